@@ -31,6 +31,7 @@ from tests.commands import Done, call
 from tests.own_package import add_distribution, install, on_path
 from tests.real_data import REPOSITORY
 from tests.tiny_data import write_tiny_pair
+from tests.trainer.probes.test_probe_command import make_run
 from trainer.config import RunConfig, read_config, read_run_config
 from trainer.models import load_encoder
 from trainer.objectives.objective import OBJECTIVES
@@ -383,6 +384,22 @@ def test_a_strangers_run_is_reported_without_its_code_and_probed_only_with_leave
     assert not trap.exists()
     done = run(trainer.probe, run_dir.path, "--allow-code")
     assert 'the module a_trap of a_trap:Encoder has no "Encoder"' in done.stderr
+
+
+def test_a_run_of_a_package_that_is_not_here_is_reported(
+    data: Path, tmp_path: Path, run: Callable[..., Done], site: Path
+) -> None:
+    run_dir = make_run(tmp_path / "run", data, objective={"kind": "seaside_triplet", "margin": 0.5})
+    values = json.loads(run_dir.config.read_text())
+    values["encoder"]["kind"] = "a_net_of_seaside"
+    run_dir.config.write_text(json.dumps(values))
+    assert run(trainer.report, run_dir.path, "--out", tmp_path / "r.html").status == 0
+    assert "a_net_of_seaside" in (tmp_path / "r.html").read_text()
+    done = run(trainer.probe, run_dir.path)
+    assert done.status == 2
+    assert "error: the encoder a_net_of_seaside is of a package that is not installed here; install" in done.stderr
+    with pytest.raises(UserError, match=r'encoder\.kind is "a_net_of_seaside"; valid are: '):
+        resolve_recipe(str(run_dir.config))
 
 
 # A run.

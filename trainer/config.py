@@ -13,7 +13,7 @@ import torch
 from pydantic import Field, model_validator
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.kinds import import_code
+from data_pipeline.core.kinds import KEEP_UNKNOWN, import_code
 from data_pipeline.core.plain_text import parse_json, parse_yaml
 from data_pipeline.core.schema import Count, Name, Schema, Seed
 from data_pipeline.remote.cache import is_command, refuse_untyped_command
@@ -164,14 +164,15 @@ def read_config(path: Path, *, allow_pipe: bool = False, allow_code: bool = Fals
 def read_run_config(run_dir: RunDir, *, allow_pipe: bool = False, allow_code: bool = False) -> RunConfig:
     """Return the config of a run, as `read_config` does.
 
-    A run that does not name the version of its order began before there were two, so its order is of version 1.
+    A run that does not name the version of its order began before there were two, so its order is of version 1. A kind
+    that is not known here is that of a package which is not installed; building what it names raises `UserError`.
     """
     value = read_settings(run_dir.config)
     if allow_code:
         import_code(value)
     if isinstance(value.get("data"), dict):
         value["data"].setdefault("order_version", 1)
-    return parse_config(value, run_dir.config, allow_pipe=allow_pipe)
+    return parse_config(value, run_dir.config, allow_pipe=allow_pipe, context=KEEP_UNKNOWN)
 
 
 def keep_order_version(config: RunConfig, run_dir: RunDir) -> RunConfig:
@@ -196,9 +197,9 @@ def read_settings(path: Path) -> dict[str, Any]:
     return value
 
 
-def parse_config(value: dict[str, Any], path: Path, *, allow_pipe: bool) -> RunConfig:
+def parse_config(value: dict[str, Any], path: Path, *, allow_pipe: bool, context: str | None = None) -> RunConfig:
     """Return the RunConfig of the values in a file: see `read_config`, which reads them."""
-    config = RunConfig.parse(value, where=str(path))
+    config = RunConfig.parse(value, where=str(path), context=context)
     has_command = any(map(is_command, config.data.locations))
     return _with_origin(config, str(path) if has_command and not allow_pipe else None)
 

@@ -16,7 +16,7 @@ from functools import cache, cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar, cast, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError
 from pydantic_core.core_schema import ErrorType
 
@@ -26,6 +26,7 @@ from data_pipeline.core.overrides import parse_setting
 from data_pipeline.core.schema import Line, Schema
 from data_pipeline.core.sections import CONFIG, KIND, has_path, import_path, kinds_of
 
+KEEP_UNKNOWN: Final = "keep unknown kinds"  # a context of `Schema.parse`, for the config of a run
 GROUP_PREFIX: Final = "overlay."  # of the groups of entry points
 
 Config = TypeVar("Config", bound="KindConfig")
@@ -105,8 +106,11 @@ class Kinds(Names, Generic[Config]):
             self._found[kind] = self._config_of(found, kind)
         return self._found[kind]
 
-    def parse(self, value: Any) -> Any:
-        """Return the config of a section's values: a pydantic validator, before the check for the base class."""
+    def parse(self, value: Any, info: ValidationInfo) -> Any:
+        """Return the config of a section's values: a pydantic validator, before the check for the base class.
+
+        In the context `KEEP_UNKNOWN`, an unknown kind gives a class of bare values.
+        """
         if isinstance(value, self.base):
             check_usable(type(value))
         if not isinstance(value, dict):
@@ -117,6 +121,8 @@ class Kinds(Names, Generic[Config]):
         try:
             config = self.find(kind if isinstance(kind, str) else repr(kind))
         except KeyError:
+            if info.context == KEEP_UNKNOWN:
+                return self._not_imported.model_validate(value)
             expected = ", ".join(map(repr, self.names()))
             tag = {"discriminator": "'kind'", "tag": str(kind), "expected_tags": expected}
             raise PydanticKnownError("union_tag_invalid", tag) from None
@@ -186,6 +192,11 @@ class KindConfig(Schema):
 
     def require_import(self) -> Self:
         """Return this config. Raises `UserError` if it only holds the values of a class that was not imported."""
+        if not self.is_imported and ":" not in self.kind:
+            raise UserError(
+                f"the {self.kinds.section} {self.kind} is of a package that is not installed here; install the package "
+                "with which the run was trained"
+            )
         if not self.is_imported:
             raise UserError(
                 f"the {self.kinds.section} {self.kind} is code that a file names, and reading a file imports no code; "

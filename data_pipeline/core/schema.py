@@ -125,10 +125,13 @@ class Schema(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     @classmethod
-    def parse(cls, value: dict[str, Any], *, where: str) -> Self:
-        """Return the model of `value`. Raises `UserError` that names `where`, the key and the valid values."""
+    def parse(cls, value: dict[str, Any], *, where: str, context: str | None = None) -> Self:
+        """Return the model of `value`. Raises `UserError` that names `where`, the key and the valid values.
+
+        `context` is for validators, such as `data_pipeline.core.kinds.KEEP_UNKNOWN`.
+        """
         try:
-            return cls.model_validate(value)
+            return cls.model_validate(value, context=context)
         except ValidationError as error:
             raise UserError(f"{where}: {describe(error, cls)}") from None
 
