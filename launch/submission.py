@@ -174,8 +174,8 @@ def dry_run(plan: SubmissionPlan, *, snapshot: Snapshot) -> str:
 def _claimed(plan: SubmissionPlan, *, code: Path, is_dry_run: bool = False) -> Iterator[None]:
     """Make all checks that are possible before a submission, and claim the run directories.
 
-    After a dry run, or if the block raises, removes the files and directories that it has made. Raises `UserError` for
-    a run that could never start.
+    After a dry run, or if the block raises, removes the files and directories that it has made, and restores configs.
+    Raises `UserError` for a run that could never start.
     """
     if not str(plan.home).isprintable():
         raise UserError(f"the directory {str(plan.home)!r} cannot stand in a batch script; rename it")
@@ -187,8 +187,11 @@ def _claimed(plan: SubmissionPlan, *, code: Path, is_dry_run: bool = False) -> I
     names = (RunDir(plan.home).config.name, LOCK_NAME)
     new_files = [path / name for path in directories for name in names if path.exists() and not (path / name).exists()]
     new_parents = [parent for path in new for parent in path.parents if not parent.exists()]
+    configs: dict[Path, bytes] = {}
     is_kept = False
     try:
+        # A run on a mixture may go on with other weights; a dry run must not change them.
+        configs = {path: path.read_bytes() for run in plan.runs if (path := run.run_dir.config).is_file()}
         for planned, found in zip(plan.runs, manifests, strict=True):
             claim(planned.run_dir, planned.config, found, accepted_data=plan.accepted_data).close()
         yield
@@ -206,6 +209,9 @@ def _claimed(plan: SubmissionPlan, *, code: Path, is_dry_run: bool = False) -> I
             for path in new_files:
                 with contextlib.suppress(OSError):
                     path.unlink()
+            for path, content in configs.items():
+                if path.read_bytes() != content:
+                    path.write_bytes(content)
             for path in new_parents:  # the innermost first; a directory that is not empty stays
                 with contextlib.suppress(OSError):
                     path.rmdir()

@@ -283,15 +283,15 @@ def resume(
     return restored
 
 
-def _may_change_schedule(before: RunConfig, now: RunConfig, *, step: int) -> bool:
-    """Return whether two configs of a mixture give the same weights at all steps before `step`."""
-    if before.data.mixture is None or now.data.mixture is None:
-        return False
-    return same_until(
-        step,
-        weights_of(before.data.mixture, before.data.mixture_schedule),
-        weights_of(now.data.mixture, now.data.mixture_schedule),
-    )
+def _check_schedule(run_dir: RunDir, before: RunConfig, now: RunConfig) -> None:
+    """Raise `UserError` if two configs of a run on a mixture differ in weights that it has drawn by already."""
+    step = newest_state(run_dir).step
+    weights = [weights_of(each.data.mixture or {}, each.data.mixture_schedule) for each in (before, now)]
+    if not same_until(step, *weights):
+        raise UserError(
+            f"{run_dir.path} is at step {step}, and data.mixture_schedule differs from its config before that; "
+            "change only weights of later steps, or pass another --run-dir"
+        )
 
 
 def refuse_other_config(run_dir: RunDir, config: RunConfig) -> None:
@@ -301,13 +301,9 @@ def refuse_other_config(run_dir: RunDir, config: RunConfig) -> None:
     """
     before = read_run_config(run_dir)
     keys = [key for key in difference(before, config) if not key.startswith(_MAY_CHANGE)]
-    step = newest_state(run_dir).step
-    if keys == ["data.mixture_schedule"] and not _may_change_schedule(before, config, step=step):
-        raise UserError(
-            f"{run_dir.path} is at step {step}, and data.mixture_schedule differs from its config before that; "
-            "change only weights of later steps, or pass another --run-dir"
-        )
-    if keys and keys != ["data.mixture_schedule"]:
+    if keys == ["data.mixture_schedule"]:
+        _check_schedule(run_dir, before, config)
+    elif keys:
         raise UserError(
             f"{run_dir.path} holds a run with another config (it differs in {', '.join(keys)}); "
             "pass another --run-dir, or remove this one"
