@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from data_pipeline.loading.order import num_steps_per_epoch
 from data_pipeline.loading.shared_memory import NodeShare, shared_memory_identity
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.remote.cache import RemoteShards, is_remote
-from data_pipeline.storage.manifest import Manifest, dataset_directory, load_manifest
+from data_pipeline.storage.manifest import MANIFEST_NAME, Manifest, dataset_directory, load_manifest, names_tars
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.tar_index import has_remote_tars
 from trainer.checkpoint.run_state import DataIdentity
@@ -169,11 +170,13 @@ class Manifests:
 def read_manifests(data: DataConfig, *, makes_index: bool = True) -> Manifests:
     """Return the manifests of all datasets. Tars that were not indexed are indexed first, if `makes_index`.
 
-    Raises `UserError` if a manifest is missing.
+    Raises `UserError` if a manifest is missing, or if tars are not indexed and may not be.
     """
     train = read_train_manifest(data, makes_index=makes_index)
     if makes_index:
         ensure_index(data.test_dir, classes_of=data.probed_dir, show_progress=True)
+    else:
+        _refuse_unindexed(data.test_dir, options=f" --classes-of {shlex.quote(data.probed_dir)}")
     return Manifests(train, _read_manifest(data.test_dir, data))
 
 
@@ -183,11 +186,21 @@ def read_train_manifest(data: DataConfig, *, makes_index: bool = True) -> TrainM
     for name, location in data.train_locations.items():
         if makes_index:
             ensure_index(location, show_progress=True)
+        else:
+            _refuse_unindexed(location)
         manifests[name] = _read_manifest(location, data)
     if data.mixture is None:
         return manifests[data.probed_name]
     weights = weights_of(data.mixture, data.mixture_schedule)
     return MixtureManifest.of(manifests, weights, probed=data.probed_name)
+
+
+def _refuse_unindexed(location: str, *, options: str = "") -> None:
+    """Raise `UserError`, with the command that makes the index, if a location names tars that have none."""
+    if is_remote(location) or not names_tars(location) or (dataset_directory(location) / MANIFEST_NAME).is_file():
+        return
+    command = f"python -m data_pipeline index {shlex.quote(location)}{options}"
+    raise UserError(f"the tars of {location} are not indexed yet; run `{command}`")
 
 
 def _read_manifest(location: str, data: DataConfig) -> Manifest:

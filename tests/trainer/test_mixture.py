@@ -115,6 +115,18 @@ def test_a_run_on_a_mixture_goes_on_exactly_on_any_ranks(data: Path, finished: R
         )
 
 
+@pytest.mark.ranks
+def test_a_bank_with_a_row_for_each_sample_follows_one_process(data: Path, tmp_path: Path) -> None:
+    """The rows are those of all sources, one source after another."""
+    more = ["objective.kind=instance_discrimination", "objective.num_negatives=16", "num_epochs=1"]
+    for num_ranks in (1, 2):
+        run_ranks(run, num_ranks, configure(data, *more), tmp_path / str(num_ranks))
+    alone, together = ([line["train/loss"] for line in RunDir(tmp_path / name).read_metrics()] for name in ("1", "2"))
+    assert together == pytest.approx(alone, rel=1e-9)
+    bank = safetensors.torch.load_file(RunDir(tmp_path / "1").checkpoint(5) / "objective.safetensors")
+    assert 83 in {tensor.shape[0] for tensor in bank.values()}
+
+
 def test_the_log_counts_the_samples_of_each_source_and_provenance_names_them(data: Path, finished: RunDir) -> None:
     lines = finished.read_metrics()
     assert [line["mixture/birds/batch"] for line in lines] == [8] * 5 + [4] * 5

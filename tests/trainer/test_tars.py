@@ -24,7 +24,9 @@ from data_pipeline.storage.manifest import INDEX_NAME, load_manifest
 from tests.commands import call
 from trainer import probe, report
 from trainer.config import RunConfig
+from trainer.data import read_manifests, read_train_manifest
 from trainer.original_crops import leave_out_crops, original_crops
+from trainer.preflight import check_data
 from trainer.run_dir import RunDir
 from trainer.train import train
 from trainer.views.expert_image import ExpertImage, ExpertImageConfig
@@ -214,3 +216,17 @@ def test_training_names_what_is_wrong_with_tars(tmp_path: Path) -> None:
     (tmp_path / "test").mkdir()
     with pytest.raises(UserError, match=r"no sample of .*train has a picture under one of jpg"):
         train(resolve_recipe("debug:image", settings(tmp_path)), RunDir(tmp_path / "run"), device=CPU, command="train")
+
+
+def test_a_plan_and_a_submission_write_no_index_and_name_the_command(tmp_path: Path) -> None:
+    for seed, name in enumerate(("train", "test")):
+        write_tars(tmp_path / name, 32, sizes=((40, 40),), seed=seed)
+    config = resolve_recipe("debug:image", settings(tmp_path))
+    with pytest.raises(UserError, match=r"are not indexed yet; run `python -m data_pipeline index \S+/train`$"):
+        check_data(config)
+    read_train_manifest(config.data)
+    with pytest.raises(UserError, match=r"index \S+/test --classes-of \S+/train`$"):
+        check_data(config)
+    assert sorted(path.name for path in tmp_path.rglob(INDEX_NAME)) == [INDEX_NAME]
+    assert read_manifests(config.data).test.num_samples == 32
+    assert check_data(config).train.num_samples == 32

@@ -138,6 +138,14 @@ def test_a_list_that_a_power_cut_has_torn_is_gone_on_with(tmp_path: Path) -> Non
     assert [first.decode(), last.decode()] == [whole, whole.replace("1", "2")]
 
 
+def test_samples_of_two_sources_with_one_key_are_two(tmp_path: Path) -> None:
+    ledger = BadSamples(RunDir(tmp_path), num_samples=100, max_share=0.1, where="the mixture of a and b")
+    ledger.add([BadSample(1, "a/shard-00000.tar", "torn"), BadSample(41, "b/shard-00000.tar", "torn", first=40)])
+    assert ledger.flush() == 2
+    lines = [json.loads(line) for line in RunDir(tmp_path).bad_samples.read_text().splitlines()]
+    assert [(line["shard"][0], line["key"]) for line in lines] == [("a", "00000001"), ("b", "00000001")]
+
+
 def test_bad_samples_of_earlier_starts_count_towards_the_limit(tmp_path: Path) -> None:
     """Each start meets one, of which the limit allows two."""
     found: tuple[BadSample, ...] = ()
