@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from data_pipeline.building.datasets import (
     DIGITS,
@@ -26,6 +26,10 @@ from data_pipeline.building.datasets import (
 )
 from data_pipeline.core.arguments import program
 from data_pipeline.core.errors import UserError, run_command
+
+_LOCATION_HELP: Final = (
+    "A built dataset: a directory, http(s)://HOST/DIR or pipe:COMMAND {name}. Or tars that were indexed."
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -182,8 +186,12 @@ def _preview(parser: argparse.ArgumentParser) -> None:
 
 
 def _trace(parser: argparse.ArgumentParser) -> None:
-    _add_location(parser)
     add = parser.add_argument
+    several = " Several are the sources of a mixture, in the order of their names."
+    add("locations", metavar="DIR", nargs="+", help=_LOCATION_HELP + several)
+    add(
+        "--weights", type=float, nargs="+", metavar="W", help="The weights of a mixture, one for each DIR (default: 1)."
+    )
     add("--ranks", type=int, default=1, metavar="N", help="The number of training processes (default: 1).")
     add("--workers", type=int, default=0, metavar="M", help="The number of data workers of a rank (default: 0).")
     add(
@@ -229,11 +237,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_location(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "location",
-        metavar="DIR",
-        help="A built dataset: a directory, http(s)://HOST/DIR or pipe:COMMAND {name}. Or tars that were indexed.",
-    )
+    parser.add_argument("location", metavar="DIR", help=_LOCATION_HELP)
 
 
 @dataclass(frozen=True)

@@ -291,7 +291,7 @@ class Stream:
             store = _open_store(dataset, read.remote)
             named, self.location = {str(store.location): store}, store.location
         stores = list(named.values())
-        self._order = _reading_order(
+        self._order = reading_order(
             dataset if isinstance(dataset, Mixture) else stores[0],
             read,
             seed=seed,
@@ -563,7 +563,7 @@ class Stream:
             ) from error
 
 
-def _reading_order(
+def reading_order(
     dataset: SampleStore | Mixture,
     read: ReadConfig,
     *,

@@ -1,20 +1,27 @@
-"""Print the samples that every rank would see at every step: `python -m data_pipeline trace DIR`."""
+"""Print the samples that every rank would see at every step: `python -m data_pipeline trace DIR`.
+
+Several directories are a mixture. Its keys count the samples of all sources, one source after another.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import sample_key
-from data_pipeline.loading.order import BatchOrder, check_batch_size, num_steps_per_epoch
-from data_pipeline.loading.stream import ReadConfig, Stream
+from data_pipeline.loading.mixture import Mixture, MixtureSource, WeightsFrom
+from data_pipeline.loading.order import check_ranks
+from data_pipeline.loading.reading_order import ReadingOrder
+from data_pipeline.loading.stream import ReadConfig, Stream, reading_order
 from data_pipeline.storage.store import SampleStore
 
 
@@ -22,7 +29,7 @@ def run(args: argparse.Namespace) -> None:
     """Print one line for each batch. Steps count from the start of training, as in metrics and checkpoints."""
     try:
         for line in trace(
-            args.location,
+            _opened(args.locations, args.weights),
             num_ranks=args.ranks,
             num_workers=args.workers,
             global_batch_size=args.batch_size,
@@ -39,8 +46,19 @@ def run(args: argparse.Namespace) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _opened(locations: Sequence[str], weights: Sequence[float] | None) -> SampleStore | Mixture:
+    """Open a dataset, or several as a mixture. Raises `UserError` if there is not a positive weight for each."""
+    if len(locations) == 1:
+        return SampleStore(locations[0])
+    weights = [1.0] * len(locations) if weights is None else weights
+    if len(weights) != len(locations) or not all(0 < weight < math.inf for weight in weights):
+        raise UserError(f"--weights must be {len(locations)} positive numbers, one for each DIR, got {weights}")
+    sources = tuple(MixtureSource(location, SampleStore(location)) for location in locations)
+    return Mixture(sources, (WeightsFrom(0, tuple(weights)),))
+
+
 def trace(
-    location: str | Path,
+    dataset: str | Path | SampleStore | Mixture,
     *,
     num_ranks: int,
     num_workers: int,
@@ -69,12 +87,12 @@ def trace(
         if value < least:
             raise UserError(f"{option} must be at least {least}, got {value}")
 
-    store = SampleStore(location)
+    opened = SampleStore(dataset) if isinstance(dataset, str | Path) else dataset
     read = ReadConfig(num_workers=num_workers, placement="stream", shuffle_shards=shuffle_shards)
 
     def stream(rank: int, *, start_step: int, end_step: int) -> Stream:
         return Stream(
-            store,
+            opened,
             read=read,
             global_batch_size=global_batch_size,
             seed=seed,
@@ -84,31 +102,30 @@ def trace(
             end_step=end_step,
         )
 
-    if order_only:
-        check_batch_size(len(store), global_batch_size=global_batch_size, world_size=num_ranks)
-        num_steps = num_steps_per_epoch(len(store), global_batch_size)
-    else:
-        num_steps = stream(0, start_step=0, end_step=0).num_steps_per_epoch
+    check_ranks(global_batch_size, world_size=num_ranks)
+    order = reading_order(opened, read, seed=seed, global_batch_size=global_batch_size, rank=0, world_size=1)
+    num_steps = order.num_steps_per_epoch
     if from_step >= num_steps:
         raise UserError(f"--from-step {from_step} is past the epoch's {num_steps} steps; use 0 to {num_steps - 1}")
     start, end = epoch * num_steps + from_step, (epoch + 1) * num_steps
     if order_only:
-        bad = {sample.index: sample for sample in store.known_bad}
-        ends = store.shard_ends
-        order = BatchOrder(
-            len(store),
-            seed,
-            global_batch_size,
-            shard_ends=ends,
-            shuffle_shards=shuffle_shards,
-            version=read.order_version,
-        )
+        stores = [opened] if isinstance(opened, SampleStore) else [source.store for source in opened.sources]
         for step in range(start, end):
-            _, indices, _ = order.at(step, bad=bad)
-            for rank, of_rank in enumerate(np.split(indices, num_ranks)):
+            for rank, of_rank in enumerate(np.split(_global_batch(order, stores, step), num_ranks)):
                 yield f"{step}\t{rank}\t{' '.join(map(sample_key, of_rank.tolist()))}"
         return
     streams = [stream(rank, start_step=start, end_step=end) for rank in range(num_ranks)]
     for batches in zip(*streams, strict=True):
         for rank, batch in enumerate(batches):
             yield f"{batch.step}\t{rank}\t{' '.join(batch.keys)}"
+
+
+def _global_batch(order: ReadingOrder, stores: Sequence[SampleStore], step: int) -> NDArray[np.int64]:
+    """Return the samples of a step, (B,) int64, by their numbers among the samples of all stores."""
+    parts, first = [], 0
+    for number, store in enumerate(stores):
+        bad = {sample.index: sample for sample in store.known_bad}
+        parts.append(first + order.rows(number, step, bad=bad).indices_R)
+        first += len(store)
+    together, places = np.concatenate(parts), order.row_order(step)
+    return together if places is None else together[places]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def traced(directory: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list[tuple[int, int, list[str]]]:
+def traced(
+    directory: Path, capsys: pytest.CaptureFixture[str], *options: str, more: Sequence[Path] = ()
+) -> list[tuple[int, int, list[str]]]:
     """Step, rank and keys of every line that the command prints."""
-    main(["trace", str(directory), "--batch-size", "4", *options])
+    main(["trace", str(directory), *map(str, more), "--batch-size", "4", *options])
     rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     return [(int(step), int(rank), keys.split()) for step, rank, keys in rows]
 
@@ -62,6 +65,21 @@ def test_the_order_alone_is_that_of_the_samples(
     directory: Path, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
     assert traced(directory, capsys, "--order-only", *options) == traced(directory, capsys, *options)
+
+
+def test_several_directories_are_a_mixture(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_dataset(tmp_path / "more", [15, 10])
+    options = ["--weights", "3", "1", "--ranks", "2", "--epoch", "1"]
+    lines = traced(directory, capsys, *options, more=[tmp_path / "more"])
+    assert lines == traced(directory, capsys, *options, "--order-only", more=[tmp_path / "more"])
+    num_steps = (25 + 25) // 4
+    assert [(step, rank) for step, rank, _ in lines] == [
+        (step, rank) for step in range(num_steps, 2 * num_steps) for rank in range(2)
+    ]
+    keys = [int(key) for _, _, part in lines for key in part]
+    assert sum(key < 25 for key in keys) == 3 * num_steps
+    with pytest.raises(UserError, match=r"--weights must be 2 positive numbers, one for each DIR, got \[1\.0\]"):
+        traced(directory, capsys, "--weights", "1", more=[tmp_path / "more"])
 
 
 def test_from_step_gives_the_tail_of_the_epoch(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
