@@ -153,9 +153,14 @@ def test_from_tars_to_a_report(
     assert provenance["train_manifest_sha256"]
 
 
+VIT = ["encoder.kind=timm", "encoder.name=vit_tiny_patch16_224", "encoder.options.img_size=64", "optimizer.kind=adamw"]
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("more", [[], VIT])
 def test_tars_with_an_overlay_are_cut_out_of_squares_and_probed_for_both_labels(
     tmp_path: Path,
+    more: list[str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
@@ -172,7 +177,7 @@ def test_tars_with_an_overlay_are_cut_out_of_squares_and_probed_for_both_labels(
             overlay=DrawnOverlay(*open_picture_overlay("shapes", image_size=64, split=name), split),
             classes_of=None if name == "train" else tmp_path / "train",
         )
-    config = resolve_recipe("debug:image", settings(tmp_path, "num_epochs=1", "data.overlay=online"))
+    config = resolve_recipe("debug:image", settings(tmp_path, "num_epochs=1", "data.overlay=online", *more))
     assert original_crops(config, load_manifest(tmp_path / "train")) is None
     run_dir = RunDir(tmp_path / "run")
     with caplog.at_level("INFO"):
@@ -182,6 +187,11 @@ def test_tars_with_an_overlay_are_cut_out_of_squares_and_probed_for_both_labels(
     assert probed.status == 0, probed.stderr
     assert "label_base" in probed.stdout
     assert "label_overlay" in probed.stdout
+    page = tmp_path / "report.html"
+    reported = call(report.main, run_dir.path, "--out", page, monkeypatch=monkeypatch, capsys=capsys)
+    assert reported.status == 0, reported.stderr
+    reads = "pooled features" if more else "flattened map before pooling"
+    assert f"softmax regression on the {reads} of the frozen" in page.read_text()
 
 
 def test_only_expert_views_of_tars_are_cropped_out_of_the_original(tars: Path, tmp_path: Path) -> None:
