@@ -1,4 +1,4 @@
-"""Write metrics to RUN_DIR/metrics.jsonl, and to Weights & Biases and TensorBoard if the config asks for them."""
+"""Write metrics to RUN_DIR/metrics.jsonl, and to W&B, TensorBoard and Trackio if the config asks for them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from data_pipeline.core.errors import filename_in_errors
 from trainer.observability.tracking import StepPictures, TrackingConfig, uses_wandb
+from trainer.observability.trackio_run import TrackioRun
 from trainer.run_dir import RunDir, write_atomically
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Tracker:
         self._file = run_dir.metrics.open("a")
         self._tensorboard = _tensorboard_writer(run_dir, start_step) if config.tensorboard else None
         self._wandb = _wandb_run(run_dir, config, name, settings) if uses_wandb(config) else None
+        self._trackio = TrackioRun(run_dir, config, name=name, settings=settings) if config.trackio else None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics after `step` steps as one line of metrics.jsonl; names are paths such as train/loss."""
@@ -47,6 +49,8 @@ class Tracker:
                 self._tensorboard.add_scalar(name, value, step)
         if self._wandb is not None:
             self._wandb.log(step, metrics)
+        if self._trackio is not None:
+            self._trackio.log(step, metrics)
 
     def log_pictures(self, step: int, pictures: StepPictures) -> None:
         """Send pictures to W&B and TensorBoard. Call it after `log` of the same step."""
@@ -65,6 +69,8 @@ class Tracker:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.close()
+        if self._trackio is not None:
+            self._trackio.close()
 
 
 def _wandb_run(run_dir: RunDir, config: TrackingConfig, name: str, settings: Mapping[str, Any]) -> WandbRun:

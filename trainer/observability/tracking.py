@@ -1,4 +1,4 @@
-"""Where metrics and pictures of a training go besides metrics.jsonl: Weights & Biases and TensorBoard."""
+"""Where metrics and pictures of a training go besides metrics.jsonl: Weights & Biases, TensorBoard and Trackio."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class TrackingConfig(Schema):
     axes: the settings that the sweep of this run varies, by their dotted names. --sweep sets them; reports draw over
         them.
     tensorboard: also write RUN_DIR/tensorboard (needs the extra "tensorboard").
+    trackio: also write to Trackio, without pictures (needs the extra "trackio"). Its project is `wandb_project`.
     pictures_every_steps: the steps between two grids of views with histograms of their changes; None means never.
     """
 
@@ -45,6 +46,7 @@ class TrackingConfig(Schema):
     group: Group | None = None
     axes: Annotated[tuple[Line, ...], Field(max_length=100)] = ()
     tensorboard: bool = False
+    trackio: bool = False
     pictures_every_steps: Count | None = 500
 
 
