@@ -40,7 +40,7 @@ class TrackioRun:
 
     def close(self) -> None:
         if self._run is not None:
-            self._guard(self._run.finish)
+            self._guard(lambda: importlib.import_module("trackio").finish())  # that of the run prints at the exit
 
     def _start(self, run_dir: RunDir, config: TrackingConfig, name: str, settings: dict[str, Any]) -> None:
         trackio = importlib.import_module("trackio")

@@ -35,7 +35,7 @@ class StandIn:
             print("* a message of Trackio")
             steps.append(step)
 
-        return types.SimpleNamespace(log=log, finish=lambda: None)
+        return types.SimpleNamespace(log=log)
 
     def get_max_step_for_run(self, project: str, name: str) -> int | None:
         assert project == "mine"
@@ -45,7 +45,7 @@ class StandIn:
 @pytest.fixture
 def trackio(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     stand_in = StandIn()
-    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(init=stand_in.init))
+    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(init=stand_in.init, finish=lambda: None))
     monkeypatch.setitem(sys.modules, "trackio.sqlite_storage", types.SimpleNamespace(SQLiteStorage=stand_in))
     return stand_in
 

@@ -93,8 +93,8 @@ def test_the_page_shows_a_figure_of_each_label_over_each_axis(tmp_path: Path, mo
     )
     html = report(monkeypatch, tmp_path / "out.html", *paths)
     assert html.count("<h2>Over the settings of the sweep</h2>") == 1
-    assert "Linear probe of the base label, test accuracy in %, by temperature</figcaption>" in html
-    assert "Linear probe of the base label, test accuracy in %, by learning_rate</figcaption>" in html
+    assert "Linear probe of the base label, test accuracy in\u00a0%, by temperature</figcaption>" in html
+    assert "Linear probe of the base label, test accuracy in\u00a0%, by learning_rate</figcaption>" in html
     assert ">objective.temperature<" in html  # the label of the axis
     assert Page(html).tags.count("script") == 0
     assert report(monkeypatch, tmp_path / "again.html", *paths) == html

@@ -1,0 +1,81 @@
+"""The search of docs/sweeps.md as it stands there: two runs at a time, bad ones ended early, and a report of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_data import write_tiny_pair
+from trainer.run_dir import RunDir
+
+optuna = pytest.importorskip("optuna")
+
+ROOT = Path(__file__).parents[2]
+PRUNER = "optuna.pruners.MedianPruner(n_startup_trials=3)"
+
+
+def search(directory: Path, data: Path, *, num_trials: int, pruner: str = PRUNER) -> str:
+    """Run the example on tiny data in `directory`, and return what it prints."""
+    page = (ROOT / "docs" / "sweeps.md").read_text()
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "import optuna" in block]
+    settings = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}", "data.num_workers=0"]
+    settings += ["tracking.wandb=disabled", "probe.online_every_steps=2", "checkpoint_every_steps=1000"]
+    more = "".join(f', "--set", "{setting}"' for setting in settings)
+    for old, new in (
+        ('"--set", "probe.online_every_steps=10"', more.removeprefix(", ")),
+        ("n_trials=8", f"n_trials={num_trials}"),
+        (PRUNER, pruner),
+    ):
+        assert old in code
+        code = code.replace(old, new)
+    (directory / "search.py").write_text(code)
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "search.py"], cwd=directory, env=environ, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=64, num_test=32)
+
+
+def trials(directory: Path) -> list[str]:
+    study = optuna.load_study(study_name="search", storage=f"sqlite:///{directory}/runs/search/optuna.db")
+    return [trial.state.name for trial in study.trials]
+
+
+def test_the_example_searches_is_resumed_and_reported(data: Path, tmp_path: Path) -> None:
+    assert "objective.temperature" in search(tmp_path, data, num_trials=2)
+    search(tmp_path, data, num_trials=1)
+    assert trials(tmp_path) == ["COMPLETE"] * 3
+    runs = sorted((tmp_path / "runs" / "search").glob("trial*"))
+    assert [re.split("-", run.name)[0] for run in runs] == ["trial000", "trial001", "trial002"]
+    assert all("finished_step" in RunDir(run).read_provenance() for run in runs)
+    report = [sys.executable, "-m", "trainer.report", str(tmp_path / "runs" / "search"), "--out", "report.html"]
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    subprocess.run(report, cwd=tmp_path, env=environ, check=True, timeout=200)
+    page = (tmp_path / "report.html").read_text()
+    assert "Over the settings of the sweep" in page
+    assert "by learning_rate</figcaption>" in page
+
+
+def test_a_run_that_is_pruned_ends_with_a_checkpoint(data: Path, tmp_path: Path) -> None:
+    never_good = "optuna.pruners.ThresholdPruner(lower=2.0)"
+    # No trial is complete, so the last line of the example has nothing to print.
+    with pytest.raises(AssertionError, match="No trials are completed yet"):
+        search(tmp_path, data, num_trials=1, pruner=never_good)
+    assert trials(tmp_path) == ["PRUNED"]
+    (run,) = (tmp_path / "runs" / "search").glob("trial000-*")
+    run_dir = RunDir(run)
+    assert "finished_step" not in run_dir.read_provenance()
+    step = run_dir.latest_step()
+    assert step is not None
+    assert 0 < step < 40
