@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from trainer.checkpoint.restore import Restored
 from trainer.checkpoint.run_state import DataIdentity, RunState
 from trainer.config import RunConfig
 from trainer.data import Manifests
+from trainer.distributed.collectives import world_size
 from trainer.distributed.engines import Engine, EngineInputs
 from trainer.fault_tolerance.bad_samples import BadSamples
 from trainer.fault_tolerance.run_counters import RunCounters
@@ -20,8 +22,11 @@ from trainer.fault_tolerance.skipped_steps import SkipCounter, SkippedSteps
 from trainer.modules import TrainedModules, build_modules, build_run_objective
 from trainer.objectives import Objective
 from trainer.optim.learning_rates import learning_rate_at
+from trainer.recorded_step import CudaGraphs, RecordedStep, why_not_recorded
 from trainer.run_dir import RunDir
 from trainer.step import TrainingStep
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Training:
     modules: TrainedModules
     objective: Objective
     engines: dict[str, Engine]
-    step: TrainingStep
+    step: TrainingStep | RecordedStep
 
     def learning_rates(self, step: int, *, num_steps: int) -> dict[str, float]:
         """Return the learning rate of each engine at a step, from 0, in a run of `num_steps`."""
@@ -71,10 +76,23 @@ def assemble(config: RunConfig, modules: TrainedModules, objective: Objective) -
     Every rank must call this at the same time.
     """
     engines = _build_engines(config, modules.trained_modules, objective)
-    if config.compile:
+    if config.compile is True:
         modules.encoder.compile()
     step = TrainingStep(config, engines=engines, view_policy=modules.view_policy, objective=objective)
-    return Training(modules, objective, engines, step)
+    return Training(modules, objective, engines, _recorded(step, config, modules, objective))
+
+
+def _recorded(
+    step: TrainingStep, config: RunConfig, modules: TrainedModules, objective: Objective
+) -> TrainingStep | RecordedStep:
+    """Return a step that records itself, or `step` if the config does not ask for that or it is not possible."""
+    if config.compile != "step":
+        return step
+    device = next(modules.encoder.parameters()).device
+    if (reason := why_not_recorded(config, device=device, num_ranks=world_size())) is not None:
+        logger.warning("compile=step changes nothing here: %s", reason)
+        return step
+    return RecordedStep(step, CudaGraphs(), stateful=[modules.encoder, objective])
 
 
 def _build_engines(config: RunConfig, modules: Mapping[str, nn.Module], objective: Objective) -> dict[str, Engine]:

@@ -41,8 +41,9 @@ class RunConfig(Schema):
         precision, rounding can push a ReLU over zero, and the runs diverge after some steps, like two runs on one rank.
     view_forwards: "two" encodes each view in its own forward pass, as published; in "one" pass, batch norm sees both
         views together.
-    compile: whether to compile the encoder with torch.compile; the first step then takes a minute or more. The
-        viewmaker is not compiled, because torch cannot run its padding compiled.
+    compile: true compiles the encoder with torch.compile; the first step then takes a minute or more. The viewmaker is
+        not compiled, because torch cannot run its padding compiled. "step" compiles nothing: on one GPU, it records the
+        whole step as a CUDA graph and replays it (see `trainer.recorded_step`); elsewhere it changes nothing.
     max_skipped_in_a_row: the number of skipped steps in a row that ends training. A step is skipped if its loss or
         gradient is not finite.
     checkpoint_every_steps: the steps between two checkpoints; there is also one at the end.
@@ -65,7 +66,7 @@ class RunConfig(Schema):
     memory: MemoryConfig = MemoryConfig()
     precision: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     channels_last: bool = False
-    compile: bool = False
+    compile: bool | Literal["step"] = False
     max_skipped_in_a_row: Count = 10
     checkpoint_every_steps: Count = 500
     keep_checkpoints: Count = 2
@@ -127,7 +128,7 @@ class RunConfig(Schema):
 
         It is compiled again when the viewmaker freezes, because its input then needs no gradient.
         """
-        return self.adversary.freeze_step if self.compile and self.adversary is not None else None
+        return self.adversary.freeze_step if self.compile is True and self.adversary is not None else None
 
     @property
     def objective_optimizer(self) -> OptimizerConfig:

@@ -2,8 +2,9 @@
 
 A sample is a picture, or a waveform; the views of a waveform are spectrograms, which are pictures of one channel.
 
-The two views are encoded in two forward passes, as published, so that batch norm treats each view as a separate batch
-(see `Encoder.forward` for the communication). With `view_forwards="one"` they are encoded in one pass, which is faster.
+Both views are made together, as 2 B rows, which takes half as many operations. They are encoded such that batch norm
+treats each view as a separate batch, as published in two forward passes (see `Encoder.forward`). With
+`view_forwards="one"`, batch norm sees both views as one batch.
 
 Shapes: B samples of this rank, C channels, H height, W width, D embedding size.
 """
@@ -11,6 +12,7 @@ Shapes: B samples of this rank, C channels, H height, W width, D embedding size.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -144,6 +146,7 @@ class TrainingStep:
         self._viewmaker = engines.get("viewmaker")
         self._views: Engine | ViewPolicy = self._viewmaker if self._viewmaker is not None else view_policy
         self._memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
+        self._recorded_epoch: Tensor | None = None
         self._snapshot = StateSnapshot([self._encoder.module, objective])
         device = next(self._encoder.module.parameters()).device
         self.loss_scale = LossScale(enabled=config.precision == "float16", device=device)
@@ -154,10 +157,31 @@ class TrainingStep:
         `learning_rates` holds the rate of each engine by name. The loss in the metrics is the loss of this rank; its
         mean over the ranks is the global loss.
         """
+        is_frozen = self.viewmaker_is_frozen(batch.step)
+        return self.run(batch, learning_rates, viewmaker_is_frozen=is_frozen)
+
+    def viewmaker_is_frozen(self, step: int) -> bool:
+        """Return whether a viewmaker does not learn any more at a step."""
         adversary = self._config.adversary
+        return adversary is not None and adversary.freeze_step is not None and step >= adversary.freeze_step
+
+    def run(
+        self,
+        batch: Batch,
+        learning_rates: Mapping[str, float | Tensor],
+        *,
+        viewmaker_is_frozen: bool,
+        recorded_epoch: Tensor | None = None,
+    ) -> StepOutput:
+        """Train on a batch without a look at its step, so that the same kernels can be launched at another step.
+
+        `recorded_epoch` has the meaning of `DrawKeys.recorded_epoch`, and a learning rate may be a tensor.
+        """
+        adversary = self._config.adversary
+        self._recorded_epoch = recorded_epoch
         if adversary is None:
             result, skip = self._learner_step(batch, learning_rates)
-        elif adversary.freeze_step is not None and batch.step >= adversary.freeze_step:
+        elif viewmaker_is_frozen:
             assert self._viewmaker is not None
             with self._viewmaker.frozen():
                 result, skip = self._learner_step(batch, learning_rates)
@@ -168,13 +192,19 @@ class TrainingStep:
         self.loss_scale.update(skip)
         return self._output(batch, result, skip)
 
-    def _learner_step(self, batch: Batch, learning_rates: Mapping[str, float]) -> tuple[StepResult, Tensor]:
+    def clear_gradients(self) -> None:
+        """Drop all gradients, such as those of a step that did not end."""
+        for engine in (self._encoder, self._viewmaker, *self._learner.values()):
+            if engine is not None:
+                engine.module.zero_grad(set_to_none=True)
+
+    def _learner_step(self, batch: Batch, learning_rates: Mapping[str, float | Tensor]) -> tuple[StepResult, Tensor]:
         """Train the encoder and the objective, but not the views."""
         result = self._learn(batch, BackwardPass(self._encoder))
         return result, self._step(self._learner, learning_rates, result)
 
     def _simultaneous_step(
-        self, batch: Batch, learning_rates: Mapping[str, float], adversary: AdversaryConfig
+        self, batch: Batch, learning_rates: Mapping[str, float | Tensor], adversary: AdversaryConfig
     ) -> tuple[StepResult, Tensor]:
         """Train encoder and viewmaker with one forward and one backward pass, the viewmaker on -weight * loss."""
         assert self._viewmaker is not None
@@ -183,7 +213,7 @@ class TrainingStep:
         return result, self._step({**self._learner, "viewmaker": self._viewmaker}, learning_rates, result)
 
     def _alternating_step(
-        self, batch: Batch, learning_rates: Mapping[str, float], adversary: AdversaryConfig
+        self, batch: Batch, learning_rates: Mapping[str, float | Tensor], adversary: AdversaryConfig
     ) -> tuple[StepResult, Tensor]:
         """Train in the published order: the encoder steps, then the viewmaker, on new views, with the new encoder.
 
@@ -211,7 +241,7 @@ class TrainingStep:
     def _step(
         self,
         engines: Mapping[str, Engine],
-        learning_rates: Mapping[str, float],
+        learning_rates: Mapping[str, float | Tensor],
         result: StepResult,
         *,
         skip: Tensor | None = None,
@@ -237,9 +267,9 @@ class TrainingStep:
         self._snapshot.take()
         num_parts = self._config.memory.micro_batches
         if num_parts == 1:
-            views = self._two_views(batch, first_view=spec.first_view)
-            embeddings = self._encode(views, spec)
-            result, loss = self._compare(batch, views, embeddings, spec)
+            both_views = self._two_views(batch, first_view=spec.first_view)
+            embeddings = self._encode(both_views, spec)
+            result, loss = self._compare(batch, _halves(both_views), embeddings, spec)
             with stage("backward"):
                 spec.engine.backward(loss)
             return result
@@ -248,7 +278,7 @@ class TrainingStep:
         with torch.no_grad(), buffers_untouched(self._encoder.module):
             views_by_part = [self._two_views(part, first_view=spec.first_view) for part in parts]
             embeddings_by_part = [self._encode(views, spec) for views in views_by_part]
-        views, (z_a_BD, z_b_BD) = _whole(views_by_part), _whole(embeddings_by_part)
+        views, (z_a_BD, z_b_BD) = _whole([_halves(views) for views in views_by_part]), _whole(embeddings_by_part)
         z_a_BD.requires_grad_()
         z_b_BD.requires_grad_()
         result, loss = self._compare(batch, views, (z_a_BD, z_b_BD), spec)
@@ -256,32 +286,39 @@ class TrainingStep:
             torch.autograd.backward(loss)
         for number, part in enumerate(parts):
             with self._accumulating(number < num_parts - 1):
-                views = self._two_views(part, first_view=spec.first_view) if spec.views_learn else views_by_part[number]
+                part_views = views_by_part[number]
+                if spec.views_learn:
+                    part_views = self._two_views(part, first_view=spec.first_view)
                 products = [
                     (z_part_BD * z_BD.grad[number::num_parts]).sum()
-                    for z_part_BD, z_BD in zip(self._encode(views, spec), (z_a_BD, z_b_BD), strict=True)
+                    for z_part_BD, z_BD in zip(self._encode(part_views, spec), (z_a_BD, z_b_BD), strict=True)
                     if z_BD.grad is not None  # None if the objective does not use this view
                 ]
                 with stage("backward"):
                     spec.engine.backward(torch.stack(products).sum())
         return result
 
-    def _two_views(self, batch: Batch, *, first_view: int) -> tuple[Tensor, Tensor]:
-        """Return the views `first_view` and `first_view + 1` of every sample."""
+    def _two_views(self, batch: Batch, *, first_view: int) -> Tensor:
+        """Return the views `first_view` and `first_view + 1` of every sample: 2 B rows, all of the first view first."""
         with stage("views"):
             inputs = self._to_inputs(batch)
-            a, b = (batch.draw_keys(seed=self._config.seed, view=view) for view in (first_view, first_view + 1))
+            keys = batch.draw_keys(seed=self._config.seed, view=first_view)
+            if batch.draw_index_B is None:  # otherwise the indices count the epochs
+                keys = dataclasses.replace(keys, recorded_epoch=self._recorded_epoch)
+            masks = None
+            if batch.masks_BHW is not None and batch.masks_b_BHW is not None:
+                masks = torch.cat([batch.masks_BHW, batch.masks_b_BHW])
             # Autocast is only for networks: an expert crop in bfloat16 would lose shades of the picture.
             with self._autocast(inputs.a.device) if self._viewmaker is not None else contextlib.nullcontext():
-                return self._views(inputs.a, a, batch.masks_BHW), self._views(inputs.b, b, batch.masks_b_BHW)
+                views: Tensor = self._views(torch.cat([inputs.a, inputs.b]), keys.two_views(), masks)
+                return views
 
-    def _encode(self, views: tuple[Tensor, Tensor], spec: BackwardPass) -> tuple[Tensor, Tensor]:
+    def _encode(self, views: Tensor, spec: BackwardPass) -> tuple[Tensor, Tensor]:
         if spec.reversal is not None:
-            views = reverse_gradient(views[0], spec.reversal), reverse_gradient(views[1], spec.reversal)
-        with stage("forward"), self._autocast(views[0].device):
+            views = reverse_gradient(views, spec.reversal)
+        with stage("forward"), self._autocast(views.device):
             num_groups = 2 if self._config.view_forwards == "two" else 1
-            z_a_BD, z_b_BD = self._encoder(torch.cat(views), num_groups).chunk(2)
-            return z_a_BD, z_b_BD
+            return _halves(self._encoder(views, num_groups))
 
     def _compare(
         self, batch: Batch, views: tuple[Tensor, Tensor], embeddings: tuple[Tensor, Tensor], spec: BackwardPass
@@ -337,6 +374,12 @@ class TrainingStep:
     def _autocast(self, device: torch.device) -> AbstractContextManager[None]:
         dtype = torch.float16 if self._config.precision == "float16" else torch.bfloat16
         return torch.autocast(device.type, dtype=dtype, enabled=self._config.precision in {"bfloat16", "float16"})
+
+
+def _halves(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows of the first view and the rows of the second view."""
+    a, b = rows.chunk(2)
+    return a, b
 
 
 def _whole(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

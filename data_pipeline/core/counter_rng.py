@@ -9,7 +9,9 @@ finaliser of Steele et al. 2014). A sample therefore gets the same draws in any 
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,16 +33,34 @@ class DrawKeys:
         seed, epoch, view: numbers shared by the batch; `view` numbers the draws of one sample in one epoch: 0 and 1
             for the two views of a step, 2 and 3 if an alternating update draws again.
         index_B: (B,) int64 dataset indices, on the device of the samples.
+        is_next_B: (B,) bool on the same device; the rows that it marks draw for the view `view + 1`. None: no row does.
+        recorded_epoch: a 0-d int64 tensor on the same device that replaces `epoch`, for a step that is recorded once
+            and replayed in other epochs; None: `epoch` counts.
     """
 
     seed: int
     epoch: int
     index_B: torch.Tensor
     view: int
+    is_next_B: torch.Tensor | None = None
+    recorded_epoch: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.index_B.dtype == torch.int64
         assert self.index_B.dim() == 1
+        assert self.is_next_B is None or self.is_next_B.shape == self.index_B.shape
+
+    def two_views(self) -> DrawKeys:
+        """Return keys of 2 B rows: the rows of this view, then the same rows of the next view."""
+        assert self.is_next_B is None
+        index_2B = self.index_B.repeat(2)
+        is_next_2B = torch.arange(len(index_2B), device=index_2B.device) >= len(self.index_B)
+        return dataclasses.replace(self, index_B=index_2B, is_next_B=is_next_2B)
+
+    def rows(self, rows: slice) -> DrawKeys:
+        """Return the keys of some rows."""
+        is_next_B = None if self.is_next_B is None else self.is_next_B[rows]
+        return dataclasses.replace(self, index_B=self.index_B[rows], is_next_B=is_next_B)
 
 
 def keys_of_rows(inputs: torch.Tensor, *, seed: int, step: int, view: int = 0, first_row: int = 0) -> DrawKeys:
@@ -57,6 +77,12 @@ def uniform(keys: DrawKeys, num: int, *, purpose: int) -> torch.Tensor:
     """Return (B, num) float32 numbers in [0, 1) of 24 random bits each; `purpose` separates uses of the same keys."""
     bits = _hash(_key(keys, purpose), num)
     return (_shift_right(bits, 40)).to(torch.float32) * 2.0**-24
+
+
+def uniforms(keys: DrawKeys, num: int, *, purposes: Sequence[int]) -> torch.Tensor:
+    """Return (P, B, num) numbers: `uniform` for each of P purposes, with as many operations as for one."""
+    bits = _hash(_mix(torch.cat([_start(keys, purpose) for purpose in purposes])), num)
+    return ((_shift_right(bits, 40)).to(torch.float32) * 2.0**-24).view(len(purposes), -1, num)
 
 
 def integers(keys: DrawKeys, num: int, high: int, *, purpose: int) -> torch.Tensor:
@@ -123,7 +149,19 @@ def _to_float(numbers: NDArray[np.uint32]) -> NDArray[np.float32]:
 
 
 def _key(keys: DrawKeys, purpose: int) -> torch.Tensor:
-    return _mix(keys.index_B + _mix_int(keys.seed, keys.epoch, keys.view, purpose))
+    return _mix(_start(keys, purpose))
+
+
+def _start(keys: DrawKeys, purpose: int) -> torch.Tensor:
+    """Return what `_mix` turns into the key of each row."""
+    if keys.recorded_epoch is not None:
+        view = keys.view if keys.is_next_B is None else keys.is_next_B + keys.view
+        return keys.index_B + _mix_epoch(keys.seed, keys.recorded_epoch, view, purpose)
+    offset = _mix_int(keys.seed, keys.epoch, keys.view, purpose)
+    if keys.is_next_B is None:
+        return keys.index_B + offset
+    to_next = _signed(_mix_int(keys.seed, keys.epoch, keys.view + 1, purpose) - offset)
+    return torch.add(keys.index_B + offset, keys.is_next_B, alpha=to_next)
 
 
 def _hash(key_B: torch.Tensor, num: int) -> torch.Tensor:
@@ -159,6 +197,13 @@ def _unsigned(number: int) -> np.uint64:
     return np.uint64(number & ((1 << 64) - 1))
 
 
+def _mix_epoch(seed: int, epoch: torch.Tensor, view: int | torch.Tensor, purpose: int) -> torch.Tensor:
+    """Do `_mix_int` for an epoch in a tensor."""
+    state = _mix(epoch + _signed(_mix_int(seed) + _GOLDEN))
+    state = _mix(state + view + _GOLDEN)
+    return _mix(state + (purpose + _GOLDEN))
+
+
 def _mix_int(*numbers: int) -> int:
     """Hash several integers to one signed 64-bit key, with the same finaliser in Python's integers."""
     mask = (1 << 64) - 1
@@ -168,4 +213,10 @@ def _mix_int(*numbers: int) -> int:
         state = ((state ^ (state >> 30)) * (_MIX_1 & mask)) & mask
         state = ((state ^ (state >> 27)) * (_MIX_2 & mask)) & mask
         state ^= state >> 31
-    return state - (1 << 64) if state >= 1 << 63 else state
+    return _signed(state)
+
+
+def _signed(number: int) -> int:
+    """Return the int64 with the same lower 64 bits."""
+    number &= (1 << 64) - 1
+    return number - (1 << 64) if number >= 1 << 63 else number

@@ -140,6 +140,18 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
+    def copy(self) -> Batch:
+        """Return a batch in new memory."""
+        return self._map(torch.Tensor.clone)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors, each once, in a fixed order."""
+        found: list[torch.Tensor] = []
+        for value in vars(self).values():
+            if isinstance(value, torch.Tensor) and not any(value is other for other in found):
+                found.append(value)
+        return found
+
     def part(self, number: int, num_parts: int) -> Batch:
         """Return the rows `number`, `number + num_parts`, ...; only the first part keeps `bad`.
 

@@ -28,6 +28,7 @@ from trainer.models.batch_norm import average_running_statistics
 from trainer.models.encoder import Encoder, ResNetConfig
 from trainer.modules import TrainedModules, build_modules
 from trainer.objectives import Objective, SimSiamConfig
+from trainer.recorded_step import RecordedStep
 from trainer.step import TrainingStep
 from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
 
@@ -62,7 +63,7 @@ def batches(num: int) -> Iterator[Batch]:
         yield Batch(step, 0, index_B, images, images, None, None, {})
 
 
-def ours(config: RunConfig) -> tuple[TrainedModules, Objective, TrainingStep]:
+def ours(config: RunConfig) -> tuple[TrainedModules, Objective, TrainingStep | RecordedStep]:
     training = build_training(config, num_samples=1, device=CPU)
     return training.modules, training.objective, training.step
 

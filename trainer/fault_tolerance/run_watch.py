@@ -76,7 +76,7 @@ def follow_networks(modules: TrainedModules, objective: Objective) -> None:
     """Let all networks give signs of life, except a compiled encoder, which runs as a single operation."""
     networks: list[nn.Module] = [objective, *modules.trained_modules.values()]
     for network in networks:
-        if not (modules.config.compile and network is modules.encoder):
+        if not (modules.config.compile is True and network is modules.encoder):
             liveness.follow(network)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 def any_not_finite(norms: Iterable[Tensor]) -> Tensor:
     """Return whether any of these scalars is inf or nan, as a bool scalar on their device."""
-    return ~torch.stack(list(norms)).isfinite().all()
+    return torch.stack(list(norms)).mul_(0).sum() != 0  # 0 times inf or nan is nan, which equals nothing
 
 
 class StateSnapshot:
@@ -32,7 +32,7 @@ class StateSnapshot:
 
     def take(self) -> None:
         """Copy the present state; drop the previous copy."""
-        self._copies = [tensor.clone() for tensor in self._tensors()]
+        self._copies = _copies_of(self._tensors())
 
     def restore(self, skip: Tensor) -> None:
         """Write the copy back if `skip` is true."""
@@ -81,13 +81,35 @@ def step_unless(
 
 def _step_and_undo(step: Callable[[], object], tensors: Sequence[Tensor], skip: Tensor) -> None:
     """Call `step`, which changes only `tensors`, and undo it if `skip` is true."""
-    copies = [tensor.detach().clone() for tensor in tensors]
+    copies = _copies_of(tensors)
     step()
     _restore(tensors, copies, skip)
 
 
+def _copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the values of the tensors, one after the other, as one flat tensor for each dtype among them."""
+    return [torch.cat(flat) for flat in _flat_by_dtype(tensors)]
+
+
 @torch.no_grad()
 def _restore(tensors: Sequence[Tensor], copies: Sequence[Tensor], skip: Tensor) -> None:
+    """Write the copies of `_copies_of` back if `skip` is true, in four kernels for each dtype."""
     if skip.device.type != "cpu" or skip:  # only on the CPU can the flag be read without waiting
-        for tensor, copy in zip(tensors, copies, strict=True):
-            tensor.copy_(torch.where(skip, copy, tensor))
+        for flat, copy in zip(_flat_by_dtype(tensors), copies, strict=True):
+            kept = torch.where(skip, copy, torch.cat(flat))
+            torch._foreach_copy_(flat, torch.split(kept, [len(part) for part in flat]))
+
+
+def _flat_by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return the tensors of each dtype, with all values of each in one row, which shares its memory."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(_flat(tensor.detach()))
+    return list(by_dtype.values())
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return all values in one row, in the order of the memory, which may be channels_last."""
+    strides, sizes = tensor.stride(), tensor.shape
+    order = sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], -sizes[axis]))
+    return tensor.permute(order).view(-1)

@@ -9,7 +9,7 @@ this rank, F = 2 D.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class BarlowTwinsConfig(BaseObjectiveConfig):
 
     off_diagonal_weight: the weight of the squared correlation of two different dimensions.
     """
+
+    can_be_recorded: ClassVar[bool] = True
 
     kind: Literal["barlow_twins"] = "barlow_twins"
     off_diagonal_weight: PositiveFactor = 5e-3

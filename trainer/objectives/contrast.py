@@ -70,6 +70,12 @@ def unit_rows(z_a_BD: Tensor, z_b_BD: Tensor, *, scale: float | Tensor) -> Tenso
     return u_ND
 
 
+def alignment_of(u_ND: Tensor, temperature: float | Tensor) -> Tensor:
+    """Return the `mean_cosine` of the two views from the result of `unit_rows`, a scalar without gradient."""
+    u_a_BD, u_b_BD = u_ND.detach().chunk(2)
+    return ((u_a_BD * u_b_BD).sum() * (temperature / len(u_a_BD))).detach()
+
+
 def scale_of(temperature: float | Tensor, *, chunk_size: int | None) -> float | Tensor:
     """Return 1 / sqrt(temperature): with embeddings of this length, inner products are the logits.
 

@@ -11,7 +11,7 @@ second view of the other sample.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from trainer.objectives.objective import (
 
 class InfoNCEConfig(BaseObjectiveConfig):
     """The config of InfoNCE with unit embeddings, temperature 1 and one negative for each sample; no settings."""
+
+    can_be_recorded: ClassVar[bool] = True
 
     kind: Literal["info_nce"] = "info_nce"
 

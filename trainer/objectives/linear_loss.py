@@ -8,7 +8,7 @@ Shapes: B samples of this rank, G = B W samples of all W ranks, D dimensions.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ class LinearLossConfig(BaseObjectiveConfig):
 
     divergence_weight: the weight of the similarity with negatives; 1 is the limit of InfoNCE.
     """
+
+    can_be_recorded: ClassVar[bool] = True
 
     kind: Literal["linear"] = "linear"
     divergence_weight: PositiveFactor = 1.0

@@ -52,6 +52,7 @@ class MoCoConfig(BaseObjectiveConfig):
     """
 
     copies_encoder: ClassVar[bool] = True
+    can_be_recorded: ClassVar[bool] = True
 
     kind: Literal["moco"] = "moco"
     temperature: Temperature = 0.1
@@ -61,6 +62,11 @@ class MoCoConfig(BaseObjectiveConfig):
 
     def check(self, run: RunConfig) -> None:
         check(self, run.global_batch_size)
+
+    def why_not_recorded(self, run: RunConfig) -> str | None:
+        if run.encoder.batch_norm == "synchronized":
+            return None
+        return "objective moco shuffles its batch anew at each step; set encoder.batch_norm=synchronized"
 
     def build(self, given: ObjectiveInputs) -> Objective:
         return MoCo(self, encoder=given.encoder, embedding_size=given.embedding_size)

@@ -7,18 +7,27 @@ Shapes: B pictures of this rank, N = 2 B anchors, G = 2 B W candidates of all W 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from data_pipeline.core.schema import Temperature
-from trainer.objectives.contrast import ContrastiveConfig, log_probability, own_rows_first, scale_of, unit_rows
+from trainer.objectives.contrast import (
+    ContrastiveConfig,
+    alignment_of,
+    log_probability,
+    own_rows_first,
+    scale_of,
+    unit_rows,
+)
 from trainer.objectives.objective import Objective, ObjectiveInputs, ObjectiveOutput, ViewPair, contrastive_output
 
 
 class NTXentConfig(ContrastiveConfig):
     """The config of NT-Xent."""
+
+    can_be_recorded: ClassVar[bool] = True
 
     kind: Literal["nt_xent"] = "nt_xent"
     temperature: Temperature = 0.5
@@ -51,7 +60,8 @@ def nt_xent_loss(
         >>> round(nt_xent_loss(z_a, z_b, temperature=0.5).item(), 4)
         0.668
     """
-    return -_log_probability_of_positives(z_a_BD, z_b_BD, temperature, chunk_size).mean()
+    log_probability_N, _ = _log_probability_of_positives(z_a_BD, z_b_BD, temperature, chunk_size)
+    return -log_probability_N.mean()
 
 
 class NTXent(Objective):
@@ -62,16 +72,19 @@ class NTXent(Objective):
         self._config = config
 
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
-        log_probability_N = _log_probability_of_positives(
+        log_probability_N, alignment = _log_probability_of_positives(
             z_a_BD, z_b_BD, self._config.temperature, self._config.chunk_size
         )
-        return contrastive_output(-log_probability_N.mean(), log_probability_N, z_a_BD, z_b_BD)
+        loss = -log_probability_N.mean()
+        return contrastive_output(loss, log_probability_N, z_a_BD, z_b_BD, alignment=alignment)
 
 
 def _log_probability_of_positives(
     z_a_BD: Tensor, z_b_BD: Tensor, temperature: float | Tensor, chunk_size: int | None
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of each anchor's positive, (N,), and the mean cosine of the two views."""
     with torch.autocast(z_a_BD.device.type, enabled=False):
         u_ND = unit_rows(z_a_BD, z_b_BD, scale=scale_of(temperature, chunk_size=chunk_size))
         positive_N = torch.arange(len(u_ND), device=u_ND.device).roll(len(z_a_BD))
-        return log_probability(own_rows_first(u_ND), positive_N, with_self=False, chunk_size=chunk_size)
+        log_probability_N = log_probability(own_rows_first(u_ND), positive_N, with_self=False, chunk_size=chunk_size)
+        return log_probability_N, alignment_of(u_ND, temperature)

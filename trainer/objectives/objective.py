@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, ClassVar, Final
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
 from pydantic import BeforeValidator, SerializeAsAny
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from torch.nn import functional as F
 
 from data_pipeline.core.kinds import KindConfig, Kinds
 from trainer.optim.optimizers import OptimizerConfig
+
+if TYPE_CHECKING:
+    from trainer.config import RunConfig
 
 # The config class of each kind. A new objective of this project needs a line here and its own file.
 OBJECTIVES: Final = MappingProxyType(
@@ -87,11 +90,20 @@ class BaseObjectiveConfig(KindConfig):
             a part of the encoder.
         needs_num_samples: whether the objective has state for every sample of the train set. A plan then needs their
             number, and does not allocate that state.
+        can_be_recorded: whether the objective launches the same kernels at each step, and decides nothing on the host,
+            for example by the number of the step. Then a step can be recorded once and replayed (`compile=step`).
     """
 
     kinds: ClassVar[Kinds[BaseObjectiveConfig]] = Kinds("objective", group="objectives", built_in=OBJECTIVES)
     copies_encoder: ClassVar[bool] = False
     needs_num_samples: ClassVar[bool] = False
+    can_be_recorded: ClassVar[bool] = False
+
+    def why_not_recorded(self, run: RunConfig) -> str | None:
+        """Return the reason for which a step with this objective cannot be recorded; None if it can."""
+        if self.can_be_recorded:
+            return None
+        return f"objective {self.kind} may launch other kernels at each step; choose another objective"
 
     def build(self, given: ObjectiveInputs) -> Objective:
         """Return the objective, with its weights from torch's default generator."""
@@ -133,14 +145,16 @@ def mean_cosine(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
     return F.cosine_similarity(z_a_BD.detach().float(), z_b_BD.detach().float()).mean()
 
 
-def contrastive_output(loss: Tensor, log_probability_N: Tensor, z_a_BD: Tensor, z_b_BD: Tensor) -> ObjectiveOutput:
+def contrastive_output(
+    loss: Tensor, log_probability_N: Tensor, z_a_BD: Tensor, z_b_BD: Tensor, *, alignment: Tensor | None = None
+) -> ObjectiveOutput:
     """Return the loss with the metrics of every contrastive objective.
 
-    alignment: the `mean_cosine` of the two views.
+    alignment: the `mean_cosine` of the two views, which is computed unless it is given.
     positive_probability: the mean softmax probability of an anchor's positive; chance is 1 / number of candidates.
     """
     metrics = {
-        "alignment": mean_cosine(z_a_BD, z_b_BD),
+        "alignment": mean_cosine(z_a_BD, z_b_BD) if alignment is None else alignment,
         "positive_probability": log_probability_N.detach().exp().mean(),
     }
     return ObjectiveOutput(loss, metrics)

@@ -10,18 +10,27 @@ Shapes: B pictures of this rank, G = 2 B W candidates of all W ranks, D dimensio
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from data_pipeline.core.schema import Temperature
-from trainer.objectives.contrast import ContrastiveConfig, log_probability, own_rows_first, scale_of, unit_rows
+from trainer.objectives.contrast import (
+    ContrastiveConfig,
+    alignment_of,
+    log_probability,
+    own_rows_first,
+    scale_of,
+    unit_rows,
+)
 from trainer.objectives.objective import Objective, ObjectiveInputs, ObjectiveOutput, ViewPair, contrastive_output
 
 
 class PublishedNTXentConfig(ContrastiveConfig):
     """The config of the published NT-Xent."""
+
+    can_be_recorded: ClassVar[bool] = True
 
     kind: Literal["nt_xent_published"] = "nt_xent_published"
     temperature: Temperature = 0.07
@@ -57,7 +66,7 @@ def published_nt_xent_loss(
     Its value in `floor_of_loss` is log(2 exp(1 / t) + G - 2) - 1 / t - log G: -5.5450 at t = 0.07, G = 512. Arguments,
     types, errors and the mean over the ranks are as in `nt_xent_loss`.
     """
-    log_probability_B, num_candidates = _log_probability_of_positives(z_a_BD, z_b_BD, temperature, chunk_size)
+    log_probability_B, num_candidates, _ = _log_probability_of_positives(z_a_BD, z_b_BD, temperature, chunk_size)
     return -log_probability_B.mean() - math.log(num_candidates)
 
 
@@ -69,19 +78,20 @@ class PublishedNTXent(Objective):
         self._config = config
 
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
-        log_probability_B, num_candidates = _log_probability_of_positives(
+        log_probability_B, num_candidates, alignment = _log_probability_of_positives(
             z_a_BD, z_b_BD, self._config.temperature, self._config.chunk_size
         )
         loss = -log_probability_B.mean() - math.log(num_candidates)
-        return contrastive_output(loss, log_probability_B, z_a_BD, z_b_BD)
+        return contrastive_output(loss, log_probability_B, z_a_BD, z_b_BD, alignment=alignment)
 
 
 def _log_probability_of_positives(
     z_a_BD: Tensor, z_b_BD: Tensor, temperature: float | Tensor, chunk_size: int | None
-) -> tuple[Tensor, int]:
-    """Return the log-probability of each anchor's positive, and the number G of candidates."""
+) -> tuple[Tensor, int, Tensor]:
+    """Return the log-probability of each anchor's positive, the number G of candidates, and the mean cosine."""
     with torch.autocast(z_a_BD.device.type, enabled=False):
         u_2BD = unit_rows(z_a_BD, z_b_BD, scale=scale_of(temperature, chunk_size=chunk_size))
         u_GD = own_rows_first(u_2BD)
         positive_B = torch.arange(len(z_a_BD), len(u_2BD), device=u_2BD.device)
-        return log_probability(u_GD, positive_B, with_self=True, chunk_size=chunk_size), len(u_GD)
+        log_probability_B = log_probability(u_GD, positive_B, with_self=True, chunk_size=chunk_size)
+        return log_probability_B, len(u_GD), alignment_of(u_2BD, temperature)

@@ -6,7 +6,7 @@ Shapes: B pictures of this rank, D dimensions.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ class SimSiamConfig(BaseObjectiveConfig):
     predictor_rate: "of_encoder" follows the encoder's learning rate. "constant" keeps the encoder's first learning rate
         (Chen and He 2021, section 4.1).
     """
+
+    can_be_recorded: ClassVar[bool] = True
 
     kind: Literal["simsiam"] = "simsiam"
     predictor: HeadConfig = HeadConfig(hidden_sizes=(512,), batch_norm=True)

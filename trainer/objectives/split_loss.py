@@ -9,7 +9,7 @@ candidates of all ranks, N rows of a chunk of anchors, D dimensions.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ class SplitLossConfig(BaseObjectiveConfig):
         chunk_size: the number of first views that are compared with all candidates at a time. Memory is then linear in
             the batch, but similarities are computed twice. None compares all at once.
     """
+
+    can_be_recorded: ClassVar[bool] = True
 
     kind: Literal["split"] = "split"
     temperature: Temperature = 0.2

@@ -31,8 +31,9 @@ class LossScale:
         if self._enabled:
             good_steps = torch.where(skipped, 0, self._good_steps + 1)
             grows = good_steps == _GOOD_STEPS_TO_GROW
-            self._scale = torch.where(skipped, self._scale / 2, torch.where(grows, self._scale * 2, self._scale))
-            self._good_steps = torch.where(grows, 0, good_steps)
+            # In place, because a recorded step writes to the same memory at every replay.
+            self._scale.copy_(torch.where(skipped, self._scale / 2, torch.where(grows, self._scale * 2, self._scale)))
+            self._good_steps.copy_(torch.where(grows, 0, good_steps))
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors of the state, without a copy, to save them or to write into them; empty if not enabled."""

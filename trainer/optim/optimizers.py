@@ -119,7 +119,8 @@ def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.O
     tensors for each parameter: "momentum_buffer", "step", "exp_avg", "exp_avg_sq".
 
     On a GPU, SGD, Adam and AdamW have fused kernels, which can skip a step by a flag that the host need not read. LARS
-    and LAMB do not; see `trainer.fault_tolerance.skipping.step_unless`.
+    and LAMB do not; see `trainer.fault_tolerance.skipping.step_unless`. Every other step computes with lists of
+    tensors, and gives the bits of a loop over the parameters.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     fused = parameters[0].device.type == "cuda"
@@ -127,15 +128,15 @@ def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.O
     match config:
         case SGDConfig():
             optimizer: torch.optim.Optimizer = torch.optim.SGD(
-                groups, lr=config.learning_rate, momentum=config.momentum, fused=fused
+                groups, lr=config.learning_rate, momentum=config.momentum, fused=fused, foreach=not fused
             )
         case AdamConfig():
             optimizer = torch.optim.Adam(
-                groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=fused
+                groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=fused, foreach=not fused
             )
         case AdamWConfig():
             optimizer = torch.optim.AdamW(
-                groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=fused
+                groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=fused, foreach=not fused
             )
         case LARSConfig():
             optimizer = importlib.import_module("timm.optim").Lars(

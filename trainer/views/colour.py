@@ -1,8 +1,8 @@
 """Colour jitter of a batch of pictures, with amounts and an order for each picture.
 
 Brightness, contrast and saturation are one formula with different coefficients. So a random order costs six cheap
-passes and a single change of hue. A CPU leaves out a pass, or a part of it, that changes none of the pictures; the bits
-are the same.
+passes and a single change of hue. A pass, or a part of it, that changes none of the pictures is left out; the bits are
+the same. This is the form for CPUs; see `trainer.views.few_kernels` for GPUs.
 
 Legend: B samples, C = 3 channels, H rows, W columns.
 """
@@ -53,23 +53,15 @@ def jitter_colour_(x_BCHW: Tensor, factor_B4: Tensor, order_B4: Tensor) -> Tenso
     return x_BCHW
 
 
-def needs(applies_B: Tensor) -> bool:
-    """Return whether an operation must be computed: if it applies to some picture, or if asking would cost a wait.
-
-    A CPU knows to which pictures an operation applies. Other devices always compute it.
-    """
-    return applies_B.device.type != "cpu" or bool(applies_B.any())
-
-
 def blend_(x_BCHW: Tensor, operation_B: Tensor, factor_B: Tensor) -> Tensor:
     """Set x to `factor * x + (1 - factor) * reference`, clamped to [0, 1], in place.
 
     The reference is black (BRIGHTNESS), the picture's mean luma (CONTRAST) or the luma of each pixel (SATURATION).
     """
-    if not needs(factor_B != 1):
+    if not (factor_B != 1).any():
         return x_BCHW.clamp_(0, 1)
     own_B, mean_B = ((1 - factor_B) * (operation_B == operation) for operation in (SATURATION, CONTRAST))
-    if not (needs(own_B != 0) or needs(mean_B != 0)):
+    if not (own_B.any() or mean_B.any()):
         return x_BCHW.mul_(per_picture(factor_B)).clamp_(0, 1)
     reference_B1HW = luma(x_BCHW)
     mean_B = mean_B * _mean(reference_B1HW)

@@ -10,7 +10,6 @@ Legend: B samples, T points of a waveform, K points up to the middle (or tries o
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Final, Literal, Self
@@ -222,7 +221,7 @@ class Waveform(nn.Module):
         size = max(1, _POINTS_ON_CPU // waveforms_BT.shape[1])
         for first in range(0, len(waveforms_BT), size):
             rows = slice(first, first + size)
-            part_keys, part_draws = dataclasses.replace(keys, index_B=keys.index_B[rows]), draws.rows(rows)
+            part_keys, part_draws = keys.rows(rows), draws.rows(rows)
             part_BT = views_BT[rows]
             noise_BT = self._noise(part_keys, waveforms_BT.dtype, out_BT=part_BT)
             crop_and_add_by_row(self._change(waveforms_BT[rows], part_draws), noise_BT, part_draws, out_BT=part_BT)

@@ -5,27 +5,29 @@ The default policy is the usual one of contrastive learning (Chen et al. 2020) w
 transforms. Every operation means the same as torchvision's transform of that name, in floating point: nothing is
 rounded to 256 levels between operations, unlike in a chain of PIL pictures.
 
-`trainer.views.resampling` and `trainer.views.colour` hold the operations. An operation that the config switches off is
-neither drawn nor computed, and the draws of the others do not change.
+`trainer.views.resampling` and `trainer.views.colour` hold the operations for CPUs, `trainer.views.few_kernels` those
+for GPUs. An operation that the config switches off is neither drawn nor computed, and the draws of the others do not
+change.
 
 Legend: B samples, C = 3 channels, H rows, W columns.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Final, Literal, Self
+from itertools import groupby
+from typing import Annotated, Final, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from data_pipeline.core.counter_rng import DrawKeys, uniform
-from data_pipeline.core.random_crop import NUM_CROP_NUMBERS, CropLaw, between, crop_boxes
+from data_pipeline.core.random_crop import NUM_CROP_NUMBERS, CropLaw, between, crop_boxes_of_squares
 from data_pipeline.core.schema import PositiveShare, Share
-from trainer.views.colour import JitterDraws, jitter_colour_, luma, needs
+from trainer.views.colour import HUE, LUMA, JitterDraws, jitter_colour_, luma
+from trainer.views.expert_draws import ExpertDraws
+from trainer.views.few_kernels import apply_draws_in_few_kernels
 from trainer.views.inputs import check_floating
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
 from trainer.views.resampling import (
@@ -160,38 +162,6 @@ NO_VIEWS: Final = ExpertImageConfig(
 )
 
 
-@dataclass(frozen=True)
-class ExpertDraws:
-    """The random parameters of one view of each sample; None for an operation that is switched off.
-
-    Attributes:
-        crop, jitter: see their classes.
-        flip_B, gray_B: bool.
-        pil_sigma_B, sigma_B: sigma of PIL's blur and of the Gaussian blur, in pixels; 0 for a picture without blur.
-        reach: pixels to either side beyond which the Gaussian blur is cut off; None: it is not.
-        constant_blur_B: bool. At most one of the three blurs is not None.
-    """
-
-    crop: CropDraws | None
-    flip_B: Tensor | None
-    jitter: JitterDraws | None
-    gray_B: Tensor | None
-    pil_sigma_B: Tensor | None
-    sigma_B: Tensor | None
-    reach: int | None
-    constant_blur_B: Tensor | None
-
-    def rows(self, rows: slice) -> ExpertDraws:
-        """Return the draws of some of the pictures."""
-
-        def some(value: Any) -> Any:
-            if isinstance(value, CropDraws | JitterDraws):
-                return type(value)(*(some(getattr(value, field.name)) for field in dataclasses.fields(value)))
-            return value[rows] if isinstance(value, Tensor) else value
-
-        return ExpertDraws(*(some(getattr(self, field.name)) for field in dataclasses.fields(self)))
-
-
 def check_image_size(*, height: int, width: int) -> None:
     """Raise `ValueError` if pictures of that size are not square."""
     if height != width:
@@ -206,9 +176,14 @@ class ExpertImage(nn.Module):
     Its draws depend on `keys` alone.
     """
 
+    luma_C: Tensor
+    identity_CC: Tensor
+
     def __init__(self, config: ExpertImageConfig) -> None:
         super().__init__()
         self.config = config
+        self.register_buffer("luma_C", torch.tensor(LUMA), persistent=False)
+        self.register_buffer("identity_CC", torch.eye(3), persistent=False)
 
     @torch.no_grad()
     def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
@@ -224,12 +199,15 @@ class ExpertImage(nn.Module):
         if C != 3 or H != W:
             raise ValueError(f"expert image views need square RGB pictures, got {C} channels of {H} x {W} pixels")
         draws = draw(self.config, keys, size=H)
+        if images_BCHW.device.type != "cpu":
+            luma_C, identity_CC = (constant.to(images_BCHW) for constant in (self.luma_C, self.identity_CC))
+            return apply_draws_in_few_kernels(images_BCHW, draws, luma_C=luma_C, identity_CC=identity_CC)
         # Threads wait for each other after each operation, so several threads get more at a time.
         threads = torch.get_num_threads()
         size = max(1, _VALUES_ON_CPU * (1 if threads == 1 else 16 * threads) // (C * H * W))
-        if images_BCHW.device.type != "cpu" or size >= B:
+        if size >= B:
             return apply_draws(images_BCHW, draws)
-        # On a CPU a few at a time, so that their numbers stay in the cache. The bits are those of the whole batch.
+        # A few at a time, so that their numbers stay in the cache. The bits are those of the whole batch.
         views_BCHW = torch.empty_like(images_BCHW, memory_format=torch.contiguous_format)
         for first in range(0, B, size):
             rows = slice(first, first + size)
@@ -244,18 +222,19 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int) -> ExpertDraws
 
     crop = flip_B = jitter = gray_B = pil_sigma_B = sigma_B = constant_blur_B = None
     if config.area is not None:
-        sizes_B2 = torch.full((len(keys.index_B), 2), size, device=keys.index_B.device)
-        box_B4 = crop_boxes(u["crop"], sizes_B2, scale=config.area, ratio=config.aspect)
+        box_B4 = crop_boxes_of_squares(u["crop"], size, scale=config.area, ratio=config.aspect)
         crop = CropDraws(*box_B4.unbind(dim=1))
     if config.flip_probability:
         flip_B = u["flip"][:, 0] < config.flip_probability
     if config.jitters:
         change_B4 = (2 * u["jitter_factors"] - 1) * (u["jitter"] < config.jitter_probability)
-        brightness_B, contrast_B, saturation_B, hue_B = change_B4.unbind(dim=1)
-        factors = [1 + config.brightness * brightness_B, 1 + config.contrast * contrast_B]
-        factors += [1 + config.saturation * saturation_B, config.hue * hue_B]
-        order_B4 = u["jitter_order"].argsort(dim=1, stable=True)
-        jitter = JitterDraws(factor_B4=torch.stack(factors, dim=1), order_B4=order_B4)
+        first = 0
+        for strength, equal in groupby((config.brightness, config.contrast, config.saturation, config.hue)):
+            last = first + len(list(equal))
+            change_B4[:, first:last].mul_(strength)
+            first = last
+        change_B4[:, :HUE].add_(1)
+        jitter = JitterDraws(factor_B4=change_B4, order_B4=u["jitter_order"].argsort(dim=1, stable=True))
     if config.grayscale_probability:
         gray_B = u["grayscale"][:, 0] < config.grayscale_probability
     if config.blur_probability:
@@ -285,14 +264,16 @@ def apply_draws(images_BCHW: Tensor, draws: ExpertDraws) -> Tensor:
 
     The order is crop, flip, jitter, grayscale, blur. The published code of the default policy flips last, with the same
     result: a flip commutes with everything except the crop. A blur commutes with grayscale, but not with the jitter,
-    which clamps. Without a jitter, a CPU merges the blur along rows into the crop.
+    which clamps. Without a jitter, the blur along rows is merged into the crop.
+
+    This is the form for CPUs, whose host may read the draws; see `trainer.views.few_kernels` for GPUs.
     """
-    blurs_while_cropping = draws.crop is not None and draws.jitter is None and images_BCHW.device.type == "cpu"
+    blurs_while_cropping = draws.crop is not None and draws.jitter is None
     blurred_columns_B = draws.constant_blur_B if blurs_while_cropping else None
     x_BCHW = crop_and_flip(images_BCHW, draws.crop, draws.flip_B, blurred_columns_B)
     if draws.jitter is not None:
         jitter_colour_(x_BCHW, draws.jitter.factor_B4, draws.jitter.order_B4)
-    if draws.gray_B is not None and needs(draws.gray_B):
+    if draws.gray_B is not None and draws.gray_B.any():
         x_BCHW.lerp_(luma(x_BCHW), per_picture(draws.gray_B.to(x_BCHW.dtype)))
     if draws.pil_sigma_B is not None:
         x_BCHW = blur_(x_BCHW, draws.pil_sigma_B, pil_blur_matrix)

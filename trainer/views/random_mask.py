@@ -83,10 +83,13 @@ class RandomMask(nn.Module):
         config = self.config
         _, C, H, W = images_BCHW.shape
         check_image_size(config, height=H, width=W)
-        first_of_pair = dataclasses.replace(keys, view=keys.view & ~1)
+        assert keys.is_next_B is None or keys.view % 2 == 0  # both views of a pair
+        first_of_pair = dataclasses.replace(keys, view=keys.view & ~1, is_next_B=None)
         shape = (1 if config.unit == "pixel" else C, H, W)
         keep_BCHW = draw_mask(first_of_pair, shape=shape, patch_size=config.patch_size)
-        if keys.view & 1:
+        if keys.is_next_B is not None:
+            keep_BCHW ^= keys.is_next_B[:, None, None, None]
+        elif keys.view & 1:
             keep_BCHW = ~keep_BCHW
         return images_BCHW * keep_BCHW.to(images_BCHW.dtype).mul_(2 if config.rescale else 1)
 

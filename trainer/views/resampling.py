@@ -1,8 +1,8 @@
 """Crop, flip and blur of a batch of pictures, with amounts for each picture.
 
 All three are linear along rows and columns, so each is a (size, size) matrix for every sample. The batch needs a few
-batched matrix products instead of gathers. A CPU adds up only the few rows with a weight above 0, and leaves out
-pictures without blur.
+batched matrix products instead of gathers. Of the rows, only the few with a weight above 0 are added up, and pictures
+without blur are left out. This is the form for CPUs; see `trainer.views.few_kernels` for GPUs.
 
 Legend: B samples, C channels, H rows, W columns, P pixels of an axis before an operation, Q after it, T rows that add
 up to one row, S samples of a batch that are blurred.
@@ -159,36 +159,26 @@ def sum_rows(x_BCHW: Tensor, tap_BQT: Tensor, weight_BQT: Tensor) -> Tensor:
 
 
 def blur_(x_BCHW: Tensor, sigma_B: Tensor, matrix_of: Callable[..., Tensor]) -> Tensor:
-    """Blur each picture with its own sigma (0: no blur), on a CPU in place.
+    """Blur each picture with its own sigma (0: no blur), in place.
 
-    `matrix_of` is `pil_blur_matrix` or `gaussian_blur_matrix`. A CPU leaves out pictures without blur, which gives the
-    same bits. Other devices multiply all pictures, because a selection would make the host wait for the device.
+    `matrix_of` is `pil_blur_matrix` or `gaussian_blur_matrix`. Leaves out pictures without blur, which gives the same
+    bits.
     """
-    size = x_BCHW.shape[-1]
-    if x_BCHW.device.type != "cpu":
-        matrix_BQP = matrix_of(sigma_B, size=size)
-        return apply_matrices(x_BCHW, matrix_BQP, matrix_BQP)
     some_S = sigma_B.nonzero()[:, 0]
-    matrix_SQP = matrix_of(sigma_B[some_S], size=size)
+    matrix_SQP = matrix_of(sigma_B[some_S], size=x_BCHW.shape[-1])
     return x_BCHW.index_copy_(0, some_S, apply_matrices(x_BCHW.index_select(0, some_S), matrix_SQP, matrix_SQP))
 
 
 def constant_blur_(x_BCHW: Tensor, blurred_B: Tensor) -> Tensor:
-    """Blur the pictures in `blurred_B` like PIL's `GaussianBlur(radius=1)`, on a CPU in place.
-
-    A CPU leaves out the others. Other devices multiply all pictures, as in `blur_`.
-    """
-    matrix_QP = constant_blur_matrix(size=x_BCHW.shape[-1], device=x_BCHW.device)
-    if x_BCHW.device.type != "cpu":
-        matrix_BQP = matrix_QP.expand(len(x_BCHW), -1, -1)
-        return torch.where(per_picture(blurred_B), apply_matrices(x_BCHW, matrix_BQP, matrix_BQP), x_BCHW)
+    """Blur the pictures in `blurred_B` like PIL's `GaussianBlur(radius=1)`, in place; leave out the others."""
+    matrix_QP = constant_blur_matrix(size=x_BCHW.shape[-1])
     some_S = blurred_B.nonzero()[:, 0]
     across_SCHW = apply_to_columns(x_BCHW.index_select(0, some_S), matrix_QP.expand(len(some_S), -1, -1))
     return x_BCHW.index_copy_(0, some_S, _blur_rows(across_SCHW, matrix_QP))
 
 
 def constant_blur_rows_(x_BCHW: Tensor, blurred_B: Tensor) -> Tensor:
-    """Blur the pictures in `blurred_B` along columns only, on a CPU, in place: one half of `constant_blur_`."""
+    """Blur the pictures in `blurred_B` along columns only, in place: one half of `constant_blur_`."""
     matrix_QP, some_S = constant_blur_matrix(size=x_BCHW.shape[-1]), blurred_B.nonzero()[:, 0]
     return x_BCHW.index_copy_(0, some_S, _blur_rows(x_BCHW.index_select(0, some_S), matrix_QP))
 
@@ -203,13 +193,11 @@ def crop_and_flip(
 ) -> Tensor:
     """Return the pictures cropped and flipped, in new contiguous memory even if nothing changes.
 
-    On a CPU, the crop can also blur the pictures in `blurred_columns_B` along rows: the other half of `constant_blur_`.
+    The crop can also blur the pictures in `blurred_columns_B` along rows: the other half of `constant_blur_`.
     """
     if crop is not None:
         size = images_BCHW.shape[-1]
         columns_BQP = crop_matrix(crop.left_B, crop.width_B, size=size, mirror_B=flip_B)
-        if images_BCHW.device.type != "cpu":
-            return apply_matrices(images_BCHW, crop_matrix(crop.top_B, crop.height_B, size=size), columns_BQP)
         if blurred_columns_B is not None:
             some_S = blurred_columns_B.nonzero()[:, 0]
             columns_SQP = constant_blur_matrix(size=size) @ columns_BQP.index_select(0, some_S)

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from data_pipeline.audio.log_mel import MelConfig
-from data_pipeline.core.counter_rng import DrawKeys, uniform
+from data_pipeline.core.counter_rng import DrawKeys, uniform, uniforms
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
 from data_pipeline.core.schema import ImageSize, PositiveShare
 from trainer.models.activation_checkpointing import Checkpointing, run_blocks
@@ -166,9 +166,13 @@ def attacked_views(keys: DrawKeys, *, rate: float, pairing: Pairing = "independe
     """
     if pairing == "independent":
         return uniform(keys, 1, purpose=_ATTACK_PURPOSE)[:, 0] < rate
-    is_second = keys.view % 2
-    shared_B = uniform(dataclasses.replace(keys, view=keys.view - is_second), 1, purpose=_ATTACK_PURPOSE)[:, 0]
-    return shared_B >= 1 - rate if is_second else shared_B < rate
+    assert keys.is_next_B is None or keys.view % 2 == 0  # both views of a pair
+    first_of_pair = dataclasses.replace(keys, view=keys.view & ~1, is_next_B=None)
+    shared_B = uniform(first_of_pair, 1, purpose=_ATTACK_PURPOSE)[:, 0]
+    first_B, second_B = shared_B < rate, shared_B >= 1 - rate
+    if keys.is_next_B is not None:
+        return torch.where(keys.is_next_B, second_B, first_B)
+    return second_B if keys.view & 1 else first_B
 
 
 def cosine_transform(x_BCHW: Tensor) -> Tensor:
@@ -210,8 +214,7 @@ def upsample_convolve(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
     small pixel, so four output pixels need 16 products instead of 36. A reflected pixel of the large map repeats the
     edge of the small map.
     """
-    wide_OIKK = F.pad(weight_OIKK, (1, 1, 1, 1))
-    taps_OIKK = wide_OIKK[..., 1:, 1:] + wide_OIKK[..., 1:, :-1] + wide_OIKK[..., :-1, 1:] + wide_OIKK[..., :-1, :-1]
+    taps_OIKK = F.avg_pool2d(weight_OIKK, 2, stride=1, padding=1, divisor_override=1)  # a sum: divided by 1
     padded_BIHW = F.pad(x_BIHW, (1, 1, 1, 1), mode="replicate")
     return F.conv_transpose2d(padded_BIHW, taps_OIKK.flip(2, 3).transpose(0, 1), stride=2, padding=3)
 
@@ -219,12 +222,15 @@ def upsample_convolve(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
 def convolve_to_few_channels(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
     """Convolve K x K with reflection padding, to the same size, for only a few output channels.
 
-    The K rows of the kernel become output channels of a 1 x K convolution. Its results are added, each shifted by its
-    row. A convolution with 3 output channels uses few of a processor's vector lanes; 3 K channels fill them.
+    On a CPU, the K rows of the kernel become output channels of a 1 x K convolution. Its results are added, each
+    shifted by its row. A convolution with 3 output channels uses few of a processor's vector lanes; 3 K channels fill
+    them.
     """
     num_out, num_in, K, _ = weight_OIKK.shape
     H = x_BIHW.shape[2]
     padded_BIHW = F.pad(x_BIHW, (K // 2,) * 4, mode="reflect")
+    if x_BIHW.device.type != "cpu":
+        return F.conv2d(padded_BIHW, weight_OIKK)
     rows_BXHW = F.conv2d(padded_BIHW, weight_OIKK.permute(2, 0, 1, 3).reshape(K * num_out, num_in, 1, K))
     rows = torch.split(rows_BXHW, num_out, dim=1)
     y_BOHW = rows[0][:, :, :H]
@@ -236,9 +242,9 @@ def convolve_to_few_channels(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
 class ConvNorm(nn.Module):
     """A convolution (reflection padding) and an instance norm with scale and shift, without running statistics.
 
-    The norm cancels the bias of the convolution. The published network has this bias, so it is here too, but multiplied
-    by 0, so that its gradient is exactly 0. Adam would turn a rounding error in place of 0 into full steps, which would
-    differ with the number of ranks.
+    The norm cancels the bias of the convolution. The published network has this bias, so it is here too, but it is not
+    added, and `Viewmaker` sets its gradient to exactly 0. Adam would turn a rounding error in place of 0 into full
+    steps, which would differ with the number of ranks.
     """
 
     def __init__(
@@ -250,17 +256,14 @@ class ConvNorm(nn.Module):
         self.resize = resize
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        weight, bias = self.conv.weight, self.conv.bias
-        assert bias is not None
+        weight = self.conv.weight
         if self.resize == "up":
             y_BCHW = upsample_convolve(x_BCHW, weight)
         else:
             padded_BCHW = F.pad(x_BCHW, (weight.shape[-1] // 2,) * 4, mode="reflect")
             y_BCHW = F.conv2d(padded_BCHW, weight, stride=2 if self.resize == "down" else 1)
         # With one channel in each group, group norm is instance norm; it is twice as fast if the map is contiguous.
-        return F.group_norm(
-            y_BCHW.contiguous(), y_BCHW.shape[1], self.norm.weight, self.norm.bias + 0 * bias, self.norm.eps
-        )
+        return F.group_norm(y_BCHW.contiguous(), y_BCHW.shape[1], self.norm.weight, self.norm.bias, self.norm.eps)
 
 
 class Residual(nn.Module):
@@ -352,16 +355,21 @@ class Viewmaker(nn.Module):
         def rectified(conv_norm: nn.Module) -> Callable[[Tensor], Tensor]:
             return lambda x_BCHW: F.relu(conv_norm(x_BCHW))
 
-        def noisy(layer: int, block: nn.Module) -> Callable[[Tensor], Tensor]:
-            return lambda x_BCHW: block(append_noise(x_BCHW, keys, layer=layer))
+        def noisy(noise_BHW: Tensor, block: nn.Module) -> Callable[[Tensor], Tensor]:
+            return lambda x_BCHW: block(append_channel(x_BCHW, noise_BHW))
 
+        H, W = x_BCHW.shape[2:]
+        (noise_BHW,) = draw_noise(keys, H, W, layers=range(1))
+        noise_of_blocks_LBHW = draw_noise(keys, H // _STRIDE, W // _STRIDE, layers=range(1, 1 + len(self.blocks)))
         blocks = [rectified(conv_norm) for conv_norm in self.stem]
-        blocks += [noisy(layer, block) for layer, block in enumerate(self.blocks, start=1)]
+        blocks += [noisy(noise, block) for noise, block in zip(noise_of_blocks_LBHW, self.blocks, strict=True)]
         blocks += [rectified(conv_norm) for conv_norm in self.upsample]
         checkpointing = self.checkpointing if self.training else "none"
-        x_BCHW = run_blocks(blocks, append_noise(x_BCHW, keys, layer=0), checkpointing=checkpointing)
+        x_BCHW = run_blocks(blocks, append_channel(x_BCHW, noise_BHW), checkpointing=checkpointing)
         assert self.out.bias is not None
-        return convolve_to_few_channels(x_BCHW, self.out.weight) + self.out.bias[:, None, None]
+        r_BCHW = convolve_to_few_channels(x_BCHW, self.out.weight) + self.out.bias[:, None, None]
+        unused = [module.conv.bias for module in self.modules() if isinstance(module, ConvNorm)]
+        return with_zero_gradients(r_BCHW, unused)
 
 
 class SoundViewmaker(Viewmaker):
@@ -397,8 +405,33 @@ def _outside(masks_BHW: Tensor | None, mask: Literal["box", "object"], *, dtype:
     return (masks_BHW < _FIRST_MASKED_LEVEL[mask]).unsqueeze(1).to(dtype)
 
 
-def append_noise(x_BCHW: Tensor, keys: DrawKeys, *, layer: int) -> Tensor:
-    """Return `x` with one more channel: uniform noise in [0, 1), drawn from the keys and the layer alone."""
-    B, _, H, W = x_BCHW.shape
-    noise_BX = uniform(keys, H * W, purpose=_FIRST_NOISE_PURPOSE + layer)
-    return torch.cat([x_BCHW, noise_BX.view(B, 1, H, W).to(x_BCHW.dtype)], dim=1)
+def draw_noise(keys: DrawKeys, height: int, width: int, *, layers: range) -> Tensor:
+    """Return uniform noise in [0, 1), (L, B, H, W) float32, drawn from the keys and the number of each layer alone."""
+    purposes = [_FIRST_NOISE_PURPOSE + layer for layer in layers]
+    return uniforms(keys, height * width, purposes=purposes).view(len(layers), -1, height, width)
+
+
+def append_channel(x_BCHW: Tensor, channel_BHW: Tensor) -> Tensor:
+    return torch.cat([x_BCHW, channel_BHW[:, None].to(x_BCHW.dtype)], dim=1)
+
+
+def with_zero_gradients(x: Tensor, parameters: Sequence[Tensor | None]) -> Tensor:
+    """Return `x`; the backward pass gives `parameters`, which `x` does not depend on, gradients of exactly 0."""
+    same_x: Tensor = _WithZeroGradients.apply(x, *parameters)  # type: ignore[no-untyped-call]
+    return same_x
+
+
+class _WithZeroGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.shapes, ctx.dtype = [parameter.shape for parameter in parameters], parameters[0].dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        sizes = [shape.numel() for shape in ctx.shapes]
+        zeros = torch.split(gradient.new_zeros(sum(sizes), dtype=ctx.dtype), sizes)
+        return gradient, *(
+            zero.view(shape) if needs_gradient else None
+            for zero, shape, needs_gradient in zip(zeros, ctx.shapes, ctx.needs_input_grad[1:], strict=True)
+        )

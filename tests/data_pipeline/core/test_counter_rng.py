@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_pipeline.core.counter_rng import DrawKeys, integers, normal, normal_pairs, uniform
+from data_pipeline.core.counter_rng import DrawKeys, integers, normal, normal_pairs, uniform, uniforms
 from tests.trainer.views.kolmogorov import ks_p_value
 
 KEYS = DrawKeys(seed=3, epoch=5, index_B=torch.arange(400), view=1)
@@ -59,7 +59,10 @@ def test_draws_are_uniform_over_counters_and_over_every_part_of_the_key() -> Non
     assert ks_p_value(over_index.flatten().numpy()) > 1e-3
     one = torch.tensor([7])
     for name in ("seed", "epoch", "view"):
-        keys = [dataclasses.replace(KEYS, index_B=one, **{name: number}) for number in range(1000)]
+        keys = [
+            dataclasses.replace(KEYS, index_B=one, **{name: number})  # type: ignore[arg-type]
+            for number in range(1000)
+        ]
         assert ks_p_value(torch.cat([uniform(key, 1, purpose=0) for key in keys]).flatten().numpy()) > 1e-3, name
     over_purpose = torch.cat([uniform(dataclasses.replace(KEYS, index_B=one), 1, purpose=p) for p in range(1000)])
     assert ks_p_value(over_purpose.flatten().numpy()) > 1e-3
@@ -94,6 +97,29 @@ def test_a_draw_does_not_depend_on_the_batch_or_on_how_many_are_drawn() -> None:
     whole = uniform(KEYS, 64, purpose=2)
     some = uniform(dataclasses.replace(KEYS, index_B=torch.tensor([399, 17])), 10, purpose=2)
     assert torch.equal(some, whole[[399, 17], :10])
+
+
+@pytest.mark.parametrize("num", [1, 50])
+def test_two_views_at_once_are_each_of_them(num: int) -> None:
+    both = uniform(KEYS.two_views(), num, purpose=2)
+    one_by_one = [uniform(dataclasses.replace(KEYS, view=view), num, purpose=2) for view in (1, 2)]
+    assert torch.equal(both, torch.cat(one_by_one))
+    assert torch.equal(uniform(KEYS.two_views().rows(slice(390, 420)), num, purpose=2), both[390:420])
+
+
+def test_several_purposes_at_once_are_each_of_them() -> None:
+    for keys in (KEYS, KEYS.two_views()):
+        together = uniforms(keys, 7, purposes=[4, 9])
+        assert torch.equal(together, torch.stack([uniform(keys, 7, purpose=purpose) for purpose in (4, 9)]))
+
+
+@pytest.mark.parametrize("seed", [0, 3, 2**63 + 5])
+@pytest.mark.parametrize("epoch", [0, 5, 2**40])
+def test_an_epoch_in_a_tensor_draws_the_same(seed: int, epoch: int) -> None:
+    for keys in (KEYS, KEYS.two_views()):
+        now = dataclasses.replace(keys, seed=seed, epoch=epoch)
+        recorded = dataclasses.replace(now, epoch=-1, recorded_epoch=torch.tensor(epoch))
+        assert torch.equal(uniform(recorded, 9, purpose=6), uniform(now, 9, purpose=6))
 
 
 @pytest.mark.parametrize("high", [1, 2, 7, 26, 1_000])

@@ -16,29 +16,36 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as tv
 
-from data_pipeline.core.counter_rng import DrawKeys
-from data_pipeline.core.random_crop import random_resized_crops
+from data_pipeline.core.counter_rng import DrawKeys, uniform
+from data_pipeline.core.random_crop import (
+    NUM_CROP_NUMBERS,
+    crop_boxes,
+    crop_boxes_of_squares,
+    random_resized_crops,
+)
 from tests.trainer.views.kolmogorov import ks_p_value
 from trainer.views import expert_image
 from trainer.views.colour import (
     BRIGHTNESS,
     CONTRAST,
     HUE,
+    LUMA,
     SATURATION,
     blend_,
     jitter_colour_,
     luma,
     shift_hue_,
 )
+from trainer.views.expert_draws import ExpertDraws
 from trainer.views.expert_image import (
     HUANG_LETTERS,
-    ExpertDraws,
     ExpertImage,
     ExpertImageConfig,
     apply_draws,
     draw,
     huang_views,
 )
+from trainer.views.few_kernels import apply_draws_in_few_kernels
 from trainer.views.resampling import (
     CONSTANT_BLUR_REACH,
     CropDraws,
@@ -307,6 +314,43 @@ def test_whole_views_of_larger_pictures_equal_torchvision_one_by_one(
     views = ExpertImage(config)(x, keys(num))
     for i in range(num):
         torch.testing.assert_close(views[i], one_by_one(x[i], draws, i, flip_last=True), atol=5e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(ExpertImageConfig(), GAUSSIAN, SIMCLR),
+        ExpertImageConfig(brightness=1, contrast=1, saturation=1, hue=0.5, jitter_probability=1, blur_sigma=(0.1, 9)),
+        *(huang_views(letters, strength=1.0) for letters in [*HUANG_LETTERS, *COMPOSED]),
+    ],
+)
+@pytest.mark.parametrize(("size", "num"), [(32, 200), (96, 24)])
+def test_views_in_few_kernels_are_those_of_a_cpu(config: ExpertImageConfig, size: int, num: int) -> None:
+    """Far below 1 / 255, the step between two shades: only the order of the additions differs."""
+    x, draws = pictures(num, size=size), draw(config, keys(num), size=size)
+    constants = {"luma_C": torch.tensor(LUMA), "identity_CC": torch.eye(3)}
+    views = apply_draws_in_few_kernels(x, draws, **constants)
+    torch.testing.assert_close(views, apply_draws(x, draws), atol=1e-4, rtol=0)
+    assert views.data_ptr() != x.data_ptr()
+    assert views.is_contiguous()
+    assert torch.equal(apply_draws_in_few_kernels(x.to(memory_format=torch.channels_last), draws, **constants), views)
+
+
+@pytest.mark.parametrize("ratio", [(3 / 4, 4 / 3), (1.5, 2.0)])
+@pytest.mark.parametrize("size", [7, 32, 224])
+def test_boxes_in_squares_are_the_boxes_in_any_pictures(size: int, ratio: tuple[float, float]) -> None:
+    numbers_BN = uniform(keys(2_000), NUM_CROP_NUMBERS, purpose=0)
+    sizes_B2 = torch.full((2_000, 2), size)
+    for scale in ((0.08, 1.0), (0.95, 1.0)):
+        expected = crop_boxes(numbers_BN, sizes_B2, scale=scale, ratio=ratio)
+        assert torch.equal(crop_boxes_of_squares(numbers_BN, size, scale=scale, ratio=ratio), expected)
+
+
+@pytest.mark.parametrize("config", [ExpertImageConfig(), huang_views("abcde")])
+def test_both_views_at_once_are_each_of_them(config: ExpertImageConfig) -> None:
+    policy, x = ExpertImage(config), pictures(12)
+    both = policy(torch.cat([x, x]), keys(12, view=4).two_views())
+    assert torch.equal(both, torch.cat([policy(x, keys(12, view=view)) for view in (4, 5)]))
 
 
 @pytest.mark.parametrize(("size", "reach"), [(32, 1), (64, 3), (96, 4), (224, 11)])

@@ -24,10 +24,10 @@ from trainer.views.viewmaker import (
     Pairing,
     Viewmaker,
     ViewmakerConfig,
-    append_noise,
     attacked_views,
     check_image_size,
     cosine_transform,
+    draw_noise,
     inverse_cosine_transform,
     project,
 )
@@ -375,7 +375,7 @@ def test_of_a_pair_both_views_are_attacked_by_chance_or_never(rate: float, first
 
 def test_what_is_attacked_is_drawn_apart_from_the_noise() -> None:
     """No number of any layer's noise is the number that decides."""
-    noise = append_noise(torch.zeros(1_000, 1, 8, 8), keys(1_000), layer=0)[:, 1].flatten(1)
+    noise = draw_noise(keys(1_000), 8, 8, layers=range(1))[0].flatten(1)
     attacked = attacked_views(keys(1_000), rate=0.5)
     agreement = ((noise < 0.5) == attacked[:, None]).double().mean(0)
     assert ((agreement > 0.4) & (agreement < 0.6)).all()

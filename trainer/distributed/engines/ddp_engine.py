@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from trainer.optim.optimizers import OptimizerConfig, build_optimizer
 
 class DDPConfig(BaseEngineConfig):
     """The config of DistributedDataParallel: every rank keeps all parameters, gradients and optimizer state."""
+
+    can_be_recorded: ClassVar[bool] = True
 
     kind: Literal["ddp"] = "ddp"
 
@@ -61,9 +63,14 @@ class DDPEngine:
 
     def gradient_norm(self) -> Tensor:
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients).float()
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        return norm.float()
 
-    def step(self, *, learning_rate: float, skip: Tensor | None = None, gradient_scale: Tensor | None = None) -> None:
+    def step(
+        self, *, learning_rate: float | Tensor, skip: Tensor | None = None, gradient_scale: Tensor | None = None
+    ) -> None:
+        if not self._optimizer.defaults.get("fused"):
+            learning_rate = float(learning_rate)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         step_unless(self._optimizer, skip, gradient_scale=gradient_scale)

@@ -266,7 +266,9 @@ class DeepSpeedEngine:
         device = next(self.module.parameters()).device
         return all_reduce_sum(torch.nn.utils.get_total_norm(gradients).to(device).square()).sqrt()
 
-    def step(self, *, learning_rate: float, skip: Tensor | None = None, gradient_scale: Tensor | None = None) -> None:
+    def step(
+        self, *, learning_rate: float | Tensor, skip: Tensor | None = None, gradient_scale: Tensor | None = None
+    ) -> None:
         assert gradient_scale is None, "`check` refuses float16, which scales its loss"
         self._average_gradients()
         for group in self._optimizer.param_groups:

@@ -82,10 +82,13 @@ class Engine(Protocol):
         """
         ...
 
-    def step(self, *, learning_rate: float, skip: Tensor | None = None, gradient_scale: Tensor | None = None) -> None:
+    def step(
+        self, *, learning_rate: float | Tensor, skip: Tensor | None = None, gradient_scale: Tensor | None = None
+    ) -> None:
         """Take one optimizer step, then clear the gradients.
 
         Args:
+            learning_rate: a number, or a scalar that fused optimizers read on the device.
             skip: a bool scalar, equal on all ranks. If it is true, parameters and optimizer state do not change.
             gradient_scale: a float32 scalar by which the gradients are divided first.
         """
@@ -121,9 +124,12 @@ class BaseEngineConfig(KindConfig):
 
     Attributes:
         cuts_gradients: whether a rank keeps only its piece of each finished gradient.
+        can_be_recorded: whether a step can be recorded as one CUDA graph (`compile=step`).
     """
 
     kinds: ClassVar[Kinds[BaseEngineConfig]] = Kinds("engine", group="engines", built_in=ENGINES)
+
+    can_be_recorded: ClassVar[bool] = False
 
     @property
     def cuts_gradients(self) -> bool:

@@ -1,0 +1,320 @@
+"""Count the kernels that a training step launches on a GPU, without a GPU.
+
+    python -m benchmarks.kernels [RECIPE ...] [--precision P ...] [--batch-size B] [--set a.b=c ...] [--operations N]
+
+The whole step runs on tensors of a GPU that have shapes but no data: forward, loss, backward and optimizer take the
+paths of a GPU, and every operation that would launch a kernel is counted, by phase. At the batch sizes of the papers a
+GPU is faster than the host that launches its kernels, so their number bounds the speed.
+
+What counts as a launch: views of a tensor, new memory without values and bookkeeping of shapes launch nothing. An
+operation on a list of tensors launches as many kernels as torch cuts the list into. The backward pass of a convolution
+launches one kernel for each gradient. Every other operation counts as one launch; some need a second one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from configs import resolve_recipe
+from data_pipeline.core.errors import run_command
+from data_pipeline.core.sample import Batch
+from trainer.build import assemble
+from trainer.config import RunConfig
+from trainer.distributed.fake_process_group import fake_ranks
+from trainer.fault_tolerance import liveness
+from trainer.modules import build_modules, build_run_objective
+
+GPU = torch.device("cuda", 0)
+PHASES: Final = ("views", "forward", "loss", "backward", "optimizer", "bookkeeping")
+aten = torch.ops.aten
+
+_NO_LAUNCH: Final = frozenset(
+    {
+        "_unsafe_view",
+        "detach",
+        "detach_",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "lift_fresh",
+        "new_empty",
+        "new_empty_strided",
+        "promote_types",
+        "resize_",
+        "set_",
+        "sym_numel",
+        "sym_size",
+        "sym_stride",
+    }
+)
+# From torch's MultiTensorApply.cuh: how many tensors and chunks of one launch, by the number of lists.
+_TENSORS_OF_A_LAUNCH: Final = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
+_CHUNK, _CHUNKS_OF_A_LAUNCH = 65_536, 320
+_TENSORS_OF_A_CAT: Final = 128
+
+
+class KernelCounter(TorchDispatchMode):
+    """Counts launches in `launches`, by phase and operation; `phase` is that of the moment."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.phase = "bookkeeping"
+        self.launches: dict[str, Counter[str]] = {phase: Counter() for phase in PHASES}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        num = launches_of(func, args, kwargs)
+        if num:
+            self.launches[self.phase][func.overloadpacket.__name__] += num
+        if func.overloadpacket.__name__.startswith("_fused_"):
+            return None  # in place, and some have no form without data
+        if func is aten._local_scalar_dense.default:
+            return False if args[0].dtype == torch.bool else 1
+        if func is aten.batch_norm_update_stats.default:  # for which torch has no form without data
+            return tuple(torch.empty(args[0].shape[1], device=args[0].device) for _ in range(2))
+        return func(*args, **kwargs)
+
+    @property
+    def total(self) -> int:
+        return sum(counts.total() for counts in self.launches.values())
+
+
+def launches_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return how many kernels an operation launches; see the docstring of the file."""
+    name = func.overloadpacket.__name__
+    if func.is_view or name in _NO_LAUNCH or func.namespace not in {"aten", "feature_dropout"}:
+        return 0
+    if name.startswith(("_foreach_", "_fused_")):
+        return _launches_of_lists([each for each in args if isinstance(each, list | tuple) and _is_tensors(each)])
+    if name == "convolution_backward":
+        return sum(args[10])
+    if name == "cat":
+        return max(1, math.ceil(len(args[0]) / _TENSORS_OF_A_CAT))
+    return 1
+
+
+def _is_tensors(values: Sequence[Any]) -> bool:
+    return bool(values) and all(isinstance(value, Tensor) for value in values)
+
+
+def _launches_of_lists(lists: Sequence[Sequence[Tensor]]) -> int:
+    """Return into how many launches torch cuts an operation on lists of tensors: at most so many tensors and chunks."""
+    lists = [each for each in lists if any(tensor.dim() for tensor in each)] or lists[:1]
+    most = _TENSORS_OF_A_LAUNCH[min(max(1, len(lists)), 5)]
+    num_launches, num_tensors, num_chunks = 1, 0, 0
+    for tensor in lists[0] if lists else ():
+        chunks = max(1, math.ceil(tensor.numel() / _CHUNK))
+        num_tensors += 1
+        if num_tensors > most:
+            num_launches, num_tensors, num_chunks = num_launches + 1, 1, 0
+        num_chunks += chunks
+        while num_chunks > _CHUNKS_OF_A_LAUNCH:
+            num_launches, num_chunks = num_launches + 1, num_chunks - _CHUNKS_OF_A_LAUNCH
+    return num_launches
+
+
+class _Stages:
+    """A listener that tells a counter the phase of the step: `trainer.profiling.stage` names most of them."""
+
+    stage = ""
+
+    def __init__(self, counter: KernelCounter) -> None:
+        self._counter = counter
+
+    def sign(self) -> None:
+        pass
+
+    def enter(self, stage: str, *, waits: bool) -> bool:
+        self.stage = stage
+        self._counter.phase = stage if stage in PHASES else "bookkeeping"
+        return False
+
+
+def count_kernels(config: RunConfig, *, num_ranks: int = 1, batch_size: int | None = None) -> KernelCounter:
+    """Return the counter after one step of a run on its first rank.
+
+    Args:
+        config: the run; with the views' inputs of 32 x 32 pixels.
+        num_ranks: the number of ranks, of which only the first computes; their collectives send nothing.
+        batch_size: the samples of this rank; None for its part of the batch in the config.
+    """
+    size = batch_size or config.global_batch_size // num_ranks
+    modules = build_modules(config)
+    objective = build_run_objective(config, modules.encoder, num_samples=50_000, device=torch.device("cpu"))
+    counter = KernelCounter()
+    with FakeTensorMode(), _autocast_of_a_gpu(), mock.patch("torch.autograd.backward", backward_without_a_gpu):
+        for module in (modules.encoder, modules.view_policy, objective):
+            _to_gpu_without_data(module)
+        training = assemble(config, modules, objective)
+        with fake_ranks(num_ranks, sums_by_gathering=False), _loss_phase(objective, counter):
+            listener = _Stages(counter)
+            liveness.listen(listener)
+            try:
+                with counter:
+                    training.step(_batch(size), learning_rates=defaultdict(float))
+            finally:
+                liveness.stop_listening(listener)
+    return counter
+
+
+@contextmanager
+def _loss_phase(objective: nn.Module, counter: KernelCounter) -> Iterator[None]:
+    """Count what runs inside the objective as phase "loss"."""
+
+    def enter(*_: object) -> None:
+        counter.phase = "loss"
+
+    def leave(*_: object) -> None:
+        counter.phase = "bookkeeping"
+
+    hooks = [objective.register_forward_pre_hook(enter), objective.register_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _autocast_of_a_gpu() -> Iterator[None]:
+    """Let autocast work on tensors of a GPU that is not there."""
+    with (
+        mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
+        mock.patch("torch.cuda.is_bf16_supported", return_value=True),
+    ):
+        yield
+
+
+@torch.no_grad()
+def backward_without_a_gpu(loss: Tensor) -> None:
+    """Do what `torch.autograd.backward` does, which needs the driver of a GPU even for tensors without data."""
+    assert loss.grad_fn is not None
+    num_missing = _num_inputs(loss.grad_fn)
+    gradients: dict[Any, list[Tensor | None]] = {loss.grad_fn: [torch.ones_like(loss)]}
+    ready: list[Any] = [loss.grad_fn]
+    while ready:
+        node = ready.pop()
+        given = gradients.pop(node)
+        if (parameter := getattr(node, "variable", None)) is not None:
+            _accumulate(parameter, given[0])
+            continue
+        run: Callable[..., Any] = getattr(node, "apply", node)  # of a `Function`; others are called
+        results = run(*given)
+        results = results if isinstance(results, tuple) else (results,)
+        for (following, number), gradient in zip(node.next_functions, results, strict=False):
+            if following is None:
+                continue
+            buffer = gradients.setdefault(following, [None] * len(following._input_metadata))
+            if gradient is not None:
+                gradient = _fitted(gradient, following._input_metadata[number])
+                before = buffer[number]
+                buffer[number] = gradient if before is None else before + gradient
+            num_missing[following] -= 1
+            if num_missing[following] == 0:
+                ready.append(following)
+
+
+def _num_inputs(root: Any) -> Counter[Any]:
+    """Return how many gradients each node of a graph waits for."""
+    counts: Counter[Any] = Counter()
+    open_nodes, seen = [root], {root}
+    while open_nodes:
+        for following, _ in open_nodes.pop().next_functions:
+            if following is not None:
+                counts[following] += 1
+                if following not in seen:
+                    seen.add(following)
+                    open_nodes.append(following)
+    return counts
+
+
+def _fitted(gradient: Tensor, metadata: Any) -> Tensor:
+    """Sum what was broadcast, and cast, as autograd does between two nodes."""
+    if gradient.shape != torch.Size(metadata.shape):
+        gradient = gradient.sum_to_size(metadata.shape)
+    return gradient.to(metadata.dtype)
+
+
+def _accumulate(parameter: Tensor, gradient: Tensor | None) -> None:
+    if gradient is None:
+        return
+    if parameter.grad is not None:
+        parameter.grad.add_(gradient)
+    elif gradient.stride() == parameter.stride():
+        parameter.grad = gradient.detach()
+    else:
+        parameter.grad = torch.empty_like(parameter).copy_(gradient)
+
+
+def _to_gpu_without_data(module: nn.Module) -> None:
+    for inner in module.modules():
+        for name, parameter in inner._parameters.items():
+            if parameter is not None:
+                on_gpu = _without_data(parameter)
+                inner._parameters[name] = nn.Parameter(on_gpu, requires_grad=parameter.requires_grad)
+        for name, buffer in inner._buffers.items():
+            if buffer is not None:
+                inner._buffers[name] = _without_data(buffer)
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=GPU)
+
+
+def _batch(size: int) -> Batch:
+    index_B = torch.empty(size, dtype=torch.int64, device=GPU)
+    pictures = torch.empty(size, 3, 32, 32, dtype=torch.uint8, device=GPU)
+    return Batch(0, 0, index_B, pictures, pictures, pictures[:, 0], pictures[:, 0], {})
+
+
+def table(counters: Mapping[str, KernelCounter]) -> str:
+    """Return a table with a line for each counter and a column for each phase."""
+    lines = [f"{'':<36}" + "".join(f"{phase:>12}" for phase in PHASES) + f"{'all':>8}"]
+    for name, counter in counters.items():
+        numbers = "".join(f"{counter.launches[phase].total():>12}" for phase in PHASES)
+        lines.append(f"{name:<36}{numbers}{counter.total:>8}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipes", nargs="*", default=["simclr:digits", "viewmaker:digits"], metavar="RECIPE")
+    parser.add_argument("--precision", nargs="+", default=["float32", "bfloat16"], metavar="P")
+    parser.add_argument("--set", nargs="+", default=[], metavar="a.b=c", dest="overrides", help="settings of the runs")
+    parser.add_argument("--operations", type=int, default=0, metavar="N", help="also list the N commonest operations")
+    parser.add_argument("--json", action="store_true", help="print the counts as JSON")
+    arguments = parser.parse_args()
+    counters = {
+        f"{recipe}, {precision}": count_kernels(
+            resolve_recipe(recipe, ["tracking.wandb=disabled", f"precision={precision}", *arguments.overrides])
+        )
+        for recipe in arguments.recipes
+        for precision in arguments.precision
+    }
+    if arguments.json:
+        print(json.dumps({name: counter.launches for name, counter in counters.items()}, indent=1))
+        return
+    print(table(counters))
+    for name, counter in counters.items() if arguments.operations else ():
+        print(f"\n{name}")
+        for phase in PHASES:
+            for operation, num in counter.launches[phase].most_common(arguments.operations):
+                print(f"  {phase:<12}{operation:<40}{num:>6}")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,181 @@
+"""Recorded steps against plain steps, to the last bit, with a recorder that acts on a CPU like a CUDA graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from configs import resolve_recipe
+from data_pipeline.core.sample import Batch
+from trainer.build import Training, build_training
+from trainer.config import RunConfig
+from trainer.recorded_step import RecordedStep, why_not_recorded
+from trainer.step import StepOutput
+
+T = TypeVar("T")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+NUM_ROWS, NUM_STEPS, STEPS_OF_AN_EPOCH = 8, 10, 4
+OBJECTIVES = ["nt_xent", "nt_xent_published", "info_nce", "split", "linear", "barlow_twins", "simsiam"]
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if dataclasses.is_dataclass(value):
+        return tensors_of(vars(value))
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for part in parts for tensor in tensors_of(part)]
+
+
+class LikeAGraph:
+    """A recorder that recomputes: recording changes no state, and a replay overwrites the recorded results."""
+
+    def __init__(self, training: Training) -> None:
+        self._training, self.num_recordings, self.num_replays = training, 0, 0
+
+    def warm_up(self, run: Callable[[], T]) -> T:
+        return run()
+
+    def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        self.num_recordings += 1
+        state = state_of(self._training)
+        copies = [tensor.clone() for tensor in state]
+        recorded = run()
+        with torch.no_grad():
+            for place, copy in zip(state, copies, strict=True):
+                place.copy_(copy)
+
+        def replay() -> None:
+            self.num_replays += 1
+            for place, tensor in zip(tensors_of(recorded), tensors_of(run()), strict=True):
+                place.copy_(tensor)
+
+        return recorded, replay
+
+
+class FailsToRecord(LikeAGraph):
+    def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        raise torch.OutOfMemoryError("no memory\n  left")
+
+
+def state_of(training: Training) -> list[Tensor]:
+    """Return all tensors that a step changes, without copies."""
+    engines = training.engines.values()
+    state = [tensor for engine in engines for tensor in (engine.module_state() | engine.optimizer_state()).values()]
+    return state + list(training.objective.state_dict().values()) + list(training.step.loss_scale.state().values())
+
+
+def batch_of(step: int) -> Batch:
+    draw = torch.Generator().manual_seed(step)
+    pictures = torch.randint(0, 256, (NUM_ROWS, 3, 16, 16), dtype=torch.uint8, generator=draw)
+    index_B = torch.randperm(64, generator=draw)[:NUM_ROWS]
+    return Batch(step, step // STEPS_OF_AN_EPOCH, index_B, pictures, pictures, None, None, {})
+
+
+def configure(recipe: str, overrides: list[str]) -> RunConfig:
+    every = [f"global_batch_size={NUM_ROWS}", "tracking.wandb=disabled", "optimizer.schedule.kind=cosine"]
+    return resolve_recipe(recipe, ["precision=float64", *every, *overrides])
+
+
+def train(training: Training, step: Callable[..., StepOutput]) -> list[dict[str, Tensor]]:
+    """Return the metrics of each step, which are read one step later."""
+    outputs = []
+    for number in range(NUM_STEPS):
+        rates = training.learning_rates(number, num_steps=NUM_STEPS)
+        output = step(batch_of(number), learning_rates=rates)
+        outputs.append(dict(output.metrics) | {"skipped": output.skipped})
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "num_recordings"),
+    [
+        *[("debug:image", [f"objective.kind={kind}"], 1) for kind in OBJECTIVES],
+        ("debug:image", ["objective.kind=moco", "objective.queue_size=16"], 1),
+        ("debug:image", ["memory.micro_batches=2", "memory.encoder_checkpointing=whole"], 1),
+        ("debug:image", ["precision=float16"], 1),
+        ("debug:image", ["views.kind=random_mask"], 1),
+        ("debug:image", ["optimizer.kind=adamw"], 1),
+        ("debug:viewmaker", [], 1),
+        ("debug:viewmaker", ["adversary.freeze_step=5"], 2),
+        ("debug:viewmaker", ["adversary.update=alternating", "adversary.viewmaker_steps=2"], 1),
+        ("debug:viewmaker", ["views.dropout_rate=0.4", "memory.micro_batches=2"], 1),
+    ],
+    ids=lambda value: ",".join(value).replace("=", "-") if isinstance(value, list) else str(value).replace(":", "-"),
+)
+def test_recorded_steps_are_plain_steps(recipe: str, overrides: list[str], num_recordings: int) -> None:
+    """Over three epochs, with a learning rate that changes at every step."""
+    config = configure(recipe, overrides)
+    plain, training = (build_training(config, num_samples=64, device=CPU) for _ in range(2))
+    recorder = LikeAGraph(training)
+    assert not isinstance(training.step, RecordedStep)
+    recorded = RecordedStep(training.step, recorder, stateful=[training.modules.encoder, training.objective])
+    for found, expected in zip(train(training, recorded), train(plain, plain.step), strict=True):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(found[name], value.to(found[name].dtype)), name
+    assert all(torch.equal(*pair) for pair in zip(state_of(training), state_of(plain), strict=True))
+    assert recorder.num_recordings == num_recordings
+    assert recorder.num_replays == NUM_STEPS - 3 * num_recordings
+
+
+def test_a_step_that_cannot_be_recorded_is_taken_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    config = configure("debug:viewmaker", [])
+    plain, training = (build_training(config, num_samples=64, device=CPU) for _ in range(2))
+    assert not isinstance(training.step, RecordedStep)
+    recorded = RecordedStep(training.step, FailsToRecord(training), stateful=[training.modules.encoder])
+    with caplog.at_level(logging.WARNING):
+        found = train(training, recorded)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the step could not be recorded, so training goes on without compile=step: no memory left"
+    ]
+    for metrics, expected in zip(found, train(plain, plain.step), strict=True):
+        assert torch.equal(metrics["train/loss"], expected["train/loss"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device", "num_ranks", "reason"),
+    [
+        ([], CPU, 1, "runs on cpu"),
+        ([], CUDA, 2, "2 ranks"),
+        (["engine.kind=deepspeed", "precision=float32"], CUDA, 1, "engine.kind=deepspeed"),
+        (["optimizer.kind=lars"], CUDA, 1, "optimizer lars"),
+        (["objective.kind=instance_discrimination"], CUDA, 1, "instance_discrimination"),
+        (["objective={kind: moco, queue_size: 16}", "encoder.batch_norm=local"], CUDA, 1, "moco"),
+        (["objective={kind: moco, queue_size: 16}"], CUDA, 1, None),
+        ([], CUDA, 1, None),
+    ],
+)
+def test_the_reason_is_given_if_a_step_cannot_be_recorded(
+    overrides: list[str], device: torch.device, num_ranks: int, reason: str | None
+) -> None:
+    found = why_not_recorded(configure("debug:image", overrides), device=device, num_ranks=num_ranks)
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_on_a_cpu_the_setting_changes_nothing_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        training = build_training(configure("debug:image", ["compile=step"]), num_samples=64, device=CPU)
+    assert not isinstance(training.step, RecordedStep)
+    assert "compile=step changes nothing here: only a GPU records a step" in caplog.text
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("recipe", ["debug:image", "debug:viewmaker"])
+def test_on_a_gpu_a_graph_trains_like_plain_steps(recipe: str) -> None:
+    curves = []
+    for compile_setting in ("false", "step"):
+        config = configure(recipe, [f"compile={compile_setting}"])
+        training = build_training(config, num_samples=64, device=CUDA)
+        losses = []
+        for number in range(NUM_STEPS):
+            rates = training.learning_rates(number, num_steps=NUM_STEPS)
+            losses.append(training.step(batch_of(number).to(CUDA), learning_rates=rates).metrics["train/loss"])
+        curves.append(torch.stack(losses))
+    torch.testing.assert_close(curves[1], curves[0], rtol=1e-9, atol=0)

@@ -1,0 +1,207 @@
+"""Record a training step once, and replay it: the host then launches one graph in place of hundreds of kernels.
+
+At the batch sizes of the papers a GPU computes faster than the host launches, so this decides the speed. The graph
+holds views, forward pass, loss, backward pass and optimizers. Each kernel reads and writes the same memory at every
+replay. So the inputs, the learning rates and the number of the epoch are copied to fixed places first, and the draws
+are functions of them.
+
+Guarantees: the steps are those of `trainer.step.TrainingStep`, to the last bit if the kernels are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from data_pipeline.core.sample import Batch
+from trainer.config import RunConfig
+from trainer.optim.loss_scale import LossScale
+from trainer.profiling import untimed
+from trainer.step import StepOutput, TrainingStep
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_Form: TypeAlias = tuple[Any, ...]  # what must be equal in the steps of one recording
+
+_NUM_WARM_UP_STEPS = 3  # steps of training in which libraries choose kernels and allocate workspaces
+
+
+def why_not_recorded(config: RunConfig, *, device: torch.device, num_ranks: int) -> str | None:
+    """Return the reason for which the steps of a run cannot be recorded, with what mends it; None if they can."""
+    optimizers = sorted({optimizer.kind for optimizer in config.engine_optimizers.values()} & {"lars", "lamb"})
+    if device.type != "cuda":
+        return f"only a GPU records a step, but training runs on {device.type}"
+    if num_ranks > 1:
+        return f"a step with messages between ranks is not recorded, but there are {num_ranks} ranks"
+    if not config.engine.can_be_recorded:
+        return f"a step of engine.kind={config.engine.kind} is not recorded; set engine.kind=ddp"
+    if optimizers:
+        return f"optimizer {optimizers[0]} has no fused kernel that a recorded step can skip; set sgd, adam or adamw"
+    return config.objective.why_not_recorded(config)
+
+
+class Recorder(Protocol):
+    """A way to record what a function launches."""
+
+    def warm_up(self, run: Callable[[], T]) -> T:
+        """Call `run`, under the same conditions as `record` will."""
+        ...
+
+    def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        """Record `run` without effect on any tensor. Return its result, and a function that fills it by a replay."""
+        ...
+
+
+class CudaGraphs:
+    """A recorder of CUDA graphs."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def warm_up(self, run: Callable[[], T]) -> T:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            result = run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return result
+
+    def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._stream):
+            result = run()
+        return result, graph.replay
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The places from which a recorded step reads."""
+
+    batch: Batch
+    epoch: Tensor
+    learning_rates: dict[str, Tensor]
+
+    @classmethod
+    def like(cls, batch: Batch, learning_rates: Mapping[str, float]) -> _Inputs:
+        device = batch.index_B.device
+        return cls(
+            batch=batch.copy(),
+            epoch=torch.zeros((), dtype=torch.int64, device=device),
+            learning_rates={name: torch.zeros((), device=device) for name in learning_rates},
+        )
+
+    def load(self, batch: Batch, learning_rates: Mapping[str, float]) -> None:
+        for place, tensor in zip(self.batch.tensors(), batch.tensors(), strict=True):
+            place.copy_(tensor)
+        self.epoch.fill_(batch.epoch)
+        for name, rate in learning_rates.items():
+            self.learning_rates[name].fill_(rate)
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """A recorded step: a replay writes to the tensors of `output`; `metrics` holds its metrics in one tensor."""
+
+    output: StepOutput
+    metrics: Tensor
+    replay: Callable[[], None]
+
+    def __call__(self) -> StepOutput:
+        """Replay the step. Metrics and flag stay valid; the other tensors are overwritten by the next step."""
+        self.replay()
+        metrics = dict(zip(self.output.metrics, self.metrics.clone().unbind(), strict=True))
+        return dataclasses.replace(self.output, metrics=metrics, skipped=self.output.skipped.clone())
+
+
+class RecordedStep:
+    """A training step that trains as `step` does for a few steps, and then records one and replays it.
+
+    It records again when the form of the step changes: when the viewmaker freezes. If recording fails, training goes on
+    without it, after a warning.
+    """
+
+    def __init__(self, step: TrainingStep, recorder: Recorder, *, stateful: list[nn.Module]) -> None:
+        """Make a step that is not recorded yet; `stateful` are all modules whose buffers a step may replace."""
+        self._step, self._recorder, self._stateful = step, recorder, stateful
+        self._num_seen: Counter[_Form] = Counter()
+        self._inputs: _Inputs | None = None
+        self._recordings: dict[_Form, _Recording] = {}
+        self._can_record = True
+
+    @property
+    def loss_scale(self) -> LossScale:
+        return self._step.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, loss_scale: LossScale) -> None:
+        self._step.loss_scale = loss_scale
+
+    def __call__(self, batch: Batch, *, learning_rates: Mapping[str, float]) -> StepOutput:
+        """Train on a batch, as `TrainingStep` does. Views and embeddings are valid until the next step."""
+        if not self._can_record:
+            return self._step(batch, learning_rates=learning_rates)
+        is_frozen = self._step.viewmaker_is_frozen(batch.step)
+        form = (is_frozen, *(tensor.shape for tensor in batch.tensors()))
+        if self._inputs is None or form not in self._num_seen:
+            self._inputs = _Inputs.like(batch, learning_rates)
+            self._recordings.clear()  # the memory of a form that does not return
+        inputs = self._inputs
+        inputs.load(batch, learning_rates)
+
+        def run() -> StepOutput:
+            with _buffers_in_place(self._stateful), untimed():
+                return self._step.run(
+                    inputs.batch, inputs.learning_rates, viewmaker_is_frozen=is_frozen, recorded_epoch=inputs.epoch
+                )
+
+        self._num_seen[form] += 1
+        if self._num_seen[form] <= _NUM_WARM_UP_STEPS:
+            return self._recorder.warm_up(run)
+        if form not in self._recordings and not self._record(form, run):
+            return self._step(batch, learning_rates=learning_rates)
+        return self._recordings[form]()
+
+    def _record(self, form: _Form, run: Callable[[], StepOutput]) -> bool:
+        """Record the step. Return False, after a warning, if that is not possible."""
+
+        def with_metrics() -> tuple[StepOutput, Tensor]:
+            output = run()
+            return output, torch.stack([value.double() for value in output.metrics.values()])
+
+        try:
+            (output, metrics), replay = self._recorder.record(with_metrics)
+        except RuntimeError as error:  # also of a GPU without memory left for the graph
+            reason = " ".join(str(error).split())[:200]
+            logger.warning("the step could not be recorded, so training goes on without compile=step: %s", reason)
+            self._can_record = False
+            self._step.clear_gradients()
+            return False
+        self._recordings[form] = _Recording(output, metrics, replay)
+        return True
+
+
+@contextlib.contextmanager
+def _buffers_in_place(modules: list[nn.Module]) -> Iterator[None]:
+    """After the block, write each buffer that was replaced inside to its old place (queues and banks are replaced)."""
+    places = [
+        (owner, name, buffer)
+        for module in modules
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for owner, name, place in places:
+            now = owner._buffers[name]
+            if now is not None and now is not place:
+                owner._buffers[name] = place.copy_(now)
