@@ -116,15 +116,19 @@ def _expected(problem: Mapping[str, Any], annotations: list[Any]) -> str:
         case "less_than_equal":
             return f"at most {_number(context['le'])}"
         case "too_short":
-            return f"a list of at least {context['min_length']}"
+            return f"{_container(problem)} of at least {context['min_length']}"
         case "too_long":
-            return f"a list of at most {context['max_length']}"
+            return f"{_container(problem)} of at most {context['max_length']}"
         case "model_type" | "model_attributes_type" if kinds := names_at(annotations):
             return f"a section, such as {{{KIND}: {kinds[0]}}}"
         case "string_unicode":
             return "text without broken characters"
         case other:
             return _TYPES.get(other.partition("_")[0], f"of another kind ({problem['msg']})")
+
+
+def _container(problem: Mapping[str, Any]) -> str:
+    return "a mapping" if isinstance(problem["input"], dict) else "a list"
 
 
 def _number(value: float) -> str:

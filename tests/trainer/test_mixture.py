@@ -266,7 +266,7 @@ def test_tars_are_mixed_with_tars_and_with_built_shards(data: Path, tmp_path: Pa
             ["data.probed_source=bird"],
             'probed_source is bird, which is no source of the mixture; did you mean "birds"?',
         ),
-        (["data.mixture={}", "data.mixture_schedule=[]"], "data.mixture is {}; it must be"),
+        (["data.mixture={}", "data.mixture_schedule=[]"], "data.mixture is {}; it must be a mapping of at least 1"),
     ],
 )
 def test_settings_of_a_mixture_that_cannot_be_are_one_sentence(data: Path, more: list[str], message: str) -> None:
