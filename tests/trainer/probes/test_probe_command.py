@@ -31,6 +31,7 @@ from trainer.probe import main
 from trainer.probe_runs import majority_share, probe, runs_table
 from trainer.probes.curve import Curves, Point, ProbeCurve, curve_of
 from trainer.probes.features import Pictures, read_pictures
+from trainer.probes.groups import describe_groups
 from trainer.probes.heads import read_heads
 from trainer.probes.linear import Target
 from trainer.probes.result import read_result
@@ -124,8 +125,11 @@ def test_writes_both_labels_of_the_newest_checkpoint_and_of_the_untrained_encode
     last = probed.printed.strip().splitlines()
     assert last[-1] == str(run_dir.probes(0))
     shown = read_result(run_dir.probes(0) / "overlay.json")
-    assert f"{100 * shown.linear.accuracy:.1f}" in last[-2]
-    assert f"{100 * shown.knn.accuracy:.1f}" in last[-2]
+    [groups] = shown.groups
+    assert last[-2].strip() == describe_groups(groups)
+    assert last[-3].startswith("label_overlay ")
+    assert f"{100 * shown.linear.accuracy:.1f}" in last[-3]
+    assert f"{100 * shown.knn.accuracy:.1f}" in last[-3]
 
 
 @pytest.mark.slow
