@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import io
 import logging
+import sys
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -390,5 +391,5 @@ def run(args: argparse.Namespace) -> None:
         print(problem)
     print(verification.summary)
     if verification.num_problems:
-        print(verification.remedy)
+        print(verification.remedy, file=sys.stderr)
         raise SystemExit(1)

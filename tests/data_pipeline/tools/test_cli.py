@@ -79,8 +79,11 @@ def test_build_verify_and_preview(
 
     shard = tmp_path / "built" / "shard-00001.tar"
     shard.unlink()
-    status, out, _ = run(capsys, monkeypatch, "verify", built)
+    status, out, err = run(capsys, monkeypatch, "verify", built)
     assert (status, out[:-1]) == (1, ["shard-00001.tar: cannot be read (No such file or directory)"])
+    assert err[-1].startswith(
+        "to mend it, copy the files that are named above again from a whole copy, or build it again"
+    )
     assert out[-1].startswith(f"{built} has 1 problem: 20 of 40 samples sound in 2 shards; ")
 
 

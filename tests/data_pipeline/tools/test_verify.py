@@ -405,10 +405,7 @@ def test_every_location_that_can_be_trained_from_is_verified(
         lines[2] == "shard-00002.tar: shard-00002.index beside it is not the index that manifest.json names; remove it"
     )
     assert lines[3].startswith(f"{location} has 3 problems: 19 of 30 samples sound in 3 shards; ")
-    assert lines[4].startswith(
-        "to mend it, copy the files that are named above again from a whole copy, or build it again"
-    )
-    assert len(lines) == 5
+    assert len(lines) == 4
 
 
 @pytest.mark.slow
