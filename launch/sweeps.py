@@ -183,6 +183,8 @@ def train_in_turn(runs: Sequence[PlannedRun], *, command: str, accepted_data: Co
         for planned in runs:
             if planned not in left:
                 print(f"{planned.name} is finished already", flush=True)
+    if not left:
+        return
     if is_alone:
         found = [check_data(planned.config) for planned in left]
         for planned, manifests in zip(left, found, strict=True):

@@ -26,7 +26,7 @@ FORMS = [form for name in STUDIES for form in (name, f"{name}_small")]
 def test_a_study_fills_every_cell_of_its_table_and_no_other(name: str) -> None:
     table, runs = study(name), resolve_study(f"studies:{name}")
     assert {cell.run for cell in table.cells.values()} == {run.name for run in runs}
-    assert all(run.tracking.tags == (name,) for run in runs)
+    assert all((run.tracking.tags, run.tracking.group) == ((name,), name) for run in runs)
 
 
 @pytest.mark.parametrize("name", STUDIES)
