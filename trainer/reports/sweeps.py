@@ -29,7 +29,7 @@ from trainer.reports.runs import Arm, Run, datasets_of, labels_of, runs_of_arms
 
 MAX_LINES: Final = 12  # of one panel; with more values of another axis, as in a random search, points have no lines
 MAX_PANELS: Final = 12  # of one metric over one axis
-_LOG_RATIO: Final = 10.0  # values that span more than this have a logarithmic axis
+_LOG_RATIO: Final = 10.0  # values that span this or more have a logarithmic axis
 _SEED: Final = "seed"
 
 Value = float | str
@@ -53,9 +53,9 @@ class Axis:
 
     @property
     def is_logarithmic(self) -> bool:
-        """Tell whether all values are positive numbers, the largest more than ten times the least."""
+        """Tell whether all values are positive numbers, the largest ten times the least or more."""
         numbers = [value for value in self.values if isinstance(value, float)]
-        return self.is_numeric and min(numbers) > 0 and max(numbers) / min(numbers) > _LOG_RATIO
+        return self.is_numeric and min(numbers) > 0 and max(numbers) / min(numbers) >= _LOG_RATIO
 
 
 @dataclass(frozen=True)

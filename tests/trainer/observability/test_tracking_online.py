@@ -75,7 +75,7 @@ def test_two_starts_online_are_one_run_with_its_study_pictures_and_summary(serve
     ((run_id, run),) = server.runs.items()
     assert run_id == run_dir.wandb_run_id.read_text().strip()
     assert run.steps == [1, 2, 3, 4, 5, 6]
-    assert (run.tags, run.group, run.job_type) == (["table1_small"], config.name, "train")
+    assert (run.tags, run.group, run.job_type) == (["table1_small"], "table1_small", "train")
     assert run.config["encoder"]["value"]["kind"] == "resnet10"
     assert [name for name in run.files if name.startswith("media/images/views/grid_6")]
     assert json.loads(run.history[-1])["views/change"]["_type"] == "histogram"

@@ -41,7 +41,7 @@ def test_the_axes_are_those_of_the_configs_and_not_of_the_names(tmp_path: Path) 
     assert sweep_sections(arms_of(read_runs([plain]))) == []
 
 
-def test_values_that_span_more_than_a_factor_of_ten_have_a_logarithmic_axis() -> None:
+def test_values_that_span_a_factor_of_ten_or_more_have_a_logarithmic_axis() -> None:
     assert TEMPERATURE.is_logarithmic
     assert not RATE.is_logarithmic
     assert not KIND.is_logarithmic
