@@ -4,7 +4,8 @@
 
 `runs` reads run directories, and `config_identity` finds the runs that repeat one configuration. `findings` turns
 accuracies into comparisons and sentences. `published` holds the papers' tables, and `study_sheet` puts runs into their
-cells. `tables`, `study_tables` and `curves` prepare the tables and charts. `page` puts them into the HTML of
+cells. `tables`, `study_tables` and `curves` prepare the tables and charts, `sweeps` the figures over the settings of a
+sweep, and `overview` the tables of hundreds of runs, whose metrics `run_index` keeps. `page` puts them into the HTML of
 `templates/`, `as_markdown` writes them as text, and `publish` sends them to W&B.
 
 Guarantees: every number was measured. Every sentence follows from the numbers. A table holds accuracies on one dataset
