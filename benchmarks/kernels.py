@@ -66,18 +66,24 @@ _TENSORS_OF_A_CAT: Final = 128
 
 
 class KernelCounter(TorchDispatchMode):
-    """Counts launches in `launches`, by phase and operation; `phase` is that of the moment."""
+    """Counts launches in `launches`, by phase and operation; `phase` is that of the moment.
+
+    `messages` counts the collectives by operation, without those of DDP.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase = "bookkeeping"
         self.launches: dict[str, Counter[str]] = {phase: Counter() for phase in PHASES}
+        self.messages: Counter[str] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         num = launches_of(func, args, kwargs)
+        if func.namespace == "c10d":
+            self.messages[func.overloadpacket.__name__] += 1
         if num:
             self.launches[self.phase][func.overloadpacket.__name__] += num
         if func.overloadpacket.__name__.startswith("_fused_"):

@@ -78,6 +78,9 @@ def assemble(config: RunConfig, modules: TrainedModules, objective: Objective) -
     engines = _build_engines(config, modules.trained_modules, objective)
     if config.compile is True:
         modules.encoder.compile()
+        if modules.viewmaker is not None:
+            # Learned views of one's own need no such method.
+            getattr(modules.viewmaker, "compile_layers", modules.viewmaker.compile)()
     step = TrainingStep(config, engines=engines, view_policy=modules.view_policy, objective=objective)
     return Training(modules, objective, engines, _recorded(step, config, modules, objective))
 

@@ -41,9 +41,9 @@ class RunConfig(Schema):
         precision, rounding can push a ReLU over zero, and the runs diverge after some steps, like two runs on one rank.
     view_forwards: "two" encodes each view in its own forward pass, as published; in "one" pass, batch norm sees both
         views together.
-    compile: true compiles the encoder with torch.compile; the first step then takes a minute or more. The viewmaker is
-        not compiled, because torch cannot run its padding compiled. "step" compiles nothing: on one GPU, it records the
-        whole step as a CUDA graph and replays it (see `trainer.recorded_step`); elsewhere it changes nothing.
+    compile: true compiles encoder and viewmaker with torch.compile; the first step then takes a minute or more. "step"
+        compiles nothing: on one GPU, it records the whole step as a CUDA graph and replays it (see
+        `trainer.recorded_step`); elsewhere it changes nothing, with a warning.
     max_skipped_in_a_row: the number of skipped steps in a row that ends training. A step is skipped if its loss or
         gradient is not finite.
     checkpoint_every_steps: the steps between two checkpoints; there is also one at the end.

@@ -145,12 +145,11 @@ class Batch:
         return self._map(torch.Tensor.clone)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all tensors, each once, in a fixed order."""
-        found: list[torch.Tensor] = []
-        for value in vars(self).values():
-            if isinstance(value, torch.Tensor) and not any(value is other for other in found):
-                found.append(value)
-        return found
+        """Return the tensors in a fixed order. Those of the second view are left out if they are those of the first."""
+        inputs_b = None if self.inputs_b is self.inputs_a else self.inputs_b
+        masks_b_BHW = None if self.masks_b_BHW is self.masks_BHW else self.masks_b_BHW
+        own = (self.index_B, self.inputs_a, inputs_b, self.masks_BHW, masks_b_BHW, self.draw_index_B)
+        return [tensor for tensor in (*own, *self.labels.values()) if tensor is not None]
 
     def part(self, number: int, num_parts: int) -> Batch:
         """Return the rows `number`, `number + num_parts`, ...; only the first part keeps `bad`.

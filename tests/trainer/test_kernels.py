@@ -34,10 +34,24 @@ def test_the_number_of_kernels_does_not_depend_on_the_batch() -> None:
     assert small.launches == large.launches
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 64])
+@pytest.mark.parametrize("recipe", ["simclr:digits", "viewmaker:digits"])
+def test_a_step_sends_few_messages_on_any_number_of_ranks(recipe: str, num_ranks: int) -> None:
+    """One gathers the embeddings, and each batch norm sends one each way for both views. DDP's buckets come on top."""
+    counter = count_kernels(resolve_recipe(recipe, ["tracking.wandb=disabled"]), num_ranks=num_ranks)
+    num_norms = 20
+    assert counter.messages == {
+        "_allgather_base_": 1 + num_norms,
+        "_reduce_scatter_base_": 1,
+        "allreduce_": num_norms,
+    }
+
+
 def test_views_and_new_memory_launch_nothing() -> None:
     with KernelCounter() as counter:
         x = torch.empty(4, 6)
-        x.view(2, 12).t().detach().unsqueeze(0).expand(3, -1).chunk(2)
+        x.view(2, 12).t().detach().unsqueeze(0).expand(3, -1, -1).chunk(2)
         x.to(torch.float32).contiguous()
     assert counter.total == 0
 

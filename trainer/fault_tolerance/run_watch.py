@@ -6,7 +6,6 @@ import contextlib
 from contextlib import AbstractContextManager
 
 import torch
-from torch import nn
 
 from data_pipeline.loading.stream import Stream
 from trainer.fault_tolerance import liveness
@@ -73,10 +72,10 @@ class RunWatch:
 
 
 def follow_networks(modules: TrainedModules, objective: Objective) -> None:
-    """Let all networks give signs of life, except a compiled encoder, which runs as a single operation."""
-    networks: list[nn.Module] = [objective, *modules.trained_modules.values()]
-    for network in networks:
-        if not (modules.config.compile is True and network is modules.encoder):
+    """Let all networks give signs of life, except compiled ones, which run as a single operation."""
+    liveness.follow(objective)
+    if modules.config.compile is not True:
+        for network in modules.trained_modules.values():
             liveness.follow(network)
 
 

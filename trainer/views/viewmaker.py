@@ -215,8 +215,16 @@ def upsample_convolve(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
     edge of the small map.
     """
     taps_OIKK = F.avg_pool2d(weight_OIKK, 2, stride=1, padding=1, divisor_override=1)  # a sum: divided by 1
-    padded_BIHW = F.pad(x_BIHW, (1, 1, 1, 1), mode="replicate")
+    padded_BIHW = _with_edges(x_BIHW)
     return F.conv_transpose2d(padded_BIHW, taps_OIKK.flip(2, 3).transpose(0, 1), stride=2, padding=3)
+
+
+def _with_edges(x_BIHW: Tensor) -> Tensor:
+    """Repeat the pixels of each edge once, (B, I, H + 2, W + 2)."""
+    if torch.compiler.is_compiling():  # torch 2.11 compiles the backward pass of the padding with wrong strides
+        x_BIHW = torch.cat([x_BIHW[:, :, :1], x_BIHW, x_BIHW[:, :, -1:]], dim=2)
+        return torch.cat([x_BIHW[..., :1], x_BIHW, x_BIHW[..., -1:]], dim=3)
+    return F.pad(x_BIHW, (1, 1, 1, 1), mode="replicate")
 
 
 def convolve_to_few_channels(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
@@ -302,6 +310,11 @@ class Viewmaker(nn.Module):
             ]
         )
         self.out = nn.Conv2d(width, image_channels, 9)
+        self._layers: Callable[[Tensor, Tensor], Tensor] = self._run_layers
+
+    def compile_layers(self, **options: Any) -> None:
+        """Compile the network by `torch.compile` with these options. Noise is drawn outside: its keys change."""
+        self._layers = torch.compile(self._run_layers, **options)
 
     def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
         """Return views of pictures in [0, 1], with the same shape and dtype; with `clamp` they are in [0, 1] too.
@@ -352,20 +365,25 @@ class Viewmaker(nn.Module):
         return delta_BCHW
 
     def _network(self, x_BCHW: Tensor, keys: DrawKeys) -> Tensor:
+        H, W = x_BCHW.shape[2:]
+        (noise_BHW,) = draw_noise(keys, H, W, layers=range(1))
+        noise_of_blocks_LBHW = draw_noise(keys, H // _STRIDE, W // _STRIDE, layers=range(1, 1 + len(self.blocks)))
+        return self._layers(append_channel(x_BCHW, noise_BHW), noise_of_blocks_LBHW)
+
+    def _run_layers(self, x_BCHW: Tensor, noise_of_blocks_LBHW: Tensor) -> Tensor:
+        """Return the perturbations before the budget, from pictures with their channel of noise."""
+
         def rectified(conv_norm: nn.Module) -> Callable[[Tensor], Tensor]:
             return lambda x_BCHW: F.relu(conv_norm(x_BCHW))
 
         def noisy(noise_BHW: Tensor, block: nn.Module) -> Callable[[Tensor], Tensor]:
             return lambda x_BCHW: block(append_channel(x_BCHW, noise_BHW))
 
-        H, W = x_BCHW.shape[2:]
-        (noise_BHW,) = draw_noise(keys, H, W, layers=range(1))
-        noise_of_blocks_LBHW = draw_noise(keys, H // _STRIDE, W // _STRIDE, layers=range(1, 1 + len(self.blocks)))
         blocks = [rectified(conv_norm) for conv_norm in self.stem]
         blocks += [noisy(noise, block) for noise, block in zip(noise_of_blocks_LBHW, self.blocks, strict=True)]
         blocks += [rectified(conv_norm) for conv_norm in self.upsample]
         checkpointing = self.checkpointing if self.training else "none"
-        x_BCHW = run_blocks(blocks, append_channel(x_BCHW, noise_BHW), checkpointing=checkpointing)
+        x_BCHW = run_blocks(blocks, x_BCHW, checkpointing=checkpointing)
         assert self.out.bias is not None
         r_BCHW = convolve_to_few_channels(x_BCHW, self.out.weight) + self.out.bias[:, None, None]
         unused = [module.conv.bias for module in self.modules() if isinstance(module, ConvNorm)]
