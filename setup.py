@@ -56,6 +56,7 @@ setup(
             "librosa>=0.10.2",
             "lightly",
             "moto[server]>=5.1",
+            "nbclient>=0.10",
             "onnx>=1.17",
             "onnxruntime>=1.20",
             "onnxscript>=0.5",
