@@ -67,7 +67,8 @@ def probe(
 
     `encoder` is an `Encoder`, or a module or function from pictures (B, C, H, W) to features (B, D). It gets uint8
     pictures as float32 in [0, 1], and floating pictures as they are, `batch_size` at a time, on the device of its
-    parameters. It is not changed. A label without a name is called "label". Classes are whole numbers from 0.
+    parameters. It is not changed. A label without a name is called "label". Classes are whole numbers from 0, and -1
+    for a sample without the label, which takes no part in its accuracy.
 
     `config` sets epochs, learning rate and seed of the linear probe; there are no views. On several ranks, every rank
     calls this with the same arguments, and computes all of it.
@@ -138,11 +139,9 @@ def _encode(encoder: object, data: LabelledData, *, which: str, batch_size: int)
         else:
             features.append(_rows(cast(Callable[[Tensor], Tensor], encoder)(x_BCHW), len(inputs)))
         for name, label_B in label_of.items():
-            if manifest is None:
-                label_B = _classes(label_B, name, which=which, num=len(inputs))
-            labels.setdefault(name, []).append(label_B)
+            labels.setdefault(name, []).append(_classes(label_B, name, which=which, num=len(inputs)))
     if not features:
-        raise UserError(f"the {which} set of the probe is empty; give it samples with labels")
+        raise UserError(f"the {which} set of the probe holds no sample with a label; give it some")
     features_NF = torch.cat(features)
     if not features_NF.isfinite().all():
         raise UserError(
@@ -158,8 +157,8 @@ def _normalises_itself(encoder: object) -> bool:
     return all(callable(getattr(encoder, name, None)) for name in ("features", "pooled"))
 
 
-def _stored(store: SampleStore, *, draw: int, batch_size: int) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yield the inputs and labels of a dataset of this package; leaves out samples that have no label at all."""
+def _stored(store: SampleStore, *, draw: int, batch_size: int) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
+    """Yield the inputs and labels of a dataset of this package; leaves out samples without any label."""
     rate = store.manifest.sample_rate
     for batch in read_all(store, batch_size=batch_size, draw=draw):
         inputs = batch.inputs_a if rate is None else clean_spectrogram(batch.inputs_a, mel_config(rate))
@@ -222,9 +221,10 @@ def _classes(label_B: Tensor, name: str, *, which: str, num: int) -> Tensor:
             f"label {name!r} of the {which} set is {str(label_B.dtype).removeprefix('torch.')} of shape "
             f"{tuple(label_B.shape)}; a probe predicts classes, one whole number for each picture"
         )
-    if num and int(label_B.min()) < 0:
+    if num and int(label_B.min()) < NO_LABEL:
         raise UserError(
-            f"label {name!r} of the {which} set is {int(label_B.min())} for a sample; leave such samples out"
+            f"label {name!r} of the {which} set is {int(label_B.min())} for a sample; number its classes from 0, with "
+            f"{NO_LABEL} for a sample without the label"
         )
     return label_B.long().cpu()
 
@@ -246,33 +246,41 @@ def _to_float(inputs: Tensor) -> Tensor:
 def _targets(train: _Encoded, test: _Encoded, *, wanted: Sequence[str] | None) -> dict[LabelSpace, Target]:
     """Return the labels to predict. Raises `UserError` if the two sets do not have the same labels."""
     if train.manifest is not None and test.manifest is not None:
-        named = readable_labels(train.manifest, test.manifest)
-        num_classes = {name: len(classes) for name, classes in named.items()}
+        named = readable_labels(train.manifest, test.manifest, wanted=wanted)
+        targets = {
+            name: Target(train.labels[name], test.labels[name], num_classes=len(classes))
+            for name, classes in named.items()
+        }
     else:
-        num_classes = {}
-    if train.labels.keys() != test.labels.keys() or not train.labels:
+        targets = _numbered_targets(train.labels, test.labels, wanted=wanted)
+    for name, target in targets.items():
+        for which, label_N in (("train", target.train_N), ("test", target.test_N)):
+            if not num_labelled(label_N):
+                raise UserError(f"none of the {which} samples has the label {name!r}; leave it out of `labels`")
+    return targets
+
+
+def _numbered_targets(
+    train: Mapping[str, Tensor], test: Mapping[str, Tensor], *, wanted: Sequence[str] | None
+) -> dict[LabelSpace, Target]:
+    """Return the labels to predict if their classes have numbers only."""
+    if train.keys() != test.keys() or not train:
         raise UserError(
-            f"the train set has the labels {', '.join(train.labels) or 'none'}, but the test set "
-            f"{', '.join(test.labels) or 'none'}; give both the same"
+            f"the train set has the labels {', '.join(train) or 'none'}, but the test set {', '.join(test) or 'none'}; "
+            "give both the same"
         )
     for name in wanted or ():
-        if name not in train.labels:
-            raise UserError(f"the datasets have no label {name!r}, only {', '.join(train.labels)}; probe one of these")
+        if name not in train:
+            raise UserError(f"the datasets have no label {name!r}, only {', '.join(train)}; probe one of these")
     targets: dict[LabelSpace, Target] = {}
-    for name, train_N in train.labels.items():
+    for name, train_N in train.items():
         if wanted is not None and name not in wanted:
             continue
-        test_N = test.labels[name]
-        if name not in num_classes:
-            unknown = sorted(set(test_N.tolist()) - set(train_N.tolist()))
-            if unknown:
-                raise UserError(
-                    f"label {name!r} has the classes {', '.join(map(str, unknown[:5]))} in the test set but not in the "
-                    "train set; number the classes of both alike"
-                )
-        num = num_classes.get(name, int(train_N.max()) + 1)
-        for which, label_N in (("train", train_N), ("test", test_N)):
-            if not num_labelled(label_N):
-                raise UserError(f"no sample of the {which} set has the label {name!r}; leave it out with labels=...")
-        targets[name] = Target(train_N, test_N, num_classes=num)
+        unknown = sorted(set(test[name].tolist()) - set(train_N.tolist()) - {NO_LABEL})
+        if unknown:
+            raise UserError(
+                f"label {name!r} has the classes {', '.join(map(str, unknown[:5]))} in the test set but not in the "
+                "train set; number the classes of both alike"
+            )
+        targets[name] = Target(train_N, test[name], num_classes=int(train_N.max()) + 1)
     return targets

@@ -117,9 +117,21 @@ def test_data_of_others_in_every_form(kind: str) -> None:
     assert next(iter(found.values())) == Accuracy(linear=1.0, knn=1.0, chance=0.5)
 
 
+def test_samples_without_a_label_take_no_part_in_its_accuracy() -> None:
+    """As the unlabelled pictures of STL-10, whose label is -1."""
+    train, test = Pairs(64, plain), Pairs(32, plain, seed=1)
+    for data in (train, test):
+        data.label_N[::3] = -1
+    found = probe(Halves(), train, test, config=QUICK.model_copy(update={"num_epochs": 20}))
+    assert found == {"label": Accuracy(linear=1.0, knn=1.0, chance=0.5)}
+    test.label_N[:] = -1
+    with pytest.raises(UserError, match="none of the test samples has the label 'label'"):
+        probe(Halves(), train, test, config=QUICK)
+
+
 def test_labels_can_be_chosen(tiny: Path) -> None:
     assert set(probe(Halves(), tiny / "train", tiny / "test", labels=["overlay"], config=QUICK)) == {"overlay"}
-    with pytest.raises(UserError, match="have no label 'digit', only base, overlay"):
+    with pytest.raises(UserError, match="have no label_digit, only label_base, label_overlay"):
         probe(Halves(), tiny / "train", tiny / "test", labels=["digit"], config=QUICK)
 
 
@@ -149,10 +161,10 @@ def fixed(shape: tuple[int, ...]) -> nn.Module:
         (Halves(), Pairs(8, lambda x, y: (Image.new("RGB", (8, 8)), y)), Pairs(8, plain), "pictures as Image"),
         (Halves(), Pairs(8, lambda x, y: (x, float(y))), Pairs(8, plain), "label 'label' of the train set is float64"),
         (Halves(), Pairs(8, lambda x, y: (x, "cat")), Pairs(8, plain), "of the train set is tuple"),
-        (Halves(), Pairs(8, lambda x, y: (x, -1)), Pairs(8, plain), "is -1 for a sample"),
+        (Halves(), Pairs(8, lambda x, y: (x, -2)), Pairs(8, plain), "is -2 for a sample"),
         (Halves(), Pairs(8, lambda x, y: (x, {"a": y})), Pairs(8, plain), "labels a, but the test set label"),
         (Halves(), Pairs(8, plain), Pairs(8, lambda x, y: (x, 7)), "has the classes 7 in the test set"),
-        (Halves(), Pairs(0, plain), Pairs(8, plain), "the train set of the probe is empty"),
+        (Halves(), Pairs(0, plain), Pairs(8, plain), "the train set of the probe holds no sample with a label"),
         (fixed((5, 4, 4)), Pairs(8, plain), Pairs(8, plain), r"returns \(8, 5, 4, 4\) for 8 pictures"),
         (
             build_encoder(ResNetConfig(kind="resnet10", width=4)).eval(),
