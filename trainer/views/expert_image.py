@@ -189,7 +189,7 @@ class ExpertImage(nn.Module):
     def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
         """Return one view of each picture, (B, 3, S, S) float32 in [0, 1] like the pictures, not normalised.
 
-        Ignores the masks. Do not call it under autocast.
+        Ignores the masks. Autocast does not apply to it.
 
         Raises:
             ValueError: if the pictures are not square RGB.
@@ -199,20 +199,21 @@ class ExpertImage(nn.Module):
         if C != 3 or H != W:
             raise ValueError(f"expert image views need square RGB pictures, got {C} channels of {H} x {W} pixels")
         draws = draw(self.config, keys, size=H)
-        if images_BCHW.device.type != "cpu":
-            luma_C, identity_CC = (constant.to(images_BCHW) for constant in (self.luma_C, self.identity_CC))
-            return apply_draws_in_few_kernels(images_BCHW, draws, luma_C=luma_C, identity_CC=identity_CC)
-        # Threads wait for each other after each operation, so several threads get more at a time.
-        threads = torch.get_num_threads()
-        size = max(1, _VALUES_ON_CPU * (1 if threads == 1 else 16 * threads) // (C * H * W))
-        if size >= B:
-            return apply_draws(images_BCHW, draws)
-        # A few at a time, so that their numbers stay in the cache. The bits are those of the whole batch.
-        views_BCHW = torch.empty_like(images_BCHW, memory_format=torch.contiguous_format)
-        for first in range(0, B, size):
-            rows = slice(first, first + size)
-            views_BCHW[rows] = apply_draws(images_BCHW[rows], draws.rows(rows))
-        return views_BCHW
+        with torch.autocast(images_BCHW.device.type, enabled=False):  # a crop in bfloat16 would lose shades
+            if images_BCHW.device.type != "cpu":
+                luma_C, identity_CC = (constant.to(images_BCHW) for constant in (self.luma_C, self.identity_CC))
+                return apply_draws_in_few_kernels(images_BCHW, draws, luma_C=luma_C, identity_CC=identity_CC)
+            # Threads wait for each other after each operation, so several threads get more at a time.
+            threads = torch.get_num_threads()
+            size = max(1, _VALUES_ON_CPU * (1 if threads == 1 else 16 * threads) // (C * H * W))
+            if size >= B:
+                return apply_draws(images_BCHW, draws)
+            # A few at a time, so that their numbers stay in the cache. The bits are those of the whole batch.
+            views_BCHW = torch.empty_like(images_BCHW, memory_format=torch.contiguous_format)
+            for first in range(0, B, size):
+                rows = slice(first, first + size)
+                views_BCHW[rows] = apply_draws(images_BCHW[rows], draws.rows(rows))
+            return views_BCHW
 
 
 def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int) -> ExpertDraws:

@@ -58,3 +58,11 @@ def test_pictures_of_a_type_or_range_that_views_do_not_take_are_refused(config: 
     for wrong in (pictures().float(), pictures() / 255 - 0.5):
         with pytest.raises(UserError, match=r"pictures must be in \[0, 1\], got values from"):
             two_views(policy, wrong, seed=0, step=0)
+
+
+def test_expert_views_are_the_same_under_autocast() -> None:
+    policy = build_view_policy(ExpertImageConfig(), image_channels=3)
+    expected = two_views(policy, pictures(), seed=0, step=0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under = two_views(policy, pictures(), seed=0, step=0)
+    assert all(torch.equal(one, other) for one, other in zip(under, expected, strict=True))
