@@ -187,3 +187,15 @@ def test_what_cannot_run_is_one_sentence_and_leaves_nothing(
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "run").exists()
     assert squeue(slurm) == before
+
+
+def test_a_sweep_runs_as_one_array(command: Command, settings: list[str], tmp_path: Path) -> None:
+    words = ["--config", "debug:image", *settings, "--sweep", "objective.temperature=0.1,0.5", "--sweep", "seed=0,1"]
+    done = command("slurm.py", *words, "--study-dir", tmp_path / "sweep", "--at-a-time", "2", "--wait")
+    assert done.status == 0, done.stdout + done.stderr
+    jobs = re.findall(r"^job (\d+)_(\d): \S+/(debug-image-temperature=\S+)$", done.stdout, re.MULTILINE)
+    assert [member for _, member, _ in jobs] == ["0", "1", "2", "3"]
+    assert len({array for array, _, _ in jobs}) == 1
+    assert all(f"{name}: finished\n" in done.stdout for _, _, name in jobs)
+    again = command("slurm.py", *words, "--study-dir", tmp_path / "sweep")
+    assert again.stdout.count(" is finished already\n") == 4
