@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from data_pipeline.core import kinds
-from data_pipeline.overlays import registry
+from tests.real_data import REPOSITORY
 from trainer.distributed.engines import BaseEngineConfig
 from trainer.models.encoder import BaseEncoderConfig
 from trainer.objectives import BaseObjectiveConfig
@@ -46,8 +46,12 @@ def add_distribution(site: Path, name: str, version: str, entry_points: dict[str
 
 @contextmanager
 def on_path(*directories: Path) -> Iterator[None]:
-    """Put directories on the path. At the end, forget what was imported from there and which kinds were found."""
-    path, modules, working_directory = list(sys.path), set(sys.modules), Path.cwd()
+    """Put directories on the path. At the end, forget what was imported from there and which kinds were found.
+
+    The working directory counts as one of them, unless it is this repository.
+    """
+    path, modules = list(sys.path), set(sys.modules)
+    own = {each.resolve() for each in (*directories, Path.cwd())} - {REPOSITORY}
     _forget_kinds()
     sys.path[:0] = map(str, directories)
     try:
@@ -55,20 +59,13 @@ def on_path(*directories: Path) -> Iterator[None]:
     finally:
         sys.path[:] = path
         for name in set(sys.modules) - modules:
-            file = getattr(sys.modules[name], "__file__", None) or ""
-            if any(Path(file).is_relative_to(each) for each in (*directories, working_directory)) and not _is_ours(
-                name
-            ):
+            file = getattr(sys.modules[name], "__file__", None)
+            if file is not None and any(Path(file).resolve().is_relative_to(each) for each in own):
                 del sys.modules[name]
         _forget_kinds()
-
-
-def _is_ours(name: str) -> bool:
-    return name.partition(".")[0] in {"configs", "data_pipeline", "launch", "tests", "trainer"}
 
 
 def _forget_kinds() -> None:
     kinds._entry_points.cache_clear()
     for room in ROOMS:
         room.kinds._found.clear()
-    assert registry.NAMES.built_in
