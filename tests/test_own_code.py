@@ -647,8 +647,12 @@ TABLES = {
     "trainer/models/encoder.py": ENCODERS,
     "trainer/distributed/engines/engine.py": ENGINES,
 }
-# A view inside another, an analysis of one policy, and the engine of a run that says nothing or runs in one process.
+# A view inside another, an analysis of one policy, the engine of a run that says nothing or runs in one process, and
+# exports to the libraries that have the same encoder.
+EXPORTS = {"trainer/model_card.py", "trainer/published_models.py"}
 NAMED_BY = {
+    "ResNetConfig": EXPORTS,
+    "TimmConfig": EXPORTS,
     "WaveformConfig": {"trainer/views/viewmaker.py"},
     "ExpertImageConfig": {"trainer/analyses/collision.py"},
     "DDPConfig": {"trainer/config.py", "trainer/planning/measure.py", "trainer/step_replay.py"},
