@@ -5,7 +5,8 @@ holds views, forward pass, loss, backward pass and optimizers. Each kernel reads
 replay. So the inputs, the learning rates and the number of the epoch are copied to fixed places first, and the draws
 are functions of them.
 
-Guarantees: the steps are those of `trainer.step.TrainingStep`, to the last bit if the kernels are the same.
+Guarantees: the steps are those of `trainer.step.TrainingStep`, with learning rates in float32, to the last bit if the
+kernels are the same.
 """
 
 from __future__ import annotations

@@ -310,6 +310,9 @@ class TrainingStep:
                 masks = torch.cat([batch.masks_BHW, batch.masks_b_BHW])
             # Autocast is only for networks: an expert crop in bfloat16 would lose shades of the picture.
             with self._autocast(inputs.a.device) if self._viewmaker is not None else contextlib.nullcontext():
+                if self._mel is not None and inputs.a.device.type == "cpu":  # whose cache holds fewer spectrograms
+                    keys_b = dataclasses.replace(keys, view=first_view + 1)
+                    return torch.cat([self._views(inputs.a, keys), self._views(inputs.b, keys_b)])
                 views: Tensor = self._views(torch.cat([inputs.a, inputs.b]), keys.two_views(), masks)
                 return views
 

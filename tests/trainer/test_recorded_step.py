@@ -83,11 +83,17 @@ def configure(recipe: str, overrides: list[str]) -> RunConfig:
     return resolve_recipe(recipe, ["precision=float64", *every, *overrides])
 
 
+def rates_of(training: Training, step: int) -> dict[str, float]:
+    """Return the learning rates, in float32, because fused kernels read a recorded rate in float32."""
+    rates = training.learning_rates(step, num_steps=NUM_STEPS)
+    return {name: torch.tensor(rate).item() for name, rate in rates.items()}
+
+
 def train(training: Training, step: Callable[..., StepOutput]) -> list[dict[str, Tensor]]:
     """Return the metrics of each step, which are read one step later."""
     outputs = []
     for number in range(NUM_STEPS):
-        rates = training.learning_rates(number, num_steps=NUM_STEPS)
+        rates = rates_of(training, number)
         output = step(batch_of(number), learning_rates=rates)
         outputs.append(dict(output.metrics) | {"skipped": output.skipped})
     return outputs
@@ -175,7 +181,7 @@ def test_on_a_gpu_a_graph_trains_like_plain_steps(recipe: str) -> None:
         training = build_training(config, num_samples=64, device=CUDA)
         losses = []
         for number in range(NUM_STEPS):
-            rates = training.learning_rates(number, num_steps=NUM_STEPS)
+            rates = rates_of(training, number)
             losses.append(training.step(batch_of(number).to(CUDA), learning_rates=rates).metrics["train/loss"])
         curves.append(torch.stack(losses))
     torch.testing.assert_close(curves[1], curves[0], rtol=1e-9, atol=0)
