@@ -30,6 +30,7 @@ def compiled(training: Training, backend: str) -> Training:
 GAMES = [
     ("debug:viewmaker", ["adversary.update=simultaneous"]),
     ("debug:viewmaker", ["adversary.update=alternating"]),
+    ("debug:viewmaker", ["adversary.freeze_step=4"]),
     ("debug:viewmaker", ["views.mask=none", "views.dropout_rate=0.5", "memory.micro_batches=2"]),
 ]
 

@@ -310,7 +310,7 @@ class Viewmaker(nn.Module):
             ]
         )
         self.out = nn.Conv2d(width, image_channels, 9)
-        self._layers: Callable[[Tensor, Tensor], Tensor] = self._run_layers
+        self._layers: Callable[[Tensor, Tensor, bool], Tensor] = self._run_layers
 
     def compile_layers(self, **options: Any) -> None:
         """Compile the network by `torch.compile` with these options. Noise is drawn outside: its keys change."""
@@ -368,9 +368,10 @@ class Viewmaker(nn.Module):
         H, W = x_BCHW.shape[2:]
         (noise_BHW,) = draw_noise(keys, H, W, layers=range(1))
         noise_of_blocks_LBHW = draw_noise(keys, H // _STRIDE, W // _STRIDE, layers=range(1, 1 + len(self.blocks)))
-        return self._layers(append_channel(x_BCHW, noise_BHW), noise_of_blocks_LBHW)
+        learns = self.out.weight.requires_grad  # an argument, because the compiler does not see this flag change
+        return self._layers(append_channel(x_BCHW, noise_BHW), noise_of_blocks_LBHW, learns)
 
-    def _run_layers(self, x_BCHW: Tensor, noise_of_blocks_LBHW: Tensor) -> Tensor:
+    def _run_layers(self, x_BCHW: Tensor, noise_of_blocks_LBHW: Tensor, learns: bool) -> Tensor:
         """Return the perturbations before the budget, from pictures with their channel of noise."""
 
         def rectified(conv_norm: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -386,6 +387,8 @@ class Viewmaker(nn.Module):
         x_BCHW = run_blocks(blocks, x_BCHW, checkpointing=checkpointing)
         assert self.out.bias is not None
         r_BCHW = convolve_to_few_channels(x_BCHW, self.out.weight) + self.out.bias[:, None, None]
+        if not learns:
+            return r_BCHW
         unused = [module.conv.bias for module in self.modules() if isinstance(module, ConvNorm)]
         return with_zero_gradients(r_BCHW, unused)
 
