@@ -19,9 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from data_pipeline.__main__ import main
-from data_pipeline.building import build, catalogue
 from data_pipeline.building.build import build_dataset, describe_manifest
-from data_pipeline.building.datasets import datasets_with
 from data_pipeline.building.index_tars import Fields, ensure_index, make_index, parse_labels
 from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.errors import UserError
@@ -29,7 +27,7 @@ from data_pipeline.core.sample import MASK_OBJECT, NO_LABEL
 from data_pipeline.loading.decode import decode, decode_sample
 from data_pipeline.loading.placement import place_data, read_whole
 from data_pipeline.loading.stream import read_all
-from data_pipeline.overlays import FIRST_PURPOSE, LabelClasses, Layer, PictureOverlay, registry
+from data_pipeline.overlays import FIRST_PURPOSE, LabelClasses, Layer, PictureOverlay
 from data_pipeline.sources.picture_table import PictureTable
 from data_pipeline.storage.manifest import INDEX_NAME, LABELS_FORMAT_VERSION, load_manifest
 from data_pipeline.storage.store import SampleStore
@@ -351,13 +349,8 @@ class Bar(PictureOverlay):
 def test_an_overlay_may_give_several_labels_and_ask_for_those_of_the_source(
     tmp_path: Path, drawn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kinds = {**registry.OVERLAYS, "bar": Bar}
-    monkeypatch.setattr(registry, "OVERLAYS", kinds)
-    monkeypatch.setattr(catalogue, "OVERLAYS", kinds)
-    names = datasets_with(["bar"])
-    monkeypatch.setattr(catalogue, "DATASETS", names)
-    monkeypatch.setattr(build, "DATASETS", names)
-    manifest = build_dataset("procedural_bar", tmp_path / "out", limit=40, overlay=drawn)
+    dataset = f"procedural_{Bar.__module__}:{Bar.__qualname__}"
+    manifest = build_dataset(dataset, tmp_path / "out", limit=40, overlay=drawn)
     assert list(manifest.labels) == ["base", "overlay", "shade"]
     assert manifest.labels["shade"].given_by == "overlay"
     assert (manifest.labels["shade"].counts == ()) == (drawn == "online")
@@ -373,7 +366,7 @@ def test_an_overlay_may_give_several_labels_and_ask_for_those_of_the_source(
         assert any("shade" in str(problem) for problem in find_problems(tmp_path / "out"))
     monkeypatch.setattr(Bar, "more_labels", {"base": SHADE["shade"]})
     with pytest.raises(UserError, match="the source and the overlay both give the label base; rename it in one"):
-        build_dataset("procedural_bar", tmp_path / "again", limit=4)
+        build_dataset(dataset, tmp_path / "again", limit=4)
 
 
 # --- datasets of before there were more labels, as their builds wrote them
