@@ -57,7 +57,11 @@ def build_run_objective(config: RunConfig, encoder: Encoder, *, num_samples: int
 def objective_inputs(config: RunConfig, encoder: nn.Module, *, num_samples: int) -> ObjectiveInputs:
     """Return the facts of a run from which its objective is built."""
     return ObjectiveInputs(
-        encoder=encoder, embedding_size=config.encoder.embedding_size, num_samples=num_samples, seed=config.seed
+        encoder=encoder,
+        embedding_size=config.encoder.embedding_size,
+        num_samples=num_samples,
+        seed=config.seed,
+        image_channels=config.encoder.in_channels,
     )
 
 

@@ -35,8 +35,17 @@ OBJECTIVES = {
     "moco": ["objective.queue_size=16"],
     "simsiam": [],
     "instance_discrimination": ["objective.num_negatives=5"],
+    "symmetric_info_nce": [],
+    "dcl": [],
+    "macl": [],
+    "ifm": [],
+    "nt_xent_cycle": ["objective.period_epochs=3"],
+    "nt_xent_decoder": ["objective.decoder.hidden_sizes=[8]", "objective.target_size=4"],
+    "vicreg": [],
+    "byol": ["objective.predictor.hidden_sizes=[8]"],
 }
-CHUNKED = {"nt_xent", "nt_xent_published", "split"}
+CHUNKED = {"nt_xent", "nt_xent_published", "nt_xent_cycle", "nt_xent_decoder"}
+CHUNKED |= {"split", "symmetric_info_nce", "dcl", "macl", "ifm"}
 WITHOUT_BATCH_NORM = (
     "encoder={kind: timm, name: vit_tiny_patch16_224, embedding_size: 16, "
     "mean: [0.5, 0.5, 0.5], std: [0.25, 0.25, 0.25], "

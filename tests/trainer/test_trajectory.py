@@ -38,6 +38,7 @@ STEPS = {
     "barlow_twins": ("debug:viewmaker", ["objective.kind=barlow_twins", "adversary.freeze_step=9"]),
     "moco": ("debug:image", ["objective.kind=moco", "objective.queue_size=64"]),
     "simsiam": ("debug:viewmaker", ["objective.kind=simsiam", *ALTERNATING, "adversary.viewmaker_steps=2"]),
+    "byol": ("debug:viewmaker", ["objective.kind=byol", "objective.predictor.hidden_sizes=[8]", *ALTERNATING]),
     "instance_discrimination": ("debug:viewmaker", [*BANK, *ALTERNATING]),
     "dropout_rate": ("debug:viewmaker", ["views.dropout_rate=0.1"]),
     "online": ("debug:viewmaker", ["data.overlay=online"]),
@@ -145,7 +146,7 @@ def test_an_overlay_is_new_in_every_epoch_unless_it_is_baked_in(data: Path, onli
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", ["moco", "simsiam", "instance_discrimination"])
+@pytest.mark.parametrize("kind", ["moco", "simsiam", "byol", "instance_discrimination"])
 def test_the_state_of_an_objective_is_taken_up_by_any_number_of_ranks(kind: str, data: Path, tmp_path: Path) -> None:
     """From a checkpoint of one process at step 10, one process ends in the same bits, two in the same numbers."""
     recipe, overrides = STEPS[kind]

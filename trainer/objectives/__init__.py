@@ -9,11 +9,17 @@ Invariant: neither loss nor gradient depends on the number of ranks, on the chun
 """
 
 from trainer.objectives.barlow_twins import BarlowTwinsConfig, barlow_twins_loss
+from trainer.objectives.byol import BYOLConfig, byol_loss
+from trainer.objectives.dcl import DCLConfig, dcl_loss
+from trainer.objectives.ifm import IFMConfig, ifm_loss
 from trainer.objectives.info_nce import InfoNCEConfig, info_nce_loss
 from trainer.objectives.instance_discrimination import InstanceDiscriminationConfig
 from trainer.objectives.linear_loss import LinearLossConfig, linear_loss
+from trainer.objectives.macl import MACLConfig, macl_loss
 from trainer.objectives.moco import MoCoConfig
 from trainer.objectives.nt_xent import NTXent, NTXentConfig, nt_xent_loss
+from trainer.objectives.nt_xent_cycle import NTXentCycleConfig
+from trainer.objectives.nt_xent_decoder import NTXentDecoderConfig
 from trainer.objectives.objective import (
     BaseObjectiveConfig,
     Objective,
@@ -26,16 +32,24 @@ from trainer.objectives.objective import (
 from trainer.objectives.published_nt_xent import PublishedNTXent, PublishedNTXentConfig, published_nt_xent_loss
 from trainer.objectives.simsiam import SimSiamConfig, simsiam_loss
 from trainer.objectives.split_loss import SplitLossConfig, split_loss
+from trainer.objectives.symmetric_info_nce import SymmetricInfoNCEConfig, symmetric_info_nce_loss
+from trainer.objectives.vicreg import VICRegConfig, vicreg_loss
 
 __all__ = [
+    "BYOLConfig",
     "BarlowTwinsConfig",
     "BaseObjectiveConfig",
+    "DCLConfig",
+    "IFMConfig",
     "InfoNCEConfig",
     "InstanceDiscriminationConfig",
     "LinearLossConfig",
+    "MACLConfig",
     "MoCoConfig",
     "NTXent",
     "NTXentConfig",
+    "NTXentCycleConfig",
+    "NTXentDecoderConfig",
     "Objective",
     "ObjectiveConfig",
     "ObjectiveInputs",
@@ -44,13 +58,21 @@ __all__ = [
     "PublishedNTXentConfig",
     "SimSiamConfig",
     "SplitLossConfig",
+    "SymmetricInfoNCEConfig",
+    "VICRegConfig",
     "ViewPair",
     "barlow_twins_loss",
     "build_objective",
+    "byol_loss",
+    "dcl_loss",
+    "ifm_loss",
     "info_nce_loss",
     "linear_loss",
+    "macl_loss",
     "nt_xent_loss",
     "published_nt_xent_loss",
     "simsiam_loss",
     "split_loss",
+    "symmetric_info_nce_loss",
+    "vicreg_loss",
 ]

@@ -1,7 +1,7 @@
 """Shared parts of contrastive objectives: unit embeddings, candidates of all ranks, a softmax with linear memory.
 
-Shapes: B pictures of this rank, N anchors of this rank, G candidates of all ranks, V views of a picture, D dimensions;
-I and J rows and columns of one tile.
+Shapes: B pictures of this rank, N anchors of this rank, G or K candidates of all ranks, V views of a picture, D
+dimensions; I and J rows and columns of one tile.
 """
 
 from __future__ import annotations
@@ -25,6 +25,16 @@ from trainer.objectives.objective import BaseObjectiveConfig
 MIN_TILED_TEMPERATURE = 0.02
 
 _SHORTEST = 1e-12  # a shorter vector is divided by this, so it stays short, like in F.normalize
+
+
+class AnchorChunks(BaseObjectiveConfig):
+    """The base of the configs of losses that compare their anchors a few at a time.
+
+    chunk_size: the number of anchors that are compared with all candidates at a time. Memory is then linear in the
+        batch, but similarities are computed twice. None compares all at once.
+    """
+
+    chunk_size: BatchSize | None = None
 
 
 class ContrastiveConfig(BaseObjectiveConfig):
@@ -133,6 +143,56 @@ def log_probability(u_GD: Tensor, positive_N: Tensor, *, with_self: bool, chunk_
     return -F.cross_entropy(logits_NG, positive_N, reduction="none")
 
 
+def margins(z_a_BD: Tensor, z_b_BD: Tensor, *, temperature: float | Tensor, chunk_size: int | None = None) -> Tensor:
+    """Return the margin of the positive of each anchor over its negatives, (2 B,), anchors of the first view first.
+
+    It is cosine / t with the positive, minus the log of the sum over the negatives of exp(cosine / t). The negatives
+    are both views of all other samples, on all ranks. The sigmoid of the margin is the probability of NT-Xent.
+
+    With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank.
+
+    Args:
+        z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
+        temperature: above 0. A 0-d tensor gets a gradient, and its value is not checked.
+        chunk_size: as in `AnchorChunks`; the result is the same.
+
+    Raises:
+        ValueError: if temperature or chunk size is out of range, if the embeddings are not (B, D) with equal shapes, or
+            if all ranks together have a single sample.
+    """
+    if not isinstance(temperature, Tensor):
+        scale_of(temperature, chunk_size=None)
+    with torch.autocast(z_a_BD.device.type, enabled=False):
+        u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
+        anchors_ND = torch.cat([u_BD, v_BD]) / temperature
+        own_N = torch.arange(len(anchors_ND), device=u_BD.device)
+        own_and_positive_N2 = torch.stack([own_N, own_N.roll(len(u_BD))], dim=1)
+        positive_N = ((u_BD * v_BD).sum(1) / temperature).repeat(2)
+        return positive_N - log_sums(anchors_ND, candidates(u_BD, v_BD), own_and_positive_N2, chunk_size)
+
+
+def log_sums(anchors_ND: Tensor, candidates_KD: Tensor, left_out_NV: Tensor, chunk_size: int | None) -> Tensor:
+    """Return the log sum exp of each anchor's inner products with the candidates, (N,).
+
+    `left_out_NV` holds the numbers of V candidates that an anchor is not compared with. `chunk_size` is as in
+    `AnchorChunks`. Raises `ValueError` if it is below 1.
+    """
+    if chunk_size is None:
+        return _logits(anchors_ND, candidates_KD, left_out_NV).logsumexp(1)
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}; it must be positive, or None for the full matrix")
+    sums_N: Tensor = _ChunkedLogSums.apply(  # type: ignore[no-untyped-call]
+        anchors_ND, candidates_KD, left_out_NV, chunk_size
+    )
+    return sums_N
+
+
+def _logits(anchors_ND: Tensor, candidates_KD: Tensor, left_out_NV: Tensor) -> Tensor:
+    logits_NK = anchors_ND @ candidates_KD.T
+    with torch.no_grad():  # a term of 0 has no gradient, so autograd need not know about this
+        return logits_NK.scatter_(1, left_out_NV, -torch.inf)
+
+
 class _UnitRows(torch.autograd.Function):
     """`F.normalize` and `torch.cat` without the copies for their backward pass."""
 
@@ -228,3 +288,29 @@ def _tiles(u_GD: Tensor, num_anchors: int, with_self: bool, chunk_size: int) -> 
 
 def _slices(start: int, stop: int, size: int) -> list[slice]:
     return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
+
+
+class _ChunkedLogSums(torch.autograd.Function):
+    """`log_sums` for one chunk of anchors at a time: each pass, forward and backward, computes the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, anchors_ND: Tensor, candidates_KD: Tensor, left_out_NV: Tensor, chunk_size: int) -> Tensor:
+        sums_N = anchors_ND.new_empty(len(anchors_ND))  # one tensor: many small ones would fragment memory
+        for rows in _slices(0, len(anchors_ND), chunk_size):
+            sums_N[rows] = _logits(anchors_ND[rows], candidates_KD, left_out_NV[rows]).logsumexp(1)
+        ctx.save_for_backward(anchors_ND, candidates_KD, left_out_NV, sums_N)
+        ctx.chunk_size = chunk_size
+        return sums_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        anchors_ND, candidates_KD, left_out_NV, sums_N = ctx.saved_tensors
+        grad_anchors_ND, grad_candidates_KD = torch.empty_like(anchors_ND), torch.zeros_like(candidates_KD)
+        with torch.autocast(anchors_ND.device.type, enabled=False):
+            for rows in _slices(0, len(anchors_ND), ctx.chunk_size):
+                weight_IK = _logits(anchors_ND[rows], candidates_KD, left_out_NV[rows])
+                weight_IK.sub_(sums_N[rows, None]).exp_().mul_(grad_N[rows, None])
+                torch.mm(weight_IK, candidates_KD, out=grad_anchors_ND[rows])
+                grad_candidates_KD.addmm_(weight_IK.T, anchors_ND[rows])
+        return grad_anchors_ND, grad_candidates_KD, None, None

@@ -30,6 +30,14 @@ OBJECTIVES: Final = MappingProxyType(
         "moco": "trainer.objectives.moco:MoCoConfig",
         "simsiam": "trainer.objectives.simsiam:SimSiamConfig",
         "instance_discrimination": "trainer.objectives.instance_discrimination:InstanceDiscriminationConfig",
+        "symmetric_info_nce": "trainer.objectives.symmetric_info_nce:SymmetricInfoNCEConfig",
+        "dcl": "trainer.objectives.dcl:DCLConfig",
+        "macl": "trainer.objectives.macl:MACLConfig",
+        "ifm": "trainer.objectives.ifm:IFMConfig",
+        "nt_xent_cycle": "trainer.objectives.nt_xent_cycle:NTXentCycleConfig",
+        "nt_xent_decoder": "trainer.objectives.nt_xent_decoder:NTXentDecoderConfig",
+        "vicreg": "trainer.objectives.vicreg:VICRegConfig",
+        "byol": "trainer.objectives.byol:BYOLConfig",
     }
 )
 
@@ -44,6 +52,7 @@ class ViewPair:
         step: the training step, from 0.
         updates_state: whether this call may change the state of the objective (queue, bank, momentum encoder). False
             if only the viewmaker learns from these views.
+        epoch: the epoch of the step, from 0.
     """
 
     views_a_BCHW: Tensor
@@ -51,6 +60,7 @@ class ViewPair:
     index_B: Tensor
     step: int
     updates_state: bool = True
+    epoch: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,12 +84,14 @@ class ObjectiveInputs:
         embedding_size: the number D of dimensions of an embedding.
         num_samples: the size of the train set; 0 if it is not known and the objective does not need it.
         seed: the seed of the run.
+        image_channels: the number C of channels of a view; 1 for spectrograms.
     """
 
     encoder: nn.Module
     embedding_size: int
     num_samples: int
     seed: int
+    image_channels: int = 3
 
 
 class BaseObjectiveConfig(KindConfig):

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.models.activation_checkpointing import buffers_untouched
 from trainer.models.heads import HeadConfig, build_head
@@ -82,16 +82,24 @@ class SimSiam(Objective):
         self.predictor = build_head(config.predictor, embedding_size, embedding_size, batch_norm="synchronized")
 
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair) -> ObjectiveOutput:
-        dtype = torch.promote_types(z_a_BD.dtype, torch.float32)
-        with torch.autocast(z_a_BD.device.type, enabled=False):
-            p_a_BD, p_b_BD = (self._predict(z_BD.to(dtype), pair.updates_state) for z_BD in (z_a_BD, z_b_BD))
+        p_a_BD, p_b_BD = (
+            predict(self.predictor, z_BD, updates_buffers=pair.updates_state) for z_BD in (z_a_BD, z_b_BD)
+        )
         loss = simsiam_loss(p_a_BD, p_b_BD, z_a_BD, z_b_BD)
         return ObjectiveOutput(loss, {"alignment": mean_cosine(z_a_BD, z_b_BD)})
 
-    def _predict(self, z_BD: Tensor, updates_state: bool) -> Tensor:
-        with nullcontext() if updates_state else buffers_untouched(self.predictor):
-            p_BD: Tensor = self.predictor(z_BD)
-        return p_BD
+
+def predict(predictor: nn.Module, z_BD: Tensor, *, updates_buffers: bool) -> Tensor:
+    """Return the predictions from embeddings (B, D), in float32 at least, even under autocast.
+
+    With `updates_buffers=False`, the running statistics of the predictor do not change.
+    """
+    with (
+        torch.autocast(z_BD.device.type, enabled=False),
+        nullcontext() if updates_buffers else buffers_untouched(predictor),
+    ):
+        p_BD: Tensor = predictor(z_BD.to(torch.promote_types(z_BD.dtype, torch.float32)))
+    return p_BD
 
 
 def _negative_cosine(p_BD: Tensor, z_BD: Tensor) -> Tensor:

@@ -3,34 +3,26 @@
 With weight 2 t on the divergence, where t is the temperature, it is a constant plus 2 t times InfoNCE without the
 positive in the denominator. For other weights, there is no such form of InfoNCE.
 
-Shapes: B samples of this rank, G = B W samples of all W ranks, V views of a sample among the candidates, K = V G
-candidates of all ranks, N rows of a chunk of anchors, D dimensions.
+Shapes: B samples of this rank, V views of a sample among the candidates, K = V G candidates of the G samples of all
+ranks, D dimensions.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from data_pipeline.core.schema import BatchSize, PositiveFactor, Temperature
-from trainer.objectives.contrast import candidates, scale_of, unit_pair
-from trainer.objectives.objective import (
-    BaseObjectiveConfig,
-    Objective,
-    ObjectiveInputs,
-    ObjectiveOutput,
-    ViewPair,
-    contrastive_output,
-)
+from data_pipeline.core.schema import PositiveFactor, Temperature
+from trainer.objectives.contrast import AnchorChunks, candidates, log_sums, scale_of, unit_pair
+from trainer.objectives.objective import Objective, ObjectiveInputs, ObjectiveOutput, ViewPair, contrastive_output
 
 Negatives = Literal["second_view", "both_views"]
 
 
-class SplitLossConfig(BaseObjectiveConfig):
+class SplitLossConfig(AnchorChunks):
     """The config of the split loss.
 
     Attributes:
@@ -38,8 +30,6 @@ class SplitLossConfig(BaseObjectiveConfig):
         divergence_weight: lambda in the paper, which does not give its value. 0.4 is twice the temperature, so that the
             gradient is nearly the gradient of InfoNCE.
         negatives: the negatives of a first view: the second views of all other samples, or both views of them.
-        chunk_size: the number of first views that are compared with all candidates at a time. Memory is then linear in
-            the batch, but similarities are computed twice. None compares all at once.
     """
 
     can_be_recorded: ClassVar[bool] = True
@@ -48,7 +38,6 @@ class SplitLossConfig(BaseObjectiveConfig):
     temperature: Temperature = 0.2
     divergence_weight: PositiveFactor = 0.4
     negatives: Negatives = "second_view"
-    chunk_size: BatchSize | None = None
 
     def build(self, given: ObjectiveInputs) -> Objective:
         return SplitLoss(self)
@@ -115,57 +104,9 @@ def _parts(
 ) -> tuple[Tensor, Tensor]:
     """Return the squared distance of each sample's views, and the log sum exp over its negatives; (B,) each."""
     scale_of(temperature, chunk_size=None)
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}; it must be positive, or None for the full matrix")
     with torch.autocast(z_a_BD.device.type, enabled=False):
         u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
         views = (v_BD,) if negatives == "second_view" else (u_BD, v_BD)
         candidates_KD = candidates(*views)
         own_BV = torch.arange(len(views) * len(u_BD), device=u_BD.device).view(len(views), -1).T
-        return (u_BD - v_BD).square().sum(1), _log_sums(u_BD / temperature, candidates_KD, own_BV, chunk_size)
-
-
-def _log_sums(anchors_BD: Tensor, candidates_KD: Tensor, own_BV: Tensor, chunk_size: int | None) -> Tensor:
-    """Return the log sum exp of each anchor's inner products with all candidates except `own_BV`, (B,)."""
-    if chunk_size is None:
-        return _logits(anchors_BD, candidates_KD, own_BV).logsumexp(1)
-    sums_B: Tensor = _ChunkedLogSums.apply(  # type: ignore[no-untyped-call]
-        anchors_BD, candidates_KD, own_BV, chunk_size
-    )
-    return sums_B
-
-
-def _logits(anchors_ND: Tensor, candidates_KD: Tensor, own_NV: Tensor) -> Tensor:
-    logits_NK = anchors_ND @ candidates_KD.T
-    with torch.no_grad():  # a term of 0 has no gradient, so autograd need not know about this
-        return logits_NK.scatter_(1, own_NV, -torch.inf)
-
-
-class _ChunkedLogSums(torch.autograd.Function):
-    """`_log_sums` for one chunk of anchors at a time: each pass, forward and backward, computes the logits."""
-
-    @staticmethod
-    def forward(ctx: Any, anchors_BD: Tensor, candidates_KD: Tensor, own_BV: Tensor, chunk_size: int) -> Tensor:
-        sums_B = anchors_BD.new_empty(len(anchors_BD))  # one tensor: many small ones would fragment memory
-        for rows in _chunks(len(anchors_BD), chunk_size):
-            sums_B[rows] = _logits(anchors_BD[rows], candidates_KD, own_BV[rows]).logsumexp(1)
-        ctx.save_for_backward(anchors_BD, candidates_KD, own_BV, sums_B)
-        ctx.chunk_size = chunk_size
-        return sums_B
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_B: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        anchors_BD, candidates_KD, own_BV, sums_B = ctx.saved_tensors
-        grad_anchors_BD, grad_candidates_KD = torch.empty_like(anchors_BD), torch.zeros_like(candidates_KD)
-        with torch.autocast(anchors_BD.device.type, enabled=False):
-            for rows in _chunks(len(anchors_BD), ctx.chunk_size):
-                weight_NK = _logits(anchors_BD[rows], candidates_KD, own_BV[rows])
-                weight_NK.sub_(sums_B[rows, None]).exp_().mul_(grad_B[rows, None])
-                torch.mm(weight_NK, candidates_KD, out=grad_anchors_BD[rows])
-                grad_candidates_KD.addmm_(weight_NK.T, anchors_BD[rows])
-        return grad_anchors_BD, grad_candidates_KD, None, None
-
-
-def _chunks(num_rows: int, size: int) -> list[slice]:
-    return [slice(first, first + size) for first in range(0, num_rows, size)]
+        return (u_BD - v_BD).square().sum(1), log_sums(u_BD / temperature, candidates_KD, own_BV, chunk_size)

@@ -33,8 +33,9 @@ from trainer.distributed.collectives import all_gather_object, rank
 from trainer.distributed.engines import Engine
 from trainer.distributed.engines.ddp_engine import DDPEngine
 from trainer.models import load_encoder
+from trainer.models.heads import HeadConfig
 from trainer.modules import build_modules
-from trainer.objectives import NTXent, NTXentConfig, ObjectiveConfig
+from trainer.objectives import BYOLConfig, NTXent, NTXentConfig, NTXentDecoderConfig, ObjectiveConfig
 from trainer.objectives.instance_discrimination import InstanceDiscriminationConfig
 from trainer.objectives.moco import MoCoConfig
 from trainer.objectives.simsiam import SimSiamConfig
@@ -492,6 +493,8 @@ OBJECTIVES: dict[str, ObjectiveConfig] = {
     "moco": MoCoConfig(queue_size=32),
     "instance_discrimination": InstanceDiscriminationConfig(num_negatives=8),
     "simsiam": SimSiamConfig(),
+    "byol": BYOLConfig(predictor=HeadConfig(hidden_sizes=(8,), batch_norm=True)),
+    "nt_xent_decoder": NTXentDecoderConfig(target_size=2),
 }
 NUM_SAMPLES = 37  # no multiple of any number of ranks, so a bank's parts are uneven
 
@@ -547,7 +550,8 @@ def test_the_state_of_4_ranks_is_taken_up_by_1_2_and_8(tmp_path: Path) -> None:
         assert any(name.startswith("objective/") for name in state), kind
         assert any(name.startswith("viewmaker/optimizer/exp_avg_sq/") for name in state), kind
     loads = [load for loads in per_rank for load in loads]
-    assert sorted(world_size for world_size, _, _ in loads) == sorted([1, *[2] * 2, *[4] * 4, *[8] * 8] * 3)
+    expected = sorted([1, *[2] * 2, *[4] * 4, *[8] * 8] * len(OBJECTIVES))
+    assert sorted(world_size for world_size, _, _ in loads) == expected
     assert all(state == saved[kind] for _, kind, state in loads)
 
 

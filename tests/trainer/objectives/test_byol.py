@@ -1,0 +1,163 @@
+"""BYOL: against the loop of the paper in plain torch, with lightly's parts, and on several ranks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.gloo import run_ranks
+from tests.trainer.objectives.toy_moco import pair_of, toy_encoder, training_views
+from trainer.distributed.collectives import all_reduce_sum, rank, world_size
+from trainer.models.heads import HeadConfig
+from trainer.objectives.byol import BYOL, BYOLConfig, byol_loss
+
+CONFIG = BYOLConfig(predictor=HeadConfig(hidden_sizes=(6,), batch_norm=True), momentum=0.8)
+
+
+def byol(encoder: nn.Module) -> BYOL:
+    torch.manual_seed(1)
+    return BYOL(CONFIG, encoder=encoder, embedding_size=5).double()
+
+
+def rows(*, number: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(7, 4, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(number)]
+
+
+def by_loop(p_a_BD: Tensor, p_b_BD: Tensor, t_a_BD: Tensor, t_b_BD: Tensor) -> Tensor:
+    """Squared distances of unit vectors, summed over the two directions."""
+    distances = []
+    for p_a, p_b, t_a, t_b in zip(p_a_BD, p_b_BD, t_a_BD.detach(), t_b_BD.detach(), strict=True):
+        first = (p_a / p_a.norm() - t_b / t_b.norm()).square().sum()
+        second = (p_b / p_b.norm() - t_a / t_a.norm()).square().sum()
+        distances.append(first + second)
+    return torch.stack(distances).mean()
+
+
+def test_loss_and_gradients_equal_a_loop_in_float64() -> None:
+    p_a, p_b, t_a, t_b = rows(number=4)
+    value, expected = byol_loss(p_a, p_b, t_a, t_b), by_loop(p_a, p_b, t_a, t_b)
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
+    ours, theirs = (torch.autograd.grad(loss, (p_a, p_b)) for loss in (value, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+
+
+def test_the_teachers_embeddings_get_no_gradient() -> None:
+    p_a, p_b, t_a, t_b = rows(number=4)
+    torch.autograd.backward(byol_loss(p_a, p_b, t_a, t_b))
+    assert [z.grad is None for z in (p_a, p_b, t_a, t_b)] == [False, False, True, True]
+
+
+def steps_of_ours(num_steps: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Each step's loss over all ranks, and encoder, predictor and teacher after the last one."""
+    encoder = toy_encoder()
+    objective = byol(encoder)
+    trained = [*encoder.parameters(), *objective.predictor.parameters()]
+    losses = []
+    for step, views_VBCHW in enumerate(training_views(num_steps)):
+        views_VLCHW = views_VBCHW.chunk(world_size(), dim=1)[rank()]
+        output = objective(encoder(views_VLCHW[0]), encoder(views_VLCHW[1]), pair_of(views_VLCHW, step=step))
+        gradients = torch.autograd.grad(output.loss, trained)
+        losses.append(all_reduce_sum(output.loss.detach()) / world_size())
+        with torch.no_grad():
+            for parameter, gradient in zip(trained, gradients, strict=True):
+                parameter.sub_(0.5 * all_reduce_sum(gradient) / world_size())
+    state = {f"encoder.{name}": value for name, value in encoder.state_dict().items()}
+    return losses, copy.deepcopy(state | objective.saved_state())
+
+
+def steps_of_the_paper(num_steps: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Algorithm 1 of Grill et al. 2020 with lightly's cosine and momentum update, in one process.
+
+    The teacher is returned as it was in the last step, because ours follows at the beginning of the next one.
+    """
+    from lightly.loss import NegativeCosineSimilarity  # here, because every rank imports this file
+    from lightly.models.utils import deactivate_requires_grad, update_momentum
+
+    online = toy_encoder()
+    teacher = copy.deepcopy(online)
+    predictor = byol(online).predictor
+    deactivate_requires_grad(teacher)
+    cosine = NegativeCosineSimilarity()
+    trained = [*online.parameters(), *predictor.parameters()]
+    losses: list[Tensor] = []
+    state: dict[str, Tensor] = {}
+    for view_a, view_b in training_views(num_steps):
+        p_a, p_b = (predictor(online(view)) for view in (view_a, view_b))
+        with torch.no_grad():
+            t_a, t_b = teacher(view_a), teacher(view_b)
+        loss = 2 + 2 * cosine(p_a, t_b) + 2 + 2 * cosine(p_b, t_a)
+        gradients = torch.autograd.grad(loss, trained)
+        losses.append(loss.detach())
+        with torch.no_grad():
+            for parameter, gradient in zip(trained, gradients, strict=True):
+                parameter.sub_(0.5 * gradient)
+        state = {f"teacher.module.{name}": value.clone() for name, value in teacher.state_dict().items()}
+        update_momentum(online, teacher, m=0.8)
+    state |= {f"encoder.{name}": value for name, value in online.state_dict().items()}
+    state |= {f"predictor.{name}": value for name, value in predictor.state_dict().items()}
+    return losses, state
+
+
+def test_three_steps_are_those_of_the_paper() -> None:
+    losses, state = steps_of_ours(3)
+    expected_losses, expected = steps_of_the_paper(3)
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-10, atol=0)
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-13, msg=name)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_equal_one_process(num_ranks: int) -> None:
+    expected_losses, expected = steps_of_ours(3)
+    for losses, state in run_ranks(steps_of_ours, num_ranks, 3):
+        torch.testing.assert_close(losses, expected_losses, rtol=1e-9, atol=0)
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-8, atol=1e-12, msg=name)
+
+
+def test_a_call_that_may_not_update_the_state_leaves_it() -> None:
+    encoder = toy_encoder()
+    objective = byol(encoder)
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.add_(0.1)  # something that the teacher could follow
+    before = copy.deepcopy(objective.saved_state())
+    (views_VBCHW,) = training_views(1)
+    z_a, z_b = encoder(views_VBCHW[0]), encoder(views_VBCHW[1])
+    objective(z_a, z_b, pair_of(views_VBCHW, updates_state=False))
+    assert all(torch.equal(value, before[name]) for name, value in objective.saved_state().items())
+    objective(z_a, z_b, pair_of(views_VBCHW))
+    changed = {name for name, value in objective.saved_state().items() if not torch.equal(value, before[name])}
+    assert any(name.startswith("teacher") and name.endswith("weight") for name in changed)
+    assert "predictor.1.running_mean" in changed
+
+
+def test_only_the_predictor_is_trained_and_all_of_it_is_saved() -> None:
+    objective = byol(toy_encoder())
+    trained = {name for name, parameter in objective.named_parameters() if parameter.requires_grad}
+    assert trained == {f"predictor.{name}" for name, _ in objective.predictor.named_parameters()}
+    other = BYOL(CONFIG, encoder=toy_encoder(), embedding_size=5).double()
+    other.load_saved(objective.saved_state())
+    views_VBCHW = training_views(1)[0]
+    encoder = toy_encoder()
+    z_a, z_b = encoder(views_VBCHW[0]), encoder(views_VBCHW[1])
+    assert torch.equal(objective(z_a, z_b, pair_of(views_VBCHW)).loss, other(z_a, z_b, pair_of(views_VBCHW)).loss)
+
+
+def test_the_loss_is_zero_for_equal_directions_and_eight_for_opposite_ones() -> None:
+    z_BD = F.normalize(torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), dim=1)
+    assert byol_loss(z_BD, z_BD, 3 * z_BD, 2 * z_BD).item() == pytest.approx(0, abs=1e-6)
+    assert byol_loss(z_BD, z_BD, -z_BD, -z_BD).item() == pytest.approx(8)
+
+
+def test_embeddings_that_differ_in_shape_are_refused() -> None:
+    p_a, p_b, t_a, t_b = rows(number=4)
+    with pytest.raises(ValueError, match=r"must be \(B, D\) with equal shapes, got \(7, 4\) and \(6, 4\)"):
+        byol_loss(p_a, p_b, t_a, t_b[:6])

@@ -1,0 +1,137 @@
+"""NT-Xent with a decoder: the squared error against a loop, the sum of the two losses, ranks, and a planted picture."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.gloo import run_ranks
+from tests.trainer.objectives.pair_losses import related_views
+from trainer.distributed.collectives import rank, world_size
+from trainer.models.heads import HeadConfig
+from trainer.objectives import NTXentDecoderConfig, ViewPair, nt_xent_loss
+from trainer.objectives.nt_xent_decoder import NTXentDecoder, reconstruction_loss
+
+CONFIG = NTXentDecoderConfig(
+    temperature=0.3, decoder=HeadConfig(hidden_sizes=(7,), batch_norm=True), decoder_weight=0.7, target_size=2
+)
+
+
+def objective(config: NTXentDecoderConfig = CONFIG, *, in_channels: int = 3) -> NTXentDecoder:
+    torch.manual_seed(0)
+    return NTXentDecoder(config, embedding_size=5, image_channels=in_channels).double()
+
+
+def views(num: int, *, in_channels: int = 3) -> Tensor:
+    """(2, B, C, 6, 4), brighter along the batch."""
+    views_VBCHW = torch.rand(2, num, in_channels, 6, 4, generator=torch.Generator().manual_seed(0)).double()
+    return views_VBCHW * torch.linspace(0.2, 1, num)[:, None, None, None]
+
+
+def pair_of(views_VBCHW: Tensor, *, updates_state: bool = True) -> ViewPair:
+    num = views_VBCHW.shape[1]
+    return ViewPair(views_VBCHW[0], views_VBCHW[1], torch.arange(num), step=0, updates_state=updates_state)
+
+
+def test_the_squared_error_is_that_of_a_loop() -> None:
+    views_BCHW = views(5)[0]
+    decoded_BX = torch.rand(5, 3 * 2 * 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    squares = []
+    for sample in range(5):
+        number = 0
+        for channel in range(3):
+            for row in range(2):
+                for column in range(2):
+                    block = views_BCHW[sample, channel, 3 * row : 3 * row + 3, 2 * column : 2 * column + 2]
+                    squares.append((decoded_BX[sample, number] - block.mean()).square())
+                    number += 1
+    expected = torch.stack(squares).mean()
+    torch.testing.assert_close(reconstruction_loss(decoded_BX, views_BCHW, target_size=2), expected, rtol=1e-12, atol=0)
+
+
+def test_the_loss_is_nt_xent_plus_the_weighted_error_of_both_views() -> None:
+    z_a, z_b = related_views(6, 5)
+    views_VBCHW = views(6)
+    output, same = objective()(z_a, z_b, pair_of(views_VBCHW)), objective()
+    seen = zip((z_a, z_b), views_VBCHW, strict=True)
+    errors = [reconstruction_loss(same.decoder(z), views_BCHW, target_size=2) for z, views_BCHW in seen]
+    expected = nt_xent_loss(z_a, z_b, temperature=0.3) + 0.7 * (errors[0] + errors[1]) / 2
+    torch.testing.assert_close(output.loss, expected, rtol=1e-12, atol=0)
+    assert output.metrics["reconstruction"].item() == pytest.approx((errors[0] + errors[1]).item() / 2)
+    assert output.metrics.keys() == {"alignment", "positive_probability", "reconstruction"}
+
+
+def test_an_embedding_that_holds_the_picture_can_be_decoded_and_another_cannot() -> None:
+    """One value for each picture, in the embedding or not: only then does the error fall to 0."""
+    draw = torch.Generator().manual_seed(0)
+    grey_B = torch.rand(64, generator=draw).double()
+    views_BCHW = grey_B[:, None, None, None].expand(-1, 3, 4, 4)
+    for told in (True, False):
+        module = objective(CONFIG.model_copy(update={"decoder": HeadConfig()}))
+        z_BD = torch.rand(64, 5, generator=draw).double()
+        if told:
+            z_BD[:, 2] = grey_B
+        optimizer = torch.optim.LBFGS(module.decoder.parameters(), max_iter=200)
+
+        def error(module: NTXentDecoder = module, z_BD: Tensor = z_BD) -> Tensor:
+            return reconstruction_loss(module.decoder(z_BD), views_BCHW, target_size=2)
+
+        def closure(optimizer: torch.optim.LBFGS = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            value = error()
+            torch.autograd.backward(value)
+            return value
+
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
+        assert (error().item() < 1e-6) == told
+
+
+def test_the_views_get_no_gradient_and_a_call_for_the_viewmaker_leaves_the_statistics() -> None:
+    z_a, z_b = related_views(6, 5)
+    views_VBCHW = views(6).requires_grad_()
+    module = objective()
+    before = {name: value.clone() for name, value in module.saved_state().items()}
+    loss = module(z_a.requires_grad_(), z_b, pair_of(views_VBCHW, updates_state=False)).loss
+    torch.autograd.backward(loss)
+    assert views_VBCHW.grad is None
+    assert all(torch.equal(value, before[name]) for name, value in module.saved_state().items())
+
+
+def test_spectrograms_have_one_channel() -> None:
+    z_a, z_b = related_views(6, 5)
+    assert objective(in_channels=1)(z_a, z_b, pair_of(views(6, in_channels=1))).loss.isfinite()
+    with pytest.raises(ValueError, match=r"\(B, C \* S \* S\) = \(6, 12\), got \(6, 4\)"):
+        objective(in_channels=1)(z_a, z_b, pair_of(views(6)))
+
+
+def test_a_target_of_no_pixels_is_refused() -> None:
+    with pytest.raises(ValidationError):
+        NTXentDecoderConfig(target_size=0)
+
+
+def of_this_rank(z_VBD: Tensor, views_VBCHW: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Loss, the embeddings' gradient, and the decoder's gradients and running statistics."""
+    z_VLD = z_VBD.chunk(world_size(), dim=1)[rank()].clone().requires_grad_()
+    views_VLCHW = views_VBCHW.chunk(world_size(), dim=1)[rank()]
+    module = objective()
+    model = DistributedDataParallel(module, broadcast_buffers=False) if world_size() > 1 else module
+    output = model(z_VLD[0], z_VLD[1], pair_of(views_VLCHW))
+    output.loss.backward()
+    assert z_VLD.grad is not None
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return output.loss.detach(), z_VLD.grad / world_size(), gradients | dict(module.named_buffers())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_equal_one_process(num_ranks: int) -> None:
+    z_VBD, views_VBCHW = related_views(12, 5), views(12)
+    loss, gradient, others = of_this_rank(z_VBD, views_VBCHW)
+    by_rank = run_ranks(of_this_rank, num_ranks, z_VBD, views_VBCHW)
+    torch.testing.assert_close(torch.stack([result[0] for result in by_rank]).mean(), loss, rtol=1e-9, atol=0)
+    torch.testing.assert_close(torch.cat([result[1] for result in by_rank], dim=1), gradient, rtol=1e-9, atol=1e-14)
+    for result in by_rank:
+        torch.testing.assert_close(result[2], others, rtol=1e-8, atol=1e-13)

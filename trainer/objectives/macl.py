@@ -1,0 +1,117 @@
+"""Model-aware contrastive learning (Huang et al. 2023, arXiv 2207.07874): the temperature follows the alignment.
+
+When the views of a sample lie close together, the temperature rises, so that near negatives are pushed away less. Each
+anchor's loss is divided by 1 - p, without gradient, where p is the probability of the positive: otherwise an anchor
+with an easy task would have next to no gradient.
+
+Shapes: B samples of this rank, N = 2 B anchors, D dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+import torch
+from pydantic import model_validator
+from torch import Tensor
+from torch.nn import functional as F
+
+from data_pipeline.core.schema import Share, Temperature
+from trainer.distributed.collectives import all_reduce_sum, world_size
+from trainer.objectives.contrast import AnchorChunks, margins, unit_pair
+from trainer.objectives.objective import Objective, ObjectiveInputs, ObjectiveOutput, ViewPair, contrastive_output
+
+_LEAST = 1e-8  # the smallest 1 - p that a loss is divided by
+
+
+class MACLConfig(AnchorChunks):
+    """The config of model-aware contrastive learning.
+
+    temperature: the temperature at the neutral alignment, tau_0 in the paper.
+    sensitivity: the relative rise of the temperature if the alignment rises by 1, alpha in the paper.
+    neutral_alignment: the mean cosine of positives at which the temperature does not change, A_0 in the paper.
+    """
+
+    kind: Literal["macl"] = "macl"
+    temperature: Temperature = 0.1
+    sensitivity: Share = 0.5
+    neutral_alignment: Share = 0.0
+
+    @model_validator(mode="after")
+    def _the_temperature_stays_positive(self) -> Self:
+        check(self.sensitivity, self.neutral_alignment)
+        return self
+
+    def build(self, given: ObjectiveInputs) -> Objective:
+        return MACL(self)
+
+
+def check(sensitivity: float, neutral_alignment: float) -> None:
+    """Raise `ValueError` if a mean cosine of -1 would bring the temperature to 0 or below."""
+    if sensitivity * (1 + neutral_alignment) >= 1:
+        raise ValueError(
+            f"sensitivity {sensitivity} and neutral_alignment {neutral_alignment} let the temperature fall to 0 if all "
+            f"positives point in opposite directions; set sensitivity below {1 / (1 + neutral_alignment):.3g}"
+        )
+
+
+def macl_loss(
+    z_a_BD: Tensor,
+    z_b_BD: Tensor,
+    *,
+    temperature: float,
+    sensitivity: float = 0.5,
+    neutral_alignment: float = 0.0,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Return the model-aware loss, a scalar: the mean over 2 B anchors of -log(p) / (1 - p), with no gradient by 1 - p.
+
+    p is the probability of NT-Xent at the temperature t (1 + `sensitivity` (A - `neutral_alignment`)). A is the mean
+    cosine of the positives of all ranks, without gradient.
+
+    With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank, and
+    negatives come from all ranks. The mean of the losses of the ranks is exactly the loss of the whole batch, and
+    averaging parameter gradients over the ranks gives its gradient.
+
+    The other arguments, types and errors are as in `trainer.objectives.contrast.margins` and in `check`.
+
+    Examples:
+        >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+        >>> z_b = torch.tensor([[0.6, 0.8], [-0.8, 0.6]])
+        >>> round(macl_loss(z_a, z_b, temperature=0.5).item(), 4)
+        1.4065
+    """
+    check(sensitivity, neutral_alignment)
+    now = _temperature(z_a_BD, z_b_BD, temperature, sensitivity, neutral_alignment)
+    return _loss(margins(z_a_BD, z_b_BD, temperature=now, chunk_size=chunk_size))
+
+
+class MACL(Objective):
+    """The objective of model-aware contrastive learning. Also logs `temperature`."""
+
+    def __init__(self, config: MACLConfig) -> None:
+        super().__init__()
+        self._config = config
+
+    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
+        config = self._config
+        now = _temperature(z_a_BD, z_b_BD, config.temperature, config.sensitivity, config.neutral_alignment)
+        margin_N = margins(z_a_BD, z_b_BD, temperature=now, chunk_size=config.chunk_size)
+        output = contrastive_output(_loss(margin_N), F.logsigmoid(margin_N.detach()), z_a_BD, z_b_BD)
+        return ObjectiveOutput(output.loss, {**output.metrics, "temperature": now})
+
+
+@torch.no_grad()
+def _temperature(
+    z_a_BD: Tensor, z_b_BD: Tensor, temperature: float, sensitivity: float, neutral_alignment: float
+) -> Tensor:
+    """Return the temperature of this batch, a scalar, equal on all ranks."""
+    with torch.autocast(z_a_BD.device.type, enabled=False):
+        u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
+        alignment = all_reduce_sum((u_BD * v_BD).sum(1).mean()) / world_size()
+        return temperature * (1 + sensitivity * (alignment - neutral_alignment))
+
+
+def _loss(margin_N: Tensor) -> Tensor:
+    rest_N = torch.sigmoid(-margin_N.detach()).clamp_min(_LEAST)  # 1 - p
+    return (F.softplus(-margin_N) / rest_N).mean()

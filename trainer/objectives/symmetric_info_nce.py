@@ -1,0 +1,100 @@
+"""Symmetric InfoNCE: each view must find the other view of its sample among the other views of all samples.
+
+A view is compared with views of the other kind only, never with views of its own kind. Chen, Luo and Li (2021) study
+feature suppression with this loss, and add the two cross-entropies. CLIP (Radford et al. 2021) takes their mean.
+
+Shapes: B samples of this rank, G samples of all ranks, D dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from data_pipeline.core.schema import Temperature
+from trainer.objectives.contrast import AnchorChunks, candidates, log_sums, scale_of, unit_pair
+from trainer.objectives.objective import Objective, ObjectiveInputs, ObjectiveOutput, ViewPair, contrastive_output
+
+Total = Literal["sum", "mean"]
+
+
+class SymmetricInfoNCEConfig(AnchorChunks):
+    """The config of symmetric InfoNCE.
+
+    total: the "sum" of the two cross-entropies, as Chen, Luo and Li (2021), or their "mean", as CLIP.
+    """
+
+    kind: Literal["symmetric_info_nce"] = "symmetric_info_nce"
+    temperature: Temperature = 0.1
+    total: Total = "sum"
+
+    def build(self, given: ObjectiveInputs) -> Objective:
+        return SymmetricInfoNCE(self)
+
+
+def symmetric_info_nce_loss(
+    z_a_BD: Tensor,
+    z_b_BD: Tensor,
+    *,
+    temperature: float | Tensor,
+    total: Total = "sum",
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Return the cross-entropy of the rows of the similarity matrix plus that of its columns, or their mean; a scalar.
+
+    Row i of the matrix holds the cosines of the first view of sample i with all second views, divided by `temperature`.
+    The right class of a row or column is on the diagonal.
+
+    With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank, and
+    negatives come from all ranks. The mean of the losses of the ranks is exactly the loss of the whole batch, and
+    averaging parameter gradients over the ranks gives its gradient.
+
+    Args:
+        z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
+        temperature: above 0. A 0-d tensor gets a gradient, and its value is not checked.
+        total, chunk_size: as in `SymmetricInfoNCEConfig`.
+
+    Raises:
+        ValueError: if temperature or chunk size is out of range, if the embeddings are not (B, D) with equal shapes, or
+            if all ranks together have a single sample.
+
+    Examples:
+        >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+        >>> z_b = torch.tensor([[0.6, 0.8], [-0.8, 0.6]])
+        >>> round(symmetric_info_nce_loss(z_a, z_b, temperature=0.5).item(), 4)
+        0.972
+    """
+    log_probability_2B = _log_probability(z_a_BD, z_b_BD, temperature, chunk_size)
+    return -log_probability_2B.mean() * (2 if total == "sum" else 1)
+
+
+class SymmetricInfoNCE(Objective):
+    """The objective of symmetric InfoNCE."""
+
+    def __init__(self, config: SymmetricInfoNCEConfig) -> None:
+        super().__init__()
+        self._config = config
+
+    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
+        config = self._config
+        log_probability_2B = _log_probability(z_a_BD, z_b_BD, config.temperature, config.chunk_size)
+        loss = -log_probability_2B.mean() * (2 if config.total == "sum" else 1)
+        return contrastive_output(loss, log_probability_2B, z_a_BD, z_b_BD)
+
+
+def _log_probability(z_a_BD: Tensor, z_b_BD: Tensor, temperature: float | Tensor, chunk_size: int | None) -> Tensor:
+    """Return the log-probability of the positive of each row and of each column, (2 B,)."""
+    if not isinstance(temperature, Tensor):
+        scale_of(temperature, chunk_size=None)
+    with torch.autocast(z_a_BD.device.type, enabled=False):
+        u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
+        none_B0 = torch.empty(len(u_BD), 0, dtype=torch.int64, device=u_BD.device)
+        log_sum_2B = torch.cat(
+            [
+                log_sums(anchors_BD / temperature, candidates(others_BD), none_B0, chunk_size)
+                for anchors_BD, others_BD in ((u_BD, v_BD), (v_BD, u_BD))
+            ]
+        )
+        return ((u_BD * v_BD).sum(1) / temperature).repeat(2) - log_sum_2B

@@ -1,0 +1,138 @@
+"""VICReg (Bardes et al. 2022): close views, varied dimensions, uncorrelated dimensions; no negatives.
+
+Variances and covariances are computed over the batch of all ranks. Each rank computes them for its own share of the
+dimensions. This divides time and memory for the matrices by the number of ranks.
+
+Shapes: B samples of this rank, G samples of all ranks, D dimensions of an embedding, I dimensions in the share of this
+rank.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import Epsilon, PositiveFactor
+from trainer.distributed.collectives import all_gather_rows, rank, world_size
+from trainer.objectives.contrast import check_pair
+from trainer.objectives.objective import (
+    BaseObjectiveConfig,
+    Objective,
+    ObjectiveInputs,
+    ObjectiveOutput,
+    ViewPair,
+    mean_cosine,
+)
+
+
+class VICRegConfig(BaseObjectiveConfig):
+    """The config of VICReg; the defaults are those of the paper.
+
+    epsilon: added to each variance under its root.
+    """
+
+    kind: Literal["vicreg"] = "vicreg"
+    invariance_weight: PositiveFactor = 25.0
+    variance_weight: PositiveFactor = 25.0
+    covariance_weight: PositiveFactor = 1.0
+    epsilon: Epsilon = 1e-4
+
+    def build(self, given: ObjectiveInputs) -> Objective:
+        return VICReg(self, embedding_size=given.embedding_size)
+
+
+def vicreg_loss(
+    z_a_BD: Tensor,
+    z_b_BD: Tensor,
+    *,
+    invariance_weight: float = 25.0,
+    variance_weight: float = 25.0,
+    covariance_weight: float = 1.0,
+    epsilon: float = 1e-4,
+) -> Tensor:
+    """Return the weighted sum of three terms, a scalar, as in the published code.
+
+    - invariance: the mean squared difference of the two views, over samples and dimensions.
+    - variance: the mean over dimensions and views of max(0, 1 - sqrt(variance + `epsilon`)).
+    - covariance: the sum of the squared covariances of different dimensions / D, summed over the views.
+
+    Variances and covariances are unbiased. Rows are not normalised.
+
+    With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank. The mean
+    of the losses of the ranks is exactly the loss of the whole batch, and averaging parameter gradients over the ranks
+    gives its gradient. The value of a single rank has no meaning.
+
+    Args:
+        z_a_BD, z_b_BD: (B, D) embeddings of any float type; computed in float32 at least, even under autocast.
+
+    Raises:
+        ValueError: if the embeddings are not (B, D) with equal shapes and D of at least 2, or if the batch of all ranks
+            is a single sample.
+
+    Examples:
+        >>> z_a = torch.tensor([[1.0, 0.0], [2.0, 1.0], [0.0, 3.0]])
+        >>> z_b = torch.tensor([[1.0, 1.0], [2.0, 0.0], [0.0, 2.0]])
+        >>> round(vicreg_loss(z_a, z_b).item(), 4)
+        14.5
+    """
+    invariance, variance, covariance = _terms(z_a_BD, z_b_BD, epsilon)
+    return invariance_weight * invariance + variance_weight * variance + covariance_weight * covariance
+
+
+class VICReg(Objective):
+    """The objective of VICReg. Also logs its three terms without weights: `invariance`, `variance`, `covariance`."""
+
+    def __init__(self, config: VICRegConfig, *, embedding_size: int) -> None:
+        """Keep the config. Raises `UserError` if embeddings have a single dimension."""
+        super().__init__()
+        if embedding_size < 2:
+            raise UserError(
+                f"objective.kind=vicreg decorrelates dimensions, but encoder.embedding_size is {embedding_size}; set "
+                "it to 2 or more"
+            )
+        self._config = config
+
+    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
+        config = self._config
+        invariance, variance, covariance = _terms(z_a_BD, z_b_BD, config.epsilon)
+        loss = (
+            config.invariance_weight * invariance
+            + config.variance_weight * variance
+            + config.covariance_weight * covariance
+        )
+        metrics = {
+            "alignment": mean_cosine(z_a_BD, z_b_BD),
+            "invariance": invariance.detach(),
+            "variance": variance.detach(),
+            "covariance": covariance.detach(),
+        }
+        return ObjectiveOutput(loss, metrics)
+
+
+def _terms(z_a_BD: Tensor, z_b_BD: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the three terms of this rank. The last two are over its share of dimensions, times the number of ranks."""
+    check_pair(z_a_BD, z_b_BD)
+    size, num_ranks = z_a_BD.shape[1], world_size()
+    if size < 2:
+        raise ValueError(f"covariances need embeddings of at least 2 dimensions, got {size}")
+    if len(z_a_BD) * num_ranks < 2:
+        raise ValueError("covariances need a batch of at least 2 samples")
+    start, stop = (size * number // num_ranks for number in (rank(), rank() + 1))
+    with torch.autocast(z_a_BD.device.type, enabled=False):
+        dtype = torch.promote_types(z_a_BD.dtype, torch.float32)
+        z_a_BD, z_b_BD = z_a_BD.to(dtype), z_b_BD.to(dtype)
+        invariance = F.mse_loss(z_a_BD, z_b_BD)
+        variance = covariance = invariance.new_zeros(())
+        for z_GD in all_gather_rows(torch.cat([z_a_BD, z_b_BD], dim=1)).chunk(2, dim=1):
+            centred_GD = z_GD - z_GD.mean(0)
+            covariance_ID = (centred_GD[:, start:stop] / (len(z_GD) - 1)).T @ centred_GD
+            variance_I = covariance_ID.diagonal(start)
+            variance = variance + F.relu(1 - (variance_I + epsilon).sqrt()).sum() / (2 * size)
+            # A norm needs no second matrix, as in Barlow Twins.
+            squares = torch.linalg.vector_norm(covariance_ID).square() - variance_I.square().sum()
+            covariance = covariance + squares / size
+        return invariance, num_ranks * variance, num_ranks * covariance
