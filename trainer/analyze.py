@@ -25,6 +25,7 @@ ANALYSES: Mapping[str, str] = {
     "alignment": "Are views of a sample close, and classes far apart?",
     "concentration": "Which pair of transforms brings pictures of a class together?",
     "embedding": "Do the features form clusters?",
+    "monitors": "How many dimensions do the features fill? (RankMe, LiDAR, alpha-ReQ: without labels.)",
     "collision": "How fast do transforms, used again and again, make pictures alike?",
     "filters": "How sparsely do features fire, and do they see more than colour?",
 }

@@ -28,6 +28,7 @@ SMALL = {
     "concentration": [],
     "embedding": ["num_samples=16"],
     "collision": ["num_pictures=9", "max_uses=2"],
+    "monitors": ["num_samples=16", "num_views=2"],
     "filters": ["num_pictures=16", "num_steps=2", "num_shown=8"],
 }
 
