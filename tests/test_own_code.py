@@ -653,6 +653,7 @@ EXPORTS = {"trainer/model_card.py", "trainer/published_models.py"}
 NAMED_BY = {
     "ResNetConfig": EXPORTS,
     "TimmConfig": EXPORTS,
+    "NTXentConfig": {"trainer/objectives/nt_xent_cycle.py", "trainer/objectives/nt_xent_decoder.py"},
     "WaveformConfig": {"trainer/views/viewmaker.py"},
     "ExpertImageConfig": {"trainer/analyses/collision.py"},
     "DDPConfig": {"trainer/config.py", "trainer/planning/measure.py", "trainer/step_replay.py"},
