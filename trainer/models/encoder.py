@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.kinds import KindConfig, Kinds
 from data_pipeline.core.schema import BatchSize, InputMean, InputStd, LayerSize, Line, Schema
+from trainer.distributed.collectives import is_distributed
 from trainer.models.batch_norm import counted_together, depends_on_row_order, grouped_statistics
 from trainer.models.heads import HeadConfig, build_head
 from trainer.models.resnet import Init, blocks_of_depth, resnet_trunk
@@ -285,10 +286,11 @@ class Encoder(nn.Module):
         """Return embeddings (B, D) for an objective; they do not have unit length.
 
         In training, batch norm treats each of `num_groups` equal runs of rows as a separate batch, one after the other.
-        If all batch norms are synchronised, the groups pass together, which needs fewer kernels and collectives and
-        gives the same results.
+        If all batch norms are synchronised, the groups pass together on a GPU and over ranks, which needs fewer kernels
+        and collectives and gives the same results. A single CPU has more of one group in its cache.
         """
-        if num_groups == 1 or not depends_on_row_order(self):
+        together = (is_distributed() or views_BCHW.device.type != "cpu") and not depends_on_row_order(self)
+        if num_groups == 1 or together:
             with grouped_statistics(num_groups), counted_together():
                 return self._embed(views_BCHW)
         return torch.cat([self._embed(group_BCHW) for group_BCHW in views_BCHW.chunk(num_groups)])

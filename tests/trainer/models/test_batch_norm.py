@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from trainer.models.batch_norm import (
     SynchronizedBatchNorm2d,
     average_running_statistics,
     check_splits,
+    counted_together,
     depends_on_row_order,
     grouped_statistics,
     reenter_groups,
@@ -219,6 +221,26 @@ def test_groups_that_go_together_are_as_batches_one_after_the_other(
     expected = one_after_the_other(whole[:1], whole[1:])
     assert expected["num_batches_tracked"] == 3
     assert_ranks_give(expected, run_ranks(together, 2, checkpointing, parts, grads), rtol=rtol)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_in_one_process_groups_are_batches_one_after_the_other(memory_format: torch.memory_format) -> None:
+    """This is the path of a single GPU."""
+    torch.manual_seed(0)
+    together, apart = (SynchronizedBatchNorm2d(3).double() for _ in range(2))
+    x = torch.randn(8, 3, 5, 4, dtype=torch.float64).contiguous(memory_format=memory_format)
+    weight = torch.randn_like(x)
+    outs = []
+    for norm, num_groups, counting in ((together, 2, counted_together()), (apart, 1, nullcontext())):
+        own_x = x.clone().requires_grad_()
+        with grouped_statistics(num_groups), counting:
+            out = torch.cat([norm(group) for group in own_x.chunk(2 // num_groups)])
+        torch.autograd.backward((out * weight).sum())
+        outs.append([out, own_x.grad, *(p.grad for p in norm.parameters()), *norm.buffers()])
+    for found, expected in zip(*outs, strict=True):
+        torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match="8 rows cannot be cut into 3"), grouped_statistics(3):
+        together(x)
 
 
 def test_groups_that_do_not_divide_the_rows_are_refused() -> None:
