@@ -182,7 +182,7 @@ def test_ranks_follow_one_process_in_float32(data: Path, tmp_path: Path) -> None
 @pytest.mark.ranks
 def test_deepspeed_follows_ddp_and_each_goes_on_from_itself_on_other_ranks(data: Path, tmp_path: Path) -> None:
     """Both players train under ZeRO 2 on two ranks, then from step 10 on one rank; only rounding differs."""
-    slow = ["optimizer.learning_rate=0.003", "adversary.optimizer.learning_rate=0.0001", "checkpoint_every_steps=10"]
+    slow = ["optimizer.learning_rate=0.001", "adversary.optimizer.learning_rate=0.0001", "checkpoint_every_steps=10"]
     curves = {}
     for engine in ("ddp", "deepspeed"):
         config = configure(data, "debug:viewmaker", [f"engine.kind={engine}", *slow])
