@@ -144,4 +144,5 @@ def test_the_notebook_runs_and_keeps_its_pictures(tmp_path: Path, monkeypatch: p
     assert outputs(ran) == outputs(kept), (
         "renew the outputs: jupyter execute --inplace docs/what-a-viewmaker-drops.ipynb"
     )
-    assert "at the end" in str(ran.cells[-1].outputs)
+    said = " ".join(str(cell.outputs) for cell in ran.cells if cell.cell_type == "code")
+    assert "in the last ten" in said  # the change on the digit, beside the loss

@@ -23,7 +23,8 @@ from trainer.run_dir import ALLOW_CODE_HELP, open_run
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m trainer.export", description="Write the trained encoder of a run for use in other code."
+        prog=program("python -m trainer.export"),
+        description="Write the trained encoder of a run for use in other code.",
     )
     add = parser.add_argument
     add("run_dir", type=Path, metavar="RUN_DIR", help="The run directory.")

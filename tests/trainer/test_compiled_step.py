@@ -53,7 +53,7 @@ def test_compiled_networks_train_alike(recipe: str, overrides: list[str]) -> Non
     assert found == pytest.approx(losses(plain, 2), rel=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_compiled_viewmaker_is_one_graph_that_an_epoch_does_not_change() -> None:
     """By inductor, which refuses the padding by repeated pixels (see `trainer.views.viewmaker`)."""
     torch._dynamo.reset()
