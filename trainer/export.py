@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from data_pipeline.core.arguments import positive
+from data_pipeline.core.arguments import positive, program
 from data_pipeline.core.errors import UserError, run_command
 from trainer.run_dir import ALLOW_CODE_HELP, open_run
 
