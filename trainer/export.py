@@ -23,7 +23,7 @@ from trainer.run_dir import ALLOW_CODE_HELP, open_run
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=program("python -m trainer.export"),
+        prog=program("trainer.export"),
         description="Write the trained encoder of a run for use in other code.",
     )
     add = parser.add_argument
