@@ -46,6 +46,11 @@ OBJECTIVES = {
 }
 CHUNKED = {"nt_xent", "nt_xent_published", "nt_xent_cycle", "nt_xent_decoder"}
 CHUNKED |= {"split", "symmetric_info_nce", "dcl", "macl", "ifm"}
+SMALL = "{kind: viewmaker, base_width: 4, num_res_blocks: 1}"
+COMPOSED = {
+    "crop_then_viewmaker": f"views={{kind: sequence, parts: [{{kind: expert_image}}, {SMALL}]}}",
+    "expert_against_viewmaker": f"views={{kind: pair, first: {{kind: expert_image}}, second: {SMALL}}}",
+}
 WITHOUT_BATCH_NORM = (
     "encoder={kind: timm, name: vit_tiny_patch16_224, embedding_size: 16, "
     "mean: [0.5, 0.5, 0.5], std: [0.25, 0.25, 0.25], "
@@ -118,8 +123,8 @@ def assert_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch
 
 
 @functools.cache
-def reference(objective: str, micro_batches: int) -> dict[str, torch.Tensor]:
-    config = configure(objective, Cell(micro_batches=micro_batches).overrides())
+def reference(objective: str, micro_batches: int, *views: str) -> dict[str, torch.Tensor]:
+    config = configure(objective, [*views, *Cell(micro_batches=micro_batches).overrides()])
     (found,) = run_ranks(one_step, 1, config)
     return found
 
@@ -134,6 +139,17 @@ def test_every_cell_is_one_process(objective: str, num_ranks: int) -> None:
     for of_rank in found:
         for cell, result in zip(cells, of_rank, strict=True):
             assert_equal(result, reference(objective, cell.micro_batches), cell)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("views", COMPOSED)
+def test_every_cell_of_composed_views_is_one_process(views: str, num_ranks: int) -> None:
+    cells = [Cell(checkpointing=checkpointing, micro_batches=num) for checkpointing in (False, True) for num in (1, 2)]
+    configs = [configure("nt_xent", [COMPOSED[views], *cell.overrides()]) for cell in cells]
+    for of_rank in run_ranks(steps, num_ranks, configs):
+        for cell, result in zip(cells, of_rank, strict=True):
+            assert_equal(result, reference("nt_xent", cell.micro_batches, COMPOSED[views]), cell)
 
 
 @pytest.mark.slow

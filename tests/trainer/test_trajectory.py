@@ -25,6 +25,8 @@ from trainer.train import train
 NUM_STEPS = 20
 ALTERNATING = ["adversary.update=alternating", "adversary.weight=0.5"]
 BANK = ["objective.kind=instance_discrimination", "objective.num_negatives=32"]
+CROP_AND_VIEWMAKER = "{kind: sequence, parts: [{kind: expert_image}, {kind: viewmaker, base_width: 4}]}"
+COMPOSED = f"views={{kind: pair, first: {CROP_AND_VIEWMAKER}, second: {{kind: expert_image}}}}"
 STEPS = {
     "expert": ("debug:image", []),
     "simultaneous": ("debug:viewmaker", []),
@@ -39,6 +41,7 @@ STEPS = {
     "moco": ("debug:image", ["objective.kind=moco", "objective.queue_size=64"]),
     "simsiam": ("debug:viewmaker", ["objective.kind=simsiam", *ALTERNATING, "adversary.viewmaker_steps=2"]),
     "byol": ("debug:viewmaker", ["objective.kind=byol", "objective.predictor.hidden_sizes=[8]", *ALTERNATING]),
+    "composed": ("debug:viewmaker", [COMPOSED]),
     "instance_discrimination": ("debug:viewmaker", [*BANK, *ALTERNATING]),
     "dropout_rate": ("debug:viewmaker", ["views.dropout_rate=0.1"]),
     "online": ("debug:viewmaker", ["data.overlay=online"]),

@@ -34,6 +34,8 @@ from trainer.objectives import Objective, build_objective
 from trainer.planning.accounting import Accounts
 from trainer.planning.engine_costs import cut_gradients, sent_by_engines
 from trainer.views import ViewPolicy, ViewsInputs
+from trainer.views.composed import Pair, Sequence
+from trainer.views.viewmaker import Viewmaker
 
 
 @dataclass(frozen=True)
@@ -198,12 +200,31 @@ def _build_objective(config: RunConfig, encoder: Encoder, num_samples: int | Non
 def _fake_policy(config: RunConfig, policy: ViewPolicy) -> ViewPolicy:
     """Return a view policy that runs on fake tensors."""
     mel, views = config.data.mel, config.views
+    if isinstance(policy, Sequence | Pair):
+        for composed in [module for module in policy.modules() if isinstance(module, Sequence | Pair)]:
+            container = composed.parts if isinstance(composed, Sequence) else composed
+            for name, part in list(container.named_children()):
+                if not isinstance(part, Sequence | Pair):
+                    setattr(container, name, _fake_part(part, mel))
+        return policy
     if not (views.is_learned or views.runs_in_plans):
         return _ReadyViews(mel)
     if mel is None:
         return policy
     on_spectrograms = views.build(ViewsInputs(image_channels=1))
     on_spectrograms.checkpointing = policy.checkpointing
+    on_spectrograms.register_forward_pre_hook(lambda _, given: (_spectrograms(given[0], mel), *given[1:]))
+    return on_spectrograms
+
+
+def _fake_part(part: nn.Module, mel: MelConfig | None) -> nn.Module:
+    """Return a part of a composition that runs on fake tensors."""
+    if not isinstance(part, Viewmaker):
+        return _ReadyViews(mel)
+    if mel is None:
+        return part
+    on_spectrograms = Viewmaker(part.config, image_channels=1)
+    on_spectrograms.checkpointing = part.checkpointing
     on_spectrograms.register_forward_pre_hook(lambda _, given: (_spectrograms(given[0], mel), *given[1:]))
     return on_spectrograms
 
@@ -216,7 +237,7 @@ class _ReadyViews(nn.Module):
         self._mel = mel
 
     def forward(self, inputs: Tensor, *_: object) -> Tensor:
-        return torch.empty_like(inputs) if self._mel is None else _spectrograms(inputs, self._mel)
+        return inputs.clone() if self._mel is None else _spectrograms(inputs, self._mel)
 
 
 def _spectrograms(waveforms_BT: Tensor, mel: MelConfig) -> Tensor:

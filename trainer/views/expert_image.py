@@ -185,11 +185,10 @@ class ExpertImage(nn.Module):
         self.register_buffer("luma_C", torch.tensor(LUMA), persistent=False)
         self.register_buffer("identity_CC", torch.eye(3), persistent=False)
 
-    @torch.no_grad()
     def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
         """Return one view of each picture, (B, 3, S, S) float32 in [0, 1] like the pictures, not normalised.
 
-        Ignores the masks. Autocast does not apply to it.
+        Ignores the masks. Autocast does not apply to it. Pictures with a gradient get one, unless colours are jittered.
 
         Raises:
             ValueError: if the pictures are not square RGB.
@@ -200,13 +199,13 @@ class ExpertImage(nn.Module):
             raise ValueError(f"expert image views need square RGB pictures, got {C} channels of {H} x {W} pixels")
         draws = draw(self.config, keys, size=H)
         with torch.autocast(images_BCHW.device.type, enabled=False):  # a crop in bfloat16 would lose shades
-            if images_BCHW.device.type != "cpu":
+            if images_BCHW.device.type != "cpu" and not images_BCHW.requires_grad:
                 luma_C, identity_CC = (constant.to(images_BCHW) for constant in (self.luma_C, self.identity_CC))
                 return apply_draws_in_few_kernels(images_BCHW, draws, luma_C=luma_C, identity_CC=identity_CC)
             # Threads wait for each other after each operation, so several threads get more at a time.
             threads = torch.get_num_threads()
             size = max(1, _VALUES_ON_CPU * (1 if threads == 1 else 16 * threads) // (C * H * W))
-            if size >= B:
+            if size >= B or images_BCHW.requires_grad:
                 return apply_draws(images_BCHW, draws)
             # A few at a time, so that their numbers stay in the cache. The bits are those of the whole batch.
             views_BCHW = torch.empty_like(images_BCHW, memory_format=torch.contiguous_format)

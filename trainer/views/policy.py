@@ -25,6 +25,8 @@ VIEWS: Final = MappingProxyType(
         "spectral": "trainer.views.expert_audio:SpectralConfig",
         "waveform": "trainer.views.expert_audio:WaveformConfig",
         "viewmaker": "trainer.views.viewmaker:ViewmakerConfig",
+        "sequence": "trainer.views.composed:SequenceConfig",
+        "pair": "trainer.views.composed:PairConfig",
     }
 )
 

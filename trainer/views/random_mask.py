@@ -69,7 +69,6 @@ class RandomMask(nn.Module):
         super().__init__()
         self.config = config
 
-    @torch.no_grad()
     def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
         """Return one view of each picture, with the shape and float dtype of the pictures, (B, C, H, W).
 

@@ -1,0 +1,304 @@
+"""Sequences and pairs of view policies: planted truths, independent draws, gradients, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor, nn
+
+from configs import debug, resolve_recipe
+from data_pipeline.audio.log_mel import FSDD
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.errors import UserError
+from trainer.modules import build_modules
+from trainer.views import ViewsConfig, build_view_policy
+from trainer.views.composed import PairConfig, SequenceConfig
+from trainer.views.expert_audio import SpectralConfig, WaveformConfig
+from trainer.views.expert_image import NO_VIEWS, ExpertImageConfig
+from trainer.views.random_mask import RandomMaskConfig
+from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
+
+EXPERT = ExpertImageConfig()
+CROP = ExpertImageConfig(jitter_probability=0.0, grayscale_probability=0.0, blur_probability=0.0)
+FLIP = NO_VIEWS.model_copy(update={"flip_probability": 0.5})
+SMALL = ViewmakerConfig(base_width=4, num_res_blocks=1)
+
+
+def keys(num: int, *, first: int = 0, view: int = 0) -> DrawKeys:
+    return DrawKeys(seed=3, epoch=1, index_B=torch.arange(first, first + num), view=view)
+
+
+def pictures(num: int, *, size: int = 16) -> Tensor:
+    return torch.rand(num, 3, size, size, generator=torch.Generator().manual_seed(0))
+
+
+def build(config: ViewsConfig) -> nn.Module:
+    torch.manual_seed(0)
+    return build_view_policy(config, image_channels=3)
+
+
+def viewmaker_of(policy: nn.Module) -> Viewmaker:
+    (found,) = [module for module in policy.modules() if isinstance(module, Viewmaker)]
+    return found
+
+
+@pytest.mark.parametrize("view", [0, 1, 2, 3])
+@pytest.mark.parametrize("config", [EXPERT, RandomMaskConfig(), SMALL], ids=lambda config: config.kind)
+def test_a_sequence_of_one_is_that_policy_to_the_bit(config: Any, view: int) -> None:
+    x = pictures(6)
+    alone, composed = build(config), build(SequenceConfig(parts=(config,)))
+    assert torch.equal(composed(x, keys(6, view=view)), alone(x, keys(6, view=view)))
+
+
+@pytest.mark.parametrize("dropout_rate", [None, 0.5])
+def test_a_viewmaker_behind_views_that_change_nothing_is_the_viewmaker_to_the_bit(dropout_rate: float | None) -> None:
+    x = pictures(6)
+    config = SMALL.model_copy(update={"dropout_rate": dropout_rate})
+    expected = build(config)(x, keys(6))
+    assert torch.equal(build(SequenceConfig(parts=(NO_VIEWS, config)))(x, keys(6)), expected)
+    if dropout_rate is None:
+        # The last part draws as it does alone; parts before it draw from keys of their own.
+        assert not torch.equal(build(SequenceConfig(parts=(config, NO_VIEWS)))(x, keys(6)), expected)
+
+
+def test_a_pair_of_equal_policies_is_that_policy_to_the_bit() -> None:
+    x = pictures(6)
+    alone, composed = build(EXPERT), build(PairConfig(first=EXPERT, second=EXPERT))
+    for view in (0, 1, 2, 3):
+        assert torch.equal(composed(x, keys(6, view=view)), alone(x, keys(6, view=view)))
+
+
+def test_a_pair_takes_the_first_policy_for_even_views_and_the_second_for_odd_ones() -> None:
+    x = pictures(6)
+    composed = build(PairConfig(first=EXPERT, second=SMALL))
+    expert, viewmaker = build(EXPERT), viewmaker_of(composed)
+    for view in (0, 2):
+        assert torch.equal(composed(x, keys(6, view=view)), expert(x, keys(6, view=view)))
+        assert torch.equal(composed(x, keys(6, view=view + 1)), viewmaker(x, keys(6, view=view + 1)))
+
+
+def test_a_pair_may_hold_a_sequence() -> None:
+    x = pictures(6)
+    inner = SequenceConfig(parts=(CROP, SMALL))
+    composed = build(PairConfig(first=inner, second=EXPERT))
+    assert torch.equal(composed(x, keys(6)), build(inner)(x, keys(6)))
+    assert torch.equal(composed(x, keys(6, view=1)), build(EXPERT)(x, keys(6, view=1)))
+
+
+def test_the_parts_of_a_sequence_draw_independently() -> None:
+    num = 4000
+    x = torch.arange(4.0).div(4).expand(num, 3, 4, 4)
+    once = build(FLIP)(x, keys(num))
+    twice = build(SequenceConfig(parts=(FLIP, FLIP)))(x, keys(num))
+    thrice = build(SequenceConfig(parts=(FLIP, FLIP, FLIP)))(x, keys(num))
+    flipped = torch.stack([(view[:, 0, 0, 0] > 0.5).double() for view in (once, twice, thrice)])
+    # Two equal draws would undo each other. The standard error of a share is 0.008, that of a correlation 0.016.
+    assert ((flipped.mean(1) - 0.5).abs() < 0.04).all()
+    assert ((torch.corrcoef(flipped) - torch.eye(3)).abs() < 0.08).all()
+
+
+def test_what_a_viewmaker_changes_does_not_depend_on_the_crop_before_it() -> None:
+    """Both draw under the same purpose, so equal keys would bind the size of a crop to whether it is attacked."""
+    num = 2000
+    crop = CROP.model_copy(update={"flip_probability": 0.0})
+    expert = build(SequenceConfig(parts=(crop, NO_VIEWS)))
+    viewmaker = build(SequenceConfig(parts=(crop, SMALL.model_copy(update={"dropout_rate": 0.5}))))
+    x = torch.linspace(0, 1, 8).expand(num, 3, 8, 8)
+    cropped, views = (policy(x, keys(num)) for policy in (expert, viewmaker))
+    changed = (views != cropped).flatten(1).any(1).double()
+    width = cropped[:, 0, 0, 7] - cropped[:, 0, 0, 0]
+    assert abs(changed.mean().item() - 0.5) < 0.05
+    assert width.std() > 0.05
+    assert abs(torch.corrcoef(torch.stack([changed, width.double()]))[0, 1].item()) < 0.1
+
+
+@pytest.mark.parametrize(
+    "config", [SequenceConfig(parts=(EXPERT, SMALL)), PairConfig(first=SMALL, second=EXPERT)], ids=["sequence", "pair"]
+)
+def test_a_view_depends_on_its_keys_alone(config: Any) -> None:
+    policy, x = build(config), pictures(8)
+    for view in (0, 1):
+        whole = policy(x, keys(8, view=view))
+        part = policy(x[3:6], keys(3, first=3, view=view))
+        torch.testing.assert_close(part, whole[3:6], rtol=0, atol=1e-6)
+        assert not torch.equal(whole[0], policy(x, keys(8, view=view + 2))[0])
+
+
+def test_the_gradient_of_a_viewmaker_passes_what_is_behind_it() -> None:
+    """Crop, flip, grayscale and blur are linear, so a step along any direction gives the gradient exactly."""
+    behind = ExpertImageConfig(jitter_probability=0.0, blur_probability=0.8, grayscale_probability=0.5)
+    for config in (behind, behind.model_copy(update={"blur": "constant"}), FLIP, RandomMaskConfig()):
+        policy = build(SequenceConfig(parts=(config,)))
+        draw = torch.Generator().manual_seed(1)
+        x, direction, weight = (torch.rand(12, 3, 16, 16, generator=draw) for _ in range(3))
+        x.requires_grad_()
+        (gradient,) = torch.autograd.grad((weight * policy(x, keys(12))).sum(), x)
+        with torch.no_grad():
+            change = (weight * (policy(x + direction, keys(12)) - policy(x, keys(12)))).sum()
+        assert (gradient * direction).sum().item() == pytest.approx(change.item(), rel=1e-4), config
+        # The forward pass is the same with and without a gradient.
+        assert torch.equal(policy(x, keys(12)).detach(), policy(x.detach(), keys(12)))
+
+
+def test_a_viewmaker_gets_the_gradient_of_what_it_saw_behind_a_crop() -> None:
+    x, weight = pictures(6), torch.rand(6, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    composed = build(SequenceConfig(parts=(CROP, SMALL)))
+    viewmaker = viewmaker_of(composed)
+    cropped = build(SequenceConfig(parts=(CROP, NO_VIEWS)))(x, keys(6))
+    views = [composed(x, keys(6)), viewmaker(cropped, keys(6))]
+    assert torch.equal(*views)
+    parameters = list(viewmaker.parameters())
+    ours, expected = (torch.autograd.grad((weight * view).sum(), parameters) for view in views)
+    assert all(torch.equal(*both) for both in zip(ours, expected, strict=True))
+    assert any(gradient.abs().max() > 0 for gradient in ours)
+
+
+def test_a_viewmaker_between_two_policies_gets_a_gradient_in_every_parameter() -> None:
+    composed = build(SequenceConfig(parts=(EXPERT, SMALL, CROP)))
+    composed(pictures(6), keys(6)).square().sum().backward()
+    for name, parameter in composed.named_parameters():
+        assert parameter.grad is not None, name
+        assert bool(parameter.grad.abs().max() == 0) == name.endswith("conv.bias"), name
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SequenceConfig(parts=(EXPERT, SMALL)),
+        PairConfig(first=EXPERT, second=SMALL),
+        PairConfig(first=SequenceConfig(parts=(CROP, SMALL)), second=RandomMaskConfig()),
+    ],
+    ids=["sequence", "pair", "both"],
+)
+def test_both_views_in_one_call_are_those_of_two_calls(config: Any) -> None:
+    policy, x = build(config), pictures(6)
+    for first in (0, 2):
+        together = policy(torch.cat([x, x]), keys(6, view=first).two_views())
+        apart = torch.cat([policy(x, keys(6, view=first)), policy(x, keys(6, view=first + 1))])
+        torch.testing.assert_close(together, apart, rtol=0, atol=1e-6)
+
+
+def test_a_composition_with_a_viewmaker_is_the_trained_module() -> None:
+    plain = build_modules(debug.viewmaker())
+    parts = "parts: [{kind: expert_image}, {kind: viewmaker, base_width: 4, num_res_blocks: 1}]"
+    settings = [f"views={{kind: sequence, {parts}}}", "memory.viewmaker_checkpointing=2"]
+    composed = build_modules(resolve_recipe("debug:viewmaker", settings))
+    assert composed.trained_modules.keys() == plain.trained_modules.keys() == {"encoder", "viewmaker"}
+    ours, expected = (modules.trained_modules["viewmaker"].state_dict() for modules in (composed, plain))
+    assert all(torch.equal(ours[f"parts.1.{name}"], tensor) for name, tensor in expected.items())
+    assert viewmaker_of(composed.view_policy).checkpointing == 2
+    assert (
+        build_modules(resolve_recipe("debug:image", ["views={kind: sequence, parts: [{kind: random_mask}]}"])).viewmaker
+        is None
+    )
+
+
+def test_a_mask_protects_the_object_before_a_crop() -> None:
+    masked = ViewmakerConfig(base_width=4, num_res_blocks=1, mask="box")
+    policy = build(SequenceConfig(parts=(masked, NO_VIEWS)))
+    x, masks = pictures(3), torch.zeros(3, 16, 16, dtype=torch.uint8)
+    masks[:, 4:9, 2:7] = 255
+    views = policy(x, keys(3), masks)
+    assert torch.equal(views[:, :, 4:9, 2:7], x[:, :, 4:9, 2:7])
+    assert not torch.equal(views, x)
+    with pytest.raises(ValueError, match="have no masks of their objects"):
+        policy(x, keys(3))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"kind": "sequence", "parts": []}, "at least 1 item"),
+        ({"kind": "sequence", "parts": [{"kind": "sequence", "parts": []}]}, "does not match any of the expected tags"),
+        (
+            {"kind": "sequence", "parts": [{"kind": "viewmaker"}, {"kind": "viewmaker"}]},
+            'views of kind "sequence" hold 2 viewmakers, but a run trains one; leave one',
+        ),
+        (
+            {"kind": "pair", "first": {"kind": "viewmaker"}, "second": {"kind": "viewmaker"}},
+            'views of kind "pair" hold 2 viewmakers',
+        ),
+        (
+            {"kind": "sequence", "parts": [{"kind": "expert_image"}, {"kind": "spectral"}]},
+            r'views\.parts\[1\] has kind "spectral", which turns sounds into spectrograms',
+        ),
+        (
+            {"kind": "sequence", "parts": [{"kind": "viewmaker"}, {"kind": "expert_image"}]},
+            r"views\.parts\[1\] jitters colours behind a viewmaker",
+        ),
+        (
+            {"kind": "sequence", "parts": [{"kind": "expert_image"}, {"kind": "viewmaker", "mask": "box"}]},
+            r"views\.parts\[1\] has mask=box, which knows where the object was before the crop or flip",
+        ),
+        (
+            {"kind": "sequence", "parts": [{"kind": "random_mask"}, {"kind": "viewmaker"}]},
+            "a random mask before it doubles them; set its rescale=false",
+        ),
+    ],
+)
+def test_compositions_that_cannot_work_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TypeAdapter(ViewsConfig).validate_python(config)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "views={kind: pair, first: {kind: expert_image}, second: {kind: viewmaker}}",
+            'views of kind "pair" need section `adversary`',
+        ),
+        (
+            "views={kind: sequence, parts: [{kind: expert_image}, {kind: viewmaker, bugdet: 1}]}",
+            'unknown key "views.parts[1].bugdet"',
+        ),
+        (
+            "views={kind: pair, first: {kind: spectral}, second: {kind: expert_image}}",
+            'views of kind "spectral" are for sounds, not for pictures',
+        ),
+    ],
+)
+def test_a_user_reads_one_sentence(override: str, message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        resolve_recipe("debug:image", [override])
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_adversary_without_a_viewmaker_is_refused() -> None:
+    views = "views={kind: sequence, parts: [{kind: expert_image}]}"
+    with pytest.raises(UserError, match='views of kind "sequence" take no section `adversary`'):
+        resolve_recipe("debug:viewmaker", [views])
+
+
+def test_sounds_may_be_paired_but_have_no_sequence() -> None:
+    config = PairConfig(first=SpectralConfig(), second=WaveformConfig())
+    config.check_medium(FSDD)
+    policy = build_view_policy(config, image_channels=1, mel=FSDD)
+    sounds = torch.rand(2, FSDD.num_points, generator=torch.Generator().manual_seed(0))
+    for view, single in enumerate((config.first, config.second)):
+        alone = build_view_policy(single, image_channels=1, mel=FSDD)
+        assert torch.equal(policy(sounds, keys(2, view=view)), alone(sounds, keys(2, view=view)))
+    sequence = SequenceConfig(parts=(EXPERT,))
+    for refused in (sequence, PairConfig(first=sequence, second=EXPERT)):
+        with pytest.raises(ValueError, match='kind "sequence" are for pictures, not for sounds'):
+            refused.check_medium(FSDD)
+    with pytest.raises(ValueError, match='kind "expert_image" are for pictures, not for sounds'):
+        PairConfig(first=SpectralConfig(), second=EXPERT).check_medium(FSDD)
+
+
+def test_the_size_of_pictures_is_checked_for_every_part() -> None:
+    config = SequenceConfig(parts=(FLIP, SMALL))
+    config.check_image_size(height=16, width=16)
+    with pytest.raises(ValueError, match="need square pictures"):
+        config.check_image_size(height=16, width=20)
+    with pytest.raises(ValueError, match="multiples of 4"):
+        PairConfig(first=FLIP, second=config).check_image_size(height=18, width=18)
+    assert config.is_learned
+    assert not PairConfig(first=FLIP, second=FLIP).is_learned
+    assert not PairConfig(first=FLIP, second=RandomMaskConfig()).is_bounded
+    masked = SMALL.model_copy(update={"mask": "box"})
+    assert SequenceConfig(parts=(masked, NO_VIEWS)).protects == "views.mask=box"

@@ -1,0 +1,231 @@
+"""Compose view policies: one after the other on the same view, or another policy for each of the two views.
+
+A sequence of a crop and a viewmaker lets the viewmaker change what the crop has left. A pair of an expert policy and a
+viewmaker compares a hand-made view with a learned one.
+
+Draws: the last part of a sequence draws what it would draw alone. Each part before it draws from keys of its own, so
+no two parts share a number. The views of a pair have different keys already.
+
+Legend: B samples, C channels, H rows, W columns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from data_pipeline.audio.log_mel import MelConfig
+from data_pipeline.core.counter_rng import DrawKeys
+from trainer.models.activation_checkpointing import Checkpointing
+from trainer.views.expert_audio import SpectralConfig, WaveformConfig
+from trainer.views.expert_image import ExpertImage, ExpertImageConfig
+from trainer.views.policy import BaseViewsConfig, ViewsInputs
+from trainer.views.random_mask import RandomMask, RandomMaskConfig
+from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
+
+_VIEWS_OF_A_PART = 1 << 20  # the numbers of views that a part has for itself; even, so first views stay first
+
+SingleConfig = ExpertImageConfig | RandomMaskConfig | ViewmakerConfig | SpectralConfig | WaveformConfig
+_Part = Annotated[SingleConfig, Field(discriminator="kind")]
+
+
+class _ComposedConfig(BaseViewsConfig):
+    """The base of the configs of compositions: what they can do follows from their single policies."""
+
+    @property
+    def singles(self) -> tuple[SingleConfig, ...]:
+        """Return the configs of the single policies, in their order."""
+        raise NotImplementedError
+
+    @property
+    def is_learned(self) -> bool:  # type: ignore[override]
+        return any(map(_is_viewmaker, self.singles))
+
+    @property
+    def is_bounded(self) -> bool:  # type: ignore[override]
+        return all(single.is_bounded for single in self.singles)
+
+    @property
+    def protects(self) -> str | None:
+        return next((single.protects for single in self.singles if single.protects is not None), None)
+
+    def check_medium(self, mel: MelConfig | None) -> None:
+        super().check_medium(mel)
+        for single in self.singles:
+            single.check_medium(mel)
+
+    def check_image_size(self, *, height: int, width: int) -> None:
+        for single in self.singles:
+            single.check_image_size(height=height, width=width)
+
+    def _refuse_two_viewmakers(self) -> None:
+        if (num := sum(map(_is_viewmaker, self.singles))) > 1:
+            raise ValueError(f'views of kind "{self.kind}" hold {num} viewmakers, but a run trains one; leave one')
+
+
+class SequenceConfig(_ComposedConfig):
+    """The config of policies for pictures that are applied one after the other.
+
+    parts: the policies, in their order. The gradient of a viewmaker passes the parts behind it; the parts before it get
+        none. So no part behind a viewmaker may jitter colours, which has no gradient here.
+    """
+
+    kind: Literal["sequence"] = "sequence"
+    parts: Annotated[tuple[_Part, ...], Field(min_length=1, max_length=8)]
+
+    @property
+    def singles(self) -> tuple[SingleConfig, ...]:
+        return self.parts
+
+    def build(self, given: ViewsInputs) -> Sequence:
+        return Sequence(part.build(given) for part in self.parts)
+
+    @model_validator(mode="after")
+    def _each_part_works_in_its_place(self) -> Self:
+        self._refuse_two_viewmakers()
+        for number, part in enumerate(self.parts):
+            before = self.parts[:number]
+            where = f"views.parts[{number}]"
+            if isinstance(part, SpectralConfig | WaveformConfig):
+                raise ValueError(
+                    f'{where} has kind "{part.kind}", which turns sounds into spectrograms, but the parts of a '
+                    "sequence change pictures; take it alone, or in a pair"
+                )
+            if any(isinstance(each, RandomMaskConfig) and each.rescale for each in before):
+                raise ValueError(
+                    f"{where} expects values in [0, 1], but a random mask before it doubles them; set its "
+                    "rescale=false, or put it last"
+                )
+            if isinstance(part, ViewmakerConfig) and part.mask != "none" and any(map(_moves_pixels, before)):
+                raise ValueError(
+                    f"{where} has mask={part.mask}, which knows where the object was before the crop or flip ahead of "
+                    "it; put the viewmaker first, or set its mask=none"
+                )
+            if isinstance(part, ExpertImageConfig) and part.jitters and any(map(_is_viewmaker, before)):
+                raise ValueError(
+                    f"{where} jitters colours behind a viewmaker, whose gradient cannot pass a colour jitter; put it "
+                    "before the viewmaker, or set its jitter_probability=0"
+                )
+        return self
+
+
+class PairConfig(_ComposedConfig):
+    """The config of another policy for each of the two views.
+
+    first, second: the policy of the first and of the second view.
+    """
+
+    takes_sounds: ClassVar[bool] = True  # if both policies do, which `check_medium` says
+
+    kind: Literal["pair"] = "pair"
+    first: Annotated[SingleConfig | SequenceConfig, Field(discriminator="kind")]
+    second: Annotated[SingleConfig | SequenceConfig, Field(discriminator="kind")]
+
+    @property
+    def singles(self) -> tuple[SingleConfig, ...]:
+        return tuple(
+            single
+            for each in (self.first, self.second)
+            for single in (each.parts if isinstance(each, SequenceConfig) else (each,))
+        )
+
+    def build(self, given: ViewsInputs) -> Pair:
+        return Pair(self.first.build(given), self.second.build(given))
+
+    def check_medium(self, mel: MelConfig | None) -> None:
+        self.first.check_medium(mel)
+        self.second.check_medium(mel)
+
+    @model_validator(mode="after")
+    def _has_one_viewmaker(self) -> Self:
+        self._refuse_two_viewmakers()
+        return self
+
+
+class _Composed(nn.Module):
+    """The base of compositions. What is set for a viewmaker goes to the viewmaker inside, if there is one."""
+
+    @property
+    def viewmaker(self) -> Viewmaker | None:
+        return next((module for module in self.modules() if isinstance(module, Viewmaker)), None)
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        return "none" if self.viewmaker is None else self.viewmaker.checkpointing
+
+    @checkpointing.setter
+    def checkpointing(self, checkpointing: Checkpointing) -> None:
+        if self.viewmaker is not None:
+            self.viewmaker.checkpointing = checkpointing
+
+    def compile_layers(self, **options: Any) -> None:
+        """Compile the viewmaker, as `Viewmaker.compile_layers` does."""
+        if self.viewmaker is not None:
+            self.viewmaker.compile_layers(**options)
+
+
+class Sequence(_Composed):
+    """The view policy of a sequence: a module `policy(images_BCHW, keys, masks_BHW) -> views_BCHW`."""
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
+        """Return one view of each picture, in the dtype of the pictures. Raises like the parts."""
+        for number, part in enumerate(self.parts):
+            to_come = len(self.parts) - 1 - number
+            own_keys = dataclasses.replace(keys, view=keys.view + to_come * _VIEWS_OF_A_PART)
+            images_BCHW = _apply(part, images_BCHW, own_keys, masks_BHW)
+        return images_BCHW
+
+
+class Pair(_Composed):
+    """The view policy of a pair: a module `policy(inputs, keys, masks_BHW) -> views_BCHW`.
+
+    The number of the view in the keys chooses the policy: even numbers belong to first views.
+    """
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, inputs: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
+        """Return one view of each picture or sound. Raises like the policy.
+
+        Keys of two views (`DrawKeys.two_views`) have all rows of the first view before those of the second.
+        """
+        if keys.is_next_B is None:
+            return _apply(self.second if keys.view % 2 else self.first, inputs, keys, masks_BHW)
+        assert keys.view % 2 == 0  # both views of a pair
+        half, views = len(inputs) // 2, []
+        for number, rows in enumerate((slice(0, half), slice(half, None))):
+            own_keys = dataclasses.replace(keys.rows(rows), view=keys.view + number, is_next_B=None)
+            own_masks_BHW = None if masks_BHW is None else masks_BHW[rows]
+            views.append(_apply(self.second if number else self.first, inputs[rows], own_keys, own_masks_BHW))
+        return torch.cat(views)
+
+
+def _apply(policy: nn.Module, inputs: Tensor, keys: DrawKeys, masks_BHW: Tensor | None) -> Tensor:
+    """Return the views by one policy. Only a viewmaker runs under autocast and in float64, as it does alone."""
+    view: Tensor
+    if isinstance(policy, _Composed | Viewmaker):
+        view = policy(inputs, keys, masks_BHW)
+    else:
+        given = inputs.float() if isinstance(policy, ExpertImage | RandomMask) else inputs
+        with torch.autocast(inputs.device.type, enabled=False):
+            view = policy(given, keys, masks_BHW).to(inputs.dtype)
+    return view
+
+
+def _is_viewmaker(config: SingleConfig) -> bool:
+    return isinstance(config, ViewmakerConfig)
+
+
+def _moves_pixels(config: SingleConfig) -> bool:
+    return isinstance(config, ExpertImageConfig) and (config.area is not None or config.flip_probability > 0)
