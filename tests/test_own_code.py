@@ -650,12 +650,16 @@ TABLES = {
 # A view inside another, an analysis of one policy, the engine of a run that says nothing or runs in one process, and
 # exports to the libraries that have the same encoder.
 EXPORTS = {"trainer/model_card.py", "trainer/published_models.py"}
+COMPOSED = "trainer/views/composed.py"  # says which of them may be a part of which
 NAMED_BY = {
     "ResNetConfig": EXPORTS,
     "TimmConfig": EXPORTS,
     "NTXentConfig": {"trainer/objectives/nt_xent_cycle.py", "trainer/objectives/nt_xent_decoder.py"},
-    "WaveformConfig": {"trainer/views/viewmaker.py"},
-    "ExpertImageConfig": {"trainer/analyses/collision.py"},
+    "WaveformConfig": {"trainer/views/viewmaker.py", COMPOSED},
+    "ExpertImageConfig": {"trainer/analyses/collision.py", COMPOSED},
+    "RandomMaskConfig": {COMPOSED},
+    "SpectralConfig": {COMPOSED},
+    "ViewmakerConfig": {COMPOSED},
     "DDPConfig": {"trainer/config.py", "trainer/planning/measure.py", "trainer/step_replay.py"},
 }
 

@@ -24,6 +24,7 @@ from data_pipeline.core.counter_rng import DrawKeys
 from trainer.models.activation_checkpointing import Checkpointing
 from trainer.views.expert_audio import SpectralConfig, WaveformConfig
 from trainer.views.expert_image import ExpertImage, ExpertImageConfig
+from trainer.views.inputs import without_autocast
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
 from trainer.views.random_mask import RandomMask, RandomMaskConfig
 from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
@@ -218,7 +219,7 @@ def _apply(policy: nn.Module, inputs: Tensor, keys: DrawKeys, masks_BHW: Tensor 
         view = policy(inputs, keys, masks_BHW)
     else:
         given = inputs.float() if isinstance(policy, ExpertImage | RandomMask) else inputs
-        with torch.autocast(inputs.device.type, enabled=False):
+        with without_autocast(inputs.device):
             view = policy(given, keys, masks_BHW).to(inputs.dtype)
     return view
 

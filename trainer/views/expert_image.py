@@ -28,7 +28,7 @@ from data_pipeline.core.schema import PositiveShare, Share
 from trainer.views.colour import HUE, LUMA, JitterDraws, jitter_colour_, luma
 from trainer.views.expert_draws import ExpertDraws
 from trainer.views.few_kernels import apply_draws_in_few_kernels
-from trainer.views.inputs import check_floating
+from trainer.views.inputs import check_floating, without_autocast
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
 from trainer.views.resampling import (
     CropDraws,
@@ -198,7 +198,7 @@ class ExpertImage(nn.Module):
         if C != 3 or H != W:
             raise ValueError(f"expert image views need square RGB pictures, got {C} channels of {H} x {W} pixels")
         draws = draw(self.config, keys, size=H)
-        with torch.autocast(images_BCHW.device.type, enabled=False):  # a crop in bfloat16 would lose shades
+        with without_autocast(images_BCHW.device):  # a crop in bfloat16 would lose shades
             if images_BCHW.device.type != "cpu" and not images_BCHW.requires_grad:
                 luma_C, identity_CC = (constant.to(images_BCHW) for constant in (self.luma_C, self.identity_CC))
                 return apply_draws_in_few_kernels(images_BCHW, draws, luma_C=luma_C, identity_CC=identity_CC)

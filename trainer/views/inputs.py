@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
 from torch import Tensor
 
 from data_pipeline.core.errors import UserError
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context without autocast. The device "meta" has none."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def check_floating(images_BCHW: Tensor) -> None:

@@ -129,11 +129,13 @@ def test_every_epoch_seed_and_pair_has_a_mask_of_its_own(other: DrawKeys) -> Non
     assert abs(agree - 0.5) < 4 * 0.5 / x.numel() ** 0.5
 
 
-def test_pictures_stay_as_they_were_and_get_no_gradient() -> None:
+def test_pictures_stay_as_they_were_and_get_the_gradient_of_what_is_kept() -> None:
     x = pictures(4).requires_grad_()
     before = x.detach().clone()
     views = RandomMask(RandomMaskConfig())(x, keys(4))
-    assert not views.requires_grad
+    views.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad * before, views)
     assert torch.equal(x, before)
     assert views.max() <= 2 * x.max()
     assert not list(RandomMask(RandomMaskConfig()).parameters())
