@@ -19,7 +19,6 @@ import s3fs
 import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moto.server import ThreadedMotoServer
 from PIL import Image
 
 from data_pipeline.__main__ import main
@@ -36,6 +35,7 @@ from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.tar_headers import read_headers
 from data_pipeline.storage.tar_index import has_remote_tars
 from tests.commands import call
+from tests.object_store import served_bucket
 
 Member = tuple[str, bytes]  # name and content
 
@@ -486,20 +486,8 @@ def test_the_other_commands_take_tars(
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
     """An S3-compatible server on the loopback address, with an empty bucket. Its URL is in AWS_ENDPOINT_URL."""
-    with pytest.MonkeyPatch.context() as patch:
-        server = ThreadedMotoServer(port=0, verbose=False)
-        server.start()
-        host, port = server.get_host_and_port()
-        for name, value in (
-            ("AWS_ENDPOINT_URL", f"http://{host}:{port}"),
-            ("AWS_ACCESS_KEY_ID", "test"),
-            ("AWS_SECRET_ACCESS_KEY", "test"),
-            ("AWS_DEFAULT_REGION", "us-east-1"),
-        ):
-            patch.setenv(name, value)
-        boto3.client("s3").create_bucket(Bucket="pictures")
-        yield "s3://pictures"
-        server.stop()
+    with served_bucket("pictures") as name:
+        yield f"s3://{name}"
 
 
 def upload(directory: Path, bucket: str, prefix: str) -> str:

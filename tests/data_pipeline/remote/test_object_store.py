@@ -11,12 +11,12 @@ from pathlib import Path
 
 import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from data_pipeline.building.index_tars import Fields, make_index
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.remote.cache import RemoteConfig
 from tests.data_pipeline.building.test_index_tars import simple
+from tests.object_store import served_bucket
 from tests.tiny_data import write_tiny_dataset
 
 pytestmark = pytest.mark.process
@@ -54,20 +54,8 @@ def lines(location: str, cache_dir: Path | str, gigabytes: float, *, start_step:
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        server = ThreadedMotoServer(port=0, verbose=False)
-        server.start()
-        host, port = server.get_host_and_port()
-        for name, value in (
-            ("AWS_ENDPOINT_URL", f"http://{host}:{port}"),
-            ("AWS_ACCESS_KEY_ID", "test"),
-            ("AWS_SECRET_ACCESS_KEY", "test"),
-            ("AWS_DEFAULT_REGION", "us-east-1"),
-        ):
-            patch.setenv(name, value)
-        boto3.client("s3").create_bucket(Bucket="killed")
-        yield "killed"
-        server.stop()
+    with served_bucket("killed") as name:
+        yield name
 
 
 @pytest.mark.slow
