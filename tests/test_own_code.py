@@ -441,6 +441,19 @@ def test_a_run_of_another_package_goes_through_every_command(
 
 
 @pytest.mark.process
+def test_a_setting_of_ones_own_class_is_swept(site: Path, data: Path, tmp_path: Path, run: Callable[..., Done]) -> None:
+    flags = ["--config", MINE, *settings(data), "--set", "num_epochs=1", "--study-dir", tmp_path / "sweep"]
+    done = run(launch.train, *flags, "--sweep", "objective.margin=0.1,0.3,0.5", "--sweep", "seed=0,1")
+    assert done.status == 0, done.stderr
+    runs = sorted((tmp_path / "sweep").glob("*-margin=*"))
+    assert len(runs) == 6
+    assert all("finished_step" in RunDir(path).read_provenance() for path in runs)
+    done = run(trainer.report, tmp_path / "sweep", "--out", tmp_path / "r.html")
+    assert done.status == 0, done.stderr
+    assert "objective.margin" in (tmp_path / "r.html").read_text()
+
+
+@pytest.mark.process
 def test_code_that_has_changed_since_the_checkpoint_is_noticed(
     site: Path, data: Path, tmp_path: Path, run: Callable[..., Done]
 ) -> None:
