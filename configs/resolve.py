@@ -115,7 +115,7 @@ def _layers(name: str, *, allow_code: bool, above: tuple[Path, ...] = ()) -> lis
 
 
 def _merged(layers: Sequence[_Layer]) -> dict[str, Any]:
-    """Return the values of all layers, those of the first layer last."""
+    """Return the values of all layers together. Of two values for one setting, that of the earlier layer counts."""
     values = dict(layers[-1].values)
     for layer in reversed(layers[:-1]):
         values = merge(values, layer.values, where=layer.name, model=RunConfig)
@@ -132,7 +132,7 @@ def _name_of_data(data: DataConfig) -> str:
 def _name_of(location: str) -> str:
     """Return a name for the data at a location: its last folder but `train`, in the characters of a run's name.
 
-    For tars, a list of tars or an index, the name is that of the folder that holds them.
+    Tars, lists of tars and indexes get the name of their folder.
 
     Examples:
         >>> _name_of("data/My photos/train"), _name_of("https://host/birds/train/"), _name_of("pipe:cat {name}")

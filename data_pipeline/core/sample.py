@@ -145,7 +145,7 @@ class Batch:
         return self._map(torch.Tensor.clone)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors in a fixed order. Those of the second view are left out if they are those of the first."""
+        """Return each tensor once, in a fixed order: if both views share their input, it comes once."""
         inputs_b = None if self.inputs_b is self.inputs_a else self.inputs_b
         masks_b_BHW = None if self.masks_b_BHW is self.masks_BHW else self.masks_b_BHW
         own = (self.index_B, self.inputs_a, inputs_b, self.masks_BHW, masks_b_BHW, self.draw_index_B)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -75,19 +75,24 @@ class Shares:
 
     def counts(self, num_draws: int) -> list[int]:
         """Return the number of the first `num_draws` draws that come from each source, K numbers."""
-        counts = [0] * self._num_sources
-        waiting = [(self._root, num_draws)]
-        while waiting:
-            node, num = waiting.pop()
-            if isinstance(node, int):
-                counts[node] = num
-            else:
-                num_first = (2 * num * node.numerator + node.denominator) // (2 * node.denominator)
-                waiting += [(node.first, num_first), (node.second, num - num_first)]
-        return counts
+
+        def split(node: _Split, num: int) -> tuple[int, int]:
+            num_first = (2 * num * node.numerator + node.denominator) // (2 * node.denominator)
+            return num_first, num - num_first
+
+        return self._walk(num_draws, split)
 
     def most(self, num_draws: int) -> list[int]:
         """Return the most draws that each source may have among any `num_draws` draws in a row, K numbers."""
+
+        def split(node: _Split, num: int) -> tuple[int, int]:
+            num_second = num * (node.denominator - node.numerator)
+            return -(-num * node.numerator // node.denominator), -(-num_second // node.denominator)
+
+        return self._walk(num_draws, split)
+
+    def _walk(self, num_draws: int, split: Callable[[_Split, int], tuple[int, int]]) -> list[int]:
+        """Return the number at each leaf, K numbers, if `split` says how many of a node's draws go to its branches."""
         counts = [0] * self._num_sources
         waiting = [(self._root, num_draws)]
         while waiting:
@@ -95,10 +100,7 @@ class Shares:
             if isinstance(node, int):
                 counts[node] = num
             else:
-                num_first = num * node.numerator
-                num_second = num * (node.denominator - node.numerator)
-                waiting += [(node.first, -(-num_first // node.denominator))]
-                waiting += [(node.second, -(-num_second // node.denominator))]
+                waiting += zip((node.first, node.second), split(node, num), strict=True)
         return counts
 
 
