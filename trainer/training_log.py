@@ -156,7 +156,7 @@ def log_start(
         for name, module in modules.trained_modules.items()
     )
     steps_per_epoch = num_steps // config.num_epochs
-    if config.encoder.form_is_open:
+    if modules.config.encoder.kind != config.encoder.kind:
         size = "x".join(map(str, input_size(config, manifest.input_shape)))
         logger.info("encoder.kind=%s is %s for inputs of %s", config.encoder.kind, modules.config.encoder.kind, size)
     logger.info("%s: %s; %s on %s", config.name, sizes, config.precision, device)

@@ -76,7 +76,7 @@ TIMM = ("encoder.kind=timm", "encoder.name=vit_tiny_patch16_224")
             '"guassian"; it must be "pil", "gaussian", "simclr" or "constant"; did you mean "gaussian"?',
         ),
         (["precision=int8"], 'precision is "int8"; it must be "float32", "bfloat16", "float16" or "float64"'),
-        (["encoder.in_channels=2"], "encoder.in_channels is 2; it must be 1 or 3"),
+        (["encoder.in_channels=0"], "encoder.in_channels is 0; it must be at least 1"),
         (["memory.encoder_checkpointing=x"], 'is "x"; it must be "none" or "whole" or a whole number'),
         # A bound.
         (["encoder.width=0"], "encoder.width is 0; it must be at least 1"),

@@ -51,6 +51,10 @@ COMPOSED = {
     "crop_then_viewmaker": f"views={{kind: sequence, parts: [{{kind: expert_image}}, {SMALL}]}}",
     "expert_against_viewmaker": f"views={{kind: pair, first: {{kind: expert_image}}, second: {SMALL}}}",
 }
+CONVNET = (
+    "encoder={kind: convnet, image_size: [16, 16], embedding_size: 16, mean: [0.5, 0.5, 0.5], std: [0.25, 0.25, 0.25], "
+    "head: {hidden_sizes: [8], batch_norm: true, bias: false, defaults: keras}}"
+)
 WITHOUT_BATCH_NORM = (
     "encoder={kind: timm, name: vit_tiny_patch16_224, embedding_size: 16, "
     "mean: [0.5, 0.5, 0.5], std: [0.25, 0.25, 0.25], "
@@ -123,8 +127,8 @@ def assert_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch
 
 
 @functools.cache
-def reference(objective: str, micro_batches: int, *views: str) -> dict[str, torch.Tensor]:
-    config = configure(objective, [*views, *Cell(micro_batches=micro_batches).overrides()])
+def reference(objective: str, micro_batches: int, *sections: str) -> dict[str, torch.Tensor]:
+    config = configure(objective, [*sections, *Cell(micro_batches=micro_batches).overrides()])
     (found,) = run_ranks(one_step, 1, config)
     return found
 
@@ -143,13 +147,13 @@ def test_every_cell_is_one_process(objective: str, num_ranks: int) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("views", COMPOSED)
-def test_every_cell_of_composed_views_is_one_process(views: str, num_ranks: int) -> None:
+@pytest.mark.parametrize("section", [*COMPOSED.values(), CONVNET], ids=[*COMPOSED, "convnet"])
+def test_every_cell_of_composed_views_and_a_convnet_is_one_process(section: str, num_ranks: int) -> None:
     cells = [Cell(checkpointing=checkpointing, micro_batches=num) for checkpointing in (False, True) for num in (1, 2)]
-    configs = [configure("nt_xent", [COMPOSED[views], *cell.overrides()]) for cell in cells]
+    configs = [configure("nt_xent", [section, *cell.overrides()]) for cell in cells]
     for of_rank in run_ranks(steps, num_ranks, configs):
         for cell, result in zip(cells, of_rank, strict=True):
-            assert_equal(result, reference("nt_xent", cell.micro_batches, COMPOSED[views]), cell)
+            assert_equal(result, reference("nt_xent", cell.micro_batches, section), cell)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Encoders and their parts: trunks, heads, batch norm.
 
-Input: views (B, C, H, W) with one or three channels. Output: embeddings (B, D) for the objective, features (B, F) for
+Input: views (B, C, H, W) with any number of channels. Output: embeddings (B, D) for the objective, features (B, F) for
 the linear probe and pooled features (B, C) for kNN, all float32.
 
 Invariant: batch statistics do not depend on the number of ranks, unless the config has `batch_norm="local"`.
@@ -9,6 +9,7 @@ Invariant: batch statistics do not depend on the number of ranks, unless the con
 from typing import TYPE_CHECKING
 
 from trainer.models.encoder import (
+    ConvNetConfig,
     Encoder,
     EncoderConfig,
     Normalization,
@@ -33,6 +34,7 @@ else:
 
 
 __all__ = [
+    "ConvNetConfig",
     "Encoder",
     "EncoderConfig",
     "HeadConfig",

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.kinds import KindConfig, Kinds
-from data_pipeline.core.schema import BatchSize, InputMean, InputStd, LayerSize, Line, Schema
+from data_pipeline.core.schema import BatchSize, ImageSize, InputMean, InputStd, LayerSize, Line, Schema
 from trainer.distributed.collectives import is_distributed
 from trainer.models.batch_norm import counted_together, depends_on_row_order, grouped_statistics
+from trainer.models.convnet import ConvNet, Padding
 from trainer.models.heads import HeadConfig, build_head
 from trainer.models.resnet import Init, blocks_of_depth, resnet_trunk
 from trainer.models.timm_trunk import OWN_ARGUMENTS, TimmTrunk, check_timm_name
@@ -43,6 +44,7 @@ ENCODERS: Final = MappingProxyType(
     {
         **dict.fromkeys(get_args(ResNetKind), "trainer.models.encoder:ResNetConfig"),
         "wrn_34_5": "trainer.models.encoder:WideResNet34x5Config",
+        "convnet": "trainer.models.encoder:ConvNetConfig",
         "timm": "trainer.models.encoder:TimmConfig",
     }
 )
@@ -74,7 +76,7 @@ class BaseEncoderConfig(KindConfig):
 
     kinds: ClassVar[Kinds[BaseEncoderConfig]] = Kinds("encoder", group="encoders", built_in=ENCODERS)
 
-    in_channels: Literal[1, 3] = 3
+    in_channels: LayerSize = 3
     embedding_size: LayerSize = 128
     head: HeadConfig = HeadConfig()
     batch_norm: Literal["synchronized", "local", "split"] = "synchronized"
@@ -200,6 +202,45 @@ class WideResNet34x5Config(BaseEncoderConfig):
 
     def build_trunk(self) -> Trunk:
         return wide_resnet_trunk(depth=34, widening=5, in_channels=self.in_channels)
+
+
+class ConvNetConfig(BaseEncoderConfig):
+    """The network of the RandBit experiment (Chen, Luo and Li 2021): a few convolutions and a dense layer.
+
+    channels: the outputs of each 3x3 convolution of stride 2.
+    dense_size: the outputs of a layer that reads the whole map, and that probes and the head read; None for none, so
+        that they read the map and its mean.
+    image_size: the height and width of the inputs, on which the dense layer depends. None takes those of the data.
+    padding: "valid", as published; "same" for smaller pictures. See `trainer.models.convnet.Padding`.
+
+    The published projector has `embedding_size=64`, and its head hidden_sizes (256,), `batch_norm`, `bias=False` and
+    `defaults="keras"`.
+    """
+
+    kind: Literal["convnet"] = "convnet"
+    channels: Annotated[tuple[LayerSize, ...], Field(min_length=1, max_length=16)] = (32, 64, 64)
+    dense_size: LayerSize | None = 128
+    image_size: tuple[ImageSize, ImageSize] | None = None
+    padding: Padding = "valid"
+
+    @property
+    def form_is_open(self) -> bool:
+        return self.dense_size is not None and self.image_size is None
+
+    def with_form(self, *, height: int, width: int) -> Self:
+        return self.model_copy(update={"image_size": (height, width)}) if self.form_is_open else self
+
+    def build_trunk(self) -> Trunk:
+        return ConvNet(
+            self.channels,
+            dense_size=self.dense_size,
+            image_size=self.image_size,
+            padding=self.padding,
+            in_channels=self.in_channels,
+        )
+
+    def size_option(self, height: int) -> str | None:
+        return None if self.image_size is None else "encoder.image_size=null"
 
 
 class TimmConfig(BaseEncoderConfig):

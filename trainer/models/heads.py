@@ -13,6 +13,7 @@ from torch import nn
 
 from data_pipeline.core.schema import LayerSize, Schema
 from trainer.models.batch_norm import SynchronizedBatchNorm1d
+from trainer.models.keras_defaults import set_keras_defaults
 
 
 class HeadConfig(Schema):
@@ -21,14 +22,20 @@ class HeadConfig(Schema):
     hidden_sizes: the numbers of outputs of the hidden layers.
     batch_norm: whether a batch norm is between every hidden layer and its ReLU.
     output_batch_norm: whether a batch norm follows the last layer, which has no ReLU.
+    bias: whether the layers have a bias.
+    defaults: the library whose first weights and batch norm the layers get. "keras" is for experiments that were run in
+        it, see `trainer.models.keras_defaults`.
 
     The heads of the papers: SimCLR's (512,); SimSiam's projector (2048,) with both batch norms, and its predictor
-    (512,) with `batch_norm` (Chen and He 2021); the head of Barlow Twins (2048, 2048) with both (Zbontar et al. 2021).
+    (512,) with `batch_norm` (Chen and He 2021); the head of Barlow Twins (2048, 2048) with both (Zbontar et al. 2021);
+    that of the RandBit experiment (256,) with `batch_norm`, `bias=False`, `defaults="keras"` (Chen, Luo and Li 2021).
     """
 
     hidden_sizes: Annotated[tuple[LayerSize, ...], Field(max_length=16)] = ()
     batch_norm: bool = False
     output_batch_norm: bool = False
+    bias: bool = True
+    defaults: Literal["torch", "keras"] = "torch"
 
     @model_validator(mode="after")
     def _batch_norm_has_a_place(self) -> Self:
@@ -42,13 +49,17 @@ def build_head(
 ) -> nn.Module:
     """Return a head, (B, num_in) to (B, num_out), with new weights from torch's default generator.
 
-    Every linear layer has a bias, even before a batch norm, as in the published code of Huang et al. 2023. A
-    `batch_norm` computes statistics over the batch of all ranks ("synchronized") or over each rank's part ("local").
+    By default, every linear layer has a bias, even before a batch norm, as in the published code of Huang et al. 2023.
+    A `batch_norm` computes statistics over the batch of all ranks ("synchronized") or over each rank's part ("local").
     """
     norm = SynchronizedBatchNorm1d if batch_norm == "synchronized" else nn.BatchNorm1d
     layers: list[nn.Module] = []
     for size_in, size_out in pairwise((num_in, *config.hidden_sizes)):
-        layers += [nn.Linear(size_in, size_out), *([norm(size_out)] if config.batch_norm else []), nn.ReLU()]
-    last = nn.Linear((num_in, *config.hidden_sizes)[-1], num_out)
+        linear = nn.Linear(size_in, size_out, bias=config.bias)
+        layers += [linear, *([norm(size_out)] if config.batch_norm else []), nn.ReLU()]
+    last = nn.Linear((num_in, *config.hidden_sizes)[-1], num_out, bias=config.bias)
     layers += [last, *([norm(num_out)] if config.output_batch_norm else [])]
-    return nn.Sequential(*layers) if len(layers) > 1 else last
+    head = nn.Sequential(*layers) if len(layers) > 1 else last
+    if config.defaults == "keras":
+        set_keras_defaults(head)
+    return head
