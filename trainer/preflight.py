@@ -33,8 +33,8 @@ from trainer.run_dir import LOCK_NAME, RunDir, hold, write_json
 logger = logging.getLogger(__name__)
 
 # Settings that change no result. The watchdog's own message asks for other values; a sweep that gets another axis or
-# directory keeps its runs.
-_MAY_CHANGE = ("watchdog.", "tracking.group", "tracking.axes")
+# directory keeps its runs, and so does a study whose factors or levels are renamed.
+_MAY_CHANGE = ("watchdog.", "tracking.group", "tracking.axes", "tracking.factors")
 
 
 def check_data(config: RunConfig) -> Manifests:

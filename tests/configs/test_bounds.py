@@ -140,13 +140,17 @@ def test_a_plain_name_stays_inside_runs(name: str) -> None:
             'tracking.wandb_project: "a/b" is not a name that W&B allows for a project; leave out /',
         ),
         ({"tracking": {"wandb_project": "a\u202eb"}}, "tracking.wandb_project: "),
+        ({"tracking": {"factors": {"cure": "a\nb"}}}, "tracking.factors"),
+        ({"tracking": {"factors": {"cure": ""}}}, "tracking.factors"),
+        ({"tracking": {"factors": {"cure": "x" * 129}}}, "tracking.factors"),
+        ({"tracking": {"factors": {str(number): "x" for number in range(21)}}}, "tracking.factors"),
     ],
 )
 def test_a_text_that_cannot_be_printed_is_refused(settings: dict[str, Any], said: str) -> None:
     def merged(base: Any, changes: Any) -> Any:
         if not isinstance(changes, dict):
             return changes
-        return base | {key: merged(base[key], value) for key, value in changes.items()}
+        return base | {key: merged(base.get(key), value) for key, value in changes.items()}
 
     config = merged(resolve_recipe("debug:image").model_dump(mode="json"), settings)
     with pytest.raises(UserError) as raised:

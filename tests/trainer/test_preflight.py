@@ -32,8 +32,9 @@ from trainer.models import encoder as encoder_module
 from trainer.models.encoder import EncoderConfig
 from trainer.modules import build_modules
 from trainer.objectives import NTXentConfig, ObjectiveConfig, PublishedNTXentConfig
-from trainer.preflight import check_data, claim
-from trainer.run_dir import LOCK_NAME, RunDir, hold, is_held
+from trainer.preflight import check_data, claim, refuse_other_config
+from trainer.reports.config_identity import config_identity
+from trainer.run_dir import LOCK_NAME, RunDir, hold, is_held, write_json
 from trainer.training_log import log_start
 
 X86 = {"architecture": "x86_64"}
@@ -338,3 +339,14 @@ def test_the_watchdogs_limits_may_change_from_start_to_start(config: RunConfig, 
     assert read_config(run_dir.config) == patient
     with pytest.raises(UserError, match=r"differs in seed\)"):
         take(run_dir, patient.model_copy(update={"seed": 5}))
+
+
+def test_a_run_keeps_its_directory_if_its_factors_are_renamed(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    config = resolve_recipe("debug:image", ["tracking.factors={setting: RandBit, cure: plain}"])
+    write_json(run_dir.config, config.model_dump(mode="json"))
+    renamed = resolve_recipe("debug:image", ["tracking.factors={setting: RandBit, cure: SimCLR, difficulty: '10'}"])
+    refuse_other_config(run_dir, renamed)
+    assert config_identity(config) == config_identity(renamed)
+    with pytest.raises(UserError, match="differs in seed"):
+        refuse_other_config(run_dir, renamed.model_copy(update={"seed": 1}))

@@ -24,6 +24,8 @@ def _check_project(name: str) -> str:
 Project = Annotated[Line, AfterValidator(_check_project), Field(max_length=128)]
 Tag = Annotated[Line, Field(max_length=64)]
 Group = Annotated[Line, Field(max_length=128)]
+FactorName = Annotated[Line, Field(max_length=64)]
+Level = Annotated[Line, Field(max_length=128)]
 
 
 class TrackingConfig(Schema):
@@ -35,6 +37,8 @@ class TrackingConfig(Schema):
     group: the group of the W&B run, such as its study or sweep; None means the run's name, which seeds share.
     axes: the settings that the sweep of this run varies, by their dotted names. --sweep sets them; reports draw over
         them.
+    factors: the level of this run in each factor of an experiment's design, such as {"setting": "RandBit", "cure":
+        "viewmaker"}. They change no result. Reports build their tables from them, and W&B gets them with the config.
     tensorboard: also write RUN_DIR/tensorboard (needs the extra "tensorboard").
     trackio: also write to Trackio, without pictures (needs the extra "trackio"). Its project is `wandb_project`.
     pictures_every_steps: the steps between two grids of views with histograms of their changes; None means never.
@@ -45,6 +49,7 @@ class TrackingConfig(Schema):
     tags: Annotated[tuple[Tag, ...], Field(max_length=100)] = ()
     group: Group | None = None
     axes: Annotated[tuple[Line, ...], Field(max_length=100)] = ()
+    factors: Annotated[dict[FactorName, Level], Field(max_length=20)] = Field(default_factory=dict)
     tensorboard: bool = False
     trackio: bool = False
     pictures_every_steps: Count | None = 500
