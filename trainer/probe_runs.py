@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
@@ -33,6 +34,7 @@ from trainer.probes.knn import probe_knn
 from trainer.probes.linear import ProbeConfig, Target, check_ranks, num_labelled, probe_linear, spread
 from trainer.probes.memory_limit import MemoryLimit
 from trainer.probes.result import ProbeResult
+from trainer.probes.right_samples import pack_right
 from trainer.probes.shared import check_shared, find_shared
 from trainer.probes.targets import label_targets, readable_labels
 from trainer.reports.config_identity import config_identity
@@ -238,12 +240,19 @@ def probe(
                 for pair in pairs
                 if space in pair
             ),
+            right_samples=_right_samples(linear[space].predicted_N, knn[space].predicted_N, target),
         )
         for space, target in targets.items()
     }
     settings = (f"{name} {value}" for name, value in config.fit_settings.items())
     made_by = f"probe with {', '.join(settings)}"
     return Readout(results, Heads({space: one.head for space, one in linear.items()}, made_by, train.manifest.sha256))
+
+
+def _right_samples(linear_N: Tensor, knn_N: Tensor, target: Target) -> dict[str, str]:
+    """Return the bits of `ProbeResult.right_samples` from the classes that each method gives to the test samples."""
+    packed = {name: pack_right(class_N, target.test_N) for name, class_N in (("linear", linear_N), ("knn", knn_N))}
+    return {name: bits for name, bits in packed.items() if bits is not None}
 
 
 def majority_share(target: Target) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from pydantic import Field
+
 from data_pipeline.core.schema import Schema, is_label_name
 from trainer.probes.features import LabelSpace, label_order
 from trainer.probes.groups import Groups
@@ -24,6 +26,8 @@ class ProbeResult(Schema):
     num_shared: the number of test samples whose source is in the train set too; None if the datasets record no sources.
     num_train, num_test: the samples with this label; `num_unlabelled` test samples lack it.
     groups: accuracies in the groups of this label and each other one; none in results from before there were groups.
+    right_samples: for each method, "linear" and "knn", a bit for each test sample; see `trainer.probes.right_samples`.
+        It lacks methods of old results, and of test sets that are too large.
     """
 
     label: LabelSpace
@@ -43,6 +47,7 @@ class ProbeResult(Schema):
     num_shared: int | None = None
     num_unlabelled: int = 0
     groups: tuple[Groups, ...] = ()
+    right_samples: dict[str, str] = Field(default_factory=dict)
 
 
 def labels_in(directory: Path, *, suffix: str | None = "") -> list[LabelSpace]:

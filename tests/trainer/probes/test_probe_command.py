@@ -35,6 +35,7 @@ from trainer.probes.groups import describe_groups
 from trainer.probes.heads import read_heads
 from trainer.probes.linear import Target
 from trainer.probes.result import read_result
+from trainer.probes.right_samples import unpack_right
 from trainer.probes.targets import label_targets
 from trainer.run_dir import RunDir
 
@@ -190,8 +191,11 @@ def test_the_heads_that_are_kept_score_what_was_reported(data: Path, probed: Pro
     with torch.no_grad():
         features_NF = encoder.features(test.images_NCHW / 255)
     for space, head in heads.by_label.items():
-        reported = read_result(run_dir.probes(0) / f"{space}.json").linear.accuracy
-        assert head.accuracy(features_NF, test.labels(space)) == reported
+        result = read_result(run_dir.probes(0) / f"{space}.json")
+        assert head.accuracy(features_NF, test.labels(space)) == result.linear.accuracy
+        right_N = unpack_right(result.right_samples["linear"], num_test=result.num_test)
+        assert right_N is not None
+        assert right_N.tolist() == (head.classes(features_NF) == test.labels(space)).tolist()
     assert list(heads.by_label) == ["base", "overlay"]
     assert heads.made_by.startswith("probe with num_epochs 5, batch_size 128, ")
     assert "online" not in heads.made_by
