@@ -62,6 +62,18 @@ def _build(parser: argparse.ArgumentParser) -> None:
         help="On pictures of more than 32 pixels, draw the overlay larger (default) or repeat it in its size.",
     )
     add(
+        "--overlay-option",
+        metavar="NAME=VALUE",
+        action="append",
+        help="An option of the overlay, such as bits=10 of the overlay bits. May be repeated.",
+    )
+    add(
+        "--source-option",
+        metavar="NAME=VALUE",
+        action="append",
+        help="An option of the source, such as kind=mnist_t10k of the source mnist.",
+    )
+    add(
         "--repeats",
         metavar="R",
         type=int,
@@ -165,6 +177,12 @@ def _index(parser: argparse.ArgumentParser) -> None:
         "--overlay-layout",
         metavar="|".join(OVERLAY_LAYOUTS),
         help="On pictures of more than 32 pixels, draw the overlay larger (default) or repeat it in its size.",
+    )
+    add(
+        "--overlay-option",
+        metavar="NAME=VALUE",
+        action="append",
+        help="An option of the overlay, such as bits=10 of the overlay bits. May be repeated.",
     )
     add("--digits", metavar="|".join(DIGITS), help="The digits to draw (default: mnist).")
     add("--digits-root", metavar="PATH", type=Path, help="The directory that holds MNIST/raw.")

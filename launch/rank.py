@@ -102,7 +102,7 @@ def print_plan(config: RunConfig, *, world_size: int, device_gigabytes: float | 
         config,
         world_size=world_size,
         num_samples=None if manifest is None else manifest.num_samples,
-        input_shape=None if manifest is None else manifest.input_shape,
+        input_shape=None if manifest is None else manifest.batch_shape,
         device_gigabytes=device_gigabytes,
     )
     print(describe(planned))

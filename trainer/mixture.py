@@ -126,31 +126,31 @@ class MixtureManifest:
         return self._first.medium
 
     @property
-    def input_shape(self) -> tuple[int, ...]:
-        return self._first.input_shape
+    def batch_shape(self) -> tuple[int, ...]:
+        return self._first.batch_shape
 
     @property
     def sample_rate(self) -> int | None:
         return self._first.sample_rate
 
     @property
-    def mean(self) -> tuple[float, ...]:
+    def batch_mean(self) -> tuple[float, ...]:
         """Return the mean of each channel over what the first step draws."""
         return tuple(
             sum(share * value for share, value in zip(self.shares, values, strict=True))
-            for values in zip(*(manifest.mean for manifest in self.sources.values()), strict=True)
+            for values in zip(*(manifest.batch_mean for manifest in self.sources.values()), strict=True)
         )
 
     @property
-    def std(self) -> tuple[float, ...]:
+    def batch_std(self) -> tuple[float, ...]:
         """Return the standard deviation of each channel over what the first step draws."""
         squares_K = [
-            [std**2 + mean**2 for mean, std in zip(manifest.mean, manifest.std, strict=True)]
+            [std**2 + mean**2 for mean, std in zip(manifest.batch_mean, manifest.batch_std, strict=True)]
             for manifest in self.sources.values()
         ]
         return tuple(
             math.sqrt(max(0.0, sum(share * value for share, value in zip(self.shares, values, strict=True)) - mean**2))
-            for values, mean in zip(zip(*squares_K, strict=True), self.mean, strict=True)
+            for values, mean in zip(zip(*squares_K, strict=True), self.batch_mean, strict=True)
         )
 
     @property

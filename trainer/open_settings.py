@@ -25,15 +25,15 @@ def normalization_of(manifest: TrainManifest) -> Normalization | None:
     """
     if manifest.medium == "sound":
         return None
-    return Normalization(mean=manifest.mean, std=tuple(std or 1.0 for std in manifest.std))
+    return Normalization(mean=manifest.batch_mean, std=tuple(std or 1.0 for std in manifest.batch_std))
 
 
-def input_size(config: RunConfig, input_shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the height and width of the encoder's input, for samples of a shape as in the manifest."""
+def input_size(config: RunConfig, batch_shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the height and width of the encoder's input, for inputs of a batch of that shape."""
     mel = config.data.mel
     if mel is not None:
         return mel.num_mels, mel.num_frames
-    _, height, width = input_shape
+    _, height, width = batch_shape
     return height, width
 
 
@@ -43,7 +43,7 @@ def decide(config: RunConfig, train: TrainManifest) -> RunConfig:
     `encoder.mean` and `encoder.std` become those of its pictures, if they are null. A kind such as resnet18_by_size
     becomes the one that suits the size of its pictures or spectrograms.
     """
-    return _decided(config, normalization_of(train), input_size(config, train.input_shape))
+    return _decided(config, normalization_of(train), input_size(config, train.batch_shape))
 
 
 def decisions_to_record(config: RunConfig, train: TrainManifest) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def decisions_to_record(config: RunConfig, train: TrainManifest) -> dict[str, An
     if config.encoder.normalization is None and (derived := normalization_of(train)) is not None:
         facts[RECORDED_NORMALIZATION] = derived.model_dump(mode="json")
     if config.encoder.form_is_open:
-        facts[RECORDED_INPUT_SIZE] = list(input_size(config, train.input_shape))
+        facts[RECORDED_INPUT_SIZE] = list(input_size(config, train.batch_shape))
     return facts
 
 

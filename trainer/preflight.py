@@ -32,6 +32,8 @@ from trainer.run_dir import LOCK_NAME, RunDir, hold, write_json
 
 logger = logging.getLogger(__name__)
 
+# What datasets of one run have in common: fields of a manifest, and their names in a message.
+_SAME_INPUTS = {"medium": "medium", "batch_shape": "input shape", "sample_rate": "sample rate"}
 # Settings that change no result. The watchdog's own message asks for other values; a sweep that gets another axis or
 # directory keeps its runs, and so does a study whose factors or levels are renamed.
 _MAY_CHANGE = ("watchdog.", "tracking.group", "tracking.axes", "tracking.factors")
@@ -55,11 +57,11 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
     """
     train, test = manifests.probed, manifests.test
     train_dir, test_dir = config.data.probed_dir, config.data.test_dir
-    for name in ("medium", "input_shape", "sample_rate"):
+    for name, what in _SAME_INPUTS.items():
         in_train, in_test = getattr(train, name), getattr(test, name)
         if in_train != in_test:
             raise UserError(
-                f"{train_dir} and {test_dir} differ in {name.replace('_', ' ')} ({in_train} and {in_test}); "
+                f"{train_dir} and {test_dir} differ in {what} ({in_train} and {in_test}); "
                 "build both from the same source and dataset"
             )
     if (difference := label_difference(train, test)) is not None:
@@ -78,10 +80,10 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
         )
     sources = _located(config, manifests.train)
     for location, manifest in sources.items():
-        for name in ("medium", "input_shape", "sample_rate"):
+        for name, what in _SAME_INPUTS.items():
             if getattr(manifest, name) != getattr(train, name):
                 raise UserError(
-                    f"{location} and {train_dir} are in one mixture, but differ in {name.replace('_', ' ')} "
+                    f"{location} and {train_dir} are in one mixture, but differ in {what} "
                     f"({getattr(manifest, name)} and {getattr(train, name)}); build or index both for the same"
                 )
     height, width = _check_medium(config, train)
@@ -194,17 +196,17 @@ def _check_medium(config: RunConfig, train: Manifest) -> tuple[int, int]:
             f"{where} holds sounds of {train.sample_rate} points a second, but data.sample_rate is {rate}; "
             f"set data.sample_rate={train.sample_rate}"
         )
-    if mel is not None and train.input_shape != (mel.num_points,):
+    if mel is not None and train.batch_shape != (mel.num_points,):
         raise UserError(
-            f"{where} holds sounds of {train.input_shape[0]} points but the spectrogram takes {mel.num_points}; "
+            f"{where} holds sounds of {train.batch_shape[0]} points but the spectrogram takes {mel.num_points}; "
             "build them again"
         )
-    if mel is None and (num_channels := train.input_shape[0]) != config.encoder.in_channels:
+    if mel is None and (num_channels := train.batch_shape[0]) != config.encoder.in_channels:
         raise UserError(
             f"{where} holds pictures of {num_channels} channels, but encoder.in_channels is "
             f"{config.encoder.in_channels}; set encoder.in_channels={num_channels}"
         )
-    return input_size(config, train.input_shape)
+    return input_size(config, train.batch_shape)
 
 
 def claim(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_data: Collection[str] = ()) -> TextIO:

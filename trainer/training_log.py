@@ -157,7 +157,7 @@ def log_start(
     )
     steps_per_epoch = num_steps // config.num_epochs
     if modules.config.encoder.kind != config.encoder.kind:
-        size = "x".join(map(str, input_size(config, manifest.input_shape)))
+        size = "x".join(map(str, input_size(config, manifest.batch_shape)))
         logger.info("encoder.kind=%s is %s for inputs of %s", config.encoder.kind, modules.config.encoder.kind, size)
     logger.info("%s: %s; %s on %s", config.name, sizes, config.precision, device)
     micro_batches = config.memory.micro_batches
@@ -196,7 +196,7 @@ def log_start(
         logger.info(
             "expert crops are cut out of squares of %d pixels, not out of the stored pictures: the overlay is drawn on "
             "the squares",
-            manifest.input_shape[1],
+            manifest.batch_shape[1],
         )
     if micro_batches > 1 and any(isinstance(module, _BatchNorm) for module in modules.encoder.modules()):
         logger.info(

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Final, Literal, Unpack, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
@@ -49,11 +50,12 @@ from data_pipeline.building.workers import (
     wait_for_orphans,
 )
 from data_pipeline.core.errors import UserError, nearest
+from data_pipeline.core.options import OVERLAY_OPTION, SOURCE_OPTION, parse_words
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.randomness import generator
-from data_pipeline.core.sample import BASE, NO_LABEL
+from data_pipeline.core.sample import BASE, NO_LABEL, Sample
 from data_pipeline.core.validation import describe
-from data_pipeline.overlays import Overlay, PictureOverlay
+from data_pipeline.overlays import Overlay, PixelOverlay, Shape, baked_keys
 from data_pipeline.overlays.registry import kind_of, load_overlay, save_overlay
 from data_pipeline.sources import Source, labels_of
 from data_pipeline.sources.silence import SilenceSource
@@ -63,6 +65,7 @@ from data_pipeline.storage.manifest import (
     MAX_SHARDS,
     OVERLAY_NAME,
     SOURCE_DIGESTS_NAME,
+    BatchEntry,
     HowMade,
     LabelEntry,
     Manifest,
@@ -72,10 +75,12 @@ from data_pipeline.storage.manifest import (
 )
 from data_pipeline.storage.shards import index_path, shard_name
 from data_pipeline.storage.source_digests import check_source_digests, write_source_digests
+from data_pipeline.storage.totals import Totals
 
 logger = logging.getLogger(__name__)
 
 _NUM_NAMED: Final = 12  # class names in the summary of a build
+_NUM_MEASURED, _NUM_MEASURED_AT_ONCE = 2_000, 100  # samples of the mean and std of an overlay that changes the shape
 _ARGUMENTS_NAME = "build.json"  # in DIR.partial: the arguments of the build that made its shards
 _OWN_NAMES = frozenset({MANIFEST_NAME, OVERLAY_NAME, SOURCE_DIGESTS_NAME, _ARGUMENTS_NAME})
 
@@ -261,11 +266,14 @@ def _plan(
     entry, overlay_sha256 = None, None
     if overlay is not None:
         overlay_sha256 = _overlay_sha256(overlay)
+        of_pixels = overlay if isinstance(overlay, PixelOverlay) else None
         entry = OverlayEntry(
             kind=kind_of(overlay),
             drawn="online" if drawn == "online" else "baked",
             sha256=overlay_sha256 if drawn == "online" else None,
-            layout=overlay.layout if isinstance(overlay, PictureOverlay) else "scaled",
+            layout="scaled" if of_pixels is None else of_pixels.layout,
+            options={} if of_pixels is None else dict(of_pixels.chosen),
+            batch=None if of_pixels is None else _batch_entry(of_pixels, source, order, split=split, drawn=drawn),
         )
     inputs = BuildInputs(
         source=source,
@@ -284,8 +292,43 @@ def _plan(
         repeats=repeats,
         limit=limit,
         source_sha256="",
+        source_options=dict(ingredients.source_options),
     )
+    if isinstance(overlay, PixelOverlay):
+        for note in overlay.notes(num_samples=repeats * len(order)):
+            logger.warning("%s", note)
     return BuildPlan(inputs, how_made, overlay, overlay_sha256, entry, order, num_samples_per_shard)
+
+
+def _batch_entry(
+    overlay: PixelOverlay, source: Source, order: NDArray[np.int64], *, split: str, drawn: str | None
+) -> BatchEntry | None:
+    """Return the shape, mean and std of pictures with an online overlay; None if it keeps the shape, or is baked.
+
+    Mean and std are of the first samples. Raises `UserError` if the overlay is baked into pictures that no PNG holds.
+    """
+    height, width, num_channels = source[int(order[0])].content.shape
+    shape = overlay.output_shape((num_channels, height, width))
+    if drawn != "online":
+        if shape[0] not in (1, 3):
+            raise UserError(
+                f"pictures of {shape[0]} channels cannot be stored, because a PNG holds 1 or 3; build it with "
+                "`--overlay online`"
+            )
+        return None
+    if shape == (num_channels, height, width):
+        return None
+    totals = Totals({})
+    columns = labels_of(source)
+    for start in range(0, min(_NUM_MEASURED, len(order)), _NUM_MEASURED_AT_ONCE):
+        numbers_B = order[start : min(start + _NUM_MEASURED_AT_ONCE, _NUM_MEASURED)]
+        pictures_BHWC = np.stack([source[number].content for number in numbers_B.tolist()])
+        labels = {name: torch.from_numpy(column.label_N[numbers_B]) for name, column in columns.items()}
+        keys = baked_keys(torch.arange(start, start + len(numbers_B)), seed=0, split=split)
+        overlaid = overlay(torch.from_numpy(pictures_BHWC).permute(0, 3, 1, 2), keys, labels)
+        for picture_HWC in overlaid.inputs.permute(0, 2, 3, 1).numpy():
+            totals.add(Sample(0, picture_HWC, None, {}))
+    return BatchEntry(shape=shape, mean=totals.mean, std=totals.std)
 
 
 def _labels(source: Source, overlay: Overlay | None) -> dict[str, LabelEntry]:
@@ -389,14 +432,12 @@ def _write_manifest(plan: BuildPlan, directory: Path) -> Manifest:
         source_digests_sha256 = write_source_digests(
             directory / SOURCE_DIGESTS_NAME, bytes(all_digests), num_samples=plan.num_samples
         )
-    if inputs.num_points is None:
-        height, width, num_channels = inputs.source[int(plan.order[0])].content.shape
     counts = totals.counts
     labels = {name: label.model_copy(update={"counts": counts.get(name, ())}) for name, label in inputs.labels.items()}
     manifest = Manifest(
         num_samples=plan.num_samples,
         medium="picture" if inputs.num_points is None else "sound",
-        input_shape=(num_channels, height, width) if inputs.num_points is None else (inputs.num_points,),
+        input_shape=_stored_shape(plan) if inputs.num_points is None else (inputs.num_points,),
         sample_rate=inputs.sample_rate,
         **label_fields(labels, format_version=FORMAT_VERSION, title_base=inputs.source.title),
         mean=totals.mean,
@@ -411,6 +452,13 @@ def _write_manifest(plan: BuildPlan, directory: Path) -> Manifest:
         file.flush()
         os.fsync(file.fileno())
     return manifest
+
+
+def _stored_shape(plan: BuildPlan) -> Shape:
+    """Return channels, height and width of the stored pictures."""
+    height, width, num_channels = plan.inputs.source[int(plan.order[0])].content.shape
+    shape = (num_channels, height, width)
+    return plan.inputs.overlay.output_shape(shape) if isinstance(plan.inputs.overlay, PixelOverlay) else shape
 
 
 def _check_finished(directory: Path, plan: BuildPlan) -> Manifest:
@@ -429,8 +477,8 @@ def _check_finished(directory: Path, plan: BuildPlan) -> Manifest:
             )
     if manifest.overlay != plan.overlay_entry:
         raise UserError(
-            f"{directory} was built with another --overlay or --overlay-layout, or with other digits or sounds for "
-            "it; choose another directory or remove it"
+            f"{directory} was built with another --overlay or --overlay-layout, or with other digits, sounds or "
+            "options for it; choose another directory or remove it"
         )
     if tuple(entry.num_samples for entry in manifest.shards) != plan.shard_sizes:
         raise UserError(
@@ -508,7 +556,11 @@ def describe_manifest(manifest: Manifest) -> list[str]:
     if manifest.overlay is not None:
         when = "anew at each reading" if manifest.is_online else "into the shards"
         layout = ", tiled" if manifest.overlay.layout == "tiled" else ""
-        lines.append(f"overlay: {manifest.overlay.kind}{layout}, drawn {when}")
+        options = "".join(f", {name}={value}" for name, value in manifest.overlay.options.items())
+        lines.append(f"overlay: {manifest.overlay.kind}{layout}{options}, drawn {when}")
+        if manifest.batch_shape != manifest.input_shape:
+            channels, height, width = manifest.batch_shape
+            lines.append(f"in a batch: pictures of {channels} channels and {width} x {height} pixels")
     made = manifest.how_made
     lines.append(f"made from: {made.source}; split {made.split}, seed {made.seed}")
     return lines
@@ -541,6 +593,8 @@ def run(args: argparse.Namespace) -> None:
         noise_volume=args.noise_volume,
         noise_crop=args.noise_crop,
         test_speaker=args.test_speaker,
+        overlay_options=parse_words(args.overlay_option or (), flag=OVERLAY_OPTION),
+        source_options=parse_words(args.source_option or (), flag=SOURCE_OPTION),
     )
     done = "exists already, built from the same data with the same arguments" if existed else "built"
     print(f"{args.out} {done}: {manifest.num_samples} samples in {len(manifest.shards)} shards, {manifest.sha256[:12]}")
@@ -561,6 +615,8 @@ def _run_keep(args: argparse.Namespace) -> None:
             "--keep stores pictures as they are, so an overlay can be drawn on them only when they are read; build "
             "folder without --overlay, or folder_digits or another with `--overlay online`"
         )
+    if args.source_option:
+        raise UserError("--keep packs the files of a folder as they are, so it takes no --source-option; leave it out")
     if args.root is None:
         raise UserError("--keep packs the files of a folder; name it with --root")
     check_at_least(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypedDict, Unpack, cast
+
+import numpy as np
 
 from data_pipeline.audio.log_mel import mel_config
 from data_pipeline.building.datasets import (
@@ -23,13 +26,29 @@ from data_pipeline.building.datasets import (
 )
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.imports import find_in_working_directory, import_object
-from data_pipeline.core.sample import OVERLAY, Layout
-from data_pipeline.overlays import IMAGE_SIZE, Overlay, PictureOverlay
-from data_pipeline.overlays.digits import Digits
+from data_pipeline.core.options import (
+    SOURCE_OPTION,
+    NoOptions,
+    Options,
+    OptionValue,
+    parse_options,
+    values_of,
+)
+from data_pipeline.core.sample import NO_LABEL, OVERLAY, Layout
+from data_pipeline.overlays import NOTHING_GIVEN, Overlay, OverlayInputs, PictureOverlay, PixelOverlay, Shape
 from data_pipeline.overlays.noise import Crop, Noise
 from data_pipeline.overlays.registry import NAMES as OVERLAY_NAMES
 from data_pipeline.overlays.registry import OVERLAYS, find_overlay
-from data_pipeline.sources import SoundSource, Source, SourceInputs, background, fsdd, procedural_speech
+from data_pipeline.sources import (
+    PictureSource,
+    SoundSource,
+    Source,
+    SourceInputs,
+    background,
+    fsdd,
+    labels_of,
+    procedural_speech,
+)
 from data_pipeline.sources.audiomnist import AudioMnist
 from data_pipeline.sources.digits import DigitSource, MnistKind, mnist_digits, sklearn_digits
 from data_pipeline.sources.folder import ImageFolder
@@ -41,7 +60,7 @@ from data_pipeline.sources.registry import find_source
 from data_pipeline.sources.silence import SilenceSource
 from data_pipeline.storage.manifest import LabelEntry
 
-DATASETS = datasets_with([name for name in OVERLAYS if issubclass(find_overlay(name), PictureOverlay)])
+DATASETS = datasets_with([name for name in OVERLAYS if issubclass(find_overlay(name), PixelOverlay)])
 # The dataset `noise` has as many records, at the same sample rate, as its source has of speech.
 _SAMPLE_RATES: Mapping[str, int] = MappingProxyType(
     {"audiomnist": AudioMnist.sample_rate, "fsdd": Fsdd.sample_rate, "procedural": procedural_speech.SAMPLE_RATE}
@@ -72,6 +91,8 @@ class Choices(TypedDict, total=False):
     noise_volume: the largest magnitude of each background sound, where 1 is full scale; by default `NOISE_VOLUME`.
     noise_crop: the part of a background sound that is heard in training, one of `NOISE_CROPS`; by default the first.
     test_speaker: for the source `fsdd`: the speaker of the test split.
+    overlay_options, source_options: the options of the overlay and of the source, by name. A value may be a number or
+        its text. See the class of each for the options that it has.
     """
 
     source: str | None
@@ -86,14 +107,16 @@ class Choices(TypedDict, total=False):
     noise_volume: float | None
     noise_crop: str | None
     test_speaker: str | None
+    overlay_options: Options | None
+    source_options: Options | None
 
 
 @dataclass(frozen=True)
 class Ingredients:
     """The opened source and overlay of a dataset.
 
-    `description` becomes `how_made.source` in the manifest. `sample_rate` is in points a second, `num_points` is the
-    length of a waveform in a batch; both are None for pictures.
+    `description` becomes `how_made.source` in the manifest, and `source_options` stand beside it. `sample_rate` is in
+    points a second, `num_points` is the length of a waveform in a batch; both are None for pictures.
     """
 
     source: Source
@@ -101,6 +124,7 @@ class Ingredients:
     description: str
     sample_rate: int | None
     num_points: int | None
+    source_options: Mapping[str, OptionValue] = field(default_factory=dict)
 
 
 def open_dataset(
@@ -145,22 +169,31 @@ def _is_own_source(name: str) -> bool:
     return ":" in name or (name not in SOURCE_NAMES.built_in and name in SOURCE_NAMES.names())
 
 
-def _picture_overlay(name: str) -> type[PictureOverlay]:
+def _picture_overlay(name: str) -> type[PixelOverlay]:
     """Return the class of an overlay of pictures. Imports the module of an import path, which the user has typed."""
     if ":" in name:
         find_in_working_directory()
         import_object(name)
     found = find_overlay(name)
-    if not issubclass(found, PictureOverlay):
+    if not issubclass(found, PixelOverlay):
         raise UserError(f"{name} is no overlay of pictures; name a subclass of data_pipeline.overlays.PictureOverlay")
     return found
+
+
+def needs_digits(overlay: str | None) -> bool:
+    """Return whether an overlay draws digits, which the user chooses by `--digits`."""
+    if overlay is None or (":" not in overlay and overlay not in OVERLAY_NAMES.names()):
+        return False
+    found = _picture_overlay(overlay) if ":" in overlay else find_overlay(overlay)
+    return issubclass(found, PixelOverlay) and found.needs_digits
 
 
 def _check_choices(dataset: str, base: str, overlay: str | None, source: str, choices: Choices) -> None:
     """Raise `UserError` if a choice is for another kind of dataset or source."""
     for fits, what, names in (
-        (overlay not in (None, "noise"), "has no overlay of pictures", ("overlay_layout",)),
-        (overlay == "digits", "has no digits", ("digits", "digits_root")),
+        (overlay not in (None, "noise"), "has no overlay of pictures", ("overlay_layout", "overlay_options")),
+        (needs_digits(overlay), "has no digits", ("digits", "digits_root")),
+        (base in PICTURES and choices.get("labels") is None, "has no source with options", ("source_options",)),
         (overlay == "noise", "has no background sounds", ("noise_root", "noise_volume", "noise_crop")),
         (source == "folder", "does not come from a folder of pictures", ("labels",)),
         (
@@ -170,9 +203,9 @@ def _check_choices(dataset: str, base: str, overlay: str | None, source: str, ch
         ),
         (base == "spoken" and source == "fsdd", "does not come from fsdd", ("test_speaker",)),
     ):
-        wrong = [name for name in names if choices.get(name) is not None]
+        wrong = [name for name in names if choices.get(name) not in (None, {})]
         if wrong and not fits:
-            option = wrong[0].replace("_", "-")
+            option = wrong[0].replace("_", "-").replace("options", "option")
             raise UserError(f"{dataset} {what}, so it takes no --{option}; leave it out")
     if source == "procedural" and choices.get("root") is not None:
         raise UserError(f"procedural data is generated, not read from {choices['root']}; leave --root out")
@@ -185,6 +218,7 @@ def _open_pictures(
     if root is None and getattr(source_class, "needs_root", False):
         raise UserError(f"the source {source} reads pictures from a folder; name it with --root")
     image_size = choices.get("image_size")
+    source_options = _source_options(source, source_class, choices.get("source_options") or {})
     opened: Source
     if root is not None and choices.get("labels") is not None:
         opened = open_folder(root, split=split, seed=seed, image_size=image_size, choices=choices)
@@ -198,56 +232,91 @@ def _open_pictures(
                 limit=limit,
                 image_size=image_size,
                 test_share=choices.get("test_share"),
+                options=source_options,
             )
         )
     description = opened.description
-    drawn: Overlay | None = None
+    drawn: PixelOverlay | None = None
     if overlay is not None:
-        drawn, digits = open_picture_overlay(
+        draws_digits = needs_digits(overlay)
+        drawn = open_picture_overlay(
             overlay,
-            image_size=_size_to_draw_on(opened, root),
+            shape=_shape_of(opened),
             split=split,
+            seed=seed,
             layout=choices.get("overlay_layout"),
-            digits=choices.get("digits") or ("sklearn" if (base, overlay) == ("procedural", "digits") else None),
-            digits_root=(choices.get("digits_root") or root) if overlay == "digits" else None,
+            digits=choices.get("digits") or ("sklearn" if base == "procedural" and draws_digits else None),
+            digits_root=(choices.get("digits_root") or root) if draws_digits else None,
+            pictures="these pictures" if root is None else f"the pictures in {root}",
+            class_counts=_class_counts(opened),
+            options=choices.get("overlay_options") or {},
         )
-        description = f"{description}{digits}"
-    return Ingredients(opened, drawn, description, sample_rate=None, num_points=None)
+        description = f"{description}{drawn.made_from}"
+    return Ingredients(opened, drawn, description, sample_rate=None, num_points=None, source_options=source_options)
+
+
+def _source_options(name: str, source_class: type[PictureSource], given: Options) -> dict[str, OptionValue]:
+    """Return the options of a source with their values. Raises `UserError` if one is unknown or wrong."""
+    schema = getattr(source_class, "options_schema", NoOptions)
+    return values_of(parse_options(schema, given, owner=f"the source {name}", flag=SOURCE_OPTION))
+
+
+def _shape_of(source: Source) -> Shape:
+    """Return channels, height and width of the pictures of a source, which are all of one shape."""
+    height, width, num_channels = source[0].content.shape
+    return num_channels, height, width
+
+
+def _class_counts(source: Source) -> dict[str, tuple[int, ...]]:
+    """Return for each label of a source the number of records of each class."""
+    return {
+        name: tuple(np.bincount(column.label_N[column.label_N != NO_LABEL], minlength=len(column.classes)).tolist())
+        for name, column in labels_of(source).items()
+    }
 
 
 def open_picture_overlay(
     kind: str,
     *,
-    image_size: int,
+    shape: Shape,
     split: str,
+    seed: int = 0,
     layout: str | None = None,
     digits: str | None = None,
     digits_root: Path | None = None,
-) -> tuple[PictureOverlay, str]:
-    """Open an overlay of pictures of `image_size` pixels. Return it, and what to add to the manifest's source.
+    pictures: str = "these pictures",
+    class_counts: Mapping[str, tuple[int, ...]] = NOTHING_GIVEN,
+    options: Options = NOTHING_GIVEN,
+) -> PixelOverlay:
+    """Open an overlay of pictures of `shape`. The other arguments mean the same as in `OverlayInputs` and `Choices`.
 
-    None stands for the default layout, and for `mnist`. Raises `UserError` if a name is unknown, if the digits are
-    missing, or if the pictures are too small.
+    None stands for the default layout, and for `mnist`. Raises `UserError` if a name or an option is unknown, if the
+    digits are missing, or if the overlay cannot be drawn on such pictures.
     """
     if ":" not in kind and kind not in OVERLAY_NAMES.names():
         raise UserError(f'unknown overlay "{kind}"{nearest(kind, OVERLAY_NAMES.names())}')
     overlay = _picture_overlay(kind)
     if split not in SPLITS:
         raise UserError(f'unknown split "{split}"{nearest(split, SPLITS)}')
-    if image_size < IMAGE_SIZE:
-        raise UserError(
-            f"overlays are drawn on pictures of {IMAGE_SIZE}x{IMAGE_SIZE} pixels or more, not of "
-            f"{image_size}x{image_size}; give a larger size"
-        )
-    layout = layout or OVERLAY_LAYOUTS[0]
-    if layout not in OVERLAY_LAYOUTS:
+    if layout is not None and layout not in OVERLAY_LAYOUTS:
         raise UserError(f'unknown --overlay-layout "{layout}"{nearest(layout, OVERLAY_LAYOUTS)}')
-    if kind == "digits":
-        source = _open_digits(digits or DIGITS[0], digits_root, split=split)
-        return Digits.of(source, image_size=image_size, layout=cast(Layout, layout)), f" + {source.description}"
-    if digits is not None or digits_root is not None:
+    if layout is not None and not issubclass(overlay, PictureOverlay):
+        raise UserError(f"the overlay {kind} has one layout, so it takes no --overlay-layout; leave it out")
+    if not overlay.needs_digits and (digits is not None or digits_root is not None):
         raise UserError(f"the overlay {kind} has no digits, so it takes no --digits; leave it out")
-    return overlay(image_size=image_size, layout=cast(Layout, layout)), ""
+    given = OverlayInputs(
+        kind=kind,
+        shape=shape,
+        split=split,
+        pictures=pictures,
+        seed=seed,
+        layout=cast(Layout, layout or OVERLAY_LAYOUTS[0]),
+        read_digits=partial(_open_digits, digits or DIGITS[0], digits_root, split=split),
+        class_counts=class_counts,
+        options=options,
+    )
+    given.read(overlay.options_schema)  # also for an overlay that forgets to
+    return overlay.open(given)
 
 
 def open_folder(
@@ -268,17 +337,6 @@ def labels_of_overlay(overlay: Overlay) -> dict[str, LabelEntry]:
         name: LabelEntry(title=title, classes=names, counts=(), given_by="overlay")
         for name, (title, names) in classes.items()
     }
-
-
-def _size_to_draw_on(source: Source, root: Path | None) -> int:
-    """Return the height and width of the pictures; raise `UserError` unless overlays can be drawn on them."""
-    height, width = source[0].content.shape[:2]
-    if height != width or height < IMAGE_SIZE:
-        raise UserError(
-            f"overlays are drawn on square pictures of {IMAGE_SIZE}x{IMAGE_SIZE} pixels or more, but the pictures in "
-            f"{root} have {width}x{height}; give --image-size {max(IMAGE_SIZE, min(height, width))}"
-        )
-    return int(height)
 
 
 def _open_digits(kind: str, root: Path | None, *, split: str) -> DigitSource:

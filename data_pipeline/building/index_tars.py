@@ -35,15 +35,16 @@ from braceexpand import braceexpand
 from numpy.typing import NDArray
 from pydantic import NonNegativeInt
 
-from data_pipeline.building.catalogue import labels_of_overlay, open_picture_overlay
+from data_pipeline.building.catalogue import labels_of_overlay, needs_digits, open_picture_overlay
 from data_pipeline.building.datasets import PICTURE_FIELDS, TAR_PICTURE_SIZE, check_at_least
 from data_pipeline.building.workers import run_all
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.options import OVERLAY_OPTION, parse_words
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY
 from data_pipeline.core.schema import LabelName, Line, Schema, check_label_name
 from data_pipeline.loading.picture_decode import decode_square
-from data_pipeline.overlays import PictureOverlay
+from data_pipeline.overlays import PixelOverlay
 from data_pipeline.overlays.registry import kind_of, save_overlay
 from data_pipeline.remote.cache import RemoteConfig, file_url, is_command, is_remote
 from data_pipeline.remote.fetch import Expected, Limits, fetch
@@ -139,8 +140,7 @@ class TarFacts(Schema):
 class DrawnOverlay:
     """An overlay to draw when pictures are read, as `open_picture_overlay` returns it, and the split of its digits."""
 
-    overlay: PictureOverlay
-    description: str
+    overlay: PixelOverlay
     split: Literal["train", "test"]
 
 
@@ -442,7 +442,7 @@ def make_index(
         overlay=entry,
         how_made=HowMade(
             dataset="tars" if entry is None else f"tars_{entry.kind}",
-            source=location if overlay is None else f"{location}{overlay.description}",
+            source=location if overlay is None else f"{location}{overlay.overlay.made_from}",
             split="train" if overlay is None else overlay.split,
             seed=0,
             repeats=1,
@@ -480,7 +480,9 @@ def _save_overlay(overlay: DrawnOverlay | None, out: Path) -> OverlayEntry | Non
     drawn = overlay.overlay
     sha256 = save_overlay(drawn, _partial(out, OVERLAY_NAME))
     _partial(out, OVERLAY_NAME).replace(out / OVERLAY_NAME)
-    return OverlayEntry(kind=kind_of(drawn), drawn="online", sha256=sha256, layout=drawn.layout)
+    return OverlayEntry(
+        kind=kind_of(drawn), drawn="online", sha256=sha256, layout=drawn.layout, options=dict(drawn.chosen)
+    )
 
 
 def _stored(path: str, out: Path) -> str:
@@ -754,22 +756,29 @@ def overlay_to_draw(
     options of an overlay are given without one.
     """
     if kind is None:
-        for name in ("overlay_layout", "digits", "digits_root"):
+        for name in ("overlay_layout", "overlay_option", "digits", "digits_root"):
             if getattr(args, name) is not None:
                 option = name.replace("_", "-")
                 raise UserError(
                     f"--{option} is about an overlay, and none is drawn; leave it out, or choose an overlay"
                 )
         return None
-    overlay, description = open_picture_overlay(
+    shape = (3, size, size)
+    overlay = open_picture_overlay(
         kind,
-        image_size=size,
+        shape=shape,
         split=args.split,
         layout=args.overlay_layout,
         digits=args.digits,
-        digits_root=args.digits_root or (digits_root if kind == "digits" else None),
+        digits_root=args.digits_root or (digits_root if needs_digits(kind) else None),
+        options=parse_words(args.overlay_option or (), flag=OVERLAY_OPTION),
     )
-    return DrawnOverlay(overlay, description, args.split)
+    if (changed := overlay.output_shape(shape)) != shape:
+        raise UserError(
+            f"the overlay {kind} makes pictures of {changed} out of {shape}, and an index of tars does not measure "
+            "these; build the dataset, without --keep"
+        )
+    return DrawnOverlay(overlay, args.split)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -91,6 +91,20 @@ def integers(keys: DrawKeys, num: int, high: int, *, purpose: int) -> torch.Tens
     return _shift_right(_shift_right(_hash(_key(keys, purpose), num), 32) * high, 32)
 
 
+def row_hashes(bytes_BN: torch.Tensor) -> torch.Tensor:
+    """Return a 64-bit hash of each row of bytes (B, N) uint8: (B,) int64, the same on every device.
+
+    The sum of the bytes times fixed odd numbers, modulo 2**64, through the finaliser. Two rows that differ have the
+    same sum with a probability of at most 2**-56 over the choice of the numbers.
+    """
+    odd_N = _hash(torch.zeros(1, dtype=torch.int64, device=bytes_BN.device), bytes_BN.shape[1])[0] | 1
+    sum_B = torch.empty(len(bytes_BN), dtype=torch.int64, device=bytes_BN.device)
+    size = max(1, _CACHED_HASHES // max(1, bytes_BN.shape[1]))
+    for part_BN, part_B in zip(torch.split(bytes_BN, size), torch.split(sum_B, size), strict=True):
+        part_B.copy_((part_BN.to(torch.int64) * odd_N).sum(dim=1))
+    return _mix(sum_B + _GOLDEN)
+
+
 def normal(keys: DrawKeys, num: int, *, purpose: int) -> torch.Tensor:
     """Return (B, num) float32 standard normal numbers, at most 5.77 in magnitude: the flattened `normal_pairs`."""
     return normal_pairs(keys, (num + 1) // 2, purpose=purpose).transpose(1, 2).flatten(1)[:, :num]

@@ -39,7 +39,7 @@ def sample_key(index: int) -> str:
 class Record:
     """One clean picture or sound of a source; `label` is its base label, an index into the source's class names.
 
-    `content` is a picture, (H, W, 3) uint8, or a sound of any length, (T,) int16.
+    `content` is a picture, (H, W, 3) or (H, W, 1) uint8, or a sound of any length, (T,) int16.
     """
 
     content: NDArray[np.uint8] | NDArray[np.int16]
@@ -53,7 +53,7 @@ class Sample:
     `index` counts the samples of the dataset from 0, and is part of the key of every random draw for this sample. With
     `--repeats R`, samples `i` and `i + num_records` show the same record of the source.
 
-    `content` is a picture, (H, W, 3) uint8, or a sound, (T,): int16 as recorded, or float32 if an overlay was mixed in.
+    `content` is a picture, (H, W, C) uint8, or a sound, (T,): int16 as recorded, or float32 if an overlay was mixed in.
     `mask` is (H, W) uint8 in the levels above, or None without an overlay in the shard; then there is no `.mask.png`.
     `labels` maps names of labels to numbers of classes. A label that is not named is stored as `NO_LABEL`.
     """

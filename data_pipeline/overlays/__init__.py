@@ -8,11 +8,13 @@ depend on the input, so the two labels of a sample are independent, unless the o
 Guarantees: the same input and keys give the same output, in a build, in a stream and from data in memory, on CPU and
 GPU. The input is not changed.
 
-Pictures are square and have 32 pixels or more to a side. 32 is the published size, and there every layout is the
-published drawing, to the bit. A `Layout` says what happens on larger pictures.
+An overlay of pictures is a `PixelOverlay`, which may change the shape of a picture: `output_shape` says to which. Most
+are a `PictureOverlay`, which paints on square pictures of 32 pixels or more to a side. 32 is the published size, and
+there every layout is the published drawing, to the bit. A `Layout` says what happens on larger pictures.
 
-To add an overlay of pictures, write a `PictureOverlay` with `class_names` and `draw`, and a line in `OVERLAYS` (or,
-in another package, an entry point of the group `overlay.overlays`).
+To add an overlay that paints, write a `PictureOverlay` with `class_names` and `draw`, and a line in `OVERLAYS` (or,
+in another package, an entry point of the group `overlay.overlays`). A build opens an overlay by `open`, which gets the
+pictures' shape, the digits to draw and the options of the user (`OverlayInputs`).
 
 Shapes: B batch, C channels, H height, W width.
 """
@@ -22,19 +24,33 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.options import OVERLAY_OPTION, NoOptions, Options, OptionValue, parse_options
 from data_pipeline.core.sample import MASK_OUTSIDE, OVERLAY, Layout
+from data_pipeline.core.schema import Schema
 
-__all__ = ["FIRST_PURPOSE", "IMAGE_SIZE", "Layer", "Overlaid", "Overlay", "PictureOverlay"]
+if TYPE_CHECKING:  # an overlay is read without the sources
+    from data_pipeline.sources.digits import DigitSource
+
+__all__ = [
+    "FIRST_PURPOSE",
+    "IMAGE_SIZE",
+    "Layer",
+    "Overlaid",
+    "Overlay",
+    "OverlayInputs",
+    "PictureOverlay",
+    "PixelOverlay",
+]
 
 IMAGE_SIZE: Final = 32  # width and height in pixels of the published pictures; on smaller ones, glyphs are illegible
 FIRST_PURPOSE: Final = 100  # overlays number their draws from here (`purpose` in `data_pipeline.core.counter_rng`)
@@ -42,6 +58,9 @@ _VALUES_AT_ONCE: Final = 1 << 24  # of the pictures that are painted at once, in
 
 
 NOTHING_GIVEN: Final[Mapping[str, Any]] = MappingProxyType({})
+
+Shape = tuple[int, int, int]  # channels, height and width of a picture
+T = TypeVar("T", bound=Schema)
 
 
 @dataclass(frozen=True)
@@ -69,6 +88,44 @@ class Overlaid:
     def labels(self) -> dict[str, Tensor]:
         """Return every label of the overlay by name, (B,) int64."""
         return {OVERLAY: self.label_B, **self.more_labels}
+
+
+@dataclass(frozen=True)
+class OverlayInputs:
+    """The choices of a build from which an overlay of pictures is opened. Most overlays read only some of them.
+
+    Attributes:
+        kind: the name of the overlay, for messages.
+        shape: channels, height and width of a stored picture.
+        split: "train" or "test".
+        pictures: what the pictures are called in a message.
+        seed: the seed of the build.
+        layout: as the user asks for it; an overlay that has only one layout ignores it.
+        read_digits: reads the digits that the user chose by `--digits`. Raises `UserError` if they are missing.
+        class_counts: for each label of the source by name, the number of records of each class. Empty for tars, whose
+            labels are not read yet.
+        options: by name, as the user gave them. `read` checks them.
+    """
+
+    kind: str
+    shape: Shape
+    split: str
+    pictures: str = "these pictures"
+    seed: int = 0
+    layout: Layout = "scaled"
+    read_digits: Callable[[], DigitSource] | None = None
+    class_counts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
+
+    def read(self, schema: type[T]) -> T:
+        """Return the options of the user. Raises `UserError` if one is unknown or wrong."""
+        return parse_options(schema, self.options, owner=f"the overlay {self.kind}", flag=OVERLAY_OPTION)
+
+    def digits(self) -> DigitSource:
+        """Read the digits that the user chose. Raises `UserError` if they are missing, or if none can be chosen."""
+        if self.read_digits is None:
+            raise UserError(f"the overlay {self.kind} draws digits, and none were chosen; name them with --digits")
+        return self.read_digits()
 
 
 class Overlay(nn.Module, ABC):
@@ -113,7 +170,54 @@ class Layer:
     more_labels: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class PictureOverlay(Overlay):
+class PixelOverlay(Overlay):
+    """The base class of overlays of pictures, which may change the number of channels or the size of a picture.
+
+    Attributes:
+        options_schema: a `Schema` with a field for each option of the user.
+        needs_digits: whether it draws digits, which the user chooses by `--digits`.
+        chosen: the options of the user with their values, for the manifest: how difficult a dataset is.
+        made_from: what `open` read, such as " + mnist train digits (1f5a...)", for `HowMade.source`.
+        layout: "scaled" or "tiled", see `PictureOverlay`.
+    """
+
+    options_schema: ClassVar[type[Schema]] = NoOptions
+    needs_digits: ClassVar[bool] = False
+    chosen: Mapping[str, OptionValue] = NOTHING_GIVEN
+    made_from: str = ""
+    layout: Layout = "scaled"
+
+    @classmethod
+    @abstractmethod
+    def open(cls, given: OverlayInputs) -> Self:
+        """Return the overlay for pictures of `given.shape`.
+
+        Raises `UserError` if it cannot be drawn on them, if an option is wrong, or if its digits are missing.
+        """
+
+    def options(self) -> dict[str, OptionValue]:
+        return dict(self.chosen)
+
+    def output_shape(self, stored_shape: Shape) -> Shape:
+        """Return the shape of a picture with the overlay, for a stored picture of `stored_shape`.
+
+        Raises `UserError` if the overlay is not for such pictures.
+        """
+        return stored_shape
+
+    def labels_of_keys(self, keys: DrawKeys, labels: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """Return every label of the overlay by name, (B,) int64; None if they depend on the pictures.
+
+        `labels` are those of the source. A reader of many samples calls this, because it needs no picture.
+        """
+        return None
+
+    def notes(self, *, num_samples: int) -> Iterator[str]:
+        """Yield lines that a build says about a dataset of so many samples, such as a choice that is of no use."""
+        yield from ()
+
+
+class PictureOverlay(PixelOverlay):
     """An overlay that paints what a subclass returns from `draw`.
 
     Args:
@@ -142,9 +246,27 @@ class PictureOverlay(Overlay):
         self.layout: Layout = "scaled" if image_size == IMAGE_SIZE else layout
         self.drawn_size = IMAGE_SIZE if layout == "tiled" else image_size
 
-    def options(self) -> dict[str, str | int | float]:
+    @classmethod
+    def open(cls, given: OverlayInputs) -> Self:
+        """Return `cls(image_size=..., layout=..., **options)` for square pictures of 32 pixels or more.
+
+        An overlay with assets overrides this, and calls `square_size`.
+        """
+        options = given.read(cls.options_schema).model_dump()
+        return cls(image_size=square_size(given), layout=given.layout, **options)
+
+    def options(self) -> dict[str, OptionValue]:
         # Empty at the published size: so an overlay of 32 pixels has the bytes that it had before there were others.
-        return {} if self.image_size == IMAGE_SIZE else {"image_size": self.image_size, "layout": self.layout}
+        size = {} if self.image_size == IMAGE_SIZE else {"image_size": self.image_size, "layout": self.layout}
+        return {**size, **self.chosen}
+
+    def output_shape(self, stored_shape: Shape) -> Shape:
+        if stored_shape[1:] != (self.image_size, self.image_size):
+            raise UserError(
+                f"the overlay draws on pictures of {self.image_size}x{self.image_size} pixels, but these have "
+                f"{stored_shape[2]}x{stored_shape[1]}; build the dataset again"
+            )
+        return stored_shape
 
     @abstractmethod
     def draw(self, keys: DrawKeys) -> Layer:
@@ -157,16 +279,17 @@ class PictureOverlay(Overlay):
         """
         return self.draw(keys)
 
+    def labels_of_keys(self, keys: DrawKeys, labels: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        layer = self.draw_given(keys, labels)
+        return {OVERLAY: layer.label_B, **layer.more_labels}
+
     def forward(self, inputs: Tensor, keys: DrawKeys, labels: Mapping[str, Tensor] = NOTHING_GIVEN) -> Overlaid:
-        """Paint over pictures (B, 3, H, W) uint8; each value is rounded to the nearest integer.
+        """Paint over pictures (B, C, H, W) uint8; each value is rounded to the nearest integer.
 
         Raises `UserError` if H or W is not `image_size`.
         """
-        if inputs.shape[2:] != (self.image_size, self.image_size):
-            raise UserError(
-                f"the overlay draws on pictures of {self.image_size}x{self.image_size} pixels, but these have "
-                f"{inputs.shape[3]}x{inputs.shape[2]}; build the dataset again"
-            )
+        num_channels, height, width = inputs.shape[1:]
+        self.output_shape((num_channels, height, width))
         painted, found, masks = zip(*self._paint_parts(inputs, keys, labels), strict=True)
         drawn = {name: torch.cat([part[name] for part in found]) for name in (OVERLAY, *self.more_labels)}
         return Overlaid(torch.cat(painted), drawn.pop(OVERLAY), torch.cat(masks), drawn)
@@ -183,6 +306,25 @@ class PictureOverlay(Overlay):
             if self.drawn_size < self.image_size:
                 layer = tile(layer, self.image_size)
             yield paint(inputs[rows], layer), {OVERLAY: layer.label_B, **layer.more_labels}, layer.mask_BHW
+
+
+def square_size(given: OverlayInputs) -> int:
+    """Return the height and width of pictures on which a `PictureOverlay` can paint.
+
+    Raises `UserError` if they are not square pictures of 32 pixels or more to a side, or not in RGB.
+    """
+    num_channels, height, width = given.shape
+    if num_channels != 3:
+        raise UserError(
+            f"the overlay {given.kind} is drawn on RGB pictures, but {given.pictures} have {num_channels} "
+            f"channel{'s' * (num_channels > 1)}; choose another overlay, or other pictures"
+        )
+    if height != width or height < IMAGE_SIZE:
+        raise UserError(
+            f"overlays are drawn on square pictures of {IMAGE_SIZE}x{IMAGE_SIZE} pixels or more, but {given.pictures} "
+            f"have {width}x{height}; give --image-size {max(IMAGE_SIZE, min(height, width))}"
+        )
+    return height
 
 
 def scaled(length: int, *, drawn_size: int) -> int:

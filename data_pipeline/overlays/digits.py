@@ -18,7 +18,15 @@ from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Layout
-from data_pipeline.overlays import FIRST_PURPOSE, IMAGE_SIZE, Layer, PictureOverlay, scaled
+from data_pipeline.overlays import (
+    FIRST_PURPOSE,
+    IMAGE_SIZE,
+    Layer,
+    OverlayInputs,
+    PictureOverlay,
+    scaled,
+    square_size,
+)
 from data_pipeline.sources.digits import DigitSource
 
 DIGIT_SIZE: Final = 10  # in a picture of 32 pixels, like the corners
@@ -48,6 +56,7 @@ class Digits(PictureOverlay):
 
     class_names = tuple("0123456789")
     title = "digit"
+    needs_digits = True
     digits_NHW: Tensor
     label_N: Tensor
 
@@ -65,6 +74,15 @@ class Digits(PictureOverlay):
             raise ValueError(f"label_N is {label_N}; give at least one int64 label, each from 0 to 9")
         self.register_buffer("digits_NHW", digits_NHW)
         self.register_buffer("label_N", label_N)
+
+    @classmethod
+    def open(cls, given: OverlayInputs) -> Self:
+        given.read(cls.options_schema)
+        size = square_size(given)
+        source = given.digits()
+        overlay = cls.of(source, image_size=size, layout=given.layout)
+        overlay.made_from = f" + {source.description}"
+        return overlay
 
     @classmethod
     def of(cls, source: DigitSource, *, image_size: int = IMAGE_SIZE, layout: Layout = "scaled") -> Self:

@@ -29,6 +29,9 @@ OVERLAYS: Final[Mapping[str, str]] = MappingProxyType(
         "shapes": "data_pipeline.overlays.shapes:Shapes",
         "digits": "data_pipeline.overlays.digits:Digits",
         "letters": "data_pipeline.overlays.letters:Letters",
+        "bits": "data_pipeline.overlays.bits:Bits",
+        "colours": "data_pipeline.overlays.colours:Colours",
+        "dominoes": "data_pipeline.overlays.dominoes:Dominoes",
         "noise": "data_pipeline.overlays.noise:Noise",
     }
 )

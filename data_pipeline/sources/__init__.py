@@ -11,17 +11,21 @@ not on the file system.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Protocol, Self, runtime_checkable
+from typing import ClassVar, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from data_pipeline.core.options import SOURCE_OPTION, Options, parse_options
 from data_pipeline.core.sample import BASE, Record
+from data_pipeline.core.schema import Schema
 from data_pipeline.storage.manifest import MAX_CLASSES
 
 __all__ = ["SoundSource", "Source"]
+
+T = TypeVar("T", bound=Schema)
 
 
 class Source(Protocol):
@@ -104,6 +108,7 @@ class SourceInputs:
         limit: the most records that the build takes; None for all. A source that generates records makes so many.
         image_size: the width and height in pixels to which each picture is brought; None to leave it.
         test_share: the share of the pictures in the test split, if the source has no splits; None if it has.
+        options: by name, as the user gave them. `read` checks them.
     """
 
     base: str
@@ -113,6 +118,11 @@ class SourceInputs:
     limit: int | None
     image_size: int | None = None
     test_share: float | None = None
+    options: Options = field(default_factory=dict)
+
+    def read(self, schema: type[T]) -> T:
+        """Return the options of the user. Raises `UserError` if one is unknown or wrong."""
+        return parse_options(schema, self.options, owner=f"the source of {self.base}", flag=SOURCE_OPTION)
 
     def required_root(self) -> Path:
         """Return `root`. Call it only in a source with `needs_root`."""
@@ -123,7 +133,8 @@ class SourceInputs:
 class PictureSource(Source, Protocol):
     """A source of pictures that a build opens by its name.
 
-    `needs_root` says whether the user must name a folder.
+    `needs_root` says whether the user must name a folder. A source with options of its own has an attribute
+    `options_schema`, a `Schema` with a field for each, and reads them by `given.read(options_schema)`.
     """
 
     needs_root: ClassVar[bool]

@@ -15,6 +15,7 @@ PICTURE_SOURCES: Final = MappingProxyType(
     {
         "torchvision": "data_pipeline.sources.cifar:Cifar",
         "folder": "data_pipeline.sources.folder:ImageFolder",
+        "mnist": "data_pipeline.sources.mnist:Mnist",
         "procedural": "data_pipeline.sources.procedural:Procedural",
     }
 )

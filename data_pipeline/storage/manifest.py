@@ -35,7 +35,7 @@ from pydantic import (
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BASE, OVERLAY, Layout, Medium
-from data_pipeline.core.schema import LabelName, Line, Schema
+from data_pipeline.core.schema import LabelName, Line, Schema, Share
 from data_pipeline.storage.files import read_regular
 
 MANIFEST_NAME: Final = "manifest.json"
@@ -51,6 +51,8 @@ MAX_SAMPLES: Final = 10**12
 MAX_SHARDS: Final = 100_000
 MAX_CLASSES: Final = 100_000
 MAX_LABELS: Final = 100  # beside base and overlay
+MAX_CHANNELS: Final = 256  # of a picture with an overlay
+MAX_OPTIONS: Final = 100  # of an overlay or a source
 MAX_VALUES: Final = 1 << 26  # of one input: a picture of 4,729x4,729 pixels, or 23 minutes of sound at 48 kHz
 _LISTS: Final = (".txt", ".list")  # endings of a file that names tars
 _MAX_LABEL_BYTES: Final = 256  # of the JSON of a sample, which holds three numbers, and for each other label
@@ -96,6 +98,7 @@ def _checked_names(names: tuple[str, ...]) -> tuple[str, ...]:
 
 Sha256 = Annotated[str, AfterValidator(_checked_sha256)]
 ClassNames = Annotated[tuple[Line, ...], FailFast(), Field(max_length=MAX_CLASSES), AfterValidator(_checked_names)]
+OptionValues = Annotated[dict[LabelName, int | float | Line], Field(max_length=MAX_OPTIONS)]
 ClassCounts = Annotated[tuple[NonNegativeInt, ...], FailFast(), Field(max_length=MAX_CLASSES)]
 
 
@@ -139,30 +142,56 @@ class LabelEntry(Schema):
     given_by: Literal["source", "overlay"] = "source"
 
 
+class BatchEntry(Schema):
+    """The pictures of a batch, if an overlay that is drawn at each reading changes their shape.
+
+    Attributes:
+        shape: (C, H, W) of a picture with the overlay.
+        mean, std: for each channel, in [0, 1], of the first samples with one draw of the overlay.
+    """
+
+    shape: tuple[PositiveInt, PositiveInt, PositiveInt]
+    mean: Annotated[tuple[Share, ...], Field(max_length=MAX_CHANNELS)]
+    std: Annotated[tuple[Share, ...], Field(max_length=MAX_CHANNELS)]
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if not self.shape[0] == len(self.mean) == len(self.std):
+            raise ValueError(f"mean and std have {len(self.mean)} and {len(self.std)} numbers for {self.shape}")
+        if math.prod(self.shape) > MAX_VALUES:
+            raise ValueError(f"shape is {self.shape}, but an input may hold at most {MAX_VALUES} values")
+        return self
+
+
 class OverlayEntry(Schema):
     """The overlay of the samples, and when it is drawn.
 
     A `baked` overlay was drawn into the shards, once for each stored sample. An `online` overlay is drawn at each
     reading: the shards hold clean samples, and the file `OVERLAY_NAME`, which has this sha256, holds the overlay.
-    `layout` is "scaled" at 32 pixels, and for sounds.
+    `layout` is "scaled" at 32 pixels, and for sounds. `options` are those that the user may choose, with their values:
+    they say how difficult the dataset is. `batch` is there only if the overlay changes the shape of stored pictures.
     """
 
     kind: Line
     drawn: Literal["baked", "online"]
     sha256: Sha256 | None
     layout: Layout = "scaled"
+    options: OptionValues = Field(default_factory=dict)
+    batch: BatchEntry | None = None
 
     @model_serializer(mode="wrap")
-    def _without_the_default_layout(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out the layout "scaled", so that the manifest of a dataset from before it keeps its sha256."""
+    def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what is not used, so that the manifest of a dataset from before it keeps its sha256."""
         values: dict[str, Any] = handler(self)
-        return values if self.layout != "scaled" else {name: values[name] for name in values if name != "layout"}
+        unused = {"layout": self.layout == "scaled", "options": not self.options, "batch": self.batch is None}
+        return {name: value for name, value in values.items() if not unused.get(name, False)}
 
 
 class HowMade(Schema):
     """The arguments of the `build` that made the dataset: the same arguments and source give the same bytes.
 
     `source_sha256` is the hash of the decoded records and labels in their order, so it identifies the input by content.
+    `source_options` are those of the source that the user may choose, with their values.
     """
 
     dataset: Line
@@ -172,6 +201,13 @@ class HowMade(Schema):
     repeats: PositiveInt
     limit: PositiveInt | None
     source_sha256: str
+    source_options: OptionValues = Field(default_factory=dict)
+
+    @model_serializer(mode="wrap")
+    def _without_no_options(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out `source_options` if there are none, so that the manifest of such a dataset keeps its bytes."""
+        values: dict[str, Any] = handler(self)
+        return values if self.source_options else {name: values[name] for name in values if name != "source_options"}
 
 
 class TarSet(Schema):
@@ -198,8 +234,8 @@ class Manifest(Schema):
     """The content of a dataset, and how it was made.
 
     Attributes:
-        input_shape: the shape of one input in a batch: (C, H, W) of a picture, (T,) of a sound. A sound is stored in
-            its own length, and cropped or padded to T when it is read.
+        input_shape: the shape of one stored input: (C, H, W) of a picture, (T,) of a sound. A sound is stored in its
+            own length, and cropped or padded to T when it is read. `batch_shape` is that of an input in a batch.
         sample_rate: of sounds, in points a second; None for pictures.
         counts_base, counts_overlay: the number of samples of each class, in label order; `counts_overlay` is empty if
             the overlay is online.
@@ -272,6 +308,25 @@ class Manifest(Schema):
     def is_online(self) -> bool:
         """Return whether the overlay is drawn when the samples are read."""
         return self.overlay is not None and self.overlay.drawn == "online"
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """Return the shape of one input in a batch: `input_shape`, unless an online overlay changes it."""
+        return self.input_shape if self._batch is None else self._batch.shape
+
+    @property
+    def batch_mean(self) -> tuple[float, ...]:
+        """Return the mean of each channel of a batch: `mean`, unless an online overlay changes the shape."""
+        return self.mean if self._batch is None else self._batch.mean
+
+    @property
+    def batch_std(self) -> tuple[float, ...]:
+        """Return the standard deviation of each channel of a batch; see `batch_mean`."""
+        return self.std if self._batch is None else self._batch.std
+
+    @property
+    def _batch(self) -> BatchEntry | None:
+        return None if self.overlay is None else self.overlay.batch
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -378,6 +433,8 @@ def _wrong_labels(manifest: Manifest) -> Iterator[str]:
         yield f"label_names.overlay is {names.overlay[:3]}, but overlay is {overlay}"
     if overlay is not None and (overlay.drawn == "online") != (overlay.sha256 is not None):
         yield f"overlay.drawn is {overlay.drawn}, but overlay.sha256 is {overlay.sha256}"
+    if overlay is not None and overlay.batch is not None and (overlay.drawn, manifest.medium) != ("online", "picture"):
+        yield f"overlay.batch is {overlay.batch.shape}, but only an online overlay of pictures changes their shape"
     stored = () if manifest.is_online else names.overlay
     for field, counts, classes in (
         ("counts_base", manifest.counts_base, names.base),

@@ -1,6 +1,7 @@
 """Draw the first samples of a dataset as a grid, as training reads them, with their labels below.
 
-A small picture is enlarged, a large one is made smaller, and the object on it is outlined by its mask. A sound is drawn
+A small picture is enlarged, a large one is made smaller, and the object on it is outlined by its mask. Channels that an
+overlay adds to a picture are tiles below it, eight in a row, dark for 0 and bright for 255. A sound is drawn
 as the log-mel spectrogram that the encoder gets: time to the right, frequency upwards, the quietest cell dark and the
 loudest bright. An online overlay has the first draw of an evaluation.
 """
@@ -30,6 +31,7 @@ _CELL = 128  # pixels of the longer side of an enlarged picture, at most
 _MAX_CELL = 256  # pixels of the longer side of any picture, at most
 _MAX_GRID = 1_400  # pixels
 _MARGIN, _LINE, _FONT_SIZE = 8, 15, 13
+_TILES, _BETWEEN = 8, 128  # tiles in a row, and the grey level around them
 _PAPER, _INK, _OUTLINE = (255, 255, 255), (40, 40, 40), (255, 0, 200)
 
 Point = TypeVar("Point", np.uint8, np.bool_)
@@ -42,7 +44,7 @@ def draw_grid(location: str, *, num_samples: int) -> Image.Image:
     manifest = store.manifest
     batch = next(read_all(store, batch_size=min(num_samples, manifest.num_samples)))
     pictures = pictures_of(batch, manifest)
-    masks = [None] * len(batch) if batch.masks_BHW is None else list(batch.masks_BHW.numpy())
+    masks = [None] * len(batch) if batch.masks_BHW is None else list(_as_high(batch.masks_BHW.numpy(), pictures))
     captions = captions_of(batch, manifest)
     cells = [draw_cell(*content) for content in zip(pictures, masks, captions, strict=True)]
     width, height = cells[0].size
@@ -56,12 +58,43 @@ def draw_grid(location: str, *, num_samples: int) -> Image.Image:
 
 
 def pictures_of(batch: Batch, manifest: Manifest) -> NDArray[np.uint8]:
-    """Return the pictures of a batch, or its sounds as spectrograms; (B, H, W, 3)."""
+    """Return the pictures of a batch in colour, or its sounds as spectrograms; (B, H, W, 3).
+
+    Pictures with channels beyond those of the stored pictures are higher, by the tiles of these channels.
+    """
     if manifest.sample_rate is None:
-        pictures_BHWC: NDArray[np.uint8] = batch.inputs_a.permute(0, 2, 3, 1).contiguous().numpy()
-        return pictures_BHWC
+        inputs_BHWC: NDArray[np.uint8] = batch.inputs_a.permute(0, 2, 3, 1).contiguous().numpy()
+        num_channels = inputs_BHWC.shape[3]
+        num_shown = 3 if num_channels == 3 else min(manifest.input_shape[0], num_channels)
+        pictures_BHWC = np.repeat(inputs_BHWC[..., :1], 3, axis=3) if num_shown == 1 else inputs_BHWC[..., :3]
+        return add_tiles(pictures_BHWC, inputs_BHWC[..., num_shown:])
     config = mel_config(manifest.sample_rate)
     return colour_spectrograms(log_mel(power_mel(batch.inputs_a, config), config))
+
+
+def add_tiles(pictures_BHWC: NDArray[np.uint8], channels_BHWE: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return pictures with their E further channels below them, as small grey tiles in rows of eight."""
+    _, height, width, num_extra = channels_BHWE.shape
+    if not num_extra:
+        return pictures_BHWC
+    side = max(1, width // _TILES)
+    place = np.arange(side) * width // side  # the pixels that a tile shows
+    tiles_BhwE = channels_BHWE[:, place * height // width][:, :, place]
+    rows = []
+    for first in range(0, num_extra, _TILES):
+        row_BhWC = np.full((len(pictures_BHWC), side, width, 3), _BETWEEN, dtype=np.uint8)
+        for number in range(first, min(first + _TILES, num_extra)):
+            left = (number - first) * side
+            row_BhWC[:, :, left : left + side] = tiles_BhwE[..., number, None][:, :, : width - left]
+        gap_B1WC = np.full((len(pictures_BHWC), 1, width, 3), _BETWEEN, dtype=np.uint8)
+        rows += [gap_B1WC, row_BhWC]
+    return np.concatenate([pictures_BHWC, *rows], axis=1)
+
+
+def _as_high(masks_BHW: NDArray[np.uint8], pictures_BHWC: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return masks as high as the pictures, with nothing drawn on the tiles below."""
+    missing = pictures_BHWC.shape[1] - masks_BHW.shape[1]
+    return np.pad(masks_BHW, ((0, 0), (0, missing), (0, 0)), constant_values=MASK_OUTSIDE)
 
 
 def colour_spectrograms(log_mel_BMT: Tensor) -> NDArray[np.uint8]:
@@ -99,7 +132,7 @@ def draw_cell(
 
     Sides change by a whole factor. A caption that is too long ends in three dots.
     """
-    shrink = -(-max(picture_HWC.shape) // _MAX_CELL)
+    shrink = -(-max(picture_HWC.shape[:2]) // _MAX_CELL)
     if shrink > 1:
         picture_HWC = np.asarray(Image.fromarray(picture_HWC).reduce(shrink))
         mask_HW = None if mask_HW is None else mask_HW[::shrink, ::shrink]

@@ -33,7 +33,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Sample, sample_key
 from data_pipeline.loading.decode import decode, decode_label, label_ranges
-from data_pipeline.overlays import PictureOverlay
+from data_pipeline.overlays import PixelOverlay
 from data_pipeline.overlays.registry import kind_of, load_overlay
 from data_pipeline.remote.cache import RemoteConfig, fetch_manifest, fetched, is_remote
 from data_pipeline.remote.fetch import Expected
@@ -230,9 +230,13 @@ class Verification:
         if more or overlay.more_labels:
             said += ({name: label.classes for name, label in more.items()},)
             found += ({name: label.classes for name, label in overlay.more_labels.items()},)
-        if isinstance(overlay, PictureOverlay):
-            said += (manifest.overlay.layout, manifest.input_shape[1:])
-            found += (overlay.layout, (overlay.image_size, overlay.image_size))
+        if isinstance(overlay, PixelOverlay):
+            said += (manifest.overlay.layout, manifest.batch_shape, manifest.overlay.options)
+            channels, height, width = manifest.input_shape
+            try:
+                found += (overlay.layout, overlay.output_shape((channels, height, width)), dict(overlay.chosen))
+            except UserError as error:
+                return f"holds the overlay {manifest.overlay.kind}, which does not fit the pictures ({error})"
         return None if found == said else f"holds the overlay and classes {found}, but {MANIFEST_NAME} says {said}"
 
     def _digests_problem(self) -> str | None:

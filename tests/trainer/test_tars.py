@@ -174,7 +174,7 @@ def test_tars_with_an_overlay_are_cut_out_of_squares_and_probed_for_both_labels(
             tmp_path / name / INDEX_NAME,
             fields=Fields(),
             size=64,
-            overlay=DrawnOverlay(*open_picture_overlay("shapes", image_size=64, split=name), split),
+            overlay=DrawnOverlay(open_picture_overlay("shapes", shape=(3, 64, 64), split=name), split),
             classes_of=None if name == "train" else tmp_path / "train",
         )
     config = resolve_recipe("debug:image", settings(tmp_path, "num_epochs=1", "data.overlay=online", *more))

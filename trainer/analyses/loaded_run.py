@@ -94,7 +94,7 @@ def read_test_pictures(run_dir: RunDir, options: AnalysisOptions, *, what_for: s
     config = read_run_config(run_dir, allow_pipe=options.allow_pipe)
     test = read_pictures(config.data.test_dir, read=config.data)
     refuse_sounds(test, run_dir, what_for=what_for)
-    _, height, width = test.manifest.input_shape
+    _, height, width = test.manifest.batch_shape
     try:
         expert_image.check_image_size(height=height, width=width)
     except ValueError as error:

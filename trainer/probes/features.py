@@ -38,7 +38,7 @@ from data_pipeline.loading.decode import DecodedSamples, decode
 from data_pipeline.loading.permutation import KeyedPermutation
 from data_pipeline.loading.placement import place_data, read_whole, resident_bytes
 from data_pipeline.loading.stream import ReadConfig, check_bad_share
-from data_pipeline.overlays import Overlay, PictureOverlay, evaluation_keys
+from data_pipeline.overlays import Overlay, PixelOverlay, evaluation_keys
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
 from trainer.distributed.collectives import all_gather_object, all_gather_rows, rank, world_size
@@ -168,7 +168,7 @@ class Pictures:
             return self.stored.batch(row_X).inputs_a
         rows = torch.split(row_X.flatten(), _ENCODED_AT_ONCE)
         parts = [self.stored.batch(row_B).inputs_a for row_B in self.ahead(rows, title="pictures")]
-        return torch.cat(parts).view(*row_X.shape, *self.manifest.input_shape)
+        return torch.cat(parts).view(*row_X.shape, *self.manifest.batch_shape)
 
     def masks(self, row_B: Tensor) -> Tensor | None:
         """Return the masks of some rows, (B, H, W); None for sounds."""
@@ -312,7 +312,7 @@ def _read_sounds(store: SampleStore) -> DecodedSamples:
 def _finish(stored: StoredInputs) -> Pictures:
     manifest, samples = stored.manifest, stored.samples
     if isinstance(samples, StreamedSamples):
-        shape = (len(samples), *manifest.input_shape)
+        shape = (len(samples), *manifest.batch_shape)
         return Pictures(
             manifest=manifest,
             images_NCHW=torch.empty(shape, dtype=torch.uint8, device="meta"),
@@ -335,21 +335,20 @@ def _finish(stored: StoredInputs) -> Pictures:
 
 
 def _drawn_labels(stored: StoredInputs, samples: StreamedSamples) -> dict[LabelSpace, Tensor]:
-    """Return the labels of an online overlay by name, (N,) each, which do not depend on the pictures.
-
-    Each rank draws its share.
-    """
+    """Return the labels of an online overlay by name, (N,) each. Each rank draws its share."""
     if stored.overlay is None:
         return {}
-    assert isinstance(stored.overlay, PictureOverlay)
+    assert isinstance(stored.overlay, PixelOverlay)
     given = {name: samples.labels[name] for name in stored.manifest.stored_labels}
     names = (OVERLAY, *stored.overlay.more_labels)
     drawn: dict[LabelSpace, list[Tensor]] = {name: [samples.index_B[:0]] for name in names}
     mine = torch.tensor_split(torch.arange(len(samples)), world_size())[rank()]
     for row_B in torch.split(mine, _ENCODED_AT_ONCE):
         keys = evaluation_keys(samples.index_B[row_B], draw=stored.draw)
-        layer = stored.overlay.draw_given(keys, {name: label_N[row_B] for name, label_N in given.items()})
-        for name, label_B in {OVERLAY: layer.label_B, **layer.more_labels}.items():
+        of_rows = stored.overlay.labels_of_keys(keys, {name: label_N[row_B] for name, label_N in given.items()})
+        if of_rows is None:  # the pictures decide, so they are decoded
+            of_rows = {name: label_B for name, label_B in stored.batch(row_B).labels.items() if name in drawn}
+        for name, label_B in of_rows.items():
             drawn[name].append(label_B)
     of_ranks = all_gather_object({name: torch.cat(parts) for name, parts in drawn.items()})
     return {name: torch.cat([of_rank[name] for of_rank in of_ranks]) for name in names}

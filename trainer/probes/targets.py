@@ -23,10 +23,10 @@ def readable_labels(
     A label of a single class is left out. Raises `UserError` if train and test set have different classes or inputs,
     have no labels, or lack a wanted label.
     """
-    if (train.medium, train.input_shape) != (test.medium, test.input_shape):
+    if (train.medium, train.batch_shape) != (test.medium, test.batch_shape):
         raise UserError(
-            f"the train set holds {train.medium}s of shape {train.input_shape} but the test set {test.medium}s of "
-            f"{test.input_shape}; build both from the same dataset"
+            f"the train set holds {train.medium}s of shape {train.batch_shape} but the test set {test.medium}s of "
+            f"{test.batch_shape}; build both from the same dataset"
         )
     if (difference := label_difference(train, test)) is not None:
         raise UserError(f"{difference}; build both from the same dataset")

@@ -12,7 +12,7 @@ import string
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,7 @@ from data_pipeline.overlays import (
     IMAGE_SIZE,
     Layer,
     Overlay,
+    OverlayInputs,
     PictureOverlay,
     baked_keys,
     divide_by_255,
@@ -41,7 +42,10 @@ from data_pipeline.overlays import (
     registry,
     scaled,
 )
+from data_pipeline.overlays.bits import Bits
+from data_pipeline.overlays.colours import Colours
 from data_pipeline.overlays.digits import Digits, resize
+from data_pipeline.overlays.dominoes import Dominoes
 from data_pipeline.overlays.letters import FONT_PATH, Letters, drawing_points
 from data_pipeline.overlays.noise import Crop, Noise
 from data_pipeline.overlays.registry import OVERLAYS, find_overlay, kind_of, load_overlay, save_overlay
@@ -756,6 +760,11 @@ def test_sounds_that_cannot_be_used_are_refused_by_name() -> None:
             Noise(sounds_X=sounds_X, length_K=length_K, num_points=40, volume=0.5, crop="first")
 
 
+def dominoes() -> Dominoes:
+    digits = partial(sklearn_digits, split="train")
+    return Dominoes.open(OverlayInputs(kind="dominoes", shape=(3, 32, 32), split="train", read_digits=digits))
+
+
 # --- saved and read back
 
 SAVED: dict[str, Callable[[], Overlay]] = {
@@ -763,6 +772,9 @@ SAVED: dict[str, Callable[[], Overlay]] = {
     "digits": digits,
     "letters": capitals,
     "noise": toy_noise,
+    "bits": Bits,
+    "colours": partial(Colours, correlation=0.5),
+    "dominoes": dominoes,
 }
 
 

@@ -18,13 +18,14 @@ from data_pipeline.building.catalogue import DATASETS, open_dataset
 from data_pipeline.building.datasets import (
     DIGITS,
     PICTURE_OVERLAYS,
+    PICTURES,
     SOURCE_SUMMARIES,
     SOURCES,
     TEST_SPEAKER,
 )
 from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.loading.decode import decode_sample
-from data_pipeline.overlays import PictureOverlay
+from data_pipeline.overlays import PixelOverlay
 from data_pipeline.overlays.registry import OVERLAYS, find_overlay
 from data_pipeline.sources.audiomnist import TEST_SPEAKERS
 from data_pipeline.sources.digits import MNIST_KINDS
@@ -239,12 +240,15 @@ def test_the_help_of_build_names_every_dataset_with_its_sources_and_every_source
 ) -> None:
     _, out, _ = run(capsys, monkeypatch, "build", "--help")
     start, middle = next(at for at, line in enumerate(out) if line.startswith("datasets")), out.index("sources:")
+    between = next(at for at, line in enumerate(out) if line.startswith("overlays on pictures"))
     listed: dict[str, tuple[str, ...]] = {}
-    for line in out[start + 1 : middle]:
+    for line in out[start + 1 : between]:
         described = re.fullmatch(r"  (\S+) +(\S+ \S.*) \((.+)\)", line)
         assert described is not None, line
         listed[described[1]] = tuple(described[3].split(", "))
-    assert listed == {name: SOURCES[dataset.base] for name, dataset in DATASETS.items()}
+    overlays = [line.split()[0] for line in out[between + 1 : middle] if len(line.split()) > 2]
+    with_overlays = {f"{base}_{overlay}": listed[base] for base in PICTURES for overlay in overlays}
+    assert listed | with_overlays == {name: SOURCES[dataset.base] for name, dataset in DATASETS.items()}
     assert {"folder", "procedural", "noise"} <= listed.keys()
     assert "silence" not in "\n".join(out)
     sources = [line.split()[0] for line in out[middle + 1 :] if len(line.split()) > 2]
@@ -318,6 +322,6 @@ def test_the_current_directory_cannot_be_built_anew(
 
 def test_the_help_names_what_the_overlays_and_sources_offer() -> None:
     """The names stand apart from the code that they name, so that the help needs none of it."""
-    assert [kind for kind in OVERLAYS if issubclass(find_overlay(kind), PictureOverlay)] == [*PICTURE_OVERLAYS]
+    assert [kind for kind in OVERLAYS if issubclass(find_overlay(kind), PixelOverlay)] == [*PICTURE_OVERLAYS]
     assert (*MNIST_KINDS, "sklearn") == DIGITS
     assert TEST_SPEAKER == DEFAULT_TEST_SPEAKER

@@ -1,0 +1,125 @@
+"""Coloured digits: a grey picture painted in one of ten colours, which may follow the class of the picture.
+
+Grey level g becomes g / 255 of the colour, so black stays black. The usual form is MNIST with a colour for each digit
+in training, and any colour in the test (after Nam et al. 2020, "Learning from failure", who vary each colour; here it
+is constant). An RGB picture loses its own colours first.
+
+Shapes: B batch, C channels, H height, W width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Final, Self
+
+import torch
+from torch import Tensor
+
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, OVERLAY
+from data_pipeline.core.schema import Schema, Share
+from data_pipeline.overlays import (
+    FIRST_PURPOSE,
+    NOTHING_GIVEN,
+    Overlaid,
+    OverlayInputs,
+    PixelOverlay,
+    Shape,
+    divide_by_255,
+)
+from data_pipeline.overlays.correlation import check_base_label, check_correlation, correlated_classes
+
+COLOURS: Final[Mapping[str, tuple[int, int, int]]] = {
+    "red": (230, 25, 25),
+    "green": (30, 180, 40),
+    "blue": (40, 80, 255),
+    "yellow": (255, 225, 25),
+    "magenta": (240, 50, 230),
+    "cyan": (70, 240, 240),
+    "orange": (255, 140, 0),
+    "purple": (145, 30, 180),
+    "brown": (150, 90, 20),
+    "grey": (190, 190, 190),
+}
+_LUMA = (299, 587, 114)  # thousandths: ITU-R BT.601, as in Pillow's conversion to grey
+
+
+class ColoursOptions(Schema):
+    """The options of the overlay colours. `correlation` is the probability that a colour is that of the base label."""
+
+    correlation: Share = 0.0
+
+
+class Colours(PixelOverlay):
+    """An overlay that paints pictures of one or three channels in ten colours: the result has three.
+
+    The label `overlay` is the colour. The mask marks every pixel that is not black, and the smallest box around them.
+
+    Raises:
+        ValueError: `correlation` is not from 0 to 1.
+    """
+
+    class_names = tuple(COLOURS)
+    title = "colour"
+    options_schema: ClassVar[type[Schema]] = ColoursOptions
+    colours_KC: Tensor
+
+    def __init__(self, *, correlation: float = 0.0) -> None:
+        super().__init__()
+        self.correlation = check_correlation(correlation)
+        self.chosen = {"correlation": correlation}
+        self.register_buffer("colours_KC", torch.tensor(list(COLOURS.values()), dtype=torch.uint8), persistent=False)
+
+    @classmethod
+    def open(cls, given: OverlayInputs) -> Self:
+        correlation = given.read(ColoursOptions).correlation
+        check_base_label(given, correlation)
+        overlay = cls(correlation=correlation)
+        overlay.output_shape(given.shape)
+        return overlay
+
+    def output_shape(self, stored_shape: Shape) -> Shape:
+        num_channels, height, width = stored_shape
+        if num_channels not in (1, 3):
+            raise UserError(f"the overlay colours paints pictures of 1 or 3 channels, but these have {num_channels}")
+        return 3, height, width
+
+    def labels_of_keys(self, keys: DrawKeys, labels: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        return {OVERLAY: self._draw(keys, labels)}
+
+    def forward(self, inputs: Tensor, keys: DrawKeys, labels: Mapping[str, Tensor] = NOTHING_GIVEN) -> Overlaid:
+        """Paint pictures (B, 1, H, W) or (B, 3, H, W) uint8: (B, 3, H, W) uint8, each value rounded."""
+        label_B = self._draw(keys, labels)
+        grey_B1HW = grey(inputs).to(torch.int32)
+        painted_BCHW = divide_by_255(grey_B1HW * self.colours_KC[label_B][:, :, None, None])
+        return Overlaid(painted_BCHW.to(torch.uint8), label_B, object_mask(grey_B1HW[:, 0] > 0))
+
+    def _draw(self, keys: DrawKeys, labels: Mapping[str, Tensor]) -> Tensor:
+        return correlated_classes(
+            keys, labels, len(self.class_names), correlation=self.correlation, purpose=FIRST_PURPOSE
+        )
+
+
+def grey(pictures_BCHW: Tensor) -> Tensor:
+    """Return the brightness of pictures of one or three channels, (B, 1, H, W) uint8, rounded down."""
+    if pictures_BCHW.shape[1] == 1:
+        return pictures_BCHW
+    weight_C11 = torch.tensor(_LUMA, dtype=torch.int32, device=pictures_BCHW.device)[:, None, None]
+    total_B1HW = (pictures_BCHW * weight_C11).sum(dim=1, keepdim=True)
+    return torch.div(total_B1HW, 1_000, rounding_mode="floor").to(torch.uint8)
+
+
+def object_mask(inside_BHW: Tensor) -> Tensor:
+    """Return masks (B, H, W) uint8 of objects, given where they are: the object, and the smallest box around it."""
+    rows_BH, columns_BW = inside_BHW.any(dim=2), inside_BHW.any(dim=1)
+    box_BHW = _between_ends(rows_BH)[:, :, None] & _between_ends(columns_BW)[:, None, :]
+    mask_BHW = torch.full_like(inside_BHW, MASK_OUTSIDE, dtype=torch.uint8)
+    return mask_BHW.masked_fill_(box_BHW, MASK_BOX).masked_fill_(inside_BHW, MASK_OBJECT)
+
+
+def _between_ends(marked_BX: Tensor) -> Tensor:
+    """Return which places are at, or between, the first and the last that are marked."""
+    from_first_BX = marked_BX.cumsum(dim=1) > 0
+    to_last_BX = marked_BX.flip(1).cumsum(dim=1).flip(1) > 0
+    return from_first_BX & to_last_BX

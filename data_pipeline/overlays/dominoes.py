@@ -1,0 +1,171 @@
+"""Dominoes (Shah et al. 2020): a photo and a handwritten digit, joined to one picture.
+
+The digit is scaled to the width of the photo and stands above it, as published, or below it: 32 x 32 pixels become 64
+rows of 32. The class of the digit may follow the class of the photo. "The pitfalls of simplicity bias in neural
+networks" joins two classes of MNIST and CIFAR-10; here there are all ten digits.
+
+`join=square` makes a picture that is as high as it is wide, for views and encoders that need one: each pair of rows of
+the joined picture becomes its mean, so both halves keep their full width and lose half of their rows.
+
+Shapes: B batch, N digits to choose from, K classes, C channels, H height, W width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Final, Literal, Self, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data_pipeline.core.counter_rng import DrawKeys, integers
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, OVERLAY
+from data_pipeline.core.schema import Schema, Share
+from data_pipeline.overlays import FIRST_PURPOSE, NOTHING_GIVEN, Overlaid, OverlayInputs, PixelOverlay, Shape, no_mask
+from data_pipeline.overlays.correlation import check_base_label, check_correlation, correlated_classes
+from data_pipeline.overlays.digits import resize
+
+Join = Literal["tall", "square"]
+Place = Literal["above", "below"]
+NUM_CLASSES: Final = 10
+MIN_WIDTH: Final = 8  # pixels, of the smallest digits that there are
+_CLASS, _DIGIT = FIRST_PURPOSE, FIRST_PURPOSE + 2  # the class takes two purposes
+_STEPS: Final = 1 << 30  # values of a draw among the digits of a class; times their number it fits 64 bits
+
+
+class DominoesOptions(Schema):
+    """The options of the overlay dominoes.
+
+    correlation: the probability that the digit is the number of the photo's class.
+    digit: whether the digit is above or below the photo.
+    join: "tall" for the published shape, "square" for half of its rows.
+    """
+
+    correlation: Share = 0.0
+    digit: Place = "above"
+    join: Join = "tall"
+
+
+class Dominoes(PixelOverlay):
+    """An overlay that joins a digit to each picture. Without a correlation, the ten classes are equally likely.
+
+    The label `overlay` is the digit. The mask marks the digit's half: its ink, and the rest of the half as its box.
+
+    Args:
+        digits_NHW: (N, W, W) uint8, white on black, as `data_pipeline.overlays.digits.resize` returns them; W is the
+            width of the pictures.
+        label_N: (N,) int64, 0 to 9 in ascending order; each class has a digit.
+        correlation, digit, join: see `DominoesOptions`.
+
+    Raises:
+        ValueError: an argument is not as above.
+    """
+
+    class_names = tuple("0123456789")
+    title = "digit"
+    options_schema: ClassVar[type[Schema]] = DominoesOptions
+    needs_digits = True
+    digits_NHW: Tensor
+    label_N: Tensor
+    _count_K: Tensor
+    _start_K: Tensor
+
+    def __init__(
+        self,
+        digits_NHW: Tensor,
+        label_N: Tensor,
+        *,
+        correlation: float = 0.0,
+        digit: Place = "above",
+        join: Join = "tall",
+    ) -> None:
+        super().__init__()
+        num_digits, width = label_N.numel(), digits_NHW.shape[-1]
+        if digits_NHW.shape != (num_digits, width, width) or digits_NHW.dtype != torch.uint8:
+            raise ValueError(
+                f"digits_NHW is {tuple(digits_NHW.shape)} {digits_NHW.dtype}; give ({num_digits}, {width}, {width}) "
+                "uint8, one digit for each label"
+            )
+        is_sorted = label_N.dtype == torch.int64 and bool((label_N.diff() >= 0).all())
+        if not is_sorted or sorted(set(label_N.tolist())) != list(range(NUM_CLASSES)):
+            raise ValueError(
+                f"label_N is {label_N}; give int64 labels in ascending order, each of 0 to 9 at least once"
+            )
+        if digit not in get_args(Place) or join not in get_args(Join):
+            raise ValueError(f"digit is {digit!r}, join {join!r}; give above or below, and tall or square")
+        self.correlation, self.digit, self.join = check_correlation(correlation), digit, join
+        self.chosen = {"correlation": correlation, "digit": digit, "join": join}
+        count_K = label_N.bincount(minlength=NUM_CLASSES)
+        self.register_buffer("digits_NHW", digits_NHW)
+        self.register_buffer("label_N", label_N)
+        self.register_buffer("_count_K", count_K, persistent=False)
+        self.register_buffer("_start_K", count_K.cumsum(0) - count_K, persistent=False)
+
+    @classmethod
+    def open(cls, given: OverlayInputs) -> Self:
+        options = given.read(DominoesOptions)
+        check_base_label(given, options.correlation)
+        width = _checked_width(given.shape, given.pictures)
+        source = given.digits()
+        order = np.argsort(source.labels, kind="stable")
+        if missing := sorted(set(range(NUM_CLASSES)) - set(source.labels.tolist())):
+            raise UserError(f"{source.name} has no digit {missing[0]}; choose other --digits")
+        digits_NHW = torch.from_numpy(np.stack([resize(source.images[number], width) for number in order.tolist()]))
+        overlay = cls(digits_NHW, torch.from_numpy(source.labels[order].astype(np.int64)), **options.model_dump())
+        overlay.made_from = f" + {source.description}"
+        return overlay
+
+    def output_shape(self, stored_shape: Shape) -> Shape:
+        num_channels, height, width = stored_shape
+        if _checked_width(stored_shape, "these pictures") != self.digits_NHW.shape[-1]:
+            raise UserError(
+                f"the digits are {self.digits_NHW.shape[-1]} pixels wide, but the pictures {width}; build the dataset "
+                "again"
+            )
+        tall = height + width
+        if self.join == "square" and tall % 2:
+            raise UserError(f"join=square halves the rows of a picture, and {tall} cannot be halved; set join=tall")
+        return num_channels, tall // 2 if self.join == "square" else tall, width
+
+    def labels_of_keys(self, keys: DrawKeys, labels: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        return {OVERLAY: self._draw(keys, labels)}
+
+    def forward(self, inputs: Tensor, keys: DrawKeys, labels: Mapping[str, Tensor] = NOTHING_GIVEN) -> Overlaid:
+        """Join a digit to pictures (B, C, H, W) uint8: (B, C, H + W, W) uint8, or half as many rows.
+
+        Raises `UserError` if W is not the width of the digits.
+        """
+        num_channels, height, width = inputs.shape[1:]
+        self.output_shape((num_channels, height, width))
+        label_B = self._draw(keys, labels)
+        step_B = integers(keys, 1, _STEPS, purpose=_DIGIT)[:, 0]
+        digit_BHW = self.digits_NHW[self._start_K[label_B] + step_B * self._count_K[label_B] // _STEPS]
+        mask_BHW = torch.where(digit_BHW > 0, MASK_OBJECT, MASK_BOX).to(torch.uint8)
+        parts = [inputs, digit_BHW[:, None].expand(-1, num_channels, -1, -1)]
+        masks = [no_mask(inputs), mask_BHW]
+        if self.digit == "above":
+            parts, masks = parts[::-1], masks[::-1]
+        pictures_BCHW, mask_BHW = torch.cat(parts, dim=2), torch.cat(masks, dim=1)
+        if self.join == "square":
+            pictures_BCHW, mask_BHW = halve_rows(pictures_BCHW), mask_BHW[:, ::2].maximum(mask_BHW[:, 1::2])
+        return Overlaid(pictures_BCHW, label_B, mask_BHW)
+
+    def _draw(self, keys: DrawKeys, labels: Mapping[str, Tensor]) -> Tensor:
+        return correlated_classes(keys, labels, NUM_CLASSES, correlation=self.correlation, purpose=_CLASS)
+
+
+def halve_rows(pictures_BCHW: Tensor) -> Tensor:
+    """Return the mean of each pair of rows of pictures (B, C, H, W) uint8, rounded half up: (B, C, H / 2, W) uint8."""
+    upper, lower = pictures_BCHW[:, :, ::2].to(torch.int16), pictures_BCHW[:, :, 1::2].to(torch.int16)
+    return ((upper + lower + 1) >> 1).to(torch.uint8)
+
+
+def _checked_width(shape: Shape, pictures: str) -> int:
+    if shape[2] < MIN_WIDTH:
+        raise UserError(
+            f"a domino holds a digit as wide as the picture, so that needs {MIN_WIDTH} pixels or more, but {pictures} "
+            f"are {shape[2]} wide; give a larger --image-size"
+        )
+    return shape[2]

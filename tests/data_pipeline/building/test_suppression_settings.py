@@ -1,0 +1,420 @@
+"""The settings of feature suppression: options, bits, colours and dominoes, each with a truth that is planted in it.
+
+Shapes: B batch, C channels, H height, W width, N bits or digits.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from data_pipeline.building.build import build_dataset
+from data_pipeline.building.catalogue import open_picture_overlay
+from data_pipeline.core.counter_rng import DrawKeys, row_hashes
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.options import parse_words
+from data_pipeline.core.sample import BASE, MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, NO_LABEL, OVERLAY, Batch
+from data_pipeline.loading.stream import read_all
+from data_pipeline.overlays import PixelOverlay
+from data_pipeline.overlays.bits import Bits, bits_of
+from data_pipeline.overlays.colours import COLOURS, grey, object_mask
+from data_pipeline.overlays.digits import resize
+from data_pipeline.overlays.dominoes import Dominoes, halve_rows
+from data_pipeline.overlays.registry import load_overlay
+from data_pipeline.sources.digits import sklearn_digits
+from data_pipeline.storage.manifest import Manifest, load_manifest
+from data_pipeline.storage.store import SampleStore
+from data_pipeline.tools.preview import draw_grid
+from data_pipeline.tools.verify import find_problems
+
+# The chi-square value that uniform draws exceed once in 10,000 times, by degrees of freedom.
+CHI_SQUARE = {1: 15.1, 9: 33.7, 31: 70.8, 99: 161.3}
+
+
+def keys_of(num: int, *, epoch: int = 0) -> DrawKeys:
+    return DrawKeys(seed=0, epoch=epoch, index_B=torch.arange(num), view=0)
+
+
+def random_pictures(num: int, *, shape: tuple[int, int, int] = (3, 32, 32), seed: int = 0) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (num, *shape), dtype=np.uint8))
+
+
+def is_uniform(values: Tensor, num: int) -> bool:
+    counts = np.bincount(values.numpy(), minlength=num)
+    expected = len(values) / num
+    return float(((counts - expected) ** 2 / expected).sum()) < CHI_SQUARE[num - 1]
+
+
+def opened(
+    kind: str, *, counts: tuple[int, ...] = (1,) * 10, shape: tuple[int, int, int] = (3, 32, 32), **options: Any
+) -> PixelOverlay:
+    return open_picture_overlay(
+        kind,
+        shape=shape,
+        split="train",
+        digits="sklearn" if kind == "dominoes" else None,
+        class_counts={BASE: counts} if counts else {},
+        options=options,
+    )
+
+
+def write_mnist(root: Path, *, num: int) -> tuple[np.ndarray, np.ndarray]:
+    """Write `num` made-up training digits in MNIST's format, and return them with their labels."""
+    rng = np.random.default_rng(0)
+    digits, labels = rng.integers(0, 256, (num, 28, 28), dtype=np.uint8), np.arange(num, dtype=np.uint8) % 10
+    raw = root / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    sizes = [size.to_bytes(4, "big") for size in (num, 28, 28)]
+    (raw / "train-images-idx3-ubyte").write_bytes(bytes([0, 0, 8, 3]) + b"".join(sizes) + digits.tobytes())
+    (raw / "train-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1]) + sizes[0] + labels.tobytes())
+    return digits, labels
+
+
+def whole(location: Path, **choices: Any) -> Batch:
+    return next(read_all(SampleStore(location), batch_size=10_000, **choices))
+
+
+# --- options
+
+
+def test_options_are_checked_and_stand_in_the_file_and_in_the_manifest(tmp_path: Path) -> None:
+    build = partial(build_dataset, "procedural_colours", tmp_path / "out", limit=20, overlay="online")
+    manifest = build(overlay_options={"correlation": "0.5"})
+    assert manifest.overlay is not None
+    assert manifest.overlay.options == {"correlation": 0.5}
+    assert load_overlay(tmp_path / "out" / "overlay.safetensors", sha256=None).options() == {"correlation": 0.5}
+    assert load_manifest(tmp_path / "out") == manifest
+    assert build(overlay_options={"correlation": 0.5}) == manifest
+    with pytest.raises(UserError, match=r"was built with another --overlay .* options for it; choose another"):
+        build(overlay_options={"correlation": 0.6})
+    assert not list(find_problems(tmp_path / "out"))
+
+
+def test_the_manifest_of_a_dataset_without_options_has_no_new_field(tmp_path: Path) -> None:
+    build_dataset("procedural_shapes", tmp_path / "out", limit=10, overlay="online")
+    written = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert sorted(written["overlay"]) == ["drawn", "kind", "sha256"]
+    assert "source_options" not in written["how_made"]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "choices", "message"),
+    [
+        ("procedural_bits", {"overlay_options": {"bit": 3}}, 'the overlay bits has no option "bit"; its options are'),
+        ("procedural_bits", {"overlay_options": {"bits": 33}}, "bits is 33; it must be at most 32; the options of"),
+        ("procedural_bits", {"overlay_options": {"bits": "-1"}}, 'bits is "-1"; it must be at least 0'),
+        ("procedural_bits", {"overlay_options": {"bits": "ten"}}, 'bits is "ten"; it must be a whole number'),
+        ("procedural_colours", {"overlay_options": {"correlation": 1.5}}, "correlation is 1.5; it must be at most 1"),
+        ("procedural_dominoes", {"overlay_options": {"correlation": "nan"}}, 'correlation is "nan"; it must be'),
+        ("procedural_dominoes", {"overlay_options": {"digit": "left"}}, 'digit is "left"; it must be "above" or'),
+        ("procedural_shapes", {"overlay_options": {"bits": 3}}, "the overlay shapes has no options, so it takes"),
+        ("procedural", {"overlay_options": {"bits": 3}}, "has no overlay of pictures, so it takes no --overlay-option"),
+        ("procedural", {"source_options": {"kind": "x"}}, "the source procedural has no options, so it takes no"),
+        ("procedural_bits", {"overlay_layout": "tiled"}, "the overlay bits has one layout, so it takes no"),
+        ("procedural_bits", {"digits": "sklearn"}, "procedural_bits has no digits, so it takes no --digits"),
+        ("spoken", {"source": "procedural", "source_options": {"a": 1}}, "has no source with options, so it takes no"),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_named(dataset: str, choices: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        build_dataset(dataset, tmp_path / "out", limit=10, overlay=None, **choices)
+    assert message in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_words_of_a_command_line_become_options() -> None:
+    assert parse_words(["bits=10", "join=a=b"], flag="--overlay-option") == {"bits": "10", "join": "a=b"}
+    for words, message in ((["bits"], "is not of the form NAME=VALUE"), (["a=1", "a=2"], "gives a twice")):
+        with pytest.raises(UserError, match=message):
+            parse_words(words, flag="--overlay-option")
+
+
+# --- bits
+
+
+def test_bits_are_uniform_and_independent_of_each_other_and_of_small_changes() -> None:
+    pictures = random_pictures(20_000, shape=(1, 8, 8))
+    bit_BN = bits_of(pictures, 20)
+    for first in range(20):
+        assert is_uniform(bit_BN[:, first], 2)
+    for start in (0, 5, 10, 15):  # five bits at a time
+        assert is_uniform((bit_BN[:, start : start + 5] * 2 ** torch.arange(5)).sum(1), 32)
+    correlations = np.corrcoef(bit_BN.numpy().T) - np.eye(20)
+    assert np.abs(correlations).max() < 5 / np.sqrt(len(pictures))
+    changed = pictures.clone()
+    changed[:, 0, 3, 3] += 1  # one grey level of one pixel
+    assert abs(float((bits_of(changed, 20) != bit_BN).double().mean()) - 0.5) < 0.01
+    assert is_uniform(bits_of(torch.arange(20_000).view(torch.uint8).view(-1, 1, 1, 8), 1)[:, 0], 2)
+
+
+def test_bits_are_those_of_the_picture_in_any_batch_epoch_and_view() -> None:
+    pictures, overlay = random_pictures(300, shape=(1, 28, 28)), Bits(bits=7)
+    before = pictures.clone()
+    found = overlay(pictures, keys_of(300))
+    assert torch.equal(pictures, before)
+    assert found.inputs.shape == (300, 8, 28, 28)
+    assert torch.equal(found.inputs[:, :1], pictures)
+    shown_BN = found.inputs[:, 1:, 0, 0]
+    assert torch.equal(found.inputs[:, 1:], shown_BN[:, :, None, None].expand(-1, -1, 28, 28))
+    labels = torch.stack([found.labels[name] for name in (OVERLAY, *(f"bit_{n}" for n in range(2, 8)))], dim=1)
+    assert torch.equal(shown_BN, (labels * 255).to(torch.uint8))
+    again = overlay(pictures[[5, 5, 200]], keys_of(3, epoch=9))
+    assert torch.equal(again.inputs, found.inputs[[5, 5, 200]])
+    assert torch.equal(row_hashes(pictures.flatten(1))[5:6], row_hashes(pictures[5:6].flatten(1)))
+    assert overlay(pictures[:0], keys_of(0)).inputs.shape == (0, 8, 28, 28)
+
+
+def test_the_hash_is_that_recorded() -> None:
+    """A dataset names its bits by their number alone, so they may not change."""
+    assert row_hashes(torch.arange(24, dtype=torch.uint8).view(2, 12)).tolist() == RECORDED_HASHES
+
+
+RECORDED_HASHES = [8803537496450556943, 12844674507973364]
+
+
+def test_no_bits_add_nothing_and_keep_a_label_that_cannot_be_seen() -> None:
+    pictures = random_pictures(50, shape=(1, 28, 28))
+    found = opened("bits", shape=(1, 28, 28), bits=0)(pictures, keys_of(50))
+    assert torch.equal(found.inputs, pictures)
+    assert (list(found.labels), set(found.label_B.tolist())) == ([OVERLAY], {0, 1})
+
+
+def test_more_bits_than_samples_can_tell_apart_are_mentioned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for bits, is_said in ((4, False), (5, True)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            options = {"bits": bits}
+            build_dataset("procedural_bits", tmp_path / f"{bits}", limit=16, overlay="online", overlay_options=options)
+        said = "5 bits have 32 values, more than the 16 samples: almost every sample has bits of its own"
+        assert (said in caplog.text) == is_said
+
+
+def test_a_dataset_of_mnist_with_bits(tmp_path: Path) -> None:
+    write_mnist(tmp_path, num=120)
+    build = partial(
+        build_dataset, "mnist_bits", root=tmp_path, source_options={"kind": "mnist_test_for_test"}, overlay="online"
+    )
+    manifest = build(tmp_path / "out", overlay_options={"bits": 3}, limit=60)
+    assert (manifest.input_shape, manifest.batch_shape) == ((1, 28, 28), (4, 28, 28))
+    assert manifest.how_made.source_options == {"kind": "mnist_test_for_test"}
+    assert list(manifest.labels) == [BASE, OVERLAY, "bit_2", "bit_3"]
+    batch = whole(tmp_path / "out")
+    assert tuple(batch.inputs_a.shape[1:]) == manifest.batch_shape
+    values = batch.inputs_a.double() / 255
+    np.testing.assert_allclose(manifest.batch_mean, values.mean(dim=(0, 2, 3)), rtol=1e-9)
+    np.testing.assert_allclose(manifest.batch_std, values.std(dim=(0, 2, 3), correction=0), rtol=1e-9)
+    assert torch.equal(whole(tmp_path / "out").inputs_a, batch.inputs_a)
+    assert not list(find_problems(tmp_path / "out"))
+    draw_grid(str(tmp_path / "out"), num_samples=4)
+    with pytest.raises(
+        UserError, match="pictures of 4 channels cannot be stored, because a PNG holds 1 or 3; build it"
+    ):
+        build_dataset("mnist_bits", tmp_path / "b", root=tmp_path, overlay_options={"bits": 3})
+    baked = build_dataset("mnist_bits", tmp_path / "baked", root=tmp_path, overlay_options={"bits": 2}, limit=60)
+    assert (baked.input_shape, baked.batch_shape) == ((3, 28, 28), (3, 28, 28))
+    assert torch.equal(whole(tmp_path / "baked").inputs_a, batch.inputs_a[:, :3])
+    assert not list(find_problems(tmp_path / "baked"))
+
+
+def test_mnist_is_stored_with_one_channel(tmp_path: Path) -> None:
+    digits, labels = write_mnist(tmp_path, num=30)
+    manifest = build_dataset("mnist", tmp_path / "out", root=tmp_path)
+    assert (manifest.input_shape, manifest.num_samples) == ((1, 28, 28), 30)
+    batch = whole(tmp_path / "out")
+    expected = {picture.tobytes(): label for picture, label in zip(digits, labels.tolist(), strict=True)}
+    found = {
+        picture.numpy().tobytes(): int(label) for picture, label in zip(batch.inputs_a, batch.labels[BASE], strict=True)
+    }
+    assert found == expected
+    assert not list(find_problems(tmp_path / "out"))
+
+
+# --- correlations
+
+
+@pytest.mark.parametrize("kind", ["colours", "dominoes"])
+@pytest.mark.parametrize("correlation", [0.0, 0.3, 0.9, 1.0])
+def test_a_class_follows_the_base_label_as_often_as_asked(kind: str, correlation: float) -> None:
+    num = 10_000
+    overlay, base_B = opened(kind, correlation=correlation), torch.arange(num) % 10
+    found = overlay.labels_of_keys(keys_of(num), {BASE: base_B})
+    assert found is not None
+    label_B = found[OVERLAY]
+    assert is_uniform(label_B, 10)
+    share = float((label_B == base_B).double().mean())
+    expected = correlation + (1 - correlation) / 10
+    assert abs(share - expected) <= 4 * np.sqrt(expected * (1 - expected) / num)
+    others_B = ((label_B - base_B) % 10)[label_B != base_B]
+    if len(others_B):  # those that do not follow it are uniform
+        counts = np.bincount(others_B.numpy(), minlength=10)[1:]
+        assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < CHI_SQUARE[9]
+    groups = np.bincount((10 * base_B + label_B).numpy(), minlength=100)  # the pairs of which the worst is reported
+    shares_of_pairs = np.full((10, 10), (1 - correlation) / 100) + np.eye(10) * correlation / 10
+    if correlation < 1:
+        expected_pairs = num * shares_of_pairs.ravel()
+        assert ((groups - expected_pairs) ** 2 / expected_pairs).sum() < CHI_SQUARE[99]
+    else:
+        assert (groups.reshape(10, 10) == np.diag(np.full(10, num // 10))).all()
+
+
+@pytest.mark.parametrize("kind", ["colours", "dominoes"])
+def test_classes_beyond_ten_and_records_without_a_class(kind: str) -> None:
+    overlay = opened(kind, correlation=1.0)
+    base_B = torch.cat([torch.arange(100), torch.full((5_000,), NO_LABEL)])
+    found = overlay.labels_of_keys(keys_of(len(base_B)), {BASE: base_B})
+    assert found is not None
+    assert torch.equal(found[OVERLAY][:100], torch.arange(100) % 10)
+    assert is_uniform(found[OVERLAY][100:], 10)
+    with pytest.raises(UserError, match=f"the overlay {kind} with correlation=1 follows the label base, which these"):
+        opened(kind, counts=(), correlation=1)
+    assert opened(kind, counts=(), correlation=0)
+
+
+@pytest.mark.parametrize("kind", ["colours", "dominoes"])
+def test_the_correlation_is_in_the_stored_samples_and_the_same_after_a_rebuild(kind: str, tmp_path: Path) -> None:
+    build = partial(build_dataset, f"procedural_{kind}", limit=200, overlay_options={"correlation": 0.8})
+    manifests = [build(tmp_path / name) for name in ("a", "b")]
+    assert manifests[0] == manifests[1]
+    batch = whole(tmp_path / "a")
+    agree = float((batch.labels[BASE] == batch.labels[OVERLAY]).double().mean())
+    assert abs(agree - 0.82) < 4 * np.sqrt(0.82 * 0.18 / 200)
+    assert not list(find_problems(tmp_path / "a"))
+    build_dataset(
+        f"procedural_{kind}", tmp_path / "online", limit=200, overlay="online", overlay_options={"correlation": 0.8}
+    )
+    drawn = whole(tmp_path / "online")
+    assert drawn.inputs_a.shape == batch.inputs_a.shape
+    agree = float((drawn.labels[BASE] == drawn.labels[OVERLAY]).double().mean())
+    assert abs(agree - 0.82) < 4 * np.sqrt(0.82 * 0.18 / 200)
+
+
+# --- colours
+
+
+@pytest.mark.parametrize("num_channels", [1, 3])
+def test_a_picture_is_painted_in_the_colour_of_its_label(num_channels: int) -> None:
+    pictures = random_pictures(200, shape=(num_channels, 28, 28))
+    found = opened("colours", shape=(num_channels, 28, 28))(pictures, keys_of(200))
+    colours = np.array(list(COLOURS.values()))[found.label_B.numpy()]
+    brightness = grey(pictures).numpy().astype(np.float64)
+    expected = np.rint(brightness * colours[:, :, None, None] / 255)
+    np.testing.assert_array_equal(found.inputs.numpy(), expected.astype(np.uint8))
+    assert len(set(COLOURS.values())) == len(COLOURS) == 10
+    np.testing.assert_array_equal(grey(pictures[:, :1]).numpy(), pictures[:, :1].numpy())
+
+
+def test_the_mask_of_a_coloured_picture_is_its_object_and_the_box_around_it() -> None:
+    inside = torch.zeros(2, 5, 6, dtype=torch.bool)
+    inside[0, 1, 2] = inside[0, 3, 4] = True
+    mask = object_mask(inside)
+    expected = torch.full((5, 6), MASK_OUTSIDE, dtype=torch.uint8)
+    expected[1:4, 2:5] = MASK_BOX
+    expected[1, 2] = expected[3, 4] = MASK_OBJECT
+    assert torch.equal(mask[0], expected)
+    assert (mask[1] == MASK_OUTSIDE).all()
+
+
+def test_coloured_digits_online_have_three_channels(tmp_path: Path) -> None:
+    write_mnist(tmp_path, num=40)
+    manifest = build_dataset("mnist_colours", tmp_path / "out", root=tmp_path, overlay="online")
+    assert (manifest.input_shape, manifest.batch_shape, len(manifest.batch_mean)) == ((1, 28, 28), (3, 28, 28), 3)
+    assert whole(tmp_path / "out").inputs_a.shape == (40, 3, 28, 28)
+    assert not list(find_problems(tmp_path / "out"))
+    draw_grid(str(tmp_path / "out"), num_samples=4)
+
+
+# --- dominoes
+
+
+@pytest.mark.parametrize("place", ["above", "below"])
+def test_a_domino_is_the_photo_and_a_digit_of_its_class(place: str) -> None:
+    pictures, overlay = random_pictures(100), opened("dominoes", digit=place)
+    assert isinstance(overlay, Dominoes)
+    found = overlay(pictures, keys_of(100))
+    assert found.inputs.shape == (100, 3, 64, 32)
+    assert found.masks_BHW is not None
+    halves = found.inputs.split(32, dim=2)
+    digits, photos = halves if place == "above" else halves[::-1]
+    digit_mask, photo_mask = (found.masks_BHW.split(32, dim=1))[:: 1 if place == "above" else -1]
+    assert torch.equal(photos, pictures)
+    assert (photo_mask == MASK_OUTSIDE).all()
+    assert torch.equal(digit_mask == MASK_OBJECT, digits[:, 0] > 0)
+    assert ((digit_mask == MASK_OBJECT) | (digit_mask == MASK_BOX)).all()
+    source = sklearn_digits(split="train")
+    known = {resize(image, 32).tobytes(): int(label) for image, label in zip(source.images, source.labels, strict=True)}
+    for digit_CHW, label in zip(digits, found.label_B.tolist(), strict=True):
+        assert torch.equal(digit_CHW[0], digit_CHW[2])
+        assert known[digit_CHW[0].contiguous().numpy().tobytes()] == label
+
+
+def test_digits_of_a_class_are_drawn_uniformly() -> None:
+    digits = torch.arange(40, dtype=torch.uint8)[:, None, None].expand(40, 8, 8).contiguous()
+    overlay = Dominoes(digits, torch.arange(40) // 4)
+    found = overlay(torch.zeros(20_000, 1, 8, 8, dtype=torch.uint8), keys_of(20_000))
+    number_B = found.inputs[:, 0, 0, 0].to(torch.int64)
+    assert torch.equal(number_B // 4, found.label_B)
+    counts = np.bincount(number_B.numpy(), minlength=40)
+    assert ((counts - 500) ** 2 / 500).sum() < 85  # 39 degrees of freedom
+
+
+def test_a_square_domino_has_half_of_the_rows() -> None:
+    pictures = random_pictures(20)
+    tall, square = (opened("dominoes", join=join)(pictures, keys_of(20)) for join in ("tall", "square"))
+    assert torch.equal(tall.label_B, square.label_B)
+    assert square.inputs.shape == (20, 3, 32, 32)
+    mean = (tall.inputs[:, :, ::2].double() + tall.inputs[:, :, 1::2].double()) / 2
+    assert torch.equal(square.inputs, torch.floor(mean + 0.5).to(torch.uint8))
+    assert torch.equal(halve_rows(tall.inputs), square.inputs)
+    assert square.masks_BHW is not None
+    assert ((square.masks_BHW != MASK_OUTSIDE).any(dim=2).sum(dim=1) == 16).all()
+
+
+@pytest.mark.parametrize("drawn", ["online", "baked"])
+def test_a_dataset_of_dominoes(drawn: str, tmp_path: Path) -> None:
+    manifest = build_dataset("procedural_dominoes", tmp_path / "out", limit=40, overlay=drawn)
+    assert manifest.input_shape == ((3, 32, 32) if drawn == "online" else (3, 64, 32))
+    assert manifest.batch_shape == (3, 64, 32)
+    batch = whole(tmp_path / "out")
+    assert batch.masks_BHW is not None
+    assert (batch.inputs_a.shape, batch.masks_BHW.shape) == ((40, 3, 64, 32), (40, 64, 32))
+    assert not list(find_problems(tmp_path / "out"))
+    assert manifest.how_made.source.startswith("procedural + scikit-learn digits 0-1436 (")
+    draw_grid(str(tmp_path / "out"), num_samples=4)
+
+
+def test_a_picture_too_narrow_for_a_digit_is_refused() -> None:
+    with pytest.raises(
+        UserError, match="that needs 8 pixels or more, but these pictures are 7 wide; give a larger --im"
+    ):
+        opened("dominoes", shape=(3, 9, 7))
+    with pytest.raises(UserError, match="join=square halves the rows of a picture, and 17 cannot be halved"):
+        opened("dominoes", shape=(3, 9, 8), join="square").output_shape((3, 9, 8))
+
+
+# --- manifests of strangers
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shape": [4, 28, 28]}, "mean and std have 3 and 3 numbers"),
+        ({"shape": [3, 9_000, 9_000]}, "an input may hold at most"),
+        ({"mean": [0.5, 0.5, 2.0]}, "it must be at most 1"),
+    ],
+)
+def test_the_shape_in_a_manifest_is_checked(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_mnist(tmp_path, num=20)
+    manifest = build_dataset("mnist_colours", tmp_path / "out", root=tmp_path, overlay="online")
+    values = manifest.model_dump(mode="json")
+    values["overlay"]["batch"] |= change
+    with pytest.raises(UserError) as error:
+        Manifest.parse(values, where="it")
+    assert message in str(error.value)
