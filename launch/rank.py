@@ -19,6 +19,7 @@ from trainer.data import read_manifests
 from trainer.distributed.environment import choose_device, process_group, read_env
 from trainer.fault_tolerance.preemption import StoppedError
 from trainer.memory import keep_freed_memory
+from trainer.mixture import num_classes
 from trainer.planning.describe import describe
 from trainer.planning.fit import plan
 from trainer.preflight import check_batch, train_sizes
@@ -102,6 +103,7 @@ def print_plan(config: RunConfig, *, world_size: int, device_gigabytes: float | 
         config,
         world_size=world_size,
         num_samples=None if manifest is None else manifest.num_samples,
+        num_classes=None if manifest is None else num_classes(manifest),
         input_shape=None if manifest is None else manifest.batch_shape,
         device_gigabytes=device_gigabytes,
     )

@@ -19,7 +19,7 @@ from trainer.distributed.engines import Engine, EngineInputs
 from trainer.fault_tolerance.bad_samples import BadSamples
 from trainer.fault_tolerance.run_counters import RunCounters
 from trainer.fault_tolerance.skipped_steps import SkipCounter, SkippedSteps
-from trainer.modules import TrainedModules, build_modules, build_run_objective
+from trainer.modules import NO_CLASSES, TrainedModules, build_modules, build_run_objective
 from trainer.objectives import Objective
 from trainer.optim.learning_rates import learning_rate_at
 from trainer.recorded_step import CudaGraphs, RecordedStep, why_not_recorded
@@ -55,7 +55,9 @@ class Training:
         }
 
 
-def build_training(config: RunConfig, *, num_samples: int, device: torch.device) -> Training:
+def build_training(
+    config: RunConfig, *, num_samples: int, num_classes: Mapping[str, int] = NO_CLASSES, device: torch.device
+) -> Training:
     """Return an untrained training. Its weights are a function of the config alone.
 
     Every rank must call this at the same time.
@@ -63,10 +65,13 @@ def build_training(config: RunConfig, *, num_samples: int, device: torch.device)
     Args:
         config: with no setting of the encoder left open; see `trainer.open_settings`.
         num_samples: the size of the train set.
+        num_classes: the number of classes of each of its labels; see `trainer.mixture.num_classes`.
         device: where training happens.
     """
     modules = build_modules(config).to(device, config.parameter_dtype)
-    objective = build_run_objective(config, modules.encoder, num_samples=num_samples, device=device)
+    objective = build_run_objective(
+        config, modules.encoder, num_samples=num_samples, num_classes=num_classes, device=device
+    )
     return assemble(config, modules, objective)
 
 

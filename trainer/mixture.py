@@ -172,3 +172,16 @@ class MixtureManifest:
 
 # What the manifest of a train set says: of one dataset, or of a mixture.
 TrainManifest = Manifest | MixtureManifest
+
+
+def num_classes(train: TrainManifest) -> dict[str, int]:
+    """Return the number of classes of each label by name.
+
+    A label of a mixture counts if all sources that have it give it the same classes.
+    """
+    sources = train.sources.values() if isinstance(train, MixtureManifest) else [train]
+    classes: dict[str, set[tuple[str, ...]]] = {}
+    for manifest in sources:
+        for name, label in manifest.labels.items():
+            classes.setdefault(name, set()).add(label.classes)
+    return {name: len(*found) for name, found in classes.items() if len(found) == 1}

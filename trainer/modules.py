@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
 
 import torch
 from torch import nn
@@ -12,6 +15,8 @@ from trainer.config import RunConfig
 from trainer.models.encoder import Encoder, Normalization, build_encoder
 from trainer.objectives import Objective, ObjectiveInputs, build_objective
 from trainer.views import ViewPolicy, build_view_policy
+
+NO_CLASSES: Final[Mapping[str, int]] = MappingProxyType({})  # of labels that are not known
 
 
 @dataclass(frozen=True)
@@ -46,15 +51,25 @@ class TrainedModules:
         return encoder | ({"viewmaker": self.viewmaker} if self.viewmaker is not None else {})
 
 
-def build_run_objective(config: RunConfig, encoder: Encoder, *, num_samples: int, device: torch.device) -> Objective:
+def build_run_objective(
+    config: RunConfig,
+    encoder: Encoder,
+    *,
+    num_samples: int,
+    num_classes: Mapping[str, int] = NO_CLASSES,
+    device: torch.device,
+) -> Objective:
     """Return the objective of a run, on the `device` of its encoder. Draws its weights with the config's seed."""
+    given = objective_inputs(config, encoder, num_samples=num_samples, num_classes=num_classes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        objective = build_objective(config.objective, objective_inputs(config, encoder, num_samples=num_samples))
+        objective = build_objective(config.objective, given)
     return objective.to(device, config.parameter_dtype)
 
 
-def objective_inputs(config: RunConfig, encoder: nn.Module, *, num_samples: int) -> ObjectiveInputs:
+def objective_inputs(
+    config: RunConfig, encoder: nn.Module, *, num_samples: int, num_classes: Mapping[str, int]
+) -> ObjectiveInputs:
     """Return the facts of a run from which its objective is built."""
     return ObjectiveInputs(
         encoder=encoder,
@@ -62,6 +77,7 @@ def objective_inputs(config: RunConfig, encoder: nn.Module, *, num_samples: int)
         num_samples=num_samples,
         seed=config.seed,
         image_channels=config.encoder.in_channels,
+        num_classes=num_classes,
     )
 
 

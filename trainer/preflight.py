@@ -20,7 +20,7 @@ from trainer.checkpoint.save import refuse_link
 from trainer.config import RunConfig, read_run_config
 from trainer.data import Manifests, read_manifests
 from trainer.distributed.collectives import on_first_rank, world_size
-from trainer.mixture import MixtureManifest, TrainManifest, same_until, weights_of
+from trainer.mixture import MixtureManifest, TrainManifest, num_classes, same_until, weights_of
 from trainer.models.batch_norm import check_splits
 from trainer.models.encoder import check_input_size, check_norm_groups
 from trainer.open_settings import input_size
@@ -89,6 +89,7 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
     height, width = _check_medium(config, train)
     check_input_shape(config, height=height, width=width, where=train_dir)
     _check_overlays(config, sources)
+    config.objective.check_labels(num_classes(manifests.train))
     check_batch(config, num_samples=train_sizes(manifests.train), num_ranks=world_size())
     check_batch_norm(config, height=height, width=width, num_ranks=world_size())
     shared = find_shared(config.data, train=manifests.train, test=test)

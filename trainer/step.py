@@ -328,7 +328,9 @@ class TrainingStep:
     ) -> tuple[StepResult, Tensor]:
         """Return the result of the objective, and the loss for the backward pass: weighted, and scaled for float16."""
         views_a, views_b = (each.detach() for each in views)
-        pair = ViewPair(views_a, views_b, batch.index_B, batch.step, spec.updates_state, epoch=batch.epoch)
+        pair = ViewPair(
+            views_a, views_b, batch.index_B, batch.step, spec.updates_state, epoch=batch.epoch, labels=batch.labels
+        )
         with stage("forward"), self._autocast(views_a.device):  # for a key encoder; losses switch autocast off
             output: ObjectiveOutput = self._objective(*embeddings, pair)
         metrics = {"train/loss": output.loss.detach()}

@@ -24,6 +24,7 @@ from trainer.data import open_stream, read_train_manifest
 from trainer.distributed.engines import DDPConfig
 from trainer.fault_tolerance.first_nonfinite import Inspector, Length, num_bad
 from trainer.fault_tolerance.step_record import NonFiniteRecord
+from trainer.mixture import num_classes
 from trainer.open_settings import decide_as_recorded
 from trainer.optim.loss_scale import LossScale
 from trainer.original_crops import leave_out_crops, original_crops
@@ -84,7 +85,7 @@ def replay(
             f"{config.data.train_name} is not the dataset from which step {record.step} was recorded; put it back"
         )
     decided = leave_out_crops(decide_as_recorded(config, run_dir), train)
-    training = build_training(decided, num_samples=train.num_samples, device=where)
+    training = build_training(decided, num_samples=train.num_samples, num_classes=num_classes(train), device=where)
     modules, objective = training.modules.trained_modules, training.objective
     try:
         for name, module in modules.items():

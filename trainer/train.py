@@ -27,6 +27,7 @@ from trainer.fault_tolerance.preemption import StoppedError, StopRequests
 from trainer.fault_tolerance.run_counters import RunCounters
 from trainer.fault_tolerance.run_watch import RunWatch, follow_networks
 from trainer.fault_tolerance.watchdog import Watchdog, start_watchdog
+from trainer.mixture import num_classes
 from trainer.models.batch_norm import average_running_statistics
 from trainer.open_settings import decide
 from trainer.original_crops import leave_out_crops, original_crops
@@ -84,7 +85,8 @@ def _train(
     num_samples = manifests.train.num_samples
     num_steps = config.num_epochs * config.data.num_steps_per_epoch(num_samples, config.global_batch_size)
     decided = leave_out_crops(decide(config, manifests.train), manifests.train)
-    training = build_training(decided, num_samples=num_samples, device=device)
+    classes = num_classes(manifests.train)
+    training = build_training(decided, num_samples=num_samples, num_classes=classes, device=device)
     follow_networks(training.modules, training.objective)
     restored = resume(run_dir, config, manifests, training, accepted_data=accepted_data)
     start = restored.step

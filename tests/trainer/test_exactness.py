@@ -43,6 +43,7 @@ OBJECTIVES = {
     "nt_xent_decoder": ["objective.decoder.hidden_sizes=[8]", "objective.target_size=4"],
     "vicreg": [],
     "byol": ["objective.predictor.hidden_sizes=[8]"],
+    "supervised": ["objective.label=digit"],
 }
 CHUNKED = {"nt_xent", "nt_xent_published", "nt_xent_cycle", "nt_xent_decoder"}
 CHUNKED |= {"split", "symmetric_info_nce", "dcl", "macl", "ifm"}
@@ -89,12 +90,14 @@ def own_part() -> Batch:
     draw = torch.Generator().manual_seed(5)
     pictures = torch.randint(0, 256, (BATCH_SIZE, 3, 16, 16), dtype=torch.uint8, generator=draw)[rows]
     index_B = torch.randperm(BATCH_SIZE, generator=draw)[rows]
-    return Batch(3, 1, index_B, pictures, pictures, None, None, {})
+    labels = {"digit": torch.tensor([1, 0, 2, -1, -1, -1, 2, -1])[rows]}  # with four ranks, one has none
+    return Batch(3, 1, index_B, pictures, pictures, None, None, labels)
 
 
 def one_step(config: RunConfig) -> dict[str, torch.Tensor]:
     """Return the loss, every gradient, every buffer and every frozen parameter after one step on this rank's part."""
-    training = build_training(config, num_samples=BATCH_SIZE, device=torch.device("cpu"))
+    classes = {"digit": 3}
+    training = build_training(config, num_samples=BATCH_SIZE, num_classes=classes, device=torch.device("cpu"))
     engines = training.engines
     found: dict[str, torch.Tensor] = {}
 

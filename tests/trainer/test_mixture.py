@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -24,8 +25,8 @@ from tests.tiny_data import write_tiny_dataset
 from tests.trainer.test_tars import write_tars
 from trainer import probe
 from trainer.config import RunConfig, read_run_config
-from trainer.data import open_stream, read_manifests
-from trainer.mixture import MixtureManifest
+from trainer.data import open_stream, read_manifests, read_train_manifest
+from trainer.mixture import MixtureManifest, num_classes
 from trainer.open_settings import decide
 from trainer.original_crops import original_crops
 from trainer.preflight import check_data
@@ -318,6 +319,23 @@ def test_data_that_do_not_fit_a_mixture_are_one_sentence(data: Path, tmp_path: P
     leak = f"birds: {{train_dir: {data / 'birds'}, weight: 1}}, photos: {{train_dir: {tmp_path / 'same'}, weight: 1}}"
     with pytest.raises(UserError, match=r"20 of the 20 test samples of .* in the mixture of birds and photos too"):
         check_data(configure(data, sources=leak))
+
+
+def test_a_label_of_a_mixture_has_the_same_classes_in_all_sources_that_have_it(data: Path, tmp_path: Path) -> None:
+    train_set = read_train_manifest(configure(data).data)
+    assert isinstance(train_set, MixtureManifest)
+    assert num_classes(train_set) == {"base": 2, "overlay": 3}
+    birds, other = (
+        train_set.sources["birds"],
+        Path(write_tiny_dataset(tmp_path / "other", num_samples=40, overlay="online")),
+    )
+    mixed = dataclasses.replace(train_set, sources={"birds": birds, "other": load_manifest(other)})
+    assert num_classes(mixed) == {"base": 2}
+    config = configure(data, "objective.kind=supervised", "objective.label=digit")
+    with pytest.raises(
+        UserError, match=r"objective\.label=digit is no label of the train set; valid are: base, overlay"
+    ):
+        check_data(config)
 
 
 @pytest.mark.slow

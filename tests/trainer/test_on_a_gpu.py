@@ -129,7 +129,9 @@ def what_waits(monkeypatch: pytest.MonkeyPatch, recipe: str, overrides: list[str
     )
     modules = build_modules(config)
     with fake_ranks(num_ranks):
-        objective = build_run_objective(config, modules.encoder, num_samples=64, device=torch.device("cpu"))
+        objective = build_run_objective(
+            config, modules.encoder, num_samples=64, num_classes={"base": 3}, device=torch.device("cpu")
+        )
     monkeypatch.setattr(torch.autograd, "backward", give_gradients)
     if config.data.mel is not None:
         monkeypatch.setattr(log_mel, "_filters", filters_on_the_gpu(config.data.mel))
@@ -152,11 +154,12 @@ def batch(config: RunConfig) -> Batch:
         a, b = (torch.empty(NUM_ROWS, config.data.mel.num_points, device=CUDA) for _ in range(2))
         return Batch(0, 0, index_B, a, b, None, None, {})
     pictures = torch.empty(NUM_ROWS, 3, 32, 32, dtype=torch.uint8, device=CUDA)
-    return Batch(0, 0, index_B, pictures, pictures, pictures[:, 0], pictures[:, 0], {})
+    labels = {"base": torch.empty_like(index_B)}
+    return Batch(0, 0, index_B, pictures, pictures, pictures[:, 0], pictures[:, 0], labels)
 
 
 CONTRASTIVE = ["nt_xent", "nt_xent_published", "info_nce", "split", "linear", "moco", "instance_discrimination"]
-OBJECTIVES = [*CONTRASTIVE, "barlow_twins", "simsiam"]
+OBJECTIVES = [*CONTRASTIVE, "barlow_twins", "simsiam", "supervised"]
 
 
 @pytest.mark.slow

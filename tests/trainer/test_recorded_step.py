@@ -21,7 +21,8 @@ from trainer.step import StepOutput
 T = TypeVar("T")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NUM_ROWS, NUM_STEPS, STEPS_OF_AN_EPOCH = 8, 10, 4
-OBJECTIVES = ["nt_xent", "nt_xent_published", "info_nce", "split", "linear", "barlow_twins", "simsiam"]
+NUM_CLASSES = {"base": 3}
+OBJECTIVES = ["nt_xent", "nt_xent_published", "info_nce", "split", "linear", "barlow_twins", "simsiam", "supervised"]
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -75,7 +76,8 @@ def batch_of(step: int) -> Batch:
     draw = torch.Generator().manual_seed(step)
     pictures = torch.randint(0, 256, (NUM_ROWS, 3, 16, 16), dtype=torch.uint8, generator=draw)
     index_B = torch.randperm(64, generator=draw)[:NUM_ROWS]
-    return Batch(step, step // STEPS_OF_AN_EPOCH, index_B, pictures, pictures, None, None, {})
+    labels = {"base": torch.randint(-1, NUM_CLASSES["base"], (NUM_ROWS,), generator=draw)}
+    return Batch(step, step // STEPS_OF_AN_EPOCH, index_B, pictures, pictures, None, None, labels)
 
 
 def configure(recipe: str, overrides: list[str]) -> RunConfig:
@@ -118,7 +120,7 @@ def train(training: Training, step: Callable[..., StepOutput]) -> list[dict[str,
 def test_recorded_steps_are_plain_steps(recipe: str, overrides: list[str], num_recordings: int) -> None:
     """Over three epochs, with a learning rate that changes at every step."""
     config = configure(recipe, overrides)
-    plain, training = (build_training(config, num_samples=64, device=CPU) for _ in range(2))
+    plain, training = (build_training(config, num_samples=64, num_classes=NUM_CLASSES, device=CPU) for _ in range(2))
     recorder = LikeAGraph(training)
     assert not isinstance(training.step, RecordedStep)
     recorded = RecordedStep(training.step, recorder, stateful=[training.modules.encoder, training.objective])

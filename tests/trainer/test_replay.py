@@ -69,8 +69,9 @@ def skipped_steps(run_dir: RunDir, training: Training) -> SkippedSteps:
 def train_into_trouble(config: RunConfig, directory: Path, poisoned: str, value: float, num_steps: int) -> list[bool]:
     """Train; before `BAD_STEP` overwrite one value of a parameter. Return which steps were skipped."""
     run_dir = RunDir(directory)
-    training = build_training(config, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
-    modules = training.modules.trained_modules
+    classes = {"base": 2, "overlay": 3}
+    training = build_training(config, num_samples=NUM_SAMPLES, num_classes=classes, device=torch.device("cpu"))
+    modules = training.modules.trained_modules | {"objective": training.objective}
     stream = open_stream(config.data, global_batch_size=config.global_batch_size, seed=config.seed, end_step=num_steps)
     log = skipped_steps(run_dir, training)
     skipped = []
@@ -158,6 +159,7 @@ def explained(
         ("debug:image", [], "encoder.trunk.layer2.0.bn1.weight", 3e38, "trunk.layer2.0.bn1 ("),  # a number still
         ("debug:image", ["memory.micro_batches=2"], "encoder.trunk.conv1.weight", math.nan, "trunk.conv1 (Conv2d)"),
         ("debug:viewmaker", [], "viewmaker.stem.1.conv.weight", math.inf, "viewmaker.stem.1 (ConvNorm)"),
+        ("debug:image", ["objective.kind=supervised"], "objective.classifier.bias", math.inf, "classifier (Linear)"),
         (
             "debug:viewmaker",
             ["objective.kind=simsiam", "adversary.update=alternating", "view_forwards=one"],

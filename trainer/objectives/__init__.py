@@ -32,6 +32,7 @@ from trainer.objectives.objective import (
 from trainer.objectives.published_nt_xent import PublishedNTXent, PublishedNTXentConfig, published_nt_xent_loss
 from trainer.objectives.simsiam import SimSiamConfig, simsiam_loss
 from trainer.objectives.split_loss import SplitLossConfig, split_loss
+from trainer.objectives.supervised import SupervisedConfig, labelled_cross_entropy
 from trainer.objectives.symmetric_info_nce import SymmetricInfoNCEConfig, symmetric_info_nce_loss
 from trainer.objectives.vicreg import VICRegConfig, vicreg_loss
 
@@ -58,6 +59,7 @@ __all__ = [
     "PublishedNTXentConfig",
     "SimSiamConfig",
     "SplitLossConfig",
+    "SupervisedConfig",
     "SymmetricInfoNCEConfig",
     "VICRegConfig",
     "ViewPair",
@@ -67,6 +69,7 @@ __all__ = [
     "dcl_loss",
     "ifm_loss",
     "info_nce_loss",
+    "labelled_cross_entropy",
     "linear_loss",
     "macl_loss",
     "nt_xent_loss",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
@@ -38,6 +38,7 @@ OBJECTIVES: Final = MappingProxyType(
         "nt_xent_decoder": "trainer.objectives.nt_xent_decoder:NTXentDecoderConfig",
         "vicreg": "trainer.objectives.vicreg:VICRegConfig",
         "byol": "trainer.objectives.byol:BYOLConfig",
+        "supervised": "trainer.objectives.supervised:SupervisedConfig",
     }
 )
 
@@ -53,6 +54,7 @@ class ViewPair:
         updates_state: whether this call may change the state of the objective (queue, bank, momentum encoder). False
             if only the viewmaker learns from these views.
         epoch: the epoch of the step, from 0.
+        labels: each label of the samples by name, (B,) int64, as in `data_pipeline.core.sample.Batch`.
     """
 
     views_a_BCHW: Tensor
@@ -61,6 +63,7 @@ class ViewPair:
     step: int
     updates_state: bool = True
     epoch: int = 0
+    labels: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ class ObjectiveInputs:
         num_samples: the size of the train set; 0 if it is not known and the objective does not need it.
         seed: the seed of the run.
         image_channels: the number C of channels of a view; 1 for spectrograms.
+        num_classes: the number of classes of each label of the train set, by name; see
+            `trainer.mixture.num_classes`. Empty if it is not known and the objective does not need it.
     """
 
     encoder: nn.Module
@@ -92,6 +97,7 @@ class ObjectiveInputs:
     num_samples: int
     seed: int
     image_channels: int = 3
+    num_classes: Mapping[str, int] = field(default_factory=dict)
 
 
 class BaseObjectiveConfig(KindConfig):
@@ -102,6 +108,7 @@ class BaseObjectiveConfig(KindConfig):
             a part of the encoder.
         needs_num_samples: whether the objective has state for every sample of the train set. A plan then needs their
             number, and does not allocate that state.
+        needs_labels: whether the objective reads labels. A plan then needs the labels of the train set.
         can_be_recorded: whether the objective launches the same kernels at each step, and decides nothing on the host,
             for example by the number of the step. Then a step can be recorded once and replayed (`compile=step`).
     """
@@ -109,6 +116,7 @@ class BaseObjectiveConfig(KindConfig):
     kinds: ClassVar[Kinds[BaseObjectiveConfig]] = Kinds("objective", group="objectives", built_in=OBJECTIVES)
     copies_encoder: ClassVar[bool] = False
     needs_num_samples: ClassVar[bool] = False
+    needs_labels: ClassVar[bool] = False
     can_be_recorded: ClassVar[bool] = False
 
     def why_not_recorded(self, run: RunConfig) -> str | None:
@@ -116,6 +124,9 @@ class BaseObjectiveConfig(KindConfig):
         if self.can_be_recorded:
             return None
         return f"objective {self.kind} may launch other kernels at each step; choose another objective"
+
+    def check_labels(self, num_classes: Mapping[str, int]) -> None:
+        """Raise `UserError` if the labels of the train set, given as in `ObjectiveInputs`, do not fit the objective."""
 
     def build(self, given: ObjectiveInputs) -> Objective:
         """Return the objective, with its weights from torch's default generator."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from data_pipeline.core.errors import UserError
@@ -22,6 +22,7 @@ def plan(
     *,
     world_size: int,
     num_samples: int | None,
+    num_classes: Mapping[str, int] | None = None,
     device_gigabytes: float | None,
     input_shape: tuple[int, ...] | None = None,
     backend: Backend = "nccl",
@@ -32,15 +33,16 @@ def plan(
 
     Args:
         num_samples: the number of samples in the train set; None if it is not built yet.
+        num_classes: the number of classes of each label of the train set; None if it is not built yet.
         device_gigabytes: the memory of a device in 10^9 bytes, for which to find micro batches; None finds none.
         input_shape: the shape of a sample, as in the manifest; None assumes pictures of 32 x 32. Not used for sounds.
         backend: the backend of the collectives, which changes their names but not their bytes.
 
     Raises:
-        UserError: ranks or micro batches do not divide the batch, a bank needs the unknown number of samples, or views
-            or encoder do not accept inputs of this size.
+        UserError: ranks or micro batches do not divide the batch, the objective needs the unknown number of samples or
+            labels, or views or encoder do not accept inputs of this size.
     """
-    _check(config, world_size=world_size, num_samples=num_samples)
+    _check(config, world_size=world_size, num_samples=num_samples, num_classes=num_classes)
     shape = input_shape
     if shape is None:
         mel, channels = config.data.mel, config.encoder.in_channels
@@ -55,6 +57,7 @@ def plan(
             config.model_copy(update={"memory": memory, "encoder": encoder}),
             world_size,
             num_samples=num_samples,
+            num_classes=num_classes or {},
             shape=shape,
             backend=backend,
         )
@@ -72,7 +75,9 @@ def room_on(device_bytes: int) -> int:
     return int((1 - MARGIN) * device_bytes)
 
 
-def _check(config: RunConfig, *, world_size: int, num_samples: int | None) -> None:
+def _check(
+    config: RunConfig, *, world_size: int, num_samples: int | None, num_classes: Mapping[str, int] | None
+) -> None:
     # The sizes of the sources of a mixture are not known here.
     sizes = () if num_samples is None or config.data.mixture is not None else (num_samples,)
     check_batch(config, num_samples=sizes, num_ranks=world_size)
@@ -80,6 +85,13 @@ def _check(config: RunConfig, *, world_size: int, num_samples: int | None) -> No
         raise UserError(
             f"objective.kind={config.objective.kind} keeps a row for each sample, but their number is not known; build "
             f"{config.data.train_name} first"
+        )
+    if num_classes is not None:
+        config.objective.check_labels(num_classes)
+    elif config.objective.needs_labels:
+        raise UserError(
+            f"objective.kind={config.objective.kind} reads labels, but those of {config.data.train_name} are not "
+            "known; build it first"
         )
 
 

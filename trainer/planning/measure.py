@@ -11,7 +11,7 @@ the data. If a number of rows depends on the data, the largest number counts.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -107,7 +107,13 @@ class TrainingPlan:
 
 
 def measure(
-    config: RunConfig, world_size: int, *, num_samples: int | None, shape: tuple[int, ...], backend: Backend
+    config: RunConfig,
+    world_size: int,
+    *,
+    num_samples: int | None,
+    num_classes: Mapping[str, int],
+    shape: tuple[int, ...],
+    backend: Backend,
 ) -> TrainingPlan:
     """Return the plan with the number of micro batches in the config.
 
@@ -119,7 +125,7 @@ def measure(
     modules = modules.to(torch.device("cpu"), config.parameter_dtype)
     mode, answers = FakeTensorMode(), _Answers()
     with fake_ranks(world_size):
-        objective = _build_objective(config, modules.encoder, num_samples, mode)
+        objective = _build_objective(config, modules.encoder, num_samples, num_classes, mode)
     for module in (modules.encoder, modules.view_policy, objective):
         _make_fake(module, mode)
     with mode, answers:
@@ -131,7 +137,7 @@ def measure(
         optimizer_bytes = _size(tensor for engine in engines.values() for tensor in engine.optimizer_state().values())
         cuts = cut_gradients(engines, world_size) if config.engine.cuts_gradients else nullcontext()
         with fake_ranks(world_size, sums_by_gathering=backend == "gloo"), cuts:
-            batch = _batch(config, size, shape)
+            batch = _batch(config, size, shape, labels={BASE, OVERLAY, *num_classes})
             phases = _Phases(modules.encoder, objective)
             with phases.accounts:
                 output = training.step(batch, learning_rates=defaultdict(float))
@@ -185,13 +191,22 @@ def measure(
     )
 
 
-def _build_objective(config: RunConfig, encoder: Encoder, num_samples: int | None, mode: FakeTensorMode) -> Objective:
+def _build_objective(
+    config: RunConfig,
+    encoder: Encoder,
+    num_samples: int | None,
+    num_classes: Mapping[str, int],
+    mode: FakeTensorMode,
+) -> Objective:
     """Return the objective. A bank, which may be large, is fake from the start; other objectives are real here."""
     if not config.objective.needs_num_samples:
-        return build_run_objective(config, encoder, num_samples=num_samples or 0, device=torch.device("cpu"))
+        return build_run_objective(
+            config, encoder, num_samples=num_samples or 0, num_classes=num_classes, device=torch.device("cpu")
+        )
     assert num_samples is not None
+    given = objective_inputs(config, encoder, num_samples=num_samples, num_classes=num_classes)
     with mode:
-        objective = build_objective(config.objective, objective_inputs(config, encoder, num_samples=num_samples))
+        objective = build_objective(config.objective, given)
         for name, buffer in list(objective.named_buffers()):
             objective.register_buffer(name, buffer.to(config.parameter_dtype))
     return objective
@@ -256,7 +271,7 @@ def _make_fake(module: nn.Module, mode: FakeTensorMode) -> None:
                 inner._buffers[name] = mode.from_tensor(buffer)
 
 
-def _batch(config: RunConfig, size: int, shape: tuple[int, ...]) -> Batch:
+def _batch(config: RunConfig, size: int, shape: tuple[int, ...], *, labels: Iterable[str]) -> Batch:
     is_sound = config.data.mel is not None
 
     def inputs() -> Tensor:
@@ -275,7 +290,7 @@ def _batch(config: RunConfig, size: int, shape: tuple[int, ...]) -> Batch:
         inputs_b=inputs() if per_view else inputs_a,
         masks_BHW=masks_BHW,
         masks_b_BHW=masks() if per_view else masks_BHW,
-        labels={name: torch.empty(size, dtype=torch.int64) for name in (BASE, OVERLAY)},
+        labels={name: torch.empty(size, dtype=torch.int64) for name in labels},
     )
 
 

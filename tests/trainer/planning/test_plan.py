@@ -24,6 +24,7 @@ from trainer.planning.fit import MARGIN, plan, room_on
 from trainer.planning.measure import TrainingPlan
 
 BATCH_SIZE, NUM_SAMPLES, SHAPE = 16, 40, (3, 16, 16)
+NUM_CLASSES = {"base": 2, "overlay": 3}
 RUNS = {
     "viewmaker": ("debug:viewmaker", []),
     "viewmaker in turns": ("debug:viewmaker", ["adversary.update=alternating", "adversary.viewmaker_steps=2"]),
@@ -32,6 +33,7 @@ RUNS = {
     "checkpointing": ("debug:viewmaker", ["memory.encoder_checkpointing=1", "memory.viewmaker_checkpointing=whole"]),
     "moco": ("debug:viewmaker", ["objective.kind=moco", "objective.queue_size=32"]),
     "simsiam": ("debug:viewmaker", ["objective.kind=simsiam", "precision=float64"]),
+    "supervised": ("debug:image", ["objective.kind=supervised"]),
     "bank": ("debug:viewmaker", ["objective.kind=instance_discrimination", "objective.num_negatives=5"]),
     "autocast": ("debug:image", ["precision=bfloat16", "objective.kind=barlow_twins", "channels_last=true"]),
 }
@@ -48,6 +50,7 @@ def planned(config: RunConfig, *, ranks: int = 1, device_gigabytes: float | None
         config,
         world_size=ranks,
         num_samples=NUM_SAMPLES,
+        num_classes=NUM_CLASSES,
         device_gigabytes=device_gigabytes,
         input_shape=SHAPE,
         backend="gloo",
@@ -74,7 +77,7 @@ def measured(config: RunConfig, num_before: int = 0) -> Real:
     index_B = torch.arange(size) + rank() * size
     batch = Batch(0, 0, index_B, pictures, pictures, masks, masks, labels)
 
-    training = build_training(config, num_samples=NUM_SAMPLES, device=torch.device("cpu"))
+    training = build_training(config, num_samples=NUM_SAMPLES, num_classes=NUM_CLASSES, device=torch.device("cpu"))
     modules = [*training.modules.trained_modules.values(), training.objective]
     state = [
         *(tensor for module in modules for tensor in [*module.parameters(), *module.buffers()]),
@@ -106,7 +109,7 @@ def test_memory_is_that_of_a_real_step(run: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("run", ["viewmaker in turns", "micro batches", "moco", "simsiam", "bank"])
+@pytest.mark.parametrize("run", ["viewmaker in turns", "micro batches", "moco", "simsiam", "supervised", "bank"])
 def test_what_is_sent_is_what_two_ranks_send(run: str) -> None:
     config = configure(run)
     found = planned(config, ranks=2)
@@ -240,6 +243,7 @@ def test_sounds_are_planned_by_their_spectrograms(recipe: str) -> None:
     [
         ("viewmaker", [], 3, NUM_SAMPLES, "cannot be divided by 3 ranks"),
         ("bank", [], 1, None, "build"),
+        ("supervised", [], 1, None, "reads labels, but those of data/debug/train are not known; build it first"),
         ("micro batches", [], 16, NUM_SAMPLES, "micro_batches 2 does not divide the 1 samples"),
     ],
 )
