@@ -161,9 +161,11 @@ def check_batch(config: RunConfig, *, num_samples: Sequence[int], num_ranks: int
 
 
 def check_input_shape(config: RunConfig, *, height: int, width: int, where: str) -> None:
-    """Raise `UserError` if views or encoder do not accept inputs of this size; `where` names their dataset."""
+    """Raise `UserError` if views or encoder do not accept inputs of this shape; `where` names their dataset."""
     try:
         config.views.check_image_size(height=height, width=width)
+        if config.data.mel is None:
+            config.views.check_channels(config.encoder.in_channels)
         check_input_size(config.encoder, height=height, width=width)
     except ValueError as error:
         option = config.encoder.size_option(height)

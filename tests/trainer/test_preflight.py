@@ -32,7 +32,7 @@ from trainer.models import encoder as encoder_module
 from trainer.models.encoder import EncoderConfig
 from trainer.modules import build_modules
 from trainer.objectives import NTXentConfig, ObjectiveConfig, PublishedNTXentConfig
-from trainer.preflight import check_data, claim, refuse_other_config
+from trainer.preflight import check_data, check_input_shape, claim, refuse_other_config
 from trainer.reports.config_identity import config_identity
 from trainer.run_dir import LOCK_NAME, RunDir, hold, is_held, write_json
 from trainer.training_log import log_start
@@ -276,6 +276,24 @@ def test_pictures_of_a_size_that_cannot_be_trained_on_are_refused(
     message = refusal(of_size(config.override(overrides, where="x"), height, width))
     assert message.startswith(f"{config.data.train_dir}: ")
     assert said in message
+
+
+@pytest.mark.parametrize(
+    "views",
+    [
+        "views={kind: expert_image}",
+        "views={kind: sequence, parts: [{kind: expert_image}]}",
+        "views.jitter_probability=0",
+    ],
+)
+def test_colours_of_pictures_without_three_channels_are_refused(config: RunConfig, views: str) -> None:
+    one = config.override(["encoder.in_channels=1", "encoder.mean=null", "encoder.std=null", views], where="x")
+    with pytest.raises(
+        UserError, match=r"^digits: colour jitter and grayscale need pictures of 3 channels, got 1; set v"
+    ):
+        check_input_shape(one, height=16, width=16, where="digits")
+    off = ["views.jitter_probability=0", "views.grayscale_probability=0"]
+    check_input_shape(one.override(["views={kind: expert_image}", *off], where="x"), height=16, width=16, where="")
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from trainer.analyses.loaded_run import AnalysisOptions, choose_rows, read_test_
 from trainer.observability.figures import to_png
 from trainer.probes.features import ViewFunction, to_float
 from trainer.run_dir import RunDir
+from trainer.views.colour import NUM_COLOURS
 from trainer.views.expert_image import ExpertImage, ExpertImageConfig
 
 # The setting that switches each transform on.
@@ -85,6 +86,8 @@ def analyze_collision(run_dir: RunDir, *, config: CollisionConfig, options: Anal
     run_config, test = read_test_pictures(run_dir, options, what_for="collision")
     seed = seed_of(run_config, options)
     policy = ExpertImageConfig.of(run_config.views)
+    if run_config.encoder.in_channels != NUM_COLOURS:
+        policy = policy.without_colours()
     rows_N = choose_rows(len(test), config.num_pictures, seed=seed)
     if len(rows_N) < 2:
         raise UserError(f"collision compares pictures, but the test set of {run_dir.path} has fewer than two")

@@ -19,6 +19,7 @@ from trainer.views.resampling import per_picture
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 _GRAIN = 1 << 15  # torch leaves smaller sums to one thread
 LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, as PIL; torchvision's tensors use 0.2989
+NUM_COLOURS = len(LUMA)  # channels of a picture in colour
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,10 @@ class _ComposedConfig(BaseViewsConfig):
         for single in self.singles:
             single.check_image_size(height=height, width=width)
 
+    def check_channels(self, num_channels: int) -> None:
+        for single in self.singles:
+            single.check_channels(num_channels)
+
     def _refuse_two_viewmakers(self) -> None:
         if (num := sum(map(_is_viewmaker, self.singles))) > 1:
             raise ValueError(f'views of kind "{self.kind}" hold {num} viewmakers, but a run trains one; leave one')

@@ -9,7 +9,9 @@ rounded to 256 levels between operations, unlike in a chain of PIL pictures.
 for GPUs. An operation that the config switches off is neither drawn nor computed, and the draws of the others do not
 change.
 
-Legend: B samples, C = 3 channels, H rows, W columns.
+Colour jitter and grayscale need red, green and blue; the other operations take any number of channels.
+
+Legend: B samples, C channels, H rows, W columns.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch import Tensor, nn
 from data_pipeline.core.counter_rng import DrawKeys, uniform
 from data_pipeline.core.random_crop import NUM_CROP_NUMBERS, CropLaw, between, crop_boxes_of_squares
 from data_pipeline.core.schema import PositiveShare, Share
-from trainer.views.colour import HUE, LUMA, JitterDraws, jitter_colour_, luma
+from trainer.views.colour import HUE, LUMA, NUM_COLOURS, JitterDraws, jitter_colour_, luma
 from trainer.views.expert_draws import ExpertDraws
 from trainer.views.few_kernels import apply_draws_in_few_kernels
 from trainer.views.inputs import check_floating, without_autocast
@@ -104,6 +106,10 @@ class ExpertImageConfig(BaseViewsConfig):
     def jitters(self) -> bool:
         return self.jitter_probability > 0 and any((self.brightness, self.contrast, self.saturation, self.hue))
 
+    @property
+    def changes_colours(self) -> bool:
+        return self.jitters or self.grayscale_probability > 0
+
     @classmethod
     def of(cls, views: BaseViewsConfig) -> ExpertImageConfig:
         """Return `views` if they are expert views of pictures, otherwise the default ones."""
@@ -114,6 +120,17 @@ class ExpertImageConfig(BaseViewsConfig):
 
     def check_image_size(self, *, height: int, width: int) -> None:
         check_image_size(height=height, width=width)
+
+    def check_channels(self, num_channels: int) -> None:
+        if self.changes_colours and num_channels != NUM_COLOURS:
+            raise ValueError(
+                f"colour jitter and grayscale need pictures of {NUM_COLOURS} channels, got {num_channels}; set "
+                "views.jitter_probability=0 and views.grayscale_probability=0"
+            )
+
+    def without_colours(self) -> Self:
+        """Return the config of the same views without colour jitter and grayscale, for any number of channels."""
+        return self.model_copy(update={"jitter_probability": 0.0, "grayscale_probability": 0.0})
 
     def crop_law(self) -> CropLaw | None:
         return None if self.area is None else CropLaw(scale=self.area, ratio=self.aspect, purpose=_PURPOSE)
@@ -186,17 +203,17 @@ class ExpertImage(nn.Module):
         self.register_buffer("identity_CC", torch.eye(3), persistent=False)
 
     def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
-        """Return one view of each picture, (B, 3, S, S) float32 in [0, 1] like the pictures, not normalised.
+        """Return one view of each picture, (B, C, S, S) float32 in [0, 1] like the pictures, not normalised.
 
         Ignores the masks. Autocast does not apply to it. Pictures with a gradient get one, unless colours are jittered.
 
         Raises:
-            ValueError: if the pictures are not square RGB.
+            ValueError: if the pictures are not square, or if their colours are to be changed but are not RGB.
         """
         check_floating(images_BCHW)
         B, C, H, W = images_BCHW.shape
-        if C != 3 or H != W:
-            raise ValueError(f"expert image views need square RGB pictures, got {C} channels of {H} x {W} pixels")
+        check_image_size(height=H, width=W)
+        self.config.check_channels(C)
         draws = draw(self.config, keys, size=H)
         with without_autocast(images_BCHW.device):  # a crop in bfloat16 would lose shades
             if images_BCHW.device.type != "cpu" and not images_BCHW.requires_grad:
@@ -260,7 +277,7 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int) -> ExpertDraws
 
 
 def apply_draws(images_BCHW: Tensor, draws: ExpertDraws) -> Tensor:
-    """Return the views with these parameters, (B, 3, S, S) float32 in [0, 1] like the pictures, in new memory.
+    """Return the views with these parameters, (B, C, S, S) float32 in [0, 1] like the pictures, in new memory.
 
     The order is crop, flip, jitter, grayscale, blur. The published code of the default policy flips last, with the same
     result: a flip commutes with everything except the crop. A blur commutes with grayscale, but not with the jitter,

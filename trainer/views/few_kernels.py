@@ -8,7 +8,8 @@ numbers that a CPU leaves out, if that saves kernels:
   matrices of all turns are made at once.
 - The three box filters of PIL's blur are one matrix, which is the difference of its cumulative weights.
 
-Legend: B pictures, C = 3 channels, S rows and columns, P pixels of a picture, T turns of the colour jitter.
+Legend: B pictures, C channels (3 if colours are changed), S rows and columns, P pixels of a picture, T turns of the
+colour jitter.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from trainer.views.resampling import CropDraws, constant_blur_matrix, gaussian_b
 def apply_draws_in_few_kernels(
     images_BCHW: Tensor, draws: ExpertDraws, *, luma_C: Tensor, identity_CC: Tensor
 ) -> Tensor:
-    """Return the views with these parameters, (B, 3, S, S) float32 in [0, 1] like the pictures, in new memory.
+    """Return the views with these parameters, (B, C, S, S) float32 in [0, 1] like the pictures, in new memory.
 
     Equals `trainer.views.expert_image.apply_draws` up to rounding, and never makes the host wait for the device. The
     weights of `trainer.views.colour.LUMA` and a 3 x 3 identity are arguments, because making them takes kernels.

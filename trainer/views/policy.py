@@ -84,6 +84,9 @@ class BaseViewsConfig(KindConfig):
     def check_image_size(self, *, height: int, width: int) -> None:
         """Raise `ValueError` if views cannot be made of pictures or spectrograms of that size."""
 
+    def check_channels(self, num_channels: int) -> None:
+        """Raise `ValueError` if views cannot be made of pictures with that number of channels."""
+
     @property
     def protects(self) -> str | None:
         """Return the setting by which the overlay of a picture is protected; None if it is not."""

@@ -649,10 +649,35 @@ def test_views_are_made_without_waiting_for_the_device(config: ExpertImageConfig
 
 
 def test_other_pictures_are_refused() -> None:
-    with pytest.raises(ValueError, match="1 channels of 32 x 32"):
-        ExpertImage(ExpertImageConfig())(torch.rand(2, 1, 32, 32), keys(2))
-    with pytest.raises(ValueError, match="3 channels of 32 x 64"):
+    for colours in (ExpertImageConfig(), huang_views("c"), huang_views("d")):
+        with pytest.raises(ValueError, match=r"need pictures of 3 channels, got 1; set views.jitter_probability=0 and"):
+            ExpertImage(colours)(torch.rand(2, 1, 32, 32), keys(2))
+    with pytest.raises(ValueError, match="need square pictures, got 32 x 64 pixels"):
         ExpertImage(ExpertImageConfig())(torch.rand(2, 3, 32, 64), keys(2))
+
+
+@pytest.mark.parametrize(
+    "config", [ExpertImageConfig().without_colours(), huang_views("abe"), SIMCLR.without_colours()]
+)
+@pytest.mark.parametrize("num_channels", [1, 2, 11])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_each_of_any_number_of_channels_is_changed_as_in_a_picture_of_three(
+    config: ExpertImageConfig, num_channels: int, gradient: bool
+) -> None:
+    policy, all_keys = ExpertImage(config), keys(40)
+    x = pictures(40).repeat(1, 4, 1, 1)[:, :num_channels]
+    views = policy(x.requires_grad_(gradient), all_keys)
+    for channel in range(num_channels):
+        expected = policy(x.detach()[:, channel : channel + 1].expand(-1, 3, -1, -1), all_keys)
+        assert torch.equal(views[:, channel], expected[:, 0])
+    draws = draw(config, all_keys, size=32)
+    on_gpus = apply_draws_in_few_kernels(x.detach(), draws, luma_C=torch.tensor(LUMA), identity_CC=torch.eye(3))
+    torch.testing.assert_close(on_gpus, views.detach(), atol=2e-5, rtol=0)
+
+
+def test_a_channel_that_is_constant_stays_constant() -> None:
+    bits = torch.randint(0, 2, (40, 11, 1, 1)).float().expand(-1, -1, 28, 28)
+    torch.testing.assert_close(ExpertImage(huang_views("abe"))(bits, keys(40)), bits, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
