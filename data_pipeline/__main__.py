@@ -254,6 +254,29 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _suppression(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--root", metavar="PATH", type=Path, required=True, help="The directory of CIFAR-10, MNIST/raw and the sounds.")
+    add("--out", metavar="DIR", type=Path, required=True, help="The directory to write the datasets to.")
+    add("--small", action="store_true", help="Build the datasets for a CPU: fewer and smaller pictures.")
+    add("--settings", metavar="A,B", help="Build only these settings, such as randbit,dominoes.")
+    add(
+        "--cifar",
+        choices=("torchvision", "folder"),
+        default="torchvision",
+        help="How CIFAR-10 is stored: as torchvision downloads it (default), or in folders train/CLASS and test/CLASS.",
+    )
+    add(
+        "--digits",
+        metavar="|".join(DIGITS[:-1]),
+        default=DIGITS[1],
+        help="The digits of MNIST in each split (default: %(default)s).",
+    )
+    add("--speech-root", metavar="PATH", type=Path, help="The directory of spoken digits (default: --root).")
+    add("--noise-root", metavar="PATH", type=Path, help="The directory of the background sounds (default: --root).")
+    add("--workers", metavar="N", type=int, default=1, help="The number of processes (default: %(default)s).")
+
+
 def _add_location(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("location", metavar="DIR", help=_LOCATION_HELP)
 
@@ -274,6 +297,9 @@ COMMANDS: Mapping[str, Command] = {
         "data_pipeline.building.index_tars",
     ),
     "build": Command("Build a dataset: shards and a manifest.", _build, "data_pipeline.building.build"),
+    "suppression": Command(
+        "Build every dataset of the suppression benchmark.", _suppression, "data_pipeline.building.suppression"
+    ),
     "verify": Command("Read every byte of a dataset and name what is wrong.", _verify, "data_pipeline.tools.verify"),
     "preview": Command("Draw the first samples as one picture.", _preview, "data_pipeline.tools.preview"),
     "trace": Command(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from trainer.optim.optimizers import OptimizerConfig
-from trainer.optim.schedules import ConstantConfig, CosineConfig
+from trainer.optim.schedules import ConstantConfig, CosineConfig, LinearConfig
 
 
 def scaled_learning_rate(config: OptimizerConfig, *, global_batch_size: int) -> float:
@@ -39,9 +39,11 @@ def learning_rate_at(config: OptimizerConfig, *, step: int, num_steps: int, glob
     num_warmup_steps = round(config.schedule.warmup_fraction * num_steps)
     if step < num_warmup_steps:
         return highest * (step + 1) / num_warmup_steps
+    progress = (step - num_warmup_steps) / (num_steps - num_warmup_steps)
     match config.schedule:
         case ConstantConfig():
             return highest
         case CosineConfig():
-            progress = (step - num_warmup_steps) / (num_steps - num_warmup_steps)
             return highest * 0.5 * (1 + math.cos(math.pi * progress))
+        case LinearConfig():
+            return highest * (1 - progress)

@@ -29,4 +29,11 @@ class CosineConfig(Schema):
     warmup_fraction: ShareBelowOne = 0.0
 
 
-ScheduleConfig = Annotated[ConstantConfig | CosineConfig, Field(discriminator="kind")]
+class LinearConfig(Schema):
+    """A linear warm-up over the first share of training, then a linear fall to 0 (Chen, Luo, Li 2021: no warm-up)."""
+
+    kind: Literal["linear"] = "linear"
+    warmup_fraction: ShareBelowOne = 0.0
+
+
+ScheduleConfig = Annotated[ConstantConfig | CosineConfig | LinearConfig, Field(discriminator="kind")]

@@ -29,7 +29,7 @@ from trainer.optim.optimizers import (
     SGDConfig,
     build_optimizer,
 )
-from trainer.optim.schedules import ConstantConfig, CosineConfig
+from trainer.optim.schedules import ConstantConfig, CosineConfig, LinearConfig
 
 timm_optim = pytest.importorskip("timm.optim")
 lightly_lars = pytest.importorskip("lightly.utils.lars")
@@ -376,6 +376,16 @@ def test_cosine_equals_torchs() -> None:
         scheduler.step()
 
 
+def test_linear_equals_torchs() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.06)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1, end_factor=0, total_iters=97)
+    for rate in rates(SGDConfig(learning_rate=0.06, schedule=LinearConfig()), 97):
+        assert rate == pytest.approx(scheduler.get_last_lr()[0], rel=1e-9)
+        optimizer.step()
+        scheduler.step()
+
+
 def test_warm_up_rises_to_the_rate_and_the_cosine_ends_near_zero() -> None:
     config = AdamConfig(learning_rate=1.0, schedule=CosineConfig(warmup_fraction=0.1))
     of_step = rates(config, 100)
@@ -400,7 +410,9 @@ def test_the_rate_grows_with_the_batch_as_published() -> None:
     assert scaled_learning_rate(SGDConfig(learning_rate=0.3), global_batch_size=4096) == 0.3
 
 
-@pytest.mark.parametrize("schedule", [ConstantConfig(warmup_fraction=0.2), CosineConfig(warmup_fraction=0.2)])
+@pytest.mark.parametrize(
+    "schedule", [kind(warmup_fraction=0.2) for kind in (ConstantConfig, CosineConfig, LinearConfig)]
+)
 def test_every_step_of_a_schedule_is_scaled_alike(schedule: Any) -> None:
     config = SGDConfig(schedule=schedule, scaling="linear", reference_batch_size=64)
     assert rates(config, 20, global_batch_size=256) == pytest.approx(

@@ -1,0 +1,132 @@
+"""Build the data of the suppression benchmark: every setting in every difficulty.
+
+    python -m data_pipeline suppression --root DIR --out data/suppression_small --small
+
+goes on where it was stopped. `--root` holds what torchvision downloads (CIFAR-10, MNIST) and the
+recordings of spoken digits. A setting whose files are missing is named at the end, and the others are built.
+
+A correlation of two labels holds in the train split. In the test split, labels are independent, so that every pair of
+classes has samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, Literal
+
+from data_pipeline.building.build import build_dataset
+from data_pipeline.building.catalogue import Choices
+from data_pipeline.building.datasets import SPLITS
+from data_pipeline.building.suppression_settings import SETTINGS, Scale, Setting, directory_of
+from data_pipeline.core.errors import UserError, nearest
+
+_NUM_SMALL: Final[Mapping[str, int]] = MappingProxyType({"train": 4_000, "test": 2_000})
+_NUM_SMALL_SOUNDS: Final[Mapping[str, int]] = MappingProxyType({"train": 1_000, "test": 500})
+_NUM_FULL_TRIFEATURE: Final[Mapping[str, int]] = MappingProxyType({"train": 80_000, "test": 20_000})
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where the files of the sources are, and of which kind.
+
+    Attributes:
+        root: holds what torchvision downloads for CIFAR-10 and MNIST; or `train` and `test` with a folder for each
+            class, in place of CIFAR-10, if `cifar` is "folder".
+        digits: the digits of MNIST in each split, see `data_pipeline.sources.digits`.
+        speech, noise: the recordings of spoken digits and the background sounds; None for `root`.
+    """
+
+    root: Path
+    cifar: Literal["torchvision", "folder"] = "torchvision"
+    digits: str = "mnist_test_for_test"
+    speech: Path | None = None
+    noise: Path | None = None
+
+
+def choices_of(setting: Setting, difficulty: str, *, split: str, scale: Scale, files: Files) -> Choices:
+    """Return what to build for a split of a setting."""
+    options = {
+        part: setting.options(part, difficulty=difficulty, split=split, scale=scale) for part in ("overlay", "source")
+    }
+    dataset = setting.dataset
+    if setting.is_sound:
+        return Choices(
+            source="fsdd" if scale == "small" else "audiomnist",
+            root=files.speech or files.root,
+            noise_root=files.noise or files.root,
+        )
+    if dataset == "trifeature":
+        return Choices(image_size=setting.image_size[scale], source_options=options["source"])
+    choices = Choices(root=files.root, overlay_options=options["overlay"], source_options=options["source"])
+    if dataset.startswith("cifar10"):
+        choices["source"] = files.cifar
+    else:
+        choices["source_options"] = {**options["source"], "kind": files.digits}
+    if scale in setting.image_size:
+        choices["image_size"] = setting.image_size[scale]
+    if dataset.endswith(("digit", "digits", "dominoes")):
+        choices["digits"] = files.digits
+    return choices
+
+
+def build_suppression(
+    out: Path, *, names: Sequence[str], scale: Scale, files: Files, seed: int = 0, num_workers: int = 1
+) -> list[str]:
+    """Build the settings `names` in `out`, and return a sentence for each that could not be built.
+
+    A dataset that is there is checked, not built again.
+    """
+    problems = []
+    for name in names:
+        setting = SETTINGS[name]
+        try:
+            for difficulty in setting.names_of_difficulties(scale):
+                for split in SPLITS:
+                    build_dataset(
+                        setting.dataset,
+                        Path(directory_of(str(out), name, difficulty, split)),
+                        split=split,
+                        seed=seed,
+                        limit=_limit(setting, split=split, scale=scale),
+                        overlay=None if setting.dataset == "trifeature" else "online",
+                        num_workers=num_workers,
+                        **choices_of(setting, difficulty, split=split, scale=scale, files=files),
+                    )
+        except UserError as error:
+            problems.append(f"{setting.title} was not built: {error}")
+    return problems
+
+
+def _limit(setting: Setting, *, split: str, scale: Scale) -> int | None:
+    if scale == "small":
+        return (_NUM_SMALL_SOUNDS if setting.is_sound else _NUM_SMALL)[split]
+    return _NUM_FULL_TRIFEATURE[split] if setting.dataset == "trifeature" else None
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Carry out `python -m data_pipeline suppression`. Raises `UserError` if a setting could not be built."""
+    names = list(SETTINGS) if arguments.settings is None else arguments.settings.split(",")
+    for name in names:
+        if name not in SETTINGS:
+            raise UserError(f'unknown setting "{name}"{nearest(name, SETTINGS)}')
+    files = Files(
+        root=arguments.root,
+        cifar=arguments.cifar,
+        digits=arguments.digits,
+        speech=arguments.speech_root,
+        noise=arguments.noise_root,
+    )
+    problems = build_suppression(
+        arguments.out,
+        names=names,
+        scale="small" if arguments.small else "full",
+        files=files,
+        num_workers=arguments.workers,
+    )
+    if problems:
+        raise UserError("; ".join(problems))
+    print(f"{arguments.out} holds {len(names)} settings")

@@ -1,0 +1,151 @@
+"""The settings of the suppression benchmark: datasets in which one feature is easier than another.
+
+`python -m data_pipeline suppression` builds them, `configs.suppression` trains on them. Each setting has several
+difficulties, which are values of one option of its overlay or its source. The overlays name their sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final, Literal
+
+from data_pipeline.core.options import OptionValue
+from data_pipeline.core.sample import BASE, OVERLAY
+
+Scale = Literal["full", "small"]
+_CORRELATION: Final = "correlation"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A dataset with two features or more, and a setting that makes one of them easier than the others.
+
+    Attributes:
+        title: its name in reports.
+        dataset: the name of the dataset for `build`.
+        hard, easy: the names of its labels; those of the hard feature are suppressed.
+        varies: the option that sets the difficulty, and whether it is the overlay's or the source's. None if the
+            setting has one difficulty.
+        unit: what the difficulty counts, for reports.
+        difficulties: the values of the option, the easiest for the hard feature first, for each scale.
+        image_size: height and width in pixels, for each scale, if the source lets one choose; else None.
+        source_options, overlay_options: the other options of the source and the overlay, for each scale.
+    """
+
+    title: str
+    dataset: str
+    hard: tuple[str, ...]
+    easy: tuple[str, ...]
+    varies: tuple[Literal["overlay", "source"], str] | None = None
+    unit: str = ""
+    difficulties: Mapping[Scale, tuple[OptionValue, ...]] = field(default_factory=dict)
+    image_size: Mapping[Scale, int] = field(default_factory=dict)
+    source_options: Mapping[Scale, Mapping[str, OptionValue]] = field(default_factory=dict)
+    overlay_options: Mapping[Scale, Mapping[str, OptionValue]] = field(default_factory=dict)
+
+    @property
+    def is_sound(self) -> bool:
+        return self.dataset.startswith("spoken")
+
+    def names_of_difficulties(self, scale: Scale) -> tuple[str, ...]:
+        """Return the names of the difficulties, which are names of directories; "all" if there is only one."""
+        return tuple(str(value) for value in self.difficulties.get(scale, ("all",)))
+
+    def options(
+        self, part: Literal["overlay", "source"], *, difficulty: str, split: str, scale: Scale
+    ) -> dict[str, OptionValue]:
+        """Return the options of the overlay or of the source for a difficulty."""
+        fixed = self.overlay_options if part == "overlay" else self.source_options
+        options = dict(fixed.get(scale, {}))
+        if self.varies is not None and self.varies[0] == part:
+            name = self.varies[1]
+            options[name] = "0" if name == _CORRELATION and split == "test" else difficulty
+        return options
+
+
+def _both(**options: OptionValue) -> dict[Scale, dict[str, OptionValue]]:
+    return {"full": options, "small": options}
+
+
+_SHARES: Final[tuple[OptionValue, ...]] = (0.0, 0.5, 0.75, 0.9, 0.95)
+_THREE_SHARES: Final[tuple[OptionValue, ...]] = (0.0, 0.75, 0.95)
+
+SETTINGS: Final[Mapping[str, Setting]] = MappingProxyType(
+    {
+        "randbit": Setting(
+            title="RandBit",
+            dataset="mnist_bits",
+            hard=(BASE,),
+            easy=(OVERLAY,),
+            varies=("overlay", "bits"),
+            unit="bits",
+            difficulties={"full": (0, 2, 4, 5, 6, 8, 10, 15, 20), "small": (0, 5, 10)},
+        ),
+        "multidigits": Setting(
+            title="MultiDigits",
+            dataset="placed_digits_second_digit",
+            hard=(BASE,),
+            easy=(OVERLAY,),
+            varies=("overlay", "size"),
+            unit="pixels",
+            difficulties={"full": (20, 30, 40, 50, 60, 70, 80), "small": (12, 20, 28)},
+            image_size={"full": 112, "small": 40},
+            source_options={"full": {"digit_size": 20}, "small": {"digit_size": 12}},
+        ),
+        "tiled_digits": Setting(
+            title="Digits on photos",
+            dataset="cifar10_tiled_digit",
+            hard=(BASE,),
+            easy=(OVERLAY,),
+            varies=("overlay", "unique"),
+            unit="unique digits",
+            difficulties={"full": (5_000, 1_000, 100, 20, 10), "small": (1_000, 100, 10)},
+        ),
+        "trifeature": Setting(
+            title="Trifeature",
+            dataset="trifeature",
+            hard=(BASE, "texture"),
+            easy=("colour",),
+            varies=("source", _CORRELATION),
+            unit="correlation",
+            difficulties={"full": _SHARES, "small": _THREE_SHARES},
+            image_size={"full": 224, "small": 48},
+        ),
+        "dominoes": Setting(
+            title="Dominoes",
+            dataset="cifar10_dominoes",
+            hard=(BASE,),
+            easy=(OVERLAY,),
+            varies=("overlay", _CORRELATION),
+            unit="correlation",
+            difficulties={"full": _SHARES, "small": _THREE_SHARES},
+        ),
+        "colours": Setting(
+            title="Coloured digits",
+            dataset="mnist_colours",
+            hard=(BASE,),
+            easy=(OVERLAY,),
+            varies=("overlay", _CORRELATION),
+            unit="correlation",
+            difficulties={"full": _SHARES, "small": _THREE_SHARES},
+        ),
+        "shapes": Setting(title="C+Shapes", dataset="cifar10_shapes", hard=(BASE,), easy=(OVERLAY,)),
+        "digits": Setting(title="C+Digits", dataset="cifar10_digits", hard=(OVERLAY,), easy=(BASE,)),
+        "letters": Setting(title="C+Letters", dataset="cifar10_letters", hard=(OVERLAY,), easy=(BASE,)),
+        "speech": Setting(title="Speech and noise", dataset="spoken_noise", hard=(BASE,), easy=(OVERLAY,)),
+    }
+)
+
+SMALL_SAMPLE_RATE: Final = 8_000  # points a second, of the Free Spoken Digit Dataset
+
+
+def directory_of(out: str, setting: str, difficulty: str, split: str) -> str:
+    """Return the directory of a dataset of the benchmark.
+
+    Examples:
+        >>> directory_of("data/suppression", "randbit", "10", "train")
+        'data/suppression/randbit/10/train'
+    """
+    return f"{out}/{setting}/{difficulty}/{split}"
