@@ -36,6 +36,7 @@ from typing import Any
 
 from configs import audio, barlow_twins, debug, moco, simclr, simsiam, viewmaker
 from configs.base import data
+from configs.suppression import benchmark
 from trainer.config import RunConfig
 from trainer.models.encoder import ResNetConfig, WideResNet34x5Config
 from trainer.objectives import NTXentConfig, PublishedNTXentConfig, SplitLossConfig
@@ -213,6 +214,23 @@ def firing() -> list[RunConfig]:
 def firing_small() -> list[RunConfig]:
     """`firing` for a CPU, with three seeds; 9 runs."""
     return _small("firing_small", firing(), seeds=_SEEDS)
+
+
+def suppression() -> list[RunConfig]:
+    """Feature suppression: every setting, every cure, every difficulty and three seeds, for a cluster."""
+    return _study("suppression", benchmark(scale="full"))
+
+
+def suppression_small() -> list[RunConfig]:
+    """Feature suppression for a CPU: every setting and cure, three difficulties, three seeds; 1,164 runs."""
+    return _study("suppression_small", benchmark(scale="small"))
+
+
+def suppression_quick() -> list[RunConfig]:
+    """Feature suppression in ten minutes: RandBit with three cures and one seed; 9 runs."""
+    cures = ("SimCLR", "temperature 0.05", "viewmaker")
+    runs = benchmark(scale="small", settings=("randbit",), cures=cures, seeds=(0,), with_ceilings=False)
+    return _study("suppression_quick", runs)
 
 
 def debug_seeds() -> list[RunConfig]:

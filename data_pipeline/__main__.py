@@ -260,6 +260,7 @@ def _suppression(parser: argparse.ArgumentParser) -> None:
     add("--out", metavar="DIR", type=Path, required=True, help="The directory to write the datasets to.")
     add("--small", action="store_true", help="Build the datasets for a CPU: fewer and smaller pictures.")
     add("--settings", metavar="A,B", help="Build only these settings, such as randbit,dominoes.")
+    add("--limit", metavar="N", type=int, help="Use at most N records of each split, for a trial.")
     add(
         "--cifar",
         choices=("torchvision", "folder"),

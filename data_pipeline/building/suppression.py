@@ -74,11 +74,18 @@ def choices_of(setting: Setting, difficulty: str, *, split: str, scale: Scale, f
 
 
 def build_suppression(
-    out: Path, *, names: Sequence[str], scale: Scale, files: Files, seed: int = 0, num_workers: int = 1
+    out: Path,
+    *,
+    names: Sequence[str],
+    scale: Scale,
+    files: Files,
+    limit: int | None = None,
+    seed: int = 0,
+    num_workers: int = 1,
 ) -> list[str]:
     """Build the settings `names` in `out`, and return a sentence for each that could not be built.
 
-    A dataset that is there is checked, not built again.
+    A dataset that is there is checked, not built again. `limit` bounds the samples of a split further.
     """
     problems = []
     for name in names:
@@ -91,7 +98,7 @@ def build_suppression(
                         Path(directory_of(str(out), name, difficulty, split)),
                         split=split,
                         seed=seed,
-                        limit=_limit(setting, split=split, scale=scale),
+                        limit=_limit(setting, split=split, scale=scale, at_most=limit),
                         overlay=None if setting.dataset == "trifeature" else "online",
                         num_workers=num_workers,
                         **choices_of(setting, difficulty, split=split, scale=scale, files=files),
@@ -101,10 +108,13 @@ def build_suppression(
     return problems
 
 
-def _limit(setting: Setting, *, split: str, scale: Scale) -> int | None:
+def _limit(setting: Setting, *, split: str, scale: Scale, at_most: int | None) -> int | None:
+    of_scale = None
     if scale == "small":
-        return (_NUM_SMALL_SOUNDS if setting.is_sound else _NUM_SMALL)[split]
-    return _NUM_FULL_TRIFEATURE[split] if setting.dataset == "trifeature" else None
+        of_scale = (_NUM_SMALL_SOUNDS if setting.is_sound else _NUM_SMALL)[split]
+    elif setting.dataset == "trifeature":
+        of_scale = _NUM_FULL_TRIFEATURE[split]
+    return min((limit for limit in (of_scale, at_most) if limit is not None), default=None)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -125,6 +135,7 @@ def run(arguments: argparse.Namespace) -> None:
         names=names,
         scale="small" if arguments.small else "full",
         files=files,
+        limit=arguments.limit,
         num_workers=arguments.workers,
     )
     if problems:

@@ -1,0 +1,295 @@
+"""The suppression benchmark: every setting x every cure x several difficulties, as studies.
+
+    python -m data_pipeline suppression --root DIR --out data/suppression_small --small
+    python launch/slurm.py --executor local --study studies:suppression_small --at-a-time 2
+    python -m trainer.probe runs/suppression_small --untrained
+    python -m trainer.report --study suppression_small runs/suppression_small
+
+The launch command may be stopped and repeated: it skips finished runs. `suppression` is for a cluster
+(`launch/slurm.py --study studies:suppression`) and trains a ResNet-18 for 100 epochs. `suppression_small` trains the
+small network of the RandBit experiment for 160 steps. `suppression_quick` is RandBit with three cures.
+
+A cure is a function of a run: it changes the loss, the views or the encoder, and knows no label. All cures of a setting
+have the same data, seeds, optimizer and number of steps, so their differences are paired. `ceiling` runs are trained
+with a label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+from data_pipeline.building.suppression_settings import SETTINGS, SMALL_SAMPLE_RATE, Scale, Setting, directory_of
+from trainer.adversary import AdversaryConfig
+from trainer.config import RunConfig
+from trainer.data import DataConfig
+from trainer.models.encoder import ConvNetConfig, EncoderConfig, ResNetConfig
+from trainer.models.heads import HeadConfig
+from trainer.objectives import (
+    BYOLConfig,
+    DCLConfig,
+    IFMConfig,
+    MACLConfig,
+    NTXentCycleConfig,
+    NTXentDecoderConfig,
+    SupervisedConfig,
+    SymmetricInfoNCEConfig,
+    VICRegConfig,
+)
+from trainer.optim.optimizers import AdamConfig
+from trainer.optim.schedules import LinearConfig
+from trainer.probes.linear import ProbeConfig
+from trainer.views.composed import PairConfig, SequenceConfig
+from trainer.views.expert_audio import SpectralConfig
+from trainer.views.expert_image import ExpertImageConfig
+from trainer.views.policy import BaseViewsConfig
+from trainer.views.viewmaker import ViewmakerConfig
+
+TEMPERATURE: Final = 0.1  # of every loss that has one, unless it is the cure
+_SEEDS: Final = (0, 1, 2)
+_RANDBIT_CROP: Final = ExpertImageConfig(  # Chen, Luo and Li 2021: a crop of half of the picture or more, nothing else
+    area=(0.5, 1.0), jitter_probability=0, grayscale_probability=0, blur_probability=0, flip_probability=0
+)
+# With colour jitter, an encoder could not learn the colour; digits have no mirror images.
+_CROP: Final = _RANDBIT_CROP.model_copy(update={"area": (0.2, 1.0)})
+_EXPERT_VIEWS: Final[Mapping[str, BaseViewsConfig]] = MappingProxyType(
+    {
+        "randbit": _RANDBIT_CROP,
+        "multidigits": _CROP,
+        "colours": _CROP,
+        "trifeature": _CROP.model_copy(update={"flip_probability": 0.5}),
+        "speech": SpectralConfig(),
+    }
+)
+
+
+class NotPossibleError(Exception):
+    """A cure that a setting cannot have; the text says why."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting in one difficulty at one scale, without a cure.
+
+    Attributes:
+        name: the key of the setting in `SETTINGS`.
+        difficulty: the name of the difficulty.
+        scale: "small" is for a CPU.
+    """
+
+    name: str
+    difficulty: str
+    scale: Scale
+
+    @property
+    def setting(self) -> Setting:
+        return SETTINGS[self.name]
+
+    @property
+    def expert_views(self) -> BaseViewsConfig:
+        return _EXPERT_VIEWS.get(self.name, ExpertImageConfig())
+
+    @property
+    def num_channels(self) -> int:
+        """Return the channels of the encoder's input."""
+        if self.name == "randbit":
+            return 1 + int(self.difficulty)
+        return 1 if self.setting.is_sound else 3
+
+    def viewmaker(self, **settings: Any) -> ViewmakerConfig:
+        """Return the published viewmaker; at the small scale, an eighth as wide, with one block."""
+        if self.scale == "small":
+            settings |= {"base_width": 4, "num_res_blocks": 1}
+        if self.setting.is_sound:
+            settings |= {"clamp": False, "budget": settings.get("budget", 0.125)}
+        return ViewmakerConfig(**settings)
+
+
+def base_run(point: Point) -> RunConfig:
+    """Return SimCLR with the expert views of a setting, which every cure changes."""
+    is_small, setting = point.scale == "small", point.setting
+    out = "data/suppression_small" if is_small else "data/suppression"
+    train_dir, test_dir = (directory_of(out, point.name, point.difficulty, split) for split in ("train", "test"))
+    sample_rate = None
+    if setting.is_sound:
+        sample_rate = SMALL_SAMPLE_RATE if is_small else 48_000
+    return RunConfig(
+        name=f"{point.name}-{point.difficulty}",
+        data=DataConfig(
+            train_dir=train_dir,
+            test_dir=test_dir,
+            num_workers=0 if is_small else 2,
+            overlay="baked" if setting.dataset == "trifeature" else "online",
+            sample_rate=sample_rate,
+        ),
+        views=point.expert_views,
+        encoder=_small_encoder(point) if is_small else _encoder(point),
+        objective=SymmetricInfoNCEConfig(temperature=TEMPERATURE),
+        optimizer=AdamConfig(
+            learning_rate=1e-3, weight_decay=2e-4, decay="matrices", epsilon=1e-7, schedule=LinearConfig()
+        ),
+        global_batch_size=(125 if setting.is_sound else 250) if is_small else 512,
+        num_epochs=(20 if setting.is_sound else 10) if is_small else 100,
+        channels_last=not setting.is_sound,
+        probe=ProbeConfig(num_epochs=20 if is_small else 100, views="none"),
+    )
+
+
+def _small_encoder(point: Point) -> EncoderConfig:
+    """Return the network of the RandBit experiment (Chen, Luo and Li 2021)."""
+    return ConvNetConfig(
+        in_channels=point.num_channels,
+        head=HeadConfig(hidden_sizes=(256,), batch_norm=True, bias=False, defaults="keras"),
+        embedding_size=64,
+        **_unit_range(point),
+    )
+
+
+def _encoder(point: Point) -> EncoderConfig:
+    if point.name == "randbit":
+        return _small_encoder(point)
+    kind = "resnet18" if point.name == "trifeature" else "resnet18_small"
+    head = HeadConfig(hidden_sizes=(512,))
+    return ResNetConfig(kind=kind, in_channels=point.num_channels, head=head, embedding_size=128, **_unit_range(point))
+
+
+def _unit_range(point: Point) -> dict[str, tuple[float, ...]]:
+    """Return the mean and deviation that leave pictures as they are, as published for RandBit; none for the others."""
+    if point.name == "randbit":
+        return {"mean": (0.0,) * point.num_channels, "std": (1.0,) * point.num_channels}
+    return {"mean": (0.0,), "std": (1.0,)} if point.setting.is_sound else {}
+
+
+Cure = Callable[[Point, RunConfig], Mapping[str, Any]]  # the settings that it changes
+
+
+def _objective(objective: Any) -> Cure:
+    return lambda point, run: {"objective": objective}
+
+
+def _cycle(point: Point, run: RunConfig) -> Mapping[str, Any]:
+    return {"objective": NTXentCycleConfig(period_epochs=max(2, run.num_epochs // 2))}
+
+
+def _large_embedding(point: Point, run: RunConfig) -> Mapping[str, Any]:
+    return {"encoder": run.encoder.model_copy(update={"embedding_size": 512})}
+
+
+def _vicreg(point: Point, run: RunConfig) -> Mapping[str, Any]:
+    return {"objective": VICRegConfig(), **_large_embedding(point, run)}
+
+
+def _learned(views: BaseViewsConfig) -> Mapping[str, Any]:
+    return {"views": views, "adversary": AdversaryConfig(optimizer=AdamConfig(learning_rate=1e-3))}
+
+
+def _viewmaker(**settings: Any) -> Cure:
+    return lambda point, run: _learned(point.viewmaker(**settings))
+
+
+def _masked_viewmaker(point: Point, run: RunConfig) -> Mapping[str, Any]:
+    if point.setting.is_sound or point.name in {"randbit", "trifeature", "colours"}:
+        raise NotPossibleError("nothing is drawn at a place of the input, so there is nothing to mask")
+    return _learned(point.viewmaker(mask="box"))
+
+
+def _crop_of(point: Point) -> BaseViewsConfig:
+    if point.setting.is_sound:
+        raise NotPossibleError("sounds have no crop")
+    views = point.expert_views
+    return views.model_copy(update={"jitter_probability": 0.0, "grayscale_probability": 0.0, "blur_probability": 0.0})
+
+
+def _crop_then_viewmaker(point: Point, run: RunConfig) -> Mapping[str, Any]:
+    return _learned(SequenceConfig(parts=(_crop_of(point), point.viewmaker())))
+
+
+def _expert_against_viewmaker(point: Point, run: RunConfig) -> Mapping[str, Any]:
+    return _learned(PairConfig(first=point.expert_views, second=point.viewmaker()))
+
+
+CURES: Final[Mapping[str, Cure]] = MappingProxyType(
+    {
+        "SimCLR": lambda point, run: {},
+        "temperature 0.05": _objective(SymmetricInfoNCEConfig(temperature=0.05)),
+        "temperature 0.2": _objective(SymmetricInfoNCEConfig(temperature=0.2)),
+        "temperature in cycles": _cycle,
+        "MACL": _objective(MACLConfig(temperature=TEMPERATURE)),
+        "DCL": _objective(DCLConfig(temperature=TEMPERATURE)),
+        "IFM": _objective(IFMConfig(temperature=TEMPERATURE, epsilon=0.1)),
+        "VICReg": _vicreg,
+        "BYOL": _objective(BYOLConfig(predictor=HeadConfig(hidden_sizes=(256,), batch_norm=True), momentum=0.99)),
+        "decoder": _objective(NTXentDecoderConfig(temperature=TEMPERATURE, decoder_weight=10.0)),
+        "embedding of 512": _large_embedding,
+        "viewmaker": _viewmaker(),
+        "viewmaker, rate 0.25": _viewmaker(budget=0.4, dropout_rate=0.25),
+        "masked viewmaker": _masked_viewmaker,
+        "crop, then viewmaker": _crop_then_viewmaker,
+        "expert against viewmaker": _expert_against_viewmaker,
+    }
+)
+
+
+def why_not(name: str, cure: str) -> str | None:
+    """Return the reason why a setting cannot have a cure; None if it can."""
+    point = Point(name, SETTINGS[name].names_of_difficulties("small")[-1], "small")
+    try:
+        CURES[cure](point, base_run(point))
+    except NotPossibleError as error:
+        return str(error)
+    return None
+
+
+def benchmark(
+    *,
+    scale: Scale,
+    settings: Sequence[str] = tuple(SETTINGS),
+    cures: Sequence[str] = tuple(CURES),
+    seeds: Sequence[int] = _SEEDS,
+    with_ceilings: bool = True,
+) -> list[RunConfig]:
+    """Return the runs of the benchmark, seed by seed, so that the first seed is complete first."""
+    runs = [run for name in settings for run in _of_setting(name, scale, cures=cures, with_ceilings=with_ceilings)]
+    return [run.model_copy(update={"seed": seed}) for seed in seeds for run in runs]
+
+
+def _of_setting(name: str, scale: Scale, *, cures: Sequence[str], with_ceilings: bool) -> Iterator[RunConfig]:
+    setting = SETTINGS[name]
+    for difficulty in setting.names_of_difficulties(scale):
+        point = Point(name, difficulty, scale)
+        run = base_run(point)
+        for cure in cures:
+            try:
+                yield _placed(run, point, cure, CURES[cure](point, run))
+            except NotPossibleError:
+                continue
+        if with_ceilings:
+            for label in (*setting.hard, *setting.easy):
+                changes = {"objective": SupervisedConfig(label=label)}
+                yield _placed(run, point, f"ceiling: {label}", changes)
+
+
+def _placed(run: RunConfig, point: Point, cure: str, changes: Mapping[str, Any]) -> RunConfig:
+    """Return a run with its changes, its name and its place in the benchmark."""
+    setting = point.setting
+    factors = {
+        "setting": setting.title,
+        "difficulty": point.difficulty,
+        "unit": setting.unit,
+        "cure": cure,
+        "hard": ",".join(setting.hard),
+        "easy": ",".join(setting.easy),
+    }
+    slug = "".join(letter if letter.isalnum() else "-" for letter in cure.lower().replace(", ", "-").replace(": ", "-"))
+    return RunConfig.model_validate(
+        run.model_dump()
+        | {
+            "name": f"{run.name}-{slug}",
+            "tracking": run.tracking.model_copy(
+                update={"factors": {name: level for name, level in factors.items() if level}}
+            ),
+        }
+        | dict(changes)
+    )
