@@ -49,7 +49,7 @@ def _build(parser: argparse.ArgumentParser) -> None:
     add("--source", metavar="S", help="Where the data comes from, one of the list below.")
     add("--root", metavar="PATH", type=Path, help="The directory that holds the files of the source.")
     add("--split", metavar="|".join(SPLITS), default="train", help="The split to build (default: train).")
-    add("--seed", metavar="N", type=int, default=0, help="The seed of the order and of the overlays (default: 0).")
+    add("--seed", metavar="N", type=int, default=0, help="The seed of order and overlays (default: 0).")
     add("--limit", metavar="N", type=int, help="Use at most N records, balanced over the classes.")
     add(
         "--overlay",
@@ -65,20 +65,20 @@ def _build(parser: argparse.ArgumentParser) -> None:
         "--overlay-option",
         metavar="NAME=VALUE",
         action="append",
-        help="An option of the overlay, such as bits=10 of the overlay bits. May be repeated.",
+        help="An option of the overlay, such as bits=10.",
     )
     add(
         "--source-option",
         metavar="NAME=VALUE",
         action="append",
-        help="An option of the source, such as kind=mnist_t10k of the source mnist.",
+        help="An option of the source, such as kind=mnist.",
     )
     add(
         "--repeats",
         metavar="R",
         type=int,
         default=1,
-        help="Store each record R times, each time with another overlay.",
+        help="Store each record R times, with other overlays.",
     )
     add(
         "--keep",
@@ -182,7 +182,7 @@ def _index(parser: argparse.ArgumentParser) -> None:
         "--overlay-option",
         metavar="NAME=VALUE",
         action="append",
-        help="An option of the overlay, such as bits=10 of the overlay bits. May be repeated.",
+        help="An option of the overlay, such as bits=10.",
     )
     add("--digits", metavar="|".join(DIGITS), help="The digits to draw (default: mnist).")
     add("--digits-root", metavar="PATH", type=Path, help="The directory that holds MNIST/raw.")
