@@ -234,7 +234,7 @@ def read_pictures(
     store = SampleStore(location, remote=read.remote)
     _check_bad(store, store.known_bad, read)
     samples: DecodedSamples | StreamedSamples
-    if store.manifest.medium == "picture" and not memory.holds(num_bytes := resident_bytes(store.manifest)):
+    if store.manifest.medium == "picture" and not memory.holds(num_bytes := _bytes_drawn(store.manifest)):
         logger.info("%s takes %.3g GB in memory, so it is streamed", location, num_bytes / 1e9)
         samples, bad = find_readable(store, memory)
         if (rows := _labelled_rows(store, samples.labels)) is not None:
@@ -246,6 +246,11 @@ def read_pictures(
     for sample in bad:
         logger.warning("%s: %s in %s is left out: %s", location, sample.key, sample.shard, sample.reason)
     return _finish(StoredInputs(store.manifest, samples, store.overlay, draw))
+
+
+def _bytes_drawn(manifest: Manifest) -> int:
+    """Return the bytes that pictures take in memory, with the channels and rows that an online overlay adds."""
+    return resident_bytes(manifest) * math.prod(manifest.batch_shape) // math.prod(manifest.input_shape)
 
 
 def _usable(store: SampleStore, samples: DecodedSamples) -> DecodedSamples:

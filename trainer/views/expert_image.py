@@ -183,7 +183,8 @@ def check_image_size(*, height: int, width: int) -> None:
     """Raise `ValueError` if pictures of that size are not square."""
     if height != width:
         raise ValueError(
-            f"expert image views need square pictures, got {height} x {width} pixels; build them with --image-size"
+            f"expert image views need square pictures, got {height} x {width} pixels; build them with --image-size "
+            "(dominoes with `--overlay-option join=square`)"
         )
 
 

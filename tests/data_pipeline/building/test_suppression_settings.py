@@ -273,7 +273,7 @@ def test_classes_beyond_ten_and_records_without_a_class(kind: str) -> None:
     assert found is not None
     assert torch.equal(found[OVERLAY][:100], torch.arange(100) % 10)
     assert is_uniform(found[OVERLAY][100:], 10)
-    with pytest.raises(UserError, match=f"the overlay {kind} with correlation=1 follows the label base, which these"):
+    with pytest.raises(UserError, match=f"the overlay {kind} with correlation=1 follows the label base, and these pi"):
         opened(kind, counts=(), correlation=1)
     assert opened(kind, counts=(), correlation=0)
 

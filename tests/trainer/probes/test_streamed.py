@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from configs import debug
+from data_pipeline.building.build import build_dataset
 from data_pipeline.building.index_tars import Fields, make_index
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
@@ -72,7 +73,18 @@ def read(directory: Path, memory: MemoryLimit, *, draw: int = 0) -> Pictures:
 
 
 def test_rows_labels_and_pictures_are_those_in_memory(data: Path) -> None:
-    resident, streamed = read(data / "train", PLENTY, draw=5), read(data / "train", NOTHING, draw=5)
+    check_rows(data / "train")
+
+
+@pytest.mark.parametrize("kind", ["bits", "dominoes"])
+def test_rows_of_an_overlay_that_changes_the_shape_are_those_in_memory(kind: str, tmp_path: Path) -> None:
+    """Also the labels of bits, which depend on the pictures."""
+    build_dataset(f"procedural_{kind}", tmp_path / "data", limit=140, overlay="online")
+    check_rows(tmp_path / "data")
+
+
+def check_rows(directory: Path) -> None:
+    resident, streamed = read(directory, PLENTY, draw=5), read(directory, NOTHING, draw=5)
     assert resident.streamed is None
     assert streamed.streamed is not None
     assert streamed.images_NCHW.shape == resident.images_NCHW.shape
