@@ -125,21 +125,29 @@ def circumstances(*, packages: Sequence[str]) -> dict[str, Any]:
     """What a figure depends on besides the code: command, commit, machine, versions.
 
     `stolen_share` is of the processor time that was asked for since this process began, on all cores: what the host of
-    a virtual machine gave to others. None where the system does not say.
+    a virtual machine gave to others. None if the system does not say, as for the version of a package that is not
+    installed and the commit of code without its repository.
     """
     return {
         "command": command_line(),
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_commit": _git("rev-parse", "HEAD"),
-        "changed_files": _git("diff", "--name-only", "HEAD").splitlines(),
+        "changed_files": (_git("diff", "--name-only", "HEAD") or "").splitlines(),
         "cpu": cpu_name(),
         "num_cpus": len(os.sched_getaffinity(0)),
         "memory_gigabytes": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1),
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "stolen_share": _stolen_share(),
         "torch_threads": torch.get_num_threads(),
-        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}},
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _asked_and_stolen() -> tuple[int, int] | None:
@@ -160,7 +168,11 @@ def _stolen_share() -> float | None:
     return round((now[1] - _BEFORE[1]) / max(1, now[0] - _BEFORE[0]), 3)
 
 
-def _git(*arguments: str) -> str:
+def _git(*arguments: str) -> str | None:
+    """Return what git prints; None on a machine to which the code came without its repository."""
     command = ["git", "-c", "safe.directory=*", *arguments]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
     return done.stdout.strip()

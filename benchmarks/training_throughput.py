@@ -22,12 +22,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from lightly.loss import NTXentLoss
-from lightly.models.modules import SimCLRProjectionHead
-from lightly.transforms.simclr_transform import SimCLRTransform
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -44,36 +41,64 @@ from trainer.config import RunConfig
 from trainer.data import open_stream
 from trainer.memory import keep_freed_memory
 from trainer.profiling import Clock
+from trainer.recorded_step import RecordedStep
+from trainer.step import TrainingStep
 
 OURS, GAME, TWO_PASSES, LIGHTLY = "SimCLR", "viewmaker, one pass", "viewmaker, two passes", "lightly's SimCLR"
 PEERS = (OURS, GAME, TWO_PASSES, LIGHTLY)
 
 
+@dataclass(frozen=True)
+class Form:
+    """How a peer trains.
+
+    Attributes:
+        train_dir: a train set of pictures of 32 x 32 without an online overlay.
+        batch_size: the number of samples of a step.
+        precision: "float32", or "bfloat16" for autocast.
+        compile: as the setting `compile` of a run; lightly's peer does not use it.
+        num_workers: the number of workers of lightly's DataLoader.
+        overrides: further settings of our runs, as `--set` takes them.
+    """
+
+    train_dir: Path
+    batch_size: int
+    precision: str
+    compile: bool | Literal["step"]
+    num_workers: int
+    overrides: tuple[str, ...] = ()
+
+
 @dataclass
 class Peer:
-    """`step` takes one step on the next batch; `clock`, of ours, knows how long was waited for it."""
+    """A training under measurement.
+
+    `step` takes one step on the next batch, and `clock` knows how long it waited for the batch. `training_step` is the
+    step of ours without its data.
+    """
 
     step: Callable[[], None]
     clock: Clock | None = None
+    training_step: TrainingStep | RecordedStep | None = None
     rates: list[float] = field(default_factory=list)
     peak_bytes: int = 0
     flops: int = 0
     data_wait_fraction: float | None = None
 
 
-def config_of(name: str, arguments: argparse.Namespace) -> RunConfig:
+def config_of(name: str, form: Form) -> RunConfig:
     recipe = simclr.digits() if name == OURS else viewmaker.digits()
     config = recipe.model_dump()
-    config["data"] |= {"train_dir": str(arguments.train_dir), "overlay": "baked"}
-    config |= {"global_batch_size": arguments.batch_size, "precision": arguments.precision, "channels_last": True}
-    config["compile"] = arguments.compile
+    config["data"] |= {"train_dir": str(form.train_dir), "overlay": "baked"}
+    config |= {"global_batch_size": form.batch_size, "precision": form.precision, "channels_last": True}
+    config["compile"] = form.compile
     if name == TWO_PASSES:
         config["adversary"]["update"] = "alternating"
-    return RunConfig.parse(config, where="benchmark")
+    return RunConfig.parse(config, where="benchmark").override(form.overrides, where="benchmark")
 
 
-def ours(name: str, arguments: argparse.Namespace, device: torch.device) -> Peer:
-    config = config_of(name, arguments)
+def ours(name: str, form: Form, device: torch.device) -> Peer:
+    config = config_of(name, form)
     training = build_training(config, num_samples=1, device=device)
     stream = open_stream(
         config.data, global_batch_size=config.global_batch_size, seed=0, end_step=1 << 20, device=device
@@ -81,13 +106,15 @@ def ours(name: str, arguments: argparse.Namespace, device: torch.device) -> Peer
     clock = Clock(device=device)
     batches = clock.timed(stream)
     rates = training.learning_rates(0, num_steps=1)
-    return Peer(lambda: void(training.step(next(batches), learning_rates=rates)), clock)
+    return Peer(lambda: void(training.step(next(batches), learning_rates=rates)), clock, training.step)
 
 
 class Pictures(Dataset[list[Tensor]]):
     """The pictures of a dataset in memory, as PIL's; an item is lightly's two views."""
 
     def __init__(self, train_dir: Path) -> None:
+        from lightly.transforms.simclr_transform import SimCLRTransform
+
         self.pictures = [
             Image.fromarray(picture)
             for batch in read_all(train_dir, batch_size=1000)
@@ -103,7 +130,10 @@ class Pictures(Dataset[list[Tensor]]):
         return list(views)
 
 
-def lightlys(arguments: argparse.Namespace, device: torch.device) -> Peer:
+def lightlys(form: Form, device: torch.device) -> Peer:
+    from lightly.loss import NTXentLoss  # here, because a machine without lightly can measure ours
+    from lightly.models.modules import SimCLRProjectionHead
+
     backbone = resnet18()
     backbone.conv1, backbone.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
     backbone.fc = nn.Identity()
@@ -111,13 +141,13 @@ def lightlys(arguments: argparse.Namespace, device: torch.device) -> Peer:
     criterion = NTXentLoss(temperature=0.5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9, weight_decay=1e-4)
     loader = DataLoader(
-        Pictures(arguments.train_dir),
-        batch_size=arguments.batch_size,
+        Pictures(form.train_dir),
+        batch_size=form.batch_size,
         shuffle=True,
         drop_last=True,
-        num_workers=arguments.num_workers,
+        num_workers=form.num_workers,
         pin_memory=device.type == "cuda",
-        persistent_workers=arguments.num_workers > 0,
+        persistent_workers=form.num_workers > 0,
     )
 
     def without_end() -> Iterator[list[Tensor]]:
@@ -125,7 +155,7 @@ def lightlys(arguments: argparse.Namespace, device: torch.device) -> Peer:
             yield from loader
 
     batches = without_end()
-    autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=arguments.precision == "bfloat16")
+    autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=form.precision == "bfloat16")
 
     def step() -> None:
         a, b = (view.to(device, non_blocking=True, memory_format=torch.channels_last) for view in next(batches))
@@ -160,6 +190,13 @@ def matrix_rate(device: torch.device, precision: str) -> float:
     return 4 * 2 * size**3 / min(times)
 
 
+def count_flops(peer: Peer) -> int:
+    """Return the floating-point operations of one step, which is taken."""
+    with FlopCounterMode(display=False) as counter:
+        peer.step()
+    return int(counter.get_total_flops())
+
+
 def measure(peer: Peer, *, num_steps: int, batch_size: int, device: torch.device) -> None:
     """One round."""
     if peer.clock is not None:
@@ -192,15 +229,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="JSON")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
+    form = Form(
+        arguments.train_dir, arguments.batch_size, arguments.precision, arguments.compile, arguments.num_workers
+    )
     keep_freed_memory()
     peak_rate = matrix_rate(device, arguments.precision)
     peers: dict[str, Peer] = {}
     for name in arguments.only:
-        peers[name] = lightlys(arguments, device) if name == LIGHTLY else ours(name, arguments, device)
+        peers[name] = lightlys(form, device) if name == LIGHTLY else ours(name, form, device)
         peers[name].step()
-        with FlopCounterMode(display=False) as counter:
-            peers[name].step()
-        peers[name].flops = counter.get_total_flops()
+        peers[name].flops = count_flops(peers[name])
     for _ in range(arguments.rounds):
         for peer in peers.values():
             measure(peer, num_steps=arguments.steps, batch_size=arguments.batch_size, device=device)

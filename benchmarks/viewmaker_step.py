@@ -69,16 +69,17 @@ def our_step(config: RunConfig) -> tuple[Step, TrainedModules]:
 
 
 class StepAsWritten:
-    """The original's order, with as little as it takes."""
+    """The original's order, with as little as it takes, on the device of `modules`."""
 
     def __init__(self, config: RunConfig, modules: TrainedModules) -> None:
         assert isinstance(modules.viewmaker, Viewmaker)
         assert isinstance(config.objective, PublishedNTXentConfig)
         self.config = config
         self.temperature = config.objective.temperature
-        self.viewmaker = AsWritten(modules.viewmaker).to(memory_format=memory_format_of(config))  # type: ignore[call-overload]
-        self.encoder = resnet_of(modules).to(memory_format=memory_format_of(config))  # type: ignore[call-overload]
         self.mean, self.std = (modules.encoder.mean_C11.clone(), modules.encoder.std_C11.clone())
+        where: dict[str, Any] = {"device": self.mean.device, "memory_format": memory_format_of(config)}
+        self.viewmaker = AsWritten(modules.viewmaker).to(**where)
+        self.encoder = resnet_of(modules).to(**where)
         optimizers = config.module_optimizers
         sgd, adam = optimizers["encoder"], optimizers["viewmaker"]
         assert isinstance(sgd, SGDConfig)
@@ -89,6 +90,10 @@ class StepAsWritten:
         self.viewmaker_optimizer = torch.optim.Adam(self.viewmaker.parameters(), adam.learning_rate)
 
     def __call__(self, batch: Batch) -> float:
+        return self.train(batch).item()
+
+    def train(self, batch: Batch) -> Tensor:
+        """Return the encoder's loss, without waiting for the device."""
         self.encoder.requires_grad_(True)
         self.viewmaker.requires_grad_(False)
         loss = self.loss(batch, first=0)
@@ -96,18 +101,18 @@ class StepAsWritten:
         self.encoder.requires_grad_(False)
         self.viewmaker.requires_grad_(True)
         learn(-self.loss(batch, first=2), self.viewmaker_optimizer)
-        return loss.item()
+        return loss.detach()
 
     def loss(self, batch: Batch, *, first: int) -> Tensor:
         images_BCHW = (batch.inputs_a.float() / 255).to(memory_format=memory_format_of(self.config))
         embeddings = []
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.config.precision == "bfloat16"):
+        with torch.autocast(self.mean.device.type, dtype=torch.bfloat16, enabled=self.config.precision == "bfloat16"):
             for view in (first, first + 1):
                 keys = DrawKeys(seed=self.config.seed, epoch=batch.epoch, index_B=batch.index_B, view=view)
                 embeddings.append(self.encoder((self.viewmaker(images_BCHW, keys) - self.mean) / self.std).float())
         u_ND = F.normalize(torch.cat(embeddings), dim=1)
         logits_BN = u_ND[: len(images_BCHW)] @ u_ND.T / self.temperature
-        own_B = torch.arange(len(images_BCHW))
+        own_B = torch.arange(len(images_BCHW), device=images_BCHW.device)
         own_logit_B = logits_BN[own_B, own_B + len(images_BCHW)]
         return (logits_BN.exp().mean(1).log() - own_logit_B).mean()
 

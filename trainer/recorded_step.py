@@ -138,6 +138,11 @@ class RecordedStep:
         self._can_record = True
 
     @property
+    def is_recorded(self) -> bool:
+        """Return whether a step is recorded, so that steps of its form are replays."""
+        return bool(self._recordings)
+
+    @property
     def loss_scale(self) -> LossScale:
         return self._step.loss_scale
 

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any, Literal
@@ -125,15 +125,52 @@ def choose_device(world: WorldEnv) -> torch.device:
     return torch.device("cuda", world.local_rank)
 
 
+def why_gpu_is_unusable(device: torch.device) -> str | None:
+    """Return one sentence if this torch has no kernels for a GPU; None if it has."""
+    capability, architectures = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
+    if _runs_on(capability, architectures):
+        return None
+    return (
+        f"{torch.cuda.get_device_name(device)} on {socket.gethostname()} has CUDA capability "
+        f"{'.'.join(map(str, capability))}, but torch {torch.__version__} was built for {', '.join(architectures)}; "
+        "install a torch that was built for it, or set CUDA_VISIBLE_DEVICES= for the CPU"
+    )
+
+
+def _runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
+    """Return whether code for these architectures runs on a GPU.
+
+    Code for sm_86 runs on 8.6 and later 8.x. compute_80 is compiled for any GPU from 8.0. sm_90a runs on 9.0 only.
+    Other names, such as those of AMD, are not judged.
+
+    Examples:
+        >>> _runs_on((8, 9), ["sm_80", "sm_90"]), _runs_on((7, 5), ["sm_80", "sm_90"])
+        (True, False)
+        >>> _runs_on((12, 0), ["sm_90", "compute_90"]), _runs_on((9, 1), ["sm_90a"])
+        (True, False)
+    """
+    named = [re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture) for architecture in architectures]
+    if not architectures or None in named:
+        return True
+    for kind, major, minor, suffix in (match.groups() for match in named if match is not None):
+        built_for = int(major), int(minor)
+        is_later = not suffix and capability >= built_for
+        if capability == built_for or (is_later and (kind == "compute" or capability[0] == built_for[0])):
+            return True
+    return False
+
+
 def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds: float = 300.0) -> None:
     """Join all ranks (gloo on the CPU, NCCL on GPUs), then log the rank table on rank 0.
 
     A single process joins nothing, so it needs no port and no network. `timeout_seconds` limits the wait for the other
     ranks here, and each collective later. If a derived port is in use, tries the next one. Rank 0 warns of ranks with
-    fewer cores than the Slurm job requested. Raises `UserError` if a given port is in use, if not all ranks connect in
-    time, or if NCCL does not start.
+    fewer cores than the Slurm job requested. Raises `UserError` if torch has no kernels for the GPU, if a given port is
+    in use, if not all ranks connect in time, or if NCCL does not start.
     """
     if device.type == "cuda":
+        if (reason := why_gpu_is_unusable(device)) is not None:
+            raise UserError(reason)
         torch.cuda.set_device(device)
     if world.world_size > 1:
         try:

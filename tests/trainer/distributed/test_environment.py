@@ -210,6 +210,29 @@ def test_gpus_that_are_promised_but_not_there_are_no_silent_cpu(monkeypatch: pyt
     assert choose_device(alone) == torch.device("cpu")
 
 
+def pretend_capability(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90", "sm_90a"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla P100")
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_usable"), [((6, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), False)]
+)
+def test_a_gpu_without_kernels_is_refused_in_one_sentence(
+    capability: tuple[int, int], is_usable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_capability(monkeypatch, capability)
+    reason = env_module.why_gpu_is_unusable(torch.device("cuda", 0))
+    assert (reason is None) == is_usable
+    if not is_usable:
+        number = ".".join(map(str, capability))
+        with pytest.raises(
+            UserError, match=rf"Tesla P100 on \S+ has CUDA capability {number}, but torch \S+ was built"
+        ):
+            init_process_group(read_env({}), torch.device("cuda", 0))
+
+
 RANK_PROGRAM = """
 import logging, os, sys
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
@@ -379,6 +402,7 @@ def test_nccl_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPatc
         )
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    pretend_capability(monkeypatch, (9, 0))
     monkeypatch.setattr(dist, "init_process_group", refuse)
     said = r"rank 5 of 8 on \S+ could not start NCCL on cuda:0 \(Duplicate GPU detected : ranks 1 and 0\); check that"
     with pytest.raises(UserError, match=said):

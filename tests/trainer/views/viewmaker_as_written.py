@@ -45,7 +45,7 @@ class AsWritten(nn.Module):
             y = with_noise(y, keys, layer=layer)
             y = y + block(y)
         u = torch.tanh(self.out(self.upsample(y)))
-        delta = torch.stack([self.config.budget * one / (one.abs().mean() + 1e-4) for one in u])
+        delta = self.config.budget * u / (u.abs().mean((1, 2, 3), keepdim=True) + 1e-4)
         delta = inverse_dct(delta) if frequency else delta
         views = x + (delta if small is None else resize(delta, x.shape[-1]))
         return views.clamp(0, 1) if self.config.clamp else views

@@ -1,0 +1,197 @@
+"""Train the recipes of the papers' Table 1 at their published size, over as many sessions as that takes, and probe.
+
+A run trains until the session ends, saves a checkpoint, is probed, and leaves the machine in pieces. The next session
+puts the pieces together and goes on; the steps are those of a run that was never stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.gpu_stages.data import published
+from benchmarks.gpu_stages.pieces import pack, unpack
+from benchmarks.gpu_stages.session import Interrupted, Outcome, Setting, Stage, Task, read_record
+from benchmarks.record import rounded
+from configs import resolve_recipe
+from launch.rank import train_on
+from trainer.config import RunConfig, read_run_config
+from trainer.data import read_manifests
+from trainer.encoder_export import export
+from trainer.fault_tolerance.preemption import StoppedError
+from trainer.memory import keep_freed_memory
+from trainer.probe_runs import probe_run
+from trainer.provenance import command_line
+from trainer.run_dir import LOCK_NAME, RunDir
+
+_SECONDS_OF_A_PROBE: Final = 120
+_SECONDS_OF_PACKING: Final = 15
+_NUM_POINTS: Final = 40  # of the curve of the loss in the record
+_TINY: Final = (
+    *("encoder.kind=resnet10", "encoder.width=4", "global_batch_size=16", "num_epochs=2", "data.num_workers=0"),
+    *("probe.num_epochs=1", "precision=float32", "log_every_steps=1"),
+)
+
+
+def tasks(setting: Setting, *, overlay: str) -> Mapping[str, Task]:
+    """Return the runs with an overlay: expert views, then a viewmaker."""
+    needs = 0 if setting.is_tiny else 60 + _SECONDS_OF_A_PROBE + _SECONDS_OF_PACKING
+    recipes = [f"{family}:{overlay}" for family in ("simclr", "viewmaker")]
+    return {recipe: Task(partial(train_and_probe, setting, recipe), needs, None) for recipe in recipes}
+
+
+def train_and_probe(setting: Setting, recipe: str) -> Outcome:
+    """Train a recipe until it or the session ends, pack it, probe it, and pack it again."""
+    name = recipe.replace(":", "-")
+    run_dir = RunDir(setting.runs / name)
+    if not run_dir.config.is_file():
+        unpack(name, setting.out, run_dir.path)
+    config = config_of(setting, recipe, run_dir)
+    seconds = {"training": 0.0, "probe": 0.0}
+    start = time.monotonic()
+    stopped_by = _train(setting, config, run_dir)
+    seconds["training"] = rounded(time.monotonic() - start)
+    progress = _progress(config, run_dir)
+    _pack(setting, run_dir, name, is_finished=False)  # now, because a probe may be interrupted
+    if stopped_by != "signal" and setting.seconds_left > (0 if setting.is_tiny else _SECONDS_OF_PACKING + 30):
+        start = time.monotonic()
+        try:
+            probe_run(run_dir, steps=None, labels=None, num_draws=1, changes={}, device=setting.device)
+        except KeyboardInterrupt:
+            stopped_by = "signal"
+        seconds["probe"] = rounded(time.monotonic() - start)
+    probes = _probes(run_dir)
+    is_finished = progress["step"] == progress["num_steps"] and progress["step"] in run_dir.probe_steps()
+    _pack(setting, run_dir, name, is_finished=is_finished)
+    values = {**progress, "compile": str(config.compile), "seconds_in_this_session": seconds, "probes": probes}
+    outcome = Outcome(values, is_finished=is_finished)
+    if stopped_by == "signal":
+        raise Interrupted(outcome)
+    return outcome
+
+
+def config_of(setting: Setting, recipe: str, run_dir: RunDir) -> RunConfig:
+    """Return the config of the run, or of a new one: the recipe in bfloat16, its step recorded unless a check failed.
+
+    Raises `UserError` if a dataset is missing.
+    """
+    overlay = recipe.partition(":")[2]
+    train, test = published(setting, overlay)
+    if run_dir.config.is_file():
+        return read_run_config(run_dir)
+    records = [read_record(path) for path in (setting.record, *setting.known)]
+    checks = [record.measurement("checks", f"captured against eager, {recipe}") for record in records]
+    is_wrong = any(check is not None and (check.failed or check.holds is False) for check in checks)
+    settings = [
+        f"data.train_dir={train}",
+        f"data.test_dir={test}",
+        "tracking.wandb=disabled",
+        "precision=bfloat16",
+        "channels_last=true",
+        f"compile={'false' if is_wrong else 'step'}",
+        "keep_checkpoints=1",
+        *(_TINY if setting.is_tiny else ()),
+        *(["views.base_width=4"] if setting.is_tiny and recipe.startswith("viewmaker") else []),
+    ]
+    return resolve_recipe(recipe, settings)
+
+
+def _train(setting: Setting, config: RunConfig, run_dir: RunDir) -> str | None:
+    """Train until the end of the run. Return what stopped it earlier: "session", "signal", or None."""
+    reserve = 0 if setting.is_tiny else _SECONDS_OF_A_PROBE + _SECONDS_OF_PACKING
+    keep_freed_memory()
+    with _stop_after(setting.seconds_left - reserve) as is_over:
+        try:
+            train_on(setting.device, config, run_dir.path, command=command_line())
+        except StoppedError:
+            return "session" if is_over.is_set() else "signal"
+    return None
+
+
+@contextlib.contextmanager
+def _stop_after(seconds: float) -> Iterator[threading.Event]:
+    """Ask the training inside the block to save and stop after some seconds; the event tells that it was asked."""
+    is_over = threading.Event()
+
+    def stop() -> None:
+        is_over.set()
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    def ignore(*_: object) -> None:
+        """Training has ended just before."""
+
+    before = signal.signal(signal.SIGUSR1, ignore)
+    timer = threading.Timer(min(max(seconds, 1.0), threading.TIMEOUT_MAX), stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield is_over
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def _progress(config: RunConfig, run_dir: RunDir) -> dict[str, Any]:
+    """Return how far a run is, the curve of its loss, and its speed."""
+    manifest = read_manifests(config.data).train
+    steps_per_epoch = config.data.num_steps_per_epoch(manifest.num_samples, config.global_batch_size)
+    entries = [entry for entry in run_dir.read_metrics() if "train/loss" in entry]
+    step = run_dir.latest_step() or 0
+    every = max(1, len(entries) // _NUM_POINTS)
+
+    def median(name: str) -> float | None:
+        found = [entry[name] for entry in entries if name in entry]
+        return rounded(statistics.median(found)) if found else None
+
+    return {
+        "step": step,
+        "num_steps": config.num_epochs * steps_per_epoch,
+        "epochs": rounded(step / steps_per_epoch),
+        "loss": [[entry["step"], rounded(entry["train/loss"])] for entry in entries[::every]],
+        "samples_per_second": median("perf/samples_per_second"),
+        "data_wait_fraction": median("perf/data_wait_fraction"),
+        "gpu_gigabytes": median("memory/gpu_gigabytes"),
+    }
+
+
+def _probes(run_dir: RunDir) -> list[dict[str, Any]]:
+    """Return the accuracies of all probed checkpoints, by label and method."""
+    path = run_dir.all_probes / "curves.json"
+    if not path.is_file():
+        return []
+    curves = json.loads(path.read_text())["curves"]
+    return [
+        {
+            "label": curve["label"],
+            "method": curve["method"],
+            "points": [[p["step"], p["accuracy"]] for p in curve["points"]],
+        }
+        for curve in curves
+    ]
+
+
+def _pack(setting: Setting, run_dir: RunDir, name: str, *, is_finished: bool) -> None:
+    """Pack a run with its newest checkpoint, or with the exported encoder in place of it if the run has ended."""
+    step = run_dir.latest_step() or 0
+    if is_finished:
+        export(run_dir, run_dir.path / "encoder.safetensors")
+
+    def belongs(path: Path) -> bool:
+        if path.is_relative_to(run_dir.checkpoints):
+            return not is_finished and path.is_relative_to(run_dir.checkpoint(step))
+        return path.relative_to(run_dir.path).parts[0] not in {"wandb", LOCK_NAME}
+
+    files = [path for path in run_dir.path.rglob("*") if path.is_file() and belongs(path)]
+    pack(run_dir.path, files, setting.out, name=name, step=step)
+
+
+STAGES = tuple(Stage(overlay, partial(tasks, overlay=overlay)) for overlay in ("digits", "shapes"))

@@ -1,0 +1,189 @@
+"""Measure training on a GPU against its peers: samples a second, kernels, share of the matrix rate, memory, data wait.
+
+Each peer is measured alone, so that its memory is its own; on a machine that nobody else uses, turns are not needed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final, Literal
+
+import torch
+
+from benchmarks.gpu_stages.data import pictures_without_overlay
+from benchmarks.gpu_stages.kernel_trace import count_launches, trace_steps
+from benchmarks.gpu_stages.session import Outcome, Setting, Stage, Task, task
+from benchmarks.record import rounded
+from benchmarks.training_throughput import (
+    GAME,
+    LIGHTLY,
+    OURS,
+    TWO_PASSES,
+    Form,
+    Peer,
+    config_of,
+    count_flops,
+    lightlys,
+    matrix_rate,
+    measure,
+    ours,
+)
+from benchmarks.viewmaker_step import StepAsWritten
+from configs import viewmaker
+from trainer.config import RunConfig
+from trainer.data import open_stream
+from trainer.modules import build_modules
+from trainer.planning.fit import plan
+from trainer.profiling import Clock
+from trainer.recorded_step import RecordedStep
+
+AS_WRITTEN: Final = "the original's two passes"
+HOW: Final[Mapping[str, bool | Literal["step"]]] = {"eager": False, "recorded": "step", "compiled": True}
+_NUM_WARM_UP, _NUM_ROUNDS, _NUM_WORKERS = 10, 5, 16
+_SECONDS_OF_A_ROUND = 1.5
+
+
+def tasks(setting: Setting, *, batch_size: int) -> Mapping[str, Task]:
+    """Return the measurements at a batch size."""
+    found: dict[str, Task] = {}
+    for how in ("eager", "recorded"):
+        for peer in (OURS, GAME, TWO_PASSES):
+            found[f"{peer}, {how}"] = task(partial(measure_ours, setting, batch_size, peer, how), needs_seconds=30)
+    for precision in ("float32", "bfloat16"):
+        run = partial(measure_as_written, setting, batch_size, precision)
+        found[f"{AS_WRITTEN}, {precision}"] = task(run, needs_seconds=30)
+    found[LIGHTLY] = task(partial(measure_lightly, setting, batch_size), needs_seconds=40)
+    if setting.is_tiny and batch_size > 256:  # where all batches have the same few samples
+        return {OURS: found[f"{OURS}, eager"]}
+    return found
+
+
+def compiled_tasks(setting: Setting) -> Mapping[str, Task]:
+    """Return the measurements that wait for a compiler."""
+    return {
+        f"{peer}, compiled, batch {batch_size}": task(
+            partial(measure_ours, setting, batch_size, peer, "compiled"), needs_seconds=100
+        )
+        for batch_size in (256, 1024)
+        for peer in (OURS, GAME)
+    }
+
+
+def machine_tasks(setting: Setting) -> Mapping[str, Task]:
+    """Return the measurement of the machine itself."""
+    return {"matrix rate": task(partial(measure_matrix_rates, setting), needs_seconds=10)}
+
+
+def measure_matrix_rates(setting: Setting) -> Outcome:
+    """Return the floating-point operations a second of large products of matrices, by precision."""
+    if setting.is_tiny:
+        return Outcome({"float32": rounded(matrix_rate(setting.device, "float32"))})
+    return Outcome({name: rounded(matrix_rate(setting.device, name)) for name in ("bfloat16", "float32")})
+
+
+def measure_ours(setting: Setting, batch_size: int, peer: str, how: str) -> Outcome:
+    """Measure training of ours, from the shards."""
+    form = _form(setting, batch_size, HOW[how])
+    eager = _form(setting, batch_size, False)
+    config = config_of(peer, form)
+    built = ours(peer, form, setting.device)
+    counted = ours(peer, eager, setting.device) if how == "compiled" else built  # the counter would undo compilation
+    counted.step()
+    built.flops = count_flops(counted)
+    counted = built  # frees the other one
+    values = _measure(setting, form, built)
+    if how == "recorded" and setting.device.type == "cuda":
+        step = built.training_step
+        values["is_recorded"] = isinstance(step, RecordedStep) and step.is_recorded
+    planned = plan(config, world_size=1, num_samples=None, device_gigabytes=None, input_shape=(3, 32, 32))
+    values["planned_bytes"] = planned.peak_bytes
+    if values["peak_bytes"]:
+        values["peak_over_plan"] = rounded(values["peak_bytes"] / planned.peak_bytes)
+    return Outcome(values, holds=values.get("is_recorded"))
+
+
+def measure_lightly(setting: Setting, batch_size: int) -> Outcome:
+    """Measure lightly's SimCLR with its own loader."""
+    form = _form(setting, batch_size, False)
+    peer = lightlys(form, setting.device)
+    peer.step()
+    peer.flops = count_flops(peer)
+    return Outcome(_measure(setting, form, peer))
+
+
+def measure_as_written(setting: Setting, batch_size: int, precision: str) -> Outcome:
+    """Measure the viewmaker's game in the original's order, written from torch's layers, on batches of our stream."""
+    form = _form(setting, batch_size, False)
+    config = viewmaker.cifar10().model_dump()
+    is_fast = precision == "bfloat16"
+    config |= {"global_batch_size": form.batch_size, "precision": precision, "channels_last": is_fast}
+    config["data"] |= {"train_dir": str(form.train_dir), "overlay": "baked"}
+    run_config = RunConfig.parse(config, where="benchmark")
+    modules = build_modules(run_config).to(setting.device, torch.float32)
+    written = StepAsWritten(run_config, modules)
+    stream = open_stream(
+        run_config.data, global_batch_size=form.batch_size, seed=0, end_step=1 << 20, device=setting.device
+    )
+    clock = Clock(device=setting.device)
+    batches = clock.timed(stream)
+    peer = Peer(lambda: _discard(written.train(next(batches))), clock)
+    peer.step()
+    peer.flops = count_flops(peer)
+    return Outcome(_measure(setting, form, peer) | {"precision": precision})
+
+
+def _form(setting: Setting, batch_size: int, compile_setting: bool | Literal["step"]) -> Form:
+    train_dir = pictures_without_overlay(setting)
+    if setting.is_tiny:
+        return Form(train_dir, 2, "float32", compile_setting, 0, ("encoder.kind=resnet10", "encoder.width=4"))
+    return Form(train_dir, batch_size, "bfloat16", compile_setting, _NUM_WORKERS)
+
+
+def _discard(_: object) -> None:
+    """Do not look at the result of a step."""
+
+
+def _measure(setting: Setting, form: Form, peer: Peer) -> dict[str, Any]:
+    """Measure rounds of steps after some to warm up, and then count the kernels of a step."""
+    num_warm_up = 1 if setting.is_tiny else _NUM_WARM_UP
+    for _ in range(num_warm_up):
+        peer.step()
+    num_steps = 1 if setting.is_tiny else _steps_in(_SECONDS_OF_A_ROUND, peer.step, setting)
+    for _ in range(1 if setting.is_tiny else _NUM_ROUNDS):
+        measure(peer, num_steps=num_steps, batch_size=form.batch_size, device=setting.device)
+    rate = statistics.median(peer.rates)
+    peak_rate = matrix_rate(setting.device, form.precision)
+    trace = trace_steps(setting, peer.step, num_steps=1)
+    return {
+        "batch_size": form.batch_size,
+        "samples_per_second": rounded(rate),
+        "milliseconds_a_step": rounded(1e3 * form.batch_size / rate),
+        "rounds": [rounded(each) for each in peer.rates],
+        "flops_per_sample": peer.flops / form.batch_size,
+        "share_of_matrix_rate": rounded(peer.flops / form.batch_size * rate / peak_rate),
+        "matrix_flops_per_second": rounded(peak_rate),
+        "kernels_a_step": len(trace.kernels),
+        "launches_a_step": count_launches(trace),
+        "peak_bytes": peer.peak_bytes or None,
+        "data_wait_fraction": peer.data_wait_fraction,
+    }
+
+
+def _steps_in(seconds: float, step: Callable[[], None], setting: Setting) -> int:
+    """Return about how many steps take so many seconds."""
+    setting.wait()
+    start = time.perf_counter()
+    for _ in range(5):
+        step()
+    setting.wait()
+    return max(5, round(seconds / (time.perf_counter() - start) * 5))
+
+
+STAGES = (
+    Stage("machine", machine_tasks),
+    *(Stage(f"throughput-{size}", partial(tasks, batch_size=size)) for size in (256, 1024, 4096)),
+    Stage("compiled", compiled_tasks),
+)
