@@ -126,7 +126,7 @@ def _layouts(manifest: Manifest) -> dict[str, TensorLayout]:
             layouts["masks_BHW"] = TensorLayout((num_samples, *manifest.input_shape[1:]), torch.uint8)
     else:
         dtype = sound_dtype(manifest)
-        num_bytes = sum(shard.num_bytes for shard in manifest.shards)
+        num_bytes = manifest.num_bytes
         layouts["points_X"] = TensorLayout((num_bytes // dtype.itemsize,), dtype)
         numbers += ["start_B", "length_B"]
     return layouts | dict.fromkeys(numbers, TensorLayout((num_samples,), torch.int64))

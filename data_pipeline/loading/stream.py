@@ -108,11 +108,8 @@ def _num_shards_needed(store: SampleStore, shuffle_shards: int | None) -> int:
 
 def _gigabytes_needed(store: SampleStore, shuffle_shards: int | None) -> float:
     """Return the size of a cache that is large enough for a reading order, in 10^9 bytes."""
-    needed, tars = _num_shards_needed(store, shuffle_shards), store.manifest.tars
-    if tars is not None:  # whose single sizes are not in the manifest
-        return math.ceil(1.05 * needed * tars.num_bytes / tars.num_tars / 1e7) / 100
-    largest = sorted((shard.num_bytes for shard in store.manifest.shards), reverse=True)[:needed]
-    return math.ceil(1.05 * sum(largest) / 1e7) / 100  # with the indexes of the shards
+    largest = np.sort(store.shard_bytes)[::-1][: _num_shards_needed(store, shuffle_shards)]
+    return math.ceil(1.05 * int(largest.sum()) / 1e7) / 100  # with the indexes of the shards
 
 
 def _check_cache(store: SampleStore, *, shuffle_shards: int | None) -> None:
@@ -193,7 +190,7 @@ class _ShardPrefetcher:
         worker = torch.utils.data.get_worker_info()
         num_workers, worker_id = (1, 0) if worker is None else (worker.num_workers, worker.id)
         shift = (self._rank * num_workers + worker_id) * len(now) // (self._world_size * num_workers)
-        self._store.prefetch([*np.roll(now, -shift).tolist(), *following.tolist()])
+        self._store.prefetch(np.concatenate([np.roll(now, -shift), following]))
 
 
 class _StreamedBatches(Dataset[list[Batch | None] | UserError]):

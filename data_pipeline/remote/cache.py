@@ -19,15 +19,16 @@ import shutil
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Final
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from data_pipeline.core.errors import UserError
@@ -37,12 +38,14 @@ from data_pipeline.storage.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     OVERLAY_NAME,
+    SHARD_TABLE_NAME,
     SOURCE_DIGESTS_NAME,
     Manifest,
     is_plain_name,
     parse_manifest,
 )
-from data_pipeline.storage.shards import index_num_bytes, index_path
+from data_pipeline.storage.shard_list import ListedShards, ShardList, ShardTable
+from data_pipeline.storage.shards import index_num_bytes, index_path, index_row_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -196,16 +199,24 @@ class FileCache:
 
     Args:
         location: of the dataset, for messages.
-        files: by the plain name that a copy gets.
+        find: returns the file whose copy gets a plain name; None if there is none.
+        shard_bytes_S: (S,) int64, the size of each shard with its index.
         sha256: of what identifies the dataset.
 
     Raises `UserError` if the disk has no room for the cache.
     """
 
-    def __init__(self, location: str, files: Mapping[str, RemoteFile], *, sha256: str, config: RemoteConfig) -> None:
+    def __init__(
+        self,
+        location: str,
+        find: Callable[[str], RemoteFile | None],
+        *,
+        shard_bytes_S: NDArray[np.int64],
+        sha256: str,
+        config: RemoteConfig,
+    ) -> None:
         self.location = location
-        self._config, self._files = config, files
-        self._shards = {name: file for name, file in files.items() if file.is_shard}
+        self._config, self._find, self._shard_bytes_S = config, find, shard_bytes_S
         dataset = sha256[:16]
         gigabytes = config.cache_gigabytes
         if config.cache_dir is not None:
@@ -227,13 +238,10 @@ class FileCache:
     @cached_property
     def max_shards(self) -> int | None:
         """Return the number of the largest shards that the cache can hold at once; None if it can hold all shards."""
-        sizes = sorted(file.num_bytes for file in self._shards.values())
-        if self._limit is None or sum(sizes) <= self._limit:
+        totals_S = np.cumsum(np.sort(self._shard_bytes_S)[::-1])
+        if self._limit is None or not totals_S.size or totals_S[-1] <= self._limit:
             return None
-        count, total = 0, sizes.pop()
-        while total <= self._limit:
-            count, total = count + 1, total + sizes.pop()
-        return count
+        return int(np.searchsorted(totals_S, self._limit, side="right"))
 
     def path(self, name: str, *, stop: threading.Event | None = None) -> Path:
         """Return the local path of a shard, of the file of an online overlay, or of the source digests.
@@ -243,12 +251,12 @@ class FileCache:
 
         Raises `UserError` if the file cannot be fetched in time, if the disk is full, or when `stop` is set.
         """
-        if name not in self._files:
+        if (file := self._find(name)) is None:
             raise ValueError(f"the dataset at {self.location} has no file {name!r}")
-        path, expected = self._directory / name, self._files[name].expected
+        path, expected = self._directory / name, file.expected
         while True:
             if not _is_cached(path, expected):
-                self._fetch(name, limits=_limits(self._config, stop))
+                self._fetch(name, file, limits=_limits(self._config, stop))
             now = time.time_ns()
             try:
                 os.utime(path, ns=(now, now))
@@ -271,7 +279,7 @@ class FileCache:
     def _check_room(self) -> None:
         """Raise `UserError` if the cache or its disk is too small, before training starts."""
         if self.max_shards == 0:
-            largest = max(file.num_bytes for file in self._shards.values())
+            largest = int(self._shard_bytes_S.max())
             raise UserError(
                 f"the largest shard of {self.location} takes {largest / 1e9:.3g} GB, but the cache may hold only "
                 f"{(self._limit or 0) / 1e9:.3g} GB; raise data.remote.cache_gigabytes"
@@ -279,7 +287,7 @@ class FileCache:
         with self._disk_errors_as_user_errors():
             free = shutil.disk_usage(self._root).free
         files = _files(self._root)
-        missing = sum(file.num_bytes for file in self._shards.values())
+        missing = int(self._shard_bytes_S.sum())
         missing -= sum(file.num_bytes for file in files if file.path.parent == self._directory)
         if self._limit is not None:
             missing = min(missing, self._limit - sum(file.num_bytes for file in files))
@@ -296,9 +304,8 @@ class FileCache:
                 _hold_spool(self._root)
             self._directory.mkdir(parents=True, exist_ok=True)
 
-    def _fetch(self, name: str, *, limits: Limits) -> None:
+    def _fetch(self, name: str, wanted: RemoteFile, *, limits: Limits) -> None:
         """Fetch one file, or wait for the process that is fetching it."""
-        wanted = self._files[name]
         self._make_directories()
         path = self._directory / name
         partial = path.with_name(f".{name}.partial")
@@ -393,9 +400,10 @@ class RemoteShards(FileCache):
     Attributes:
         location: the location as given.
         manifest: the manifest, which the constructor fetches unless it is given.
+        shards: the shards by number; none for an index of tars.
 
     Raises `UserError` if the location is not valid, if it is a command from a file (see `refuse_untyped_command`), if
-    the manifest cannot be fetched, or if the disk has no room for the cache.
+    the manifest or the table of the shards cannot be fetched, or if the disk has no room for the cache.
     """
 
     def __init__(self, location: str, *, config: RemoteConfig, manifest: Manifest | None = None) -> None:
@@ -406,26 +414,41 @@ class RemoteShards(FileCache):
                 "name that DIR in place of them"
             )
         self.manifest = manifest or fetch_manifest(location, config=config)
-        super().__init__(location, _files_of(location, self.manifest), sha256=self.manifest.sha256, config=config)
+        file_url(location, MANIFEST_NAME)  # the location may be wrong
+        self.shards: ShardList = ListedShards(self.manifest.shards)
+        sha256 = self.manifest.sha256
+        if self.manifest.shard_table is not None:
+            find = partial(_find_file, location, self.manifest, self.shards)
+            files = FileCache(location, find, shard_bytes_S=self.shards.num_bytes, sha256=sha256, config=config)
+            self.shards = ShardTable(files.path(SHARD_TABLE_NAME), self.manifest)
+        index_bytes_S = index_row_bytes(self.manifest.members) * np.diff(self.shards.ends, prepend=0)
+        super().__init__(
+            location,
+            partial(_find_file, location, self.manifest, self.shards),
+            shard_bytes_S=self.shards.num_bytes + index_bytes_S,
+            sha256=sha256,
+            config=config,
+        )
 
 
-def _files_of(location: str, manifest: Manifest) -> dict[str, RemoteFile]:
-    """Return the files beside the manifest of a remote dataset, by name."""
-    files: dict[str, RemoteFile] = {}
-    for entry in manifest.shards:
-        index = index_path(Path(entry.name)).name
-        files[entry.name] = RemoteFile(
-            url=file_url(location, entry.name),
+def _find_file(location: str, manifest: Manifest, shards: ShardList, name: str) -> RemoteFile | None:
+    """Return a file beside the manifest of a remote dataset; None if it has no file of that name."""
+    if (number := shards.number(name)) is not None:
+        entry, index = shards[number], index_path(Path(name)).name
+        return RemoteFile(
+            url=file_url(location, name),
             expected=Expected(num_bytes=entry.num_bytes, sha256=entry.sha256),
             index_url=file_url(location, index),
             index=Expected(num_bytes=index_num_bytes(entry, manifest.members), sha256=entry.index_sha256),
         )
+    hashes = {SOURCE_DIGESTS_NAME: manifest.source_digests_sha256}
     if manifest.overlay is not None and manifest.is_online:
-        files[OVERLAY_NAME] = RemoteFile(file_url(location, OVERLAY_NAME), Expected(sha256=manifest.overlay.sha256))
-    if manifest.source_digests_sha256 is not None:
-        expected = Expected(sha256=manifest.source_digests_sha256)
-        files[SOURCE_DIGESTS_NAME] = RemoteFile(file_url(location, SOURCE_DIGESTS_NAME), expected)
-    return files
+        hashes[OVERLAY_NAME] = manifest.overlay.sha256
+    if manifest.shard_table is not None:
+        hashes[SHARD_TABLE_NAME] = manifest.shard_table.sha256
+    if (sha256 := hashes.get(name)) is None:
+        return None
+    return RemoteFile(file_url(location, name), Expected(sha256=sha256))
 
 
 class _Prefetcher:
@@ -434,15 +457,15 @@ class _Prefetcher:
     def __init__(self, shards: FileCache) -> None:
         self.process_id = os.getpid()
         self._shards = shards
-        self._names: deque[str] = deque()
+        self._names: Iterator[str] = iter(())
         self._lock = threading.Lock()
         self._is_running = False
         self._at_exit: Finalize | None = None
 
     def replace(self, names: Iterable[str]) -> None:
         with self._lock:
-            self._names = deque(names)
-            if not self._names or self._is_running:
+            self._names = iter(names)
+            if self._is_running:
                 return
             self._is_running = True
             stop = threading.Event()
@@ -456,10 +479,10 @@ class _Prefetcher:
     def _run(self, stop: threading.Event) -> None:
         while True:
             with self._lock:
-                if not self._names or stop.is_set():
+                name = None if stop.is_set() else next(self._names, None)
+                if name is None:
                     self._is_running = False
                     return
-                name = self._names.popleft()
             try:
                 self._shards.path(name, stop=stop)
             except (UserError, OSError) as error:

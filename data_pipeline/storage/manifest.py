@@ -42,13 +42,16 @@ MANIFEST_NAME: Final = "manifest.json"
 OVERLAY_NAME: Final = "overlay.safetensors"  # the assets of an online overlay, beside the shards
 INDEX_NAME: Final = ".tar_index"  # the directory of an index of tars, beside them
 SOURCE_DIGESTS_NAME: Final = "source_digests.bin"  # a short hash of each sample's source, beside the shards
+SHARD_TABLE_NAME: Final = "shards.bin"  # the shards of a dataset that has too many for a list
 FORMAT_VERSION: Final = 3
 TARS_FORMAT_VERSION: Final = 4  # of an index of tars; readers of format 3 know no tars
 LABELS_FORMAT_VERSION: Final = 5  # of a dataset with more labels than base and overlay, of either kind
+TABLE_FORMAT_VERSION: Final = 6  # of a dataset with a table of its shards in place of a list
 
 MAX_MANIFEST_BYTES: Final = 1 << 25
 MAX_SAMPLES: Final = 10**12
-MAX_SHARDS: Final = 100_000
+MAX_SHARDS: Final = 10_000_000
+MAX_LISTED_SHARDS: Final = 100_000  # that are read; `build` lists fewer
 MAX_CLASSES: Final = 100_000
 MAX_LABELS: Final = 100  # beside base and overlay
 MAX_CHANNELS: Final = 256  # of a picture with an overlay
@@ -58,11 +61,11 @@ _LISTS: Final = (".txt", ".list")  # endings of a file that names tars
 _MAX_LABEL_BYTES: Final = 256  # of the JSON of a sample, which holds three numbers, and for each other label
 _MAX_MORE_LABEL_BYTES: Final = 64
 _MAX_METADATA_BYTES: Final = 1 << 20  # that another program may have added to a picture or a sound
-_MAX_SHARD_BYTES: Final = 1 << 44
+MAX_SHARD_BYTES: Final = 1 << 44
 _MAX_SAMPLE_RATE: Final = 1_000_000
-_MIN_MEMBER_BYTES: Final = 1024  # in a tar: a header and at least one block of content
+MIN_MEMBER_BYTES: Final = 1024  # in a tar: a header and at least one block of content
 _MAX_DEFLATE_RATIO: Final = 1032  # the largest ratio of a picture's size to the size of its PNG
-_READABLE: Final = (FORMAT_VERSION, TARS_FORMAT_VERSION, LABELS_FORMAT_VERSION)
+_READABLE: Final = (FORMAT_VERSION, TARS_FORMAT_VERSION, LABELS_FORMAT_VERSION, TABLE_FORMAT_VERSION)
 _MEND: Final = "build the dataset again, or copy it again from a whole copy"
 
 
@@ -107,7 +110,7 @@ class ShardEntry(Schema):
 
     name: Annotated[str, AfterValidator(_checked_shard_name)]
     num_samples: Annotated[PositiveInt, Field(le=MAX_SAMPLES)]
-    num_bytes: Annotated[PositiveInt, Field(le=_MAX_SHARD_BYTES)]
+    num_bytes: Annotated[PositiveInt, Field(le=MAX_SHARD_BYTES)]
     sha256: Sha256
     index_sha256: Sha256
 
@@ -230,6 +233,17 @@ class TarSet(Schema):
     sha256: Sha256
 
 
+class ShardTableEntry(Schema):
+    """The table of the shards of a dataset that has too many for a list: see `data_pipeline.storage.shard_list`.
+
+    `num_bytes` is the size of all tars together, and `sha256` that of the file `SHARD_TABLE_NAME`.
+    """
+
+    num_shards: Annotated[PositiveInt, Field(le=MAX_SHARDS)]
+    num_bytes: Annotated[PositiveInt, Field(le=MAX_SHARDS * MAX_SHARD_BYTES)]
+    sha256: Sha256
+
+
 class Manifest(Schema):
     """The content of a dataset, and how it was made.
 
@@ -246,6 +260,7 @@ class Manifest(Schema):
         tars: somebody else's tars, in place of `shards`. Their pictures are brought to `input_shape` when they are
             read. `mean` and `std` are then of some of the pictures, and samples without a label are in no count.
         more_labels: the labels beside `base` and `overlay`, by name. A sample may lack any of them. `labels` has all.
+        shard_table: the table of the shards, in place of `shards`.
     """
 
     format_version: int
@@ -260,16 +275,18 @@ class Manifest(Schema):
     std: Annotated[tuple[NonNegativeFloat, ...], Field(max_length=3)]
     overlay: OverlayEntry | None
     how_made: HowMade
-    shards: Annotated[tuple[ShardEntry, ...], FailFast(), Field(max_length=MAX_SHARDS)]
+    shards: Annotated[tuple[ShardEntry, ...], FailFast(), Field(max_length=MAX_LISTED_SHARDS)]
     source_digests_sha256: Sha256 | None = None
     tars: TarSet | None = None
     more_labels: Annotated[dict[LabelName, LabelEntry], Field(max_length=MAX_LABELS)] = Field(default_factory=dict)
+    shard_table: ShardTableEntry | None = None
 
     @model_serializer(mode="wrap")
-    def _without_no_more_labels(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out `more_labels` if there are none, so that the manifest of such a dataset keeps its bytes."""
+    def _without_what_it_lacks(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out `more_labels` and `shard_table` if there are none, so that other manifests keep their bytes."""
         values: dict[str, Any] = handler(self)
-        return values if self.more_labels else {name: values[name] for name in values if name != "more_labels"}
+        lacks = {name for name in ("more_labels", "shard_table") if not getattr(self, name)}
+        return {name: value for name, value in values.items() if name not in lacks}
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -285,6 +302,20 @@ class Manifest(Schema):
             del fields["tars"]  # which older manifests do not have
         canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
+
+    @property
+    def num_shards(self) -> int:
+        """Return the number of shards, or of somebody else's tars."""
+        named = self.tars or self.shard_table
+        if named is None:
+            return len(self.shards)
+        return named.num_tars if isinstance(named, TarSet) else named.num_shards
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of all shards, or of somebody else's tars, in bytes."""
+        named = self.tars or self.shard_table
+        return sum(entry.num_bytes for entry in self.shards) if named is None else named.num_bytes
 
     @property
     def labels(self) -> dict[str, LabelEntry]:
@@ -380,15 +411,23 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
 
 
 def _wrong_tars(manifest: Manifest, tars: TarSet) -> Iterator[str]:
-    if manifest.shards:
-        yield f"tars are named beside {len(manifest.shards)} shards"
+    if manifest.shards or manifest.shard_table is not None:
+        yield f"tars are named beside {manifest.shard_table or len(manifest.shards)} shards"
     if manifest.medium != "picture" or not (manifest.overlay is None or manifest.is_online):
         yield "tars hold pictures, on which an overlay can be drawn only when they are read"
-    if manifest.num_samples * _MIN_MEMBER_BYTES > tars.num_bytes:
+    if manifest.num_samples * MIN_MEMBER_BYTES > tars.num_bytes:
         yield f"{manifest.num_samples} samples cannot be in {tars.num_bytes} bytes of tars"
 
 
 def _wrong_shards(manifest: Manifest) -> Iterator[str]:
+    if (table := manifest.shard_table) is not None:
+        if manifest.shards:
+            yield f"a table of {table.num_shards} shards is named beside a list of {len(manifest.shards)}"
+        if manifest.num_samples < table.num_shards:
+            yield f"{manifest.num_samples} samples cannot be in {table.num_shards} shards"
+        if manifest.num_samples * len(manifest.members) * MIN_MEMBER_BYTES > table.num_bytes:
+            yield f"{manifest.num_samples} samples cannot be in {table.num_bytes} bytes of shards"
+        return
     if not manifest.shards:
         yield "no shards are named"
     for name, count in Counter(entry.name for entry in manifest.shards).items():
@@ -397,7 +436,7 @@ def _wrong_shards(manifest: Manifest) -> Iterator[str]:
     if manifest.num_samples != (found := sum(entry.num_samples for entry in manifest.shards)):
         yield f"num_samples is {manifest.num_samples}, but its shards add up to {found}"
     for entry in manifest.shards:
-        if entry.num_samples * len(manifest.members) * _MIN_MEMBER_BYTES > entry.num_bytes:
+        if entry.num_samples * len(manifest.members) * MIN_MEMBER_BYTES > entry.num_bytes:
             yield f"{entry.num_samples} samples cannot be in the {entry.num_bytes} bytes of {entry.name}"
 
 
@@ -408,7 +447,7 @@ def _wrong_inputs(manifest: Manifest) -> Iterator[str]:
             yield f"input_shape is {shape}, but pictures have (1, H, W) or (3, H, W)"
             return
         num_channels, height, width = shape
-        num_bytes = sum(entry.num_bytes for entry in manifest.shards)
+        num_bytes = manifest.num_bytes
         if (
             manifest.tars is None
             and manifest.num_samples * height * (1 + width * num_channels) > _MAX_DEFLATE_RATIO * num_bytes

@@ -53,6 +53,7 @@ class Shards(Protocol):
     Attributes:
         members: the names of the members of a sample, in the order of a row.
         shard_ends: (num_shards,) int64, the index after the last sample of each shard.
+        shard_bytes: (num_shards,) int64, the size of each shard.
         max_shards: the number of shards that can be on this machine at a time; None if all can.
         is_remote: whether shards are fetched.
     """
@@ -62,6 +63,9 @@ class Shards(Protocol):
 
     @property
     def shard_ends(self) -> NDArray[np.int64]: ...
+
+    @property
+    def shard_bytes(self) -> NDArray[np.int64]: ...
 
     @property
     def max_shards(self) -> int | None: ...

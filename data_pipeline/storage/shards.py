@@ -178,9 +178,14 @@ def index_content(rows: NDArray[np.int64]) -> bytes:
     return rows.astype("<i8").tobytes()
 
 
+def index_row_bytes(members: Sequence[str]) -> int:
+    """Return the size of the row of a sample in an index file: an offset and a size for each member."""
+    return 16 * len(members)
+
+
 def index_num_bytes(entry: ShardEntry, members: Sequence[str]) -> int:
-    """Return the size of an index file: an offset and a size for each member of each sample."""
-    return 16 * len(members) * entry.num_samples
+    """Return the size of an index file."""
+    return index_row_bytes(members) * entry.num_samples
 
 
 def _save_index(path: Path, content: bytes) -> None:

@@ -91,7 +91,7 @@ class SampleStore:
             self._shards = BuiltShards(files, self.manifest)
         else:
             self._shards = TarShards(files, self.manifest, remote=remote)
-        self._members, self._ends = self._shards.members, self._shards.shard_ends
+        self._members = self._shards.members
         self._open: dict[int, OpenShard] = {}  # the last used at the end
         self._limit = _MAX_OPEN_SHARDS if self.max_shards is None else min(_MAX_OPEN_SHARDS, max(1, self.max_shards))
         self.known_bad: tuple[BadSample, ...] = self._shards.survey()
@@ -106,6 +106,11 @@ class SampleStore:
     def shard_ends(self) -> NDArray[np.int64]:
         """Return the index after the last sample of each shard, (num_shards,) int64."""
         return self._shards.shard_ends
+
+    @property
+    def shard_bytes(self) -> NDArray[np.int64]:
+        """Return the size of each shard in bytes, (num_shards,) int64."""
+        return self._shards.shard_bytes
 
     @property
     def max_shards(self) -> int | None:
@@ -182,7 +187,7 @@ class SampleStore:
         return BadSample(index, self._shards.name(self._shard_of(index)), reason)
 
     def _shard_of(self, index: int) -> int:
-        return bisect_right(self._ends, index)  # for one number faster than NumPy's own
+        return bisect_right(self.shard_ends, index)  # for one number faster than NumPy's own
 
     def _problem(self, shard: OpenShard, index: int) -> str | None:
         """Return why a sample cannot be read, or None. A sample is checked once while its shard is open."""

@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -121,21 +123,21 @@ class TarShards:
         if tars_sha256(self._paths, numbers_S3, hashes=hashes) != manifest.tars.sha256:
             raise self._contradiction(TARS_NAME)
         self.shard_ends: NDArray[np.int64] = np.ascontiguousarray(numbers_S3[:, 0])
-        self._num_bytes_S, self._changed_ns_S = numbers_S3[:, 1], numbers_S3[:, 2]
+        self.shard_bytes: NDArray[np.int64] = numbers_S3[:, 1]
+        self._changed_ns_S = numbers_S3[:, 2]
         if self.shard_ends[-1] != manifest.num_samples or (np.diff(self.shard_ends, prepend=0) < 0).any():
             raise self._contradiction(TAR_NUMBERS_NAME)
         self._cache: FileCache | None = None
         if hashes:
             if len(hashes) != 32 * len(self._paths) or any(is_command(path) for path in self._paths):
                 raise self._contradiction(TAR_HASHES_NAME)
-            files = {
-                _copy_name(number): RemoteFile(
-                    url, Expected(num_bytes=num_bytes, sha256=hashes[32 * number : 32 * number + 32].hex())
-                )
-                for number, (url, num_bytes) in enumerate(zip(self._paths, self._num_bytes_S.tolist(), strict=True))
-            }
-            location = manifest.tars.location
-            self._cache = FileCache(location, files, sha256=manifest.tars.sha256, config=remote)
+            self._cache = FileCache(
+                manifest.tars.location,
+                partial(_remote_tar, self._paths, self.shard_bytes, hashes),
+                shard_bytes_S=self.shard_bytes,
+                sha256=manifest.tars.sha256,
+                config=remote,
+            )
         self._packed = self._map(SAMPLES_NAME, np.dtype("<i8"), manifest.num_samples)
         self._num_classes = {name: len(label.classes) for name, label in manifest.stored_labels.items()}
         self._labels: dict[str, NDArray[np.int32]] = {
@@ -178,7 +180,7 @@ class TarShards:
         return ()
 
     def _check_size(self, number: int) -> None:
-        path, due = self._path(number), int(self._num_bytes_S[number])
+        path, due = self._path(number), int(self.shard_bytes[number])
         size = regular_size(path)
         if size is None:
             raise UserError(
@@ -230,6 +232,16 @@ class TarShards:
 def has_remote_tars(directory: Path) -> bool:
     """Return whether a directory is an index of remote tars."""
     return bool(regular_size(directory / TAR_HASHES_NAME))
+
+
+def _remote_tar(urls: Sequence[str], num_bytes_S: NDArray[np.int64], hashes: bytes, name: str) -> RemoteFile | None:
+    """Return the remote tar whose copy has a name; None if there is none."""
+    found = re.fullmatch(r"tar-(\d{8,})\.tar", name, flags=re.ASCII)
+    number = len(urls) if found is None else int(found[1])
+    if number >= len(urls):
+        return None
+    sha256 = hashes[32 * number : 32 * number + 32].hex()
+    return RemoteFile(urls[number], Expected(num_bytes=int(num_bytes_S[number]), sha256=sha256))
 
 
 def _copy_name(number: int) -> str:

@@ -41,12 +41,14 @@ from data_pipeline.storage.files import map_regular, read_regular
 from data_pipeline.storage.manifest import (
     MANIFEST_NAME,
     OVERLAY_NAME,
+    SHARD_TABLE_NAME,
     SOURCE_DIGESTS_NAME,
     Manifest,
     ShardEntry,
     load_manifest,
 )
 from data_pipeline.storage.png import wrong_size
+from data_pipeline.storage.shard_list import ListedShards, ShardList, ShardTable
 from data_pipeline.storage.shards import index_content, index_members, index_num_bytes, index_path
 from data_pipeline.storage.source_digests import check_source_digests, num_digest_bytes
 from data_pipeline.storage.store import SampleStore
@@ -84,7 +86,7 @@ class Verification:
         manifest: the manifest of the dataset.
         num_problems, num_sound, num_bytes: the number of problems, intact samples, and bytes of shards so far.
 
-    The constructor raises `UserError` if `location` holds no dataset.
+    The constructor raises `UserError` if `location` holds no dataset, or if the table of its shards is wrong.
     """
 
     def __init__(self, location: str | Path, *, remote: RemoteConfig = _REMOTE) -> None:
@@ -94,6 +96,10 @@ class Verification:
         self.manifest = (
             fetch_manifest(str(location), config=remote) if self._directory is None else load_manifest(self._directory)
         )
+        self._shards: ShardList = ListedShards(self.manifest.shards)
+        if (table := self.manifest.shard_table) is not None:
+            with self._file(SHARD_TABLE_NAME, Expected(sha256=table.sha256)) as path:
+                self._shards = ShardTable(path, self.manifest)
         self.num_problems = self.num_sound = self.num_bytes = 0
 
     def problems(self) -> Iterator[DatasetProblem]:
@@ -121,7 +127,7 @@ class Verification:
         first_index, is_sound = 0, True
         name = self.location if self._directory is None else self._directory.name
         with Progress(f"verifying {name}", total=manifest.num_samples) as progress:
-            for entry in manifest.shards:
+            for entry in self._shards:
                 due = range(first_index, first_index + entry.num_samples)
                 for key, what in self._shard_problems(entry, due, totals):
                     is_sound = False
@@ -129,7 +135,7 @@ class Verification:
                 first_index = due.stop
                 progress.advance(entry.num_samples)
         for path in sorted(self._directory.glob("*.tar")) if self._directory is not None else ():
-            if path.name not in {entry.name for entry in manifest.shards}:
+            if self._shards.number(path.name) is None:
                 yield DatasetProblem(path.name, None, f"is not listed in {MANIFEST_NAME}")
         if manifest.is_online and (wrong := self._overlay_problem()) is not None:
             yield DatasetProblem(OVERLAY_NAME, None, wrong)
@@ -188,7 +194,7 @@ class Verification:
             size = f"pictures of {shape}"
         else:
             size = f"sounds for inputs of {shape} points at {manifest.sample_rate} a second"
-        files = f"{len(manifest.shards)} shards" if manifest.tars is None else f"{manifest.tars.num_tars} tars"
+        files = f"{manifest.num_shards} {'shards' if manifest.tars is None else 'tars'}"
         parts = [f"{samples} in {files}", f"{self.num_bytes:,} bytes", size]
         for name, label in manifest.labels.items():
             how = f"of {min(label.counts)} to {max(label.counts)} samples" if label.counts else "drawn at each reading"
