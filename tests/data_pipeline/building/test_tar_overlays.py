@@ -116,7 +116,20 @@ def test_what_cannot_be_drawn_is_one_sentence(photos: Path, tmp_path: Path) -> N
     main(["build", "folder", "--root", str(photos), "--keep", "--image-size", "32", "--out", str(tmp_path / "kept")])
     tars = only_tars(tmp_path / "kept", tmp_path / "tars")
     for options, said in (
-        (["--overlay", "letters", "--size", "31"], r"pictures of 32x32 pixels or more, not of 31x31"),
+        (
+            ["--overlay", "letters", "--size", "31"],
+            r"pictures of 32x32 pixels or more, but these pictures have 31x31; gi",
+        ),
+        (
+            ["--overlay", "bits", "--overlay-option", "bits=2"],
+            r"the overlay bits makes pictures of \(5, 224, 224\) out of",
+        ),
+        (["--overlay", "letters", "--overlay-option", "bits=2"], r"the overlay letters has no options, so it takes no"),
+        (
+            ["--overlay", "colours", "--overlay-option", "correlation=1"],
+            r"follows the label base, and these pictures have",
+        ),
+        (["--overlay-option", "bits=2"], r"--overlay-option is about an overlay, and none is drawn"),
         (["--overlay", "leters"], r'unknown overlay "leters"; did you mean "letters"'),
         (["--overlay", "letters", "--digits", "sklearn"], r"the overlay letters has no digits"),
         (["--overlay", "letters", "--overlay-layout", "tile"], r'unknown --overlay-layout "tile"'),
