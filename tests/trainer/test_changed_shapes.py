@@ -7,17 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs import debug
+from configs import debug, resolve_recipe
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.mixture import WeightsFrom
 from data_pipeline.overlays.bits import Bits
 from data_pipeline.storage.manifest import Manifest
+from tests.commands import call
+from tests.trainer.test_tars import settings
+from trainer import probe
 from trainer.data import Manifests
 from trainer.mixture import MixtureManifest
 from trainer.open_settings import decide, decisions_to_record, input_size, normalization_of
 from trainer.preflight import check_manifests
+from trainer.run_dir import RunDir
+from trainer.train import train
 from trainer.views.expert_image import ExpertImage, ExpertImageConfig
 
 
@@ -64,3 +69,22 @@ def test_bits_survive_a_crop_exactly() -> None:
     views = ExpertImage(crop_only)(with_bits, keys)
     assert torch.equal(views[:, 1:], with_bits[:, 1:])
     assert not torch.equal(views[:, 0], with_bits[:, 0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("views", ["random_mask", "viewmaker"])
+def test_a_run_on_pictures_that_are_not_square_is_trained_and_probed(
+    views: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split, limit in (("train", 48), ("test", 20)):
+        build_dataset("procedural_dominoes", tmp_path / split, split=split, limit=limit, overlay="online")
+    chosen = ["views.kind=random_mask"] if views == "random_mask" else ["views.kind=viewmaker", "adversary={}"]
+    config = resolve_recipe("debug:image", settings(tmp_path, "num_epochs=1", "data.overlay=online", *chosen))
+    run_dir = RunDir(tmp_path / "run")
+    train(config, run_dir, device=torch.device("cpu"), command="train")
+    probed = call(probe.main, run_dir.path, monkeypatch=monkeypatch, capsys=capsys)
+    assert probed.status == 0, probed.stderr
+    assert "label_overlay" in probed.stdout
+    square_only = resolve_recipe("debug:image", settings(tmp_path, "data.overlay=online"))
+    with pytest.raises(UserError, match="expert image views need square pictures, got 64 x 32 pixels; build them with"):
+        train(square_only, RunDir(tmp_path / "other"), device=torch.device("cpu"), command="train")
