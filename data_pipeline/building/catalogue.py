@@ -15,6 +15,8 @@ import numpy as np
 from data_pipeline.audio.log_mel import mel_config
 from data_pipeline.building.datasets import (
     DIGITS,
+    DRAWN_IN_ANY_SIZE,
+    GENERATED,
     NOISE_CROPS,
     NOISE_VOLUME,
     OVERLAY_LAYOUTS,
@@ -80,7 +82,7 @@ class Choices(TypedDict, total=False):
     source: where the data comes from, one of `SOURCES` for the base; by default the first.
     root: the folder of the source's files.
     image_size: for the source `folder`: width and height in pixels to which each picture is brought. By default, all
-        pictures must have one size.
+        pictures must have one size. For `placed_digits` and `trifeature`: width and height of what is drawn.
     test_share: for the source `folder`, if `root` has no folders `train` and `test`: the share of the pictures in the
         test split, which `seed` draws.
     labels: for the source `folder`: a csv file with a column `file` and one for each label, in place of class folders.
@@ -197,9 +199,14 @@ def _check_choices(dataset: str, base: str, overlay: str | None, source: str, ch
         (overlay == "noise", "has no background sounds", ("noise_root", "noise_volume", "noise_crop")),
         (source == "folder", "does not come from a folder of pictures", ("labels",)),
         (
+            source in ("folder", *DRAWN_IN_ANY_SIZE) or _is_own_source(source),
+            "does not come from a folder of pictures",
+            ("image_size",),
+        ),
+        (
             source == "folder" or _is_own_source(source),
             "does not come from a folder of pictures",
-            ("image_size", "test_share"),
+            ("test_share",),
         ),
         (base == "spoken" and source == "fsdd", "does not come from fsdd", ("test_speaker",)),
     ):
@@ -207,8 +214,8 @@ def _check_choices(dataset: str, base: str, overlay: str | None, source: str, ch
         if wrong and not fits:
             option = wrong[0].replace("_", "-").replace("options", "option")
             raise UserError(f"{dataset} {what}, so it takes no --{option}; leave it out")
-    if source == "procedural" and choices.get("root") is not None:
-        raise UserError(f"procedural data is generated, not read from {choices['root']}; leave --root out")
+    if source in GENERATED and choices.get("root") is not None:
+        raise UserError(f"{source} data is generated, not read from {choices['root']}; leave --root out")
 
 
 def _open_pictures(
@@ -311,7 +318,7 @@ def open_picture_overlay(
         pictures=pictures,
         seed=seed,
         layout=cast(Layout, layout or OVERLAY_LAYOUTS[0]),
-        read_digits=partial(_open_digits, digits or DIGITS[0], digits_root, split=split),
+        read_digits=partial(_open_digits, digits or DIGITS[0], digits_root),
         class_counts=class_counts,
         options=options,
     )
@@ -339,7 +346,7 @@ def labels_of_overlay(overlay: Overlay) -> dict[str, LabelEntry]:
     }
 
 
-def _open_digits(kind: str, root: Path | None, *, split: str) -> DigitSource:
+def _open_digits(kind: str, root: Path | None, split: str) -> DigitSource:
     if kind not in DIGITS:
         raise UserError(f'unknown digits "{kind}"{nearest(kind, DIGITS)}')
     if kind == "sklearn":

@@ -101,7 +101,8 @@ class OverlayInputs:
         pictures: what the pictures are called in a message.
         seed: the seed of the build.
         layout: as the user asks for it; an overlay that has only one layout ignores it.
-        read_digits: reads the digits that the user chose by `--digits`. Raises `UserError` if they are missing.
+        read_digits: reads the digits of a split that the user chose by `--digits`. Raises `UserError` if they are
+            missing.
         class_counts: for each label of the source by name, the number of records of each class. Empty for tars, whose
             labels are not read yet.
         options: by name, as the user gave them. `read` checks them.
@@ -113,7 +114,7 @@ class OverlayInputs:
     pictures: str = "these pictures"
     seed: int = 0
     layout: Layout = "scaled"
-    read_digits: Callable[[], DigitSource] | None = None
+    read_digits: Callable[[str], DigitSource] | None = None
     class_counts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     options: Options = field(default_factory=dict)
 
@@ -121,11 +122,14 @@ class OverlayInputs:
         """Return the options of the user. Raises `UserError` if one is unknown or wrong."""
         return parse_options(schema, self.options, owner=f"the overlay {self.kind}", flag=OVERLAY_OPTION)
 
-    def digits(self) -> DigitSource:
-        """Read the digits that the user chose. Raises `UserError` if they are missing, or if none can be chosen."""
+    def digits(self, *, split: str | None = None) -> DigitSource:
+        """Read the digits that the user chose, of this split by default.
+
+        Raises `UserError` if they are missing, or if none can be chosen.
+        """
         if self.read_digits is None:
             raise UserError(f"the overlay {self.kind} draws digits, and none were chosen; name them with --digits")
-        return self.read_digits()
+        return self.read_digits(split or self.split)
 
 
 class Overlay(nn.Module, ABC):
@@ -279,6 +283,17 @@ class PictureOverlay(PixelOverlay):
         """
         return self.draw(keys)
 
+    def draw_over(self, pictures_BCHW: Tensor, keys: DrawKeys, labels: Mapping[str, Tensor]) -> tuple[Tensor, Layer]:
+        """Draw one object on each picture, (B, 3, H, W) uint8. Return the new pictures, and what was drawn.
+
+        Calls `draw_given`, tiles it and calls `paint`. An overlay that covers a picture in another way, or whose places
+        depend on the picture, overrides this. Its labels are still those of `draw_given`.
+        """
+        layer = self.draw_given(keys, labels)
+        if self.drawn_size < self.image_size:
+            layer = tile(layer, self.image_size)
+        return paint(pictures_BCHW, layer), layer
+
     def labels_of_keys(self, keys: DrawKeys, labels: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         layer = self.draw_given(keys, labels)
         return {OVERLAY: layer.label_B, **layer.more_labels}
@@ -302,10 +317,9 @@ class PictureOverlay(PixelOverlay):
         for first in range(0, max(1, len(inputs)), size):
             rows = slice(first, first + size)
             of_rows = {name: label_B[rows] for name, label_B in labels.items()}
-            layer = self.draw_given(dataclasses.replace(keys, index_B=keys.index_B[rows]), of_rows)
-            if self.drawn_size < self.image_size:
-                layer = tile(layer, self.image_size)
-            yield paint(inputs[rows], layer), {OVERLAY: layer.label_B, **layer.more_labels}, layer.mask_BHW
+            of_part = dataclasses.replace(keys, index_B=keys.index_B[rows])
+            painted_BCHW, layer = self.draw_over(inputs[rows], of_part, of_rows)
+            yield painted_BCHW, {OVERLAY: layer.label_B, **layer.more_labels}, layer.mask_BHW
 
 
 def square_size(given: OverlayInputs) -> int:
@@ -325,6 +339,12 @@ def square_size(given: OverlayInputs) -> int:
             f"have {width}x{height}; give --image-size {max(IMAGE_SIZE, min(height, width))} (--size for an index)"
         )
     return height
+
+
+def check_one_layout(given: OverlayInputs) -> None:
+    """Raise `UserError` if the user chose the layout "tiled" for an overlay that has no layouts."""
+    if given.layout != "scaled":
+        raise UserError(f"the overlay {given.kind} has one layout, so it takes no --overlay-layout; leave it out")
 
 
 def scaled(length: int, *, drawn_size: int) -> int:

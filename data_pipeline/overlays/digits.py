@@ -12,8 +12,6 @@ from typing import Final, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, integers
@@ -27,16 +25,29 @@ from data_pipeline.overlays import (
     scaled,
     square_size,
 )
-from data_pipeline.sources.digits import DigitSource
+from data_pipeline.sources.digits import DigitSource, resize
 
 DIGIT_SIZE: Final = 10  # in a picture of 32 pixels, like the corners
 CORNERS: Final = ((4, 4), (4, 16), (16, 4), (16, 16))  # row and column of the top left pixel; off centre, as published
 _DIGIT: Final = FIRST_PURPOSE
 
 
-def resize(digit: NDArray[np.uint8], size: int = DIGIT_SIZE) -> NDArray[np.uint8]:
-    """Resize a digit of any size to (size, size) uint8, by Pillow's bicubic filter with antialiasing."""
-    return np.asarray(Image.fromarray(digit).resize((size, size), Image.Resampling.BICUBIC))
+def resized(source: DigitSource, size: int) -> tuple[Tensor, Tensor]:
+    """Return all digits of `source` in one size, (N, size, size) uint8, and their labels, (N,) int64."""
+    digits_NHW = torch.from_numpy(np.stack([resize(digit, size) for digit in source.images]))
+    return digits_NHW, torch.tensor(source.labels, dtype=torch.int64)
+
+
+def check_digits(digits_NHW: Tensor, label_N: Tensor, *, size: int) -> None:
+    """Raise `ValueError` unless these are at least one digit, (N, size, size) uint8, and labels 0 to 9, (N,) int64."""
+    num_digits = label_N.numel()
+    if digits_NHW.shape != (num_digits, size, size) or digits_NHW.dtype != torch.uint8:
+        raise ValueError(
+            f"digits_NHW is {tuple(digits_NHW.shape)} {digits_NHW.dtype}; give ({num_digits}, {size}, {size}) "
+            "uint8, one digit for each label"
+        )
+    if label_N.dtype != torch.int64 or not num_digits or not 0 <= int(label_N.min()) <= int(label_N.max()) <= 9:
+        raise ValueError(f"label_N is {label_N}; give at least one int64 label, each from 0 to 9")
 
 
 class Digits(PictureOverlay):
@@ -64,14 +75,7 @@ class Digits(PictureOverlay):
         self, digits_NHW: Tensor, label_N: Tensor, *, image_size: int = IMAGE_SIZE, layout: Layout = "scaled"
     ) -> None:
         super().__init__(image_size=image_size, layout=layout)
-        num_digits, size = label_N.numel(), scaled(DIGIT_SIZE, drawn_size=self.drawn_size)
-        if digits_NHW.shape != (num_digits, size, size) or digits_NHW.dtype != torch.uint8:
-            raise ValueError(
-                f"digits_NHW is {tuple(digits_NHW.shape)} {digits_NHW.dtype}; give ({num_digits}, {size}, {size}) "
-                "uint8, one digit for each label"
-            )
-        if label_N.dtype != torch.int64 or not num_digits or not 0 <= int(label_N.min()) <= int(label_N.max()) <= 9:
-            raise ValueError(f"label_N is {label_N}; give at least one int64 label, each from 0 to 9")
+        check_digits(digits_NHW, label_N, size=scaled(DIGIT_SIZE, drawn_size=self.drawn_size))
         self.register_buffer("digits_NHW", digits_NHW)
         self.register_buffer("label_N", label_N)
 
@@ -88,8 +92,7 @@ class Digits(PictureOverlay):
     def of(cls, source: DigitSource, *, image_size: int = IMAGE_SIZE, layout: Layout = "scaled") -> Self:
         """Return the overlay of all digits of `source`; resizing 60,000 digits takes seconds."""
         size = scaled(DIGIT_SIZE, drawn_size=IMAGE_SIZE if layout == "tiled" else image_size)
-        digits_NHW = torch.from_numpy(np.stack([resize(digit, size) for digit in source.images]))
-        return cls(digits_NHW, torch.tensor(source.labels, dtype=torch.int64), image_size=image_size, layout=layout)
+        return cls(*resized(source, size), image_size=image_size, layout=layout)
 
     def draw(self, keys: DrawKeys) -> Layer:
         """Draw one digit for each key."""

@@ -25,7 +25,7 @@ from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, OVERLAY
 from data_pipeline.core.schema import Schema, Share
 from data_pipeline.overlays import FIRST_PURPOSE, NOTHING_GIVEN, Overlaid, OverlayInputs, PixelOverlay, Shape, no_mask
 from data_pipeline.overlays.correlation import check_base_label, check_correlation, correlated_classes
-from data_pipeline.overlays.digits import resize
+from data_pipeline.sources.digits import resize
 
 Join = Literal["tall", "square"]
 Place = Literal["above", "below"]
@@ -54,7 +54,7 @@ class Dominoes(PixelOverlay):
     The label `overlay` is the digit. The mask marks the digit's half: its ink, and the rest of the half as its box.
 
     Args:
-        digits_NHW: (N, W, W) uint8, white on black, as `data_pipeline.overlays.digits.resize` returns them; W is the
+        digits_NHW: (N, W, W) uint8, white on black, as `data_pipeline.sources.digits.resize` returns them; W is the
             width of the pictures.
         label_N: (N,) int64, 0 to 9 in ascending order; each class has a digit.
         correlation, digit, join: see `DominoesOptions`.

@@ -32,6 +32,8 @@ OVERLAYS: Final[Mapping[str, str]] = MappingProxyType(
         "bits": "data_pipeline.overlays.bits:Bits",
         "colours": "data_pipeline.overlays.colours:Colours",
         "dominoes": "data_pipeline.overlays.dominoes:Dominoes",
+        "second_digit": "data_pipeline.overlays.second_digit:SecondDigit",
+        "tiled_digit": "data_pipeline.overlays.tiled_digit:TiledDigit",
         "noise": "data_pipeline.overlays.noise:Noise",
     }
 )

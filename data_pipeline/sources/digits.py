@@ -23,6 +23,7 @@ from typing import Final, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from data_pipeline.core.errors import UserError
 
@@ -30,6 +31,7 @@ MnistKind = Literal["mnist", "mnist_test_for_test", "mnist_t10k"]
 MNIST_KINDS: Final = get_args(MnistKind)
 NUM_T10K_FOR_TRAIN: Final = 8_000
 NUM_SKLEARN_FOR_TRAIN: Final = 1_437  # four fifths; the set is ordered by writer, so the splits share few writers
+SMALLEST_SIZE: Final = 8  # pixels, of a digit that can be read
 _MAX_BYTES: Final = 2**30  # limit of an unpacked file; MNIST's files have 47 MB
 _UINT8 = 0x08  # idx type code
 _MAX_LEVEL = 16  # of scikit-learn's digits
@@ -47,6 +49,20 @@ class DigitSource:
     def description(self) -> str:
         """Return the name and the first characters of a hash of the content, for the manifest."""
         return f"{self.name} ({hashlib.sha256(self.images.tobytes() + self.labels.tobytes()).hexdigest()[:12]})"
+
+
+def resize(digit: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
+    """Resize a digit of any size to (size, size) uint8, by Pillow's bicubic filter with antialiasing."""
+    return np.asarray(Image.fromarray(digit).resize((size, size), Image.Resampling.BICUBIC))
+
+
+def check_fits(size: int, *, image_size: int) -> None:
+    """Raise `UserError` unless a digit of `size` pixels can be read and fits a picture of `image_size` pixels."""
+    if not SMALLEST_SIZE <= size <= image_size:
+        raise UserError(
+            f"a digit of {size} pixels cannot be drawn on a picture of {image_size}x{image_size}; give a size from "
+            f"{SMALLEST_SIZE} to {image_size}, or a larger --image-size"
+        )
 
 
 def mnist_digits(root: Path, *, split: str, kind: MnistKind = "mnist") -> DigitSource:

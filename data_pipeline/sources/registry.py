@@ -16,7 +16,9 @@ PICTURE_SOURCES: Final = MappingProxyType(
         "torchvision": "data_pipeline.sources.cifar:Cifar",
         "folder": "data_pipeline.sources.folder:ImageFolder",
         "mnist": "data_pipeline.sources.mnist:Mnist",
+        "placed_digits": "data_pipeline.sources.placed_digits:PlacedDigits",
         "procedural": "data_pipeline.sources.procedural:Procedural",
+        "trifeature": "data_pipeline.sources.trifeature:Trifeature",
     }
 )
 NAMES: Final = Names("source", group="sources", built_in=PICTURE_SOURCES)

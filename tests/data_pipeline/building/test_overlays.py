@@ -12,6 +12,7 @@ import string
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -44,14 +45,16 @@ from data_pipeline.overlays import (
 )
 from data_pipeline.overlays.bits import Bits
 from data_pipeline.overlays.colours import Colours
-from data_pipeline.overlays.digits import Digits, resize
+from data_pipeline.overlays.digits import Digits
 from data_pipeline.overlays.dominoes import Dominoes
 from data_pipeline.overlays.letters import FONT_PATH, Letters, drawing_points
 from data_pipeline.overlays.noise import Crop, Noise
 from data_pipeline.overlays.registry import OVERLAYS, find_overlay, kind_of, load_overlay, save_overlay
+from data_pipeline.overlays.second_digit import SecondDigit
 from data_pipeline.overlays.shapes import Shapes, shape_mask
+from data_pipeline.overlays.tiled_digit import TiledDigit
 from data_pipeline.sources.background import read_sounds
-from data_pipeline.sources.digits import DigitSource, mnist_digits, sklearn_digits
+from data_pipeline.sources.digits import DigitSource, mnist_digits, resize, sklearn_digits
 from tests.real_data import archive
 from tests.trainer.views.kolmogorov import ks_p_value
 
@@ -470,7 +473,7 @@ def check_digits(source: DigitSource) -> None:
     squares = torch.zeros(32, 32, dtype=torch.bool)
     squares[4:14, 4:14] = squares[4:14, 16:26] = squares[16:26, 4:14] = squares[16:26, 16:26] = True
     grey_BHW, overlaid = overlay.draw(keys).colour_BCHW[:, 0], overlay(pictures, keys)
-    number_of = {resize(digit).tobytes(): number for number, digit in enumerate(source.images)}
+    number_of = {resize(digit, 10).tobytes(): number for number, digit in enumerate(source.images)}
     seen = set()
     for row in range(200):
         number = number_of[grey_BHW[row, 4:14, 4:14].numpy().tobytes()]
@@ -761,8 +764,14 @@ def test_sounds_that_cannot_be_used_are_refused_by_name() -> None:
 
 
 def dominoes() -> Dominoes:
-    digits = partial(sklearn_digits, split="train")
-    return Dominoes.open(OverlayInputs(kind="dominoes", shape=(3, 32, 32), split="train", read_digits=digits))
+    return Dominoes.open(overlay_inputs("dominoes"))
+
+
+def overlay_inputs(kind: str) -> OverlayInputs:
+    def read_digits(split: str) -> DigitSource:
+        return sklearn_digits(split=split)
+
+    return OverlayInputs(kind=kind, shape=(3, 32, 32), split="train", read_digits=read_digits)
 
 
 # --- saved and read back
@@ -775,6 +784,8 @@ SAVED: dict[str, Callable[[], Overlay]] = {
     "bits": Bits,
     "colours": partial(Colours, correlation=0.5),
     "dominoes": dominoes,
+    "second_digit": lambda: SecondDigit.open(replace(overlay_inputs("second_digit"), options={"size": "20"})),
+    "tiled_digit": lambda: TiledDigit.open(replace(overlay_inputs("tiled_digit"), options={"blend": "opaque"})),
 }
 
 

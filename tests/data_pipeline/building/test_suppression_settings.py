@@ -26,10 +26,9 @@ from data_pipeline.loading.stream import read_all
 from data_pipeline.overlays import PixelOverlay
 from data_pipeline.overlays.bits import Bits, bits_of
 from data_pipeline.overlays.colours import COLOURS, grey, object_mask
-from data_pipeline.overlays.digits import resize
 from data_pipeline.overlays.dominoes import Dominoes, halve_rows
 from data_pipeline.overlays.registry import load_overlay
-from data_pipeline.sources.digits import sklearn_digits
+from data_pipeline.sources.digits import resize, sklearn_digits
 from data_pipeline.storage.manifest import Manifest, load_manifest
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.tools.preview import draw_grid

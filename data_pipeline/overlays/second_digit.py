@@ -1,0 +1,138 @@
+"""MultiDigits (Chen, Luo and Li 2021): a second handwritten digit, at a random place of a picture that has a first one.
+
+The first digit always has the same size, and the second is 20 to 80 pixels wide. The larger the second digit, the
+harder it is for contrastive learning to keep the first. `data_pipeline.sources.placed_digits` draws the first.
+
+A pixel is the brighter one of the picture and the digit. The second digit does not hide the first where it need not:
+it takes, of eight drawn places, the first that covers none of the first digit's ink, or else the one that covers least.
+The paper does not say what happens to digits that overlap.
+
+Shapes: B batch, N digits to choose from, K places to choose from, H height, W width, S height and width of a digit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Final, Self
+
+import torch
+from torch import Tensor
+
+from data_pipeline.core.counter_rng import DrawKeys, integers
+from data_pipeline.core.options import OptionValue
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, OVERLAY
+from data_pipeline.core.schema import Schema
+from data_pipeline.overlays import FIRST_PURPOSE, Layer, OverlayInputs, PictureOverlay, check_one_layout, square_size
+from data_pipeline.overlays.digits import check_digits, resized
+from data_pipeline.sources.digits import DigitSource, check_fits
+
+DEFAULT_SIZE: Final = 40  # pixels
+NUM_TRIES: Final = 8
+_DIGIT, _ROW, _COLUMN = range(FIRST_PURPOSE, FIRST_PURPOSE + 3)
+
+
+class SecondDigitOptions(Schema):
+    """The options of the overlay second_digit. `size` is the width of a digit in pixels; published are 20 to 80."""
+
+    size: int = DEFAULT_SIZE
+
+
+class SecondDigit(PictureOverlay):
+    """An overlay of one digit at a random place, in ten classes.
+
+    Digits are drawn uniformly, with replacement, so the classes have the frequencies of `label_N`. The class does not
+    depend on the picture; the place does, as the module's docstring says.
+
+    Args:
+        digits_NHW: (N, S, S) uint8, white on black; S is 8 to `image_size`, and N is at least 1.
+        label_N: (N,) int64, 0 to 9.
+        image_size: height and width of the pictures in pixels, at least 32.
+
+    Raises:
+        UserError: S is out of range.
+        ValueError: another argument is not as above.
+    """
+
+    class_names = tuple("0123456789")
+    title = "second digit"
+    options_schema: ClassVar[type[Schema]] = SecondDigitOptions
+    needs_digits = True
+    digits_NHW: Tensor
+    label_N: Tensor
+
+    def __init__(self, digits_NHW: Tensor, label_N: Tensor, *, image_size: int) -> None:
+        super().__init__(image_size=image_size)
+        self.size = digits_NHW.shape[-1]
+        check_fits(self.size, image_size=image_size)
+        check_digits(digits_NHW, label_N, size=self.size)
+        self.chosen = {"size": self.size}
+        self.register_buffer("digits_NHW", digits_NHW)
+        self.register_buffer("label_N", label_N)
+
+    @classmethod
+    def of(cls, source: DigitSource, *, size: int = DEFAULT_SIZE, image_size: int) -> Self:
+        """Return the overlay of all digits of `source`, `size` pixels wide."""
+        check_fits(size, image_size=image_size)
+        return cls(*resized(source, size), image_size=image_size)
+
+    @classmethod
+    def open(cls, given: OverlayInputs) -> Self:
+        options = given.read(SecondDigitOptions)
+        image_size = square_size(given)
+        check_one_layout(given)
+        source = given.digits()
+        overlay = cls.of(source, size=options.size, image_size=image_size)
+        overlay.made_from = f" + {source.description}"
+        return overlay
+
+    def options(self) -> dict[str, OptionValue]:
+        return {"image_size": self.image_size}  # the digits say their size
+
+    def labels_of_keys(self, keys: DrawKeys, labels: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {OVERLAY: self.label_N[self._numbers(keys)]}
+
+    def draw(self, keys: DrawKeys) -> Layer:
+        """Draw one digit for each key, at the first of its drawn places."""
+        row_BK, column_BK = self._places(keys)
+        return self._placed(keys, row_BK[:, 0], column_BK[:, 0])
+
+    def draw_over(self, pictures_BCHW: Tensor, keys: DrawKeys, labels: Mapping[str, Tensor]) -> tuple[Tensor, Layer]:
+        """Draw one digit on each picture, where it covers least of what is not black."""
+        row_BK, column_BK = self._places(keys)
+        windows = (pictures_BCHW.amax(1) > 0).unfold(1, self.size, 1).unfold(2, self.size, 1)
+        sample_B = torch.arange(len(row_BK), device=row_BK.device)
+        inked_BKSS = windows[sample_B[:, None], row_BK, column_BK]
+        digit_BSS = self.digits_NHW[self._numbers(keys)] > 0
+        num_covered_BK = (inked_BKSS & digit_BSS[:, None]).flatten(2).count_nonzero(2)
+        # No two costs are equal, so all devices choose the same.
+        cost_BK = num_covered_BK * NUM_TRIES + torch.arange(NUM_TRIES, device=row_BK.device)
+        best_B1 = cost_BK.argmin(1, keepdim=True)
+        layer = self._placed(keys, row_BK.gather(1, best_B1)[:, 0], column_BK.gather(1, best_B1)[:, 0])
+        return pictures_BCHW.maximum(layer.colour_BCHW), layer
+
+    def _numbers(self, keys: DrawKeys) -> Tensor:
+        return integers(keys, 1, self.label_N.numel(), purpose=_DIGIT)[:, 0]
+
+    def _places(self, keys: DrawKeys) -> tuple[Tensor, Tensor]:
+        """Return the rows and columns of the top left pixels of the drawn places, (B, 8) int64 each."""
+        num_places = self.image_size - self.size + 1
+        row_BK, column_BK = (integers(keys, NUM_TRIES, num_places, purpose=purpose) for purpose in (_ROW, _COLUMN))
+        return row_BK, column_BK
+
+    def _placed(self, keys: DrawKeys, row_B: Tensor, column_B: Tensor) -> Layer:
+        """Return each digit with its top left pixel at (row, column)."""
+        number_B = self._numbers(keys)
+        digit_BSS = self.digits_NHW[number_B]
+        grey_BHW = digit_BSS.new_zeros(len(number_B), self.image_size, self.image_size)
+        mask_BHW = torch.full_like(grey_BHW, MASK_OUTSIDE)
+        place_S = torch.arange(self.size, device=row_B.device)
+        sample_B = torch.arange(len(row_B), device=row_B.device)
+        squares = (
+            sample_B[:, None, None],
+            (row_B[:, None] + place_S)[:, :, None],
+            (column_B[:, None] + place_S)[:, None, :],
+        )
+        grey_BHW[squares] = digit_BSS
+        mask_BHW[squares] = torch.where(digit_BSS > 0, MASK_OBJECT, MASK_BOX).to(torch.uint8)
+        alpha_BHW = (grey_BHW > 0).to(torch.uint8) * 255
+        return Layer(self.label_N[number_B], grey_BHW[:, None], alpha_BHW, mask_BHW)

@@ -1,0 +1,195 @@
+"""DigitOnImageNet (Chen, Luo and Li 2021): one handwritten digit, repeated over the whole picture.
+
+All digits come from a few different ones, `unique` of them. The fewer there are, the easier it is to tell them apart,
+and the less a contrastively trained encoder learns of the picture below.
+
+A pixel is the brighter one of the picture and the digit, as in the authors' notebook. It draws nine copies, 28 pixels
+wide, at fixed places of pictures of 224 pixels. Here copies touch each other and fill the picture, from a drawn offset.
+The notebook takes the first digits of MNIST; here a seed chooses them, with equal numbers of each class.
+
+Shapes: B batch, N digits to choose from, H height, W width, S height and width of a digit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Final, Literal, Self, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from data_pipeline.core.counter_rng import DrawKeys, integers
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.options import OptionValue
+from data_pipeline.core.randomness import generator
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, OVERLAY
+from data_pipeline.core.schema import Schema
+from data_pipeline.overlays import FIRST_PURPOSE, Layer, OverlayInputs, PictureOverlay, check_one_layout, square_size
+from data_pipeline.overlays.digits import check_digits, resized
+from data_pipeline.sources.digits import SMALLEST_SIZE, DigitSource
+
+_DIGIT, _OFFSET = FIRST_PURPOSE, FIRST_PURPOSE + 1
+_NUM_CLASSES: Final = 10
+
+
+def default_size(image_size: int) -> int:
+    """Return the size of a digit in pixels: the published 28 of 224 in proportion, and at least 16.
+
+    Examples:
+        >>> default_size(32), default_size(224)
+        (16, 28)
+    """
+    return max(16, image_size * 28 // 224)
+
+
+Blend = Literal["brighter", "opaque"]
+
+
+class TiledDigitOptions(Schema):
+    """The options of the overlay tiled_digit.
+
+    unique: how many different digits there are; by default all of the digit set. The seed of the build chooses them
+        from the digits of the train split, for both splits, so both builds need the same seed.
+    size: the width of a digit in pixels; by default `default_size`.
+    blend: "brighter" takes the brighter one of picture and digit, as published; "opaque" hides the picture wherever the
+        digit is not black, as C+Digits does, so that digits can be read on bright pictures too.
+    """
+
+    unique: int | None = None
+    size: int | None = None
+    blend: Blend = "brighter"
+
+
+class TiledDigit(PictureOverlay):
+    """An overlay of one digit in many copies, in ten classes.
+
+    Digits are drawn uniformly, so the classes have the frequencies of `label_N`. Copies touch each other, and the first
+    begins at a drawn offset, so the edges of the picture cut some. At least one copy is whole.
+
+    Args:
+        digits_NHW: (N, S, S) uint8, white on black; S is 8 to image_size / 2, and N is at least 1.
+        label_N: (N,) int64, 0 to 9.
+        image_size: height and width of the pictures in pixels, at least 32.
+        blend: see `TiledDigitOptions`.
+
+    Raises:
+        UserError: S is out of range.
+        ValueError: another argument is not as above.
+    """
+
+    class_names = tuple("0123456789")
+    title = "tiled digit"
+    options_schema: ClassVar[type[Schema]] = TiledDigitOptions
+    needs_digits = True
+    digits_NHW: Tensor
+    label_N: Tensor
+
+    def __init__(self, digits_NHW: Tensor, label_N: Tensor, *, image_size: int, blend: Blend = "brighter") -> None:
+        super().__init__(image_size=image_size)
+        if blend not in get_args(Blend):
+            raise ValueError(f"blend is {blend!r}; give one of {', '.join(get_args(Blend))}")
+        self.size = digits_NHW.shape[-1]
+        _check_size(self.size, image_size=image_size)
+        check_digits(digits_NHW, label_N, size=self.size)
+        self.blend = blend
+        self.chosen = {"unique": label_N.numel(), "size": self.size, "blend": blend}
+        self.register_buffer("digits_NHW", digits_NHW)
+        self.register_buffer("label_N", label_N)
+
+    @classmethod
+    def of(
+        cls,
+        source: DigitSource,
+        *,
+        unique: int | None = None,
+        seed: int = 0,
+        size: int | None = None,
+        blend: Blend = "brighter",
+        image_size: int,
+    ) -> Self:
+        """Return the overlay of `unique` digits of `source`, which `seed` chooses; None stands for all of them.
+
+        `size` is in pixels, and None stands for `default_size`. Raises `UserError` if there are fewer digits.
+        """
+        size = default_size(image_size) if size is None else size
+        _check_size(size, image_size=image_size)
+        chosen = source if unique is None else choose_digits(source, unique, seed=seed)
+        return cls(*resized(chosen, size), image_size=image_size, blend=blend)
+
+    @classmethod
+    def open(cls, given: OverlayInputs) -> Self:
+        options = given.read(TiledDigitOptions)
+        image_size = square_size(given)
+        check_one_layout(given)
+        # A few digits are those of the train split in both splits: others would be new classes to a probe.
+        source = given.digits(split=None if options.unique is None else "train")
+        overlay = cls.of(
+            source,
+            unique=options.unique,
+            seed=given.seed,
+            size=options.size,
+            blend=options.blend,
+            image_size=image_size,
+        )
+        overlay.made_from = f" + {source.description}"
+        return overlay
+
+    def options(self) -> dict[str, OptionValue]:
+        return {"image_size": self.image_size, "blend": self.blend}  # the digits say their number and size
+
+    def labels_of_keys(self, keys: DrawKeys, labels: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {OVERLAY: self.label_N[self._numbers(keys)]}
+
+    def draw(self, keys: DrawKeys) -> Layer:
+        """Draw one digit for each key, in as many copies as fit."""
+        number_B = self._numbers(keys)
+        offset_B2 = integers(keys, 2, self.size, purpose=_OFFSET)
+        place_H = torch.arange(self.image_size, device=number_B.device)
+        row_BH, column_BW = ((offset_B[:, None] + place_H) % self.size for offset_B in offset_B2.T)
+        grey_BHW = self.digits_NHW[number_B[:, None, None], row_BH[:, :, None], column_BW[:, None, :]]
+        mask_BHW = torch.where(grey_BHW > 0, MASK_OBJECT, MASK_BOX).to(torch.uint8)
+        return Layer(self.label_N[number_B], grey_BHW[:, None], (grey_BHW > 0).to(torch.uint8) * 255, mask_BHW)
+
+    def draw_over(self, pictures_BCHW: Tensor, keys: DrawKeys, labels: Mapping[str, Tensor]) -> tuple[Tensor, Layer]:
+        if self.blend == "opaque":
+            return super().draw_over(pictures_BCHW, keys, labels)
+        layer = self.draw(keys)
+        return pictures_BCHW.maximum(layer.colour_BCHW), layer
+
+    def _numbers(self, keys: DrawKeys) -> Tensor:
+        return integers(keys, 1, self.label_N.numel(), purpose=_DIGIT)[:, 0]
+
+
+def choose_digits(source: DigitSource, num: int, *, seed: int) -> DigitSource:
+    """Return `num` different digits of `source`, drawn by `seed`.
+
+    The numbers of any two classes differ by one at most, unless `source` has too few of one. A larger `num` adds digits
+    to those of a smaller one. Raises `UserError` if there are not so many.
+    """
+    if not 1 <= num <= len(source.labels):
+        raise UserError(
+            f"{num} unique digits were asked for, but {source.name} are {len(source.labels):,}; give unique from 1 to "
+            f"{len(source.labels)}"
+        )
+    chosen_N = _in_rounds(source.labels, seed=seed)[:num]
+    return DigitSource(f"{num} of {source.name}", source.images[chosen_N], source.labels[chosen_N])
+
+
+def _in_rounds(label_N: NDArray[np.int64], *, seed: int) -> NDArray[np.int64]:
+    """Return a shuffle of the digits in rounds of one digit from every class that has digits left: (N,) numbers."""
+    shuffled_N = generator(seed, "unique digits").permutation(len(label_N))
+    round_N = np.empty(len(label_N), dtype=np.int64)
+    for label in range(_NUM_CLASSES):
+        of_class_N = label_N[shuffled_N] == label
+        round_N[of_class_N] = np.arange(of_class_N.sum())
+    return shuffled_N[np.argsort(round_N, kind="stable")]
+
+
+def _check_size(size: int, *, image_size: int) -> None:
+    if not SMALLEST_SIZE <= size <= image_size // 2:
+        raise UserError(
+            f"a digit of {size} pixels cannot be tiled over a picture of {image_size}x{image_size}, because no copy "
+            f"would be whole or legible; give a size from {SMALLEST_SIZE} to {image_size // 2}"
+        )

@@ -1,0 +1,90 @@
+"""A handwritten digit at a random place of a black canvas: the first digit of MultiDigits (Chen, Luo and Li 2021).
+
+The overlay `second_digit` adds the second. Published are 20 pixels on a canvas of 112; smaller canvases train on a CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Final, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.options import SOURCE_OPTION
+from data_pipeline.core.randomness import generator
+from data_pipeline.core.sample import Record
+from data_pipeline.core.schema import Schema
+from data_pipeline.sources import SourceInputs
+from data_pipeline.sources.digits import DigitSource, MnistKind, check_fits, mnist_digits, resize, sklearn_digits
+
+DEFAULT_DIGIT_SIZE: Final = 20  # pixels, as published
+DEFAULT_IMAGE_SIZE: Final = 112
+
+
+class PlacedDigitsOptions(Schema):
+    """The options of the source placed_digits.
+
+    digit_size: the width of a digit in pixels.
+    kind: the digits of each split, as in `data_pipeline.sources.digits`; "sklearn" needs no files.
+    """
+
+    digit_size: int = DEFAULT_DIGIT_SIZE
+    kind: MnistKind | Literal["sklearn"] = "mnist_test_for_test"
+
+
+@dataclass(frozen=True)
+class PlacedDigits:
+    """A source of the digits of one split, one on each canvas.
+
+    The place of digit `number` depends on (seed, split, number) alone, and is uniform over the places where the whole
+    digit is on the canvas.
+
+    Raises:
+        UserError: the canvas is smaller than the digit.
+    """
+
+    digits: DigitSource
+    seed: int
+    split: str
+    digit_size: int = DEFAULT_DIGIT_SIZE
+    image_size: int = DEFAULT_IMAGE_SIZE
+    needs_root: ClassVar[bool] = False
+    options_schema: ClassVar[type[Schema]] = PlacedDigitsOptions
+    class_names: tuple[str, ...] = field(default=tuple("0123456789"), init=False)
+    title: str = field(default="digit", init=False)
+
+    def __post_init__(self) -> None:
+        check_fits(self.digit_size, image_size=self.image_size)
+
+    @classmethod
+    def open(cls, given: SourceInputs) -> Self:
+        options = given.read(PlacedDigitsOptions)
+        if options.kind == "sklearn":
+            digits = sklearn_digits(split=given.split)
+        elif given.root is None:
+            raise UserError(
+                "the digits of MNIST are read from a folder; name it with --root, or choose "
+                f"{SOURCE_OPTION} kind=sklearn"
+            )
+        else:
+            digits = mnist_digits(given.root, split=given.split, kind=options.kind)
+        image_size = DEFAULT_IMAGE_SIZE if given.image_size is None else given.image_size
+        return cls(digits, given.seed, given.split, options.digit_size, image_size)
+
+    @property
+    def description(self) -> str:
+        return f"{self.digits.description}, {self.digit_size} pixels on a canvas of {self.image_size}"
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        return self.digits.labels
+
+    def __getitem__(self, number: int) -> Record:
+        rng = generator(self.seed, f"placed digits {self.split}", number)
+        row, column = rng.integers(0, self.image_size - self.digit_size + 1, 2)
+        canvas = np.zeros((self.image_size, self.image_size, 3), dtype=np.uint8)
+        square = canvas[row : row + self.digit_size, column : column + self.digit_size]
+        square[:] = resize(self.digits.images[number], self.digit_size)[:, :, None]
+        return Record(canvas, int(self.digits.labels[number]))

@@ -1,0 +1,342 @@
+"""Trifeature (Hermann and Lampinen 2020): one of ten shapes, in one of ten textures and one of ten colours, on grey.
+
+Each picture has three labels: `base` is the shape, and `texture` and `colour` are the others. The sizes are those of
+the published pictures in proportion: a shape of 128 pixels in a picture of 224, turned by up to 45 degrees, at a random
+place, and filled with a texture that is turned by another angle. The points between the marks of a texture show the
+background. A texture repeats every 10 pixels of 224, and on small pictures every 6 pixels, so that it can be seen.
+
+The law of the labels: shapes come in turn. Every 1,000 pictures hold each of the 1,000 combinations once, in an order
+drawn by the seed. Then each correlated label takes the number of the shape with the probability `correlation`,
+independently of the other, and keeps its number otherwise. So it agrees with the shape in a share of
+correlation + (1 - correlation) / 10 of all pictures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import ClassVar, Final, Self
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from data_pipeline.core.errors import UserError, nearest
+from data_pipeline.core.randomness import generator
+from data_pipeline.core.sample import Record
+from data_pipeline.core.schema import Schema
+from data_pipeline.sources import LabelColumn, SourceInputs
+
+Coordinate = NDArray[np.float64]  # (H, W): x or y of every point of a picture
+Region = NDArray[np.bool_]  # (H, W): the points that a form covers
+Shape = Callable[[Coordinate, Coordinate], Region]  # of x to the right and y downwards, from -1 to 1 in its square
+Texture = Callable[[Coordinate, Coordinate, Generator], Region]  # of x and y in periods
+
+DEFAULT_IMAGE_SIZE: Final = 64
+SMALLEST_IMAGE_SIZE: Final = 48  # pixels: on smaller pictures the textures cannot be told apart
+DEFAULT_NUM_RECORDS: Final[Mapping[str, int]] = MappingProxyType({"train": 10_000, "test": 2_000})
+_PUBLISHED_SIZE = 224  # pixels, like the two below
+_SHAPE_SIZE = 128
+_PERIOD, _LEAST_PERIOD = 10, 6
+_MAX_TURN = math.pi / 4
+_OVERSAMPLING = 3  # points per pixel along each axis, averaged
+_NUM_CELLS = 64  # along each axis, after which a random texture repeats: more than a picture holds
+_BACKGROUND = 0.5
+_NUM_CLASSES = 10
+_NUM_COMBINATIONS = _NUM_CLASSES**3
+
+
+def _inside(corners: str) -> Shape:
+    """Return the shape of a polygon, whose corners are written as "x y, x y, ..."."""
+    points = [(float(x), float(y)) for x, y in (corner.split() for corner in corners.split(","))]
+
+    def shape(x: Coordinate, y: Coordinate) -> Region:
+        inside = np.zeros(x.shape, dtype=np.bool_)
+        for (x0, y0), (x1, y1) in zip(points, points[1:] + points[:1], strict=True):
+            if y0 != y1:  # a ray to the right crosses the edge
+                inside ^= ((y0 <= y) != (y1 <= y)) & (x < x0 + (y - y0) * ((x1 - x0) / (y1 - y0)))
+        return inside
+
+    return shape
+
+
+def _circle(x: Coordinate, y: Coordinate) -> Region:
+    inside: Region = x * x + y * y < 1
+    return inside
+
+
+def _star(num_points: int = 5, inner: float = 0.42) -> Shape:
+    radii = [1.05 if corner % 2 == 0 else inner for corner in range(2 * num_points)]
+    angles = [math.pi * corner / num_points for corner in range(2 * num_points)]
+    return _inside(",".join(f"{r * math.sin(a)} {0.08 - r * math.cos(a)}" for r, a in zip(radii, angles, strict=True)))
+
+
+def _five_squares(x: Coordinate, y: Coordinate) -> Region:
+    """Four squares in the corners and one in the middle."""
+    in_thirds = (np.abs(x) < 1 / 3).astype(np.int8) + (np.abs(y) < 1 / 3)
+    inside: Region = (in_thirds != 1) & (np.maximum(np.abs(x), np.abs(y)) < 1)
+    return inside
+
+
+_THIRD = 1 / 3
+SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
+    {
+        "triangle": _inside("0 -1, 1 1, -1 1"),
+        "square": _inside("-1 -1, 1 -1, 1 1, -1 1"),
+        "plus": _inside(
+            f"-{_THIRD} -1, {_THIRD} -1, {_THIRD} -{_THIRD}, 1 -{_THIRD}, 1 {_THIRD}, {_THIRD} {_THIRD}, "
+            f"{_THIRD} 1, -{_THIRD} 1, -{_THIRD} {_THIRD}, -1 {_THIRD}, -1 -{_THIRD}, -{_THIRD} -{_THIRD}"
+        ),
+        "circle": _circle,
+        "tee": _inside(
+            f"-1 -1, 1 -1, 1 -{_THIRD}, {_THIRD} -{_THIRD}, {_THIRD} 1, -{_THIRD} 1, -{_THIRD} -{_THIRD}, -1 -{_THIRD}"
+        ),
+        "rhombus": _inside("0 -1, 1 -1, 0 1, -1 1"),
+        "pentagon": _inside("0 -1, 1 -0.2, 0.61 1, -0.61 1, -1 -0.2"),
+        "star": _star(),
+        "five squares": _five_squares,
+        "trapezoid": _inside("-1 -1, 1 -1, 0.35 1, -0.35 1"),
+    }
+)
+
+
+def _phase(distance: Coordinate) -> Coordinate:
+    """Return the fractional part, in [0, 1): the position within a period."""
+    return distance - np.floor(distance)
+
+
+def _solid(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
+    return np.ones(x.shape, dtype=np.bool_)
+
+
+def _stripes(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
+    return _phase(y) < 0.4
+
+
+def _grid(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
+    return np.minimum(_phase(x), _phase(y)) < 0.3
+
+
+def _honeycomb(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
+    """The borders of hexagons."""
+    x, y = x / 1.3, y / 1.3
+    height = math.sqrt(3)
+    from_centre = []
+    for shift in (0.0, 0.5):
+        u = np.abs(_phase(x + shift) - 0.5)
+        v = np.abs(_phase(y / height + shift) - 0.5) * height
+        from_centre.append(np.maximum(u, u / 2 + v * (height / 2)))
+    return np.minimum(*from_centre) > 0.37
+
+
+def _dots(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
+    return np.hypot(_phase(x) - 0.5, _phase(y) - 0.5) < 0.36
+
+
+def _noise(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
+    is_on = rng.random((_NUM_CELLS, _NUM_CELLS)) < 0.5
+    return is_on[_cell(y * 3), _cell(x * 3)]
+
+
+def _triangles(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
+    return np.abs(_phase(x) - 0.5) < 0.5 * _phase(y)
+
+
+def _zigzags(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
+    return _phase(y + np.abs(_phase(x / 2) - 0.5) * 2) < 0.4
+
+
+def _rain(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
+    """Short lines that all have one direction, at random places."""
+    column = _cell(x / 0.45)
+    along = y / 1.6 + rng.random(_NUM_CELLS)[column]
+    is_line = rng.random((_NUM_CELLS, _NUM_CELLS)) < 0.9
+    return is_line[_cell(along), column] & (_phase(along) < 0.65) & (_phase(x / 0.45) < 0.5)
+
+
+def _pluses(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
+    row = np.floor(y / 1.2)
+    u, v = np.abs(_phase(x / 1.2 + row / 2) - 0.5), np.abs(_phase(y / 1.2) - 0.5)
+    return (np.minimum(u, v) < 0.12) & (np.maximum(u, v) < 0.4)
+
+
+def _cell(distance: Coordinate) -> NDArray[np.intp]:
+    """Return the number of the cell of each point, modulo the number of random cells."""
+    return np.floor(distance).astype(np.intp) % _NUM_CELLS
+
+
+TEXTURES: Final[Mapping[str, Texture]] = MappingProxyType(
+    {
+        "solid": _solid,
+        "stripes": _stripes,
+        "grid": _grid,
+        "honeycomb": _honeycomb,
+        "dots": _dots,
+        "noise": _noise,
+        "triangles": _triangles,
+        "zigzags": _zigzags,
+        "rain": _rain,
+        "pluses": _pluses,
+    }
+)
+COLOURS: Final[Mapping[str, tuple[float, float, float]]] = MappingProxyType(
+    {
+        "red": (1.0, 0.0, 0.0),
+        "green": (0.0, 1.0, 0.0),
+        "blue": (0.0, 0.0, 1.0),
+        "yellow": (1.0, 1.0, 0.0),
+        "pink": (1.0, 0.4, 1.0),
+        "cyan": (0.0, 1.0, 1.0),
+        "purple": (0.3, 0.0, 0.5),
+        "ocean": (0.1, 0.4, 0.5),
+        "orange": (1.0, 0.6, 0.0),
+        "white": (1.0, 1.0, 1.0),
+    }
+)
+CORRELATED: Final = ("texture", "colour")  # the labels that can follow the shape
+
+
+def draw(
+    shape: Shape, texture: Texture, colour: tuple[float, float, float], *, size: int, rng: Generator
+) -> NDArray[np.uint8]:
+    """Draw one picture, (size, size, 3) uint8. Angles and places are drawn from `rng`."""
+    half = _SHAPE_SIZE * size / (2 * _PUBLISHED_SIZE)
+    turn, turn_of_texture = rng.uniform(-_MAX_TURN, _MAX_TURN, 2)
+    reach = half * (math.cos(turn) + abs(math.sin(turn)))  # of the turned square, from its centre to its sides
+    centre_x, centre_y = rng.uniform(reach, size - reach, 2)
+    points = (np.arange(size * _OVERSAMPLING) + 0.5) / _OVERSAMPLING
+    column, row = np.meshgrid(points, points)
+    covered = shape(*_turned((column - centre_x) / half, (row - centre_y) / half, turn))
+    period = max(_PERIOD * size / _PUBLISHED_SIZE, _LEAST_PERIOD)
+    shift_x, shift_y = rng.uniform(0, 1, 2)
+    x, y = _turned(column / period, row / period, turn_of_texture)
+    covered &= texture(x + shift_x, y + shift_y, rng)
+    share = covered.reshape(size, _OVERSAMPLING, size, _OVERSAMPLING, 1).mean(axis=(1, 3))
+    picture = _BACKGROUND + (np.array(colour) - _BACKGROUND) * share
+    image: NDArray[np.uint8] = np.rint(255 * picture).astype(np.uint8)
+    return image
+
+
+def _turned(x: Coordinate, y: Coordinate, angle: float) -> tuple[Coordinate, Coordinate]:
+    cos, sin = math.cos(angle), math.sin(angle)
+    return cos * x + sin * y, cos * y - sin * x
+
+
+class TrifeatureOptions(Schema):
+    """The options of the source trifeature.
+
+    correlation: the probability that a correlated label takes the number of the shape.
+    correlated: the labels that do, "texture", "colour" or both with a comma between.
+    """
+
+    correlation: float = 0.0
+    correlated: str = ",".join(CORRELATED)
+
+
+@dataclass(frozen=True)
+class Trifeature:
+    """A source of `num_records` pictures.
+
+    Picture `number` and its labels depend on (seed, split, number) and on the settings alone. The train and the test
+    split hold the same combinations, at other places and angles.
+
+    Attributes:
+        seed, split: of the draws.
+        num_records: the number of pictures.
+        image_size: height and width in pixels, 48 or more.
+        correlation: the probability, 0 to 1, that a correlated label takes the number of the shape.
+        correlated: the labels to which `correlation` applies, of `CORRELATED`.
+
+    Raises:
+        UserError: a setting is out of range.
+    """
+
+    seed: int
+    split: str
+    num_records: int
+    image_size: int = DEFAULT_IMAGE_SIZE
+    correlation: float = 0.0
+    correlated: tuple[str, ...] = CORRELATED
+    needs_root: ClassVar[bool] = False
+    options_schema: ClassVar[type[Schema]] = TrifeatureOptions
+    class_names: tuple[str, ...] = field(default=tuple(SHAPES), init=False)
+    title: str = field(default="shape", init=False)
+
+    def __post_init__(self) -> None:
+        if self.image_size < SMALLEST_IMAGE_SIZE:
+            raise UserError(
+                f"trifeature draws pictures of {SMALLEST_IMAGE_SIZE} pixels or more, not of {self.image_size}; give a "
+                "larger --image-size"
+            )
+        if not 0 <= self.correlation <= 1:
+            raise UserError(f"the correlation is {self.correlation}; give a number from 0 to 1")
+        if not self.correlated or len(set(self.correlated)) < len(self.correlated):
+            raise UserError(
+                f"correlated is {','.join(self.correlated)!r}; name each label once, as in {','.join(CORRELATED)}"
+            )
+        for name in self.correlated:
+            if name not in CORRELATED:
+                raise UserError(
+                    f'only {" and ".join(CORRELATED)} can follow the shape, not "{name}"{nearest(name, CORRELATED)}'
+                )
+
+    @classmethod
+    def open(cls, given: SourceInputs) -> Self:
+        options = given.read(TrifeatureOptions)
+        return cls(
+            given.seed,
+            given.split,
+            given.limit or DEFAULT_NUM_RECORDS[given.split],
+            image_size=DEFAULT_IMAGE_SIZE if given.image_size is None else given.image_size,
+            correlation=options.correlation,
+            correlated=tuple(options.correlated.split(",")),
+        )
+
+    @property
+    def description(self) -> str:
+        if self.correlation == 0:
+            return f"trifeature, {self.image_size} pixels"
+        return (
+            f"trifeature, {self.image_size} pixels, {' and '.join(self.correlated)} correlated with the shape by "
+            f"{self.correlation}"
+        )
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        return np.arange(self.num_records) % _NUM_CLASSES
+
+    @property
+    def more_labels(self) -> Mapping[str, LabelColumn]:
+        classes = {"texture": tuple(TEXTURES), "colour": tuple(COLOURS)}
+        return {name: LabelColumn(name, names, self._drawn[name]) for name, names in classes.items()}
+
+    @cached_property
+    def _drawn(self) -> dict[str, NDArray[np.int64]]:
+        """Draw texture and colour of each picture, (num_records,) each, by the law of the module's docstring."""
+        num_blocks = -(-self.num_records // _NUM_COMBINATIONS)
+        columns: dict[str, list[NDArray[np.int64]]] = {name: [] for name in CORRELATED}
+        shape_N = np.arange(_NUM_COMBINATIONS) % _NUM_CLASSES
+        for block in range(num_blocks):
+            rng = generator(self.seed, f"trifeature labels {self.split}", block)
+            pair_N = rng.permuted(np.tile(np.arange(_NUM_CLASSES**2)[:, None], _NUM_CLASSES), axis=0).reshape(-1)
+            for name, number_N in (("texture", pair_N % _NUM_CLASSES), ("colour", pair_N // _NUM_CLASSES)):
+                follows_N = rng.random(_NUM_COMBINATIONS) < self.correlation
+                if name not in self.correlated:
+                    follows_N[:] = False
+                columns[name].append(np.where(follows_N, shape_N, number_N))
+        return {name: np.concatenate(parts)[: self.num_records] for name, parts in columns.items()}
+
+    def __getitem__(self, number: int) -> Record:
+        label = number % _NUM_CLASSES
+        texture, colour = (int(self._drawn[name][number]) for name in CORRELATED)
+        picture = draw(
+            SHAPES[self.class_names[label]],
+            TEXTURES[tuple(TEXTURES)[texture]],
+            COLOURS[tuple(COLOURS)[colour]],
+            size=self.image_size,
+            rng=generator(self.seed, f"trifeature {self.split}", number),
+        )
+        return Record(picture, label)

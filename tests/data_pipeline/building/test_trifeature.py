@@ -1,0 +1,152 @@
+"""Trifeature: the law of the labels, that simple rules read the labels from the pictures, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from functools import cache
+
+import numpy as np
+import pytest
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.randomness import generator
+from data_pipeline.sources import labels_of
+from data_pipeline.sources.trifeature import COLOURS, SHAPES, TEXTURES, Trifeature, draw
+
+NUM = 4_000
+BACKGROUND = 128
+
+
+def source(**settings: object) -> Trifeature:
+    return Trifeature(**{"seed": 0, "split": "train", "num_records": NUM, "image_size": 48, **settings})  # type: ignore[arg-type]
+
+
+@cache
+def plain() -> Trifeature:
+    return source()
+
+
+def labels(given: Trifeature) -> dict[str, np.ndarray]:
+    return {name: column.label_N for name, column in labels_of(given).items()}
+
+
+def test_every_thousand_pictures_hold_every_combination_once() -> None:
+    found = labels(plain())
+    assert list(found) == ["base", "texture", "colour"]
+    combination = found["base"] * 100 + found["texture"] * 10 + found["colour"]
+    for block in combination.reshape(-1, 1_000):
+        assert (np.sort(block) == np.arange(1_000)).all()
+    few = labels(source(num_records=100))
+    assert all(len(np.unique(few[name])) == 10 for name in few)  # also a few pictures have all classes
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("correlated", [("texture",), ("colour",), ("texture", "colour")])
+def test_correlated_labels_agree_with_the_shape_as_often_as_asked(
+    correlation: float, correlated: tuple[str, ...]
+) -> None:
+    found = labels(source(correlation=correlation, correlated=correlated))
+    for name in ("texture", "colour"):
+        share = correlation + (1 - correlation) / 10 if name in correlated else 0.1
+        agree = found[name] == found["base"]
+        assert abs(agree.mean() - share) <= 4 * (share * (1 - share) / NUM) ** 0.5
+        counts = np.bincount(found[name], minlength=10)
+        assert ((counts - NUM / 10) ** 2 / (NUM / 10)).sum() < 33.7  # uniform draws exceed it once in 10,000 times
+    if correlation == 0.3 and len(correlated) == 2:  # given the shape, the two are independent
+        both = ((found["texture"] == found["base"]) & (found["colour"] == found["base"])).mean()
+        assert abs(both - 0.37**2) < 4 * (0.37**2 * (1 - 0.37**2) / NUM) ** 0.5
+
+
+def test_a_picture_depends_on_seed_split_and_number_alone() -> None:
+    again = pickle.loads(pickle.dumps(source(num_records=2_000)))
+    for number in (1_500, 3, 3):
+        assert (again[number].content == plain()[number].content).all()
+    assert (labels(again)["colour"] == labels(plain())["colour"][:2_000]).all()
+    for other in (source(seed=1), source(split="test")):
+        assert any((other[number].content != plain()[number].content).any() for number in range(3))
+        assert (labels(other)["texture"] != labels(plain())["texture"]).any()
+
+
+def test_the_drawing_has_not_changed() -> None:
+    digest = hashlib.sha256(b"".join(source(image_size=64)[number].content.tobytes() for number in range(20)))
+    assert digest.hexdigest()[:16] == "380c36f4aef02319"
+
+
+def test_the_colour_furthest_from_grey_tells_the_colour() -> None:
+    colours = 255 * np.array(list(COLOURS.values()))
+    for number in range(300):
+        pixels = plain()[number].content.reshape(-1, 3).astype(float)
+        furthest = pixels[np.abs(pixels - BACKGROUND).sum(1).argmax()]
+        assert np.abs(colours - furthest).sum(1).argmin() == labels(plain())["colour"][number]
+
+
+def drawing(shape: str, texture: str, number: int) -> np.ndarray:
+    """Which pixels are drawn on, for a white shape on a picture of 96 pixels."""
+    rng = generator(1, "test", number)
+    return draw(SHAPES[shape], TEXTURES[texture], (1.0, 1.0, 1.0), size=96, rng=rng)[:, :, 0] > 191
+
+
+def test_the_area_and_the_extent_tell_a_solid_shape() -> None:
+    features = {}
+    for name in SHAPES:
+        rows = []
+        for number in range(12):
+            place = np.argwhere(drawing(name, "solid", number))
+            centred = place - place.mean(0)
+            spread = np.linalg.eigvalsh(np.cov(centred.T))
+            cubed = np.abs((centred[:, :, None] * centred[:, None, :]).mean((0,))).sum()
+            skew = np.hypot(*(centred * (centred**2).sum(1, keepdims=True)).mean(0)) ** (1 / 3)
+            rows.append([len(place) ** 0.5, *spread**0.5, cubed**0.5, skew])
+        features[name] = np.array(rows)
+    centres = {name: rows[:6].mean(0) for name, rows in features.items()}
+    scale = np.array(list(centres.values())).std(0)
+    right = sum(
+        min(centres, key=lambda other: np.abs((row - centres[other]) / scale).sum()) == name
+        for name, rows in features.items()
+        for row in rows[6:]
+    )
+    assert right >= 57  # of 60
+
+
+def test_the_little_patterns_tell_the_texture() -> None:
+    """The nearest of twenty drawings of each texture, by the histogram of all 3x3 patterns of ink."""
+    weights = 2 ** np.arange(9).reshape(3, 3)
+    features = {}
+    for name in TEXTURES:
+        windows = [np.lib.stride_tricks.sliding_window_view(drawing("square", name, n), (3, 3)) for n in range(25)]
+        counts = [np.bincount((window * weights).sum((2, 3)).reshape(-1), minlength=512) for window in windows]
+        features[name] = np.sqrt(np.array(counts)[:, 1:])  # without the empty pattern of the background
+    right = sum(
+        min(features, key=lambda other: float(np.square(row - features[other][:20]).sum(1).min())) == name
+        for name, rows in features.items()
+        for row in rows[20:]
+    )
+    assert right >= 48  # of 50
+
+
+@pytest.mark.parametrize("size", [48, 64, 224])
+def test_a_shape_has_its_size_and_lies_in_the_picture(size: int) -> None:
+    for number in range(5):
+        rng = generator(2, "test", number)
+        picture = draw(SHAPES["square"], TEXTURES["solid"], (1.0, 1.0, 1.0), size=size, rng=rng)
+        area = ((picture[:, :, 0].astype(float) - BACKGROUND) / (255 - BACKGROUND)).sum()
+        assert abs(area**0.5 - 128 * size / 224) < 0.3
+        edge = np.concatenate([picture[0], picture[-1], picture[:, 0], picture[:, -1]])
+        assert (edge == BACKGROUND).mean() > 0.9
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"correlation": 1.5}, "the correlation is 1.5; give a number from 0 to 1"),
+        ({"correlation": float("nan")}, "the correlation is nan; give a number from 0 to 1"),
+        ({"correlated": ("colours",)}, 'only texture and colour can follow the shape, not "colours"; did you mean'),
+        ({"correlated": ()}, "name each label once, as in texture,colour"),
+        ({"correlated": ("colour", "colour")}, "correlated is 'colour,colour'; name each label once"),
+        ({"image_size": 32}, "trifeature draws pictures of 48 pixels or more, not of 32; give a larger --image-size"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        source(**settings)
