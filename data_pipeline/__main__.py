@@ -86,7 +86,7 @@ def _build(parser: argparse.ArgumentParser) -> None:
         help="For the dataset folder: keep the files as they are, of any size, and bring them to --image-size (224, if "
         "it is not given) when they are read.",
     )
-    add("--image-size", metavar="N", type=int, help="Crop the pictures of a folder to squares and resize them to NxN.")
+    add("--image-size", metavar="N", type=int, help="Bring pictures to NxN pixels, or draw them so large.")
     add(
         "--test-share",
         metavar="P",
@@ -105,7 +105,7 @@ def _build(parser: argparse.ArgumentParser) -> None:
         "--digits-root",
         metavar="PATH",
         type=Path,
-        help="The directory that holds MNIST/raw, for the digits of MNIST (default: --root).",
+        help="The directory of MNIST/raw (default: --root).",
     )
     add(
         "--noise-root",
@@ -118,9 +118,9 @@ def _build(parser: argparse.ArgumentParser) -> None:
     add(
         "--noise-crop",
         metavar="|".join(NOISE_CROPS),
-        help="The part of the noise that the train split hears (default: first_or_last).",
+        help="What the train split hears (default: first_or_last).",
     )
-    add("--test-speaker", metavar="NAME", help=f"The speaker of the test split of fsdd (default: {TEST_SPEAKER}).")
+    add("--test-speaker", metavar="NAME", help=f"The test speaker of fsdd (default: {TEST_SPEAKER}).")
     add(
         "--samples-per-shard",
         metavar="N",

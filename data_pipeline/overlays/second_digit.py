@@ -24,17 +24,19 @@ from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, OVERL
 from data_pipeline.core.schema import Schema
 from data_pipeline.overlays import FIRST_PURPOSE, Layer, OverlayInputs, PictureOverlay, check_one_layout, square_size
 from data_pipeline.overlays.digits import check_digits, resized
-from data_pipeline.sources.digits import DigitSource, check_fits
+from data_pipeline.sources.digits import SMALLEST_SIZE, DigitSource, check_fits
 
-DEFAULT_SIZE: Final = 40  # pixels
 NUM_TRIES: Final = 8
 _DIGIT, _ROW, _COLUMN = range(FIRST_PURPOSE, FIRST_PURPOSE + 3)
 
 
 class SecondDigitOptions(Schema):
-    """The options of the overlay second_digit. `size` is the width of a digit in pixels; published are 20 to 80."""
+    """The options of the overlay second_digit.
 
-    size: int = DEFAULT_SIZE
+    size: the width of a digit in pixels; published are 20 to 80 of 112, and the default is 40 of 112 in proportion.
+    """
+
+    size: int | None = None
 
 
 class SecondDigit(PictureOverlay):
@@ -70,8 +72,9 @@ class SecondDigit(PictureOverlay):
         self.register_buffer("label_N", label_N)
 
     @classmethod
-    def of(cls, source: DigitSource, *, size: int = DEFAULT_SIZE, image_size: int) -> Self:
-        """Return the overlay of all digits of `source`, `size` pixels wide."""
+    def of(cls, source: DigitSource, *, size: int | None = None, image_size: int) -> Self:
+        """Return the overlay of all digits of `source`, `size` pixels wide; None stands for 40 of 112 in proportion."""
+        size = max(SMALLEST_SIZE, image_size * 40 // 112) if size is None else size
         check_fits(size, image_size=image_size)
         return cls(*resized(source, size), image_size=image_size)
 
