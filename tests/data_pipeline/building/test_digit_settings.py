@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import pickle
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from data_pipeline.building.build import build_dataset
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 from data_pipeline.overlays import Overlaid
+from data_pipeline.overlays.registry import load_overlay
 from data_pipeline.overlays.second_digit import SecondDigit
 from data_pipeline.overlays.tiled_digit import TiledDigit, choose_digits, default_size
 from data_pipeline.sources.digits import DigitSource, resize, sklearn_digits
 from data_pipeline.sources.placed_digits import PlacedDigits
+from data_pipeline.storage.manifest import OVERLAY_NAME, Manifest
+from data_pipeline.tools.verify import find_problems
 
 NUM = 2_000
 # The chi-square value that uniform draws exceed once in 10,000 times, for 9 degrees of freedom.
@@ -229,3 +235,83 @@ def test_tiles_of_which_none_is_whole_are_refused(size: int) -> None:
 
 def test_the_default_size_is_the_published_one_in_proportion() -> None:
     assert [default_size(size) for size in (32, 96, 224, 448)] == [16, 16, 28, 56]
+
+
+# --- as datasets
+
+
+def build(name: str, out: Path, **choices: Any) -> Manifest:
+    return build_dataset(name, out, digits="sklearn", overlay="online", **choices)
+
+
+def test_two_digits_become_a_dataset_whose_manifest_names_both_sizes(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "image_size": 48,
+        "limit": 30,
+        "source_options": {"kind": "sklearn", "digit_size": "12"},
+        "overlay_options": {"size": "30"},
+    }
+    manifest = build("placed_digits_second_digit", tmp_path / "two", **options)
+    assert manifest.overlay is not None
+    assert manifest.overlay.options == {"size": 30}
+    assert manifest.how_made.source_options == {"kind": "sklearn", "digit_size": 12}
+    assert manifest.input_shape == (3, 48, 48)
+    assert manifest.counts_base == (3,) * 10
+    assert list(find_problems(tmp_path / "two")) == []
+    again = build("placed_digits_second_digit", tmp_path / "again", **options)
+    assert again.sha256 == manifest.sha256
+    other = build("placed_digits_second_digit", tmp_path / "other", **{**options, "overlay_options": {"size": 20}})
+    assert other.overlay is not None
+    assert other.overlay.sha256 != manifest.overlay.sha256
+    restored = load_overlay(tmp_path / "two" / OVERLAY_NAME, sha256=manifest.overlay.sha256)
+    opened = SecondDigit.of(digits(), size=30, image_size=48)
+    assert torch.equal(restored(black(9, 48), keys_of(9)).inputs, drawn(opened, black(9, 48))[0])
+
+
+def test_train_and_test_set_have_the_same_few_digits(tmp_path: Path) -> None:
+    found = {}
+    for split in ("train", "test"):
+        for unique in (None, 10):
+            options = {} if unique is None else {"unique": unique}
+            out = tmp_path / f"{split}{unique}"
+            manifest = build("procedural_tiled_digit", out, split=split, limit=20, overlay_options=options)
+            assert manifest.overlay is not None
+            overlay = load_overlay(out / OVERLAY_NAME, sha256=manifest.overlay.sha256)
+            assert isinstance(overlay, TiledDigit)
+            assert manifest.overlay.options == {"unique": len(overlay.label_N), "size": 16, "blend": "brighter"}
+            found[split, unique] = overlay.digits_NHW
+    assert torch.equal(found["train", 10], found["test", 10])
+    assert len(found["train", None]) == 1_437
+    assert len(found["test", None]) == 360  # other digits, as for every overlay of digits
+
+
+@pytest.mark.parametrize(
+    ("name", "choices", "message"),
+    [
+        ("placed_digits", {}, "the digits of MNIST are read from a folder; name it with --root, or choose --source-op"),
+        (
+            "procedural_second_digit",
+            {"overlay_options": {"size": 33}},
+            "a digit of 33 pixels cannot be drawn on a pict",
+        ),
+        ("procedural_second_digit", {"overlay_options": {"size": "big"}}, 'size is "big"; it must be a whole number'),
+        (
+            "procedural_second_digit",
+            {"overlay_layout": "tiled"},
+            "the overlay second_digit has one layout, so it takes",
+        ),
+        ("procedural_tiled_digit", {"overlay_layout": "tiled"}, "the overlay tiled_digit has one layout, so it takes"),
+        (
+            "procedural_tiled_digit",
+            {"overlay_options": {"unique": 1_438}},
+            "1438 unique digits were asked for, but scik",
+        ),
+        ("procedural_tiled_digit", {"overlay_options": {"blend": "add"}}, 'it must be "brighter" or "opaque"'),
+    ],
+)
+def test_a_dataset_that_cannot_be_drawn_is_refused(
+    name: str, choices: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {} if name == "placed_digits" else {"digits": "sklearn", "overlay": "online"}
+    with pytest.raises(UserError, match=message):
+        build_dataset(name, tmp_path / "out", **given, **choices)

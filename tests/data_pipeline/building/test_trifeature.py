@@ -5,14 +5,19 @@ from __future__ import annotations
 import hashlib
 import pickle
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.randomness import generator
+from data_pipeline.loading.decode import decode_sample
 from data_pipeline.sources import labels_of
 from data_pipeline.sources.trifeature import COLOURS, SHAPES, TEXTURES, Trifeature, draw
+from data_pipeline.storage.store import SampleStore
+from data_pipeline.tools.verify import find_problems
 
 NUM = 4_000
 BACKGROUND = 128
@@ -150,3 +155,30 @@ def test_a_shape_has_its_size_and_lies_in_the_picture(size: int) -> None:
 def test_settings_out_of_range_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         source(**settings)
+
+
+def test_trifeature_is_a_dataset_of_three_labels(tmp_path: Path) -> None:
+    options = {"correlation": "1", "correlated": "colour"}
+    manifest = build_dataset("trifeature", tmp_path / "one", limit=60, source_options=options)
+    assert manifest.how_made.source_options == {"correlation": 1.0, "correlated": "colour"}
+    assert {name: len(label.classes) for name, label in manifest.labels.items()} == {
+        "base": 10,
+        "texture": 10,
+        "colour": 10,
+    }
+    assert manifest.input_shape == (3, 64, 64)
+    assert build_dataset("trifeature", tmp_path / "two", limit=60, source_options=options).sha256 == manifest.sha256
+    store = SampleStore(tmp_path / "one")
+    for number in range(60):
+        found = decode_sample(store, number).labels
+        assert found["colour"] == found["base"]
+    assert list(find_problems(tmp_path / "one")) == []
+
+
+def test_trifeature_takes_overlays_and_no_root(tmp_path: Path) -> None:
+    manifest = build_dataset("trifeature_letters", tmp_path / "letters", limit=10, image_size=48)
+    assert set(manifest.labels) == {"base", "texture", "colour", "overlay"}
+    with pytest.raises(UserError, match=r"trifeature data is generated, not read from .*; leave --root out"):
+        build_dataset("trifeature", tmp_path / "x", root=tmp_path)
+    with pytest.raises(UserError, match="only texture and colour can follow the shape"):
+        build_dataset("trifeature", tmp_path / "x", source_options={"correlated": "texture,shape"})
