@@ -1,5 +1,7 @@
 """`python -m trainer.report RUN_DIR...`: one self-contained HTML file that compares runs.
 
+`--study suppression_small` writes the page of the suppression benchmark, as Markdown with figures.
+
 The directory of a study stands for all its runs. With `--out FILE` the run directories may be read-only. `--probes DIR`
 adds the results that `python -m trainer.probe RUN_DIR... --out DIR` has written.
 """
@@ -7,10 +9,11 @@ adds the results that `python -m trainer.probe RUN_DIR... --out DIR` has written
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from data_pipeline.core.arguments import program
-from data_pipeline.core.errors import run_command
+from data_pipeline.core.errors import UserError, run_command
 from trainer.run_dir import ALLOW_CODE_HELP, ALLOW_PIPE_HELP, RunDir, open_run, runs_of, write_atomically
 
 
@@ -32,6 +35,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _is_suppression(study: str) -> bool:
+    return study.rpartition(":")[2].startswith("suppression") or study.startswith("suppression:")
+
+
+def _write_suppression(arguments: argparse.Namespace, paths: Sequence[Path]) -> None:
+    """Write the page of the suppression benchmark, which has a form of its own."""
+    from trainer.reports.suppression.as_markdown import write_markdown
+    from trainer.reports.suppression.measured import read_benchmark
+    from trainer.reports.suppression.page import make_page
+
+    if arguments.wandb:
+        raise UserError("--wandb makes no page of the suppression benchmark; leave out --wandb or --study")
+    out = arguments.out or Path("suppression.md")
+    study = arguments.study if ":" in arguments.study else f"suppression:{arguments.study}"
+    benchmark = read_benchmark(paths, probes_at=arguments.probes, allow_pipe=arguments.allow_pipe)
+    write_markdown(make_page(benchmark, study=study, paths=arguments.run_dirs), out)
+    print(out)
+
+
 def main() -> None:
     arguments = _parser().parse_args()
     from trainer.own_code import import_code_of
@@ -46,6 +68,9 @@ def main() -> None:
     paths = runs_of(arguments.run_dirs)
     if arguments.allow_code:
         import_code_of([open_run(path) for path in paths])
+    if arguments.study is not None and _is_suppression(arguments.study):
+        _write_suppression(arguments, paths)
+        return
     chosen = None if arguments.study is None else study(arguments.study)
     index = RunIndex(None if arguments.no_index else default_directory())
     runs = read_runs(

@@ -1,0 +1,133 @@
+"""Paired differences over seeds and samples, and Holm's correction, on planted truths."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from trainer.reports.paired import Reading, difference_of, holm, mean_of, rank
+
+Table = NDArray[np.bool_]
+
+
+def readings(table_SN: Table, *, with_samples: bool = True) -> dict[int, Reading]:
+    return {
+        seed: Reading(float(row.mean()), len(row), row if with_samples else None) for seed, row in enumerate(table_SN)
+    }
+
+
+def tables(
+    rng: np.random.Generator, leads: list[float], *, num_seeds: int = 3, num_samples: int = 500, of_seeds: float = 0.01
+) -> list[Table]:
+    """Return a table of right samples (S, N) for each lead: shared ease of the samples, and luck of each seed."""
+    ease_N = rng.normal(0.5, 0.2, num_samples)
+    luck_AS = rng.normal(0, of_seeds, (len(leads), num_seeds))
+    share_ASN = ease_N + luck_AS[:, :, None] + np.array(leads)[:, None, None]
+    return list(rng.random(share_ASN.shape) < share_ASN.clip(0.01, 0.99))
+
+
+@pytest.mark.parametrize("of_seeds", [0.0, 0.03])
+def test_without_a_difference_one_in_twenty_is_found_at_the_most(of_seeds: float) -> None:
+    rng = np.random.default_rng(0)
+    found = 0
+    for _ in range(400):
+        a, b = map(readings, tables(rng, [0, 0], of_seeds=of_seeds))
+        difference = difference_of(a, b)
+        assert difference is not None
+        found += difference.p < 0.05
+    assert found <= 30  # 20 are expected, with a deviation of 4.4
+
+
+def test_a_planted_difference_is_found_and_lies_in_its_interval() -> None:
+    rng = np.random.default_rng(1)
+    found, inside = 0, 0
+    for _ in range(200):
+        a, b = map(readings, tables(rng, [0.15, 0]))
+        difference = difference_of(a, b)
+        assert difference is not None
+        found += difference.p < 0.05
+        inside += abs(difference.mean - 0.15) < difference.half_width
+    assert found > 150
+    assert inside > 180
+
+
+def test_pairs_of_samples_tell_apart_what_two_accuracies_do_not() -> None:
+    rng = np.random.default_rng(2)
+    right_N = rng.random(1000) < 0.5
+    better_N = right_N.copy()
+    better_N[np.flatnonzero(~right_N)[:25]] = True  # 2.5 points, and never worse
+    with_samples = difference_of(readings(better_N[None]), readings(right_N[None]))
+    without = difference_of(readings(better_N[None], with_samples=False), readings(right_N[None], with_samples=False))
+    assert with_samples is not None
+    assert without is not None
+    assert with_samples.mean == pytest.approx(0.025)
+    assert without.mean == pytest.approx(0.025)
+    assert with_samples.p < 1e-5
+    assert without.p > 0.2
+    # McNemar's test of 25 samples against 0: (25 - 0) / sqrt(25 + 0) standard errors, here with n - 1.
+    assert with_samples.mean / with_samples.error == pytest.approx(5, abs=0.1)
+
+
+def test_the_scatter_of_seeds_widens_the_interval() -> None:
+    num = 1000
+    of_seed = [np.arange(num) < count for count in (300, 500, 700)]
+    steady = mean_of(list(readings(np.array([of_seed[1]] * 3)).values()))
+    scattered = mean_of(list(readings(np.array(of_seed)).values()))
+    assert steady.mean == scattered.mean == 0.5
+    assert steady.half_width == pytest.approx(1.96 * (0.25 / num) ** 0.5, rel=0.01)
+    assert scattered.half_width > 0.4  # 4.3 standard errors of 0.2 / sqrt(3)
+
+
+def test_only_common_seeds_are_compared() -> None:
+    right_N = np.arange(100) < 50
+    one = Reading(0.5, 100, right_N)
+    assert difference_of({0: one, 1: one}, {2: one}) is None
+    difference = difference_of({0: one, 1: Reading(0.9, 100)}, {0: one, 2: one})
+    assert difference is not None
+    assert (difference.mean, difference.num_seeds, difference.p) == (0, 1, 1)
+
+
+def test_holm_is_that_of_a_hand_computation() -> None:
+    # Sorted: 0.005 x 4, 0.01 x 3, 0.03 x 2, 0.04 x 1, and none below the one before.
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        values = rng.random(8).tolist()
+        by_definition = [
+            min(1.0, max((8 - sum(q < p for q in values)) * p for p in values if p <= own)) for own in values
+        ]
+        assert holm(values) == pytest.approx(by_definition)
+
+
+def test_the_best_is_told_from_those_that_are_planted_lower() -> None:
+    rng = np.random.default_rng(4)
+    names = ["low", "best", "almost", "lower"]
+    found = rank(
+        {name: readings(table) for name, table in zip(names, tables(rng, [-0.3, 0.1, 0.099, -0.2]), strict=True)}
+    )
+    assert found is not None
+    assert found.best in {"best", "almost"}
+    assert [one.name for one in found.not_told] == [({"best", "almost"} - {found.best}).pop()]
+    assert [one.name for one in found.told] == ["lower", "low"]
+    assert found.told[0].lead.mean == pytest.approx(0.3, abs=0.05)
+
+
+def test_of_equal_cures_a_winner_over_all_is_rarely_named() -> None:
+    rng = np.random.default_rng(5)
+    winners = 0
+    for _ in range(200):
+        cures = {str(number): readings(table) for number, table in enumerate(tables(rng, [0.0] * 6, num_samples=200))}
+        found = rank(cures)
+        assert found is not None
+        winners += not found.not_told
+    assert winners <= 10
+
+
+def test_without_cures_nobody_is_best_and_one_cure_has_no_rival() -> None:
+    assert rank({"plain": {}}) is None
+    found = rank({"plain": {0: Reading(0.5, 10)}, "none": {}, "other seed": {1: Reading(0.4, 10)}})
+    assert found is not None
+    assert (found.best, found.rivals, found.not_paired) == ("plain", (), ("other seed",))

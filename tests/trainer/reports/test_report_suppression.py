@@ -1,0 +1,244 @@
+"""The page of the suppression benchmark, from run directories with planted accuracies."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs import debug
+from data_pipeline.core.errors import UserError
+from tests.trainer.reports.suppression_runs import PROBE, make_run, samples, worst_groups
+from trainer.report import main
+from trainer.reports.suppression.measured import read_benchmark
+from trainer.reports.suppression.verdicts import column_of, halving, kept_of_easy, kept_of_hard, sentence
+
+CURES = {"plain": (0.9, 0.3), "viewmaker": (0.88, 0.85), "IFM": (0.9, 0.32)}  # on the hard label at 0 and at 10 bits
+
+
+def factors(cure: str, *, bits: int = 10, setting: str = "RandBit", **more: str) -> dict[str, str]:
+    return {"setting": setting, "difficulty": str(bits), "cure": cure, "unit": "bits"} | more
+
+
+def make_study(home: Path, *, num_test: int = 1000, seeds: tuple[int, ...] = (0, 1, 2), **more: Any) -> Path:
+    """Make the runs of three cures, both ceilings and two difficulties; "viewmaker" is the only cure at 10 bits."""
+    for cure_number, (cure, hard) in enumerate([*CURES.items(), ("ceiling: base", (0.95, 0.95))]):
+        for accuracy, bits in zip(hard, (0, 10), strict=True):
+            for seed in seeds:
+                draw = 100 * cure_number + seed
+                make_run(
+                    home,
+                    factors(cure, bits=bits),
+                    seed=seed,
+                    right={
+                        "base": samples(accuracy, num_test=num_test, seed=draw),
+                        "overlay": samples(0.7, num_test=num_test, seed=draw + 50),
+                    },
+                    untrained={"base": samples(0.31, num_test=num_test, seed=seed)} if cure == "plain" else None,
+                    **more,
+                )
+    return home
+
+
+def report(*arguments: str | Path) -> None:
+    before = sys.argv
+    sys.argv = ["report", *map(str, arguments)]
+    try:
+        main()
+    finally:
+        sys.argv = before
+
+
+def row(page: str, title: str) -> list[str]:
+    """Return the cells of the first row of a table that begins with `title`."""
+    line = next(line for line in page.splitlines() if line.startswith(f"| {title} |"))
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+def test_the_page_names_the_planted_winner_and_draws_a_figure(tmp_path: Path) -> None:
+    home = make_study(tmp_path / "suppression_small", rank_me=10.0)
+    report("--study", "suppression_small", home, "--out", tmp_path / "docs.md")
+    page = (tmp_path / "docs.md").read_text()
+    assert "24 of 24 runs are measured, with the seeds 0, 1, 2." in page
+    assert row(page, "viewmaker")[0].startswith("**85.0 ±")
+    assert row(page, "plain")[0].endswith(" ○")  # 30 against 31 of the untrained encoder
+    assert row(page, "*untrained*")[0].startswith("31.0 ±")
+    assert row(page, "*ceiling*")[0].startswith("95.0 ±")
+    assert row(page, "*chance*") == ["10.0", "10.0"]
+    assert "at 10 bits, viewmaker (85.0" in page
+    assert "is ahead of every other cure: of IFM, the next, by 53.0 ±" in page
+    assert "At 10 bits, 2 of 3 cures lose more than half of the hard feature; viewmaker keeps at least 90 %" in page
+    assert "Nothing: every run of the settings, difficulties, cures and seeds is measured." in page
+    assert "![RandBit: accuracy over the difficulty](docs/randbit.png)" in page
+    assert (tmp_path / "docs" / "randbit.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_equal_runs_give_an_equal_page(tmp_path: Path) -> None:
+    home = make_study(tmp_path / "runs", num_test=100, seeds=(0,))
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        report("--study", "suppression", home, "--out", tmp_path / name / "page.md")
+    for path in ("page.md", "page/randbit.png"):
+        assert (tmp_path / "a" / path).read_bytes() == (tmp_path / "b" / path).read_bytes()
+
+
+def test_a_cure_that_is_as_good_is_not_told_from_the_best(tmp_path: Path) -> None:
+    home = make_study(tmp_path)
+    (setting,) = read_benchmark(sorted(home.iterdir())).settings
+    easiest, hardest = (column_of(setting, at, "base") for at in setting.difficulties)
+    assert {cure: hardest.mark(cure) for cure in CURES} == {"plain": "lower", "IFM": "lower", "viewmaker": "best"}
+    assert {easiest.mark("plain"), easiest.mark("IFM")} == {"best", "tied"}
+    assert "has the highest mean" in sentence(easiest) or "Not told from it" in sentence(easiest)
+    assert hardest.not_above_floor is not None
+    assert "plain" in hardest.not_above_floor
+    assert "viewmaker" not in hardest.not_above_floor
+
+
+def test_shares_are_above_chance(tmp_path: Path) -> None:
+    home = make_study(tmp_path)
+    (setting,) = read_benchmark(sorted(home.iterdir())).settings
+    assert kept_of_hard(setting, "10", "plain", "base") == pytest.approx((0.3 - 0.1) / (0.9 - 0.1))
+    assert kept_of_hard(setting, "10", "viewmaker", "base") == pytest.approx(0.75 / 0.78)
+    assert kept_of_easy(column_of(setting, "10", "overlay"), "plain") == pytest.approx(1, abs=0.05)
+    assert kept_of_easy(column_of(setting, "10", "overlay"), "unknown") is None
+
+
+def test_a_half_finished_study_gives_an_honest_half_page(tmp_path: Path) -> None:
+    home = tmp_path / "suppression_small"
+    right = {"base": samples(0.5, num_test=200, seed=0)}
+    make_run(home, factors("plain"), right=right)
+    make_run(home, factors("plain"), seed=1, right=right, is_finished=False)
+    make_run(home, factors("plain", bits=0), right=None)
+    make_run(home, factors("IFM"))
+    report("--study", "suppression:suppression_small", home, "--out", tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert "1 of 4 runs are measured" in page
+    assert "On the digit at 10 bits, only plain (50.0" in page
+    assert "The digit at 0 bits is not measured." in page
+    assert row(page, "IFM") == ["–", "–"]
+    assert "4 runs of settings x difficulties x cures x seeds have no directory, and 1 are not finished." in page
+    assert "python launch/slurm.py --executor local --study suppression:suppression_small --at-a-time 2" in page
+    assert "2 finished runs have no probe of their last step." in page
+    assert (
+        f"python -m trainer.probe {home}/RandBit-0-plain-bits-seed0 {home}/RandBit-10-IFM-bits-seed0 --untrained"
+        in page
+    )
+    assert "are not measured for these runs" in page
+
+
+def test_results_of_other_data_and_protocols_are_left_out_and_named(tmp_path: Path) -> None:
+    home = make_study(tmp_path, num_test=100, seeds=(0, 1))
+    right = {"base": samples(0.99, num_test=100, seed=0)}
+    make_run(home, factors("other data"), right=right, test_set="c")
+    make_run(home, factors("other probe"), right=right, probe=PROBE.model_copy(update={"num_epochs": 7}))
+    make_run(home, factors("plain"), seed=5, right=right, num_epochs=77)
+    make_run(home, {"setting": "RandBit"}, right=right)
+    found = read_benchmark(sorted(home.iterdir()))
+    told = " ".join(found.gaps.problems)
+    assert "other_data-bits-seed0 was probed on other data than most runs of RandBit at 10." in told
+    assert "other_probe-bits-seed0 was probed with other settings than most runs." in told
+    assert "plain-bits-seed5 differs from the other seeds of its cell in more than the seed." in told
+    assert "RandBit-seed0 lacks a factor (difficulty, cure)." in told
+    (setting,) = found.settings
+    assert max(one.accuracy for one in setting.readings("10", "plain", "base").values()) < 0.4
+    assert not setting.readings("10", "other data", "base")
+
+
+def test_the_same_run_twice_is_refused(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", factors("plain"))
+    make_run(tmp_path / "b", factors("plain"))
+    with pytest.raises(UserError, match="are both RandBit at 10 with plain and seed 0; leave one out"):
+        read_benchmark(sorted(tmp_path.glob("*/*")))
+
+
+def test_runs_without_factors_are_refused(tmp_path: Path) -> None:
+    make_run(tmp_path, {"a": "b"})
+    with pytest.raises(UserError, match="has the factors setting, difficulty, cure"):
+        read_benchmark(sorted(tmp_path.iterdir()))
+
+
+def test_hard_and_easy_labels_belong_to_the_setting_and_difficulties_are_sorted_as_numbers(tmp_path: Path) -> None:
+    for bits in (5, 10, 0):
+        make_run(tmp_path, factors("plain", bits=bits, hard="shape, texture", easy="colour"))
+    (setting,) = read_benchmark(sorted(tmp_path.iterdir())).settings
+    assert setting.difficulties == ("0", "5", "10")
+    assert (setting.middle, setting.easiest) == ("5", "0")
+    assert setting.hard == ("shape", "texture")
+    assert setting.labels == ("shape", "texture", "colour")
+
+
+def test_worst_groups_are_shown(tmp_path: Path) -> None:
+    home, right = (
+        tmp_path / "runs",
+        {"base": samples(0.5, num_test=200, seed=0), "overlay": samples(0.9, num_test=200, seed=1)},
+    )
+    for seed, worst in enumerate((0.2, 0.3)):
+        make_run(home, factors("plain"), seed=seed, right=right, groups={"base": worst_groups(worst)})
+    report("--study", "suppression", home, "--out", tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert "| worst group, 10 bits | digit, % | bits, % |" in page
+    assert "| plain | 25.0 (cat · 3, 40 samples) | – |" in page
+
+
+def test_randbit_stands_beside_the_published_table(tmp_path: Path) -> None:
+    def with_loss(**loss: Any) -> Mapping[str, Any]:
+        return {"objective": {"kind": "nt_xent"} | loss, "num_epochs": 10, "global_batch_size": 32}
+
+    home = tmp_path / "runs"
+    for bits, accuracy in ((0, 0.9), (5, 0.5), (10, 0.1), (16, 0.1)):
+        right = {"base": samples(accuracy, num_test=500, seed=bits)}
+        make_run(home, factors("tau 0.1", bits=bits), right=right, **with_loss(temperature=0.1))
+        make_run(home, factors("tau 0.3", bits=bits), right=right, **with_loss(temperature=0.3))
+    report("--study", "suppression", home, "--out", tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert row(page, "*published, temperature 0.1*") == ["89.2", "61.2", "18.7", "9.8", "10.3", "6.4 bits"]
+    ours = row(page, "ours, tau 0.1")
+    assert [cell.split()[0] for cell in ours] == ["90.0", "50.0", "10.0", "–", "–", "5.0"]
+    assert "ours, tau 0.3" not in page
+    assert "8,000 train pictures instead of 60,000" in page
+    assert "epochs instead" not in page
+    assert "tau 0.1 at 16 bits: 10.0 ±" in page
+
+
+def test_the_monitors_do_not_see_what_the_probe_sees(tmp_path: Path) -> None:
+    home = tmp_path / "runs"
+    for number in range(6):
+        right = {"base": samples(0.9 - 0.1 * number, num_test=200, seed=number)}
+        make_run(home, factors(f"cure {number}"), right=right, rank_me=10.0 + number)
+    report("--study", "suppression", home, "--out", tmp_path / "page.md")
+    assert "| RandBit: digit | −1.00 (6 runs) | −1.00 (6 runs) | – |" in (tmp_path / "page.md").read_text()
+
+
+def test_half_is_above_chance_and_may_not_be_reached() -> None:
+    assert halving([0, 10], [0.9, 0.8], chance=0.1) is None
+    assert halving([0, 5, 10], [0.9, 0.5, 0.1], chance=0.1) == pytest.approx(5)
+
+
+def test_hostile_names_stay_text(tmp_path: Path) -> None:
+    home, right = tmp_path / "runs", {"base": samples(0.5, num_test=100, seed=0)}
+    make_run(home, factors("<b>|`x`"), right=right)
+    report("--study", "suppression", home, "--out", tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert "<b>" not in page.replace("\\<b\\>", "")
+
+
+def test_hundreds_of_runs_take_seconds(tmp_path: Path) -> None:
+    debug.image()
+    right = {"base": samples(0.5, num_test=2000, seed=0), "overlay": samples(0.9, num_test=2000, seed=1)}
+    for cure in range(10):
+        for bits in range(5):
+            for seed in range(4):
+                make_run(tmp_path / "runs", factors(f"cure {cure}", bits=bits), seed=seed, right=right)
+    started = time.process_time()
+    report("--study", "suppression", tmp_path / "runs", "--out", tmp_path / "page.md")
+    assert time.process_time() - started < 30  # 3 seconds on an idle core
+
+
+def test_the_page_is_not_sent_to_wandb(tmp_path: Path) -> None:
+    make_run(tmp_path, factors("plain"))
+    with pytest.raises(UserError, match="--wandb makes no page of the suppression benchmark"):
+        report("--study", "suppression", tmp_path, "--wandb", "--out", tmp_path / "page.md")

@@ -1,0 +1,82 @@
+"""Draw the accuracy over the difficulty of a setting: a panel for each label, a line for each cure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from trainer.observability.figures import to_png
+from trainer.reports.suppression.measured import Setting, number_of
+from trainer.reports.suppression.verdicts import Column
+
+# Twelve colours that can be told apart on white; further cures get them again with another line.
+COLORS = (
+    "#3b82d6", "#e2703a", "#2f9e77", "#a862c9", "#b8912a", "#c94f6d",
+    "#1b4f8f", "#8a3d12", "#5ba3a8", "#6d2f8f", "#7a8a1f", "#e391a8",
+)  # fmt: skip
+STYLES = ("-", "--", ":", "-.")
+MARKERS = "osD^vPX<>*"
+GREY = "#8a939c"
+PANEL = (4.4, 3.4)  # inches
+
+
+def draw_setting(setting: Setting, columns: Mapping[tuple[str, str], Column], *, cures: Sequence[str]) -> bytes:
+    """Return the figure of a setting as PNG. `columns` has the numbers by label and difficulty.
+
+    `cures` are those of the whole page, so that a cure has the same line in every figure.
+    """
+    labels = [label for label in setting.labels if any(columns[label, one].of_cure for one in setting.difficulties)]
+    with mpl.rc_context({"font.size": 9, "font.family": "sans-serif"}):
+        height = max(PANEL[1], 0.2 * len(setting.cures) + 0.8)
+        figure = Figure(figsize=(PANEL[0] * max(len(labels), 1) + 2.2, height), layout="constrained")
+        panels = figure.subplots(1, max(len(labels), 1), squeeze=False, sharey=True)[0]
+        for axes, label in zip(panels, labels, strict=False):
+            _draw(axes, setting, [columns[label, difficulty] for difficulty in setting.difficulties], cures)
+            kind = "hard" if label in setting.hard else "easy"
+            axes.set_title(f"{setting.title(label)} ({kind})", fontsize=10)
+        panels[0].set_ylabel("linear probe, test accuracy in %")
+        handles: dict[str, Artist] = {}
+        for axes in panels:
+            for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
+                handles.setdefault(name, handle)
+        if handles:
+            figure.legend(list(handles.values()), list(handles), loc="outside right center", frameon=False, fontsize=8)
+        return to_png(figure)
+
+
+def _draw(axes: Axes, setting: Setting, columns: Sequence[Column], cures: Sequence[str]) -> None:
+    numbers = [number_of(difficulty) for difficulty in setting.difficulties]
+    is_scale = all(number is not None for number in numbers)
+    x = [float(number or 0.0) for number in numbers] if is_scale else [float(one) for one in range(len(numbers))]
+    for number, cure in enumerate(cures):
+        found = [(at, column.of_cure[cure]) for at, column in zip(x, columns, strict=True) if cure in column.of_cure]
+        if not found:
+            continue
+        at = [one for one, _ in found]
+        mean, width = (
+            100 * np.array([getattr(estimate, name) for _, estimate in found]) for name in ("mean", "half_width")
+        )
+        color, style = COLORS[number % len(COLORS)], STYLES[number // len(COLORS) % len(STYLES)]
+        marker = MARKERS[number % len(MARKERS)]
+        axes.plot(at, mean, style, color=color, marker=marker, markersize=4, linewidth=1.6, label=cure)
+        low, high = np.maximum(mean - width, 0), np.minimum(mean + width, 100)
+        axes.fill_between(at, low, high, color=color, alpha=0.1, linewidth=0)
+    references: Mapping[tuple[str, str], list[float | None]] = {
+        ("ceiling (trained with the label)", "-"): [one.ceiling.mean if one.ceiling else None for one in columns],
+        ("untrained encoder", "--"): [one.untrained.mean if one.untrained else None for one in columns],
+        ("chance", ":"): [one.chance for one in columns],
+    }
+    for (name, style), values in references.items():
+        drawn = [(at, 100 * value) for at, value in zip(x, values, strict=True) if value is not None]
+        if drawn:
+            marker = "_" if len(drawn) == 1 else ""
+            axes.plot(*zip(*drawn, strict=True), style, color=GREY, linewidth=1.4, label=name, marker=marker, zorder=1)
+    axes.set_xticks(x, setting.difficulties)
+    axes.set(xlabel=setting.unit or "difficulty", ylim=(0, 102))
+    axes.grid(alpha=0.25, linewidth=0.7)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,333 @@
+"""Read the runs of the benchmark, and put them into its cells by their factors.
+
+Only small files are read: config.json, provenance.json, the probe results of the last step and of step 0, and
+analysis/monitors.json. Invariant: a cell holds finished runs of one dataset and one probe protocol, one for each seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data_pipeline.core.errors import UserError
+from trainer.analyses.monitors import MonitorsResult
+from trainer.config import RunConfig, read_run_config
+from trainer.observability.records import read_provenance
+from trainer.probes.features import LabelSpace
+from trainer.probes.linear import ProbeConfig
+from trainer.probes.result import ProbeResult, labels_in, read_result
+from trainer.probes.right_samples import unpack_right
+from trainer.reports.config_identity import config_identity
+from trainer.reports.paired import Reading
+from trainer.reports.runs import protocol_of
+from trainer.run_dir import RunDir, open_run, places_of_probes, read_object
+
+CEILING = "ceiling: "  # begins the name of a cure that is no cure: the encoder trained with the label that follows
+FACTORS = ("setting", "difficulty", "cure")  # that a run of the benchmark has
+
+Results = Mapping[LabelSpace, ProbeResult]
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """A run with its factors, its final and untrained probe results, and its monitors.
+
+    is_finished: whether the training came to its end.
+    trained: the results of the last checkpoint; empty if it was not probed, or if the training is not finished.
+    """
+
+    path: Path
+    config: RunConfig
+    is_finished: bool
+    trained: Results
+    untrained: Results
+    monitors: MonitorsResult | None
+
+    @property
+    def factors(self) -> Mapping[str, str]:
+        return self.config.tracking.factors
+
+    @property
+    def seed(self) -> int:
+        return self.config.seed
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A dataset in which the labels `easy` suppress the labels `hard`, at several difficulties.
+
+    difficulties: as the runs name them, from the easiest; numbers are sorted.
+    unit: the unit of the difficulty, such as "bits".
+    cures: the names of the cures, in the order of their first run, without ceilings.
+    cells: the finished and probed runs by difficulty and cure (ceilings too), then by seed.
+    seeds: all seeds of its runs.
+    """
+
+    name: str
+    unit: str
+    hard: tuple[LabelSpace, ...]
+    easy: tuple[LabelSpace, ...]
+    difficulties: tuple[str, ...]
+    cures: tuple[str, ...]
+    seeds: tuple[int, ...]
+    cells: Mapping[tuple[str, str], Mapping[int, StudyRun]]
+
+    @property
+    def labels(self) -> tuple[LabelSpace, ...]:
+        """The hard labels, then the easy ones."""
+        return (*self.hard, *(label for label in self.easy if label not in self.hard))
+
+    @property
+    def middle(self) -> str:
+        return self.difficulties[len(self.difficulties) // 2]
+
+    @property
+    def easiest(self) -> str:
+        return self.difficulties[0]
+
+    def at(self, difficulty: str) -> str:
+        """Return a difficulty with its unit, such as "10 bits"."""
+        return f"{difficulty} {self.unit}".strip()
+
+    def runs(self, difficulty: str, cure: str) -> Mapping[int, StudyRun]:
+        return self.cells.get((difficulty, cure), {})
+
+    def readings(self, difficulty: str, cure: str, label: LabelSpace) -> dict[int, Reading]:
+        """Return the linear probe of a label by seed."""
+        runs = self.runs(difficulty, cure)
+        return {seed: reading(run.trained[label]) for seed, run in runs.items() if label in run.trained}
+
+    def ceiling(self, difficulty: str, label: LabelSpace) -> dict[int, Reading]:
+        return self.readings(difficulty, CEILING + label, label)
+
+    def untrained(self, difficulty: str, label: LabelSpace) -> dict[int, Reading]:
+        """Return the untrained encoder by seed, of the first cure that has it."""
+        found: dict[int, Reading] = {}
+        for cure in self.cures:
+            for seed, run in self.runs(difficulty, cure).items():
+                if label in run.untrained:
+                    found.setdefault(seed, reading(run.untrained[label]))
+        return found
+
+    def chance(self, difficulty: str, label: LabelSpace) -> float | None:
+        """Return one over the number of classes; None if no run was probed on the label."""
+        results = (
+            run.trained[label]
+            for (of_difficulty, _), runs in self.cells.items()
+            for run in runs.values()
+            if of_difficulty == difficulty and label in run.trained
+        )
+        return next((result.chance for result in results), None)
+
+    def title(self, label: LabelSpace) -> str:
+        """Return the manifest's title of a label, such as "digit", or else its name."""
+        results = (run.trained.get(label) for runs in self.cells.values() for run in runs.values())
+        return next((result.title for result in results if result is not None and result.title), label)
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """The runs that the page lacks, each list sorted by path.
+
+    num_absent: the cells of settings x difficulties x cures x seeds that have no run directory.
+    problems: sentences on runs that were left out.
+    """
+
+    num_absent: int = 0
+    unfinished: tuple[Path, ...] = ()
+    unprobed: tuple[Path, ...] = ()
+    without_monitors: tuple[Path, ...] = ()
+    without_untrained: tuple[Path, ...] = ()  # one run for each setting, difficulty and seed that lacks it
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Everything that the page shows: the settings in the order of their names, and what is missing."""
+
+    settings: tuple[Setting, ...]
+    gaps: Gaps
+    num_runs: int
+    protocol: ProbeConfig | None = field(default=None)
+
+    @property
+    def cures(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(cure for setting in self.settings for cure in setting.cures))
+
+
+def reading(result: ProbeResult) -> Reading:
+    """Return the linear probe of a result, with its single samples if they are known and agree with its accuracy."""
+    text = result.right_samples.get("linear")
+    right_N = None if text is None else unpack_right(text, num_test=result.num_test)
+    if right_N is not None and round(result.linear.accuracy * result.num_test) != int(right_N.sum()):
+        right_N = None
+    return Reading(result.linear.accuracy, result.num_test, right_N)
+
+
+def read_benchmark(paths: Sequence[Path], *, probes_at: Path | None = None, allow_pipe: bool = False) -> Benchmark:
+    """Read the run directories of a suppression study.
+
+    probes_at: a directory with further probe results, as for `trainer.reports.runs.read_runs`.
+
+    Raises `UserError` if no run has the factors, if two runs fill one place, or if a file is damaged.
+    """
+    directories = [open_run(path) for path in paths]
+    elsewhere = directories if probes_at is None else places_of_probes(directories, probes_at)
+    runs = [_read(own, other, allow_pipe=allow_pipe) for own, other in zip(directories, elsewhere, strict=True)]
+    placed = [run for run in runs if all(name in run.factors for name in FACTORS)]
+    if not placed:
+        raise UserError(
+            f"no run of {', '.join(map(str, paths[:3]))} has the factors {', '.join(FACTORS)} (tracking.factors) of a "
+            "suppression study; leave out --study"
+        )
+    problems = [
+        f"{run.path} lacks a factor ({', '.join(name for name in FACTORS if name not in run.factors)})."
+        for run in runs
+        if run not in placed
+    ]
+    protocols = Counter(
+        protocol_of(result.probe_config)
+        for run in placed
+        for result in [*run.trained.values(), *run.untrained.values()]
+    )
+    protocol = max(protocols, key=lambda one: protocols[one]) if protocols else None
+    by_setting: dict[str, list[StudyRun]] = {}
+    for run in placed:
+        by_setting.setdefault(run.factors["setting"], []).append(run)
+    settings = []
+    for name, of_setting in by_setting.items():
+        setting, said = _setting(name, of_setting, protocol)
+        settings.append(setting)
+        problems += said
+    return Benchmark(tuple(settings), _gaps(placed, settings, problems), len(placed), protocol)
+
+
+def _read(run_dir: RunDir, probes_of: RunDir, *, allow_pipe: bool) -> StudyRun:
+    config = read_run_config(run_dir, allow_pipe=allow_pipe)
+    finished = read_provenance(run_dir.provenance).facts.get("finished_step")
+    final = _results(probes_of, finished) or _results(run_dir, finished)
+    monitors_at = run_dir.analysis / "monitors.json"
+    monitors = None
+    if monitors_at.is_file():
+        mend = "remove it, or run `python -m trainer.analyze monitors` again"
+        monitors = MonitorsResult.parse(read_object(monitors_at, mend=mend), where=str(monitors_at))
+    return StudyRun(
+        path=run_dir.path,
+        config=config,
+        is_finished=finished is not None,
+        trained=final,
+        untrained=_results(probes_of, 0) or _results(run_dir, 0),
+        monitors=None if monitors is None or monitors.checkpoint_step != finished else monitors,
+    )
+
+
+def _results(run_dir: RunDir, step: object) -> Results:
+    """Return the results of a step with the run's own protocol; none for None."""
+    if not isinstance(step, int):
+        return {}
+    directory = run_dir.probes(step)
+    return {label: read_result(directory / f"{label}.json") for label in labels_in(directory)}
+
+
+def _setting(name: str, runs: Sequence[StudyRun], protocol: ProbeConfig | None) -> tuple[Setting, list[str]]:
+    """Return a setting with its cells, and sentences on results that were left out."""
+    problems: list[str] = []
+    cells: dict[tuple[str, str], dict[int, StudyRun]] = {}
+    taken: dict[tuple[str, str, int], StudyRun] = {}
+    data_of = _usual_data(runs)
+    for run in runs:
+        difficulty, cure = run.factors["difficulty"], run.factors["cure"]
+        place = (difficulty, cure, run.seed)
+        if place in taken:
+            raise UserError(
+                f"{taken[place].path} and {run.path} are both {name} at {difficulty} with {cure} and seed {run.seed}; "
+                "leave one out"
+            )
+        taken[place] = run
+        of_cell = cells.setdefault((difficulty, cure), {})
+        if of_cell and config_identity(next(iter(of_cell.values())).config) != config_identity(run.config):
+            problems.append(f"{run.path} differs from the other seeds of its cell in more than the seed.")
+            continue
+        if not run.trained:
+            continue
+        results = [*run.trained.values(), *run.untrained.values()]
+        if any(protocol_of(result.probe_config) != protocol for result in results):
+            problems.append(f"{run.path} was probed with other settings than most runs.")
+        elif any(_data(result) != data_of[difficulty] for result in results):
+            problems.append(f"{run.path} was probed on other data than most runs of {name} at {difficulty}.")
+        else:
+            of_cell[run.seed] = run
+    first = runs[0].factors
+    cures = dict.fromkeys(run.factors["cure"] for run in runs)
+    setting = Setting(
+        name=name,
+        unit=first.get("unit", ""),
+        hard=_labels(first.get("hard", "base")),
+        easy=_labels(first.get("easy", "overlay")),
+        difficulties=_sorted(dict.fromkeys(run.factors["difficulty"] for run in runs)),
+        cures=tuple(cure for cure in cures if not cure.startswith(CEILING)),
+        seeds=tuple(sorted({run.seed for run in runs})),
+        cells=cells,
+    )
+    return setting, problems
+
+
+def _usual_data(runs: Sequence[StudyRun]) -> dict[str, tuple[str, str]]:
+    """Return the hashes of the data of most probes, by difficulty."""
+    counts: dict[str, Counter[tuple[str, str]]] = {}
+    for run in runs:
+        count = counts.setdefault(run.factors["difficulty"], Counter())
+        count.update(_data(result) for result in run.trained.values())
+    return {difficulty: count.most_common(1)[0][0] for difficulty, count in counts.items() if count}
+
+
+def _data(result: ProbeResult) -> tuple[str, str]:
+    return result.train_manifest_sha256, result.test_manifest_sha256
+
+
+def _without_untrained(setting: Setting) -> list[Path]:
+    """Return a run of each difficulty and seed of which no run has the probe of its untrained encoder."""
+    first: dict[tuple[str, int], Path] = {}
+    present: set[tuple[str, int]] = set()
+    for (difficulty, _), runs in setting.cells.items():
+        for seed, run in runs.items():
+            first.setdefault((difficulty, seed), run.path)
+            present |= {(difficulty, seed)} if run.untrained else set()
+    return [path for place, path in first.items() if place not in present]
+
+
+def _labels(text: str) -> tuple[LabelSpace, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def number_of(difficulty: str) -> float | None:
+    """Return a difficulty as a number; None if it is a word."""
+    try:
+        number = float(difficulty)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _sorted(difficulties: Mapping[str, None]) -> tuple[str, ...]:
+    numbers = {text: number_of(text) for text in difficulties}
+    if any(number is None for number in numbers.values()):
+        return tuple(difficulties)
+    return tuple(sorted(difficulties, key=lambda text: (numbers[text] or 0.0, text)))
+
+
+def _gaps(runs: Sequence[StudyRun], settings: Sequence[Setting], problems: Sequence[str]) -> Gaps:
+    present = Counter(run.factors["setting"] for run in runs if not run.factors["cure"].startswith(CEILING))
+    wanted = sum(len(one.difficulties) * len(one.cures) * len(one.seeds) for one in settings)
+    finished = [run for run in runs if run.is_finished]
+    return Gaps(
+        num_absent=wanted - sum(present.values()),
+        unfinished=tuple(run.path for run in runs if not run.is_finished),
+        unprobed=tuple(run.path for run in finished if not run.trained),
+        without_monitors=tuple(run.path for run in finished if run.monitors is None),
+        without_untrained=tuple(path for setting in settings for path in _without_untrained(setting)),
+        problems=tuple(problems),
+    )

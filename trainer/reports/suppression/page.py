@@ -1,0 +1,416 @@
+"""The page of the benchmark: what it shows, in which order, and in which words."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.probes.features import LabelSpace
+from trainer.reports.paired import LEVEL, Estimate
+from trainer.reports.protocols import describe_protocol
+from trainer.reports.suppression.blocks import Block, Cell, Picture, Row, Section, Table, Text, text
+from trainer.reports.suppression.figures import draw_setting
+from trainer.reports.suppression.measured import Benchmark, Gaps, Setting
+from trainer.reports.suppression.published import BITS, CHANCE, PUBLISHED, SOURCE, is_randbit, repeated
+from trainer.reports.suppression.verdicts import (
+    KEPT,
+    LOST,
+    MONITORS,
+    Column,
+    column_of,
+    halving,
+    joined,
+    kept_of_easy,
+    kept_of_hard,
+    monitor_correlation,
+    monitors_of,
+    sentence,
+    shown,
+    worst_group,
+)
+
+NONE = "–"  # in a cell without a number
+_LEVEL = f"{100 * LEVEL:g} %"
+
+
+@dataclass(frozen=True)
+class Page:
+    """The page: its title and its sections, the first of which has no title."""
+
+    title: str
+    sections: Sequence[Section]
+
+
+def make_page(benchmark: Benchmark, *, study: str, paths: Sequence[Path]) -> Page:
+    """Return the page of a study, such as "suppression_small", from the run directories `paths`."""
+    columns = {
+        setting.name: {
+            (label, difficulty): column_of(setting, difficulty, label)
+            for label in setting.labels
+            for difficulty in setting.difficulties
+        }
+        for setting in benchmark.settings
+    }
+    cures = benchmark.cures
+    sections = [
+        Section("", _introduction(benchmark)),
+        Section("Every setting, every cure", _overview(benchmark, columns)),
+        *(Section(one.name, _of_setting(one, columns[one.name], cures=cures)) for one in benchmark.settings),
+    ]
+    sections += [Section("Does a monitor without labels see it?", _monitors(benchmark))]
+    sections += [
+        Section(f"{setting.name} beside the published table", _published(setting))
+        for setting in benchmark.settings
+        if is_randbit(setting)
+    ]
+    sections.append(Section("What is missing", _missing(benchmark.gaps, study=study, paths=paths)))
+    return Page("Feature suppression: settings and cures", sections)
+
+
+def _introduction(benchmark: Benchmark) -> list[Block]:
+    seeds = sorted({seed for setting in benchmark.settings for seed in setting.seeds})
+    num_measured = sum(len(runs) for setting in benchmark.settings for runs in setting.cells.values())
+    protocol = "" if benchmark.protocol is None else f" The probe: {describe_protocol(benchmark.protocol)}."
+    return [
+        text(
+            "A sample shows two features, an easy one and a hard one, and each has a label. An encoder that is trained "
+            "without labels can tell samples apart by the easy feature alone. Then it does not learn the hard one: the "
+            "easy feature suppresses it. A linear classifier on the frozen encoder, the probe, reads each label; its "
+            "test accuracy says how much of the feature the encoder kept."
+        ),
+        text(
+            "A setting is a dataset with such features, at several difficulties: the more difficult, the stronger the "
+            "easy feature. A cure is a way to train that is meant to keep the hard feature. Every cure of a setting "
+            "has the same encoder, samples and epochs, unless its name says otherwise."
+        ),
+        Text(
+            [
+                "chance: one over the number of classes.",
+                "untrained: the probe on random weights. An encoder that is not above it has learned nothing about the "
+                "label.",
+                "ceiling: the same encoder trained with the label.",
+                "± is half of a 95 % interval over seeds and test samples.",
+                "Two cures are told apart if the difference of their accuracies, paired over seeds and test "
+                f"samples, is not chance at a level of {_LEVEL}, after Holm's correction over the cures of a column. "
+                "The rest is not told apart: more seeds or samples may do it.",
+            ],
+            "list",
+        ),
+        text(
+            f"{num_measured} of {benchmark.num_runs} runs are measured, with the seed"
+            f"{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}.{protocol}"
+            + ("" if len(seeds) > 1 else " With one seed, intervals and comparisons hold for this seed only.")
+        ),
+    ]
+
+
+Columns = Mapping[str, Mapping[tuple[LabelSpace, str], Column]]
+
+
+def _overview(benchmark: Benchmark, columns: Columns) -> list[Block]:
+    """Return the big table: cures by settings and labels, each setting at its middle difficulty."""
+    shown_columns = [
+        columns[setting.name][label, setting.middle] for setting in benchmark.settings for label in setting.labels
+    ]
+    groups = [(f"{one.name}, {one.at(one.middle)}", len(one.labels)) for one in benchmark.settings]
+    cures = sorted(benchmark.cures, key=lambda cure: -_mean_lead(shown_columns, cure))
+    hard = [one for one in shown_columns if one.label in one.setting.hard and one.ranking is not None]
+    return [
+        Table(
+            ["cure", *(f"{one.setting.title(one.label)} ({_kind(one)})" for one in shown_columns)],
+            [
+                *(Row(cure, [_accuracy(one, cure) for one in shown_columns]) for cure in cures),
+                *_references(shown_columns),
+            ],
+            caption="Linear probe, test accuracy in %, mean over seeds, each setting at its middle difficulty. Bold: "
+            "the highest mean. ≈: not told from it. ○: not above the untrained encoder. Rows by their mean lead over "
+            "the other cures on the hard labels.",
+            groups=groups,
+        ),
+        *([text("On the hard labels, by setting:"), Text(list(map(sentence, hard)), "list")] if hard else []),
+        *([text(_often_best(hard))] if len(hard) > 1 else []),
+    ]
+
+
+def _mean_lead(columns: Sequence[Column], cure: str) -> float:
+    """Return the mean over the hard labels of the accuracy less the mean accuracy of all cures; -1 if not measured."""
+    leads = [
+        one.of_cure[cure].mean - statistics.fmean(other.mean for other in one.of_cure.values())
+        for one in columns
+        if one.label in one.setting.hard and cure in one.of_cure
+    ]
+    return statistics.fmean(leads) if leads else -1.0
+
+
+def _often_best(columns: Sequence[Column]) -> str:
+    """Return a sentence on the cures that are best or not told from the best in the most columns."""
+    marks = {cure: [one.mark(cure) for one in columns] for one in columns for cure in one.of_cure}
+    counts = {cure: sum(mark in ("best", "tied") for mark in of_cure) for cure, of_cure in marks.items()}
+    most = max(counts.values())
+    names = joined([cure for cure, count in counts.items() if count == most])
+    return (
+        f"Best on the hard label, or not told from the best, in the most settings ({most} of {len(columns)}): {names}."
+    )
+
+
+def _kind(column: Column) -> str:
+    return "hard" if column.label in column.setting.hard else "easy"
+
+
+def _accuracy(column: Column, cure: str) -> Cell:
+    if cure not in column.of_cure:
+        return Cell("" if cure not in column.setting.cures else NONE)
+    is_floor = column.not_above_floor is not None and cure in column.not_above_floor
+    return Cell(shown(column.of_cure[cure]), column.mark(cure), is_floor)
+
+
+def _references(columns: Sequence[Column]) -> list[Row]:
+    def row(title: str, values: Sequence[Estimate | float | None]) -> Row:
+        cells = [
+            Cell(NONE if one is None else shown(one) if isinstance(one, Estimate) else f"{100 * one:.1f}")
+            for one in values
+        ]
+        return Row(title, cells, is_reference=True)
+
+    return [
+        row("ceiling", [one.ceiling for one in columns]),
+        row("untrained", [one.untrained for one in columns]),
+        row("chance", [one.chance for one in columns]),
+    ]
+
+
+def _of_setting(
+    setting: Setting, columns: Mapping[tuple[LabelSpace, str], Column], *, cures: Sequence[str]
+) -> list[Block]:
+    hard, easy = (" and ".join(map(setting.title, labels)) for labels in (setting.hard, setting.easy))
+    easiest, hardest = setting.at(setting.easiest), setting.at(setting.difficulties[-1])
+    name = re.sub(r"[^a-z0-9]+", "_", setting.name.casefold()).strip("_") or "setting"
+    blocks: list[Block] = [
+        text(f"Hard: {hard}. Easy: {easy}. From {easiest} to {hardest}."),
+        Picture(name, f"{setting.name}: accuracy over the difficulty", draw_setting(setting, columns, cures=cures)),
+    ]
+    blocks.append(
+        Text([sentence(columns[label, at]) for label in setting.labels for at in setting.difficulties], "list")
+    )
+    blocks += _kept(setting, columns)
+    if len(setting.labels) > 1 and (groups := _worst_groups(setting)) is not None:
+        blocks.append(groups)
+    return blocks
+
+
+def _kept(setting: Setting, columns: Mapping[tuple[LabelSpace, str], Column]) -> list[Block]:
+    """Return a table of the shares that each cure keeps of both features, and who keeps both."""
+    harder = setting.difficulties[1:]
+    if not harder:
+        return []
+    shares: dict[tuple[str, LabelSpace, str], float | None] = {}
+    for cure in setting.cures:
+        for at in harder:
+            for label in setting.labels:
+                shares[cure, label, at] = (
+                    kept_of_hard(setting, at, cure, label)
+                    if label in setting.hard
+                    else kept_of_easy(columns[label, at], cure)
+                )
+    head = [f"{setting.title(label)}, {setting.at(at)}" for label in setting.labels for at in harder]
+    rows = [
+        Row(cure, [_share(shares[cure, label, at]) for label in setting.labels for at in harder])
+        for cure in setting.cures
+    ]
+    table = Table(
+        ["kept, %", *head],
+        rows,
+        caption="Accuracy above chance. Of the hard feature, as a share of that of the same cure at "
+        f"{setting.at(setting.easiest)}; of the easy feature, as a share of the ceiling, or of the best cure if "
+        f"there is no ceiling. Bold: at least {100 * KEPT:.0f} %.",
+    )
+    return [table, Text([_who_keeps_both(setting, shares, at) for at in harder], "list")]
+
+
+def _share(share: float | None) -> Cell:
+    if share is None:
+        return Cell(NONE)
+    return Cell(f"{100 * share:.0f}".replace("-", "−"), "best" if share >= KEPT else "")
+
+
+def _who_keeps_both(
+    setting: Setting, shares: Mapping[tuple[str, LabelSpace, str], float | None], difficulty: str
+) -> str:
+    def keeps(cure: str, least: float, labels: Sequence[LabelSpace]) -> bool:
+        return all((share := shares[cure, label, difficulty]) is not None and share >= least for label in labels)
+
+    where = setting.at(difficulty)
+    measured = [
+        cure for cure in setting.cures if any(shares[cure, label, difficulty] is not None for label in setting.hard)
+    ]
+    if not measured:
+        return f"At {where}: not measured."
+    lost = [cure for cure in measured if not keeps(cure, LOST, setting.hard)]
+    both = [cure for cure in measured if keeps(cure, KEPT, setting.labels)]
+    told = f"At {where}, {len(lost)} of {len(measured)} cures lose more than half of the hard feature"
+    least = f"at least {100 * KEPT:.0f} % of both features"
+    if not both:
+        return f"{told}; none keeps {least}."
+    return f"{told}; {joined(both)} keep{'s' if len(both) == 1 else ''} {least}."
+
+
+def _worst_groups(setting: Setting) -> Table | None:
+    at = setting.middle
+    found = {(cure, label): worst_group(setting, at, cure, label) for cure in setting.cures for label in setting.labels}
+    if not any(found.values()):
+        return None
+    rows = []
+    for cure in setting.cures:
+        cells = []
+        for label in setting.labels:
+            worst = found[cure, label]
+            cells.append(
+                Cell(
+                    NONE if worst is None else f"{100 * worst.accuracy:.1f} ({worst.classes}, {worst.num_test} samples)"
+                )
+            )
+        rows.append(Row(cure, cells))
+    return Table(
+        [f"worst group, {setting.at(at)}", *(f"{setting.title(label)}, %" for label in setting.labels)],
+        rows,
+        caption="Test accuracy in the worst group, mean over seeds. A group is a class of one label with a class of "
+        "another; in brackets the group that is the worst for most seeds, and its number of test samples.",
+    )
+
+
+def _monitors(benchmark: Benchmark) -> list[Block]:
+    settings = [
+        setting
+        for setting in benchmark.settings
+        if any(run.monitors is not None for runs in setting.cells.values() for run in runs.values())
+    ]
+    if not settings:
+        return [
+            text(
+                "RankMe, LiDAR and alpha-ReQ judge features without labels. They are not measured for these runs; the "
+                "command is at the end of the page."
+            )
+        ]
+    rows = []
+    for setting in settings:
+        for label in setting.labels:
+            cells = []
+            for monitor in MONITORS:
+                found = monitor_correlation(setting, monitor, label)
+                cells.append(
+                    Cell(
+                        NONE if found is None else f"{found.value:.2f} ({found.num} runs)".replace("-", "−"),
+                        "best" if found is not None and found.value > 0 and found.p < LEVEL else "",
+                    )
+                )
+            rows.append(Row(f"{setting.name}: {setting.title(label)}", cells))
+    blocks: list[Block] = [
+        text(
+            "RankMe, LiDAR and alpha-ReQ judge features without labels, by the dimensions that they fill. They see "
+            "a collapse. An easy feature can fill dimensions while the hard one is lost, so they need not see "
+            "suppression."
+        ),
+        Table(
+            ["rank correlation with the accuracy on", *MONITORS.values()],
+            rows,
+            caption="Over the runs of all difficulties and cures. 1 would mean that the monitor orders the runs as the "
+            "accuracy does. RankMe and LiDAR are said to be high for good features, and alpha-ReQ to be near 1. Bold: "
+            "positive, and not chance for a single test.",
+        ),
+    ]
+    for setting in settings:
+        values = {cure: monitors_of(setting, setting.middle, cure) for cure in setting.cures}
+        if not any(values.values()):
+            continue
+        rows = []
+        for cure, of_cure in values.items():
+            cells = []
+            for monitor in MONITORS:
+                numbers = [number for one in of_cure if (number := getattr(one, monitor)) is not None]
+                cells.append(Cell(f"{statistics.fmean(numbers):.2f}" if numbers else NONE))
+            hard = column_of(setting, setting.middle, setting.hard[0]).of_cure.get(cure)
+            rows.append(Row(cure, [Cell(NONE if hard is None else shown(hard)), *cells]))
+        title = setting.title(setting.hard[0])
+        blocks.append(
+            Table(
+                [f"{setting.name}, {setting.at(setting.middle)}", f"{title}, %", *MONITORS.values()],
+                rows,
+                caption="Monitors of the pooled features, mean over seeds.",
+            )
+        )
+    return blocks
+
+
+def _published(setting: Setting) -> list[Block]:
+    found = repeated(setting)
+    if found is None:
+        return [
+            text(
+                f"The published table ({SOURCE}) has the temperatures {', '.join(f'{one:g}' for one in PUBLISHED)}. No "
+                "run of a published loss with one of them is measured."
+            )
+        ]
+    rows = []
+    for temperature, published in PUBLISHED.items():
+        cells = [Cell(f"{one:.1f}") for one in published] + [Cell(_half(BITS, [one / 100 for one in published]))]
+        rows.append(Row(f"published, temperature {temperature:g}", cells, is_reference=True))
+        if temperature in found.cure:
+            ours = {bits: one for (of, bits), one in found.found.items() if of == temperature}
+            cells = [Cell(shown(ours[bits]) if bits in ours else NONE) for bits in BITS]
+            cells.append(Cell(_half(sorted(ours), [ours[bits].mean for bits in sorted(ours)])))
+            rows.append(Row(f"ours, {found.cure[temperature]}", cells))
+    others = sorted({bits for _, bits in found.found} - set(BITS))
+    more = [
+        f"{found.cure[of]} at {bits} bits: {shown(one)} %." for (of, bits), one in found.found.items() if bits in others
+    ]
+    return [
+        Table(
+            ["digit, test accuracy in %", *(f"{bits} bits" for bits in BITS), "halved at"],
+            rows,
+            caption=f"Published: {SOURCE}. Halved at: the bits at which the accuracy above chance falls to half of the "
+            "first, by a line between neighbours.",
+        ),
+        text(f"Ours differ: {'; '.join(found.differences)}. So compare the shape of the table, not its levels."),
+        *([Text(more, "list")] if more else []),
+    ]
+
+
+def _half(bits: Sequence[int], accuracies: Sequence[float]) -> str:
+    found = halving([float(one) for one in bits], accuracies, chance=CHANCE) if len(bits) > 1 else None
+    return NONE if found is None else f"{found:.1f} bits"
+
+
+def _missing(gaps: Gaps, *, study: str, paths: Sequence[Path]) -> list[Block]:
+    where = shlex.join(map(str, paths))
+    told, commands = [], []
+    if gaps.num_absent or gaps.unfinished:
+        told.append(
+            f"{gaps.num_absent} runs of settings x difficulties x cures x seeds have no directory, and "
+            f"{len(gaps.unfinished)} are not finished. A cure without any run in a setting is not counted."
+        )
+        commands.append(f"python launch/slurm.py --executor local --study {shlex.quote(study)} --at-a-time 2")
+    if gaps.unprobed:
+        told.append(f"{len(gaps.unprobed)} finished runs have no probe of their last step.")
+        commands.append(f"python -m trainer.probe {_some(gaps.unprobed, where)} --untrained")
+    if gaps.without_untrained:
+        told.append(
+            f"{len(gaps.without_untrained)} times a setting, a difficulty and a seed have no probe of an untrained "
+            "encoder."
+        )
+        commands.append(f"python -m trainer.probe {_some(gaps.without_untrained, where)} --untrained")
+    if gaps.without_monitors:
+        told.append(f"{len(gaps.without_monitors)} finished runs have no monitors.")
+        commands.append(f"python -m trainer.analyze monitors {_some(gaps.without_monitors, where)}")
+    told += [f"Left out: {problem}" for problem in gaps.problems]
+    if not told:
+        return [text("Nothing: every run of the settings, difficulties, cures and seeds is measured.")]
+    return [Text(told, "list"), *([Text(list(dict.fromkeys(commands)), "code")] if commands else [])]
+
+
+def _some(runs: Sequence[Path], where: str) -> str:
+    """Return a few run directories as they are, and for many the directories of the study."""
+    return shlex.join(map(str, runs)) if len(runs) <= 4 else where

@@ -1,0 +1,106 @@
+"""The published table of RandBit, beside the runs that repeat it.
+
+Chen, Luo and Li, 2021, "Intriguing properties of contrastive losses": the printed outputs of the notebook
+colabs/intriguing_properties of google-research/simclr, one run each. Invariant: every number here is published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from trainer.reports.paired import Estimate, mean_of
+from trainer.reports.suppression.measured import Setting, StudyRun, number_of
+
+SOURCE: Final = (
+    "Chen, Luo and Li, 2021, Intriguing properties of contrastive losses, feature suppression by random bits; the "
+    "printed outputs of the authors' notebook, one run each"
+)
+CHANCE: Final = 0.1
+BITS: Final = (0, 5, 10, 15, 20)
+PUBLISHED: Final[Mapping[float, tuple[float, ...]]] = MappingProxyType(
+    {
+        0.05: (89.92, 70.63, 32.99, 14.26, 9.90),
+        0.1: (89.16, 61.18, 18.67, 9.80, 10.33),
+        0.2: (89.98, 32.99, 10.35, 10.03, 9.89),
+    }
+)
+_NAME: Final = "randbit"
+_LOSSES: Final = ("symmetric_info_nce", "nt_xent", "published_nt_xent")  # the first that was run counts
+_PAPER: Final = {"num_train": 60_000, "num_test": 10_000, "num_epochs": 10, "batch": 1_000}
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Our runs of the published table.
+
+    cure: by temperature, the cure whose runs stand beside the published row.
+    found: by temperature and bits, our mean.
+    differences: how our protocol differs, in words.
+    """
+
+    cure: Mapping[float, str]
+    found: Mapping[tuple[float, int], Estimate]
+    differences: tuple[str, ...]
+
+
+def is_randbit(setting: Setting) -> bool:
+    return setting.name.casefold().replace(" ", "").replace("-", "").startswith(_NAME)
+
+
+def repeated(setting: Setting) -> Repeated | None:
+    """Return the runs of a RandBit setting with a published loss and temperature; None if there are none."""
+    cures: dict[float, tuple[int, str]] = {}
+    for (_, cure), runs in setting.cells.items():
+        for run in runs.values():
+            kind, temperature = run.config.objective.kind, getattr(run.config.objective, "temperature", None)
+            if (
+                cure in setting.cures
+                and kind in _LOSSES
+                and temperature is not None
+                and temperature in PUBLISHED
+                and not run.config.views.is_learned
+            ):
+                rank = _LOSSES.index(kind)
+                cures[temperature] = min(cures.get(temperature, (rank, cure)), (rank, cure), key=lambda one: one[0])
+    found: dict[tuple[float, int], Estimate] = {}
+    used: list[StudyRun] = []
+    for temperature, (_, cure) in cures.items():
+        for difficulty in setting.difficulties:
+            bits = number_of(difficulty)
+            readings = setting.readings(difficulty, cure, setting.hard[0])
+            if bits is not None and bits == int(bits) and readings:
+                found[temperature, int(bits)] = mean_of(list(readings.values()))
+                used += setting.runs(difficulty, cure).values()
+    if not found:
+        return None
+    return Repeated(
+        {temperature: cure for temperature, (_, cure) in sorted(cures.items())}, found, _differences(setting, used)
+    )
+
+
+def _differences(setting: Setting, runs: list[StudyRun]) -> tuple[str, ...]:
+    label = setting.hard[0]
+    results = [run.trained[label] for run in runs]
+    ours = {
+        "num_train": {result.num_train for result in results},
+        "num_test": {result.num_test for result in results},
+        "num_epochs": {run.config.num_epochs for run in runs},
+        "batch": {run.config.global_batch_size for run in runs},
+    }
+    units = {"num_train": "train pictures", "num_test": "test pictures", "num_epochs": "epochs", "batch": "in a batch"}
+    told = [
+        f"{' or '.join(f'{number:,}' for number in sorted(numbers))} {units[name]} instead of {_PAPER[name]:,}"
+        for name, numbers in ours.items()
+        if numbers != {_PAPER[name]}
+    ]
+    networks = sorted({run.config.encoder.kind for run in runs})
+    if networks != ["convnet"]:
+        told.append(f"the encoder {' and '.join(networks)} instead of three convolutions")
+    losses = sorted({run.config.objective.kind for run in runs})
+    if losses != ["symmetric_info_nce"]:
+        told.append(f"the loss {' and '.join(losses)} instead of the symmetric InfoNCE")
+    told.append("a linear probe that is fitted to the frozen encoder after the training, instead of one trained along")
+    return tuple(told)

@@ -1,0 +1,226 @@
+"""Turn the cells of the benchmark into comparisons: who is best, who is not told from it, and how much each cure keeps.
+
+Accuracies are in [0, 1]; the sentences give them in per cent, and differences in percentage points.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from scipy import stats
+
+from trainer.analyses.monitors import Monitors
+from trainer.probes.features import LabelSpace
+from trainer.reports.paired import LEVEL, Estimate, Ranking, difference_of, mean_of, rank
+from trainer.reports.suppression.measured import Setting
+
+Mark = Literal["best", "tied", "lower", ""]
+
+KEPT = 0.9  # of a feature, which a cure is asked to keep
+LOST = 0.5  # of the hard feature, below which it counts as suppressed
+MONITORS = {"rank_me": "RankMe", "lidar": "LiDAR", "alpha": "alpha-ReQ"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """The accuracies on one label of a setting at one difficulty.
+
+    of_cure: the mean over seeds of each measured cure.
+    not_above_floor: the cures that are not told from the untrained encoder, or are below it; None if that was not
+        measured. No correction: each is a question of its own.
+    """
+
+    setting: Setting
+    difficulty: str
+    label: LabelSpace
+    of_cure: Mapping[str, Estimate]
+    ranking: Ranking | None
+    untrained: Estimate | None
+    ceiling: Estimate | None
+    chance: float | None
+    not_above_floor: tuple[str, ...] | None
+
+    def mark(self, cure: str) -> Mark:
+        """Return whether a cure is the best, not told from the best, or told to be lower; "" if not compared."""
+        if self.ranking is None or len(self.of_cure) < 2:
+            return ""
+        if cure == self.ranking.best:
+            return "best"
+        rival = next((one for one in self.ranking.rivals if one.name == cure), None)
+        return "" if rival is None else "lower" if rival.is_told else "tied"
+
+
+def column_of(setting: Setting, difficulty: str, label: LabelSpace) -> Column:
+    readings = {cure: setting.readings(difficulty, cure, label) for cure in setting.cures}
+    readings = {cure: of_cure for cure, of_cure in readings.items() if of_cure}
+    untrained, ceiling = setting.untrained(difficulty, label), setting.ceiling(difficulty, label)
+    leads = {cure: difference_of(of_cure, untrained) for cure, of_cure in readings.items()}
+    return Column(
+        setting=setting,
+        difficulty=difficulty,
+        label=label,
+        of_cure={cure: mean_of(list(of_cure.values())) for cure, of_cure in readings.items()},
+        ranking=rank(readings),
+        untrained=mean_of(list(untrained.values())) if untrained else None,
+        ceiling=mean_of(list(ceiling.values())) if ceiling else None,
+        chance=setting.chance(difficulty, label),
+        not_above_floor=tuple(
+            cure for cure, lead in leads.items() if lead is not None and not (lead.mean > 0 and lead.p < LEVEL)
+        )
+        if untrained
+        else None,
+    )
+
+
+def sentence(column: Column) -> str:
+    """Return a sentence on who is best on a label at a difficulty, by how much, and who is not told from it."""
+    title, where = column.setting.title(column.label), column.setting.at(column.difficulty)
+    ranking = column.ranking
+    if ranking is None:
+        return f"The {title} at {where} is not measured."
+    best = f"{ranking.best} ({shown(column.of_cure[ranking.best])} %)"
+    if not ranking.rivals:
+        return f"On the {title} at {where}, only {best} is measured."
+    if not ranking.told:
+        return f"On the {title} at {where}, {best} has the highest mean, and none of the others is told from it."
+    next_told = ranking.told[0]
+    lead = f"{points(next_told.lead.mean)} ± {points(next_told.lead.half_width)} points"
+    if not ranking.not_told:
+        return (
+            f"On the {title} at {where}, {best} is ahead of every other cure: of {next_told.name}, the next, by {lead}."
+        )
+    names = joined([rival.name for rival in ranking.not_told])
+    return (
+        f"On the {title} at {where}, {best} is ahead of {len(ranking.told)} of {len(ranking.rivals)} cures: of "
+        f"{next_told.name}, the closest of these, by {lead}. Not told from it: {names}."
+    )
+
+
+def above_chance(accuracy: float, chance: float | None) -> float:
+    return accuracy - (chance or 0.0)
+
+
+def kept_of_hard(setting: Setting, difficulty: str, cure: str, label: LabelSpace) -> float | None:
+    """Return the accuracy above chance as a share of that of the same cure at the easiest difficulty.
+
+    None if one is missing, or if the cure does not read the label at the easiest difficulty (below twice its interval).
+    """
+    here, easiest = setting.readings(difficulty, cure, label), setting.readings(setting.easiest, cure, label)
+    if not here or not easiest:
+        return None
+    reference = mean_of(list(easiest.values()))
+    chance = setting.chance(setting.easiest, label)
+    if above_chance(reference.mean, chance) <= 2 * reference.half_width:
+        return None
+    found = above_chance(mean_of(list(here.values())).mean, setting.chance(difficulty, label))
+    return found / above_chance(reference.mean, chance)
+
+
+def kept_of_easy(column: Column, cure: str) -> float | None:
+    """Return the accuracy above chance as a share of the ceiling's, or without a ceiling of the best cure's."""
+    if cure not in column.of_cure:
+        return None
+    reference = column.ceiling or max(column.of_cure.values(), key=lambda one: one.mean)
+    if above_chance(reference.mean, column.chance) <= 2 * reference.half_width:
+        return None
+    return above_chance(column.of_cure[cure].mean, column.chance) / above_chance(reference.mean, column.chance)
+
+
+@dataclass(frozen=True)
+class WorstGroup:
+    """The mean over seeds of the accuracy in the worst group, the classes of most seeds' worst group, and its size."""
+
+    accuracy: float
+    classes: str
+    num_test: int
+
+
+def worst_group(setting: Setting, difficulty: str, cure: str, label: LabelSpace) -> WorstGroup | None:
+    """Return the worst group of a label paired with another label of the setting; None if none was large enough."""
+    found = [
+        groups.worst["linear"]
+        for run in setting.runs(difficulty, cure).values()
+        if label in run.trained
+        for groups in run.trained[label].groups
+        if set(groups.labels) <= set(setting.labels) and "linear" in groups.worst
+    ]
+    if not found:
+        return None
+    return WorstGroup(
+        statistics.fmean(one.accuracy for one in found),
+        statistics.mode(" · ".join(one.classes) for one in found),
+        min(one.num_test for one in found),
+    )
+
+
+def monitors_of(setting: Setting, difficulty: str, cure: str) -> list[Monitors]:
+    """Return the monitors of the pooled features, one for each seed that has them."""
+    return [
+        run.monitors.spaces["pooled"]
+        for run in setting.runs(difficulty, cure).values()
+        if run.monitors is not None and "pooled" in run.monitors.spaces
+    ]
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """A rank correlation over `num` runs, with its p-value."""
+
+    value: float
+    p: float
+    num: int
+
+
+def monitor_correlation(setting: Setting, monitor: str, label: LabelSpace) -> Correlation | None:
+    """Return the rank correlation of a monitor with the accuracy over the runs of cures; None below 5 runs."""
+    pairs = [
+        (getattr(run.monitors.spaces["pooled"], monitor), run.trained[label].linear.accuracy)
+        for difficulty in setting.difficulties
+        for cure in setting.cures
+        for run in setting.runs(difficulty, cure).values()
+        if run.monitors is not None and "pooled" in run.monitors.spaces and label in run.trained
+    ]
+    pairs = [(seen, accuracy) for seen, accuracy in pairs if seen is not None]
+    if len(pairs) < 5 or any(len(set(values)) == 1 for values in zip(*pairs, strict=True)):
+        return None
+    value, p = stats.spearmanr(*zip(*pairs, strict=True))
+    return Correlation(float(value), float(p), len(pairs))
+
+
+def halving(difficulties: Sequence[float], accuracies: Sequence[float], *, chance: float) -> float | None:
+    """Return the difficulty at which the accuracy above chance falls to half of the first, between points linearly.
+
+    None if it does not fall so far.
+
+    Examples:
+        >>> halving([0, 10, 20], [0.9, 0.7, 0.1], chance=0.1)
+        13.333333333333334
+    """
+    half = (accuracies[0] - chance) / 2
+    above = [accuracy - chance for accuracy in accuracies]
+    for number in range(1, len(above)):
+        if above[number] <= half < above[number - 1]:
+            share = (above[number - 1] - half) / (above[number - 1] - above[number])
+            return difficulties[number - 1] + share * (difficulties[number] - difficulties[number - 1])
+    return None
+
+
+def joined(names: Sequence[str]) -> str:
+    """Return names in a list, with semicolons if a name holds a comma."""
+    return ("; " if any("," in name for name in names) else ", ").join(names)
+
+
+def points(value: float) -> str:
+    """Return a difference of accuracies in percentage points."""
+    return f"{100 * value:.1f}".replace("-", "−")
+
+
+def shown(estimate: Estimate) -> str:
+    """Return an accuracy in per cent with half of its 95 % interval."""
+    if not math.isfinite(estimate.half_width):
+        return f"{100 * estimate.mean:.1f}"
+    return f"{100 * estimate.mean:.1f} ± {100 * min(estimate.half_width, 1.0):.1f}"
