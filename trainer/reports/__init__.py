@@ -8,6 +8,8 @@ cells. `tables`, `study_tables` and `curves` prepare the tables and charts, `swe
 sweep, and `overview` the tables of hundreds of runs, whose metrics `run_index` keeps. `page` puts them into the HTML of
 `templates/`, `as_markdown` writes them as text, and `publish` sends them to W&B.
 
+`suppression` is the page of the suppression benchmark, and `paired` its statistics.
+
 Guarantees: every number was measured. Every sentence follows from the numbers. A table holds accuracies on one dataset
 only. The page needs no network. Equal run directories give an equal file.
 """
