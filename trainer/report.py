@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _is_suppression(study: str) -> bool:
-    return study.rpartition(":")[2].startswith("suppression") or study.startswith("suppression:")
+    return study.removeprefix("studies:").startswith("suppression")
 
 
 def _write_suppression(arguments: argparse.Namespace, paths: Sequence[Path]) -> None:
@@ -48,7 +48,7 @@ def _write_suppression(arguments: argparse.Namespace, paths: Sequence[Path]) -> 
     if arguments.wandb:
         raise UserError("--wandb makes no page of the suppression benchmark; leave out --wandb or --study")
     out = arguments.out or Path("suppression.md")
-    study = arguments.study if ":" in arguments.study else f"suppression:{arguments.study}"
+    study = arguments.study if ":" in arguments.study else f"studies:{arguments.study}"
     benchmark = read_benchmark(paths, probes_at=arguments.probes, allow_pipe=arguments.allow_pipe)
     write_markdown(make_page(benchmark, study=study, paths=arguments.run_dirs), out)
     print(out)

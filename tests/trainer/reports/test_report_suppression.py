@@ -69,7 +69,7 @@ def test_the_page_names_the_planted_winner_and_draws_a_figure(tmp_path: Path) ->
     assert row(page, "*untrained*")[0].startswith("31.0 ±")
     assert row(page, "*ceiling*")[0].startswith("95.0 ±")
     assert row(page, "*chance*") == ["10.0", "10.0"]
-    assert "at 10 bits, viewmaker (85.0" in page
+    assert "On the digit, 10 bits: viewmaker (85.0" in page
     assert "is ahead of every other cure: of IFM, the next, by 53.0 ±" in page
     assert "At 10 bits, 2 of 3 cures lose more than half of the hard feature; viewmaker keeps at least 90 %" in page
     assert "Nothing: every run of the settings, difficulties, cures and seeds is measured." in page
@@ -114,14 +114,14 @@ def test_a_half_finished_study_gives_an_honest_half_page(tmp_path: Path) -> None
     make_run(home, factors("plain"), seed=1, right=right, is_finished=False)
     make_run(home, factors("plain", bits=0), right=None)
     make_run(home, factors("IFM"))
-    report("--study", "suppression:suppression_small", home, "--out", tmp_path / "page.md")
+    report("--study", "studies:suppression_small", home, "--out", tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
     assert "1 of 4 runs are measured" in page
-    assert "On the digit at 10 bits, only plain (50.0" in page
-    assert "The digit at 0 bits is not measured." in page
+    assert "On the digit, 10 bits: only plain (50.0" in page
+    assert "On the digit, 0 bits: not measured." in page
     assert row(page, "IFM") == ["–", "–"]
     assert "4 runs of settings x difficulties x cures x seeds have no directory, and 1 are not finished." in page
-    assert "python launch/slurm.py --executor local --study suppression:suppression_small --at-a-time 2" in page
+    assert "python launch/slurm.py --executor local --study studies:suppression_small --at-a-time 2" in page
     assert "2 finished runs have no probe of their last step." in page
     assert (
         f"python -m trainer.probe {home}/RandBit-0-plain-bits-seed0 {home}/RandBit-10-IFM-bits-seed0 --untrained"
@@ -166,9 +166,32 @@ def test_hard_and_easy_labels_belong_to_the_setting_and_difficulties_are_sorted_
         make_run(tmp_path, factors("plain", bits=bits, hard="shape, texture", easy="colour"))
     (setting,) = read_benchmark(sorted(tmp_path.iterdir())).settings
     assert setting.difficulties == ("0", "5", "10")
+    assert setting.with_unit("5") == "5 bits"
     assert (setting.middle, setting.easiest) == ("5", "0")
     assert setting.hard == ("shape", "texture")
     assert setting.labels == ("shape", "texture", "colour")
+
+
+@pytest.mark.parametrize("more", [{"unit": "unique digits"}, {"unit": "digits", "easiest": "1000"}])
+def test_fewer_may_be_harder(more: dict[str, str], tmp_path: Path) -> None:
+    for number in (10, 1000, 100):
+        make_run(tmp_path, factors("plain", bits=number) | more)
+    (setting,) = read_benchmark(sorted(tmp_path.iterdir())).settings
+    assert setting.difficulties == ("1000", "100", "10")
+
+
+def test_a_setting_of_one_difficulty_has_points_and_no_difficulty_in_its_sentences(tmp_path: Path) -> None:
+    home = tmp_path / "runs"
+    for number, cure in enumerate(("plain", "viewmaker")):
+        right = {"base": samples(0.5 + 0.2 * number, num_test=300, seed=number)}
+        make_run(home, {"setting": "C+Digits", "difficulty": "all", "cure": cure}, right=right)
+    report("--study", "suppression", home, "--out", tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert (
+        "- On the digit: viewmaker (70.0 ± 5.2 %) is ahead of every other cure: of plain, the next, by 20.0 ±" in page
+    )
+    assert "all" not in page.split("## C+Digits")[1].split("## ")[0].replace("overall", "")
+    assert (tmp_path / "page" / "c_digits.png").exists()
 
 
 def test_worst_groups_are_shown(tmp_path: Path) -> None:
@@ -180,7 +203,7 @@ def test_worst_groups_are_shown(tmp_path: Path) -> None:
         make_run(home, factors("plain"), seed=seed, right=right, groups={"base": worst_groups(worst)})
     report("--study", "suppression", home, "--out", tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
-    assert "| worst group, 10 bits | digit, % | bits, % |" in page
+    assert "| worst group | digit, % | bits, % |" in page
     assert "| plain | 25.0 (cat · 3, 40 samples) | – |" in page
 
 

@@ -1,4 +1,7 @@
-"""Draw the accuracy over the difficulty of a setting: a panel for each label, a line for each cure."""
+"""Draw the accuracies of a setting: a panel for each label, in it a line over the difficulty for each cure.
+
+A setting of one difficulty has a point for each cure.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ STYLES = ("-", "--", ":", "-.")
 MARKERS = "osD^vPX<>*"
 GREY = "#8a939c"
 PANEL = (4.4, 3.4)  # inches
+MEASURE = "linear probe, test accuracy in %"
 
 
 def draw_setting(setting: Setting, columns: Mapping[tuple[str, str], Column], *, cures: Sequence[str]) -> bytes:
@@ -36,10 +40,13 @@ def draw_setting(setting: Setting, columns: Mapping[tuple[str, str], Column], *,
         figure = Figure(figsize=(PANEL[0] * max(len(labels), 1) + 2.2, height), layout="constrained")
         panels = figure.subplots(1, max(len(labels), 1), squeeze=False, sharey=True)[0]
         for axes, label in zip(panels, labels, strict=False):
-            _draw(axes, setting, [columns[label, difficulty] for difficulty in setting.difficulties], cures)
+            of_label = [columns[label, difficulty] for difficulty in setting.difficulties]
+            draw = _draw_points if setting.has_one else _draw_lines
+            draw(axes, setting, of_label, cures)
             kind = "hard" if label in setting.hard else "easy"
             axes.set_title(f"{setting.title(label)} ({kind})", fontsize=10)
-        panels[0].set_ylabel("linear probe, test accuracy in %")
+        if not setting.has_one:
+            panels[0].set_ylabel(MEASURE)
         handles: dict[str, Artist] = {}
         for axes in panels:
             for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -49,7 +56,7 @@ def draw_setting(setting: Setting, columns: Mapping[tuple[str, str], Column], *,
         return to_png(figure)
 
 
-def _draw(axes: Axes, setting: Setting, columns: Sequence[Column], cures: Sequence[str]) -> None:
+def _draw_lines(axes: Axes, setting: Setting, columns: Sequence[Column], cures: Sequence[str]) -> None:
     numbers = [number_of(difficulty) for difficulty in setting.difficulties]
     is_scale = all(number is not None for number in numbers)
     x = [float(number or 0.0) for number in numbers] if is_scale else [float(one) for one in range(len(numbers))]
@@ -66,12 +73,7 @@ def _draw(axes: Axes, setting: Setting, columns: Sequence[Column], cures: Sequen
         axes.plot(at, mean, style, color=color, marker=marker, markersize=4, linewidth=1.6, label=cure)
         low, high = np.maximum(mean - width, 0), np.minimum(mean + width, 100)
         axes.fill_between(at, low, high, color=color, alpha=0.1, linewidth=0)
-    references: Mapping[tuple[str, str], list[float | None]] = {
-        ("ceiling (trained with the label)", "-"): [one.ceiling.mean if one.ceiling else None for one in columns],
-        ("untrained encoder", "--"): [one.untrained.mean if one.untrained else None for one in columns],
-        ("chance", ":"): [one.chance for one in columns],
-    }
-    for (name, style), values in references.items():
+    for (name, style), values in _references(columns).items():
         drawn = [(at, 100 * value) for at, value in zip(x, values, strict=True) if value is not None]
         if drawn:
             marker = "_" if len(drawn) == 1 else ""
@@ -80,3 +82,29 @@ def _draw(axes: Axes, setting: Setting, columns: Sequence[Column], cures: Sequen
     axes.set(xlabel=setting.unit or "difficulty", ylim=(0, 102))
     axes.grid(alpha=0.25, linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_points(axes: Axes, setting: Setting, columns: Sequence[Column], cures: Sequence[str]) -> None:
+    """Draw the accuracies of a setting of one difficulty: a row for each cure, in their order from above."""
+    (column,) = columns
+    order = [cure for cure in reversed(cures) if cure in setting.cures]
+    for row, cure in enumerate(order):
+        if (found := column.of_cure.get(cure)) is not None:
+            color = COLORS[cures.index(cure) % len(COLORS)]
+            axes.errorbar(100 * found.mean, row, xerr=100 * found.half_width, fmt="o", color=color, markersize=5)
+    for (name, style), (value,) in _references(columns).items():
+        if value is not None:
+            axes.axvline(100 * value, linestyle=style, color=GREY, linewidth=1.4, label=name, zorder=1)
+    axes.set_yticks(range(len(order)), order)
+    axes.set(xlabel=MEASURE, xlim=(0, 102), ylim=(-0.6, len(order) - 0.4))
+    axes.grid(alpha=0.25, linewidth=0.7, axis="x")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _references(columns: Sequence[Column]) -> Mapping[tuple[str, str], list[float | None]]:
+    """Return the grey lines by name and style: for each of the columns a value, or None if it is not measured."""
+    return {
+        ("ceiling (trained with the label)", "-"): [one.ceiling.mean if one.ceiling else None for one in columns],
+        ("untrained encoder", "--"): [one.untrained.mean if one.untrained else None for one in columns],
+        ("chance", ":"): [one.chance for one in columns],
+    }

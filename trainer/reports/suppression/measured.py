@@ -27,6 +27,7 @@ from trainer.run_dir import RunDir, open_run, places_of_probes, read_object
 
 CEILING = "ceiling: "  # begins the name of a cure that is no cure: the encoder trained with the label that follows
 FACTORS = ("setting", "difficulty", "cure")  # that a run of the benchmark has
+FEWER_IS_HARDER = ("unique digits",)  # units of which a lower number is more difficult, without the factor `easiest`
 
 Results = Mapping[LabelSpace, ProbeResult]
 
@@ -59,7 +60,7 @@ class StudyRun:
 class Setting:
     """A dataset in which the labels `easy` suppress the labels `hard`, at several difficulties.
 
-    difficulties: as the runs name them, from the easiest; numbers are sorted.
+    difficulties: as the runs name them, from the easiest for the hard labels; numbers are sorted.
     unit: the unit of the difficulty, such as "bits".
     cures: the names of the cures, in the order of their first run, without ceilings.
     cells: the finished and probed runs by difficulty and cure (ceilings too), then by seed.
@@ -88,9 +89,20 @@ class Setting:
     def easiest(self) -> str:
         return self.difficulties[0]
 
-    def at(self, difficulty: str) -> str:
-        """Return a difficulty with its unit, such as "10 bits"."""
+    @property
+    def has_one(self) -> bool:
+        """Whether there is only one difficulty, so that it needs no name."""
+        return len(self.difficulties) == 1
+
+    def with_unit(self, difficulty: str) -> str:
+        """Return a difficulty with its unit, such as "10 bits" or "correlation 0.9"."""
+        if self.unit == "correlation":
+            return f"{self.unit} {difficulty}"
         return f"{difficulty} {self.unit}".strip()
+
+    def at(self, difficulty: str) -> str:
+        """Return a difficulty as the end of a title, such as ", 10 bits"; nothing if there is only one."""
+        return "" if self.has_one else f", {self.with_unit(difficulty)}"
 
     def runs(self, difficulty: str, cure: str) -> Mapping[int, StudyRun]:
         return self.cells.get((difficulty, cure), {})
@@ -267,7 +279,7 @@ def _setting(name: str, runs: Sequence[StudyRun], protocol: ProbeConfig | None) 
         unit=first.get("unit", ""),
         hard=_labels(first.get("hard", "base")),
         easy=_labels(first.get("easy", "overlay")),
-        difficulties=_sorted(dict.fromkeys(run.factors["difficulty"] for run in runs)),
+        difficulties=_sorted(runs),
         cures=tuple(cure for cure in cures if not cure.startswith(CEILING)),
         seeds=tuple(sorted({run.seed for run in runs})),
         cells=cells,
@@ -312,11 +324,19 @@ def number_of(difficulty: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _sorted(difficulties: Mapping[str, None]) -> tuple[str, ...]:
-    numbers = {text: number_of(text) for text in difficulties}
+def _sorted(runs: Sequence[StudyRun]) -> tuple[str, ...]:
+    """Return the difficulties of a setting from the easiest: numbers in order, words as they come.
+
+    The factor `easiest` names the easiest; without it, this is the lowest number.
+    """
+    texts = list(dict.fromkeys(run.factors["difficulty"] for run in runs))
+    easiest = next((run.factors["easiest"] for run in runs if "easiest" in run.factors), None)
+    numbers = {text: number_of(text) for text in texts}
     if any(number is None for number in numbers.values()):
-        return tuple(difficulties)
-    return tuple(sorted(difficulties, key=lambda text: (numbers[text] or 0.0, text)))
+        return tuple(sorted(texts, key=lambda text: text != easiest))
+    rising = sorted(texts, key=lambda text: (numbers[text] or 0.0, text))
+    falls = easiest == rising[-1] if easiest else runs[0].factors.get("unit") in FEWER_IS_HARDER
+    return tuple(reversed(rising) if falls else rising)
 
 
 def _gaps(runs: Sequence[StudyRun], settings: Sequence[Setting], problems: Sequence[str]) -> Gaps:

@@ -34,6 +34,7 @@ from trainer.reports.suppression.verdicts import (
 )
 
 NONE = "–"  # in a cell without a number
+MOST_NAMED = 12  # run directories in one command; for more, it takes all runs
 _LEVEL = f"{100 * LEVEL:g} %"
 
 
@@ -55,7 +56,7 @@ def make_page(benchmark: Benchmark, *, study: str, paths: Sequence[Path]) -> Pag
         }
         for setting in benchmark.settings
     }
-    cures = benchmark.cures
+    cures = benchmark.cures  # so that a cure has the same line in every figure
     sections = [
         Section("", _introduction(benchmark)),
         Section("Every setting, every cure", _overview(benchmark, columns)),
@@ -116,7 +117,7 @@ def _overview(benchmark: Benchmark, columns: Columns) -> list[Block]:
     shown_columns = [
         columns[setting.name][label, setting.middle] for setting in benchmark.settings for label in setting.labels
     ]
-    groups = [(f"{one.name}, {one.at(one.middle)}", len(one.labels)) for one in benchmark.settings]
+    groups = [(f"{one.name}{one.at(one.middle)}", len(one.labels)) for one in benchmark.settings]
     cures = sorted(benchmark.cures, key=lambda cure: -_mean_lead(shown_columns, cure))
     hard = [one for one in shown_columns if one.label in one.setting.hard and one.ranking is not None]
     return [
@@ -187,15 +188,15 @@ def _of_setting(
     setting: Setting, columns: Mapping[tuple[LabelSpace, str], Column], *, cures: Sequence[str]
 ) -> list[Block]:
     hard, easy = (" and ".join(map(setting.title, labels)) for labels in (setting.hard, setting.easy))
-    easiest, hardest = setting.at(setting.easiest), setting.at(setting.difficulties[-1])
+    ends = [setting.with_unit(one) for one in (setting.easiest, setting.difficulties[-1])]
     name = re.sub(r"[^a-z0-9]+", "_", setting.name.casefold()).strip("_") or "setting"
+    title = setting.name if setting.has_one else f"{setting.name}: accuracy over the difficulty"
     blocks: list[Block] = [
-        text(f"Hard: {hard}. Easy: {easy}. From {easiest} to {hardest}."),
-        Picture(name, f"{setting.name}: accuracy over the difficulty", draw_setting(setting, columns, cures=cures)),
+        text(f"Hard: {hard}. Easy: {easy}." + ("" if setting.has_one else f" From {ends[0]} to {ends[1]}.")),
+        Picture(name, title, draw_setting(setting, columns, cures=cures)),
     ]
-    blocks.append(
-        Text([sentence(columns[label, at]) for label in setting.labels for at in setting.difficulties], "list")
-    )
+    compared = [columns[label, at] for label in setting.labels for at in setting.difficulties]
+    blocks.append(Text([sentence(one) for one in compared if one.of_cure or one.label in setting.hard], "list"))
     blocks += _kept(setting, columns)
     if len(setting.labels) > 1 and (groups := _worst_groups(setting)) is not None:
         blocks.append(groups)
@@ -216,7 +217,7 @@ def _kept(setting: Setting, columns: Mapping[tuple[LabelSpace, str], Column]) ->
                     if label in setting.hard
                     else kept_of_easy(columns[label, at], cure)
                 )
-    head = [f"{setting.title(label)}, {setting.at(at)}" for label in setting.labels for at in harder]
+    head = [f"{setting.title(label)}{setting.at(at)}" for label in setting.labels for at in harder]
     rows = [
         Row(cure, [_share(shares[cure, label, at]) for label in setting.labels for at in harder])
         for cure in setting.cures
@@ -225,7 +226,7 @@ def _kept(setting: Setting, columns: Mapping[tuple[LabelSpace, str], Column]) ->
         ["kept, %", *head],
         rows,
         caption="Accuracy above chance. Of the hard feature, as a share of that of the same cure at "
-        f"{setting.at(setting.easiest)}; of the easy feature, as a share of the ceiling, or of the best cure if "
+        f"{setting.with_unit(setting.easiest)}; of the easy feature, as a share of the ceiling, or of the best cure if "
         f"there is no ceiling. Bold: at least {100 * KEPT:.0f} %.",
     )
     return [table, Text([_who_keeps_both(setting, shares, at) for at in harder], "list")]
@@ -243,7 +244,7 @@ def _who_keeps_both(
     def keeps(cure: str, least: float, labels: Sequence[LabelSpace]) -> bool:
         return all((share := shares[cure, label, difficulty]) is not None and share >= least for label in labels)
 
-    where = setting.at(difficulty)
+    where = setting.with_unit(difficulty)
     measured = [
         cure for cure in setting.cures if any(shares[cure, label, difficulty] is not None for label in setting.hard)
     ]
@@ -275,7 +276,7 @@ def _worst_groups(setting: Setting) -> Table | None:
             )
         rows.append(Row(cure, cells))
     return Table(
-        [f"worst group, {setting.at(at)}", *(f"{setting.title(label)}, %" for label in setting.labels)],
+        [f"worst group{setting.at(at)}", *(f"{setting.title(label)}, %" for label in setting.labels)],
         rows,
         caption="Test accuracy in the worst group, mean over seeds. A group is a class of one label with a class of "
         "another; in brackets the group that is the worst for most seeds, and its number of test samples.",
@@ -337,7 +338,7 @@ def _monitors(benchmark: Benchmark) -> list[Block]:
         title = setting.title(setting.hard[0])
         blocks.append(
             Table(
-                [f"{setting.name}, {setting.at(setting.middle)}", f"{title}, %", *MONITORS.values()],
+                [f"{setting.name}{setting.at(setting.middle)}", f"{title}, %", *MONITORS.values()],
                 rows,
                 caption="Monitors of the pooled features, mean over seeds.",
             )
@@ -412,5 +413,5 @@ def _missing(gaps: Gaps, *, study: str, paths: Sequence[Path]) -> list[Block]:
 
 
 def _some(runs: Sequence[Path], where: str) -> str:
-    """Return a few run directories as they are, and for many the directories of the study."""
-    return shlex.join(map(str, runs)) if len(runs) <= 4 else where
+    """Return some run directories as they are, and for many the directories of the study."""
+    return shlex.join(map(str, runs)) if len(runs) <= MOST_NAMED else where

@@ -19,6 +19,7 @@ SOURCE: Final = (
     "printed outputs of the authors' notebook, one run each"
 )
 CHANCE: Final = 0.1
+EMBEDDING_SIZE: Final = 64
 BITS: Final = (0, 5, 10, 15, 20)
 PUBLISHED: Final[Mapping[float, tuple[float, ...]]] = MappingProxyType(
     {
@@ -28,7 +29,7 @@ PUBLISHED: Final[Mapping[float, tuple[float, ...]]] = MappingProxyType(
     }
 )
 _NAME: Final = "randbit"
-_LOSSES: Final = ("symmetric_info_nce", "nt_xent", "published_nt_xent")  # the first that was run counts
+_LOSSES: Final = ("symmetric_info_nce", "nt_xent", "published_nt_xent")  # the first of these that was run counts
 _PAPER: Final = {"num_train": 60_000, "num_test": 10_000, "num_epochs": 10, "batch": 1_000}
 
 
@@ -52,22 +53,20 @@ def is_randbit(setting: Setting) -> bool:
 
 def repeated(setting: Setting) -> Repeated | None:
     """Return the runs of a RandBit setting with a published loss and temperature; None if there are none."""
-    cures: dict[float, tuple[int, str]] = {}
+    candidates: dict[float, list[tuple[tuple[int, int], str]]] = {}
     for (_, cure), runs in setting.cells.items():
         for run in runs.values():
-            kind, temperature = run.config.objective.kind, getattr(run.config.objective, "temperature", None)
-            if (
-                cure in setting.cures
-                and kind in _LOSSES
-                and temperature is not None
-                and temperature in PUBLISHED
-                and not run.config.views.is_learned
-            ):
-                rank = _LOSSES.index(kind)
-                cures[temperature] = min(cures.get(temperature, (rank, cure)), (rank, cure), key=lambda one: one[0])
+            loss, encoder = run.config.objective, run.config.encoder
+            temperature = getattr(loss, "temperature", None)
+            if cure not in setting.cures or loss.kind not in _LOSSES or run.config.views.is_learned:
+                continue
+            if temperature in PUBLISHED and temperature is not None:
+                unlike = (_LOSSES.index(loss.kind), abs(encoder.embedding_size - EMBEDDING_SIZE))
+                candidates.setdefault(temperature, []).append((unlike, cure))
+    cures = {temperature: min(of_temperature)[1] for temperature, of_temperature in sorted(candidates.items())}
     found: dict[tuple[float, int], Estimate] = {}
     used: list[StudyRun] = []
-    for temperature, (_, cure) in cures.items():
+    for temperature, cure in cures.items():
         for difficulty in setting.difficulties:
             bits = number_of(difficulty)
             readings = setting.readings(difficulty, cure, setting.hard[0])
@@ -76,9 +75,7 @@ def repeated(setting: Setting) -> Repeated | None:
                 used += setting.runs(difficulty, cure).values()
     if not found:
         return None
-    return Repeated(
-        {temperature: cure for temperature, (_, cure) in sorted(cures.items())}, found, _differences(setting, used)
-    )
+    return Repeated(cures, found, _differences(setting, used))
 
 
 def _differences(setting: Setting, runs: list[StudyRun]) -> tuple[str, ...]:

@@ -78,24 +78,23 @@ def column_of(setting: Setting, difficulty: str, label: LabelSpace) -> Column:
 
 def sentence(column: Column) -> str:
     """Return a sentence on who is best on a label at a difficulty, by how much, and who is not told from it."""
-    title, where = column.setting.title(column.label), column.setting.at(column.difficulty)
+    setting = column.setting
+    what = f"On the {setting.title(column.label)}{setting.at(column.difficulty)}"
     ranking = column.ranking
     if ranking is None:
-        return f"The {title} at {where} is not measured."
+        return f"{what}: not measured."
     best = f"{ranking.best} ({shown(column.of_cure[ranking.best])} %)"
     if not ranking.rivals:
-        return f"On the {title} at {where}, only {best} is measured."
+        return f"{what}: only {best} is measured."
     if not ranking.told:
-        return f"On the {title} at {where}, {best} has the highest mean, and none of the others is told from it."
+        return f"{what}: {best} has the highest mean, and no other cure is told from it."
     next_told = ranking.told[0]
     lead = f"{points(next_told.lead.mean)} ± {points(next_told.lead.half_width)} points"
     if not ranking.not_told:
-        return (
-            f"On the {title} at {where}, {best} is ahead of every other cure: of {next_told.name}, the next, by {lead}."
-        )
+        return f"{what}: {best} is ahead of every other cure: of {next_told.name}, the next, by {lead}."
     names = joined([rival.name for rival in ranking.not_told])
     return (
-        f"On the {title} at {where}, {best} is ahead of {len(ranking.told)} of {len(ranking.rivals)} cures: of "
+        f"{what}: {best} is ahead of {len(ranking.told)} of {len(ranking.rivals)} cures: of "
         f"{next_told.name}, the closest of these, by {lead}. Not told from it: {names}."
     )
 
