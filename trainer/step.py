@@ -320,6 +320,7 @@ class TrainingStep:
         if spec.reversal is not None:
             views = reverse_gradient(views, spec.reversal)
         with stage("forward"), self._autocast(views.device):
+            views = views.to(memory_format=self._memory_format)  # once, and not in each convolution
             num_groups = 2 if self._config.view_forwards == "two" else 1
             return _halves(self._encoder(views, num_groups))
 
@@ -362,7 +363,10 @@ class TrainingStep:
         def to_input(stored: Tensor) -> Tensor:
             if self._mel is not None:
                 return stored.to(dtype)
-            return (stored.to(dtype) / 255).to(memory_format=self._memory_format)
+            pictures = stored.to(dtype)
+            pictures = pictures / 255 if pictures is stored else pictures.div_(255)
+            # Only a viewmaker keeps the format of its input; other policies return contiguous views.
+            return pictures.to(memory_format=self._memory_format) if self._viewmaker is not None else pictures
 
         a = to_input(batch.inputs_a)
         return InputPair(a, a if batch.inputs_b is batch.inputs_a else to_input(batch.inputs_b))
