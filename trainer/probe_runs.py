@@ -27,7 +27,7 @@ from trainer.modules import TrainedModules
 from trainer.observability.wandb_run import summarize
 from trainer.pretrained import load_modules
 from trainer.probes.curve import ProbeCurve, read_curves
-from trainer.probes.features import TRAIN_DRAW, LabelSpace, Pictures, read_pictures
+from trainer.probes.features import TRAIN_DRAW, FrozenFeatures, LabelSpace, Pictures, read_pictures
 from trainer.probes.groups import describe_groups, measure_groups, pairs_of
 from trainer.probes.heads import Heads, write_heads
 from trainer.probes.knn import probe_knn
@@ -97,7 +97,7 @@ def probe_run(
     if train.streamed is not None and probe_config.views == "policy" and rank() == 0:
         print(
             f"{data.probed_dir} does not fit in memory, and a probe on views reads it once in each of its "
-            f"{probe_config.num_epochs} epochs; --views none reads it three times in all",
+            f"{probe_config.num_epochs} epochs; --views none reads it twice in all",
             file=sys.stderr,
         )
     if num_draws > 1 and not test.is_drawn_online and rank() == 0:
@@ -191,6 +191,7 @@ def probe(
     pairs = pairs_of(readable_labels(train.manifest, test.manifest), (config or modules.config.probe).groups)
     modules = modules.to(device)
     config = modules.config.probe if config is None else config
+    without_views = FrozenFeatures(modules.encoder, device=device)
     title = f"probe of step {modules.step}"
     with Progress(title, total=config.num_epochs, enabled=rank() == 0) as progress:
 
@@ -206,9 +207,18 @@ def probe(
             config=config,
             device=device,
             other_draws=other_draws,
+            without_views=without_views,
             on_epoch=on_epoch,
         )
-    knn = probe_knn(modules.encoder, train=train, test=test, targets=targets, device=device, other_draws=other_draws)
+    knn = probe_knn(
+        modules.encoder,
+        train=train,
+        test=test,
+        targets=targets,
+        device=device,
+        other_draws=other_draws,
+        without_views=without_views,
+    )
     seconds = round(time.monotonic() - started, 1)
     results = {
         space: ProbeResult(

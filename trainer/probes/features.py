@@ -225,8 +225,9 @@ def read_pictures(
     """Read a whole dataset; samples that cannot be read are left out. Every rank calls this.
 
     50,000 pictures of 32x32 take 205 MB, twice that with an online overlay. 24,000 sounds at 48 kHz take about 2 GB.
-    Pictures that take more than `memory` allows are decoded once, to find those that cannot be read, and streamed from
-    then on. `draw` is the number of a draw of an online overlay. Each draw is the same in every run.
+    Pictures that take more than `memory` allows are decoded once, to find those that can be read, and streamed from
+    then on. The encoder gets a fixed number of readable pictures at a time, so they must be known before it runs.
+    `draw` is the number of a draw of an online overlay. Each draw is the same in every run.
 
     Raises `UserError` if there is no dataset, if too many of its samples cannot be read, or if its sounds do not fit in
     memory or have a rate without a spectrogram.
@@ -399,29 +400,66 @@ def extract(
         return shared_rows(lambda part: function(to_float(part, device)), images, chunk_size=batch_size)
 
 
+class FrozenFeatures:
+    """The features of a frozen encoder, without views, for two probes of the same pictures.
+
+    Streamed pictures are read once for both kinds of features. Every rank calls the methods in the same order.
+    """
+
+    def __init__(self, encoder: FeatureEncoder, *, device: torch.device) -> None:
+        self._encoder, self._device = encoder, device
+        self._pooled: dict[int, tuple[Pictures, Tensor]] = {}  # by the id of the pictures, which are kept for it
+
+    def features(self, pictures: Pictures) -> Tensor:
+        """Return `encoder.features` of all pictures, (N, F)."""
+        if pictures.streamed is None:
+            return extract(self._encoder.features, pictures, device=self._device)
+
+        def both(part: Tensor) -> Sequence[Tensor]:
+            images = to_float(part, self._device)
+            return self._encoder.features(images), self._encoder.pooled(images)
+
+        with torch.no_grad():
+            features_NF, pooled_NC = _shared_rows_of_each(both, pictures, chunk_size=_ENCODED_AT_ONCE)
+        self._pooled[id(pictures)] = pictures, pooled_NC
+        return features_NF
+
+    def pooled(self, pictures: Pictures) -> Tensor:
+        """Return `encoder.pooled` of all pictures, (N, C). Forgets them if they were computed with the features."""
+        if (kept := self._pooled.pop(id(pictures), None)) is not None:
+            return kept[1]
+        return extract(self._encoder.pooled, pictures, device=self._device)
+
+
 def shared_rows(function: Callable[[Tensor], Tensor], inputs: Tensor | Pictures, *, chunk_size: int) -> Tensor:
     """Apply `function` to each chunk of rows, and return all results in order, on every rank.
 
     Each chunk is the work of one rank. A rank with fewer chunks repeats its last one, so that `function` may call
     collectives.
     """
+    return _shared_rows_of_each(lambda part: [function(part)], inputs, chunk_size=chunk_size)[0]
+
+
+def _shared_rows_of_each(
+    function: Callable[[Tensor], Sequence[Tensor]], inputs: Tensor | Pictures, *, chunk_size: int
+) -> Sequence[Tensor]:
+    """Do `shared_rows` with a function of several results."""
     chunks = torch.split(torch.arange(len(inputs)), chunk_size)
     num_of_rank = math.ceil(len(chunks) / world_size())
     first = rank() * num_of_rank
     mine = [chunks[min(number, len(chunks) - 1)] for number in range(first, first + num_of_rank)]
-    whole: Tensor | None = None
-    for number, part in enumerate(map(function, _read_in_turn(inputs, mine))):
-        if whole is None:
-            whole = _room_for(inputs, part)
-        if world_size() > 1:
-            part = torch.cat([part, part.new_zeros(chunk_size - len(part), *part.shape[1:])])
-        # In a round, each rank does one chunk. Chunks past the end are repeated ones.
-        for of_rank, rows in enumerate(torch.split(all_gather_rows(part), chunk_size)):
-            start = (of_rank * num_of_rank + number) * chunk_size
-            if start < len(inputs):
-                whole[start : start + chunk_size] = rows[: len(inputs) - start]
-    assert whole is not None
-    return whole
+    wholes: Sequence[Tensor] = ()
+    for number, parts in enumerate(map(function, _read_in_turn(inputs, mine))):
+        wholes = wholes or [_room_for(inputs, part) for part in parts]
+        for whole, part in zip(wholes, parts, strict=True):
+            if world_size() > 1:
+                part = torch.cat([part, part.new_zeros(chunk_size - len(part), *part.shape[1:])])
+            # In a round, each rank does one chunk. Chunks past the end are repeated ones.
+            for of_rank, rows in enumerate(torch.split(all_gather_rows(part), chunk_size)):
+                start = (of_rank * num_of_rank + number) * chunk_size
+                if start < len(inputs):
+                    whole[start : start + chunk_size] = rows[: len(inputs) - start]
+    return wholes
 
 
 def _read_in_turn(inputs: Tensor | Pictures, rows: Sequence[Tensor]) -> Iterator[Tensor]:

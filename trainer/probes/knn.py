@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import Schema
-from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, extract, frozen, shared_rows
+from trainer.probes.features import FeatureEncoder, FrozenFeatures, LabelSpace, Pictures, frozen, shared_rows
 from trainer.probes.linear import Spread, Target, accuracy, num_labelled, spread
 
 NUM_NEIGHBORS = 200
@@ -153,19 +153,21 @@ def probe_knn(
     targets: Mapping[LabelSpace, Target],
     device: torch.device,
     other_draws: Sequence[Pictures] = (),
+    without_views: FrozenFeatures | None = None,
 ) -> dict[LabelSpace, KNNProbe]:
     """Measure kNN accuracy for every target, from pooled features of pictures without views.
 
-    The encoder stays unchanged. `other_draws` are the test pictures under other overlays. Every rank calls this with
-    the same arguments.
+    The encoder stays unchanged. `other_draws` are the test pictures under other overlays. `without_views` may have
+    the features of `encoder` from another probe. Every rank calls this with the same arguments.
     """
     accuracies: dict[LabelSpace, list[float]] = {name: [] for name in targets}
     predicted: dict[LabelSpace, Tensor] = {}
     chunk_size, bank_at_once = (_QUERIES_AT_ONCE, None) if train.streamed is None else (_QUERIES_OF_BANK, _BANK_AT_ONCE)
+    without_views = without_views or FrozenFeatures(encoder, device=device)
     with frozen(encoder):
-        bank_NC = extract(encoder.pooled, train, device=device)
+        bank_NC = without_views.pooled(train)
         for pictures in (test, *other_draws):
-            queries_QC = extract(encoder.pooled, pictures, device=device)
+            queries_QC = without_views.pooled(pictures)
             classes = knn_classes(
                 bank_NC, queries_QC, targets, chunk_size=chunk_size, bank_at_once=bank_at_once, device=device
             )

@@ -41,7 +41,16 @@ from data_pipeline.core.schema import (
     ShareBelowOne,
 )
 from trainer.distributed.collectives import all_gather_rows, rank, world_size
-from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, ViewFunction, extract, frozen, to_float
+from trainer.probes.features import (
+    FeatureEncoder,
+    FrozenFeatures,
+    LabelSpace,
+    Pictures,
+    ViewFunction,
+    extract,
+    frozen,
+    to_float,
+)
 
 PROBE_VIEW = 4  # the `view` of DrawKeys: 0 to 3 belong to training
 _MOVED_AT_ONCE = 4_096  # rows of features that lie in a file
@@ -255,25 +264,28 @@ def probe_linear(
     config: ProbeConfig,
     device: torch.device,
     other_draws: Sequence[Pictures] = (),
+    without_views: FrozenFeatures | None = None,
     on_epoch: Callable[[int, Mapping[LabelSpace, float]], None] = lambda epoch, accuracy: None,
 ) -> dict[LabelSpace, LinearProbe]:
     """Fit linear probes of a frozen encoder for every target. The encoder and the policy are not changed.
 
     The order of an epoch, every online overlay and every view depend only on (config.seed, epoch, sample index). The
     global random states of torch and numpy are not used. Overlays are drawn again in every epoch, as in training.
-    Without views, features are computed once.
+    Without views, features are computed once. `without_views` has the features of `encoder`, for another probe too.
 
     The heads of the last epoch are also tested on `other_draws`, the test pictures with other overlays. Every rank
     calls this with the same arguments. Raises `UserError` for `batch_norm="train"` on several ranks.
     """
     check_ranks(config)
     live = copy.deepcopy(encoder) if config.batch_norm == "train" else encoder
+    if without_views is None or config.batch_norm == "train":
+        without_views = FrozenFeatures(live, device=device)
     with frozen(live, view_policy):
         cached: Tensor | None = None
         if config.batch_norm == "eval":
-            test_NF = extract(live.features, test, device=device)
+            test_NF = without_views.features(test)
             if config.views == "none":
-                cached = extract(live.features, train, device=device)
+                cached = without_views.features(train)
 
         def encoded(row_B: Tensor, epoch: int) -> FeatureBatch:
             if cached is not None:
@@ -318,7 +330,7 @@ def probe_linear(
         )
         accuracies = {space: [one.result.accuracy] for space, one in probes.items()}
         for test_again in other_draws:
-            test_NF = extract(live.features, test_again, device=device)
+            test_NF = without_views.features(test_again)
             for space, one in probes.items():
                 accuracies[space].append(one.head.accuracy(test_NF, test_again.labels(space)))
     return {

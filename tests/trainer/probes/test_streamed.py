@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,11 @@ from data_pipeline.building.build import build_dataset
 from data_pipeline.building.index_tars import Fields, make_index
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
+from data_pipeline.loading.decode import decode_ahead
 from data_pipeline.loading.stream import ReadConfig
 from data_pipeline.remote.cache import RemoteConfig
 from data_pipeline.storage.manifest import INDEX_NAME
+from data_pipeline.storage.store import SampleStore
 from tests.data_pipeline.loading.test_stream import damage
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
@@ -131,6 +135,24 @@ def read_out(directory: Path, views: str, memory: MemoryLimit) -> Any:
 @pytest.mark.parametrize("views", ["policy", "none"])
 def test_probes_and_heads_are_those_of_data_in_memory_to_the_bit(data: Path, views: str) -> None:
     assert read_out(data, views, NOTHING) == read_out(data, views, PLENTY)
+
+
+@pytest.mark.parametrize(("views", "num_train_read"), [("none", 70 + 70), ("policy", 70 + 2 * 64 + 70)])
+def test_both_probes_share_one_reading_without_views(
+    views: str, num_train_read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One reading finds the samples that can be read. The fit on views reads two batches in each of its two epochs."""
+    data = write_tiny_pair(tmp_path, num_train=70, num_test=30)
+    expected, num_read = read_out(data, views, PLENTY), Counter[int]()
+
+    def counted(store: SampleStore, *arguments: Any, **choices: Any) -> Iterator[Any]:
+        for samples in decode_ahead(store, *arguments, **choices):
+            num_read[len(store)] += len(samples)
+            yield samples
+
+    monkeypatch.setattr("trainer.probes.streamed_samples.decode_ahead", counted)
+    assert read_out(data, views, NOTHING) == expected
+    assert num_read == {70: num_train_read, 30: 2 * 30}
 
 
 @pytest.mark.ranks
@@ -250,6 +272,8 @@ def test_a_disk_without_room_is_one_sentence(tmp_path: Path, monkeypatch: pytest
 
 _ENCODE = """
 import sys, threading, time, torch
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from trainer.probes.features import extract, read_pictures
 from trainer.probes.memory_limit import MemoryLimit
