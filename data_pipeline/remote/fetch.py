@@ -38,6 +38,7 @@ from data_pipeline.core.errors import UserError
 logger = logging.getLogger(__name__)
 
 _BLOCK: Final = 1 << 20
+_RANGE: Final = 1 << 23  # of an object that is asked for at a time
 _MAX_BLOCKS: Final = 8  # that wait to be written
 _GRACE_SECONDS: Final = 2.0  # before a command or thread that should have ended is stopped
 _POLL_SECONDS: Final = 0.2  # the longest time until a fetch notices that it should stop
@@ -160,7 +161,7 @@ def _attempt(url: str, file: BinaryIO, *, expected: Expected, limits: Limits) ->
     num_bytes, digest = 0, hashlib.sha256()
     max_bytes = expected.max_bytes if expected.num_bytes is None else expected.num_bytes
     file.seek(0)
-    source = _open(url, limits)
+    source = _open(url, limits, num_bytes=expected.num_bytes)
     try:
         for block in _blocks(source, limits):
             num_bytes += len(block)
@@ -190,7 +191,7 @@ def _attempt(url: str, file: BinaryIO, *, expected: Expected, limits: Limits) ->
             raise _AttemptError(f"the answer of {num_bytes} bytes is not whole JSON") from None
 
 
-def _open(url: str, limits: Limits) -> _Source:
+def _open(url: str, limits: Limits, *, num_bytes: int | None) -> _Source:
     """Open a URL, rewritten by the rules of WebDataset in GOPEN_REWRITE."""
     rewritten: str = rewrite_url(url)
     scheme, _, rest = rewritten.partition(":")
@@ -199,7 +200,7 @@ def _open(url: str, limits: Limits) -> _Source:
     if scheme in ("http", "https"):
         return _Download(rewritten, stall_seconds=limits.stall_seconds)
     if scheme in OBJECT_STORES:
-        return _Object(rewritten)
+        return _Object(rewritten, num_bytes)
     raise UserError(f"{url} is rewritten to {rewritten} by GOPEN_REWRITE; rewrite it to a location that can be read")
 
 
@@ -314,18 +315,24 @@ class _Download(_ReadInThread):
 
 
 class _Object(_ReadInThread):
-    """An object of a store, read by fsspec."""
+    """An object of a store, read by fsspec.
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    An object of known size is asked for in ranges, so nothing asks for its size first, and a slow store still delivers
+    a range within `stall_seconds`.
+    """
+
+    def __init__(self, url: str, num_bytes: int | None) -> None:
+        self._url, self._num_bytes = url, num_bytes
         super().__init__()
 
     def _download(self) -> None:
         store = OBJECT_STORES[self._url.partition(":")[0]]
         try:
-            with fsspec.open(self._url, "rb") as file:
-                while not self._is_stopped.is_set() and (block := file.read(_BLOCK)):
-                    self._put(block)
+            for content in self._parts():
+                for first in range(0, len(content), _BLOCK):
+                    self._put(content[first : first + _BLOCK])
+                if self._is_stopped.is_set():
+                    return
         except ImportError:
             raise _AttemptError(f"it needs `pip install {store.package}`", is_final=True) from None
         except FileNotFoundError:
@@ -334,6 +341,16 @@ class _Object(_ReadInThread):
             is_final = isinstance(error, PermissionError) or "credential" in f"{type(error).__name__} {error}".lower()
             mend = f"; set {store.variables}" if is_final else ""
             raise _AttemptError(f"{type(error).__name__}: {error}{mend}", is_final=is_final) from None
+
+    def _parts(self) -> Iterator[bytes]:
+        if self._num_bytes is None:
+            with fsspec.open(self._url, "rb") as file:
+                while content := file.read(_BLOCK):
+                    yield content
+            return
+        store, path = fsspec.url_to_fs(self._url)
+        for first in range(0, self._num_bytes, _RANGE):
+            yield store.cat_file(path, start=first, end=min(first + _RANGE, self._num_bytes))
 
 
 def _connection_problem(error: requests.exceptions.ConnectionError) -> str:

@@ -13,9 +13,10 @@ from uuid import uuid4
 
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.remote.fetch import Expected, Limits, fetch
+from data_pipeline.remote.fetch import OBJECT_STORES, Expected, Limits, ObjectStore, fetch
 from tests.data_pipeline.remote.http_server import Fault, FaultyServer, closed_port, serve
 
 CONTENT = np.random.default_rng(0).bytes(300_000)
@@ -248,3 +249,47 @@ def test_no_descriptor_or_process_is_left(server: FaultyServer) -> None:
         fetched(f"{server.url}/file", within=limits(stall=0.3, attempts=10))
     assert sorted(descriptors()) == sorted(before)
     assert not running(f"{server.url}/file")
+
+
+# Object stores
+
+
+@pytest.fixture
+def stored(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryFileSystem]:
+    """A store in memory with one object, `memory://bucket/file`; objects are asked for in ranges of 70,000 bytes."""
+    monkeypatch.setitem(OBJECT_STORES, "memory", ObjectStore("fsspec", "NOTHING"))
+    monkeypatch.setattr("data_pipeline.remote.fetch._RANGE", 70_000)
+    store = MemoryFileSystem()
+    store.pipe_file("/bucket/file", CONTENT)
+    yield store
+    store.rm("/bucket", recursive=True)
+
+
+def test_an_object_of_known_size_is_asked_for_in_ranges_and_for_nothing_else(
+    stored: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def cat_file(self: MemoryFileSystem, path: str, start: int, end: int) -> bytes:
+        asked.append((start, end))
+        return CONTENT[start:end]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "cat_file", cat_file)
+        patch.setattr(MemoryFileSystem, "info", None)
+        patch.setattr(MemoryFileSystem, "open", None)
+        assert fetched("memory://bucket/file") == CONTENT
+    assert asked == [(0, 70_000), (70_000, 140_000), (140_000, 210_000), (210_000, 280_000), (280_000, 300_000)]
+    assert fetched("memory://bucket/file") == fetched("memory://bucket/file", expected=Expected()) == CONTENT
+
+
+def test_an_object_that_is_shorter_longer_or_missing_is_one_sentence(stored: MemoryFileSystem) -> None:
+    once = limits(attempts=1)
+    stored.pipe_file("/bucket/file", CONTENT[:100_000])
+    with pytest.raises(UserError, match="it ended after 100000 of 300000 bytes"):
+        fetched("memory://bucket/file", within=once)
+    stored.pipe_file("/bucket/file", CONTENT[1:] + b"xx")
+    with pytest.raises(UserError, match="the answer is not the file that the manifest names"):
+        fetched("memory://bucket/file", within=once)
+    with pytest.raises(UserError, match="there is no such object"):
+        fetched("memory://bucket/other")
