@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,20 +15,20 @@ from torch import Tensor, nn
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.order import batch_indices
-from data_pipeline.storage.manifest import load_manifest
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer import replay, step_replay
 from trainer.build import Training, build_training
 from trainer.checkpoint.run_state import SkipCounts
 from trainer.config import RunConfig
-from trainer.data import open_stream
+from trainer.data import open_stream, read_train_manifest
 from trainer.fault_tolerance.first_nonfinite import Inspector
 from trainer.fault_tolerance.skipped_steps import SkipCounter, SkippedSteps
 from trainer.fault_tolerance.step_record import MAX_RECORDS, read_record, recorded_steps
 from trainer.run_dir import RunDir, write_json
 
 NUM_SAMPLES, BATCH_SIZE, BAD_STEP = 83, 16, 6
+WEIGHTS = {"birds": 1, "photos": 1}  # of the sources of a mixture, until step 5
 RATES = {"encoder": 0.01, "viewmaker": 0.001, "objective": 0.01}
 
 
@@ -62,7 +63,7 @@ def skipped_steps(run_dir: RunDir, training: Training) -> SkippedSteps:
         seed=config.seed,
         device=torch.device("cpu"),
         command="train",
-        train_manifest_sha256=load_manifest(Path(config.data.probed_dir)).sha256,
+        train_manifest_sha256=read_train_manifest(config.data).sha256,
     )
 
 
@@ -274,6 +275,46 @@ def test_another_dataset_with_the_same_keys_is_not_replayed(data: Path, tmp_path
     write_tiny_dataset(other / "train", num_samples=NUM_SAMPLES, seed=5)
     write_json(run_dir.config, configure(other, "debug:image").model_dump(mode="json"))
     with pytest.raises(UserError, match=rf"{other / 'train'} is not the dataset from which step {BAD_STEP} was"):
+        step_replay.replay(run_dir, record, states, device="cpu")
+
+
+def mixture(data: Path, *changes: str) -> RunConfig:
+    """Return the config of a run on two sources with different labels of tiny pictures, and weights that change."""
+    sources = ", ".join(f"{name}: {{train_dir: {data / name}, weight: {weight}}}" for name, weight in WEIGHTS.items())
+    schedule = ", ".join(["{step: 5, weights: {birds: 1, photos: 3}}", *changes])
+    more = [f"data.mixture={{{sources}}}", f"data.mixture_schedule=[{schedule}]"]
+    return configure(data, "debug:image", "data.train_dir=null", *more)
+
+
+@pytest.mark.slow
+def test_a_skipped_step_of_a_mixture_is_replayed_from_its_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The step lies after a change of the weights. A change that the run meets later does not matter."""
+    for seed, name in enumerate(WEIGHTS):
+        write_tiny_dataset(tmp_path / name, num_samples=40 + 3 * seed, seed=seed)
+    write_tiny_dataset(tmp_path / "test", num_samples=20, seed=9, split="test")
+    run_dir, config = RunDir(tmp_path / "run"), mixture(tmp_path)
+    poisoned = "encoder.trunk.layer1.0.conv1.weight"
+    assert train_into_trouble(config, run_dir.path, poisoned, math.inf, BAD_STEP + 1)[BAD_STEP]
+    record, states = read_record(run_dir, BAD_STEP)
+    (batch,) = open_stream(
+        config.data, global_batch_size=BATCH_SIZE, seed=config.seed, start_step=BAD_STEP, end_step=BAD_STEP + 1
+    )
+    assert record.keys == batch.keys
+    assert record.train_manifest_sha256 == read_train_manifest(config.data).sha256
+    later = mixture(tmp_path, "{step: 9, weights: {birds: 5, photos: 1}}")
+    said = explained(later, run_dir, monkeypatch, capsys)
+    assert "trunk.layer1.0.conv1 (Conv2d)" in said
+    assert sum(f"{key}  " in said for key in batch.keys) == 10
+    states["encoder"]["trunk.layer1.0.conv1.weight"].nan_to_num_(posinf=0.0)
+    replayed = step_replay.replay(run_dir, record, states, device="cpu")
+    assert torch.equal(replayed.batch.inputs_a, batch.inputs_a)
+    assert "everything is finite: loss " in "\n".join(step_replay.explain(record, replayed, device="cpu"))
+
+    shutil.rmtree(tmp_path / "photos")
+    write_tiny_dataset(tmp_path / "photos", num_samples=43, seed=7)
+    with pytest.raises(UserError, match=f"is not the dataset from which step {BAD_STEP} was recorded"):
         step_replay.replay(run_dir, record, states, device="cpu")
 
 
