@@ -121,6 +121,7 @@ SETTINGS: Final[Mapping[str, Setting]] = MappingProxyType(
             varies=("overlay", _CORRELATION),
             unit="correlation",
             difficulties={"full": _SHARES, "small": _THREE_SHARES},
+            overlay_options=_both(join="square"),  # expert views crop squares
         ),
         "colours": Setting(
             title="Coloured digits",

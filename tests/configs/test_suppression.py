@@ -1,0 +1,141 @@
+"""The suppression benchmark: settings, cures, data and runs fit each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from configs import studies
+from configs.suppression import CURES, benchmark, why_not
+from data_pipeline.__main__ import main as data_main
+from data_pipeline.building.suppression import Files, build_suppression
+from data_pipeline.building.suppression_settings import SETTINGS, directory_of
+from data_pipeline.core.errors import UserError
+from data_pipeline.storage.manifest import load_manifest
+from tests.real_data import archive
+from trainer.planning.fit import plan
+
+PICTURES = [name for name, setting in SETTINGS.items() if not setting.is_sound]
+_THAT_MEET_THE_PICTURE = ("SimCLR", "decoder", "masked viewmaker", "crop, then viewmaker", "expert against viewmaker")
+NUM_RECORDS = {"train": 24, "test": 22}  # of the tiny CIFAR-10
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All settings with pictures, with a few samples each."""
+    mnist = archive("mnist")
+    directory = tmp_path_factory.mktemp("suppression")
+    root = directory / "files"
+    rng = np.random.default_rng(0)
+    for split, num in NUM_RECORDS.items():
+        for number in range(num):
+            folder = root / split / f"class{number % 10}"
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(folder / f"{number:04}.png")
+    (root / "MNIST").symlink_to(mnist / "MNIST")
+    files = Files(root=root, cifar="folder", digits="mnist_t10k")
+    assert build_suppression(directory / "data", names=PICTURES, scale="small", files=files, limit=24) == []
+    return directory
+
+
+def test_every_run_has_a_name_of_its_own_and_its_place_in_the_benchmark() -> None:
+    for study in (studies.suppression, studies.suppression_small, studies.suppression_quick):
+        runs = study()
+        names = Counter((run.name, run.seed) for run in runs)
+        assert max(names.values()) == 1
+        for run in runs:
+            assert {"setting", "difficulty", "cure", "hard", "easy"} <= run.tracking.factors.keys()
+
+
+def test_all_cures_of_a_point_have_the_same_data_optimizer_and_steps() -> None:
+    runs = benchmark(scale="small", seeds=(0,))
+    shared = {
+        (run.tracking.factors["setting"], run.tracking.factors["difficulty"]): (
+            run.data,
+            run.optimizer,
+            run.global_batch_size,
+            run.num_epochs,
+            run.probe,
+        )
+        for run in runs
+    }
+    for run in runs:
+        of_point = shared[run.tracking.factors["setting"], run.tracking.factors["difficulty"]]
+        assert (run.data, run.optimizer, run.global_batch_size, run.num_epochs, run.probe) == of_point
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_lacks_a_cure_only_for_a_reason(name: str) -> None:
+    cures = {run.tracking.factors["cure"] for run in benchmark(scale="small", settings=(name,), seeds=(0,))}
+    for cure in CURES:
+        assert (cure in cures) is (why_not(name, cure) is None)
+    ceilings = {f"ceiling: {label}" for label in (*SETTINGS[name].hard, *SETTINGS[name].easy)}
+    assert ceilings <= cures
+    assert {"SimCLR", "viewmaker"} <= cures
+
+
+def test_the_first_seed_is_complete_before_the_second_begins() -> None:
+    seeds = [run.seed for run in benchmark(scale="small")]
+    assert seeds == sorted(seeds)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_each_difficulty_is_built_with_its_option_and_its_labels(name: str, built: Path) -> None:
+    setting = SETTINGS[name]
+    for difficulty in setting.names_of_difficulties("small"):
+        for split in ("train", "test"):
+            manifest = load_manifest(Path(directory_of(str(built / "data"), name, difficulty, split)))
+            assert {*setting.hard, *setting.easy} <= manifest.labels.keys()
+            if setting.varies is None:
+                continue
+            part, option = setting.varies
+            entry = manifest.overlay if part == "overlay" else manifest.how_made
+            assert entry is not None
+            expected = 0.0 if option == "correlation" and split == "test" else float(difficulty)
+            options = entry.options if part == "overlay" else entry.source_options
+            assert float(options[option]) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PICTURES)
+def test_every_cure_can_be_trained_on_every_setting(name: str, built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (built / "data" / "suppression_small").unlink(missing_ok=True)
+    (built / "data" / "suppression_small").symlink_to(built / "data")
+    monkeypatch.chdir(built)
+    hardest = SETTINGS[name].names_of_difficulties("small")[-1]
+    cures = tuple(CURES) if name == "randbit" else tuple(_THAT_MEET_THE_PICTURE)  # the others see embeddings alone
+    runs = [
+        run
+        for run in benchmark(scale="small", settings=(name,), cures=cures, seeds=(0,))
+        if run.tracking.factors["difficulty"] == hardest
+    ]
+    assert len(runs) >= 5
+    for run in runs:
+        small = run.model_copy(update={"global_batch_size": 8})
+        manifest = load_manifest(Path(run.data.probed_dir))
+        num_classes = {label: len(entry.classes) for label, entry in manifest.labels.items()}
+        plan(
+            small,
+            world_size=1,
+            num_samples=manifest.num_samples,
+            num_classes=num_classes,
+            input_shape=manifest.batch_shape,
+            device_gigabytes=None,
+        )
+
+
+def test_a_setting_without_files_is_named_and_the_others_are_built(tmp_path: Path) -> None:
+    (problem,) = build_suppression(
+        tmp_path, names=("shapes", "trifeature"), scale="small", files=Files(root=tmp_path / "none"), limit=20
+    )
+    assert problem.startswith("C+Shapes was not built:")
+    assert load_manifest(tmp_path / "trifeature" / "0.0" / "train").num_samples == 20
+
+
+def test_an_unknown_setting_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r'unknown setting "randbits".*randbit'):
+        data_main(["suppression", "--root", str(tmp_path), "--out", str(tmp_path), "--settings", "randbits"])
