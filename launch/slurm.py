@@ -23,6 +23,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = run_parser(__doc__, "--study", metavar="studies:NAME", help="All runs of this study, as one job array.")
     add = parser.add_argument
     add(
+        "--only",
+        metavar="PATTERN",
+        help='Train only the runs of a study whose names fit, such as "randbit-*-seed0".',
+    )
+    add(
         "--at-a-time",
         type=positive,
         metavar="N",

@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -78,6 +79,8 @@ def plan_from(arguments: argparse.Namespace, request: ResolvedRequest) -> Submis
 
     Raises `UserError` if flags contradict each other, or if a run could never start.
     """
+    if arguments.only is not None and arguments.study is None:
+        raise UserError("--only chooses runs of a study; leave it out, or give --study")
     sweep = planned_sweep(arguments)
     if sweep is not None:
         runs, name, home = list(sweep.runs), sweep.sweep.name, sweep.home
@@ -97,6 +100,7 @@ def plan_from(arguments: argparse.Namespace, request: ResolvedRequest) -> Submis
         name = arguments.study.partition(":")[2]
         home = (arguments.study_dir or Path("runs") / name).absolute()
         runs = [PlannedRun.at(home / default_run_dir(config).name, config) for config in configs]
+        runs = chosen_runs(runs, arguments.only)
     is_local = arguments.executor == "local"
     at_a_time = min(arguments.at_a_time or (1 if is_local else len(runs)), len(runs))
     wanted = _with_part_of_cores(request.wanted, at_a_time=at_a_time) if is_local else request.wanted
@@ -123,6 +127,20 @@ def plan_from(arguments: argparse.Namespace, request: ResolvedRequest) -> Submis
         executor=arguments.executor,
         accepted_data=(*arguments.accept_data, *arguments.accept_code),
     )
+
+
+def chosen_runs(runs: list[PlannedRun], pattern: str | None) -> list[PlannedRun]:
+    """Return the runs whose directory's name fits a pattern of a shell; all if it is None.
+
+    Raises `UserError` if none fits.
+    """
+    if pattern is None:
+        return runs
+    names = [planned.run_dir.path.name for planned in runs]
+    fitting = [planned for planned, name in zip(runs, names, strict=True) if fnmatchcase(name, pattern)]
+    if not fitting:
+        raise UserError(f'no run of the study fits --only "{pattern}"; its runs have names such as {names[0]}')
+    return fitting
 
 
 def _with_part_of_cores(wanted: RequestedResources, *, at_a_time: int) -> RequestedResources:

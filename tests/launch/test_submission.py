@@ -22,6 +22,7 @@ from launch.resources import Resources, describe_origins, describe_request, reso
 from launch.slurm import main
 from launch.slurm_checks import check_gpus, check_shared, check_time_limit, refusal
 from launch.slurm_client import outside_any_job, refusal_reason
+from launch.slurm_command import chosen_runs
 from launch.submission import SubmissionPlan, _submit_here, sbatch_script
 from launch.submitted import Submission, record
 from tests.commands import Done, call
@@ -498,3 +499,15 @@ def test_runs_on_this_machine_share_the_gpus_that_their_user_may_use(
     else:
         _submit_here([], plan, code=tmp_path)
         assert given == [expected]
+
+
+def test_only_the_runs_of_a_study_that_fit_a_pattern_are_chosen(tmp_path: Path) -> None:
+    config = resolve_recipe("debug:image")
+    runs = [PlannedRun.at(tmp_path / f"{name}-seed{seed}", config) for name in ("a-b", "b-a") for seed in (0, 1)]
+    assert [run.run_dir.path.name for run in chosen_runs(runs, "a-*")] == ["a-b-seed0", "a-b-seed1"]
+    assert [run.run_dir.path.name for run in chosen_runs(runs, "*-seed1")] == ["a-b-seed1", "b-a-seed1"]
+    assert chosen_runs(runs, None) == runs
+    with pytest.raises(
+        UserError, match='no run of the study fits --only "c-\\*"; its runs have names such as a-b-seed0'
+    ):
+        chosen_runs(runs, "c-*")
