@@ -133,8 +133,20 @@ def base_run(point: Point) -> RunConfig:
         global_batch_size=(125 if setting.is_sound else 250) if is_small else 512,
         num_epochs=(20 if setting.is_sound else 10) if is_small else 100,
         channels_last=not setting.is_sound,
-        probe=ProbeConfig(num_epochs=20 if is_small else 100, views="none"),
+        probe=ProbeConfig(
+            num_epochs=20 if is_small else 100,
+            views="none",
+            labels=(*setting.hard, *setting.easy),
+            groups=_correlated_pairs(setting),
+        ),
     )
+
+
+def _correlated_pairs(setting: Setting) -> tuple[tuple[str, str], ...]:
+    """Return the pairs of labels of which the worst group counts: those that are correlated in the train split."""
+    if setting.unit != "correlation":
+        return ()
+    return tuple((hard, easy) for hard in setting.hard for easy in setting.easy)
 
 
 def _small_encoder(point: Point) -> EncoderConfig:
