@@ -32,6 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     which.add_argument("--all-steps", action="store_true", help="Probe every checkpoint of the run.")
     add("--untrained", action="store_true", help="Also probe the untrained encoder, for comparison.")
+    add("--pixels", action="store_true", help="Also probe the raw pixels, for comparison.")
     add(
         "--label",
         action="append",
@@ -76,6 +77,11 @@ def _parser() -> argparse.ArgumentParser:
         choices=["eval", "train"],
         help="The mode of batch norm during the fit; train uses batch statistics, as in the published code.",
     )
+    fit.add_argument(
+        "--reads",
+        choices=["features", "embedding", "pixels"],
+        help="The input of the probes: the features of the encoder, its embedding, or the raw pixels.",
+    )
     fit.add_argument("--epochs", type=positive, metavar="N", help="The number of epochs of the fit.")
     return parser
 
@@ -92,7 +98,12 @@ def main() -> None:
     device = choose_device(world)
     gigabytes = arguments.memory_gigabytes
     memory = MemoryLimit(None if gigabytes is None else int(gigabytes * 1e9), arguments.scratch)
-    changes = {"views": arguments.views, "batch_norm": arguments.batch_norm, "num_epochs": arguments.epochs}
+    changes = {
+        "views": arguments.views,
+        "batch_norm": arguments.batch_norm,
+        "num_epochs": arguments.epochs,
+        "reads": arguments.reads,
+    }
     with process_group(world, device):
         paths = runs_of(arguments.run_dirs)
         run_dirs = [RunDir(path) for path in paths]
@@ -118,6 +129,7 @@ def main() -> None:
                 allow_shared=arguments.allow_shared,
                 device=device,
                 untrained=arguments.untrained,
+                pixels=arguments.pixels,
                 allow_pipe=arguments.allow_pipe,
                 memory=memory,
             )

@@ -33,6 +33,7 @@ from trainer.probes.heads import Heads, write_heads
 from trainer.probes.knn import probe_knn
 from trainer.probes.linear import ProbeConfig, Target, check_ranks, num_labelled, probe_linear, spread
 from trainer.probes.memory_limit import MemoryLimit
+from trainer.probes.reads import reader
 from trainer.probes.result import ProbeResult
 from trainer.probes.right_samples import pack_right
 from trainer.probes.shared import check_shared, find_shared
@@ -52,6 +53,7 @@ def probe_run(
     changes: Mapping[str, Any],
     device: torch.device,
     untrained: bool = False,
+    pixels: bool = False,
     allow_shared: float | None = None,
     allow_pipe: bool = False,
     memory: MemoryLimit = _DEFAULT_MEMORY,
@@ -61,6 +63,7 @@ def probe_run(
     steps: the checkpoint, "all", or None for the newest.
     changes: to the probe of the run's config; the names of the result files then say them.
     untrained: probe the untrained encoder too, before the others.
+    pixels: probe the raw pixels too, before the others. Their results are those of step 0.
     allow_shared: replaces the share in the config if it is given.
     allow_pipe: as in `read_config`.
     memory: pictures that take more are streamed.
@@ -69,8 +72,7 @@ def probe_run(
     """
     config = read_run_config(run_dir, allow_pipe=allow_pipe)
     probe_config = ProbeConfig.parse(config.probe.model_dump() | dict(changes), where="the probe")
-    changed = {name: value for name, value in changes.items() if value != getattr(config.probe, name)}
-    suffix = "".join(f"-{name}_{value}" for name, value in changed.items())
+    suffix = _suffix(config.probe, changes)
 
     manifests = read_agreed_manifests(config.data)
 
@@ -103,19 +105,29 @@ def probe_run(
     if num_draws > 1 and not test.is_drawn_online and rank() == 0:
         print(f"{data.test_dir} has no online overlay, so there is only one draw, and no spread", file=sys.stderr)
     other_draws = [test.with_draw(draw) for draw in range(1, num_draws)] if test.is_drawn_online else []
-    for number, step in enumerate(chosen):
-        modules = modules if len(chosen) == 1 else _load(run_dir, step)
-        _warn_of_other_data(modules, train=train, test=test)
-        readout = probe(
+
+    def read_out(modules: TrainedModules, config: ProbeConfig) -> Readout:
+        return probe(
             modules,
             train=train,
             test=test,
             device=device,
-            config=probe_config,
-            labels=labels or probe_config.labels,
+            config=config,
+            labels=labels or config.labels,
             other_draws=other_draws,
             num_shared=num_shared,
         )
+
+    if pixels:
+        of_pixels = read_out(_load(run_dir, 0), probe_config.model_copy(update={"reads": "pixels"}))
+        of_pixels_suffix = _suffix(config.probe, {**changes, "reads": "pixels"})
+        on_first_rank(partial(_write, run_dir.probes(0), of_pixels, suffix=of_pixels_suffix))
+        if rank() == 0:
+            print(f"raw pixels:\n{table(of_pixels.results)}")
+    for number, step in enumerate(chosen):
+        modules = modules if len(chosen) == 1 else _load(run_dir, step)
+        _warn_of_other_data(modules, train=train, test=test)
+        readout = read_out(modules, probe_config)
         directory = run_dir.probes(modules.step)
         on_first_rank(partial(_write, directory, readout, suffix=suffix))
         if rank() == 0:
@@ -145,6 +157,12 @@ def probe_run(
 
     on_first_rank(write_curves)
     return readout.results
+
+
+def _suffix(own: ProbeConfig, changes: Mapping[str, Any]) -> str:
+    """Return the part of file names that says how a probe differs from the one of the run's config."""
+    changed = {name: value for name, value in changes.items() if value != getattr(own, name)}
+    return "".join(f"-{name}_{value}" for name, value in changed.items())
 
 
 def _write(directory: Path, readout: Readout, *, suffix: str) -> None:
@@ -191,15 +209,16 @@ def probe(
     pairs = pairs_of(readable_labels(train.manifest, test.manifest), (config or modules.config.probe).groups)
     modules = modules.to(device)
     config = modules.config.probe if config is None else config
-    without_views = FrozenFeatures(modules.encoder, device=device)
     title = f"probe of step {modules.step}"
+    encoder = reader(modules.encoder, config.reads)
+    without_views = FrozenFeatures(encoder, device=device)
     with Progress(title, total=config.num_epochs, enabled=rank() == 0) as progress:
 
         def on_epoch(epoch: int, accuracy: Mapping[LabelSpace, float]) -> None:
             progress.advance(note=", ".join(f"label_{name} {100 * value:.1f} %" for name, value in accuracy.items()))
 
         linear = probe_linear(
-            modules.encoder,
+            encoder,
             view_policy=modules.view_policy,
             train=train,
             test=test,
@@ -211,7 +230,7 @@ def probe(
             on_epoch=on_epoch,
         )
     knn = probe_knn(
-        modules.encoder,
+        encoder,
         train=train,
         test=test,
         targets=targets,

@@ -33,15 +33,19 @@ def heads_of(loaded: LoadedRun) -> Heads:
 
     Raises `UserError` if the file is damaged, or if its heads do not fit this train set and encoder.
     """
-    run, in_train_mode = loaded.run_dir.path, loaded.modules.config.probe.batch_norm == "train"
-    # In such a run heads.safetensors was fitted in train mode. `trainer.probe --batch-norm eval` writes the other name.
-    name, command = ("heads-batch_norm_eval", f"{run} --batch-norm eval") if in_train_mode else ("heads", f"{run}")
+    run, own = loaded.run_dir.path, loaded.modules.config.probe
+    # With another probe in its config, heads.safetensors of a run does not fit. These options write the other name.
+    needed = {"batch_norm": "eval", "reads": "features"}
+    needed = {name: value for name, value in needed.items() if getattr(own, name) != value}
+    name = "heads" + "".join(f"-{name}_{value}" for name, value in needed.items())
+    command = " ".join([str(run), *(f"--{name.replace('_', '-')} {value}" for name, value in needed.items())])
     path = loaded.run_dir.probes(loaded.modules.step) / f"{name}.safetensors"
     if not path.is_file():
-        if in_train_mode:
+        if needed:
+            has, wanted = (" and ".join(f"{name} {of[name]}" for name in needed) for of in (own.model_dump(), needed))
             print(
-                f"the probe of {run} has batch_norm train, but views are judged in eval mode, so a quick classifier is "
-                f"fitted in that mode; `python -m trainer.probe {command}` fits a full one",
+                f"the probe of {run} has {has}, but views are judged with {wanted}, so a quick classifier is fitted in "
+                f"this way; `python -m trainer.probe {command}` fits a full one",
                 file=sys.stderr,
             )
         write_heads(path, fit_quickly(loaded))

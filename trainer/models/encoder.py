@@ -384,9 +384,13 @@ class Encoder(nn.Module):
             raise ValueError(
                 f"the encoder takes {len(self.mean_C11)} channels (in_channels), got views {tuple(views_BCHW.shape)}"
             )
-        # Divided in place: on a CPU, another copy of the batch takes as long as the division.
-        map_BCHW: Tensor = self.trunk((_at_least_float32(views_BCHW) - self.mean_C11).div_(self.std_C11))
+        map_BCHW: Tensor = self.trunk(self.normalise(views_BCHW))
         return map_BCHW
+
+    def normalise(self, views_BCHW: Tensor) -> Tensor:
+        """Return pictures less the mean and divided by the standard deviation of their channels, at least float32."""
+        # Divided in place: on a CPU, another copy of the batch takes as long as the division.
+        return (_at_least_float32(views_BCHW) - self.mean_C11).div_(self.std_C11)
 
 
 def decide_form(config: EncoderConfig, *, height: int, width: int) -> EncoderConfig:

@@ -76,6 +76,11 @@ def probe(
     Raises `UserError` if a dataset is missing or has no labels, if the labels of both differ, or if the encoder returns
     anything but finite rows.
     """
+    if config.reads != "features":
+        raise UserError(
+            f"probe(encoder, train, test) reads what the encoder returns, but the config has reads={config.reads}; in "
+            "place of the encoder, pass a function that returns the embedding, or nn.Flatten() for the pixels"
+        )
     if config.views != "none" or config.batch_norm != "eval":
         raise UserError(
             f"probe(encoder, train, test) encodes each picture once, but the config has views={config.views} and "

@@ -64,6 +64,8 @@ class ProbeConfig(Schema):
     batch_norm: "eval" always uses the encoder's running statistics. "train" uses batch statistics while the head is
         trained, as the original code does. That changes the running statistics, which the test then uses. It needs a
         single process.
+    reads: the input of the probes: the features of the encoder, its embedding (the output of the projector), or the
+        pixels without any encoder. See `trainer.probes.reads`. The online probe always reads the features.
     online_every_steps, online_num_train, online_num_test: the steps between two measurements of kNN and ridge
         regression during training (None: never), and the number of samples they use at most. See
         `trainer.probes.online`.
@@ -81,6 +83,7 @@ class ProbeConfig(Schema):
     milestones: Annotated[tuple[PositiveShare, ...], Field(max_length=100)] = (0.6, 0.8)
     views: Literal["policy", "none"] = "policy"
     batch_norm: Literal["eval", "train"] = "eval"
+    reads: Literal["features", "embedding", "pixels"] = "features"
     seed: Seed = 0
     online_every_steps: Count | None = None
     online_num_train: Count = 4096

@@ -1,7 +1,8 @@
 """Group probe results by protocol. Invariant: results of two protocols never share a column or a sentence.
 
 A protocol is all settings of a probe except its seed. Most reports have only the protocol of the runs' configs. The
-options `--views`, `--batch-norm` and `--epochs` of `python -m trainer.probe` make others.
+options `--views`, `--batch-norm`, `--epochs` and `--reads` of `python -m trainer.probe` make others. A probe of pixels
+is a floor of the protocols that differ from its own in `reads` alone, and so no protocol of its own beside them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from trainer.probes.linear import ProbeConfig
 from trainer.reports.runs import Arm, Run, labels_of, runs_of_arms
 
 _PLAIN = {"num_epochs", "views", "batch_norm"}  # settings that the description of a protocol always gives
-_OPTIONS = {"views": "--views", "batch_norm": "--batch-norm", "num_epochs": "--epochs"}
+_OPTIONS = {"views": "--views", "batch_norm": "--batch-norm", "num_epochs": "--epochs", "reads": "--reads"}
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,15 @@ def protocols_of(runs: Sequence[Run]) -> list[ProbeConfig]:
         own = sum(run.own_protocol == protocol for run in runs)
         return -trained, -own, protocol.model_dump_json()
 
-    found = {protocol for run in runs for protocol in run.readouts}
+    every = {protocol for run in runs for protocol in run.readouts}
+    of_encoders = {protocol for protocol in every if protocol.reads != "pixels"}
+    found = of_encoders | (every - {of_pixels(protocol) for protocol in of_encoders})
     return sorted(found, key=rank) or [runs[0].own_protocol]
+
+
+def of_pixels(protocol: ProbeConfig) -> ProbeConfig:
+    """Return the protocol that fits the same probe on pixels, which need no encoder."""
+    return protocol.model_copy(update={"reads": "pixels"})
 
 
 def describe_protocol(protocol: ProbeConfig) -> str:

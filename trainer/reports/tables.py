@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 from trainer.probes.features import LabelSpace
 from trainer.probes.groups import Groups
+from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult
 from trainer.reports.curves import color_of
 from trainer.reports.findings import Method, Score, baseline, score, winner
-from trainer.reports.protocols import by_protocol, describe_protocol, label_titles, probe_command
+from trainer.reports.protocols import by_protocol, describe_protocol, label_titles, of_pixels, probe_command
 from trainer.reports.runs import Arm, DatasetArms, Run, config_differences, datasets_of, labels_of, runs_of_arms
 
 
@@ -64,10 +65,11 @@ class ResultTable:
 
 @dataclass(frozen=True)
 class ProtocolResults:
-    """The tables of one probe protocol, one for each dataset, with the protocol in words."""
+    """The tables of one probe protocol, one for each dataset, with the protocol in words, and what its probes read."""
 
     description: str
     tables: Sequence[ResultTable]
+    reads: str
 
     @property
     def is_measured(self) -> bool:
@@ -82,8 +84,8 @@ def results(arms: Sequence[Arm]) -> list[ProtocolResults]:
         tables = []
         for dataset in datasets:
             title = " · ".join(part for part in (group.title, dataset.name if len(datasets) > 1 else "") if part)
-            tables.append(_result_table(dataset, title=title[:1].upper() + title[1:]))
-        found.append(ProtocolResults(describe_protocol(group.protocol), tables))
+            tables.append(_result_table(dataset, title=title[:1].upper() + title[1:], protocol=group.protocol))
+        found.append(ProtocolResults(describe_protocol(group.protocol), tables, group.protocol.reads))
     return found
 
 
@@ -139,7 +141,7 @@ def _measured_spaces(arms: Sequence[Arm]) -> list[LabelSpace]:
     return [space for space in labels if any(arm.trained(space) or arm.untrained(space) for arm in arms)]
 
 
-def _result_table(dataset: DatasetArms, *, title: str) -> ResultTable:
+def _result_table(dataset: DatasetArms, *, title: str, protocol: ProbeConfig) -> ResultTable:
     arms = dataset.arms
     spaces, titles = _measured_spaces(arms), label_titles(arms)
     best = {space: winner(arms, space) for space in spaces}
@@ -150,6 +152,9 @@ def _result_table(dataset: DatasetArms, *, title: str) -> ResultTable:
         rows.append(ResultRow("arm", arm.name, cells, color_of(number), _note(arm, seeds), seeds))
         cells = [cell for space in spaces for cell in _untrained_cells(arm, arms, space)]
         rows.append(ResultRow("untrained", "untrained encoder", cells))
+    if any(pixels := [_probe_of_pixels(arms, space, protocol) for space in spaces]):
+        cells = [cell for probe in pixels for cell in _floor_cells(probe)]
+        rows.append(ResultRow("floor", "raw pixels", cells))
     probes = [next(probe for arm in arms for probe in [*arm.trained(space), *arm.untrained(space)]) for space in spaces]
     for name, shares in (
         ("commonest class", [probe.majority_share for probe in probes]),
@@ -158,6 +163,19 @@ def _result_table(dataset: DatasetArms, *, title: str) -> ResultTable:
         cells = [cell for share in shares for cell in (ResultCell(f"{100 * share:.1f}"), ResultCell(""))]
         rows.append(ResultRow("floor", name, cells))
     return ResultTable(title, [titles[space] for space in spaces], rows, group_grid(arms))
+
+
+def _probe_of_pixels(arms: Sequence[Arm], space: LabelSpace, protocol: ProbeConfig) -> ProbeResult | None:
+    """Return the first result of the same probe on pixels; None if there is none, or if `protocol` is of pixels."""
+    if protocol.reads == "pixels":
+        return None
+    readouts = [run.readouts.get(of_pixels(protocol), {}) for run in runs_of_arms(arms)]
+    return next((of_step[space] for probes in readouts for of_step in probes.values() if space in of_step), None)
+
+
+def _floor_cells(probe: ProbeResult | None) -> list[ResultCell]:
+    probes = [] if probe is None else [probe]
+    return [_cell(score(probes, "linear")), _cell(score(probes, "knn"))]
 
 
 def _trained_cells(arm: Arm, arms: Sequence[Arm], space: LabelSpace, *, is_best: bool) -> list[ResultCell]:

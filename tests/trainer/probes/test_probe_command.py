@@ -29,6 +29,7 @@ from trainer.modules import build_modules
 from trainer.pretrained import load_modules
 from trainer.probe import main
 from trainer.probe_runs import majority_share, probe, runs_table
+from trainer.probes.any_encoder import probe as probe_any
 from trainer.probes.curve import Curves, Point, ProbeCurve, curve_of
 from trainer.probes.features import Pictures, read_pictures
 from trainer.probes.groups import describe_groups
@@ -243,6 +244,36 @@ def test_another_protocol_is_filed_under_its_name(data: Path, tmp_path: Path, mo
     result = read_result(run_dir.probes(10) / f"base{suffix}.json")
     assert (result.probe_config.views, result.probe_config.batch_norm) == ("none", "train")
     assert "batch_norm train" in read_heads(run_dir.probes(10) / f"heads{suffix}.safetensors").made_by
+
+
+def test_the_embedding_and_the_pixels_are_filed_under_their_names(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path / "run", data)
+    call(monkeypatch, run_dir.path, "--views", "none", "--epochs", 2, "--reads", "embedding", "--pixels")
+    printed = capsys.readouterr().out
+    encoder = load_modules(run_dir, step=10).encoder.eval()
+    others = {"views": "none", "num_epochs": 2}
+    for step, reads, function in (
+        (10, "embedding", lambda x: encoder(x)),
+        (0, "pixels", lambda x: (x - encoder.mean_C11).div(encoder.std_C11).flatten(1)),
+    ):
+        suffix = f"-views_none-num_epochs_2-reads_{reads}"
+        assert {path.name for path in run_dir.probes(step).iterdir()} == {
+            f"base{suffix}.json",
+            f"overlay{suffix}.json",
+            f"heads{suffix}.safetensors",
+        }
+        config = debug.image().probe.model_copy(update=others)
+        expected = probe_any(function, data / "train", data / "test", config=config)
+        for space, accuracy in expected.items():
+            result = read_result(run_dir.probes(step) / f"{space}{suffix}.json")
+            assert result.probe_config == config.model_copy(update={"reads": reads}).protocol
+            assert (result.linear.accuracy, result.knn.accuracy) == (accuracy.linear, accuracy.knn)
+        assert f"reads {reads}" in read_heads(run_dir.probes(step) / f"heads{suffix}.safetensors").made_by
+    assert printed.startswith("raw pixels:\n")
+    with pytest.raises(UserError, match=r"the config has reads=pixels; in place of the encoder, pass a function"):
+        probe_any(encoder, data / "train", data / "test", config=config.model_copy(update={"reads": "pixels"}))
 
 
 @pytest.mark.slow

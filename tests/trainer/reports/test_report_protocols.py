@@ -90,6 +90,30 @@ def test_two_protocols_are_in_tables_charts_and_sentences_of_their_own(
         assert text.count(f"<figcaption>{title}</figcaption>") == 1
 
 
+def test_the_embedding_is_a_protocol_and_the_pixels_are_its_floor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = debug.image().probe
+    embedding, pixels = (own.model_copy(update={"reads": reads}) for reads in ("embedding", "pixels"))
+    run = make_run(tmp_path / "run", name="run", trained={"base": [0.9]})
+    add_probe(run, "-reads_embedding", 0.6, embedding)
+    add_probe(run, "-reads_pixels", 0.3, pixels, step=0)
+    add_probe(run, "-views_none-reads_pixels", 0.2, pixels.model_copy(update={"views": "none"}), step=0)
+    page = Page(html := report(monkeypatch, tmp_path / "r.html", run))
+    assert [page.row("run", number=number)[1].split()[0] for number in (0, 1)] == ["90.0", "60.0"]
+    for number in (0, 1):
+        assert page.row("raw pixels", number=number) == ["raw pixels", "30.0", "29.0"]
+    shown = " ".join(unescape(html).replace("\u00a0", " ").split())
+    assert shown.count("softmax regression on the embedding of the frozen encoder") == 1
+    assert f"Probe of {describe_protocol(own)}" in shown
+    assert f"Probe of {describe_protocol(embedding)}" in shown
+    assert f"Probe of {describe_protocol(pixels)}" not in shown
+    alone = make_run(tmp_path / "alone")
+    add_probe(alone, "-reads_pixels", 0.3, pixels, step=0)
+    (group,) = by_protocol(arms_of(read_runs([alone])))
+    assert group.protocol.reads == "pixels"
+
+
 def test_what_a_file_holds_is_its_protocol_and_not_its_name(tmp_path: Path) -> None:
     """Two runs whose configs probe in different ways both call their file base.json."""
     fast = ProbeConfig(views="none", num_epochs=7)
@@ -117,6 +141,7 @@ def test_every_setting_of_a_protocol_is_in_its_words() -> None:
         "milestones": (0.7,),
         "views": "none",
         "batch_norm": "train",
+        "reads": "embedding",
     }
     assert set(others) == ProbeConfig().fit_settings.keys() - {"seed"}
     told = [describe_protocol(ProbeConfig(**{name: value})) for name, value in others.items()]
