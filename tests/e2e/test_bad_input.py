@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from configs import resolve_recipe
 from data_pipeline.core.errors import run_command
 from launch import train as launch_train
+from tests.nursery import run_python
 from tests.real_data import REPOSITORY
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair, write_tiny_sounds
 from trainer.run_dir import RunDir, hold, write_json
@@ -184,14 +184,8 @@ def test_a_global_batch_that_the_ranks_do_not_divide(data: Path, tmp_path: Path)
     """Under torchrun: only the first rank speaks, and torchrun itself ends non-zero."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     sets = ["--set", f"data.train_dir={data / 'train'}", "--set", f"data.test_dir={data / 'test'}"]
-    done = subprocess.run(
-        [*torchrun, "launch/train.py", "--config", "debug:image", "--run-dir", str(tmp_path / "run"), *sets],
-        cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [*torchrun, "launch/train.py", "--config", "debug:image", "--run-dir", str(tmp_path / "run"), *sets]
+    done = run_python(command, cwd=REPOSITORY, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120)
     assert done.returncode != 0
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert errors == [
@@ -209,12 +203,10 @@ def test_a_port_in_use(data: Path, tmp_path: Path) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         world = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-        done = subprocess.run(
+        done = run_python(
             [sys.executable, "launch/train.py", "--config", "debug:image", "--run-dir", str(tmp_path / "run")],
             cwd=REPOSITORY,
             env=os.environ | world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-            capture_output=True,
-            text=True,
             timeout=120,
         )
     assert done.returncode == 2

@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 
 from launch.submitted import run_status
+from tests.nursery import PythonProcess
 from tests.processes import kill_tree
 from tests.tiny_data import write_tiny_pair
 from trainer.run_dir import RunDir, hold
@@ -46,7 +47,7 @@ def start(data: Path, run_dir: Path, *others: str) -> Iterator[subprocess.Popen[
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["launch/train.py", "--config", "debug:image", "--run-dir", str(run_dir)]
     command += [word for setting in settings for word in ("--set", setting)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = PythonProcess(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         yield process
     finally:
@@ -151,7 +152,7 @@ def test_ctrl_c_stops_a_run_with_a_checkpoint(data: Path, tmp_path: Path, num_wo
     ]
     command = [sys.executable, "launch/train.py", "--config", "debug:image", "--run-dir", str(run_dir.path)]
     command += [word for setting in settings for word in ("--set", setting)]
-    process = subprocess.Popen(
+    process = PythonProcess(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from data_pipeline import __main__ as data_pipeline
+from tests.nursery import run_python
 from tests.real_data import REPOSITORY
 from trainer import analyze, probe, report
 from trainer.run_dir import RunDir
@@ -33,13 +33,13 @@ def test_sounds_from_nothing_to_probes(
     run_dir = RunDir(tmp_path / "run")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     settings = [word for value in sets for word in ("--set", value)]
-    subprocess.run(
+    done = run_python(
         [*torchrun, "launch/train.py", "--config", "debug:audio_viewmaker", "--run-dir", str(run_dir.path), *settings],
         cwd=REPOSITORY,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         timeout=180,
-        check=True,
     )
+    assert done.returncode == 0, done.stderr
     metrics = run_dir.read_metrics()
     assert len(metrics) == 8
     assert all(abs(entry["views/budget_spent"] - 0.125) < 1e-3 for entry in metrics)

@@ -18,6 +18,7 @@ import launch.slurm
 from launch.ports import free_ports
 from launch.slurm_command import plan_from, request_from
 from tests.commands import Done, call, float64_recipe
+from tests.nursery import run_python
 from trainer.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +32,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     environ = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     words = [str(word) for word in command]
-    return subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
+    return run_python(words, cwd=ROOT, env=environ)
 
 
 @pytest.fixture

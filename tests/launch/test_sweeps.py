@@ -19,6 +19,7 @@ import launch.slurm
 import launch.status
 import launch.train
 from tests.commands import Done, call
+from tests.nursery import PythonProcess, run_python
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.run_dir import RunDir
 
@@ -104,7 +105,7 @@ def test_the_first_ctrl_c_saves_and_stops_the_sweep_and_the_same_command_goes_on
     words += ["--set", "num_epochs=100", "--set", "checkpoint_every_steps=1000", "--set", "log_every_steps=1"]
     environ = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     run_dirs = [tmp_path / "study" / f"debug-image-seed{seed}" for seed in (0, 1)]
-    process = subprocess.Popen(words, cwd=ROOT, env=environ, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = PythonProcess(words, cwd=ROOT, env=environ, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while len(RunDir(run_dirs[0]).read_metrics()) < 2:
         assert time.monotonic() < deadline
@@ -120,7 +121,7 @@ def test_the_first_ctrl_c_saves_and_stops_the_sweep_and_the_same_command_goes_on
     assert 0 < stopped < 200
     assert last_step(run_dirs[1]) is None
 
-    done = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
+    done = run_python(words, cwd=ROOT, env=environ)
     assert done.returncode == 0, done.stderr
     assert [last_step(run_dir) for run_dir in run_dirs] == [200, 200]
     starts = json.loads(RunDir(run_dirs[0]).provenance.read_text())["starts"]
@@ -133,7 +134,7 @@ def test_two_ranks_of_torchrun_train_a_sweep_together(data: Path, tmp_path: Path
     words = [*torchrun, "launch/train.py", *recipe(data), "--sweep", "seed=0,1,2"]
     words += ["--study-dir", str(tmp_path / "study")]
     environ = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
+    done = run_python(words, cwd=ROOT, env=environ)
     assert done.returncode == 0, done.stderr
     for seed in (0, 1, 2):
         provenance = json.loads(RunDir(tmp_path / "study" / f"debug-image-seed{seed}").provenance.read_text())

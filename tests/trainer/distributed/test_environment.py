@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from data_pipeline.core.errors import UserError
 from launch.ports import free_ports
+from tests.nursery import PythonProcess
 from trainer.distributed import environment as env_module
 from trainer.distributed.environment import (
     choose_device,
@@ -258,7 +259,7 @@ def start_rank(rank: int, world_size: int, port: int, **more: str) -> subprocess
     environ = clean_environment() | exported(rank, world_size) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)} | more
     pipe = subprocess.PIPE
-    return subprocess.Popen(
+    return PythonProcess(
         [sys.executable, "-c", RANK_PROGRAM], env=environ, cwd=ROOT, stdout=pipe, stderr=pipe, text=True
     )
 
@@ -274,7 +275,7 @@ def start_slurm_task(job: dict[str, str], rank: int, **more: str) -> subprocess.
     environ |= {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NODEID": "0"}
     environ |= {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} | more
     pipe = subprocess.PIPE
-    return subprocess.Popen(
+    return PythonProcess(
         [sys.executable, "-c", RANK_PROGRAM], env=environ, cwd=ROOT, stdout=pipe, stderr=pipe, text=True
     )
 

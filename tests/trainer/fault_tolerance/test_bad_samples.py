@@ -17,6 +17,7 @@ from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample
 from tests.gloo import run_ranks
+from tests.nursery import run_python
 from tests.real_data import REPOSITORY
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.checkpoint.restore import newest_state
@@ -60,13 +61,8 @@ def train(data: Path, run_dir: Path, *, num_ranks: int, max_bad_share: float) ->
         "tracking.wandb": "disabled",
     }
     sets = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
-    return subprocess.run(
-        [*launcher, "launch/train.py", "--config", "debug:image", "--run-dir", str(run_dir), *sets],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [*launcher, "launch/train.py", "--config", "debug:image", "--run-dir", str(run_dir), *sets]
+    return run_python(command, cwd=REPOSITORY, timeout=120)
 
 
 @pytest.mark.process

@@ -27,6 +27,7 @@ from torchvision.models.resnet import BasicBlock
 from configs import resolve_recipe
 from data_pipeline.core import progress
 from tests.gloo import run_ranks
+from tests.nursery import PythonProcess
 from tests.processes import kill_tree
 from tests.real_data import REPOSITORY
 from tests.tiny_data import write_tiny_pair
@@ -441,7 +442,7 @@ def test_a_real_run_with_a_frozen_rank(tmp_path: Path) -> None:
     sets = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
     run_dir = RunDir(tmp_path / "run")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
-    process = subprocess.Popen(
+    process = PythonProcess(
         [*launcher, "launch/train.py", "--config", "debug:image", "--run-dir", str(run_dir.path), *sets],
         cwd=REPOSITORY,
         stderr=subprocess.PIPE,

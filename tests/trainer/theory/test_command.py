@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from data_pipeline.core.errors import UserError
+from tests.nursery import PythonProcess
 from trainer.theory import __main__ as command
 from trainer.theory.framework.claim import Claim, exact_interval, judge
 from trainer.theory.framework.experiment import (
@@ -216,7 +217,7 @@ def test_killed_and_started_again_it_gives_the_same_result(tmp_path: Path) -> No
     arguments = [sys.executable, "-m", "trainer.theory", "linear_contrastive", "--device", "cpu"]
     arguments += [word for text in QUICK for word in ("--set", text)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*arguments, "--out", str(killed)], env=environment, stderr=subprocess.DEVNULL)
+    process = PythonProcess([*arguments, "--out", str(killed)], env=environment, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while len(saved := list(killed.glob("parts/*/*.safetensors"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.002)
