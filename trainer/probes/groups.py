@@ -32,6 +32,10 @@ class WorstGroup(Schema):
     accuracy: float
     num_test: int
 
+    @property
+    def name(self) -> str:
+        return " · ".join(self.classes)
+
 
 class Groups(Schema):
     """The test accuracies of one label in the groups of a pair of labels, of which it is one.
@@ -54,6 +58,19 @@ class Groups(Schema):
     num_empty: int
     num_small: int
     num_unlabelled: int
+
+    @property
+    def not_counted(self) -> str:
+        """Return the numbers of groups and of samples that cannot be the worst group; an empty text if all count."""
+        return ", ".join(
+            f"{num} {what}"
+            for num, what in (
+                (self.num_empty, "empty"),
+                (self.num_small, f"of fewer than {self.min_size} samples"),
+                (self.num_unlabelled, "samples without a label"),
+            )
+            if num
+        )
 
 
 def pairs_of(
@@ -136,18 +153,9 @@ def describe_groups(groups: Groups) -> str:
     """Return a line about the worst group of each method, and about the groups and samples that do not count."""
     one, other = groups.labels
     parts = [
-        f"{name} {100 * worst.accuracy:.1f} ({worst.classes[0]} · {worst.classes[1]}, {worst.num_test} samples)"
+        f"{name} {100 * worst.accuracy:.1f} ({worst.name}, {worst.num_test} samples)"
         for method, name in (("linear", "linear"), ("knn", "kNN"))
         if (worst := groups.worst.get(method)) is not None
     ]
     line = f"worst group of {one} x {other}: {', '.join(parts) or f'none has {groups.min_size} test samples'}"
-    left_out = [
-        f"{num} {what}"
-        for num, what in (
-            (groups.num_empty, "groups are empty"),
-            (groups.num_small, f"groups have fewer than {groups.min_size} samples"),
-            (groups.num_unlabelled, "samples lack a label"),
-        )
-        if num
-    ]
-    return f"{line}; {', '.join(left_out)}" if left_out else line
+    return f"{line}; not counted: {groups.not_counted}" if groups.not_counted else line

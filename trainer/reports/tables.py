@@ -121,19 +121,10 @@ def _of_pair(of_runs: Sequence[Groups], titles: Mapping[LabelSpace, str]) -> lis
         if len(worst) < len(of_runs):
             cells += [None, ""]
             continue
-        names = {" · ".join(one.classes) for one in worst}
+        names = {one.name for one in worst}
         value = Score(tuple(one.accuracy for one in worst), num_test=min(one.num_test for one in worst))
         cells += [str(value), f"{names.pop()} ({worst[0].num_test})" if len(names) == 1 else "differs between seeds"]
-    left_out = [
-        f"{num} {what}"
-        for num, what in (
-            (first.num_empty, "empty"),
-            (first.num_small, f"of fewer than {first.min_size} samples"),
-            (first.num_unlabelled, "samples without a label"),
-        )
-        if num
-    ]
-    return [*cells, ", ".join(left_out) or "none"]
+    return [*cells, first.not_counted or "none"]
 
 
 def _measured_spaces(arms: Sequence[Arm]) -> list[LabelSpace]:

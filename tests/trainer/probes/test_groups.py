@@ -62,7 +62,7 @@ def test_the_groups_are_those_of_a_loop(space: str) -> None:
     assert groups.worst["linear"].num_test == num[worst[1]]
     line = describe_groups(groups)
     assert line.startswith(f"worst group of base x overlay: linear {100 * worst[0]:.1f} (")
-    assert line.endswith(f"1 groups are empty, {unlabelled} samples lack a label")
+    assert line.endswith(f"; not counted: 1 empty, {unlabelled} samples without a label")
 
 
 def test_if_all_groups_are_small_none_is_the_worst() -> None:
