@@ -3,8 +3,9 @@
 Two encoders that were trained with the same seeds and tested on the same samples share the luck of both. So their
 accuracies are compared seed by seed and sample by sample. The mean of a table of seeds and samples varies with both.
 The two variances are those of a crossed analysis of variance (Searle, Casella and McCulloch 1992, chapter 4), the
-degrees of freedom after Satterthwaite (1946). Of several comparisons, Holm (1979) keeps the chance of any false one
-below the level.
+degrees of freedom after Satterthwaite (1946). Two or three seeds say little about their scatter, so cures that are
+compared together lend each other degrees of freedom (Smyth 2004). Of all pairs of cures, Holm (1979) keeps the chance
+of any false difference below the level.
 
 Shapes: S seeds, N test samples. Accuracies are in [0, 1].
 """
@@ -14,12 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
+from scipy import optimize, special, stats
 
 LEVEL = 0.05  # the chance of a false difference; intervals hold 1 - LEVEL
+_MOST_DEGREES = 1e4  # of a prior
 
 
 @dataclass(frozen=True)
@@ -55,12 +58,12 @@ class Estimate:
 
 def mean_of(readings: Sequence[Reading]) -> Estimate:
     """Return the mean accuracy of runs that differ in their seed, at least one."""
-    return _estimate(
+    return _variances(
         np.array([one.accuracy for one in readings]),
         _table([one.right_N for one in readings]),
         num_test=min(one.num_test for one in readings),
-        largest_variance=_binomial(readings),
-    )
+        largest=_binomial(readings),
+    ).estimate()
 
 
 def difference_of(a: Mapping[int, Reading], b: Mapping[int, Reading]) -> Estimate | None:
@@ -68,17 +71,22 @@ def difference_of(a: Mapping[int, Reading], b: Mapping[int, Reading]) -> Estimat
 
     Without the single samples of both, the error of the samples is that of two unpaired test sets, which is larger.
     """
+    found = _difference(a, b)
+    return None if found is None else found.estimate()
+
+
+def _difference(a: Mapping[int, Reading], b: Mapping[int, Reading]) -> _Variances | None:
     seeds = sorted(a.keys() & b.keys())
     if not seeds:
         return None
     of_a, of_b = [a[seed] for seed in seeds], [b[seed] for seed in seeds]
     right_a, right_b = _table([one.right_N for one in of_a]), _table([one.right_N for one in of_b])
     is_paired = right_a is not None and right_b is not None and right_a.shape == right_b.shape
-    return _estimate(
+    return _variances(
         np.array([one.accuracy - other.accuracy for one, other in zip(of_a, of_b, strict=True)]),
         right_a - right_b if is_paired else None,  # type: ignore[operator]  # neither is None
         num_test=min(one.num_test for one in [*of_a, *of_b]),
-        largest_variance=_binomial(of_a) + _binomial(of_b),
+        largest=_binomial(of_a) + _binomial(of_b),
     )
 
 
@@ -98,7 +106,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Rival:
-    """A cure that is not the best: the lead of the best over it, and the p-value of this lead, adjusted by Holm."""
+    """A cure that is not the best: the lead of the best over it, and its p-value after Holm's correction."""
 
     name: str
     lead: Estimate
@@ -130,20 +138,23 @@ class Ranking:
 def rank(cures: Mapping[str, Mapping[int, Reading]]) -> Ranking | None:
     """Compare the cure of the highest mean with every other one; None without cures.
 
-    `cures` has the reading of each seed by the name of the cure.
+    `cures` has the reading of each seed by the name of the cure. Holm's correction is over all pairs of cures, because
+    the best is chosen after its accuracy: among equal cures one is always ahead of the rest.
     """
     cures = {name: by_seed for name, by_seed in cures.items() if by_seed}
     if not cures:
         return None
     best = max(cures, key=lambda name: math.fsum(one.accuracy for one in cures[name].values()) / len(cures[name]))
-    leads = {name: difference_of(cures[best], by_seed) for name, by_seed in cures.items() if name != best}
-    paired = {name: lead for name, lead in leads.items() if lead is not None}
-    adjusted = holm([lead.p for lead in paired.values()])
-    rivals = [Rival(name, lead, p) for (name, lead), p in zip(paired.items(), adjusted, strict=True)]
+    order = [best, *(name for name in cures if name != best)]
+    pairs = {(a, b): found for a, b in combinations(order, 2) if (found := _difference(cures[a], cures[b])) is not None}
+    prior = _prior([one for one in pairs.values() if one.num_seeds > 1])
+    leads = {pair: one.estimate(prior) for pair, one in pairs.items()}
+    adjusted = dict(zip(leads, holm([lead.p for lead in leads.values()]), strict=True))
+    rivals = [Rival(b, lead, adjusted[a, b]) for (a, b), lead in leads.items() if a == best]
     return Ranking(
         best,
         tuple(sorted(rivals, key=lambda one: one.lead.mean)),
-        tuple(name for name, lead in leads.items() if lead is None),
+        tuple(name for name in order[1:] if (best, name) not in pairs),
     )
 
 
@@ -161,24 +172,73 @@ def _binomial(readings: Sequence[Reading]) -> float:
     return accuracy * (1 - accuracy) / min(one.num_test for one in readings)
 
 
-def _estimate(
-    of_seed_S: NDArray[np.float64], table_SN: NDArray[np.float64] | None, *, num_test: int, largest_variance: float
-) -> Estimate:
-    """Return the mean with the variance of seeds and samples: V_samples + max(0, V_seeds - V_both).
+@dataclass(frozen=True)
+class _Variances:
+    """A mean over seeds and samples, and the variances of this mean that can be measured.
 
-    Each of V_samples and V_seeds is measured from means over the other, and so contains V_both, the variance of single
-    cells. `largest_variance` stands for V_samples if there is no table.
+    samples: over draws of the samples, from the means over seeds. It contains `cells`.
+    seeds: over draws of the seeds, from the means over samples. It contains `cells`. 0 for one seed.
+    cells: over draws of single cells of the table, beyond samples and seeds. 0 if there is no table.
     """
+
+    mean: float
+    samples: float
+    seeds: float
+    cells: float
+    num_seeds: int
+    num_test: int
+
+    def estimate(self, prior: _Prior | None = None) -> Estimate:
+        """Return the mean with the variance samples + max(0, seeds - cells).
+
+        `prior` lends degrees of freedom to the scatter of the seeds.
+        """
+        seeds, degrees = self.seeds, float(self.num_seeds - 1)
+        if prior is not None and degrees:
+            seeds = (prior.degrees * prior.variance + degrees * seeds) / (prior.degrees + degrees)
+            degrees += prior.degrees
+        variance = self.samples + max(0.0, seeds - self.cells)
+        parts = seeds**2 / max(degrees, 1.0) + self.samples**2 / max(self.num_test - 1, 1)
+        total = variance**2 / parts if parts else float(max(self.num_test - 1, 1))
+        return Estimate(self.mean, math.sqrt(variance), total, self.num_seeds)
+
+
+def _variances(
+    of_seed_S: NDArray[np.float64], table_SN: NDArray[np.float64] | None, *, num_test: int, largest: float
+) -> _Variances:
+    """Return the variances of a mean; `largest` stands for that of the samples if there is no table."""
     num_seeds = len(of_seed_S)
-    of_samples, of_cells = largest_variance, 0.0
+    samples, cells = largest, 0.0
     if table_SN is not None:
-        num_cells = table_SN.size
-        of_samples = float(table_SN.mean(0).var(ddof=1)) / table_SN.shape[1]
+        samples = float(table_SN.mean(0).var(ddof=1)) / table_SN.shape[1]
         rest_SN = table_SN - table_SN.mean(0) - table_SN.mean(1, keepdims=True) + table_SN.mean()
-        of_cells = float(np.square(rest_SN).sum()) / max((num_seeds - 1) * (table_SN.shape[1] - 1), 1) / num_cells
-    of_seeds = float(of_seed_S.var(ddof=1)) / num_seeds if num_seeds > 1 else 0.0
-    more = max(0.0, of_seeds - of_cells)
-    variance = of_samples + more
-    parts = of_seeds**2 / max(num_seeds - 1, 1) + of_samples**2 / max(num_test - 1, 1)
-    degrees = variance**2 / parts if parts else float(max(num_test - 1, 1))
-    return Estimate(float(of_seed_S.mean()), math.sqrt(variance), degrees, num_seeds)
+        degrees = max((num_seeds - 1) * (table_SN.shape[1] - 1), 1)
+        cells = float(np.square(rest_SN).sum()) / degrees / table_SN.size
+    seeds = float(of_seed_S.var(ddof=1)) / num_seeds if num_seeds > 1 else 0.0
+    return _Variances(float(of_seed_S.mean()), samples, seeds, cells, num_seeds, num_test)
+
+
+@dataclass(frozen=True)
+class _Prior:
+    """The scatter of seeds that is usual among pairs of cures, and how many degrees of freedom it is worth."""
+
+    variance: float
+    degrees: float
+
+
+def _prior(pairs: Sequence[_Variances]) -> _Prior | None:
+    """Return the prior of the variances over seeds, after Smyth (2004), section 6.2; None for fewer than three pairs.
+
+    The more alike the variances are, the more the prior counts.
+    """
+    variance_P = np.array([one.seeds for one in pairs])
+    if len(pairs) < 3 or not variance_P.any():
+        return None
+    half_P = np.array([one.num_seeds - 1 for one in pairs]) / 2
+    variance_P = np.maximum(variance_P, 1e-3 * np.median(variance_P[variance_P > 0]))
+    log_P = np.log(variance_P) - special.digamma(half_P) + np.log(half_P)
+    excess = float(log_P.var(ddof=1) - special.polygamma(1, half_P).mean())
+    half = _MOST_DEGREES / 2
+    if excess > special.polygamma(1, half):
+        half = optimize.brentq(lambda value: special.polygamma(1, value) - excess, 1e-3, half)
+    return _Prior(math.exp(log_P.mean() + special.digamma(half) - math.log(half)), 2 * half)

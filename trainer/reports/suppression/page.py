@@ -96,7 +96,7 @@ def _introduction(benchmark: Benchmark) -> list[Block]:
                 "ceiling: the same encoder trained with the label.",
                 "± is half of a 95 % interval over seeds and test samples.",
                 "Two cures are told apart if the difference of their accuracies, paired over seeds and test "
-                f"samples, is not chance at a level of {_LEVEL}, after Holm's correction over the cures of a column. "
+                f"samples, is not chance at a level of {_LEVEL}, after Holm's correction over all pairs of cures. "
                 "The rest is not told apart: more seeds or samples may do it.",
             ],
             "list",

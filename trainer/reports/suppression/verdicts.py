@@ -87,12 +87,16 @@ def sentence(column: Column) -> str:
     if not ranking.rivals:
         return f"{what}: only {best} is measured."
     if not ranking.told:
-        return f"{what}: {best} has the highest mean, and no other cure is told from it."
+        closest = ranking.rivals[0]
+        return (
+            f"{what}: {best} has the highest mean, and no other cure is told from it. The next is {closest.name}, "
+            f"{points(closest.lead.mean)} points behind."
+        )
     next_told = ranking.told[0]
     lead = f"{points(next_told.lead.mean)} ± {points(next_told.lead.half_width)} points"
     if not ranking.not_told:
         return f"{what}: {best} is ahead of every other cure: of {next_told.name}, the next, by {lead}."
-    names = joined([rival.name for rival in ranking.not_told])
+    names = joined([f"{rival.name} ({points(rival.lead.mean)})" for rival in ranking.not_told])
     return (
         f"{what}: {best} is ahead of {len(ranking.told)} of {len(ranking.rivals)} cures: of "
         f"{next_told.name}, the closest of these, by {lead}. Not told from it: {names}."
