@@ -338,13 +338,17 @@ def runs_table(paths: Sequence[Path], of_runs: Sequence[Mapping[LabelSpace, Prob
 
 
 def curve_table(curves: Sequence[ProbeCurve]) -> str:
-    """Return a table with the last and the best checkpoint of each curve, in per cent."""
+    """Return a table with the last and the best checkpoint of each curve, and the one with half of its gain, in %."""
     names = [f"label_{curve.label}, {curve.method}" for curve in curves]
     width = max([26, *map(len, names)])
-    lines = [f"{'over checkpoints, %':{width}}{'last (step)':>18}{'best on the test set (step)':>30}"]
+    head = f"{'over checkpoints, %':{width}}{'last (step)':>18}{'best on the test set (step)':>30}"
+    lines = [f"{head}{'half of the gain (step)':>26}"]
     for name, curve in zip(names, curves, strict=True):
-        last, best = (f"{100 * point.accuracy:.1f} ({point.step})" for point in (curve.last, curve.best))
-        lines.append(f"{name:{width}}{last:>18}{best:>30}")
+        last, best, half = (
+            "–" if point is None else f"{100 * point.accuracy:.1f} ({point.step})"
+            for point in (curve.last, curve.best, curve.half_gain)
+        )
+        lines.append(f"{name:{width}}{last:>18}{best:>30}{half:>26}")
     return "\n".join(lines)
 
 

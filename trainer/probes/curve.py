@@ -29,6 +29,8 @@ class ProbeCurve(Schema):
 
     last: the one to report.
     best: the first of the highest. It was chosen on the test set, as in Huang et al. 2023, so it is optimistic.
+    half_gain: the first point that has at least half of the gain of the last one over the first one; None if there is
+        no gain. The label whose curve has it first is the one that the encoder learns first.
 
     The `online_` methods are measured on some of the samples during training.
     """
@@ -38,6 +40,7 @@ class ProbeCurve(Schema):
     points: tuple[Point, ...]
     last: Point
     best: Point
+    half_gain: Point | None = None
     best_chosen_on: Literal["test"] = "test"
 
 
@@ -49,7 +52,12 @@ def curve_of(label: LabelSpace, method: Method, points: Sequence[Point]) -> Prob
     """Return the curve through one point or more, given in any order."""
     in_order = sorted(points, key=lambda point: point.step)
     best = max(in_order, key=lambda point: point.accuracy)
-    return ProbeCurve(label=label, method=method, points=tuple(in_order), last=in_order[-1], best=best)
+    first, last = in_order[0], in_order[-1]
+    half = (first.accuracy + last.accuracy) / 2
+    half_gain = (
+        next((point for point in in_order if point.accuracy >= half), None) if last.accuracy > first.accuracy else None
+    )
+    return ProbeCurve(label=label, method=method, points=tuple(in_order), last=last, best=best, half_gain=half_gain)
 
 
 def read_curves(run_dir: RunDir, *, steps_per_epoch: int, suffix: str = "") -> Curves:

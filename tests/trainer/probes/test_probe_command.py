@@ -301,6 +301,7 @@ def test_all_checkpoints_make_a_curve_with_its_last_and_its_best(
     shown = capsys.readouterr().out
     assert f"{100 * of_steps[12]:.1f} (12)" in shown
     assert "best on the test set" in shown
+    assert "half of the gain (step)" in shown
     call(monkeypatch, run_dir.path, "--all-steps", "--views", "none")
     fast = read_curves_file(run_dir.path / "probes" / "curves-views_none.json")
     assert [point.step for point in fast["base", "linear"].points] == [6, 10, 12]
@@ -334,6 +335,24 @@ def test_the_best_is_the_first_of_the_highest() -> None:
     curve = curve_of("base", "knn", points)
     assert [point.step for point in curve.points] == [10, 20, 30]
     assert (curve.last.step, curve.best.step) == (30, 10)
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "step"),
+    [
+        ((0.1, 0.2, 0.5, 0.9), 20),
+        ((0.1, 0.49, 0.6, 0.9), 20),
+        ((0.2, 0.9, 0.3, 0.4), 10),
+        ((0.5, 0.9, 0.9, 0.5), None),
+        ((0.5, 0.6, 0.4, 0.3), None),
+        ((0.5,), None),
+    ],
+)
+def test_a_label_rises_when_it_first_has_half_of_its_gain(accuracies: tuple[float, ...], step: int | None) -> None:
+    points = [Point(step=10 * place, epoch=place, accuracy=value) for place, value in enumerate(accuracies)]
+    for given in (points, points[::-1]):
+        half = curve_of("base", "online_knn", given).half_gain
+        assert (None if half is None else half.step) == step
 
 
 @pytest.mark.slow

@@ -1,0 +1,76 @@
+"""Tell which label an encoder learns first, from the online probes of its training.
+
+The number is the step at which a label first has half of its gain (`trainer.probes.curve.ProbeCurve.half_gain`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from trainer.probes.curve import Point, ProbeCurve, curve_of, online_labels
+from trainer.probes.features import LabelSpace, label_order
+from trainer.reports.protocols import label_titles
+from trainer.reports.runs import Arm
+from trainer.reports.tables import Grid
+
+
+def rise_grid(arms: Sequence[Arm]) -> Grid:
+    """Return how soon each label rises: a row for each encoder and label, the first label of an encoder first.
+
+    Steps and accuracies are means over the seeds. Without rows if no run has online probes.
+    """
+    titles, methods = label_titles(arms), {"kNN": "knn", "ridge": "ridge"}
+    rows = []
+    for arm in arms:
+        logged = label_order(space for run in arm.runs for entry in run.metrics for space in online_labels(entry))
+        of_arm = [(_rises(arm, space, methods.values()), titles.get(space, f"{space} label")) for space in logged]
+        of_arm.sort(key=lambda row: row[0][0].mean_step)
+        rows += [[arm.name, title, *(cell for rise in rises for cell in rise.cells())] for rises, title in of_arm]
+    head = [part for name in methods for part in (f"{name}, first to last", "half of the gain after")]
+    return Grid(["encoder", "accuracy of the", *head], rows)
+
+
+@dataclass(frozen=True)
+class _Rise:
+    """The curves of one label by one method, one for each seed; none if a seed has no such curve."""
+
+    curves: Sequence[ProbeCurve]
+    batch_size: int
+
+    @property
+    def steps(self) -> list[int]:
+        """Return the steps with half of the gain; empty if a seed has no gain."""
+        found = [curve.half_gain.step for curve in self.curves if curve.half_gain is not None]
+        return found if len(found) == len(self.curves) else []
+
+    @property
+    def mean_step(self) -> float:
+        return statistics.fmean(self.steps) if self.steps else math.inf
+
+    def cells(self) -> list[str | None]:
+        if not self.curves:
+            return [None, None]
+        first, last = (
+            100 * statistics.fmean(curve.points[place].accuracy for curve in self.curves) for place in (0, -1)
+        )
+        gain = f"{first:.1f} to {last:.1f} %"
+        if not self.steps:
+            return [gain, "no gain"]
+        spread = f" ± {statistics.stdev(self.steps):,.0f}" if len(self.steps) > 1 else ""
+        return [gain, f"{self.mean_step:,.0f}{spread} steps ({self.mean_step * self.batch_size:,.0f} samples)"]
+
+
+def _rises(arm: Arm, space: LabelSpace, methods: Iterable[str]) -> list[_Rise]:
+    rises = []
+    for method in methods:
+        of_runs = [run.logged(f"probe/{space}/{method}") for run in arm.runs]
+        curves = [
+            curve_of(space, "online_knn", [Point(step=step, epoch=0, accuracy=y) for step, y in points.items()])
+            for points in of_runs
+            if points
+        ]
+        rises.append(_Rise(curves if len(curves) == len(of_runs) else [], arm.runs[0].config.global_batch_size))
+    return rises
