@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -68,7 +69,12 @@ def test_the_page_names_the_planted_winner_and_draws_a_figure(tmp_path: Path) ->
     assert row(page, "plain")[0].endswith(" ○")  # 30 against 31 of the untrained encoder
     assert row(page, "*untrained*")[0].startswith("31.0 ±")
     assert row(page, "*ceiling*")[0].startswith("95.0 ±")
-    assert row(page, "*chance*") == ["10.0", "10.0"]
+    assert row(page, "*chance*") == ["10.0"]
+    assert "| hard label, % | RandBit, 10 bits: digit |" in page
+    assert "| easy label, % | RandBit, 10 bits: bits |" in page
+    assert "- RandBit. On the digit, 10 bits: viewmaker (85.0" in page
+    assert "Best on a hard label, or not told from the best: viewmaker (1 of 1)." in page
+    assert re.findall(r"\n\| (plain|viewmaker|IFM) \|", page)[0] == "viewmaker"  # rows begin with the best
     assert "On the digit, 10 bits: viewmaker (85.0" in page
     assert "is ahead of every other cure: of IFM, the next, by 53.0 ±" in page
     assert "At 10 bits, 2 of 3 cures lose more than half of the hard feature; viewmaker keeps at least 90 %" in page
@@ -119,7 +125,7 @@ def test_a_half_finished_study_gives_an_honest_half_page(tmp_path: Path) -> None
     assert "1 of 4 runs are measured" in page
     assert "On the digit, 10 bits: only plain (50.0" in page
     assert "On the digit, 0 bits: not measured." in page
-    assert row(page, "IFM") == ["–", "–"]
+    assert "| IFM |" not in page.split("## RandBit")[0]
     assert "4 runs of settings x difficulties x cures x seeds have no directory, and 1 are not finished." in page
     assert "python launch/slurm.py --executor local --study studies:suppression_small --at-a-time 2" in page
     assert "2 finished runs have no probe of their last step." in page

@@ -37,20 +37,12 @@ def _markdown(block: Block, out: Path) -> str:
 
 
 def _table(table: Table) -> str:
-    titles = [title for title, width in table.groups for _ in range(width)]
-    head = [table.head[0], *table.head[1:]]
-    if titles:
-        head[1:] = [f"{group}: {title}" for group, title in zip(titles, table.head[1:], strict=True)]
-    lines = [_line(map_text(head)), _line(["---"] * len(head))]
+    lines = [_line([markdown_text(title) for title in table.head]), _line(["---"] * len(table.head))]
     for row in table.rows:
         title = markdown_text(row.title)
         lines.append(_line([f"*{title}*" if row.is_reference else title, *(_cell(cell) for cell in row.cells)]))
     body = "\n".join(lines)
     return f"{body}\n\n{markdown_text(table.caption)}" if table.caption else body
-
-
-def map_text(texts: list[str]) -> list[str]:
-    return [markdown_text(text) for text in texts]
 
 
 def _line(cells: list[str]) -> str:

@@ -29,12 +29,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A table: the titles of all columns, the rows, and a caption. `groups` are titles over columns, with widths."""
+    """A table: the titles of all columns, the rows, and a caption."""
 
     head: Sequence[str]
     rows: Sequence[Row]
     caption: str = ""
-    groups: Sequence[tuple[str, int]] = ()
 
 
 @dataclass(frozen=True)

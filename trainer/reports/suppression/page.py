@@ -56,13 +56,14 @@ def make_page(benchmark: Benchmark, *, study: str, paths: Sequence[Path]) -> Pag
         }
         for setting in benchmark.settings
     }
-    cures = benchmark.cures  # so that a cure has the same line in every figure
+    middle = [column for of_setting in columns.values() for column in _at_middle(of_setting)]
+    order = sorted(benchmark.cures, key=lambda cure: -_mean_lead(middle, cure))
     sections = [
         Section("", _introduction(benchmark)),
-        Section("Every setting, every cure", _overview(benchmark, columns)),
-        *(Section(one.name, _of_setting(one, columns[one.name], cures=cures)) for one in benchmark.settings),
+        Section("Every setting, every cure", _overview(columns, benchmark.settings, order)),
+        *(Section(one.name, _of_setting(one, columns[one.name], order)) for one in benchmark.settings),
     ]
-    sections += [Section("Does a monitor without labels see it?", _monitors(benchmark))]
+    sections += [Section("Does a monitor without labels see it?", _monitors(benchmark, order))]
     sections += [
         Section(f"{setting.name} beside the published table", _published(setting))
         for setting in benchmark.settings
@@ -112,54 +113,76 @@ def _introduction(benchmark: Benchmark) -> list[Block]:
 Columns = Mapping[str, Mapping[tuple[LabelSpace, str], Column]]
 
 
-def _overview(benchmark: Benchmark, columns: Columns) -> list[Block]:
-    """Return the big table: cures by settings and labels, each setting at its middle difficulty."""
-    shown_columns = [
-        columns[setting.name][label, setting.middle] for setting in benchmark.settings for label in setting.labels
-    ]
-    groups = [(f"{one.name}{one.at(one.middle)}", len(one.labels)) for one in benchmark.settings]
-    cures = sorted(benchmark.cures, key=lambda cure: -_mean_lead(shown_columns, cure))
-    hard = [one for one in shown_columns if one.label in one.setting.hard and one.ranking is not None]
+def _overview(columns: Columns, settings: Sequence[Setting], cures: Sequence[str]) -> list[Block]:
+    """Return the big table, in two parts: cures by hard labels and by easy labels, each at its middle difficulty."""
+    blocks: list[Block] = []
+    for kind in ("hard", "easy"):
+        shown_columns = [
+            columns[setting.name][label, setting.middle]
+            for setting in settings
+            for label in setting.labels
+            if (label in setting.hard) == (kind == "hard")
+        ]
+        measured = [cure for cure in cures if any(cure in one.of_cure for one in shown_columns)]
+        head = [
+            f"{one.setting.name}{one.setting.at(one.difficulty)}: {one.setting.title(one.label)}"
+            for one in shown_columns
+        ]
+        blocks.append(
+            Table(
+                [f"{kind} label, %", *head],
+                [
+                    *(Row(cure, [_accuracy(one, cure) for one in shown_columns]) for cure in measured),
+                    *_references(shown_columns),
+                ],
+            )
+        )
+    hard = [column for of_setting in columns.values() for column in _at_middle(of_setting)]
+    blocks.append(
+        text(
+            "Linear probe, test accuracy in %, mean over seeds, each setting at its middle difficulty. Bold: the "
+            "highest mean. ≈: not told from it. ○: not above the untrained encoder. Rows by their mean lead over the "
+            "other cures on the hard labels."
+        )
+    )
+    if hard:
+        blocks += [
+            text("On the hard labels:"),
+            Text([f"{one.setting.name}. {sentence(one)}" for one in hard], "list"),
+            text(_often_best(hard)),
+        ]
+    return blocks
+
+
+def _at_middle(columns: Mapping[tuple[LabelSpace, str], Column]) -> list[Column]:
+    """Return the measured columns of the hard labels of a setting at its middle difficulty."""
     return [
-        Table(
-            ["cure", *(f"{one.setting.title(one.label)} ({_kind(one)})" for one in shown_columns)],
-            [
-                *(Row(cure, [_accuracy(one, cure) for one in shown_columns]) for cure in cures),
-                *_references(shown_columns),
-            ],
-            caption="Linear probe, test accuracy in %, mean over seeds, each setting at its middle difficulty. Bold: "
-            "the highest mean. ≈: not told from it. ○: not above the untrained encoder. Rows by their mean lead over "
-            "the other cures on the hard labels.",
-            groups=groups,
-        ),
-        *([text("On the hard labels, by setting:"), Text(list(map(sentence, hard)), "list")] if hard else []),
-        *([text(_often_best(hard))] if len(hard) > 1 else []),
+        column
+        for (label, difficulty), column in columns.items()
+        if label in column.setting.hard and difficulty == column.setting.middle and column.of_cure
     ]
 
 
 def _mean_lead(columns: Sequence[Column], cure: str) -> float:
-    """Return the mean over the hard labels of the accuracy less the mean accuracy of all cures; -1 if not measured."""
+    """Return the mean over columns of the accuracy less the mean accuracy of all cures; -1 if it is not measured."""
     leads = [
         one.of_cure[cure].mean - statistics.fmean(other.mean for other in one.of_cure.values())
         for one in columns
-        if one.label in one.setting.hard and cure in one.of_cure
+        if cure in one.of_cure
     ]
     return statistics.fmean(leads) if leads else -1.0
 
 
 def _often_best(columns: Sequence[Column]) -> str:
-    """Return a sentence on the cures that are best or not told from the best in the most columns."""
-    marks = {cure: [one.mark(cure) for one in columns] for one in columns for cure in one.of_cure}
-    counts = {cure: sum(mark in ("best", "tied") for mark in of_cure) for cure, of_cure in marks.items()}
-    most = max(counts.values())
-    names = joined([cure for cure, count in counts.items() if count == most])
-    return (
-        f"Best on the hard label, or not told from the best, in the most settings ({most} of {len(columns)}): {names}."
-    )
-
-
-def _kind(column: Column) -> str:
-    return "hard" if column.label in column.setting.hard else "easy"
+    """Return how often each cure is the best or not told from the best, of the columns in which it is measured."""
+    counts: dict[str, tuple[int, int]] = {}
+    for column in columns:
+        for cure in column.of_cure:
+            best, total = counts.get(cure, (0, 0))
+            counts[cure] = (best + (column.mark(cure) in ("best", "tied")), total + 1)
+    ranked = sorted((cure for cure in counts if counts[cure][0]), key=lambda cure: -counts[cure][0])
+    often = joined([f"{cure} ({counts[cure][0]} of {counts[cure][1]})" for cure in ranked])
+    return f"Best on a hard label, or not told from the best: {often or 'none'}."
 
 
 def _accuracy(column: Column, cure: str) -> Cell:
@@ -185,31 +208,32 @@ def _references(columns: Sequence[Column]) -> list[Row]:
 
 
 def _of_setting(
-    setting: Setting, columns: Mapping[tuple[LabelSpace, str], Column], *, cures: Sequence[str]
+    setting: Setting, columns: Mapping[tuple[LabelSpace, str], Column], order: Sequence[str]
 ) -> list[Block]:
+    cures = [cure for cure in order if cure in setting.cures]
     hard, easy = (" and ".join(map(setting.title, labels)) for labels in (setting.hard, setting.easy))
     ends = [setting.with_unit(one) for one in (setting.easiest, setting.difficulties[-1])]
     name = re.sub(r"[^a-z0-9]+", "_", setting.name.casefold()).strip("_") or "setting"
     title = setting.name if setting.has_one else f"{setting.name}: accuracy over the difficulty"
     blocks: list[Block] = [
         text(f"Hard: {hard}. Easy: {easy}." + ("" if setting.has_one else f" From {ends[0]} to {ends[1]}.")),
-        Picture(name, title, draw_setting(setting, columns, cures=cures)),
+        Picture(name, title, draw_setting(setting, columns, cures=order)),
     ]
     compared = [columns[label, at] for label in setting.labels for at in setting.difficulties]
     blocks.append(Text([sentence(one) for one in compared if one.of_cure or one.label in setting.hard], "list"))
-    blocks += _kept(setting, columns)
-    if len(setting.labels) > 1 and (groups := _worst_groups(setting)) is not None:
+    blocks += _kept(setting, columns, cures)
+    if len(setting.labels) > 1 and (groups := _worst_groups(setting, cures)) is not None:
         blocks.append(groups)
     return blocks
 
 
-def _kept(setting: Setting, columns: Mapping[tuple[LabelSpace, str], Column]) -> list[Block]:
+def _kept(setting: Setting, columns: Mapping[tuple[LabelSpace, str], Column], cures: Sequence[str]) -> list[Block]:
     """Return a table of the shares that each cure keeps of both features, and who keeps both."""
     harder = setting.difficulties[1:]
     if not harder:
         return []
     shares: dict[tuple[str, LabelSpace, str], float | None] = {}
-    for cure in setting.cures:
+    for cure in cures:
         for at in harder:
             for label in setting.labels:
                 shares[cure, label, at] = (
@@ -218,10 +242,7 @@ def _kept(setting: Setting, columns: Mapping[tuple[LabelSpace, str], Column]) ->
                     else kept_of_easy(columns[label, at], cure)
                 )
     head = [f"{setting.title(label)}{setting.at(at)}" for label in setting.labels for at in harder]
-    rows = [
-        Row(cure, [_share(shares[cure, label, at]) for label in setting.labels for at in harder])
-        for cure in setting.cures
-    ]
+    rows = [Row(cure, [_share(shares[cure, label, at]) for label in setting.labels for at in harder]) for cure in cures]
     table = Table(
         ["kept, %", *head],
         rows,
@@ -259,13 +280,13 @@ def _who_keeps_both(
     return f"{told}; {joined(both)} keep{'s' if len(both) == 1 else ''} {least}."
 
 
-def _worst_groups(setting: Setting) -> Table | None:
+def _worst_groups(setting: Setting, cures: Sequence[str]) -> Table | None:
     at = setting.middle
-    found = {(cure, label): worst_group(setting, at, cure, label) for cure in setting.cures for label in setting.labels}
+    found = {(cure, label): worst_group(setting, at, cure, label) for cure in cures for label in setting.labels}
     if not any(found.values()):
         return None
     rows = []
-    for cure in setting.cures:
+    for cure in cures:
         cells = []
         for label in setting.labels:
             worst = found[cure, label]
@@ -283,7 +304,7 @@ def _worst_groups(setting: Setting) -> Table | None:
     )
 
 
-def _monitors(benchmark: Benchmark) -> list[Block]:
+def _monitors(benchmark: Benchmark, order: Sequence[str]) -> list[Block]:
     settings = [
         setting
         for setting in benchmark.settings
@@ -324,7 +345,7 @@ def _monitors(benchmark: Benchmark) -> list[Block]:
         ),
     ]
     for setting in settings:
-        values = {cure: monitors_of(setting, setting.middle, cure) for cure in setting.cures}
+        values = {cure: monitors_of(setting, setting.middle, cure) for cure in order if cure in setting.cures}
         if not any(values.values()):
             continue
         rows = []
