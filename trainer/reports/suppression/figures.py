@@ -78,7 +78,12 @@ def _draw_lines(axes: Axes, setting: Setting, columns: Sequence[Column], cures: 
         if drawn:
             marker = "_" if len(drawn) == 1 else ""
             axes.plot(*zip(*drawn, strict=True), style, color=GREY, linewidth=1.4, label=name, marker=marker, zorder=1)
+    if is_scale and min(x) > 0 and max(x) >= 10 * min(x):
+        axes.set_xscale("log")
+        axes.minorticks_off()
     axes.set_xticks(x, setting.difficulties)
+    if x[0] > x[-1]:
+        axes.invert_xaxis()  # the easiest is on the left
     axes.set(xlabel=setting.unit or "difficulty", ylim=(0, 102))
     axes.grid(alpha=0.25, linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
