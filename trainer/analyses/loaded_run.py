@@ -28,7 +28,6 @@ from trainer.probes.features import (
     read_pictures,
 )
 from trainer.run_dir import RunDir, write_atomically, write_json
-from trainer.views import expert_image
 
 CPU = torch.device("cpu")
 
@@ -89,16 +88,11 @@ def load_run(run_dir: RunDir, options: AnalysisOptions) -> LoadedRun:
 def read_test_pictures(run_dir: RunDir, options: AnalysisOptions, *, what_for: str) -> tuple[RunConfig, Pictures]:
     """Return the config and the test pictures of a run, for an analysis of expert views that needs no checkpoint.
 
-    Raises `UserError` if they are sounds (the message begins with `what_for`) or not square.
+    Raises `UserError` if they are sounds; the message begins with `what_for`.
     """
     config = read_run_config(run_dir, allow_pipe=options.allow_pipe)
     test = read_pictures(config.data.test_dir, read=config.data)
     refuse_sounds(test, run_dir, what_for=what_for)
-    _, height, width = test.manifest.batch_shape
-    try:
-        expert_image.check_image_size(height=height, width=width)
-    except ValueError as error:
-        raise UserError(f"{config.data.test_dir}: {error}") from None
     return config, test
 
 

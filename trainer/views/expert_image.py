@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from data_pipeline.core.counter_rng import DrawKeys, uniform
-from data_pipeline.core.random_crop import NUM_CROP_NUMBERS, CropLaw, between, crop_boxes_of_squares
+from data_pipeline.core.random_crop import NUM_CROP_NUMBERS, CropLaw, between, crop_boxes, crop_boxes_of_squares
 from data_pipeline.core.schema import PositiveShare, Share
 from trainer.views.colour import HUE, LUMA, NUM_COLOURS, JitterDraws, jitter_colour_, luma
 from trainer.views.expert_draws import ExpertDraws
@@ -67,7 +67,8 @@ _PURPOSE = 0
 class ExpertImageConfig(BaseViewsConfig):
     """The config of the five operations; a probability of 0 switches an operation off.
 
-    `area` is the crop's share of the picture (None: no crop), and `aspect` its width / height, log-uniform.
+    `area` is the crop's share of the picture (None: no crop), and `aspect` its width / height, log-uniform. In pictures
+    that are not square, the aspect is relative to that of the picture: 1 is a box of its shape.
     `brightness`, `contrast`, `saturation` and `hue` are the strengths of torchvision's ColorJitter.
 
     `blur`: "pil", as published by Tamkin et al. (2022), is PIL's GaussianBlur without its rounding. "gaussian" has the
@@ -117,9 +118,6 @@ class ExpertImageConfig(BaseViewsConfig):
 
     def build(self, given: ViewsInputs) -> ExpertImage:
         return ExpertImage(self)
-
-    def check_image_size(self, *, height: int, width: int) -> None:
-        check_image_size(height=height, width=width)
 
     def check_channels(self, num_channels: int) -> None:
         if self.changes_colours and num_channels != NUM_COLOURS:
@@ -179,15 +177,6 @@ NO_VIEWS: Final = ExpertImageConfig(
 )
 
 
-def check_image_size(*, height: int, width: int) -> None:
-    """Raise `ValueError` if pictures of that size are not square."""
-    if height != width:
-        raise ValueError(
-            f"expert image views need square pictures, got {height} x {width} pixels; build them with --image-size "
-            "(dominoes with `--overlay-option join=square`)"
-        )
-
-
 class ExpertImage(nn.Module):
     """The expert view policy: a module `policy(images_BCHW, keys, masks_BHW) -> views_BCHW` without parameters.
 
@@ -204,18 +193,17 @@ class ExpertImage(nn.Module):
         self.register_buffer("identity_CC", torch.eye(3), persistent=False)
 
     def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
-        """Return one view of each picture, (B, C, S, S) float32 in [0, 1] like the pictures, not normalised.
+        """Return one view of each picture, (B, C, H, W) float32 in [0, 1] like the pictures, not normalised.
 
         Ignores the masks. Autocast does not apply to it. Pictures with a gradient get one, unless colours are jittered.
 
         Raises:
-            ValueError: if the pictures are not square, or if their colours are to be changed but are not RGB.
+            ValueError: if the colours of the pictures are to be changed but are not RGB.
         """
         check_floating(images_BCHW)
         B, C, H, W = images_BCHW.shape
-        check_image_size(height=H, width=W)
         self.config.check_channels(C)
-        draws = draw(self.config, keys, size=H)
+        draws = draw(self.config, keys, size=(H, W))
         with without_autocast(images_BCHW.device):  # a crop in bfloat16 would lose shades
             if images_BCHW.device.type != "cpu" and not images_BCHW.requires_grad:
                 luma_C, identity_CC = (constant.to(images_BCHW) for constant in (self.luma_C, self.identity_CC))
@@ -233,14 +221,21 @@ class ExpertImage(nn.Module):
             return views_BCHW
 
 
-def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int) -> ExpertDraws:
-    """Draw the parameters of one view for each key, for pictures of (size, size) pixels."""
+def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int | tuple[int, int]) -> ExpertDraws:
+    """Draw the parameters of one view for each key. `size` is height and width, or one number for both."""
+    height, width = (size, size) if isinstance(size, int) else size
     numbers = torch.split(uniform(keys, sum(_DRAWS.values()), purpose=_PURPOSE), list(_DRAWS.values()), dim=1)
     u = dict(zip(_DRAWS, numbers, strict=True))
 
     crop = flip_B = jitter = gray_B = pil_sigma_B = sigma_B = constant_blur_B = None
     if config.area is not None:
-        box_B4 = crop_boxes_of_squares(u["crop"], size, scale=config.area, ratio=config.aspect)
+        if height == width:
+            box_B4 = crop_boxes_of_squares(u["crop"], height, scale=config.area, ratio=config.aspect)
+        else:
+            # Without a copy from the host, for which a GPU would wait.
+            sizes_12 = height + (width - height) * torch.arange(2, device=u["crop"].device)[None]
+            low, high = (aspect * width / height for aspect in config.aspect)
+            box_B4 = crop_boxes(u["crop"], sizes_12, scale=config.area, ratio=(low, high))
         crop = CropDraws(*box_B4.unbind(dim=1))
     if config.flip_probability:
         flip_B = u["flip"][:, 0] < config.flip_probability
@@ -272,13 +267,13 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int) -> ExpertDraws
         gray_B=gray_B,
         pil_sigma_B=pil_sigma_B,
         sigma_B=sigma_B,
-        reach=size // _SIMCLR_BLUR if config.blur == "simclr" else None,
+        reach=min(height, width) // _SIMCLR_BLUR if config.blur == "simclr" else None,
         constant_blur_B=constant_blur_B,
     )
 
 
 def apply_draws(images_BCHW: Tensor, draws: ExpertDraws) -> Tensor:
-    """Return the views with these parameters, (B, C, S, S) float32 in [0, 1] like the pictures, in new memory.
+    """Return the views with these parameters, (B, C, H, W) float32 in [0, 1] like the pictures, in new memory.
 
     The order is crop, flip, jitter, grayscale, blur. The published code of the default policy flips last, with the same
     result: a flip commutes with everything except the crop. A blur commutes with grayscale, but not with the jitter,

@@ -8,11 +8,14 @@ numbers that a CPU leaves out, if that saves kernels:
   matrices of all turns are made at once.
 - The three box filters of PIL's blur are one matrix, which is the difference of its cumulative weights.
 
-Legend: B pictures, C channels (3 if colours are changed), S rows and columns, P pixels of a picture, T turns of the
+Legend: B pictures, C channels (3 if colours are changed), H rows, W columns, P pixels of a picture, T turns of the
 colour jitter.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +29,7 @@ from trainer.views.resampling import CropDraws, constant_blur_matrix, gaussian_b
 def apply_draws_in_few_kernels(
     images_BCHW: Tensor, draws: ExpertDraws, *, luma_C: Tensor, identity_CC: Tensor
 ) -> Tensor:
-    """Return the views with these parameters, (B, C, S, S) float32 in [0, 1] like the pictures, in new memory.
+    """Return the views with these parameters, (B, C, H, W) float32 in [0, 1] like the pictures, in new memory.
 
     Equals `trainer.views.expert_image.apply_draws` up to rounding, and never makes the host wait for the device. The
     weights of `trainer.views.colour.LUMA` and a 3 x 3 identity are arguments, because making them takes kernels.
@@ -34,14 +37,12 @@ def apply_draws_in_few_kernels(
     x_BCHW = crop_and_flip(images_BCHW, draws.crop, draws.flip_B)
     if draws.jitter is not None or draws.gray_B is not None:
         x_BCHW = change_colours(x_BCHW, draws.jitter, draws.gray_B, luma_C=luma_C, identity_CC=identity_CC)
-    size = images_BCHW.shape[-1]
     if draws.pil_sigma_B is not None:
-        x_BCHW = _blur(x_BCHW, pil_blur_matrix(draws.pil_sigma_B, size=size))
+        x_BCHW = _blur(x_BCHW, partial(pil_blur_matrix, draws.pil_sigma_B))
     if draws.sigma_B is not None:
-        x_BCHW = _blur(x_BCHW, gaussian_blur_matrix(draws.sigma_B, size=size, reach=draws.reach))
+        x_BCHW = _blur(x_BCHW, partial(gaussian_blur_matrix, draws.sigma_B, reach=draws.reach))
     if draws.constant_blur_B is not None:
-        matrix_QP = constant_blur_matrix(size=size, device=x_BCHW.device)
-        blurred_BCHW = _blur(x_BCHW, matrix_QP.expand(len(x_BCHW), -1, -1))
+        blurred_BCHW = _blur(x_BCHW, partial(_constant_matrices, len(x_BCHW), device=x_BCHW.device))
         x_BCHW = torch.where(per_picture(draws.constant_blur_B), blurred_BCHW, x_BCHW)
     return x_BCHW
 
@@ -51,19 +52,43 @@ def crop_and_flip(images_BCHW: Tensor, crop: CropDraws | None, flip_B: Tensor | 
     if crop is None:
         x_BCHW = images_BCHW.clone(memory_format=torch.contiguous_format)
         return x_BCHW if flip_B is None else torch.where(per_picture(flip_B), x_BCHW.flip(3), x_BCHW)
-    B, _, S, _ = images_BCHW.shape
+    B, _, H, W = images_BCHW.shape
+    if H == W:
+        y_BH, x_BW = _squares_source(crop, flip_B, size=H)
+    else:
+        y_BH = _crop_source(crop.top_B, crop.height_B, None, size=H)
+        x_BW = _crop_source(crop.left_B, crop.width_B, flip_B, size=W)
+    grid_BHW2 = torch.stack([x_BW[:, None, :].expand(B, H, W), y_BH[:, :, None].expand(B, H, W)], dim=3)
+    x_BCHW = F.grid_sample(images_BCHW, grid_BHW2, mode="bilinear", padding_mode="border", align_corners=False)
+    return x_BCHW.contiguous()
+
+
+def _crop_source(start_B: Tensor, length_B: Tensor, mirror_B: Tensor | None, *, size: int) -> Tensor:
+    """Return the positions on an axis from which the pixels of a crop are read, (B, size), from -1 to 1."""
+    centre_BQ = torch.arange(0.5, size, device=start_B.device).expand(len(start_B), size)
+    if mirror_B is not None:
+        centre_BQ = torch.where(mirror_B[:, None], size - centre_BQ, centre_BQ)
+    source_BQ = (centre_BQ * (length_B[:, None] / size)).sub_(0.5).clamp_min_(0)
+    source_BQ = source_BQ.minimum((length_B - 1)[:, None]).add_(start_B[:, None])
+    return source_BQ.mul_(2 / size).add_(1 / size - 1)  # for `grid_sample`
+
+
+def _squares_source(crop: CropDraws, flip_B: Tensor | None, *, size: int) -> tuple[Tensor, Tensor]:
+    """Return `_crop_source` of the rows and the columns of square pictures, both at once."""
     box_4B = torch.stack([crop.left_B, crop.top_B, crop.width_B, crop.height_B])
     start_2B1, length_2B1 = box_4B[:2, :, None], box_4B[2:, :, None]
-    centre_S = torch.arange(0.5, S, device=images_BCHW.device)
-    centre_BS = centre_S.expand(B, S)
-    column_BS = centre_BS if flip_B is None else torch.where(flip_B[:, None], S - centre_S, centre_S)
+    centre_S = torch.arange(0.5, size, device=crop.left_B.device)
+    centre_BS = centre_S.expand(len(crop.left_B), size)
+    column_BS = centre_BS if flip_B is None else torch.where(flip_B[:, None], size - centre_S, centre_S)
     # Positions in pixels, with edge pixels of the box repeated, as in `trainer.views.resampling.crop_matrix`.
-    source_2BS = (torch.stack([column_BS, centre_BS]) * (length_2B1 / S)).sub_(0.5).clamp_min_(0)
+    source_2BS = (torch.stack([column_BS, centre_BS]) * (length_2B1 / size)).sub_(0.5).clamp_min_(0)
     source_2BS = source_2BS.minimum(length_2B1 - 1).add_(start_2B1)
-    x_BS, y_BS = source_2BS.mul_(2 / S).add_(1 / S - 1).unbind()  # from -1 to 1, for `grid_sample`
-    grid_BSS2 = torch.stack([x_BS[:, None, :].expand(B, S, S), y_BS[:, :, None].expand(B, S, S)], dim=3)
-    x_BCHW = F.grid_sample(images_BCHW, grid_BSS2, mode="bilinear", padding_mode="border", align_corners=False)
-    return x_BCHW.contiguous()
+    x_BS, y_BS = source_2BS.mul_(2 / size).add_(1 / size - 1).unbind()
+    return y_BS, x_BS
+
+
+def _constant_matrices(num: int, *, size: int, device: torch.device) -> Tensor:
+    return constant_blur_matrix(size=size, device=device).expand(num, -1, -1)
 
 
 def change_colours(
@@ -137,9 +162,11 @@ def pil_blur_matrix(sigma_B: Tensor, *, size: int) -> Tensor:
     return box_BQP @ box_BQP @ box_BQP
 
 
-def _blur(x_BCHW: Tensor, matrix_BQP: Tensor) -> Tensor:
-    """Return `matrix @ channel @ matrix.T` for each picture."""
+def _blur(x_BCHW: Tensor, matrix_of: Callable[..., Tensor]) -> Tensor:
+    """Return `rows @ channel @ columns.T` for each picture; `matrix_of` returns the (B, size, size) matrices."""
     B, C, H, W = x_BCHW.shape
+    columns_BQP = matrix_of(size=W)
+    rows_BQP = columns_BQP if H == W else matrix_of(size=H)
     rows_first_BHCW = x_BCHW.transpose(1, 2).reshape(B, H, C * W)
-    x_BHCW = torch.bmm(matrix_BQP, rows_first_BHCW).view(B, H * C, W)
-    return torch.bmm(x_BHCW, matrix_BQP.mT).view(B, H, C, W).transpose(1, 2).contiguous()
+    x_BHCW = torch.bmm(rows_BQP, rows_first_BHCW).view(B, H * C, W)
+    return torch.bmm(x_BHCW, columns_BQP.mT).view(B, H, C, W).transpose(1, 2).contiguous()

@@ -165,8 +165,10 @@ def blur_(x_BCHW: Tensor, sigma_B: Tensor, matrix_of: Callable[..., Tensor]) -> 
     bits.
     """
     some_S = sigma_B.nonzero()[:, 0]
-    matrix_SQP = matrix_of(sigma_B[some_S], size=x_BCHW.shape[-1])
-    return x_BCHW.index_copy_(0, some_S, apply_matrices(x_BCHW.index_select(0, some_S), matrix_SQP, matrix_SQP))
+    height, width = x_BCHW.shape[2:]
+    columns_SQP = matrix_of(sigma_B[some_S], size=width)
+    rows_SQP = columns_SQP if height == width else matrix_of(sigma_B[some_S], size=height)
+    return x_BCHW.index_copy_(0, some_S, apply_matrices(x_BCHW.index_select(0, some_S), rows_SQP, columns_SQP))
 
 
 def constant_blur_(x_BCHW: Tensor, blurred_B: Tensor) -> Tensor:
@@ -174,17 +176,17 @@ def constant_blur_(x_BCHW: Tensor, blurred_B: Tensor) -> Tensor:
     matrix_QP = constant_blur_matrix(size=x_BCHW.shape[-1])
     some_S = blurred_B.nonzero()[:, 0]
     across_SCHW = apply_to_columns(x_BCHW.index_select(0, some_S), matrix_QP.expand(len(some_S), -1, -1))
-    return x_BCHW.index_copy_(0, some_S, _blur_rows(across_SCHW, matrix_QP))
+    return x_BCHW.index_copy_(0, some_S, _blur_rows(across_SCHW))
 
 
 def constant_blur_rows_(x_BCHW: Tensor, blurred_B: Tensor) -> Tensor:
     """Blur the pictures in `blurred_B` along columns only, in place: one half of `constant_blur_`."""
-    matrix_QP, some_S = constant_blur_matrix(size=x_BCHW.shape[-1]), blurred_B.nonzero()[:, 0]
-    return x_BCHW.index_copy_(0, some_S, _blur_rows(x_BCHW.index_select(0, some_S), matrix_QP))
+    some_S = blurred_B.nonzero()[:, 0]
+    return x_BCHW.index_copy_(0, some_S, _blur_rows(x_BCHW.index_select(0, some_S)))
 
 
-def _blur_rows(x_BCHW: Tensor, matrix_QP: Tensor) -> Tensor:
-    tap_QT, weight_QT = band_taps(matrix_QP, reach=CONSTANT_BLUR_REACH)
+def _blur_rows(x_BCHW: Tensor) -> Tensor:
+    tap_QT, weight_QT = band_taps(constant_blur_matrix(size=x_BCHW.shape[2]), reach=CONSTANT_BLUR_REACH)
     return sum_rows(x_BCHW, tap_QT[None], weight_QT[None])
 
 
@@ -196,13 +198,13 @@ def crop_and_flip(
     The crop can also blur the pictures in `blurred_columns_B` along rows: the other half of `constant_blur_`.
     """
     if crop is not None:
-        size = images_BCHW.shape[-1]
-        columns_BQP = crop_matrix(crop.left_B, crop.width_B, size=size, mirror_B=flip_B)
+        height, width = images_BCHW.shape[2:]
+        columns_BQP = crop_matrix(crop.left_B, crop.width_B, size=width, mirror_B=flip_B)
         if blurred_columns_B is not None:
             some_S = blurred_columns_B.nonzero()[:, 0]
-            columns_SQP = constant_blur_matrix(size=size) @ columns_BQP.index_select(0, some_S)
+            columns_SQP = constant_blur_matrix(size=width) @ columns_BQP.index_select(0, some_S)
             columns_BQP.index_copy_(0, some_S, columns_SQP)
-        taps = crop_taps(crop.top_B, crop.height_B, size=size)
+        taps = crop_taps(crop.top_B, crop.height_B, size=height)
         return sum_rows(apply_to_columns(images_BCHW, columns_BQP), *taps)
     x_BCHW = images_BCHW.clone(memory_format=torch.contiguous_format)
     return x_BCHW if flip_B is None else x_BCHW.lerp_(x_BCHW.flip(3), per_picture(flip_B.to(x_BCHW.dtype)))

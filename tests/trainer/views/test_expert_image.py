@@ -652,8 +652,63 @@ def test_other_pictures_are_refused() -> None:
     for colours in (ExpertImageConfig(), huang_views("c"), huang_views("d")):
         with pytest.raises(ValueError, match=r"need pictures of 3 channels, got 1; set views.jitter_probability=0 and"):
             ExpertImage(colours)(torch.rand(2, 1, 32, 32), keys(2))
-    with pytest.raises(ValueError, match="need square pictures, got 32 x 64 pixels"):
-        ExpertImage(ExpertImageConfig())(torch.rand(2, 3, 32, 64), keys(2))
+
+
+ALL_OPERATIONS = [ExpertImageConfig(), GAUSSIAN, SIMCLR, huang_views("abcde"), huang_views("ab"), huang_views("be")]
+
+
+@pytest.mark.parametrize("config", ALL_OPERATIONS)
+@pytest.mark.parametrize(("height", "width"), [(64, 32), (24, 40)])
+def test_pictures_that_are_not_square_have_the_same_views_on_cpus_and_gpus(
+    config: ExpertImageConfig, height: int, width: int
+) -> None:
+    x, all_keys = torch.rand(60, 3, height, width), keys(60)
+    views = ExpertImage(config)(x, all_keys)
+    assert views.shape == x.shape
+    draws = draw(config, all_keys, size=(height, width))
+    on_gpus = apply_draws_in_few_kernels(x, draws, luma_C=torch.tensor(LUMA), identity_CC=torch.eye(3))
+    torch.testing.assert_close(on_gpus, views, atol=2e-5, rtol=0)
+
+
+def test_a_crop_of_a_picture_that_is_not_square_is_that_of_torchvision() -> None:
+    config = huang_views("a")
+    x, crop = torch.rand(80, 3, 64, 32), draw(config, keys(80), size=(64, 32)).crop
+    assert crop is not None
+    views = ExpertImage(config)(x, keys(80))
+    box_B4 = torch.stack([crop.top_B, crop.left_B, crop.height_B, crop.width_B], dim=1).int()
+    for picture, view, box in zip(x, views, box_B4.tolist(), strict=True):
+        expected = tv.resized_crop(picture, *box, size=[64, 32], antialias=True)
+        torch.testing.assert_close(view, expected, atol=1e-5, rtol=0)
+
+
+def test_the_aspect_of_a_crop_is_relative_to_the_picture() -> None:
+    crop = draw(ExpertImageConfig(area=(0.2, 1.0)), keys(4_000), size=(640, 320)).crop
+    assert crop is not None
+    share_B, aspect_B = crop.height_B * crop.width_B / (640 * 320), 2 * crop.width_B / crop.height_B
+    assert 0.19 < float(share_B.min()) < 0.22
+    assert 0.95 < float(share_B.max()) <= 1
+    assert 0.73 < float(aspect_B.min()) < 0.77
+    assert 1.3 < float(aspect_B.max()) < 1.36
+    assert abs(float(aspect_B.log().mean())) < 0.02
+    square = draw(ExpertImageConfig(area=(0.2, 1.0)), keys(4_000), size=640).crop
+    assert square is not None
+    # The same law in relative units; float32 may round a side, or the test whether a box fits, the other way.
+    assert float(((square.height_B - crop.height_B).abs() <= 1).double().mean()) > 0.99
+    whole = draw(ExpertImageConfig(area=(1.0, 1.0), aspect=(1.0, 1.0)), keys(9), size=(64, 32)).crop
+    assert whole is not None
+    assert (whole.height_B == 64).all()
+    assert (whole.width_B == 32).all()
+
+
+@pytest.mark.parametrize("config", [GAUSSIAN, SIMCLR, huang_views("b"), ExpertImageConfig()])
+def test_a_blur_treats_rows_as_columns(config: ExpertImageConfig) -> None:
+    blur_only = config.model_copy(
+        update={"area": None, "flip_probability": 0.0, "jitter_probability": 0.0, "grayscale_probability": 0.0}
+    )
+    x = torch.rand(40, 3, 48, 24)
+    views, turned = (ExpertImage(blur_only)(each.contiguous(), keys(40)) for each in (x, x.mT))
+    torch.testing.assert_close(turned.mT, views, atol=1e-5, rtol=0)
+    assert not torch.equal(views, x)
 
 
 @pytest.mark.parametrize(
