@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.trainer.test_recorded_step import CPU, NUM_STEPS, OBJECTIVES, batch_of, configure
+from tests.trainer.test_recorded_step import CPU, NUM_CLASSES, NUM_STEPS, OBJECTIVES, batch_of, configure
 from trainer.build import Training, build_training
 from trainer.views.viewmaker import Viewmaker
 
@@ -48,7 +48,7 @@ GAMES = [
 def test_compiled_networks_train_alike(recipe: str, overrides: list[str]) -> None:
     torch._dynamo.reset()
     config = configure(recipe, [*overrides, "encoder.width=2"])
-    plain, training = (build_training(config, num_samples=64, device=CPU) for _ in range(2))
+    plain, training = (build_training(config, num_samples=64, num_classes=NUM_CLASSES, device=CPU) for _ in range(2))
     found = losses(compiled(training, "aot_eager"), 2)
     assert found == pytest.approx(losses(plain, 2), rel=1e-9)
 
