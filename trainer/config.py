@@ -101,6 +101,20 @@ class RunConfig(Schema):
         return self
 
     @model_validator(mode="after")
+    def _the_objective_takes_all_views(self) -> Self:
+        if self.views.num_further == 0 or not self.objective.is_imported:
+            return self
+        num = 2 + self.views.num_further
+        if not self.objective.takes_further_views:
+            raise ValueError(
+                f"objective.kind={self.objective.kind} takes two views of a sample, but views.kind={self.views.kind} "
+                f"makes {num}; set objective.kind=dino, or another views.kind"
+            )
+        if self.views.is_learned:
+            raise ValueError(f"views.kind={self.views.kind} is learned and makes {num} views; learned views are two")
+        return self
+
+    @model_validator(mode="after")
     def _the_batch_can_be_cut(self) -> Self:
         if self.global_batch_size % self.memory.micro_batches:
             raise ValueError(

@@ -167,6 +167,9 @@ def check_input_shape(config: RunConfig, *, height: int, width: int, where: str)
         if config.data.mel is None:
             config.views.check_channels(config.encoder.in_channels)
         check_input_size(config.encoder, height=height, width=width)
+        if config.views.num_further:
+            height, width = config.views.further_size(height=height, width=width)
+            check_input_size(config.encoder, height=height, width=width)
     except ValueError as error:
         option = config.encoder.size_option(height)
         mend = f"; set {f'{option}, or ' if option else ''}another encoder.kind" if isinstance(error, UserError) else ""
@@ -181,6 +184,7 @@ def check_batch_norm(config: RunConfig, *, height: int, width: int, num_ranks: i
         "local": (together // num_ranks, together // num_ranks),
         "split": (together // config.encoder.batch_norm_splits, together),
     }[config.encoder.batch_norm]
+    height, width = config.views.further_size(height=height, width=width)  # the smaller size, if there are two
     check_norm_groups(config.encoder, height=height, width=width, trunk_rows=trunk_rows, head_rows=head_rows)
 
 

@@ -1,10 +1,13 @@
-"""Take one training step: two views of each sample, their embeddings, the objective, one step of each trained module.
+"""Take one training step: views of each sample, their embeddings, the objective, one step of each trained module.
 
 A sample is a picture, or a waveform; the views of a waveform are spectrograms, which are pictures of one channel.
 
 Both views are made together, as 2 B rows, which takes half as many operations. They are encoded such that batch norm
 treats each view as a separate batch, as published in two forward passes (see `Encoder.forward`). With
 `view_forwards="one"`, batch norm sees both views as one batch.
+
+A view policy may have further views, which may be smaller (`BaseViewsConfig.num_further`). They are made one by one,
+and encoded in a group of their own: views of one size pass the encoder together. The objective gets all embeddings.
 
 Shapes: B samples of this rank, C channels, H height, W width, D embedding size.
 """
@@ -145,6 +148,9 @@ class TrainingStep:
         self._objective: Engine | Objective = engines.get("objective", objective)
         self._viewmaker = engines.get("viewmaker")
         self._views: Engine | ViewPolicy = self._viewmaker if self._viewmaker is not None else view_policy
+        self._policy = view_policy
+        num_further = config.views.num_further
+        self._group_sizes = (2, num_further) if num_further else (2,)
         self._memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
         self._recorded_epoch: Tensor | None = None
         self._snapshot = StateSnapshot([self._encoder.module, objective])
@@ -267,39 +273,44 @@ class TrainingStep:
         self._snapshot.take()
         num_parts = self._config.memory.micro_batches
         if num_parts == 1:
-            both_views = self._two_views(batch, first_view=spec.first_view)
-            embeddings = self._encode(both_views, spec)
-            result, loss = self._compare(batch, _halves(both_views), embeddings, spec)
+            groups = self._views_by_group(batch, first_view=spec.first_view)
+            embeddings = self._encode(groups, spec)
+            result, loss = self._compare(batch, self._each_view(groups), embeddings, spec)
             with stage("backward"):
                 spec.engine.backward(loss)
             return result
 
         parts = [batch.part(number, num_parts) for number in range(num_parts)]
         with torch.no_grad(), buffers_untouched(self._encoder.module):
-            views_by_part = [self._two_views(part, first_view=spec.first_view) for part in parts]
-            embeddings_by_part = [self._encode(views, spec) for views in views_by_part]
-        views, (z_a_BD, z_b_BD) = _whole([_halves(views) for views in views_by_part]), _whole(embeddings_by_part)
-        z_a_BD.requires_grad_()
-        z_b_BD.requires_grad_()
-        result, loss = self._compare(batch, views, (z_a_BD, z_b_BD), spec)
+            groups_by_part = [self._views_by_group(part, first_view=spec.first_view) for part in parts]
+            embeddings_by_part = [self._encode(groups, spec) for groups in groups_by_part]
+        views = _whole([self._each_view(groups) for groups in groups_by_part])
+        embeddings = _whole(embeddings_by_part)
+        for z_BD in embeddings:
+            z_BD.requires_grad_()
+        result, loss = self._compare(batch, views, embeddings, spec)
         with stage("backward"):
             torch.autograd.backward(loss)
         for number, part in enumerate(parts):
             with self._accumulating(number < num_parts - 1):
-                part_views = views_by_part[number]
+                part_groups = groups_by_part[number]
                 if spec.views_learn:
-                    part_views = self._two_views(part, first_view=spec.first_view)
+                    part_groups = self._views_by_group(part, first_view=spec.first_view)
                 products = [
                     (z_part_BD * z_BD.grad[number::num_parts]).sum()
-                    for z_part_BD, z_BD in zip(self._encode(part_views, spec), (z_a_BD, z_b_BD), strict=True)
+                    for z_part_BD, z_BD in zip(self._encode(part_groups, spec), embeddings, strict=True)
                     if z_BD.grad is not None  # None if the objective does not use this view
                 ]
                 with stage("backward"):
                     spec.engine.backward(torch.stack(products).sum())
         return result
 
-    def _two_views(self, batch: Batch, *, first_view: int) -> Tensor:
-        """Return the views `first_view` and `first_view + 1` of every sample: 2 B rows, all of the first view first."""
+    def _views_by_group(self, batch: Batch, *, first_view: int) -> tuple[Tensor, ...]:
+        """Return the views of every sample, from number `first_view` on: one tensor for each group of one size.
+
+        The first group is of two views, 2 B rows with all of the first view first. The second group, if there is one,
+        is of the further views, in the same form. They are views of the first input.
+        """
         with stage("views"):
             inputs = self._to_inputs(batch)
             keys = batch.draw_keys(seed=self._config.seed, view=first_view)
@@ -310,33 +321,61 @@ class TrainingStep:
                 masks = torch.cat([batch.masks_BHW, batch.masks_b_BHW])
             # Autocast is only for networks: an expert crop in bfloat16 would lose shades of the picture.
             with self._autocast(inputs.a.device) if self._viewmaker is not None else contextlib.nullcontext():
+                views: Tensor
                 if self._mel is not None and inputs.a.device.type == "cpu":  # whose cache holds fewer spectrograms
                     keys_b = dataclasses.replace(keys, view=first_view + 1)
-                    return torch.cat([self._views(inputs.a, keys), self._views(inputs.b, keys_b)])
-                views: Tensor = self._views(torch.cat([inputs.a, inputs.b]), keys.two_views(), masks)
-                return views
+                    views = torch.cat([self._views(inputs.a, keys), self._views(inputs.b, keys_b)])
+                else:
+                    views = self._views(torch.cat([inputs.a, inputs.b]), keys.two_views(), masks)
+                further = [
+                    self._policy.further_view(  # type: ignore[operator]
+                        inputs.a, dataclasses.replace(keys, view=first_view + 2 + number), batch.masks_BHW
+                    )
+                    for number in range(self._config.views.num_further)
+                ]
+                return (views, torch.cat(further)) if further else (views,)
 
-    def _encode(self, views: Tensor, spec: BackwardPass) -> tuple[Tensor, Tensor]:
+    def _each_view(self, groups: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return one tensor for each view, of views or embeddings with one tensor for each group."""
+        return tuple(
+            rows for group, num_views in zip(groups, self._group_sizes, strict=True) for rows in group.chunk(num_views)
+        )
+
+    def _encode(self, groups: tuple[Tensor, ...], spec: BackwardPass) -> tuple[Tensor, ...]:
+        """Return the embeddings of each view, after one pass for each group."""
         if spec.reversal is not None:
-            views = reverse_gradient(views, spec.reversal)
-        with stage("forward"), self._autocast(views.device):
-            views = views.to(memory_format=self._memory_format)  # once, and not in each convolution
-            num_groups = 2 if self._config.view_forwards == "two" else 1
-            return _halves(self._encoder(views, num_groups))
+            groups = tuple(reverse_gradient(views, spec.reversal) for views in groups)
+        is_apart = self._config.view_forwards == "two"
+        with stage("forward"), self._autocast(groups[0].device):
+            return self._each_view(
+                tuple(
+                    # Their format is changed once, and not in each convolution.
+                    self._encoder(views.to(memory_format=self._memory_format), num_views if is_apart else 1)
+                    for views, num_views in zip(groups, self._group_sizes, strict=True)
+                )
+            )
 
     def _compare(
-        self, batch: Batch, views: tuple[Tensor, Tensor], embeddings: tuple[Tensor, Tensor], spec: BackwardPass
+        self, batch: Batch, views: tuple[Tensor, ...], embeddings: tuple[Tensor, ...], spec: BackwardPass
     ) -> tuple[StepResult, Tensor]:
         """Return the result of the objective, and the loss for the backward pass: weighted, and scaled for float16."""
-        views_a, views_b = (each.detach() for each in views)
+        views_a, views_b, *further_views = (each.detach() for each in views)
         pair = ViewPair(
-            views_a, views_b, batch.index_B, batch.step, spec.updates_state, epoch=batch.epoch, labels=batch.labels
+            views_a,
+            views_b,
+            batch.index_B,
+            batch.step,
+            spec.updates_state,
+            epoch=batch.epoch,
+            labels=batch.labels,
+            further_views=tuple(further_views),
         )
+        z_a_BD, z_b_BD, *further_BD = embeddings
         with stage("forward"), self._autocast(views_a.device):  # for a key encoder; losses switch autocast off
-            output: ObjectiveOutput = self._objective(*embeddings, pair)
+            output: ObjectiveOutput = self._objective(z_a_BD, z_b_BD, pair, *further_BD)
         metrics = {"train/loss": output.loss.detach()}
         metrics |= {f"train/{name}": value for name, value in output.metrics.items()}
-        z_a_BD, z_b_BD = (each.detach() for each in embeddings)
+        z_a_BD, z_b_BD = z_a_BD.detach(), z_b_BD.detach()
         loss = spec.loss_weight * output.loss
         if self.loss_scale.scale is not None:
             loss = loss * self.loss_scale.scale
@@ -385,13 +424,6 @@ class TrainingStep:
         return torch.autocast(device.type, dtype=dtype, enabled=self._config.precision in {"bfloat16", "float16"})
 
 
-def _halves(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows of the first view and the rows of the second view."""
-    a, b = rows.chunk(2)
-    return a, b
-
-
-def _whole(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Join the parts of both views to the whole batch, in the order of the batch."""
-    a, b = (interleave(of_view) for of_view in zip(*parts, strict=True))
-    return a, b
+def _whole(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Join the parts of each view to the whole batch, in the order of the batch."""
+    return tuple(interleave(of_view) for of_view in zip(*parts, strict=True))

@@ -104,7 +104,12 @@ def replay(
         for name, tensor in module.state_dict().items()
         if (bad := num_bad(tensor))
     }
-    inspector = Inspector(watched, batch_size=len(batch), num_parts=config.memory.micro_batches)
+    inspector = Inspector(
+        watched,
+        batch_size=len(batch),
+        num_parts=config.memory.micro_batches,
+        num_views=2 + config.views.num_further,
+    )
     output = training.step(batch, learning_rates=record.learning_rates)
     return Replay(batch, output, bad_parameters, inspector)
 

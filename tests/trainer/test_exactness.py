@@ -43,6 +43,7 @@ OBJECTIVES = {
     "nt_xent_decoder": ["objective.decoder.hidden_sizes=[8]", "objective.target_size=4"],
     "vicreg": [],
     "byol": ["objective.predictor.hidden_sizes=[8]"],
+    "dino": ["objective.num_prototypes=12"],
     "supervised": ["objective.label=digit"],
 }
 CHUNKED = {"nt_xent", "nt_xent_published", "nt_xent_cycle", "nt_xent_decoder"}
@@ -56,6 +57,10 @@ CONVNET = (
     "encoder={kind: convnet, image_size: [16, 16], embedding_size: 16, mean: [0.5, 0.5, 0.5], std: [0.25, 0.25, 0.25], "
     "head: {hidden_sizes: [8], batch_norm: true, bias: false, defaults: keras}}"
 )
+MULTI_CROP = {
+    "dino": ["objective.num_prototypes=12"],
+    "supervised": ["objective.label=digit"],
+}
 WITHOUT_BATCH_NORM = (
     "encoder={kind: timm, name: vit_tiny_patch16_224, embedding_size: 16, "
     "mean: [0.5, 0.5, 0.5], std: [0.25, 0.25, 0.25], "
@@ -81,6 +86,12 @@ def configure(objective: str, overrides: list[str]) -> RunConfig:
     kind = [f"objective.kind={objective}", *OBJECTIVES[objective]]
     every = ["precision=float64", f"global_batch_size={BATCH_SIZE}", "adversary.weight=0.5"]
     return resolve_recipe("debug:viewmaker", [*kind, *every, *overrides])
+
+
+def configure_multi_crop(objective: str, overrides: list[str]) -> RunConfig:
+    kind = [f"objective.kind={objective}", *MULTI_CROP[objective]]
+    crops = ["views={kind: multi_crop, num_local: 3, local_size: 8}", "precision=float64"]
+    return resolve_recipe("debug:image", [*kind, *crops, f"global_batch_size={BATCH_SIZE}", *overrides])
 
 
 def own_part() -> Batch:
@@ -123,7 +134,6 @@ def steps(configs: list[RunConfig]) -> list[dict[str, torch.Tensor]]:
 
 def assert_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], cell: object) -> None:
     assert found.keys() == expected.keys()
-    assert any(name.startswith("viewmaker/") for name in expected)
     for name, tensor in expected.items():
         # A gradient that is zero in exact arithmetic comes out as rounding of what its neighbours are made of.
         torch.testing.assert_close(found[name], tensor, rtol=1e-8, atol=1e-11, msg=f"{name}, {cell}")
@@ -133,6 +143,7 @@ def assert_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch
 def reference(objective: str, micro_batches: int, *sections: str) -> dict[str, torch.Tensor]:
     config = configure(objective, [*sections, *Cell(micro_batches=micro_batches).overrides()])
     (found,) = run_ranks(one_step, 1, config)
+    assert any(name.startswith("viewmaker/") for name in found)
     return found
 
 
@@ -159,6 +170,19 @@ def test_every_cell_of_composed_views_and_a_convnet_is_one_process(section: str,
             assert_equal(result, reference("nt_xent", cell.micro_batches, section), cell)
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("objective", MULTI_CROP)
+def test_every_cell_of_two_sizes_of_views_is_one_process(objective: str, num_ranks: int) -> None:
+    choices = itertools.product((1, 2), ("none", "1"))
+    cells = [[f"memory.micro_batches={num}", f"memory.encoder_checkpointing={kept}"] for num, kept in choices]
+    configs = [configure_multi_crop(objective, cell) for cell in cells]
+    expected = run_ranks(steps, 1, [configs[0], configs[2]])[0]
+    for of_rank in run_ranks(steps, num_ranks, configs):
+        for number, (cell, result) in enumerate(zip(cells, of_rank, strict=True)):
+            assert_equal(result, expected[number // 2], cell)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_without_batch_norm_micro_batches_are_one_batch(objective: str) -> None:
@@ -171,6 +195,7 @@ def test_without_batch_norm_micro_batches_are_one_batch(objective: str) -> None:
         )
     ]
     whole, *cut = steps(configs)
+    assert any(name.startswith("viewmaker/") for name in whole)
     for found in cut:
         assert_equal(found, whole, "micro batches")
 

@@ -52,12 +52,16 @@ class Inspector:
         lengths: the length of the gradient of each parameter.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], *, batch_size: int, num_parts: int = 1) -> None:
-        """Add hooks to `modules`, whose input will be a batch of B samples cut into `num_parts` micro batches."""
+    def __init__(
+        self, modules: Mapping[str, nn.Module], *, batch_size: int, num_parts: int = 1, num_views: int = 2
+    ) -> None:
+        """Add hooks to `modules`, whose input will be `num_views` of B samples, cut into `num_parts` micro batches."""
         self.forward: Finding | None = None
         self.backward: Finding | None = None
         self.lengths: dict[str, Length] = {}
         self._part_size, self._num_parts = batch_size // num_parts, num_parts
+        # With further views, the number of calls of a micro batch does not follow from the rows of a call.
+        self._knows_rows = num_views == 2 or num_parts == 1
         self._calls: Counter[str] = Counter()
         self._last_finite = ""
         for prefix, whole in modules.items():
@@ -115,7 +119,7 @@ class Inspector:
         """Yield the rows of the batch that are not finite in a tensor of one view or both views of a micro batch."""
         size = self._part_size
         num_rows = tensor_R.shape[0] if tensor_R.dim() > 1 else 0
-        if num_rows not in {size, 2 * size}:
+        if num_rows not in {size, 2 * size} or not self._knows_rows:
             return
         calls_a_part = 2 * size // num_rows
         part = (self._calls[label] - 1) // calls_a_part % self._num_parts

@@ -11,6 +11,7 @@ Invariant: neither loss nor gradient depends on the number of ranks, on the chun
 from trainer.objectives.barlow_twins import BarlowTwinsConfig, barlow_twins_loss
 from trainer.objectives.byol import BYOLConfig, byol_loss
 from trainer.objectives.dcl import DCLConfig, dcl_loss
+from trainer.objectives.dino import DINOConfig, dino_loss
 from trainer.objectives.ifm import IFMConfig, ifm_loss
 from trainer.objectives.info_nce import InfoNCEConfig, info_nce_loss
 from trainer.objectives.instance_discrimination import InstanceDiscriminationConfig
@@ -41,6 +42,7 @@ __all__ = [
     "BarlowTwinsConfig",
     "BaseObjectiveConfig",
     "DCLConfig",
+    "DINOConfig",
     "IFMConfig",
     "InfoNCEConfig",
     "InstanceDiscriminationConfig",
@@ -67,6 +69,7 @@ __all__ = [
     "build_objective",
     "byol_loss",
     "dcl_loss",
+    "dino_loss",
     "ifm_loss",
     "info_nce_loss",
     "labelled_cross_entropy",

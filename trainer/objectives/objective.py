@@ -38,6 +38,7 @@ OBJECTIVES: Final = MappingProxyType(
         "nt_xent_decoder": "trainer.objectives.nt_xent_decoder:NTXentDecoderConfig",
         "vicreg": "trainer.objectives.vicreg:VICRegConfig",
         "byol": "trainer.objectives.byol:BYOLConfig",
+        "dino": "trainer.objectives.dino:DINOConfig",
         "supervised": "trainer.objectives.supervised:SupervisedConfig",
     }
 )
@@ -55,6 +56,7 @@ class ViewPair:
             if only the viewmaker learns from these views.
         epoch: the epoch of the step, from 0.
         labels: each label of the samples by name, (B,) int64, as in `data_pipeline.core.sample.Batch`.
+        further_views: (B, C, H, W) each, the views beside the first two, which may have another size.
     """
 
     views_a_BCHW: Tensor
@@ -64,6 +66,7 @@ class ViewPair:
     updates_state: bool = True
     epoch: int = 0
     labels: Mapping[str, Tensor] = field(default_factory=dict)
+    further_views: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,8 @@ class BaseObjectiveConfig(KindConfig):
         needs_num_samples: whether the objective has state for every sample of the train set. A plan then needs their
             number, and does not allocate that state.
         needs_labels: whether the objective reads labels. A plan then needs the labels of the train set.
+        takes_further_views: whether the objective takes more than two views of a sample. If not, view policies with
+            further views are refused.
         can_be_recorded: whether the objective launches the same kernels at each step, and decides nothing on the host,
             for example by the number of the step. Then a step can be recorded once and replayed (`compile=step`).
     """
@@ -117,6 +122,7 @@ class BaseObjectiveConfig(KindConfig):
     copies_encoder: ClassVar[bool] = False
     needs_num_samples: ClassVar[bool] = False
     needs_labels: ClassVar[bool] = False
+    takes_further_views: ClassVar[bool] = False
     can_be_recorded: ClassVar[bool] = False
 
     def why_not_recorded(self, run: RunConfig) -> str | None:
@@ -143,6 +149,9 @@ class BaseObjectiveConfig(KindConfig):
 
 class Objective(nn.Module, ABC):
     """A loss. Every rank calls it with embeddings (B, D) of both views of its part of the batch, in any float type.
+
+    An objective of any number of views has `forward(z_a_BD, z_b_BD, pair, *further_BD)`, and a config with
+    `takes_further_views`.
 
     Parameters with a gradient (a predictor) are trained together with the encoder. Buffers and frozen modules (a queue,
     a bank, a momentum encoder) are state, which every checkpoint saves.

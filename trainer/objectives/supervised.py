@@ -5,7 +5,7 @@ label. The classifier reads the embedding, as every other objective does, so the
 the same for all objectives. With an `encoder.head` without hidden layers, the classifier is linear in the pooled
 features as well. Batch norm also sees samples without the label.
 
-Shapes: B samples of this rank, D dimensions, K classes.
+Shapes: B samples of this rank, N views of each, M = N B views, D dimensions, K classes.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class SupervisedConfig(BaseObjectiveConfig):
     """
 
     needs_labels: ClassVar[bool] = True
+    takes_further_views: ClassVar[bool] = True
     can_be_recorded: ClassVar[bool] = True
 
     kind: Literal["supervised"] = "supervised"
@@ -106,12 +107,13 @@ class Supervised(Objective):
         self._label = config.label
         self.classifier = nn.Linear(embedding_size, num_classes)
 
-    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair) -> ObjectiveOutput:
-        label_2B = pair.labels[self._label].repeat(2)
-        logits_2BK = predict(self.classifier, torch.cat([z_a_BD, z_b_BD]), updates_buffers=pair.updates_state)
-        is_right_2B = (logits_2BK.detach().argmax(1) == label_2B).to(logits_2BK.dtype)
-        metrics = {"alignment": mean_cosine(z_a_BD, z_b_BD), "accuracy": _mean_of_labelled(is_right_2B, label_2B)}
-        return ObjectiveOutput(labelled_cross_entropy(logits_2BK, label_2B), metrics)
+    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair, *further_BD: Tensor) -> ObjectiveOutput:
+        z_NBD = z_a_BD, z_b_BD, *further_BD
+        label_M = pair.labels[self._label].repeat(len(z_NBD))
+        logits_MK = predict(self.classifier, torch.cat(z_NBD), updates_buffers=pair.updates_state)
+        is_right_M = (logits_MK.detach().argmax(1) == label_M).to(logits_MK.dtype)
+        metrics = {"alignment": mean_cosine(z_a_BD, z_b_BD), "accuracy": _mean_of_labelled(is_right_M, label_M)}
+        return ObjectiveOutput(labelled_cross_entropy(logits_MK, label_M), metrics)
 
 
 def _mean_of_labelled(value_B: Tensor, label_B: Tensor) -> Tensor:

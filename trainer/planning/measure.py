@@ -33,7 +33,7 @@ from trainer.modules import build_modules, build_run_objective, objective_inputs
 from trainer.objectives import Objective, build_objective
 from trainer.planning.accounting import Accounts
 from trainer.planning.engine_costs import cut_gradients, sent_by_engines
-from trainer.views import ViewPolicy, ViewsInputs
+from trainer.views import BaseViewsConfig, ViewPolicy, ViewsInputs
 from trainer.views.composed import Pair, Sequence
 from trainer.views.viewmaker import Viewmaker
 
@@ -220,10 +220,10 @@ def _fake_policy(config: RunConfig, policy: ViewPolicy) -> ViewPolicy:
             container = composed.parts if isinstance(composed, Sequence) else composed
             for name, part in list(container.named_children()):
                 if not isinstance(part, Sequence | Pair):
-                    setattr(container, name, _fake_part(part, mel))
+                    setattr(container, name, _fake_part(part, mel, views))
         return policy
     if not (views.is_learned or views.runs_in_plans):
-        return _ReadyViews(mel)
+        return _ReadyViews(mel, views)
     if mel is None:
         return policy
     on_spectrograms = views.build(ViewsInputs(image_channels=1))
@@ -232,10 +232,10 @@ def _fake_policy(config: RunConfig, policy: ViewPolicy) -> ViewPolicy:
     return on_spectrograms
 
 
-def _fake_part(part: nn.Module, mel: MelConfig | None) -> nn.Module:
+def _fake_part(part: nn.Module, mel: MelConfig | None, views: BaseViewsConfig) -> nn.Module:
     """Return a part of a composition that runs on fake tensors."""
     if not isinstance(part, Viewmaker):
-        return _ReadyViews(mel)
+        return _ReadyViews(mel, views)
     if mel is None:
         return part
     on_spectrograms = Viewmaker(part.config, image_channels=1)
@@ -247,12 +247,19 @@ def _fake_part(part: nn.Module, mel: MelConfig | None) -> nn.Module:
 class _ReadyViews(nn.Module):
     """A replacement for expert views that takes their memory and does no work."""
 
-    def __init__(self, mel: MelConfig | None) -> None:
+    def __init__(self, mel: MelConfig | None, views: BaseViewsConfig) -> None:
         super().__init__()
-        self._mel = mel
+        self._mel, self._views = mel, views
 
     def forward(self, inputs: Tensor, *_: object) -> Tensor:
         return inputs.clone() if self._mel is None else _spectrograms(inputs, self._mel)
+
+    def further_view(self, inputs: Tensor, *_: object) -> Tensor:
+        views_BCHW = self(inputs)
+        height, width = views_BCHW.shape[-2:]
+        size = self._views.further_size(height=height, width=width)
+        further_BCHW: Tensor = views_BCHW.new_empty(*views_BCHW.shape[:2], *size)
+        return further_BCHW
 
 
 def _spectrograms(waveforms_BT: Tensor, mel: MelConfig) -> Tensor:

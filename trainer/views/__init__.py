@@ -9,6 +9,7 @@ Invariant: no draw comes from global random state, so views are equal in one pro
 
 from trainer.views.expert_audio import SpectralConfig, WaveformConfig
 from trainer.views.expert_image import ExpertImageConfig
+from trainer.views.multi_crop import MultiCropConfig
 from trainer.views.pair import two_views
 from trainer.views.policy import BaseViewsConfig, ViewPolicy, ViewsConfig, ViewsInputs, build_view_policy
 from trainer.views.random_mask import RandomMaskConfig
@@ -17,6 +18,7 @@ from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
 __all__ = [
     "BaseViewsConfig",
     "ExpertImageConfig",
+    "MultiCropConfig",
     "RandomMaskConfig",
     "SpectralConfig",
     "ViewPolicy",

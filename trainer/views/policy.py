@@ -27,6 +27,7 @@ VIEWS: Final = MappingProxyType(
         "viewmaker": "trainer.views.viewmaker:ViewmakerConfig",
         "sequence": "trainer.views.composed:SequenceConfig",
         "pair": "trainer.views.composed:PairConfig",
+        "multi_crop": "trainer.views.multi_crop:MultiCropConfig",
     }
 )
 
@@ -86,6 +87,19 @@ class BaseViewsConfig(KindConfig):
 
     def check_channels(self, num_channels: int) -> None:
         """Raise `ValueError` if views cannot be made of pictures with that number of channels."""
+
+    @property
+    def num_further(self) -> int:
+        """Return the number of views of a sample beside the first two.
+
+        If it is above 0, the policy has a method `further_view` with the arguments of the policy, which returns one of
+        these views, and it is not learned.
+        """
+        return 0
+
+    def further_size(self, *, height: int, width: int) -> tuple[int, int]:
+        """Return the height and width of the further views of pictures or spectrograms of that size."""
+        return height, width
 
     @property
     def protects(self) -> str | None:

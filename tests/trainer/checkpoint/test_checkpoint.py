@@ -36,6 +36,7 @@ from trainer.models import load_encoder
 from trainer.models.heads import HeadConfig
 from trainer.modules import build_modules
 from trainer.objectives import BYOLConfig, NTXent, NTXentConfig, NTXentDecoderConfig, ObjectiveConfig
+from trainer.objectives.dino import DINOConfig
 from trainer.objectives.instance_discrimination import InstanceDiscriminationConfig
 from trainer.objectives.moco import MoCoConfig
 from trainer.objectives.simsiam import SimSiamConfig
@@ -495,6 +496,7 @@ OBJECTIVES: dict[str, ObjectiveConfig] = {
     "simsiam": SimSiamConfig(),
     "byol": BYOLConfig(predictor=HeadConfig(hidden_sizes=(8,), batch_norm=True)),
     "nt_xent_decoder": NTXentDecoderConfig(target_size=2),
+    "dino": DINOConfig(num_prototypes=12),
 }
 NUM_SAMPLES = 37  # no multiple of any number of ranks, so a bank's parts are uneven
 

@@ -34,6 +34,7 @@ RUNS = {
     "moco": ("debug:viewmaker", ["objective.kind=moco", "objective.queue_size=32"]),
     "simsiam": ("debug:viewmaker", ["objective.kind=simsiam", "precision=float64"]),
     "supervised": ("debug:image", ["objective.kind=supervised"]),
+    "multi-crop": ("debug:image", ["objective.kind=dino", "objective.num_prototypes=64", "views.kind=multi_crop"]),
     "bank": ("debug:viewmaker", ["objective.kind=instance_discrimination", "objective.num_negatives=5"]),
     "autocast": ("debug:image", ["precision=bfloat16", "objective.kind=barlow_twins", "channels_last=true"]),
 }
@@ -109,7 +110,9 @@ def test_memory_is_that_of_a_real_step(run: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("run", ["viewmaker in turns", "micro batches", "moco", "simsiam", "supervised", "bank"])
+@pytest.mark.parametrize(
+    "run", ["viewmaker in turns", "micro batches", "moco", "simsiam", "supervised", "multi-crop", "bank"]
+)
 def test_what_is_sent_is_what_two_ranks_send(run: str) -> None:
     config = configure(run)
     found = planned(config, ranks=2)
