@@ -13,10 +13,11 @@ import pytest
 
 from configs import debug
 from data_pipeline.core.errors import UserError
-from tests.trainer.reports.suppression_runs import PROBE, make_run, samples, worst_groups
+from tests.trainer.reports.suppression_runs import PROBE, make_run, probe_result, samples, worst_groups
 from trainer.report import main
 from trainer.reports.suppression.measured import read_benchmark
 from trainer.reports.suppression.verdicts import column_of, halving, kept_of_easy, kept_of_hard, sentence
+from trainer.run_dir import write_json
 
 CURES = {"plain": (0.9, 0.3), "viewmaker": (0.88, 0.85), "IFM": (0.9, 0.32)}  # on the hard label at 0 and at 10 bits
 
@@ -240,6 +241,17 @@ def test_the_monitors_do_not_see_what_the_probe_sees(tmp_path: Path) -> None:
         make_run(home, factors(f"cure {number}"), right=right, rank_me=10.0 + number)
     report("--study", "suppression", home, "--out", tmp_path / "page.md")
     assert "| RandBit: digit | −1.00 (6 runs) | −1.00 (6 runs) | – |" in (tmp_path / "page.md").read_text()
+
+
+def test_raw_pixels_are_a_floor_of_their_own(tmp_path: Path) -> None:
+    home, right = tmp_path / "runs", {"base": samples(0.5, num_test=200, seed=0)}
+    run = make_run(home, factors("plain"), right=right)
+    of_pixels = probe_result("base", 0, samples(0.4, num_test=200, seed=1), has_bits=True, test_set="b", probe=PROBE)
+    write_json(run / "probes" / "step_00000000" / "base-reads_pixels.json", of_pixels)
+    report("--study", "suppression", home, "--out", tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert row(page, "*raw pixels*")[0].startswith("40.0 ±")
+    assert row(page, "*untrained*") == ["–"]
 
 
 def test_half_is_above_chance_and_may_not_be_reached() -> None:

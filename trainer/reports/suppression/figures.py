@@ -111,5 +111,6 @@ def _references(columns: Sequence[Column]) -> Mapping[tuple[str, str], list[floa
     return {
         ("ceiling (trained with the label)", "-"): [one.ceiling.mean if one.ceiling else None for one in columns],
         ("untrained encoder", "--"): [one.untrained.mean if one.untrained else None for one in columns],
+        ("raw pixels", "-."): [one.pixels.mean if one.pixels else None for one in columns],
         ("chance", ":"): [one.chance for one in columns],
     }

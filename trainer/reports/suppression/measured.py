@@ -26,6 +26,7 @@ from trainer.reports.runs import protocol_of
 from trainer.run_dir import RunDir, open_run, places_of_probes, read_object
 
 CEILING = "ceiling: "  # begins the name of a cure that is no cure: the encoder trained with the label that follows
+OF_PIXELS = "-reads_pixels"  # ends the name of a result of `trainer.probe --pixels`
 FACTORS = ("setting", "difficulty", "cure")  # that a run of the benchmark has
 FEWER_IS_HARDER = ("unique digits",)  # units of which a lower number is more difficult, without the factor `easiest`
 
@@ -37,6 +38,7 @@ class StudyRun:
     """A run with its factors, its final and untrained probe results, and its monitors.
 
     is_finished: whether the training came to its end.
+    pixels: the same probe on the raw pixels, without an encoder (`trainer.probe --pixels`).
     trained: the results of the last checkpoint; empty if it was not probed, or if the training is not finished.
     """
 
@@ -45,6 +47,7 @@ class StudyRun:
     is_finished: bool
     trained: Results
     untrained: Results
+    pixels: Results
     monitors: MonitorsResult | None
 
     @property
@@ -122,6 +125,15 @@ class Setting:
             for seed, run in self.runs(difficulty, cure).items():
                 if label in run.untrained:
                     found.setdefault(seed, reading(run.untrained[label]))
+        return found
+
+    def pixels(self, difficulty: str, label: LabelSpace) -> dict[int, Reading]:
+        """Return the probe of the raw pixels by seed, of the first run that has it, ceilings included."""
+        found: dict[int, Reading] = {}
+        for (of_difficulty, _), runs in self.cells.items():
+            for seed, run in runs.items():
+                if of_difficulty == difficulty and label in run.pixels:
+                    found.setdefault(seed, reading(run.pixels[label]))
         return found
 
     def chance(self, difficulty: str, label: LabelSpace) -> float | None:
@@ -232,16 +244,17 @@ def _read(run_dir: RunDir, probes_of: RunDir, *, allow_pipe: bool) -> StudyRun:
         is_finished=finished is not None,
         trained=final,
         untrained=_results(probes_of, 0) or _results(run_dir, 0),
+        pixels=_results(probes_of, 0, suffix=OF_PIXELS) or _results(run_dir, 0, suffix=OF_PIXELS),
         monitors=None if monitors is None or monitors.checkpoint_step != finished else monitors,
     )
 
 
-def _results(run_dir: RunDir, step: object) -> Results:
-    """Return the results of a step with the run's own protocol; none for None."""
+def _results(run_dir: RunDir, step: object, *, suffix: str = "") -> Results:
+    """Return the results of a step with the run's own protocol, or with a change that `suffix` names; none for None."""
     if not isinstance(step, int):
         return {}
     directory = run_dir.probes(step)
-    return {label: read_result(directory / f"{label}.json") for label in labels_in(directory)}
+    return {label: read_result(directory / f"{label}{suffix}.json") for label in labels_in(directory, suffix=suffix)}
 
 
 def _setting(name: str, runs: Sequence[StudyRun], protocol: ProbeConfig | None) -> tuple[Setting, list[str]]:
@@ -268,7 +281,7 @@ def _setting(name: str, runs: Sequence[StudyRun], protocol: ProbeConfig | None) 
         results = [*run.trained.values(), *run.untrained.values()]
         if any(protocol_of(result.probe_config) != protocol for result in results):
             problems.append(f"{run.path} was probed with other settings than most runs.")
-        elif any(_data(result) != data_of[difficulty] for result in results):
+        elif any(_data(result) != data_of[difficulty] for result in [*results, *run.pixels.values()]):
             problems.append(f"{run.path} was probed on other data than most runs of {name} at {difficulty}.")
         else:
             of_cell[run.seed] = run

@@ -94,6 +94,7 @@ def _introduction(benchmark: Benchmark) -> list[Block]:
                 "chance: one over the number of classes.",
                 "untrained: the probe on random weights. An encoder that is not above it has learned nothing about the "
                 "label.",
+                "raw pixels: the probe without an encoder.",
                 "ceiling: the same encoder trained with the label.",
                 "± is half of a 95 % interval over seeds and test samples.",
                 "Two cures are told apart if the difference of their accuracies, paired over seeds and test "
@@ -203,6 +204,7 @@ def _references(columns: Sequence[Column]) -> list[Row]:
     return [
         row("ceiling", [one.ceiling for one in columns]),
         row("untrained", [one.untrained for one in columns]),
+        *([row("raw pixels", [one.pixels for one in columns])] if any(one.pixels for one in columns) else []),
         row("chance", [one.chance for one in columns]),
     ]
 

@@ -40,6 +40,7 @@ class Column:
     of_cure: Mapping[str, Estimate]
     ranking: Ranking | None
     untrained: Estimate | None
+    pixels: Estimate | None
     ceiling: Estimate | None
     chance: float | None
     not_above_floor: tuple[str, ...] | None
@@ -58,6 +59,7 @@ def column_of(setting: Setting, difficulty: str, label: LabelSpace) -> Column:
     readings = {cure: setting.readings(difficulty, cure, label) for cure in setting.cures}
     readings = {cure: of_cure for cure, of_cure in readings.items() if of_cure}
     untrained, ceiling = setting.untrained(difficulty, label), setting.ceiling(difficulty, label)
+    pixels = setting.pixels(difficulty, label)
     leads = {cure: difference_of(of_cure, untrained) for cure, of_cure in readings.items()}
     return Column(
         setting=setting,
@@ -66,6 +68,7 @@ def column_of(setting: Setting, difficulty: str, label: LabelSpace) -> Column:
         of_cure={cure: mean_of(list(of_cure.values())) for cure, of_cure in readings.items()},
         ranking=rank(readings),
         untrained=mean_of(list(untrained.values())) if untrained else None,
+        pixels=mean_of(list(pixels.values())) if pixels else None,
         ceiling=mean_of(list(ceiling.values())) if ceiling else None,
         chance=setting.chance(difficulty, label),
         not_above_floor=tuple(
