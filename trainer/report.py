@@ -25,7 +25,11 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="A run directory, or the directory of a study.")
     add("--out", type=Path, help="The file to write (default: RUN_DIR/report.html, or ./report.html for several runs).")
-    add("--study", metavar="NAME", help="Compare the runs with a published table, such as table1.")
+    add(
+        "--study",
+        metavar="NAME",
+        help="Compare the runs with a published table, such as table1, or write the page of suppression_small.",
+    )
     add("--probes", type=Path, metavar="DIR", help="Also read the results that `trainer.probe --out DIR` has written.")
     add("--allow-pipe", action="store_true", help=ALLOW_PIPE_HELP)
     add("--allow-code", action="store_true", help=ALLOW_CODE_HELP)

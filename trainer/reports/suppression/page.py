@@ -248,7 +248,7 @@ def _kept(setting: Setting, columns: Mapping[tuple[LabelSpace, str], Column], cu
     table = Table(
         ["kept, %", *head],
         rows,
-        caption="Accuracy above chance. Of the hard feature, as a share of that of the same cure at "
+        caption="Accuracy above chance. Of the hard feature, as a share of that of the best cure at "
         f"{setting.with_unit(setting.easiest)}; of the easy feature, as a share of the ceiling, or of the best cure if "
         f"there is no ceiling. Bold: at least {100 * KEPT:.0f} %.",
     )

@@ -15,7 +15,7 @@ from scipy import stats
 
 from trainer.analyses.monitors import Monitors
 from trainer.probes.features import LabelSpace
-from trainer.reports.paired import LEVEL, Estimate, Ranking, difference_of, mean_of, rank
+from trainer.reports.paired import LEVEL, Estimate, Ranking, Reading, difference_of, mean_of, rank
 from trainer.reports.suppression.measured import Setting
 
 Mark = Literal["best", "tied", "lower", ""]
@@ -111,19 +111,37 @@ def above_chance(accuracy: float, chance: float | None) -> float:
 
 
 def kept_of_hard(setting: Setting, difficulty: str, cure: str, label: LabelSpace) -> float | None:
-    """Return the accuracy above chance as a share of that of the same cure at the easiest difficulty.
+    """Return the accuracy above chance as a share of the best cure's at the easiest difficulty.
 
-    None if one is missing, or if the cure does not read the label at the easiest difficulty (below twice its interval).
+    None if it is not measured, or if no cure reads the label at the easiest difficulty. The share is not that of the
+    same cure, because a cure that never reads the label would keep all of it.
     """
-    here, easiest = setting.readings(difficulty, cure, label), setting.readings(setting.easiest, cure, label)
-    if not here or not easiest:
+    here = setting.readings(difficulty, cure, label)
+    easiest = [
+        mean_of(list(found.values()))
+        for one in setting.cures
+        if (found := setting.readings(setting.easiest, one, label))
+    ]
+    return _share(
+        here,
+        max(easiest, key=lambda one: one.mean, default=None),
+        chances=(setting.chance(difficulty, label), setting.chance(setting.easiest, label)),
+    )
+
+
+def _share(
+    here: Mapping[int, Reading], reference: Estimate | None, *, chances: tuple[float | None, float | None]
+) -> float | None:
+    """Return the accuracy above the first chance as a share of the reference above the second.
+
+    None if the reference is less than two of its intervals above chance.
+    """
+    if not here or reference is None:
         return None
-    reference = mean_of(list(easiest.values()))
-    chance = setting.chance(setting.easiest, label)
-    if above_chance(reference.mean, chance) <= 2 * reference.half_width:
+    whole = above_chance(reference.mean, chances[1])
+    if whole <= 2 * reference.half_width:
         return None
-    found = above_chance(mean_of(list(here.values())).mean, setting.chance(difficulty, label))
-    return found / above_chance(reference.mean, chance)
+    return above_chance(mean_of(list(here.values())).mean, chances[0]) / whole
 
 
 def kept_of_easy(column: Column, cure: str) -> float | None:
@@ -131,9 +149,8 @@ def kept_of_easy(column: Column, cure: str) -> float | None:
     if cure not in column.of_cure:
         return None
     reference = column.ceiling or max(column.of_cure.values(), key=lambda one: one.mean)
-    if above_chance(reference.mean, column.chance) <= 2 * reference.half_width:
-        return None
-    return above_chance(column.of_cure[cure].mean, column.chance) / above_chance(reference.mean, column.chance)
+    here = column.setting.readings(column.difficulty, cure, column.label)
+    return _share(here, reference, chances=(column.chance, column.chance))
 
 
 @dataclass(frozen=True)
