@@ -220,8 +220,8 @@ def halving(difficulties: Sequence[float], accuracies: Sequence[float], *, chanc
     None if it does not fall so far.
 
     Examples:
-        >>> halving([0, 10, 20], [0.9, 0.7, 0.1], chance=0.1)
-        13.333333333333334
+        >>> round(halving([0, 10, 20], [0.9, 0.7, 0.1], chance=0.1), 1)
+        13.3
     """
     half = (accuracies[0] - chance) / 2
     above = [accuracy - chance for accuracy in accuracies]
