@@ -31,7 +31,7 @@ class Setting:
         unit: what the difficulty counts, for reports.
         difficulties: the values of the option, the easiest for the hard feature first, for each scale.
         image_size: height and width in pixels, for each scale, if the source lets one choose; else None.
-        source_options, overlay_options: the other options of the source and the overlay, for each scale.
+        source_options: the other options of the source, for each scale.
     """
 
     title: str
@@ -43,7 +43,6 @@ class Setting:
     difficulties: Mapping[Scale, tuple[OptionValue, ...]] = field(default_factory=dict)
     image_size: Mapping[Scale, int] = field(default_factory=dict)
     source_options: Mapping[Scale, Mapping[str, OptionValue]] = field(default_factory=dict)
-    overlay_options: Mapping[Scale, Mapping[str, OptionValue]] = field(default_factory=dict)
 
     @property
     def is_sound(self) -> bool:
@@ -57,16 +56,11 @@ class Setting:
         self, part: Literal["overlay", "source"], *, difficulty: str, split: str, scale: Scale
     ) -> dict[str, OptionValue]:
         """Return the options of the overlay or of the source for a difficulty."""
-        fixed = self.overlay_options if part == "overlay" else self.source_options
-        options = dict(fixed.get(scale, {}))
+        options = dict(self.source_options.get(scale, {})) if part == "source" else {}
         if self.varies is not None and self.varies[0] == part:
             name = self.varies[1]
             options[name] = "0" if name == _CORRELATION and split == "test" else difficulty
         return options
-
-
-def _both(**options: OptionValue) -> dict[Scale, dict[str, OptionValue]]:
-    return {"full": options, "small": options}
 
 
 _SHARES: Final[tuple[OptionValue, ...]] = (0.0, 0.5, 0.75, 0.9, 0.95)
@@ -121,7 +115,6 @@ SETTINGS: Final[Mapping[str, Setting]] = MappingProxyType(
             varies=("overlay", _CORRELATION),
             unit="correlation",
             difficulties={"full": _SHARES, "small": _THREE_SHARES},
-            overlay_options=_both(join="square"),  # expert views crop squares
         ),
         "colours": Setting(
             title="Coloured digits",

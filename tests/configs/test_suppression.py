@@ -93,10 +93,11 @@ def test_each_difficulty_is_built_with_its_option_and_its_labels(name: str, buil
             if setting.varies is None:
                 continue
             part, option = setting.varies
-            entry = manifest.overlay if part == "overlay" else manifest.how_made
-            assert entry is not None
+            options = manifest.how_made.source_options
+            if part == "overlay":
+                assert manifest.overlay is not None
+                options = manifest.overlay.options
             expected = 0.0 if option == "correlation" and split == "test" else float(difficulty)
-            options = entry.options if part == "overlay" else entry.source_options
             assert float(options[option]) == expected
 
 
