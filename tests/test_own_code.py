@@ -669,7 +669,7 @@ NAMED_BY = {
     "TimmConfig": EXPORTS,
     "NTXentConfig": {"trainer/objectives/nt_xent_cycle.py", "trainer/objectives/nt_xent_decoder.py"},
     "WaveformConfig": {"trainer/views/viewmaker.py", COMPOSED},
-    "ExpertImageConfig": {"trainer/analyses/collision.py", COMPOSED},
+    "ExpertImageConfig": {"trainer/analyses/collision.py", "trainer/views/multi_crop.py", COMPOSED},
     "RandomMaskConfig": {COMPOSED},
     "SpectralConfig": {COMPOSED},
     "ViewmakerConfig": {COMPOSED},

@@ -106,6 +106,7 @@ SETTINGS: Final[Mapping[str, Setting]] = MappingProxyType(
             unit="correlation",
             difficulties={"full": _SHARES, "small": _THREE_SHARES},
             image_size={"full": 224, "small": 48},
+            source_options={"full": {"correlated": "colour"}, "small": {"correlated": "colour"}},
         ),
         "dominoes": Setting(
             title="Dominoes",
