@@ -27,7 +27,8 @@ from webdataset import TarWriter
 
 from benchmarks import record
 from benchmarks.record import Line
-from data_pipeline.building.index_tars import Fields, make_index
+from data_pipeline.building.index_tars import make_index
+from data_pipeline.building.tar_scan import Fields
 from data_pipeline.core.errors import run_command
 from data_pipeline.loading.order import BatchOrder
 from data_pipeline.loading.stream import ReadConfig, Stream

@@ -23,10 +23,9 @@ from typing import Any, Final
 from configs.resolve import explain, resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.overrides import parse_setting, set_paths
-from data_pipeline.core.plain_text import parse_yaml
 from data_pipeline.core.schema import as_typed, value_at
 from data_pipeline.core.sections import KIND
-from trainer.config import RunConfig
+from trainer.config import RunConfig, parse_file
 
 MAX_RUNS: Final = 100  # without asking
 _MAX_NAME: Final = 100  # characters, as `data_pipeline.core.schema.Name` allows
@@ -137,12 +136,7 @@ def split_values(text: str) -> list[str]:
 
 def _read_sets(file: Path) -> tuple[Values, ...]:
     """Return the sets of settings of a sweep file: a YAML list of mappings from dotted names to values."""
-    try:
-        sets = parse_yaml(file.read_text())
-    except OSError as error:
-        raise UserError(f"cannot read the sweep file {file}: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{file} is not valid YAML: {error}") from None
+    sets = parse_file(file, what="sweep file", is_yaml=True)
     example = 'such as "- {objective.temperature: 0.1, seed: 0}"'
     if not isinstance(sets, list) or not sets:
         raise UserError(f"{file} holds no list of runs; write one line for each, {example}")

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 from webdataset import TarWriter
 
-from data_pipeline.building.index_tars import DrawnOverlay, Fields, TarFacts, make_index
+from data_pipeline.building.index_tars import DrawnOverlay, make_index
+from data_pipeline.building.tar_scan import Fields, TarFacts
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import BASE, NO_LABEL

@@ -16,7 +16,8 @@ from PIL import Image
 
 from configs import resolve_recipe
 from data_pipeline.building.catalogue import open_picture_overlay
-from data_pipeline.building.index_tars import DrawnOverlay, Fields, make_index
+from data_pipeline.building.index_tars import DrawnOverlay, make_index
+from data_pipeline.building.tar_scan import Fields
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.stream import ReadConfig, Stream, read_all

@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from data_pipeline.__main__ import main
-from data_pipeline.building.index_tars import Fields, ensure_index, expand, make_index
+from data_pipeline.building.index_tars import ensure_index, make_index
 from data_pipeline.building.keep_files import pack_folder
+from data_pipeline.building.tar_scan import Fields, expand
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.loading.decode import decode
@@ -320,7 +321,7 @@ def test_an_index_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pyte
         num_scanned += 1
         return read_headers(data)
 
-    monkeypatch.setattr("data_pipeline.building.index_tars.read_headers", scan)
+    monkeypatch.setattr("data_pipeline.building.tar_scan.read_headers", scan)
     with pytest.raises(KeyboardInterrupt):
         indexed(tmp_path / "tars", tmp_path / "index")
     with pytest.raises(UserError, match=r"holds no manifest.json"):

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from data_pipeline.__main__ import main
 from data_pipeline.building.build import build_dataset, describe_manifest
-from data_pipeline.building.index_tars import Fields, ensure_index, make_index, parse_labels
+from data_pipeline.building.index_tars import ensure_index, make_index, parse_labels
+from data_pipeline.building.tar_scan import Fields
 from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_OBJECT, NO_LABEL

@@ -12,7 +12,8 @@ from pathlib import Path
 import boto3
 import pytest
 
-from data_pipeline.building.index_tars import Fields, make_index
+from data_pipeline.building.index_tars import make_index
+from data_pipeline.building.tar_scan import Fields
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.remote.cache import RemoteConfig
 from tests.data_pipeline.building.test_index_tars import simple

@@ -17,7 +17,8 @@ import torch
 
 from configs import debug
 from data_pipeline.building.build import build_dataset
-from data_pipeline.building.index_tars import Fields, make_index
+from data_pipeline.building.index_tars import make_index
+from data_pipeline.building.tar_scan import Fields
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.decode import decode_ahead

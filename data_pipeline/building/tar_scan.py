@@ -1,0 +1,350 @@
+"""Scan somebody else's WebDataset tars: where their pictures lie, and what their labels are.
+
+Each tar is scanned once, by its headers; only the labels and a few pictures, for the mean and the deviation, are read.
+Worker processes scan tars side by side. The facts of a tar are kept in a part, a file of their own, when it is done, so
+that a scan that was interrupted goes on from there.
+
+Shapes: N samples of a tar.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from braceexpand import braceexpand
+from numpy.typing import NDArray
+from pydantic import NonNegativeInt
+
+from data_pipeline.building.datasets import PICTURE_FIELDS
+from data_pipeline.building.workers import run_all
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.progress import Progress
+from data_pipeline.core.sample import BASE, NO_LABEL
+from data_pipeline.core.schema import LabelName, Line, Schema
+from data_pipeline.loading.picture_decode import decode_square
+from data_pipeline.remote.cache import RemoteConfig, file_url, is_command, is_remote
+from data_pipeline.remote.fetch import Expected, Limits, fetch
+from data_pipeline.storage.files import map_regular, regular_size
+from data_pipeline.storage.tar_headers import BLOCK, TarMember, read_headers
+from data_pipeline.storage.tar_index import MAX_PICTURE_BYTES, pack, split_name
+
+LABEL_FIELDS: Final = ("cls", "label", "label.txt", "class", "cls.txt")  # tried in this order if none is named
+PARTS: Final = ".parts"  # of an index that is being made: a file for each tar
+_MAX_LABEL_BYTES: Final = 1 << 20
+_REMOTE: Final = RemoteConfig()
+_MAX_TAR_BYTES: Final = 1 << 44
+_MAX_FIELDS: Final = 50  # that are counted in a tar
+
+
+class Fields(Schema):
+    """Which members of a sample are its picture and its labels.
+
+    Attributes:
+        picture: extensions, of which the first that a sample has is its picture.
+        labels: for each label by name, an extension, whose content is the label; or `EXTENSION:a.b`, the entry `b` of
+            `a` in its JSON. None takes the first of `LABEL_FIELDS` that there is, as the label `base`.
+    """
+
+    picture: tuple[str, ...] = PICTURE_FIELDS
+    labels: dict[LabelName, Line] | None = None
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        return (BASE,) if self.labels is None else tuple(self.labels)
+
+
+class TarFacts(Schema):
+    """The entries of an index for one tar, beside the places of its pictures.
+
+    Attributes:
+        num_bytes, changed_ns: size and time of change of the file when it was scanned; of a remote tar the size alone.
+        sha256: of a remote tar; empty for a local one.
+        num_samples: with a picture.
+        num_without_picture: samples that are left out.
+        is_whole: whether the tar ends as tars do; else it is cut short, and what is before the cut is used.
+        fields: how many samples have each extension.
+        labels: for each label by name, the different values, in the order in which they are met.
+        sums: of the measured pictures: their number, and for each channel the mean and the mean square.
+        unreadable: a reason for each of the measured pictures that do not decode.
+    """
+
+    num_bytes: NonNegativeInt
+    changed_ns: int
+    sha256: str
+    num_samples: NonNegativeInt
+    num_without_picture: NonNegativeInt
+    num_too_large: NonNegativeInt
+    is_whole: bool
+    fields: dict[str, int]
+    labels: dict[str, tuple[str, ...]]
+    sums: tuple[float, ...]
+    unreadable: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TarTask:
+    """One tar to scan: its number and path."""
+
+    number: int
+    path: str
+
+
+@dataclass(frozen=True)
+class ScanInputs:
+    """The settings with which a worker scans a tar. It decodes `num_measured` pictures of each."""
+
+    fields: Fields
+    size: int
+    num_measured: int
+    directory: Path
+    remote: RemoteConfig = _REMOTE
+
+
+def expand(location: str) -> list[str]:
+    """Return the paths of the tars that a location names, in the order in which they are read.
+
+    A location is a directory, a tar, a pattern with braces such as `train-{000000..001281}.tar`, or a text file that
+    names a tar in each line. A tar or a pattern may be remote. Raises `UserError` if it names none, or one twice.
+    """
+    if is_remote(location):
+        return _expand_remote(location)
+    path = Path(location).expanduser()
+    if path.is_dir():
+        paths = sorted(map(str, path.absolute().glob("*.tar")))
+        if not paths:
+            raise UserError(f"{location} holds no file that ends in .tar; name a directory that does, or a pattern")
+    elif path.is_file() and ".tar" not in path.suffixes:
+        lines = [line.strip() for line in path.read_text().splitlines()]
+        paths = [str((path.parent / line).absolute()) for line in lines if line and not line.startswith("#")]
+        if not paths:
+            raise UserError(f"{location} names no tars; write the path of one in each line")
+    else:
+        try:
+            paths = [str(Path(each).expanduser().absolute()) for each in braceexpand(str(path))]
+        except ValueError as error:
+            raise UserError(
+                f"{location} is not a pattern ({error}); write braces as in train-{{0000..0099}}.tar"
+            ) from None
+    for name, count in Counter(paths).items():
+        if count > 1:
+            raise UserError(f"{location} names {name} {count} times; name each tar once")
+        if "\n" in name or not name.isprintable():
+            raise UserError(f"the name {name!r} cannot stand in an index; rename the file")
+    for name in paths:
+        if regular_size(Path(name)) is None:
+            raise UserError(f"{name}, which {location} names, does not exist or is no regular file; mend the location")
+    return paths
+
+
+def _expand_remote(location: str) -> list[str]:
+    if is_command(location):
+        raise UserError(
+            f"{location} is a command, which an index does not keep; mount the tars, or serve them by http or from an "
+            "object store"
+        )
+    try:
+        urls = list(braceexpand(location))
+    except ValueError as error:
+        raise UserError(f"{location} is not a pattern ({error}); write braces as in train-{{0000..0099}}.tar") from None
+    for url in urls:
+        file_url(url.rpartition("/")[0], url.rpartition("/")[2])  # refuses what cannot be fetched
+    return urls
+
+
+def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
+    """Scan one tar and write what is known of it. A worker process calls this."""
+    with _local(inputs, task) as (path, sha256), map_regular(path) as data:
+        status = path.stat()
+        members, end = read_headers(data)
+        fields: Counter[str] = Counter()
+        chosen: list[TarMember] = []
+        words: dict[str, list[str | None]] = {name: [] for name in inputs.fields.label_names}
+        keys: list[int] = []
+        num_without_picture = num_too_large = 0
+        for key, group in groupby(members, key=lambda member: split_name(member.name)[0]):
+            of_sample = {split_name(member.name)[1]: member for member in group}
+            fields.update(of_sample.keys())
+            picture = next((of_sample[name] for name in inputs.fields.picture if name in of_sample), None)
+            if picture is None:
+                num_without_picture += 1
+            elif picture.size > MAX_PICTURE_BYTES:
+                num_too_large += 1
+            else:
+                chosen.append(picture)
+                keys.append(_hashed(key))
+                for name, found in words.items():
+                    field = None if inputs.fields.labels is None else inputs.fields.labels[name]
+                    found.append(_label(field, of_sample, data))
+        labels = {
+            name: tuple(dict.fromkeys(word for word in found if word is not None)) for name, found in words.items()
+        }
+        sums, unreadable = _measure(chosen, data, size=inputs.size, num=inputs.num_measured)
+        is_whole = data[end : end + BLOCK].tobytes() == bytes(BLOCK)  # as every tar ends
+    facts = TarFacts(
+        num_bytes=status.st_size,
+        changed_ns=0 if sha256 else status.st_mtime_ns,
+        sha256=sha256,
+        num_samples=len(chosen),
+        num_without_picture=num_without_picture,
+        num_too_large=num_too_large,
+        is_whole=is_whole,
+        fields=dict(fields.most_common(_MAX_FIELDS)),
+        labels=labels,
+        sums=tuple(sums),
+        unreadable=tuple(unreadable),
+    )
+    packed = pack(
+        np.array([member.offset for member in chosen], dtype=np.int64),
+        np.array([member.size for member in chosen], dtype=np.int64),
+    )
+    columns = [packed, np.array(keys, dtype=np.int64)]
+    for name, found in words.items():
+        numbers = {word: number for number, word in enumerate(labels[name])}
+        columns.append(np.array([NO_LABEL if word is None else numbers[word] for word in found], dtype=np.int64))
+    part = np.concatenate(columns)
+    _write_part(part_path(inputs.directory, task.path), facts, part)
+    return facts
+
+
+@contextmanager
+def _local(inputs: ScanInputs, task: TarTask) -> Iterator[tuple[Path, str]]:
+    """Yield the path of a tar on this machine while the block runs, and the sha256 of a tar that was fetched for it."""
+    if not is_remote(task.path):
+        yield Path(task.path), ""
+        return
+    config = inputs.remote
+    limits = Limits(
+        stall_seconds=config.stall_seconds,
+        num_attempts=config.num_attempts,
+        deadline=time.monotonic() + config.file_seconds,
+        must_answer=True,
+    )
+    with tempfile.TemporaryDirectory(dir=inputs.directory / PARTS) as directory:
+        path = Path(directory, "copy.tar")
+        with path.open("w+b") as file:
+            fetch(task.path, file, expected=Expected(max_bytes=_MAX_TAR_BYTES), limits=limits)
+            file.seek(0)
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        yield path, sha256
+
+
+def _hashed(key: str) -> int:
+    """Return 64 bits that differ for different keys, all but certainly."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _label(field: str | None, of_sample: Mapping[str, TarMember], data: memoryview) -> str | None:
+    """Return the label of a sample as text; None if it has none."""
+    if field is None:
+        field = next((name for name in LABEL_FIELDS if name in of_sample), None)
+        if field is None:
+            return None
+    extension, _, entry = field.partition(":")
+    member = of_sample.get(extension)
+    if member is None or member.size > _MAX_LABEL_BYTES:
+        return None
+    content = bytes(data[member.offset : member.offset + member.size])
+    try:
+        if not entry:
+            word = content.decode().strip()
+        else:
+            value = json.loads(content)
+            for key in entry.split("."):
+                value = value[int(key)] if isinstance(value, list) else value[key]
+            word = str(value) if isinstance(value, (str, int)) else ""
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+        return None
+    return word if word and len(word) <= 200 and word.isprintable() else None
+
+
+def _measure(chosen: Sequence[TarMember], data: memoryview, *, size: int, num: int) -> tuple[list[float], list[str]]:
+    """Return number, means and mean squares of some pictures, spread over the tar, and why others do not decode."""
+    sums = np.zeros(7)
+    unreadable: list[str] = []
+    rows = np.linspace(0, max(0, len(chosen) - 1), min(num, len(chosen))).astype(int)
+    for member in (chosen[row] for row in np.unique(rows).tolist()):
+        try:
+            picture = decode_square(data[member.offset : member.offset + member.size], size=size)
+        except ValueError as error:
+            unreadable.append(f"{member.name}: {error}")
+            continue
+        values = picture.numpy().reshape(3, -1) / 255.0
+        sums += np.concatenate([[1.0], values.mean(axis=1), np.square(values).mean(axis=1)])
+    return sums.tolist(), unreadable
+
+
+def part_path(directory: Path, path: str) -> Path:
+    return directory / PARTS / f"{hashlib.sha256(path.encode()).hexdigest()[:24]}.part"
+
+
+def _write_part(path: Path, facts: TarFacts, numbers: NDArray[np.int64]) -> None:
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        file.write(facts.model_dump_json().encode() + b"\n")
+        file.write(numbers.astype("<i8").tobytes())
+    partial.replace(path)
+
+
+def read_part(path: Path) -> tuple[TarFacts, NDArray[np.int64]] | None:
+    """Return the facts of a tar, and places, hashed keys and each label of its samples, end to end; None if not whole.
+
+    The numbers are ((2 + num_labels) * N,) int64.
+    """
+    try:
+        head, _, tail = path.read_bytes().partition(b"\n")
+        facts = TarFacts.model_validate_json(head)
+    except (OSError, ValueError):
+        return None
+    if len(tail) != 8 * (2 + len(facts.labels)) * facts.num_samples:
+        return None
+    return facts, np.frombuffer(tail, dtype="<i8").astype(np.int64)
+
+
+def begin_scan(out: Path, settings: ScanInputs) -> None:
+    """Make the directory of an index, and remove the parts of one with other settings."""
+    try:
+        (out / PARTS).mkdir(parents=True, exist_ok=True)
+        note, wanted = out / PARTS / "settings", repr((settings.fields, settings.size, settings.num_measured))
+        if not note.is_file() or note.read_text() != wanted:
+            for old in (out / PARTS).glob("*.part"):
+                old.unlink()
+            note.write_text(wanted)
+    except OSError as error:
+        raise UserError(
+            f"the index cannot be written to {out} ({error.strerror}); name another place by --out"
+        ) from None
+
+
+def scan_all(paths: Sequence[str], settings: ScanInputs, *, num_workers: int, show_progress: bool) -> list[TarFacts]:
+    """Return the facts of all tars. A tar that was scanned before, and has not changed since, is not scanned again."""
+    facts: dict[int, TarFacts] = {}
+    tasks: list[TarTask] = []
+    for number, name in enumerate(paths):
+        part = read_part(part_path(settings.directory, name))
+        if part is not None and (is_remote(name) or _is_as_scanned(Path(name), part[0])):
+            facts[number] = part[0]
+        else:
+            tasks.append(TarTask(number, name))
+    with Progress("index", total=len(paths), start=len(facts), enabled=show_progress) as progress:
+        num_samples = 0
+        for task, found in zip(tasks, run_all(scan_tar, settings, tasks, num_workers=num_workers), strict=True):
+            facts[task.number] = found
+            num_samples += found.num_samples
+            progress.advance(note=f"{num_samples} samples")
+    return [facts[number] for number in range(len(paths))]
+
+
+def _is_as_scanned(path: Path, facts: TarFacts) -> bool:
+    status = path.stat()
+    return (facts.num_bytes, facts.changed_ns) == (status.st_size, status.st_mtime_ns)
