@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.gpu_stages import checks, science
+from benchmarks.gpu_stages import all_stages, checks, science
 from benchmarks.gpu_stages.kernel_trace import Kernel, Trace, busy_microseconds, summary
 from benchmarks.gpu_stages.pieces import PIECE_BYTES, pack, unpack
 from benchmarks.gpu_stages.session import Measurement, Setting, add_measurement, read_record
@@ -49,12 +51,12 @@ def test_a_dry_run_goes_through_every_stage(tmp_path: Path) -> None:
     tiny_datasets(setting)
     torch.compiler.set_stance("force_eager")  # to compile takes minutes
     try:
-        gpu.run_session(gpu.STAGES, setting, commit="abc", is_isolated=False)
+        all_stages.run_session(all_stages.STAGES, setting, commit="abc", is_isolated=False)
     finally:
         torch.compiler.set_stance("default")
     record = read_record(setting.record)
-    assert list(record.stages) == [stage.name for stage in gpu.STAGES]
-    for stage in gpu.STAGES:
+    assert list(record.stages) == [stage.name for stage in all_stages.STAGES]
+    for stage in all_stages.STAGES:
         found = record.stages[stage.name]
         assert list(found) == list(stage.tasks(setting))
         assert {name: measured.failed for name, measured in found.items() if not measured.is_done} == {}
@@ -112,20 +114,30 @@ def test_a_directory_comes_out_of_its_pieces_as_it_was(tmp_path: Path) -> None:
     assert not (tmp_path / "third").exists()
 
 
-@pytest.mark.parametrize(
-    ("is_available", "missing", "said"),
-    [
-        (False, [], r"torch \S+ sees no GPU; check nvidia-smi, or try the stages on the CPU with --dry-run-tiny"),
-        (True, ["simplejpeg>=1.8"], r"1 packages of setup\.py are not installed; .* pip download .* simplejpeg>=1\.8"),
-    ],
-)
-def test_a_machine_that_lacks_something_is_refused(
-    is_available: bool, missing: list[str], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
-    monkeypatch.setattr(gpu, "missing_packages", lambda: missing)
-    with pytest.raises(UserError, match=said):
-        gpu.check_machine(is_tiny=False)
+def test_a_machine_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=r"torch \S+ sees no GPU; check nvidia-smi, or try the stages on the CPU"):
+        all_stages.choose_gpu()
+
+
+def test_a_machine_without_packages_is_told_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "missing_packages", lambda: ["simplejpeg>=1.8", "braceexpand"])
+    with pytest.raises(
+        UserError, match=r"^2 package\(s\) of setup\.py .* download -d wheels 'simplejpeg>=1\.8' braceexp"
+    ):
+        gpu.check_packages()
+
+
+@pytest.mark.process
+def test_missing_packages_are_named_before_they_are_imported() -> None:
+    program = """
+import sys
+sys.modules |= dict.fromkeys(["torch", "pydantic", "webdataset", "numpy"])  # as if they were not there
+import benchmarks.gpu
+print(benchmarks.gpu.missing_packages())
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=checks.ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
 def test_this_machine_has_all_packages() -> None:
@@ -133,9 +145,9 @@ def test_this_machine_has_all_packages() -> None:
 
 
 def test_stages_are_chosen_by_name_and_run_in_their_order() -> None:
-    assert [stage.name for stage in gpu.chosen("trace,checks")] == ["checks", "trace"]
+    assert [stage.name for stage in all_stages.chosen("trace,checks")] == ["checks", "trace"]
     with pytest.raises(UserError, match='--stages names "chekcs", which is no stage; did you mean "checks"'):
-        gpu.chosen("chekcs")
+        all_stages.chosen("chekcs")
 
 
 @pytest.mark.process
