@@ -142,6 +142,7 @@ def test_a_half_finished_study_gives_an_honest_half_page(tmp_path: Path) -> None
         in page
     )
     assert "are not measured for these runs" in page
+    assert "| kept, % |" not in page
 
 
 def test_results_of_other_data_and_protocols_are_left_out_and_named(tmp_path: Path) -> None:

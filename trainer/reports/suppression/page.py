@@ -243,6 +243,8 @@ def _kept(setting: Setting, columns: Mapping[tuple[LabelSpace, str], Column], cu
                     if label in setting.hard
                     else kept_of_easy(columns[label, at], cure)
                 )
+    if all(share is None for share in shares.values()):
+        return []
     head = [f"{setting.title(label)}{setting.at(at)}" for label in setting.labels for at in harder]
     rows = [Row(cure, [_share(shares[cure, label, at]) for label in setting.labels for at in harder]) for cure in cures]
     table = Table(
