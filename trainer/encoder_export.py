@@ -124,7 +124,7 @@ def _header_of(encoder: Encoder, *, name: str, step: int, git_commit: str | None
         )
     if encoder.normalization is None:
         raise UserError(
-            "the encoder has no mean and std, so all its features are NaN; set them in its config, or pass "
+            "the encoder has no mean and std by which it normalises pictures; set them in its config, or pass "
             "normalization= to build_encoder"
         )
     return ExportHeader(run=name, step=step, git_commit=git_commit, encoder=encoder.config)

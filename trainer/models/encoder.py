@@ -371,7 +371,10 @@ class Encoder(nn.Module):
         """Return the map of an input of zeros. Raises `UserError` if the trunk does not accept it."""
         refused = f"the encoder cannot take inputs of {height} x {width}"
         try:
-            map_1CHW = self._map(torch.zeros(1, len(self.mean_C11), height, width, device=self.mean_C11.device))
+            # Not normalised: the size is asked before the mean and std are known.
+            map_1CHW: Tensor = self.trunk(
+                torch.zeros(1, len(self.mean_C11), height, width, device=self.mean_C11.device)
+            )
             self.trunk.pool(map_1CHW)
         except (AssertionError, RuntimeError, ValueError) as error:
             raise UserError(f"{refused}: {' '.join(str(error).split()).rstrip('.')}") from None
@@ -388,7 +391,15 @@ class Encoder(nn.Module):
         return map_BCHW
 
     def normalise(self, views_BCHW: Tensor) -> Tensor:
-        """Return pictures less the mean and divided by the standard deviation of their channels, at least float32."""
+        """Return pictures less the mean and divided by the standard deviation of their channels, at least float32.
+
+        Raises `UserError` if the encoder has no mean and std.
+        """
+        if self.normalization is None:
+            raise UserError(
+                "the encoder has no mean and std by which it normalises pictures; set mean and std in its config, or "
+                "pass normalization= to build_encoder (a mean of 0 and a std of 1 leave pictures as they are)"
+            )
         # Divided in place: on a CPU, another copy of the batch takes as long as the division.
         return (_at_least_float32(views_BCHW) - self.mean_C11).div_(self.std_C11)
 
@@ -401,8 +412,8 @@ def decide_form(config: EncoderConfig, *, height: int, width: int) -> EncoderCon
 def build_encoder(config: EncoderConfig, *, normalization: Normalization | None = None) -> Encoder:
     """Return an encoder with new weights from torch's default generator.
 
-    `normalization` is used if the config has no mean and std. If both are None, the encoder has the right shapes, but
-    all its outputs are NaN.
+    `normalization` is used if the config has no mean and std. If both are None, the encoder has its parameters, but
+    refuses pictures.
 
     Raises `UserError` if timm does not take the options, if the encoder has no batch norm of the kind in the config, or
     if the config only holds the values of a class that was not imported, and `ValueError` if its form is not decided.

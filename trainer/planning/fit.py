@@ -50,6 +50,9 @@ def plan(
     height, width = input_size(config, shape)
     _check_input(config, height, width, world_size=world_size, is_known=input_shape is not None)
     encoder = decide_form(config.encoder, height=height, width=width)
+    if encoder.normalization is None:  # of the data, which a plan does not need
+        ones = (1.0,) * encoder.in_channels
+        encoder = encoder.model_copy(update={"mean": ones, "std": ones})
 
     def at(micro_batches: int) -> TrainingPlan:
         memory = config.memory.model_copy(update={"micro_batches": micro_batches})

@@ -149,10 +149,7 @@ def _encode(encoder: object, data: LabelledData, *, which: str, batch_size: int)
         raise UserError(f"the {which} set of the probe holds no sample with a label; give it some")
     features_NF = torch.cat(features)
     if not features_NF.isfinite().all():
-        raise UserError(
-            f"the features of the {which} set are not all finite; has the encoder a mean and std (encoder.config), and "
-            "did its training diverge?"
-        )
+        raise UserError(f"the features of the {which} set are not all finite; did the training of the encoder diverge?")
     whole = {name: torch.cat(parts) for name, parts in labels.items()}
     return _Encoded(features_NF, torch.cat(pooled) if pooled else features_NF, whole, manifest)
 

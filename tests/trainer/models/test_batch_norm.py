@@ -142,7 +142,10 @@ def test_batches_that_cannot_be_split_are_refused() -> None:
 
 
 def test_the_config_of_an_encoder_asks_for_split_batch_norm() -> None:
-    encoder = build_encoder(ResNetConfig(kind="resnet10", width=4, batch_norm="split", batch_norm_splits=2))
+    config = ResNetConfig(
+        kind="resnet10", width=4, batch_norm="split", batch_norm_splits=2, mean=(0.5,) * 3, std=(0.25,) * 3
+    )
+    encoder = build_encoder(config)
     norms = [module for module in encoder.modules() if isinstance(module, nn.BatchNorm2d)]
     assert norms
     assert all(isinstance(norm, SplitBatchNorm2d) and norm.num_splits == 2 for norm in norms)

@@ -165,12 +165,13 @@ def fixed(shape: tuple[int, ...]) -> nn.Module:
         (Halves(), Pairs(8, lambda x, y: (x, {"a": y})), Pairs(8, plain), "labels a, but the test set label"),
         (Halves(), Pairs(8, plain), Pairs(8, lambda x, y: (x, 7)), "has the classes 7 in the test set"),
         (Halves(), Pairs(0, plain), Pairs(8, plain), "the train set of the probe holds no sample with a label"),
+        (lambda x: x.flatten(1) * torch.nan, Pairs(8, plain), Pairs(8, plain), "not all finite; did the training of"),
         (fixed((5, 4, 4)), Pairs(8, plain), Pairs(8, plain), r"returns \(8, 5, 4, 4\) for 8 pictures"),
         (
             build_encoder(ResNetConfig(kind="resnet10", width=4)).eval(),
             Pairs(8, plain),
             Pairs(8, plain),
-            "not all finite; has the encoder a mean and std",
+            "the encoder has no mean and std by which it normalises pictures; set",
         ),
         (
             build_encoder(ResNetConfig(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.2,) * 3)),
