@@ -171,6 +171,7 @@ OBJECTIVES = [*CONTRASTIVE, "barlow_twins", "simsiam", "supervised"]
         ("debug:image", ["precision=float16", "channels_last=true"]),
         ("debug:image", ["memory.micro_batches=2", "memory.encoder_checkpointing=whole"]),
         ("debug:image", ["views.kind=random_mask"]),
+        ("debug:image", ["views={kind: multi_crop, num_local: 2}", "objective={kind: dino, num_prototypes: 8}"]),
         ("debug:image", ["encoder.batch_norm=split", "encoder.batch_norm_splits=2", "view_forwards=one"]),
         ("debug:viewmaker", []),
         ("debug:viewmaker", ["adversary.update=alternating", "adversary.viewmaker_steps=2", "objective.kind=simsiam"]),
