@@ -71,6 +71,7 @@ def model_card_of_run(
     facts: list[tuple[str, object]] = [
         ("encoder", _encoder(header)),
         ("objective", config.objective.kind),
+        ("labels in training", "read by the objective" if config.objective.needs_labels else "none"),
         ("views", config.views.kind),
         ("steps", f"{header.step:,} of {config.global_batch_size:,} samples each"),
         ("optimizer", config.optimizer.kind),
@@ -90,7 +91,7 @@ def _sections(
 ) -> Iterable[str]:
     name, _ = timm_architecture(header)
     yield _FRONT.format(library="timm" if name else "feature-dropout") + f"\n# {title}"
-    yield "An encoder trained without labels. It turns pictures into features; it has no classifier."
+    yield "An encoder. It turns pictures into features; it has no classifier."
     table = [f"| {what} | {value} |" for what, value in facts if value]
     if table:
         yield "## Training\n\n" + "\n".join(["| | |", "|---|---|", *table])
