@@ -13,7 +13,6 @@ import inspect
 import io
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from configs.resolve import recipes, studies
 from data_pipeline.building.catalogue import DATASETS
 from data_pipeline.core.sections import models_at
 from data_pipeline.overlays.registry import OVERLAYS
+from tests.nursery import run_python
 from tests.real_data import REPOSITORY
 from trainer.analyze import ANALYSES
 from trainer.config import RunConfig
@@ -245,7 +245,7 @@ def test_the_new_overlay_builds_and_verifies(drawn: str, tmp_path: Path) -> None
 
     def run(*arguments: str) -> str:
         command = [sys.executable, "-c", WITH_STRIPES, *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        done = run_python(command, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.nursery import run_python
 from tests.tiny_data import write_tiny_pair
 from trainer.run_dir import RunDir
 
@@ -36,9 +36,7 @@ def search(directory: Path, data: Path, *, num_trials: int, pruner: str = PRUNER
         code = code.replace(old, new)
     (directory / "search.py").write_text(code)
     environ = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "search.py"], cwd=directory, env=environ, capture_output=True, text=True, timeout=500
-    )
+    done = run_python([sys.executable, "search.py"], cwd=directory, env=environ, timeout=500)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -62,7 +60,8 @@ def test_the_example_searches_is_resumed_and_reported(data: Path, tmp_path: Path
     assert all("finished_step" in RunDir(run).read_provenance() for run in runs)
     report = [sys.executable, "-m", "trainer.report", str(tmp_path / "runs" / "search"), "--out", "report.html"]
     environ = os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    subprocess.run(report, cwd=tmp_path, env=environ, check=True, timeout=200)
+    done = run_python(report, cwd=tmp_path, env=environ)
+    assert done.returncode == 0, done.stderr
     page = (tmp_path / "report.html").read_text()
     assert "Over the settings of the sweep" in page
     assert "by learning_rate</figcaption>" in page

@@ -17,6 +17,7 @@ from data_pipeline.building.tar_scan import Fields
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.remote.cache import RemoteConfig
 from tests.data_pipeline.building.test_index_tars import simple
+from tests.nursery import PythonProcess
 from tests.object_store import served_bucket
 from tests.tiny_data import write_tiny_dataset
 
@@ -82,7 +83,7 @@ def test_a_reader_that_is_killed_goes_on_with_the_same_batches(bucket: str, tmp_
     cache, found = tmp_path / "cache", list[str]()
     for num_lines in (3, 11):  # in the first epoch, and in the second
         words = [sys.executable, "-c", _READ, location, str(cache), str(gigabytes), str(len(found))]
-        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]) as process:
+        with PythonProcess(words, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]) as process:
             assert process.stdout is not None
             found += [process.stdout.readline().strip() for _ in range(num_lines)]
             process.send_signal(signal.SIGKILL)

@@ -17,6 +17,7 @@ import torch
 
 from configs import resolve_recipe
 from configs.resolve import resolve_study
+from tests.nursery import run_python
 from tests.trainer.observability.stand_in_wandb import StandIn, stand_in_server
 from tests.trainer.observability.tracked import open_tracker
 from trainer.config import RunConfig
@@ -136,14 +137,8 @@ def test_a_dead_server_means_offline(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     for name in ("WANDB_SERVICE", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
-    done = subprocess.run(
-        [sys.executable, "-c", TWO_STEPS, str(tmp_path), mode],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    done = run_python([sys.executable, "-c", TWO_STEPS, str(tmp_path), mode], cwd=ROOT)
+    assert done.returncode == 0, done.stderr
     assert "going on offline" in done.stderr
     ((folder, steps),) = [
         (path.parent.name, offline_steps(path)) for path in (tmp_path / "wandb").glob("offline-run-*/*.wandb")
