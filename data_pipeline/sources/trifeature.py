@@ -207,17 +207,27 @@ def draw(
     turn, turn_of_texture = rng.uniform(-_MAX_TURN, _MAX_TURN, 2)
     reach = half * (math.cos(turn) + abs(math.sin(turn)))  # of the turned square, from its centre to its sides
     centre_x, centre_y = rng.uniform(reach, size - reach, 2)
-    points = (np.arange(size * _OVERSAMPLING) + 0.5) / _OVERSAMPLING
-    column, row = np.meshgrid(points, points)
+    # Only the square around the shape is computed; the rest is background.
+    rows, columns = (
+        slice(max(0, int(centre - reach)), min(size, int(centre + reach) + 1)) for centre in (centre_y, centre_x)
+    )
+    column, row = np.meshgrid(*(_points(pixels) for pixels in (columns, rows)))
     covered = shape(*_turned((column - centre_x) / half, (row - centre_y) / half, turn))
     period = max(_PERIOD * size / _PUBLISHED_SIZE, _LEAST_PERIOD)
     shift_x, shift_y = rng.uniform(0, 1, 2)
     x, y = _turned(column / period, row / period, turn_of_texture)
     covered &= texture(x + shift_x, y + shift_y, rng)
-    share = covered.reshape(size, _OVERSAMPLING, size, _OVERSAMPLING, 1).mean(axis=(1, 3))
-    picture = _BACKGROUND + (np.array(colour) - _BACKGROUND) * share
+    height, width = (length // _OVERSAMPLING for length in covered.shape)
+    share = covered.reshape(height, _OVERSAMPLING, width, _OVERSAMPLING, 1).mean(axis=(1, 3))
+    picture = np.full((size, size, 3), _BACKGROUND)
+    picture[rows, columns] += (np.array(colour) - _BACKGROUND) * share
     image: NDArray[np.uint8] = np.rint(255 * picture).astype(np.uint8)
     return image
+
+
+def _points(pixels: slice) -> NDArray[np.float64]:
+    """Return the points of some pixels along one axis."""
+    return (np.arange(pixels.start * _OVERSAMPLING, pixels.stop * _OVERSAMPLING) + 0.5) / _OVERSAMPLING
 
 
 def _turned(x: Coordinate, y: Coordinate, angle: float) -> tuple[Coordinate, Coordinate]:
