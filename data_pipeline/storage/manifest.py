@@ -240,7 +240,7 @@ class ShardTableEntry(Schema):
     """
 
     num_shards: Annotated[PositiveInt, Field(le=MAX_SHARDS)]
-    num_bytes: Annotated[PositiveInt, Field(le=MAX_SHARDS * MAX_SHARD_BYTES)]
+    num_bytes: Annotated[PositiveInt, Field(le=1 << 62)]  # so sums of sizes are int64
     sha256: Sha256
 
 

@@ -189,6 +189,7 @@ def test_a_table_that_the_manifest_does_not_name_is_one_sentence(how: str, table
         ({"num_shards": 24}, "23 samples cannot be in 24 shards"),
         ({"num_bytes": 23 * 2048 - 1}, "23 samples cannot be in 47103 bytes of shards"),
         ({"num_shards": 10_000_001}, "it must be at most 10,000,000"),
+        ({"num_bytes": (1 << 62) + 1}, "it must be at most"),
         ({"num_shards": 0}, "shard_table.num_shards is 0"),
         ({"sha256": "x"}, "64 hexadecimal digits"),
     ],
