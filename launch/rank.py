@@ -21,7 +21,7 @@ from trainer.fault_tolerance.preemption import StoppedError
 from trainer.memory import keep_freed_memory
 from trainer.mixture import num_classes
 from trainer.planning.describe import describe
-from trainer.planning.fit import plan
+from trainer.planning.fit import plan, what_fits
 from trainer.preflight import check_batch, train_sizes
 from trainer.run_dir import RunDir
 from trainer.train import train
@@ -61,9 +61,25 @@ def train_on(
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"rank {read_env(os.environ).rank} has not enough memory on {device} "
-            f"({str(error).partition('. GPU')[0]}); raise memory.micro_batches, set "
-            "memory.encoder_checkpointing=whole, or find out with `--plan --gpu-gigabytes` which batch fits"
+            f"({str(error).partition('. GPU')[0]}); {_memory_advice(config, device)}"
         ) from error
+
+
+def _memory_advice(config: RunConfig, device: torch.device) -> str:
+    """Return what mends a full memory: for a single rank what fits, by its plan, else the settings to try."""
+    if read_env(os.environ).world_size == 1 and device.type == "cuda":
+        with contextlib.suppress(UserError):
+            manifest = read_manifests(config.data, makes_index=False).train
+            return what_fits(
+                config,
+                device_bytes=torch.cuda.get_device_properties(device).total_memory,
+                num_samples=manifest.num_samples,
+                input_shape=manifest.input_shape,
+            )
+    return (
+        "raise memory.micro_batches, set memory.encoder_checkpointing=whole, or find out with `--plan "
+        "--gpu-gigabytes` which batch fits"
+    )
 
 
 def run_noting_its_end(config: RunConfig, run_dir: Path, *, command: str, accepted_data: Collection[str] = ()) -> None:

@@ -73,6 +73,24 @@ def plan(
     return replace(found, device_bytes=device_bytes, fit=_find_fit(found, config, at, room=room_on(device_bytes)))
 
 
+def what_fits(
+    config: RunConfig, *, device_bytes: int, num_samples: int | None = None, input_shape: tuple[int, ...] | None = None
+) -> str:
+    """Return advice for a run on one rank whose memory was full: the micro batches that fit, by its plan.
+
+    The arguments and errors are those of `plan`.
+    """
+    gigabytes = device_bytes / 1e9
+    planned = plan(config, world_size=1, num_samples=num_samples, device_gigabytes=gigabytes, input_shape=input_shape)
+    fit = planned.fit
+    if fit is None or fit.micro_batches is None or fit.peak_bytes is None:
+        return f"no number of micro batches fits its {gigabytes:.1f} GB; use more ranks or a smaller global_batch_size"
+    needs = f"{fit.peak_bytes / 1e9:.1f} of its {gigabytes:.1f} GB"
+    if fit.micro_batches <= config.memory.micro_batches:
+        return f"its plan says {needs}, so see in nvidia-smi what else uses the GPU, or raise memory.micro_batches"
+    return f"set memory.micro_batches={fit.micro_batches}, with which it needs {needs}"
+
+
 def room_on(device_bytes: int) -> int:
     """Return the bytes of a device that a plan may use for tensors."""
     return int((1 - MARGIN) * device_bytes)

@@ -20,7 +20,7 @@ from trainer.distributed.engines.deepspeed_engine import DeepSpeedConfig
 from trainer.modules import build_modules
 from trainer.planning.accounting import Accounts
 from trainer.planning.describe import describe
-from trainer.planning.fit import MARGIN, plan, room_on
+from trainer.planning.fit import MARGIN, plan, room_on, what_fits
 from trainer.planning.measure import TrainingPlan
 
 BATCH_SIZE, NUM_SAMPLES, SHAPE = 16, 40, (3, 16, 16)
@@ -195,6 +195,18 @@ def test_what_does_not_fit_is_said_to() -> None:
     assert found.fit is not None
     assert found.fit.micro_batches is None
     assert "does not fit" in describe(found)
+
+
+def test_the_advice_for_a_full_memory_is_what_fits() -> None:
+    config, halves = configure("chunked"), configure("chunked", "memory.micro_batches=2")
+    between = int((planned(config).peak_bytes + planned(halves).peak_bytes) / 2 / (1 - MARGIN))
+
+    def advice(config: RunConfig, device_bytes: int) -> str:
+        return what_fits(config, device_bytes=device_bytes, num_samples=NUM_SAMPLES, input_shape=SHAPE)
+
+    assert advice(config, between).startswith("set memory.micro_batches=2, with which it needs ")
+    assert "see in nvidia-smi what else uses the GPU" in advice(config, 100 * between)
+    assert advice(config, 1000).startswith("no number of micro batches fits its 0.0 GB; use more ranks")
 
 
 @pytest.mark.slow
