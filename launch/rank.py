@@ -74,7 +74,7 @@ def _memory_advice(config: RunConfig, device: torch.device) -> str:
                 config,
                 device_bytes=torch.cuda.get_device_properties(device).total_memory,
                 num_samples=manifest.num_samples,
-                batch_shape=manifest.input_shape,
+                input_shape=manifest.batch_shape,
             )
     return (
         "raise memory.micro_batches, set memory.encoder_checkpointing=whole, or find out with `--plan "
