@@ -1,4 +1,4 @@
-"""The parts of the page, without a format: `as_markdown` and `as_html` write them."""
+"""The parts of the page, without a format; `as_markdown` writes them."""
 
 from __future__ import annotations
 
