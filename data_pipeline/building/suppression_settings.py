@@ -85,7 +85,7 @@ SETTINGS: Final[Mapping[str, Setting]] = MappingProxyType(
             varies=("overlay", "size"),
             unit="pixels",
             difficulties={"full": (20, 30, 40, 50, 60, 70, 80), "small": (12, 20, 28)},
-            image_size={"full": 112, "small": 40},
+            image_size={"full": 112, "small": 48},
             source_options={"full": {"digit_size": 20}, "small": {"digit_size": 12}},
         ),
         "tiled_digits": Setting(
