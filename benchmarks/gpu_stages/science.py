@@ -13,7 +13,7 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -65,7 +65,10 @@ def train_and_probe(setting: Setting, recipe: str) -> Outcome:
     if stopped_by != "signal" and setting.seconds_left > (0 if setting.is_tiny else _SECONDS_OF_PACKING + 30):
         start = time.monotonic()
         try:
-            probe_run(run_dir, steps=None, labels=None, num_draws=1, changes={}, device=setting.device)
+            with _signal_after(setting.seconds_left - _SECONDS_OF_PACKING, then=_end_probe):
+                probe_run(run_dir, steps=None, labels=None, num_draws=1, changes={}, device=setting.device)
+        except _NoTimeToProbeError:
+            print(f"{recipe}: no time left for the probe of step {progress['step']}", flush=True)
         except KeyboardInterrupt:
             stopped_by = "signal"
         seconds["probe"] = rounded(time.monotonic() - start)
@@ -109,7 +112,7 @@ def _train(setting: Setting, config: RunConfig, run_dir: RunDir) -> str | None:
     """Train until the end of the run. Return what stopped it earlier: "session", "signal", or None."""
     reserve = 0 if setting.is_tiny else _SECONDS_OF_A_PROBE + _SECONDS_OF_PACKING
     keep_freed_memory()
-    with _stop_after(setting.seconds_left - reserve) as is_over:
+    with _signal_after(setting.seconds_left - reserve, then=_ignore) as is_over:
         try:
             train_on(setting.device, config, run_dir.path, command=command_line())
         except StoppedError:
@@ -117,20 +120,29 @@ def _train(setting: Setting, config: RunConfig, run_dir: RunDir) -> str | None:
     return None
 
 
+class _NoTimeToProbeError(Exception):
+    """The session ended before the probe."""
+
+
+def _end_probe(*_: object) -> None:
+    raise _NoTimeToProbeError
+
+
+def _ignore(*_: object) -> None:
+    """Do nothing: training notes the signal by itself, and may have ended just before."""
+
+
 @contextlib.contextmanager
-def _stop_after(seconds: float) -> Iterator[threading.Event]:
-    """Ask the training inside the block to save and stop after some seconds; the event tells that it was asked."""
+def _signal_after(seconds: float, *, then: Callable[..., None]) -> Iterator[threading.Event]:
+    """Send SIGUSR1, which `then` handles, to this process after some seconds; the event tells that it was sent."""
     is_over = threading.Event()
 
-    def stop() -> None:
+    def send() -> None:
         is_over.set()
         os.kill(os.getpid(), signal.SIGUSR1)
 
-    def ignore(*_: object) -> None:
-        """Training has ended just before."""
-
-    before = signal.signal(signal.SIGUSR1, ignore)
-    timer = threading.Timer(min(max(seconds, 1.0), threading.TIMEOUT_MAX), stop)
+    before = signal.signal(signal.SIGUSR1, then)
+    timer = threading.Timer(min(max(seconds, 1.0), threading.TIMEOUT_MAX), send)
     timer.daemon = True
     timer.start()
     try:

@@ -304,7 +304,8 @@ def _attempt_elsewhere(stage: Stage, setting: Setting, names: Sequence[str], ses
             elif setting.seconds_left < -_SECONDS_TO_STOP:
                 reason = "it went on after the end of the session"
             if is_alive and reason is not None:
-                _end(process, seconds=_SECONDS_TO_END)  # one that hangs would not hear a polite request
+                # One that hangs would not hear a polite request; one without a limit has something to save.
+                _end(process, seconds=_SECONDS_TO_STOP if limit is None else _SECONDS_TO_END)
             process.join(0.1)
     except KeyboardInterrupt:
         _end(process, seconds=_SECONDS_TO_STOP)
@@ -314,7 +315,8 @@ def _attempt_elsewhere(stage: Stage, setting: Setting, names: Sequence[str], ses
         raise KeyboardInterrupt
     if code == 0 and reason is None:
         return None
-    if code != 1 or reason is not None:  # it could not file its failure itself
+    filed = read_record(setting.record).measurement(stage.name, current)
+    if filed is None or filed.session != session:  # it could not file its failure itself
         reason = reason or f"its process ended with exit code {code}"
         seconds = round(time.monotonic() - begun, 1)
         failure = Measurement(session=session, seconds=seconds, is_finished=False, failed=reason)

@@ -209,6 +209,8 @@ def test_every_test_that_needs_a_gpu_is_run_by_the_checks() -> None:
 
 def test_the_alarm_of_a_session_that_is_over_hurts_no_later_code() -> None:
     before = signal.getsignal(signal.SIGUSR1)
-    with science._stop_after(0) as is_over:
+    with science._signal_after(0, then=science._ignore) as is_over:
         assert is_over.wait(10)
+    with pytest.raises(science._NoTimeToProbeError), science._signal_after(0, then=science._end_probe):
+        time.sleep(10)
     assert signal.getsignal(signal.SIGUSR1) is before
