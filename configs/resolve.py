@@ -276,7 +276,7 @@ def _modules() -> list[str]:
     return [
         info.name
         for info in pkgutil.iter_modules([str(Path(__file__).parent)])
-        if info.name not in {"resolve", "base", "sweep"}
+        if info.name not in {"resolve", "base", "sweep", "suppression"}
     ]
 
 

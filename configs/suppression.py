@@ -2,16 +2,16 @@
 
     python -m data_pipeline suppression --root DIR --out data/suppression_small --small
     python launch/slurm.py --executor local --study studies:suppression_small --at-a-time 2
-    python -m trainer.probe runs/suppression_small --untrained
+    python -m trainer.probe runs/suppression_small --untrained --pixels
     python -m trainer.report --study suppression_small runs/suppression_small
 
 The launch command may be stopped and repeated: it skips finished runs. `suppression` is for a cluster
 (`launch/slurm.py --study studies:suppression`) and trains a ResNet-18 for 100 epochs. `suppression_small` trains the
 small network of the RandBit experiment for 160 steps. `suppression_quick` is RandBit with three cures.
 
-A cure is a function of a run: it changes the loss, the views or the encoder, and knows no label. All cures of a setting
-have the same data, seeds, optimizer and number of steps, so their differences are paired. `ceiling` runs are trained
-with a label.
+No function here is a recipe. A cure is a function of a run: it changes the loss, the views or the encoder, and knows no
+label. All cures of a setting have the same data, seeds, optimizer and number of steps, so their differences are paired.
+`ceiling` runs are trained with a label.
 """
 
 from __future__ import annotations

@@ -45,10 +45,14 @@ def configure(run: str, *more: str) -> RunConfig:
     return resolve_recipe(recipe, [f"global_batch_size={BATCH_SIZE}", *overrides, *more])
 
 
-@functools.cache
 def planned(config: RunConfig, *, ranks: int = 1, device_gigabytes: float | None = None) -> TrainingPlan:
+    return _planned(config.model_dump_json(), ranks, device_gigabytes)
+
+
+@functools.cache
+def _planned(config: str, ranks: int, device_gigabytes: float | None) -> TrainingPlan:
     return plan(
-        config,
+        RunConfig.model_validate_json(config),
         world_size=ranks,
         num_samples=NUM_SAMPLES,
         num_classes=NUM_CLASSES,
