@@ -292,6 +292,7 @@ def _placed(run: RunConfig, point: Point, cure: str, changes: Mapping[str, Any])
         "setting": setting.title,
         "difficulty": point.difficulty,
         "unit": setting.unit,
+        "easiest": setting.names_of_difficulties(point.scale)[0] if setting.varies is not None else "",
         "cure": cure,
         "hard": ",".join(setting.hard),
         "easy": ",".join(setting.easy),

@@ -28,7 +28,6 @@ from trainer.run_dir import RunDir, open_run, places_of_probes, read_object
 CEILING = "ceiling: "  # begins the name of a cure that is no cure: the encoder trained with the label that follows
 OF_PIXELS = "-reads_pixels"  # ends the name of a result of `trainer.probe --pixels`
 FACTORS = ("setting", "difficulty", "cure")  # that a run of the benchmark has
-FEWER_IS_HARDER = ("unique digits",)  # units of which a lower number is more difficult, without the factor `easiest`
 
 Results = Mapping[LabelSpace, ProbeResult]
 
@@ -340,7 +339,7 @@ def number_of(difficulty: str) -> float | None:
 def _sorted(runs: Sequence[StudyRun]) -> tuple[str, ...]:
     """Return the difficulties of a setting from the easiest: numbers in order, words as they come.
 
-    The factor `easiest` names the easiest; without it, this is the lowest number.
+    The factor `easiest` names the easiest, which need not be among them; without it, this is the lowest number.
     """
     texts = list(dict.fromkeys(run.factors["difficulty"] for run in runs))
     easiest = next((run.factors["easiest"] for run in runs if "easiest" in run.factors), None)
@@ -348,7 +347,8 @@ def _sorted(runs: Sequence[StudyRun]) -> tuple[str, ...]:
     if any(number is None for number in numbers.values()):
         return tuple(sorted(texts, key=lambda text: text != easiest))
     rising = sorted(texts, key=lambda text: (numbers[text] or 0.0, text))
-    falls = easiest == rising[-1] if easiest else runs[0].factors.get("unit") in FEWER_IS_HARDER
+    of_easiest = None if easiest is None else number_of(easiest)
+    falls = of_easiest is not None and of_easiest >= (numbers[rising[-1]] or 0.0)
     return tuple(reversed(rising) if falls else rising)
 
 
