@@ -184,9 +184,10 @@ def _serve(asked: socket.socket, *, search_path: list[str]) -> NoReturn:
         reads, writes = os.pipe()
         between = os.fork()
         if between == 0:
+            between = os.getpid()
             pid = os.fork()
             if pid == 0:
-                _become(command, files, search_path=search_path)
+                _become(command, files, between=between, search_path=search_path)
             os.write(writes, _NUMBER.pack(pid))
             os._exit(0)
         os.close(writes)
@@ -218,11 +219,13 @@ def _adopting() -> Iterator[None]:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-def _become(command: _Command, files: Sequence[int], *, search_path: list[str]) -> NoReturn:
-    """Run a command in this process, which then ends with its status."""
+def _become(command: _Command, files: Sequence[int], *, between: int, search_path: list[str]) -> NoReturn:
+    """Run a command in this process, which then ends with its status.
+
+    `between` is the process that forked this one. It ends at once, maybe before this line.
+    """
     status = 1
     try:
-        between = os.getppid()
         while os.getppid() == between:
             time.sleep(0.001)
         flags, words = _split_flags(command.words[1:])
