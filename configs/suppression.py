@@ -122,7 +122,7 @@ def base_run(point: Point) -> RunConfig:
             train_dir=train_dir,
             test_dir=test_dir,
             num_workers=0 if is_small else 2,
-            overlay="baked" if setting.dataset == "trifeature" else "online",
+            overlay="baked" if setting.overlay is None else "online",
             sample_rate=sample_rate,
         ),
         views=point.expert_views,

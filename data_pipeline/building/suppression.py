@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Final, Literal
 
 from data_pipeline.building.build import build_dataset
-from data_pipeline.building.catalogue import Choices
+from data_pipeline.building.catalogue import Choices, needs_digits
 from data_pipeline.building.datasets import SPLITS
 from data_pipeline.building.suppression_settings import SETTINGS, Scale, Setting, directory_of
 from data_pipeline.core.errors import UserError, nearest
@@ -31,7 +31,7 @@ _NUM_FULL_TRIFEATURE: Final[Mapping[str, int]] = MappingProxyType({"train": 80_0
 
 @dataclass(frozen=True)
 class Files:
-    """Where the files of the sources are, and of which kind.
+    """The places of the files of the sources, and their kinds.
 
     Attributes:
         root: holds what torchvision downloads for CIFAR-10 and MNIST; or `train` and `test` with a folder for each
@@ -52,23 +52,22 @@ def choices_of(setting: Setting, difficulty: str, *, split: str, scale: Scale, f
     options = {
         part: setting.options(part, difficulty=difficulty, split=split, scale=scale) for part in ("overlay", "source")
     }
-    dataset = setting.dataset
     if setting.is_sound:
         return Choices(
             source="fsdd" if scale == "small" else "audiomnist",
             root=files.speech or files.root,
             noise_root=files.noise or files.root,
         )
-    if dataset == "trifeature":
+    if setting.overlay is None:
         return Choices(image_size=setting.image_size[scale], source_options=options["source"])
     choices = Choices(root=files.root, overlay_options=options["overlay"], source_options=options["source"])
-    if dataset.startswith("cifar10"):
+    if setting.base == "cifar10":
         choices["source"] = files.cifar
     else:
         choices["source_options"] = {**options["source"], "kind": files.digits}
     if scale in setting.image_size:
         choices["image_size"] = setting.image_size[scale]
-    if dataset.endswith(("digit", "digits", "dominoes")):
+    if needs_digits(setting.overlay):
         choices["digits"] = files.digits
     return choices
 
@@ -99,7 +98,7 @@ def build_suppression(
                         split=split,
                         seed=seed,
                         limit=_limit(setting, split=split, scale=scale, at_most=limit),
-                        overlay=None if setting.dataset == "trifeature" else "online",
+                        overlay=None if setting.overlay is None else "online",
                         num_workers=num_workers,
                         **choices_of(setting, difficulty, split=split, scale=scale, files=files),
                     )
@@ -112,7 +111,7 @@ def _limit(setting: Setting, *, split: str, scale: Scale, at_most: int | None) -
     of_scale = None
     if scale == "small":
         of_scale = (_NUM_SMALL_SOUNDS if setting.is_sound else _NUM_SMALL)[split]
-    elif setting.dataset == "trifeature":
+    elif setting.overlay is None:
         of_scale = _NUM_FULL_TRIFEATURE[split]
     return min((limit for limit in (of_scale, at_most) if limit is not None), default=None)
 

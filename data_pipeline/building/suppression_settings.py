@@ -24,7 +24,8 @@ class Setting:
 
     Attributes:
         title: its name in reports.
-        dataset: the name of the dataset for `build`.
+        base, overlay: the pictures or sounds of its dataset, and the name of the overlay on them; None if the source
+            draws both features.
         hard, easy: the names of its labels; those of the hard feature are suppressed.
         varies: the option that sets the difficulty, and whether it is the overlay's or the source's. None if the
             setting has one difficulty.
@@ -35,7 +36,8 @@ class Setting:
     """
 
     title: str
-    dataset: str
+    base: str
+    overlay: str | None
     hard: tuple[str, ...]
     easy: tuple[str, ...]
     varies: tuple[Literal["overlay", "source"], str] | None = None
@@ -46,7 +48,12 @@ class Setting:
 
     @property
     def is_sound(self) -> bool:
-        return self.dataset.startswith("spoken")
+        return self.base == "spoken"
+
+    @property
+    def dataset(self) -> str:
+        """Return the name of the dataset for `build`."""
+        return self.base if self.overlay is None else f"{self.base}_{self.overlay}"
 
     def names_of_difficulties(self, scale: Scale) -> tuple[str, ...]:
         """Return the names of the difficulties, which are names of directories; "all" if there is only one."""
@@ -70,7 +77,8 @@ SETTINGS: Final[Mapping[str, Setting]] = MappingProxyType(
     {
         "randbit": Setting(
             title="RandBit",
-            dataset="mnist_bits",
+            base="mnist",
+            overlay="bits",
             hard=(BASE,),
             easy=(OVERLAY,),
             varies=("overlay", "bits"),
@@ -79,7 +87,8 @@ SETTINGS: Final[Mapping[str, Setting]] = MappingProxyType(
         ),
         "multidigits": Setting(
             title="MultiDigits",
-            dataset="placed_digits_second_digit",
+            base="placed_digits",
+            overlay="second_digit",
             hard=(BASE,),
             easy=(OVERLAY,),
             varies=("overlay", "size"),
@@ -90,7 +99,8 @@ SETTINGS: Final[Mapping[str, Setting]] = MappingProxyType(
         ),
         "tiled_digits": Setting(
             title="Digits on photos",
-            dataset="cifar10_tiled_digit",
+            base="cifar10",
+            overlay="tiled_digit",
             hard=(BASE,),
             easy=(OVERLAY,),
             varies=("overlay", "unique"),
@@ -99,7 +109,8 @@ SETTINGS: Final[Mapping[str, Setting]] = MappingProxyType(
         ),
         "trifeature": Setting(
             title="Trifeature",
-            dataset="trifeature",
+            base="trifeature",
+            overlay=None,
             hard=(BASE, "texture"),
             easy=("colour",),
             varies=("source", _CORRELATION),
@@ -110,7 +121,8 @@ SETTINGS: Final[Mapping[str, Setting]] = MappingProxyType(
         ),
         "dominoes": Setting(
             title="Dominoes",
-            dataset="cifar10_dominoes",
+            base="cifar10",
+            overlay="dominoes",
             hard=(BASE,),
             easy=(OVERLAY,),
             varies=("overlay", _CORRELATION),
@@ -119,17 +131,18 @@ SETTINGS: Final[Mapping[str, Setting]] = MappingProxyType(
         ),
         "colours": Setting(
             title="Coloured digits",
-            dataset="mnist_colours",
+            base="mnist",
+            overlay="colours",
             hard=(BASE,),
             easy=(OVERLAY,),
             varies=("overlay", _CORRELATION),
             unit="correlation",
             difficulties={"full": _SHARES, "small": _THREE_SHARES},
         ),
-        "shapes": Setting(title="C+Shapes", dataset="cifar10_shapes", hard=(BASE,), easy=(OVERLAY,)),
-        "digits": Setting(title="C+Digits", dataset="cifar10_digits", hard=(OVERLAY,), easy=(BASE,)),
-        "letters": Setting(title="C+Letters", dataset="cifar10_letters", hard=(OVERLAY,), easy=(BASE,)),
-        "speech": Setting(title="Speech and noise", dataset="spoken_noise", hard=(BASE,), easy=(OVERLAY,)),
+        "shapes": Setting(title="C+Shapes", base="cifar10", overlay="shapes", hard=(BASE,), easy=(OVERLAY,)),
+        "digits": Setting(title="C+Digits", base="cifar10", overlay="digits", hard=(OVERLAY,), easy=(BASE,)),
+        "letters": Setting(title="C+Letters", base="cifar10", overlay="letters", hard=(OVERLAY,), easy=(BASE,)),
+        "speech": Setting(title="Speech and noise", base="spoken", overlay="noise", hard=(BASE,), easy=(OVERLAY,)),
     }
 )
 
