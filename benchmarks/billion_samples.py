@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -156,10 +155,7 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp(dir=args.directory))
     try:
         index = make_dataset(directory, num_samples=args.samples, num_tars=args.tars)
-        results: list[dict[str, Any]] = []
-        for line in lines_of(index, num_samples=args.samples):
-            results.append(record.measure(line, num_rounds=args.rounds))
-            print(record.table(results[-1]), flush=True)
+        results = record.measure_each(lines_of(index, num_samples=args.samples), num_rounds=args.rounds)
     finally:
         shutil.rmtree(directory)
     if args.out is not None:

@@ -292,9 +292,9 @@ def main() -> None:
             build_dataset("procedural_digits", directories[0], overlay="baked")
             build_dataset("procedural_digits", directories[1], overlay="online")
         for group in args.only:
-            for line in lines(group, directories, work, seconds=args.seconds):
-                results.append(record.measure(line, num_rounds=args.rounds))
-                print(record.table(results[-1]), flush=True)
+            results += record.measure_each(
+                lines(group, directories, work, seconds=args.seconds), num_rounds=args.rounds
+            )
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         settings = {"rounds": args.rounds, "seconds_a_measurement": args.seconds}

@@ -17,7 +17,6 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -128,10 +127,9 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp(dir=args.directory))
     try:
         dataset = make_dataset(directory, num_shards=args.shards)
-        results: list[dict[str, Any]] = []
-        for line in [*opening_lines(dataset), *lines_of(dataset, num_samples=PER_SHARD * args.shards)]:
-            results.append(record.measure(line, num_rounds=args.rounds))
-            print(record.table(results[-1]), flush=True)
+        results = record.measure_each(
+            [*opening_lines(dataset), *lines_of(dataset, num_samples=PER_SHARD * args.shards)], num_rounds=args.rounds
+        )
     finally:
         shutil.rmtree(directory)
     if args.out is not None:

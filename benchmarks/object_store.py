@@ -145,11 +145,8 @@ def main() -> None:
         if directory is None:
             directory = work / "online"
             build_dataset("procedural_digits", directory, overlay="online")
-        results = []
         with object_store(directory.resolve()) as address:
-            for line in lines(directory, address):
-                results.append(record.measure(line, num_rounds=args.rounds))
-                print(record.table(results[-1]), flush=True)
+            results = record.measure_each(lines(directory, address), num_rounds=args.rounds)
     finally:
         shutil.rmtree(work)
     if args.out is not None:

@@ -167,9 +167,7 @@ def main() -> None:
                 of_peer.append(one_pass(name, batch_size, args.chunk_size))
         values = ", ".join(f"{name} {of_peer[0].loss:.6f}" for name, of_peer in passes.items())
         print(f"batch {batch_size:,}; values: {values}")
-        for line in lines_of(batch_size, passes):
-            results.append(record.measure(line, num_rounds=args.rounds))
-            print(record.table(results[-1]), flush=True)
+        results += record.measure_each(lines_of(batch_size, passes), num_rounds=args.rounds)
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         settings = {"rounds": args.rounds, "chunk_size": args.chunk_size, "warm_up_batch": WARM_UP_SIZE}

@@ -175,11 +175,10 @@ def main() -> None:
     torch.set_num_threads(1)
     keep_freed_memory()  # as a training process does; it serves the peers as well
     before = record.circumstances(packages=PACKAGES)
-    results = []
     with tempfile.TemporaryDirectory(prefix="picture_decoding-") as name:
-        for line in lines(Path(name), photographs(args.pictures), num=args.num, seconds=args.seconds):
-            results.append(record.measure(line, num_rounds=args.rounds))
-            print(record.table(results[-1]), flush=True)
+        results = record.measure_each(
+            lines(Path(name), photographs(args.pictures), num=args.num, seconds=args.seconds), num_rounds=args.rounds
+        )
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         settings = {"rounds": args.rounds, "seconds_a_measurement": args.seconds, "num": args.num}

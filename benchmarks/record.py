@@ -12,7 +12,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -74,6 +74,15 @@ def measure(line: Line, *, num_rounds: int) -> dict[str, Any]:
         "spread": [rounded(min(figures)), rounded(max(figures))],
         "rounds": [{name: rounded(value) for name, value in measured.items()} for measured in rounds],
     }
+
+
+def measure_each(lines: Iterable[Line], *, num_rounds: int) -> list[dict[str, Any]]:
+    """Return each line's part of the record, and print it as soon as it is measured."""
+    results = []
+    for line in lines:
+        results.append(measure(line, num_rounds=num_rounds))
+        print(table(results[-1]), flush=True)
+    return results
 
 
 def print_rates(

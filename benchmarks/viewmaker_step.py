@@ -268,10 +268,7 @@ def main() -> None:
     for _ in range(args.rounds):
         for name, (step, _) in built.items():
             rates[name].append(rate(step, batch))
-    results = []
-    for line in lines_of(rates):
-        results.append(record.measure(line, num_rounds=args.rounds))
-        print(record.table(results[-1]), flush=True)
+    results = record.measure_each(lines_of(rates), num_rounds=args.rounds)
     parts = {}
     for name, (step, modules) in built.items():
         if name not in {WRITTEN, WRITTEN_FAST}:
