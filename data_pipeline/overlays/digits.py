@@ -8,6 +8,7 @@ Shapes: B batch, N digits to choose from, H height, W width.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final, Self
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, integers
-from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Layout
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, OVERLAY, Layout
 from data_pipeline.overlays import (
     FIRST_PURPOSE,
     IMAGE_SIZE,
@@ -29,7 +30,7 @@ from data_pipeline.sources.digits import DigitSource, resize
 
 DIGIT_SIZE: Final = 10  # in a picture of 32 pixels, like the corners
 CORNERS: Final = ((4, 4), (4, 16), (16, 4), (16, 16))  # row and column of the top left pixel; off centre, as published
-_DIGIT: Final = FIRST_PURPOSE
+DIGIT_PURPOSE: Final = FIRST_PURPOSE
 
 
 def resized(source: DigitSource, size: int) -> tuple[Tensor, Tensor]:
@@ -40,17 +41,43 @@ def resized(source: DigitSource, size: int) -> tuple[Tensor, Tensor]:
 
 def check_digits(digits_NHW: Tensor, label_N: Tensor, *, size: int) -> None:
     """Raise `ValueError` unless these are at least one digit, (N, size, size) uint8, and labels 0 to 9, (N,) int64."""
-    num_digits = label_N.numel()
+    check_pictures(digits_NHW, num_digits=label_N.numel(), size=size)
+    if label_N.dtype != torch.int64 or not label_N.numel() or not 0 <= int(label_N.min()) <= int(label_N.max()) <= 9:
+        raise ValueError(f"label_N is {label_N}; give at least one int64 label, each from 0 to 9")
+
+
+def check_pictures(digits_NHW: Tensor, *, num_digits: int, size: int) -> None:
+    """Raise `ValueError` unless these are (num_digits, size, size) uint8."""
     if digits_NHW.shape != (num_digits, size, size) or digits_NHW.dtype != torch.uint8:
         raise ValueError(
             f"digits_NHW is {tuple(digits_NHW.shape)} {digits_NHW.dtype}; give ({num_digits}, {size}, {size}) "
             "uint8, one digit for each label"
         )
-    if label_N.dtype != torch.int64 or not num_digits or not 0 <= int(label_N.min()) <= int(label_N.max()) <= 9:
-        raise ValueError(f"label_N is {label_N}; give at least one int64 label, each from 0 to 9")
 
 
-class Digits(PictureOverlay):
+class DigitOverlay(PictureOverlay):
+    """The base class of overlays that draw one of N digits for each picture, uniformly, whatever its base label."""
+
+    class_names = tuple("0123456789")
+    needs_digits = True
+    digits_NHW: Tensor
+    label_N: Tensor
+
+    def keep_digits(self, digits_NHW: Tensor, label_N: Tensor, *, size: int) -> None:
+        """Keep the digits as assets. Raises `ValueError` as `check_digits` does."""
+        check_digits(digits_NHW, label_N, size=size)
+        self.register_buffer("digits_NHW", digits_NHW)
+        self.register_buffer("label_N", label_N)
+
+    def draw_numbers(self, keys: DrawKeys) -> Tensor:
+        """Draw the number of a digit for each key, (B,) int64."""
+        return integers(keys, 1, self.label_N.numel(), purpose=DIGIT_PURPOSE)[:, 0]
+
+    def labels_of_keys(self, keys: DrawKeys, labels: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {OVERLAY: self.label_N[self.draw_numbers(keys)]}
+
+
+class Digits(DigitOverlay):
     """An overlay of digits in ten classes.
 
     Digits are drawn uniformly, with replacement, so the classes have the frequencies of `label_N`.
@@ -65,19 +92,13 @@ class Digits(PictureOverlay):
         ValueError: a shape, a dtype or a label is not as above.
     """
 
-    class_names = tuple("0123456789")
     title = "digit"
-    needs_digits = True
-    digits_NHW: Tensor
-    label_N: Tensor
 
     def __init__(
         self, digits_NHW: Tensor, label_N: Tensor, *, image_size: int = IMAGE_SIZE, layout: Layout = "scaled"
     ) -> None:
         super().__init__(image_size=image_size, layout=layout)
-        check_digits(digits_NHW, label_N, size=scaled(DIGIT_SIZE, drawn_size=self.drawn_size))
-        self.register_buffer("digits_NHW", digits_NHW)
-        self.register_buffer("label_N", label_N)
+        self.keep_digits(digits_NHW, label_N, size=scaled(DIGIT_SIZE, drawn_size=self.drawn_size))
 
     @classmethod
     def open(cls, given: OverlayInputs) -> Self:
@@ -96,7 +117,7 @@ class Digits(PictureOverlay):
 
     def draw(self, keys: DrawKeys) -> Layer:
         """Draw one digit for each key."""
-        number_B = integers(keys, 1, self.label_N.numel(), purpose=_DIGIT)[:, 0]
+        number_B = self.draw_numbers(keys)
         digit_BHW = self.digits_NHW[number_B]
         inside_BHW = digit_BHW > 0
         place_BHW = torch.where(inside_BHW, MASK_OBJECT, MASK_BOX).to(torch.uint8)

@@ -25,6 +25,7 @@ from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, OVERLAY
 from data_pipeline.core.schema import Schema, Share
 from data_pipeline.overlays import FIRST_PURPOSE, NOTHING_GIVEN, Overlaid, OverlayInputs, PixelOverlay, Shape, no_mask
 from data_pipeline.overlays.correlation import check_base_label, check_correlation, correlated_classes
+from data_pipeline.overlays.digits import check_pictures
 from data_pipeline.sources.digits import resize
 
 Join = Literal["tall", "square"]
@@ -83,11 +84,7 @@ class Dominoes(PixelOverlay):
     ) -> None:
         super().__init__()
         num_digits, width = label_N.numel(), digits_NHW.shape[-1]
-        if digits_NHW.shape != (num_digits, width, width) or digits_NHW.dtype != torch.uint8:
-            raise ValueError(
-                f"digits_NHW is {tuple(digits_NHW.shape)} {digits_NHW.dtype}; give ({num_digits}, {width}, {width}) "
-                "uint8, one digit for each label"
-            )
+        check_pictures(digits_NHW, num_digits=num_digits, size=width)
         is_sorted = label_N.dtype == torch.int64 and bool((label_N.diff() >= 0).all())
         if not is_sorted or sorted(set(label_N.tolist())) != list(range(NUM_CLASSES)):
             raise ValueError(

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.options import OptionValue
-from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, OVERLAY
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 from data_pipeline.core.schema import Schema
-from data_pipeline.overlays import FIRST_PURPOSE, Layer, OverlayInputs, PictureOverlay, check_one_layout, square_size
-from data_pipeline.overlays.digits import check_digits, resized
+from data_pipeline.overlays import Layer, OverlayInputs, check_one_layout, square_size
+from data_pipeline.overlays.digits import DIGIT_PURPOSE, DigitOverlay, resized
 from data_pipeline.sources.digits import SMALLEST_SIZE, DigitSource, check_fits
 
 NUM_TRIES: Final = 8
-_DIGIT, _ROW, _COLUMN = range(FIRST_PURPOSE, FIRST_PURPOSE + 3)
+_ROW, _COLUMN = DIGIT_PURPOSE + 1, DIGIT_PURPOSE + 2
 
 
 class SecondDigitOptions(Schema):
@@ -39,7 +39,7 @@ class SecondDigitOptions(Schema):
     size: int | None = None
 
 
-class SecondDigit(PictureOverlay):
+class SecondDigit(DigitOverlay):
     """An overlay of one digit at a random place, in ten classes.
 
     Digits are drawn uniformly, with replacement, so the classes have the frequencies of `label_N`. The class does not
@@ -55,21 +55,15 @@ class SecondDigit(PictureOverlay):
         ValueError: another argument is not as above.
     """
 
-    class_names = tuple("0123456789")
     title = "second digit"
     options_schema: ClassVar[type[Schema]] = SecondDigitOptions
-    needs_digits = True
-    digits_NHW: Tensor
-    label_N: Tensor
 
     def __init__(self, digits_NHW: Tensor, label_N: Tensor, *, image_size: int) -> None:
         super().__init__(image_size=image_size)
         self.size = digits_NHW.shape[-1]
         check_fits(self.size, image_size=image_size)
-        check_digits(digits_NHW, label_N, size=self.size)
+        self.keep_digits(digits_NHW, label_N, size=self.size)
         self.chosen = {"size": self.size}
-        self.register_buffer("digits_NHW", digits_NHW)
-        self.register_buffer("label_N", label_N)
 
     @classmethod
     def of(cls, source: DigitSource, *, size: int | None = None, image_size: int) -> Self:
@@ -91,9 +85,6 @@ class SecondDigit(PictureOverlay):
     def options(self) -> dict[str, OptionValue]:
         return {"image_size": self.image_size}  # the digits say their size
 
-    def labels_of_keys(self, keys: DrawKeys, labels: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {OVERLAY: self.label_N[self._numbers(keys)]}
-
     def draw(self, keys: DrawKeys) -> Layer:
         """Draw one digit for each key, at the first of its drawn places."""
         row_BK, column_BK = self._places(keys)
@@ -105,16 +96,13 @@ class SecondDigit(PictureOverlay):
         windows = (pictures_BCHW.amax(1) > 0).unfold(1, self.size, 1).unfold(2, self.size, 1)
         sample_B = torch.arange(len(row_BK), device=row_BK.device)
         inked_BKSS = windows[sample_B[:, None], row_BK, column_BK]
-        digit_BSS = self.digits_NHW[self._numbers(keys)] > 0
+        digit_BSS = self.digits_NHW[self.draw_numbers(keys)] > 0
         num_covered_BK = (inked_BKSS & digit_BSS[:, None]).flatten(2).count_nonzero(2)
         # No two costs are equal, so all devices choose the same.
         cost_BK = num_covered_BK * NUM_TRIES + torch.arange(NUM_TRIES, device=row_BK.device)
         best_B1 = cost_BK.argmin(1, keepdim=True)
         layer = self._placed(keys, row_BK.gather(1, best_B1)[:, 0], column_BK.gather(1, best_B1)[:, 0])
         return pictures_BCHW.maximum(layer.colour_BCHW), layer
-
-    def _numbers(self, keys: DrawKeys) -> Tensor:
-        return integers(keys, 1, self.label_N.numel(), purpose=_DIGIT)[:, 0]
 
     def _places(self, keys: DrawKeys) -> tuple[Tensor, Tensor]:
         """Return the rows and columns of the top left pixels of the drawn places, (B, 8) int64 each."""
@@ -124,7 +112,7 @@ class SecondDigit(PictureOverlay):
 
     def _placed(self, keys: DrawKeys, row_B: Tensor, column_B: Tensor) -> Layer:
         """Return each digit with its top left pixel at (row, column)."""
-        number_B = self._numbers(keys)
+        number_B = self.draw_numbers(keys)
         digit_BSS = self.digits_NHW[number_B]
         grey_BHW = digit_BSS.new_zeros(len(number_B), self.image_size, self.image_size)
         mask_BHW = torch.full_like(grey_BHW, MASK_OUTSIDE)

@@ -24,13 +24,13 @@ from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import OptionValue
 from data_pipeline.core.randomness import generator
-from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, OVERLAY
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
 from data_pipeline.core.schema import Schema
-from data_pipeline.overlays import FIRST_PURPOSE, Layer, OverlayInputs, PictureOverlay, check_one_layout, square_size
-from data_pipeline.overlays.digits import check_digits, resized
+from data_pipeline.overlays import Layer, OverlayInputs, check_one_layout, square_size
+from data_pipeline.overlays.digits import DIGIT_PURPOSE, DigitOverlay, resized
 from data_pipeline.sources.digits import SMALLEST_SIZE, DigitSource
 
-_DIGIT, _OFFSET = FIRST_PURPOSE, FIRST_PURPOSE + 1
+_OFFSET: Final = DIGIT_PURPOSE + 1
 _NUM_CLASSES: Final = 10
 
 
@@ -62,7 +62,7 @@ class TiledDigitOptions(Schema):
     blend: Blend = "brighter"
 
 
-class TiledDigit(PictureOverlay):
+class TiledDigit(DigitOverlay):
     """An overlay of one digit in many copies, in ten classes.
 
     Digits are drawn uniformly, so the classes have the frequencies of `label_N`. Copies touch each other, and the first
@@ -79,12 +79,8 @@ class TiledDigit(PictureOverlay):
         ValueError: another argument is not as above.
     """
 
-    class_names = tuple("0123456789")
     title = "tiled digit"
     options_schema: ClassVar[type[Schema]] = TiledDigitOptions
-    needs_digits = True
-    digits_NHW: Tensor
-    label_N: Tensor
 
     def __init__(self, digits_NHW: Tensor, label_N: Tensor, *, image_size: int, blend: Blend = "brighter") -> None:
         super().__init__(image_size=image_size)
@@ -92,11 +88,9 @@ class TiledDigit(PictureOverlay):
             raise ValueError(f"blend is {blend!r}; give one of {', '.join(get_args(Blend))}")
         self.size = digits_NHW.shape[-1]
         _check_size(self.size, image_size=image_size)
-        check_digits(digits_NHW, label_N, size=self.size)
+        self.keep_digits(digits_NHW, label_N, size=self.size)
         self.blend = blend
         self.chosen = {"unique": label_N.numel(), "size": self.size, "blend": blend}
-        self.register_buffer("digits_NHW", digits_NHW)
-        self.register_buffer("label_N", label_N)
 
     @classmethod
     def of(
@@ -139,12 +133,9 @@ class TiledDigit(PictureOverlay):
     def options(self) -> dict[str, OptionValue]:
         return {"image_size": self.image_size, "blend": self.blend}  # the digits say their number and size
 
-    def labels_of_keys(self, keys: DrawKeys, labels: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {OVERLAY: self.label_N[self._numbers(keys)]}
-
     def draw(self, keys: DrawKeys) -> Layer:
         """Draw one digit for each key, in as many copies as fit."""
-        number_B = self._numbers(keys)
+        number_B = self.draw_numbers(keys)
         offset_B2 = integers(keys, 2, self.size, purpose=_OFFSET)
         place_H = torch.arange(self.image_size, device=number_B.device)
         row_BH, column_BW = ((offset_B[:, None] + place_H) % self.size for offset_B in offset_B2.T)
@@ -157,9 +148,6 @@ class TiledDigit(PictureOverlay):
             return super().draw_over(pictures_BCHW, keys, labels)
         layer = self.draw(keys)
         return pictures_BCHW.maximum(layer.colour_BCHW), layer
-
-    def _numbers(self, keys: DrawKeys) -> Tensor:
-        return integers(keys, 1, self.label_N.numel(), purpose=_DIGIT)[:, 0]
 
 
 def choose_digits(source: DigitSource, num: int, *, seed: int) -> DigitSource:
