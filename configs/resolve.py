@@ -115,7 +115,7 @@ def _layers(name: str, *, allow_code: bool, above: tuple[Path, ...] = ()) -> lis
 
 
 def _merged(layers: Sequence[_Layer]) -> dict[str, Any]:
-    """Return the values of all layers together. Of two values for one setting, that of the earlier layer counts."""
+    """Return the values of all layers together. If two layers set a value, the earlier layer wins."""
     values = dict(layers[-1].values)
     for layer in reversed(layers[:-1]):
         values = merge(values, layer.values, where=layer.name, model=RunConfig)

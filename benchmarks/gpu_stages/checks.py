@@ -122,7 +122,7 @@ def full_float32() -> Iterator[None]:
 
 
 def captured_against_eager(setting: Setting, recipe: str) -> Outcome:
-    """Compare the losses of recorded steps with those of plain steps, and plain steps with themselves.
+    """Compare the losses of recorded and plain steps, and of two runs of plain steps.
 
     Kernels may sum in another order each time, so two runs of plain steps may differ; recorded steps may differ ten
     times as much.

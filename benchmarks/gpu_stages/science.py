@@ -1,7 +1,7 @@
 """Train the recipes of the papers' Table 1 at their published size, over as many sessions as that takes, and probe.
 
 A run trains until the session ends, saves a checkpoint, is probed, and leaves the machine in pieces. The next session
-puts the pieces together and goes on; the steps are those of a run that was never stopped.
+puts the pieces together and goes on. It takes the same steps as a run that was never stopped.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _SECONDS_TO_STOP, _SECONDS_TO_END = 90, 5  # for a training that saves its check
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a session measures, and how much.
+    """The device, the places and the sizes of a session.
 
     Attributes:
         device: the device under test.
@@ -44,7 +44,7 @@ class Setting:
         root: the directory of pictures (train/, test/ or CIFAR-10's files) and MNIST/raw, to build datasets from; None
             if they are built already.
         digits: the digits to draw, as in `python -m data_pipeline build --digits`.
-        is_tiny: whether all sizes are those of a dry run.
+        is_tiny: whether this is a dry run, with tiny sizes.
         ends_at: the end of the session, in seconds of `time.time`.
         known: the records of earlier sessions, which this session does not write.
     """

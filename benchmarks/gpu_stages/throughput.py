@@ -1,6 +1,6 @@
 """Measure training on a GPU against its peers: samples a second, kernels, share of the matrix rate, memory, data wait.
 
-Each peer is measured alone, so that its memory is its own; on a machine that nobody else uses, turns are not needed.
+Each peer is measured alone, so that its memory is its own; the machine is not shared, so peers need not take turns.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Setting:
         title: its name in reports.
         base, overlay: the pictures or sounds of its dataset, and the name of the overlay on them; None if the source
             draws both features.
-        hard, easy: the names of its labels; those of the hard feature are suppressed.
+        hard, easy: the names of its labels. The easy feature suppresses the hard one.
         varies: the option that sets the difficulty, and whether it is the overlay's or the source's. None if the
             setting has one difficulty.
         unit: what the difficulty counts, for reports.

@@ -1,8 +1,8 @@
 """Coloured digits: a grey picture painted in one of ten colours, which may follow the class of the picture.
 
 Grey level g becomes g / 255 of the colour, so black stays black. The usual form is MNIST with a colour for each digit
-in training, and any colour in the test (after Nam et al. 2020, "Learning from failure", who vary each colour; here it
-is constant). An RGB picture loses its own colours first.
+in training, and any colour in the test, in the manner of Nam et al. 2020, "Learning from failure". Here each colour is
+constant. An RGB picture loses its own colours first.
 
 Shapes: B batch, C channels, H height, W width.
 """
@@ -46,7 +46,7 @@ _LUMA = (299, 587, 114)  # thousandths: ITU-R BT.601, as in Pillow's conversion 
 
 
 class ColoursOptions(Schema):
-    """The options of the overlay colours. `correlation` is the probability that a colour is that of the base label."""
+    """The options of the overlay colours. `correlation`: the probability that the colour follows the base label."""
 
     correlation: Share = 0.0
 
