@@ -10,8 +10,8 @@ Invariants: no noise comes from global random state, and no perturbation exceeds
 Options: the network can see a smaller picture (`downsample_to`) or its cosine transform (`domain`). It can be kept away
 from the object drawn on the picture (`mask`), and it can change only some of the views (`dropout_rate`).
 
-Two convolutions are computed in another order than in the paper, with equal results: see `upsample_convolve` and
-`convolve_to_few_channels`.
+Some convolutions are computed in another order than in the paper, with equal results: see `upsample_convolve` and
+`convolve_large_kernel`.
 
 Legend: B samples, C channels, H rows, W columns, I and O input and output channels, K kernel size.
 """
@@ -40,6 +40,8 @@ from trainer.views.policy import BaseViewsConfig, ViewsInputs
 _ATTACK_PURPOSE = 0  # `purpose` in `data_pipeline.core.counter_rng`
 _FIRST_NOISE_PURPOSE = 1
 _STRIDE = 4  # of the stem
+_LARGE_KERNEL = 9  # rows and columns of the kernel of the first and the last convolution
+_FEW_CHANNELS = 8
 _MIN_SIZE = 8  # the stem pads by 4 reflected pixels, a residual block by 1
 _FIRST_MASKED_LEVEL = {"box": MASK_BOX, "object": MASK_OBJECT}
 
@@ -216,6 +218,8 @@ def upsample_convolve(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
     """
     taps_OIKK = F.avg_pool2d(weight_OIKK, 2, stride=1, padding=1, divisor_override=1)  # a sum: divided by 1
     padded_BIHW = _with_edges(x_BIHW)
+    if x_BIHW.device.type == "cpu" and weight_OIKK.shape[0] <= _FEW_CHANNELS:
+        padded_BIHW = padded_BIHW.contiguous(memory_format=torch.channels_last)
     return F.conv_transpose2d(padded_BIHW, taps_OIKK.flip(2, 3).transpose(0, 1), stride=2, padding=3)
 
 
@@ -227,24 +231,22 @@ def _with_edges(x_BIHW: Tensor) -> Tensor:
     return F.pad(x_BIHW, (1, 1, 1, 1), mode="replicate")
 
 
-def convolve_to_few_channels(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
-    """Convolve K x K with reflection padding, to the same size, for only a few output channels.
+def convolve_large_kernel(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
+    """Convolve K x K with reflection padding, to the same size, which is even. Fast for few channels.
 
-    On a CPU, the K rows of the kernel become output channels of a 1 x K convolution. Its results are added, each
-    shifted by its row. A convolution with 3 output channels uses few of a processor's vector lanes; 3 K channels fill
-    them.
+    On a CPU, and if O is at most 8, the four output pixels of a 2 x 2 square become channels of a convolution with
+    stride 2. Its K + 1 x K + 1 kernels are the same kernel at the four places. A processor's vector lanes hold 8 or 16
+    channels; 3 output channels would leave most of them empty.
     """
-    num_out, num_in, K, _ = weight_OIKK.shape
-    H = x_BIHW.shape[2]
-    padded_BIHW = F.pad(x_BIHW, (K // 2,) * 4, mode="reflect")
+    padded_BIHW = F.pad(x_BIHW, (weight_OIKK.shape[-1] // 2,) * 4, mode="reflect")
     if x_BIHW.device.type != "cpu":
         return F.conv2d(padded_BIHW, weight_OIKK)
-    rows_BXHW = F.conv2d(padded_BIHW, weight_OIKK.permute(2, 0, 1, 3).reshape(K * num_out, num_in, 1, K))
-    rows = torch.split(rows_BXHW, num_out, dim=1)
-    y_BOHW = rows[0][:, :, :H]
-    for shift in range(1, K):
-        y_BOHW = y_BOHW + rows[shift][:, :, shift : shift + H]
-    return y_BOHW
+    padded_BIHW = padded_BIHW.contiguous(memory_format=torch.channels_last)
+    if weight_OIKK.shape[0] > _FEW_CHANNELS:
+        return F.conv2d(padded_BIHW, weight_OIKK)
+    places = [F.pad(weight_OIKK, (right, 1 - right, down, 1 - down)) for down in (0, 1) for right in (0, 1)]
+    kernels_XIKK = torch.stack(places, dim=1).flatten(0, 1)  # X = 4 O; kernels of K + 1 x K + 1
+    return F.pixel_shuffle(F.conv2d(padded_BIHW, kernels_XIKK, stride=2), 2)
 
 
 class ConvNorm(nn.Module):
@@ -267,6 +269,8 @@ class ConvNorm(nn.Module):
         weight = self.conv.weight
         if self.resize == "up":
             y_BCHW = upsample_convolve(x_BCHW, weight)
+        elif weight.shape[-1] == _LARGE_KERNEL:
+            y_BCHW = convolve_large_kernel(x_BCHW, weight)
         else:
             padded_BCHW = F.pad(x_BCHW, (weight.shape[-1] // 2,) * 4, mode="reflect")
             y_BCHW = F.conv2d(padded_BCHW, weight, stride=2 if self.resize == "down" else 1)
@@ -297,7 +301,7 @@ class Viewmaker(nn.Module):
         width = config.base_width
         self.stem = nn.ModuleList(
             [
-                ConvNorm(image_channels + 1, width, kernel_size=9),
+                ConvNorm(image_channels + 1, width, kernel_size=_LARGE_KERNEL),
                 ConvNorm(width, 2 * width, kernel_size=3, resize="down"),
                 ConvNorm(2 * width, 4 * width, kernel_size=3, resize="down"),
             ]
@@ -309,7 +313,7 @@ class Viewmaker(nn.Module):
                 ConvNorm(2 * width, width, kernel_size=3, resize="up"),
             ]
         )
-        self.out = nn.Conv2d(width, image_channels, 9)
+        self.out = nn.Conv2d(width, image_channels, _LARGE_KERNEL)
         self._layers: Callable[[Tensor, Tensor, bool], Tensor] = self._run_layers
 
     def compile_layers(self, **options: Any) -> None:
@@ -386,7 +390,7 @@ class Viewmaker(nn.Module):
         checkpointing = self.checkpointing if self.training else "none"
         x_BCHW = run_blocks(blocks, x_BCHW, checkpointing=checkpointing)
         assert self.out.bias is not None
-        r_BCHW = convolve_to_few_channels(x_BCHW, self.out.weight) + self.out.bias[:, None, None]
+        r_BCHW = convolve_large_kernel(x_BCHW, self.out.weight) + self.out.bias[:, None, None]
         if not learns:
             return r_BCHW
         unused = [module.conv.bias for module in self.modules() if isinstance(module, ConvNorm)]
