@@ -19,10 +19,11 @@ _FRONT = """---
 library_name: {library}
 pipeline_tag: image-feature-extraction
 tags:
-- self-supervised-learning
-- feature-extraction
+{tags}
 ---
 """
+_SELF_SUPERVISED = "self-supervised-learning"
+_TAGS = ("feature-extraction",)
 
 
 def config_of_the_hub(header: ExportHeader) -> dict[str, Any]:
@@ -56,9 +57,9 @@ def timm_architecture(header: ExportHeader) -> tuple[str | None, dict[str, Any]]
 
 
 def model_card(header: ExportHeader) -> str:
-    """Return the model card of an encoder from someone's own training loop."""
+    """Return the model card of an encoder from someone's own training loop, which may have read labels."""
     facts = [("encoder", _encoder(header)), ("steps", f"{header.step:,}" if header.step else None)]
-    return "\n\n".join(_sections(header, title=header.run, facts=facts, probes=[])) + "\n"
+    return "\n\n".join(_sections(header, title=header.run, tags=_TAGS, facts=facts, probes=[])) + "\n"
 
 
 def model_card_of_run(
@@ -83,14 +84,21 @@ def model_card_of_run(
         ("software", ", ".join(f"{name} {versions[name]}" for name in ("python", "torch") if name in versions)),
         ("trained on", provenance.get("gpu") or provenance.get("cpu")),
     ]
-    return "\n\n".join(_sections(header, title=title or config.name, facts=facts, probes=probes)) + "\n"
+    tags = _TAGS if config.objective.needs_labels else (_SELF_SUPERVISED, *_TAGS)
+    return "\n\n".join(_sections(header, title=title or config.name, tags=tags, facts=facts, probes=probes)) + "\n"
 
 
 def _sections(
-    header: ExportHeader, *, title: str, facts: Iterable[tuple[str, object]], probes: Sequence[ProbeResult]
+    header: ExportHeader,
+    *,
+    title: str,
+    tags: Sequence[str],
+    facts: Iterable[tuple[str, object]],
+    probes: Sequence[ProbeResult],
 ) -> Iterable[str]:
     name, _ = timm_architecture(header)
-    yield _FRONT.format(library="timm" if name else "feature-dropout") + f"\n# {title}"
+    library = "timm" if name else "feature-dropout"
+    yield _FRONT.format(library=library, tags="\n".join(f"- {tag}" for tag in tags)) + f"\n# {title}"
     yield "An encoder. It turns pictures into features; it has no classifier."
     table = [f"| {what} | {value} |" for what, value in facts if value]
     if table:

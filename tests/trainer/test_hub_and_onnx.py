@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
 
 import trainer.encoder_export
@@ -91,6 +93,25 @@ def test_the_card_of_a_run_says_data_settings_steps_and_probes(run_dir: RunDir, 
     assert str(run_dir.path) not in text + (tmp_path / "config.json").read_text()
     assert torch.equal(features_of(load_encoder(tmp_path), 3), features_of(load_encoder(run_dir.path), 3))
     assert {path.name for path in tmp_path.iterdir()} == {"README.md", "config.json", "model.safetensors"}
+
+
+def tags_of(directory: Path) -> list[str]:
+    """The tags in the front matter of a model card."""
+    front = (directory / "README.md").read_text().split("---\n")[1]
+    tags: list[str] = yaml.safe_load(front)["tags"]
+    return tags
+
+
+def test_only_a_run_that_reads_no_labels_is_tagged_as_self_supervised(run_dir: RunDir, tmp_path: Path) -> None:
+    save_pretrained(run_dir, tmp_path / "simclr")
+    assert tags_of(tmp_path / "simclr") == ["self-supervised-learning", "feature-extraction"]
+    supervised = RunDir(shutil.copytree(run_dir.path, tmp_path / "run"))
+    write_json(supervised.config, json.loads(run_dir.config.read_text()) | {"objective": {"kind": "supervised"}})
+    save_pretrained(supervised, tmp_path / "supervised")
+    assert tags_of(tmp_path / "supervised") == ["feature-extraction"]
+    assert "| labels in training | read by the objective |" in (tmp_path / "supervised" / "README.md").read_text()
+    save_pretrained(own_encoder(), tmp_path / "own")  # nobody knows how it was trained
+    assert tags_of(tmp_path / "own") == ["feature-extraction"]
 
 
 def test_an_earlier_step_and_a_title_can_be_chosen(run_dir: RunDir, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ Shapes: B pictures, C channels, H by W pixels, D embedding size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from trainer.models.encoder import Encoder
@@ -19,33 +21,32 @@ def reader(encoder: Encoder, reads: str) -> FeatureEncoder:
     """
     match reads:
         case "embedding":
-            return _Embedding(encoder)
+            return _Reader(encoder, _embedding)
         case "pixels":
-            return _Pixels(encoder)
+            return _Reader(encoder, _pixels)
         case _:
             return encoder
 
 
-class _Embedding(nn.Module):
-    def __init__(self, encoder: Encoder) -> None:
+def _embedding(encoder: Encoder, views_BCHW: Tensor) -> Tensor:
+    embedding_BD: Tensor = encoder(views_BCHW)
+    return embedding_BD
+
+
+def _pixels(encoder: Encoder, views_BCHW: Tensor) -> Tensor:
+    return encoder.normalise(views_BCHW).flatten(1)
+
+
+class _Reader(nn.Module):
+    """A module of the encoder's weights that gives one reading as both kinds of features."""
+
+    def __init__(self, encoder: Encoder, read: Callable[[Encoder, Tensor], Tensor]) -> None:
         super().__init__()
         self.encoder = encoder
+        self._read = read  # takes the encoder as an argument, so that a deep copy of this module reads its own copy
 
     def features(self, views_BCHW: Tensor) -> Tensor:
-        embeddings_BD: Tensor = self.encoder(views_BCHW)
-        return embeddings_BD
-
-    def pooled(self, views_BCHW: Tensor) -> Tensor:
-        return self.features(views_BCHW)
-
-
-class _Pixels(nn.Module):
-    def __init__(self, encoder: Encoder) -> None:
-        super().__init__()
-        self.encoder = encoder
-
-    def features(self, views_BCHW: Tensor) -> Tensor:
-        return self.encoder.normalise(views_BCHW).flatten(1)
+        return self._read(self.encoder, views_BCHW)
 
     def pooled(self, views_BCHW: Tensor) -> Tensor:
         return self.features(views_BCHW)
