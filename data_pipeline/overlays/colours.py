@@ -1,8 +1,15 @@
 """Coloured digits: a grey picture painted in one of ten colours, which may follow the class of the picture.
 
-Grey level g becomes g / 255 of the colour, so black stays black. The usual form is MNIST with a colour for each digit
-in training, and any colour in the test, in the manner of Nam et al. 2020, "Learning from failure". Here each colour is
-constant. An RGB picture loses its own colours first.
+Grey level g becomes g / 255 of the colour, so black stays black. An RGB picture loses its own colours first. The usual
+form is MNIST with a colour for each digit in training, and any colour in the test, in the manner of Nam et al. 2020,
+"Learning from failure". Their code (alinlab/LfF, colored_mnist_protocol.py and make_dataset.py) differs in four ways:
+
+- It has ten other colours, and shifts them for each picture: it adds normal noise to each channel, with a deviation of
+  0.05 to 0.005 of white. Here each colour is constant.
+- Its share of training pictures with the colour of their digit is 0.95, 0.98, 0.99 or 0.995. Here that share is
+  c + (1 - c) / 10 at correlation c, because the other pictures take any of the ten colours; c = 0.9444 gives 0.95.
+- It has that share exactly, in each class. Here the colour of each picture is drawn.
+- It rounds the painted values down.
 
 Shapes: B batch, C channels, H height, W width.
 """

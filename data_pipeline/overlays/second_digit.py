@@ -5,7 +5,12 @@ harder it is for contrastive learning to keep the first. `data_pipeline.sources.
 
 A pixel is the brighter one of the picture and the digit. The second digit does not hide the first where it need not:
 it takes, of eight drawn places, the first that covers none of the first digit's ink, or else the one that covers least.
-The paper does not say what happens to digits that overlap.
+
+The authors' code (google-research/simclr, colabs/intriguing_properties) has no MultiDigits. Their page says only that
+there are two digits, one of varying size. The sizes here are those of a re-implementation,
+mona251/Intriguing-Properties-of-Contrastive-Losses: a canvas of 112 pixels, a digit of 20, and one of 20 to 80 in steps
+of 10. It cuts off the margins of a digit, draws both places uniformly, and adds the digits up to white. So its digits
+cover each other more often than here.
 
 Shapes: B batch, N digits to choose from, K places to choose from, H height, W width, S height and width of a digit.
 """
