@@ -14,10 +14,10 @@ import io
 import json
 import multiprocessing
 import re
-import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,7 @@ from benchmarks import record
 from benchmarks.record import Line
 from data_pipeline.building.index_tars import make_index
 from data_pipeline.building.tar_scan import Fields
-from data_pipeline.core.errors import run_command
+from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.loading.order import BatchOrder
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.storage.manifest import MANIFEST_NAME
@@ -143,25 +143,45 @@ def lines_of(index: Path, *, num_samples: int) -> list[Line]:
     return [*lines, Line(title, "ms", peer, lambda m: m["ours"], "seconds", 2.0, at_most=True)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="from opening a dataset of a billion samples to its first batch")
-    parser.add_argument("--samples", type=int, default=10**9, metavar="N")
-    parser.add_argument("--tars", type=int, default=10**5, metavar="S")
-    parser.add_argument("--directory", type=Path, metavar="DIR", help="with 8 bytes a sample free; default: in /tmp")
+def options(description: str, *, space: str) -> argparse.ArgumentParser:
+    """Return a parser of the options that do not depend on the dataset. `space` is the free space that it needs."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--directory", type=Path, metavar="DIR", help=f"with {space} free; default: in /tmp")
     parser.add_argument("--rounds", type=int, default=3, metavar="R")
     parser.add_argument("--out", type=Path, metavar="JSON", help="where to file what was measured")
-    args = parser.parse_args()
+    return parser
+
+
+def measure_dataset(
+    args: argparse.Namespace,
+    *,
+    make: Callable[[Path], Path],
+    lines: Callable[[Path], Sequence[Line]],
+    settings: Mapping[str, int],
+) -> None:
+    """Make a dataset in a new directory, measure its lines, and file them. `args` are those of `options`."""
     before = record.circumstances(packages=["torch", "numpy"])
-    directory = Path(tempfile.mkdtemp(dir=args.directory))
-    try:
-        index = make_dataset(directory, num_samples=args.samples, num_tars=args.tars)
-        results = record.measure_each(lines_of(index, num_samples=args.samples), num_rounds=args.rounds)
-    finally:
-        shutil.rmtree(directory)
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        settings = {"num_samples": args.samples, "num_tars": args.tars, "batch_size": BATCH_SIZE, "ranks": RANKS}
-        args.out.write_text(json.dumps({**before, **settings, "lines": results}, indent=1) + "\n")
+    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
+        results = record.measure_each(lines(make(Path(directory))), num_rounds=args.rounds)
+    record.save(args.out, {**before, **settings, "batch_size": BATCH_SIZE, "ranks": RANKS, "lines": results})
+
+
+def main() -> None:
+    parser = options("from opening a dataset of a billion samples to its first batch", space="8 bytes a sample")
+    parser.add_argument("--samples", type=int, default=10**9, metavar="N")
+    parser.add_argument("--tars", type=int, default=10**5, metavar="S")
+    args = parser.parse_args()
+    if not 1 <= args.tars <= args.samples >= BATCH_SIZE:
+        raise UserError(
+            f"--samples {args.samples} in --tars {args.tars} is not possible; give {BATCH_SIZE} samples or more, and 1 "
+            "to as many tars"
+        )
+    measure_dataset(
+        args,
+        make=partial(make_dataset, num_samples=args.samples, num_tars=args.tars),
+        lines=partial(lines_of, num_samples=args.samples),
+        settings={"num_samples": args.samples, "num_tars": args.tars},
+    )
 
 
 if __name__ == "__main__":

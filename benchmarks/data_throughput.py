@@ -12,7 +12,6 @@ the machine.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import subprocess
 import sys
@@ -295,10 +294,8 @@ def main() -> None:
             results += record.measure_each(
                 lines(group, directories, work, seconds=args.seconds), num_rounds=args.rounds
             )
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        settings = {"rounds": args.rounds, "seconds_a_measurement": args.seconds}
-        args.out.write_text(json.dumps({**before, **settings, "lines": results}, indent=1) + "\n")
+    settings = {"rounds": args.rounds, "seconds_a_measurement": args.seconds}
+    record.save(args.out, {**before, **settings, "lines": results})
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from scipy.stats import linregress
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.record import circumstances, rounded
+from benchmarks.record import circumstances, rounded, save
 from configs import demo
 from configs.base import CIFAR10_MEAN, CIFAR10_STD
 from data_pipeline.building.build import build_dataset
@@ -426,7 +426,7 @@ def main() -> None:
     print(table(results))
     for title, line in lines.items():
         print(f"{title}: destroyed = {line['slope']:.3f} rate + {line['intercept']:.3f}, R^2 = {line['r_squared']:.4f}")
-    record = {
+    measured = {
         **before,
         "cpu_seconds": rounded(time.process_time() - start),
         "epochs": args.epochs,
@@ -435,8 +435,7 @@ def main() -> None:
         "fits_against_dropout_rate": lines,
         "results": results,
     }
-    if args.out is not None:
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    save(args.out, measured)
     if args.figure is not None:
         draw_figure(results, args.figure)
 

@@ -9,7 +9,6 @@ two minutes and batch 131,072 about ten.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from benchmarks import record
@@ -58,13 +57,9 @@ def main() -> None:
     results = [record.measure(line, num_rounds=1) for line in lines_of(passes)]
     for result in results:
         print(record.table(result))
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        settings = {"chunk_size": args.chunk_size, "dimension": EMBEDDING_SIZE, "warm_up_batch": WARM_UP_SIZE}
-        seconds_of = {f"{size}": record.rounded(passed.seconds) for size, passed in passes.items()}
-        args.out.write_text(
-            json.dumps({**before, **settings, "seconds": seconds_of, "lines": results}, indent=1) + "\n"
-        )
+    settings = {"chunk_size": args.chunk_size, "dimension": EMBEDDING_SIZE, "warm_up_batch": WARM_UP_SIZE}
+    seconds_of = {f"{size}": record.rounded(passed.seconds) for size, passed in passes.items()}
+    record.save(args.out, {**before, **settings, "seconds": seconds_of, "lines": results})
 
 
 if __name__ == "__main__":

@@ -3,32 +3,39 @@
     python -m benchmarks.million_shards [--shards S] [--directory DIR] [--out JSON]
 
 The manifest and the table of S shards of ten small pictures are as a build would write them. Of the shards themselves,
-only those exist that this benchmark needs: the shards from which the measured steps draw samples are real, and the
-1,000 that are looked at when a dataset is opened are empty files of the right size. A new process opens the dataset and
-makes the batch of one rank at one step: the first, and one at 90 % of an epoch.
+only those exist that this benchmark needs. The shards from which the measured steps draw samples are real. Those that
+are looked at when a dataset is opened are empty files of the right size: all shards, or 1,000 of more than 100,000. A
+new process opens the dataset and makes the batch of one rank at one step: the first, and one at 90 % of an epoch.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
-import shutil
-import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks import record
-from benchmarks.billion_samples import BATCH_SIZE, RANKS, SHARES, WINDOW, in_new_process, lines_of, peak_bytes
+from benchmarks.billion_samples import (
+    BATCH_SIZE,
+    RANKS,
+    SHARES,
+    WINDOW,
+    in_new_process,
+    lines_of,
+    measure_dataset,
+    options,
+    peak_bytes,
+)
 from benchmarks.record import Line
 from data_pipeline.building.build import build_dataset
-from data_pipeline.core.errors import run_command
+from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.core.sample import Sample
 from data_pipeline.loading.order import BatchOrder
 from data_pipeline.storage.manifest import (
     MANIFEST_NAME,
+    MAX_LISTED_SHARDS,
     SHARD_TABLE_NAME,
     TABLE_FORMAT_VERSION,
     ShardEntry,
@@ -60,7 +67,8 @@ def make_dataset(directory: Path, *, num_shards: int) -> Path:
     read = np.unique(np.concatenate([order.at(step, bad={})[1] for order in orders for step in steps]) // PER_SHARD)
     made = {number: _write_shard(dataset, number) for number in read.tolist()}
     num_bytes = max(entry.num_bytes for entry in made.values())
-    surveyed = np.unique(np.linspace(0, num_shards - 1, 1_000, dtype=int))
+    num_surveyed = num_shards if num_shards <= MAX_LISTED_SHARDS else 1_000
+    surveyed = np.linspace(0, num_shards - 1, num_surveyed, dtype=int)
     for number in set(surveyed.tolist()) - made.keys():
         path = dataset / shard_name(number)
         for file, size in ((path, num_bytes), (index_path(path), PER_SHARD * 32)):
@@ -116,26 +124,31 @@ def opening_lines(dataset: Path) -> list[Line]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="from opening a dataset of a million shards to its first batch")
-    parser.add_argument("--shards", type=int, default=10**6, metavar="S")
-    parser.add_argument("--directory", type=Path, metavar="DIR", help="with 80 bytes a shard free; default: in /tmp")
-    parser.add_argument("--rounds", type=int, default=3, metavar="R")
-    parser.add_argument("--out", type=Path, metavar="JSON", help="where to file what was measured")
-    args = parser.parse_args()
-    before = record.circumstances(packages=["torch", "numpy"])
-    directory = Path(tempfile.mkdtemp(dir=args.directory))
-    try:
-        dataset = make_dataset(directory, num_shards=args.shards)
-        results = record.measure_each(
-            [*opening_lines(dataset), *lines_of(dataset, num_samples=PER_SHARD * args.shards)], num_rounds=args.rounds
+def check_size(num_shards: int) -> None:
+    """Raise `UserError` if so many shards do not fill a batch."""
+    least = -(-BATCH_SIZE // PER_SHARD)
+    if num_shards < least:
+        raise UserError(
+            f"--shards {num_shards} gives {PER_SHARD * num_shards:,} samples, too few for a batch of {BATCH_SIZE:,}; "
+            f"pass --shards {least} or more"
         )
-    finally:
-        shutil.rmtree(directory)
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        settings = {"num_shards": args.shards, "batch_size": BATCH_SIZE, "ranks": RANKS}
-        args.out.write_text(json.dumps({**before, **settings, "lines": results}, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = options("from opening a dataset of a million shards to its first batch", space="80 bytes a shard")
+    parser.add_argument("--shards", type=int, default=10**6, metavar="S")
+    args = parser.parse_args()
+    check_size(args.shards)
+
+    def lines(dataset: Path) -> list[Line]:
+        return [*opening_lines(dataset), *lines_of(dataset, num_samples=PER_SHARD * args.shards)]
+
+    measure_dataset(
+        args,
+        make=partial(make_dataset, num_shards=args.shards),
+        lines=lines,
+        settings={"num_shards": args.shards},
+    )
 
 
 if __name__ == "__main__":

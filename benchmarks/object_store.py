@@ -16,7 +16,6 @@ to serve S3, and its packages and PyPI have no other server.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -149,9 +148,7 @@ def main() -> None:
             results = record.measure_each(lines(directory, address), num_rounds=args.rounds)
     finally:
         shutil.rmtree(work)
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({**before, "rounds": args.rounds, "lines": results}, indent=1) + "\n")
+    record.save(args.out, {**before, "rounds": args.rounds, "lines": results})
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import ctypes
 import gc
 import importlib
 import importlib.util
-import json
 import math
 import multiprocessing
 import time
@@ -168,10 +167,8 @@ def main() -> None:
         values = ", ".join(f"{name} {of_peer[0].loss:.6f}" for name, of_peer in passes.items())
         print(f"batch {batch_size:,}; values: {values}")
         results += record.measure_each(lines_of(batch_size, passes), num_rounds=args.rounds)
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        settings = {"rounds": args.rounds, "chunk_size": args.chunk_size, "warm_up_batch": WARM_UP_SIZE}
-        args.out.write_text(json.dumps({**before, **settings, "lines": results}, indent=1) + "\n")
+    settings = {"rounds": args.rounds, "chunk_size": args.chunk_size, "warm_up_batch": WARM_UP_SIZE}
+    record.save(args.out, {**before, **settings, "lines": results})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import tarfile
 import tempfile
 import time
@@ -179,10 +178,8 @@ def main() -> None:
         results = record.measure_each(
             lines(Path(name), photographs(args.pictures), num=args.num, seconds=args.seconds), num_rounds=args.rounds
         )
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        settings = {"rounds": args.rounds, "seconds_a_measurement": args.seconds, "num": args.num}
-        args.out.write_text(json.dumps({**before, **settings, "lines": results}, indent=1) + "\n")
+    settings = {"rounds": args.rounds, "seconds_a_measurement": args.seconds, "num": args.num}
+    record.save(args.out, {**before, **settings, "lines": results})
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ figure of a line is the median over the rounds of what is judged within each.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import statistics
@@ -83,6 +84,14 @@ def measure_each(lines: Iterable[Line], *, num_rounds: int) -> list[dict[str, An
         results.append(measure(line, num_rounds=num_rounds))
         print(table(results[-1]), flush=True)
     return results
+
+
+def save(path: Path | None, contents: Mapping[str, Any]) -> None:
+    """Write what was measured as JSON, and make the directory of the file; None writes nothing."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(contents, indent=1) + "\n")
 
 
 def print_rates(

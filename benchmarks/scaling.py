@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
 import multiprocessing
 import os
 import statistics
@@ -199,9 +198,7 @@ def main() -> None:
     }
     print(record.table(speed), f"  over apart: {speed['over_apart']}", sep="\n")
     print(f"{traffic['line']}\n  ratio {ratio:.4f}, target at most 1.05: {'met' if traffic['met'] else 'NOT MET'}")
-    if arguments.out is not None:
-        filed = record.circumstances(packages=["torch"]) | {"results": [speed, traffic]}
-        arguments.out.write_text(json.dumps(filed, indent=2) + "\n")
+    record.save(arguments.out, record.circumstances(packages=["torch"]) | {"results": [speed, traffic]})
 
 
 if __name__ == "__main__":

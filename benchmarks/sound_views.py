@@ -13,7 +13,6 @@ processor time. Changes of pitch and of speed, off by default, are timed against
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -148,10 +147,8 @@ def main() -> None:
         line = record.ratio_line(title, rates(calls, args.batch_size), against=against, target=target)
         results.append(record.measure(line, num_rounds=args.rounds))
         print(record.table(results[-1]), flush=True)
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        settings = {"rounds": args.rounds, "batch_size": args.batch_size}
-        args.out.write_text(json.dumps({**before, **settings, "lines": results}, indent=1) + "\n")
+    settings = {"rounds": args.rounds, "batch_size": args.batch_size}
+    record.save(args.out, {**before, **settings, "lines": results})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -185,11 +184,8 @@ def main() -> None:
         line, memory = checkpointing_line(arguments.train_dir, device)
         add(record.measure(line, num_rounds=arguments.rounds))
         add(memory)
-    if arguments.out is not None:
-        circumstances = record.circumstances(packages=["torch"])
-        arguments.out.write_text(
-            json.dumps(circumstances | {"device": str(device), "results": results}, indent=2) + "\n"
-        )
+    circumstances = record.circumstances(packages=["torch"])
+    record.save(arguments.out, {**circumstances, "device": str(device), "results": results})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ to the faster of the two loops. Rates are per second of processor time of one th
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Callable
@@ -111,8 +110,7 @@ def main() -> None:
         line = Line(title, "points/s", peers, against_the_faster_loop, "ratio", 20.0)
         results.append(record.measure(line, num_rounds=args.rounds))
         print(record.table(results[-1]), flush=True)
-    if args.out is not None:
-        args.out.write_text(json.dumps({**before, "lines": results}, indent=1) + "\n")
+    record.save(args.out, {**before, "lines": results})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ that tensors took, and, for ours, the share of the time in which the device wait
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -261,12 +260,11 @@ def main() -> None:
                 "data_wait_fraction": peer.data_wait_fraction,
             }
         )
-    if arguments.out is not None:
-        where = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-        settings = {name: str(value) for name, value in vars(arguments).items()}
-        filed = record.circumstances(packages=["torch", "torchvision", "lightly"]) | {"device": where}
-        filed |= {"settings": settings, "matrix_flops_per_second": peak_rate, "results": results}
-        arguments.out.write_text(json.dumps(filed, indent=2) + "\n")
+    where = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    settings = {name: str(value) for name, value in vars(arguments).items()}
+    filed = record.circumstances(packages=["torch", "torchvision", "lightly"]) | {"device": where}
+    filed |= {"settings": settings, "matrix_flops_per_second": peak_rate, "results": results}
+    record.save(arguments.out, filed)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ what prepares the pictures.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -274,11 +273,8 @@ def main() -> None:
         if name not in {WRITTEN, WRITTEN_FAST}:
             parts[name] = {part: record.rounded(value) for part, value in breakdown(step, modules, batch).items()}
             print(name, *(f"  {part:<24}{share:>8.1%}" for part, share in parts[name].items()), sep="\n")
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        settings = {"rounds": args.rounds, "batch_size": args.batch_size}
-        filed = {**before, **settings, "lines": results, "shares_of_a_step": parts}
-        args.out.write_text(json.dumps(filed, indent=1) + "\n")
+    settings = {"rounds": args.rounds, "batch_size": args.batch_size}
+    record.save(args.out, {**before, **settings, "lines": results, "shares_of_a_step": parts})
 
 
 if __name__ == "__main__":
