@@ -124,6 +124,11 @@ class Schema(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
+    def __hash__(self) -> int:
+        """Return a hash of the values. Pydantic's own refuses a model with a mapping in it."""
+        values = (getattr(self, name) for name in type(self).model_fields)
+        return hash((type(self), *(frozenset(each.items()) if isinstance(each, dict) else each for each in values)))
+
     @classmethod
     def parse(cls, value: dict[str, Any], *, where: str, context: str | None = None) -> Self:
         """Return the model of `value`. Raises `UserError` that names `where`, the key and the valid values.

@@ -188,6 +188,14 @@ def test_a_queue_that_the_batch_does_not_divide_is_refused() -> None:
         resolve_recipe("moco:cifar10", ["global_batch_size=500"])
 
 
+def test_a_config_with_a_mapping_can_be_hashed() -> None:
+    config = resolve_recipe("debug:image", ["tracking.factors={setting: RandBit, cure: none}"])
+    same = resolve_recipe("debug:image", ["tracking.factors={cure: none, setting: RandBit}"])
+    other = resolve_recipe("debug:image", ["tracking.factors={setting: RandBit, cure: ifm}"])
+    assert config == same
+    assert {config: "a", other: "b"}[same] == "a"
+
+
 def test_set_overrides_one_setting_and_nothing_else() -> None:
     base = resolve_recipe("debug:viewmaker")
     changed = resolve_recipe("debug:viewmaker", ["adversary.update=alternating", "optimizer.learning_rate=0.1"])
