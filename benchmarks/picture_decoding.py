@@ -19,7 +19,7 @@ import io
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count, islice
@@ -60,25 +60,32 @@ def photographs(folder: Path | None) -> list[Image.Image]:
     return [Image.open(path).convert("RGB") for path in sorted(folder.iterdir())]
 
 
-def write_tar(path: Path, photos: Sequence[Image.Image], *, height: int, width: int, quality: int, num: int) -> float:
-    """Write a tar of `num` JPEG files; return their mean kilobytes."""
+def jpeg_files(
+    photos: Sequence[Image.Image], *, height: int, width: int, num: int, quality: int = 90
+) -> Iterator[bytes]:
+    """Yield `num` JPEG files: parts of the photographs, stretched to a size."""
     rng = np.random.default_rng(0)
-    num_bytes = 0
+    for number in range(num):
+        photo = photos[number % len(photos)]
+        share = rng.uniform(0.5, 1)
+        left, top = rng.uniform(0, 1 - share, 2)
+        box = (left * photo.width, top * photo.height, (left + share) * photo.width, (top + share) * photo.height)
+        stretched = photo.resize((width, height), Image.Resampling.LANCZOS, box=box)
+        file = io.BytesIO()
+        stretched.save(file, "JPEG", quality=quality, subsampling=2)
+        yield file.getvalue()
+
+
+def write_tar(path: Path, files: Iterable[bytes]) -> float:
+    """Write a tar of JPEG files; return their mean kilobytes."""
+    sizes = []
     with tarfile.open(path, "w") as tar:
-        for number in range(num):
-            photo = photos[number % len(photos)]
-            share = rng.uniform(0.5, 1)
-            left, top = rng.uniform(0, 1 - share, 2)
-            box = (left * photo.width, top * photo.height, (left + share) * photo.width, (top + share) * photo.height)
-            stretched = photo.resize((width, height), Image.Resampling.LANCZOS, box=box)
-            file = io.BytesIO()
-            stretched.save(file, "JPEG", quality=quality, subsampling=2)
+        for number, file in enumerate(files):
             member = tarfile.TarInfo(f"{number:06}.jpg")
-            member.size = file.tell()
-            num_bytes += member.size
-            file.seek(0)
-            tar.addfile(member, file)
-    return num_bytes / num / 1e3
+            member.size = len(file)
+            sizes.append(member.size)
+            tar.addfile(member, io.BytesIO(file))
+    return float(np.mean(sizes)) / 1e3
 
 
 def samples(tar: Path) -> Any:
@@ -150,7 +157,7 @@ def lines(work: Path, photos: Sequence[Image.Image], *, num: int, seconds: float
     def tar_and_title(height: int, width: int, quality: int) -> tuple[Path, str]:
         tar = work / f"{width}x{height}_{quality}.tar"
         num_here = max(1, num * 400 * 500 // max(400 * 500, height * width))
-        kilobytes = write_tar(tar, photos, height=height, width=width, quality=quality, num=num_here)
+        kilobytes = write_tar(tar, jpeg_files(photos, height=height, width=width, quality=quality, num=num_here))
         return tar, f"JPEG of {width}x{height} ({kilobytes:.0f} kB) to two crops of {SIZE}"
 
     for quality, targets in ((90, (2, 1.3)), (97, (None, None))):

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks import record
-from benchmarks.gpu_stages import checks, kernel_trace, science, throughput
+from benchmarks.gpu_stages import checks, jpeg, kernel_trace, science, throughput
 from benchmarks.gpu_stages.session import Setting, Stage, begin_session, read_record, run_stage
 from data_pipeline.core.errors import UserError, nearest
 from trainer.distributed.environment import why_gpu_is_unusable
@@ -17,9 +17,9 @@ from trainer.distributed.environment import why_gpu_is_unusable
 _MACHINE, *_THROUGHPUT, _COMPILED = throughput.STAGES
 STAGES: Final[tuple[Stage, ...]] = (
     *(_MACHINE, checks.STAGE, _THROUGHPUT[0], kernel_trace.STAGE),
-    *(*_THROUGHPUT[1:], _COMPILED, *science.STAGES),
+    *(*_THROUGHPUT[1:], jpeg.STAGE, _COMPILED, *science.STAGES),
 )
-_PACKAGES: Final = ("torch", "torchvision", "triton", "numpy", "lightly")
+_PACKAGES: Final = ("torch", "torchvision", "triton", "numpy", "lightly", "simplejpeg")
 
 
 def circumstances(setting: Setting, *, commit: str | None) -> dict[str, Any]:

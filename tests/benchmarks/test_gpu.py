@@ -14,10 +14,18 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.gpu_stages import all_stages, checks, science
+from benchmarks.gpu_stages import all_stages, checks, jpeg, science
 from benchmarks.gpu_stages.kernel_trace import Kernel, Trace, busy_microseconds, summary
 from benchmarks.gpu_stages.pieces import PIECE_BYTES, pack, unpack
-from benchmarks.gpu_stages.session import Measurement, Setting, add_measurement, read_record
+from benchmarks.gpu_stages.session import (
+    Measurement,
+    Setting,
+    add_measurement,
+    begin_session,
+    read_record,
+    run_stage,
+)
+from benchmarks.picture_decoding import crops_of, jpeg_files, photographs, views_of
 from data_pipeline.core.errors import UserError
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.run_dir import RunDir
@@ -187,6 +195,32 @@ def test_tests_are_counted_from_their_report() -> None:
     assert outcome.holds is False
     assert checks.counted("<testsuites/>").holds is False
     assert checks.counted('<testsuites><testcase name="a"/></testsuites>').holds is True
+
+
+def test_without_a_gpu_the_stage_jpeg_measures_the_cpu_and_says_so(tmp_path: Path) -> None:
+    setting = setting_at(tmp_path)
+    tally = run_stage(jpeg.STAGE, setting, session=begin_session(setting, {}), is_isolated=False)
+    assert tally.done == ["500x400", "4000x3000"]
+    for measured in read_record(setting.record).stages["jpeg"].values():
+        assert measured.values["left_out"] == jpeg.LEFT_OUT
+        assert measured.values["pictures_per_second_on_one_core"] > 0
+        assert measured.values["pictures_per_second_on_all_cores"] > 0
+        assert "pictures_per_second_on_the_gpu" not in measured.values
+
+
+def test_the_crops_that_the_gpu_would_make_are_those_of_our_decoder() -> None:
+    contents = list(jpeg_files(photographs(None), height=300, width=400, num=2))  # our decoder keeps the full size
+    files = [memoryview(content) for content in contents]
+    crops = crops_of(files)
+    stored = [torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in contents]
+    expected = torch.stack([views_of(file, of_file) for file, of_file in zip(files, crops, strict=True)])
+    found = jpeg.two_crops(stored, crops, device=CPU)
+    assert found.shape == expected.shape == (2, 2, 3, 224, 224)
+    assert (found.int() - expected.int()).abs().max() <= 1
+    pictures = jpeg.decoded(stored, CPU)
+    assert jpeg.largest_difference(contents, pictures) <= 1
+    pictures[1][0, 7, 9] ^= 128
+    assert jpeg.largest_difference(contents, pictures) >= 127
 
 
 def test_a_trace_tells_the_slowest_kernels_and_the_idle_share() -> None:
