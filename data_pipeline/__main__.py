@@ -39,6 +39,20 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see `{self.prog} --help`")
 
 
+def _add_overlay_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--overlay-layout",
+        metavar="|".join(OVERLAY_LAYOUTS),
+        help="On pictures of more than 32 pixels, draw the overlay larger (default) or repeat it in its size.",
+    )
+    parser.add_argument(
+        "--overlay-option",
+        metavar="NAME=VALUE",
+        action="append",
+        help="An option of the overlay, such as bits=10.",
+    )
+
+
 def _build(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "%(prog)s DATASET --out DIR [options]"
@@ -56,17 +70,7 @@ def _build(parser: argparse.ArgumentParser) -> None:
         metavar="|".join(OVERLAY_MODES),
         help="Draw overlays into the shards (default) or again at each reading.",
     )
-    add(
-        "--overlay-layout",
-        metavar="|".join(OVERLAY_LAYOUTS),
-        help="On pictures of more than 32 pixels, draw the overlay larger (default) or repeat it in its size.",
-    )
-    add(
-        "--overlay-option",
-        metavar="NAME=VALUE",
-        action="append",
-        help="An option of the overlay, such as bits=10.",
-    )
+    _add_overlay_options(parser)
     add(
         "--source-option",
         metavar="NAME=VALUE",
@@ -173,17 +177,7 @@ def _index(parser: argparse.ArgumentParser) -> None:
         metavar="|".join(PICTURE_OVERLAYS),
         help="Draw this on the pictures each time they are read (default: nothing).",
     )
-    add(
-        "--overlay-layout",
-        metavar="|".join(OVERLAY_LAYOUTS),
-        help="On pictures of more than 32 pixels, draw the overlay larger (default) or repeat it in its size.",
-    )
-    add(
-        "--overlay-option",
-        metavar="NAME=VALUE",
-        action="append",
-        help="An option of the overlay, such as bits=10.",
-    )
+    _add_overlay_options(parser)
     add("--digits", metavar="|".join(DIGITS), help="The digits to draw (default: mnist).")
     add("--digits-root", metavar="PATH", type=Path, help="The directory that holds MNIST/raw.")
     add("--split", metavar="|".join(SPLITS), default="train", help="The split of the digits (default: train).")

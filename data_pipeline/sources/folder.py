@@ -127,12 +127,7 @@ class ImageFolder:
 
     def __getitem__(self, number: int) -> Record:
         pixels = self._decode(number)
-        if pixels.shape != self._shape:
-            (height, width, _), (first_height, first_width, _) = pixels.shape, self._shape
-            raise UserError(
-                f"{self.path(number)} is {width}x{height} pixels but {self.path(0)} is {first_width}x{first_height}; "
-                "bring all pictures to one size with --image-size"
-            )
+        check_same_size(pixels, self.path(number), shape=self._shape, first=self.path(0))
         return Record(pixels, int(self.labels[number]))
 
 
@@ -143,6 +138,16 @@ def decode_picture(path: Path, image_size: int | None) -> NDArray[np.uint8]:
     """Return the pixels of a picture, (H, W, 3): its `middle_square` of `image_size`, or all if that is None."""
     picture = read_rgb(path)
     return np.asarray(picture if image_size is None else middle_square(picture, image_size))
+
+
+def check_same_size(pixels: NDArray[np.uint8], path: Path, *, shape: tuple[int, ...], first: Path) -> None:
+    """Raise `UserError` if the pixels of a picture do not have the shape (H, W, 3) of the first one."""
+    if pixels.shape != shape:
+        (height, width, _), (first_height, first_width, _) = pixels.shape, shape
+        raise UserError(
+            f"{path} is {width}x{height} pixels but {first} is {first_width}x{first_height}; bring all pictures to one "
+            "size with --image-size"
+        )
 
 
 def picture_digests(decode: Callable[[int], NDArray[np.uint8]], num: int, *, title: str) -> list[bytes]:

@@ -21,7 +21,13 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY, Record
 from data_pipeline.core.schema import check_label_name
 from data_pipeline.sources import LabelColumn, class_names_of
-from data_pipeline.sources.folder import check_test_share, decode_picture, in_test_split, picture_digests
+from data_pipeline.sources.folder import (
+    check_same_size,
+    check_test_share,
+    decode_picture,
+    in_test_split,
+    picture_digests,
+)
 
 FILE_COLUMN: Final = "file"
 SPLIT_COLUMN: Final = "split"
@@ -149,12 +155,7 @@ class PictureTable:
 
     def __getitem__(self, number: int) -> Record:
         pixels = decode_picture(self.path(number), self.image_size)
-        if pixels.shape != self._shape:
-            (height, width, _), (first_height, first_width, _) = pixels.shape, self._shape
-            raise UserError(
-                f"{self.path(number)} is {width}x{height} pixels but {self.path(0)} is {first_width}x{first_height}; "
-                "bring all pictures to one size with --image-size"
-            )
+        check_same_size(pixels, self.path(number), shape=self._shape, first=self.path(0))
         return Record(pixels, int(self.labels[number]))
 
 
