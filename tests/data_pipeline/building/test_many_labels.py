@@ -197,6 +197,15 @@ def test_a_wrong_table_is_told_in_one_sentence(tmp_path: Path, head: list[str], 
         PictureTable(tmp_path, table, split="train")
 
 
+def test_a_picture_of_another_size_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png(0))
+    (tmp_path / "b.png").write_bytes(png(1, size=40))
+    rows = [["a.png", "f", "train"], ["b.png", "m", "train"]]
+    source = PictureTable(tmp_path, write_table(tmp_path / "labels.csv", ["file", "sex", "split"], rows), split="train")
+    with pytest.raises(UserError, match=r"b\.png is 40x40 pixels but .*a\.png is 32x32; .*--image-size"):
+        source[1]
+
+
 def test_a_picture_twice_or_without_a_base_label_and_a_missing_table_are_told(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.png").write_bytes(png(0))
