@@ -139,4 +139,4 @@ def run(arguments: argparse.Namespace) -> None:
     )
     if problems:
         raise UserError("; ".join(problems))
-    print(f"{arguments.out} holds {len(names)} settings")
+    print(f"{arguments.out} holds {', '.join(names)}")
