@@ -80,7 +80,7 @@ def assemble(config: RunConfig, modules: TrainedModules, objective: Objective) -
 
     Every rank must call this at the same time.
     """
-    engines = _build_engines(config, modules.trained_modules, objective)
+    engines = _build_engines(config, modules, objective)
     if config.compile is True:
         modules.encoder.compile()
         if modules.viewmaker is not None:
@@ -103,14 +103,17 @@ def _recorded(
     return RecordedStep(step, CudaGraphs(), stateful=[modules.encoder, objective])
 
 
-def _build_engines(config: RunConfig, modules: Mapping[str, nn.Module], objective: Objective) -> dict[str, Engine]:
-    trained = dict(modules)
+def _build_engines(config: RunConfig, modules: TrainedModules, objective: Objective) -> dict[str, Engine]:
+    trained: dict[str, nn.Module] = dict(modules.trained_modules)
     if any(parameter.requires_grad for parameter in objective.parameters()):
         trained["objective"] = objective
     optimizers = config.engine_optimizers
     engine = config.engine.require_import()
+    blocks = {"encoder": modules.encoder.trunk.blocks()}
     return {
-        name: engine.build(module, EngineInputs(optimizers[name], config.global_batch_size))
+        name: engine.of_module(name).build(
+            module, EngineInputs(optimizers[name], config.global_batch_size, blocks.get(name, ()))
+        )
         for name, module in trained.items()
     }
 

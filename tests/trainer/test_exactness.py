@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from tests.gloo import run_ranks
 from trainer.build import build_training
 from trainer.config import RunConfig
 from trainer.distributed.collectives import all_reduce_mean_scalars, rank, world_size
+from trainer.models.batch_norm import average_running_statistics
 
 BATCH_SIZE = 8
 OBJECTIVES = {
@@ -94,6 +96,17 @@ def configure_multi_crop(objective: str, overrides: list[str]) -> RunConfig:
     return resolve_recipe("debug:image", [*kind, *crops, f"global_batch_size={BATCH_SIZE}", *overrides])
 
 
+# Encoders whose blocks pass twice before one backward pass, or whose trunk does, and engines of other modules beside.
+FSDP: dict[str, tuple[Callable[[str, list[str]], RunConfig], str, list[str]]] = {
+    "resnet": (configure, "nt_xent", []),
+    "in_turns": (configure, "simsiam", ["adversary.update=alternating"]),
+    "split_batch_norm": (configure, "nt_xent", ["encoder.batch_norm=split", "encoder.batch_norm_splits=2"]),
+    "convnet": (configure, "nt_xent", [CONVNET]),
+    "transformer": (configure, "nt_xent", [WITHOUT_BATCH_NORM]),
+    "two_sizes": (configure_multi_crop, "supervised", []),
+}
+
+
 def own_part() -> Batch:
     """Return this rank's part of the batch; all its pictures differ."""
     size = BATCH_SIZE // world_size()
@@ -115,13 +128,16 @@ def one_step(config: RunConfig) -> dict[str, torch.Tensor]:
     def note_gradients(engine: str, **_: object) -> None:
         for name, parameter in engines[engine].module.named_parameters():
             if parameter.requires_grad:
-                assert parameter.grad is not None, name
-                found[f"{engine}/{name}"] = parameter.grad.clone()
+                gradient: Any = parameter.grad
+                assert gradient is not None, name
+                is_cut = hasattr(gradient, "full_tensor")
+                found[f"{engine}/{name}"] = gradient.full_tensor() if is_cut else gradient.clone()
 
     for name, engine in engines.items():
         engine.step = functools.partial(note_gradients, name)  # type: ignore[method-assign]
     output = training.step(own_part(), learning_rates=dict.fromkeys(engines, 0.0))
     assert not output.skipped
+    average_running_statistics(training.modules.encoder)  # of split batch norm, as before each save
     found["loss"] = torch.tensor(all_reduce_mean_scalars({"": output.metrics["train/loss"]})[""])
     found |= {f"encoder/{name}": buffer.clone() for name, buffer in training.modules.encoder.named_buffers()}
     found |= {f"objective state/{name}": tensor.clone() for name, tensor in training.objective.saved_state().items()}
@@ -181,6 +197,22 @@ def test_every_cell_of_two_sizes_of_views_is_one_process(objective: str, num_ran
     for of_rank in run_ranks(steps, num_ranks, configs):
         for number, (cell, result) in enumerate(zip(cells, of_rank, strict=True)):
             assert_equal(result, expected[number // 2], cell)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", FSDP)
+def test_every_cell_of_an_encoder_in_pieces_is_one_process(name: str) -> None:
+    build, objective, overrides = FSDP[name]
+    checkpointed = "whole" if name == "transformer" else "1"  # it counts as one block
+    cells = [
+        ["memory.micro_batches=1"],
+        ["memory.micro_batches=2", f"memory.encoder_checkpointing={checkpointed}"],
+    ]
+    expected = run_ranks(steps, 1, [build(objective, [*overrides, cell[0]]) for cell in cells])[0]
+    configs = [build(objective, [*overrides, *cell, "engine.kind=fsdp"]) for cell in cells]
+    for of_rank in run_ranks(steps, 2, configs):
+        for cell, result, one_process in zip(cells, of_rank, expected, strict=True):
+            assert_equal(result, one_process, cell)
 
 
 @pytest.mark.slow

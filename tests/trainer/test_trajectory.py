@@ -201,6 +201,40 @@ def test_deepspeed_follows_ddp_and_each_goes_on_from_itself_on_other_ranks(data:
     np.testing.assert_allclose(again, curves["deepspeed"], rtol=1e-4)
 
 
+def goes_on(run_dir: Path, config: RunConfig, num_ranks: int, copy: Path) -> Path:
+    """Train a copy of a run from its step 10 on, with the engine of `config` on so many ranks; return the copy."""
+    run = RunDir(shutil.copytree(run_dir, copy))
+    shutil.rmtree(run.checkpoint(NUM_STEPS))
+    run.latest.write_text(run.checkpoint(10).name + "\n")
+    run_ranks(train_on_rank, num_ranks, config, copy)
+    return copy
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["simultaneous", "alternating"])
+def test_fsdp_follows_one_process_and_each_goes_on_from_the_other(kind: str, data: Path, tmp_path: Path) -> None:
+    """An encoder in pieces on two ranks ends in the numbers of one process, also over a change of the engine."""
+    recipe, overrides = STEPS[kind]
+    adamw = ["optimizer={kind: adamw, learning_rate: 0.003}"] if kind == "alternating" else []
+    every = ["precision=float64", "checkpoint_every_steps=10", *adamw, *overrides]
+    alone, cut = configure(data, recipe, every), configure(data, recipe, [*every, "engine.kind=fsdp"])
+    run_ranks(train_on_rank, 1, alone, tmp_path / "alone")
+    run_ranks(train_on_rank, 2, cut, tmp_path / "cut")
+    ends = [
+        tmp_path / "cut",
+        goes_on(tmp_path / "alone", cut, 2, tmp_path / "to_cut"),
+        goes_on(tmp_path / "cut", alone, 1, tmp_path / "to_alone"),
+    ]
+    for end in ends:
+        for player in alone.module_optimizers:
+            expected, found = final_state(tmp_path / "alone", player), final_state(end, player)
+            untrained = build_modules(alone).trained_modules[player].state_dict()
+            for name, tensor in expected.items():
+                if not has_no_effect(player, name):
+                    moved = (tensor - untrained[name]).double().norm()
+                    assert (found[name] - tensor).double().norm() <= 1e-8 * moved, (end, name)
+
+
 @pytest.mark.parametrize("recipe", ["debug:image", "debug:viewmaker"])
 @pytest.mark.process
 def test_bfloat16_and_channels_last_change_the_loss_by_their_rounding_only(

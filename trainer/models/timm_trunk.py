@@ -68,6 +68,10 @@ class TimmTrunk(Trunk):
         pooled_BC: Tensor = self.model.forward_head(map_BCHW, pre_logits=True)
         return pooled_BC
 
+    def blocks(self) -> tuple[nn.Module, ...]:
+        """Return the blocks of a vision transformer, and of other models that keep their layers in `blocks`."""
+        return tuple(getattr(self.model, "blocks", ()))
+
     def split_batch_norm(self, num_splits: int) -> None:
         """Raise `UserError`."""
         raise UserError("encoder.batch_norm=split does not work with encoders of timm; set it to synchronized or local")

@@ -40,6 +40,13 @@ class Trunk(nn.Module):
         """Make every batch norm work on equal groups of the global batch. Raises `UserError` if one cannot."""
         split_batch_norm(self, num_splits=num_splits)
 
+    def blocks(self) -> tuple[nn.Module, ...]:
+        """Return the blocks, which run one after the other and are called as modules; empty if they are not known.
+
+        An engine that cuts parameters gathers those of one block at a time.
+        """
+        return ()
+
     @property
     def as_published(self) -> nn.Module:
         """Return the module whose weights have the names of the library that others load them with."""
@@ -63,6 +70,9 @@ class ConvolutionalTrunk(nn.Sequential, Trunk):
             map_BCHW: Tensor = super().forward(x_BCHW)  # type: ignore[no-untyped-call]
             return map_BCHW
         return run_blocks(self._blocks(), x_BCHW, checkpointing=self.checkpointing, recompute_context=reenter_groups())
+
+    def blocks(self) -> tuple[nn.Module, ...]:
+        return tuple(block for layer in self if isinstance(layer, nn.Sequential) for block in layer)
 
     def _blocks(self) -> list[nn.Module]:
         """Return each block of a stage, and one block for neighbouring layers outside the stages (stem, last norm)."""

@@ -60,6 +60,14 @@ def _not_counted(plan: TrainingPlan) -> list[str]:
             if plan.engine.endswith("ZeRO 3")
             else []
         ),
+        *(
+            [
+                "FSDP: all parameters count, because a rank builds the whole encoder; the bytes sent are those of one",
+                "forward and one backward pass, and each micro batch has its own.",
+            ]
+            if plan.engine == "fsdp"
+            else []
+        ),
     ]
 
 

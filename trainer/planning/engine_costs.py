@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from trainer.config import RunConfig
-from trainer.distributed.engines.engine import Backend, Engine
+from trainer.distributed.engines.engine import Backend, Engine, KeptBytes
 
 
 def sent_by_engines(
@@ -21,14 +21,39 @@ def sent_by_engines(
     for name, size in gradients.items() if world_size > 1 else ():
         alternates = name == "viewmaker" and adversary is not None and adversary.update == "alternating"
         num_times = adversary.viewmaker_steps if alternates and adversary is not None else 1
-        for collective, num in config.engine.sent_bytes(size, world_size=world_size, backend=backend).items():
+        engine = config.engine.of_module(name)
+        for collective, num in engine.sent_bytes(size, world_size=world_size, backend=backend).items():
             sent[collective] += num_times * num
     return sent
 
 
+def kept_by_engines(
+    config: RunConfig, gradients: Mapping[str, int], optimizers: Mapping[str, int], *, world_size: int
+) -> KeptBytes:
+    """Return the bytes that a rank keeps, for the bytes of the gradients and the optimizer state of each module."""
+    kept = KeptBytes(0, 0, 0, 0)
+    engines = {name: config.engine.of_module(name) for name in gradients}
+    for engine in {each.kind: each for each in engines.values()}.values():
+        names = [name for name, each in engines.items() if each.kind == engine.kind]
+        of_kind = engine.kept_bytes(
+            sum(gradients[name] for name in names),
+            sum(optimizers[name] for name in names),
+            world_size=world_size,
+            itemsize=config.parameter_dtype.itemsize,
+            global_batch_size=config.global_batch_size,
+        )
+        kept = KeptBytes(
+            kept.engine_bytes + of_kind.engine_bytes,
+            kept.optimizer_bytes + of_kind.optimizer_bytes,
+            kept.host_bytes + of_kind.host_bytes,
+            kept.gradient_bytes + of_kind.gradient_bytes,
+        )
+    return kept
+
+
 @contextmanager
 def cut_gradients(engines: Mapping[str, Engine], world_size: int) -> Iterator[None]:
-    """Inside the block, keep only a rank's piece of each finished gradient, like ZeRO 2 and 3."""
+    """Inside the block, keep only a rank's piece of each finished gradient, like ZeRO 2 and 3 and FSDP."""
     pieces: dict[nn.Parameter, Tensor] = {}
 
     def keep_piece(parameter: Tensor) -> None:

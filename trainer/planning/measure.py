@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +31,7 @@ from trainer.models.encoder import Encoder
 from trainer.modules import build_modules, build_run_objective, objective_inputs
 from trainer.objectives import Objective, build_objective
 from trainer.planning.accounting import Accounts
-from trainer.planning.engine_costs import cut_gradients, sent_by_engines
+from trainer.planning.engine_costs import cut_gradients, kept_by_engines, sent_by_engines
 from trainer.views import BaseViewsConfig, ViewPolicy, ViewsInputs
 from trainer.views.composed import Pair, Sequence
 from trainer.views.viewmaker import Viewmaker
@@ -134,8 +133,9 @@ def measure(
         training = assemble(bare, modules, objective)
         engines = training.engines
         gradients = {name: _size(_trained(engine.module)) for name, engine in engines.items()}
-        optimizer_bytes = _size(tensor for engine in engines.values() for tensor in engine.optimizer_state().values())
-        cuts = cut_gradients(engines, world_size) if config.engine.cuts_gradients else nullcontext()
+        optimizers = {name: _size(engine.optimizer_state().values()) for name, engine in engines.items()}
+        cut = {name: engine for name, engine in engines.items() if config.engine.of_module(name).cuts_gradients}
+        cuts = cut_gradients(cut, world_size)
         with fake_ranks(world_size, sums_by_gathering=backend == "gloo"), cuts:
             batch = _batch(config, size, shape, labels={BASE, OVERLAY, *num_classes})
             phases = _Phases(modules.encoder, objective)
@@ -144,13 +144,7 @@ def measure(
             at_the_end = phases.accounts.live_bytes
             del output
     sent = phases.accounts.sent_bytes + sent_by_engines(config, gradients, world_size=world_size, backend=backend)
-    kept = config.engine.kept_bytes(
-        sum(gradients.values()),
-        optimizer_bytes,
-        world_size=world_size,
-        itemsize=config.parameter_dtype.itemsize,
-        global_batch_size=config.global_batch_size,
-    )
+    kept = kept_by_engines(config, gradients, optimizers, world_size=world_size)
     steps_per_epoch = None
     if num_samples is not None:
         steps_per_epoch = config.data.num_steps_per_epoch(num_samples, config.global_batch_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
+from typing import Any
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def measured(config: RunConfig, num_before: int = 0) -> Real:
 
     training = build_training(config, num_samples=NUM_SAMPLES, num_classes=NUM_CLASSES, device=torch.device("cpu"))
     modules = [*training.modules.trained_modules.values(), training.objective]
-    state = [
+    state: list[Any] = [
         *(tensor for module in modules for tensor in [*module.parameters(), *module.buffers()]),
         *(tensor for engine in training.engines.values() for tensor in engine.optimizer_state().values()),
         *(pictures, masks, *labels.values(), index_B),
@@ -97,6 +98,7 @@ def measured(config: RunConfig, num_before: int = 0) -> Real:
         at_the_end = accounts.live_bytes
         del output
         output_bytes = at_the_end - accounts.live_bytes
+    state = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in state]  # of FSDP
     resident = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in state}
     sent_bytes = {name: num for name, num in accounts.sent_bytes.items() if num}
     return Real(sum(resident.values()), accounts.peak_bytes, output_bytes, sent_bytes)
@@ -137,6 +139,17 @@ def test_what_is_sent_is_what_two_ranks_of_zero_send(stage: int) -> None:
     config = zero(stage)
     found = planned(config, ranks=2)
     assert [real.sent_bytes for real in run_ranks(measured, 2, config, 1)] == [found.sent_bytes] * 2
+
+
+@pytest.mark.ranks
+def test_what_is_sent_is_what_two_ranks_of_fsdp_send() -> None:
+    config = configure("viewmaker", "engine.kind=fsdp")
+    found = planned(config, ranks=2)
+    assert [real.sent_bytes for real in run_ranks(measured, 2, config, 2)] == [found.sent_bytes] * 2
+    of_ddp = planned(configure("viewmaker"), ranks=2)
+    encoder = found.num_parameters["encoder"] * 4
+    assert of_ddp.gradient_bytes - found.gradient_bytes == encoder // 2
+    assert "one backward pass" in describe(found)
 
 
 @pytest.mark.slow

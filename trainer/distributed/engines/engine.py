@@ -28,6 +28,7 @@ ENGINES: Final = MappingProxyType(
     {
         "ddp": "trainer.distributed.engines.ddp_engine:DDPConfig",
         "deepspeed": "trainer.distributed.engines.deepspeed_engine:DeepSpeedConfig",
+        "fsdp": "trainer.distributed.engines.fsdp_engine:FSDPConfig",
     }
 )
 
@@ -44,10 +45,15 @@ class KeptBytes:
 
 @dataclass(frozen=True)
 class EngineInputs:
-    """The facts from which an engine is built, besides its module."""
+    """The facts from which an engine is built, besides its module.
+
+    Attributes:
+        blocks: inner modules that run one after the other, and together hold most parameters; empty if unknown.
+    """
 
     optimizer: OptimizerConfig
     global_batch_size: int
+    blocks: tuple[nn.Module, ...] = ()
 
 
 class Engine(Protocol):
@@ -68,9 +74,10 @@ class Engine(Protocol):
         ...
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Let forward and backward passes inside the block add to this rank's gradients without sending them.
+        """Let forward and backward passes inside the block add to the gradients, if possible without sending them.
 
-        Run the last part of a batch after the block: its backward pass averages the sum of all parts over the ranks.
+        Run the last part of a batch after the block: then the gradients are the sum of all parts, averaged over the
+        ranks.
         """
         ...
 
@@ -139,6 +146,10 @@ class BaseEngineConfig(KindConfig):
     def title(self) -> str:
         """Return the name of the engine in a plan."""
         return self.kind
+
+    def of_module(self, name: str) -> BaseEngineConfig:
+        """Return the config of the engine of a module: "encoder", "viewmaker" or "objective"; by default this one."""
+        return self
 
     def build(self, module: nn.Module, given: EngineInputs) -> Engine:
         """Return the engine of a module that is on the training device. Every rank calls this at the same time."""
