@@ -102,6 +102,8 @@ class FSDPEngine:
     optimizer updates the pieces as plain tensors. Its update of a number must therefore depend only on the gradient and
     the state of that number. Parameters are made contiguous, because FSDP does not accept channels_last. Parameters
     that are not trained when the engine is built stay whole.
+
+    Raises `UserError` if a trained parameter has no dimension.
     """
 
     def __init__(self, module: nn.Module, *, optimizer: OptimizerConfig, blocks: Sequence[nn.Module] = ()) -> None:
@@ -113,6 +115,12 @@ class FSDPEngine:
         )
         self._tensor_class = importlib.import_module("torch.distributed.tensor").DTensor
         fully_shard = importlib.import_module("torch.distributed.fsdp").fully_shard
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and parameter.dim() == 0:
+                raise UserError(
+                    f"engine.kind=fsdp cannot cut the parameter {name}, which is a single number; set engine.kind=ddp "
+                    "or choose another encoder"
+                )
         whole = {parameter for parameter in module.parameters() if not parameter.requires_grad}
         for unit in (*blocks, module):
             # Also the outermost unit: the parameters are then pieces whenever no pass runs.
