@@ -103,7 +103,7 @@ FSDP: dict[str, tuple[Callable[[str, list[str]], RunConfig], str, list[str]]] = 
     "split_batch_norm": (configure, "nt_xent", ["encoder.batch_norm=split", "encoder.batch_norm_splits=2"]),
     "convnet": (configure, "nt_xent", [CONVNET]),
     "transformer": (configure, "nt_xent", [WITHOUT_BATCH_NORM]),
-    "two_sizes": (configure_multi_crop, "supervised", []),
+    "two_sizes": (configure_multi_crop, "dino", []),
 }
 
 

@@ -206,25 +206,27 @@ def goes_on(run_dir: Path, config: RunConfig, num_ranks: int, copy: Path) -> Pat
     run = RunDir(shutil.copytree(run_dir, copy))
     shutil.rmtree(run.checkpoint(NUM_STEPS))
     run.latest.write_text(run.checkpoint(10).name + "\n")
+    run.config.write_text(config.model_dump_json())  # a run keeps its settings, so this is another run
     run_ranks(train_on_rank, num_ranks, config, copy)
     return copy
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", ["simultaneous", "alternating"])
+@pytest.mark.parametrize("kind", ["simultaneous", "byol"])
 def test_fsdp_follows_one_process_and_each_goes_on_from_the_other(kind: str, data: Path, tmp_path: Path) -> None:
-    """An encoder in pieces on two ranks ends in the numbers of one process, also over a change of the engine."""
+    """An encoder in pieces on two ranks ends in the numbers of one process.
+
+    BYOL plays in turns, has a predictor and a teacher that follows the encoder, and goes on with the other engine.
+    """
     recipe, overrides = STEPS[kind]
-    adamw = ["optimizer={kind: adamw, learning_rate: 0.003}"] if kind == "alternating" else []
-    every = ["precision=float64", "checkpoint_every_steps=10", *adamw, *overrides]
+    every = ["precision=float64", "checkpoint_every_steps=10", *overrides]
     alone, cut = configure(data, recipe, every), configure(data, recipe, [*every, "engine.kind=fsdp"])
     run_ranks(train_on_rank, 1, alone, tmp_path / "alone")
     run_ranks(train_on_rank, 2, cut, tmp_path / "cut")
-    ends = [
-        tmp_path / "cut",
-        goes_on(tmp_path / "alone", cut, 2, tmp_path / "to_cut"),
-        goes_on(tmp_path / "cut", alone, 1, tmp_path / "to_alone"),
-    ]
+    ends = [tmp_path / "cut"]
+    if kind == "byol":
+        ends.append(goes_on(tmp_path / "alone", cut, 2, tmp_path / "to_cut"))
+        ends.append(goes_on(tmp_path / "cut", alone, 1, tmp_path / "to_alone"))
     for end in ends:
         for player in alone.module_optimizers:
             expected, found = final_state(tmp_path / "alone", player), final_state(end, player)
@@ -233,6 +235,10 @@ def test_fsdp_follows_one_process_and_each_goes_on_from_the_other(kind: str, dat
                 if not has_no_effect(player, name):
                     moved = (tensor - untrained[name]).double().norm()
                     assert (found[name] - tensor).double().norm() <= 1e-8 * moved, (end, name)
+        if kind == "byol":
+            expected, found = final_state(tmp_path / "alone", "objective"), final_state(end, "objective")
+            for name, tensor in expected.items():
+                torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-9, msg=name)
 
 
 @pytest.mark.parametrize("recipe", ["debug:image", "debug:viewmaker"])

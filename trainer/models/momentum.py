@@ -28,12 +28,28 @@ class MomentumCopy(nn.Module):
         self._average = get_ema_multi_avg_fn(momentum)  # type: ignore[no-untyped-call]
 
     def follow(self) -> None:
-        """Set every parameter p to momentum * p + (1 - momentum) * p of the online module."""
+        """Set every parameter p to momentum * p + (1 - momentum) * p of the online module.
+
+        Every rank must call this at the same time, because an engine may have cut the online module into pieces. They
+        are gathered one after the other.
+        """
         (online,) = self._online
-        self._average(list(self.module.parameters()), list(online.parameters()), None)
+        pairs = list(zip(self.module.parameters(), online.parameters(), strict=True))
+        whole = [(copied, original) for copied, original in pairs if not _is_cut(original)]
+        if whole:
+            copies, originals = zip(*whole, strict=True)
+            self._average(list(copies), list(originals), None)
+        for copied, original in pairs:
+            if _is_cut(original):
+                self._average([copied], [original.detach().full_tensor()], None)  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def forward(self, *inputs: Any, updates_buffers: bool = True) -> Any:
         """Return the output of the copy. With `updates_buffers=False`, its buffers do not change."""
         with nullcontext() if updates_buffers else buffers_untouched(self.module):
             return self.module(*inputs)
+
+
+def _is_cut(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is a DTensor, without an import of its class, which takes most of a second."""
+    return hasattr(parameter, "full_tensor")

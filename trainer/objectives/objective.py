@@ -107,8 +107,8 @@ class BaseObjectiveConfig(KindConfig):
     """The base of the configs of objectives. Says what its objective needs, and builds it.
 
     Attributes:
-        copies_encoder: whether the objective keeps a copy of the encoder, such as a teacher. No rank may then have only
-            a part of the encoder.
+        copies_encoder: whether the objective keeps a copy of the encoder, such as a teacher. DeepSpeed may then not cut
+            the encoder into pieces; FSDP may if the copy is a `trainer.models.momentum.MomentumCopy`.
         needs_num_samples: whether the objective has state for every sample of the train set. A plan then needs their
             number, and does not allocate that state.
         needs_labels: whether the objective reads labels. A plan then needs the labels of the train set.

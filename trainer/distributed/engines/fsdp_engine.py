@@ -39,12 +39,7 @@ class FSDPConfig(BaseEngineConfig):
     kind: Literal["fsdp"] = "fsdp"
 
     def check(self, run: RunConfig) -> None:
-        """Raise `UserError` for a run that needs the whole encoder on a rank."""
-        if run.objective.copies_encoder:
-            raise UserError(
-                f"with engine.kind=fsdp no rank has a whole encoder, but objective {run.objective.kind} keeps a "
-                "momentum copy of it; set engine.kind=ddp"
-            )
+        """Raise `UserError` for a run that needs the whole encoder on a rank. A `MomentumCopy` does not."""
         if (kind := run.engine_optimizers["encoder"].kind) in {"lars", "lamb"}:
             raise UserError(
                 f"optimizer {kind} needs the norms of whole parameters, but engine.kind=fsdp cuts them into pieces; "
