@@ -61,10 +61,7 @@ def _not_counted(plan: TrainingPlan) -> list[str]:
             else []
         ),
         *(
-            [
-                "FSDP: all parameters count, because a rank builds the whole encoder; the bytes sent are those of one",
-                "forward and one backward pass, and each micro batch has its own.",
-            ]
+            ["FSDP: all parameters count, because a rank builds the whole encoder before it is cut."]
             if plan.engine == "fsdp"
             else []
         ),

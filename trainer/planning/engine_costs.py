@@ -1,19 +1,44 @@
-"""Compute what the engines of a run send, and cut gradients like them: the only part of a plan that is not measured."""
+"""Compute what the engines of a run keep and send, and cut gradients like them: all else in a plan is measured."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 from torch import Tensor, nn
 
 from trainer.config import RunConfig
-from trainer.distributed.engines.engine import Backend, Engine, KeptBytes
+from trainer.distributed.engines.engine import Backend, Engine, KeptBytes, Passes
+
+
+class PassCounter:
+    """A counter of the passes of a module from now on."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.passes = Passes(forward=0, backward=0, trained=0)
+        module.register_forward_hook(self._passed)
+
+    def _passed(self, module: nn.Module, _: object, output: object) -> None:
+        self._add(Passes(forward=1, backward=0, trained=0))
+        if isinstance(output, Tensor) and output.requires_grad:
+            trained = int(any(parameter.requires_grad for parameter in module.parameters()))
+            count = partial(self._add, Passes(forward=0, backward=1, trained=trained))
+            output.register_hook(lambda _: count())  # type: ignore[no-untyped-call]
+
+    def _add(self, more: Passes) -> None:
+        now = self.passes
+        self.passes = Passes(now.forward + more.forward, now.backward + more.backward, now.trained + more.trained)
 
 
 def sent_by_engines(
-    config: RunConfig, gradients: Mapping[str, int], *, world_size: int, backend: Backend
+    config: RunConfig,
+    gradients: Mapping[str, int],
+    passes: Mapping[str, PassCounter],
+    *,
+    world_size: int,
+    backend: Backend,
 ) -> Counter[str]:
     """Return the bytes that the engines send in a step, for the bytes of the gradients of each module."""
     sent: Counter[str] = Counter()
@@ -22,7 +47,9 @@ def sent_by_engines(
         alternates = name == "viewmaker" and adversary is not None and adversary.update == "alternating"
         num_times = adversary.viewmaker_steps if alternates and adversary is not None else 1
         engine = config.engine.of_module(name)
-        for collective, num in engine.sent_bytes(size, world_size=world_size, backend=backend).items():
+        for collective, num in engine.sent_bytes(
+            size, world_size=world_size, backend=backend, passes=passes[name].passes
+        ).items():
             sent[collective] += num_times * num
     return sent
 

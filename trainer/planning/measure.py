@@ -31,7 +31,7 @@ from trainer.models.encoder import Encoder
 from trainer.modules import build_modules, build_run_objective, objective_inputs
 from trainer.objectives import Objective, build_objective
 from trainer.planning.accounting import Accounts
-from trainer.planning.engine_costs import cut_gradients, kept_by_engines, sent_by_engines
+from trainer.planning.engine_costs import PassCounter, cut_gradients, kept_by_engines, sent_by_engines
 from trainer.views import BaseViewsConfig, ViewPolicy, ViewsInputs
 from trainer.views.composed import Pair, Sequence
 from trainer.views.viewmaker import Viewmaker
@@ -136,6 +136,9 @@ def measure(
         optimizers = {name: _size(engine.optimizer_state().values()) for name, engine in engines.items()}
         cut = {name: engine for name, engine in engines.items() if config.engine.of_module(name).cuts_gradients}
         cuts = cut_gradients(cut, world_size)
+        # An encoder may let its trunk pass several times; most parameters are there.
+        passes = {name: PassCounter(engine.module) for name, engine in engines.items()}
+        passes["encoder"] = PassCounter(modules.encoder.trunk)
         with fake_ranks(world_size, sums_by_gathering=backend == "gloo"), cuts:
             batch = _batch(config, size, shape, labels={BASE, OVERLAY, *num_classes})
             phases = _Phases(modules.encoder, objective)
@@ -143,7 +146,9 @@ def measure(
                 output = training.step(batch, learning_rates=defaultdict(float))
             at_the_end = phases.accounts.live_bytes
             del output
-    sent = phases.accounts.sent_bytes + sent_by_engines(config, gradients, world_size=world_size, backend=backend)
+    sent = phases.accounts.sent_bytes + sent_by_engines(
+        config, gradients, passes, world_size=world_size, backend=backend
+    )
     kept = kept_by_engines(config, gradients, optimizers, world_size=world_size)
     steps_per_epoch = None
     if num_samples is not None:

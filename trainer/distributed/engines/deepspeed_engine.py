@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from data_pipeline.core.errors import UserError
 from trainer.distributed.collectives import all_reduce_sum, rank, world_size
-from trainer.distributed.engines.engine import Backend, BaseEngineConfig, EngineInputs, KeptBytes
+from trainer.distributed.engines.engine import Backend, BaseEngineConfig, EngineInputs, KeptBytes, Passes
 from trainer.fault_tolerance.skipping import step_unless
 from trainer.optim.optimizers import OptimizerConfig, build_optimizer
 
@@ -99,7 +99,7 @@ class DeepSpeedConfig(BaseEngineConfig):
             gradient_bytes=gradient_bytes if self.zero_stage == 1 else piece,
         )
 
-    def sent_bytes(self, gradient_bytes: int, *, world_size: int, backend: Backend) -> Counter[str]:
+    def sent_bytes(self, gradient_bytes: int, *, world_size: int, backend: Backend, passes: Passes) -> Counter[str]:
         """Return the bytes of the gradients, and with ZeRO 1 to 3 of the parameters and a number for the norm."""
         collective = ("allreduce", "reduce", "reduce", "reduce_scatter")[self.zero_stage]
         sent = Counter({collective: gradient_bytes})

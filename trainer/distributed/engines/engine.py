@@ -44,6 +44,21 @@ class KeptBytes:
 
 
 @dataclass(frozen=True)
+class Passes:
+    """The number of passes of a module in a step.
+
+    Attributes:
+        forward: its forward passes, with or without gradients.
+        backward: its backward passes, also while it is frozen.
+        trained: the backward passes that compute its gradients.
+    """
+
+    forward: int
+    backward: int
+    trained: int
+
+
+@dataclass(frozen=True)
 class EngineInputs:
     """The facts from which an engine is built, besides its module.
 
@@ -172,8 +187,11 @@ class BaseEngineConfig(KindConfig):
         buckets = gradient_bytes if world_size > 1 else 0
         return KeptBytes(buckets, optimizer_bytes, host_bytes=0, gradient_bytes=gradient_bytes)
 
-    def sent_bytes(self, gradient_bytes: int, *, world_size: int, backend: Backend) -> Counter[str]:
-        """Return the bytes that a rank sends for the gradients of one module, by collective; several ranks only."""
+    def sent_bytes(self, gradient_bytes: int, *, world_size: int, backend: Backend, passes: Passes) -> Counter[str]:
+        """Return the bytes that a rank sends for one module and one update, by collective; several ranks only.
+
+        DDP sends the gradients.
+        """
         return Counter({"allgather" if backend == "gloo" else "allreduce": gradient_bytes})
 
 

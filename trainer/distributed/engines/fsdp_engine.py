@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from data_pipeline.core.errors import UserError
 from trainer.distributed.collectives import all_reduce_sum, rank, world_size
 from trainer.distributed.engines.ddp_engine import DDPConfig, DDPEngine
-from trainer.distributed.engines.engine import Backend, BaseEngineConfig, EngineInputs, KeptBytes
+from trainer.distributed.engines.engine import Backend, BaseEngineConfig, EngineInputs, KeptBytes, Passes
 from trainer.fault_tolerance.skipping import step_unless
 from trainer.optim.optimizers import OptimizerConfig, build_optimizer
 
@@ -80,12 +80,17 @@ class FSDPConfig(BaseEngineConfig):
             gradient_bytes=piece,
         )
 
-    def sent_bytes(self, gradient_bytes: int, *, world_size: int, backend: Backend) -> Counter[str]:
-        """Return the bytes of a forward and a backward pass, which both gather the parameters, and of the norm.
+    def sent_bytes(self, gradient_bytes: int, *, world_size: int, backend: Backend, passes: Passes) -> Counter[str]:
+        """Return the bytes of the parameters and gradients in every pass, and of the norm.
 
-        A further pass, such as that of a micro batch, sends as much again.
+        An objective's momentum copy gathers the parameters once more, which is not counted.
         """
-        sent = Counter({"allgather": 2 * -(-gradient_bytes // world_size), "reduce_scatter": gradient_bytes})
+        sent = Counter(
+            {
+                "allgather": (passes.forward + passes.backward) * -(-gradient_bytes // world_size),
+                "reduce_scatter": passes.trained * gradient_bytes,
+            }
+        )
         sent["allgather" if backend == "gloo" else "allreduce"] += _NORM_BYTES
         return sent
 
