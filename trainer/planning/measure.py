@@ -146,6 +146,7 @@ def measure(
                 output = training.step(batch, learning_rates=defaultdict(float))
             at_the_end = phases.accounts.live_bytes
             del output
+            output_bytes = at_the_end - phases.accounts.live_bytes
     sent = phases.accounts.sent_bytes + sent_by_engines(
         config, gradients, passes, world_size=world_size, backend=backend
     )
@@ -181,7 +182,7 @@ def measure(
         gradient_bytes=kept.gradient_bytes,
         activation_bytes=phases.activation_bytes,
         loss_bytes=phases.loss_bytes,
-        output_bytes=at_the_end - phases.accounts.live_bytes,
+        output_bytes=output_bytes,
         step_bytes=phases.accounts.peak_bytes,
         sent_bytes={name: num for name, num in sent.items() if num},
         num_samples=num_samples,

@@ -159,6 +159,7 @@ def test_zero_cuts_what_its_stage_says() -> None:
     gradient, optimizer = of_ddp.gradient_bytes, of_ddp.optimizer_bytes
     assert [of_stage.gradient_bytes for of_stage in by_stage] == [gradient, gradient, gradient // 4, gradient // 4]
     assert [of_stage.optimizer_bytes for of_stage in by_stage] == [optimizer, *[optimizer // 4] * 3]
+    assert {of_stage.output_bytes for of_stage in by_stage} == {of_ddp.output_bytes}
     assert by_stage[2].step_bytes <= by_stage[1].step_bytes == of_ddp.step_bytes
     offloaded = planned(zero(2, offload=True), ranks=4)
     assert (offloaded.optimizer_bytes, offloaded.host_bytes) == (0, optimizer // 4 + gradient // 4)
