@@ -660,8 +660,8 @@ TABLES = {
     "trainer/models/encoder.py": ENCODERS,
     "trainer/distributed/engines/engine.py": ENGINES,
 }
-# A view inside another, an analysis of one policy, the engine of a run that says nothing or runs in one process, and
-# exports to the libraries that have the same encoder.
+# A view inside another, an analysis of one policy, the engine of a run that says nothing or runs in one process and of
+# the modules that FSDP does not cut, and exports to the libraries that have the same encoder.
 EXPORTS = {"trainer/model_card.py", "trainer/published_models.py"}
 COMPOSED = "trainer/views/composed.py"  # says which of them may be a part of which
 NAMED_BY = {
@@ -673,7 +673,12 @@ NAMED_BY = {
     "RandomMaskConfig": {COMPOSED},
     "SpectralConfig": {COMPOSED},
     "ViewmakerConfig": {COMPOSED},
-    "DDPConfig": {"trainer/config.py", "trainer/planning/measure.py", "trainer/step_replay.py"},
+    "DDPConfig": {
+        "trainer/config.py",
+        "trainer/distributed/engines/fsdp_engine.py",
+        "trainer/planning/measure.py",
+        "trainer/step_replay.py",
+    },
 }
 
 
