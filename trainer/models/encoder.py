@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias, get_args
 
@@ -28,6 +29,7 @@ from trainer.models.heads import HeadConfig, build_head
 from trainer.models.resnet import Init, blocks_of_depth, resnet_trunk
 from trainer.models.timm_trunk import OWN_ARGUMENTS, TimmTrunk, check_timm_name
 from trainer.models.trunk import Trunk
+from trainer.models.weight_casts import cast_together, weights_of
 from trainer.models.wide_resnet import wide_resnet_trunk
 
 if TYPE_CHECKING:
@@ -333,14 +335,16 @@ class Encoder(nn.Module):
         together = (is_distributed() or views_BCHW.device.type != "cpu") and not depends_on_row_order(self)
         if num_groups == 1 or together:
             with grouped_statistics(num_groups), counted_together():
-                return self._embed(views_BCHW)
-        return torch.cat([self._embed(group_BCHW) for group_BCHW in views_BCHW.chunk(num_groups)])
+                return self._embed([views_BCHW])[0]
+        return torch.cat(self._embed(views_BCHW.chunk(num_groups)))
 
-    def _embed(self, views_BCHW: Tensor) -> Tensor:
-        pooled_BC = self.pooled(views_BCHW)
-        with torch.autocast(pooled_BC.device.type, enabled=False):
-            embeddings_BD: Tensor = self.head(pooled_BC)
-        return embeddings_BD
+    def _embed(self, groups: Sequence[Tensor]) -> list[Tensor]:
+        """Return the embeddings of groups that pass the trunk, and then the head, one after the other."""
+        with cast_together(weights_of(self.trunk)):
+            maps = [self._map(views_BCHW) for views_BCHW in groups]
+        pooled = [self._pool(map_BCHW) for map_BCHW in maps]
+        with torch.autocast(pooled[0].device.type, enabled=False):
+            return [self.head(pooled_BC) for pooled_BC in pooled]
 
     def features(self, views_BCHW: Tensor) -> Tensor:
         """Return the input of the linear probe, (B, F): the trunk's last map, flattened, or the result of `pooled`."""
@@ -353,7 +357,10 @@ class Encoder(nn.Module):
 
         It is the mean of the trunk's last map over its pixels, or the input of the classifier of a timm model.
         """
-        map_BCHW = _at_least_float32(self._map(views_BCHW))
+        return self._pool(self._map(views_BCHW))
+
+    def _pool(self, map_BCHW: Tensor) -> Tensor:
+        map_BCHW = _at_least_float32(map_BCHW)
         with torch.autocast(map_BCHW.device.type, enabled=False):
             return self.trunk.pool(map_BCHW)
 
