@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -67,7 +66,6 @@ def reenter_groups() -> Callable[[], AbstractContextManager[None]]:
     return partial(grouped_statistics, _num_groups[-1])
 
 
-@_disable_dynamo  # dynamo cannot trace a collective; torch.compiler.disable would load the compiler on import
 def synchronized_batch_norm(
     x_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, *, eps: float, num_groups: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,6 +80,9 @@ def synchronized_batch_norm(
     """
     if len(x_BCHW) % num_groups:
         raise ValueError(f"{len(x_BCHW)} rows cannot be cut into {num_groups} equal groups")
+    if torch.compiler.is_compiling():
+        out_BCHW, mean_SC, unbiased_SC, _, _ = _forward_operator(x_BCHW, weight_C, bias_C, eps, num_groups)
+        return out_BCHW, mean_SC.detach(), unbiased_SC.detach()
     out_BCHW, mean_SC, unbiased_SC = _SynchronizedBatchNorm.apply(  # type: ignore[no-untyped-call]
         x_BCHW, weight_C, bias_C, eps, num_groups
     )
@@ -275,32 +276,75 @@ def average_running_statistics(module: nn.Module) -> None:
         stat.copy_(settled)
 
 
+def _normalised_by_all_ranks(
+    x_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float, num_groups: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return output, mean (S, C) and unbiased variance (S, C); then variance and number of values, for the gradients.
+
+    Sends one message.
+    """
+    # With running statistics in the parameters' type, torch accumulates a bfloat16 input in float32.
+    scratch_C = torch.zeros_like(weight_C)
+    groups = x_BCHW.chunk(num_groups)
+    own = [stat for x in groups for stat in torch.batch_norm_update_stats(x, scratch_C, scratch_C.clone(), 0.0)]
+    num = groups[0].numel() // x_BCHW.shape[1]
+    stats_RN = all_gather_rows(torch.cat([*own, scratch_C.new_full((1,), num)])[None])
+    num_R1 = stats_RN[:, -1:]
+    mean_RSC, var_RSC = stats_RN[:, :-1].view(len(stats_RN), num_groups, 2, -1).unbind(2)
+    # Combined as in Chan et al. 1983: a mean of squares minus a squared mean would cancel for a large mean.
+    total = num_R1.sum()
+    share_R11 = (num_R1 / total)[..., None]
+    mean_SC = (mean_RSC * share_R11).sum(0)
+    apart_RSC = mean_RSC - mean_SC
+    var_SC = (torch.addcmul(var_RSC, apart_RSC, apart_RSC) * share_R11).sum(0)
+    out_BCHW = torch.empty_like(x_BCHW)
+    outs = out_BCHW.chunk(num_groups)
+    for x, out, mean_C, var_C in zip(groups, outs, mean_SC.unbind(), var_SC.unbind(), strict=True):
+        _normalise(x, mean_C, var_C, weight_C, bias_C, eps=eps, out=out)
+    return out_BCHW, mean_SC, var_SC * (total / (total - 1)), var_SC, total
+
+
+def _gradients_by_all_ranks(
+    grad_BCHW: Tensor, x_BCHW: Tensor, weight_C: Tensor, mean_SC: Tensor, var_SC: Tensor, total: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the input, and this rank's gradients of weight and bias, (2, C). Sends one message."""
+    num_groups = len(mean_SC)
+    parts = (x_BCHW.chunk(num_groups), grad_BCHW.chunk(num_groups), mean_SC.unbind(), var_SC.unbind())
+    groups = list(zip(*parts, strict=True))
+    none = mean_SC.new_empty(0)  # no statistics from training; the CUDA kernel does not accept None
+    own = []
+    for x, grad, mean_C, var_C in groups:
+        # The sums of grad * normalised x and of grad, with constant statistics.
+        _, *grads_C = torch.ops.aten.native_batch_norm_backward(
+            grad, x, weight_C, mean_C, var_C, none, none, False, eps, [False, True, True]
+        )
+        own += grads_C
+    own_S2C = torch.stack(own).view(num_groups, 2, -1)
+    sums_S2C = all_reduce_sum(own_S2C)
+    # weight / std * (grad - mean of grad - normalised x * mean of grad * normalised x). All terms but the first
+    # together are a batch norm of x.
+    scale_SC = weight_C * torch.rsqrt(var_SC + eps)
+    through_S2C = sums_S2C * (-scale_SC / total)[:, None]
+    grad_x_BCHW = torch.empty_like(x_BCHW)
+    per_channel = (-1, *(1,) * (x_BCHW.dim() - 2))
+    for (x, grad, mean_C, var_C), out, scale_C, through_2C in zip(
+        groups, grad_x_BCHW.chunk(num_groups), scale_SC.unbind(), through_S2C.unbind(), strict=True
+    ):
+        _normalise(x, mean_C, var_C, *through_2C.unbind(), eps=eps, out=out)
+        out.addcmul_(grad, scale_C.view(per_channel))
+    return grad_x_BCHW, own_S2C.sum(0)
+
+
 class _SynchronizedBatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float, num_groups: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # With running statistics in the parameters' type, torch accumulates a bfloat16 input in float32.
-        scratch_C = torch.zeros_like(weight_C)
-        groups = x_BCHW.chunk(num_groups)
-        own = [stat for x in groups for stat in torch.batch_norm_update_stats(x, scratch_C, scratch_C.clone(), 0.0)]
-        num = groups[0].numel() // x_BCHW.shape[1]
-        stats_RN = all_gather_rows(torch.cat([*own, scratch_C.new_full((1,), num)])[None])
-        num_R1 = stats_RN[:, -1:]
-        mean_RSC, var_RSC = stats_RN[:, :-1].view(len(stats_RN), num_groups, 2, -1).unbind(2)
-        # Combined as in Chan et al. 1983: a mean of squares minus a squared mean would cancel for a large mean.
-        total = num_R1.sum()
-        share_R11 = (num_R1 / total)[..., None]
-        mean_SC = (mean_RSC * share_R11).sum(0)
-        apart_RSC = mean_RSC - mean_SC
-        var_SC = (torch.addcmul(var_RSC, apart_RSC, apart_RSC) * share_R11).sum(0)
+        out_BCHW, mean_SC, unbiased_SC, var_SC, total = _normalised_by_all_ranks(
+            x_BCHW, weight_C, bias_C, eps, num_groups
+        )
         ctx.eps = eps
         ctx.save_for_backward(x_BCHW, weight_C, mean_SC, var_SC, total)
-        out_BCHW = torch.empty_like(x_BCHW)
-        outs = out_BCHW.chunk(num_groups)
-        for x, out, mean_C, var_C in zip(groups, outs, mean_SC.unbind(), var_SC.unbind(), strict=True):
-            _normalise(x, mean_C, var_C, weight_C, bias_C, eps=eps, out=out)
-        unbiased_SC = var_SC * (total / (total - 1))
         ctx.mark_non_differentiable(mean_SC, unbiased_SC)
         return out_BCHW, mean_SC, unbiased_SC
 
@@ -308,32 +352,48 @@ class _SynchronizedBatchNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_BCHW: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         x_BCHW, weight_C, mean_SC, var_SC, total = ctx.saved_tensors
-        num_groups = len(mean_SC)
-        parts = (x_BCHW.chunk(num_groups), grad_BCHW.chunk(num_groups), mean_SC.unbind(), var_SC.unbind())
-        groups = list(zip(*parts, strict=True))
-        none = mean_SC.new_empty(0)  # no statistics from training; the CUDA kernel does not accept None
-        own = []
-        for x, grad, mean_C, var_C in groups:
-            # The sums of grad * normalised x and of grad, with constant statistics.
-            _, *grads_C = torch.ops.aten.native_batch_norm_backward(
-                grad, x, weight_C, mean_C, var_C, none, none, False, ctx.eps, [False, True, True]
-            )
-            own += grads_C
-        own_S2C = torch.stack(own).view(num_groups, 2, -1)
-        sums_S2C = all_reduce_sum(own_S2C)
-        # weight / std * (grad - mean of grad - normalised x * mean of grad * normalised x). All terms but the first
-        # together are a batch norm of x.
-        scale_SC = weight_C * torch.rsqrt(var_SC + ctx.eps)
-        through_S2C = sums_S2C * (-scale_SC / total)[:, None]
-        grad_x_BCHW = torch.empty_like(x_BCHW)
-        per_channel = (-1, *(1,) * (x_BCHW.dim() - 2))
-        for (x, grad, mean_C, var_C), out, scale_C, through_2C in zip(
-            groups, grad_x_BCHW.chunk(num_groups), scale_SC.unbind(), through_S2C.unbind(), strict=True
-        ):
-            _normalise(x, mean_C, var_C, *through_2C.unbind(), eps=ctx.eps, out=out)
-            out.addcmul_(grad, scale_C.view(per_channel))
-        grad_weight_C, grad_bias_C = own_S2C.sum(0).unbind()
+        grad_x_BCHW, (grad_weight_C, grad_bias_C) = _gradients_by_all_ranks(
+            grad_BCHW, x_BCHW, weight_C, mean_SC, var_SC, total, ctx.eps
+        )
         return grad_x_BCHW, grad_weight_C, grad_bias_C, None, None
+
+
+# The same two functions as operators: torch.compile cannot look into a collective, but its graph can hold an operator.
+_forward_operator = torch.library.custom_op(
+    "feature_dropout::synchronized_batch_norm", _normalised_by_all_ranks, mutates_args=()
+)
+_backward_operator = torch.library.custom_op(
+    "feature_dropout::synchronized_batch_norm_backward", _gradients_by_all_ranks, mutates_args=()
+)
+
+
+@_forward_operator.register_fake
+def _(
+    x_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float, num_groups: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    mean_SC, unbiased_SC, var_SC = (weight_C.new_empty((num_groups, len(weight_C))) for _ in range(3))
+    return torch.empty_like(x_BCHW), mean_SC, unbiased_SC, var_SC, weight_C.new_empty(())
+
+
+@_backward_operator.register_fake
+def _(
+    grad_BCHW: Tensor, x_BCHW: Tensor, weight_C: Tensor, mean_SC: Tensor, var_SC: Tensor, total: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x_BCHW), weight_C.new_empty((2, len(weight_C)))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x_BCHW, weight_C, _, ctx.eps, _ = inputs
+    _, mean_SC, _, var_SC, total = output
+    ctx.save_for_backward(x_BCHW, weight_C, mean_SC, var_SC, total)
+
+
+def _backward(ctx: Any, grad_BCHW: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    grad_x_BCHW, (grad_weight_C, grad_bias_C) = _backward_operator(grad_BCHW, *ctx.saved_tensors, ctx.eps)
+    return grad_x_BCHW, grad_weight_C, grad_bias_C, None, None
+
+
+_forward_operator.register_autograd(_backward, setup_context=_save)
 
 
 class _GroupedBatchNorm(torch.autograd.Function):

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
@@ -17,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
 from trainer.distributed.collectives import rank
-from trainer.models import ResNetConfig, TimmConfig, build_encoder
+from trainer.distributed.engines.ddp_engine import DDPEngine
+from trainer.models import ResNetConfig, TimmConfig, batch_norm, build_encoder
 from trainer.models.activation_checkpointing import Checkpointing, run_blocks
 from trainer.models.batch_norm import (
     SplitBatchNorm2d,
@@ -33,6 +36,7 @@ from trainer.models.batch_norm import (
     synchronize_batch_norm,
     synchronized_batch_norm,
 )
+from trainer.optim.optimizers import SGDConfig
 
 
 def trained(norm: nn.BatchNorm2d, parts: list[Tensor], grads: list[Tensor]) -> dict[str, Tensor]:
@@ -265,22 +269,67 @@ def test_gradient_by_finite_differences(num_groups: int) -> None:
     assert torch.autograd.gradcheck(out, (x, weight, bias))
 
 
-def compiled(x_BCHW: Tensor) -> tuple[Tensor, Tensor, list[str]]:
-    """Return the output of a compiled network, of a plain network, and the functions where compiling stopped."""
-    torch.manual_seed(0)
-    network = synchronize_batch_norm(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU()))
-    own = x_BCHW + rank()
-    found = torch.compile(network, backend="eager")(own).detach()
-    stops = re.findall(r"qualname: (\w+)", " ".join(counters["graph_break"]))
-    return found, network(own).detach(), stops
+@dataclass(frozen=True)
+class Pass:
+    """What a pass through an encoder leaves: embeddings, gradients, buffers, and the number of its messages."""
+
+    tensors: list[Tensor]
+    num_messages: int
+
+
+def passed(encoder: nn.Module, views_BCHW: Tensor) -> Pass:
+    engine = DDPEngine(encoder, optimizer=SGDConfig())
+    with mock.patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as gather:
+        out_BD = engine(views_BCHW, 2)
+        engine.backward(out_BD.square().sum() * (1 + rank()))
+    gradients = [parameter.grad for parameter in encoder.parameters() if parameter.grad is not None]
+    return Pass([out_BD.detach(), *gradients, *encoder.buffers()], gather.call_count)
+
+
+def plain_and_compiled(views_RBCHW: Tensor) -> tuple[Pass, Pass, int, list[str]]:
+    """Return the two passes, the number of graphs, and the places where the compiler stopped."""
+    config = ResNetConfig(kind="resnet10", width=2, mean=(0.5,) * 3, std=(0.2,) * 3)
+    encoders = [build_encoder(config).double() for _ in range(2)]
+    encoders[1].load_state_dict(encoders[0].state_dict())
+    encoders[1].compile(backend="aot_eager_decomp_partition")  # cuts forward from backward as inductor does
+    plain, compiled = (passed(encoder, views_RBCHW[rank()]) for encoder in encoders)
+    return plain, compiled, counters["stats"]["unique_graphs"], list(counters["graph_break"])
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("num_ranks", "stops"), [(1, []), (2, ["synchronized_batch_norm"])])
-def test_compiling_stops_at_the_collective_and_nowhere_else(num_ranks: int, stops: list[str]) -> None:
-    for found, expected, found_stops in run_ranks(compiled, num_ranks, torch.randn(4, 3, 2, 2)):
-        torch.testing.assert_close(found, expected)
-        assert found_stops == stops
+def test_a_compiled_encoder_is_one_graph_that_sends_the_same_messages() -> None:
+    """One message each way for each norm, and one for the gradients."""
+    num_norms = 12
+    for plain, compiled, num_graphs, stops in run_ranks(
+        plain_and_compiled, 2, torch.rand(2, 4, 3, 8, 8, dtype=torch.float64)
+    ):
+        assert (num_graphs, stops) == (1, [])
+        for found, expected in zip(compiled.tensors, plain.tensors, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+        assert compiled.num_messages == plain.num_messages == 2 * num_norms + 1
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_the_operators_keep_the_rules_of_torch(num_groups: int) -> None:
+    x, weight, bias = (
+        torch.randn(size, dtype=torch.float64, requires_grad=True) for size in [(4, 3, 2, 2), (3,), (3,)]
+    )
+    forward, backward = batch_norm._forward_operator, batch_norm._backward_operator
+    torch.library.opcheck(forward, (x, weight, bias, 1e-5, num_groups))
+    out, mean, _, var, total = (each.detach() for each in forward(x, weight, bias, 1e-5, num_groups))
+    given = (out, x.detach(), weight.detach(), mean, var, total, 1e-5)
+    torch.library.opcheck(backward, given)
+
+
+def test_the_operator_has_the_bits_of_the_function() -> None:
+    results = []
+    x, weight, bias = torch.randn(4, 3, 2, 2), torch.rand(3), torch.randn(3)
+    for call in (batch_norm._forward_operator, batch_norm._SynchronizedBatchNorm.apply):
+        leaves = [each.clone().requires_grad_() for each in (x, weight, bias)]
+        out, mean, unbiased, *_ = call(*leaves, 1e-5, 2)  # type: ignore[no-untyped-call]
+        torch.autograd.backward(out.square().sum())
+        results.append([out, mean, unbiased, *(leaf.grad for leaf in leaves)])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 class AsOnCuda(TorchDispatchMode):
