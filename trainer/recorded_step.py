@@ -42,7 +42,7 @@ def why_not_recorded(config: RunConfig, *, device: torch.device, num_ranks: int)
     if device.type != "cuda":
         return f"only a GPU records a step, but training runs on {device.type}"
     if num_ranks > 1:
-        return f"a step with messages between ranks is not recorded, but there are {num_ranks} ranks"
+        return f"a step with messages is not recorded, but there are {num_ranks} ranks; set compile=true instead"
     if not config.engine.can_be_recorded:
         return f"a step of engine.kind={config.engine.kind} is not recorded; set engine.kind=ddp"
     if optimizers:

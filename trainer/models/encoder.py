@@ -340,7 +340,7 @@ class Encoder(nn.Module):
 
     def _embed(self, groups: Sequence[Tensor]) -> list[Tensor]:
         """Return the embeddings of groups that pass the trunk, and then the head, one after the other."""
-        with cast_together(weights_of(self.trunk)):
+        with cast_together(weights_of(self.trunk), device=groups[0].device):
             maps = [self._map(views_BCHW) for views_BCHW in groups]
         pooled = [self._pool(map_BCHW) for map_BCHW in maps]
         with torch.autocast(pooled[0].device.type, enabled=False):

@@ -8,7 +8,7 @@ same way. If a network runs several times in a step, the gradients of the runs a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -24,37 +24,35 @@ from trainer.distributed.collectives import is_distributed
 _CAST_LAYERS: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def weights_of(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return every parameter inside `module` that autocast casts, as its layer and its name in the layer."""
-    return [
-        (layer, name)
-        for layer in module.modules()
-        if type(layer) in _CAST_LAYERS
-        for name in ("weight", "bias")
-        if layer._parameters[name] is not None
-    ]
+def weights_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield every parameter inside `module` that autocast casts, as its layer and its name in the layer."""
+    for layer in module.modules():
+        if type(layer) in _CAST_LAYERS:
+            yield from ((layer, name) for name in ("weight", "bias") if layer._parameters[name] is not None)
 
 
 @contextmanager
-def cast_together(weights: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
+def cast_together(weights: Iterable[tuple[nn.Module, str]], *, device: torch.device) -> Iterator[None]:
     """Inside the block, replace parameters of layers by copies in the type of autocast, all cast by one operation.
 
     One operation casts their gradients back, too. On several ranks each gradient is cast alone, so that the engine can
     send it while the backward pass goes on.
 
-    Does nothing without autocast, and in code that is compiled. Leaves a parameter as it is if it is not float32, or if
-    an engine changes its form before its layer runs (ZeRO 3, FSDP).
+    Does nothing without autocast on `device`, and in code that is compiled. Leaves a parameter as it is if it is not
+    float32, or if an engine changes its form before its layer runs (ZeRO 3, FSDP).
     """
-    plain = [] if torch.compiler.is_compiling() else [each for each in weights if _is_plain(*each)]
-    parameters = [getattr(layer, name) for layer, name in plain]
-    if not parameters or not _is_autocast(parameters[0].device):
+    places = []
+    if not torch.compiler.is_compiling() and _is_autocast(device):
+        places = [(layer, name) for layer, name in weights if _is_plain(layer, name)]
+    if not places:
         yield
         return
-    _put(plain, _copies(parameters))
+    parameters: list[Tensor] = [getattr(layer, name) for layer, name in places]
+    _put(places, _copies(parameters, torch.get_autocast_dtype(device.type)))
     try:
         yield
     finally:
-        _put(plain, parameters)
+        _put(places, parameters)
 
 
 def _is_plain(layer: nn.Module, name: str) -> bool:
@@ -72,10 +70,9 @@ def _put(places: Sequence[tuple[nn.Module, str]], tensors: Sequence[Any]) -> Non
         layer._parameters[name] = tensor  # a copy is no leaf, so it cannot be a `nn.Parameter`
 
 
-def _copies(parameters: Sequence[Tensor]) -> list[Tensor]:
+def _copies(parameters: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Return the copies, in whose backward pass the parameters get their gradients."""
-    dtype = torch.get_autocast_dtype(parameters[0].device.type)
-    copies = _cast([parameter.detach() for parameter in parameters], dtype)
+    copies = _cast(parameters, dtype)
     size = 1 if is_distributed() else len(copies)  # of a group, whose gradients are cast together
     return [
         copy
@@ -84,6 +81,7 @@ def _copies(parameters: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
+@torch.no_grad()
 def _cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
     torch._foreach_copy_(copies, tensors)

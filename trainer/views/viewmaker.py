@@ -390,7 +390,7 @@ class Viewmaker(nn.Module):
         blocks += [rectified(conv_norm) for conv_norm in self.upsample]
         checkpointing = self.checkpointing if self.training else "none"
         assert self.out.bias is not None
-        with cast_together(self._weights_as_multiplied(x_BCHW.device)):
+        with cast_together(self._weights_as_multiplied(x_BCHW.device), device=x_BCHW.device):
             x_BCHW = run_blocks(blocks, x_BCHW, checkpointing=checkpointing)
             r_BCHW = convolve_large_kernel(x_BCHW, self.out.weight) + self.out.bias[:, None, None]
         if not learns:

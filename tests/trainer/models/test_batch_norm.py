@@ -309,16 +309,17 @@ def test_a_compiled_encoder_is_one_graph_that_sends_the_same_messages() -> None:
         assert compiled.num_messages == plain.num_messages == 2 * num_norms + 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_groups", [1, 2])
-def test_the_operators_keep_the_rules_of_torch(num_groups: int) -> None:
-    x, weight, bias = (
-        torch.randn(size, dtype=torch.float64, requires_grad=True) for size in [(4, 3, 2, 2), (3,), (3,)]
-    )
+def test_the_operators_keep_the_rules_of_torch(num_groups: int, dtype: torch.dtype) -> None:
+    """Parameters are float32 if the input is bfloat16."""
+    kept = torch.promote_types(dtype, torch.float32)
+    x, weight, bias = torch.randn(4, 3, 2, 2, dtype=dtype), torch.rand(3, dtype=kept), torch.randn(3, dtype=kept)
     forward, backward = batch_norm._forward_operator, batch_norm._backward_operator
-    torch.library.opcheck(forward, (x, weight, bias, 1e-5, num_groups))
-    out, mean, _, var, total = (each.detach() for each in forward(x, weight, bias, 1e-5, num_groups))
-    given = (out, x.detach(), weight.detach(), mean, var, total, 1e-5)
-    torch.library.opcheck(backward, given)
+    out, mean, _, var, total = forward(x, weight, bias, 1e-5, num_groups)
+    torch.library.opcheck(backward, (out, x, weight, mean, var, total, 1e-5))
+    leaves = [each.requires_grad_() for each in (x, weight, bias)]
+    torch.library.opcheck(forward, (*leaves, 1e-5, num_groups))
 
 
 def test_the_operator_has_the_bits_of_the_function() -> None:

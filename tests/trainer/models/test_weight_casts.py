@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,10 +19,11 @@ from trainer.models.weight_casts import cast_together, weights_of
 from trainer.views import viewmaker
 from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
 
+CPU = torch.device("cpu")
 RESNET = ResNetConfig(kind="resnet10", width=4)
 
 
-def without_cast(weights: Sequence[tuple[nn.Module, str]]) -> AbstractContextManager[None]:
+def without_cast(weights: object, *, device: torch.device) -> AbstractContextManager[None]:
     return nullcontext()
 
 
@@ -71,7 +72,7 @@ def test_each_rank_of_several_casts_each_gradient_alone(
 ) -> None:
     monkeypatch.setattr(weight_casts, "is_distributed", lambda: is_distributed)
     module = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.Linear(4, 2))
-    with torch.autocast("cpu", dtype=torch.bfloat16), cast_together(weights_of(module)):
+    with torch.autocast("cpu", dtype=torch.bfloat16), cast_together(weights_of(module), device=CPU):
         copies: list[Tensor] = [getattr(layer, name) for layer, name in weights_of(module)]
         assert [copy.dtype for copy in copies] == [torch.bfloat16] * 3
     assert len({copy.grad_fn for copy in copies}) == num_functions
@@ -109,7 +110,7 @@ def test_parameters_are_in_place_again_after_the_block() -> None:
     before = list(module.parameters())
 
     def fail() -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16), cast_together(weights_of(module)):
+        with torch.autocast("cpu", dtype=torch.bfloat16), cast_together(weights_of(module), device=CPU):
             assert [parameter.dtype for parameter in module.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2
             raise RuntimeError("a layer failed")
 
@@ -129,12 +130,12 @@ class Managed(dict[str, Any]):
 def test_other_layers_and_parameters_are_left_to_autocast() -> None:
     layers = [Halved(2, 2), nn.BatchNorm2d(2), nn.Linear(2, 2).double(), nn.Linear(2, 2)]
     layers[-1]._parameters = Managed(layers[-1]._parameters)
-    with torch.autocast("cpu", dtype=torch.bfloat16), cast_together(weights_of(nn.Sequential(*layers))):
+    with torch.autocast("cpu", dtype=torch.bfloat16), cast_together(weights_of(nn.Sequential(*layers)), device=CPU):
         assert {layer.weight.dtype for layer in layers} == {torch.float32, torch.float64}
 
 
 def test_nothing_is_cast_without_autocast() -> None:
     layer = nn.Linear(2, 2)
     weight = layer.weight
-    with cast_together(weights_of(layer)):
+    with cast_together(weights_of(layer), device=CPU):
         assert layer.weight is weight
