@@ -77,7 +77,8 @@ class CudaGraphs:
 
     def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream):
+        # Other threads go on: the loader pins memory, which would otherwise fail there and end the run.
+        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
             result = run()
         return result, graph.replay
 

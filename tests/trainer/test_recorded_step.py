@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from configs import resolve_recipe
 from data_pipeline.core.sample import Batch
 from trainer.build import Training, build_training
 from trainer.config import RunConfig
-from trainer.recorded_step import RecordedStep, why_not_recorded
+from trainer.recorded_step import CudaGraphs, RecordedStep, why_not_recorded
 from trainer.step import StepOutput
 
 T = TypeVar("T")
@@ -172,6 +173,14 @@ def test_on_a_cpu_the_setting_changes_nothing_and_says_so(caplog: pytest.LogCapt
         training = build_training(configure("debug:image", ["compile=step"]), num_samples=64, device=CPU)
     assert not isinstance(training.step, RecordedStep)
     assert "compile=step changes nothing here: only a GPU records a step" in caplog.text
+
+
+def test_a_recording_does_not_stop_other_threads_from_pinning_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = mock.MagicMock()
+    for name in ("Stream", "CUDAGraph", "graph"):
+        monkeypatch.setattr(torch.cuda, name, getattr(calls, name))
+    assert CudaGraphs().record(lambda: 3)[0] == 3
+    assert calls.graph.call_args.kwargs["capture_error_mode"] == "thread_local"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
