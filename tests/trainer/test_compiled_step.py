@@ -32,6 +32,7 @@ GAMES = [
     ("debug:viewmaker", ["adversary.update=alternating"]),
     ("debug:viewmaker", ["adversary.freeze_step=4"]),
     ("debug:viewmaker", ["views.mask=none", "views.dropout_rate=0.5", "memory.micro_batches=2"]),
+    ("debug:viewmaker", ["memory.encoder_checkpointing=whole", "memory.viewmaker_checkpointing=whole"]),
 ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +43,11 @@ def run_blocks(
     for start in range(0, len(blocks), size):
         segment = blocks[start : start + size]
         modules = [block for block in segment if isinstance(block, nn.Module)]
-        contexts = partial(_contexts, modules, recompute_context)
-        x = checkpoint(_run, segment, x, use_reentrant=False, preserve_rng_state=random, context_fn=contexts)
+        # Blocks without state need no context, with which torch.compile could not follow.
+        contexts: dict[str, Any] = {}
+        if modules or recompute_context is not nullcontext:
+            contexts["context_fn"] = partial(_contexts, modules, recompute_context)
+        x = checkpoint(_run, segment, x, use_reentrant=False, preserve_rng_state=random, **contexts)
     return x
 
 
