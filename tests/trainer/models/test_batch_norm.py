@@ -313,6 +313,7 @@ def test_a_compiled_encoder_is_one_graph_that_sends_the_same_messages() -> None:
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_the_operators_keep_the_rules_of_torch(num_groups: int, dtype: torch.dtype) -> None:
     """Parameters are float32 if the input is bfloat16."""
+    torch.manual_seed(0)
     kept = torch.promote_types(dtype, torch.float32)
     x, weight, bias = torch.randn(4, 3, 2, 2, dtype=dtype), torch.rand(3, dtype=kept), torch.randn(3, dtype=kept)
     forward, backward = batch_norm._forward_operator, batch_norm._backward_operator
@@ -323,6 +324,7 @@ def test_the_operators_keep_the_rules_of_torch(num_groups: int, dtype: torch.dty
 
 
 def test_the_operator_has_the_bits_of_the_function() -> None:
+    torch.manual_seed(0)
     results = []
     x, weight, bias = torch.randn(4, 3, 2, 2), torch.rand(3), torch.randn(3)
     for call in (batch_norm._forward_operator, batch_norm._SynchronizedBatchNorm.apply):
@@ -390,6 +392,7 @@ def test_on_a_gpu_it_is_as_in_float64(dtype: torch.dtype, tolerance: float, memo
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_bfloat16_input_is_summed_in_float32(memory_format: torch.memory_format) -> None:
+    torch.manual_seed(0)
     x = (30 + torch.randn(64, 3, 16, 16)).bfloat16().contiguous(memory_format=memory_format)
     out, mean_1C, unbiased_1C = synchronized_batch_norm(x, torch.ones(3), torch.zeros(3), eps=1e-5)
     assert out.dtype == torch.bfloat16
