@@ -27,6 +27,7 @@ from trainer.config import RunConfig
 from trainer.data import DataConfig
 from trainer.models.encoder import ConvNetConfig, EncoderConfig, ResNetConfig
 from trainer.models.heads import HeadConfig
+from trainer.neighbours import NeighboursConfig
 from trainer.objectives import (
     BYOLConfig,
     DCLConfig,
@@ -186,6 +187,11 @@ def _cycle(point: Point, run: RunConfig) -> Mapping[str, Any]:
     return {"objective": NTXentCycleConfig(period_epochs=max(2, run.num_epochs // 2))}
 
 
+def _near_neighbours(point: Point, run: RunConfig) -> Mapping[str, Any]:
+    size = 5 if point.scale == "small" else 4  # it divides the batch
+    return {"neighbours": NeighboursConfig(from_epoch=max(1, run.num_epochs // 10), group_size=size)}
+
+
 def _large_embedding(point: Point, run: RunConfig) -> Mapping[str, Any]:
     return {"encoder": run.encoder.model_copy(update={"embedding_size": 512})}
 
@@ -235,6 +241,7 @@ CURES: Final[Mapping[str, Cure]] = MappingProxyType(
         "VICReg": _vicreg,
         "BYOL": _objective(BYOLConfig(predictor=HeadConfig(hidden_sizes=(256,), batch_norm=True), momentum=0.99)),
         "memory bank": _objective(InstanceDiscriminationConfig(temperature=0.02)),
+        "near neighbours": _near_neighbours,
         "decoder": _objective(NTXentDecoderConfig(temperature=TEMPERATURE, decoder_weight=10.0)),
         "embedding of 512": _large_embedding,
         "viewmaker": _viewmaker(),

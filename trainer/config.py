@@ -23,6 +23,7 @@ from trainer.distributed.engines import DDPConfig, EngineConfig
 from trainer.fault_tolerance.watchdog import WatchdogConfig
 from trainer.memory import MemoryConfig
 from trainer.models.encoder import EncoderConfig
+from trainer.neighbours import NeighboursConfig
 from trainer.objectives import ObjectiveConfig
 from trainer.observability.alarms import AlarmConfig
 from trainer.observability.tracking import TrackingConfig
@@ -49,6 +50,7 @@ class RunConfig(Schema):
     checkpoint_every_steps: the steps between two checkpoints; there is also one at the end.
     keep_checkpoints: the number of newest checkpoints to keep.
     log_every_steps: the steps between two lines of metrics.
+    neighbours: batches of near neighbours, see `trainer.neighbours`; None for batches of any samples.
     """
 
     name: Name
@@ -75,6 +77,7 @@ class RunConfig(Schema):
     watchdog: WatchdogConfig = WatchdogConfig()
     probe: ProbeConfig = ProbeConfig()
     tracking: TrackingConfig = TrackingConfig()
+    neighbours: NeighboursConfig | None = None
 
     @model_validator(mode="after")
     def _adversary_belongs_to_the_viewmaker(self) -> Self:
@@ -112,6 +115,28 @@ class RunConfig(Schema):
             )
         if self.views.is_learned:
             raise ValueError(f"views.kind={self.views.kind} is learned and makes {num} views; learned views are two")
+        return self
+
+    @model_validator(mode="after")
+    def _batches_can_be_grouped(self) -> Self:
+        if self.neighbours is None:
+            return self
+        size = self.neighbours.group_size
+        if self.objective.is_imported and not self.objective.compares_in_groups:
+            raise ValueError(
+                f"objective.kind={self.objective.kind} does not compare samples in groups, which neighbours needs; set "
+                "objective.kind=symmetric_info_nce, or leave out the section neighbours"
+            )
+        if self.data.mixture is not None:
+            raise ValueError(
+                "neighbours are found in one train set, but data.mixture has several; train on one of them"
+            )
+        if self.global_batch_size % size:
+            raise ValueError(f"neighbours.group_size {size} does not divide global_batch_size {self.global_batch_size}")
+        if self.neighbours.from_epoch >= self.num_epochs:
+            raise ValueError(
+                f"neighbours.from_epoch is {self.neighbours.from_epoch}, but the last epoch is {self.num_epochs - 1}"
+            )
         return self
 
     @model_validator(mode="after")

@@ -41,6 +41,8 @@ def why_not_recorded(config: RunConfig, *, device: torch.device, num_ranks: int)
     optimizers = sorted({optimizer.kind for optimizer in config.engine_optimizers.values()} & {"lars", "lamb"})
     if device.type != "cuda":
         return f"only a GPU records a step, but training runs on {device.type}"
+    if config.neighbours is not None:
+        return "batches of near neighbours begin at a later step, which is another one to record; leave out neighbours"
     if num_ranks > 1:
         return f"a step with messages is not recorded, but there are {num_ranks} ranks; set compile=true instead"
     if not config.engine.can_be_recorded:

@@ -369,6 +369,7 @@ class TrainingStep:
             epoch=batch.epoch,
             labels=batch.labels,
             further_views=tuple(further_views),
+            group_size=batch.group_size,
         )
         z_a_BD, z_b_BD, *further_BD = embeddings
         with stage("forward"), self._autocast(views_a.device):  # for a key encoder; losses switch autocast off

@@ -25,6 +25,7 @@ from trainer.distributed.engines import DDPConfig
 from trainer.fault_tolerance.first_nonfinite import Inspector, Length, num_bad
 from trainer.fault_tolerance.step_record import NonFiniteRecord
 from trainer.mixture import num_classes
+from trainer.neighbours import read_groups
 from trainer.open_settings import decide_as_recorded
 from trainer.optim.loss_scale import LossScale
 from trainer.original_crops import leave_out_crops, original_crops
@@ -79,6 +80,9 @@ def replay(
         manifest=train,
         crops=original_crops(config, train),
     )
+    epoch = record.step // stream.num_steps_per_epoch
+    if config.neighbours is not None and epoch >= config.neighbours.from_epoch:
+        stream.read_in_groups(read_groups(run_dir.path, epoch))
     batch = next(iter(stream))
     if batch.keys != record.keys or record.train_manifest_sha256 != train.sha256:
         raise UserError(

@@ -29,6 +29,7 @@ from trainer.fault_tolerance.run_watch import RunWatch, follow_networks
 from trainer.fault_tolerance.watchdog import Watchdog, start_watchdog
 from trainer.mixture import num_classes
 from trainer.models.batch_norm import average_running_statistics
+from trainer.neighbours import NeighbourGroups
 from trainer.open_settings import decide
 from trainer.original_crops import leave_out_crops, original_crops
 from trainer.preflight import claim, resume
@@ -103,6 +104,8 @@ def _train(
         manifest=manifests.train,
         crops=original_crops(config, manifests.train),
     )
+    encoder, mel = training.modules.encoder, config.data.mel
+    groups = NeighbourGroups(config.neighbours, run_dir.path, stream, encoder, mel=mel)
     watch = _watch_run(config, watchdog, stream, device=device)
     counters = build_counters(run_dir, training, manifests, restored, device=device, command=command)
     if rank() == 0:
@@ -124,6 +127,7 @@ def _train(
         CheckpointWriter(run_dir, keep=config.keep_checkpoints) as checkpoints,
         Progress(f"train {config.name}", total=num_steps, start=start, enabled=rank() == 0) as progress,
     ):
+        groups.before(start, patience=watch.finding_neighbours())
         watch.reading(start)
         for batch in log.timed(stream):
             # Not before the first batch, which may fork data workers: this starts a thread.
@@ -141,6 +145,7 @@ def _train(
             if stops:
                 break
             if num_done < num_steps:
+                groups.before(num_done, patience=watch.finding_neighbours())
                 watch.reading(num_done)
         with watch.saving():
             checkpoints.close()

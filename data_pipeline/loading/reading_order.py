@@ -104,6 +104,29 @@ class DatasetOrder:
 
 
 @dataclass(frozen=True)
+class GroupedOrder(DatasetOrder):
+    """The order of one dataset in groups of samples, which stand together in a batch and never on two ranks.
+
+    The first samples of the epoch's order are read, each followed by the rest of its group. A sample may come twice in
+    a batch, in two groups.
+
+    `groups_NG`, (N, G) int64, holds the group of each of the N samples. Bad samples are in no group, so none is met.
+    """
+
+    groups_NG: NDArray[np.int64]
+
+    def rows(self, number: int, step: int, *, bad: Mapping[int, BadSample]) -> Rows:
+        order = self.order
+        epoch, step_in_epoch = divmod(step, self.num_steps_per_epoch)
+        num_groups = order.global_batch_size // self.groups_NG.shape[1]
+        num_own = num_groups // order.world_size
+        first = step_in_epoch * num_groups + order.rank * num_own
+        samples = order.of_epoch(epoch)(np.arange(first, first + num_own, dtype=np.int64))
+        indices_R = self.groups_NG[samples].reshape(-1)
+        return Rows(indices_R, indices_R, epoch, ())
+
+
+@dataclass(frozen=True)
 class SourcesOrder:
     """The order of the sources of a mixture."""
 

@@ -22,6 +22,7 @@ from typing import Final, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from data_pipeline.core.counter_rng import DrawKeys
@@ -34,7 +35,7 @@ from data_pipeline.loading.decode import DecodedSamples, decode, decode_ahead
 from data_pipeline.loading.mixture import Mixture, MixtureOrder
 from data_pipeline.loading.order import ORDER_VERSION, BatchOrder, OrderVersion, ShardWindows, check_batch_size
 from data_pipeline.loading.placement import DataPlacement, num_cores, place_data, resident_bytes
-from data_pipeline.loading.reading_order import DatasetOrder, ReadingOrder, Rows, SourcesOrder
+from data_pipeline.loading.reading_order import DatasetOrder, GroupedOrder, ReadingOrder, Rows, SourcesOrder
 from data_pipeline.loading.shared_memory import NodeShare
 from data_pipeline.loading.shuffle_quality import shard_pair_ratio
 from data_pipeline.overlays import evaluation_keys
@@ -467,8 +468,47 @@ class Stream:
     def __len__(self) -> int:
         return len(self._steps)
 
+    @property
+    def num_samples(self) -> int:
+        return self._num_samples
+
+    def check_groups(self, group_size: int) -> None:
+        """Raise `UserError` if the batches cannot consist of groups, which the trainer finds between two steps."""
+        if self.placement == "stream":
+            raise UserError(
+                f"neighbours are found among all samples, so they must be in memory, but {self.location} is streamed "
+                f"({self.placement_reason}); set data.placement=host, or leave out the section neighbours"
+            )
+        own = self._global_batch_size // self._world_size
+        if own % group_size:
+            raise UserError(
+                f"neighbours.group_size {group_size} does not divide the {own} samples of a batch on each rank; set "
+                "another group_size, global_batch_size or number of ranks"
+            )
+
+    def epoch_batches(self, epoch: int) -> Iterator[Batch]:
+        """Yield this rank's part of each batch of an epoch in its own order, without groups."""
+        grouped, steps = self._order, range(epoch * self.num_steps_per_epoch, (epoch + 1) * self.num_steps_per_epoch)
+        if isinstance(grouped, GroupedOrder):
+            self._order = DatasetOrder(grouped.order)
+        try:
+            yield from self._batches(steps)
+        finally:
+            self._order = grouped
+
+    def read_in_groups(self, groups_NG: NDArray[np.int64]) -> None:
+        """Let batches consist of groups, see `GroupedOrder`, from the next one that is read.
+
+        Batches from memory are read when they are asked for, others ahead of that.
+        """
+        assert isinstance(self._order, DatasetOrder)
+        self._order = GroupedOrder(self._order.order, groups_NG)
+
     def __iter__(self) -> Iterator[Batch]:
-        for step, parts in self._clean_parts():
+        return self._batches(self._steps)
+
+    def _batches(self, steps: range) -> Iterator[Batch]:
+        for step, parts in self._clean_parts(steps):
             finished = [self._finish(source, clean) for source, clean in parts]
             row_order = self._order.row_order(step)
             if row_order is None:
@@ -477,7 +517,8 @@ class Stream:
                 row_B = self._to_device(torch.from_numpy(row_order))
                 epoch = step // self.num_steps_per_epoch
                 batch = join_parts(finished, row_B, epoch=epoch, num_samples=self._num_samples)
-            yield batch
+            order = self._order
+            yield replace(batch, group_size=order.groups_NG.shape[1]) if isinstance(order, GroupedOrder) else batch
 
     def _finish(self, source: _Source, clean: Batch) -> Batch:
         began = time.perf_counter()
@@ -492,12 +533,12 @@ class Stream:
             return rows
         return rows.pin_memory().to(self._device, non_blocking=True)
 
-    def _clean_parts(self) -> Iterator[tuple[int, list[tuple[_Source, Batch]]]]:
+    def _clean_parts(self, steps: range) -> Iterator[tuple[int, list[tuple[_Source, Batch]]]]:
         """Yield each step, and the batch without the online overlay of each dataset that has a row in it."""
         streamed = [source for source in self._sources if source.placed.samples is None]
-        nothing: Iterator[list[Batch | None]] = ([] for _ in self._steps)
-        from_disk = self._streamed(streamed) if streamed else nothing
-        for step, read in zip(self._steps, from_disk, strict=True):
+        nothing: Iterator[list[Batch | None]] = ([] for _ in steps)
+        from_disk = self._streamed(streamed, steps) if streamed else nothing
+        for step, read in zip(steps, from_disk, strict=True):
             parts = {source.number: clean for source, clean in zip(streamed, read, strict=True)}
             for source in self._sources:
                 if source.placed.samples is not None:
@@ -524,7 +565,7 @@ class Stream:
         clean = replace(clean, seconds={"read": time.perf_counter() - began})
         return clean if is_there or not is_cuda else clean.pin_memory()
 
-    def _streamed(self, sources: Sequence[_Source]) -> Iterator[list[Batch | None]]:
+    def _streamed(self, sources: Sequence[_Source], steps: range) -> Iterator[list[Batch | None]]:
         """Yield batches that are decoded as they are needed, without the online overlay."""
         prefetchers = [
             _ShardPrefetcher(
@@ -540,7 +581,7 @@ class Stream:
         loader: DataLoader[list[Batch | None] | UserError] = DataLoader(
             _StreamedBatches(sources, self._order, prefetchers),
             batch_size=None,  # the dataset makes whole batches, and its keys are steps
-            sampler=self._steps,
+            sampler=steps,
             num_workers=self._read.num_workers,
             pin_memory=self._device.type == "cuda",
             worker_init_fn=_leave_signals_to_the_trainer,

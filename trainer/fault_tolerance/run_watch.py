@@ -62,6 +62,10 @@ class RunWatch:
         """Give the probe inside the block more time than a step."""
         return self._watchdog.patience(_PROBE_SECONDS, "probing")
 
+    def finding_neighbours(self) -> AbstractContextManager[None]:
+        """Give the search for the groups of an epoch inside the block more time than a step."""
+        return self._watchdog.patience(_PROBE_SECONDS, "finding neighbours")
+
     def saving(self) -> AbstractContextManager[None]:
         """Give the checkpoint inside the block more time than a step."""
         return self._watchdog.patience(_CHECKPOINT_SECONDS, "writing a checkpoint")

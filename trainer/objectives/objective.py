@@ -57,6 +57,8 @@ class ViewPair:
         epoch: the epoch of the step, from 0.
         labels: each label of the samples by name, (B,) int64, as in `data_pipeline.core.sample.Batch`.
         further_views: (B, C, H, W) each, the views beside the first two, which may have another size.
+        group_size: the number of rows that stand together as a group, which are compared with each other only; None if
+            all samples of the batch are compared.
     """
 
     views_a_BCHW: Tensor
@@ -67,6 +69,7 @@ class ViewPair:
     epoch: int = 0
     labels: Mapping[str, Tensor] = field(default_factory=dict)
     further_views: tuple[Tensor, ...] = ()
+    group_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ class BaseObjectiveConfig(KindConfig):
         needs_num_samples: whether the objective has state for every sample of the train set. A plan then needs their
             number, and does not allocate that state.
         needs_labels: whether the objective reads labels. A plan then needs the labels of the train set.
+        compares_in_groups: whether the objective can compare samples in the groups of a batch only (`neighbours`).
         takes_further_views: whether the objective takes more than two views of a sample. If not, view policies with
             further views are refused.
         can_be_recorded: whether the objective launches the same kernels at each step, and decides nothing on the host,
@@ -122,6 +126,7 @@ class BaseObjectiveConfig(KindConfig):
     copies_encoder: ClassVar[bool] = False
     needs_num_samples: ClassVar[bool] = False
     needs_labels: ClassVar[bool] = False
+    compares_in_groups: ClassVar[bool] = False
     takes_further_views: ClassVar[bool] = False
     can_be_recorded: ClassVar[bool] = False
 

@@ -1,6 +1,7 @@
 """Symmetric InfoNCE: each view must find the other view of its sample among the other views of all samples.
 
-A view is compared with views of the other kind only, never with views of its own kind. Chen, Luo and Li (2021) study
+A view is compared with views of the other kind only, never with views of its own kind. In batches of near neighbours,
+only the samples of its own group count. Chen, Luo and Li (2021) study
 feature suppression with this loss, and add the two cross-entropies. CLIP (Radford et al. 2021) takes their mean.
 
 Shapes: B samples of this rank, G samples of all ranks, D dimensions.
@@ -8,7 +9,7 @@ Shapes: B samples of this rank, G samples of all ranks, D dimensions.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ class SymmetricInfoNCEConfig(AnchorChunks):
 
     total: the "sum" of the two cross-entropies, as Chen, Luo and Li (2021), or their "mean", as CLIP.
     """
+
+    compares_in_groups: ClassVar[bool] = True
 
     kind: Literal["symmetric_info_nce"] = "symmetric_info_nce"
     temperature: Temperature = 0.1
@@ -79,7 +82,10 @@ class SymmetricInfoNCE(Objective):
 
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
         config = self._config
-        log_probability_2B = _log_probability(z_a_BD, z_b_BD, config.temperature, config.chunk_size)
+        if pair is None or pair.group_size is None:
+            log_probability_2B = _log_probability(z_a_BD, z_b_BD, config.temperature, config.chunk_size)
+        else:
+            log_probability_2B = _log_probability_in_groups(z_a_BD, z_b_BD, config.temperature, pair.group_size)
         loss = -log_probability_2B.mean() * (2 if config.total == "sum" else 1)
         return contrastive_output(loss, log_probability_2B, z_a_BD, z_b_BD)
 
@@ -98,3 +104,18 @@ def _log_probability(z_a_BD: Tensor, z_b_BD: Tensor, temperature: float | Tensor
             ]
         )
         return ((u_BD * v_BD).sum(1) / temperature).repeat(2) - log_sum_2B
+
+
+def _log_probability_in_groups(z_a_BD: Tensor, z_b_BD: Tensor, temperature: float, group_size: int) -> Tensor:
+    """Return the same as `_log_probability`, if each sample is compared with the `group_size` rows of its group only.
+
+    No group is on two ranks, so nothing is sent.
+    """
+    scale_of(temperature, chunk_size=None)
+    with torch.autocast(z_a_BD.device.type, enabled=False):
+        u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
+        u_KGD, v_KGD = (unit_BD.reshape(-1, group_size, unit_BD.shape[1]) for unit_BD in (u_BD, v_BD))  # K groups
+        similarity_KGG: Tensor = u_KGD @ v_KGD.mT / temperature
+        positive_B = similarity_KGG.diagonal(dim1=1, dim2=2).flatten()
+        log_sums_2B = torch.cat([similarity_KGG.logsumexp(dim).flatten() for dim in (2, 1)])
+        return positive_B.repeat(2) - log_sums_2B

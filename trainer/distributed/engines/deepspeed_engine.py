@@ -48,6 +48,8 @@ class DeepSpeedConfig(BaseEngineConfig):
         return self
 
     def check(self, run: RunConfig) -> None:
+        if self.zero_stage == 3 and run.neighbours is not None:
+            raise UserError("neighbours needs a whole encoder on each rank; set engine.zero_stage=2")
         check(
             self,
             num_modules=len(run.module_optimizers),

@@ -1,0 +1,181 @@
+"""Batches of near neighbours: the search, the order, the loss, and runs over ranks and over interruptions."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from configs.resolve import resolve_recipe
+from data_pipeline.core.errors import UserError
+from data_pipeline.loading.order import BatchOrder
+from data_pipeline.loading.reading_order import GroupedOrder
+from data_pipeline.loading.stream import Stream
+from tests.gloo import run_ranks
+from tests.tiny_data import write_tiny_pair
+from trainer.config import RunConfig
+from trainer.neighbours import nearest_neighbours, read_groups
+from trainer.objectives import SymmetricInfoNCEConfig, symmetric_info_nce_loss
+from trainer.objectives.objective import ViewPair
+from trainer.objectives.symmetric_info_nce import SymmetricInfoNCE
+from trainer.run_dir import RunDir
+from trainer.train import train
+
+NUM_SAMPLES, BATCH_SIZE, GROUP_SIZE = 83, 16, 4
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=NUM_SAMPLES, num_test=16)
+
+
+def configure(data: Path, *overrides: str) -> RunConfig:
+    every = [
+        f"data.train_dir={data}/train",
+        f"data.test_dir={data}/test",
+        f"global_batch_size={BATCH_SIZE}",
+        "objective={kind: symmetric_info_nce}",
+        f"neighbours={{from_epoch: 1, group_size: {GROUP_SIZE}}}",
+        "num_epochs=3",
+        "precision=float64",
+        "log_every_steps=1",
+        "tracking.wandb=disabled",
+    ]
+    return resolve_recipe("debug:image", [*every, *overrides])
+
+
+def train_on_rank(config: RunConfig, run_dir: Path) -> None:
+    train(config, RunDir(run_dir), device=torch.device("cpu"), command="test")
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [entry["train/loss"] for entry in RunDir(run_dir).read_metrics()]
+
+
+def test_neighbours_are_those_of_a_loop_and_unknown_samples_are_none() -> None:
+    features = torch.randn(40, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    known = torch.ones(40, dtype=torch.bool)
+    known[[0, 7, 39]] = False
+    found = nearest_neighbours(features, known, group_size=5)
+    mean = torch.stack([features[i] for i in range(40) if known[i]]).mean(0)
+    for sample in range(40):
+        if known[sample]:
+            others = [other for other in range(40) if known[other] and other != sample]
+            others.sort(key=lambda j: -float(F.cosine_similarity(features[sample] - mean, features[j] - mean, dim=0)))
+            assert found[sample].tolist() == [sample, *others[:4]]
+    np.testing.assert_array_equal(found[[7, 39]], found[[6, 38]])
+    np.testing.assert_array_equal(found[0], found[1])
+    with pytest.raises(UserError, match="only 4 samples can be read"):
+        nearest_neighbours(features[:4], torch.ones(4, dtype=torch.bool), group_size=5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_batch_consists_of_whole_groups_of_other_samples_in_each_epoch(world_size: int) -> None:
+    groups = np.random.default_rng(0).integers(NUM_SAMPLES, size=(NUM_SAMPLES, GROUP_SIZE))
+    groups[:, 0] = np.arange(NUM_SAMPLES)
+    orders = [
+        GroupedOrder(BatchOrder(NUM_SAMPLES, 3, BATCH_SIZE, rank, world_size), groups) for rank in range(world_size)
+    ]
+    whole = GroupedOrder(BatchOrder(NUM_SAMPLES, 3, BATCH_SIZE), groups)
+    first_of_epochs = []
+    for epoch in range(2):
+        first: list[int] = []
+        for step in range(epoch * whole.num_steps_per_epoch, (epoch + 1) * whole.num_steps_per_epoch):
+            rows = [order.rows(0, step, bad={}) for order in orders]
+            batch = np.concatenate([part.indices_R for part in rows])
+            np.testing.assert_array_equal(batch, whole.rows(0, step, bad={}).indices_R)
+            assert {part.key_epoch for part in rows} == {epoch}
+            for group in batch.reshape(-1, GROUP_SIZE):
+                np.testing.assert_array_equal(group, groups[group[0]])
+                first.append(int(group[0]))
+        assert len(set(first)) == len(first) == whole.num_steps_per_epoch * BATCH_SIZE // GROUP_SIZE
+        first_of_epochs.append(first)
+    assert set(first_of_epochs[0]) != set(first_of_epochs[1])
+
+
+def test_the_loss_is_the_mean_of_the_losses_of_the_groups() -> None:
+    z_a, z_b = torch.randn(2, 12, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    z_a.requires_grad_(), z_b.requires_grad_()
+    pair = ViewPair(z_a, z_b, torch.arange(12), 0, group_size=GROUP_SIZE)
+    loss = SymmetricInfoNCE(SymmetricInfoNCEConfig(temperature=0.2))(z_a, z_b, pair).loss
+    expected = torch.stack(
+        [symmetric_info_nce_loss(z_a[k : k + 4], z_b[k : k + 4], temperature=0.2) for k in (0, 4, 8)]
+    ).mean()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    gradients = [torch.autograd.grad(each, (z_a, z_b)) for each in (loss, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.ranks
+def test_ranks_follow_one_process_and_a_run_goes_on_within_an_epoch(data: Path, tmp_path: Path) -> None:
+    """Groups are found at steps 5 and 10; a run that was stopped after 7 or 10 steps ends as one that was not."""
+    config = configure(data)
+    for num_ranks in (1, 2):
+        run_ranks(train_on_rank, num_ranks, config, tmp_path / str(num_ranks))
+    whole, together = losses(tmp_path / "1"), losses(tmp_path / "2")
+    assert len(whole) == 15
+    np.testing.assert_allclose(together, whole, rtol=1e-9)
+    for epoch in (1, 2):
+        found = [read_groups(tmp_path / name, epoch) for name in ("1", "2")]
+        np.testing.assert_array_equal(found[0], found[1])
+        assert (found[0][:, 0] == np.arange(NUM_SAMPLES)).sum() >= 80  # the others are not in a batch of the epoch
+
+    for stopped_after, num_ranks in ((7, 1), (7, 2), (10, 1)):
+        copy = tmp_path / f"{stopped_after} {num_ranks}"
+        saved = configure(data, f"checkpoint_every_steps={stopped_after}", "keep_checkpoints=9")
+        run_ranks(train_on_rank, 1, saved, copy)
+        run = RunDir(copy)
+        for step in range(stopped_after + 1, 16):
+            shutil.rmtree(run.checkpoint(step), ignore_errors=True)
+        run.latest.write_text(run.checkpoint(stopped_after).name + "\n")
+        run_ranks(train_on_rank, num_ranks, saved, copy)
+        if num_ranks == 1:
+            assert losses(copy) == whole
+        np.testing.assert_allclose(losses(copy), whole, rtol=1e-9)
+
+
+@pytest.mark.process
+def test_groups_change_the_batches_from_their_epoch_on_only(data: Path, tmp_path: Path) -> None:
+    train_on_rank(configure(data), tmp_path / "grouped")
+    train_on_rank(configure(data, "neighbours=null"), tmp_path / "plain")
+    grouped, plain = losses(tmp_path / "grouped"), losses(tmp_path / "plain")
+    assert grouped[:5] == plain[:5]
+    assert all(mine != other for mine, other in zip(grouped[5:], plain[5:], strict=True))
+
+
+@pytest.mark.process
+def test_without_the_groups_of_its_epoch_a_run_does_not_go_on(data: Path, tmp_path: Path) -> None:
+    train_on_rank(configure(data, "checkpoint_every_steps=7", "keep_checkpoints=9"), tmp_path)
+    run = RunDir(tmp_path)
+    for step in (14, 15):
+        shutil.rmtree(run.checkpoint(step), ignore_errors=True)
+    run.latest.write_text(run.checkpoint(7).name + "\n")
+    (tmp_path / "neighbours" / "epoch_00001.npy").write_bytes(b"cut off")
+    with pytest.raises(UserError, match=r"epoch_00001.npy cannot be read .*; put the file back"):
+        train_on_rank(configure(data, "checkpoint_every_steps=7", "keep_checkpoints=9"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["objective={kind: nt_xent}"], "objective.kind=nt_xent does not compare samples in groups"),
+        (["neighbours={group_size: 3}"], "neighbours.group_size 3 does not divide global_batch_size 16"),
+        (["neighbours={from_epoch: 3}"], "neighbours.from_epoch is 3, but the last epoch is 2"),
+        (["engine={kind: fsdp}"], "neighbours needs a whole encoder on each rank; set engine.kind=ddp"),
+    ],
+)
+def test_a_config_that_cannot_have_groups_is_refused(overrides: list[str], sentence: str, data: Path) -> None:
+    with pytest.raises(UserError, match=sentence):
+        configure(data, *overrides)
+
+
+def test_a_stream_that_cannot_have_groups_is_refused(data: Path) -> None:
+    streamed = configure(data, "data.placement=stream", "data.num_workers=0").data
+    with pytest.raises(UserError, match=r"so they must be in memory, .*; set data.placement=host"):
+        Stream(data / "train", read=streamed, global_batch_size=16, seed=0).check_groups(4)
+    with pytest.raises(UserError, match="4 does not divide the 6 samples of a batch on each rank"):
+        Stream(data / "train", global_batch_size=12, seed=0, world_size=2).check_groups(4)

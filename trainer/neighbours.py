@@ -1,0 +1,160 @@
+"""Train on batches of near neighbours: samples that the encoder cannot yet tell apart.
+
+A contrastive loss falls as soon as the encoder tells samples apart by one easy feature, and then it hardly learns the
+others. Among samples that share this feature, only the others help. So from some epoch on, a batch consists of groups:
+a sample and its nearest neighbours among the features of the encoder. A sample is compared with its group only
+(`SymmetricInfoNCE`). No label is read.
+
+This is a form of multistage contrastive learning (Zhang et al. 2024, "Learning the Unlearned"), which takes negatives
+from the cluster of a sample. There, each stage trains another encoder, and their features are put side by side. Here,
+one encoder goes on, and its nearest neighbours take the place of clusters.
+
+The groups of an epoch are found when it begins, from the pictures or sounds as that epoch shows them, and written to
+the run directory. A run that goes on within the epoch reads them.
+
+Shapes: N samples of the train set, B batch, F features, G samples in a group, C chunk.
+"""
+
+from __future__ import annotations
+
+import io
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from data_pipeline.audio.log_mel import MelConfig
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import Schema
+from data_pipeline.loading.stream import Stream
+from trainer.distributed.collectives import all_gather_rows, broadcast_object, on_first_rank
+from trainer.models.batch_norm import average_running_statistics
+from trainer.models.encoder import Encoder
+from trainer.run_dir import write_atomically
+from trainer.views.expert_audio import clean_spectrogram
+
+_COMPARED_AT_ONCE = 1_024  # samples whose similarity with all others is in memory
+
+
+class NeighboursConfig(Schema):
+    """The config of batches of near neighbours.
+
+    from_epoch: the first epoch with such batches, counted from 0. The encoder must have learned the easy feature.
+    group_size: the samples in a group: one and its nearest neighbours. It must divide a rank's part of the batch.
+    """
+
+    from_epoch: Annotated[int, Field(ge=1)] = 2
+    group_size: Annotated[int, Field(ge=2, le=1_024)] = 4
+
+
+def nearest_neighbours(features_NF: Tensor, known_N: Tensor, *, group_size: int) -> NDArray[np.int64]:
+    """Return each sample and its nearest neighbours by the cosine of centred features, (N, G) int64, itself first.
+
+    Only samples that are `known_N` (bool) are neighbours. The row of another sample repeats the known one before it.
+    Raises `UserError` if fewer than `group_size` samples are known.
+    """
+    known = known_N.nonzero()[:, 0]
+    if len(known) < group_size:
+        raise UserError(f"neighbours.group_size is {group_size}, but only {len(known)} samples can be read")
+    unit_KF = F.normalize(features_NF[known] - features_NF[known].mean(0))
+    rows: list[Tensor] = []
+    for start in range(0, len(known), _COMPARED_AT_ONCE):
+        similarity_CK = unit_KF[start : start + _COMPARED_AT_ONCE] @ unit_KF.T
+        own_C = torch.arange(len(similarity_CK), device=known.device)
+        similarity_CK[own_C, own_C + start] = torch.inf
+        rows.append(known[similarity_CK.topk(group_size, dim=1).indices])
+    last_known_N = (known_N.cumsum(0) - 1).clamp(min=0)
+    neighbours: NDArray[np.int64] = torch.cat(rows)[last_known_N].cpu().numpy()
+    return neighbours
+
+
+class NeighbourGroups:
+    """The groups of a run. Every rank calls its methods at the same time.
+
+    Args:
+        config: None for a run without groups; then nothing happens here.
+        directory: the directory of the run, which holds `neighbours/epoch_NNNNN.npy`.
+        mel: the spectrogram of sounds; None for pictures.
+
+    Raises `UserError` if the stream cannot be read in groups.
+    """
+
+    def __init__(
+        self,
+        config: NeighboursConfig | None,
+        directory: Path,
+        stream: Stream,
+        encoder: Encoder,
+        *,
+        mel: MelConfig | None,
+    ) -> None:
+        if config is not None:
+            stream.check_groups(config.group_size)
+        self._config, self._directory = config, directory
+        self._stream, self._encoder, self._mel = stream, encoder, mel
+        self._epoch = -1  # of the groups that the stream reads
+
+    def before(self, step: int, *, patience: AbstractContextManager[None]) -> None:
+        """Give the stream its groups before it reads a step, if these are others than before."""
+        epoch, in_epoch = divmod(step, self._stream.num_steps_per_epoch)
+        if self._config is None or epoch < self._config.from_epoch or epoch == self._epoch:
+            return
+        with patience:
+            if in_epoch == 0:
+                features_NF, known_N = self._features(epoch)
+                size = self._config.group_size
+                on_first_rank(lambda: self._find(features_NF, known_N, epoch, group_size=size))
+            groups_NG = broadcast_object(on_first_rank(lambda: read_groups(self._directory, epoch)))
+            assert groups_NG is not None
+            self._stream.read_in_groups(groups_NG)
+        self._epoch = epoch
+
+    def _find(self, features_NF: Tensor, known_N: Tensor, epoch: int, *, group_size: int) -> None:
+        content = io.BytesIO()
+        np.save(content, nearest_neighbours(features_NF, known_N, group_size=group_size))
+        write_atomically(_file(self._directory, epoch), content.getvalue())
+
+    @torch.no_grad()
+    def _features(self, epoch: int) -> tuple[Tensor, Tensor]:
+        """Return the features of all samples as an epoch shows them, (N, F), and which samples it shows, (N,) bool."""
+        encoder = self._encoder
+        average_running_statistics(encoder)  # as before a checkpoint, from which the run may go on
+        parameter = next(encoder.parameters())
+        num_samples = self._stream.num_samples
+        features_NF, known_N = torch.empty(0), torch.zeros(num_samples, dtype=torch.bool, device=parameter.device)
+        modes = {module: module.training for module in encoder.modules()}
+        encoder.eval()
+        for batch in self._stream.epoch_batches(epoch):
+            inputs = batch.inputs_a if batch.inputs_a.is_floating_point() else batch.inputs_a.float() / 255
+            inputs = inputs if self._mel is None else clean_spectrogram(inputs, self._mel)
+            features_BF = all_gather_rows(encoder.features(inputs.to(parameter.dtype)))
+            index_B = all_gather_rows(batch.index_B)
+            if not len(features_NF):
+                features_NF = features_BF.new_zeros(num_samples, features_BF.shape[1])
+            features_NF[index_B], known_N[index_B] = features_BF, True
+        for module, mode in modes.items():
+            module.training = mode
+        return features_NF, known_N
+
+
+def read_groups(directory: Path, epoch: int) -> NDArray[np.int64]:
+    """Return the groups of an epoch from a run directory, (N, G) int64. Raises `UserError` if they are not there."""
+    path = _file(directory, epoch)
+    try:
+        groups: NDArray[np.int64] = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(
+            f"{path} cannot be read ({error}), but the batches of epoch {epoch} consist of its groups; put the file "
+            "back, or start the run again in another directory"
+        ) from None
+    return groups
+
+
+def _file(directory: Path, epoch: int) -> Path:
+    return directory / "neighbours" / f"epoch_{epoch:05d}.npy"
