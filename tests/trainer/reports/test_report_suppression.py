@@ -121,6 +121,29 @@ def test_a_cure_that_never_reads_the_hard_label_keeps_nothing_of_it(tmp_path: Pa
     assert kept_of_hard(setting, "10", "blind", "base") == pytest.approx(0.1 / 0.8)
 
 
+@pytest.mark.parametrize(("ceiling", "is_learnable"), [(0.3, False), (0.6, True)])
+def test_a_label_that_is_too_hard_for_every_cure_says_nothing_about_them(
+    ceiling: float, is_learnable: bool, tmp_path: Path
+) -> None:
+    for number, (cure, accuracy) in enumerate({"plain": 0.3, "viewmaker": 0.5, "ceiling: base": ceiling}.items()):
+        make_run(
+            tmp_path,
+            factors(cure, bits=0),
+            right={
+                "base": samples(accuracy, num_test=1000, seed=number),
+                "overlay": samples(0.7, num_test=1000, seed=number + 50),
+            },
+            untrained={"base": samples(0.31, num_test=1000, seed=9)} if cure == "plain" else None,
+        )
+    (setting,) = read_benchmark(sorted(tmp_path.iterdir())).settings
+    column = column_of(setting, "0", "base")
+    assert column.is_learnable is is_learnable
+    assert ("The label is too hard for this encoder" in sentence(column)) is not is_learnable
+    report("--study", "suppression_small", tmp_path, "--out", tmp_path / "page.md")
+    often = "viewmaker (1 of 1)" if is_learnable else "none"
+    assert f"not told from the best: {often}." in (tmp_path / "page.md").read_text()
+
+
 def test_a_half_finished_study_gives_an_honest_half_page(tmp_path: Path) -> None:
     home = tmp_path / "suppression_small"
     right = {"base": samples(0.5, num_test=200, seed=0)}

@@ -150,7 +150,7 @@ def _overview(columns: Columns, settings: Sequence[Setting], cures: Sequence[str
         blocks += [
             text("On the hard labels:"),
             Text([f"{one.setting.name}. {sentence(one)}" for one in hard], "list"),
-            text(_often_best(hard)),
+            text(_often_best([one for one in hard if one.is_learnable is not False])),
         ]
     return blocks
 
@@ -165,11 +165,14 @@ def _at_middle(columns: Mapping[tuple[LabelSpace, str], Column]) -> list[Column]
 
 
 def _mean_lead(columns: Sequence[Column], cure: str) -> float:
-    """Return the mean over columns of the accuracy less the mean accuracy of all cures; -1 if it is not measured."""
+    """Return the mean over columns of the accuracy less the mean accuracy of all cures; -1 if it is not measured.
+
+    Leaves out labels that are too hard for every cure.
+    """
     leads = [
         one.of_cure[cure].mean - statistics.fmean(other.mean for other in one.of_cure.values())
         for one in columns
-        if cure in one.of_cure
+        if cure in one.of_cure and one.is_learnable is not False
     ]
     return statistics.fmean(leads) if leads else -1.0
 

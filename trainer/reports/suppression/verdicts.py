@@ -32,6 +32,8 @@ class Column:
     of_cure: the mean over seeds of each measured cure.
     not_above_floor: the cures that are not told from the untrained encoder, or are below it; None if that was not
         measured. No correction: each is a question of its own.
+    is_learnable: whether the encoder that is trained with the label is told to be above the untrained one; None if one
+        of them was not measured. If not, the label is too hard for this encoder in these steps, whatever the cure.
     """
 
     setting: Setting
@@ -44,6 +46,7 @@ class Column:
     ceiling: Estimate | None
     chance: float | None
     not_above_floor: tuple[str, ...] | None
+    is_learnable: bool | None
 
     def mark(self, cure: str) -> Mark:
         """Return whether a cure is the best, not told from the best, or told to be lower; "" if not compared."""
@@ -61,6 +64,7 @@ def column_of(setting: Setting, difficulty: str, label: LabelSpace) -> Column:
     untrained, ceiling = setting.untrained(difficulty, label), setting.ceiling(difficulty, label)
     pixels = setting.pixels(difficulty, label)
     leads = {cure: difference_of(of_cure, untrained) for cure, of_cure in readings.items()}
+    learned = difference_of(ceiling, untrained)
     return Column(
         setting=setting,
         difficulty=difficulty,
@@ -71,12 +75,15 @@ def column_of(setting: Setting, difficulty: str, label: LabelSpace) -> Column:
         pixels=mean_of(list(pixels.values())) if pixels else None,
         ceiling=mean_of(list(ceiling.values())) if ceiling else None,
         chance=setting.chance(difficulty, label),
-        not_above_floor=tuple(
-            cure for cure, lead in leads.items() if lead is not None and not (lead.mean > 0 and lead.p < LEVEL)
-        )
+        not_above_floor=tuple(cure for cure, lead in leads.items() if lead is not None and not _is_told_above(lead))
         if untrained
         else None,
+        is_learnable=None if learned is None else _is_told_above(learned),
     )
+
+
+def _is_told_above(lead: Estimate) -> bool:
+    return lead.mean > 0 and lead.p < LEVEL
 
 
 def sentence(column: Column) -> str:
@@ -86,6 +93,12 @@ def sentence(column: Column) -> str:
     ranking = column.ranking
     if ranking is None:
         return f"{what}: not measured."
+    if column.is_learnable is False:
+        assert column.ceiling is not None
+        return (
+            f"{what}: the ceiling ({shown(column.ceiling)} %) is not told from the untrained encoder. The label is too "
+            "hard for this encoder in these steps, and says nothing about cures."
+        )
     best = f"{ranking.best} ({shown(column.of_cure[ranking.best])} %)"
     if not ranking.rivals:
         return f"{what}: only {best} is measured."
