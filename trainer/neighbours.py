@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 from data_pipeline.audio.log_mel import MelConfig
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.schema import Schema
+from data_pipeline.core.schema import Count, Schema
 from data_pipeline.loading.stream import Stream
 from trainer.distributed.collectives import all_gather_rows, broadcast_object, on_first_rank
 from trainer.models.batch_norm import average_running_statistics
@@ -49,7 +49,7 @@ class NeighboursConfig(Schema):
     group_size: the samples in a group: one and its nearest neighbours. It must divide a rank's part of the batch.
     """
 
-    from_epoch: Annotated[int, Field(ge=1)] = 2
+    from_epoch: Count = 2
     group_size: Annotated[int, Field(ge=2, le=1_024)] = 4
 
 
