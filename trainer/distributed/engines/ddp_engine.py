@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed.collectives import sum_in_rank_order, world_size
-from trainer.distributed.engines.engine import BaseEngineConfig, EngineInputs
+from trainer.distributed.engines.engine import BaseEngineConfig, EngineInputs, without_gradients
 from trainer.fault_tolerance.skipping import step_unless
 from trainer.optim.optimizers import OptimizerConfig, build_optimizer
 
@@ -71,24 +71,16 @@ class DDPEngine:
     def step(
         self, *, learning_rate: float | Tensor, skip: Tensor | None = None, gradient_scale: Tensor | None = None
     ) -> None:
-        if not self._optimizer.defaults.get("fused"):
-            learning_rate = float(learning_rate)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        step_unless(self._optimizer, skip, gradient_scale=gradient_scale)
-        self._optimizer.zero_grad(set_to_none=True)
+        step_and_clear(self._optimizer, learning_rate=learning_rate, skip=skip, gradient_scale=gradient_scale)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
         self._frozen = True
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        for parameter in trained:
-            parameter.requires_grad_(False)
         try:
-            yield
+            with without_gradients(trained):
+                yield
         finally:
-            for parameter in trained:
-                parameter.requires_grad_(True)
             self._frozen = False
 
     def module_state(self) -> dict[str, Tensor]:
@@ -109,6 +101,22 @@ class DDPEngine:
             raise RuntimeError(f"the optimizer's state does not fit: {odd[0]} is in only one of the two")
         for name, value in state.items():
             value.copy_(optimizer_state[name])
+
+
+def step_and_clear(
+    optimizer: torch.optim.Optimizer,
+    *,
+    learning_rate: float | Tensor,
+    skip: Tensor | None,
+    gradient_scale: Tensor | None,
+) -> None:
+    """Take the step of `Engine.step` with an optimizer of torch, then clear its gradients."""
+    if not optimizer.defaults.get("fused"):
+        learning_rate = float(learning_rate)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    step_unless(optimizer, skip, gradient_scale=gradient_scale)
+    optimizer.zero_grad(set_to_none=True)
 
 
 def _average_in_rank_order(bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -24,7 +24,14 @@ from torch import Tensor, nn
 
 from data_pipeline.core.errors import UserError
 from trainer.distributed.collectives import all_reduce_sum, rank, world_size
-from trainer.distributed.engines.engine import Backend, BaseEngineConfig, EngineInputs, KeptBytes, Passes
+from trainer.distributed.engines.engine import (
+    Backend,
+    BaseEngineConfig,
+    EngineInputs,
+    KeptBytes,
+    Passes,
+    without_gradients,
+)
 from trainer.fault_tolerance.skipping import step_unless
 from trainer.optim.optimizers import OptimizerConfig, build_optimizer
 
@@ -280,15 +287,8 @@ class DeepSpeedEngine:
         self._skip = None
         self._is_averaged = False
 
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
-        for parameter in self._trained.values():
-            parameter.requires_grad_(False)
-        try:
-            yield
-        finally:
-            for parameter in self._trained.values():
-                parameter.requires_grad_(True)
+    def frozen(self) -> AbstractContextManager[None]:
+        return without_gradients(self._trained.values())
 
     def module_state(self) -> dict[str, Tensor]:
         with self._gathered():

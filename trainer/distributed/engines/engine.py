@@ -9,8 +9,8 @@ named by parameter, so any kind of engine on any number of ranks can load it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
@@ -137,6 +137,18 @@ class Engine(Protocol):
         Raises `RuntimeError` if they belong to another module or optimizer.
         """
         ...
+
+
+@contextmanager
+def without_gradients(parameters: Collection[Tensor]) -> Iterator[None]:
+    """Let trained parameters need no gradients inside the block."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
 
 
 class BaseEngineConfig(KindConfig):

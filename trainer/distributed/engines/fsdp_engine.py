@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,9 +20,15 @@ from torch import Tensor, nn
 
 from data_pipeline.core.errors import UserError
 from trainer.distributed.collectives import all_reduce_sum, rank, world_size
-from trainer.distributed.engines.ddp_engine import DDPConfig, DDPEngine
-from trainer.distributed.engines.engine import Backend, BaseEngineConfig, EngineInputs, KeptBytes, Passes
-from trainer.fault_tolerance.skipping import step_unless
+from trainer.distributed.engines.ddp_engine import DDPConfig, DDPEngine, step_and_clear
+from trainer.distributed.engines.engine import (
+    Backend,
+    BaseEngineConfig,
+    EngineInputs,
+    KeptBytes,
+    Passes,
+    without_gradients,
+)
 from trainer.optim.optimizers import OptimizerConfig, build_optimizer
 
 if TYPE_CHECKING:
@@ -164,22 +170,10 @@ class FSDPEngine:
         for name, value in self._trained.items():
             self._pieces[name].grad = None if value.grad is None else _piece_of(value.grad)
             value.grad = None
-        if not self._optimizer.defaults.get("fused"):
-            learning_rate = float(learning_rate)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        step_unless(self._optimizer, skip, gradient_scale=gradient_scale)
-        self._optimizer.zero_grad(set_to_none=True)
+        step_and_clear(self._optimizer, learning_rate=learning_rate, skip=skip, gradient_scale=gradient_scale)
 
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
-        for value in self._trained.values():
-            value.requires_grad_(False)
-        try:
-            yield
-        finally:
-            for value in self._trained.values():
-                value.requires_grad_(True)
+    def frozen(self) -> AbstractContextManager[None]:
+        return without_gradients(self._trained.values())
 
     @torch.no_grad()
     def module_state(self) -> dict[str, Tensor]:
