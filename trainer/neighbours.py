@@ -36,6 +36,7 @@ from data_pipeline.loading.stream import Stream
 from trainer.distributed.collectives import all_gather_rows, broadcast_object, on_first_rank
 from trainer.models.batch_norm import average_running_statistics
 from trainer.models.encoder import Encoder
+from trainer.probes.features import frozen, to_float
 from trainer.run_dir import write_atomically
 from trainer.views.expert_audio import clean_spectrogram
 
@@ -120,26 +121,22 @@ class NeighbourGroups:
         np.save(content, nearest_neighbours(features_NF, known_N, group_size=group_size))
         write_atomically(_file(self._directory, epoch), content.getvalue())
 
-    @torch.no_grad()
     def _features(self, epoch: int) -> tuple[Tensor, Tensor]:
-        """Return the features of all samples as an epoch shows them, (N, F), and which samples it shows, (N,) bool."""
+        """Return the pooled features (N, F) of all samples as an epoch shows them, and which it shows, (N,) bool."""
         encoder = self._encoder
         average_running_statistics(encoder)  # as before a checkpoint, from which the run may go on
         parameter = next(encoder.parameters())
         num_samples = self._stream.num_samples
         features_NF, known_N = torch.empty(0), torch.zeros(num_samples, dtype=torch.bool, device=parameter.device)
-        modes = {module: module.training for module in encoder.modules()}
-        encoder.eval()
-        for batch in self._stream.epoch_batches(epoch):
-            inputs = batch.inputs_a if batch.inputs_a.is_floating_point() else batch.inputs_a.float() / 255
-            inputs = inputs if self._mel is None else clean_spectrogram(inputs, self._mel)
-            features_BF = all_gather_rows(encoder.features(inputs.to(parameter.dtype)))
-            index_B = all_gather_rows(batch.index_B)
-            if not len(features_NF):
-                features_NF = features_BF.new_zeros(num_samples, features_BF.shape[1])
-            features_NF[index_B], known_N[index_B] = features_BF, True
-        for module, mode in modes.items():
-            module.training = mode
+        with frozen(encoder):
+            for batch in self._stream.epoch_batches(epoch):
+                inputs = to_float(batch.inputs_a, parameter.device)
+                inputs = inputs if self._mel is None else clean_spectrogram(inputs, self._mel)
+                features_BF = all_gather_rows(encoder.pooled(inputs.to(parameter.dtype)))
+                index_B = all_gather_rows(batch.index_B)
+                if not len(features_NF):
+                    features_NF = features_BF.new_zeros(num_samples, features_BF.shape[1])
+                features_NF[index_B], known_N[index_B] = features_BF, True
         return features_NF, known_N
 
 

@@ -1,8 +1,8 @@
 """Symmetric InfoNCE: each view must find the other view of its sample among the other views of all samples.
 
 A view is compared with views of the other kind only, never with views of its own kind. In batches of near neighbours,
-only the samples of its own group count. Chen, Luo and Li (2021) study
-feature suppression with this loss, and add the two cross-entropies. CLIP (Radford et al. 2021) takes their mean.
+only the samples of its own group count. Chen, Luo and Li (2021) study feature suppression with this loss, and add the
+two cross-entropies. CLIP (Radford et al. 2021) takes their mean.
 
 Shapes: B samples of this rank, G samples of all ranks, D dimensions.
 """
