@@ -9,8 +9,8 @@ This is a form of multistage contrastive learning (Zhang et al. 2024, "Learning 
 from the cluster of a sample. There, each stage trains another encoder, and their features are put side by side. Here,
 one encoder goes on, and its nearest neighbours take the place of clusters.
 
-The groups of an epoch are found when it begins, from the pictures or sounds as that epoch shows them, and written to
-the run directory. A run that goes on within the epoch reads them.
+Groups are found when an epoch begins, from the pictures or sounds as that epoch shows them, and written to the run
+directory: in every epoch, in every k-th one, or once. A run that goes on reads them.
 
 Shapes: N samples of the train set, B batch, F features, G samples in a group, C chunk.
 """
@@ -48,10 +48,19 @@ class NeighboursConfig(Schema):
 
     from_epoch: the first epoch with such batches, counted from 0. The encoder must have learned the easy feature.
     group_size: the samples in a group: one and its nearest neighbours. It must divide a rank's part of the batch.
+    find_every_epochs: the epochs between two searches of neighbours; None: the groups of `from_epoch` stay.
     """
 
     from_epoch: Count = 2
     group_size: Annotated[int, Field(ge=2, le=1_024)] = 4
+    find_every_epochs: Annotated[int, Field(ge=1, le=100_000)] | None = 1
+
+    def found_in(self, epoch: int) -> int | None:
+        """Return the epoch in which the groups of an epoch were found; None for an epoch without groups."""
+        if epoch < self.from_epoch:
+            return None
+        since = epoch - self.from_epoch
+        return epoch - (since if self.find_every_epochs is None else since % self.find_every_epochs)
 
 
 def nearest_neighbours(features_NF: Tensor, known_N: Tensor, *, group_size: int) -> NDArray[np.int64]:
@@ -99,22 +108,23 @@ class NeighbourGroups:
             stream.check_groups(config.group_size)
         self._config, self._directory = config, directory
         self._stream, self._encoder, self._mel = stream, encoder, mel
-        self._epoch = -1  # of the groups that the stream reads
+        self._found_in: int | None = None  # the epoch in which the groups that the stream reads were found
 
     def before(self, step: int, *, patience: AbstractContextManager[None]) -> None:
         """Give the stream its groups before it reads a step, if these are others than before."""
         epoch, in_epoch = divmod(step, self._stream.num_steps_per_epoch)
-        if self._config is None or epoch < self._config.from_epoch or epoch == self._epoch:
+        found_in = None if self._config is None else self._config.found_in(epoch)
+        if self._config is None or found_in is None or found_in == self._found_in:
             return
         with patience:
-            if in_epoch == 0:
+            if in_epoch == 0 and found_in == epoch:
                 features_NF, known_N = self._features(epoch)
                 size = self._config.group_size
                 on_first_rank(lambda: self._find(features_NF, known_N, epoch, group_size=size))
-            groups_NG = broadcast_object(on_first_rank(lambda: read_groups(self._directory, epoch)))
+            groups_NG = broadcast_object(on_first_rank(lambda: read_groups(self._directory, found_in)))
             assert groups_NG is not None
             self._stream.read_in_groups(groups_NG)
-        self._epoch = epoch
+        self._found_in = found_in
 
     def _find(self, features_NF: Tensor, known_N: Tensor, epoch: int, *, group_size: int) -> None:
         content = io.BytesIO()
@@ -141,13 +151,13 @@ class NeighbourGroups:
 
 
 def read_groups(directory: Path, epoch: int) -> NDArray[np.int64]:
-    """Return the groups of an epoch from a run directory, (N, G) int64. Raises `UserError` if they are not there."""
+    """Return the groups that were found in an epoch, (N, G) int64. Raises `UserError` if they are not there."""
     path = _file(directory, epoch)
     try:
         groups: NDArray[np.int64] = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise UserError(
-            f"{path} cannot be read ({error}), but the batches of epoch {epoch} consist of its groups; put the file "
+            f"{path} cannot be read ({error}), but it holds the groups that the next batches consist of; put the file "
             "back, or start the run again in another directory"
         ) from None
     return groups

@@ -81,8 +81,9 @@ def replay(
         crops=original_crops(config, train),
     )
     epoch = record.step // stream.num_steps_per_epoch
-    if config.neighbours is not None and epoch >= config.neighbours.from_epoch:
-        stream.read_in_groups(read_groups(run_dir.path, epoch))
+    found_in = None if config.neighbours is None else config.neighbours.found_in(epoch)
+    if found_in is not None:
+        stream.read_in_groups(read_groups(run_dir.path, found_in))
     batch = next(iter(stream))
     if batch.keys != record.keys or record.train_manifest_sha256 != train.sha256:
         raise UserError(

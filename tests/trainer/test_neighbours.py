@@ -18,7 +18,7 @@ from data_pipeline.loading.stream import Stream
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_pair
 from trainer.config import RunConfig
-from trainer.neighbours import nearest_neighbours, read_groups
+from trainer.neighbours import NeighboursConfig, nearest_neighbours, read_groups
 from trainer.objectives import SymmetricInfoNCEConfig, symmetric_info_nce_loss
 from trainer.objectives.objective import ViewPair
 from trainer.objectives.symmetric_info_nce import SymmetricInfoNCE
@@ -145,6 +145,43 @@ def test_groups_change_the_batches_from_their_epoch_on_only(data: Path, tmp_path
     grouped, plain = losses(tmp_path / "grouped"), losses(tmp_path / "plain")
     assert grouped[:5] == plain[:5]
     assert all(mine != other for mine, other in zip(grouped[5:], plain[5:], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("every", "found_in"),
+    [(1, [None, None, 2, 3, 4, 5, 6]), (3, [None, None, 2, 2, 2, 5, 5]), (None, [None] * 2 + [2] * 5)],
+)
+def test_groups_stay_until_the_next_search(every: int | None, found_in: list[int | None]) -> None:
+    config = NeighboursConfig(from_epoch=2, find_every_epochs=every)
+    assert [config.found_in(epoch) for epoch in range(7)] == found_in
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("every", ["2", "null"])
+def test_a_run_that_keeps_its_groups_goes_on_with_them(every: str, data: Path, tmp_path: Path) -> None:
+    """It is stopped at step 12, within the third epoch, which has the groups that were found in the second."""
+    config = configure(
+        data,
+        "num_epochs=4",
+        f"neighbours.find_every_epochs={every}",
+        "checkpoint_every_steps=12",
+        "keep_checkpoints=9",
+    )
+    train_on_rank(config, tmp_path)
+    whole = losses(tmp_path)
+    found = sorted(path.name for path in (tmp_path / "neighbours").iterdir())
+    assert found == ["epoch_00001.npy", "epoch_00003.npy"][: 2 if every == "2" else 1]
+
+    run = RunDir(tmp_path)
+    for step in range(13, 21):
+        shutil.rmtree(run.checkpoint(step), ignore_errors=True)
+    run.latest.write_text(run.checkpoint(12).name + "\n")
+    train_on_rank(config, tmp_path)
+    assert losses(tmp_path) == whole
+    renewed = configure(data, "num_epochs=4")
+    train_on_rank(renewed, tmp_path / "renewed")
+    assert losses(tmp_path / "renewed")[:10] == whole[:10]
+    assert losses(tmp_path / "renewed")[10:15] != whole[10:15]
 
 
 @pytest.mark.process
