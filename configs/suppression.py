@@ -43,7 +43,7 @@ from trainer.objectives import (
 from trainer.optim.optimizers import AdamConfig
 from trainer.optim.schedules import LinearConfig
 from trainer.probes.linear import ProbeConfig
-from trainer.views.composed import PairConfig, SequenceConfig
+from trainer.views.composed import ByEpochConfig, PairConfig, SequenceConfig
 from trainer.views.expert_audio import SpectralConfig
 from trainer.views.expert_image import ExpertImageConfig
 from trainer.views.policy import BaseViewsConfig
@@ -189,7 +189,8 @@ def _cycle(point: Point, run: RunConfig) -> Mapping[str, Any]:
 
 def _near_neighbours(point: Point, run: RunConfig) -> Mapping[str, Any]:
     size = 5 if point.scale == "small" else 4  # it divides the batch
-    return {"neighbours": NeighboursConfig(from_epoch=max(1, run.num_epochs // 10), group_size=size)}
+    first = max(1, run.num_epochs // 10)
+    return {"neighbours": NeighboursConfig(from_epoch=first, group_size=size, find_every_epochs=None)}
 
 
 def _large_embedding(point: Point, run: RunConfig) -> Mapping[str, Any]:
@@ -229,6 +230,10 @@ def _expert_against_viewmaker(point: Point, run: RunConfig) -> Mapping[str, Any]
     return _learned(PairConfig(first=point.expert_views, second=point.viewmaker()))
 
 
+def _viewmaker_and_expert_by_epoch(point: Point, run: RunConfig) -> Mapping[str, Any]:
+    return _learned(ByEpochConfig(policies=(point.viewmaker(), point.expert_views)))
+
+
 CURES: Final[Mapping[str, Cure]] = MappingProxyType(
     {
         "SimCLR": lambda point, run: {},
@@ -249,6 +254,7 @@ CURES: Final[Mapping[str, Cure]] = MappingProxyType(
         "masked viewmaker": _masked_viewmaker,
         "crop, then viewmaker": _crop_then_viewmaker,
         "expert against viewmaker": _expert_against_viewmaker,
+        "viewmaker and expert, by epoch": _viewmaker_and_expert_by_epoch,
     }
 )
 

@@ -43,6 +43,8 @@ def why_not_recorded(config: RunConfig, *, device: torch.device, num_ranks: int)
         return f"only a GPU records a step, but training runs on {device.type}"
     if config.neighbours is not None:
         return "batches of near neighbours begin at a later step, which is another one to record; leave out neighbours"
+    if config.views.changes_with_epoch:
+        return f"views.kind={config.views.kind} is another step to record in another epoch; take other views"
     if num_ranks > 1:
         return f"a step with messages is not recorded, but there are {num_ranks} ranks; set compile=true instead"
     if not config.engine.can_be_recorded:
@@ -157,7 +159,7 @@ class RecordedStep:
         """Train on a batch, as `TrainingStep` does. Views and embeddings are valid until the next step."""
         if not self._can_record:
             return self._step(batch, learning_rates=learning_rates)
-        is_frozen = self._step.viewmaker_is_frozen(batch.step)
+        is_frozen = self._step.viewmaker_is_frozen(batch)
         form = (is_frozen, *(tensor.shape for tensor in batch.tensors()))
         if self._inputs is None or form not in self._num_seen:
             self._inputs = _Inputs.like(batch, learning_rates)

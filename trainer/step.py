@@ -163,13 +163,15 @@ class TrainingStep:
         `learning_rates` holds the rate of each engine by name. The loss in the metrics is the loss of this rank; its
         mean over the ranks is the global loss.
         """
-        is_frozen = self.viewmaker_is_frozen(batch.step)
-        return self.run(batch, learning_rates, viewmaker_is_frozen=is_frozen)
+        return self.run(batch, learning_rates, viewmaker_is_frozen=self.viewmaker_is_frozen(batch))
 
-    def viewmaker_is_frozen(self, step: int) -> bool:
-        """Return whether a viewmaker does not learn any more at a step."""
+    def viewmaker_is_frozen(self, batch: Batch) -> bool:
+        """Return whether there is a viewmaker that does not learn from a batch."""
         adversary = self._config.adversary
-        return adversary is not None and adversary.freeze_step is not None and step >= adversary.freeze_step
+        if adversary is None:
+            return False
+        is_over = adversary.freeze_step is not None and batch.step >= adversary.freeze_step
+        return is_over or not self._config.views.learns_in(batch.epoch)
 
     def run(
         self,

@@ -268,6 +268,10 @@ def test_tars_are_mixed_with_tars_and_with_built_shards(data: Path, tmp_path: Pa
             ["data.probed_source=bird"],
             'probed_source is bird, which is no source of the mixture; did you mean "birds"?',
         ),
+        (
+            ["views={kind: by_epoch, policies: [{kind: expert_image}, {kind: random_mask}]}"],
+            'views of kind "by_epoch" change with the epoch, but each source of data.mixture has epochs of its own',
+        ),
         (["data.mixture={}", "data.mixture_schedule=[]"], "data.mixture is {}; it must be a mapping of at least 1"),
     ],
 )

@@ -155,6 +155,7 @@ def test_a_step_that_cannot_be_recorded_is_taken_as_it_is(caplog: pytest.LogCapt
         ([], CUDA, 2, "2 ranks"),
         (["engine.kind=deepspeed", "precision=float32"], CUDA, 1, "engine.kind=deepspeed"),
         (["optimizer.kind=lars"], CUDA, 1, "optimizer lars"),
+        (["views={kind: by_epoch, policies: [{kind: expert_image}, {kind: random_mask}]}"], CUDA, 1, "by_epoch"),
         (["objective.kind=instance_discrimination"], CUDA, 1, "instance_discrimination"),
         (["objective={kind: moco, queue_size: 16}", "encoder.batch_norm=local"], CUDA, 1, "moco"),
         (["objective={kind: moco, queue_size: 16}"], CUDA, 1, None),

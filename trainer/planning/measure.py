@@ -33,7 +33,7 @@ from trainer.objectives import Objective, build_objective
 from trainer.planning.accounting import Accounts
 from trainer.planning.engine_costs import PassCounter, cut_gradients, kept_by_engines, sent_by_engines
 from trainer.views import BaseViewsConfig, ViewPolicy, ViewsInputs
-from trainer.views.composed import Pair, Sequence
+from trainer.views.composed import MOST_TURNS, Composed
 from trainer.views.viewmaker import Viewmaker
 
 
@@ -215,11 +215,11 @@ def _build_objective(
 def _fake_policy(config: RunConfig, policy: ViewPolicy) -> ViewPolicy:
     """Return a view policy that runs on fake tensors."""
     mel, views = config.data.mel, config.views
-    if isinstance(policy, Sequence | Pair):
-        for composed in [module for module in policy.modules() if isinstance(module, Sequence | Pair)]:
-            container = composed.parts if isinstance(composed, Sequence) else composed
+    if isinstance(policy, Composed):
+        for composed in [module for module in policy.modules() if isinstance(module, Composed)]:
+            container = next((child for child in composed.children() if isinstance(child, nn.ModuleList)), composed)
             for name, part in list(container.named_children()):
-                if not isinstance(part, Sequence | Pair):
+                if not isinstance(part, Composed):
                     setattr(container, name, _fake_part(part, mel, views))
         return policy
     if not (views.is_learned or views.runs_in_plans):
@@ -291,7 +291,7 @@ def _batch(config: RunConfig, size: int, shape: tuple[int, ...], *, labels: Iter
     per_view = config.data.overlay_draw == "per_view"
     return Batch(
         step=0,
-        epoch=0,
+        epoch=next((epoch for epoch in range(MOST_TURNS) if config.views.learns_in(epoch)), 0),  # it takes more memory
         index_B=torch.empty(size, dtype=torch.int64),
         inputs_a=inputs_a,
         inputs_b=inputs() if per_view else inputs_a,

@@ -1,10 +1,11 @@
-"""Compose view policies: one after the other on the same view, or another policy for each of the two views.
+"""Compose view policies: one after the other on the same view, another policy for each view, or for each epoch.
 
 A sequence of a crop and a viewmaker lets the viewmaker change what the crop has left. A pair of an expert policy and a
-viewmaker compares a hand-made view with a learned one.
+viewmaker compares a hand-made view with a learned one. Policies by epoch train the encoder on hand-made views in one
+epoch, and against the viewmaker in the next one.
 
 Draws: the last part of a sequence draws what it would draw alone. Each part before it draws from keys of its own, so
-no two parts share a number. The views of a pair have different keys already.
+no two parts share a number. The views of a pair, and the epochs, have different keys already.
 
 Legend: B samples, C channels, H rows, W columns.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -29,6 +30,10 @@ from trainer.views.policy import BaseViewsConfig, ViewsInputs
 from trainer.views.random_mask import RandomMask, RandomMaskConfig
 from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
 
+if TYPE_CHECKING:
+    from trainer.config import RunConfig
+
+MOST_TURNS: Final = 8  # policies of a `by_epoch`
 _VIEWS_OF_A_PART = 1 << 20  # the numbers of views that a part has for itself; even, so first views stay first
 
 SingleConfig = ExpertImageConfig | RandomMaskConfig | ViewmakerConfig | SpectralConfig | WaveformConfig
@@ -119,6 +124,9 @@ class SequenceConfig(_ComposedConfig):
         return self
 
 
+_Member = Annotated[SingleConfig | SequenceConfig, Field(discriminator="kind")]
+
+
 class PairConfig(_ComposedConfig):
     """The config of another policy for each of the two views.
 
@@ -128,16 +136,12 @@ class PairConfig(_ComposedConfig):
     takes_sounds: ClassVar[bool] = True  # if both policies do, which `check_medium` says
 
     kind: Literal["pair"] = "pair"
-    first: Annotated[SingleConfig | SequenceConfig, Field(discriminator="kind")]
-    second: Annotated[SingleConfig | SequenceConfig, Field(discriminator="kind")]
+    first: _Member
+    second: _Member
 
     @property
     def singles(self) -> tuple[SingleConfig, ...]:
-        return tuple(
-            single
-            for each in (self.first, self.second)
-            for single in (each.parts if isinstance(each, SequenceConfig) else (each,))
-        )
+        return _singles_of(self.first, self.second)
 
     def build(self, given: ViewsInputs) -> Pair:
         return Pair(self.first.build(given), self.second.build(given))
@@ -152,7 +156,47 @@ class PairConfig(_ComposedConfig):
         return self
 
 
-class _Composed(nn.Module):
+class ByEpochConfig(_ComposedConfig):
+    """The config of policies that take turns: an epoch of the first one, an epoch of the second one, and so on.
+
+    policies: the policies, in their order. In the epochs of the others, a viewmaker does not learn.
+    """
+
+    takes_sounds: ClassVar[bool] = True  # if all policies do, which `check_medium` says
+    changes_with_epoch: ClassVar[bool] = True
+
+    kind: Literal["by_epoch"] = "by_epoch"
+    policies: Annotated[tuple[_Member, ...], Field(min_length=2, max_length=MOST_TURNS)]
+
+    @property
+    def singles(self) -> tuple[SingleConfig, ...]:
+        return _singles_of(*self.policies)
+
+    def learns_in(self, epoch: int) -> bool:
+        return self.policies[epoch % len(self.policies)].is_learned
+
+    def build(self, given: ViewsInputs) -> ByEpoch:
+        return ByEpoch(policy.build(given) for policy in self.policies)
+
+    def check(self, run: RunConfig) -> None:
+        super().check(run)
+        if run.num_epochs < len(self.policies):
+            raise ValueError(
+                f"views.policies has {len(self.policies)} policies, each for an epoch, but num_epochs is "
+                f"{run.num_epochs}; set num_epochs={len(self.policies)} or more"
+            )
+
+    def check_medium(self, mel: MelConfig | None) -> None:
+        for policy in self.policies:
+            policy.check_medium(mel)
+
+    @model_validator(mode="after")
+    def _has_one_viewmaker(self) -> Self:
+        self._refuse_two_viewmakers()
+        return self
+
+
+class Composed(nn.Module):
     """The base of compositions. What is set for a viewmaker goes to the viewmaker inside, if there is one."""
 
     @property
@@ -174,7 +218,7 @@ class _Composed(nn.Module):
             self.viewmaker.compile_layers(**options)
 
 
-class Sequence(_Composed):
+class Sequence(Composed):
     """The view policy of a sequence: a module `policy(images_BCHW, keys, masks_BHW) -> views_BCHW`."""
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
@@ -190,7 +234,7 @@ class Sequence(_Composed):
         return images_BCHW
 
 
-class Pair(_Composed):
+class Pair(Composed):
     """The view policy of a pair: a module `policy(inputs, keys, masks_BHW) -> views_BCHW`.
 
     The number of the view in the keys chooses the policy: even numbers belong to first views.
@@ -216,16 +260,34 @@ class Pair(_Composed):
         return torch.cat(views)
 
 
+class ByEpoch(Composed):
+    """The view policy of policies that take turns: a module `policy(inputs, keys, masks_BHW) -> views_BCHW`."""
+
+    def __init__(self, policies: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.policies = nn.ModuleList(policies)
+
+    def forward(self, inputs: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
+        """Return one view of each picture or sound by the policy of the epoch in the keys. Raises like that policy."""
+        assert keys.recorded_epoch is None  # a recorded step has one policy
+        return _apply(self.policies[keys.epoch % len(self.policies)], inputs, keys, masks_BHW)
+
+
 def _apply(policy: nn.Module, inputs: Tensor, keys: DrawKeys, masks_BHW: Tensor | None) -> Tensor:
     """Return the views by one policy. Only a viewmaker runs under autocast and in float64, as it does alone."""
     view: Tensor
-    if isinstance(policy, _Composed | Viewmaker):
+    if isinstance(policy, Composed | Viewmaker):
         view = policy(inputs, keys, masks_BHW)
     else:
         given = inputs.float() if isinstance(policy, ExpertImage | RandomMask) else inputs
         with without_autocast(inputs.device):
             view = policy(given, keys, masks_BHW).to(inputs.dtype)
     return view
+
+
+def _singles_of(*members: SingleConfig | SequenceConfig) -> tuple[SingleConfig, ...]:
+    """Return the single policies of policies, in their order."""
+    return tuple(single for each in members for single in (each.parts if isinstance(each, SequenceConfig) else (each,)))
 
 
 def _is_viewmaker(config: SingleConfig) -> bool:

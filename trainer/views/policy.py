@@ -27,6 +27,7 @@ VIEWS: Final = MappingProxyType(
         "viewmaker": "trainer.views.viewmaker:ViewmakerConfig",
         "sequence": "trainer.views.composed:SequenceConfig",
         "pair": "trainer.views.composed:PairConfig",
+        "by_epoch": "trainer.views.composed:ByEpochConfig",
         "multi_crop": "trainer.views.multi_crop:MultiCropConfig",
     }
 )
@@ -52,6 +53,7 @@ class BaseViewsConfig(KindConfig):
             the trained module "viewmaker". Its attribute `checkpointing` is set to `memory.viewmaker_checkpointing`.
         takes_pictures, takes_sounds: the media that the policy changes.
         is_bounded: whether views of pictures lie in [0, 1], up to the budget of a learned policy.
+        changes_with_epoch: whether the policy is another one in another epoch.
         runs_in_plans: whether a plan can run the policy on tensors without data. If not, a plan counts the memory of
             the views alone. A learned policy is always run.
     """
@@ -61,6 +63,7 @@ class BaseViewsConfig(KindConfig):
     takes_pictures: ClassVar[bool] = True
     takes_sounds: ClassVar[bool] = False
     is_bounded: ClassVar[bool] = True
+    changes_with_epoch: ClassVar[bool] = False
     runs_in_plans: ClassVar[bool] = False
 
     def build(self, given: ViewsInputs) -> ViewPolicy:
@@ -69,6 +72,15 @@ class BaseViewsConfig(KindConfig):
 
     def check(self, run: RunConfig) -> None:
         self.check_medium(run.data.mel)
+        if self.changes_with_epoch and run.data.mixture is not None:
+            raise ValueError(
+                f'views of kind "{self.kind}" change with the epoch, but each source of data.mixture has epochs of its '
+                "own; train on one dataset, or use other views"
+            )
+
+    def learns_in(self, epoch: int) -> bool:
+        """Return whether the policy learns in an epoch; `epoch` counts from 0."""
+        return self.is_learned
 
     def check_medium(self, mel: MelConfig | None) -> None:
         """Raise `ValueError` if the views do not fit sounds with this spectrogram, or pictures (None)."""

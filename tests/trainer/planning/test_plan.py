@@ -23,12 +23,14 @@ from trainer.planning.accounting import Accounts
 from trainer.planning.describe import describe
 from trainer.planning.fit import MARGIN, plan, room_on, what_fits
 from trainer.planning.measure import TrainingPlan
+from trainer.views.composed import ByEpochConfig
 
 BATCH_SIZE, NUM_SAMPLES, SHAPE = 16, 40, (3, 16, 16)
 NUM_CLASSES = {"base": 2, "overlay": 3}
 RUNS = {
     "viewmaker": ("debug:viewmaker", []),
     "viewmaker in turns": ("debug:viewmaker", ["adversary.update=alternating", "adversary.viewmaker_steps=2"]),
+    "by epoch": ("debug:viewmaker", ["views={kind: by_epoch, policies: [{kind: viewmaker}, {kind: random_mask}]}"]),
     "chunked": ("debug:image", ["objective.chunk_size=5"]),
     "micro batches": ("debug:viewmaker", ["memory.micro_batches=2", "objective.chunk_size=5"]),
     "checkpointing": ("debug:viewmaker", ["memory.encoder_checkpointing=1", "memory.viewmaker_checkpointing=whole"]),
@@ -164,6 +166,13 @@ def test_zero_cuts_what_its_stage_says() -> None:
     offloaded = planned(zero(2, offload=True), ranks=4)
     assert (offloaded.optimizer_bytes, offloaded.host_bytes) == (0, optimizer // 4 + gradient // 4)
     assert "lower bound" in describe(by_stage[3])
+
+
+def test_a_plan_of_policies_by_epoch_counts_an_epoch_in_which_a_viewmaker_learns() -> None:
+    first = configure("by epoch")
+    assert isinstance(first.views, ByEpochConfig)
+    second = first.model_copy(update={"views": ByEpochConfig(policies=first.views.policies[::-1])})
+    assert planned(second).step_bytes == planned(first).step_bytes
 
 
 def test_the_parts_of_a_step_are_within_it() -> None:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from configs import debug, resolve_recipe
 from data_pipeline.audio.log_mel import FSDD
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
+from tests.gloo import run_ranks
+from tests.tiny_data import write_tiny_pair
+from trainer.config import RunConfig
 from trainer.modules import build_modules
+from trainer.run_dir import RunDir
+from trainer.train import train
 from trainer.views import ViewsConfig, build_view_policy
-from trainer.views.composed import PairConfig, SequenceConfig
+from trainer.views.composed import ByEpochConfig, PairConfig, SequenceConfig
 from trainer.views.expert_audio import SpectralConfig, WaveformConfig
 from trainer.views.expert_image import NO_VIEWS, ExpertImageConfig
 from trainer.views.random_mask import RandomMaskConfig
@@ -86,6 +96,76 @@ def test_a_pair_may_hold_a_sequence() -> None:
     composed = build(PairConfig(first=inner, second=EXPERT))
     assert torch.equal(composed(x, keys(6)), build(inner)(x, keys(6)))
     assert torch.equal(composed(x, keys(6, view=1)), build(EXPERT)(x, keys(6, view=1)))
+
+
+def test_policies_by_epoch_take_their_epochs_in_their_order() -> None:
+    x = pictures(6)
+    config = ByEpochConfig(policies=(EXPERT, SMALL, SequenceConfig(parts=(CROP, RandomMaskConfig()))))
+    composed = build(config)
+    alone = [build(EXPERT), viewmaker_of(composed), build(config.policies[2])]
+    for epoch in range(7):
+        for view in (0, 1):
+            drawn = dataclasses.replace(keys(6, view=view), epoch=epoch)
+            assert torch.equal(composed(x, drawn), alone[epoch % 3](x, drawn))
+    assert [config.learns_in(epoch) for epoch in range(4)] == [False, True, False, False]
+
+
+def configure_by_epoch(data: Path, *overrides: str) -> RunConfig:
+    """Four epochs of five steps; the viewmaker has the second and the fourth."""
+    every = [
+        f"data.train_dir={data}/train",
+        f"data.test_dir={data}/test",
+        "views={kind: by_epoch, policies: [{kind: expert_image}, {kind: viewmaker, base_width: 4}]}",
+        "global_batch_size=16",
+        "num_epochs=4",
+        "log_every_steps=1",
+        "tracking.wandb=disabled",
+    ]
+    return resolve_recipe("debug:viewmaker", [*every, *overrides])
+
+
+def train_on_rank(config: RunConfig, run_dir: Path) -> list[float]:
+    run = RunDir(run_dir)
+    train(config, run, device=torch.device("cpu"), command="test")
+    return [entry["train/loss"] for entry in run.read_metrics()]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("update", ["simultaneous", "alternating"])
+def test_a_viewmaker_learns_in_its_epochs_only_and_a_run_goes_on_within_one(update: str, tmp_path: Path) -> None:
+    data = write_tiny_pair(tmp_path / "data", num_train=80, num_test=16)
+    every_step = ["checkpoint_every_steps=1", "keep_checkpoints=30"]
+    config = configure_by_epoch(data, f"adversary.update={update}", *every_step)
+    run = RunDir(tmp_path / "run")
+    losses = train_on_rank(config, run.path)
+
+    def weights(step: int, player: str) -> dict[str, Tensor]:
+        return load_file(run.checkpoint(step) / f"{player}.safetensors")
+
+    for step in range(2, 21):
+        for player, learns in (("encoder", True), ("viewmaker", (step - 1) // 5 in (1, 3))):
+            before, after = weights(step - 1, player), weights(step, player)
+            changed = any(not torch.equal(before[name], after[name]) for name in before if name.endswith("weight"))
+            assert changed == learns, (step, player)
+    whole = {player: weights(20, player) for player in ("encoder", "viewmaker")}
+
+    for step in range(8, 21):
+        shutil.rmtree(run.checkpoint(step))
+    run.latest.write_text(run.checkpoint(7).name + "\n")
+    assert train_on_rank(config, run.path) == losses
+    for player, expected in whole.items():
+        found = weights(20, player)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.ranks
+def test_policies_by_epoch_on_ranks_are_those_of_one_process(tmp_path: Path) -> None:
+    data = write_tiny_pair(tmp_path / "data", num_train=80, num_test=16)
+    config = configure_by_epoch(data, "precision=float64")
+    (whole,) = run_ranks(train_on_rank, 1, config, tmp_path / "1")
+    together = run_ranks(train_on_rank, 2, config, tmp_path / "2")[0]
+    assert len(whole) == 20
+    np.testing.assert_allclose(together, whole, rtol=1e-9)
 
 
 def test_the_parts_of_a_sequence_draw_independently() -> None:
@@ -170,8 +250,9 @@ def test_a_viewmaker_between_two_policies_gets_a_gradient_in_every_parameter() -
         SequenceConfig(parts=(EXPERT, SMALL)),
         PairConfig(first=EXPERT, second=SMALL),
         PairConfig(first=SequenceConfig(parts=(CROP, SMALL)), second=RandomMaskConfig()),
+        ByEpochConfig(policies=(EXPERT, SequenceConfig(parts=(CROP, SMALL)))),
     ],
-    ids=["sequence", "pair", "both"],
+    ids=["sequence", "pair", "both", "by_epoch"],
 )
 def test_both_views_in_one_call_are_those_of_two_calls(config: Any) -> None:
     policy, x = build(config), pictures(6)
@@ -254,6 +335,14 @@ def test_compositions_that_cannot_work_are_refused(config: dict[str, Any], messa
         (
             "views={kind: sequence, parts: [{kind: expert_image}, {kind: viewmaker, bugdet: 1}]}",
             'unknown key "views.parts[1].bugdet"',
+        ),
+        (
+            "views={kind: by_epoch, policies: [{kind: expert_image}]}",
+            "views.policies",
+        ),
+        (
+            "views={kind: by_epoch, policies: [{kind: expert_image}, {kind: random_mask}, {kind: expert_image}]}",
+            "views.policies has 3 policies, each for an epoch, but num_epochs is 2; set num_epochs=3 or more",
         ),
         (
             "views={kind: pair, first: {kind: spectral}, second: {kind: expert_image}}",
