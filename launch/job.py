@@ -42,6 +42,7 @@ AGAIN_SECONDS = 1.0  # after this time, a warning that no handler took is sent a
 # seconds, and on one machine the imports count, which come before a rank starts its clock.
 EARLY_SECONDS = 60
 TIDY_SECONDS = 20.0  # for the clean-up of libraries at the end of a rank
+MAX_TIMEOUTS_HERE = 5  # on one machine; submitit starts a job there six times at most
 SCONTROL_SECONDS = 120  # scontrol tries again while the controller does not answer
 
 # Lines of the batch script before srun. Its shell survives warnings that also reach it (scancel --full), as ranks do.

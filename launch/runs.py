@@ -14,6 +14,7 @@ import submitit
 from data_pipeline.core.errors import UserError, printable
 from launch.outcome import outcomes_of_job
 from launch.planned_run import PlannedRun
+from launch.preloaded import PreloadedProcess
 from launch.slurm_client import queued_jobs
 from launch.snapshot import read_snapshot
 from launch.submission import SubmissionPlan, gpus_of, submit
@@ -31,6 +32,7 @@ from trainer.preflight import check_data, claim
 from trainer.run_dir import RunDir
 
 POLL_SECONDS = 1.0
+POLL_HERE_SECONDS = 0.2  # between two looks at the runs of this machine; a place is empty for so long
 HEADER = ("run", "state", "step", "loss", "reason")
 MAX_REASON = 500  # characters that are shown
 
@@ -62,25 +64,27 @@ def run_study_here(plan: SubmissionPlan, *, command: str) -> None:
     waiting = deque(plan.runs)
     running: dict[int, tuple[PlannedRun, submitit.Job[None]]] = {}
     num_failed = 0
-    while waiting or running:
-        for slot in range(plan.at_a_time):
-            if slot in running and running[slot][1].done():
-                planned, _ = running.pop(slot)
-                status = run_status(planned.run_dir, {})
-                num_failed += status.state != "finished"
-                _print_status(planned.run_dir.path, status)
-            if slot not in running and waiting:
-                planned = waiting.popleft()
-                name = planned.run_dir.path.name
-                try:
-                    (job,) = submit(replace(plan, runs=[planned], slot=slot), command=command, snapshot=snapshot)
-                except (UserError, OSError) as error:  # such as a disk that has become full
-                    num_failed += 1
-                    print(f"{name}: not started: {error}", file=sys.stderr, flush=True)
-                    continue
-                running[slot] = planned, job
-                print(f"{name}: job {job.job_id}, {len(waiting)} to come", flush=True)
-        time.sleep(POLL_SECONDS)
+    with PreloadedProcess() as preloaded:
+        while waiting or running:
+            for slot in range(plan.at_a_time):
+                if slot in running and running[slot][1].done():
+                    planned, _ = running.pop(slot)
+                    status = run_status(planned.run_dir, {})
+                    num_failed += status.state != "finished"
+                    _print_status(planned.run_dir.path, status)
+                if slot not in running and waiting:
+                    planned = waiting.popleft()
+                    name = planned.run_dir.path.name
+                    try:
+                        one = replace(plan, runs=[planned], slot=slot)
+                        (job,) = submit(one, command=command, snapshot=snapshot, preloaded=preloaded)
+                    except (UserError, OSError) as error:  # such as a disk that has become full
+                        num_failed += 1
+                        print(f"{name}: not started: {error}", file=sys.stderr, flush=True)
+                        continue
+                    running[slot] = planned, job
+                    print(f"{name}: job {job.job_id}, {len(waiting)} to come", flush=True)
+            time.sleep(POLL_HERE_SECONDS)
     if num_failed:
         print(
             f"error: {num_failed} of {len(plan.runs)} run(s) did not finish; repeat the command to go on with them",

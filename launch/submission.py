@@ -21,9 +21,10 @@ from submitit.core.utils import FailedJobError
 
 from data_pipeline.core.environment import variable
 from data_pipeline.core.errors import UserError
-from launch.job import AFTER_SRUN, BEFORE_SRUN, TrainJob
+from launch.job import AFTER_SRUN, BEFORE_SRUN, MAX_TIMEOUTS_HERE, TrainJob
 from launch.planned_run import PlannedRun
 from launch.ports import free_ports
+from launch.preloaded import ForkingExecutor, PreloadedProcess
 from launch.resources import Resources
 from launch.slurm_checks import check_with_slurm
 from launch.slurm_client import has_slurm, outside_any_job, refusal_reason, refused
@@ -34,7 +35,6 @@ from trainer.preflight import check_data, claim
 from trainer.run_dir import LOCK_NAME, RunDir
 
 MAX_TIMEOUTS = 20  # after so many time limits a job is not requeued again
-MAX_TIMEOUTS_HERE = 5  # on this machine; submitit starts a job here six times at most
 WARNING_SECONDS = 120  # between the warning signal and the time limit
 
 Executor = Literal["slurm", "local"]
@@ -125,10 +125,17 @@ class _ScriptWriter(submitit.SlurmExecutor):
         return 1
 
 
-def submit(plan: SubmissionPlan, *, command: str, snapshot: Snapshot | None = None) -> list[submitit.Job[None]]:
+def submit(
+    plan: SubmissionPlan,
+    *,
+    command: str,
+    snapshot: Snapshot | None = None,
+    preloaded: PreloadedProcess | None = None,
+) -> list[submitit.Job[None]]:
     """Claim the run directories, copy the code, submit the jobs or start them here, and record each job in its run.
 
-    The jobs run the code of `snapshot`, by default the present code. Raises `UserError` for a run that could never
+    The jobs run the code of `snapshot`, by default the present code. On this machine, jobs of one rank without GPUs are
+    forked from `preloaded` if it is given. Raises `UserError` for a run that could never
     start; then nothing is submitted, and no new directory is left.
     """
     snapshot = snapshot or read_snapshot(own_files=plan.own_files)
@@ -145,7 +152,10 @@ def submit(plan: SubmissionPlan, *, command: str, snapshot: Snapshot | None = No
             )
             for planned in plan.runs
         ]
-        jobs = _submit_here(train_jobs, plan, code) if plan.executor == "local" else _sbatch(train_jobs, plan, code)
+        if plan.executor == "local":
+            jobs = _submit_here(train_jobs, plan, code, preloaded)
+        else:
+            jobs = _sbatch(train_jobs, plan, code)
     for planned, job in zip(plan.runs, jobs, strict=True):
         submission = Submission(
             job_id=job.job_id,
@@ -229,10 +239,16 @@ def _sbatch(train_jobs: Sequence[TrainJob], plan: SubmissionPlan, code: Path) ->
         raise refused(refusal_reason(stderr.getvalue())) from None
 
 
-def _submit_here(train_jobs: Sequence[TrainJob], plan: SubmissionPlan, code: Path) -> list[submitit.Job[None]]:
+def _submit_here(
+    train_jobs: Sequence[TrainJob], plan: SubmissionPlan, code: Path, preloaded: PreloadedProcess | None = None
+) -> list[submitit.Job[None]]:
     """Start the ranks as detached processes on this machine."""
     resources = plan.resources
-    executor = submitit.LocalExecutor(plan.logs, max_num_timeout=MAX_TIMEOUTS_HERE)
+    executor: submitit.LocalExecutor
+    if preloaded is not None and resources.num_ranks == 1 and not resources.gpus_per_node:
+        executor = ForkingExecutor(plan.logs, preloaded=preloaded, max_num_timeout=MAX_TIMEOUTS_HERE)
+    else:
+        executor = submitit.LocalExecutor(plan.logs, max_num_timeout=MAX_TIMEOUTS_HERE)
     executor.update_parameters(
         tasks_per_node=resources.tasks_per_node,
         gpus_per_node=resources.gpus_per_node or 0,

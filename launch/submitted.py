@@ -122,11 +122,16 @@ def in_queue(submission: Submission, queue: Mapping[str, str] | None) -> str | N
         return None if queue is None else queue.get(submission.job_id)
     if submission.is_elsewhere:
         return None
-    command_line = Path("/proc", submission.job_id, "cmdline")  # the id of a local job is a process id
+    return "RUNNING" if is_job_here(submission.job_id) else None
+
+
+def is_job_here(job_id: str) -> bool:
+    """Tell whether a job of this machine runs. Its id is the process id of its controller."""
     try:
-        return "RUNNING" if b"submitit" in command_line.read_bytes() else None
+        command_line = Path("/proc", job_id, "cmdline").read_bytes()
     except OSError:
-        return None
+        return False
+    return b"submitit" in command_line or b"launch.preloaded" in command_line
 
 
 def refuse_if_active(run_dir: RunDir, queue: Mapping[str, str] | None) -> None:

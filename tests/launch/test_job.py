@@ -19,9 +19,9 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, Controller
 
 import launch.job
 from data_pipeline.core.errors import UserError
-from launch.job import AFTER_SRUN, EARLY_SECONDS, TrainJob
+from launch.job import AFTER_SRUN, EARLY_SECONDS, MAX_TIMEOUTS_HERE, TrainJob
 from launch.outcome import outcome_path, read_outcome, write_outcome
-from launch.submission import MAX_TIMEOUTS_HERE, WARNING_SECONDS
+from launch.submission import WARNING_SECONDS
 from trainer.fault_tolerance.preemption import WARNINGS
 
 ROOT = Path(__file__).parents[2]

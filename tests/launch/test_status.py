@@ -28,6 +28,7 @@ from launch import status as status_module
 from launch import submitted as submitted_module
 from launch.outcome import ENDED_NAME, Ended, RankOutcome, note_end, outcome_path
 from launch.planned_run import PlannedRun
+from launch.preloaded import PreloadedProcess
 from launch.resources import Resources
 from launch.runs import resubmit, run_study_here, runs_in, status_of, table, wait_for_study
 from launch.snapshot import Snapshot
@@ -402,7 +403,7 @@ def test_a_study_on_this_machine_keeps_its_places_full_and_outlives_a_run_that_f
     active: list[JobHere] = []
     places: list[tuple[str, int]] = []
 
-    def submit(plan: SubmissionPlan, *, command: str, snapshot: Snapshot) -> list[JobHere]:
+    def submit(plan: SubmissionPlan, *, command: str, snapshot: Snapshot, preloaded: PreloadedProcess) -> list[JobHere]:
         (planned,) = plan.runs
         name = planned.run_dir.path.name
         if name == "d":
@@ -413,7 +414,7 @@ def test_a_study_on_this_machine_keeps_its_places_full_and_outlives_a_run_that_f
         return active[-1:]
 
     monkeypatch.setattr(runs_module, "submit", submit)
-    monkeypatch.setattr(runs_module, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(runs_module, "POLL_HERE_SECONDS", 0.0)
     with pytest.raises(SystemExit) as end:
         run_study_here(plan, command="train")
     assert end.value.code == 1
