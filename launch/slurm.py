@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--dry-run",
         action="store_true",
-        help="Check everything, print the batch script (for a sweep here: its runs), and stop.",
+        help="Check everything, print the batch script (with --executor local: a table of the runs), and stop.",
     )
     add(
         "--wait",

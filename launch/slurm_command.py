@@ -26,7 +26,7 @@ from launch.resources import (
 from launch.runs import print_submitted, run_study_here, still_to_do, wait, wait_for_study
 from launch.slurm_client import has_slurm
 from launch.snapshot import read_snapshot
-from launch.submission import WARNING_SECONDS, SubmissionPlan, dry_run, submit
+from launch.submission import WARNING_SECONDS, SubmissionPlan, dry_run, gpus_of, submit
 from launch.submitted import queue_for, refuse_if_active
 from launch.sweeps import check_runs, planned_sweep, refuse_replaced_data
 from trainer.provenance import command_line
@@ -40,6 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
     notes: list[str] = []
     is_one = arguments.study is None and not arguments.sweep and arguments.sweep_file is None
     if arguments.dry_run and plan.executor == "local":
+        gpus_of(plan.resources, slot=plan.at_a_time - 1)
         print(check_runs(runs, accepted_data=plan.accepted_data))
         return
     if is_one:
@@ -116,8 +117,6 @@ def plan_from(arguments: argparse.Namespace, request: ResolvedRequest) -> Submis
                 f"--time-minutes {resources.time_minutes} leaves no time to train, because a run is warned "
                 f"{WARNING_SECONDS} seconds before its limit; allow {WARNING_SECONDS // 60 + 1} minutes or more"
             )
-        if arguments.dry_run and sweep is None:
-            raise UserError("--executor local writes no batch script; leave out --dry-run, or use --executor slurm")
     return SubmissionPlan(
         runs=runs,
         home=home,

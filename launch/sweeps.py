@@ -6,6 +6,7 @@ import argparse
 import gc
 import os
 import sys
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,8 +140,10 @@ def check_runs(runs: Sequence[PlannedRun], *, accepted_data: Collection[str]) ->
                 accepted_data=accepted_data,
             )
     num = f"{len(runs)} runs" if len(runs) > 1 else "1 run"
+    states = Counter("begun" if state.startswith("at step") else state for state in (run.state for run in runs))
+    counts = ", ".join(f"{states[state]} {state}" for state in ("finished", "running", "begun", "new") if states[state])
     home = runs[0].run_dir.path.parent
-    return f"{table_of_runs(runs)}\n{num} in {printable(str(home))}"
+    return f"{table_of_runs(runs)}\n{num} in {printable(str(home))}" + (f": {counts}" if set(states) != {"new"} else "")
 
 
 def refuse_replaced_data(

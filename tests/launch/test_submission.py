@@ -307,7 +307,6 @@ def test_sbatchs_reason_is_found_in_what_it_says() -> None:
         ),
         (["--config", "debug:image", "--set", "data.train_dir=nowhere"], "error: nowhere does not exist; build it"),
         (["--config", "debug:image", "--nodes", "2", "--executor", "local"], "use --tasks-per-node 2"),
-        (["--config", "debug:image", "--executor", "local", "--dry-run"], "--executor local writes no batch script"),
         (
             ["--config", "debug:image", "--executor", "local", "--time-minutes", "2"],
             "error: --time-minutes 2 leaves no time to train, because a run is warned 120 seconds before its limit;",

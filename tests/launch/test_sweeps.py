@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,10 +18,12 @@ import pytest
 import launch.slurm
 import launch.status
 import launch.train
+from launch.planned_run import PlannedRun
+from launch.slurm_command import plan_from, request_from
 from tests.commands import Done, call
 from tests.nursery import PythonProcess, run_python
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
-from trainer.run_dir import RunDir
+from trainer.run_dir import RunDir, write_json
 
 ROOT = Path(__file__).parents[2]
 SWEEP = ["--sweep", "objective.temperature=0.1,0.5", "--sweep", "seed=0,1"]
@@ -178,6 +180,53 @@ def test_a_dry_run_here_prints_the_runs_and_writes_nothing(
     assert head.split() == ["run", "state", "objective.temperature", "seed"]
     assert [row.split()[0] for row in rows] == NAMES
     assert last == f"4 runs in {tmp_path / 'runs' / 'debug-image-sweep-temperature-seed'}"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_of_a_study_here_says_which_runs_are_finished_begun_or_new(
+    command: Command, data: Path, tmp_path: Path
+) -> None:
+    home = tmp_path / "study"
+    words = ["--study", "studies:debug_seeds", *recipe(data)[2:], "--study-dir", home]
+    words += ["--executor", "local", "--dry-run"]
+    fresh = command("slurm", *words)
+    assert fresh.status == 0, fresh.stderr
+    head, *rows, last = fresh.stdout.splitlines()
+    assert head.split() == ["run", "state"]
+    assert {row.split()[1] for row in rows} == {"new"}
+    assert last == f"{len(rows)} runs in {home}"
+    assert list(tmp_path.iterdir()) == []
+
+    names = [row.split()[0] for row in rows]
+    configs = {run.run_dir.path.name: run.config for run in study_runs(words)}
+    for name, is_finished in zip(names, (True, False), strict=False):
+        run_dir = RunDir(home / name)
+        run_dir.path.mkdir(parents=True)
+        write_json(run_dir.config, configs[name].model_dump(mode="json"))
+        run_dir.latest.write_text("step_00000001\n")
+        if is_finished:
+            write_json(run_dir.provenance, {"finished_step": 1, "starts": []})
+    before = sorted(tmp_path.rglob("*"))
+    done = command("slurm", *words)
+    assert done.status == 0, done.stderr
+    _, *rows, last = done.stdout.splitlines()
+    assert [row.split(maxsplit=1)[1] for row in rows[:3]] == ["finished", "at step 1", "new"]
+    assert last == f"{len(rows)} runs in {home}: 1 finished, 1 begun, {len(rows) - 2} new"
+    only = command("slurm", *words, "--only", names[1])
+    assert only.stdout.splitlines()[1:] == [f"{names[1]}  at step 1", f"1 run in {home}: 1 begun"]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def study_runs(words: Sequence[str | Path]) -> Sequence[PlannedRun]:
+    """Return the runs of a command line of launch/slurm.py."""
+    arguments = launch.slurm._parser().parse_args(list(map(str, words)))
+    return plan_from(arguments, request_from(arguments)).runs
+
+
+def test_a_dry_run_of_one_run_here_writes_nothing(command: Command, data: Path, tmp_path: Path) -> None:
+    done = command("slurm", *recipe(data), "--executor", "local", "--dry-run")
+    assert done.status == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"1 run in {tmp_path / 'runs'}"
     assert list(tmp_path.iterdir()) == []
 
 
