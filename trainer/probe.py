@@ -5,17 +5,20 @@ RUN_DIR/probes/step_00010000/ a result for each label, such as base.json and, if
 overlay.json, and the trained heads in heads.safetensors. RUN_DIR/probes/curves.json has all checkpoints. With
 `--out DIR` it writes into DIR/NAME instead, NAME being the name of the run directory, which may then be read-only.
 
-It runs in one process. `torchrun --standalone --nproc-per-node 8 -m trainer.probe RUN_DIR`, or srun, is faster.
+It runs in one process. `torchrun --standalone --nproc-per-node 8 -m trainer.probe RUN_DIR`, or srun, is faster. So is
+`--at-a-time N` for many runs on one machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 from data_pipeline.core.arguments import positive, program, whole
-from data_pipeline.core.errors import run_command
+from data_pipeline.core.errors import UserError, run_command
 from trainer.run_dir import ALLOW_CODE_HELP, ALLOW_PIPE_HELP, RunDir, open_run, places_of_probes, runs_of
 
 
@@ -31,6 +34,11 @@ def _parser() -> argparse.ArgumentParser:
         "--step", type=whole, help="The checkpoint to probe; 0 is the untrained encoder (default: the newest)."
     )
     which.add_argument("--all-steps", action="store_true", help="Probe every checkpoint of the run.")
+    add(
+        "--missing",
+        action="store_true",
+        help="Leave out the runs that have all results asked for, and only count them.",
+    )
     add("--untrained", action="store_true", help="Also probe the untrained encoder, for comparison.")
     add("--pixels", action="store_true", help="Also probe the raw pixels, for comparison.")
     add(
@@ -52,6 +60,13 @@ def _parser() -> argparse.ArgumentParser:
         type=_share,
         metavar="P",
         help="The share of test samples that may also be in the train set (default: probe.allow_shared of the run).",
+    )
+    add(
+        "--at-a-time",
+        type=positive,
+        metavar="N",
+        help="Probe N runs at the same time, each in a process with its share of the cores; if one fails, the others "
+        "go on (default: one after another, in this process).",
     )
     add("--out", type=Path, metavar="DIR", help="Write to DIR/NAME, and nothing into the run directory NAME.")
     add("--allow-pipe", action="store_true", help=ALLOW_PIPE_HELP)
@@ -88,22 +103,36 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     arguments = _parser().parse_args()
-    from trainer.distributed.collectives import on_first_rank, rank
+    from trainer.distributed.collectives import broadcast_object, on_first_rank, rank
     from trainer.distributed.environment import choose_device, process_group, read_env
     from trainer.own_code import import_code_of
-    from trainer.probe_runs import probe_run, runs_table
+    from trainer.probe_processes import Results, probe_in_processes
+    from trainer.probe_runs import is_probed, probe_run, runs_table
     from trainer.probes.memory_limit import MemoryLimit
 
     world = read_env(os.environ)
-    device = choose_device(world)
+    if arguments.at_a_time is not None and world.launcher != "none":
+        raise UserError(f"--at-a-time starts processes itself, but {world.launcher} has started several; leave one out")
     gigabytes = arguments.memory_gigabytes
-    memory = MemoryLimit(None if gigabytes is None else int(gigabytes * 1e9), arguments.scratch)
+    max_bytes = None if gigabytes is None else int(gigabytes * 1e9)
     changes = {
         "views": arguments.views,
         "batch_norm": arguments.batch_norm,
         "num_epochs": arguments.epochs,
         "reads": arguments.reads,
     }
+    options: dict[str, Any] = {
+        "steps": "all" if arguments.all_steps else arguments.step,
+        "labels": arguments.label,
+        "num_draws": arguments.overlay_draws,
+        "changes": {name: value for name, value in changes.items() if value is not None},
+        "allow_shared": arguments.allow_shared,
+        "untrained": arguments.untrained,
+        "pixels": arguments.pixels,
+        "allow_pipe": arguments.allow_pipe,
+        "memory": MemoryLimit(max_bytes, arguments.scratch, num_processes=arguments.at_a_time or 1),
+    }
+    device = choose_device(world)
     with process_group(world, device):
         paths = runs_of(arguments.run_dirs)
         run_dirs = [RunDir(path) for path in paths]
@@ -119,24 +148,25 @@ def main() -> None:
             import_code_of(run_dirs)
         if arguments.out is not None:
             run_dirs = places_of_probes(run_dirs, arguments.out)
-        of_runs = [
-            probe_run(
-                run_dir,
-                steps="all" if arguments.all_steps else arguments.step,
-                labels=arguments.label,
-                num_draws=arguments.overlay_draws,
-                changes={name: value for name, value in changes.items() if value is not None},
-                allow_shared=arguments.allow_shared,
-                device=device,
-                untrained=arguments.untrained,
-                pixels=arguments.pixels,
-                allow_pipe=arguments.allow_pipe,
-                memory=memory,
+        if arguments.missing:
+            left = on_first_rank(lambda: [run_dir for run_dir in run_dirs if not is_probed(run_dir, **options)])
+            left = broadcast_object(left) or []
+            if rank() == 0 and len(left) < len(run_dirs):
+                print(f"{len(run_dirs) - len(left)} of {len(run_dirs)} run(s) are probed already")
+            run_dirs = left
+        if arguments.at_a_time is None:
+            of_runs: list[Results | None] = [probe_run(run_dir, device=device, **options) for run_dir in run_dirs]
+        else:
+            of_runs = probe_in_processes(
+                run_dirs, at_a_time=arguments.at_a_time, options=options, allow_code=arguments.allow_code
             )
-            for run_dir in run_dirs
-        ]
-        if len(of_runs) > 1 and rank() == 0:
-            print(runs_table(paths, of_runs))
+        both = zip(run_dirs, of_runs, strict=True)
+        probed = {run_dir.path: results for run_dir, results in both if results is not None}
+        if len(probed) > 1 and rank() == 0:
+            print(runs_table(list(probed), list(probed.values())))
+        if len(probed) < len(run_dirs):
+            print(f"error: {len(run_dirs) - len(probed)} of {len(run_dirs)} run(s) were not probed", file=sys.stderr)
+            raise SystemExit(1)
 
 
 def _gigabytes(text: str) -> float:

@@ -21,7 +21,7 @@ from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import NO_LABEL
 from trainer.checkpoint.run_state import other_data
 from trainer.config import read_run_config
-from trainer.data import read_agreed_manifests
+from trainer.data import read_agreed_manifests, read_manifests
 from trainer.distributed.collectives import broadcast_object, on_first_rank, rank
 from trainer.modules import TrainedModules
 from trainer.observability.wandb_run import summarize
@@ -34,7 +34,7 @@ from trainer.probes.knn import probe_knn
 from trainer.probes.linear import ProbeConfig, Target, check_ranks, num_labelled, probe_linear, spread
 from trainer.probes.memory_limit import MemoryLimit
 from trainer.probes.reads import reader
-from trainer.probes.result import ProbeResult
+from trainer.probes.result import ProbeResult, read_result
 from trainer.probes.right_samples import pack_right
 from trainer.probes.shared import check_shared, find_shared
 from trainer.probes.targets import label_targets, readable_labels
@@ -157,6 +157,52 @@ def probe_run(
 
     on_first_rank(write_curves)
     return readout.results
+
+
+def is_probed(
+    run_dir: RunDir,
+    *,
+    steps: int | str | None,
+    labels: Sequence[LabelSpace] | None,
+    num_draws: int,
+    changes: Mapping[str, Any],
+    untrained: bool,
+    pixels: bool,
+    allow_pipe: bool,
+    **_: object,
+) -> bool:
+    """Tell whether a run has all results that `probe_run` would write with these options.
+
+    A result counts if it is newer than its checkpoint, and has the settings and the data of the run. A run with
+    damaged files or missing data has none, so that `probe_run` says what is wrong.
+    """
+    newest = run_dir.latest_step()
+    if newest is None:
+        return False
+    chosen = steps_in(run_dir.checkpoints) if steps == "all" else [newest if steps is None else int(steps)]
+    wanted = [(step, dict(changes)) for step in ([0, *chosen] if untrained else chosen)]
+    if pixels:
+        wanted.append((0, {**changes, "reads": "pixels"}))
+    try:
+        own = read_run_config(run_dir, allow_pipe=allow_pipe)
+        manifests = read_manifests(own.data, makes_index=False)
+        train, test = manifests.probed, manifests.test
+        for space in readable_labels(train, test, wanted=labels or own.probe.labels):
+            for step, changed in wanted:
+                path = run_dir.probes(step) / f"{space}{_suffix(own.probe, changed)}.json"
+                result = read_result(path)
+                found = result.probe_config, result.train_manifest_sha256, result.test_manifest_sha256
+                draws = result.linear.draws
+                checkpoint = run_dir.checkpoint(step)
+                if (
+                    found != (own.probe.model_copy(update=changed).protocol, train.sha256, test.sha256)
+                    or (num_draws > 1 and (draws is None or len(draws.accuracies) < num_draws))
+                    or (checkpoint.exists() and path.stat().st_mtime < checkpoint.stat().st_mtime)
+                ):
+                    return False
+    except UserError:
+        return False
+    return True
 
 
 def _suffix(own: ProbeConfig, changes: Mapping[str, Any]) -> str:

@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.audio.waveform import crop_last, fit_length, to_float
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.processes import end_with_parent
 from data_pipeline.core.sample import Record, Sample
 from data_pipeline.core.schema import Schema
 from data_pipeline.overlays import Overlay, baked_keys
@@ -200,20 +200,12 @@ def _start_worker(inputs: bytes, lock: Path | None) -> None:
         _lock_of_worker = lock.open()
         with suppress(OSError):  # a file system without locks
             fcntl.flock(_lock_of_worker, fcntl.LOCK_SH)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()  # else it would wait for work forever when its build is killed
     parent = multiprocessing.parent_process()
     assert parent is not None
     if not parent.is_alive():  # killed before this process had its lock: another build may be running
         os._exit(1)
     _inputs_of_worker = pickle.loads(inputs)
-
-
-def _end_with_parent() -> None:
-    """End this worker when its build is killed; otherwise it would wait for work forever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _in_worker(work: Callable[[Any, U], T], task: U) -> T:

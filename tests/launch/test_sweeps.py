@@ -187,7 +187,7 @@ def test_a_dry_run_of_a_study_here_says_which_runs_are_finished_begun_or_new(
     command: Command, data: Path, tmp_path: Path
 ) -> None:
     home = tmp_path / "study"
-    words = ["--study", "studies:debug_seeds", *recipe(data)[2:], "--study-dir", home]
+    words: list[str | Path] = ["--study", "studies:debug_seeds", *recipe(data)[2:], "--study-dir", home]
     words += ["--executor", "local", "--dry-run"]
     fresh = command("slurm", *words)
     assert fresh.status == 0, fresh.stderr

@@ -32,10 +32,12 @@ class MemoryLimit:
 
     max_bytes: on each rank; None stands for half of the memory that is free when it is asked for, shared by all ranks.
     scratch: a directory on a local disk; None stands for the one of `tempfile`, which the variable TMPDIR sets.
+    num_processes: the number of processes that are started apart from each other, and share the free memory too.
     """
 
     max_bytes: int | None = None
     scratch: Path | None = None
+    num_processes: int = 1
 
     def holds(self, num_bytes: int, device: torch.device = _CPU) -> bool:
         """Return whether `num_bytes` may be kept in the memory of a device.
@@ -44,9 +46,9 @@ class MemoryLimit:
         """
         most = self.max_bytes
         if most is None and device.type == "cuda":
-            most = torch.cuda.mem_get_info(device)[0] // 2
+            most = torch.cuda.mem_get_info(device)[0] // 2 // self.num_processes
         elif most is None:
-            most = free_host_bytes() // 2 // world_size()
+            most = free_host_bytes() // 2 // (world_size() * self.num_processes)
         return not any_rank(num_bytes > most)
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

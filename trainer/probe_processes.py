@@ -1,0 +1,117 @@
+"""Probe several runs at the same time, each in a process of its own.
+
+Guarantees: a run that fails, or whose process dies, costs no other run its results. No process outlives the command.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from data_pipeline.core.environment import variable
+from data_pipeline.core.errors import UserError, printable, storage_problem
+from data_pipeline.core.processes import end_with_parent
+from data_pipeline.core.progress import Progress
+from trainer.distributed.environment import choose_device, process_group, read_env
+from trainer.own_code import import_code_of
+from trainer.probe_runs import probe_run
+from trainer.probes.features import LabelSpace
+from trainer.probes.result import ProbeResult
+from trainer.run_dir import RunDir
+
+Results = Mapping[LabelSpace, ProbeResult]
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """The text that a process has printed for stdout and for stderr, and its results or the reason that it has none."""
+
+    out: str
+    err: str
+    results: Results | None
+    problem: str
+
+
+def probe_in_processes(
+    run_dirs: Sequence[RunDir], *, at_a_time: int, options: Mapping[str, Any], allow_code: bool = False
+) -> list[Results | None]:
+    """Call `probe_run` with `options` for each run, `at_a_time` of them at once, and print what each one prints.
+
+    The processes share the cores of this machine, unless OMP_NUM_THREADS is set. Returns the results of each run. Those
+    of a run that failed are None, and the reason is printed.
+    """
+    num_threads = max(1, len(os.sched_getaffinity(0)) // at_a_time)
+    os.environ["OMP_NUM_THREADS"] = variable("OMP_NUM_THREADS") or str(num_threads)
+    # Forks a server that has imported this module and has computed nothing: this process may have touched a GPU.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    waiting = deque(enumerate(run_dirs))
+    running: dict[Connection, tuple[int, BaseProcess]] = {}
+    found: list[Results | None] = [None] * len(run_dirs)
+    with Progress("probed runs", total=len(run_dirs)) as progress:
+        try:
+            while waiting or running:
+                while waiting and len(running) < at_a_time:
+                    number, run_dir = waiting.popleft()
+                    receiver, sender = context.Pipe(duplex=False)
+                    process = context.Process(target=_probe, args=(run_dir, options, allow_code, sender))
+                    process.start()
+                    sender.close()  # so that the end of the process is the end of the pipe
+                    running[receiver] = number, process
+                for ready in wait(list(running)):
+                    assert isinstance(ready, Connection)
+                    number, ended = running.pop(ready)
+                    found[number] = _print_answer(run_dirs[number], ready, ended)
+                    progress.advance(note=printable(run_dirs[number].path.name))
+        finally:
+            for _, left in running.values():
+                left.kill()
+    return found
+
+
+def _print_answer(run_dir: RunDir, receiver: Connection, process: BaseProcess) -> Results | None:
+    """Print what a process has printed, and return its results; None if it has none."""
+    try:
+        answer: _Answer = receiver.recv()
+    except EOFError:
+        process.join()
+        answer = _Answer("", "", None, f"its process has ended with status {process.exitcode}")
+    process.join()
+    receiver.close()
+    print(answer.out, end="", flush=True)
+    print(answer.err, end="", file=sys.stderr)
+    if answer.problem:
+        print(f"{printable(str(run_dir.path))}: not probed: {printable(answer.problem)}", file=sys.stderr, flush=True)
+    return answer.results
+
+
+def _probe(run_dir: RunDir, options: Mapping[str, Any], allow_code: bool, sender: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the command ends this one
+    end_with_parent()
+    Progress.hide()
+    results, problem = None, ""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        try:
+            if allow_code:
+                import_code_of([run_dir])
+            world = read_env(os.environ)
+            device = choose_device(world)
+            with process_group(world, device):
+                results = probe_run(run_dir, device=device, **options)
+        except UserError as error:
+            problem = str(error)
+        except Exception as error:
+            problem = (storage_problem(error) if isinstance(error, OSError) else None) or repr(error)
+            traceback.print_exc()
+    sender.send(_Answer(out.getvalue(), err.getvalue(), results, problem))
