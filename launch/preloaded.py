@@ -1,9 +1,9 @@
 """Start the runs of a study on this machine without waiting for their imports.
 
-A preloaded process imports what a run needs, from the copy of the code. It computes nothing, so it has no threads and
-has not touched a GPU. For each run it forks a controller, in place of the one that submitit's local executor starts,
-and the controller forks the process that trains. Each run has its own environment, log, time limit, signals and exit
-status.
+A preloaded process imports what a run needs, from the copy of the code. It computes nothing, so no thread is at work
+and no GPU is in use when it forks. For each run it forks a controller, in place of the one that submitit's local
+executor starts, and the controller forks the process that trains. Each run has its own environment, log, time limit,
+signals and exit status.
 
 Guarantees: a run computes the same bits as in a new Python process. If the preloaded process ends, the runs go on, and
 later runs are started by submitit.
@@ -11,6 +11,7 @@ later runs are started by submitit.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -33,6 +34,8 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, Controller, LocalJob
 from launch.job import MAX_TIMEOUTS_HERE  # and with it all that a run imports
 from launch.submitted import is_job_here
 
+# Modules that a run imports for its networks (and so torch._dynamo), and when W&B starts.
+_IMPORTED_LATE = ("torchvision.models", "wandb.sdk.launch")
 _NUM_WAITS, _WAIT_SECONDS = 100, 0.01
 
 
@@ -110,7 +113,9 @@ def main() -> None:
     """Fork a controller for each line of stdin, and print its process id."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the runs and the launcher by itself
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system forgets a controller that has ended
-    importlib.import_module("torchvision.models")  # and so torch._dynamo; a run imports both late, for its networks
+    for module in _IMPORTED_LATE:
+        with contextlib.suppress(Exception):  # W&B need not be installed; a run says what is wrong with it
+            importlib.import_module(module)
     gc.freeze()  # no garbage collection of a run copies the memory of the modules
     while line := sys.stdin.readline():
         pid = os.fork()
