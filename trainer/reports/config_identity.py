@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from data_pipeline.core.schema import flatten
 from trainer.config import RunConfig
@@ -28,8 +29,12 @@ NOT_IDENTITY = (
 
 def config_identity(config: RunConfig) -> str:
     """Return the settings that decide the result of a training, as one string that is equal for repetitions."""
-    settings = {key: value for key, value in flatten(config).items() if not _is_ignored(key)}
-    return json.dumps(settings, sort_keys=True)
+    return json.dumps(identity_settings(config), sort_keys=True)
+
+
+def identity_settings(config: RunConfig) -> dict[str, Any]:
+    """Return the settings that decide the result of a training, by their dotted names."""
+    return {key: value for key, value in flatten(config).items() if not _is_ignored(key)}
 
 
 def _is_ignored(key: str) -> bool:

@@ -114,8 +114,8 @@ class Rival:
 
     @property
     def is_told(self) -> bool:
-        """Return whether the best is told from it."""
-        return self.p < LEVEL
+        """Return whether the best is told to be above it. With other seeds of each, the best may be below it here."""
+        return self.lead.mean > 0 and self.p < LEVEL
 
 
 @dataclass(frozen=True)

@@ -102,14 +102,14 @@ def probe_result(
     ).model_dump(mode="json")
 
 
-def worst_groups(accuracy: float, *, num_test: int = 40) -> Groups:
-    """Return groups of two classes each, of which the pair (cat, 3) is the worst."""
+def worst_groups(accuracy: float, *, num_test: int = 40, name: str = "cat") -> Groups:
+    """Return groups of two classes each, of which the pair (`name`, 3) is the worst."""
     return Groups(
         labels=("base", "overlay"),
         num_test=((num_test, num_test), (num_test, num_test)),
         right={"linear": ((num_test, num_test), (num_test, 0))},
         min_size=10,
-        worst={"linear": WorstGroup(classes=("cat", "3"), accuracy=accuracy, num_test=num_test)},
+        worst={"linear": WorstGroup(classes=(name, "3"), accuracy=accuracy, num_test=num_test)},
         num_empty=0,
         num_small=0,
         num_unlabelled=0,

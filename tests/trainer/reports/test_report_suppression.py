@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import time
@@ -14,9 +15,12 @@ import pytest
 from configs import debug
 from data_pipeline.core.errors import UserError
 from tests.trainer.reports.suppression_runs import PROBE, make_run, probe_result, samples, worst_groups
+from trainer.config import RunConfig
+from trainer.neighbours import NeighboursConfig
 from trainer.report import main
+from trainer.reports.suppression.changes import changed_settings
 from trainer.reports.suppression.measured import read_benchmark
-from trainer.reports.suppression.verdicts import column_of, halving, kept_of_easy, kept_of_hard, sentence
+from trainer.reports.suppression.verdicts import column_of, halving, kept_of_easy, kept_of_hard, sentence, worst_group
 from trainer.run_dir import write_json
 
 CURES = {"plain": (0.9, 0.3), "viewmaker": (0.88, 0.85), "IFM": (0.9, 0.32)}  # on the hard label at 0 and at 10 bits
@@ -245,6 +249,80 @@ def test_worst_groups_are_shown(tmp_path: Path) -> None:
     assert "| plain | 25.0 (cat · 3, 40 samples) | – |" in page
 
 
+def test_the_worst_group_is_the_worst_of_all_pairs_and_its_size_is_its_own(tmp_path: Path) -> None:
+    right = {"base": samples(0.5, num_test=200, seed=0)}
+    for seed, (name, worst, size) in enumerate((("cat", 0.2, 40), ("cat", 0.3, 40), ("dog", 0.1, 12))):
+        result = make_run(tmp_path, factors("plain", hard="base,site"), seed=seed, right=right)
+        groups = [
+            worst_groups(worst, num_test=size, name=name),
+            worst_groups(0.9, num_test=99).model_copy(update={"labels": ("base", "site")}),
+        ]
+        path = result / "probes" / "step_00000040" / "base.json"
+        of_label = json.loads(path.read_text()) | {"groups": [one.model_dump(mode="json") for one in groups]}
+        write_json(path, of_label)
+    (setting,) = read_benchmark(sorted(tmp_path.iterdir())).settings
+    found = worst_group(setting, "10", "plain", "base")
+    assert found is not None
+    assert found.accuracy == pytest.approx(0.2)
+    assert (found.classes, found.num_test) == ("cat · 3", 40)
+
+
+def test_cures_of_other_seeds_are_not_said_to_be_beaten(tmp_path: Path) -> None:
+    def run(cure: str, seed: int, accuracy: float) -> None:
+        make_run(tmp_path, factors(cure), seed=seed, right={"base": samples(accuracy, num_test=1000, seed=seed)})
+
+    run("best", 0, 0.6)
+    run("best", 1, 0.9)
+    run("above it on seed 0", 0, 0.7)
+    run("far below", 0, 0.2)
+    run("other seed", 2, 0.3)
+    (setting,) = read_benchmark(sorted(tmp_path.iterdir())).settings
+    column = column_of(setting, "10", "base")
+    marks = {cure: column.mark(cure) for cure in setting.cures}
+    assert marks == {"best": "best", "above it on seed 0": "tied", "far below": "lower", "other seed": ""}
+    assert "best (75.0" in sentence(column)
+    assert "is ahead of 1 of 2 cures: of far below" in sentence(column)
+    assert "Not told from it: above it on seed 0 (−10.0)" in sentence(column)
+    assert sentence(column).endswith("Not compared with it, because they share no seed: other seed.")
+
+
+def test_the_page_says_which_settings_a_cure_changes_and_no_others(tmp_path: Path) -> None:
+    home, right = tmp_path / "runs", {"base": samples(0.5, num_test=200, seed=0)}
+    plain: Any = {"objective": {"kind": "nt_xent", "temperature": 0.1}}
+    for bits in (0, 10):
+        make_run(home, factors("plain", bits=bits), right=right, **plain)
+        make_run(home, factors("longer", bits=bits), right=right, num_epochs=3 + bits, **plain)
+        make_run(home, factors("IFM", bits=bits), right=right, objective={"kind": "ifm", "temperature": 0.1})
+        views = debug.viewmaker().model_dump()
+        learned: Any = {"views": views["views"], "adversary": views["adversary"]}
+        make_run(home, factors("viewmaker", bits=bits), right=right, **plain, **learned)
+        larger = debug.image().encoder.model_copy(update={"embedding_size": 99}).model_dump()
+        make_run(home, factors("VICReg", bits=bits), right=right, encoder=larger, objective={"kind": "vicreg"})
+    report("--study", "suppression", home, "--out", tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text().split("## What each cure changes")[1]
+    assert "| cure | settings that differ from plain | and others, by setting |" in page
+    assert row(page, "IFM") == ["objective.kind=ifm", "–"]
+    assert row(page, "VICReg") == ["encoder.embedding_size=99, objective.kind=vicreg", "–"]
+    assert row(page, "longer") == ["–", "num_epochs"]
+    assert "views.kind=viewmaker" in row(page, "viewmaker")[0]
+    assert "views.base_width=4" in row(page, "viewmaker")[0]
+    assert "adversary={}" in row(page, "viewmaker")[0]
+    assert "| plain |" not in page
+
+
+def test_a_section_that_is_switched_on_or_off_is_said(tmp_path: Path) -> None:
+    neighbours = debug.image().model_dump() | {
+        "objective": {"kind": "symmetric_info_nce"},
+        "num_epochs": 4,
+        "neighbours": {"from_epoch": 1, "group_size": 4},
+    }
+    near = RunConfig.model_validate(neighbours)
+    plain = near.model_copy(update={"neighbours": None})
+    assert changed_settings(plain, near) == {"neighbours.from_epoch": 1}
+    assert changed_settings(plain, near.model_copy(update={"neighbours": NeighboursConfig()})) == {"neighbours": {}}
+    assert changed_settings(near, plain) == {"neighbours": None}
+
+
 def test_randbit_stands_beside_the_published_table(tmp_path: Path) -> None:
     def with_loss(**loss: Any) -> Mapping[str, Any]:
         return {"objective": {"kind": "nt_xent"} | loss, "num_epochs": 10, "global_batch_size": 32}
@@ -253,6 +331,8 @@ def test_randbit_stands_beside_the_published_table(tmp_path: Path) -> None:
     for bits, accuracy in ((0, 0.9), (5, 0.5), (10, 0.1), (16, 0.1)):
         right = {"base": samples(accuracy, num_test=500, seed=bits)}
         make_run(home, factors("tau 0.1", bits=bits), right=right, **with_loss(temperature=0.1))
+        near = with_loss(kind="symmetric_info_nce", temperature=0.1)
+        make_run(home, factors("near", bits=bits), right=right, neighbours={"from_epoch": 1}, **near)
         make_run(home, factors("tau 0.3", bits=bits), right=right, **with_loss(temperature=0.3))
     report("--study", "suppression", home, "--out", tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
@@ -260,6 +340,7 @@ def test_randbit_stands_beside_the_published_table(tmp_path: Path) -> None:
     ours = row(page, "ours, tau 0.1")
     assert [cell.split()[0] for cell in ours] == ["90.0", "50.0", "10.0", "–", "–", "5.0"]
     assert "ours, tau 0.3" not in page
+    assert "ours, near" not in page
     assert "8,000 train pictures instead of 60,000" in page
     assert "epochs instead" not in page
     assert "tau 0.1 at 16 bits: 10.0 ±" in page

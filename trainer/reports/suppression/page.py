@@ -13,6 +13,7 @@ from trainer.probes.features import LabelSpace
 from trainer.reports.paired import LEVEL, Estimate
 from trainer.reports.protocols import describe_protocol
 from trainer.reports.suppression.blocks import Block, Cell, Picture, Row, Section, Table, Text, text
+from trainer.reports.suppression.changes import changes_of_cures
 from trainer.reports.suppression.figures import draw_setting
 from trainer.reports.suppression.measured import Benchmark, Gaps, Setting
 from trainer.reports.suppression.published import BITS, CHANCE, PUBLISHED, SOURCE, is_randbit, repeated
@@ -35,6 +36,7 @@ from trainer.reports.suppression.verdicts import (
 
 NONE = "–"  # in a cell without a number
 MOST_NAMED = 12  # run directories in one command; for more, it takes all runs
+_CHANGES = "What each cure changes"
 _LEVEL = f"{100 * LEVEL:g} %"
 
 
@@ -63,6 +65,7 @@ def make_page(benchmark: Benchmark, *, study: str, paths: Sequence[Path]) -> Pag
         Section("Every setting, every cure", _overview(columns, benchmark.settings, order)),
         *(Section(one.name, _of_setting(one, columns[one.name], order)) for one in benchmark.settings),
     ]
+    sections.append(Section(_CHANGES, [_changes(benchmark.settings, order)]))
     sections += [Section("Does a monitor without labels see it?", _monitors(benchmark, order))]
     sections += [
         Section(f"{setting.name} beside the published table", _published(setting))
@@ -86,8 +89,8 @@ def _introduction(benchmark: Benchmark) -> list[Block]:
         ),
         text(
             "A setting is a dataset with such features, at several difficulties: the more difficult, the stronger the "
-            "easy feature. A cure is a way to train that is meant to keep the hard feature. Every cure of a setting "
-            "has the same encoder, samples and epochs, unless its name says otherwise."
+            "easy feature. A cure is a way to train that is meant to keep the hard feature. What a cure changes, "
+            f'besides what its name says, is in the table "{_CHANGES}".'
         ),
         Text(
             [
@@ -109,6 +112,31 @@ def _introduction(benchmark: Benchmark) -> list[Block]:
             + ("" if len(seeds) > 1 else " With one seed, intervals and comparisons hold for this seed only.")
         ),
     ]
+
+
+def _changes(settings: Sequence[Setting], order: Sequence[str]) -> Block:
+    """Return a table of the settings of each cure, as its runs were trained with them."""
+    found = changes_of_cures(settings)
+    if found is None:
+        return text("Fewer than two cures are measured, so there is nothing to compare.")
+    plainest, changes = found
+    rows = [
+        Row(
+            cure,
+            [
+                Cell(", ".join(changes[cure].everywhere) or NONE),
+                Cell(", ".join(changes[cure].elsewhere) or NONE),
+            ],
+        )
+        for cure in order
+        if cure in changes
+    ]
+    return Table(
+        ["cure", f"settings that differ from {plainest}", "and others, by setting"],
+        rows,
+        caption=f"From the configs of the runs. {plainest} is the cure with the fewest differences from the others. Of "
+        "another kind of loss, view or encoder, only the settings that are not its defaults.",
+    )
 
 
 Columns = Mapping[str, Mapping[tuple[LabelSpace, str], Column]]

@@ -58,7 +58,9 @@ def repeated(setting: Setting) -> Repeated | None:
         for run in runs.values():
             loss, encoder = run.config.objective, run.config.encoder
             temperature = getattr(loss, "temperature", None)
-            if cure not in setting.cures or loss.kind not in _LOSSES or run.config.views.is_learned:
+            if cure not in setting.cures or loss.kind not in _LOSSES:
+                continue
+            if run.config.views.is_learned or run.config.neighbours is not None:  # neither is in the paper
                 continue
             if temperature in PUBLISHED and temperature is not None:
                 unlike = (_LOSSES.index(loss.kind), abs(encoder.embedding_size - EMBEDDING_SIZE))

@@ -100,22 +100,25 @@ def sentence(column: Column) -> str:
             "hard for this encoder in these steps, and says nothing about cures."
         )
     best = f"{ranking.best} ({shown(column.of_cure[ranking.best])} %)"
+    alone = joined(ranking.not_paired)
+    not_compared = f" Not compared with it, because they share no seed: {alone}." if alone else ""
     if not ranking.rivals:
-        return f"{what}: only {best} is measured."
+        return f"{what}: {best} has the highest mean.{not_compared}" if alone else f"{what}: only {best} is measured."
     if not ranking.told:
         closest = ranking.rivals[0]
         return (
             f"{what}: {best} has the highest mean, and no other cure is told from it. The next is {closest.name}, "
-            f"{points(closest.lead.mean)} points behind."
+            f"{points(closest.lead.mean)} points behind.{not_compared}"
         )
     next_told = ranking.told[0]
     lead = f"{points(next_told.lead.mean)} ± {points(next_told.lead.half_width)} points"
     if not ranking.not_told:
-        return f"{what}: {best} is ahead of every other cure: of {next_told.name}, the next, by {lead}."
+        every = "every other cure that shares a seed with it" if alone else "every other cure"
+        return f"{what}: {best} is ahead of {every}: of {next_told.name}, the next, by {lead}.{not_compared}"
     names = joined([f"{rival.name} ({points(rival.lead.mean)})" for rival in ranking.not_told])
     return (
         f"{what}: {best} is ahead of {len(ranking.told)} of {len(ranking.rivals)} cures: of "
-        f"{next_told.name}, the closest of these, by {lead}. Not told from it: {names}."
+        f"{next_told.name}, the closest of these, by {lead}. Not told from it: {names}.{not_compared}"
     )
 
 
@@ -168,7 +171,7 @@ def kept_of_easy(column: Column, cure: str) -> float | None:
 
 @dataclass(frozen=True)
 class WorstGroup:
-    """The mean over seeds of the accuracy in the worst group, the classes of most seeds' worst group, and its size."""
+    """The mean over seeds of the accuracy in the worst group; the classes and the size of the worst group of most."""
 
     accuracy: float
     classes: str
@@ -176,21 +179,19 @@ class WorstGroup:
 
 
 def worst_group(setting: Setting, difficulty: str, cure: str, label: LabelSpace) -> WorstGroup | None:
-    """Return the worst group of a label paired with another label of the setting; None if none was large enough."""
-    found = [
-        groups.worst["linear"]
-        for run in setting.runs(difficulty, cure).values()
-        if label in run.trained
-        for groups in run.trained[label].groups
-        if set(groups.labels) <= set(setting.labels) and "linear" in groups.worst
-    ]
+    """Return the worst group of a label paired with any other label of the setting; None if none was large enough."""
+    found = []
+    for run in setting.runs(difficulty, cure).values():
+        of_pairs = [
+            groups.worst["linear"]
+            for groups in (run.trained[label].groups if label in run.trained else ())
+            if set(groups.labels) <= set(setting.labels) and "linear" in groups.worst
+        ]
+        found += [min(of_pairs, key=lambda one: one.accuracy)] if of_pairs else []
     if not found:
         return None
-    return WorstGroup(
-        statistics.fmean(one.accuracy for one in found),
-        statistics.mode(" · ".join(one.classes) for one in found),
-        min(one.num_test for one in found),
-    )
+    usual = statistics.mode((one.name, one.num_test) for one in found)
+    return WorstGroup(statistics.fmean(one.accuracy for one in found), *usual)
 
 
 def monitors_of(setting: Setting, difficulty: str, cure: str) -> list[Monitors]:
