@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from data_pipeline.building.catalogue import labels_of_overlay, needs_digits, open_picture_overlay
 from data_pipeline.building.datasets import TAR_PICTURE_SIZE, check_at_least
 from data_pipeline.building.tar_scan import (
+    LABEL_FIELDS,
     PARTS,
     Fields,
     ScanInputs,
@@ -387,6 +388,16 @@ def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[st
         if 0 < (num_labelled := sum(label.counts)) < manifest.num_samples:
             which = "" if name == BASE else f" ({name})"
             yield f"{manifest.num_samples - num_labelled} samples have no label{which}"
+        if without := [words for words, count in zip(label.classes, label.counts, strict=False) if not count]:
+            which = "" if name == BASE else f" of {name}"
+            yield f"{len(without)} of the {len(label.classes)} classes{which} have no sample, such as {without[0]}"
+    if manifest.tars.label_field is None:
+        seen = _count_fields(facts)
+        if len(several := [name for name in LABEL_FIELDS if name in seen]) > 1:
+            yield (
+                f"the label of a sample is the first of its fields {', '.join(several)}; if they do not say the same, "
+                "name one with --label"
+            )
     if manifest.overlay is not None:
         yield (
             f"overlay: {manifest.overlay.kind}, {manifest.overlay.layout}, drawn anew at each reading; "

@@ -14,10 +14,9 @@ import json
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Final
 
@@ -172,8 +171,7 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
         words: dict[str, list[str | None]] = {name: [] for name in inputs.fields.label_names}
         keys: list[int] = []
         num_without_picture = num_too_large = 0
-        for key, group in groupby(members, key=lambda member: split_name(member.name)[0]):
-            of_sample = {split_name(member.name)[1]: member for member in group}
+        for key, of_sample in _samples(members):
             fields.update(of_sample.keys())
             picture = next((of_sample[name] for name in inputs.fields.picture if name in of_sample), None)
             if picture is None:
@@ -215,6 +213,24 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
     part = np.concatenate(columns)
     _write_part(part_path(inputs.directory, task.path), facts, part)
     return facts
+
+
+def _samples(members: Iterable[TarMember]) -> Iterator[tuple[str, dict[str, TarMember]]]:
+    """Yield the key of each sample and its members by extension.
+
+    Members that follow each other are a sample if they share a key. A second member of one extension begins another
+    sample of that key, so that no picture gets the label of another one.
+    """
+    key, of_sample = "", dict[str, TarMember]()
+    for member in members:
+        key_of_member, extension = split_name(member.name)
+        if of_sample and (key_of_member != key or extension in of_sample):
+            yield key, of_sample
+            of_sample = {}
+        key = key_of_member
+        of_sample[extension] = member
+    if of_sample:
+        yield key, of_sample
 
 
 @contextmanager

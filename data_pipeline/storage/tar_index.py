@@ -229,6 +229,26 @@ class TarShards:
         return found
 
 
+def tar_ranges(directory: Path) -> dict[str, range]:
+    """Return the samples of each tar of an index, by the name under which every index knows the same tar.
+
+    A local tar is known by its path without links, and a remote one by its sha256. Raises `UserError` if the index
+    cannot be read.
+    """
+    try:
+        paths = read_regular(directory / TARS_NAME, max_bytes=_MAX_TARS_BYTES).decode().splitlines()
+        numbers = read_regular(directory / TAR_NUMBERS_NAME, max_bytes=_MAX_TARS_BYTES)
+        hashes = read_regular(directory / TAR_HASHES_NAME, max_bytes=_MAX_TARS_BYTES)
+        ends = np.frombuffer(numbers, dtype="<i8").reshape(-1, 3)[:, 0].tolist()
+    except (OSError, ValueError) as error:
+        raise UserError(f"the index in {directory} cannot be read ({error}); {_REINDEX}") from None
+    if hashes:
+        names = [hashes[start : start + 32].hex() for start in range(0, len(hashes), 32)]
+    else:
+        names = [str((directory / path).resolve()) for path in paths]
+    return dict(zip(names, map(range, [0, *ends], ends), strict=False))
+
+
 def has_remote_tars(directory: Path) -> bool:
     """Return whether a directory is an index of remote tars."""
     return bool(regular_size(directory / TAR_HASHES_NAME))

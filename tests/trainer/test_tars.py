@@ -229,6 +229,24 @@ def test_training_names_what_is_wrong_with_tars(tmp_path: Path) -> None:
         train(resolve_recipe("debug:image", settings(tmp_path)), RunDir(tmp_path / "run"), device=CPU, command="train")
 
 
+def test_a_test_set_that_names_a_tar_of_the_train_set_is_refused(tars: Path, tmp_path: Path) -> None:
+    both = tmp_path / "both.txt"
+    (tmp_path / "link.tar").symlink_to(tars / "train" / "1.tar")
+    both.write_text(f"{tars}/test/0.tar\n{tars}/test/1.tar\n{tmp_path}/link.tar\n")
+    out = tmp_path / "index"
+    make_index(str(both), out, fields=Fields(), size=32, classes_of=tars / "train")
+    refused = resolve_recipe("debug:image", settings(tars, f"data.test_dir={out}"))
+    with pytest.raises(UserError, match=r"24 of the 42 test samples of \S+ \(57.1 %\) have their picture"):
+        check_data(refused)
+    with pytest.raises(UserError, match="sample 00000018 is sample 00000024 of the train set"):
+        check_data(refused)
+    mixed = ["data.train_dir=null", f"data.mixture={{a: {{train_dir: {tars}/train, weight: 1}}}}"]
+    with pytest.raises(UserError, match="24 of the 42 test samples"):
+        check_data(resolve_recipe("debug:image", settings(tars, f"data.test_dir={out}", *mixed)))
+    check_data(resolve_recipe("debug:image", settings(tars, f"data.test_dir={out}", "probe.allow_shared=0.6")))
+    check_data(resolve_recipe("debug:image", settings(tars)))
+
+
 def test_a_plan_and_a_submission_write_no_index_and_name_the_command(tmp_path: Path) -> None:
     for seed, name in enumerate(("train", "test")):
         write_tars(tmp_path / name, 32, sizes=((40, 40),), seed=seed)

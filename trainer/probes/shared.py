@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.storage.manifest import Manifest
+from data_pipeline.core.sample import sample_key
+from data_pipeline.storage.manifest import Manifest, dataset_directory
 from data_pipeline.storage.source_digests import SharedSources, read_source_digests, shared_sources
+from data_pipeline.storage.tar_index import tar_ranges
 from trainer.data import DataConfig
 from trainer.mixture import MixtureManifest, TrainManifest
 
@@ -14,12 +18,15 @@ from trainer.mixture import MixtureManifest, TrainManifest
 def find_shared(data: DataConfig, *, train: TrainManifest, test: Manifest) -> SharedSources | None:
     """Count the test samples whose source is in the train set too; None if a dataset does not record its sources.
 
-    If both are the same dataset, all samples count. Of a mixture, the datasets that record their sources count. Raises
-    `UserError` if the digests of a dataset cannot be read.
+    If both are the same dataset, all samples count. Of a mixture, the datasets that record their sources count. Tars of
+    others record none: of them, the samples of tars that both sets name count. Raises `UserError` if the digests or the
+    index of a dataset cannot be read.
     """
     manifests = list(train.sources.values()) if isinstance(train, MixtureManifest) else [train]
     if test.sha256 in {manifest.sha256 for manifest in manifests}:
         return SharedSources(test.num_samples, test.num_samples, (("00000000", "00000000"),))
+    if test.tars is not None:
+        return _shared_tars(data, manifests, test)
     found = [
         read_source_digests(location, manifest, remote=data.remote)
         for location, manifest in zip(data.train_locations.values(), manifests, strict=True)
@@ -27,6 +34,24 @@ def find_shared(data: DataConfig, *, train: TrainManifest, test: Manifest) -> Sh
     recorded = [digests_N for digests_N in found if digests_N is not None]
     test_M = read_source_digests(data.test_dir, test, remote=data.remote)
     return None if not recorded or test_M is None else shared_sources(np.concatenate(recorded), test_M)
+
+
+def _shared_tars(data: DataConfig, train: Sequence[Manifest], test: Manifest) -> SharedSources | None:
+    """Count the test samples in tars that the train set names too; None if there are none, which proves nothing."""
+    locations = zip(data.train_locations.values(), train, strict=True)
+    of_train = [
+        tar_ranges(dataset_directory(location)) for location, manifest in locations if manifest.tars is not None
+    ]
+    in_train = {name: samples for ranges in of_train for name, samples in ranges.items()}
+    shared = {name: each for name, each in tar_ranges(dataset_directory(data.test_dir)).items() if name in in_train}
+    first = [(name, samples) for name, samples in shared.items() if samples][:1]
+    if not first:
+        return None
+    return SharedSources(
+        test.num_samples,
+        sum(map(len, shared.values())),
+        tuple((sample_key(samples[0]), sample_key(in_train[name][0])) for name, samples in first),
+    )
 
 
 def check_shared(shared: SharedSources | None, data: DataConfig, *, allowed: float) -> str | None:

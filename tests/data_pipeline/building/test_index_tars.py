@@ -431,6 +431,32 @@ def test_samples_with_the_same_key_are_told(tmp_path: Path, caplog: pytest.LogCa
     assert numbers_in(store) == [0, 1, 2, 3, 4, 5, 0, 1, 2]
 
 
+def test_a_picture_never_gets_the_label_of_another_one_with_its_key(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two samples of one key that follow each other, and of a third one a picture without a label."""
+    members = [("a.png", picture(0)), ("a.cls", b"0"), ("a.png", picture(1)), ("a.cls", b"1"), ("a.png", picture(2))]
+    by_tarfile(tmp_path / "x.tar", members)
+    store = indexed(tmp_path, tmp_path / "index")
+    assert numbers_in(store) == [0, 1, 2]
+    assert decode(store, np.arange(3)).labels["base"].tolist() == [0, 1, NO_LABEL]
+    assert "2 samples have the key of an earlier one" in caplog.text
+
+
+def test_empty_classes_and_several_fields_of_labels_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sample whose label is in another field than that of the others would be of a class of its own."""
+    by_tarfile(tmp_path / "x.tar", [("a.png", picture(0)), ("a.cls", b"1"), ("b.png", picture(1)), ("b.label", b"3")])
+    done = call(main, "index", tmp_path, "--workers", "1", monkeypatch=monkeypatch, capsys=capsys)
+    assert "2 of the 4 classes have no sample, such as 0" in done.stdout
+    assert (
+        "the label of a sample is the first of its fields cls, label; if they do not say the same, name" in done.stdout
+    )
+    done = call(main, "index", tmp_path, "--workers", "1", "--label", "cls", monkeypatch=monkeypatch, capsys=capsys)
+    assert "is the first of its fields" not in done.stdout
+
+
 def test_an_index_that_is_made_again_leaves_open_readers_alone(tmp_path: Path) -> None:
     simple(tmp_path, [3, 3])
     store = indexed(tmp_path, tmp_path / INDEX_NAME)
