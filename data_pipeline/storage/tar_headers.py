@@ -1,7 +1,7 @@
 """Read the headers of a tar in memory: which files it holds, and where.
 
-Several times as fast as `tarfile`, and bounded in time and memory for any bytes. Reads ustar, GNU and PAX headers of all
-writers, with long names and with files above 8 GiB.
+Several times as fast as `tarfile`, and bounded in time and memory for any bytes. Reads ustar, GNU and PAX headers of
+all writers, with long names and with files above 8 GiB.
 
 Shapes: N headers.
 """
