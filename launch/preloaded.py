@@ -111,7 +111,6 @@ class ForkingExecutor(submitit.LocalExecutor):
 
 def main() -> None:
     """Fork a controller for each line of stdin, and print its process id."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the runs and the launcher by itself
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system forgets a controller that has ended
     for module in _IMPORTED_LATE:
         with contextlib.suppress(Exception):  # W&B need not be installed; a run says what is wrong with it
@@ -160,7 +159,6 @@ def _control(folder: Path) -> None:
 def _become_a_run(paths: JobPaths) -> None:
     """Set the handlers of signals, the output and the random state of a new process. Wait until the job is written."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     with paths.stdout.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

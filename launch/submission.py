@@ -8,6 +8,7 @@ import io
 import os
 import shlex
 import shutil
+import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -258,8 +259,14 @@ def _submit_here(
         stderr_to_stdout=True,
     )
     os.environ["OMP_NUM_THREADS"] = variable("OMP_NUM_THREADS") or str(resources.threads_per_task)
-    with outside_any_job(python_environment(code, os.environ)):
-        return executor.submit_array(train_jobs)
+    # The processes inherit this. Else Ctrl-C in a terminal, which reaches all of them, would make the controller of
+    # submitit kill its ranks. They unblock it when they can save a checkpoint (`launch.job`).
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with outside_any_job(python_environment(code, os.environ)):
+            return executor.submit_array(train_jobs)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def gpus_of(resources: Resources, *, slot: int) -> list[int]:

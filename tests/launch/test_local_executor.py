@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,8 +19,10 @@ import pytest
 import launch.slurm
 from launch.ports import free_ports
 from launch.slurm_command import plan_from, request_from
+from launch.submitted import is_job_here, run_status
 from tests.commands import Done, call, float64_recipe
-from tests.nursery import run_python
+from tests.nursery import PythonProcess, run_python
+from tests.processes import kill_tree
 from trainer.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
@@ -118,6 +122,33 @@ def test_ranks_of_this_machine_share_its_cores(
     words = [*what, "--executor", "local", *(flag for flag in flags if flag != "--study")]
     arguments = launch.slurm._parser().parse_args(words)
     assert plan_from(arguments, request_from(arguments)).resources.cpus_per_task == expected
+
+
+@pytest.mark.process
+def test_ctrl_c_in_a_terminal_saves_a_run_of_two_ranks(recipe: list[str], tmp_path: Path) -> None:
+    """It reaches the launcher, the controller of submitit and the ranks."""
+    words = [sys.executable, "launch/slurm.py", "--executor", "local", "--tasks-per-node", "2", "--wait", *recipe]
+    words += ["--set", "num_epochs=10000", "--set", "log_every_steps=1", "--run-dir", str(tmp_path / "run")]
+    environ = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    process = PythonProcess(words, cwd=ROOT, env=environ, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    run_dir, deadline = RunDir(tmp_path / "run"), time.monotonic() + 120
+    try:
+        while len(run_dir.read_metrics()) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        kill_tree(process)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    while is_job_here(str(json.loads((run_dir.path / "job.json").read_text())["job_id"])):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    status = run_status(run_dir, {})
+    assert (status.state, "as Ctrl-C asked" in status.reason) == ("stopped", True)
+    assert (run_dir.latest_step() or 0) > 1
 
 
 @pytest.mark.process
