@@ -55,7 +55,7 @@ def probe_in_processes(
     os.environ["OMP_NUM_THREADS"] = variable("OMP_NUM_THREADS") or str(num_threads)
     # Forks a server that has imported this module and has computed nothing: this process may have touched a GPU.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([__name__, "torchvision.models"])  # networks import it late, and so torch._dynamo
     waiting = deque(enumerate(run_dirs))
     running: dict[Connection, tuple[int, BaseProcess]] = {}
     found: list[Results | None] = [None] * len(run_dirs)
