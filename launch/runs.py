@@ -64,6 +64,7 @@ def run_study_here(plan: SubmissionPlan, *, command: str) -> None:
     waiting = deque(plan.runs)
     running: dict[int, tuple[PlannedRun, submitit.Job[None]]] = {}
     num_failed = 0
+    started = time.monotonic()
     with PreloadedProcess() as preloaded:
         while waiting or running:
             for slot in range(plan.at_a_time):
@@ -83,7 +84,9 @@ def run_study_here(plan: SubmissionPlan, *, command: str) -> None:
                         print(f"{name}: not started: {error}", file=sys.stderr, flush=True)
                         continue
                     running[slot] = planned, job
-                    print(f"{name}: job {job.job_id}, {len(waiting)} to come", flush=True)
+                    num_ended = len(plan.runs) - len(waiting) - len(running)
+                    left = _time_left(time.monotonic() - started, done=num_ended, of=len(plan.runs))
+                    print(f"{name}: job {job.job_id}, {len(waiting)} to come{left}", flush=True)
             time.sleep(POLL_HERE_SECONDS)
     if num_failed:
         print(
@@ -91,6 +94,20 @@ def run_study_here(plan: SubmissionPlan, *, command: str) -> None:
             file=sys.stderr,
         )
         raise SystemExit(1)
+
+
+def _time_left(seconds: float, *, done: int, of: int) -> str:
+    """Return an estimate of the time for all runs, once some are done and if it is a minute or more.
+
+    Examples:
+        >>> _time_left(600.0, done=20, of=1296)
+        ', about 10 h 38 min left'
+        >>> _time_left(600.0, done=0, of=1296), _time_left(60.0, done=2, of=3)
+        ('', '')
+    """
+    minutes = int(seconds * (of - done) / done / 60) if done else 0
+    hours = f"{minutes // 60} h " if minutes >= 60 else ""
+    return f", about {hours}{minutes % 60} min left" if minutes else ""
 
 
 def print_submitted(plan: SubmissionPlan, jobs: Sequence[submitit.Job[None]]) -> None:
