@@ -267,6 +267,18 @@ def test_the_worst_group_is_the_worst_of_all_pairs_and_its_size_is_its_own(tmp_p
     assert (found.classes, found.num_test) == ("cat · 3", 40)
 
 
+def test_the_page_says_which_setting_has_which_seeds(tmp_path: Path) -> None:
+    home, right = tmp_path / "runs", {"base": samples(0.5, num_test=300, seed=0)}
+    for cure in ("plain", "viewmaker"):
+        for seed in (0, 1):
+            make_run(home, {"setting": "RandBit", "difficulty": "5", "cure": cure}, seed=seed, right=right)
+        make_run(home, {"setting": "C+Digits", "difficulty": "all", "cure": cure}, right=right)
+    report("--study", "suppression", home, "--out", tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert "6 of 6 runs are measured, with the seeds 0, 1 (RandBit) and the seed 0 (C+Digits)." in page
+    assert "With one seed, intervals and comparisons hold for this seed only." in page
+
+
 def test_cures_of_other_seeds_are_not_said_to_be_beaten(tmp_path: Path) -> None:
     def run(cure: str, seed: int, accuracy: float) -> None:
         make_run(tmp_path, factors(cure), seed=seed, right={"base": samples(accuracy, num_test=1000, seed=seed)})

@@ -77,7 +77,7 @@ def make_page(benchmark: Benchmark, *, study: str, paths: Sequence[Path]) -> Pag
 
 
 def _introduction(benchmark: Benchmark) -> list[Block]:
-    seeds = sorted({seed for setting in benchmark.settings for seed in setting.seeds})
+    has_single = any(len(setting.seeds) == 1 for setting in benchmark.settings)
     num_measured = sum(len(runs) for setting in benchmark.settings for runs in setting.cells.values())
     protocol = "" if benchmark.protocol is None else f" The probe: {describe_protocol(benchmark.protocol)}."
     return [
@@ -107,9 +107,8 @@ def _introduction(benchmark: Benchmark) -> list[Block]:
             "list",
         ),
         text(
-            f"{num_measured} of {benchmark.num_runs} runs are measured, with the seed"
-            f"{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}.{protocol}"
-            + ("" if len(seeds) > 1 else " With one seed, intervals and comparisons hold for this seed only.")
+            f"{num_measured} of {benchmark.num_runs} runs are measured, with {_seeds(benchmark.settings)}.{protocol}"
+            + (" With one seed, intervals and comparisons hold for this seed only." if has_single else "")
         ),
     ]
 
@@ -137,6 +136,18 @@ def _changes(settings: Sequence[Setting], order: Sequence[str]) -> Block:
         caption=f"From the configs of the runs. {plainest} is the cure with the fewest differences from the others. Of "
         "another kind of loss, view or encoder, only the settings that are not its defaults.",
     )
+
+
+def _seeds(settings: Sequence[Setting]) -> str:
+    """Return the seeds of the settings in words, and which setting has which if they differ."""
+    names: dict[tuple[int, ...], list[str]] = {}
+    for setting in settings:
+        names.setdefault(setting.seeds, []).append(setting.name)
+    parts = []
+    for seeds, of_seeds in sorted(names.items(), key=lambda item: -len(item[0])):
+        words = f"the seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
+        parts.append(words if len(names) == 1 else f"{words} ({', '.join(of_seeds)})")
+    return " and ".join(parts)
 
 
 Columns = Mapping[str, Mapping[tuple[LabelSpace, str], Column]]
