@@ -21,7 +21,8 @@ from trainer.optim.optimizers import AdamConfig, OptimizerConfig
 class AdversaryConfig(Schema):
     """The settings for training the viewmaker.
 
-    weight: the weight of the loss for the viewmaker: the adversarial weight of Tamkin et al. 2021, 1 in their paper.
+    weight: the weight of the loss for the viewmaker: the adversarial weight of Tamkin et al. 2021, 1 in their paper. It
+        multiplies the gradient, so it changes the steps of SGD, and those of Adam, AdamW and LAMB next to nothing.
     freeze_step: the step from which on the viewmaker does not change.
     viewmaker_steps: the number of steps of the viewmaker for each step of the encoder, on new views each; only with
         alternating updates.
@@ -41,6 +42,16 @@ class AdversaryConfig(Schema):
                 "one step each; set update=alternating"
             )
         return self
+
+    def note(self) -> str | None:
+        """Return a sentence if `weight` has no effect; None if it has one, or is 1."""
+        if self.weight == 1 or not self.optimizer.divides_by_gradients:
+            return None
+        return (
+            f"adversary.weight={self.weight:g} multiplies the viewmaker's gradient, by whose size "
+            f"{self.optimizer.kind} divides its steps, so it changes next to nothing; set "
+            "adversary.optimizer.learning_rate, or adversary.optimizer.kind=sgd"
+        )
 
 
 def reverse_gradient(x: Tensor, weight: float) -> Tensor:

@@ -291,7 +291,7 @@ def probe(
             checkpoint_step=modules.step,
             linear=linear[space].result,
             knn=knn[space].result,
-            chance=1 / target.num_classes,
+            chance=target.chance,
             majority_share=majority_share(target),
             class_names=train.class_names(space),
             num_train=num_labelled(target.train_N),

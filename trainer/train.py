@@ -103,6 +103,7 @@ def _train(
         device=device,
         manifest=manifests.train,
         crops=original_crops(config, manifests.train),
+        in_groups=config.neighbours is not None,
     )
     encoder, mel = training.modules.encoder, config.data.mel
     groups = NeighbourGroups(config.neighbours, run_dir.path, stream, encoder, mel=mel)

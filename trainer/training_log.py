@@ -182,6 +182,8 @@ def log_start(
     )
     if (note := config.objective.note(global_batch_size=config.global_batch_size)) is not None:
         logger.info("%s", note)
+    if config.adversary is not None and (note := config.adversary.note()) is not None:
+        logger.warning("%s", note)
     if config.precision == "bfloat16" and device.type == "cpu" and _lacks_bfloat16(torch.cpu.get_capabilities()):
         logger.warning(
             "this processor has no instructions for bfloat16: a step may take longer than with precision=float32"

@@ -249,6 +249,9 @@ class Stream:
     node hold a dataset in memory together, and all ranks must make their streams at the same time. Iterating twice
     gives the same batches twice. The caller's random state does not change.
 
+    With `in_groups`, `read_in_groups` will be called, which needs the samples in memory; `auto` then reads them even if
+    less than an epoch is left.
+
     `dataset` is a location, an open store, whose own `remote` settings then apply, or a `Mixture` of open stores. With
     `crops`, for tars, each view of a picture is a crop that is drawn so, cut out of the stored picture and resized.
 
@@ -278,6 +281,7 @@ class Stream:
         overlay_draw: Literal["per_item", "per_view"] = "per_item",
         share: NodeShare | None = None,
         crops: CropLaw | None = None,
+        in_groups: bool = False,
     ) -> None:
         assert 0 <= rank < world_size
         self._read, self._device, self._rank, self._world_size = read, device, rank, world_size
@@ -323,7 +327,7 @@ class Stream:
         assert 0 <= start_step <= end_step
         self._steps = range(start_step, end_step)
         self._global_batch_size, self._crops = global_batch_size, crops
-        self._place(share)
+        self._place(share, reads_short=in_groups)
         self.known_bad = tuple(
             self._order.named(source.number, bad)
             for source in self._sources
@@ -336,12 +340,15 @@ class Stream:
         if rank == 0:
             self._log_start()
 
-    def _place(self, share: NodeShare | None) -> None:
-        """Read the samples of each dataset into memory, if the settings say so and they fit together."""
+    def _place(self, share: NodeShare | None, *, reads_short: bool) -> None:
+        """Read the samples of each dataset into memory, if the settings say so and they fit together.
+
+        `reads_short` says whether to read them even if less than an epoch is left.
+        """
         read, room = self._read, self._read.resident_gigabytes
         for source in self._sources:
             store = source.store
-            is_short = not self._order.reads_an_epoch(source.number, self._steps)
+            is_short = not reads_short and not self._order.reads_an_epoch(source.number, self._steps)
             # A run whose cache is too small to stream began with the data in memory, so it must also end like this.
             if is_short and read.placement == "auto" and _fits_cache(store, shuffle_shards=read.shuffle_shards):
                 source.placed = DataPlacement("stream", "less than an epoch is left to read")

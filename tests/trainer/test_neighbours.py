@@ -112,7 +112,10 @@ def test_the_loss_is_the_mean_of_the_losses_of_the_groups() -> None:
 
 @pytest.mark.ranks
 def test_ranks_follow_one_process_and_a_run_goes_on_within_an_epoch(data: Path, tmp_path: Path) -> None:
-    """Groups are found at steps 5 and 10; a run that was stopped after 7 or 10 steps ends as one that was not."""
+    """Groups are found at steps 5 and 10; a run that was stopped after 7, 10 or 12 steps ends as one that was not.
+
+    After 12 steps, less than an epoch is left, of which other runs stream the samples.
+    """
     config = configure(data)
     for num_ranks in (1, 2):
         run_ranks(train_on_rank, num_ranks, config, tmp_path / str(num_ranks))
@@ -124,7 +127,7 @@ def test_ranks_follow_one_process_and_a_run_goes_on_within_an_epoch(data: Path, 
         np.testing.assert_array_equal(found[0], found[1])
         assert (found[0][:, 0] == np.arange(NUM_SAMPLES)).sum() >= 80  # the others are not in a batch of the epoch
 
-    for stopped_after, num_ranks in ((7, 1), (7, 2), (10, 1)):
+    for stopped_after, num_ranks in ((7, 1), (7, 2), (10, 1), (12, 1)):
         copy = tmp_path / f"{stopped_after} {num_ranks}"
         saved = configure(data, f"checkpoint_every_steps={stopped_after}", "keep_checkpoints=9")
         run_ranks(train_on_rank, 1, saved, copy)

@@ -29,6 +29,11 @@ class _Fields(Schema):
     scaling: Literal["none", "linear", "square_root"] = "none"
     reference_batch_size: BatchSize = 256
 
+    @property
+    def divides_by_gradients(self) -> bool:
+        """Return whether steps stay the same, up to `epsilon`, if all gradients are multiplied by a number."""
+        return False
+
 
 class SGDConfig(_Fields):
     """SGD with heavy-ball momentum.
@@ -54,6 +59,10 @@ class AdamConfig(_Fields):
     weight_decay: Decay = 0.0
     decay: Decayed = "all"
 
+    @property
+    def divides_by_gradients(self) -> bool:
+        return self.weight_decay == 0
+
 
 class AdamWConfig(_Fields):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019): a step shrinks the weights by rate times decay."""
@@ -64,6 +73,10 @@ class AdamWConfig(_Fields):
     epsilon: Epsilon = 1e-8
     weight_decay: Decay = 0.01
     decay: Decayed = "matrices"
+
+    @property
+    def divides_by_gradients(self) -> bool:
+        return True
 
 
 class _FromTimm(_Fields):
@@ -107,6 +120,10 @@ class LAMBConfig(_FromTimm):
     weight_decay: Decay = 0.01
     max_gradient_norm: PositiveFactor | None = None
     decay: Decayed = "matrices"
+
+    @property
+    def divides_by_gradients(self) -> bool:
+        return self.max_gradient_norm is None
 
 
 OptimizerConfig = Annotated[SGDConfig | AdamConfig | AdamWConfig | LARSConfig | LAMBConfig, Field(discriminator="kind")]

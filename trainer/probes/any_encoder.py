@@ -8,6 +8,7 @@ Shapes: N samples, B batch, C channels, H height, W width, F features of the lin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ DataLoader of batches of these; or the tensors themselves, pictures (N, C, H, W)
 
 ONLY_LABEL: Final = "label"  # the name of a label without a name
 _WITHOUT_VIEWS: Final = ProbeConfig(views="none")
+_FAR: Final = 0.5  # from [0, 1]; a little is the overshoot of a resizing
 _CPU: Final = torch.device("cpu")
 
 
@@ -46,7 +48,7 @@ class Accuracy:
 
     linear: of a linear probe on the features.
     knn: of a vote of the nearest neighbours.
-    chance: one over the number of classes.
+    chance: one over the number of classes that the samples have.
     """
 
     linear: float
@@ -63,7 +65,7 @@ def probe(
     config: ProbeConfig = _WITHOUT_VIEWS,
     batch_size: int = 128,
 ) -> dict[str, Accuracy]:
-    """Return the test accuracies of a frozen encoder for each label (or for `labels`), by the name of the label.
+    """Return the test accuracies of a frozen encoder for each label (or for `labels`, or `config.labels`), by its name.
 
     `encoder` is an `Encoder`, or a module or function from pictures (B, C, H, W) to features (B, D). It gets uint8
     pictures as float32 in [0, 1], and floating pictures as they are, `batch_size` at a time, on the device of its
@@ -73,8 +75,8 @@ def probe(
     `config` sets epochs, learning rate and seed of the linear probe; there are no views. On several ranks, every rank
     calls this with the same arguments, and computes all of it.
 
-    Raises `UserError` if a dataset is missing or has no labels, if the labels of both differ, or if the encoder returns
-    anything but finite rows.
+    Raises `UserError` if a dataset is missing or has no labels, if the labels of both differ or their pictures have
+    values of another range, or if the encoder returns anything but finite rows.
     """
     if config.reads != "features":
         raise UserError(
@@ -89,7 +91,8 @@ def probe(
     with frozen(encoder):
         known = _encode(encoder, train, which="train", batch_size=batch_size)
         asked = _encode(encoder, test, which="test", batch_size=batch_size)
-    targets = _targets(known, asked, wanted=labels)
+    _check_ranges(known.bounds, asked.bounds)
+    targets = _targets(known, asked, wanted=labels if labels is not None else config.labels)
     device = known.features_NF.device
 
     def batches(epoch: int) -> Iterable[FeatureBatch]:
@@ -99,20 +102,21 @@ def probe(
 
     linear = fit_linear_probe(batches, test_features=lambda: asked.features_NF, targets=targets, config=config)
     knn = knn_accuracies(known.pooled_ND, asked.pooled_ND, targets)
-    return {
-        name: Accuracy(linear[name].result.accuracy, knn[name], 1 / target.num_classes)
-        for name, target in targets.items()
-    }
+    return {name: Accuracy(linear[name].result.accuracy, knn[name], target.chance) for name, target in targets.items()}
 
 
 @dataclass(frozen=True)
 class _Encoded:
-    """The features of a dataset, and its labels (N,) int64 on the host. `manifest` is None for data of others."""
+    """The features of a dataset, and its labels (N,) int64 on the host. `manifest` is None for data of others.
+
+    bounds: the least and the greatest value that the encoder got.
+    """
 
     features_NF: Tensor
     pooled_ND: Tensor
     labels: Mapping[str, Tensor]
     manifest: Manifest | None
+    bounds: tuple[float, float]
 
 
 def _encode(encoder: object, data: LabelledData, *, which: str, batch_size: int) -> _Encoded:
@@ -134,9 +138,13 @@ def _encode(encoder: object, data: LabelledData, *, which: str, batch_size: int)
     features: list[Tensor] = []
     pooled: list[Tensor] = []
     labels: dict[str, list[Tensor]] = {}
+    low, high = math.inf, -math.inf
     for inputs, label_of in pairs:
         check_range = normalises and (manifest is None or manifest.medium == "picture")
-        x_BCHW = (to_unit_range(inputs) if check_range else _to_float(inputs)).to(device)
+        inputs = to_unit_range(inputs) if check_range else _to_float(inputs)
+        if inputs.numel():
+            low, high = min(low, float(inputs.min())), max(high, float(inputs.max()))
+        x_BCHW = inputs.to(device)
         if normalises:
             of_encoder = cast(FeatureEncoder, encoder)
             features.append(_rows(of_encoder.features(x_BCHW), len(inputs)))
@@ -151,7 +159,17 @@ def _encode(encoder: object, data: LabelledData, *, which: str, batch_size: int)
     if not features_NF.isfinite().all():
         raise UserError(f"the features of the {which} set are not all finite; did the training of the encoder diverge?")
     whole = {name: torch.cat(parts) for name, parts in labels.items()}
-    return _Encoded(features_NF, torch.cat(pooled) if pooled else features_NF, whole, manifest)
+    return _Encoded(features_NF, torch.cat(pooled) if pooled else features_NF, whole, manifest, (low, high))
+
+
+def _check_ranges(train: tuple[float, float], test: tuple[float, float]) -> None:
+    """Raise `UserError` if the pictures of one set are in [0, 1], and those of the other are far from it."""
+    for one, other in ((train, test), (test, train)):
+        if one[0] >= 0 and one[1] <= 1 and (other[0] < -_FAR or other[1] > 1 + _FAR):
+            raise UserError(
+                f"the train set gives pictures from {train[0]:.3g} to {train[1]:.3g} but the test set from "
+                f"{test[0]:.3g} to {test[1]:.3g}; give both the same transform"
+            )
 
 
 def _normalises_itself(encoder: object) -> bool:
@@ -173,6 +191,12 @@ def _stored(store: SampleStore, *, draw: int, batch_size: int) -> Iterator[tuple
 
 def _split(data: tuple[Tensor, Labels], *, which: str, batch_size: int) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     inputs, labels = _as_pair(data, which=which)
+    for name, label_N in labels.items():
+        if len(label_N) != len(inputs):
+            raise UserError(
+                f"the {which} set of the probe has {len(inputs)} pictures but {len(label_N)} of label {name!r}; give "
+                "one label for each picture"
+            )
     for first in range(0, len(inputs), batch_size):
         rows = slice(first, first + batch_size)
         yield inputs[rows], {name: label_N[rows] for name, label_N in labels.items()}

@@ -63,7 +63,8 @@ def curve_of(label: LabelSpace, method: Method, points: Sequence[Point]) -> Prob
 def read_curves(run_dir: RunDir, *, steps_per_epoch: int, suffix: str = "") -> Curves:
     """Return the curves of a run, from its metrics and from the probe results whose file names end with `suffix`.
 
-    Leaves out the untrained encoder. Raises `UserError` for a damaged file.
+    Leaves out the untrained encoder, and results on other data than those of the last step. Raises `UserError` for a
+    damaged file.
     """
     points: dict[tuple[LabelSpace, Method], list[Point]] = {}
 
@@ -71,11 +72,16 @@ def read_curves(run_dir: RunDir, *, steps_per_epoch: int, suffix: str = "") -> C
         point = Point(step=step, epoch=step / steps_per_epoch, accuracy=accuracy)
         points.setdefault((label, method), []).append(point)
 
-    for step in run_dir.probe_steps():
-        for space in labels_in(run_dir.probes(step), suffix=suffix) if step > 0 else ():
-            result = read_result(run_dir.probes(step) / f"{space}{suffix}.json")
-            add(space, "linear", step, result.linear.accuracy)
-            add(space, "knn", step, result.knn.accuracy)
+    results = [
+        read_result(run_dir.probes(step) / f"{space}{suffix}.json")
+        for step in run_dir.probe_steps()
+        for space in (labels_in(run_dir.probes(step), suffix=suffix) if step > 0 else ())
+    ]
+    last = max(results, key=lambda result: result.checkpoint_step, default=None)
+    for result in results:
+        if last is not None and result.data == last.data:
+            add(result.label, "linear", result.checkpoint_step, result.linear.accuracy)
+            add(result.label, "knn", result.checkpoint_step, result.knn.accuracy)
     for entry in run_dir.read_metrics():
         for space in online_labels(entry):
             for method, name in _ONLINE.items():

@@ -199,6 +199,12 @@ class Target:
         """Return whether every train picture has the label."""
         return num_labelled(self.train_N) == len(self.train_N)
 
+    @property
+    def chance(self) -> float:
+        """Return one over the number of classes that a sample has. Tars with the labels 1 to 10 name a class 0 too."""
+        labels_M = torch.cat([self.train_N.cpu(), self.test_N.cpu()])
+        return 1 / max(1, int((torch.bincount(labels_M[labels_M != NO_LABEL]) > 0).sum()))
+
 
 def num_labelled(label_N: Tensor) -> int:
     """Return how many samples have a label, (N,) int64, and not `NO_LABEL`."""

@@ -19,7 +19,7 @@ class ProbeResult(Schema):
     """Accuracies of one label at one checkpoint, and the accuracies to compare them with.
 
     checkpoint_step: 0 is the untrained encoder.
-    chance: one over the number of classes.
+    chance: one over the number of classes that the samples have.
     majority_share: the test accuracy of always answering the commonest class of the train set.
     seconds: the time of the probe, for all labels together.
     title: the manifest's name of the label for readers, such as "digit"; None if it has none.
@@ -48,6 +48,11 @@ class ProbeResult(Schema):
     num_unlabelled: int = 0
     groups: tuple[Groups, ...] = ()
     right_samples: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def data(self) -> tuple[str, str]:
+        """Return the hashes of the train set and the test set on which it was measured."""
+        return self.train_manifest_sha256, self.test_manifest_sha256
 
 
 def labels_in(directory: Path, *, suffix: str | None = "") -> list[LabelSpace]:

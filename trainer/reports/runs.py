@@ -275,7 +275,8 @@ def _read_run(
 ) -> Run:
     metrics, provenance = index.read_metrics(run_dir.metrics), read_provenance(run_dir.provenance)
     pictures, damaged = _read_pictures(run_dir)
-    problems = (*metrics.problems, *provenance.problems, *damaged)
+    readouts, of_other_data = _of_one_dataset(_read_readouts(probe_places), run_dir)
+    problems = (*metrics.problems, *provenance.problems, *damaged, *of_other_data)
     for problem in problems:
         logger.warning("%s", problem)
     return Run(
@@ -284,7 +285,7 @@ def _read_run(
         config=config,
         provenance=provenance.facts,
         metrics=metrics.entries,
-        readouts=_read_readouts(probe_places),
+        readouts=readouts,
         protocol=protocol_of(config.probe),
         views=_read_views(run_dir, options),
         pictures=pictures,
@@ -316,6 +317,29 @@ def _read_readouts(places: Sequence[RunDir]) -> dict[ProbeConfig, Probes]:
                     of_step = readouts.setdefault(protocol_of(result.probe_config), {}).setdefault(step, {})
                     of_step.setdefault(space, result)
     return {**readouts}
+
+
+def _of_one_dataset(
+    readouts: Mapping[ProbeConfig, Probes], run_dir: RunDir
+) -> tuple[dict[ProbeConfig, Probes], tuple[str, ...]]:
+    """Return the results on the data of the last step, and a sentence if there are others, which are left out."""
+    results = [one for probes in readouts.values() for of_step in probes.values() for one in of_step.values()]
+    if len({one.data for one in results}) < 2:
+        return {**readouts}, ()
+    last = max(results, key=lambda one: one.checkpoint_step)
+    kept: dict[ProbeConfig, Probes] = {}
+    for protocol, probes in readouts.items():
+        of_steps = {
+            step: of_data
+            for step, of_step in probes.items()
+            if (of_data := {space: one for space, one in of_step.items() if one.data == last.data})
+        }
+        kept |= {protocol: of_steps} if of_steps else {}
+    steps = sorted({one.checkpoint_step for one in results if one.data != last.data})
+    return kept, (
+        f"Left out: the probes of {run_dir.path} at step {', '.join(map(str, steps))} were made on other data than "
+        f"that of step {last.checkpoint_step}; repeat them.",
+    )
 
 
 def _results_in(directory: Path, space: LabelSpace, step: int) -> Iterator[ProbeResult]:

@@ -135,6 +135,18 @@ def test_labels_can_be_chosen(tiny: Path) -> None:
         probe(Halves(), tiny / "train", tiny / "test", labels=["digit"], config=QUICK)
 
 
+def test_the_labels_of_the_config_are_those_that_are_probed(tiny: Path) -> None:
+    config = QUICK.model_copy(update={"labels": ("overlay",)})
+    assert set(probe(Halves(), tiny / "train", tiny / "test", config=config)) == {"overlay"}
+    assert set(probe(Halves(), tiny / "train", tiny / "test", labels=["base"], config=config)) == {"base"}
+
+
+def test_chance_counts_the_classes_that_there_are() -> None:
+    """As labels that begin at 1, of which a class 0 has no sample."""
+    train, test = Pairs(64, lambda x, y: (x, y + 1)), Pairs(32, lambda x, y: (x, y + 1), seed=1)
+    assert probe(Halves(), train, test, config=QUICK)["label"].chance == 0.5
+
+
 def test_sounds_are_encoded_as_spectrograms(tmp_path: Path) -> None:
     data = write_tiny_sound_pair(tmp_path / "sounds", num_train=32, num_test=16)
     torch.manual_seed(0)
@@ -178,6 +190,24 @@ def fixed(shape: tuple[int, ...]) -> nn.Module:
             Pairs(8, lambda x, y: (x * 255, y)),
             Pairs(8, plain),
             r"pictures must be in \[0, 1\], got values from",
+        ),
+        (
+            Halves(),
+            Pairs(8, lambda x, y: ((x * 255).byte(), y)),
+            Pairs(8, lambda x, y: (x * 255, y)),
+            r"train set gives pictures from 0 to 0\.\d+ but the test set from 0\.\d+ to 1\d\d; give both the same",
+        ),
+        (
+            Halves(),
+            Pairs(8, lambda x, y: ((x - 0.4) / 0.2, y)),
+            Pairs(8, plain),
+            r"train set gives pictures from -\S+ to \S+ but the test set from \S+ to 0\.",
+        ),
+        (
+            Halves(),
+            (torch.rand(128, 3, 8, 8), torch.arange(256) % 2),
+            Pairs(8, plain),
+            "the train set of the probe has 128 pictures but 256 of label 'label'",
         ),
     ],
 )

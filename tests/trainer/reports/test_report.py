@@ -17,6 +17,7 @@ from PIL import Image
 from configs import debug
 from data_pipeline.core.errors import UserError
 from trainer.analyses.views import ViewsResult
+from trainer.probes.curve import read_curves
 from trainer.probes.knn import KNNResult
 from trainer.probes.linear import LinearResult, ProbeConfig
 from trainer.probes.result import ProbeResult
@@ -208,6 +209,23 @@ def test_table_holds_the_measured_numbers(
     assert page.row("commonest class")[1:] == ["11.3", "", "11.3", ""]
     untrained = [[" ".join(cell.split()) for cell in row] for row in page.rows if row[0].strip() == "untrained encoder"]
     assert untrained == [["untrained encoder", "21.5", "20.5", "37.0", "36.0"]] * 2
+
+
+def test_probes_on_data_that_were_replaced_are_left_out_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise an encoder is compared with its untrained one on other pictures, and curves go over both."""
+    run_dir = RunDir(make_run(tmp_path / "run", trained={"base": [0.452]}, untrained={"base": [0.215]}))
+    before = probe_result("base", 5, [0.333], 1000)
+    for step, result in ((0, probe_result("base", 0, [0.215], 1000)), (5, before)):
+        write_json(run_dir.probes(step) / "base.json", result | {"test_manifest_sha256": "c" * 64})
+    html = report(monkeypatch, tmp_path / "out.html", run_dir.path)
+    said = "at step 0, 5 were made on other data than that of step 11; repeat them."
+    assert said in " ".join(html.split())
+    assert "21.5" not in html
+    assert Page(html).row("debug-image")[1].startswith("45.2")
+    (curve, _) = read_curves(run_dir, steps_per_epoch=1).curves
+    assert [point.accuracy for point in curve.points] == [0.452]
 
 
 def test_one_file_that_needs_nothing_else(
