@@ -81,8 +81,11 @@ class CudaGraphs:
 
     def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
-        # Other threads go on: the loader pins memory, which would otherwise fail there and end the run.
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),  # torch does not leave its stream if a recording fails
+            # Other threads go on: the loader pins memory, which would otherwise fail there and end the run.
+            torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             result = run()
         return result, graph.replay
 
@@ -190,13 +193,20 @@ class RecordedStep:
         try:
             (output, metrics), replay = self._recorder.record(with_metrics)
         except RuntimeError as error:  # also of a GPU without memory left for the graph
-            reason = " ".join(str(error).split())[:200]
+            reason = " ".join(str(_first_error(error)).split())[:200]
             logger.warning("the step could not be recorded, so training goes on without compile=step: %s", reason)
             self._can_record = False
             self._step.clear_gradients()
             return False
         self._recordings[form] = _Recording(output, metrics, replay)
         return True
+
+
+def _first_error(error: RuntimeError) -> RuntimeError:
+    """Return the error that came first. After it, CUDA refuses to end the recording by an error that says no more."""
+    while isinstance(error.__context__, RuntimeError):
+        error = error.__context__
+    return error
 
 
 @contextlib.contextmanager
@@ -212,7 +222,11 @@ def _buffers_in_place(modules: list[nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
+        replaced = []
         for owner, name, place in places:
             now = owner._buffers[name]
             if now is not None and now is not place:
-                owner._buffers[name] = place.copy_(now)
+                owner._buffers[name] = place
+                replaced.append((place, now))
+        for place, now in replaced:  # last, because a copy fails in a recording that failed
+            place.copy_(now)

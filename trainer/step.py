@@ -379,7 +379,8 @@ class TrainingStep:
         metrics = {"train/loss": output.loss.detach()}
         metrics |= {f"train/{name}": value for name, value in output.metrics.items()}
         z_a_BD, z_b_BD = z_a_BD.detach(), z_b_BD.detach()
-        loss = spec.loss_weight * output.loss
+        # A product with 1 would take a kernel, and another one in the backward pass.
+        loss = output.loss if spec.loss_weight == 1 else spec.loss_weight * output.loss
         if self.loss_scale.scale is not None:
             loss = loss * self.loss_scale.scale
         return StepResult(output.loss.detach(), metrics, views_a, views_b, z_a_BD, z_b_BD), loss

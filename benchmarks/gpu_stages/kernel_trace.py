@@ -52,6 +52,8 @@ def trace_steps(setting: Setting, step: Callable[[], object], *, num_steps: int)
         for event in events
         if (event.device_type.name == "CUDA") == is_cuda and not event.is_user_annotation
     ]
+    if not kernels:
+        raise RuntimeError("torch's profiler saw no kernel; check that this user may read the counters of the GPU")
     launches = [event.name for event in events if event.device_type.name == "CPU"]
     return Trace(kernels, [name for name in launches if name.startswith(_LAUNCHES)])
 

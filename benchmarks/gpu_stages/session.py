@@ -10,6 +10,7 @@ time that is left is enough for it, and a failed or hanging one costs no other.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import signal
@@ -72,6 +73,19 @@ class Setting:
         """Wait for all kernels that were launched."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def free_memory(self) -> None:
+        """Free what earlier measurements left on the device, and count its peak from here on."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.init()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the most bytes of all tensors since `free_memory`; 0 on a CPU, where they are not counted."""
+        return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
 
 
 @dataclass(frozen=True)
@@ -242,6 +256,7 @@ def _attempt(
         if setting.seconds_left < tasks[name].needs_seconds:
             continue
         begin(name)
+        setting.free_memory()
         start = time.monotonic()
 
         def add(outcome: Outcome | None, failed: str | None = None, name: str = name, start: float = start) -> None:

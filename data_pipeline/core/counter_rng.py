@@ -76,13 +76,13 @@ def keys_of_rows(inputs: torch.Tensor, *, seed: int, step: int, view: int = 0, f
 def uniform(keys: DrawKeys, num: int, *, purpose: int) -> torch.Tensor:
     """Return (B, num) float32 numbers in [0, 1) of 24 random bits each; `purpose` separates uses of the same keys."""
     bits = _hash(_key(keys, purpose), num)
-    return (_shift_right(bits, 40)).to(torch.float32) * 2.0**-24
+    return _below_one(bits)
 
 
 def uniforms(keys: DrawKeys, num: int, *, purposes: Sequence[int]) -> torch.Tensor:
     """Return (P, B, num) numbers: `uniform` for each of P purposes, with as many operations as for one."""
     bits = _hash(_mix(torch.cat([_start(keys, purpose) for purpose in purposes])), num)
-    return ((_shift_right(bits, 40)).to(torch.float32) * 2.0**-24).view(len(purposes), -1, num)
+    return _below_one(bits).view(len(purposes), -1, num)
 
 
 def integers(keys: DrawKeys, num: int, high: int, *, purpose: int) -> torch.Tensor:
@@ -182,8 +182,8 @@ def _hash(key_B: torch.Tensor, num: int) -> torch.Tensor:
     """Return (B, num) int64 hashes of the counters 1 to `num` under each key; all 64 bits are random."""
     if can_use_numpy(key_B):
         return torch.from_numpy(_hash_by_numpy(key_B.numpy(), num).view(np.int64))
-    counter_N = torch.arange(1, num + 1, dtype=torch.int64, device=key_B.device) * _GOLDEN
-    return _mix(key_B[:, None] + counter_N[None, :])
+    counter_N = torch.arange(1, num + 1, dtype=torch.int64, device=key_B.device)
+    return _mix(torch.add(key_B[:, None], counter_N, alpha=_GOLDEN))
 
 
 def _hash_by_numpy(key_B: NDArray[np.int64], num: int) -> NDArray[np.uint64]:
@@ -200,6 +200,11 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     x = _shift_right(x, 30).bitwise_xor_(x).mul_(_MIX_1)
     x = _shift_right(x, 27).bitwise_xor_(x).mul_(_MIX_2)
     return _shift_right(x, 31).bitwise_xor_(x)
+
+
+def _below_one(bits: torch.Tensor) -> torch.Tensor:
+    """Return float32 numbers in [0, 1) from the upper 24 bits of int64. A GPU casts and multiplies in one kernel."""
+    return (_shift_right(bits, 40) * 2.0**-24).to(torch.float32)
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:

@@ -10,13 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from configs import resolve_recipe
 from data_pipeline.core.sample import Batch
 from trainer.build import Training, build_training
 from trainer.config import RunConfig
-from trainer.recorded_step import CudaGraphs, RecordedStep, why_not_recorded
+from trainer.recorded_step import CudaGraphs, RecordedStep, _buffers_in_place, why_not_recorded
 from trainer.step import StepOutput
 
 T = TypeVar("T")
@@ -62,8 +62,13 @@ class LikeAGraph:
 
 
 class FailsToRecord(LikeAGraph):
+    """A recorder that fails as a CUDA graph does: ending the recording raises another error."""
+
     def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        raise torch.OutOfMemoryError("no memory\n  left")
+        try:
+            raise torch.OutOfMemoryError("no memory\n  left")
+        finally:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
 
 def state_of(training: Training) -> list[Tensor]:
@@ -176,12 +181,35 @@ def test_on_a_cpu_the_setting_changes_nothing_and_says_so(caplog: pytest.LogCapt
     assert "compile=step changes nothing here: only a GPU records a step" in caplog.text
 
 
-def test_a_recording_does_not_stop_other_threads_from_pinning_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def cuda_calls(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
+    """Replace what a recorder calls of CUDA, and return the calls."""
     calls = mock.MagicMock()
-    for name in ("Stream", "CUDAGraph", "graph"):
+    for name in ("Stream", "CUDAGraph", "graph", "stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(calls, name))
+    return calls
+
+
+def test_a_recording_does_not_stop_other_threads_from_pinning_memory(cuda_calls: mock.MagicMock) -> None:
     assert CudaGraphs().record(lambda: 3)[0] == 3
-    assert calls.graph.call_args.kwargs["capture_error_mode"] == "thread_local"
+    assert cuda_calls.graph.call_args.kwargs["capture_error_mode"] == "thread_local"
+
+
+def test_a_recording_that_fails_leaves_the_stream_of_training_in_use(cuda_calls: mock.MagicMock) -> None:
+    """If the end of a recording raises, `torch.cuda.graph` leaves its own stream in use."""
+    cuda_calls.graph.return_value.__exit__.side_effect = RuntimeError("previous error during capture")
+    with pytest.raises(RuntimeError, match="previous error"):
+        CudaGraphs().record(lambda: 3)
+    cuda_calls.stream.assert_called_once_with(cuda_calls.current_stream.return_value)
+    cuda_calls.stream.return_value.__exit__.assert_called_once()
+
+
+def test_buffers_are_in_their_places_again_even_if_none_can_be_written() -> None:
+    module = nn.BatchNorm1d(2)
+    places = dict(module._buffers)
+    with pytest.raises(RuntimeError), _buffers_in_place([module]):
+        module._buffers.update({name: torch.zeros(5) for name in places})  # of another shape
+    assert all(module._buffers[name] is place for name, place in places.items())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container
+from itertools import groupby
 
 from torch import Tensor, nn
 
@@ -80,14 +81,9 @@ class ConvolutionalTrunk(nn.Sequential, Trunk):
     def _blocks(self) -> list[nn.Module]:
         """Return each block of a stage, and one block for neighbouring layers outside the stages (stem, last norm)."""
         blocks: list[nn.Module] = []
-        between: list[nn.Module] = []
-        for layer in self:
-            if isinstance(layer, nn.Sequential):
-                blocks += [nn.Sequential(*between)] * bool(between) + list(layer)
-                between = []
-            else:
-                between.append(layer)
-        return blocks + [nn.Sequential(*between)] * bool(between)
+        for is_stage, layers in groupby(self, lambda layer: isinstance(layer, nn.Sequential)):
+            blocks += [block for stage in layers for block in stage] if is_stage else [nn.Sequential(*layers)]
+        return blocks
 
 
 def draw_convolutions(trunk: nn.Module, *, except_for: Container[nn.Module] = ()) -> None:

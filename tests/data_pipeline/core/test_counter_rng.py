@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+from data_pipeline.core import counter_rng
 from data_pipeline.core.counter_rng import DrawKeys, integers, normal, normal_pairs, uniform, uniforms
 from tests.trainer.views.kolmogorov import ks_p_value
 
@@ -40,6 +42,10 @@ def test_numpys_hash_and_normals_are_torchs() -> None:
     key_B, num_pairs = _key(KEYS, 3), 1_000
     bits_BN = _mix(key_B[:, None] + torch.arange(1, num_pairs + 1) * _GOLDEN)
     assert torch.equal(_hash(key_B, num_pairs), bits_BN)
+    with mock.patch.object(counter_rng, "can_use_numpy", return_value=False):
+        assert torch.equal(_hash(key_B, num_pairs), bits_BN)
+    upper_bits_BN = bits_BN.numpy().view(np.uint64) >> np.uint64(40)
+    assert np.array_equal(uniform(KEYS, num_pairs, purpose=3).double().numpy(), upper_bits_BN * 2.0**-24)
     pairs_B2N = torch.empty(len(key_B), 2, num_pairs)
     _box_muller(bits_BN, out_B2N=pairs_B2N)
     torch.testing.assert_close(normal_pairs(KEYS, num_pairs, purpose=3), pairs_B2N, rtol=1e-5, atol=1e-6)

@@ -111,10 +111,14 @@ def step_and_clear(
     gradient_scale: Tensor | None,
 ) -> None:
     """Take the step of `Engine.step` with an optimizer of torch, then clear its gradients."""
-    if not optimizer.defaults.get("fused"):
+    is_fused = bool(optimizer.defaults.get("fused"))
+    if not is_fused:
         learning_rate = float(learning_rate)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
+        if is_fused and "capturable" in group:
+            # Without this flag, torch refuses to record Adam in a CUDA graph. The fused kernel does not read it.
+            group["capturable"] = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     step_unless(optimizer, skip, gradient_scale=gradient_scale)
     optimizer.zero_grad(set_to_none=True)
 
