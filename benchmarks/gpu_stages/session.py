@@ -78,7 +78,7 @@ class Setting:
         """Free what earlier measurements left on the device, and count its peak from here on."""
         gc.collect()
         if self.device.type == "cuda":
-            torch.cuda.init()
+            torch.cuda.init()  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 

@@ -82,7 +82,10 @@ class ConvolutionalTrunk(nn.Sequential, Trunk):
         """Return each block of a stage, and one block for neighbouring layers outside the stages (stem, last norm)."""
         blocks: list[nn.Module] = []
         for is_stage, layers in groupby(self, lambda layer: isinstance(layer, nn.Sequential)):
-            blocks += [block for stage in layers for block in stage] if is_stage else [nn.Sequential(*layers)]
+            if is_stage:
+                blocks += [block for stage in layers for block in stage.children()]
+            else:
+                blocks.append(nn.Sequential(*layers))
         return blocks
 
 
