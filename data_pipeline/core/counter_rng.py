@@ -204,7 +204,8 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 def _below_one(bits: torch.Tensor) -> torch.Tensor:
     """Return float32 numbers in [0, 1) from the upper 24 bits of int64. A GPU casts and multiplies in one kernel."""
-    return (_shift_right(bits, 40) * 2.0**-24).to(torch.float32)
+    # A Python number would make the product of torch's default type, which may be too short for 24 bits.
+    return _shift_right(bits, 40) * torch.tensor(2.0**-24, dtype=torch.float32, device="cpu")
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:

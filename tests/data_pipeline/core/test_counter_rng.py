@@ -198,6 +198,19 @@ def test_a_normal_does_not_depend_on_the_batch_or_on_how_many_are_drawn() -> Non
         torch.testing.assert_close(some, whole[[399, 17], :num], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_torchs_default_type_changes_no_draw(dtype: torch.dtype) -> None:
+    expected = uniform(KEYS, 1000, purpose=0), uniforms(KEYS, 9, purposes=[1, 2])
+    torch.set_default_dtype(dtype)
+    try:
+        found = uniform(KEYS, 1000, purpose=0), uniforms(KEYS, 9, purposes=[1, 2])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for numbers, same in zip(found, expected, strict=True):
+        assert numbers.dtype == torch.float32
+        assert torch.equal(numbers, same)
+
+
 def test_ambient_random_state_is_neither_read_nor_changed() -> None:
     torch.manual_seed(1)
     first, state = uniform(KEYS, 10, purpose=0), torch.get_rng_state()
