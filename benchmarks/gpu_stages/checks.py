@@ -134,14 +134,13 @@ def captured_against_eager(setting: Setting, recipe: str) -> Outcome:
     def losses(compile_setting: str) -> Tensor:
         config = config_of(setting, recipe, f"compile={compile_setting}", *settings)
         training = build_training(config, num_samples=50_000, device=setting.device)
-        # A recorded step reads its rates in float32.
-        rates = {
-            name: torch.tensor(rate).item() for name, rate in training.learning_rates(0, num_steps=_NUM_STEPS).items()
-        }
         found = []
         for step in range(_NUM_STEPS):
             batch = batch_of(config, step=step, device=setting.device)
-            output = training.step(batch, learning_rates=rates)
+            rates = training.learning_rates(step, num_steps=_NUM_STEPS)
+            # A recorded step reads its rates in float32.
+            in_float32 = {name: torch.tensor(rate).item() for name, rate in rates.items()}
+            output = training.step(batch, learning_rates=in_float32)
             found.append(output.metrics["train/loss"])
         captures.append(isinstance(training.step, RecordedStep) and training.step.is_recorded)
         return torch.stack(found).double().cpu()

@@ -38,7 +38,10 @@ class Trace:
 
 
 def trace_steps(setting: Setting, step: Callable[[], object], *, num_steps: int) -> Trace:
-    """Return the trace of some steps. On a CPU, the operations stand for kernels."""
+    """Return the trace of some steps. On a CPU, the operations stand for kernels.
+
+    It is empty if the profiler may not see the GPU.
+    """
     is_cuda = setting.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
     setting.wait()
@@ -52,8 +55,6 @@ def trace_steps(setting: Setting, step: Callable[[], object], *, num_steps: int)
         for event in events
         if (event.device_type.name == "CUDA") == is_cuda and not event.is_user_annotation
     ]
-    if not kernels:
-        raise RuntimeError("torch's profiler saw no kernel; check that this user may read the counters of the GPU")
     launches = [event.name for event in events if event.device_type.name == "CPU"]
     return Trace(kernels, [name for name in launches if name.startswith(_LAUNCHES)])
 
@@ -78,7 +79,12 @@ def busy_microseconds(kernels: Iterable[Kernel]) -> float:
 
 
 def summary(trace: Trace, *, num_steps: int) -> dict[str, Any]:
-    """Return the kernels that take most of the time, and the share of the time in which none ran."""
+    """Return the kernels that take most of the time, and the share of the time in which none ran.
+
+    Raises `RuntimeError` if the trace has no kernel.
+    """
+    if not trace.kernels:
+        raise RuntimeError("torch's profiler saw no kernel; check that this user may profile the GPU")
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     for kernel in trace.kernels:
         seconds[kernel.name].append(kernel.end - kernel.begin)

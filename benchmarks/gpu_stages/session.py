@@ -256,7 +256,6 @@ def _attempt(
         if setting.seconds_left < tasks[name].needs_seconds:
             continue
         begin(name)
-        setting.free_memory()
         start = time.monotonic()
 
         def add(outcome: Outcome | None, failed: str | None = None, name: str = name, start: float = start) -> None:
@@ -268,6 +267,7 @@ def _attempt(
             add_measurement(setting, stage.name, name, measured)
 
         try:
+            setting.free_memory()
             outcome = tasks[name].run()
         except Interrupted as error:
             add(error.outcome)

@@ -114,7 +114,7 @@ def measure_ours(setting: Setting, batch_size: int, peer: str, how: str) -> Outc
         values["is_recorded"] = isinstance(step, RecordedStep) and step.is_recorded
     planned = plan(config, world_size=1, num_samples=None, device_gigabytes=None, input_shape=(3, 32, 32))
     values["planned_bytes"] = planned.peak_bytes
-    values["data_bytes"] = resident_bytes(load_manifest(form.train_dir))  # on a GPU too, and no part of a plan
+    values["data_bytes"] = resident_bytes(load_manifest(form.train_dir))  # in the GPU's memory, but not in a plan
     if values["peak_bytes"]:
         values["peak_over_plan"] = rounded(values["peak_bytes"] / (planned.peak_bytes + values["data_bytes"]))
     return Outcome(values, holds=values.get("is_recorded"))
@@ -183,8 +183,8 @@ def _measure(setting: Setting, form: Form, peer: Peer) -> dict[str, Any]:
         "flops_per_sample": peer.flops / form.batch_size,
         "share_of_matrix_rate": rounded(peer.flops / form.batch_size * rate / peak_rate),
         "matrix_flops_per_second": rounded(peak_rate),
-        "kernels_a_step": len(trace.kernels),
-        "launches_a_step": count_launches(trace),
+        "kernels_a_step": len(trace.kernels) or None,  # None if the profiler may not see the GPU
+        "launches_a_step": count_launches(trace) or None,
         "peak_bytes": most_bytes or None,
         "data_wait_fraction": peer.data_wait_fraction,
     }

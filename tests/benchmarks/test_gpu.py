@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.gpu_stages import all_stages, checks, jpeg, science
+from benchmarks.gpu_stages import all_stages, checks, jpeg, science, throughput
 from benchmarks.gpu_stages.kernel_trace import Kernel, Trace, busy_microseconds, summary
 from benchmarks.gpu_stages.pieces import PIECE_BYTES, pack, unpack
 from benchmarks.gpu_stages.session import (
@@ -26,6 +26,7 @@ from benchmarks.gpu_stages.session import (
     run_stage,
 )
 from benchmarks.picture_decoding import crops_of, jpeg_files, photographs, views_of
+from benchmarks.training_throughput import Form, Peer
 from data_pipeline.core.errors import UserError
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.run_dir import RunDir
@@ -230,6 +231,19 @@ def test_a_trace_tells_the_slowest_kernels_and_the_idle_share() -> None:
     assert busy_microseconds(kernels) == 8
     assert [row["kernel"] for row in found["slowest"]] == ["gemm", "add"]
     assert found["slowest"][0] == {"kernel": "gemm", "share": 0.875, "calls_a_step": 2, "microseconds_a_step": 7}
+
+
+def test_a_gpu_that_may_not_be_profiled_costs_the_trace_but_no_throughput(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unseen = Trace([], [])
+    with pytest.raises(RuntimeError, match="check that this user may profile the GPU"):
+        summary(unseen, num_steps=1)
+    monkeypatch.setattr(throughput, "trace_steps", lambda *_, **__: unseen)
+    setting = Setting(torch.device("cpu"), tmp_path, tmp_path, tmp_path, is_tiny=True)
+    values = throughput._measure(setting, Form(tmp_path, 2, "float32", False, 0), Peer(lambda: None, None))
+    assert values["samples_per_second"] > 0
+    assert values["kernels_a_step"] is values["launches_a_step"] is None
 
 
 def test_every_test_that_needs_a_gpu_is_run_by_the_checks() -> None:

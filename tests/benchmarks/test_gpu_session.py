@@ -105,6 +105,20 @@ def test_a_session_repeats_nothing_but_what_failed_or_is_unfinished(tmp_path: Pa
     assert tally.done == ["a", "b", "c"]
 
 
+def test_a_gpu_that_cannot_be_used_fails_the_measurement_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Setting) -> None:
+        raise RuntimeError("CUDA-capable device(s) is/are busy or unavailable")
+
+    monkeypatch.setattr(Setting, "free_memory", refuse)
+    tally = run_stage(Stage("sound", sound_tasks), setting_at(tmp_path), session=1, is_isolated=False)
+    assert tally.failed
+    made = read_record(setting_at(tmp_path).record).measurement("sound", tally.failed[0])
+    assert made is not None
+    assert "busy or unavailable" in str(made.failed)
+
+
 def interrupted_tasks(_: Setting) -> Mapping[str, Task]:
     return {name: task(run, needs_seconds=0) for name, run in {"a": succeed, "b": be_interrupted, "c": succeed}.items()}
 
