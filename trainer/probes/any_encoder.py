@@ -8,7 +8,6 @@ Shapes: N samples, B batch, C channels, H height, W width, F features of the lin
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +38,7 @@ DataLoader of batches of these; or the tensors themselves, pictures (N, C, H, W)
 ONLY_LABEL: Final = "label"  # the name of a label without a name
 _WITHOUT_VIEWS: Final = ProbeConfig(views="none")
 _FAR: Final = 0.5  # from [0, 1]; a little is the overshoot of a resizing
+_MANY: Final = 0.05  # of the values; fewer are outliers or noise, but not another transform
 _CPU: Final = torch.device("cpu")
 
 
@@ -91,7 +91,7 @@ def probe(
     with frozen(encoder):
         known = _encode(encoder, train, which="train", batch_size=batch_size)
         asked = _encode(encoder, test, which="test", batch_size=batch_size)
-    _check_ranges(known.bounds, asked.bounds)
+    _check_ranges(known.span, asked.span)
     targets = _targets(known, asked, wanted=labels if labels is not None else config.labels)
     device = known.features_NF.device
 
@@ -106,17 +106,23 @@ def probe(
 
 
 @dataclass(frozen=True)
-class _Encoded:
-    """The features of a dataset, and its labels (N,) int64 on the host. `manifest` is None for data of others.
+class _Span:
+    """The least and the greatest value that the encoder got, and the share of its values that are far from [0, 1]."""
 
-    bounds: the least and the greatest value that the encoder got.
-    """
+    low: float
+    high: float
+    far_share: float
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """The features of a dataset, and its labels (N,) int64 on the host. `manifest` is None for data of others."""
 
     features_NF: Tensor
     pooled_ND: Tensor
     labels: Mapping[str, Tensor]
     manifest: Manifest | None
-    bounds: tuple[float, float]
+    span: _Span
 
 
 def _encode(encoder: object, data: LabelledData, *, which: str, batch_size: int) -> _Encoded:
@@ -138,12 +144,12 @@ def _encode(encoder: object, data: LabelledData, *, which: str, batch_size: int)
     features: list[Tensor] = []
     pooled: list[Tensor] = []
     labels: dict[str, list[Tensor]] = {}
-    low, high = math.inf, -math.inf
+    spans: list[Tensor] = []
     for inputs, label_of in pairs:
         check_range = normalises and (manifest is None or manifest.medium == "picture")
         inputs = to_unit_range(inputs) if check_range else _to_float(inputs)
         if inputs.numel():
-            low, high = min(low, float(inputs.min())), max(high, float(inputs.max()))
+            spans.append(_span(inputs))
         x_BCHW = inputs.to(device)
         if normalises:
             of_encoder = cast(FeatureEncoder, encoder)
@@ -153,22 +159,33 @@ def _encode(encoder: object, data: LabelledData, *, which: str, batch_size: int)
             features.append(_rows(cast(Callable[[Tensor], Tensor], encoder)(x_BCHW), len(inputs)))
         for name, label_B in label_of.items():
             labels.setdefault(name, []).append(_classes(label_B, name, which=which, num=len(inputs)))
-    if not features:
+    if not spans:
         raise UserError(f"the {which} set of the probe holds no sample with a label; give it some")
     features_NF = torch.cat(features)
     if not features_NF.isfinite().all():
         raise UserError(f"the features of the {which} set are not all finite; did the training of the encoder diverge?")
     whole = {name: torch.cat(parts) for name, parts in labels.items()}
-    return _Encoded(features_NF, torch.cat(pooled) if pooled else features_NF, whole, manifest, (low, high))
+    low, high, far_share = torch.stack(spans).T
+    span = _Span(float(low.min()), float(high.max()), float(far_share.mean()))
+    return _Encoded(features_NF, torch.cat(pooled) if pooled else features_NF, whole, manifest, span)
 
 
-def _check_ranges(train: tuple[float, float], test: tuple[float, float]) -> None:
-    """Raise `UserError` if the pictures of one set are in [0, 1], and those of the other are far from it."""
+def _span(inputs: Tensor) -> Tensor:
+    """Return the least and the greatest value, and the share far from [0, 1]: (3,) float32, on the inputs' device.
+
+    It is read once for all batches, because the host would wait for a GPU in each.
+    """
+    values = inputs.detach().float()
+    return torch.stack([*values.aminmax(), ((values < -_FAR) | (values > 1 + _FAR)).float().mean()])
+
+
+def _check_ranges(train: _Span, test: _Span) -> None:
+    """Raise `UserError` if the pictures of one set are in [0, 1], and many values of the other are far from it."""
     for one, other in ((train, test), (test, train)):
-        if one[0] >= 0 and one[1] <= 1 and (other[0] < -_FAR or other[1] > 1 + _FAR):
+        if one.low >= 0 and one.high <= 1 and other.far_share > _MANY:
             raise UserError(
-                f"the train set gives pictures from {train[0]:.3g} to {train[1]:.3g} but the test set from "
-                f"{test[0]:.3g} to {test[1]:.3g}; give both the same transform"
+                f"the train set gives pictures from {train.low:.3g} to {train.high:.3g} but the test set from "
+                f"{test.low:.3g} to {test.high:.3g}; give both the same transform"
             )
 
 

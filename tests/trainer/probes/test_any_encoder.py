@@ -147,6 +147,21 @@ def test_chance_counts_the_classes_that_there_are() -> None:
     assert probe(Halves(), train, test, config=QUICK)["label"].chance == 0.5
 
 
+@pytest.mark.parametrize("which", ["an outlier", "noise", "both normalised"])
+def test_a_few_values_far_from_the_others_are_no_other_range(which: str) -> None:
+    train, test = Pairs(64, plain), Pairs(32, plain, seed=1)
+    if which == "an outlier":
+        train.pictures_NCHW[0, 0, 0, 0] = 2.0
+    elif which == "noise":
+        draw = torch.Generator().manual_seed(0)
+        test.pictures_NCHW += 0.2 * torch.randn(test.pictures_NCHW.shape, generator=draw)
+        assert test.pictures_NCHW.min() < -0.5
+    else:
+        for data in (train, test):
+            data.pictures_NCHW = (data.pictures_NCHW - 0.4) / 0.2
+    assert probe(Halves(), train, test, config=QUICK)["label"].knn > 0.9
+
+
 def test_sounds_are_encoded_as_spectrograms(tmp_path: Path) -> None:
     data = write_tiny_sound_pair(tmp_path / "sounds", num_train=32, num_test=16)
     torch.manual_seed(0)
