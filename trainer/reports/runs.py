@@ -275,7 +275,7 @@ def _read_run(
 ) -> Run:
     metrics, provenance = index.read_metrics(run_dir.metrics), read_provenance(run_dir.provenance)
     pictures, damaged = _read_pictures(run_dir)
-    readouts, of_other_data = _of_one_dataset(_read_readouts(probe_places), run_dir)
+    readouts, of_other_data = _of_one_dataset(_read_readouts(probe_places), run_dir, protocol=protocol_of(config.probe))
     problems = (*metrics.problems, *provenance.problems, *damaged, *of_other_data)
     for problem in problems:
         logger.warning("%s", problem)
@@ -320,25 +320,28 @@ def _read_readouts(places: Sequence[RunDir]) -> dict[ProbeConfig, Probes]:
 
 
 def _of_one_dataset(
-    readouts: Mapping[ProbeConfig, Probes], run_dir: RunDir
+    readouts: Mapping[ProbeConfig, Probes], run_dir: RunDir, *, protocol: ProbeConfig
 ) -> tuple[dict[ProbeConfig, Probes], tuple[str, ...]]:
-    """Return the results on the data of the last step, and a sentence if there are others, which are left out."""
+    """Return the results on the data of the last step, and a sentence if there are others, which are left out.
+
+    If the last step has results on several data, those of `protocol`, the run's own, count.
+    """
     results = [one for probes in readouts.values() for of_step in probes.values() for one in of_step.values()]
     if len({one.data for one in results}) < 2:
         return {**readouts}, ()
-    last = max(results, key=lambda one: one.checkpoint_step)
+    last = max(results, key=lambda one: (one.checkpoint_step, protocol_of(one.probe_config) == protocol))
     kept: dict[ProbeConfig, Probes] = {}
-    for protocol, probes in readouts.items():
+    for of_protocol, probes in readouts.items():
         of_steps = {
             step: of_data
             for step, of_step in probes.items()
             if (of_data := {space: one for space, one in of_step.items() if one.data == last.data})
         }
-        kept |= {protocol: of_steps} if of_steps else {}
+        kept |= {of_protocol: of_steps} if of_steps else {}
     steps = sorted({one.checkpoint_step for one in results if one.data != last.data})
     return kept, (
         f"Left out: the probes of {run_dir.path} at step {', '.join(map(str, steps))} were made on other data than "
-        f"that of step {last.checkpoint_step}; repeat them.",
+        f"{'others' if last.checkpoint_step in steps else 'that'} of step {last.checkpoint_step}; repeat them.",
     )
 
 

@@ -228,6 +228,21 @@ def test_probes_on_data_that_were_replaced_are_left_out_and_named(
     assert [point.accuracy for point in curve.points] == [0.452]
 
 
+def test_of_probes_of_the_last_step_on_two_data_those_of_the_own_protocol_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another protocol was read first, at step 0, and was not repeated after the data were replaced."""
+    run_dir = RunDir(make_run(tmp_path / "run", trained={"base": [0.452]}))
+    other = debug.image().probe.model_copy(update={"views": "none"})
+    for step, accuracy in ((0, 0.215), (11, 0.333)):
+        result = probe_result("base", step, [accuracy], 1000, config=other)
+        write_json(run_dir.probes(step) / "base-views_none.json", result | {"test_manifest_sha256": "c" * 64})
+    html = report(monkeypatch, tmp_path / "out.html", run_dir.path)
+    assert "at step 0, 11 were made on other data than others of step 11; repeat them." in " ".join(html.split())
+    assert Page(html).row("debug-image")[1].startswith("45.2")
+    assert "33.3" not in html
+
+
 def test_one_file_that_needs_nothing_else(
     two_runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
