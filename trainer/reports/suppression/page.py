@@ -94,7 +94,7 @@ def _introduction(benchmark: Benchmark) -> list[Block]:
         ),
         Text(
             [
-                "chance: one over the number of classes.",
+                "chance: one over the number of classes that the samples have.",
                 "untrained: the probe on random weights. An encoder that is not above it has learned nothing about the "
                 "label.",
                 "raw pixels: the probe without an encoder.",
