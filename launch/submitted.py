@@ -151,10 +151,12 @@ def run_status(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
     config = read_run_config(run_dir)
     metrics = run_dir.read_metrics()
     losses = [line["train/loss"] for line in metrics if "train/loss" in line]
-    ended = _state(run_dir, last_submission(run_dir), queue, run_dir.read_provenance())
+    provenance = run_dir.read_provenance()
+    ended = _state(run_dir, last_submission(run_dir), queue, provenance)
+    known = (metrics[-1]["step"] if metrics else 0, run_dir.latest_step(), provenance.get("finished_step"))
     return RunStatus(
         state=ended.state,
-        step=max(metrics[-1]["step"] if metrics else 0, run_dir.latest_step() or 0),
+        step=max(step or 0 for step in known),
         num_steps=_num_steps(config),
         loss=losses[-1] if losses else None,
         reason=ended.reason,

@@ -174,12 +174,16 @@ def is_probed(
     """Tell whether a run has all results that `probe_run` would write with these options.
 
     A result counts if it is newer than its checkpoint, and has the settings and the data of the run. A run with
-    damaged files or missing data has none, so that `probe_run` says what is wrong.
+    damaged files or missing data has none, so that `probe_run` says what is wrong. A finished run without checkpoints,
+    such as an unpacked one, needs the results of its last step.
     """
     newest = run_dir.latest_step()
     if newest is None:
+        newest = run_dir.read_provenance().get("finished_step")
+    if newest is None:
         return False
-    chosen = steps_in(run_dir.checkpoints) if steps == "all" else [newest if steps is None else int(steps)]
+    at_all = steps_in(run_dir.checkpoints) or [newest]
+    chosen = at_all if steps == "all" else [newest if steps is None else int(steps)]
     wanted = [(step, dict(changes)) for step in ([0, *chosen] if untrained else chosen)]
     if pixels:
         wanted.append((0, {**changes, "reads": "pixels"}))

@@ -18,7 +18,7 @@ from tests.processes import kill_tree
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.probes.test_probe_command import call, make_run
 from trainer.probes.result import read_result
-from trainer.run_dir import RunDir
+from trainer.run_dir import RunDir, write_json
 
 ROOT = Path(__file__).parents[2]
 ENVIRON = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -159,6 +159,10 @@ def test_what_is_missing_is_probed_and_nothing_else(
     (study[0].probes(10) / "base.json").write_text("{")
     assert probed("--untrained") == {"run0"}
     assert read_result(study[0].probes(10) / "base.json").checkpoint_step == 10
+    study[2].latest.unlink()  # what is left of an unpacked run
+    shutil.rmtree(study[2].checkpoints)
+    write_json(study[2].provenance, {"finished_step": 10})
+    assert probed("--all-steps") == set()
     os.utime(study[1].checkpoint(10), (time.time() + 60, time.time() + 60))  # trained again
     assert probed() == {"run1"}
 
