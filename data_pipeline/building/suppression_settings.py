@@ -93,7 +93,7 @@ SETTINGS: Final[Mapping[str, Setting]] = MappingProxyType(
             easy=(OVERLAY,),
             varies=("overlay", "size"),
             unit="pixels",
-            difficulties={"full": (20, 30, 40, 50, 60, 70, 80), "small": (12, 16, 20)},
+            difficulties={"full": (20, 30, 40, 50, 60, 70, 80), "small": (12, 16, 24)},
             # A digit of 20 pixels on 32: smaller ones the small network does not learn in its steps, even from labels.
             image_size={"full": 112, "small": 32},
             source_options={scale: {"digit_size": 20} for scale in ("full", "small")},
