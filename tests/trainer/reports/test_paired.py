@@ -170,3 +170,30 @@ def test_without_cures_nobody_is_best_and_one_cure_has_no_rival() -> None:
     found = rank({"plain": {0: Reading(0.5, 10)}, "none": {}, "other seed": {1: Reading(0.4, 10)}})
     assert found is not None
     assert (found.best, found.rivals, found.not_paired) == ("plain", (), ("other seed",))
+
+
+@pytest.mark.parametrize("with_samples", [True, False])
+@pytest.mark.parametrize("num_right", [0, 1, 90, 100])
+def test_the_error_of_a_mean_is_that_of_four_more_samples(num_right: int, *, with_samples: bool) -> None:
+    right_N = np.arange(100) < num_right
+    found = mean_of(list(readings(right_N[None], with_samples=with_samples).values()))
+    assert found.mean == right_N.mean()
+    more_N = np.concatenate([right_N, [True, True, False, False]]).astype(float)
+    assert found.error == pytest.approx((more_N.var(ddof=1) / len(more_N)) ** 0.5, rel=1e-12 if with_samples else 0.01)
+
+
+def test_an_encoder_that_gets_every_sample_right_in_every_seed_has_an_error() -> None:
+    # The exact upper limit of a share of which 0 of n samples were seen is about 3.7 / n (Clopper and Pearson).
+    found = mean_of(list(readings(np.ones((3, 2000), dtype=bool)).values()))
+    assert found.mean == 1
+    assert 1 / 2000 < found.half_width < 3.7 / 2000
+
+
+@pytest.mark.parametrize("share", [0.5, 0.97, 0.998])
+def test_the_true_accuracy_lies_in_its_interval_also_near_one(share: float) -> None:
+    rng = np.random.default_rng(3)
+    inside = 0
+    for _ in range(400):
+        found = mean_of(list(readings(rng.random((1, 1000)) < share).values()))
+        inside += abs(found.mean - share) <= found.half_width
+    assert inside > 370  # 380 are expected
