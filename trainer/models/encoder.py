@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Sequence
 from types import MappingProxyType
@@ -445,11 +446,12 @@ def build_encoder(config: EncoderConfig, *, normalization: Normalization | None 
     )
 
 
+@functools.lru_cache(maxsize=256)  # a study has hundreds of runs and a few encoders
 def check_input_size(config: EncoderConfig, *, height: int, width: int) -> None:
     """Raise `UserError` if an encoder of this config does not accept inputs of that size.
 
-    Tries an encoder on the meta device first, which takes no time. If that fails, tries a real encoder, because some
-    models of timm cannot be built or run on the meta device.
+    Tries an encoder on the meta device first, which needs no memory. If that fails, tries a real encoder, because some
+    models of timm cannot be built or run on the meta device. Equal configs and sizes are tried once in a process.
     """
     config = decide_form(config, height=height, width=width)
     with contextlib.suppress(UserError), torch.device("meta"):
