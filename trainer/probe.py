@@ -14,12 +14,16 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data_pipeline.core.arguments import positive, program, whole
 from data_pipeline.core.errors import UserError, run_command
 from trainer.run_dir import ALLOW_CODE_HELP, ALLOW_PIPE_HELP, RunDir, open_run, places_of_probes, runs_of
+
+if TYPE_CHECKING:
+    import torch
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -38,6 +42,12 @@ def _parser() -> argparse.ArgumentParser:
         "--missing",
         action="store_true",
         help="Leave out the runs that have all results asked for, and only count them.",
+    )
+    add(
+        "--side-by-side",
+        action="store_true",
+        help="Probe the features of all runs together, as if they were those of one encoder, and print them beside "
+        "those of each run. Writes no file.",
     )
     add("--untrained", action="store_true", help="Also probe the untrained encoder, for comparison.")
     add("--pixels", action="store_true", help="Also probe the raw pixels, for comparison.")
@@ -148,6 +158,9 @@ def main() -> None:
             import_code_of(run_dirs)
         if arguments.out is not None:
             run_dirs = places_of_probes(run_dirs, arguments.out)
+        if arguments.side_by_side:
+            _probe_together(arguments, run_dirs, device=device)
+            return
         if arguments.missing:
             left = on_first_rank(lambda: [run_dir for run_dir in run_dirs if not is_probed(run_dir, **options)])
             left = broadcast_object(left) or []
@@ -167,6 +180,23 @@ def main() -> None:
         if len(probed) < len(run_dirs):
             print(f"error: {len(run_dirs) - len(probed)} of {len(run_dirs)} run(s) were not probed", file=sys.stderr)
             raise SystemExit(1)
+
+
+def _probe_together(arguments: argparse.Namespace, run_dirs: Sequence[RunDir], *, device: torch.device) -> None:
+    from trainer.distributed.collectives import world_size
+    from trainer.probes.side_by_side import probe_side_by_side, side_by_side_table
+
+    others = ["step", "all_steps", "missing", "untrained", "pixels", "at_a_time", "out", "views", "batch_norm", "reads"]
+    given = [name for name in others if getattr(arguments, name) is not None and getattr(arguments, name) is not False]
+    given += ["overlay_draws"] if arguments.overlay_draws > 1 else []
+    if given:
+        raise UserError(f"--side-by-side cannot be used with --{given[0].replace('_', '-')}; leave one of them out")
+    if world_size() > 1:
+        raise UserError("--side-by-side probes in one process; start it without torchrun")
+    found = probe_side_by_side(
+        run_dirs, labels=arguments.label, num_epochs=arguments.epochs, device=device, allow_pipe=arguments.allow_pipe
+    )
+    print(side_by_side_table(found))
 
 
 def _gigabytes(text: str) -> float:

@@ -1,0 +1,113 @@
+"""Probe the features of several runs side by side, as if one encoder had computed them (Zhang et al. 2024).
+
+Runs that keep different features, such as one with `neighbours` and one without, may keep all of them together. The
+probe says what both keep, beside what each keeps alone.
+
+Shapes: B samples, F features of the linear probe, D features of kNN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from data_pipeline.core.errors import UserError
+from trainer.config import RunConfig, read_run_config
+from trainer.data import read_manifests
+from trainer.models.encoder import Encoder
+from trainer.pretrained import load_encoder
+from trainer.probes.any_encoder import Accuracy, probe
+from trainer.run_dir import RunDir
+
+TOGETHER = "side by side"
+
+
+class SideBySide(nn.Module):
+    """Encoders of which each sample passes all.
+
+    The linear probe reads the features of all encoders. kNN reads their pooled features, each of length 1, so that
+    its cosine is the mean of the cosines of the encoders.
+    """
+
+    def __init__(self, encoders: Sequence[Encoder]) -> None:
+        super().__init__()
+        self.encoders = nn.ModuleList(encoders)
+
+    def features(self, views_BCHW: Tensor) -> Tensor:
+        """Return the features of all encoders, (B, sum of F)."""
+        return torch.cat([encoder.features(views_BCHW).flatten(1) for encoder in self._encoders()], dim=1)
+
+    def pooled(self, views_BCHW: Tensor) -> Tensor:
+        """Return the pooled features of all encoders, (B, sum of D)."""
+        return torch.cat([F.normalize(encoder.pooled(views_BCHW), dim=1) for encoder in self._encoders()], dim=1)
+
+    def _encoders(self) -> list[Encoder]:
+        return [encoder for encoder in self.encoders if isinstance(encoder, Encoder)]
+
+
+def probe_side_by_side(
+    run_dirs: Sequence[RunDir],
+    *,
+    labels: Sequence[str] | None = None,
+    num_epochs: int | None = None,
+    device: torch.device,
+    allow_pipe: bool = False,
+) -> dict[str, dict[str, Accuracy]]:
+    """Return the accuracies of each run, by its path, and of all side by side, by "side by side"; each by label.
+
+    The encoders are those of the newest checkpoints. The probe is that of the first run, without views.
+
+    labels, num_epochs: replace those of the first run's probe.
+    allow_pipe: as in `read_config`.
+
+    Raises `UserError` for fewer than two runs, or if the runs do not have the same train and test sets.
+    """
+    if len(run_dirs) < 2:
+        raise UserError(f"--side-by-side joins the features of two runs or more, and {len(run_dirs)} is given")
+    configs = [read_run_config(run_dir, allow_pipe=allow_pipe) for run_dir in run_dirs]
+    _check_same_data(run_dirs, configs)
+    first = configs[0]
+    changes: dict[str, object] = {"views": "none", "batch_norm": "eval"}
+    changes |= {} if num_epochs is None else {"num_epochs": num_epochs}
+    config = first.probe.model_copy(update=changes)
+    encoders = [load_encoder(run_dir.path).to(device) for run_dir in run_dirs]
+    by_name: Mapping[str, nn.Module] = {
+        **{str(run_dir.path): encoder for run_dir, encoder in zip(run_dirs, encoders, strict=True)},
+        TOGETHER: SideBySide(encoders),
+    }
+    return {
+        name: probe(encoder, first.data.probed_dir, first.data.test_dir, labels=labels, config=config)
+        for name, encoder in by_name.items()
+    }
+
+
+def _check_same_data(run_dirs: Sequence[RunDir], configs: Sequence[RunConfig]) -> None:
+    manifests = [read_manifests(config.data, makes_index=False) for config in configs]
+    hashes = [(found.probed.sha256, found.test.sha256) for found in manifests]
+    for run_dir, of_run in zip(run_dirs, hashes, strict=True):
+        if of_run != hashes[0]:
+            raise UserError(
+                f"{run_dirs[0].path} and {run_dir.path} do not have the same train and test sets, so their features "
+                "are not those of the same samples; pass runs on the same data"
+            )
+
+
+def side_by_side_table(found: Mapping[str, Mapping[str, Accuracy]]) -> str:
+    """Return a table in per cent: a row for each label, a column for each run and one for all of them."""
+    names = list(found)
+    columns = [*(f"run {number}" for number in range(1, len(names))), TOGETHER, "chance"]
+    lines = [f"run {number}: {name}" for number, name in enumerate(names[:-1], 1)]
+    for method in ("linear", "knn"):
+        lines.append(f"{'linear probe, %' if method == 'linear' else 'kNN, %':18}" + _cells(columns))
+        for label, together in found[TOGETHER].items():
+            accuracies = [getattr(found[name][label], method) for name in names]
+            numbers = [f"{100 * accuracy:.1f}" for accuracy in (*accuracies, together.chance)]
+            lines.append(f"{'label_' + label:18}" + _cells(numbers))
+    return "\n".join(lines)
+
+
+def _cells(texts: Sequence[str]) -> str:
+    return "".join(f"{text:>14}" for text in texts)
