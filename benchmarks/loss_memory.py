@@ -12,8 +12,8 @@ import argparse
 from pathlib import Path
 
 from benchmarks import record
-from benchmarks.objectives import EMBEDDING_SIZE, OURS, WARM_UP_SIZE, Passed, one_pass, replayed
-from benchmarks.record import Line
+from benchmarks.objectives import EMBEDDING_SIZE, OURS, WARM_UP_SIZE, Passed, one_pass
+from benchmarks.record import Line, replayed
 from data_pipeline.core.errors import run_command
 
 GIGABYTE_SIZE = 65_536

@@ -25,7 +25,6 @@ import multiprocessing
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks import record
-from benchmarks.record import Line
+from benchmarks.record import Line, replayed
 from data_pipeline.core.errors import run_command
 from trainer.objectives import nt_xent_loss
 
@@ -118,11 +117,6 @@ def _forward_and_backward(name: str, embeddings: tuple[Tensor, Tensor], chunk_si
 def _status_bytes(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
-
-
-def replayed(values: Sequence[float]) -> Callable[[], float]:
-    """A measurement that gives what was measured before, one after the other."""
-    return partial(next, iter(values))
 
 
 def lines_of(batch_size: int, passes: Mapping[str, Sequence[Passed]]) -> list[Line]:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,11 @@ class Line:
 def ratio_line(title: str, peers: Peers, *, against: str, target: float | None = None) -> Line:
     """A line of rates, of which the figure is ours over that of the peer `against`."""
     return Line(title, "samples/s", peers, lambda measured: measured["ours"] / measured[against], "ratio", target)
+
+
+def replayed(values: Sequence[float]) -> Callable[[], float]:
+    """Return a measurement that gives what was measured before, one after the other."""
+    return partial(next, iter(values))
 
 
 def measure(line: Line, *, num_rounds: int) -> dict[str, Any]:

@@ -30,8 +30,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torchvision.models import resnet18
 
 from benchmarks import record
-from benchmarks.objectives import replayed
-from benchmarks.record import Line, Measured
+from benchmarks.record import Line, Measured, replayed
 from configs import viewmaker
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import run_command

@@ -149,6 +149,21 @@ print(benchmarks.gpu.missing_packages())
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
+@pytest.mark.process
+def test_a_session_and_its_tests_need_no_package_beyond_setup_py() -> None:
+    """Without lightly, its own measurement fails and costs no other. timm comes with pictures of torch on a GPU."""
+    program = """
+import importlib, sys
+others = ["lightly", "open_clip", "deepspeed", "librosa", "moto", "s3fs", "onnx", "optuna", "umap", "tensorboard"]
+sys.modules |= dict.fromkeys(others)  # as if they were not there
+from benchmarks.gpu_stages import all_stages, checks
+for file in checks._TEST_FILES:
+    importlib.import_module(file.removesuffix(".py").replace("/", "."))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=checks.ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_this_machine_has_all_packages() -> None:
     assert gpu.missing_packages() == []
 

@@ -32,7 +32,6 @@ from trainer.optim.optimizers import (
 from trainer.optim.schedules import ConstantConfig, CosineConfig, LinearConfig
 
 timm_optim = pytest.importorskip("timm.optim")
-lightly_lars = pytest.importorskip("lightly.utils.lars")
 
 RATES = (0.1, 0.2, 0.05, 0.05, 0.3)
 # Decays and thresholds large enough that leaving one out, or putting it elsewhere, shows.
@@ -199,6 +198,7 @@ def test_bits_are_those_of_the_library_started_the_usual_way(kind: str) -> None:
 
 @pytest.mark.parametrize("decay", ["all", "matrices"])
 def test_lars_equals_lightlys(decay: Any) -> None:
+    lightly_lars = pytest.importorskip("lightly.utils.lars")  # here, because a GPU may run this file without lightly
     ours, theirs = small_net(seed=0, dtype=torch.float64), small_net(seed=0, dtype=torch.float64)
     parameters = theirs.parameters() if decay == "all" else groups_by_hand(theirs, 0.1)
     peer = lightly_lars.LARS(parameters, lr=1.0, momentum=0.9, weight_decay=0.1, trust_coefficient=0.02)
