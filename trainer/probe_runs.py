@@ -262,6 +262,7 @@ def probe(
     title = f"probe of step {modules.step}"
     encoder = reader(modules.encoder, config.reads)
     without_views = FrozenFeatures(encoder, device=device)
+    known, asked = train.on(device), test.on(device)
     with Progress(title, total=config.num_epochs, enabled=rank() == 0) as progress:
 
         def on_epoch(epoch: int, accuracy: Mapping[LabelSpace, float]) -> None:
@@ -270,8 +271,8 @@ def probe(
         linear = probe_linear(
             encoder,
             view_policy=modules.view_policy,
-            train=train,
-            test=test,
+            train=known,
+            test=asked,
             targets=targets,
             config=config,
             device=device,
@@ -281,8 +282,8 @@ def probe(
         )
     knn = probe_knn(
         encoder,
-        train=train,
-        test=test,
+        train=known,
+        test=asked,
         targets=targets,
         device=device,
         other_draws=other_draws,

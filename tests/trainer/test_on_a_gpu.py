@@ -76,7 +76,8 @@ class Waits(TorchDispatchMode):
 
     def _note(self, tensor: Tensor, what: str) -> None:
         if tensor.device.type == "cuda" or "cuda" in what:
-            lines = [line for line in traceback.extract_stack() if is_ours(line.filename)]
+            own = {"_note", "__torch_dispatch__"}
+            lines = [line for line in traceback.extract_stack() if is_ours(line.filename) and line.name not in own]
             self.found.append(f"{what}, in {Path(lines[-1].filename).name}:{lines[-1].lineno}: {lines[-1].line}")
 
 

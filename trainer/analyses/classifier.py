@@ -85,10 +85,11 @@ def fit_quickly(loaded: LoadedRun) -> Heads:
         if num_labelled(target.train_N) and num_labelled(target.test_N)
     }
 
+    labels_N = {space: target.train_N.to(device) for space, target in targets.items()}
+
     def batches(epoch: int) -> Iterator[FeatureBatch]:
-        for row_B in epoch_rows(len(rows_N), epoch=epoch, config=config):
-            labels = {space: target.train_N[row_B] for space, target in targets.items()}
-            yield FeatureBatch(features_NF[row_B.to(device)], labels)
+        for row_B in epoch_rows(len(rows_N), epoch=epoch, config=config, device=device):
+            yield FeatureBatch(features_NF[row_B], {space: label_N[row_B] for space, label_N in labels_N.items()})
 
     probes = fit_linear_probe(batches, test_features=lambda: test_NF, targets=targets, config=config)
     heads = {space: probe.head for space, probe in probes.items()}

@@ -94,11 +94,11 @@ def probe(
     _check_ranges(known.span, asked.span)
     targets = _targets(known, asked, wanted=labels if labels is not None else config.labels)
     device = known.features_NF.device
+    labels_N = {name: target.train_N.to(device) for name, target in targets.items()}
 
     def batches(epoch: int) -> Iterable[FeatureBatch]:
-        for row_B in epoch_rows(len(known.features_NF), epoch=epoch, config=config):
-            classes = {name: target.train_N[row_B] for name, target in targets.items()}
-            yield FeatureBatch(known.features_NF[row_B.to(device)], classes)
+        for row_B in epoch_rows(len(known.features_NF), epoch=epoch, config=config, device=device):
+            yield FeatureBatch(known.features_NF[row_B], {name: label_N[row_B] for name, label_N in labels_N.items()})
 
     linear = fit_linear_probe(batches, test_features=lambda: asked.features_NF, targets=targets, config=config)
     knn = knn_accuracies(known.pooled_ND, asked.pooled_ND, targets)

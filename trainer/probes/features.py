@@ -1,7 +1,8 @@
 """Read the samples of a dataset, and compute features of a frozen encoder, for probes and analyses.
 
 A dataset is read into memory once. Pictures that do not fit are streamed: decoded again each time they are asked for,
-and only their features are kept, in memory or in a file (`trainer.probes.memory_limit`).
+and only their features are kept. Features lie on the device, or on the host if they do not fit there, in memory or in a
+file (`trainer.probes.memory_limit`).
 
 The picture of a sound is its log-mel spectrogram, which the encoder gets if there is no view. A view is made from the
 waveform, so the waveform is kept too.
@@ -14,6 +15,7 @@ Shapes: N samples, B batch, C channels, H height, W width, T points of a wavefor
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -121,7 +123,7 @@ class StoredInputs:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Every sample of a dataset once, in stored order, on the host.
+    """Every sample of a dataset once, in stored order, on one device; as read, on the host.
 
     If inputs are made when they are read, pictures, masks and labels are those of one draw, which is the same in every
     run. `redraw` gives others.
@@ -134,6 +136,7 @@ class Pictures:
         index_N: int64.
         by_label: each label by name, (N,) int64; `NO_LABEL` for a sample without it.
         stored: the source of the inputs; None if each reading gives the same inputs.
+        memory: how much memory the samples and their features may take on a device.
     """
 
     manifest: Manifest
@@ -142,6 +145,7 @@ class Pictures:
     index_N: Tensor
     by_label: Mapping[LabelSpace, Tensor]
     stored: StoredInputs | None = None
+    memory: MemoryLimit = _DEFAULT_MEMORY
 
     def __len__(self) -> int:
         return self.index_N.numel()
@@ -159,6 +163,33 @@ class Pictures:
         """Return the samples if they are decoded each time they are asked for; None if they are in memory."""
         samples = None if self.stored is None else self.stored.samples
         return samples if isinstance(samples, StreamedSamples) else None
+
+    def on(self, device: torch.device) -> Pictures:
+        """Return the same samples on a device, where their overlays and views are then drawn without copies.
+
+        Streamed pictures, and samples for which the device has no memory, are returned as they are. Every rank calls
+        this.
+        """
+        stored, samples = self.stored, None if self.stored is None else self.stored.samples
+        if isinstance(samples, StreamedSamples) or self.index_N.device == device:
+            return self
+        inputs = [self.images_NCHW, self.masks_NHW]
+        if samples is not None:
+            inputs += [samples.pictures_BCHW, samples.masks_BHW, samples.points_X]
+        if not self.memory.holds(sum(each.nbytes for each in inputs if each is not None), device):
+            return self
+        if stored is not None and samples is not None:
+            # A copy, because a module is moved in place.
+            overlay = None if stored.overlay is None else copy.deepcopy(stored.overlay).to(device)
+            stored = replace(stored, samples=samples.to(device), overlay=overlay)
+        return replace(
+            self,
+            images_NCHW=self.images_NCHW.to(device),
+            masks_NHW=None if self.masks_NHW is None else self.masks_NHW.to(device),
+            index_N=self.index_N.to(device),
+            by_label={name: label_N.to(device) for name, label_N in self.by_label.items()},
+            stored=stored,
+        )
 
     def images(self, row_X: Tensor) -> Tensor:
         """Return the pictures (or spectrograms) of some rows, (X..., C, H, W)."""
@@ -200,7 +231,7 @@ class Pictures:
         """Return the same samples with another draw of their overlay, or themselves if nothing is drawn online."""
         if self.stored is None or not self.is_drawn_online:
             return self
-        return _finish(replace(self.stored, draw=draw))
+        return _finish(replace(self.stored, draw=draw), self.memory)
 
     def seen(self, inputs: Tensor) -> Tensor:
         """Return the input of the encoder without a view, for pictures in [0, 1] or for waveforms from `redraw`."""
@@ -237,7 +268,7 @@ def read_pictures(
     samples: DecodedSamples | StreamedSamples
     if store.manifest.medium == "picture" and not memory.holds(num_bytes := _bytes_drawn(store.manifest)):
         logger.info("%s takes %.3g GB in memory, so it is streamed", location, num_bytes / 1e9)
-        samples, bad = find_readable(store, memory)
+        samples, bad = find_readable(store)
         if (rows := _labelled_rows(store, samples.labels)) is not None:
             samples = samples.chosen(rows)
     else:
@@ -246,7 +277,7 @@ def read_pictures(
     _check_bad(store, bad, read)
     for sample in bad:
         logger.warning("%s: %s in %s is left out: %s", location, sample.key, sample.shard, sample.reason)
-    return _finish(StoredInputs(store.manifest, samples, store.overlay, draw))
+    return _finish(StoredInputs(store.manifest, samples, store.overlay, draw), memory)
 
 
 def _bytes_drawn(manifest: Manifest) -> int:
@@ -288,7 +319,7 @@ def read_some(location: Path | str, *, num: int, read: ReadConfig = _DEFAULT_REA
     samples = _usable(store, decode(store, chosen))
     if not len(samples):
         raise UserError(f"{location} holds no sample that can be read; find out with `python -m data_pipeline verify`")
-    return _finish(StoredInputs(store.manifest, samples, store.overlay, draw))
+    return _finish(StoredInputs(store.manifest, samples, store.overlay, draw), _DEFAULT_MEMORY)
 
 
 def _check_bad(store: SampleStore, bad: Collection[BadSample], read: ReadConfig) -> None:
@@ -315,7 +346,7 @@ def _read_sounds(store: SampleStore) -> DecodedSamples:
     return placed.samples
 
 
-def _finish(stored: StoredInputs) -> Pictures:
+def _finish(stored: StoredInputs, memory: MemoryLimit) -> Pictures:
     manifest, samples = stored.manifest, stored.samples
     if isinstance(samples, StreamedSamples):
         shape = (len(samples), *manifest.batch_shape)
@@ -326,8 +357,10 @@ def _finish(stored: StoredInputs) -> Pictures:
             index_N=samples.index_B,
             by_label={**samples.labels, **_drawn_labels(stored, samples)},
             stored=stored,
+            memory=memory,
         )
-    batches = [stored.batch(row_B) for row_B in torch.split(torch.arange(len(samples)), _CHUNK)]
+    row_N = torch.arange(len(samples), device=samples.index_B.device)
+    batches = [stored.batch(row_B) for row_B in torch.split(row_N, _CHUNK)]
     masks = [batch.masks_BHW for batch in batches if batch.masks_BHW is not None]
     is_drawn = manifest.medium == "sound" or stored.overlay is not None
     return Pictures(
@@ -337,6 +370,7 @@ def _finish(stored: StoredInputs) -> Pictures:
         index_N=samples.index_B,
         by_label={name: torch.cat([batch.labels[name] for batch in batches]) for name in batches[0].labels},
         stored=stored if is_drawn else None,
+        memory=memory,
     )
 
 
@@ -393,8 +427,8 @@ def extract(
 ) -> Tensor:
     """Return features (N, F) of pictures (N, C, H, W), uint8 or normalised, without views. Every rank calls this.
 
-    Every rank gets all rows, on `device`; features of streamed pictures that do not fit there lie in a file, on the
-    CPU. Row i depends only on picture i if `function` treats pictures separately, as an encoder in eval mode does.
+    Every rank gets all rows, on `device`, or on the CPU if `images` are `Pictures` whose features do not fit there. Row
+    i depends only on picture i if `function` treats pictures separately, as an encoder in eval mode does.
     """
     with torch.no_grad():
         return shared_rows(lambda part: function(to_float(part, device)), images, chunk_size=batch_size)
@@ -444,7 +478,7 @@ def _shared_rows_of_each(
     function: Callable[[Tensor], Sequence[Tensor]], inputs: Tensor | Pictures, *, chunk_size: int
 ) -> Sequence[Tensor]:
     """Do `shared_rows` with a function of several results."""
-    chunks = torch.split(torch.arange(len(inputs)), chunk_size)
+    chunks = [range(start, min(start + chunk_size, len(inputs))) for start in range(0, len(inputs), chunk_size)]
     num_of_rank = math.ceil(len(chunks) / world_size())
     first = rank() * num_of_rank
     mine = [chunks[min(number, len(chunks) - 1)] for number in range(first, first + num_of_rank)]
@@ -462,13 +496,14 @@ def _shared_rows_of_each(
     return wholes
 
 
-def _read_in_turn(inputs: Tensor | Pictures, rows: Sequence[Tensor]) -> Iterator[Tensor]:
+def _read_in_turn(inputs: Tensor | Pictures, chunks: Sequence[range]) -> Iterator[Tensor]:
     """Yield chunks of consecutive rows."""
     if isinstance(inputs, Tensor):
-        yield from (inputs[int(row_B[0]) : int(row_B[-1]) + 1] for row_B in rows)
-    elif inputs.stored is None or inputs.streamed is None:
-        yield from _read_in_turn(inputs.images_NCHW, rows)
+        yield from (inputs[chunk.start : chunk.stop] for chunk in chunks)
+    elif inputs.streamed is None:
+        yield from _read_in_turn(inputs.images_NCHW, chunks)
     else:
+        rows = [torch.arange(chunk.start, chunk.stop) for chunk in chunks]
         for row_B in inputs.ahead(rows, title=f"encode {inputs.streamed.store.location}"):
             yield inputs.images(row_B)
 
@@ -476,9 +511,9 @@ def _read_in_turn(inputs: Tensor | Pictures, rows: Sequence[Tensor]) -> Iterator
 def _room_for(inputs: Tensor | Pictures, part: Tensor) -> Tensor:
     """Return a tensor for the results of all rows, whose first ones are `part`."""
     shape = (len(inputs), *part.shape[1:])
-    if isinstance(inputs, Tensor) or inputs.streamed is None:
+    if isinstance(inputs, Tensor):
         return part.new_empty(shape)
-    return inputs.streamed.memory.empty(shape, dtype=part.dtype, device=part.device)
+    return inputs.memory.empty(shape, dtype=part.dtype, device=part.device)
 
 
 def to_float(inputs: Tensor, device: torch.device) -> Tensor:

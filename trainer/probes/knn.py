@@ -1,7 +1,7 @@
 """Measure the kNN accuracy of a frozen encoder by a weighted vote of the nearest train pictures (Huang et al. 2023).
 
-The search is exact. If the train pictures are streamed, the bank is read in parts, each for many queries at a time. A
-cosine may then differ in its last bit from one computed at once.
+The search is exact. If the train pictures are streamed, or their features do not fit on the GPU, the bank is read in
+parts, each for many queries at a time. A cosine may then differ in its last bit from one computed at once.
 
 With several ranks, each classifies its share of the queries. The result has the same bits on any number of ranks.
 
@@ -162,10 +162,11 @@ def probe_knn(
     """
     accuracies: dict[LabelSpace, list[float]] = {name: [] for name in targets}
     predicted: dict[LabelSpace, Tensor] = {}
-    chunk_size, bank_at_once = (_QUERIES_AT_ONCE, None) if train.streamed is None else (_QUERIES_OF_BANK, _BANK_AT_ONCE)
     without_views = without_views or FrozenFeatures(encoder, device=device)
     with frozen(encoder):
         bank_NC = without_views.pooled(train)
+        is_whole = train.streamed is None and bank_NC.device.type == device.type
+        chunk_size, bank_at_once = (_QUERIES_AT_ONCE, None) if is_whole else (_QUERIES_OF_BANK, _BANK_AT_ONCE)
         for pictures in (test, *other_draws):
             queries_QC = without_views.pooled(pictures)
             classes = knn_classes(

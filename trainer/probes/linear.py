@@ -1,5 +1,8 @@
 """Fit a linear probe: softmax regression on the flattened map before pooling of a frozen encoder (Tamkin et al. 2022).
 
+On a GPU, the samples lie in its memory if they fit, and overlays, views and features are made there, for several steps
+at a time.
+
 The head is trained on views of the pretraining policy, with a new view of each picture in each epoch, and tested on
 pictures without views. The encoder is frozen, so the heads of several labels are trained in one pass over the same
 features. They share only the input, so each has the same bits as if it were trained alone. A picture may be the
@@ -53,7 +56,9 @@ from trainer.probes.features import (
 )
 
 PROBE_VIEW = 4  # the `view` of DrawKeys: 0 to 3 belong to training
-_MOVED_AT_ONCE = 4_096  # rows of features that lie in a file
+_MOVED_AT_ONCE = 4_096  # rows of features that lie on the host
+_MOST_STEPS, _MOST_PIXELS = 8, 1 << 20  # that a GPU encodes at once, because it would wait for the host's launches
+_CPU = torch.device("cpu")
 
 
 class ProbeConfig(Schema):
@@ -164,7 +169,7 @@ class LinearHead:
         return F.linear(features_BF, self.weight_KF, self.bias_K)
 
     def classes(self, features_NF: Tensor) -> Tensor:
-        """Return the class of each row, (N,) int64. Features of a file may lie on another device than the head."""
+        """Return the class of each row, (N,) int64. Features that do not fit on the head's device lie on the host."""
         device = self.weight_KF.device
         parts = [features_NF] if features_NF.device == device else torch.split(features_NF, _MOVED_AT_ONCE)
         return torch.cat([self.logits(part.to(device)).argmax(1) for part in parts])
@@ -297,10 +302,6 @@ def probe_linear(
                 cached = without_views.features(train)
 
         def encoded(row_B: Tensor, epoch: int) -> FeatureBatch:
-            if cached is not None:
-                features_BF = cached[row_B.to(cached.device)].to(device)
-                return FeatureBatch(features_BF, {space: train.labels(space)[row_B] for space in targets})
-
             def keys(index_B: Tensor) -> DrawKeys:
                 return DrawKeys(config.seed, epoch, index_B, PROBE_VIEW)
 
@@ -317,19 +318,21 @@ def probe_linear(
             return FeatureBatch(features_BF, {space: batch.labels[space].to(device) for space in targets})
 
         def batches(epoch: int) -> Iterable[FeatureBatch]:
-            rows = epoch_rows(len(train), epoch=epoch, config=config)
-            title = f"epoch {epoch + 1} of the linear probe"
+            rows = epoch_rows(len(train), epoch=epoch, config=config, device=train.index_N.device)
             if cached is not None:
-                yield from (encoded(row_B, epoch) for row_B in rows)
+                for row_B in rows:
+                    features_BF = cached[row_B.to(cached.device)].to(device)
+                    yield FeatureBatch(features_BF, {space: train.labels(space)[row_B] for space in targets})
                 return
-            if world_size() == 1:
-                yield from (encoded(row_B, epoch) for row_B in train.ahead(rows, title=title))
-                return
-            firsts = range(0, len(rows), world_size())
-            # The steps left over at the end go to the first ranks; the others repeat the last step.
-            mine = [rows[min(first + rank(), len(rows) - 1)] for first in firsts]
-            for first, row_B in zip(firsts, train.ahead(mine, title=title), strict=True):
-                yield from _of_all_ranks(encoded(row_B, epoch))[: len(rows) - first]
+            num_steps = _steps_at_once(train, config=config, device=device)
+            chunks = _together(rows, num_steps)
+            firsts = range(0, len(chunks), world_size())
+            # The chunks left over at the end go to the first ranks; the others repeat the last chunk.
+            mine = [chunks[min(first + rank(), len(chunks) - 1)] for first in firsts]
+            title = f"epoch {epoch + 1} of the linear probe"
+            for first, row_X in zip(firsts, train.ahead(mine, title=title), strict=True):
+                steps = _steps_of_all_ranks(encoded(row_X, epoch), num_steps=num_steps)
+                yield from steps[: len(rows) - first * num_steps]
 
         def test_features() -> Tensor:
             return test_NF if config.batch_norm == "eval" else extract(live.features, test, device=device)
@@ -357,24 +360,41 @@ def check_ranks(config: ProbeConfig) -> None:
         )
 
 
-def _of_all_ranks(batch: FeatureBatch) -> list[FeatureBatch]:
-    """Return the batches of all ranks, which are equally large, in rank order."""
-    features = all_gather_rows(batch.features_BF).chunk(world_size())
-    labels = {space: all_gather_rows(label_B).chunk(world_size()) for space, label_B in batch.labels.items()}
+def _steps_at_once(train: Pictures, *, config: ProbeConfig, device: torch.device) -> int:
+    """Return how many steps are encoded at once. Batch statistics are those of one step."""
+    if device.type != "cuda" or config.batch_norm == "train":
+        return 1
+    pixels = math.prod(train.images_NCHW.shape[2:])
+    return max(1, min(_MOST_STEPS, _MOST_PIXELS // (config.batch_size * pixels)))
+
+
+def _together(rows: Sequence[Tensor], num_steps: int) -> Sequence[Tensor]:
+    """Join the rows of each `num_steps` steps. The last chunk repeats the last step, so that all are equally large."""
+    if num_steps == 1:
+        return rows
+    filled = [*rows, *[rows[-1]] * (-len(rows) % num_steps)]
+    return [torch.cat(filled[start : start + num_steps]) for start in range(0, len(filled), num_steps)]
+
+
+def _steps_of_all_ranks(chunk: FeatureBatch, *, num_steps: int) -> list[FeatureBatch]:
+    """Return the steps of the chunks of all ranks, which are equally large, in rank order."""
+    num = world_size() * num_steps
+    features = all_gather_rows(chunk.features_BF).chunk(num)
+    labels = {space: all_gather_rows(label_X).chunk(num) for space, label_X in chunk.labels.items()}
     return [
         FeatureBatch(features_BF, {space: labels[space][number] for space in labels})
         for number, features_BF in enumerate(features)
     ]
 
 
-def epoch_rows(num: int, *, epoch: int, config: ProbeConfig) -> Sequence[Tensor]:
-    """Return the rows of each step of an epoch: a seeded permutation cut into full batches.
+def epoch_rows(num: int, *, epoch: int, config: ProbeConfig, device: torch.device = _CPU) -> Sequence[Tensor]:
+    """Return the rows of each step of an epoch, on a device: a seeded permutation cut into full batches.
 
     The rows that fill no batch are left out, and differ from epoch to epoch. A set smaller than a batch is one batch.
     """
     order = torch.from_numpy(generator(config.seed, "linear probe order", epoch).permutation(num))
     batch_size = min(config.batch_size, num)
-    return torch.split(order[: num - num % batch_size], batch_size)
+    return torch.split(order[: num - num % batch_size].to(device), batch_size)
 
 
 class _Head:
@@ -390,9 +410,9 @@ class _Head:
 
         self._weight_KF = parameter(target.num_classes, num_features)
         self._bias_K = parameter(target.num_classes)
-        self._optimizer = torch.optim.SGD(
-            [self._weight_KF, self._bias_K], lr=config.learning_rate, momentum=config.momentum
-        )
+        self._parameters = [self._weight_KF, self._bias_K]
+        self._velocities = [torch.zeros_like(parameter) for parameter in self._parameters]
+        self._momentum = config.momentum
         self._is_in_all = target.is_in_all
         self._num_right, self._loss = torch.zeros((), device=device), torch.zeros((), device=device)
         self._num_seen = 0
@@ -409,10 +429,11 @@ class _Head:
         with torch.enable_grad():
             logits_BK = F.linear(features_BF, self._weight_KF, self._bias_K)
             loss = F.cross_entropy(logits_BK, label_B)
-            self._optimizer.param_groups[0]["lr"] = learning_rate
-            self._optimizer.zero_grad()
-            torch.autograd.backward(loss)
-        self._optimizer.step()
+            gradients = torch.autograd.grad(loss, self._parameters)
+        with torch.no_grad():  # SGD as in torch.optim, which takes longer on the host than all kernels of a step
+            torch._foreach_mul_(self._velocities, self._momentum)
+            torch._foreach_add_(self._velocities, gradients)
+            torch._foreach_add_(self._parameters, self._velocities, alpha=-learning_rate)
         # Summed on the device: reading a number in every step would make the host wait for the device.
         self._num_right += (logits_BK.detach().argmax(1) == label_B).sum()
         self._loss += loss.detach()

@@ -1,4 +1,4 @@
-"""Decide what a probe keeps in memory, and put the rest into a file without a name.
+"""Decide what a probe keeps in the memory of the GPU or of the host, and put the rest into a file without a name.
 
 Guarantees: all ranks decide alike. The file has no entry in a directory, so it is gone when its process ends, even
 after kill -9.
@@ -52,13 +52,14 @@ class MemoryLimit:
         return not any_rank(num_bytes > most)
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a tensor to write to: in the memory of `device` if that holds it, and otherwise in a file, on the CPU.
+        """Return a tensor to write to: on `device` if its memory holds it, else on the CPU, in memory or in a file.
 
         Every rank calls this. Raises `UserError` if the disk has no room for the file.
         """
         num_bytes = math.prod(shape) * dtype.itemsize
-        if self.holds(num_bytes, device):
-            return torch.empty(*shape, dtype=dtype, device=device)
+        for place in dict.fromkeys((device, _CPU)):
+            if self.holds(num_bytes, place):
+                return torch.empty(*shape, dtype=dtype, device=place)
         directory = Path(tempfile.gettempdir()) if self.scratch is None else self.scratch
         try:
             with tempfile.TemporaryFile(dir=directory) as file:

@@ -23,7 +23,6 @@ from data_pipeline.loading.decode import DecodedSamples, decode, decode_ahead
 from data_pipeline.loading.placement import num_cores, stored_order
 from data_pipeline.storage.store import SampleStore
 from trainer.distributed.collectives import all_gather_object, rank, world_size
-from trainer.probes.memory_limit import MemoryLimit
 
 _AT_ONCE: Final = 128  # samples that a thread decodes at a time
 _MAX_THREADS: Final = 16
@@ -34,16 +33,12 @@ class StreamedSamples:
 
     Attributes:
         store: the dataset.
-        memory: how much memory the features of the samples may take.
         index_B: (N,) int64, the dataset index of each row, ascending.
         labels: each label by name, (N,) int64, as stored.
     """
 
-    def __init__(
-        self, store: SampleStore, memory: MemoryLimit, *, index_B: Tensor, labels: Mapping[str, Tensor]
-    ) -> None:
-        self.store, self.memory = store, memory
-        self.index_B, self.labels = index_B, labels
+    def __init__(self, store: SampleStore, *, index_B: Tensor, labels: Mapping[str, Tensor]) -> None:
+        self.store, self.index_B, self.labels = store, index_B, labels
         self._ready: tuple[Tensor, DecodedSamples] | None = None  # the rows that `ahead` has yielded last
 
     def __len__(self) -> int:
@@ -53,7 +48,6 @@ class StreamedSamples:
         """Return some of the samples, still to be decoded."""
         return StreamedSamples(
             self.store,
-            self.memory,
             index_B=self.index_B[row_B],
             labels={name: label_N[row_B] for name, label_N in self.labels.items()},
         )
@@ -109,7 +103,7 @@ class StreamedSamples:
         )
 
 
-def find_readable(store: SampleStore, memory: MemoryLimit) -> tuple[StreamedSamples, tuple[BadSample, ...]]:
+def find_readable(store: SampleStore) -> tuple[StreamedSamples, tuple[BadSample, ...]]:
     """Decode every sample once. Return those that can be read, and the others. Every rank calls this.
 
     Each rank decodes its share of the shards. Keeps the labels only.
@@ -130,7 +124,7 @@ def find_readable(store: SampleStore, memory: MemoryLimit) -> tuple[StreamedSamp
     mine = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
     of_ranks = all_gather_object((mine, bad))
     index_B, *labels = (torch.cat(tensors) for tensors in zip(*(found for found, _ in of_ranks), strict=True))
-    readable = StreamedSamples(store, memory, index_B=index_B, labels=dict(zip(names, labels, strict=True)))
+    readable = StreamedSamples(store, index_B=index_B, labels=dict(zip(names, labels, strict=True)))
     return readable, tuple(sample for _, bad_of_rank in of_ranks for sample in bad_of_rank)
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from data_pipeline.core.errors import UserError
 from tests.trainer.probes.toy import Spy, ToyEncoder, toy_pictures
+from trainer.probes import linear
 from trainer.probes.features import LabelSpace, Pictures, extract
 from trainer.probes.linear import (
     PROBE_VIEW,
@@ -66,6 +67,40 @@ def test_planted_accuracy_is_reached_exactly(views: str, batch_norm: str) -> Non
         assert result.best_accuracy == max(result.accuracy_by_epoch)
         assert result.accuracy_by_epoch[result.best_epoch - 1] == result.best_accuracy
         assert len(result.accuracy_by_epoch) == len(result.train_accuracy_by_epoch) == 20
+
+
+@pytest.mark.parametrize("num_steps", [2, 4, 5])
+def test_heads_do_not_depend_on_how_many_steps_are_encoded_at_once(
+    num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are 6 steps. A GPU encodes several at once."""
+    apart = run(ToyEncoder())
+    monkeypatch.setattr(linear, "_steps_at_once", lambda *_, **__: num_steps)
+    assert run(ToyEncoder()) == apart
+
+
+def test_heads_take_the_steps_of_torchs_sgd() -> None:
+    draw = torch.Generator().manual_seed(0)
+    features_NF, label_N = torch.randn(60, 5, generator=draw), torch.randint(0, 3, (60,), generator=draw)
+    config = ProbeConfig(num_epochs=3, batch_size=20, learning_rate=0.1, momentum=0.7, milestones=(0.4,))
+    rows = [epoch_rows(60, epoch=epoch, config=config) for epoch in range(3)]
+    found = fit_linear_probe(
+        lambda epoch: [FeatureBatch(features_NF[row_B], {"base": label_N[row_B]}) for row_B in rows[epoch]],
+        test_features=lambda: features_NF,
+        targets={"base": Target(label_N, label_N, num_classes=3)},
+        config=config,
+    )["base"].head
+    first = linear._Head(Target(label_N, label_N, num_classes=3), features_NF, config).frozen
+    weight_KF, bias_K = first.weight_KF.clone().requires_grad_(), first.bias_K.clone().requires_grad_()
+    sgd = torch.optim.SGD([weight_KF, bias_K], momentum=0.7)
+    for epoch in range(3):
+        sgd.param_groups[0]["lr"] = 0.1 if epoch < 1 else 0.1 * 0.1
+        for row_B in rows[epoch]:
+            sgd.zero_grad()
+            torch.autograd.backward(F.cross_entropy(F.linear(features_NF[row_B], weight_KF, bias_K), label_N[row_B]))
+            sgd.step()
+    assert torch.equal(found.weight_KF, weight_KF)
+    assert torch.equal(found.bias_K, bias_K)
 
 
 def test_heads_fitted_together_are_the_heads_fitted_alone() -> None:

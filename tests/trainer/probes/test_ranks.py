@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.tiny_data import write_tiny_pair
 from tests.trainer.probes.toy import toy_pictures
 from trainer.modules import build_modules
 from trainer.probe_runs import probe
+from trainer.probes import linear
 from trainer.probes.features import extract, frozen, read_pictures, shared_rows
 from trainer.probes.knn import knn_accuracies
 from trainer.probes.linear import Target
@@ -40,27 +42,31 @@ def test_each_sample_comes_once_and_in_its_place(world_size: int) -> None:
         assert of_rank == [list(range(num)) for num, _ in SIZES]
 
 
-def read_out(directory: Path, views: str) -> Any:
-    """Return results and heads of a real encoder. 2 and 3 ranks divide neither the 103 test samples nor the steps."""
+def read_out(directory: Path, views: str, num_steps: int) -> Any:
+    """Return results and heads of a real encoder. 2 and 3 ranks divide neither the 103 test samples nor the steps.
+
+    `num_steps` are encoded at once.
+    """
     recipe = debug.image()
     modules = build_modules(recipe)
     config = recipe.probe.model_copy(update={"num_epochs": 2, "batch_size": 32, "views": views, "learning_rate": 0.1})
     train, test = read_pictures(directory / "train"), read_pictures(directory / "test")
-    found = probe(
-        modules, train=train, test=test, device=CPU, config=config, other_draws=[test.with_draw(1), test.with_draw(2)]
-    )
+    draws = [test.with_draw(1), test.with_draw(2)]
+    with mock.patch.object(linear, "_steps_at_once", return_value=num_steps):
+        found = probe(modules, train=train, test=test, device=CPU, config=config, other_draws=draws)
     results = {space: result.model_dump(exclude={"seconds"}) for space, result in found.results.items()}
     heads = {space: (head.weight_KF.tolist(), head.bias_K.tolist()) for space, head in found.heads.by_label.items()}
     return results, heads
 
 
-@pytest.mark.parametrize("views", ["policy", "none"])
-def test_probes_do_not_depend_on_the_ranks(views: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("views", "num_steps"), [("policy", 1), ("policy", 3), ("none", 1)])
+def test_probes_do_not_depend_on_the_ranks(views: str, num_steps: int, tmp_path: Path) -> None:
+    """There are 7 steps."""
     data = write_tiny_pair(tmp_path, num_train=230, num_test=103, overlay="online")
-    [alone] = run_ranks(read_out, 1, data, views)
+    [alone] = run_ranks(read_out, 1, data, views, num_steps)
     assert alone[0]["base"]["linear"]["draws"]["accuracies"][0] == alone[0]["base"]["linear"]["accuracy"]
     for world_size in (2, 3):
-        for of_rank in run_ranks(read_out, world_size, data, views):
+        for of_rank in run_ranks(read_out, world_size, data, views, num_steps):
             assert of_rank == alone
 
 

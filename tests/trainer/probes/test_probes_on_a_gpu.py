@@ -1,0 +1,145 @@
+"""Probes on a GPU's tensors, without a GPU: the host waits once an epoch and not once a step, and memory is planned.
+
+Tensors have a device, a shape and a type, but no data; see `tests/trainer/test_on_a_gpu.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from configs import resolve_recipe
+from data_pipeline.loading.decode import DecodedSamples
+from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
+from tests.trainer.test_on_a_gpu import CUDA, Waits, on_the_gpu
+from trainer.modules import build_modules
+from trainer.probes import features, linear
+from trainer.probes.features import Pictures, extract, read_pictures
+from trainer.probes.knn import knn_classes
+from trainer.probes.linear import ProbeConfig, Target, probe_linear
+from trainer.probes.memory_limit import MemoryLimit
+from trainer.probes.targets import label_targets
+
+CPU = torch.device("cpu")
+ENOUGH = MemoryLimit(max_bytes=1 << 30)
+
+
+def without_driver(outputs: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Stand in for `torch.autograd.grad`, which needs the driver of a GPU."""
+    return [torch.zeros_like(each) for each in inputs]
+
+
+class WaitsForFiniteNumbers(Waits):
+    """Answers that features are finite, if it is asked."""
+
+    def __torch_dispatch__(self, func: Any, *given: Any) -> Any:
+        answer = super().__torch_dispatch__(func, *given)
+        return True if answer is False else answer
+
+
+class MovedInPlace:
+    """Stands in for a copy of an overlay, which tensors without data do not allow."""
+
+    def __init__(self, overlay: nn.Module) -> None:
+        self._overlay = overlay
+
+    def to(self, _: torch.device) -> nn.Module:
+        on_the_gpu(self._overlay)
+        return self._overlay
+
+
+@pytest.fixture
+def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.autograd, "grad", without_driver)
+    monkeypatch.setattr(features, "copy", SimpleNamespace(deepcopy=MovedInPlace))
+    monkeypatch.setattr(Target, "is_in_all", True)  # it is counted, and there is nothing to count
+
+
+def pair(directory: Path, num_train: int, overlay: Any = "online") -> tuple[Pictures, Pictures]:
+    data = write_tiny_pair(directory, num_train=num_train, num_test=8, overlay=overlay)
+    return read_pictures(data / "train", memory=ENOUGH), read_pictures(data / "test", memory=ENOUGH)
+
+
+@pytest.mark.usefixtures("_without_a_gpu")
+@pytest.mark.parametrize("views", ["policy", "none"])
+@pytest.mark.parametrize("overlay", ["online", "baked"])
+def test_a_probe_waits_once_an_epoch_and_not_once_a_step(
+    overlay: str, views: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "_MOST_STEPS", 2)
+    modules = build_modules(resolve_recipe("debug:image", []))
+    config = ProbeConfig(num_epochs=1, batch_size=4, views=views)
+    found = []
+    for num_train in (16, 48):
+        train, test = pair(tmp_path / str(num_train), num_train, overlay)
+        targets = label_targets(train, test)
+        with FakeTensorMode(allow_non_fake_inputs=True), WaitsForFiniteNumbers() as waits:
+            for module in (modules.encoder, modules.view_policy):
+                on_the_gpu(module)
+            known, asked = train.on(CUDA), test.on(CUDA)
+            assert (known.images_NCHW.device, known.index_N.device) == (CUDA, CUDA)
+            waits.found.clear()
+            probe_linear(
+                modules.encoder,
+                view_policy=modules.view_policy,
+                train=known,
+                test=asked,
+                targets=targets,
+                config=config,
+                device=CUDA,
+            )
+        found.append(waits.found)
+    assert found[0] == found[1] != []
+
+
+@pytest.mark.parametrize("write", [write_tiny_pair, write_tiny_sound_pair])
+def test_samples_and_overlays_are_copied_to_a_device(write: Any, tmp_path: Path) -> None:
+    options = {"overlay": "online"} if write is write_tiny_pair else {}
+    samples = read_pictures(write(tmp_path, num_train=8, num_test=4, **options) / "test", memory=ENOUGH)
+    moved = samples.on(torch.device("meta"))
+    for each, device in ((samples, "cpu"), (moved, "meta")):
+        assert each.stored is not None
+        assert each.stored.overlay is not None
+        assert isinstance(each.stored.samples, DecodedSamples)
+        tensors = [*each.by_label.values(), *each.stored.overlay.state_dict().values()]
+        for fields in (vars(each), vars(each.stored.samples)):
+            tensors += [value for value in fields.values() if isinstance(value, Tensor)]
+        assert {tensor.device.type for tensor in tensors} == {device}
+
+
+@pytest.mark.usefixtures("_without_a_gpu")
+def test_features_and_votes_wait_for_nothing() -> None:
+    encoder = build_modules(resolve_recipe("debug:image", [])).encoder.eval()
+    with FakeTensorMode(), Waits() as waits:
+        on_the_gpu(encoder)
+        known_N, asked_M = (torch.empty(num, dtype=torch.int64, device=CUDA) for num in (40, 8))
+        bank, asked = (torch.empty(num, 3, 16, 16, dtype=torch.uint8, device=CUDA) for num in (40, 8))
+        waits.found.clear()
+        bank_NC, asked_MC = (extract(encoder.pooled, each, device=CUDA, batch_size=4) for each in (bank, asked))
+        knn_classes(bank_NC, asked_MC, {"base": Target(known_N, asked_M, num_classes=3)}, chunk_size=4)
+    assert waits.found == []
+
+
+def free_on_the_gpu(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (num_bytes, 1 << 40))
+
+
+def test_features_go_to_the_host_if_the_gpu_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode():
+        for num_bytes, device in ((800, CUDA), (799, CPU)):
+            free_on_the_gpu(monkeypatch, num_bytes)
+            assert MemoryLimit().empty((10, 10), dtype=torch.float32, device=CUDA).device == device
+
+
+def test_samples_stay_on_the_host_if_the_gpu_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = write_tiny_pair(tmp_path, num_train=8, num_test=4)
+    train = read_pictures(data / "train")
+    free_on_the_gpu(monkeypatch, 1000)
+    assert train.on(CUDA) is train
