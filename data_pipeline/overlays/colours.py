@@ -49,7 +49,7 @@ COLOURS: Final[Mapping[str, tuple[int, int, int]]] = {
     "brown": (150, 90, 20),
     "grey": (190, 190, 190),
 }
-_LUMA = (299, 587, 114)  # thousandths: ITU-R BT.601, as in Pillow's conversion to grey
+_RED, _GREEN, _BLUE = 299, 587, 114  # thousandths: ITU-R BT.601, as in Pillow's conversion to grey
 
 
 class ColoursOptions(Schema):
@@ -112,8 +112,8 @@ def grey(pictures_BCHW: Tensor) -> Tensor:
     """Return the brightness of pictures of one or three channels, (B, 1, H, W) uint8, rounded down."""
     if pictures_BCHW.shape[1] == 1:
         return pictures_BCHW
-    weight_C11 = torch.tensor(_LUMA, dtype=torch.int32, device=pictures_BCHW.device)[:, None, None]
-    total_B1HW = (pictures_BCHW * weight_C11).sum(dim=1, keepdim=True)
+    red_B1HW, green_B1HW, blue_B1HW = pictures_BCHW.to(torch.int32).chunk(3, dim=1)
+    total_B1HW = red_B1HW * _RED + green_B1HW * _GREEN + blue_B1HW * _BLUE
     return torch.div(total_B1HW, 1_000, rounding_mode="floor").to(torch.uint8)
 
 

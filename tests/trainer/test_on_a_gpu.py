@@ -25,10 +25,16 @@ from data_pipeline.audio import log_mel
 from data_pipeline.audio.log_mel import MelConfig
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.sample import Batch
-from data_pipeline.overlays import Overlay
+from data_pipeline.overlays import Overlay, registry
+from data_pipeline.overlays.bits import Bits
+from data_pipeline.overlays.colours import Colours
 from data_pipeline.overlays.digits import Digits
+from data_pipeline.overlays.dominoes import Dominoes
 from data_pipeline.overlays.letters import Letters
+from data_pipeline.overlays.noise import Noise
+from data_pipeline.overlays.second_digit import SecondDigit
 from data_pipeline.overlays.shapes import Shapes
+from data_pipeline.overlays.tiled_digit import TiledDigit
 from trainer.build import assemble
 from trainer.config import RunConfig
 from trainer.distributed.engines.ddp_engine import DDPEngine
@@ -235,16 +241,35 @@ def test_an_optimizer_that_is_not_fused_skips_a_step_without_waiting(
 DIGITS = Digits(torch.zeros(20, 10, 10, dtype=torch.uint8), torch.arange(20) % 10)
 
 
-@pytest.mark.parametrize("overlay", [Shapes(), Letters(), DIGITS], ids=["shapes", "letters", "digits"])
-def test_an_overlay_is_drawn_without_waiting(overlay: Overlay) -> None:
+OVERLAYS: dict[str, Overlay] = {
+    "shapes": Shapes(),
+    "letters": Letters(),
+    "digits": DIGITS,
+    "bits": Bits(bits=3),
+    "colours": Colours(correlation=0.5),
+    "dominoes": Dominoes(torch.zeros(20, 32, 32, dtype=torch.uint8), torch.arange(20) // 2, correlation=0.5),
+    "tiled digit": TiledDigit(torch.zeros(20, 10, 10, dtype=torch.uint8), torch.arange(20) % 10, image_size=32),
+    "second digit": SecondDigit(torch.zeros(20, 10, 10, dtype=torch.uint8), torch.arange(20) % 10, image_size=32),
+    "noise": Noise.of([torch.rand(50)] * 3, num_points=40, volume=0.1, crop="random_offset"),
+}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_an_overlay_is_drawn_without_waiting(overlay: str) -> None:
     with FakeTensorMode(), Waits() as waits:
-        on_the_gpu(overlay)
-        pictures = torch.empty(NUM_ROWS, 3, 32, 32, dtype=torch.uint8, device=CUDA)
+        on_the_gpu(OVERLAYS[overlay])
+        index_B = torch.empty(NUM_ROWS, dtype=torch.int64, device=CUDA)
+        inputs = torch.empty(NUM_ROWS, 3, 32, 32, dtype=torch.uint8, device=CUDA)
+        if overlay == "noise":
+            inputs = torch.empty(NUM_ROWS, 40, device=CUDA)
         waits.found.clear()
-        overlay(
-            pictures, DrawKeys(seed=0, epoch=0, index_B=torch.empty(NUM_ROWS, dtype=torch.int64, device=CUDA), view=0)
-        )
+        OVERLAYS[overlay](inputs, DrawKeys(seed=0, epoch=0, index_B=index_B, view=0), {"base": index_B})
     assert waits.found == []
+
+
+def test_every_overlay_is_tried() -> None:
+    kinds = {type(overlay).__name__ for overlay in OVERLAYS.values()}
+    assert {path.rpartition(":")[2] for path in registry.OVERLAYS.values()} <= kinds
 
 
 def test_what_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,7 +257,7 @@ def _judge(
         probability_N = right_class_probability(head, features_NF, label_N).cpu().numpy()
         return describe(probability_N, num_bins=config.num_bins, uniform_dips_D=uniform)
 
-    change = mean_change(torch.cat(changes), torch.cat(masks)) if masks else Change(0.0, None, None)
+    change = mean_change(torch.cat(changes).cpu(), torch.cat(masks)) if masks else Change(0.0, None, None)
     plain_NF, heads = torch.cat(plain), policy.heads.by_label
     run = JudgedRun(
         name=policy.name,

@@ -196,7 +196,9 @@ def activating_pictures(
 
 def _measure(loaded: LoadedRun, rows_N: Tensor) -> tuple[Sparsity, Tensor]:
     """Return the sparsity of the map and the pooled features (N, C) float64 of test pictures without views."""
-    encoder, sums, pooled = loaded.modules.encoder, dict.fromkeys(("active_share", "treves_rolls", "hoyer"), 0.0), []
+    encoder, pooled = loaded.modules.encoder, []
+    zero = torch.zeros((), dtype=torch.float64, device=loaded.device)
+    sums = dict.fromkeys(("active_share", "treves_rolls", "hoyer"), zero)
     maps: list[Tensor] = []
     hook = encoder.trunk.register_forward_hook(lambda module, args, output: maps.append(output))
     fires_C: Tensor | None = None
@@ -212,13 +214,13 @@ def _measure(loaded: LoadedRun, rows_N: Tensor) -> tuple[Sparsity, Tensor]:
                     )
                 measured = sparsity_of(map_BCHW)
                 for name in sums:
-                    sums[name] += measured[name].sum().item()
+                    sums[name] = sums[name] + measured[name].sum()
                 fired_C = measured["fires"].any(0)
                 fires_C = fired_C if fires_C is None else fires_C | fired_C
     finally:
         hook.remove()
     assert fires_C is not None
-    means = {name: total / len(rows_N) for name, total in sums.items()}
+    means = {name: total.item() / len(rows_N) for name, total in sums.items()}
     dead_share = 1 - fires_C.double().mean().item()
     return Sparsity(**means, dead_share=dead_share if math.isfinite(means["hoyer"]) else None), torch.cat(pooled)
 

@@ -91,7 +91,7 @@ def measure_views(
     measured = torch.arange(len(test))[: config.num_pictures]
     batches = view_batches(policy, test, measured, seed=seed, view=0, device=device)
     masks_NHW = test.masks(measured)
-    change = mean_change(torch.cat([batch.change() for batch in batches]), masks_NHW)
+    change = mean_change(torch.cat([batch.change() for batch in batches]).cpu(), masks_NHW)
     shown = choose_pictures(test, config.num_shown)
     grid, gain = view_grid(policy, test, shown, seed=seed, device=device)
     result = ViewsResult(

@@ -30,8 +30,8 @@ class ViewBatch:
     masks_BHW: Tensor | None
 
     def change(self) -> Tensor:
-        """Return the mean absolute change of each pixel, (B, H, W) on the host."""
-        return (self.views_BCHW - self.seen_BCHW).abs().mean(1).cpu()
+        """Return the mean absolute change of each pixel, (B, H, W) on the device."""
+        return (self.views_BCHW - self.seen_BCHW).abs().mean(1)
 
 
 def view_batches(

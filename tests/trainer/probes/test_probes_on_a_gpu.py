@@ -36,7 +36,7 @@ def without_driver(outputs: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(each) for each in inputs]
 
 
-class WaitsForFiniteNumbers(Waits):
+class WaitsForFiniteNumbers(Waits):  # type: ignore[no-untyped-call]
     """Answers that features are finite, if it is asked."""
 
     def __torch_dispatch__(self, func: Any, *given: Any) -> Any:

@@ -1,0 +1,133 @@
+"""The messages of a training step: how many, how large, and when, as the first of several ranks sends them.
+
+Nothing is sent: the other ranks do not exist. Gradients of DDP travel as on gloo, where one gather takes the place of
+the sum that NCCL sends; the buckets are the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from configs import resolve_recipe
+from data_pipeline.core.sample import Batch
+from trainer.build import Training, build_training
+from trainer.distributed.fake_process_group import fake_ranks
+
+NUM_RANKS, NUM_ROWS = 2, 2
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes: the limits of DDP
+LAYER = "layer"
+SETTINGS = ["tracking.wandb=disabled", f"global_batch_size={NUM_RANKS * NUM_ROWS}"]
+SETTINGS += ["encoder.mean=[0.5, 0.5, 0.5]", "encoder.std=[0.25, 0.25, 0.25]"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective by its operation, and how many bytes this rank puts into it; or the backward pass of a layer."""
+
+    name: str
+    num_bytes: int = 0
+
+
+class Messages(TorchDispatchMode):
+    """Notes the collectives in their order, among the backward passes of convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[Message] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if func.namespace == "c10d":
+            output_first = "gather" in name or "scatter" in name
+            given = [each for each in tree_leaves(args[int(output_first)]) if isinstance(each, Tensor)]
+            self.found.append(Message(name.strip("_").removesuffix("_base"), sum(each.nbytes for each in given)))
+        elif name == "convolution_backward":
+            self.found.append(Message(LAYER))
+        return func(*args, **(kwargs or {}))
+
+
+def a_step(recipe: str, *overrides: str) -> tuple[Training, list[Message]]:
+    """Return the messages of the third step; after its first one, DDP plans its buckets anew."""
+    training = build_training(
+        resolve_recipe(recipe, [*SETTINGS, *overrides]), num_samples=64, device=torch.device("cpu")
+    )
+    pictures = torch.randint(0, 256, (NUM_ROWS, 3, 32, 32), dtype=torch.uint8)
+    batch = Batch(0, 0, torch.arange(NUM_ROWS), pictures, pictures, None, None, {})
+    for _ in range(3):
+        with Messages() as messages:
+            training.step(batch, learning_rates=defaultdict(float))
+    return training, messages.found
+
+
+def bytes_of(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+
+
+def without_engines(training: Training) -> Counter[Message]:
+    """Return the messages that the method needs, besides those of parameters and gradients."""
+    norms = [each for each in training.modules.encoder.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
+    size = 4 * 2 * NUM_ROWS * training.modules.config.encoder.embedding_size  # of both views
+    expected = Counter({Message("allgather", size): 1, Message("reduce_scatter", NUM_RANKS * size): 1})
+    for norm in norms:  # two numbers a channel and view each way, and the number of rows
+        expected[Message("allgather", 4 * (4 * norm.num_features + 1))] += 1
+        expected[Message("allreduce", 4 * 4 * norm.num_features)] += 1
+    assert expected.total() == 2 + 2 * 20
+    return expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["simclr:digits", "viewmaker:digits"])
+def test_a_step_sends_each_number_once_and_gradients_while_others_are_computed(recipe: str) -> None:
+    with fake_ranks(NUM_RANKS, sums_by_gathering=False):
+        training, found = a_step(recipe)
+        buckets = Counter(found) - without_engines(training)
+        del buckets[Message(LAYER)]
+        assert not without_engines(training) - Counter(found)
+        modules = [*training.modules.trained_modules.values()]
+        places = [number for number, message in enumerate(found) if message in buckets]
+        assert {found[place].name for place in places} == {"allgather"}
+        start = 0
+        for module in modules:  # gradients reach the encoder first
+            num_buckets, num_bytes = 0, 0
+            while num_bytes < bytes_of(module):
+                num_bytes += found[places[start + num_buckets]].num_bytes
+                num_buckets += 1
+            assert num_bytes == bytes_of(module)
+            assert num_buckets <= 3 + (bytes_of(module) - FIRST_BUCKET) // BUCKET
+            last_layer = max(
+                place for place, m in enumerate(found[: places[start + num_buckets - 1]]) if m == Message(LAYER)
+            )
+            assert all(place < last_layer for place in places[start : start + num_buckets - 1])
+            assert num_buckets > 1
+            start += num_buckets
+        assert start == len(places)
+
+
+@pytest.mark.slow
+def test_a_step_of_fsdp_gathers_each_block_twice_and_sends_each_gradient_once() -> None:
+    with fake_ranks(NUM_RANKS, sums_by_gathering=False):
+        training, found = a_step("simclr:digits", "engine.kind=fsdp")
+        encoder = training.modules.encoder
+        of_engine = Counter(found) - without_engines(training)
+        num_units = len(encoder.trunk.blocks()) + 1
+        num_layers = of_engine.pop(Message(LAYER))
+        assert of_engine.pop(Message("allreduce", 8)) == 1  # the norm of the whole gradient
+        gathers = {message: num for message, num in of_engine.items() if message.name == "allgather"}
+        scatters = {message: num for message, num in of_engine.items() if message.name == "reduce_scatter"}
+        assert of_engine == gathers | scatters
+        assert (sum(gathers.values()), sum(scatters.values())) == (2 * num_units, num_units)
+        whole = sum(parameter.nbytes for parameter in encoder.parameters())
+        assert sum(message.num_bytes * num for message, num in scatters.items()) == whole
+        assert sum(message.num_bytes * num for message, num in gathers.items()) == 2 * whole // NUM_RANKS
+        first = next(place for place, message in enumerate(found) if message in scatters)
+        assert found[first:].count(Message(LAYER)) > num_layers / 2  # gradients leave while others are computed
