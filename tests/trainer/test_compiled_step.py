@@ -1,12 +1,21 @@
-"""Steps with compiled networks against plain steps, in float64: every objective, and both games."""
+"""Steps with compiled networks against plain steps, in float64: every objective, both games, every kind of views.
+
+The cases share what the compiler has made, so that only the first case of each network takes seconds.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 import torch
+from torch._dynamo.backends.debugging import aot_eager
 
 from tests.trainer.test_recorded_step import CPU, NUM_CLASSES, NUM_STEPS, OBJECTIVES, batch_of, configure
 from trainer.build import Training, build_training
+from trainer.objectives.objective import OBJECTIVES as KINDS
+from trainer.views.policy import VIEWS
 from trainer.views.viewmaker import Viewmaker
 
 
@@ -20,38 +29,78 @@ def losses(training: Training, num_steps: int) -> list[float]:
     ]
 
 
-def compiled(training: Training, backend: str) -> Training:
+class CountingBackend:
+    """A backend that runs what the compiler has traced, and counts how often."""
+
+    def __init__(self) -> None:
+        self.num_runs = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        traced = aot_eager(graph, inputs)
+
+        def run(*values: Any) -> Any:
+            self.num_runs += 1
+            return traced(*values)
+
+        return run
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[CountingBackend]:
+    """Return the backend of all cases, for a compiler that has seen nothing yet and may not give up in silence."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, automatic_dynamic_shapes=False):
+        yield CountingBackend()
+    torch._dynamo.reset()
+
+
+def compiled(training: Training, backend: CountingBackend) -> Training:
     training.modules.encoder.compile(backend=backend)
-    if isinstance(training.modules.viewmaker, Viewmaker):
-        training.modules.viewmaker.compile_layers(backend=backend)
+    if (viewmaker := training.modules.viewmaker) is not None:
+        getattr(viewmaker, "compile_layers", viewmaker.compile)(backend=backend)  # as `trainer.build.assemble` does
     return training
 
 
-GAMES = [
-    ("debug:viewmaker", ["adversary.update=simultaneous"]),
-    ("debug:viewmaker", ["adversary.update=alternating"]),
-    ("debug:viewmaker", ["adversary.freeze_step=4"]),
-    ("debug:viewmaker", ["views.mask=none", "views.dropout_rate=0.5", "memory.micro_batches=2"]),
-    ("debug:viewmaker", ["memory.encoder_checkpointing=whole", "memory.viewmaker_checkpointing=whole"]),
+SMALL = "{kind: viewmaker, base_width: 4, num_res_blocks: 1}"
+IMAGE = {
+    **OBJECTIVES,
+    "instance_discrimination": [],
+    "dino": ["views={kind: multi_crop, num_local: 2, local_size: 8}", "objective.num_prototypes=8"],
+    "nt_xent_cycle": ["objective.period_epochs=3"],
+}
+GAMES: list[list[str]] = [
+    ["adversary.update=simultaneous"],
+    ["adversary.update=alternating"],
+    ["adversary.freeze_step=4"],
+    ["objective.kind=byol"],
+    ["views.mask=none", "views.dropout_rate=0.5", "memory.micro_batches=2"],
+    ["memory.encoder_checkpointing=whole", "memory.viewmaker_checkpointing=whole"],
+    [f"views={{kind: sequence, parts: [{{kind: expert_image}}, {SMALL}]}}"],
+    [f"views={{kind: pair, first: {{kind: expert_image}}, second: {SMALL}}}"],
+    [f"views={{kind: by_epoch, policies: [{{kind: expert_image}}, {SMALL}]}}"],
+]
+CASES = [
+    *(("debug:image", [f"objective.kind={kind}", *overrides]) for kind, overrides in IMAGE.items()),
+    ("debug:image", ["views.kind=random_mask"]),
+    *(("debug:viewmaker", overrides) for overrides in GAMES),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "overrides"),
-    [
-        *[("debug:image", [f"objective.kind={kind}"]) for kind in [*OBJECTIVES, "instance_discrimination"]],
-        ("debug:image", ["objective={kind: moco, queue_size: 16}"]),
-        *GAMES,
-    ],
-    ids=str,
-)
-def test_compiled_networks_train_alike(recipe: str, overrides: list[str]) -> None:
-    torch._dynamo.reset()
+@pytest.mark.parametrize(("recipe", "overrides"), CASES, ids=str)
+def test_compiled_networks_train_alike(recipe: str, overrides: list[str], backend: CountingBackend) -> None:
     config = configure(recipe, [*overrides, "encoder.width=2"])
     plain, training = (build_training(config, num_samples=64, num_classes=NUM_CLASSES, device=CPU) for _ in range(2))
-    found = losses(compiled(training, "aot_eager"), 2)
+    num_before = backend.num_runs
+    found = losses(compiled(training, backend), 2)
+    assert backend.num_runs >= num_before + 2  # once in each step
     assert found == pytest.approx(losses(plain, 2), rel=1e-9)
+
+
+def test_every_objective_and_every_kind_of_views_of_pictures_is_compiled() -> None:
+    assert IMAGE.keys() == KINDS.keys()
+    tried = "expert_image " + " ".join(override for _, overrides in CASES for override in overrides)
+    assert [kind for kind in VIEWS if kind not in tried] == ["spectral", "waveform"]
 
 
 @pytest.mark.process

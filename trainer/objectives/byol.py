@@ -35,6 +35,7 @@ class BYOLConfig(BaseObjectiveConfig):
     """
 
     copies_encoder: ClassVar[bool] = True
+    can_be_recorded: ClassVar[bool] = True
 
     kind: Literal["byol"] = "byol"
     predictor: HeadConfig = HeadConfig(hidden_sizes=(4096,), batch_norm=True)

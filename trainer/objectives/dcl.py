@@ -8,7 +8,7 @@ Shapes: B samples of this rank, N = 2 B anchors, D dimensions.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,6 +20,8 @@ from trainer.objectives.objective import Objective, ObjectiveInputs, ObjectiveOu
 
 class DCLConfig(AnchorChunks):
     """The config of the decoupled contrastive loss."""
+
+    can_be_recorded: ClassVar[bool] = True
 
     kind: Literal["dcl"] = "dcl"
     temperature: Temperature = 0.1

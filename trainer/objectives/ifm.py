@@ -9,7 +9,7 @@ Shapes: B samples of this rank, N = 2 B anchors, D dimensions.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -30,6 +30,8 @@ class IFMConfig(AnchorChunks):
     perturbed_weight: the weight of the harder loss, alpha in the paper. The plain loss has weight 1, and the sum is
         divided by 1 + alpha.
     """
+
+    can_be_recorded: ClassVar[bool] = True
 
     kind: Literal["ifm"] = "ifm"
     temperature: Temperature = 0.5

@@ -9,7 +9,7 @@ Shapes: B samples of this rank, N = 2 B anchors, D dimensions.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import model_validator
@@ -31,6 +31,8 @@ class MACLConfig(AnchorChunks):
     sensitivity: the relative rise of the temperature if the alignment rises by 1, alpha in the paper.
     neutral_alignment: the mean cosine of positives at which the temperature does not change, A_0 in the paper.
     """
+
+    can_be_recorded: ClassVar[bool] = True
 
     kind: Literal["macl"] = "macl"
     temperature: Temperature = 0.1

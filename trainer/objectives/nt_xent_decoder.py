@@ -9,7 +9,7 @@ Shapes: B samples of this rank, C channels, H height, W width, S rows and column
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -31,6 +31,8 @@ class NTXentDecoderConfig(ContrastiveConfig):
     decoder_weight: the weight of the mean squared error; NT-Xent has weight 1.
     target_size: the rows and columns to which a view is averaged, S.
     """
+
+    can_be_recorded: ClassVar[bool] = True
 
     kind: Literal["nt_xent_decoder"] = "nt_xent_decoder"
     temperature: Temperature = 0.5

@@ -9,7 +9,7 @@ rank.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ class VICRegConfig(BaseObjectiveConfig):
 
     epsilon: added to each variance under its root.
     """
+
+    can_be_recorded: ClassVar[bool] = True
 
     kind: Literal["vicreg"] = "vicreg"
     invariance_weight: PositiveFactor = 25.0
