@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import record
 from benchmarks.gpu_stages import checks, jpeg, kernel_trace, science, throughput
+from benchmarks.gpu_stages.aims import aims
 from benchmarks.gpu_stages.session import Setting, Stage, begin_session, read_record, run_stage
 from data_pipeline.core.errors import UserError, nearest
 from trainer.distributed.environment import why_gpu_is_unusable
@@ -71,7 +72,7 @@ def run_session(
     is_isolated: bool = True,
     again: bool = False,
 ) -> None:
-    """Run the stages, print a line for each, and say where the record is."""
+    """Run the stages, and print a line for each, the aims of the project, and where the record is."""
     began = time.time()
     session = begin_session(setting, circumstances(setting, commit=commit))
     for stage in stages:
@@ -82,5 +83,7 @@ def run_session(
             raise
         minutes, seconds = divmod(round(time.time() - began), 60)
         print(f"[{minutes:2d}:{seconds:02d}] {stage.name}: {said}", flush=True)
-    num = sum(len(of_stage) for of_stage in read_record(setting.record).stages.values())
-    print(f"{setting.record} holds {num} measurements")
+    measured = read_record(setting.record)
+    for aim in () if setting.is_tiny else aims(measured):
+        print(aim)
+    print(f"{setting.record} holds {sum(len(of_stage) for of_stage in measured.stages.values())} measurements")

@@ -15,10 +15,12 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.gpu_stages import all_stages, checks, jpeg, science, throughput
+from benchmarks.gpu_stages.aims import aims
 from benchmarks.gpu_stages.kernel_trace import Kernel, Trace, busy_microseconds, summary
 from benchmarks.gpu_stages.pieces import PIECE_BYTES, pack, unpack
 from benchmarks.gpu_stages.session import (
     Measurement,
+    Record,
     Setting,
     add_measurement,
     begin_session,
@@ -26,7 +28,7 @@ from benchmarks.gpu_stages.session import (
     run_stage,
 )
 from benchmarks.picture_decoding import crops_of, jpeg_files, photographs, views_of
-from benchmarks.training_throughput import Form, Peer
+from benchmarks.training_throughput import GAME, LIGHTLY, OURS, Form, Peer
 from data_pipeline.core.errors import UserError
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.run_dir import RunDir
@@ -268,6 +270,39 @@ def test_every_test_that_needs_a_gpu_is_run_by_the_checks() -> None:
         Path(__file__)
     }
     assert {str(path.relative_to(checks.ROOT)) for path in needing} <= set(checks._TEST_FILES)
+
+
+def measured(**values: object) -> Measurement:
+    return Measurement(session=0, seconds=1, values=values)
+
+
+def test_aims_are_judged_by_what_was_measured() -> None:
+    of_ours = {"data_wait_fraction": 0.02, "peak_over_plan": 1.05, "share_of_matrix_rate": 0.3}
+    at_256 = {
+        f"{OURS}, eager": measured(samples_per_second=900, **of_ours),
+        f"{OURS}, recorded": measured(samples_per_second=1200, **{**of_ours, "peak_over_plan": None}),
+        f"{GAME}, recorded": measured(samples_per_second=790, **{**of_ours, "peak_over_plan": 0.95}),
+        f"{throughput.AS_WRITTEN}, float32": measured(samples_per_second=100, peak_over_plan=9),
+        LIGHTLY: measured(samples_per_second=200),
+    }
+    compiled = {f"{GAME}, compiled, batch 1024": measured(samples_per_second=5000, batch_size=1024, **of_ours)}
+    runs = {
+        "simclr:digits": measured(probes=[1], seconds_in_this_session={"probe": 61}),
+        "viewmaker:digits": measured(probes=[], seconds_in_this_session={"probe": 100}),
+    }
+    found = aims(Record(stages={"throughput-256": at_256, "compiled": compiled, "digits": runs}))
+    assert [(aim.figure, aim.is_met) for aim in found] == [
+        (7.9, False),
+        (6, True),
+        (0.02, False),
+        (0.95, True),
+        (1.05, True),
+        (0.3, False),
+        (61, False),
+    ]
+    assert list(aims(Record())) == []
+    broken = {name: each.model_copy(update={"failed": "x"}) for name, each in at_256.items()}
+    assert list(aims(Record(stages={"throughput-256": broken}))) == []
 
 
 def test_the_alarm_of_a_session_that_is_over_hurts_no_later_code() -> None:

@@ -64,7 +64,7 @@ class DDPEngine:
     def gradient_norm(self) -> Tensor:
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         if not gradients:
-            return torch.zeros(())
+            return torch.zeros((), device=next(self.module.parameters()).device)
         norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         return norm.float()
 
