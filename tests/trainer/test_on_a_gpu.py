@@ -71,6 +71,10 @@ class Waits(TorchDispatchMode):
         if func is aten.index.Tensor and any(index is not None and index.dtype == torch.bool for index in args[1]):
             self._note(args[0], "picks rows by a mask")
             return args[0].clone()
+        if func in {aten.index.Tensor, aten.index_put_.default} and any(
+            index is not None and index.dim() and index.device != args[0].device for index in args[1]
+        ):
+            self._note(args[0], "copies an index")
         if func is aten._to_copy.default and kwargs.get("device", args[0].device) != args[0].device:
             self._note(args[0], f"copies from {args[0].device} to {kwargs['device']}")
         if func is aten.copy_.default and args[0].device != args[1].device:
