@@ -8,6 +8,7 @@ The stages, in the order of their worth:
 - checks: recorded steps against plain steps, a step on the GPU against the CPU, the tests that need a GPU;
 - throughput-256, trace, throughput-1024, throughput-4096: our training, plain and recorded, against lightly's SimCLR
   and the original's viewmaker; and the 20 kernels that take most of the time;
+- probe: a linear probe and kNN on features in the memory of the GPU;
 - jpeg: JPEG files to crops, by nvJPEG on the GPU against our decoder on one core and on all;
 - compiled: our training with torch.compile;
 - digits, shapes: the recipes of Table 1 at their published size, expert views and then a viewmaker, with probes.

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks import record
-from benchmarks.gpu_stages import checks, jpeg, kernel_trace, science, throughput
+from benchmarks.gpu_stages import checks, jpeg, kernel_trace, probe, science, throughput
 from benchmarks.gpu_stages.aims import aims
 from benchmarks.gpu_stages.session import Setting, Stage, begin_session, read_record, run_stage
 from data_pipeline.core.errors import UserError, nearest
@@ -18,7 +18,7 @@ from trainer.distributed.environment import why_gpu_is_unusable
 _MACHINE, *_THROUGHPUT, _COMPILED = throughput.STAGES
 STAGES: Final[tuple[Stage, ...]] = (
     *(_MACHINE, checks.STAGE, _THROUGHPUT[0], kernel_trace.STAGE),
-    *(*_THROUGHPUT[1:], jpeg.STAGE, _COMPILED, *science.STAGES),
+    *(*_THROUGHPUT[1:], probe.STAGE, jpeg.STAGE, _COMPILED, *science.STAGES),
 )
 _PACKAGES: Final = ("torch", "torchvision", "triton", "numpy", "lightly", "simplejpeg")
 

@@ -1,0 +1,61 @@
+"""Measure the fit of a linear probe on features that lie in the memory of the GPU, and kNN on them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_stages.session import Outcome, Setting, Stage, Task, task
+from benchmarks.record import rounded
+from trainer.probes.knn import knn_classes
+from trainer.probes.linear import FeatureBatch, ProbeConfig, Target, epoch_rows, fit_linear_probe
+
+
+def tasks(setting: Setting) -> Mapping[str, Task]:
+    """Return the measurement, with as many samples and features as C+Digits gives with a ResNet-18."""
+    sizes = (64, 16, 8, 4) if setting.is_tiny else (50_000, 10_000, 8_192, 512)
+    run = partial(measure_probe, setting, *sizes, num_epochs=2 if setting.is_tiny else ProbeConfig().num_epochs)
+    return {f"{sizes[0]} x {sizes[2]}": task(run, needs_seconds=60)}
+
+
+def measure_probe(
+    setting: Setting, num_train: int, num_test: int, num_features: int, num_pooled: int, *, num_epochs: int
+) -> Outcome:
+    """Return the seconds of a linear probe and of kNN, both of two labels of ten classes, on noise."""
+    device, config = setting.device, ProbeConfig(views="none", num_epochs=num_epochs)
+    train_NF, test_MF = (torch.randn(num, num_features, device=device) for num in (num_train, num_test))
+
+    def classes(num: int) -> Tensor:
+        return torch.randint(0, 10, (num,), device=device)
+
+    targets = {name: Target(classes(num_train), classes(num_test), num_classes=10) for name in ("base", "overlay")}
+
+    def batches(epoch: int) -> Iterator[FeatureBatch]:
+        for row_B in epoch_rows(num_train, epoch=epoch, config=config, device=device):
+            yield FeatureBatch(train_NF[row_B], {name: target.train_N[row_B] for name, target in targets.items()})
+
+    def seconds(run: Callable[[], object]) -> float:
+        setting.wait()
+        start = time.perf_counter()
+        run()
+        setting.wait()
+        return time.perf_counter() - start
+
+    fit = partial(fit_linear_probe, batches, test_features=lambda: test_MF, targets=targets, config=config)
+    linear, num_steps = seconds(fit), num_epochs * len(epoch_rows(num_train, epoch=0, config=config))
+    vote = partial(knn_classes, train_NF[:, :num_pooled].contiguous(), test_MF[:, :num_pooled].contiguous(), targets)
+    return Outcome(
+        {
+            "seconds_linear": rounded(linear),
+            "microseconds_a_step": rounded(1e6 * linear / num_steps),
+            "seconds_knn": rounded(seconds(vote)),
+            "peak_bytes": setting.peak_bytes or None,
+        }
+    )
+
+
+STAGE = Stage("probe", tasks)
