@@ -68,7 +68,8 @@ def probe_run(
     allow_pipe: as in `read_config`.
     memory: pictures that take more are streamed.
 
-    Raises `UserError` if a checkpoint or a dataset is missing, or if the datasets share too many samples.
+    Raises `UserError` if a checkpoint or a dataset is missing, if the datasets share too many samples, or if the
+    memory of the GPU is full.
     """
     config = read_run_config(run_dir, allow_pipe=allow_pipe)
     probe_config = ProbeConfig.parse(config.probe.model_dump() | dict(changes), where="the probe")
@@ -107,16 +108,23 @@ def probe_run(
     other_draws = [test.with_draw(draw) for draw in range(1, num_draws)] if test.is_drawn_online else []
 
     def read_out(modules: TrainedModules, config: ProbeConfig) -> Readout:
-        return probe(
-            modules,
-            train=train,
-            test=test,
-            device=device,
-            config=config,
-            labels=labels or config.labels,
-            other_draws=other_draws,
-            num_shared=num_shared,
-        )
+        try:
+            return probe(
+                modules,
+                train=train,
+                test=test,
+                device=device,
+                config=config,
+                labels=labels or config.labels,
+                other_draws=other_draws,
+                num_shared=num_shared,
+            )
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"the probe of {run_dir.path} has not enough memory on {device} ({str(error).partition('. GPU')[0]}); "
+                "keep samples and features on the host with a small --memory-gigabytes, see in nvidia-smi what else "
+                "uses the GPU, or set CUDA_VISIBLE_DEVICES= for the CPU"
+            ) from error
 
     if pixels:
         of_pixels = read_out(_load(run_dir, 0), probe_config.model_copy(update={"reads": "pixels"}))
