@@ -119,11 +119,11 @@ class ExpertImageConfig(BaseViewsConfig):
     def build(self, given: ViewsInputs) -> ExpertImage:
         return ExpertImage(self)
 
-    def check_channels(self, num_channels: int) -> None:
+    def check_channels(self, num_channels: int, *, where: str = "views") -> None:
         if self.changes_colours and num_channels != NUM_COLOURS:
             raise ValueError(
                 f"colour jitter and grayscale need pictures of {NUM_COLOURS} channels, got {num_channels}; set "
-                "views.jitter_probability=0 and views.grayscale_probability=0"
+                f"{where}.jitter_probability=0 and {where}.grayscale_probability=0"
             )
 
     def without_colours(self) -> Self:

@@ -6,7 +6,7 @@ same picture seen through a smaller window, which takes the encoder a fraction o
 A local view is an expert view of the whole picture, brought to fewer pixels with antialiasing. The papers crop to the
 smaller size at once, and blur then; here the blur comes first.
 
-Legend: B samples, C = 3 channels, H rows, W columns, S rows and columns of a local view.
+Legend: B samples, C channels, H rows, W columns, S rows and T columns of a local view.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MultiCropConfig(BaseViewsConfig):
 
     global_views, local_views: the expert views of each kind.
     num_local: the number of local views of a sample.
-    local_size: the rows and columns of a local view. None means half of those of the picture.
+    local_size: the rows of a local view, whose columns are in proportion to the picture's. None means half of the rows.
     """
 
     kind: Literal["multi_crop"] = "multi_crop"
@@ -43,11 +43,11 @@ class MultiCropConfig(BaseViewsConfig):
         return self.num_local
 
     def further_size(self, *, height: int, width: int) -> tuple[int, int]:
-        size = self.local_size or height // 2
-        return size, size
+        rows = self.local_size or height // 2
+        return rows, max(1, round(rows * width / height))
 
     def build(self, given: ViewsInputs) -> MultiCrop:
-        return MultiCrop(self)
+        return MultiCrop(self, given)
 
     def check_image_size(self, *, height: int, width: int) -> None:
         self.global_views.check_image_size(height=height, width=width)
@@ -57,6 +57,10 @@ class MultiCropConfig(BaseViewsConfig):
                 f"{height} or less"
             )
 
+    def check_channels(self, num_channels: int) -> None:
+        self.global_views.check_channels(num_channels, where="views.global_views")
+        self.local_views.check_channels(num_channels, where="views.local_views")
+
 
 class MultiCrop(nn.Module):
     """The view policy of multi-crop, without parameters: `policy(images_BCHW, keys, masks_BHW)` gives a global view.
@@ -64,11 +68,11 @@ class MultiCrop(nn.Module):
     All draws depend on `keys` alone.
     """
 
-    def __init__(self, config: MultiCropConfig) -> None:
+    def __init__(self, config: MultiCropConfig, given: ViewsInputs) -> None:
         super().__init__()
         self.config = config
-        self.of_globals = config.global_views.build(ViewsInputs(image_channels=3))
-        self.of_locals = config.local_views.build(ViewsInputs(image_channels=3))
+        self.of_globals = config.global_views.build(given)
+        self.of_locals = config.local_views.build(given)
 
     def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
         """Return a global view of each picture, as `ExpertImage` does."""
@@ -76,7 +80,7 @@ class MultiCrop(nn.Module):
         return views_BCHW
 
     def further_view(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
-        """Return a local view of each picture, (B, 3, S, S) in [0, 1]."""
+        """Return a local view of each picture, (B, C, S, T) in [0, 1]."""
         views_BCHW: Tensor = self.of_locals(images_BCHW, keys)
         height, width = images_BCHW.shape[-2:]
         size = self.config.further_size(height=height, width=width)

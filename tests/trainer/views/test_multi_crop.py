@@ -27,6 +27,17 @@ def test_global_views_are_those_of_the_expert_policy() -> None:
     assert torch.equal(config.build(ViewsInputs(3))(pictures(), keys), expected)
 
 
+@pytest.mark.parametrize(("local_size", "size"), [(None, (32, 16)), (24, (24, 12)), (64, (64, 32))])
+def test_local_views_keep_the_shape_of_pictures_that_are_not_square(
+    local_size: int | None, size: tuple[int, int]
+) -> None:
+    """A domino has twice as many rows as columns; squares of it would show everything twice as wide as it is."""
+    config = MultiCropConfig(local_size=local_size, local_views=CROP_ONLY)
+    tall = torch.rand(5, 3, 64, 32, generator=torch.Generator().manual_seed(0))
+    found = config.build(ViewsInputs(3)).further_view(tall, keys_of_rows(tall, seed=3, step=1, view=2))
+    assert tuple(found.shape[2:]) == config.further_size(height=64, width=32) == size
+
+
 @pytest.mark.parametrize(("local_size", "size"), [(None, 16), (12, 12), (32, 32)])
 def test_local_views_are_expert_views_in_fewer_pixels(local_size: int | None, size: int) -> None:
     config = MultiCropConfig(local_size=local_size, local_views=CROP_ONLY)
@@ -56,6 +67,13 @@ def test_what_does_not_fit_is_one_sentence() -> None:
     config = resolve_recipe("debug:image", ["views={kind: multi_crop, local_size: 40}", "objective.kind=dino"])
     with pytest.raises(UserError, match=r"data: views\.local_size is 40, but the pictures have 32 x 32 pixels; set it"):
         check_input_shape(config, height=32, width=32, where="data")
+    config = resolve_recipe("debug:image", [crops, "objective.kind=dino", "encoder={kind: convnet, in_channels: 6}"])
+    with pytest.raises(UserError, match=r"data: colour jitter .* got 6; set views\.global_views\.jitter_probability=0"):
+        check_input_shape(config, height=32, width=32, where="data")
+    grey = "{jitter_probability: 0, grayscale_probability: 0}"
+    config = resolve_recipe("debug:image", [f"{crops[:-1]}, global_views: {grey}}}", "objective.kind=dino"])
+    with pytest.raises(ValueError, match=r"got 1; set views\.local_views\.jitter_probability=0"):
+        config.views.check_channels(1)
     vit = "encoder={kind: timm, name: vit_tiny_patch16_224, options: {img_size: 32, patch_size: 8}}"
     config = resolve_recipe("debug:image", [crops, "objective.kind=dino", vit])
     with pytest.raises(UserError, match="data: the encoder cannot take inputs of 16 x 16"):
