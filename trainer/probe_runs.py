@@ -372,11 +372,12 @@ def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
 
 def runs_table(paths: Sequence[Path], of_runs: Sequence[Mapping[LabelSpace, ProbeResult]]) -> str:
     """Return the mean and deviation (divisor n - 1) over the runs of each configuration, in per cent, by label."""
-    arms: dict[tuple[str, ...], dict[Path, Mapping[LabelSpace, ProbeResult]]] = {}
+    arms: dict[tuple[object, ...], dict[Path, Mapping[LabelSpace, ProbeResult]]] = {}
     for path, results in zip(paths, of_runs, strict=True):
         one = next(iter(results.values()))
         identity = config_identity(read_run_config(RunDir(path)))
-        arms.setdefault((identity, one.train_manifest_sha256, one.test_manifest_sha256), {})[path] = results
+        trained_on = RunDir(path).read_provenance().get("train_manifest_sha256")
+        arms.setdefault((identity, trained_on, *one.data), {})[path] = results
     lines = []
     for of_arm in arms.values():
         if len(of_arm) == 1:

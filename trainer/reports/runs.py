@@ -57,7 +57,7 @@ class Run:
     readouts: the results of each probe protocol.
     protocol: the protocol of `probes`, so that results of different protocols are never mixed. `read_runs` takes it
         from the run's config, and `under` changes it.
-    problems: sentences that name the damaged parts, which were left out.
+    problems: sentences that name the damaged parts, which were left out, and replaced data.
     """
 
     name: str
@@ -96,8 +96,22 @@ class Run:
         return {entry["step"]: entry[key] for entry in self.metrics if key in entry}
 
     @property
-    def data_key(self) -> tuple[str, str]:
-        """Return the hashes of both manifests, or the directories of the datasets if a hash is not known."""
+    def other_train_set(self) -> str | None:
+        """Return the hash of the train set of the training if the probes read another; None if not, or if unknown."""
+        recorded = trained_on(self.config, self.provenance)
+        results = (one for probes in self.readouts.values() for step in probes.values() for one in step.values())
+        return recorded if any(one.train_manifest_sha256 != recorded for one in results) else None
+
+    @property
+    def data_key(self) -> tuple[str, ...]:
+        """Return the hashes of both manifests, or the directories of the datasets if a hash is not known.
+
+        If the train set was replaced before the probes, the hash of the one of the training follows.
+        """
+        return self._data_now if self.other_train_set is None else (*self._data_now, self.other_train_set)
+
+    @property
+    def _data_now(self) -> tuple[str, str]:
         results = [vars(one) for probes in self.readouts.values() for step in probes.values() for one in step.values()]
         if self.config.data.mixture is not None:  # a probe reads only one of its sources
             results = []
@@ -190,7 +204,7 @@ def read_runs(
 
 def arms_of(runs: Sequence[Run]) -> list[Arm]:
     """Group runs by configuration, in the order of their first run."""
-    grouped: dict[tuple[str, tuple[str, str]], list[Run]] = {}
+    grouped: dict[tuple[str, tuple[str, ...]], list[Run]] = {}
     for run in runs:
         grouped.setdefault((config_identity(run.config), run.data_key), []).append(run)
     groups = list(grouped.values())
@@ -203,13 +217,13 @@ def runs_of_arms(arms: Sequence[Arm]) -> list[Run]:
 
 def datasets_of(arms: Sequence[Arm]) -> list[DatasetArms]:
     """Group arms by dataset, in the order of their first arm."""
-    grouped: dict[tuple[str, str], list[int]] = {}
+    grouped: dict[tuple[str, ...], list[int]] = {}
     for number, arm in enumerate(arms):
         grouped.setdefault(arm.runs[0].data_key, []).append(number)
     names = [arms[numbers[0]].runs[0].data_name for numbers in grouped.values()]
     return [
         DatasetArms(
-            name if names.count(name) == 1 else f"{name} ({key[0][:12]})",
+            name if names.count(name) == 1 else f"{name} ({', trained on '.join(each[:12] for each in key[::2])})",
             tuple(arms[number] for number in numbers),
             tuple(numbers),
         )
@@ -276,10 +290,7 @@ def _read_run(
     metrics, provenance = index.read_metrics(run_dir.metrics), read_provenance(run_dir.provenance)
     pictures, damaged = _read_pictures(run_dir)
     readouts, of_other_data = _of_one_dataset(_read_readouts(probe_places), run_dir, protocol=protocol_of(config.probe))
-    problems = (*metrics.problems, *provenance.problems, *damaged, *of_other_data)
-    for problem in problems:
-        logger.warning("%s", problem)
-    return Run(
+    run = Run(
         name=name,
         path=run_dir.path,
         config=config,
@@ -289,7 +300,30 @@ def _read_run(
         protocol=protocol_of(config.probe),
         views=_read_views(run_dir, options),
         pictures=pictures,
-        problems=problems,
+    )
+    problems = (*metrics.problems, *provenance.problems, *damaged, *of_other_data, *_replaced_train_set(run))
+    for problem in problems:
+        logger.warning("%s", problem)
+    return replace(run, problems=problems)
+
+
+def trained_on(config: RunConfig, provenance: Mapping[str, Any]) -> str | None:
+    """Return the hash that the train set of the probes had when the run was trained; None if it is not recorded."""
+    recorded = provenance.get("train_manifest_sha256")
+    if config.data.mixture is not None:
+        sources = provenance.get("train_sources")
+        recorded = sources.get(config.data.probed_name) if isinstance(sources, dict) else None
+    return recorded if isinstance(recorded, str) else None
+
+
+def _replaced_train_set(run: Run) -> tuple[str, ...]:
+    """Return a sentence if the run was trained on another train set than the one of its probes."""
+    if run.other_train_set is None:
+        return ()
+    return (
+        f"{run.path} was trained on another train set (manifest {run.other_train_set[:12]}) than its probes read, so "
+        "it is compared with no run that was trained on the present one; train it again, or put the old train set back "
+        "and repeat the probes.",
     )
 
 

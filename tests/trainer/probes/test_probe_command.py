@@ -328,6 +328,12 @@ def test_runs_that_differ_by_their_seed_alone_have_a_mean_and_a_deviation(
             {space: read_result(run.probes(10) / f"{space}.json") for space in ("base", "overlay")} for run in pair
         ]
         assert runs_table([run.path for run in pair], results).endswith("so there is no mean over runs")
+    paths = [run.path for run in runs]
+    results = [{"base": read_result(path / "probes" / "step_00000010" / "base.json")} for path in paths]
+    assert runs_table(paths, results).startswith("mean over")
+    (paths[0] / "provenance.json").write_text(json.dumps({"train_manifest_sha256": "c" * 64}))
+    replaced = f"mean over {paths[1]}, {paths[2]}:"
+    assert runs_table(paths, results).startswith(replaced), "the first was trained on other data"
 
 
 def test_the_best_is_the_first_of_the_highest() -> None:

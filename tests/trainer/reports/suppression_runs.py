@@ -37,6 +37,7 @@ def make_run(
     rank_me: float | None = None,
     groups: Mapping[str, Groups] | None = None,
     test_set: str = "b",
+    trained_on: str = "a",
     probe: ProbeConfig = PROBE,
     **settings: Any,
 ) -> Path:
@@ -47,7 +48,8 @@ def make_run(
     run_dir = RunDir(home / f"{re.sub(r'[^A-Za-z0-9-]', '_', '-'.join(factors.values()))}-seed{seed}")
     run_dir.path.mkdir(parents=True)
     write_json(run_dir.config, config.model_dump(mode="json"))
-    write_json(run_dir.provenance, {"seed": seed} | ({"finished_step": STEP} if is_finished else {}))
+    provenance = {"seed": seed, "train_manifest_sha256": trained_on * 64}
+    write_json(run_dir.provenance, provenance | ({"finished_step": STEP} if is_finished else {}))
     for step, of_step in ((0, untrained), (STEP, right)):
         for label, right_N in (of_step or {}).items():
             of_label = (groups or {}).get(label)

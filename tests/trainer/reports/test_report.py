@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,22 @@ def test_probes_on_data_that_were_replaced_are_left_out_and_named(
     assert Page(html).row("debug-image")[1].startswith("45.2")
     (curve, _) = read_curves(run_dir, steps_per_epoch=1).curves
     assert [point.accuracy for point in curve.points] == [0.452]
+
+
+def test_a_run_on_a_train_set_that_was_replaced_before_its_probe_is_compared_with_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both runs are probed on the present train set; the second was trained on the one that was there before."""
+    before = PROVENANCE | {"train_manifest_sha256": "c" * 64}
+    make_run(tmp_path / "new", trained={"base": [0.4]})
+    make_run(tmp_path / "old", trained={"base": [0.8]}, seed=1, provenance=before)
+    html = report(monkeypatch, tmp_path / "out.html", tmp_path / "new", tmp_path / "old")
+    page, text = Page(html), " ".join(unescape(html).split())
+    assert [page.row("debug-image, seed", number=number)[1].split()[0] for number in (0, 1)] == ["40.0", "80.0"]
+    assert f"{tmp_path / 'old'} was trained on another train set (manifest cccccccccccc) than its probes read" in text
+    assert text.count("was trained on another train set") == 1
+    assert "accuracies are compared only within each of them" in text
+    assert "(aaaaaaaaaaaa, trained on cccccccccccc)" in text
 
 
 def test_of_probes_of_the_last_step_on_two_data_those_of_the_own_protocol_count(

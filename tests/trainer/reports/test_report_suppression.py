@@ -176,18 +176,21 @@ def test_results_of_other_data_and_protocols_are_left_out_and_named(tmp_path: Pa
     home = make_study(tmp_path, num_test=100, seeds=(0, 1))
     right = {"base": samples(0.99, num_test=100, seed=0)}
     make_run(home, factors("other data"), right=right, test_set="c")
+    make_run(home, factors("replaced data"), right=right, trained_on="c")
     make_run(home, factors("other probe"), right=right, probe=PROBE.model_copy(update={"num_epochs": 7}))
     make_run(home, factors("plain"), seed=5, right=right, num_epochs=77)
     make_run(home, {"setting": "RandBit"}, right=right)
     found = read_benchmark(sorted(home.iterdir()))
     told = " ".join(found.gaps.problems)
     assert "other_data-bits-seed0 was probed on other data than most runs of RandBit at 10." in told
+    assert "replaced_data-bits-seed0 was trained on another train set than its probes read." in told
     assert "other_probe-bits-seed0 was probed with other settings than most runs." in told
     assert "plain-bits-seed5 differs from the other seeds of its cell in more than the seed." in told
     assert "RandBit-seed0 lacks a factor (difficulty, cure)." in told
     (setting,) = found.settings
     assert max(one.accuracy for one in setting.readings("10", "plain", "base").values()) < 0.4
     assert not setting.readings("10", "other data", "base")
+    assert not setting.readings("10", "replaced data", "base")
 
 
 def test_the_same_run_twice_is_refused(tmp_path: Path) -> None:

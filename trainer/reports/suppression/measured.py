@@ -1,7 +1,8 @@
 """Read the runs of the benchmark, and put them into its cells by their factors.
 
 Only small files are read: config.json, provenance.json, the probe results of the last step and of step 0, and
-analysis/monitors.json. Invariant: a cell holds finished runs of one dataset and one probe protocol, one for each seed.
+analysis/monitors.json. Invariant: a cell holds finished runs that were trained and probed on one dataset, with one
+probe protocol, one for each seed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from trainer.probes.result import ProbeResult, labels_in, read_result
 from trainer.probes.right_samples import unpack_right
 from trainer.reports.config_identity import config_identity
 from trainer.reports.paired import Reading
-from trainer.reports.runs import protocol_of
+from trainer.reports.runs import protocol_of, trained_on
 from trainer.run_dir import RunDir, open_run, places_of_probes, read_object
 
 CEILING = "ceiling: "  # begins the name of a cure that is no cure: the encoder trained with the label that follows
@@ -39,6 +40,7 @@ class StudyRun:
     is_finished: whether the training came to its end.
     pixels: the same probe on the raw pixels, without an encoder (`trainer.probe --pixels`).
     trained: the results of the last checkpoint; empty if it was not probed, or if the training is not finished.
+    trained_on: the hash of the train set at the training; None if it is not recorded.
     """
 
     path: Path
@@ -48,6 +50,7 @@ class StudyRun:
     untrained: Results
     pixels: Results
     monitors: MonitorsResult | None
+    trained_on: str | None
 
     @property
     def factors(self) -> Mapping[str, str]:
@@ -230,7 +233,8 @@ def read_benchmark(paths: Sequence[Path], *, probes_at: Path | None = None, allo
 
 def _read(run_dir: RunDir, probes_of: RunDir, *, allow_pipe: bool) -> StudyRun:
     config = read_run_config(run_dir, allow_pipe=allow_pipe)
-    finished = read_provenance(run_dir.provenance).facts.get("finished_step")
+    provenance = read_provenance(run_dir.provenance).facts
+    finished = provenance.get("finished_step")
     final = _results(probes_of, finished) or _results(run_dir, finished)
     monitors_at = run_dir.analysis / "monitors.json"
     monitors = None
@@ -245,6 +249,7 @@ def _read(run_dir: RunDir, probes_of: RunDir, *, allow_pipe: bool) -> StudyRun:
         untrained=_results(probes_of, 0) or _results(run_dir, 0),
         pixels=_results(probes_of, 0, suffix=OF_PIXELS) or _results(run_dir, 0, suffix=OF_PIXELS),
         monitors=None if monitors is None or monitors.checkpoint_step != finished else monitors,
+        trained_on=trained_on(config, provenance),
     )
 
 
@@ -282,6 +287,8 @@ def _setting(name: str, runs: Sequence[StudyRun], protocol: ProbeConfig | None) 
             problems.append(f"{run.path} was probed with other settings than most runs.")
         elif any(_data(result) != data_of[difficulty] for result in [*results, *run.pixels.values()]):
             problems.append(f"{run.path} was probed on other data than most runs of {name} at {difficulty}.")
+        elif run.trained_on not in {None, data_of[difficulty][0]}:
+            problems.append(f"{run.path} was trained on another train set than its probes read.")
         else:
             of_cell[run.seed] = run
     first = runs[0].factors
