@@ -7,23 +7,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from trainer.models.encoder import ResNetConfig, TimmConfig
 from trainer.modules import TrainedModules
+from trainer.open_settings import recorded_input_size
 from trainer.pretrained import HEADER_KEY, ExportHeader
 from trainer.probes.result import ProbeResult, read_result
+from trainer.provenance import RECORDED_NUM_SAMPLES
 from trainer.run_dir import RunDir
 
 _FRONT = """---
 library_name: {library}
-pipeline_tag: image-feature-extraction
+pipeline_tag: {task}
 tags:
 {tags}
 ---
 """
 _SELF_SUPERVISED = "self-supervised-learning"
 _TAGS = ("feature-extraction",)
+_SIZE_OF_AN_EXAMPLE = (32, 32)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The inputs of an encoder.
+
+    size: the height and width of the pictures in training; None if they are not known.
+    sample_rate: the points a second of sounds; None for pictures.
+    """
+
+    size: tuple[int, int] | None = None
+    sample_rate: int | None = None
 
 
 def config_of_the_hub(header: ExportHeader) -> dict[str, Any]:
@@ -59,7 +75,8 @@ def timm_architecture(header: ExportHeader) -> tuple[str | None, dict[str, Any]]
 def model_card(header: ExportHeader) -> str:
     """Return the model card of an encoder from someone's own training loop, which may have read labels."""
     facts = [("encoder", _encoder(header)), ("steps", f"{header.step:,}" if header.step else None)]
-    return "\n\n".join(_sections(header, title=header.run, tags=_TAGS, facts=facts, probes=[])) + "\n"
+    sections = _sections(header, title=header.run, tags=_TAGS, facts=facts, probes=[], inputs=_Inputs())
+    return "\n\n".join(sections) + "\n"
 
 
 def model_card_of_run(
@@ -69,6 +86,8 @@ def model_card_of_run(
     config, provenance = modules.config, run_dir.read_provenance()
     versions = provenance.get("versions") or {}
     probes = _probes(run_dir, modules.step)
+    train_set = None if modules.trained_on is None else modules.trained_on.train_manifest_sha256
+    num_samples = provenance.get(RECORDED_NUM_SAMPLES) if provenance.get("train_manifest_sha256") == train_set else None
     facts: list[tuple[str, object]] = [
         ("encoder", _encoder(header)),
         ("objective", config.objective.kind),
@@ -78,14 +97,16 @@ def model_card_of_run(
         ("optimizer", config.optimizer.kind),
         ("precision", config.precision),
         ("seed", config.seed),
-        ("train set", _manifest(None if modules.trained_on is None else modules.trained_on.train_manifest_sha256)),
-        ("samples in it", f"{probes[0].num_train:,}" if probes else None),
+        ("train set", _manifest(train_set)),
+        ("samples in it", f"{num_samples:,}" if isinstance(num_samples, int) else None),
         ("commit of the code", header.git_commit),
         ("software", ", ".join(f"{name} {versions[name]}" for name in ("python", "torch") if name in versions)),
         ("trained on", provenance.get("gpu") or provenance.get("cpu")),
     ]
     tags = _TAGS if config.objective.needs_labels else (_SELF_SUPERVISED, *_TAGS)
-    return "\n\n".join(_sections(header, title=title or config.name, tags=tags, facts=facts, probes=probes)) + "\n"
+    inputs = _Inputs(size=recorded_input_size(provenance), sample_rate=config.data.sample_rate)
+    sections = _sections(header, title=title or config.name, tags=tags, facts=facts, probes=probes, inputs=inputs)
+    return "\n\n".join(sections) + "\n"
 
 
 def _sections(
@@ -95,22 +116,21 @@ def _sections(
     tags: Sequence[str],
     facts: Iterable[tuple[str, object]],
     probes: Sequence[ProbeResult],
+    inputs: _Inputs,
 ) -> Iterable[str]:
     name, _ = timm_architecture(header)
     library = "timm" if name else "feature-dropout"
-    yield _FRONT.format(library=library, tags="\n".join(f"- {tag}" for tag in tags)) + f"\n# {title}"
-    yield "An encoder. It turns pictures into features; it has no classifier."
+    is_sound = inputs.sample_rate is not None
+    task = "feature-extraction" if is_sound else "image-feature-extraction"
+    yield _FRONT.format(library=library, task=task, tags="\n".join(f"- {tag}" for tag in tags)) + f"\n# {title}"
+    what = "spectrograms of sounds" if is_sound else "pictures"
+    yield f"An encoder. It turns {what} into features; it has no classifier."
     table = [f"| {what} | {value} |" for what, value in facts if value]
     if table:
         yield "## Training\n\n" + "\n".join(["| | |", "|---|---|", *table])
     if probes:
         yield "## Probes\n\n" + _probe_table(probes)
-    channels = header.encoder.in_channels
-    yield (
-        "## Use\n\n```python\nimport torch\nfrom trainer.models import load_encoder\n\n"
-        'encoder = load_encoder("PATH OF THIS DIRECTORY")\nwith torch.no_grad():\n'
-        f"    pooled = encoder.pooled(torch.rand(8, {channels}, 32, 32))  # in [0, 1]; the encoder normalises\n```"
-    )
+    yield f"## Use\n\n```python\n{_code(header, inputs)}\n```"
     if name:
         yield (
             'timm loads it too: `timm.create_model("local-dir:PATH OF THIS DIRECTORY", pretrained=True)`. That model '
@@ -119,6 +139,27 @@ def _sections(
         )
     settings = json.dumps(header.model_dump(mode="json"), indent=2)
     yield f"## All settings of the encoder\n\n```json\n{settings}\n```"
+
+
+def _code(header: ExportHeader, inputs: _Inputs) -> str:
+    """Return the lines that load the encoder and read the features of eight random inputs."""
+    if inputs.sample_rate is not None:
+        return (
+            "import torch\nfrom data_pipeline.audio.log_mel import mel_config\n"
+            "from trainer.models import load_encoder\n"
+            "from trainer.views.expert_audio import clean_spectrogram\n\n"
+            f'encoder = load_encoder("PATH OF THIS DIRECTORY")\nmel = mel_config({inputs.sample_rate})\n'
+            "waveforms = 2 * torch.rand(8, mel.num_points) - 1  # in [-1, 1]\nwith torch.no_grad():\n"
+            "    pooled = encoder.pooled(clean_spectrogram(waveforms, mel))"
+        )
+    height, width = inputs.size or _SIZE_OF_AN_EXAMPLE
+    which = "of the size of the training" if inputs.size else "take the size of the training"
+    return (
+        "import torch\nfrom trainer.models import load_encoder\n\n"
+        f'encoder = load_encoder("PATH OF THIS DIRECTORY")\n'
+        f"pictures = torch.rand(8, {header.encoder.in_channels}, {height}, {width})  # in [0, 1], {which}\n"
+        "with torch.no_grad():\n    pooled = encoder.pooled(pictures)  # the encoder normalises"
+    )
 
 
 def _probe_table(probes: Sequence[ProbeResult]) -> str:

@@ -6,6 +6,7 @@ The config of the run keeps them open.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from data_pipeline.core.errors import UserError
@@ -47,13 +48,22 @@ def decide(config: RunConfig, train: TrainManifest) -> RunConfig:
 
 
 def decisions_to_record(config: RunConfig, train: TrainManifest) -> dict[str, Any]:
-    """Return the entries of provenance.json from which `decide_as_recorded` decides as `decide` does."""
-    facts: dict[str, Any] = {}
+    """Return the entries of provenance.json from which `decide_as_recorded` decides as `decide` does.
+
+    The size of the inputs is one of them in every run, because an export names it.
+    """
+    facts: dict[str, Any] = {RECORDED_INPUT_SIZE: list(input_size(config, train.batch_shape))}
     if config.encoder.normalization is None and (derived := normalization_of(train)) is not None:
         facts[RECORDED_NORMALIZATION] = derived.model_dump(mode="json")
-    if config.encoder.form_is_open:
-        facts[RECORDED_INPUT_SIZE] = list(input_size(config, train.batch_shape))
     return facts
+
+
+def recorded_input_size(provenance: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the height and width of the encoder's input in provenance.json; None if they are not recorded."""
+    match provenance.get(RECORDED_INPUT_SIZE):
+        case [int(height), int(width)]:
+            return height, width
+    return None
 
 
 def decide_as_recorded(config: RunConfig, run_dir: RunDir) -> RunConfig:
@@ -89,9 +99,8 @@ def _recorded_normalization(run_dir: RunDir, config: RunConfig) -> Normalization
 def _recorded_input_size(run_dir: RunDir, config: RunConfig) -> tuple[int, int] | None:
     if not config.encoder.form_is_open:
         return None
-    match run_dir.read_provenance().get(RECORDED_INPUT_SIZE):
-        case [int(height), int(width)]:
-            return height, width
+    if (size := recorded_input_size(run_dir.read_provenance())) is not None:
+        return size
     raise UserError(
         f'{run_dir.provenance} does not hold "{RECORDED_INPUT_SIZE}", the height and width of the pictures, on which '
         f"encoder.kind={config.encoder.kind} depends; restore that file"

@@ -29,6 +29,7 @@ from trainer.run_dir import RunDir, write_json
 logger = logging.getLogger(__name__)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+RECORDED_NUM_SAMPLES = "num_train_samples"
 SNAPSHOT_FILE = "snapshot.json"  # beside the packages in a snapshot of the code
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "webdataset", "wandb", "submitit", "pydantic")
 
@@ -55,7 +56,8 @@ def write_provenance(
 ) -> None:
     """Write provenance.json; a restart keeps the facts of the first start and adds itself to `starts`.
 
-    Each start has the hashes of its manifests. The hashes at the top level belong to the newest start.
+    Each start has the hashes of its manifests. The hashes at the top level, and the number of train samples, belong to
+    the newest start.
     """
     earlier = run_dir.read_provenance()
     earlier.pop("finished_step", None)  # a finished run goes on if new data make it longer
@@ -90,7 +92,10 @@ def write_provenance(
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
     }
-    now = manifests.identity.model_dump() | {"starts": [*earlier.get("starts", []), start]}
+    now = manifests.identity.model_dump() | {
+        RECORDED_NUM_SAMPLES: manifests.train.num_samples,
+        "starts": [*earlier.get("starts", []), start],
+    }
     write_json(run_dir.provenance, first | now | decisions_to_record(config, manifests.train))
 
 

@@ -16,13 +16,16 @@ import yaml
 from torch import Tensor, nn
 
 import trainer.encoder_export
+from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
+from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.test_export import CIFAR10, TINY, features_of, make_run, pictures
 from trainer.encoder_export import export, export_onnx, save_encoder, save_pretrained
 from trainer.export import main
 from trainer.models import Encoder, ResNetConfig, TimmConfig, build_encoder, load_encoder
 from trainer.models.encoder import Normalization
 from trainer.run_dir import RunDir, write_json
+from trainer.train import train
 
 
 def own_encoder(config: Any = TINY) -> Encoder:
@@ -122,12 +125,39 @@ def test_an_earlier_step_and_a_title_can_be_chosen(run_dir: RunDir, tmp_path: Pa
         load_encoder(tmp_path, step=5)
 
 
+def names_of_the_code(directory: Path) -> dict[str, Any]:
+    """Run the code of a model card, and return its names."""
+    (code,) = [part.partition("```")[0] for part in (directory / "README.md").read_text().split("```python\n")[1:]]
+    names: dict[str, Any] = {}
+    exec(code.replace("PATH OF THIS DIRECTORY", str(directory)), names)
+    return names
+
+
 def test_the_code_in_the_card_works(tmp_path: Path) -> None:
     save_pretrained(own_encoder(), tmp_path)
-    (code,) = [part.partition("```")[0] for part in (tmp_path / "README.md").read_text().split("```python\n")[1:]]
-    names: dict[str, Any] = {}
-    exec(code.replace("PATH OF THIS DIRECTORY", str(tmp_path)), names)
-    assert names["pooled"].shape == (8, 32)
+    assert names_of_the_code(tmp_path)["pooled"].shape == (8, 32)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("medium", ["pictures", "sounds"])
+def test_the_card_of_a_trained_run_counts_the_train_set_and_shows_its_inputs(medium: str, tmp_path: Path) -> None:
+    """Only some samples have a label of a probe, and an encoder reads other sizes than its own to worse features."""
+    write, recipe = {"pictures": (write_tiny_pair, "debug:image"), "sounds": (write_tiny_sound_pair, "debug:audio")}[
+        medium
+    ]
+    data = write(tmp_path, num_train=67, num_test=20)
+    words = [f"data.train_dir={data}/train", f"data.test_dir={data}/test", "num_epochs=1", "tracking.wandb=disabled"]
+    run_dir = RunDir(tmp_path / "run")
+    train(resolve_recipe(recipe, words), run_dir, device=torch.device("cpu"), command="test")
+    write_json(run_dir.probes(2) / "base.json", probe_result("base", title="picture", accuracy=0.5) | {"num_train": 9})
+    save_pretrained(run_dir, tmp_path / "hub")
+    assert "| samples in it | 67 |" in (tmp_path / "hub" / "README.md").read_text()
+    names = names_of_the_code(tmp_path / "hub")
+    assert len(names["pooled"]) == 8
+    if medium == "pictures":
+        assert names["pictures"].shape == (8, 3, 16, 16)
+    else:
+        assert names["mel"].sample_rate == 8_000
 
 
 @pytest.mark.slow
