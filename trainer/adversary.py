@@ -22,7 +22,7 @@ class AdversaryConfig(Schema):
     """The settings for training the viewmaker.
 
     weight: the weight of the loss for the viewmaker: the adversarial weight of Tamkin et al. 2021, 1 in their paper. It
-        multiplies the gradient, so it changes the steps of SGD, and those of Adam, AdamW and LAMB next to nothing.
+        multiplies the gradient, so it changes the steps of SGD, and those of Adam, AdamW, LAMB and LARS next to nothing.
     freeze_step: the step from which on the viewmaker does not change.
     viewmaker_steps: the number of steps of the viewmaker for each step of the encoder, on new views each; only with
         alternating updates.
@@ -47,9 +47,10 @@ class AdversaryConfig(Schema):
         """Return a sentence if `weight` has no effect; None if it has one, or is 1."""
         if self.weight == 1 or not self.optimizer.divides_by_gradients:
             return None
+        but = f" but the steps of {self.optimizer.undivided}" if self.optimizer.undivided else ""
         return (
             f"adversary.weight={self.weight:g} multiplies the viewmaker's gradient, by whose size "
-            f"{self.optimizer.kind} divides its steps, so it changes next to nothing; set "
+            f"{self.optimizer.kind} divides its steps, so it changes next to nothing{but}; set "
             "adversary.optimizer.learning_rate, or adversary.optimizer.kind=sgd"
         )
 

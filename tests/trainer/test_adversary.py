@@ -18,7 +18,15 @@ from tests.tiny_data import write_tiny_pair
 from trainer.adversary import AdversaryConfig, reverse_gradient
 from trainer.fault_tolerance.run_watch import time_to_compile_again
 from trainer.fault_tolerance.watchdog import Watchdog
-from trainer.optim.optimizers import AdamConfig, AdamWConfig, LAMBConfig, OptimizerConfig, SGDConfig, build_optimizer
+from trainer.optim.optimizers import (
+    AdamConfig,
+    AdamWConfig,
+    LAMBConfig,
+    LARSConfig,
+    OptimizerConfig,
+    SGDConfig,
+    build_optimizer,
+)
 from trainer.run_dir import RunDir
 from trainer.train import train
 
@@ -67,7 +75,17 @@ def test_config_survives_json_and_refuses_a_negative_weight() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [SGDConfig(), AdamConfig(), AdamConfig(weight_decay=0.1), AdamWConfig(), LAMBConfig()], ids=repr
+    "config",
+    [
+        SGDConfig(),
+        AdamConfig(),
+        AdamConfig(weight_decay=0.1),
+        AdamWConfig(),
+        LAMBConfig(),
+        LARSConfig(),
+        LARSConfig(weight_decay=0.1),
+    ],
+    ids=repr,
 )
 def test_a_weight_that_the_optimizer_divides_away_is_told(config: OptimizerConfig) -> None:
     """The rule against the optimizers: three steps with gradients of 1 and of 0.01 times the size."""
@@ -87,6 +105,8 @@ def test_a_weight_that_the_optimizer_divides_away_is_told(config: OptimizerConfi
     note = AdversaryConfig(weight=0.01, optimizer=config).note()
     assert (note is not None) == changes_nothing
     assert AdversaryConfig(optimizer=config).note() is None
+    if note is not None:
+        assert ("next to nothing but the steps of biases and norms;" in note) == isinstance(config, LARSConfig)
 
 
 def test_where_the_viewmaker_freezes_there_is_time_to_compile_the_encoder_again() -> None:

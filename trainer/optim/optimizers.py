@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import torch
 from pydantic import Field, field_validator
@@ -33,6 +33,14 @@ class _Fields(Schema):
     def divides_by_gradients(self) -> bool:
         """Return whether steps stay the same, up to `epsilon`, if all gradients are multiplied by a number."""
         return False
+
+    @property
+    def undivided(self) -> str:
+        """Return the parameters to which `divides_by_gradients` does not apply; "" if there are none."""
+        return ""
+
+
+_LITTLE_DECAY: Final = 1e-4  # below which the gradient decides the rate of LARS
 
 
 class SGDConfig(_Fields):
@@ -104,6 +112,14 @@ class LARSConfig(_FromTimm):
     weight_decay: Decay = 1e-6
     trust: PositiveFactor = 1e-3
     decay: Decayed = "matrices"
+
+    @property
+    def divides_by_gradients(self) -> bool:
+        return self.weight_decay <= _LITTLE_DECAY
+
+    @property
+    def undivided(self) -> str:
+        return "biases and norms" if self.decay == "matrices" else ""
 
 
 class LAMBConfig(_FromTimm):
