@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from tests.trainer.probes.toy import Spy, ToyEncoder, toy_pictures
 from trainer.probes import linear
@@ -24,6 +25,7 @@ from trainer.probes.linear import (
     fit_linear_probe,
     probe_linear,
 )
+from trainer.views.composed import ByEpoch, Pair
 
 CPU = torch.device("cpu")
 TRAIN, TEST = toy_pictures(203, seed=0), toy_pictures(103, seed=1, num_wrong=13)
@@ -204,6 +206,22 @@ def test_every_view_has_its_own_key_and_no_picture_comes_twice_in_an_epoch() -> 
     for indices in by_epoch.values():
         assert len(indices) == len(set(indices)) == 203 // 32 * 32
     assert by_epoch[0] != by_epoch[1] != by_epoch[2]
+
+
+def test_policies_by_epoch_take_the_epochs_of_the_fit_and_of_a_pair_only_the_first_is_fitted() -> None:
+    class Policy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spy = Spy()
+
+        def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None) -> Tensor:
+            return self.spy(images_BCHW, keys, masks_BHW)
+
+    policies = [Policy() for _ in range(4)]
+    run(ToyEncoder(), ByEpoch(policies[:2]), num_epochs=3)
+    run(ToyEncoder(), Pair(*policies[2:]), num_epochs=3)
+    epochs = [sorted({keys.epoch for keys in policy.spy.keys}) for policy in policies]
+    assert epochs == [[0, 2], [1], [0, 1, 2], []]
 
 
 def test_same_seed_same_bits_whatever_the_ambient_random_state() -> None:
