@@ -153,7 +153,7 @@ def _code(header: ExportHeader, inputs: _Inputs) -> str:
             "    pooled = encoder.pooled(clean_spectrogram(waveforms, mel))"
         )
     height, width = inputs.size or _SIZE_OF_AN_EXAMPLE
-    which = "of the size of the training" if inputs.size else "take the size of the training"
+    which = "of the size of the training" if inputs.size else "of the size that it was trained on"
     return (
         "import torch\nfrom trainer.models import load_encoder\n\n"
         f'encoder = load_encoder("PATH OF THIS DIRECTORY")\n'
