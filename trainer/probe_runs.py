@@ -315,7 +315,7 @@ def probe(
             seconds=seconds,
             title=train.manifest.labels[space].title,
             num_shared=num_shared,
-            num_unlabelled=len(test) - num_labelled(target.test_N),
+            num_unlabelled=len(test) + test.num_left_out - num_labelled(target.test_N),
             groups=tuple(
                 measure_groups(
                     space,
@@ -324,6 +324,7 @@ def probe(
                     labels=test.by_label,
                     manifest=test.manifest,
                     min_size=config.min_group_size,
+                    num_left_out=test.num_left_out,
                 )
                 for pair in pairs
                 if space in pair

@@ -137,6 +137,7 @@ class Pictures:
         by_label: each label by name, (N,) int64; `NO_LABEL` for a sample without it.
         stored: the source of the inputs; None if each reading gives the same inputs.
         memory: how much memory the samples and their features may take on a device.
+        num_left_out: the number of samples of the dataset that are not among these, because they have no label at all.
     """
 
     manifest: Manifest
@@ -146,6 +147,7 @@ class Pictures:
     by_label: Mapping[LabelSpace, Tensor]
     stored: StoredInputs | None = None
     memory: MemoryLimit = _DEFAULT_MEMORY
+    num_left_out: int = 0
 
     def __len__(self) -> int:
         return self.index_N.numel()
@@ -277,7 +279,8 @@ def read_pictures(
     _check_bad(store, bad, read)
     for sample in bad:
         logger.warning("%s: %s in %s is left out: %s", location, sample.key, sample.shard, sample.reason)
-    return _finish(StoredInputs(store.manifest, samples, store.overlay, draw), memory)
+    pictures = _finish(StoredInputs(store.manifest, samples, store.overlay, draw), memory)
+    return replace(pictures, num_left_out=len(store) - len(bad) - len(samples))
 
 
 def _bytes_drawn(manifest: Manifest) -> int:

@@ -106,11 +106,12 @@ def measure_groups(
     labels: Mapping[LabelSpace, Tensor],
     manifest: Manifest,
     min_size: int,
+    num_left_out: int = 0,
 ) -> Groups:
     """Count the test samples of each group of `pair`, and how many of them each method gets right.
 
     `predicted` holds the classes that each method gives to the label `space`, (N,) int64; `labels` the true classes of
-    both labels of the pair, one of which is `space`.
+    both labels of the pair, one of which is `space`. `num_left_out` more test samples have no label at all.
     """
     names = [manifest.labels[label].classes for label in pair]
     first_N, second_N = (labels[label].cpu().numpy() for label in pair)
@@ -141,7 +142,7 @@ def measure_groups(
         worst=worst,
         num_empty=int((num_KL == 0).sum()),
         num_small=int(((num_KL > 0) & (num_KL < min_size)).sum()),
-        num_unlabelled=int((~in_group_N).sum()),
+        num_unlabelled=int((~in_group_N).sum()) + num_left_out,
     )
 
 

@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from PIL import Image
 
 from configs import debug
+from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
 from data_pipeline.storage.manifest import SOURCE_DIGESTS_NAME
 from tests.gloo import RankError, run_ranks
@@ -334,6 +336,30 @@ def test_runs_that_differ_by_their_seed_alone_have_a_mean_and_a_deviation(
     (paths[0] / "provenance.json").write_text(json.dumps({"train_manifest_sha256": "c" * 64}))
     replaced = f"mean over {paths[1]}, {paths[2]}:"
     assert runs_table(paths, results).startswith(replaced), "the first was trained on other data"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gigabytes", [None, 0])
+def test_test_samples_without_any_label_count_as_those_that_lack_a_label(
+    gigabytes: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 30 pictures, 10 have no label at all and 5 more no site; they are left out when the pictures are read."""
+    root = tmp_path / "pictures"
+    root.mkdir()
+    lines = ["file,split,colour,site"]
+    for split in ("train", "test"):
+        for number in range(30):
+            Image.new("RGB", (16, 16), (number, 90, 9 if split == "train" else 8)).save(root / f"{split}{number}.png")
+            labels = "," if number < 10 else f"{'rg'[number % 2]},{'' if number < 15 else 'ab'[number % 2]}"
+            lines.append(f"{split}{number}.png,{split},{labels}")
+    (root / "labels.csv").write_text("\n".join(lines) + "\n")
+    for split in ("train", "test"):
+        build_dataset("folder", tmp_path / split, root=root, labels=root / "labels.csv", split=split)
+    run_dir = make_run(tmp_path / "run", tmp_path, global_batch_size=16)
+    call(monkeypatch, run_dir.path, *([] if gigabytes is None else ["--memory-gigabytes", gigabytes]))
+    colour, site = (read_result(run_dir.probes(10) / f"{name}.json") for name in ("colour", "site"))
+    assert (colour.num_test, colour.num_unlabelled, site.num_test, site.num_unlabelled) == (20, 10, 15, 15)
+    assert [groups.num_unlabelled for groups in (*colour.groups, *site.groups)] == [15, 15]
 
 
 def test_the_best_is_the_first_of_the_highest() -> None:
