@@ -91,6 +91,8 @@ class NeighbourGroups:
         config: None for a run without groups; then nothing happens here.
         directory: the directory of the run, which holds `neighbours/epoch_NNNNN.npy`.
         mel: the spectrogram of sounds; None for pictures.
+        is_new: whether the run goes on with another train set, to which no group in the directory belongs. Its groups
+            are then found before the first step that needs them.
 
     Raises `UserError` if the stream cannot be read in groups.
     """
@@ -103,11 +105,13 @@ class NeighbourGroups:
         encoder: Encoder,
         *,
         mel: MelConfig | None,
+        is_new: bool = False,
     ) -> None:
         if config is not None:
             stream.check_groups(config.group_size)
         self._config, self._directory = config, directory
         self._stream, self._encoder, self._mel = stream, encoder, mel
+        self._is_new = is_new
         self._found_in: int | None = None  # the epoch in which the groups that the stream reads were found
 
     def before(self, step: int, *, patience: AbstractContextManager[None]) -> None:
@@ -117,14 +121,14 @@ class NeighbourGroups:
         if self._config is None or found_in is None or found_in == self._found_in:
             return
         with patience:
-            if in_epoch == 0 and found_in == epoch:
+            if (in_epoch == 0 and found_in == epoch) or self._is_new:
                 features_NF, known_N = self._features(epoch)
                 size = self._config.group_size
-                on_first_rank(lambda: self._find(features_NF, known_N, epoch, group_size=size))
+                on_first_rank(lambda: self._find(features_NF, known_N, found_in, group_size=size))
             groups_NG = broadcast_object(on_first_rank(lambda: read_groups(self._directory, found_in)))
             assert groups_NG is not None
             self._stream.read_in_groups(groups_NG)
-        self._found_in = found_in
+        self._found_in, self._is_new = found_in, False
 
     def _find(self, features_NF: Tensor, known_N: Tensor, epoch: int, *, group_size: int) -> None:
         content = io.BytesIO()

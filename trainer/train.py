@@ -106,7 +106,8 @@ def _train(
         in_groups=config.neighbours is not None,
     )
     encoder, mel = training.modules.encoder, config.data.mel
-    groups = NeighbourGroups(config.neighbours, run_dir.path, stream, encoder, mel=mel)
+    is_new = restored.has_other_train_set(manifests.identity)
+    groups = NeighbourGroups(config.neighbours, run_dir.path, stream, encoder, mel=mel, is_new=is_new)
     watch = _watch_run(config, watchdog, stream, device=device)
     counters = build_counters(run_dir, training, manifests, restored, device=device, command=command)
     if rank() == 0:

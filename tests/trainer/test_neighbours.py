@@ -16,8 +16,9 @@ from data_pipeline.loading.order import BatchOrder
 from data_pipeline.loading.reading_order import GroupedOrder
 from data_pipeline.loading.stream import Stream
 from tests.gloo import run_ranks
-from tests.tiny_data import write_tiny_pair
+from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.config import RunConfig
+from trainer.data import read_manifests
 from trainer.neighbours import NeighboursConfig, nearest_neighbours, read_groups
 from trainer.objectives import SymmetricInfoNCEConfig, symmetric_info_nce_loss
 from trainer.objectives.objective import ViewPair
@@ -185,6 +186,32 @@ def test_a_run_that_keeps_its_groups_goes_on_with_them(every: str, data: Path, t
     train_on_rank(renewed, tmp_path / "renewed")
     assert losses(tmp_path / "renewed")[:10] == whole[:10]
     assert losses(tmp_path / "renewed")[10:15] != whole[10:15]
+
+
+@pytest.mark.process
+def test_a_run_that_goes_on_with_replaced_data_finds_their_groups(tmp_path: Path) -> None:
+    """It was stopped within an epoch whose groups stay; those of the samples that are gone say nothing of the new."""
+    data, run = write_tiny_pair(tmp_path / "data", num_train=NUM_SAMPLES, num_test=16), RunDir(tmp_path / "run")
+    words = ["neighbours.find_every_epochs=null", "checkpoint_every_steps=7", "keep_checkpoints=9"]
+    config = configure(data, *words)
+    train_on_rank(config, run.path)
+    before = read_groups(run.path, 1)
+    for step in (14, 15):
+        shutil.rmtree(run.checkpoint(step), ignore_errors=True)
+    run.latest.write_text(run.checkpoint(7).name + "\n")
+    shutil.rmtree(data / "train")
+    write_tiny_dataset(data / "train", num_samples=NUM_SAMPLES, seed=5)
+    new = read_manifests(config.data).identity.name
+    train(config, run, device=torch.device("cpu"), command="test", accepted_data=[new])
+    after = read_groups(run.path, 1)
+    known = [(found[:, 0] == np.arange(NUM_SAMPLES)).sum() for found in (before, after)]
+    assert min(known) >= 80
+    assert (before == after).all(1).mean() < 0.2
+
+    shutil.rmtree(run.checkpoint(15))
+    run.latest.write_text(run.checkpoint(14).name + "\n")  # which the new data have trained
+    train_on_rank(config, run.path)
+    np.testing.assert_array_equal(read_groups(run.path, 1), after)
 
 
 @pytest.mark.process

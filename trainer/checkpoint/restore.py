@@ -52,6 +52,10 @@ class Restored:
             return None
         return identity_in_provenance(run_dir) if self.run is None else self.run.data
 
+    def has_other_train_set(self, now: DataIdentity) -> bool:
+        """Return whether the checkpoint was trained on another train set than the present one; False if unknown."""
+        return self.run is not None and self.run.data.train_manifest_sha256 != now.train_manifest_sha256
+
 
 def newest_state(run_dir: RunDir) -> Restored:
     """Return the step and state of the newest checkpoint with a readable index; does not check its tensors."""
