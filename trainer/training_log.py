@@ -184,6 +184,8 @@ def log_start(
         logger.info("%s", note)
     if config.adversary is not None and (note := config.adversary.note()) is not None:
         logger.warning("%s", note)
+    if (note := _never_learns(config, steps_per_epoch=steps_per_epoch)) is not None:
+        logger.warning("%s", note)
     if config.precision == "bfloat16" and device.type == "cpu" and _lacks_bfloat16(torch.cpu.get_capabilities()):
         logger.warning(
             "this processor has no instructions for bfloat16: a step may take longer than with precision=float32"
@@ -209,6 +211,18 @@ def log_start(
         logger.info("already at its last step %d; nothing to do", num_steps)
     elif start_step:
         logger.info("going on from step %d of %d", start_step, num_steps)
+
+
+def _never_learns(config: RunConfig, *, steps_per_epoch: int) -> str | None:
+    """Return a sentence if the viewmaker is frozen before the first epoch in which it would learn; else None."""
+    freeze_step = None if config.adversary is None else config.adversary.freeze_step
+    first = next((epoch for epoch in range(config.num_epochs) if config.views.learns_in(epoch)), None)
+    if freeze_step is None or first is None or first * steps_per_epoch < freeze_step:
+        return None
+    return (
+        f"the viewmaker never learns: adversary.freeze_step={freeze_step} comes before its first epoch, which begins at "
+        f"step {first * steps_per_epoch}; set a later adversary.freeze_step, or null"
+    )
 
 
 def _warn_of_foreign_normalization(config: RunConfig, train: TrainManifest) -> None:
