@@ -220,8 +220,8 @@ def _never_learns(config: RunConfig, *, steps_per_epoch: int) -> str | None:
     if freeze_step is None or first is None or first * steps_per_epoch < freeze_step:
         return None
     return (
-        f"the viewmaker never learns: adversary.freeze_step={freeze_step} comes before its first epoch, which begins at "
-        f"step {first * steps_per_epoch}; set a later adversary.freeze_step, or null"
+        f"the viewmaker never learns: adversary.freeze_step={freeze_step} comes before its first epoch, which begins "
+        f"at step {first * steps_per_epoch}; set a later adversary.freeze_step, or null"
     )
 
 

@@ -370,6 +370,15 @@ def test_the_monitors_do_not_see_what_the_probe_sees(tmp_path: Path) -> None:
     assert "| RandBit: digit | −1.00 (6 runs) | −1.00 (6 runs) | – |" in (tmp_path / "page.md").read_text()
 
 
+def test_monitors_of_a_test_set_that_was_replaced_are_missing(tmp_path: Path) -> None:
+    """The monitors of `make_run` are of the test set b; the probe of the second run was repeated on another one."""
+    for number, test_set in enumerate("bc"):
+        right = {"base": samples(0.9, num_test=100, seed=number)}
+        make_run(tmp_path, factors(f"cure {number}", bits=number), right=right, rank_me=10.0, test_set=test_set)
+    found = read_benchmark(sorted(tmp_path.iterdir()))
+    assert [path.name for path in found.gaps.without_monitors] == ["RandBit-1-cure_1-bits-seed0"]
+
+
 def test_raw_pixels_are_a_floor_of_their_own(tmp_path: Path) -> None:
     home, right = tmp_path / "runs", {"base": samples(0.5, num_test=200, seed=0)}
     run = make_run(home, factors("plain"), right=right)

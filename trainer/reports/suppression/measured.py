@@ -38,6 +38,7 @@ class StudyRun:
     """A run with its factors, its final and untrained probe results, and its monitors.
 
     is_finished: whether the training came to its end.
+    monitors: of the last checkpoint, on the test set of the probes; None if there are none.
     pixels: the same probe on the raw pixels, without an encoder (`trainer.probe --pixels`).
     trained: the results of the last checkpoint; empty if it was not probed, or if the training is not finished.
     trained_on: the hash of the train set at the training; None if it is not recorded.
@@ -248,9 +249,15 @@ def _read(run_dir: RunDir, probes_of: RunDir, *, allow_pipe: bool) -> StudyRun:
         trained=final,
         untrained=_results(probes_of, 0) or _results(run_dir, 0),
         pixels=_results(probes_of, 0, suffix=OF_PIXELS) or _results(run_dir, 0, suffix=OF_PIXELS),
-        monitors=None if monitors is None or monitors.checkpoint_step != finished else monitors,
+        monitors=monitors if monitors is not None and _is_of(monitors, final, step=finished) else None,
         trained_on=trained_on(config, provenance),
     )
+
+
+def _is_of(monitors: MonitorsResult, results: Results, *, step: object) -> bool:
+    """Return whether monitors were measured at a step, and on the test set of the probes, if there are any."""
+    test_sets = {result.test_manifest_sha256 for result in results.values()}
+    return monitors.checkpoint_step == step and test_sets <= {monitors.test_manifest_sha256}
 
 
 def _results(run_dir: RunDir, step: object, *, suffix: str = "") -> Results:
