@@ -27,7 +27,7 @@ from trainer.open_settings import input_size
 from trainer.own_code import check_same_code
 from trainer.probes.groups import pairs_of
 from trainer.probes.shared import check_shared, find_shared
-from trainer.probes.targets import label_difference, readable_labels
+from trainer.probes.targets import label_difference, option_difference, readable_labels
 from trainer.run_dir import LOCK_NAME, RunDir, hold, write_json
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,8 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
             f"the overlay of {train_dir} is {in_train}, and that of {test_dir} {in_test}; build both with the same "
             "--overlay-layout"
         )
+    if (said := option_difference(train, test)) is not None:
+        logger.warning("%s; build both with the same --seed and options, unless the test shall differ", said)
     sources = _located(config, manifests.train)
     for location, manifest in sources.items():
         for name, what in _SAME_INPUTS.items():

@@ -37,7 +37,7 @@ from trainer.probes.reads import reader
 from trainer.probes.result import ProbeResult, read_result
 from trainer.probes.right_samples import pack_right
 from trainer.probes.shared import check_shared, find_shared
-from trainer.probes.targets import label_targets, readable_labels
+from trainer.probes.targets import label_targets, option_difference, readable_labels
 from trainer.reports.config_identity import config_identity
 from trainer.run_dir import RunDir, steps_in, write_json
 
@@ -94,6 +94,8 @@ def probe_run(
     chosen = broadcast_object(on_first_rank(check)) or []
     modules = _load(run_dir, chosen[-1])  # before the data are read, in case the run has no checkpoint
     num_shared = broadcast_object(on_first_rank(count_shared))
+    if rank() == 0 and (said := option_difference(manifests.probed, manifests.test)) is not None:
+        print(f"warning: {said}; the accuracies measure this difference too", file=sys.stderr)
     data = config.data
     train = read_pictures(data.probed_dir, read=data, draw=TRAIN_DRAW, memory=memory)
     test = read_pictures(data.test_dir, read=data, memory=memory)

@@ -13,6 +13,8 @@ from trainer.probes.features import LabelSpace, Pictures
 from trainer.probes.linear import Target, num_labelled
 
 _NUM_SHOWN: Final = 12  # class names in a message
+# Options that may differ from split to split: a correlation holds in the train split, and splits have other digits.
+_OF_A_SPLIT: Final = frozenset({"correlation", "correlated", "kind", "unique"})
 
 
 def readable_labels(
@@ -61,6 +63,29 @@ def label_difference(train: Manifest, test: Manifest) -> str | None:
             first = f" (the first that differs is class {number}: {name} and {test_name})"
         of_each = f"{_shown(names)} in the train set but {_shown(test_names)} in the test set"
         return f"label_{space} has classes {of_each}{first}"
+    return None
+
+
+def option_difference(train: Manifest, test: Manifest) -> str | None:
+    """Say in which option of the overlay or the source two datasets differ, which a probe would measure too.
+
+    None if they do not differ, or only in options that belong to a split.
+    """
+    overlays = [each.overlay for each in (train, test)]
+    in_train, in_test = (
+        {
+            **{f"the overlay's {name}": value for name, value in (overlay.options if overlay else {}).items()},
+            **{f"the source's {name}": value for name, value in each.how_made.source_options.items()},
+        }
+        for each, overlay in zip((train, test), overlays, strict=True)
+    )
+    for option, value in in_train.items():
+        if in_test.get(option, value) != value and option.split()[-1] not in _OF_A_SPLIT:
+            return f"{option} is {value} in the train set but {in_test[option]} in the test set"
+    digests = {overlay.sha256 for overlay in overlays if overlay is not None}
+    unique = "the overlay's unique"
+    if unique in in_train and in_train[unique] == in_test.get(unique) and len(digests) > 1:
+        return f"the {in_train[unique]} digits of the test set are others than those of the train set"
     return None
 
 
