@@ -142,6 +142,24 @@ def test_ranks_follow_one_process_and_a_run_goes_on_within_an_epoch(data: Path, 
         np.testing.assert_allclose(losses(copy), whole, rtol=1e-9)
 
 
+@pytest.mark.ranks
+def test_deepspeed_finds_the_groups_of_ddp_and_goes_on_within_an_epoch(data: Path, tmp_path: Path) -> None:
+    """ZeRO 0 takes the steps of DDP, bit for bit, so the features and their neighbours are equal too."""
+    words = ["precision=float32", "checkpoint_every_steps=7", "keep_checkpoints=9"]
+    run_ranks(train_on_rank, 2, configure(data, *words), tmp_path / "ddp")
+    config = configure(data, *words, "engine.kind=deepspeed", "engine.zero_stage=0")
+    run = RunDir(tmp_path / "deepspeed")
+    run_ranks(train_on_rank, 2, config, run.path)
+    whole = losses(run.path)
+    assert whole == losses(tmp_path / "ddp")
+    np.testing.assert_array_equal(read_groups(run.path, 2), read_groups(tmp_path / "ddp", 2))
+    for step in (14, 15):
+        shutil.rmtree(run.checkpoint(step))
+    run.latest.write_text(run.checkpoint(7).name + "\n")
+    run_ranks(train_on_rank, 2, config, run.path)
+    assert losses(run.path) == whole
+
+
 @pytest.mark.process
 def test_groups_change_the_batches_from_their_epoch_on_only(data: Path, tmp_path: Path) -> None:
     train_on_rank(configure(data), tmp_path / "grouped")

@@ -183,6 +183,31 @@ def test_policies_by_epoch_on_ranks_are_those_of_one_process(tmp_path: Path) -> 
     np.testing.assert_allclose(together, whole, rtol=1e-9)
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed"])
+def test_policies_by_epoch_under_other_engines_are_those_of_ddp(engine: str, tmp_path: Path) -> None:
+    """Also from step 7 on, within the viewmaker's epoch; in the epochs of the expert views, the viewmaker rests."""
+    data, run = write_tiny_pair(tmp_path / "data", num_train=80, num_test=16), RunDir(tmp_path / engine)
+    slow = ["optimizer.learning_rate=0.001", "adversary.optimizer.learning_rate=0.0001"]
+    every = [*slow, "checkpoint_every_steps=1", "keep_checkpoints=30"]
+    expected, _ = run_ranks(train_on_rank, 2, configure_by_epoch(data, *every), tmp_path / "ddp")
+    config = configure_by_epoch(data, *every, f"engine.kind={engine}")
+    losses, _ = run_ranks(train_on_rank, 2, config, run.path)
+    torch.testing.assert_close(losses, expected, rtol=1e-3, atol=0)
+
+    def weights(step: int) -> dict[str, Tensor]:
+        return load_file(run.checkpoint(step) / "viewmaker.safetensors")
+
+    for first, last, learns in ((1, 5, False), (5, 10, True), (10, 15, False)):
+        before, after = weights(first), weights(last)
+        assert any(not torch.equal(before[name], after[name]) for name in before) == learns
+    for step in range(8, 21):
+        shutil.rmtree(run.checkpoint(step))
+    run.latest.write_text(run.checkpoint(7).name + "\n")
+    again, _ = run_ranks(train_on_rank, 2, config, run.path)
+    assert again == losses
+
+
 def test_the_parts_of_a_sequence_draw_independently() -> None:
     num = 4000
     x = torch.arange(4.0).div(4).expand(num, 3, 4, 4)
