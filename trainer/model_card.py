@@ -85,7 +85,7 @@ def model_card_of_run(
     """Return the model card of a run's encoder: data, settings, steps, versions, and the probes of this checkpoint."""
     config, provenance = modules.config, run_dir.read_provenance()
     versions = provenance.get("versions") or {}
-    probes = _probes(run_dir, modules.step)
+    probes = _probes(run_dir, modules)
     train_set = None if modules.trained_on is None else modules.trained_on.train_manifest_sha256
     num_samples = provenance.get(RECORDED_NUM_SAMPLES) if provenance.get("train_manifest_sha256") == train_set else None
     facts: list[tuple[str, object]] = [
@@ -174,9 +174,17 @@ def _probe_table(probes: Sequence[ProbeResult]) -> str:
     return "\n".join(lines)
 
 
-def _probes(run_dir: RunDir, step: int) -> list[ProbeResult]:
-    """Return the results with the settings of the run; those with other settings have a dash in their names."""
-    return [read_result(path) for path in sorted(run_dir.probes(step).glob("*.json")) if "-" not in path.stem]
+def _probes(run_dir: RunDir, modules: TrainedModules) -> list[ProbeResult]:
+    """Return the results with the settings of the run; those with other settings have a dash in their names.
+
+    Leaves out results on another train set than the one of the training, which was replaced.
+    """
+    paths = sorted(run_dir.probes(modules.step).glob("*.json"))
+    results = [read_result(path) for path in paths if "-" not in path.stem]
+    if (trained_on := modules.trained_on) is None:
+        return results
+    of_training = {trained_on.train_manifest_sha256, *trained_on.train_sources.values()}
+    return [result for result in results if result.train_manifest_sha256 in of_training]
 
 
 def _encoder(header: ExportHeader) -> str:

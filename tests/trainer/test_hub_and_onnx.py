@@ -149,9 +149,15 @@ def test_the_card_of_a_trained_run_counts_the_train_set_and_shows_its_inputs(med
     words = [f"data.train_dir={data}/train", f"data.test_dir={data}/test", "num_epochs=1", "tracking.wandb=disabled"]
     run_dir = RunDir(tmp_path / "run")
     train(resolve_recipe(recipe, words), run_dir, device=torch.device("cpu"), command="test")
-    write_json(run_dir.probes(2) / "base.json", probe_result("base", title="picture", accuracy=0.5) | {"num_train": 9})
+    trained_on = {"train_manifest_sha256": run_dir.read_provenance()["train_manifest_sha256"], "num_train": 9}
+    of_data, of_others = (probe_result("base", title=title, accuracy=0.5) for title in ("measured", "replaced"))
+    write_json(run_dir.probes(2) / "base.json", of_data | trained_on)
+    write_json(run_dir.probes(2) / "overlay.json", of_others | {"label": "overlay"})
     save_pretrained(run_dir, tmp_path / "hub")
-    assert "| samples in it | 67 |" in (tmp_path / "hub" / "README.md").read_text()
+    card = (tmp_path / "hub" / "README.md").read_text()
+    assert "| samples in it | 67 |" in card
+    assert "| measured | 50.0 |" in card
+    assert "replaced" not in card, "measured on a train set that is not the one of the training"
     names = names_of_the_code(tmp_path / "hub")
     assert len(names["pooled"]) == 8
     if medium == "pictures":
