@@ -13,7 +13,7 @@ Legend: B samples, C channels, H rows, W columns.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 
 import torch
@@ -44,9 +44,14 @@ class _ComposedConfig(BaseViewsConfig):
     """The base of the configs of compositions: what they can do follows from their single policies."""
 
     @property
+    def members(self) -> Mapping[str, SingleConfig | SequenceConfig]:
+        """Return the policies of the composition by the names of their settings, such as "parts[0]", in their order."""
+        raise NotImplementedError
+
+    @property
     def singles(self) -> tuple[SingleConfig, ...]:
         """Return the configs of the single policies, in their order."""
-        raise NotImplementedError
+        return _singles_of(*self.members.values())
 
     @property
     def is_learned(self) -> bool:  # type: ignore[override]
@@ -69,9 +74,9 @@ class _ComposedConfig(BaseViewsConfig):
         for single in self.singles:
             single.check_image_size(height=height, width=width)
 
-    def check_channels(self, num_channels: int) -> None:
-        for single in self.singles:
-            single.check_channels(num_channels)
+    def check_channels(self, num_channels: int, *, where: str = "views") -> None:
+        for name, member in self.members.items():
+            member.check_channels(num_channels, where=f"{where}.{name}")
 
     def _refuse_two_viewmakers(self) -> None:
         if (num := sum(map(_is_viewmaker, self.singles))) > 1:
@@ -89,8 +94,8 @@ class SequenceConfig(_ComposedConfig):
     parts: Annotated[tuple[_Part, ...], Field(min_length=1, max_length=8)]
 
     @property
-    def singles(self) -> tuple[SingleConfig, ...]:
-        return self.parts
+    def members(self) -> Mapping[str, SingleConfig | SequenceConfig]:
+        return {f"parts[{number}]": part for number, part in enumerate(self.parts)}
 
     def build(self, given: ViewsInputs) -> Sequence:
         return Sequence(part.build(given) for part in self.parts)
@@ -140,8 +145,8 @@ class PairConfig(_ComposedConfig):
     second: _Member
 
     @property
-    def singles(self) -> tuple[SingleConfig, ...]:
-        return _singles_of(self.first, self.second)
+    def members(self) -> Mapping[str, SingleConfig | SequenceConfig]:
+        return {"first": self.first, "second": self.second}
 
     def build(self, given: ViewsInputs) -> Pair:
         return Pair(self.first.build(given), self.second.build(given))
@@ -169,8 +174,8 @@ class ByEpochConfig(_ComposedConfig):
     policies: Annotated[tuple[_Member, ...], Field(min_length=2, max_length=MOST_TURNS)]
 
     @property
-    def singles(self) -> tuple[SingleConfig, ...]:
-        return _singles_of(*self.policies)
+    def members(self) -> Mapping[str, SingleConfig | SequenceConfig]:
+        return {f"policies[{number}]": policy for number, policy in enumerate(self.policies)}
 
     def learns_in(self, epoch: int) -> bool:
         return self.policies[epoch % len(self.policies)].is_learned

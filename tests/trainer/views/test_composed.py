@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -430,3 +431,22 @@ def test_the_size_of_pictures_is_checked_for_every_part() -> None:
     assert not PairConfig(first=FLIP, second=RandomMaskConfig()).is_bounded
     masked = SMALL.model_copy(update={"mask": "box"})
     assert SequenceConfig(parts=(masked, NO_VIEWS)).protects == "views.mask=box"
+
+
+@pytest.mark.parametrize(
+    ("views", "place"),
+    [
+        ("{kind: sequence, parts: [{kind: random_mask, rescale: false}, {kind: expert_image}]}", "views.parts[1]"),
+        ("{kind: pair, first: {kind: random_mask}, second: {kind: expert_image}}", "views.second"),
+        ("{kind: by_epoch, policies: [{kind: random_mask}, {kind: expert_image}]}", "views.policies[1]"),
+        (
+            "{kind: pair, first: {kind: random_mask}, second: {kind: sequence, parts: [{kind: expert_image}]}}",
+            "views.second.parts[0]",
+        ),
+    ],
+)
+def test_the_member_that_needs_three_channels_is_named(views: str, place: str) -> None:
+    config = resolve_recipe("debug:image", [f"views={views}", "num_epochs=2"])
+    config.views.check_channels(3)
+    with pytest.raises(ValueError, match=re.escape(f"got 6; set {place}.jitter_probability=0 and {place}.grayscale_")):
+        config.views.check_channels(6)
