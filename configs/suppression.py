@@ -2,7 +2,8 @@
 
     python -m data_pipeline suppression --root DIR --out data/suppression_small --small
     python launch/slurm.py --executor local --study studies:suppression_small --at-a-time 2
-    python -m trainer.probe runs/suppression_small --untrained --pixels --at-a-time 2 --missing
+    python -m trainer.probe runs/suppression_small/*-simclr-seed* --untrained --pixels --at-a-time 2 --missing
+    python -m trainer.probe runs/suppression_small --at-a-time 2 --missing
     python -m trainer.report --study suppression_small runs/suppression_small
 
 The launch command may be stopped and repeated: it skips finished runs. `suppression` is for a cluster

@@ -164,10 +164,8 @@ def test_a_half_finished_study_gives_an_honest_half_page(tmp_path: Path) -> None
     assert "4 runs of settings x difficulties x cures x seeds have no directory, and 1 are not finished." in page
     assert "python launch/slurm.py --executor local --study studies:suppression_small --at-a-time 2" in page
     assert "2 finished runs have no probe of their last step." in page
-    assert (
-        f"python -m trainer.probe {home}/RandBit-0-plain-bits-seed0 {home}/RandBit-10-IFM-bits-seed0 --untrained"
-        in page
-    )
+    unprobed = f"{home}/RandBit-0-plain-bits-seed0 {home}/RandBit-10-IFM-bits-seed0"
+    assert f"python -m trainer.probe {unprobed} --at-a-time 2 --missing" in page
     assert "are not measured for these runs" in page
     assert "| kept, % |" not in page
 

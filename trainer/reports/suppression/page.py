@@ -464,7 +464,7 @@ def _missing(gaps: Gaps, *, study: str, paths: Sequence[Path]) -> list[Block]:
         commands.append(f"python launch/slurm.py --executor local --study {shlex.quote(study)} --at-a-time 2")
     if gaps.unprobed:
         told.append(f"{len(gaps.unprobed)} finished runs have no probe of their last step.")
-        commands.append(f"python -m trainer.probe {_some(gaps.unprobed, where)} --untrained")
+        commands.append(f"python -m trainer.probe {_some(gaps.unprobed, where)} --at-a-time 2 --missing")
     if gaps.without_untrained:
         told.append(
             f"{len(gaps.without_untrained)} times a setting, a difficulty and a seed have no probe of an untrained "
