@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from trainer.run_dir import RunDir
 from trainer.train import train
 
 NUM_STEPS = 20
+IN_FLOAT64 = ["precision=float64", "checkpoint_every_steps=10"]  # the same for all, so that they share runs
 ALTERNATING = ["adversary.update=alternating", "adversary.weight=0.5"]
 BANK = ["objective.kind=instance_discrimination", "objective.num_negatives=32"]
 CROP_AND_VIEWMAKER = "{kind: sequence, parts: [{kind: expert_image}, {kind: viewmaker, base_width: 4}]}"
@@ -86,6 +88,21 @@ def train_on_rank(config: RunConfig, run_dir: Path) -> None:
     train(config, RunDir(run_dir), device=torch.device("cpu"), command="test")
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[RunConfig], Path]:
+    """Return a function that gives the run of one process, which is trained once; a test writes to a copy only."""
+    runs: dict[str, Path] = {}
+
+    def run_of(config: RunConfig) -> Path:
+        key = config.model_dump_json()
+        if key not in runs:
+            runs[key] = tmp_path_factory.mktemp("alone")
+            run_ranks(train_on_rank, 1, config, runs[key])  # a thread as on the others: sums have an order
+        return runs[key]
+
+    return run_of
+
+
 def final_state(run_dir: Path, player: str) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(RunDir(run_dir).checkpoint(NUM_STEPS) / f"{player}.safetensors")
 
@@ -101,7 +118,13 @@ def has_no_effect(player: str, name: str) -> bool:
 @pytest.mark.ranks
 @pytest.mark.parametrize(("kind", "world_size"), [(kind, 2) for kind in STEPS] + [("simultaneous", 4)])
 def test_ranks_follow_one_process(
-    kind: str, world_size: int, data: Path, online_data: Path, sounds: Path, tmp_path: Path
+    kind: str,
+    world_size: int,
+    data: Path,
+    online_data: Path,
+    sounds: Path,
+    tmp_path: Path,
+    alone: Callable[[RunConfig], Path],
 ) -> None:
     """20 steps with the recipe's learning rates, each rank on its part of the batch, in float64.
 
@@ -110,18 +133,17 @@ def test_ranks_follow_one_process(
     """
     recipe, overrides = STEPS[kind]
     where = {"online": online_data, "sounds": sounds}.get(kind.partition("_")[0], data)
-    config = configure(where, recipe, ["precision=float64", *overrides])
-    for num_ranks in (1, world_size):
-        run_ranks(train_on_rank, num_ranks, config, tmp_path / str(num_ranks))
-    alone, together = tmp_path / "1", tmp_path / str(world_size)
+    config = configure(where, recipe, [*IN_FLOAT64, *overrides])
+    one, together = alone(config), tmp_path / "together"
+    run_ranks(train_on_rank, world_size, config, together)
     curves = {
-        path: np.array([entry["train/loss"] for entry in RunDir(path).read_metrics()]) for path in (alone, together)
+        path: np.array([entry["train/loss"] for entry in RunDir(path).read_metrics()]) for path in (one, together)
     }
-    assert len(curves[alone]) == NUM_STEPS
-    assert np.ptp(curves[alone]) > 0.1  # the runs moved
-    np.testing.assert_allclose(curves[together], curves[alone], rtol=1e-9)
+    assert len(curves[one]) == NUM_STEPS
+    assert np.ptp(curves[one]) > 0.1  # the runs moved
+    np.testing.assert_allclose(curves[together], curves[one], rtol=1e-9)
     for player in config.module_optimizers:
-        expected, found = final_state(alone, player), final_state(together, player)
+        expected, found = final_state(one, player), final_state(together, player)
         untrained = build_modules(config).trained_modules[player].state_dict()
         for name, tensor in expected.items():
             if not has_no_effect(player, name):
@@ -150,19 +172,20 @@ def test_an_overlay_is_new_in_every_epoch_unless_it_is_baked_in(data: Path, onli
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["moco", "simsiam", "byol", "instance_discrimination"])
-def test_the_state_of_an_objective_is_taken_up_by_any_number_of_ranks(kind: str, data: Path, tmp_path: Path) -> None:
+def test_the_state_of_an_objective_is_taken_up_by_any_number_of_ranks(
+    kind: str, data: Path, tmp_path: Path, alone: Callable[[RunConfig], Path]
+) -> None:
     """From a checkpoint of one process at step 10, one process ends in the same bits, two in the same numbers."""
     recipe, overrides = STEPS[kind]
-    every = ["precision=float64", "checkpoint_every_steps=10", *overrides]
-    config = configure(data, recipe, every)
-    run_ranks(train_on_rank, 1, config, tmp_path / "whole")  # on one thread, as the others: sums have an order
+    config = configure(data, recipe, [*IN_FLOAT64, *overrides])
+    whole = alone(config)
     for num_ranks in (1, 2):
-        run_dir = RunDir(shutil.copytree(tmp_path / "whole", tmp_path / f"{num_ranks}"))
+        run_dir = RunDir(shutil.copytree(whole, tmp_path / f"{num_ranks}"))
         shutil.rmtree(run_dir.checkpoint(NUM_STEPS))
         run_dir.latest.write_text(run_dir.checkpoint(10).name + "\n")
         run_ranks(train_on_rank, num_ranks, config, run_dir.path)
         for player in ("encoder", "objective"):
-            expected, found = final_state(tmp_path / "whole", player), final_state(run_dir.path, player)
+            expected, found = final_state(whole, player), final_state(run_dir.path, player)
             for name, tensor in expected.items():
                 if num_ranks == 1:
                     assert torch.equal(found[name], tensor), name
@@ -213,30 +236,32 @@ def goes_on(run_dir: Path, config: RunConfig, num_ranks: int, copy: Path) -> Pat
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["simultaneous", "byol"])
-def test_fsdp_follows_one_process_and_each_goes_on_from_the_other(kind: str, data: Path, tmp_path: Path) -> None:
+def test_fsdp_follows_one_process_and_each_goes_on_from_the_other(
+    kind: str, data: Path, tmp_path: Path, alone: Callable[[RunConfig], Path]
+) -> None:
     """An encoder in pieces on two ranks ends in the numbers of one process.
 
     BYOL plays in turns, has a predictor and a teacher that follows the encoder, and goes on with the other engine.
     """
     recipe, overrides = STEPS[kind]
-    every = ["precision=float64", "checkpoint_every_steps=10", *overrides]
-    alone, cut = configure(data, recipe, every), configure(data, recipe, [*every, "engine.kind=fsdp"])
-    run_ranks(train_on_rank, 1, alone, tmp_path / "alone")
+    every = [*IN_FLOAT64, *overrides]
+    whole, cut = configure(data, recipe, every), configure(data, recipe, [*every, "engine.kind=fsdp"])
+    one = alone(whole)
     run_ranks(train_on_rank, 2, cut, tmp_path / "cut")
     ends = [tmp_path / "cut"]
     if kind == "byol":
-        ends.append(goes_on(tmp_path / "alone", cut, 2, tmp_path / "to_cut"))
-        ends.append(goes_on(tmp_path / "cut", alone, 1, tmp_path / "to_alone"))
+        ends.append(goes_on(one, cut, 2, tmp_path / "to_cut"))
+        ends.append(goes_on(tmp_path / "cut", whole, 1, tmp_path / "to_alone"))
     for end in ends:
-        for player in alone.module_optimizers:
-            expected, found = final_state(tmp_path / "alone", player), final_state(end, player)
-            untrained = build_modules(alone).trained_modules[player].state_dict()
+        for player in whole.module_optimizers:
+            expected, found = final_state(one, player), final_state(end, player)
+            untrained = build_modules(whole).trained_modules[player].state_dict()
             for name, tensor in expected.items():
                 if not has_no_effect(player, name):
                     moved = (tensor - untrained[name]).double().norm()
                     assert (found[name] - tensor).double().norm() <= 1e-8 * moved, (end, name)
         if kind == "byol":
-            expected, found = final_state(tmp_path / "alone", "objective"), final_state(end, "objective")
+            expected, found = final_state(one, "objective"), final_state(end, "objective")
             for name, tensor in expected.items():
                 torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-9, msg=name)
 
