@@ -16,8 +16,8 @@ from tests import tiers
 # The runtime of OpenMP reads this when torch is imported, here and in every process that a test starts.
 THREADS = os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("NUMBA_NUM_THREADS", THREADS)  # which UMAP's library sets for torch as well
-# torch.compile compiles in the process that asks, without a pool of others, and takes the instruction sets from
-# /proc/cpuinfo: it would try each one in a new interpreter, for ten seconds in each process that compiles.
+# torch.compile compiles in the process that asks, without a pool of others, and takes most instruction sets from
+# /proc/cpuinfo: to try one, it starts a new interpreter, for two seconds.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
