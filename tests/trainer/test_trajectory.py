@@ -207,21 +207,26 @@ def test_ranks_follow_one_process_in_float32(data: Path, tmp_path: Path) -> None
 
 @pytest.mark.ranks
 def test_deepspeed_follows_ddp_and_each_goes_on_from_itself_on_other_ranks(data: Path, tmp_path: Path) -> None:
-    """Both players train under ZeRO 2 on two ranks, then from step 10 on one rank; only rounding differs."""
+    """Both players train under ZeRO 2 on two ranks, then from step 10 on one rank; only rounding differs.
+
+    Two things would raise the rounding of float32 to 10⁻⁴ within these steps, by chance of seed and processor: pixels
+    at the edge of the clamp, and Adam, which turns the smallest gradients into whole steps.
+    """
     slow = ["optimizer.learning_rate=0.001", "adversary.optimizer.learning_rate=0.0001", "checkpoint_every_steps=10"]
+    slow += ["views.clamp=false", "adversary.optimizer.epsilon=0.001"]
     curves = {}
     for engine in ("ddp", "deepspeed"):
         config = configure(data, "debug:viewmaker", [f"engine.kind={engine}", *slow])
         run_ranks(train_on_rank, 2, config, tmp_path / engine)
         curves[engine] = [entry["train/loss"] for entry in RunDir(tmp_path / engine).read_metrics()]
     assert len(curves["ddp"]) == NUM_STEPS
-    np.testing.assert_allclose(curves["deepspeed"], curves["ddp"], rtol=1e-4)
+    np.testing.assert_allclose(curves["deepspeed"], curves["ddp"], rtol=1e-5)
     run_dir = RunDir(shutil.copytree(tmp_path / "deepspeed", tmp_path / "again"))
     shutil.rmtree(run_dir.checkpoint(NUM_STEPS))
     run_dir.latest.write_text(run_dir.checkpoint(10).name + "\n")
     run_ranks(train_on_rank, 1, config, run_dir.path)
     again = [entry["train/loss"] for entry in run_dir.read_metrics()]
-    np.testing.assert_allclose(again, curves["deepspeed"], rtol=1e-4)
+    np.testing.assert_allclose(again, curves["deepspeed"], rtol=1e-5)
 
 
 def goes_on(run_dir: Path, config: RunConfig, num_ranks: int, copy: Path) -> Path:
