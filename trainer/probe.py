@@ -184,7 +184,7 @@ def main() -> None:
 
 def _probe_together(arguments: argparse.Namespace, run_dirs: Sequence[RunDir], *, device: torch.device) -> None:
     from trainer.distributed.collectives import world_size
-    from trainer.probes.side_by_side import probe_side_by_side, side_by_side_table
+    from trainer.probe_side_by_side import probe_side_by_side, side_by_side_table
 
     others = ["step", "all_steps", "missing", "untrained", "pixels", "at_a_time", "out", "views", "batch_norm", "reads"]
     given = [name for name in others if getattr(arguments, name) is not None and getattr(arguments, name) is not False]

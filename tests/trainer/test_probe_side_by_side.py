@@ -14,9 +14,9 @@ from tests.commands import Done, call
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.probes.test_probe_command import make_run
 from trainer.pretrained import load_encoder
+from trainer.probe_side_by_side import TOGETHER, SideBySide, probe_side_by_side
 from trainer.probes.any_encoder import probe
 from trainer.probes.linear import ProbeConfig
-from trainer.probes.side_by_side import TOGETHER, SideBySide, probe_side_by_side
 from trainer.run_dir import RunDir
 
 CPU = torch.device("cpu")
