@@ -21,7 +21,7 @@ demo: $(INSTALLED)
 	$(BIN)/python launch/demo.py
 
 test: $(INSTALLED)
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 quick: $(INSTALLED)
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not (ranks or process or slurm or slow)' $(ARGS)

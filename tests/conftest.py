@@ -12,7 +12,7 @@ import pytest
 
 from tests import tiers
 
-# Tensors of tests are small, and `make test` has a worker on each core: more threads only wait for each other.
+# Tensors of tests are small, and `make test` has a worker or more on each core: more threads only wait for each other.
 # The runtime of OpenMP reads this when torch is imported, here and in every process that a test starts.
 THREADS = os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("NUMBA_NUM_THREADS", THREADS)  # which UMAP's library sets for torch as well
@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         if folder in FOLDERS:
             item.add_marker(FOLDERS[folder])
-    # Two workers take whole files, in this order: a long file that begins last leaves one of them without work.
+    # Workers take whole files, in this order: a long file that begins last leaves the others without work.
     seconds = Counter[Path]()
     for item in items:
         seconds[item.path] += max((SECONDS.get(mark.name, 0) for mark in item.iter_markers()), default=0)
