@@ -46,8 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--side-by-side",
         action="store_true",
-        help="Probe the features of all runs together, as if they were those of one encoder, and print them beside "
-        "those of each run. Writes no file.",
+        help="Join the features of all runs, and probe them as if one encoder had computed them. Prints the accuracies "
+        "beside those of each run, and writes no file.",
     )
     add("--untrained", action="store_true", help="Also probe the untrained encoder, for comparison.")
     add("--pixels", action="store_true", help="Also probe the raw pixels, for comparison.")

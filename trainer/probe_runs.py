@@ -19,6 +19,7 @@ from torch import Tensor
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import NO_LABEL
+from data_pipeline.storage.manifest import Manifest
 from trainer.checkpoint.run_state import other_data
 from trainer.config import read_run_config
 from trainer.data import read_agreed_manifests, read_manifests
@@ -136,7 +137,8 @@ def probe_run(
             print(f"raw pixels:\n{table(of_pixels.results)}")
     for number, step in enumerate(chosen):
         modules = modules if len(chosen) == 1 else _load(run_dir, step)
-        _warn_of_other_data(modules, train=train, test=test)
+        if rank() == 0:
+            warn_of_other_data(modules, train=train.manifest, test=test.manifest)
         readout = read_out(modules, probe_config)
         directory = run_dir.probes(modules.step)
         on_first_rank(partial(_write, directory, readout, suffix=suffix))
@@ -422,12 +424,12 @@ def _load(run_dir: RunDir, step: int | None) -> TrainedModules:
     return load_modules(run_dir, step=found) if modules is None else modules
 
 
-def _warn_of_other_data(modules: TrainedModules, *, train: Pictures, test: Pictures) -> None:
+def warn_of_other_data(modules: TrainedModules, *, train: Manifest, test: Manifest) -> None:
     """Print a warning for each dataset that is not the one of the training. The results hold the hashes of both."""
     data = modules.config.data
     for warning in (
-        other_data(modules.trained_on, which="train", sha256=train.manifest.sha256, location=data.probed_dir),
-        other_data(modules.trained_on, which="test", sha256=test.manifest.sha256, location=data.test_dir),
+        other_data(modules.trained_on, which="train", sha256=train.sha256, location=data.probed_dir),
+        other_data(modules.trained_on, which="test", sha256=test.sha256, location=data.test_dir),
     ):
-        if warning is not None and rank() == 0:
+        if warning is not None:
             print(f"warning: {warning}", file=sys.stderr)

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.storage.store import SampleStore
 from trainer.config import RunConfig, read_run_config
-from trainer.data import read_manifests
+from trainer.data import Manifests, read_manifests
 from trainer.models.encoder import Encoder
-from trainer.pretrained import load_encoder
+from trainer.pretrained import load_modules
+from trainer.probe_runs import warn_of_other_data
 from trainer.probes.any_encoder import Accuracy, probe
 from trainer.run_dir import RunDir
 
@@ -34,18 +36,16 @@ class SideBySide(nn.Module):
 
     def __init__(self, encoders: Sequence[Encoder]) -> None:
         super().__init__()
-        self.encoders = nn.ModuleList(encoders)
+        self._encoders = encoders
+        self.encoders = nn.ModuleList(encoders)  # so that they are moved with this module
 
     def features(self, views_BCHW: Tensor) -> Tensor:
         """Return the features of all encoders, (B, sum of F)."""
-        return torch.cat([encoder.features(views_BCHW).flatten(1) for encoder in self._encoders()], dim=1)
+        return torch.cat([encoder.features(views_BCHW).flatten(1) for encoder in self._encoders], dim=1)
 
     def pooled(self, views_BCHW: Tensor) -> Tensor:
         """Return the pooled features of all encoders, (B, sum of D)."""
-        return torch.cat([F.normalize(encoder.pooled(views_BCHW), dim=1) for encoder in self._encoders()], dim=1)
-
-    def _encoders(self) -> list[Encoder]:
-        return [encoder for encoder in self.encoders if isinstance(encoder, Encoder)]
+        return torch.cat([F.normalize(encoder.pooled(views_BCHW), dim=1) for encoder in self._encoders], dim=1)
 
 
 def probe_side_by_side(
@@ -63,28 +63,29 @@ def probe_side_by_side(
     labels, num_epochs: replace those of the first run's probe.
     allow_pipe: as in `read_config`.
 
-    Raises `UserError` for fewer than two runs, or if the runs do not have the same train and test sets.
+    Prints a warning if a run was trained on other data. Raises `UserError` for fewer than two runs, or if the runs do
+    not have the same train and test sets.
     """
     if len(run_dirs) < 2:
         raise UserError(f"--side-by-side joins the features of two runs or more, and {len(run_dirs)} is given")
     configs = [read_run_config(run_dir, allow_pipe=allow_pipe) for run_dir in run_dirs]
-    _check_same_data(run_dirs, configs)
-    first = configs[0]
+    data, manifests = configs[0].data, _read_same_manifests(run_dirs, configs)
     changes: dict[str, object] = {"views": "none", "batch_norm": "eval"}
     changes |= {} if num_epochs is None else {"num_epochs": num_epochs}
-    config = first.probe.model_copy(update=changes)
-    encoders = [load_encoder(run_dir.path).to(device) for run_dir in run_dirs]
-    by_name: Mapping[str, nn.Module] = {
-        **{str(run_dir.path): encoder for run_dir, encoder in zip(run_dirs, encoders, strict=True)},
-        TOGETHER: SideBySide(encoders),
-    }
-    return {
-        name: probe(encoder, first.data.probed_dir, first.data.test_dir, labels=labels, config=config)
-        for name, encoder in by_name.items()
-    }
+    config = configs[0].probe.model_copy(update=changes)
+    train = SampleStore(data.probed_dir, remote=data.remote, manifest=manifests.probed)
+    test = SampleStore(data.test_dir, remote=data.remote, manifest=manifests.test)
+    by_name: dict[str, Encoder | SideBySide] = {}
+    for run_dir in run_dirs:
+        modules = load_modules(run_dir, allow_pipe=allow_pipe)
+        warn_of_other_data(modules, train=manifests.probed, test=manifests.test)
+        by_name[str(run_dir.path)] = modules.encoder.to(device)
+    by_name[TOGETHER] = SideBySide([encoder for encoder in by_name.values() if isinstance(encoder, Encoder)])
+    return {name: probe(encoder, train, test, labels=labels, config=config) for name, encoder in by_name.items()}
 
 
-def _check_same_data(run_dirs: Sequence[RunDir], configs: Sequence[RunConfig]) -> None:
+def _read_same_manifests(run_dirs: Sequence[RunDir], configs: Sequence[RunConfig]) -> Manifests:
+    """Return the manifests of all runs. Raises `UserError` if two runs have different ones."""
     manifests = [read_manifests(config.data, makes_index=False) for config in configs]
     hashes = [(found.probed.sha256, found.test.sha256) for found in manifests]
     for run_dir, of_run in zip(run_dirs, hashes, strict=True):
@@ -93,6 +94,7 @@ def _check_same_data(run_dirs: Sequence[RunDir], configs: Sequence[RunConfig]) -
                 f"{run_dirs[0].path} and {run_dir.path} do not have the same train and test sets, so their features "
                 "are not those of the same samples; pass runs on the same data"
             )
+    return manifests[0]
 
 
 def side_by_side_table(found: Mapping[str, Mapping[str, Accuracy]]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.gpu_stages.session import Outcome, Setting, Stage, Task, task
 from benchmarks.record import rounded
 from trainer.probes.knn import knn_classes
-from trainer.probes.linear import FeatureBatch, ProbeConfig, Target, epoch_rows, fit_linear_probe
+from trainer.probes.linear import ProbeConfig, Target, epoch_rows, fit_linear_probe, stored_batches
 
 
 def tasks(setting: Setting) -> Mapping[str, Task]:
@@ -34,9 +34,7 @@ def measure_probe(
 
     targets = {name: Target(classes(num_train), classes(num_test), num_classes=10) for name in ("base", "overlay")}
 
-    def batches(epoch: int) -> Iterator[FeatureBatch]:
-        for row_B in epoch_rows(num_train, epoch=epoch, config=config, device=device):
-            yield FeatureBatch(train_NF[row_B], {name: target.train_N[row_B] for name, target in targets.items()})
+    batches = stored_batches(train_NF, targets, config=config)
 
     def seconds(run: Callable[[], object]) -> float:
         setting.wait()

@@ -208,7 +208,7 @@ def test_a_run_that_keeps_its_groups_goes_on_with_them(every: str, data: Path, t
 
 @pytest.mark.process
 def test_a_run_that_goes_on_with_replaced_data_finds_their_groups(tmp_path: Path) -> None:
-    """It was stopped within an epoch whose groups stay; those of the samples that are gone say nothing of the new."""
+    """The run stops within an epoch whose groups stay. The groups of the old samples mean nothing for the new ones."""
     data, run = write_tiny_pair(tmp_path / "data", num_train=NUM_SAMPLES, num_test=16), RunDir(tmp_path / "run")
     words = ["neighbours.find_every_epochs=null", "checkpoint_every_steps=7", "keep_checkpoints=9"]
     config = configure(data, *words)

@@ -31,7 +31,7 @@ from trainer.config import RunConfig
 from trainer.data import read_agreed_manifests, read_manifests
 from trainer.distributed.collectives import rank
 from trainer.preflight import claim
-from trainer.probe_runs import _warn_of_other_data
+from trainer.probe_runs import warn_of_other_data
 from trainer.reports.runs import read_runs
 from trainer.reports.tables import _FACTS
 from trainer.run_dir import RunDir, write_json
@@ -283,7 +283,7 @@ def test_whoever_reads_the_data_of_a_run_is_warned_and_the_report_names_both(
         loaded = load_run(run_dir, AnalysisOptions(step=step))
         assert len(loaded.train) == 40
         assert len(loaded.test) == 20
-        _warn_of_other_data(loaded.modules, train=loaded.train, test=loaded.test)
+        warn_of_other_data(loaded.modules, train=loaded.train.manifest, test=loaded.test.manifest)
         return [line.partition(";")[0] for line in capsys.readouterr().err.splitlines() if "warning: " in line]
 
     assert warnings(2) == [warning, warning]  # of the analysis and of the probe

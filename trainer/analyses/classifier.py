@@ -10,7 +10,6 @@ Shapes: N samples, B batch, F features of a sample.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 
 import torch
 
@@ -19,7 +18,7 @@ from data_pipeline.core.progress import Progress
 from trainer.analyses.loaded_run import LoadedRun, choose_rows
 from trainer.probes.features import extract, frozen
 from trainer.probes.heads import Heads, read_heads, write_heads
-from trainer.probes.linear import PROBE_VIEW, FeatureBatch, Target, epoch_rows, fit_linear_probe, num_labelled
+from trainer.probes.linear import PROBE_VIEW, Target, fit_linear_probe, num_labelled, stored_batches
 from trainer.probes.targets import readable_labels
 from trainer.probes.view_batches import view_batches
 
@@ -85,12 +84,7 @@ def fit_quickly(loaded: LoadedRun) -> Heads:
         if num_labelled(target.train_N) and num_labelled(target.test_N)
     }
 
-    labels_N = {space: target.train_N.to(device) for space, target in targets.items()}
-
-    def batches(epoch: int) -> Iterator[FeatureBatch]:
-        for row_B in epoch_rows(len(rows_N), epoch=epoch, config=config, device=device):
-            yield FeatureBatch(features_NF[row_B], {space: label_N[row_B] for space, label_N in labels_N.items()})
-
+    batches = stored_batches(features_NF, targets, config=config)
     probes = fit_linear_probe(batches, test_features=lambda: test_NF, targets=targets, config=config)
     heads = {space: probe.head for space, probe in probes.items()}
     return Heads(heads, QUICK_FIT, train.manifest.sha256)

@@ -8,7 +8,7 @@ Shapes: N samples, B batch, C channels, H height, W width, F features of the lin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
@@ -25,7 +25,7 @@ from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
 from trainer.probes.features import TRAIN_DRAW, FeatureEncoder, LabelSpace, frozen
 from trainer.probes.knn import knn_accuracies
-from trainer.probes.linear import FeatureBatch, ProbeConfig, Target, epoch_rows, fit_linear_probe, num_labelled
+from trainer.probes.linear import ProbeConfig, Target, fit_linear_probe, num_labelled, stored_batches
 from trainer.probes.targets import readable_labels
 from trainer.views.expert_audio import clean_spectrogram
 from trainer.views.inputs import to_unit_range
@@ -93,13 +93,7 @@ def probe(
         asked = _encode(encoder, test, which="test", batch_size=batch_size)
     _check_ranges(known.span, asked.span)
     targets = _targets(known, asked, wanted=labels if labels is not None else config.labels)
-    device = known.features_NF.device
-    labels_N = {name: target.train_N.to(device) for name, target in targets.items()}
-
-    def batches(epoch: int) -> Iterable[FeatureBatch]:
-        for row_B in epoch_rows(len(known.features_NF), epoch=epoch, config=config, device=device):
-            yield FeatureBatch(known.features_NF[row_B], {name: label_N[row_B] for name, label_N in labels_N.items()})
-
+    batches = stored_batches(known.features_NF, targets, config=config)
     linear = fit_linear_probe(batches, test_features=lambda: asked.features_NF, targets=targets, config=config)
     knn = knn_accuracies(known.pooled_ND, asked.pooled_ND, targets)
     return {name: Accuracy(linear[name].result.accuracy, knn[name], target.chance) for name, target in targets.items()}

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Self
 
@@ -230,6 +230,30 @@ class FeatureBatch:
     labels: Mapping[LabelSpace, Tensor]
 
 
+def stored_batches(
+    features_NF: Tensor,
+    targets: Mapping[LabelSpace, Target],
+    *,
+    config: ProbeConfig,
+    device: torch.device | None = None,
+) -> Callable[[int], Iterator[FeatureBatch]]:
+    """Return the function `batches` for `fit_linear_probe`, for stored features (N, F) of all train samples.
+
+    The batches are on `device`; None stands for the device of the features.
+    """
+    device = features_NF.device if device is None else device
+    labels = {space: target.train_N.to(device) for space, target in targets.items()}
+
+    def batches(epoch: int) -> Iterator[FeatureBatch]:
+        for row_B in epoch_rows(len(features_NF), epoch=epoch, config=config, device=features_NF.device):
+            here_B = row_B.to(device)
+            yield FeatureBatch(
+                features_NF[row_B].to(device), {space: label_N[here_B] for space, label_N in labels.items()}
+            )
+
+    return batches
+
+
 def fit_linear_probe(
     batches: Callable[[int], Iterable[FeatureBatch]],
     *,
@@ -317,13 +341,8 @@ def probe_linear(
             live.eval()
             return FeatureBatch(features_BF, {space: batch.labels[space].to(device) for space in targets})
 
-        def batches(epoch: int) -> Iterable[FeatureBatch]:
+        def drawn(epoch: int) -> Iterable[FeatureBatch]:
             rows = epoch_rows(len(train), epoch=epoch, config=config, device=train.index_N.device)
-            if cached is not None:
-                for row_B in rows:
-                    features_BF = cached[row_B.to(cached.device)].to(device)
-                    yield FeatureBatch(features_BF, {space: train.labels(space)[row_B] for space in targets})
-                return
             num_steps = _steps_at_once(train, config=config, device=device)
             chunks = _together(rows, num_steps)
             firsts = range(0, len(chunks), world_size())
@@ -337,6 +356,7 @@ def probe_linear(
         def test_features() -> Tensor:
             return test_NF if config.batch_norm == "eval" else extract(live.features, test, device=device)
 
+        batches = drawn if cached is None else stored_batches(cached, targets, config=config, device=device)
         probes = fit_linear_probe(
             batches, test_features=test_features, targets=targets, config=config, on_epoch=on_epoch
         )

@@ -85,7 +85,7 @@ def option_difference(train: Manifest, test: Manifest) -> str | None:
     digests = {overlay.sha256 for overlay in overlays if overlay is not None}
     unique = "the overlay's unique"
     if unique in in_train and in_train[unique] == in_test.get(unique) and len(digests) > 1:
-        return f"the {in_train[unique]} digits of the test set are others than those of the train set"
+        return f"the {in_train[unique]} digits of the test set are not those of the train set"
     return None
 
 

@@ -1,7 +1,7 @@
 """The messages of a training step: how many, how large, and when, as the first of several ranks sends them.
 
-Nothing is sent: the other ranks do not exist. Gradients of DDP travel as on gloo, where one gather takes the place of
-the sum that NCCL sends; the buckets are the same.
+The other ranks do not exist, so nothing is sent. DDP sends the same buckets of gradients as on gloo: a gather for each,
+where NCCL sends a sum.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def bytes_of(module: nn.Module) -> int:
 
 
 def without_engines(training: Training) -> Counter[Message]:
-    """Return the messages that the method needs, besides those of parameters and gradients."""
+    """Return the messages that the method needs, without those for parameters and gradients."""
     norms = [each for each in training.modules.encoder.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
     size = 4 * 2 * NUM_ROWS * training.modules.config.encoder.embedding_size  # of both views
     expected = Counter({Message("allgather", size): 1, Message("reduce_scatter", NUM_RANKS * size): 1})

@@ -67,7 +67,7 @@ def test_options_of_the_source_and_the_seed_of_chosen_digits_are_compared(tmp_pa
         built(tmp_path / split, TILED, split, seed=seed, overlay_options={"unique": "20"})
         for seed, split in enumerate(("train", "test"))
     )
-    assert option_difference(one, other) == "the 20 digits of the test set are others than those of the train set"
+    assert option_difference(one, other) == "the 20 digits of the test set are not those of the train set"
 
 
 @pytest.mark.process
