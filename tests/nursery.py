@@ -5,8 +5,9 @@ that a new interpreter would have: its own session, working directory, environme
 signal handlers, open files, random state, exit status, and the process that asked for it as its parent. So it can be
 signalled, killed and waited for like any other. Ranks of torchrun come from a nursery of that torchrun.
 
-Two things differ: modules are imported already, and sets have the same order in all processes (PYTHONHASHSEED). A test
-whose claim is about either starts a new interpreter.
+Three things differ: modules are imported already, sets have the same order in all processes (PYTHONHASHSEED), and torch
+has the threads of the nursery if a command is given no OMP_NUM_THREADS. A test whose claim is about one of these starts
+a new interpreter.
 """
 
 from __future__ import annotations
@@ -256,7 +257,8 @@ def _take_over(command: _Command, files: Sequence[int], *, search_path: list[str
         for stream in (sys.stdout, sys.stderr):
             assert isinstance(stream, io.TextIOWrapper)
             stream.reconfigure(write_through=True)
-    assert command.environ.get("OMP_NUM_THREADS") == os.environ.get("OMP_NUM_THREADS"), "torch has read it already"
+    threads = os.environ.get("OMP_NUM_THREADS")
+    assert command.environ.get("OMP_NUM_THREADS", threads) == threads, "torch has read it already"
     os.environ.clear()
     os.environ.update(command.environ)
     _show_in_proc(command)

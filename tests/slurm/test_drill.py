@@ -13,7 +13,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -28,6 +27,7 @@ import torch
 from submitit.helpers import DelayedSubmission
 
 from launch.submission import MAX_TIMEOUTS
+from tests.nursery import run_python
 from tests.slurm.cluster import NODE_NAMES, Cluster
 from tests.tiny_data import write_tiny_pair
 from trainer.observability.wandb_run import offline_steps
@@ -112,7 +112,7 @@ class Training:
         command = [sys.executable, "launch/slurm.py", "--nodes", "4", "--config", "debug:image", *self._flags]
         command += ["--run-dir", str(self.run_dir.path)]
         command += [word for setting in self._settings for word in ("--set", setting)]
-        done = subprocess.run(command, cwd=ROOT, env=self._environ, capture_output=True, text=True)
+        done = run_python(command, cwd=ROOT, env=self._environ)
         assert done.returncode == 0, done.stderr
         (self.job_id,) = re.findall(r"^job (\d+): 4 rank\(s\) on 4 node\(s\)$", done.stdout, re.MULTILINE)
 

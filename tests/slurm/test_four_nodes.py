@@ -15,6 +15,7 @@ import pytest
 
 import launch.slurm
 from tests.commands import Done, call, float64_recipe
+from tests.nursery import run_python
 from tests.slurm.cluster import Cluster, private_slurm
 from trainer.run_dir import RunDir
 
@@ -40,7 +41,7 @@ def run(*command: str | Path, environ: dict[str, str]) -> subprocess.CompletedPr
 
 
 def slurm_py(*arguments: str | Path, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return run(sys.executable, "launch/slurm.py", *arguments, environ=environ)
+    return run_python([sys.executable, "launch/slurm.py", *arguments], cwd=ROOT, env=environ)
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_four_nodes_follow_one_process(slurm: dict[str, str], recipe: list[str],
     ways = {"alone": [sys.executable], "torchrun": torchrun}
     for name, command in ways.items():
         environ = slurm | {"OMP_NUM_THREADS": "1"}
-        done = run(*command, "launch/train.py", *recipe, "--run-dir", tmp_path / name, environ=environ)
+        done = run_python([*command, "launch/train.py", *recipe, "--run-dir", tmp_path / name], cwd=ROOT, env=environ)
         assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "torchrun") == pytest.approx(losses(tmp_path / "alone"), rel=1e-9)
     run_dir = RunDir(tmp_path / "nodes")
@@ -99,7 +100,8 @@ def test_deepspeed_on_four_nodes_follows_one_process(
     """
     recipe = [*recipe, "--set", "precision=float32", "--set", "optimizer.learning_rate=0.0005", "--set", "num_epochs=1"]
     environ = slurm | {"OMP_NUM_THREADS": "1"}
-    alone = run(sys.executable, "launch/train.py", *recipe, "--run-dir", tmp_path / "alone", environ=environ)
+    command = [sys.executable, "launch/train.py", *recipe, "--run-dir", tmp_path / "alone"]
+    alone = run_python(command, cwd=ROOT, env=environ)
     assert alone.returncode == 0, alone.stderr
     engine = ["--set", "engine.kind=deepspeed"]
     job = slurm_py_here("--nodes", "4", *recipe, *engine, "--run-dir", tmp_path / "nodes", "--wait")

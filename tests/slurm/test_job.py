@@ -16,6 +16,7 @@ from submitit.helpers import DelayedSubmission
 import launch.job
 from launch.job import AFTER_SRUN, TrainJob
 from launch.outcome import outcome_path, read_outcome
+from tests.nursery import PythonProcess
 from tests.tiny_data import write_tiny_pair
 from trainer.fault_tolerance.preemption import WARNINGS, StoppedError
 from trainer.run_dir import RunDir
@@ -188,7 +189,7 @@ def test_on_one_machine_a_warning_stops_with_a_checkpoint(tmp_path: Path) -> Non
     command = [sys.executable, "launch/slurm.py", "--executor", "local", "--tasks-per-node", "2", "--wait"]
     command += ["--config", "debug:image", "--run-dir", str(run_dir.path)]
     command += [word for setting in settings for word in ("--set", setting)]
-    process = subprocess.Popen(
+    process = PythonProcess(
         command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, stderr=subprocess.PIPE
     )
     deadline = time.monotonic() + 120
