@@ -100,7 +100,7 @@ def test_deepspeed_on_four_nodes_follows_one_process(
     """
     recipe = [*recipe, "--set", "precision=float32", "--set", "optimizer.learning_rate=0.0005", "--set", "num_epochs=1"]
     environ = slurm | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "launch/train.py", *recipe, "--run-dir", tmp_path / "alone"]
+    command: list[str | Path] = [sys.executable, "launch/train.py", *recipe, "--run-dir", tmp_path / "alone"]
     alone = run_python(command, cwd=ROOT, env=environ)
     assert alone.returncode == 0, alone.stderr
     engine = ["--set", "engine.kind=deepspeed"]
