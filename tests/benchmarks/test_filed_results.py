@@ -1,4 +1,6 @@
-"""The filed results of the suppression study: they are of the runs that it trains, and each of them is probed."""
+"""The filed results of the suppression study: they are of the runs that it trains, each of them is probed, and the page
+of the docs is made from them.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,13 @@ import pytest
 
 from configs.resolve import resolve_study
 from launch.planned_run import default_run_dir
+from tests.trainer.reports.test_report_suppression import report
 from trainer.config import read_run_config
 from trainer.probes.result import labels_in
 from trainer.run_dir import RunDir, runs_of
 
-FILED = Path(__file__).parents[2] / "benchmarks/results/suppression_small.tar.xz"
+ROOT = Path(__file__).parents[2]
+FILED = ROOT / "benchmarks/results/suppression_small.tar.xz"
 
 
 @pytest.fixture(scope="module")
@@ -46,3 +50,13 @@ def test_every_filed_setting_has_its_floors(runs: list[RunDir]) -> None:
         found = floors.setdefault((factors["setting"], factors["difficulty"], config.seed), set())
         found |= {path.stem for path in run.probes(0).glob("*.json")}
     assert all({"base", "base-reads_pixels"} <= found for found in floors.values()), floors
+
+
+def test_the_page_of_the_docs_is_made_from_the_filed_results(
+    runs: list[RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made again with the command that the page ends with, it has the same text."""
+    (tmp_path / "runs").symlink_to(runs[0].path.parents[1])
+    monkeypatch.chdir(tmp_path)
+    report("--study", "suppression_small", "runs/suppression_small", "--out", "page/suppression.md")
+    assert (tmp_path / "page/suppression.md").read_text() == (ROOT / "docs/suppression.md").read_text()
