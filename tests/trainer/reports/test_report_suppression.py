@@ -148,6 +148,21 @@ def test_a_label_that_is_too_hard_for_every_cure_says_nothing_about_them(
     assert f"not told from the best: {often}." in (tmp_path / "page.md").read_text()
 
 
+def test_a_label_that_random_weights_read_is_not_called_too_hard(tmp_path: Path) -> None:
+    for number, cure in enumerate(("plain", "ceiling: base")):
+        make_run(
+            tmp_path,
+            factors(cure, bits=0),
+            right={"base": samples(0.95, num_test=1000, seed=number)},
+            untrained={"base": samples(0.95, num_test=1000, seed=9)} if cure == "plain" else None,
+        )
+    (setting,) = read_benchmark(sorted(tmp_path.iterdir())).settings
+    column = column_of(setting, "0", "base")
+    assert column.is_learnable is False
+    assert "That one reads most of the label already" in sentence(column)
+    assert "too hard" not in sentence(column)
+
+
 def test_a_half_finished_study_gives_an_honest_half_page(tmp_path: Path) -> None:
     home = tmp_path / "suppression_small"
     right = {"base": samples(0.5, num_test=200, seed=0)}

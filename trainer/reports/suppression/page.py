@@ -207,7 +207,7 @@ def _at_middle(columns: Mapping[tuple[LabelSpace, str], Column]) -> list[Column]
 def _mean_lead(columns: Sequence[Column], cure: str) -> float:
     """Return the mean over columns of the accuracy less the mean accuracy of all cures; -1 if it is not measured.
 
-    Leaves out labels that are too hard for every cure.
+    Leaves out labels that say nothing about cures.
     """
     leads = [
         one.of_cure[cure].mean - statistics.fmean(other.mean for other in one.of_cure.values())

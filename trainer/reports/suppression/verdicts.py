@@ -33,7 +33,8 @@ class Column:
     not_above_floor: the cures that are not told from the untrained encoder, or are below it; None if that was not
         measured. No correction: each is a question of its own.
     is_learnable: whether the encoder that is trained with the label is told to be above the untrained one; None if one
-        of them was not measured. If not, the label is too hard for this encoder in these steps, whatever the cure.
+        of them was not measured. If not, the label says nothing about cures: it is too hard for this encoder in these
+        steps, or random weights read it.
     """
 
     setting: Setting
@@ -47,6 +48,13 @@ class Column:
     chance: float | None
     not_above_floor: tuple[str, ...] | None
     is_learnable: bool | None
+
+    @property
+    def is_read_untrained(self) -> bool:
+        """Return whether the untrained encoder reads more than half of the label, counted from chance."""
+        if self.untrained is None or self.chance is None:
+            return False
+        return self.untrained.mean - self.chance > LOST * (1 - self.chance)
 
     def mark(self, cure: str) -> Mark:
         """Return whether a cure is the best, not told from the best, or told to be lower; "" if not compared."""
@@ -95,10 +103,10 @@ def sentence(column: Column) -> str:
         return f"{what}: not measured."
     if column.is_learnable is False:
         assert column.ceiling is not None
-        return (
-            f"{what}: the ceiling ({shown(column.ceiling)} %) is not told from the untrained encoder. The label is too "
-            "hard for this encoder in these steps, and says nothing about cures."
-        )
+        why = "The label is too hard for this encoder in these steps, and says nothing about cures."
+        if column.is_read_untrained:
+            why = "That one reads most of the label already, so the label says nothing about cures."
+        return f"{what}: the ceiling ({shown(column.ceiling)} %) is not told from the untrained encoder. {why}"
     best = f"{ranking.best} ({shown(column.of_cure[ranking.best])} %)"
     alone = joined(ranking.not_paired)
     not_compared = f" Not compared with it, because they share no seed: {alone}." if alone else ""
