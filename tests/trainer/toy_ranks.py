@@ -120,6 +120,14 @@ def freeze(watchdog: Watchdog) -> None:
     time.sleep(60)
 
 
+def signal_the_sidecar_and_freeze(watchdog: Watchdog) -> None:
+    """Send its new sidecar what a terminal and a batch system send to all processes of a job, then freeze."""
+    assert watchdog.pid is not None
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        os.kill(watchdog.pid, number)
+    freeze(watchdog)
+
+
 def work_for_long(watchdog: Watchdog) -> None:
     """Compute for two seconds of processor time, in one step without a sign of life."""
     _take_three_steps(watchdog)

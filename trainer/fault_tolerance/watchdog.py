@@ -114,13 +114,19 @@ class Watchdog:
             "waiting_seconds": config.waiting_seconds,
             "working_seconds": config.working_seconds,
         }
-        self._sidecar = subprocess.Popen(
-            # -I and -S leave out the environment and site-packages, so that it starts fast and stays small.
-            [sys.executable, "-I", "-S", "-c", _START_SIDECAR, str(Path(__file__).parents[2]), json.dumps(task)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=(memory, self._stacks, control),
-        )
+        # A child keeps the mask. A signal to the whole job then waits until the sidecar has its handlers: before, Ctrl-C
+        # in the first tenth of a second would end it, and nobody would watch the rank.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*sidecar.IGNORED, signal.SIGTERM})
+        try:
+            self._sidecar = subprocess.Popen(
+                # -I and -S leave out the environment and site-packages, so that it starts fast and stays small.
+                [sys.executable, "-I", "-S", "-c", _START_SIDECAR, str(Path(__file__).parents[2]), json.dumps(task)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(memory, self._stacks, control),
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(memory)
         os.close(control)
 

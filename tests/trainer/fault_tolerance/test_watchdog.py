@@ -207,6 +207,7 @@ def test_an_end_that_is_not_a_stall_is_quiet(
     ("body", "said", "status"),
     [
         (toy_ranks.freeze, "rank 0 on {host} shows no sign of life for 1 s: sleeping, in step 2 (step)", -9),
+        (toy_ranks.signal_the_sidecar_and_freeze, "rank 0 on {host} shows no sign of life for 1 s", -9),
         (toy_ranks.be_killed, "rank 0 on {host} is dead (killed", -9),
         (toy_ranks.leave_without_a_word, "rank 0 on {host} is dead (killed, or it left without a message)", 3),
     ],
