@@ -114,7 +114,7 @@ class Watchdog:
             "waiting_seconds": config.waiting_seconds,
             "working_seconds": config.working_seconds,
         }
-        # A child keeps the mask. A signal to the whole job then waits until the sidecar has its handlers: before, Ctrl-C
+        # The sidecar keeps this mask, so a signal to the whole job waits until its handlers are set. Otherwise Ctrl-C
         # in the first tenth of a second would end it, and nobody would watch the rank.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*sidecar.IGNORED, signal.SIGTERM})
         try:
