@@ -40,21 +40,20 @@ def test_public_names_signatures_and_defaults_are_those_of_the_golden_file() -> 
 
 @pytest.mark.process
 def test_an_import_takes_at_most_twice_as_long_as_that_of_torch() -> None:
-    alone = _seconds_of("import torch")
+    alone = min(_seconds_of("import torch") for _ in range(2))
     for package in ("trainer.objectives", "trainer.views", "trainer.models", "trainer.probes", "data_pipeline.loading"):
         name = importlib.import_module(package).__all__[0]
-        assert _seconds_of(f"from {package} import {name}") < MOST_TIMES_TORCH * alone, package
+        limit, code = MOST_TIMES_TORCH * alone, f"from {package} import {name}"
+        # The first time may read from a cold disk, or write the files of compiled code.
+        assert _seconds_of(code) < limit or _seconds_of(code) < limit, package
 
 
 def _seconds_of(code: str) -> float:
     """Return the time of a core that some code takes in a new Python process."""
-    spent = []
-    for _ in range(2):  # the first may write the files of compiled code
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return min(spent)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_a_name_is_imported_at_its_first_use_only() -> None:
