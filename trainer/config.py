@@ -161,13 +161,14 @@ class RunConfig(Schema):
     def parameter_dtype(self) -> torch.dtype:
         return torch.float64 if self.precision == "float64" else torch.float32
 
-    @property
-    def recompile_step(self) -> int | None:
-        """Return the step at which a compiled encoder is compiled again; None if there is none.
+    def may_compile_again(self, step: int, *, steps_per_epoch: int) -> bool:
+        """Return whether networks may be compiled in a step that is not the first of a start.
 
-        It is compiled again when the viewmaker freezes, because its input then needs no gradient.
+        A compiled encoder is compiled again when the viewmaker freezes, because its input then needs no gradient, and
+        when an epoch brings a policy that this start of the run has not used yet.
         """
-        return self.adversary.freeze_step if self.compile is True and self.adversary is not None else None
+        freezes = self.adversary is not None and step == self.adversary.freeze_step
+        return self.compile is True and (freezes or (self.views.changes_with_epoch and step % steps_per_epoch == 0))
 
     @property
     def objective_optimizer(self) -> OptimizerConfig:

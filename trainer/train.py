@@ -166,7 +166,7 @@ def _watch_run(config: RunConfig, watchdog: Watchdog, stream: Stream, *, device:
         stream=stream,
         device=device,
         fetch_seconds=config.data.fetch_seconds,
-        recompile_step=config.recompile_step,
+        may_compile=partial(config.may_compile_again, steps_per_epoch=stream.num_steps_per_epoch),
         compile_seconds=config.watchdog.startup_seconds,
     )
 

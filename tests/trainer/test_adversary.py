@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,6 @@ from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_pair
 from trainer.adversary import AdversaryConfig, reverse_gradient
-from trainer.fault_tolerance.run_watch import time_to_compile_again
-from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.optim.optimizers import (
     AdamConfig,
     AdamWConfig,
@@ -107,25 +103,6 @@ def test_a_weight_that_the_optimizer_divides_away_is_told(config: OptimizerConfi
     assert AdversaryConfig(optimizer=config).note() is None
     if note is not None:
         assert ("next to nothing but the steps of biases and norms;" in note) == isinstance(config, LARSConfig)
-
-
-def test_where_the_viewmaker_freezes_there_is_time_to_compile_the_encoder_again() -> None:
-    """Without a gradient for the views the encoder's graph changes, and compiling it gives no sign of life."""
-    config = resolve_recipe("debug:viewmaker", ["compile=true", "adversary.freeze_step=3", "watchdog.enabled=false"])
-    asked: list[tuple[float, str]] = []
-
-    class Patient(Watchdog):
-        @contextmanager
-        def patience(self, seconds: float, doing: str) -> Iterator[None]:
-            asked.append((seconds, doing))
-            yield
-
-    watchdog = Patient(RunDir(Path("unused")), config.watchdog, rank=0, world_size=1, start="0")
-    for step in range(5):
-        seconds = config.watchdog.startup_seconds
-        with time_to_compile_again(watchdog, step, recompile_step=config.recompile_step, seconds=seconds):
-            assert len(asked) == (step >= 3)
-    assert asked == [(config.watchdog.startup_seconds, "compiling")]
 
 
 def train_with_a_viewmaker_that_diverges(data: Path, directory: Path, update: str) -> str:

@@ -6,15 +6,30 @@ The cases share what the compiler has made, so that only the first case of each 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch._dynamo.backends.debugging import aot_eager
 
-from tests.trainer.test_recorded_step import CPU, NUM_CLASSES, NUM_STEPS, OBJECTIVES, batch_of, configure
+from tests.trainer.test_recorded_step import (
+    CPU,
+    NUM_CLASSES,
+    NUM_STEPS,
+    OBJECTIVES,
+    STEPS_OF_AN_EPOCH,
+    batch_of,
+    configure,
+)
 from trainer.build import Training, build_training
+from trainer.fault_tolerance.run_watch import RunWatch
+from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.objectives.objective import OBJECTIVES as KINDS
+from trainer.run_dir import RunDir
 from trainer.views.policy import VIEWS
 from trainer.views.viewmaker import Viewmaker
 
@@ -30,12 +45,13 @@ def losses(training: Training, num_steps: int) -> list[float]:
 
 
 class CountingBackend:
-    """A backend that runs what the compiler has traced, and counts how often."""
+    """A backend that runs what the compiler has traced, and counts how often it traces and runs."""
 
     def __init__(self) -> None:
-        self.num_runs = 0
+        self.num_graphs = self.num_runs = 0
 
     def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        self.num_graphs += 1
         traced = aot_eager(graph, inputs)
 
         def run(*values: Any) -> Any:
@@ -101,6 +117,52 @@ def test_every_objective_and_every_kind_of_views_of_pictures_is_compiled() -> No
     assert IMAGE.keys() == KINDS.keys()
     tried = "expert_image " + " ".join(override for _, overrides in CASES for override in overrides)
     assert [kind for kind in VIEWS if kind not in tried] == ["spectral", "waveform"]
+
+
+BY_EPOCH = f"views={{kind: by_epoch, policies: [{{kind: expert_image}}, {SMALL}, {{kind: random_mask}}]}}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("override", "compiles_in"), [(BY_EPOCH, {2, 4}), ("adversary.freeze_step=3", {2, 3}), ("seed=0", {2})], ids=str
+)
+def test_networks_are_compiled_again_where_the_watchdog_has_patience(
+    override: str, compiles_in: set[int], tmp_path: Path
+) -> None:
+    """Compiling gives no sign of life. Random masks come last: the encoder sees them as it sees the expert views."""
+    torch._dynamo.reset()
+    config = configure("debug:viewmaker", [override, "encoder.width=2", "num_epochs=3", "watchdog.enabled=false"])
+    training = build_training(config, num_samples=64, num_classes=NUM_CLASSES, device=CPU)
+    backend, patience = CountingBackend(), {}
+
+    class Patient(Watchdog):
+        @contextmanager
+        def patience(self, seconds: float, doing: str) -> Iterator[None]:
+            patience[self._step] = (seconds, doing)
+            yield
+
+    watchdog = Patient(RunDir(tmp_path), config.watchdog, rank=0, world_size=1, start="0")
+    watch = RunWatch(
+        watchdog,
+        stream=mock.Mock(),
+        device=CPU,
+        fetch_seconds=1,
+        may_compile=partial(
+            config.model_copy(update={"compile": True}).may_compile_again, steps_per_epoch=STEPS_OF_AN_EPOCH
+        ),
+        compile_seconds=500,
+    )
+    compiled(training, backend)
+    graphs = {}
+    for step in range(2, 14):
+        before = backend.num_graphs
+        with watch.training(step):
+            training.step(batch_of(step), learning_rates=training.learning_rates(step, num_steps=20))
+        graphs[step] = backend.num_graphs - before
+    assert {step for step, number in graphs.items() if number} == compiles_in
+    assert patience.keys() >= compiles_in - {2}  # the first step of a start has its own patience
+    assert set(patience.values()) <= {(500, "compiling")}
+    assert patience.keys() <= {3, 4, 8, 12}
 
 
 @pytest.mark.process

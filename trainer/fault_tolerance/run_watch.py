@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -22,7 +23,7 @@ class RunWatch:
 
     Args:
         fetch_seconds: the time that reading a shard may take; a fetch has its own time limit and error.
-        recompile_step: the step at which the encoder is compiled again; None if there is none.
+        may_compile: returns whether networks may be compiled in a step.
         compile_seconds: the time that compiling may take.
     """
 
@@ -33,12 +34,12 @@ class RunWatch:
         stream: Stream,
         device: torch.device,
         fetch_seconds: float,
-        recompile_step: int | None,
+        may_compile: Callable[[int], bool],
         compile_seconds: float,
     ) -> None:
         self._watchdog, self._stream, self._device = watchdog, stream, device
         self._fetch_seconds = fetch_seconds
-        self._recompile_step, self._compile_seconds = recompile_step, compile_seconds
+        self._may_compile, self._compile_seconds = may_compile, compile_seconds
 
     def reading(self, step: int) -> None:
         """Announce that the batch of `step` is read now."""
@@ -48,9 +49,9 @@ class RunWatch:
     def training(self, step: int) -> AbstractContextManager[None]:
         """Announce that the batch of `step` was read; train on it inside the block."""
         self._watchdog.beat(step, doing="training")
-        return time_to_compile_again(
-            self._watchdog, step, recompile_step=self._recompile_step, seconds=self._compile_seconds
-        )
+        if self._may_compile(step):
+            return self._watchdog.patience(self._compile_seconds, "compiling")
+        return contextlib.nullcontext()
 
     def waiting_for_device(self) -> AbstractContextManager[None]:
         """Report that the host waits inside the block for its GPU, which computes asynchronously."""
@@ -81,10 +82,3 @@ def follow_networks(modules: TrainedModules, objective: Objective) -> None:
     if modules.config.compile is not True:
         for network in modules.trained_modules.values():
             liveness.follow(network)
-
-
-def time_to_compile_again(
-    watchdog: Watchdog, step: int, *, recompile_step: int | None, seconds: float
-) -> AbstractContextManager[None]:
-    """Give extra time to the step at which the encoder is compiled again."""
-    return watchdog.patience(seconds, "compiling") if step == recompile_step else contextlib.nullcontext()
