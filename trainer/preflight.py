@@ -286,7 +286,13 @@ def resume(
     `claim` has checked the newest checkpoint; if its files are damaged, this loads an older one. Raises like `restore`
     and `check_resumed`.
     """
-    restored = restore(run_dir, training.engines, training.objective, extra=training.step.loss_scale.state())
+    restored = restore(
+        run_dir,
+        training.engines,
+        training.objective,
+        extra=training.step.loss_scale.state(),
+        remembers=manifests.identity if config.objective.needs_num_samples else None,
+    )
     if on_first_rank(lambda: check_resumed(run_dir, config, manifests, restored, accepted_data=accepted_data)):
         logger.warning(
             "the data were replaced after step %d: going on with the new data, which you accepted", restored.step

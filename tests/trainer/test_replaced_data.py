@@ -25,8 +25,9 @@ from launch.slurm_command import plan_from, request_from
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.analyses.loaded_run import AnalysisOptions, load_run
+from trainer.build import build_training
 from trainer.checkpoint.files import INDEX_NAME
-from trainer.checkpoint.restore import newest_state
+from trainer.checkpoint.restore import newest_state, restore
 from trainer.config import RunConfig
 from trainer.data import read_agreed_manifests, read_manifests
 from trainer.distributed.collectives import rank
@@ -183,6 +184,32 @@ def test_accepted_data_of_another_size(num_samples: int, num_steps: int | None, 
     assert run_dir.latest_step() == num_steps
     assert [line["epoch"] for line in run_dir.read_metrics()] == [0, 0, 1, 1, 1, 1]
     assert json.loads(run_dir.provenance.read_text())["finished_step"] == num_steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_samples", [40, 60])
+def test_a_memory_bank_starts_anew_with_accepted_data(
+    num_samples: int, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its rows belong to samples of the old train set."""
+    bank = ["objective={kind: instance_discrimination, num_negatives: 4}", "keep_checkpoints=9"]
+    run_dir, config = RunDir(tmp_path / "run"), configure(data, *bank)
+    go_on(run_dir, config)
+    stop_after(run_dir, 2)
+    replace(data, "train", num_samples=num_samples)
+    new = read_manifests(config.data).identity
+
+    training = build_training(config, num_samples=num_samples, device=torch.device("cpu"))
+    first = training.objective.saved_state()["bank_ND"].clone()
+    for remembers, is_first in ((None, False), (new, True)):
+        with contextlib.nullcontext() if is_first or num_samples == 40 else pytest.raises(UserError, match="shape"):
+            restore(run_dir, training.engines, training.objective, remembers=remembers)
+            assert torch.equal(training.objective.saved_state()["bank_ND"], first) == is_first
+            training = build_training(config, num_samples=num_samples, device=torch.device("cpu"))
+
+    go_on(run_dir, config, new.name)
+    assert "state for every sample of the train set, which starts anew" in caplog.text
+    assert run_dir.latest_step() == num_samples // 20 * 2
 
 
 @pytest.mark.slow

@@ -66,11 +66,20 @@ def newest_state(run_dir: RunDir) -> Restored:
 
 
 def restore(
-    run_dir: RunDir, engines: Mapping[str, Engine], objective: Objective, *, extra: Mapping[str, Tensor] | None = None
+    run_dir: RunDir,
+    engines: Mapping[str, Engine],
+    objective: Objective,
+    *,
+    extra: Mapping[str, Tensor] | None = None,
+    remembers: DataIdentity | None = None,
 ) -> Restored:
     """Load the newest whole checkpoint into `engines`, `objective` and the tensors of `extra`, on every rank.
 
     Returns its step and state; the step is 0 if there is no checkpoint yet. Skips a damaged checkpoint with a warning.
+
+    Args:
+        remembers: the present datasets, if the objective has state for every sample of the train set. If the checkpoint
+            was trained on another train set, that state belongs to other samples; then the objective starts anew.
 
     Raises:
         UserError: on one rank, if no checkpoint is whole, or if the newest one is from a newer version of this project
@@ -88,7 +97,8 @@ def restore(
     step = found.step
     directory = run_dir.checkpoint(step)
     wanted = {name: engine.module_state() for name, engine in engines.items() if name != OBJECTIVE}
-    others = {OBJECTIVE: objective.saved_state(), RUN: dict(extra or {})}
+    starts_anew = remembers is not None and found.has_other_train_set(remembers)
+    others = {OBJECTIVE: {} if starts_anew else objective.saved_state(), RUN: dict(extra or {})}
     wanted |= {name: state for name, state in others.items() if state}
     files = [*wanted, *(f"{name}_optimizer" for name in engines)]
     states = _together(lambda: {name: _read_explained(directory, name) for name in files})
@@ -109,6 +119,8 @@ def restore(
             tensor.copy_(states[RUN][name])
 
     _together(load)
+    if starts_anew and rank() == 0:
+        logger.warning("the objective has state for every sample of the train set, which starts anew with the new data")
     return found
 
 

@@ -51,7 +51,8 @@ class WatchdogConfig(Schema):
         waiting_seconds: the limit while it waits for other ranks or for its GPU. Keep it below 300 s, after which a
             collective fails by itself.
         working_seconds: the limit while it uses the processor: one large operation, or an endless loop.
-        startup_seconds: the least value of all limits until the first step is done, and in a step that may compile again.
+        startup_seconds: the least value of all limits until the first step is done, and in a step that may compile the
+            networks again.
     """
 
     enabled: bool = True
