@@ -129,6 +129,7 @@ def _train(
         CheckpointWriter(run_dir, keep=config.keep_checkpoints) as checkpoints,
         Progress(f"train {config.name}", total=num_steps, start=start, enabled=rank() == 0) as progress,
     ):
+        log.before(start)
         groups.before(start, patience=watch.finding_neighbours())
         watch.reading(start)
         for batch in log.timed(stream):

@@ -77,6 +77,15 @@ class TrainingLog:
         self._is_logged = is_logged
         self._clock = Clock(device=device, start_step=start_step, is_read=is_logged)
 
+    def before(self, start_step: int) -> None:
+        """Log the online probe of the untrained encoder, from which each label rises, if training starts at step 0."""
+        if self._probe is None or start_step > 0:
+            return
+        with self._watch.probing():
+            metrics = self._probe()
+        if self._tracker is not None:
+            self._tracker.log(0, {"epoch": 0} | metrics)
+
     def timed(self, stream: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches of a stream, timed by the clock."""
         return self._clock.timed(stream)

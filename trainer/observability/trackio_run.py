@@ -27,7 +27,7 @@ class TrackioRun:
     def __init__(self, run_dir: RunDir, config: TrackingConfig, *, name: str, settings: Mapping[str, Any]) -> None:
         """Start the run or resume it, and send the steps of metrics.jsonl that it lacks."""
         self._run: Any = None
-        self._last_step = 0
+        self._last_step = -1
         self._guard(lambda: self._start(run_dir, config, name, dict(settings)))
         for entry in run_dir.read_metrics():
             self.log(entry["step"], {key: value for key, value in entry.items() if key != "step"})
@@ -49,7 +49,8 @@ class TrackioRun:
         if not kept.is_file():  # directories of one name must not share a run
             write_atomically(kept, f"{run_dir.path.name}-{secrets.token_hex(3)}\n")
         run_name = kept.read_text().strip()
-        self._last_step = storage.get_max_step_for_run(config.wandb_project, run_name) or 0
+        found = storage.get_max_step_for_run(config.wandb_project, run_name)
+        self._last_step = -1 if found is None else found
         self._run = trackio.init(
             project=config.wandb_project,
             name=run_name,

@@ -43,7 +43,7 @@ class WandbRun:
         self._run_dir, self._config = run_dir, config
         self._name, self._all_settings = name, dict(settings)
         self._run: wandb.Run | None = None
-        self._last_step = 0  # the last step that W&B has
+        self._last_step = -1  # the last step that W&B has; step 0 is the untrained network
         if not run_dir.wandb_run_id.is_file():
             write_atomically(run_dir.wandb_run_id, secrets.token_hex(4) + "\n")
         if not (_mode(config) == "online" and self._start_online()):
@@ -147,13 +147,13 @@ def _mode(config: TrackingConfig) -> Literal["online", "offline"]:
 
 
 def _last_offline_step(run_dir: RunDir) -> int:
-    """Return the last step in W&B's files; 0 if there is none. The newest file may have no step yet."""
+    """Return the last step in W&B's files; -1 if there is none. The newest file may have no step yet."""
     run_id = run_dir.wandb_run_id.read_text().strip()
     files = run_dir.path.glob(f"wandb/*run-*/run-{run_id}.wandb")  # online starts too
     for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
         if steps := offline_steps(path):
             return steps[-1]
-    return 0
+    return -1
 
 
 def _leave_inherited_process() -> None:

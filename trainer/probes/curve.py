@@ -28,11 +28,12 @@ class ProbeCurve(Schema):
     """Accuracies of one label by one method over the checkpoints of a run.
 
     last: the one to report.
-    best: the first of the highest. It was chosen on the test set, as in Huang et al. 2023, so it is optimistic.
+    best: the first of the highest after a step. It was chosen on the test set, as in Huang et al. 2023, so it is
+        optimistic.
     half_gain: the first point that has at least half of the gain of the last one over the first one; None if there is
         no gain. The label whose curve has it first is the one that the encoder learns first.
 
-    The `online_` methods are measured on some of the samples during training.
+    The `online_` methods are measured on some of the samples during training, first before its first step.
     """
 
     label: LabelSpace
@@ -51,7 +52,7 @@ class Curves(Schema):
 def curve_of(label: LabelSpace, method: Method, points: Sequence[Point]) -> ProbeCurve:
     """Return the curve through one point or more, given in any order."""
     in_order = sorted(points, key=lambda point: point.step)
-    best = max(in_order, key=lambda point: point.accuracy)
+    best = max(in_order, key=lambda point: (point.step > 0, point.accuracy))
     first, last = in_order[0], in_order[-1]
     half = (first.accuracy + last.accuracy) / 2
     half_gain = (

@@ -84,6 +84,19 @@ def test_a_restart_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
     ]
 
 
+def test_a_start_from_step_0_begins_the_metrics_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 0 is the untrained encoder. W&B has it too, and once only."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run_dir = RunDir(tmp_path)
+    for steps in ((0, 1, 2), (0, 1)):
+        tracker = open_tracker(run_dir, resolve_recipe("debug:image"))
+        for step in steps:
+            tracker.log(step, {"probe/base/knn": 0.5})
+        tracker.close()
+    assert [entry["step"] for entry in run_dir.read_metrics()] == [0, 1]
+    assert wandb_steps(run_dir) == [0, 1, 2]
+
+
 def test_two_starts_offline_are_one_wandb_run_and_the_log_says_how_to_sync_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

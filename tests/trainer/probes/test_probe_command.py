@@ -387,6 +387,11 @@ def test_a_label_rises_when_it_first_has_half_of_its_gain(accuracies: tuple[floa
         assert (None if half is None else half.step) == step
 
 
+def test_the_untrained_encoder_is_not_the_best_of_a_curve() -> None:
+    points = [Point(step=step, epoch=step, accuracy=accuracy) for step, accuracy in ((0, 0.9), (1, 0.4), (2, 0.5))]
+    assert curve_of("base", "online_knn", points).best == points[2]
+
+
 @pytest.mark.slow
 def test_draws_of_the_test_overlays_and_their_spread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
