@@ -4,6 +4,7 @@
     python launch/slurm.py --executor local --study studies:suppression_small --at-a-time 2
     python -m trainer.probe runs/suppression_small/*-simclr-seed* --untrained --pixels --at-a-time 2 --missing
     python -m trainer.probe runs/suppression_small --at-a-time 2 --missing
+    python -m trainer.analyze monitors runs/suppression_small
     python -m trainer.report --study suppression_small runs/suppression_small
 
 The launch command may be stopped and repeated: it skips finished runs. `suppression` is for a cluster
@@ -12,7 +13,7 @@ small network of the RandBit experiment for 160 steps. `suppression_quick` is Ra
 
 No function here is a recipe. A cure is a function of a run: it changes the loss, the views or the encoder, and knows no
 label. All cures of a setting have the same data, seeds, optimizer and number of steps, so their differences are paired.
-`ceiling` runs are trained with a label.
+`ceiling` runs are trained with a label. Online probes say which label SimCLR learns first.
 """
 
 from __future__ import annotations
@@ -177,6 +178,13 @@ def _unit_range(point: Point) -> dict[str, tuple[float, ...]]:
     return {"mean": (0.0,), "std": (1.0,)} if point.setting.is_sound else {}
 
 
+def _with_online_probes(point: Point, run: RunConfig) -> Mapping[str, Any]:
+    """Return the settings of SimCLR itself: they only change its log. An easy label may rise within ten steps."""
+    every, num_train, num_test = (8, 1_000, 500) if point.scale == "small" else (20, 4_000, 1_000)
+    online = {"online_every_steps": every, "online_num_train": num_train, "online_num_test": num_test}
+    return {"probe": run.probe.model_copy(update=online)}
+
+
 Cure = Callable[[Point, RunConfig], Mapping[str, Any]]  # the settings that it changes
 
 
@@ -237,7 +245,7 @@ def _viewmaker_and_expert_by_epoch(point: Point, run: RunConfig) -> Mapping[str,
 
 CURES: Final[Mapping[str, Cure]] = MappingProxyType(
     {
-        "SimCLR": lambda point, run: {},
+        "SimCLR": _with_online_probes,
         "temperature 0.05": _objective(SymmetricInfoNCEConfig(temperature=0.05)),
         "temperature 0.2": _objective(SymmetricInfoNCEConfig(temperature=0.2)),
         "temperature in cycles": _cycle,

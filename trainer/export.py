@@ -49,7 +49,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE.tar.xz",
         help="The file for the configs, logs and results of all finished runs; `tar -xf FILE -C runs` unpacks it.",
     )
-    add("--without-logs", action="store_true", help="Leave metrics.jsonl out of --results, which is most of its bytes.")
+    add(
+        "--without-logs",
+        action="store_true",
+        help="Of metrics.jsonl, most of the bytes of --results, keep only the online probes.",
+    )
     add(
         "--image-size",
         type=_image_size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,10 +14,11 @@ from configs import studies
 from configs.suppression import CURES, benchmark, why_not
 from data_pipeline.__main__ import main as data_main
 from data_pipeline.building.suppression import Files, build_suppression
-from data_pipeline.building.suppression_settings import SETTINGS, directory_of
+from data_pipeline.building.suppression_settings import SETTINGS, Scale, directory_of
 from data_pipeline.core.errors import UserError
 from data_pipeline.storage.manifest import load_manifest
 from tests.real_data import archive
+from trainer.config import RunConfig
 from trainer.planning.fit import plan
 
 PICTURES = [name for name, setting in SETTINGS.items() if not setting.is_sound]
@@ -51,21 +53,26 @@ def test_every_run_has_a_name_of_its_own_and_its_place_in_the_benchmark() -> Non
             assert {"setting", "difficulty", "cure", "hard", "easy"} <= run.tracking.factors.keys()
 
 
+def _shared(run: RunConfig) -> tuple[object, ...]:
+    """Return what all cures of a point have in common. Online probes change nothing but the log."""
+    without_online = run.probe.model_copy(
+        update=dict.fromkeys(("online_every_steps", "online_num_train", "online_num_test"))
+    )
+    return run.data, run.optimizer, run.global_batch_size, run.num_epochs, without_online
+
+
 def test_all_cures_of_a_point_have_the_same_data_optimizer_and_steps() -> None:
     runs = benchmark(scale="small", seeds=(0,))
-    shared = {
-        (run.tracking.factors["setting"], run.tracking.factors["difficulty"]): (
-            run.data,
-            run.optimizer,
-            run.global_batch_size,
-            run.num_epochs,
-            run.probe,
-        )
-        for run in runs
-    }
-    for run in runs:
-        of_point = shared[run.tracking.factors["setting"], run.tracking.factors["difficulty"]]
-        assert (run.data, run.optimizer, run.global_batch_size, run.num_epochs, run.probe) == of_point
+    points = [(run.tracking.factors["setting"], run.tracking.factors["difficulty"]) for run in runs]
+    shared = {point: _shared(run) for point, run in zip(points, runs, strict=True)}
+    for point, run in zip(points, runs, strict=True):
+        assert _shared(run) == shared[point]
+
+
+def test_simclr_has_online_probes_at_every_point() -> None:
+    runs = [run for scale in get_args(Scale) for run in benchmark(scale=scale, cures=["SimCLR", "DCL"])]
+    assert {run.tracking.factors["cure"] for run in runs if run.probe.online_every_steps} == {"SimCLR"}
+    assert all(run.probe.online_every_steps for run in runs if run.tracking.factors["cure"] == "SimCLR")
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -10,6 +10,7 @@ Guarantees: the same runs give the same bytes. No file of code, weights or pictu
 from __future__ import annotations
 
 import io
+import json
 import lzma
 import tarfile
 from collections import Counter
@@ -23,13 +24,15 @@ from trainer.run_dir import RunDir, open_run, write_atomically
 ARCHIVE_SUFFIX: Final = ".tar.xz"
 _PACKED: Final = ("config.json", "provenance.json", "probes/*.json", "probes/step_*/*.json", "analysis/*.json")
 _LOG: Final = "metrics.jsonl"  # most of the bytes; curves over the training need it
+_ONLINE: Final = "probe/"  # begins the names of what the online probe logs
 
 
 def write_archive(paths: Sequence[Path], out: Path, *, with_logs: bool = True) -> int:
     """Pack the results of finished runs, and return their number. Replaces an existing file.
 
     paths: run directories. Each is packed as STUDY/RUN, by the last two parts of its path.
-    with_logs: whether to pack metrics.jsonl, without which a report has no curves and no speed.
+    with_logs: whether to pack all of metrics.jsonl. If not, only its online probes are packed, and a report has no
+        losses and no speed.
 
     Raises `UserError` if no run is finished, if two runs would have one name, or if `out` does not end in .tar.xz.
     """
@@ -48,12 +51,24 @@ def write_archive(paths: Sequence[Path], out: Path, *, with_logs: bool = True) -
         for run in sorted(finished, key=lambda run: names[run.path]):
             for path in _files(run, patterns):
                 _add(tar, f"{names[run.path]}/{path.relative_to(run.path)}", path.read_bytes())
+            if not with_logs and (online := _online_probes(run)):
+                _add(tar, f"{names[run.path]}/{_LOG}", online)
     write_atomically(out, lzma.compress(content.getvalue(), preset=6))
     return len(finished)
 
 
 def _files(run: RunDir, patterns: Sequence[str]) -> list[Path]:
     return sorted(path for pattern in patterns for path in run.path.glob(pattern) if path.is_file())
+
+
+def _online_probes(run: RunDir) -> bytes:
+    """Return the lines of metrics.jsonl with online probes, without all else; nothing if there are none."""
+    lines = []
+    for entry in run.read_metrics():
+        probes = {name: value for name, value in entry.items() if name.startswith(_ONLINE)}
+        if probes:
+            lines.append(json.dumps({"step": entry["step"], **probes}) + "\n")
+    return "".join(lines).encode()
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:

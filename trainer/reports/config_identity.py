@@ -23,6 +23,9 @@ NOT_IDENTITY = (
     "probe.allow_shared",
     "probe.labels",
     "probe.groups",
+    "probe.online_every_steps",
+    "probe.online_num_train",
+    "probe.online_num_test",
     "probe.min_group_size",
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tarfile
 from pathlib import Path
 
@@ -58,6 +59,16 @@ def test_equal_runs_give_equal_bytes_whatever_lies_beside_the_results(tmp_path: 
             (run.path / "code").mkdir()
         write_archive(runs_of([runs]), archives[-1])
     assert archives[0].read_bytes() == archives[1].read_bytes()
+
+
+def test_without_the_log_of_a_run_its_online_probes_are_packed(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "study", factors("plain"))
+    lines = [{"step": 0, "epoch": 0, "probe/base/ridge": 0.1}, {"step": 1, "train/loss": 1.0}]
+    lines += [{"step": STEP, "train/loss": 0.5, "probe/base/ridge": 0.3}]
+    RunDir(path).metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_archive([path], tmp_path / "results.tar.xz", with_logs=False)
+    run = RunDir(unpacked(tmp_path / "results.tar.xz", tmp_path / "unpacked") / "study" / path.name)
+    assert run.read_metrics() == [{"step": 0, "probe/base/ridge": 0.1}, {"step": STEP, "probe/base/ridge": 0.3}]
 
 
 def test_the_log_of_a_run_can_be_left_out(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from trainer.report import main
 from trainer.reports.suppression.changes import changed_settings
 from trainer.reports.suppression.measured import read_benchmark
 from trainer.reports.suppression.verdicts import column_of, halving, kept_of_easy, kept_of_hard, sentence, worst_group
-from trainer.run_dir import write_json
+from trainer.run_dir import RunDir, write_json
 
 CURES = {"plain": (0.9, 0.3), "viewmaker": (0.88, 0.85), "IFM": (0.9, 0.32)}  # on the hard label at 0 and at 10 bits
 
@@ -390,6 +390,43 @@ def test_monitors_of_a_test_set_that_was_replaced_are_missing(tmp_path: Path) ->
         make_run(tmp_path, factors(f"cure {number}", bits=number), right=right, rank_me=10.0, test_set=test_set)
     found = read_benchmark(sorted(tmp_path.iterdir()))
     assert [path.name for path in found.gaps.without_monitors] == ["RandBit-1-cure_1-bits-seed0"]
+
+
+def test_the_page_says_which_feature_rises_first(tmp_path: Path) -> None:
+    """A gain that chance explains is none: 30 to 31 % of 2 x 100 samples."""
+    probe = PROBE.model_copy(update={"online_every_steps": 10, "online_num_test": 100})
+    curves = {
+        "base": [0.1, 0.1, 0.2, 0.4, 0.5],
+        "overlay": [0.1, 0.8, 0.9, 0.9, 0.9],
+        "shade": [0.3, 0.3, 0.3, 0.3, 0.31],
+    }
+    for seed, bits in ((0, 10), (1, 10), (0, 0)):
+        right = {label: samples(curve[-1], num_test=100, seed=seed) for label, curve in curves.items()}
+        named = factors("plain", bits=bits, hard="base", easy="overlay,shade")
+        path = make_run(tmp_path / "runs", named, seed=seed, right=right, probe=probe if bits else PROBE)
+        lines = [
+            {"step": 10 * place}
+            | {f"probe/{label}/ridge": curve[place] + 0.02 * seed for label, curve in curves.items()}
+            for place in range(5)
+        ]
+        RunDir(path).metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    report("--study", "suppression_small", tmp_path / "runs", "--out", tmp_path / "p.md")
+    page = (tmp_path / "p.md").read_text()
+    section = page[page.index("## Which feature rises first?") :].split("\n## ")[0]
+    assert "Every easy label" not in section  # one has no gain
+    rows = [re.findall(r"[^|]+", line) for line in section.splitlines() if line.startswith("| RandBit, 10 bits")]
+    assert [[cell.strip() for cell in row[1:6]] for row in rows] == [
+        ["bits (easy)", "11.0", "91.0", "10"],
+        ["digit (hard)", "11.0", "51.0", "30"],
+        ["shade (easy)", "31.0", "32.0", "no gain"],
+    ]
+    assert (tmp_path / "p" / "rises.png").is_file()
+
+
+def test_without_online_probes_the_page_does_not_say_what_rises_first(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs", factors("plain"), right={"base": samples(0.5, num_test=100, seed=0)})
+    report("--study", "suppression_small", tmp_path / "runs", "--out", tmp_path / "p.md")
+    assert "No run has online probes" in (tmp_path / "p.md").read_text()
 
 
 def test_raw_pixels_are_a_floor_of_their_own(tmp_path: Path) -> None:

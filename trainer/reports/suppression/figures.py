@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from trainer.observability.figures import to_png
 from trainer.reports.suppression.measured import Setting, number_of
+from trainer.reports.suppression.rises import Rises
 from trainer.reports.suppression.verdicts import Column
 
 # Twelve colours that can be told apart on white; further cures get them again with another line.
@@ -24,8 +25,10 @@ COLORS = (
 )  # fmt: skip
 STYLES = ("-", "--", ":", "-.")
 MARKERS = "osD^vPX<>*"
+HARD_COLORS, EASY_COLORS = ("#e2703a", "#c94f6d", "#b8912a"), ("#3b82d6", "#2f9e77", "#5ba3a8")
 GREY = "#8a939c"
-PANEL = (4.4, 3.4)  # inches
+PANEL, SMALL_PANEL = (4.4, 3.4), (3.2, 2.7)  # inches
+_MOST_PANELS = 4  # side by side
 MEASURE = "linear probe, test accuracy in %"
 
 
@@ -53,6 +56,37 @@ def draw_setting(setting: Setting, columns: Mapping[tuple[str, str], Column], *,
                 handles.setdefault(name, handle)
         if handles:
             figure.legend(list(handles.values()), list(handles), loc="outside right center", frameon=False, fontsize=8)
+        return to_png(figure)
+
+
+def draw_rises(found: Sequence[Rises]) -> bytes:
+    """Return a figure as PNG with a panel for each setting: a line for each label over the steps of training."""
+    num_columns = min(_MOST_PANELS, len(found))
+    num_rows = -(-len(found) // num_columns)
+    width, height = SMALL_PANEL
+    with mpl.rc_context({"font.size": 9, "font.family": "sans-serif"}):
+        figure = Figure(figsize=(width * num_columns, height * num_rows), layout="constrained")
+        panels = figure.subplots(num_rows, num_columns, squeeze=False, sharey=True).flat
+        for axes, one in zip(panels, found, strict=False):
+            for rise in sorted(one.rises, key=lambda rise: one.setting.labels.index(rise.label)):
+                is_hard = rise.label in one.setting.hard
+                ranks = one.setting.hard if is_hard else one.setting.easy
+                color = (HARD_COLORS if is_hard else EASY_COLORS)[ranks.index(rise.label) % len(HARD_COLORS)]
+                label = f"{one.setting.title(rise.label)} ({'hard' if is_hard else 'easy'})"
+                values = [100 * accuracy for accuracy in rise.accuracy.values()]
+                axes.plot(
+                    list(rise.accuracy), values, "-" if is_hard else "--", color=color, linewidth=1.8, label=label
+                )
+                if rise.half_at is not None:
+                    axes.plot(rise.half_at, 100 * rise.accuracy[rise.half_at], "o", color=color, markersize=5)
+            axes.set_title(f"{one.setting.name}{one.setting.at(one.difficulty)}", fontsize=10)
+            axes.set(ylim=(0, 102), xlabel="training step")
+            axes.grid(alpha=0.25, linewidth=0.7)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.legend(frameon=False, fontsize=8)
+        for axes in list(panels)[len(found) :]:
+            axes.set_axis_off()
+        figure.supylabel("ridge regression, test accuracy in %", fontsize=9)
         return to_png(figure)
 
 

@@ -1,8 +1,8 @@
 """Read the runs of the benchmark, and put them into its cells by their factors.
 
-Only small files are read: config.json, provenance.json, the probe results of the last step and of step 0, and
-analysis/monitors.json. Invariant: a cell holds finished runs that were trained and probed on one dataset, with one
-probe protocol, one for each seed.
+Only small files are read: config.json, provenance.json, the probe results of the last step and of step 0,
+analysis/monitors.json, and the metrics of a run with online probes. Invariant: a cell holds finished runs that were
+trained and probed on one dataset, with one probe protocol, one for each seed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from data_pipeline.core.errors import UserError
 from trainer.analyses.monitors import MonitorsResult
 from trainer.config import RunConfig, read_run_config
 from trainer.observability.records import read_provenance
+from trainer.probes.curve import online_labels
 from trainer.probes.features import LabelSpace
 from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult, labels_in, read_result
@@ -39,6 +40,7 @@ class StudyRun:
 
     is_finished: whether the training came to its end.
     monitors: of the last checkpoint, on the test set of the probes; None if there are none.
+    online: accuracies in [0, 1] of the online probe (ridge regression) by label, then by step.
     pixels: the same probe on the raw pixels, without an encoder (`trainer.probe --pixels`).
     trained: the results of the last checkpoint; empty if it was not probed, or if the training is not finished.
     trained_on: the hash of the train set at the training; None if it is not recorded.
@@ -51,6 +53,7 @@ class StudyRun:
     untrained: Results
     pixels: Results
     monitors: MonitorsResult | None
+    online: Mapping[LabelSpace, Mapping[int, float]]
     trained_on: str | None
 
     @property
@@ -250,8 +253,19 @@ def _read(run_dir: RunDir, probes_of: RunDir, *, allow_pipe: bool) -> StudyRun:
         untrained=_results(probes_of, 0) or _results(run_dir, 0),
         pixels=_results(probes_of, 0, suffix=OF_PIXELS) or _results(run_dir, 0, suffix=OF_PIXELS),
         monitors=monitors if monitors is not None and _is_of(monitors, final, step=finished) else None,
+        online=_online(run_dir) if config.probe.online_every_steps is not None else {},
         trained_on=trained_on(config, provenance),
     )
+
+
+def _online(run_dir: RunDir) -> dict[LabelSpace, dict[int, float]]:
+    accuracies: dict[LabelSpace, dict[int, float]] = {}
+    for entry in run_dir.read_metrics():
+        for label in online_labels(entry):
+            accuracy = entry.get(f"probe/{label}/ridge")
+            if isinstance(accuracy, int | float):
+                accuracies.setdefault(label, {})[entry["step"]] = float(accuracy)
+    return accuracies
 
 
 def _is_of(monitors: MonitorsResult, results: Results, *, step: object) -> bool:

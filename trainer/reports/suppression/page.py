@@ -14,9 +14,10 @@ from trainer.reports.paired import LEVEL, Estimate
 from trainer.reports.protocols import describe_protocol
 from trainer.reports.suppression.blocks import Block, Cell, Picture, Row, Section, Table, Text, text
 from trainer.reports.suppression.changes import changes_of_cures
-from trainer.reports.suppression.figures import draw_setting
+from trainer.reports.suppression.figures import draw_rises, draw_setting
 from trainer.reports.suppression.measured import Benchmark, Gaps, Setting
 from trainer.reports.suppression.published import BITS, CHANCE, PUBLISHED, SOURCE, is_randbit, repeated
+from trainer.reports.suppression.rises import Rise, Rises, rises_of
 from trainer.reports.suppression.verdicts import (
     KEPT,
     LOST,
@@ -66,6 +67,7 @@ def make_page(benchmark: Benchmark, *, study: str, paths: Sequence[Path]) -> Pag
         *(Section(one.name, _of_setting(one, columns[one.name], order)) for one in benchmark.settings),
     ]
     sections.append(Section(_CHANGES, [_changes(benchmark.settings, order)]))
+    sections.append(Section("Which feature rises first?", _rises(benchmark)))
     sections += [Section("Does a monitor without labels see it?", _monitors(benchmark, order))]
     sections += [
         Section(f"{setting.name} beside the published table", _published(setting))
@@ -349,6 +351,50 @@ def _worst_groups(setting: Setting, cures: Sequence[str]) -> Table | None:
         caption="Test accuracy in the worst group, mean over seeds. A group is a class of one label with a class of "
         "another; in brackets the group that is the worst for most seeds, and its number of test samples.",
     )
+
+
+def _rises(benchmark: Benchmark) -> list[Block]:
+    """Return which label rises first: at every difficulty as numbers, at the middle one as a picture."""
+    found = [
+        rises
+        for setting in benchmark.settings
+        for difficulty in setting.difficulties
+        if (rises := rises_of(setting, difficulty)) is not None and rises.rises
+    ]
+    if not found:
+        return [text("No run has online probes (probe.online_every_steps), so this is not measured.")]
+    cures = joined(list(dict.fromkeys(one.cure for one in found)))
+    rising = [one for one in found if one.easy_first is not None]
+    first = sum(one.easy_first is True for one in rising)
+    blocks: list[Block] = [
+        text(
+            f"The online probe reads the features during the training of {cures}, by ridge regression on some samples, "
+            "first those of the untrained encoder. A label rises when its accuracy has half of its gain."
+            + (f" Every easy label rises before every hard one at {first} of {len(rising)} points." if rising else "")
+        )
+    ]
+    if at_middle := [one for one in found if one.difficulty == one.setting.middle]:
+        title = f"Accuracy of each label over the training of {cures}, at the middle difficulty"
+        blocks.append(Picture("rises", title, draw_rises(at_middle)))
+    blocks.append(
+        Table(
+            ["setting", "label", "untrained, %", "trained, %", "half of the gain after, steps"],
+            [_rise_row(one, rise) for one in found for rise in one.rises],
+            caption="Mean over seeds. The first to rise stands first. No gain: none that chance does not explain.",
+        )
+    )
+    return blocks
+
+
+def _rise_row(rises: Rises, rise: Rise) -> Row:
+    setting = rises.setting
+    cells = [
+        f"{setting.title(rise.label)} ({'hard' if rise.label in setting.hard else 'easy'})",
+        f"{100 * rise.first:.1f}",
+        f"{100 * rise.last:.1f}",
+        "no gain" if rise.half_at is None else str(rise.half_at),
+    ]
+    return Row(f"{setting.name}{setting.at(rises.difficulty)}", [Cell(cell) for cell in cells])
 
 
 def _monitors(benchmark: Benchmark, order: Sequence[str]) -> list[Block]:
