@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 import trainer.probe
 from data_pipeline.core.errors import UserError
+from data_pipeline.storage.manifest import load_manifest
 from tests.commands import Done, call
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.probes.test_probe_command import make_run
@@ -17,7 +20,7 @@ from trainer.pretrained import load_encoder
 from trainer.probe_side_by_side import TOGETHER, SideBySide, probe_side_by_side
 from trainer.probes.any_encoder import probe
 from trainer.probes.linear import ProbeConfig
-from trainer.run_dir import RunDir
+from trainer.run_dir import RunDir, write_json
 
 CPU = torch.device("cpu")
 PROBE = {"num_epochs": 3, "views": "none"}
@@ -80,6 +83,43 @@ def test_the_command_prints_each_run_and_all_together(
     chance = found[TOGETHER]["overlay"].chance
     assert lines[3].split() == ["label_overlay", *(f"{100 * value:.1f}" for value in (*accuracies, chance))]
     assert not any(run.all_probes.exists() for run in runs)
+
+
+def test_a_pipe_is_only_executed_with_leave(
+    tmp_path: Path, data: Path, runs: list[RunDir], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through a pipe and a cache, the accuracies are those of the files."""
+    copies = []
+    for run in runs:
+        copies.append(RunDir(tmp_path / run.path.name))
+        shutil.copytree(run.path, copies[-1].path)
+        config = json.loads(run.config.read_text())
+        for name in ("train", "test"):
+            config["data"][f"{name}_dir"] = f"pipe:cat {data / name}/{{name}}"
+        config["data"]["remote"]["cache_dir"] = str(tmp_path / "cache")
+        write_json(copies[-1].config, config)
+    paths = [copy.path for copy in copies]
+    refused = command(*paths, monkeypatch=monkeypatch, capsys=capsys)
+    assert refused.status == 2
+    assert "--allow-pipe" in refused.stderr
+    assert not (tmp_path / "cache").exists()
+    done = command(*paths, "--allow-pipe", monkeypatch=monkeypatch, capsys=capsys)
+    plain = command(*(run.path for run in runs), monkeypatch=monkeypatch, capsys=capsys)
+    assert (done.status, done.stdout.splitlines()[2:]) == (0, plain.stdout.splitlines()[2:])
+
+
+def test_a_run_that_was_trained_on_other_data_is_named(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = [make_run(tmp_path / f"run{seed}", data, name=f"run{seed}", seed=seed, probe=PROBE) for seed in (0, 1)]
+    hashes = {f"{name}_manifest_sha256": load_manifest(data / name).sha256 for name in ("train", "test")}
+    for run, provenance in zip(made, (hashes, hashes | {"train_manifest_sha256": "0" * 64}), strict=True):
+        write_json(run.provenance, provenance)
+    done = command(*(run.path for run in made), monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 0
+    (warning,) = (line for line in done.stderr.splitlines() if line.startswith("warning: "))
+    assert str(data / "train") in warning
+    assert "0" * 12 in warning
 
 
 def test_what_cannot_be_joined_is_one_sentence(
