@@ -66,7 +66,7 @@ def draw_rises(found: Sequence[Rises]) -> bytes:
     width, height = SMALL_PANEL
     with mpl.rc_context({"font.size": 9, "font.family": "sans-serif"}):
         figure = Figure(figsize=(width * num_columns, height * num_rows), layout="constrained")
-        panels = figure.subplots(num_rows, num_columns, squeeze=False, sharey=True).flat
+        panels = list(figure.subplots(num_rows, num_columns, squeeze=False, sharey=True).flat)
         for axes, one in zip(panels, found, strict=False):
             for rise in sorted(one.rises, key=lambda rise: one.setting.labels.index(rise.label)):
                 is_hard = rise.label in one.setting.hard
@@ -84,7 +84,7 @@ def draw_rises(found: Sequence[Rises]) -> bytes:
             axes.grid(alpha=0.25, linewidth=0.7)
             axes.spines[["top", "right"]].set_visible(False)
             axes.legend(frameon=False, fontsize=8)
-        for axes in list(panels)[len(found) :]:
+        for axes in panels[len(found) :]:
             axes.set_axis_off()
         figure.supylabel("ridge regression, test accuracy in %", fontsize=9)
         return to_png(figure)

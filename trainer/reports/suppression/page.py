@@ -354,7 +354,7 @@ def _worst_groups(setting: Setting, cures: Sequence[str]) -> Table | None:
 
 
 def _rises(benchmark: Benchmark) -> list[Block]:
-    """Return which label rises first: at every difficulty as numbers, at the middle one as a picture."""
+    """Return which label rises first: at every difficulty as numbers, at the hardest one as a picture."""
     found = [
         rises
         for setting in benchmark.settings
@@ -364,23 +364,26 @@ def _rises(benchmark: Benchmark) -> list[Block]:
     if not found:
         return [text("No run has online probes (probe.online_every_steps), so this is not measured.")]
     cures = joined(list(dict.fromkeys(one.cure for one in found)))
-    rising = [one for one in found if one.easy_first is not None]
-    first = sum(one.easy_first is True for one in rising)
+    first, lost = sum(one.easy_first for one in found), sum(one.loses_hard for one in found)
     blocks: list[Block] = [
         text(
             f"The online probe reads the features during the training of {cures}, by ridge regression on some samples, "
-            "first those of the untrained encoder. A label rises when its accuracy has half of its gain."
-            + (f" Every easy label rises before every hard one at {first} of {len(rising)} points." if rising else "")
-        )
+            "first those of the untrained encoder. Random weights read some labels already; then training can also "
+            "lose what they read. A change counts from half of it on."
+        ),
+        text(
+            f"Of {len(found)} settings and difficulties, an easy label gains first in {first}, and a hard label is "
+            f"read worse after the training than before it in {lost}."
+        ),
     ]
-    if at_middle := [one for one in found if one.difficulty == one.setting.middle]:
-        title = f"Accuracy of each label over the training of {cures}, at the middle difficulty"
-        blocks.append(Picture("rises", title, draw_rises(at_middle)))
+    if at_hardest := [one for one in found if one.difficulty == one.setting.difficulties[-1]]:
+        title = f"Accuracy of each label over the training of {cures}, at the hardest difficulty"
+        blocks.append(Picture("rises", title, draw_rises(at_hardest)))
     blocks.append(
         Table(
-            ["setting", "label", "untrained, %", "trained, %", "half of the gain after, steps"],
+            ["setting", "label", "untrained, %", "trained, %", "change"],
             [_rise_row(one, rise) for one in found for rise in one.rises],
-            caption="Mean over seeds. The first to rise stands first. No gain: none that chance does not explain.",
+            caption="Mean over seeds. The first to gain stands first. None: a change that chance explains.",
         )
     )
     return blocks
@@ -392,7 +395,9 @@ def _rise_row(rises: Rises, rise: Rise) -> Row:
         f"{setting.title(rise.label)} ({'hard' if rise.label in setting.hard else 'easy'})",
         f"{100 * rise.first:.1f}",
         f"{100 * rise.last:.1f}",
-        "no gain" if rise.half_at is None else str(rise.half_at),
+        "none"
+        if rise.half_at is None
+        else f"half of the {'gain' if rise.gains else 'loss'} after {rise.half_at} steps",
     ]
     return Row(f"{setting.name}{setting.at(rises.difficulty)}", [Cell(cell) for cell in cells])
 

@@ -1,8 +1,7 @@
-"""Say which label the encoder learns first in a setting, from the online probes of one cure.
+"""Say which label the encoder learns first in a setting, and which it loses, from the online probes of one cure.
 
-The number is the step at which the mean over the seeds first has half of its gain, as in
-`trainer.probes.curve.ProbeCurve.half_gain`. The accuracies are those of ridge regression, a linear classifier as the
-probe is.
+The number is the step at which the mean over the seeds first has half of its change from the untrained to the trained
+encoder. The accuracies are those of ridge regression, a linear classifier as the probe is.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer.probes.curve import Point, curve_of
 from trainer.probes.features import LabelSpace
 from trainer.reports.suppression.measured import Setting, StudyRun
 
@@ -25,12 +23,20 @@ class Rise:
 
     Attributes:
         accuracy: test accuracy in [0, 1] by step, from the untrained encoder on.
-        half_at: the step with half of the gain; None if the gain is not more than chance in the test samples.
+        half_at: the step with half of the change; None if chance in the test samples explains the change.
     """
 
     label: LabelSpace
     accuracy: Mapping[int, float]
     half_at: int | None
+
+    @property
+    def gains(self) -> bool:
+        return self.half_at is not None and self.last > self.first
+
+    @property
+    def loses(self) -> bool:
+        return self.half_at is not None and self.last < self.first
 
     @property
     def first(self) -> float:
@@ -43,7 +49,7 @@ class Rise:
 
 @dataclass(frozen=True)
 class Rises:
-    """The rises of the labels of a setting at one difficulty, the first to rise first.
+    """The rises of the labels of a setting at one difficulty: the first to gain first, those that lose last.
 
     cure: that of the runs, which is the first cure of the setting with online probes.
     """
@@ -53,18 +59,22 @@ class Rises:
     cure: str
     rises: Sequence[Rise]
 
+    def of_kind(self, *, is_hard: bool) -> list[Rise]:
+        """Return the rises of the hard labels, or of the easy ones."""
+        return [rise for rise in self.rises if (rise.label in self.setting.hard) == is_hard]
+
     @property
-    def easy_first(self) -> bool | None:
-        """Return whether every easy label rises before every hard one that rises; None if no easy one rises."""
+    def easy_first(self) -> bool:
+        """Return whether an easy label gains, before every hard one that gains."""
         easy, hard = (
-            [rise.half_at for rise in self.rises if (rise.label in self.setting.hard) == is_hard]
-            for is_hard in (False, True)
+            [rise.half_at or 0 for rise in self.of_kind(is_hard=is_hard) if rise.gains] for is_hard in (False, True)
         )
-        if any(one is None for one in easy):
-            return None
-        return max((one for one in easy if one is not None), default=0) < min(
-            (one for one in hard if one is not None), default=math.inf
-        )
+        return bool(easy) and min(easy) < min(hard, default=math.inf)
+
+    @property
+    def loses_hard(self) -> bool:
+        """Return whether a hard label loses."""
+        return any(rise.loses for rise in self.of_kind(is_hard=True))
 
 
 def rises_of(setting: Setting, difficulty: str) -> Rises | None:
@@ -73,7 +83,7 @@ def rises_of(setting: Setting, difficulty: str) -> Rises | None:
         runs = [run for run in setting.runs(difficulty, cure).values() if run.online]
         if runs:
             found = [rise for label in setting.labels if (rise := _rise(runs, label)) is not None]
-            found.sort(key=lambda rise: math.inf if rise.half_at is None else rise.half_at)
+            found.sort(key=lambda rise: (not rise.gains, rise.loses, rise.half_at or 0))
             return Rises(setting, difficulty, cure, found)
     return None
 
@@ -85,9 +95,10 @@ def _rise(runs: Sequence[StudyRun], label: LabelSpace) -> Rise | None:
     if len(steps) < 2:
         return None
     mean = {step: statistics.fmean(curve[step] for curve in curves) for step in steps}
-    points = [Point(step=step, epoch=0, accuracy=accuracy) for step, accuracy in mean.items()]
-    half = curve_of(label, "online_ridge", points).half_gain
-    first, last = points[0].accuracy, points[-1].accuracy
+    first, last = mean[steps[0]], mean[steps[-1]]
     num_test = sum(run.config.probe.online_num_test for run in runs)
     noise = _WIDTH * math.sqrt((first * (1 - first) + last * (1 - last)) / num_test)
-    return Rise(label, mean, half.step if half is not None and last - first > noise else None)
+    if abs(last - first) <= noise:
+        return Rise(label, mean, None)
+    share = {step: (accuracy - first) / (last - first) for step, accuracy in mean.items()}
+    return Rise(label, mean, next(step for step in steps if share[step] >= 0.5))
