@@ -369,7 +369,7 @@ def _rises(benchmark: Benchmark) -> list[Block]:
         text(
             f"The online probe reads the features during the training of {cures}, by ridge regression on some samples, "
             "first those of the untrained encoder. Random weights read some labels already; then training can also "
-            "lose what they read. A change counts from half of it on."
+            "lose what they read. A dot in the picture is half of the change."
         ),
         text(
             f"Of {len(found)} settings and difficulties, an easy label gains first in {first}, and a hard label is "
