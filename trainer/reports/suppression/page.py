@@ -101,7 +101,8 @@ def _introduction(benchmark: Benchmark) -> list[Block]:
                 "label.",
                 "raw pixels: the probe without an encoder.",
                 "ceiling: the same encoder, trained with the label in the same steps. It is no upper bound: it can "
-                "learn a few samples by heart, and then a cure may be above it.",
+                "learn a few samples by heart, or take a correlated easy feature for the label, and then a cure may be "
+                "above it.",
                 "± is half of a 95 % interval over seeds and test samples.",
                 "Two cures are told apart if the difference of their accuracies, paired over seeds and test "
                 f"samples, is not chance at a level of {_LEVEL}, after Holm's correction over all pairs of cures. "

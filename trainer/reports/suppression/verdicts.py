@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +15,7 @@ from scipy import stats
 
 from trainer.analyses.monitors import Monitors
 from trainer.probes.features import LabelSpace
-from trainer.reports.paired import LEVEL, Estimate, Ranking, Reading, difference_of, mean_of, rank
+from trainer.reports.paired import LEVEL, Estimate, Ranking, Reading, difference_of, holm, mean_of, rank
 from trainer.reports.suppression.measured import Setting
 
 Mark = Literal["best", "tied", "lower", ""]
@@ -32,9 +32,12 @@ class Column:
     of_cure: the mean over seeds of each measured cure.
     not_above_floor: the cures that are not told from the untrained encoder, or are below it; None if that was not
         measured. No correction: each is a question of its own.
-    is_learnable: whether the encoder that is trained with the label is told to be above the untrained one; None if one
-        of them was not measured. If not, the label says nothing about cures: it is too hard for this encoder in these
-        steps, or random weights read it.
+    ceiling_is_above: whether the encoder that is trained with the label is told to be above the untrained one; None if
+        one of them was not measured. Where features are correlated, it need not be: the easy feature predicts the hard
+        label in the train set, and training with the label can take that one.
+    is_learnable: whether that encoder or, after Holm's correction, a cure is told to be above the untrained one; None
+        as before. If not, the label says nothing about cures: it is too hard for this encoder in these steps, or random
+        weights read it.
     """
 
     setting: Setting
@@ -47,6 +50,7 @@ class Column:
     ceiling: Estimate | None
     chance: float | None
     not_above_floor: tuple[str, ...] | None
+    ceiling_is_above: bool | None
     is_learnable: bool | None
 
     @property
@@ -73,6 +77,7 @@ def column_of(setting: Setting, difficulty: str, label: LabelSpace) -> Column:
     pixels = setting.pixels(difficulty, label)
     leads = {cure: difference_of(of_cure, untrained) for cure, of_cure in readings.items()}
     learned = difference_of(ceiling, untrained)
+    ceiling_is_above = None if learned is None else _is_told_above(learned)
     return Column(
         setting=setting,
         difficulty=difficulty,
@@ -86,12 +91,19 @@ def column_of(setting: Setting, difficulty: str, label: LabelSpace) -> Column:
         not_above_floor=tuple(cure for cure, lead in leads.items() if lead is not None and not _is_told_above(lead))
         if untrained
         else None,
-        is_learnable=None if learned is None else _is_told_above(learned),
+        ceiling_is_above=ceiling_is_above,
+        is_learnable=ceiling_is_above or _one_is_told_above(leads.values()) if ceiling_is_above is not None else None,
     )
 
 
 def _is_told_above(lead: Estimate) -> bool:
     return lead.mean > 0 and lead.p < LEVEL
+
+
+def _one_is_told_above(leads: Iterable[Estimate | None]) -> bool:
+    """Return whether the best of some leads is told to be positive, after Holm's correction over all of them."""
+    found = [lead for lead in leads if lead is not None]
+    return any(lead.mean > 0 and p < LEVEL for lead, p in zip(found, holm([lead.p for lead in found]), strict=True))
 
 
 def sentence(column: Column) -> str:
@@ -106,26 +118,41 @@ def sentence(column: Column) -> str:
         why = "The label is too hard for this encoder in these steps, and says nothing about cures."
         if column.is_read_untrained:
             why = "That one reads most of the label already, so the label says nothing about cures."
-        return f"{what}: the ceiling ({shown(column.ceiling)} %) is not told from the untrained encoder. {why}"
+        nobody = f"neither the ceiling ({shown(column.ceiling)} %) nor a cure is told to be above the untrained encoder"
+        return f"{what}: {nobody}. {why}"
+    return f"{what}: {_comparison(column, ranking)}{_of_a_low_ceiling(column)}"
+
+
+def _of_a_low_ceiling(column: Column) -> str:
+    """Return a sentence on a ceiling that is not above the untrained encoder, although a cure is; else nothing."""
+    if column.ceiling is None or column.ceiling_is_above is not False:
+        return ""
+    told = f" The ceiling ({shown(column.ceiling)} %) is not told to be above the untrained encoder"
+    if column.setting.unit == "correlation":
+        return f"{told}: in the correlated train set, the easy feature predicts the label too."
+    return f"{told}."
+
+
+def _comparison(column: Column, ranking: Ranking) -> str:
     best = f"{ranking.best} ({shown(column.of_cure[ranking.best])} %)"
     alone = joined(ranking.not_paired)
     not_compared = f" Not compared with it, because they share no seed: {alone}." if alone else ""
     if not ranking.rivals:
-        return f"{what}: {best} has the highest mean.{not_compared}" if alone else f"{what}: only {best} is measured."
+        return f"{best} has the highest mean.{not_compared}" if alone else f"only {best} is measured."
     if not ranking.told:
         closest = ranking.rivals[0]
         return (
-            f"{what}: {best} has the highest mean, and no other cure is told from it. The next is {closest.name}, "
+            f"{best} has the highest mean, and no other cure is told from it. The next is {closest.name}, "
             f"{points(closest.lead.mean)} points behind.{not_compared}"
         )
     next_told = ranking.told[0]
     lead = f"{points(next_told.lead.mean)} ± {points(next_told.lead.half_width)} points"
     if not ranking.not_told:
         every = "every other cure that shares a seed with it" if alone else "every other cure"
-        return f"{what}: {best} is ahead of {every}: of {next_told.name}, the next, by {lead}.{not_compared}"
+        return f"{best} is ahead of {every}: of {next_told.name}, the next, by {lead}.{not_compared}"
     names = joined([f"{rival.name} ({points(rival.lead.mean)})" for rival in ranking.not_told])
     return (
-        f"{what}: {best} is ahead of {len(ranking.told)} of {len(ranking.rivals)} cures: of "
+        f"{best} is ahead of {len(ranking.told)} of {len(ranking.rivals)} cures: of "
         f"{next_told.name}, the closest of these, by {lead}. Not told from it: {names}.{not_compared}"
     )
 
