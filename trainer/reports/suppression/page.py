@@ -370,8 +370,8 @@ def _rises(benchmark: Benchmark) -> list[Block]:
         text(
             f"The online probe reads the features during the training of {cures}, by ridge regression on some samples, "
             "first those of the untrained encoder. Random weights read some labels already; then training can also "
-            "lose what they read. Ridge regression is fitted exactly, so it reads more than the epochs of the probe, above "
-            "all from random weights. A dot in the picture is half of the change."
+            "lose what they read. Ridge regression is fitted exactly, so it reads more than the epochs of the probe, "
+            "above all from random weights. A dot in the picture is half of the change."
         ),
         text(
             f"Of {len(found)} settings and difficulties, an easy label gains first in {first}, and a hard label is "
