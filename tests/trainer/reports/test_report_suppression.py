@@ -185,7 +185,7 @@ def test_a_half_finished_study_gives_an_honest_half_page(tmp_path: Path) -> None
     assert "2 finished runs have no probe of their last step." in page
     unprobed = f"{home}/RandBit-0-plain-bits-seed0 {home}/RandBit-10-IFM-bits-seed0"
     assert f"python -m trainer.probe {unprobed} --at-a-time 2 --missing" in page
-    assert "are not measured for these runs" in page
+    assert "are measured for no cure of these runs" in page
     assert "| kept, % |" not in page
 
 
@@ -379,12 +379,27 @@ def test_randbit_stands_beside_the_published_table(tmp_path: Path) -> None:
 
 
 def test_the_monitors_do_not_see_what_the_probe_sees(tmp_path: Path) -> None:
+    """At each difficulty they order the cures the other way round; over both, the easier one would hide that."""
     home = tmp_path / "runs"
     for number in range(6):
-        right = {"base": samples(0.9 - 0.1 * number, num_test=200, seed=number)}
-        make_run(home, factors(f"cure {number}"), right=right, rank_me=10.0 + number)
+        for bits, (accuracy, rank_me) in {0: (0.9, 100.0), 10: (0.4, 10.0)}.items():
+            for seed, shift in ((0, -3.0), (1, 3.0)):
+                right = {"base": samples(accuracy - 0.05 * number, num_test=200, seed=number)}
+                named = factors(f"cure {number}", bits=bits, hard="base", easy="overlay")
+                make_run(home, named, seed=seed, right=right, rank_me=rank_me + number + shift)
     report("--study", "suppression", home, "--out", tmp_path / "page.md")
-    assert "| RandBit: digit | −1.00 (6 runs) | −1.00 (6 runs) | – |" in (tmp_path / "page.md").read_text()
+    page = (tmp_path / "page.md").read_text()
+    assert "| RandBit: digit (hard) | −1.00 (12 points) | −1.00 (12 points) | – |" in page
+    assert "accuracy on hard labels: of RankMe −1.00 to −1.00, of LiDAR −1.00 to −1.00." in page
+    assert "| cure 2 | 30.0" in page[page.index("| RandBit, 10 bits | digit, % |") :].split("\n\n")[0]
+
+
+def test_monitors_of_few_cures_are_no_order(tmp_path: Path) -> None:
+    for number in range(4):
+        right = {"base": samples(0.9 - 0.1 * number, num_test=200, seed=number)}
+        make_run(tmp_path / "runs", factors(f"cure {number}"), right=right, rank_me=10.0 + number)
+    report("--study", "suppression", tmp_path / "runs", "--out", tmp_path / "page.md")
+    assert "They are measured for no cure of these runs, or for too few" in (tmp_path / "page.md").read_text()
 
 
 def test_monitors_of_a_test_set_that_was_replaced_are_missing(tmp_path: Path) -> None:

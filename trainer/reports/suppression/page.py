@@ -16,20 +16,24 @@ from trainer.reports.suppression.blocks import Block, Cell, Picture, Row, Sectio
 from trainer.reports.suppression.changes import changes_of_cures
 from trainer.reports.suppression.figures import draw_rises, draw_setting
 from trainer.reports.suppression.measured import Benchmark, Gaps, Setting
+from trainer.reports.suppression.monitored import (
+    MONITORS,
+    Correlation,
+    monitor_correlation,
+    monitored_difficulty,
+    monitors_of,
+)
 from trainer.reports.suppression.published import BITS, CHANCE, PUBLISHED, SOURCE, is_randbit, repeated
 from trainer.reports.suppression.rises import Rise, Rises, rises_of
 from trainer.reports.suppression.verdicts import (
     KEPT,
     LOST,
-    MONITORS,
     Column,
     column_of,
     halving,
     joined,
     kept_of_easy,
     kept_of_hard,
-    monitor_correlation,
-    monitors_of,
     sentence,
     shown,
     worst_group,
@@ -405,66 +409,76 @@ def _rise_row(rises: Rises, rise: Rise) -> Row:
 
 
 def _monitors(benchmark: Benchmark, order: Sequence[str]) -> list[Block]:
-    settings = [
-        setting
-        for setting in benchmark.settings
-        if any(run.monitors is not None for runs in setting.cells.values() for run in runs.values())
-    ]
+    at = {one.name: difficulty for one in benchmark.settings if (difficulty := monitored_difficulty(one)) is not None}
+    settings = [setting for setting in benchmark.settings if setting.name in at]
     if not settings:
         return [
             text(
-                "RankMe, LiDAR and alpha-ReQ judge features without labels. They are not measured for these runs; the "
-                "command is at the end of the page."
+                "RankMe, LiDAR and alpha-ReQ judge features without labels. They are measured for no cure of these "
+                "runs, or for too few; the command is at the end of the page."
             )
         ]
-    rows = []
-    for setting in settings:
-        for label in setting.labels:
-            cells = []
-            for monitor in MONITORS:
-                found = monitor_correlation(setting, monitor, label)
-                cells.append(
-                    Cell(
-                        NONE if found is None else f"{found.value:.2f} ({found.num} runs)".replace("-", "−"),
-                        "best" if found is not None and found.value > 0 and found.p < LEVEL else "",
-                    )
-                )
-            rows.append(Row(f"{setting.name}: {setting.title(label)}", cells))
+    found = {
+        (setting.name, label, monitor): monitor_correlation(setting, monitor, label)
+        for setting in settings
+        for label in setting.labels
+        for monitor in MONITORS
+    }
+    ranges = []
+    for monitor, title in MONITORS.items():
+        of_hard = [found[setting.name, label, monitor] for setting in settings for label in setting.hard]
+        values = [one.value for one in of_hard if one is not None]
+        ranges += [f"of {title} {_signed(min(values))} to {_signed(max(values))}"] if values else []
     blocks: list[Block] = [
         text(
             "RankMe, LiDAR and alpha-ReQ judge features without labels, by the dimensions that they fill. They see "
             "a collapse. An easy feature can fill dimensions while the hard one is lost, so they need not see "
             "suppression."
+            + (f" Rank correlations with the accuracy on hard labels: {joined(ranges)}." if ranges else "")
         ),
         Table(
             ["rank correlation with the accuracy on", *MONITORS.values()],
-            rows,
-            caption="Over the runs of all difficulties and cures. 1 would mean that the monitor orders the runs as the "
-            "accuracy does. RankMe and LiDAR are said to be high for good features, and alpha-ReQ to be near 1. Bold: "
-            "positive, and not chance for a single test.",
+            [
+                Row(
+                    f"{setting.name}: {setting.title(label)} ({'hard' if label in setting.hard else 'easy'})",
+                    [_correlation(found[setting.name, label, monitor]) for monitor in MONITORS],
+                )
+                for setting in settings
+                for label in setting.labels
+            ],
+            caption="Over the cures, within each difficulty. 1 would mean that the monitor orders them as the accuracy "
+            "does. RankMe and LiDAR are said to be high for good features, and alpha-ReQ to be near 1: its nearness to "
+            "1 is ranked. Bold: positive, and not chance for a single test.",
         ),
     ]
-    for setting in settings:
-        values = {cure: monitors_of(setting, setting.middle, cure) for cure in order if cure in setting.cures}
-        if not any(values.values()):
-            continue
-        rows = []
-        for cure, of_cure in values.items():
-            cells = []
-            for monitor in MONITORS:
-                numbers = [number for one in of_cure if (number := getattr(one, monitor)) is not None]
-                cells.append(Cell(f"{statistics.fmean(numbers):.2f}" if numbers else NONE))
-            hard = column_of(setting, setting.middle, setting.hard[0]).of_cure.get(cure)
-            rows.append(Row(cure, [Cell(NONE if hard is None else shown(hard)), *cells]))
-        title = setting.title(setting.hard[0])
-        blocks.append(
-            Table(
-                [f"{setting.name}{setting.at(setting.middle)}", f"{title}, %", *MONITORS.values()],
-                rows,
-                caption="Monitors of the pooled features, mean over seeds.",
-            )
-        )
-    return blocks
+    return blocks + [_monitor_table(setting, at[setting.name], order) for setting in settings]
+
+
+def _signed(value: float) -> str:
+    return f"{value:.2f}".replace("-0.00", "0.00").replace("-", "−")
+
+
+def _correlation(found: Correlation | None) -> Cell:
+    if found is None:
+        return Cell(NONE)
+    return Cell(f"{_signed(found.value)} ({found.num} points)", "best" if found.value > 0 and found.p < LEVEL else "")
+
+
+def _monitor_table(setting: Setting, difficulty: str, order: Sequence[str]) -> Table:
+    label = setting.hard[0]
+    accuracies = column_of(setting, difficulty, label).of_cure
+    rows = []
+    for cure in order:
+        of_cure = monitors_of(setting, difficulty, cure) if cure in setting.cures else []
+        if of_cure:
+            numbers = [[value for one in of_cure if (value := getattr(one, name)) is not None] for name in MONITORS]
+            cells = [Cell(f"{statistics.fmean(values):.2f}" if values else NONE) for values in numbers]
+            rows.append(Row(cure, [Cell(shown(accuracies[cure]) if cure in accuracies else NONE), *cells]))
+    return Table(
+        [f"{setting.name}{setting.at(difficulty)}", f"{setting.title(label)}, %", *MONITORS.values()],
+        rows,
+        caption="Monitors of the pooled features, mean over seeds.",
+    )
 
 
 def _published(setting: Setting) -> list[Block]:

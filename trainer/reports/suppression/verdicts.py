@@ -11,9 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from scipy import stats
-
-from trainer.analyses.monitors import Monitors
 from trainer.probes.features import LabelSpace
 from trainer.reports.paired import LEVEL, Estimate, Ranking, Reading, difference_of, holm, mean_of, rank
 from trainer.reports.suppression.measured import Setting
@@ -22,7 +19,6 @@ Mark = Literal["best", "tied", "lower", ""]
 
 KEPT = 0.9  # of a feature, which a cure is asked to keep
 LOST = 0.5  # of the hard feature, below which it counts as suppressed
-MONITORS = {"rank_me": "RankMe", "lidar": "LiDAR", "alpha": "alpha-ReQ"}
 
 
 @dataclass(frozen=True)
@@ -227,40 +223,6 @@ def worst_group(setting: Setting, difficulty: str, cure: str, label: LabelSpace)
         return None
     usual = statistics.mode((one.name, one.num_test) for one in found)
     return WorstGroup(statistics.fmean(one.accuracy for one in found), *usual)
-
-
-def monitors_of(setting: Setting, difficulty: str, cure: str) -> list[Monitors]:
-    """Return the monitors of the pooled features, one for each seed that has them."""
-    return [
-        run.monitors.spaces["pooled"]
-        for run in setting.runs(difficulty, cure).values()
-        if run.monitors is not None and "pooled" in run.monitors.spaces
-    ]
-
-
-@dataclass(frozen=True)
-class Correlation:
-    """A rank correlation over `num` runs, with its p-value."""
-
-    value: float
-    p: float
-    num: int
-
-
-def monitor_correlation(setting: Setting, monitor: str, label: LabelSpace) -> Correlation | None:
-    """Return the rank correlation of a monitor with the accuracy over the runs of cures; None below 5 runs."""
-    pairs = [
-        (getattr(run.monitors.spaces["pooled"], monitor), run.trained[label].linear.accuracy)
-        for difficulty in setting.difficulties
-        for cure in setting.cures
-        for run in setting.runs(difficulty, cure).values()
-        if run.monitors is not None and "pooled" in run.monitors.spaces and label in run.trained
-    ]
-    pairs = [(seen, accuracy) for seen, accuracy in pairs if seen is not None]
-    if len(pairs) < 5 or any(len(set(values)) == 1 for values in zip(*pairs, strict=True)):
-        return None
-    value, p = stats.spearmanr(*zip(*pairs, strict=True))
-    return Correlation(float(value), float(p), len(pairs))
 
 
 def halving(difficulties: Sequence[float], accuracies: Sequence[float], *, chance: float) -> float | None:
