@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +30,9 @@ ANALYSES: Mapping[str, str] = {
     "collision": "How fast do transforms, used again and again, make pictures alike?",
     "filters": "How sparsely do features fire, and do they see more than colour?",
 }
+
+
+_MOST_ERRORS = 3  # that are printed; a whole study may lack its checkpoints
 
 
 def load_analysis(name: str) -> Analysis:
@@ -96,8 +100,14 @@ def main() -> None:
     runs = [open_run(path) for path in runs_of(arguments.run_dirs)]  # check all before the first is analysed
     if arguments.allow_code:
         import_code_of(runs)
-    for path in analysis.run(runs, settings, options):
-        print(path)
+    failed: list[UserError] | None = [] if len(runs) > 1 else None
+    for path in analysis.run(runs, settings, options, failed=failed):
+        print(path, flush=True)
+    if failed:
+        for error in failed[:_MOST_ERRORS]:
+            print(f"error: {error}", file=sys.stderr)
+        print(f"error: {len(failed)} of {len(runs)} runs were not analysed", file=sys.stderr)
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

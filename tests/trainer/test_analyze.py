@@ -17,6 +17,7 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
 from tests.tiny_data import write_tiny_dataset
+from tests.trainer.probes.test_probe_command import make_run
 from tests.trainer.probes.toy import toy_pictures
 from trainer.analyses.loaded_run import AnalysisOptions
 from trainer.analyses.views import analyze_views, mean_change
@@ -154,6 +155,24 @@ def test_wrong_input_is_said_in_one_sentence(
         str(run_dir.analysis / "views.png"),
         str(run_dir.analysis / "views.json"),
     ]
+
+
+def test_runs_that_cannot_be_analysed_do_not_stop_the_others(
+    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(4):
+        path = tmp_path / f"run{number}"
+        path.mkdir()
+        RunDir(path).config.write_text(run_dir.config.read_text())
+    whole = make_run(tmp_path / "run9", run_dir.path)
+    monkeypatch.setattr(sys, "argv", ["analyze", "monitors", str(tmp_path), "--device", "cpu"])
+    with pytest.raises(SystemExit, match="1"):
+        main()
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[-1] == str(whole.analysis / "monitors.json")
+    errors = [line for line in shown.err.splitlines() if line.startswith("error: ")]
+    assert [f"run{number} has no checkpoint yet" in errors[number] for number in range(3)] == [True] * 3
+    assert errors[3:] == ["error: 4 of 5 runs were not analysed"]
 
 
 def test_help_names_every_analysis(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
