@@ -95,7 +95,8 @@ def _tensorboard_writer(run_dir: RunDir, start_step: int) -> SummaryWriter | Non
 
 
 def _drop_steps_after(run_dir: RunDir, step: int) -> None:
-    """Remove the steps after `step` from metrics.jsonl, because a restart repeats them; all of them for step 0."""
+    """Remove the steps after `step` from metrics.jsonl, because a restart repeats them; from step 0 on, all steps."""
     if run_dir.metrics.is_file():
-        lines = [json.dumps(entry) + "\n" for entry in run_dir.read_metrics() if entry["step"] <= step > 0]
+        kept = run_dir.read_metrics() if step > 0 else []
+        lines = [json.dumps(entry) + "\n" for entry in kept if entry["step"] <= step]
         write_atomically(run_dir.metrics, "".join(lines))
