@@ -111,7 +111,7 @@ def sentence(column: Column) -> str:
         return f"{what}: not measured."
     if column.is_learnable is False:
         assert column.ceiling is not None
-        why = "The label is too hard for this encoder in these steps, and says nothing about cures."
+        why = "The label may be too hard for this encoder in these steps, and says nothing about cures."
         if column.is_read_untrained:
             why = "That one reads most of the label already, so the label says nothing about cures."
         nobody = f"neither the ceiling ({shown(column.ceiling)} %) nor a cure is told to be above the untrained encoder"
