@@ -22,6 +22,7 @@ from submitit.core.utils import FailedJobError
 
 from data_pipeline.core.environment import variable
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.processes import signals_blocked
 from launch.job import AFTER_SRUN, BEFORE_SRUN, MAX_TIMEOUTS_HERE, TrainJob
 from launch.planned_run import PlannedRun
 from launch.ports import free_ports
@@ -261,12 +262,8 @@ def _submit_here(
     os.environ["OMP_NUM_THREADS"] = variable("OMP_NUM_THREADS") or str(resources.threads_per_task)
     # The processes inherit this. Else Ctrl-C in a terminal, which reaches all of them, would make the controller of
     # submitit kill its ranks. They unblock it when they can save a checkpoint (`launch.job`).
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        with outside_any_job(python_environment(code, os.environ)):
-            return executor.submit_array(train_jobs)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with signals_blocked({signal.SIGINT}), outside_any_job(python_environment(code, os.environ)):
+        return executor.submit_array(train_jobs)
 
 
 def gpus_of(resources: Resources, *, slot: int) -> list[int]:

@@ -38,6 +38,7 @@ ALARM_SECONDS = 2.0  # to wait for the alarm of another sidecar when a rank has 
 ENDING_SECONDS = 5.0  # for a rank with an exception to print it and leave
 ENDING = (signal.SIGTERM, signal.SIGHUP)  # requests to end
 IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # by the sidecar; they are for its rank
+ANSWERED = (*IGNORED, signal.SIGTERM)  # the signals for which the sidecar has handlers
 WORKING_SHARE = 0.05  # of a processor; a process that uses less does not work
 READING = "read"  # the stage in which data workers and other threads work for the rank
 
@@ -249,7 +250,7 @@ class Sidecar:
         for number in IGNORED:
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._note_end_request)  # batch systems send it to all processes of a job
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*IGNORED, signal.SIGTERM})  # the rank blocked them for the start
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ANSWERED)  # the rank blocked them for the start
         threading.Thread(target=self._wait_for_alarm, daemon=True).start()
         why = self._watch()
         if not why:

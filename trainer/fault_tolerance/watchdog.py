@@ -28,6 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from data_pipeline.core.processes import signals_blocked
 from data_pipeline.core.schema import Schema, Seconds
 from trainer.distributed.collectives import broadcast_object, rank, world_size
 from trainer.fault_tolerance import liveness, pulse, sidecar
@@ -115,10 +116,9 @@ class Watchdog:
             "waiting_seconds": config.waiting_seconds,
             "working_seconds": config.working_seconds,
         }
-        # The sidecar keeps this mask, so a signal to the whole job waits until its handlers are set. Otherwise Ctrl-C
-        # in the first tenth of a second would end it, and nobody would watch the rank.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*sidecar.IGNORED, signal.SIGTERM})
-        try:
+        # A signal to the whole job then waits until the sidecar has its handlers. Otherwise Ctrl-C right after the
+        # start would end the sidecar, and the rank would have no watchdog.
+        with signals_blocked(sidecar.ANSWERED):
             self._sidecar = subprocess.Popen(
                 # -I and -S leave out the environment and site-packages, so that it starts fast and stays small.
                 [sys.executable, "-I", "-S", "-c", _START_SIDECAR, str(Path(__file__).parents[2]), json.dumps(task)],
@@ -126,8 +126,6 @@ class Watchdog:
                 stdout=subprocess.DEVNULL,
                 pass_fds=(memory, self._stacks, control),
             )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(memory)
         os.close(control)
 

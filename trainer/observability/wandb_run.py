@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 import shlex
-import signal
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ import wandb
 from wandb.util import get_core_path
 
 from data_pipeline.core.environment import unset_empty_variables, variable
+from data_pipeline.core.processes import signals_blocked
 from trainer.fault_tolerance.preemption import WARNINGS
 from trainer.observability.tracking import StepPictures, TrackingConfig, uses_wandb
 from trainer.run_dir import RunDir, write_atomically
@@ -74,10 +74,9 @@ class WandbRun:
     def _start(self, mode: Literal["online", "offline"]) -> None:
         if mode == "offline":
             self._last_step = _last_offline_step(self._run_dir)
-        # The process of W&B inherits the blocked signals, so a warning to all processes of a job does not end it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
         _leave_inherited_process()
-        try:
+        # The process of W&B inherits the blocked signals, so a warning to all processes of a job does not end it.
+        with signals_blocked(WARNINGS):
             self._run = wandb.init(
                 dir=self._run_dir.path,
                 project=self._config.wandb_project,
@@ -91,8 +90,6 @@ class WandbRun:
                 resume="allow",
                 settings=_settings(),
             )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if mode == "online":  # after a resume, the server knows the last step
             self._last_step = self._run.starting_step - 1
         else:
