@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from data_pipeline.core.schema import Schema, is_label_name
@@ -53,12 +53,22 @@ def curve_of(label: LabelSpace, method: Method, points: Sequence[Point]) -> Prob
     """Return the curve through one point or more, given in any order."""
     in_order = sorted(points, key=lambda point: point.step)
     best = max(in_order, key=lambda point: (point.step > 0, point.accuracy))
-    first, last = in_order[0], in_order[-1]
-    half = (first.accuracy + last.accuracy) / 2
-    half_gain = (
-        next((point for point in in_order if point.accuracy >= half), None) if last.accuracy > first.accuracy else None
-    )
+    last = in_order[-1]
+    half_gain = half_of_change(in_order) if last.accuracy > in_order[0].accuracy else None
     return ProbeCurve(label=label, method=method, points=tuple(in_order), last=last, best=best, half_gain=half_gain)
+
+
+def half_of_change(in_order: Sequence[Point]) -> Point:
+    """Return the first point that has at least half of the change of the last one from the first one.
+
+    Examples:
+        >>> points = [Point(step=step, epoch=0, accuracy=y) for step, y in ((0, 0.9), (10, 0.6), (20, 0.4), (30, 0.3))]
+        >>> half_of_change(points).step
+        10
+    """
+    first, last = in_order[0].accuracy, in_order[-1].accuracy
+    half, sign = (first + last) / 2, 1 if last >= first else -1
+    return next(point for point in in_order if sign * (point.accuracy - half) >= 0)
 
 
 def read_curves(run_dir: RunDir, *, steps_per_epoch: int, suffix: str = "") -> Curves:
@@ -83,12 +93,18 @@ def read_curves(run_dir: RunDir, *, steps_per_epoch: int, suffix: str = "") -> C
         if last is not None and result.data == last.data:
             add(result.label, "linear", result.checkpoint_step, result.linear.accuracy)
             add(result.label, "knn", result.checkpoint_step, result.knn.accuracy)
-    for entry in run_dir.read_metrics():
+    for reading in online_readings(run_dir.read_metrics()):
+        add(*reading)
+    return Curves(curves=tuple(curve_of(*key, of_key) for key, of_key in points.items()))
+
+
+def online_readings(metrics: Iterable[Mapping[str, Any]]) -> Iterator[tuple[LabelSpace, Method, int, float]]:
+    """Yield the label, the method, the step and the accuracy of each online probe in the entries of metrics.jsonl."""
+    for entry in metrics:
         for space in online_labels(entry):
             for method, name in _ONLINE.items():
                 if (accuracy := _number(entry, f"probe/{space}/{name}")) is not None:
-                    add(space, method, entry["step"], accuracy)
-    return Curves(curves=tuple(curve_of(*key, of_key) for key, of_key in points.items()))
+                    yield space, method, entry["step"], accuracy
 
 
 def online_labels(metrics: Iterable[str]) -> list[LabelSpace]:

@@ -46,8 +46,7 @@ def draw_setting(setting: Setting, columns: Mapping[tuple[str, str], Column], *,
             of_label = [columns[label, difficulty] for difficulty in setting.difficulties]
             draw = _draw_points if setting.has_one else _draw_lines
             draw(axes, setting, of_label, cures)
-            kind = "hard" if label in setting.hard else "easy"
-            axes.set_title(f"{setting.title(label)} ({kind})", fontsize=10)
+            axes.set_title(setting.title_and_kind(label), fontsize=10)
         if not setting.has_one:
             panels[0].set_ylabel(MEASURE)
         handles: dict[str, Artist] = {}
@@ -72,7 +71,7 @@ def draw_rises(found: Sequence[Rises]) -> bytes:
                 is_hard = rise.label in one.setting.hard
                 ranks = one.setting.hard if is_hard else one.setting.easy
                 color = (HARD_COLORS if is_hard else EASY_COLORS)[ranks.index(rise.label) % len(HARD_COLORS)]
-                label = f"{one.setting.title(rise.label)} ({'hard' if is_hard else 'easy'})"
+                label = one.setting.title_and_kind(rise.label)
                 values = [100 * accuracy for accuracy in rise.accuracy.values()]
                 axes.plot(
                     list(rise.accuracy), values, "-" if is_hard else "--", color=color, linewidth=1.8, label=label

@@ -17,7 +17,7 @@ from data_pipeline.core.errors import UserError
 from trainer.analyses.monitors import MonitorsResult
 from trainer.config import RunConfig, read_run_config
 from trainer.observability.records import read_provenance
-from trainer.probes.curve import online_labels
+from trainer.probes.curve import online_readings
 from trainer.probes.features import LabelSpace
 from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult, labels_in, read_result
@@ -152,6 +152,10 @@ class Setting:
         )
         return next((result.chance for result in results), None)
 
+    def title_and_kind(self, label: LabelSpace) -> str:
+        """Return the title of a label with its kind, such as "digit (hard)"."""
+        return f"{self.title(label)} ({'hard' if label in self.hard else 'easy'})"
+
     def title(self, label: LabelSpace) -> str:
         """Return the manifest's title of a label, such as "digit", or else its name."""
         results = (run.trained.get(label) for runs in self.cells.values() for run in runs.values())
@@ -260,11 +264,9 @@ def _read(run_dir: RunDir, probes_of: RunDir, *, allow_pipe: bool) -> StudyRun:
 
 def _online(run_dir: RunDir) -> dict[LabelSpace, dict[int, float]]:
     accuracies: dict[LabelSpace, dict[int, float]] = {}
-    for entry in run_dir.read_metrics():
-        for label in online_labels(entry):
-            accuracy = entry.get(f"probe/{label}/ridge")
-            if isinstance(accuracy, int | float):
-                accuracies.setdefault(label, {})[entry["step"]] = float(accuracy)
+    for label, method, step, accuracy in online_readings(run_dir.read_metrics()):
+        if method == "online_ridge":
+            accuracies.setdefault(label, {})[step] = accuracy
     return accuracies
 
 

@@ -17,7 +17,7 @@ from scipy import stats
 
 from trainer.analyses.monitors import Monitors
 from trainer.probes.features import LabelSpace
-from trainer.reports.suppression.measured import Setting
+from trainer.reports.suppression.measured import Setting, StudyRun
 
 MONITORS: Final = {"rank_me": "RankMe", "lidar": "LiDAR", "alpha": "alpha-ReQ"}
 _SPACE: Final = "pooled"  # the features that the probes read
@@ -35,11 +35,11 @@ class Correlation:
 
 def monitors_of(setting: Setting, difficulty: str, cure: str) -> list[Monitors]:
     """Return the monitors of the pooled features, one for each seed that has them."""
-    return [
-        run.monitors.spaces[_SPACE]
-        for run in setting.runs(difficulty, cure).values()
-        if run.monitors is not None and _SPACE in run.monitors.spaces
-    ]
+    return [found for run in setting.runs(difficulty, cure).values() if (found := _monitors(run)) is not None]
+
+
+def _monitors(run: StudyRun) -> Monitors | None:
+    return None if run.monitors is None else run.monitors.spaces.get(_SPACE)
 
 
 def monitored_difficulty(setting: Setting) -> str | None:
@@ -80,10 +80,9 @@ def _means(setting: Setting, difficulty: str, cure: str, monitor: str, label: La
     """Return a monitor and an accuracy of a cure, means over the seeds that have both; None if there are none."""
     pairs = []
     for run in setting.runs(difficulty, cure).values():
-        if run.monitors is not None and _SPACE in run.monitors.spaces and label in run.trained:
-            seen = getattr(run.monitors.spaces[_SPACE], monitor)
-            if seen is not None:
-                pairs.append((-abs(seen - 1) if monitor == "alpha" else seen, run.trained[label].linear.accuracy))
+        seen = getattr(_monitors(run), monitor, None)
+        if seen is not None and label in run.trained:
+            pairs.append((-abs(seen - 1) if monitor == "alpha" else seen, run.trained[label].linear.accuracy))
     if not pairs:
         return None
     seen_values, accuracies = zip(*pairs, strict=True)

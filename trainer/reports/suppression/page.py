@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.probes.features import LabelSpace
-from trainer.reports.paired import LEVEL, Estimate
+from trainer.reports.paired import LEVEL, Estimate, mean_of
 from trainer.reports.protocols import describe_protocol
 from trainer.reports.suppression.blocks import Block, Cell, Picture, Row, Section, Table, Text, text
 from trainer.reports.suppression.changes import changes_of_cures
@@ -372,10 +372,10 @@ def _rises(benchmark: Benchmark) -> list[Block]:
     first, lost = sum(one.easy_first for one in found), sum(one.loses_hard for one in found)
     blocks: list[Block] = [
         text(
-            f"The online probe reads the features during the training of {cures}, by ridge regression on some samples, "
-            "first those of the untrained encoder. Random weights read some labels already; then training can also "
-            "lose what they read. Ridge regression is fitted exactly, so it reads more than the epochs of the probe, "
-            "above all from random weights. A dot in the picture is half of the change."
+            f"The online probe reads the features during the training of {cures}, by ridge regression on some samples. "
+            "It begins with the untrained encoder, from which some labels can be read already. Training can make them "
+            "worse. Ridge regression is fitted exactly, so it reads more than the probe does in its epochs, above all "
+            "from random weights. A dot in the picture is half of the change."
         ),
         text(
             f"Of {len(found)} settings and difficulties, an easy label gains first in {first}, and a hard label is "
@@ -389,7 +389,7 @@ def _rises(benchmark: Benchmark) -> list[Block]:
         Table(
             ["setting", "label", "untrained, %", "trained, %", "change"],
             [_rise_row(one, rise) for one in found for rise in one.rises],
-            caption="Mean over seeds. The first to gain stands first. None: a change that chance explains.",
+            caption="Mean over seeds. The first to gain stands first. None: a change that is not told from chance.",
         )
     )
     return blocks
@@ -398,7 +398,7 @@ def _rises(benchmark: Benchmark) -> list[Block]:
 def _rise_row(rises: Rises, rise: Rise) -> Row:
     setting = rises.setting
     cells = [
-        f"{setting.title(rise.label)} ({'hard' if rise.label in setting.hard else 'easy'})",
+        setting.title_and_kind(rise.label),
         f"{100 * rise.first:.1f}",
         f"{100 * rise.last:.1f}",
         "none"
@@ -440,7 +440,7 @@ def _monitors(benchmark: Benchmark, order: Sequence[str]) -> list[Block]:
             ["rank correlation with the accuracy on", *MONITORS.values()],
             [
                 Row(
-                    f"{setting.name}: {setting.title(label)} ({'hard' if label in setting.hard else 'easy'})",
+                    f"{setting.name}: {setting.title_and_kind(label)}",
                     [_correlation(found[setting.name, label, monitor]) for monitor in MONITORS],
                 )
                 for setting in settings
@@ -466,14 +466,14 @@ def _correlation(found: Correlation | None) -> Cell:
 
 def _monitor_table(setting: Setting, difficulty: str, order: Sequence[str]) -> Table:
     label = setting.hard[0]
-    accuracies = column_of(setting, difficulty, label).of_cure
     rows = []
     for cure in order:
-        of_cure = monitors_of(setting, difficulty, cure) if cure in setting.cures else []
+        of_cure = monitors_of(setting, difficulty, cure)
         if of_cure:
             numbers = [[value for one in of_cure if (value := getattr(one, name)) is not None] for name in MONITORS]
             cells = [Cell(f"{statistics.fmean(values):.2f}" if values else NONE) for values in numbers]
-            rows.append(Row(cure, [Cell(shown(accuracies[cure]) if cure in accuracies else NONE), *cells]))
+            readings = list(setting.readings(difficulty, cure, label).values())
+            rows.append(Row(cure, [Cell(shown(mean_of(readings)) if readings else NONE), *cells]))
     return Table(
         [f"{setting.name}{setting.at(difficulty)}", f"{setting.title(label)}, %", *MONITORS.values()],
         rows,

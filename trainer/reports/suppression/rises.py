@@ -1,7 +1,7 @@
 """Say which label the encoder learns first in a setting, and which it loses, from the online probes of one cure.
 
 The number is the step at which the mean over the seeds first has half of its change from the untrained to the trained
-encoder. The accuracies are those of ridge regression, a linear classifier as the probe is.
+encoder. The accuracies come from ridge regression, which is a linear classifier like the probe.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from trainer.probes.curve import Point, half_of_change
 from trainer.probes.features import LabelSpace
+from trainer.reports.paired import LEVEL, Reading, difference_of
 from trainer.reports.suppression.measured import Setting, StudyRun
-
-_WIDTH = 1.96  # standard errors in half of a 95 % interval
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Rise:
 
     Attributes:
         accuracy: test accuracy in [0, 1] by step, from the untrained encoder on.
-        half_at: the step with half of the change; None if chance in the test samples explains the change.
+        half_at: the step with half of the change; None if `trainer.reports.paired` does not tell it from chance.
     """
 
     label: LabelSpace
@@ -51,7 +51,7 @@ class Rise:
 class Rises:
     """The rises of the labels of a setting at one difficulty: the first to gain first, those that lose last.
 
-    cure: that of the runs, which is the first cure of the setting with online probes.
+    cure: the first cure of the setting with online probes; its runs are shown.
     """
 
     setting: Setting
@@ -80,7 +80,7 @@ class Rises:
 def rises_of(setting: Setting, difficulty: str) -> Rises | None:
     """Return the rises of the labels of a setting; None if no run at this difficulty has online probes."""
     for cure in setting.cures:
-        runs = [run for run in setting.runs(difficulty, cure).values() if run.online]
+        runs = {seed: run for seed, run in setting.runs(difficulty, cure).items() if run.online}
         if runs:
             found = [rise for label in setting.labels if (rise := _rise(runs, label)) is not None]
             found.sort(key=lambda rise: (not rise.gains, rise.loses, rise.half_at or 0))
@@ -88,17 +88,27 @@ def rises_of(setting: Setting, difficulty: str) -> Rises | None:
     return None
 
 
-def _rise(runs: Sequence[StudyRun], label: LabelSpace) -> Rise | None:
+def _rise(runs: Mapping[int, StudyRun], label: LabelSpace) -> Rise | None:
     """Return the rise of a label over the steps that all seeds have; None if they share fewer than two."""
-    curves = [run.online[label] for run in runs if label in run.online]
-    steps = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
+    curves = {seed: run.online[label] for seed, run in runs.items() if label in run.online}
+    steps = sorted(set.intersection(*(set(curve) for curve in curves.values()))) if curves else []
     if len(steps) < 2:
         return None
-    mean = {step: statistics.fmean(curve[step] for curve in curves) for step in steps}
-    first, last = mean[steps[0]], mean[steps[-1]]
-    num_test = sum(run.config.probe.online_num_test for run in runs)
-    noise = _WIDTH * math.sqrt((first * (1 - first) + last * (1 - last)) / num_test)
-    if abs(last - first) <= noise:
-        return Rise(label, mean, None)
-    share = {step: (accuracy - first) / (last - first) for step, accuracy in mean.items()}
-    return Rise(label, mean, next(step for step in steps if share[step] >= 0.5))
+    points = [
+        Point(step=step, epoch=0, accuracy=statistics.fmean(curve[step] for curve in curves.values())) for step in steps
+    ]
+    first, last = (
+        {seed: Reading(curve[steps[place]], _num_test(runs[seed], label)) for seed, curve in curves.items()}
+        for place in (0, -1)
+    )
+    change = difference_of(last, first)
+    is_told = change is not None and change.p < LEVEL
+    return Rise(
+        label, {point.step: point.accuracy for point in points}, half_of_change(points).step if is_told else None
+    )
+
+
+def _num_test(run: StudyRun, label: LabelSpace) -> int:
+    """Return the number of test samples of the online probe, at most those of the probe."""
+    most = run.config.probe.online_num_test
+    return min(most, run.trained[label].num_test) if label in run.trained else most
