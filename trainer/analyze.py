@@ -100,12 +100,19 @@ def main() -> None:
     runs = [open_run(path) for path in runs_of(arguments.run_dirs)]  # check all before the first is analysed
     if arguments.allow_code:
         import_code_of(runs)
-    failed: list[UserError] | None = [] if len(runs) > 1 else None
-    for path in analysis.run(runs, settings, options, failed=failed):
-        print(path, flush=True)
+    groups = analysis.groups(runs)
+    failed = []
+    for taken in groups:
+        try:
+            for path in analysis.analyze(taken, config=settings, options=options):
+                print(path, flush=True)
+        except UserError as error:
+            if len(groups) == 1:
+                raise
+            failed.append(error)
     if failed:
-        for error in failed[:_MOST_ERRORS]:
-            print(f"error: {error}", file=sys.stderr)
+        for reason in failed[:_MOST_ERRORS]:
+            print(f"error: {reason}", file=sys.stderr)
         print(f"error: {len(failed)} of {len(runs)} runs were not analysed", file=sys.stderr)
         raise SystemExit(1)
 

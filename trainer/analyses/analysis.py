@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Schema
 from trainer.analyses.loaded_run import AnalysisOptions
 from trainer.run_dir import RunDir
@@ -24,24 +23,11 @@ class Analysis:
     analyze: Callable[..., list[Path]]
     compares_runs: bool = False
 
-    def run(
-        self,
-        run_dirs: Sequence[RunDir],
-        config: Any,
-        options: AnalysisOptions,
-        *,
-        failed: list[UserError] | None = None,
-    ) -> Iterator[Path]:
-        """Analyse the runs, one after the other or together, and yield the paths of the files.
+    def groups(self, run_dirs: Sequence[RunDir]) -> Sequence[Any]:
+        """Return what `analyze` takes, one call after the other: each run, or all of them together."""
+        return [run_dirs] if self.compares_runs else run_dirs
 
-        failed: gets the errors of single runs, such as a missing checkpoint; the others are analysed all the same.
-
-        Raises `UserError` at the first of them without `failed`, and if runs are analysed together.
-        """
-        for taken in [run_dirs] if self.compares_runs else run_dirs:
-            try:
-                yield from self.analyze(taken, config=config, options=options)
-            except UserError as error:
-                if failed is None or self.compares_runs:
-                    raise
-                failed.append(error)
+    def run(self, run_dirs: Sequence[RunDir], config: Any, options: AnalysisOptions) -> Iterator[Path]:
+        """Analyse the runs, one after the other or together, and yield the paths of the files."""
+        for taken in self.groups(run_dirs):
+            yield from self.analyze(taken, config=config, options=options)
