@@ -88,7 +88,7 @@ def test_the_command_prints_each_run_and_all_together(
 def test_a_pipe_is_only_executed_with_leave(
     tmp_path: Path, data: Path, runs: list[RunDir], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Through a pipe and a cache, the accuracies are those of the files."""
+    """Data that come through a pipe and a cache give the accuracies of the files."""
     copies = []
     for run in runs:
         copies.append(RunDir(tmp_path / run.path.name))
