@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -133,22 +132,23 @@ class _Recording:
 class RecordedStep:
     """A training step that trains as `step` does for a few steps, and then records one and replays it.
 
-    It records again when the form of the step changes: when the viewmaker freezes. If recording fails, training goes on
-    without it, after a warning.
+    It records again when the form of the step changes: when the viewmaker freezes, or with inputs of other shapes. If
+    recording fails, training goes on without it, after a warning.
     """
 
     def __init__(self, step: TrainingStep, recorder: Recorder, *, stateful: list[nn.Module]) -> None:
         """Make a step that is not recorded yet; `stateful` are all modules whose buffers a step may replace."""
         self._step, self._recorder, self._stateful = step, recorder, stateful
-        self._num_seen: Counter[_Form] = Counter()
+        self._form: _Form = ()  # of the newest step; `_inputs` and `_recording` are of this form
+        self._num_seen = 0
         self._inputs: _Inputs | None = None
-        self._recordings: dict[_Form, _Recording] = {}
+        self._recording: _Recording | None = None
         self._can_record = True
 
     @property
     def is_recorded(self) -> bool:
         """Return whether a step is recorded, so that steps of its form are replays."""
-        return bool(self._recordings)
+        return self._recording is not None
 
     @property
     def loss_scale(self) -> LossScale:
@@ -163,10 +163,10 @@ class RecordedStep:
         if not self._can_record:
             return self._step(batch, learning_rates=learning_rates)
         is_frozen = self._step.viewmaker_is_frozen(batch)
-        form = (is_frozen, *(tensor.shape for tensor in batch.tensors()))
-        if self._inputs is None or form not in self._num_seen:
-            self._inputs = _Inputs.like(batch, learning_rates)
-            self._recordings.clear()  # the memory of a form that does not return
+        form = (is_frozen, *batch.labels, *(tensor.shape for tensor in batch.tensors()))
+        if self._inputs is None or form != self._form:
+            self._form, self._inputs, self._num_seen = form, _Inputs.like(batch, learning_rates), 0
+            self._recording = None  # frees its memory: a form seldom returns
         inputs = self._inputs
         inputs.load(batch, learning_rates)
 
@@ -176,15 +176,15 @@ class RecordedStep:
                     inputs.batch, inputs.learning_rates, viewmaker_is_frozen=is_frozen, recorded_epoch=inputs.epoch
                 )
 
-        self._num_seen[form] += 1
-        if self._num_seen[form] <= _NUM_WARM_UP_STEPS:
+        self._num_seen += 1
+        if self._num_seen <= _NUM_WARM_UP_STEPS:
             return self._recorder.warm_up(run)
-        if form not in self._recordings and not self._record(form, run):
-            return self._step(batch, learning_rates=learning_rates)
-        return self._recordings[form]()
+        if self._recording is None:
+            self._recording = self._record(run)
+        return self._step(batch, learning_rates=learning_rates) if self._recording is None else self._recording()
 
-    def _record(self, form: _Form, run: Callable[[], StepOutput]) -> bool:
-        """Record the step. Return False, after a warning, if that is not possible."""
+    def _record(self, run: Callable[[], StepOutput]) -> _Recording | None:
+        """Record the step. Return None, after a warning, if that is not possible."""
 
         def with_metrics() -> tuple[StepOutput, Tensor]:
             output = run()
@@ -197,9 +197,8 @@ class RecordedStep:
             logger.warning("the step could not be recorded, so training goes on without compile=step: %s", reason)
             self._can_record = False
             self._step.clear_gradients()
-            return False
-        self._recordings[form] = _Recording(output, metrics, replay)
-        return True
+            return None
+        return _Recording(output, metrics, replay)
 
 
 def _first_error(error: RuntimeError) -> RuntimeError:

@@ -109,20 +109,24 @@ class BatchMaker:
         return replace(clean, inputs_a=inputs_a, inputs_b=inputs_b, masks_BHW=masks_BHW, masks_b_BHW=masks_BHW)
 
 
-def join_parts(parts: Sequence[Batch], row_B: Tensor, *, epoch: int, num_samples: int) -> Batch:
+def join_parts(
+    parts: Sequence[Batch], row_B: Tensor, *, epoch: int, num_samples: int, label_names: Sequence[str]
+) -> Batch:
     """Return one batch of the rows of finished `parts`, put end to end and then taken in the order `row_B`.
 
     The parts come from the sources of a mixture, which hold `num_samples` samples together and may have different
-    labels. `index_B` of a part holds its draw indices. `epoch` is that of the mixture.
+    labels: `label_names` has those of all sources, also of sources without a row here, so every batch of every rank has
+    the same labels. `index_B` of a part holds its draw indices. `epoch` is that of the mixture.
     """
 
     def joined(tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(tensors)).index_select(0, row_B)
 
     def joined_labels(labels: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        names = sorted({name for each in labels for name in each})
         missing = [torch.full((len(part),), NO_LABEL, device=row_B.device) for part in parts]
-        return {name: joined([each.get(name, no) for each, no in zip(labels, missing, strict=True)]) for name in names}
+        return {
+            name: joined([each.get(name, no) for each, no in zip(labels, missing, strict=True)]) for name in label_names
+        }
 
     whole: dict[str, Any] = {}
     for name in (each.name for each in fields(Batch) if each.name != "seconds"):

@@ -302,6 +302,7 @@ class Stream:
             world_size=world_size,
         )
         self._num_samples = sum(map(len, stores))
+        self._label_names = sorted({name for store in stores for name in store.manifest.labels})
         self._check_bad([self._order.named(k, bad) for k, store in enumerate(stores) for bad in store.known_bad])
         if overlay_draw == "per_view" and all(store.overlay is None for store in stores):
             raise UserError(
@@ -523,7 +524,9 @@ class Stream:
             else:
                 row_B = self._to_device(torch.from_numpy(row_order))
                 epoch = step // self.num_steps_per_epoch
-                batch = join_parts(finished, row_B, epoch=epoch, num_samples=self._num_samples)
+                batch = join_parts(
+                    finished, row_B, epoch=epoch, num_samples=self._num_samples, label_names=self._label_names
+                )
             order = self._order
             yield replace(batch, group_size=order.groups_NG.shape[1]) if isinstance(order, GroupedOrder) else batch
 

@@ -155,6 +155,25 @@ def test_recorded_steps_are_plain_steps(recipe: str, overrides: list[str], num_r
     assert recorder.num_replays == NUM_STEPS - 3 * num_recordings
 
 
+def test_a_form_that_returns_after_another_is_recorded_again() -> None:
+    """Batches of other shapes or other labels come in turns of five steps."""
+    config = configure("debug:image", [])
+    plain, training = (build_training(config, num_samples=64, num_classes=NUM_CLASSES, device=CPU) for _ in range(2))
+    recorder = LikeAGraph(training)
+    assert not isinstance(training.step, RecordedStep)
+    recorded = RecordedStep(training.step, recorder, stateful=[training.modules.encoder, training.objective])
+    for number in range(20):
+        batch = batch_of(number)
+        if number // 5 % 2:
+            batch = dataclasses.replace(batch, labels={"other": batch.labels["base"]})
+        if number // 5 == 3:
+            batch = dataclasses.replace(batch, inputs_b=batch.inputs_a.clone())
+        for trained, step in ((training, recorded), (plain, plain.step)):
+            step(batch, learning_rates=rates_of(trained, number))
+    assert all(torch.equal(*pair) for pair in zip(state_of(training), state_of(plain), strict=True))
+    assert recorder.num_recordings == 4
+
+
 def test_a_step_that_cannot_be_recorded_is_taken_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     config = configure("debug:viewmaker", [])
     plain, training = (build_training(config, num_samples=64, device=CPU) for _ in range(2))

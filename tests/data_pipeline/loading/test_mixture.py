@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import BadSample, Batch
+from data_pipeline.core.sample import NO_LABEL, BadSample, Batch
 from data_pipeline.loading.mixture import Mixture, MixtureOrder, MixtureSource, Shares, SourceEpochs, WeightsFrom
 from data_pipeline.loading.order import ShardWindows
 from data_pipeline.loading.shuffle_quality import shard_pair_ratio
@@ -360,6 +360,20 @@ def test_sources_may_differ_in_overlay_and_sounds_mix_too(tmp_path: Path) -> Non
     ):
         assert a.inputs_a.dtype == torch.float32
         assert_same(a, b)
+
+
+def test_every_batch_of_every_rank_has_the_labels_of_all_sources(tmp_path: Path) -> None:
+    """Also a batch without a row of the only source that has a label, of which no sample then has it."""
+    write_tiny_dataset(tmp_path / "few", num_samples=31, overlay="baked")
+    write_tiny_dataset(tmp_path / "many", num_samples=83, seed=5, overlay="none")
+    has_row = set()
+    for rank in range(4):
+        for batch in stream(tmp_path, rank=rank, world_size=4):
+            assert list(batch.labels) == ["base", "overlay"]
+            is_few = batch.index_B < 31
+            assert torch.equal(batch.labels["overlay"] != NO_LABEL, is_few)
+            has_row.add(bool(is_few.any()))
+    assert has_row == {True, False}
 
 
 @pytest.mark.parametrize("placement", ["stream", "host"])
