@@ -16,6 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,16 +154,35 @@ def rank(cures: Mapping[str, Mapping[int, Reading]]) -> Ranking | None:
         return None
     best = max(cures, key=lambda name: math.fsum(one.accuracy for one in cures[name].values()) / len(cures[name]))
     order = [best, *(name for name in cures if name != best)]
-    pairs = {(a, b): found for a, b in combinations(order, 2) if (found := _difference(cures[a], cures[b])) is not None}
-    prior = _prior([one for one in pairs.values() if one.num_seeds > 1])
-    leads = {pair: one.estimate(prior) for pair, one in pairs.items()}
+    leads = _leads({name: cures[name] for name in order})
     adjusted = dict(zip(leads, holm([lead.p for lead in leads.values()]), strict=True))
     rivals = [Rival(b, lead, adjusted[a, b]) for (a, b), lead in leads.items() if a == best]
     return Ranking(
         best,
         tuple(sorted(rivals, key=lambda one: one.lead.mean)),
-        tuple(name for name in order[1:] if (best, name) not in pairs),
+        tuple(name for name in order[1:] if (best, name) not in leads),
     )
+
+
+def leads_over(base: Mapping[int, Reading], others: Mapping[str, Mapping[int, Reading]]) -> dict[str, Estimate]:
+    """Return the lead of each of `others` over `base`, by name; those that share no seed with it are left out.
+
+    The seeds of all pairs, not only of those with `base`, lend each other degrees of freedom: what all leads share, the
+    luck of `base`, would otherwise count once for each.
+    """
+    leads = _leads({**others, None: base})
+    return {name: leads[name, None] for name in others if (name, None) in leads}
+
+
+_Name = TypeVar("_Name")
+
+
+def _leads(readings: Mapping[_Name, Mapping[int, Reading]]) -> dict[tuple[_Name, _Name], Estimate]:
+    """Return the lead of the first over the second, of all pairs in the order of `readings` that share a seed."""
+    pairs = combinations(readings, 2)
+    found = {(a, b): one for a, b in pairs if (one := _difference(readings[a], readings[b])) is not None}
+    prior = _prior([one for one in found.values() if one.num_seeds > 1])
+    return {pair: one.estimate(prior) for pair, one in found.items()}
 
 
 def _table(rows: Sequence[NDArray[np.bool_] | None]) -> NDArray[np.float64] | None:
@@ -198,11 +218,11 @@ class _Variances:
     def estimate(self, prior: _Prior | None = None) -> Estimate:
         """Return the mean with the variance samples + max(0, seeds - cells).
 
-        `prior` lends degrees of freedom to the scatter of the seeds.
+        `prior` lends degrees of freedom to the scatter of the seeds. For one seed, it is all that is known of it.
         """
         seeds, degrees = self.seeds, float(self.num_seeds - 1)
-        if prior is not None and degrees:
-            seeds = (prior.degrees * prior.variance + degrees * seeds) / (prior.degrees + degrees)
+        if prior is not None:
+            seeds = (prior.degrees * prior.variance / self.num_seeds + degrees * seeds) / (prior.degrees + degrees)
             degrees += prior.degrees
         variance = self.samples + max(0.0, seeds - self.cells)
         parts = seeds**2 / max(degrees, 1.0) + self.samples**2 / max(self.num_test - 1, 1)
@@ -227,18 +247,18 @@ def _variances(
 
 @dataclass(frozen=True)
 class _Prior:
-    """The scatter of seeds that is usual among pairs of cures, and how many degrees of freedom it is worth."""
+    """The variance of one seed that is usual among pairs of cures, and how many degrees of freedom it is worth."""
 
     variance: float
     degrees: float
 
 
 def _prior(pairs: Sequence[_Variances]) -> _Prior | None:
-    """Return the prior of the variances over seeds, after Smyth (2004), section 6.2; None for fewer than three pairs.
+    """Return the prior of the variances of one seed, after Smyth (2004), section 6.2; None for fewer than three pairs.
 
     The more alike the variances are, the more the prior counts.
     """
-    variance_P = np.array([one.seeds for one in pairs])
+    variance_P = np.array([one.seeds * one.num_seeds for one in pairs])
     if len(pairs) < 3 or not variance_P.any():
         return None
     half_P = np.array([one.num_seeds - 1 for one in pairs]) / 2

@@ -195,21 +195,23 @@ class _Accuracy:
 def _accuracy(study: Study, run: Run, label: LabelSpace) -> _Accuracy | None:
     """Return the accuracy as the paper measures it: the linear probe after the last epoch, or the best kNN vote.
 
-    A vote is the same under every protocol of the linear probe.
+    A vote is the same under every protocol of the linear probe that reads the same vectors.
     """
     if study.measure == "linear":
         probe = run.final_probe(label)
         return None if probe is None else _Accuracy(probe.linear.accuracy, probe.num_test, 1)
     probes = [
         by_label[label]
-        for of_protocol in run.readouts.values()
+        for protocol, of_protocol in run.readouts.items()
+        if protocol.reads == run.protocol.reads
         for step, by_label in of_protocol.items()
         if step > 0 and label in by_label
     ]
     votes = {probe.checkpoint_step: probe.knn.accuracy for probe in probes}
     num_test = min((probe.num_test for probe in probes), default=run.config.probe.online_num_test)
     needed = max((probe.num_train for probe in probes), default=study.num_train)
-    if run.config.probe.online_num_train >= needed and run.config.probe.online_num_test >= num_test:
+    is_logged = run.protocol.reads == "features"  # which online probes read
+    if is_logged and run.config.probe.online_num_train >= needed and run.config.probe.online_num_test >= num_test:
         votes |= run.logged(f"probe/{label}/knn")
     return _Accuracy(max(votes.values()), num_test, len(votes)) if votes else None
 

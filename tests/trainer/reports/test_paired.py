@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from trainer.reports.paired import Reading, _Prior, _prior, _Variances, difference_of, holm, mean_of, rank
+from trainer.reports.paired import Reading, _Prior, _prior, _Variances, difference_of, holm, leads_over, mean_of, rank
 
 Table = NDArray[np.bool_]
 
@@ -130,6 +130,37 @@ def test_of_equal_cures_one_is_rarely_told_from_the_best(of_seeds: float) -> Non
     assert false <= 20  # 10 are expected at the most, with a deviation of 3.1
 
 
+def test_a_cure_of_one_seed_is_rarely_told_from_equal_ones_of_three() -> None:
+    """The scatter of its seed is not 0, although it cannot be measured: it is that of the others."""
+    rng = np.random.default_rng(8)
+    false = 0
+    for _ in range(200):
+        cures = {
+            str(number): readings(table)
+            for number, table in enumerate(tables(rng, [0.0] * 6, num_samples=200, of_seeds=0.03))
+        }
+        found = rank(cures | {"0": {0: cures["0"][0]}})
+        assert found is not None
+        false += bool(found.told)
+    assert false <= 20
+
+
+@pytest.mark.parametrize("num_seeds", [1, 3])
+def test_leads_over_an_equal_base_are_rarely_told_and_a_planted_one_is(num_seeds: int) -> None:
+    rng = np.random.default_rng(9)
+    false, found = 0, 0
+    for _ in range(100):
+        base, *others = map(readings, tables(rng, [0.0] * 6 + [0.1], num_samples=300, of_seeds=0.02))
+        others[0] = {seed: one for seed, one in others[0].items() if seed < num_seeds}
+        leads = leads_over(base, {str(number): one for number, one in enumerate(others)} | {"none": {}})
+        assert list(leads) == ["0", "1", "2", "3", "4", "5"]
+        assert leads["5"].mean == pytest.approx(difference_of(others[5], base).mean)  # type: ignore[union-attr]
+        false += leads["0"].p < 0.05
+        found += leads["5"].p < 0.05
+    assert false <= 12
+    assert found >= 80
+
+
 def test_many_cures_together_tell_what_one_pair_does_not() -> None:
     """Two degrees of freedom are few: the scatter of seeds is known better from ten cures than from two."""
     rng = np.random.default_rng(6)
@@ -150,7 +181,7 @@ def test_alike_scatters_count_as_one_and_unlike_ones_as_none() -> None:
 
     def prior(variance_P: NDArray[np.float64]) -> _Prior:
         drawn_P = variance_P * rng.chisquare(4, len(variance_P)) / 4
-        found = _prior([_Variances(0, 0, variance, 0, 5, 100) for variance in drawn_P])
+        found = _prior([_Variances(0, 0, variance / 5, 0, 5, 100) for variance in drawn_P])
         assert found is not None
         return found
 

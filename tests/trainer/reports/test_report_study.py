@@ -114,6 +114,18 @@ def test_knn_tables_take_the_best_checkpoint_as_the_paper_does(tmp_path: Path) -
     assert cell.score.mean == pytest.approx(0.89)  # its kNN is 0.01 below
 
 
+def test_votes_of_the_embedding_do_not_count_for_those_of_the_features(tmp_path: Path) -> None:
+    path = study_run(tmp_path, "richness", "moco-cifar10-abcde", num_train=50_000, trained={"base": [0.5]})
+    other = probe_result("base", 8, [0.9], 1000)
+    write_json(
+        RunDir(path).probes(8) / "base-reads_embedding.json",
+        other | {"probe_config": other["probe_config"] | {"reads": "embedding"}},
+    )
+    (cell,) = [one for one in fill(study("richness"), read_runs([path])).cells.values() if one.runs]
+    assert cell.score is not None
+    assert cell.score.mean == pytest.approx(0.49)
+
+
 @pytest.mark.parametrize(("sign", "told"), [(1, " 1.00 at δ = 9 (p < 0.001)"), (-1, "−1.00 at δ = 9 (p < 0.001)")])
 def test_errors_of_pairs_are_set_beside_their_concentration(sign: int, told: str, tmp_path: Path) -> None:
     errors = {pair: 0.3 + 0.02 * number for number, pair in enumerate(reversed(PAIRS))}

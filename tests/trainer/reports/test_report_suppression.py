@@ -135,7 +135,7 @@ def test_a_label_that_is_too_hard_for_every_cure_says_nothing_about_them(
     for number, (cure, accuracy) in enumerate({"plain": 0.3, "viewmaker": best, "ceiling: base": ceiling}.items()):
         make_run(
             tmp_path,
-            factors(cure, bits=0) | {"unit": "correlation"},
+            factors(cure, bits=1) | {"unit": "correlation"},
             right={
                 "base": samples(accuracy, num_test=1000, seed=number),
                 "overlay": samples(0.7, num_test=1000, seed=number + 50),
@@ -143,13 +143,57 @@ def test_a_label_that_is_too_hard_for_every_cure_says_nothing_about_them(
             untrained={"base": samples(0.31, num_test=1000, seed=9)} if cure == "plain" else None,
         )
     (setting,) = read_benchmark(sorted(tmp_path.iterdir())).settings
-    column = column_of(setting, "0", "base")
+    column = column_of(setting, "1", "base")
     assert column.is_learnable is is_learnable
     assert ("The label may be too hard for this encoder" in sentence(column)) is not is_learnable
     assert ("the easy feature predicts the label too" in sentence(column)) == (is_learnable and ceiling < 0.5)
     report("--study", "suppression_small", tmp_path, "--out", tmp_path / "page.md")
     often = "viewmaker (1 of 1)" if is_learnable else "none"
     assert f"not told from the best: {often}." in (tmp_path / "page.md").read_text()
+
+
+@pytest.mark.parametrize(("bits", "hard"), [(0, "base"), (1, "overlay")])
+def test_a_low_ceiling_is_due_to_the_easy_feature_only_if_it_is_correlated_with_a_hard_label(
+    bits: int, hard: str, tmp_path: Path
+) -> None:
+    easy = {"base": "overlay", "overlay": "base"}[hard]
+    for number, (cure, accuracy) in enumerate({"plain": 0.5, "ceiling: base": 0.3}.items()):
+        make_run(
+            tmp_path,
+            factors(cure, bits=bits, hard=hard, easy=easy) | {"unit": "correlation"},
+            right={"base": samples(accuracy, num_test=1000, seed=number)},
+            untrained={"base": samples(0.31, num_test=1000, seed=9)} if cure == "plain" else None,
+        )
+    (setting,) = read_benchmark(sorted(tmp_path.iterdir())).settings
+    assert sentence(column_of(setting, str(bits), "base")).endswith("is not told to be above the untrained encoder.")
+
+
+def test_comparisons_of_one_seed_are_said_to_be(tmp_path: Path) -> None:
+    for cure, accuracy in (("best", 0.6), ("lower", 0.4), ("lowest", 0.2)):
+        for seed in (0, 1) if cure != "lowest" else (0,):
+            right = {"base": samples(accuracy, num_test=1000, seed=seed)}
+            make_run(tmp_path / "runs", factors(cure), seed=seed, right=right)
+        make_run(tmp_path / "runs", factors(cure, bits=5), right={"base": samples(accuracy, num_test=1000, seed=7)})
+    (setting,) = read_benchmark(sorted((tmp_path / "runs").iterdir())).settings
+    assert sentence(column_of(setting, "10", "base")).endswith(" 1 of 2 of these comparisons have one seed.")
+    assert sentence(column_of(setting, "5", "base")).endswith(" With one seed.")
+    report("--study", "suppression", tmp_path / "runs", "--out", tmp_path / "page.md")
+    assert "With one seed, intervals and comparisons hold for this seed only." in (tmp_path / "page.md").read_text()
+
+
+def test_a_hard_label_without_a_share_is_not_said_to_be_lost(tmp_path: Path) -> None:
+    """No cure reads the texture at the easiest difficulty, so nothing can be said of what is kept of it."""
+    for bits in (0, 10):
+        for number, cure in enumerate(("plain", "viewmaker")):
+            accuracies = {"base": 0.9, "texture": 0.1, "overlay": 0.9}
+            right = {
+                label: samples(accuracy, num_test=1000, seed=10 * at + number)
+                for at, (label, accuracy) in enumerate(accuracies.items())
+            }
+            make_run(tmp_path / "runs", factors(cure, bits=bits, hard="base,texture", easy="overlay"), right=right)
+    report("--study", "suppression", tmp_path / "runs", "--out", tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert "At 10 bits, 0 of 2 cures lose more than half of the hard feature; plain, viewmaker keep at least" in page
 
 
 def test_a_label_that_random_weights_read_is_not_called_too_hard(tmp_path: Path) -> None:
@@ -315,7 +359,7 @@ def test_cures_of_other_seeds_are_not_said_to_be_beaten(tmp_path: Path) -> None:
     assert "best (75.0" in sentence(column)
     assert "is ahead of 1 of 2 cures: of far below" in sentence(column)
     assert "Not told from it: above it on seed 0 (−10.0)" in sentence(column)
-    assert sentence(column).endswith("Not compared with it, because they share no seed: other seed.")
+    assert sentence(column).endswith("Not compared with it, because they share no seed: other seed. With one seed.")
 
 
 def test_the_page_says_which_settings_a_cure_changes_and_no_others(tmp_path: Path) -> None:
@@ -389,7 +433,7 @@ def test_the_monitors_do_not_see_what_the_probe_sees(tmp_path: Path) -> None:
                 make_run(home, named, seed=seed, right=right, rank_me=rank_me + number + shift)
     report("--study", "suppression", home, "--out", tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
-    assert "| RandBit: digit (hard) | −1.00 (12 points) | −1.00 (12 points) | – |" in page
+    assert "| RandBit: digit (hard) | −1.00 (6 cures) | −1.00 (6 cures) | – |" in page
     assert "accuracy on hard labels: of RankMe −1.00 to −1.00, of LiDAR −1.00 to −1.00." in page
     assert "| cure 2 | 30.0" in page[page.index("| RandBit, 10 bits | digit, % |") :].split("\n\n")[0]
 
@@ -400,6 +444,18 @@ def test_monitors_of_few_cures_are_no_order(tmp_path: Path) -> None:
         make_run(tmp_path / "runs", factors(f"cure {number}"), right=right, rank_me=10.0 + number)
     report("--study", "suppression", tmp_path / "runs", "--out", tmp_path / "page.md")
     assert "They are measured for no cure of these runs, or for too few" in (tmp_path / "page.md").read_text()
+
+
+def test_monitors_with_other_settings_than_most_are_left_out_and_named(tmp_path: Path) -> None:
+    for number in range(3):
+        path = make_run(
+            tmp_path, factors(f"cure {number}"), right={"base": samples(0.9, num_test=100, seed=0)}, rank_me=10.0
+        )
+    found = json.loads((path / "analysis" / "monitors.json").read_text())
+    write_json(path / "analysis" / "monitors.json", found | {"config": found["config"] | {"num_views": 2}})
+    gaps = read_benchmark(sorted(tmp_path.iterdir())).gaps
+    assert gaps.without_monitors == (path,)
+    assert gaps.problems == (f"The monitors of {path} were measured with other settings than most.",)
 
 
 def test_monitors_of_a_test_set_that_was_replaced_are_missing(tmp_path: Path) -> None:

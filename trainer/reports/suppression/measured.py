@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from data_pipeline.core.errors import UserError
@@ -222,6 +222,8 @@ def read_benchmark(paths: Sequence[Path], *, probes_at: Path | None = None, allo
         for run in runs
         if run not in placed
     ]
+    placed, of_other_monitors = _with_alike_monitors(placed)
+    problems += of_other_monitors
     protocols = Counter(
         protocol_of(result.probe_config)
         for run in placed
@@ -237,6 +239,20 @@ def read_benchmark(paths: Sequence[Path], *, probes_at: Path | None = None, allo
         settings.append(setting)
         problems += said
     return Benchmark(tuple(settings), _gaps(placed, settings, problems), len(placed), protocol)
+
+
+def _with_alike_monitors(runs: Sequence[StudyRun]) -> tuple[list[StudyRun], list[str]]:
+    """Return the runs with monitors of the settings of most runs only, and sentences on the others."""
+    counts = Counter(run.monitors.config for run in runs if run.monitors is not None)
+    if len(counts) < 2:
+        return list(runs), []
+    usual = max(counts, key=lambda one: counts[one])
+    kept, problems = [], []
+    for run in runs:
+        is_other = run.monitors is not None and run.monitors.config != usual
+        kept.append(replace(run, monitors=None) if is_other else run)
+        problems += [f"The monitors of {run.path} were measured with other settings than most."] if is_other else []
+    return kept, problems
 
 
 def _read(run_dir: RunDir, probes_of: RunDir, *, allow_pipe: bool) -> StudyRun:

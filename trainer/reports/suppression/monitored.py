@@ -26,11 +26,11 @@ _LEAST_CURES: Final = 5  # at a difficulty
 
 @dataclass(frozen=True)
 class Correlation:
-    """A rank correlation over `num` points, each a cure at a difficulty, with its p-value."""
+    """A rank correlation over cures, with its p-value."""
 
     value: float
     p: float
-    num: int
+    num_cures: int
 
 
 def monitors_of(setting: Setting, difficulty: str, cure: str) -> list[Monitors]:
@@ -53,27 +53,27 @@ def monitored_difficulty(setting: Setting) -> str | None:
 def monitor_correlation(setting: Setting, monitor: str, label: LabelSpace) -> Correlation | None:
     """Return the rank correlation of a monitor with the accuracy over the cures, within each difficulty.
 
-    Cures are means over seeds, and are ranked within their difficulty. Of alpha-ReQ, the nearness to 1 is ranked.
-    Difficulties with fewer than five cures are left out; None if all are, or if all cures have one rank.
+    Cures are means over seeds, and are ranked within their difficulty. Of alpha-ReQ, the nearness to 1 is ranked. A
+    cure has nearly the same rank at each difficulty, so it counts once in the p-value. Difficulties with fewer than
+    five cures are left out; None if all are, or if all cures have one rank.
     """
     ranks: tuple[list[float], list[float]] = ([], [])
-    num_difficulties = 0
+    measured: set[str] = set()
     for difficulty in setting.difficulties:
-        pairs = [
-            pair for cure in setting.cures if (pair := _means(setting, difficulty, cure, monitor, label)) is not None
-        ]
+        means = {cure: _means(setting, difficulty, cure, monitor, label) for cure in setting.cures}
+        pairs = {cure: pair for cure, pair in means.items() if pair is not None}
         if len(pairs) < _LEAST_CURES:
             continue
-        num_difficulties += 1
-        for of_all, values in zip(ranks, zip(*pairs, strict=True), strict=True):
+        measured |= pairs.keys()
+        for of_all, values in zip(ranks, zip(*pairs.values(), strict=True), strict=True):
             of_all += list((stats.rankdata(values) - (len(pairs) + 1) / 2) / len(pairs))
     seen_N, accuracy_N = np.array(ranks)
-    freedom = len(seen_N) - num_difficulties - 1
-    if freedom < 1 or not seen_N.any() or not accuracy_N.any():
+    if not seen_N.any() or not accuracy_N.any():
         return None
     value = float(seen_N @ accuracy_N / math.sqrt((seen_N @ seen_N) * (accuracy_N @ accuracy_N)))
+    freedom = len(measured) - 2
     t = value * math.sqrt(freedom / max(1 - value**2, 1e-12))
-    return Correlation(value, float(2 * stats.t.sf(abs(t), freedom)), len(seen_N))
+    return Correlation(value, float(2 * stats.t.sf(abs(t), freedom)), len(measured))
 
 
 def _means(setting: Setting, difficulty: str, cure: str, monitor: str, label: LabelSpace) -> tuple[float, float] | None:

@@ -83,7 +83,7 @@ def make_page(benchmark: Benchmark, *, study: str, paths: Sequence[Path]) -> Pag
 
 
 def _introduction(benchmark: Benchmark) -> list[Block]:
-    has_single = any(len(setting.seeds) == 1 for setting in benchmark.settings)
+    num_seeds = [len(runs) for setting in benchmark.settings for runs in setting.cells.values() if runs]
     num_measured = sum(len(runs) for setting in benchmark.settings for runs in setting.cells.values())
     protocol = "" if benchmark.protocol is None else f" The probe: {describe_protocol(benchmark.protocol)}."
     return [
@@ -101,8 +101,8 @@ def _introduction(benchmark: Benchmark) -> list[Block]:
         Text(
             [
                 "chance: one over the number of classes that the samples have.",
-                "untrained: the probe on random weights. An encoder that is not above it has learned nothing about the "
-                "label.",
+                "untrained: the probe on random weights. An encoder that is not told to be above it may have learned "
+                "nothing about the label.",
                 "raw pixels: the probe without an encoder.",
                 "ceiling: the same encoder, trained with the label in the same steps. It is no upper bound: it can "
                 "learn a few samples by heart, or take a correlated easy feature for the label, and then a cure may be "
@@ -116,7 +116,7 @@ def _introduction(benchmark: Benchmark) -> list[Block]:
         ),
         text(
             f"{num_measured} of {benchmark.num_runs} runs are measured, with {_seeds(benchmark.settings)}.{protocol}"
-            + (" With one seed, intervals and comparisons hold for this seed only." if has_single else "")
+            + (" With one seed, intervals and comparisons hold for this seed only." if 1 in num_seeds else "")
         ),
     ]
 
@@ -189,8 +189,8 @@ def _overview(columns: Columns, settings: Sequence[Setting], cures: Sequence[str
     blocks.append(
         text(
             "Linear probe, test accuracy in %, mean over seeds, each setting at its middle difficulty. Bold: the "
-            "highest mean. ≈: not told from it. ○: not above the untrained encoder. Rows by their mean lead over the "
-            "other cures on the hard labels."
+            "highest mean. ≈: not told from it. ○: not told to be above the untrained encoder. Rows by their mean lead "
+            "over the other cures on the hard labels."
         )
     )
     if hard:
@@ -316,18 +316,22 @@ def _share(share: float | None) -> Cell:
 def _who_keeps_both(
     setting: Setting, shares: Mapping[tuple[str, LabelSpace, str], float | None], difficulty: str
 ) -> str:
-    def keeps(cure: str, least: float, labels: Sequence[LabelSpace]) -> bool:
-        return all((share := shares[cure, label, difficulty]) is not None and share >= least for label in labels)
+    """Return a sentence on the cures of which a hard label is measured; shares that are None count for nothing."""
+
+    def least_kept(cure: str, labels: Sequence[LabelSpace]) -> float | None:
+        return min((one for label in labels if (one := shares[cure, label, difficulty]) is not None), default=None)
 
     where = setting.with_unit(difficulty)
-    measured = [
-        cure for cure in setting.cures if any(shares[cure, label, difficulty] is not None for label in setting.hard)
-    ]
-    if not measured:
+    of_hard = {cure: share for cure in setting.cures if (share := least_kept(cure, setting.hard)) is not None}
+    if not of_hard:
         return f"At {where}: not measured."
-    lost = [cure for cure in measured if not keeps(cure, LOST, setting.hard)]
-    both = [cure for cure in measured if keeps(cure, KEPT, setting.labels)]
-    told = f"At {where}, {len(lost)} of {len(measured)} cures lose more than half of the hard feature"
+    lost = [cure for cure, share in of_hard.items() if share < LOST]
+    both = [
+        cure
+        for cure, share in of_hard.items()
+        if share >= KEPT and (of_easy := least_kept(cure, setting.easy)) is not None and of_easy >= KEPT
+    ]
+    told = f"At {where}, {len(lost)} of {len(of_hard)} cures lose more than half of the hard feature"
     least = f"at least {100 * KEPT:.0f} % of both features"
     if not both:
         return f"{told}; none keeps {least}."
@@ -448,7 +452,7 @@ def _monitors(benchmark: Benchmark, order: Sequence[str]) -> list[Block]:
             ],
             caption="Over the cures, within each difficulty. 1 would mean that the monitor orders them as the accuracy "
             "does. RankMe and LiDAR are said to be high for good features, and alpha-ReQ to be near 1: its nearness to "
-            "1 is ranked. Bold: positive, and not chance for a single test.",
+            "1 is ranked. Bold: positive, and not chance for a single test over the cures.",
         ),
     ]
     return blocks + [_monitor_table(setting, at[setting.name], order) for setting in settings]
@@ -461,7 +465,9 @@ def _signed(value: float) -> str:
 def _correlation(found: Correlation | None) -> Cell:
     if found is None:
         return Cell(NONE)
-    return Cell(f"{_signed(found.value)} ({found.num} points)", "best" if found.value > 0 and found.p < LEVEL else "")
+    return Cell(
+        f"{_signed(found.value)} ({found.num_cures} cures)", "best" if found.value > 0 and found.p < LEVEL else ""
+    )
 
 
 def _monitor_table(setting: Setting, difficulty: str, order: Sequence[str]) -> Table:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainer.probes.features import LabelSpace
-from trainer.reports.paired import LEVEL, Estimate, Ranking, Reading, difference_of, holm, mean_of, rank
-from trainer.reports.suppression.measured import Setting
+from trainer.reports.paired import LEVEL, Estimate, Ranking, Reading, holm, leads_over, mean_of, rank
+from trainer.reports.suppression.measured import CEILING, Setting, number_of
 
 Mark = Literal["best", "tied", "lower", ""]
 
@@ -71,8 +71,8 @@ def column_of(setting: Setting, difficulty: str, label: LabelSpace) -> Column:
     readings = {cure: of_cure for cure, of_cure in readings.items() if of_cure}
     untrained, ceiling = setting.untrained(difficulty, label), setting.ceiling(difficulty, label)
     pixels = setting.pixels(difficulty, label)
-    leads = {cure: difference_of(of_cure, untrained) for cure, of_cure in readings.items()}
-    learned = difference_of(ceiling, untrained)
+    leads = leads_over(untrained, {**readings, CEILING: ceiling})
+    learned = leads.pop(CEILING, None)
     ceiling_is_above = None if learned is None else _is_told_above(learned)
     return Column(
         setting=setting,
@@ -84,9 +84,7 @@ def column_of(setting: Setting, difficulty: str, label: LabelSpace) -> Column:
         pixels=mean_of(list(pixels.values())) if pixels else None,
         ceiling=mean_of(list(ceiling.values())) if ceiling else None,
         chance=setting.chance(difficulty, label),
-        not_above_floor=tuple(cure for cure, lead in leads.items() if lead is not None and not _is_told_above(lead))
-        if untrained
-        else None,
+        not_above_floor=tuple(cure for cure, lead in leads.items() if not _is_told_above(lead)) if untrained else None,
         ceiling_is_above=ceiling_is_above,
         is_learnable=ceiling_is_above or _one_is_told_above(leads.values()) if ceiling_is_above is not None else None,
     )
@@ -96,9 +94,9 @@ def _is_told_above(lead: Estimate) -> bool:
     return lead.mean > 0 and lead.p < LEVEL
 
 
-def _one_is_told_above(leads: Iterable[Estimate | None]) -> bool:
+def _one_is_told_above(leads: Iterable[Estimate]) -> bool:
     """Return whether the best of some leads is told to be positive, after Holm's correction over all of them."""
-    found = [lead for lead in leads if lead is not None]
+    found = list(leads)
     return any(lead.mean > 0 and p < LEVEL for lead, p in zip(found, holm([lead.p for lead in found]), strict=True))
 
 
@@ -116,7 +114,17 @@ def sentence(column: Column) -> str:
             why = "That one reads most of the label already, so the label says nothing about cures."
         nobody = f"neither the ceiling ({shown(column.ceiling)} %) nor a cure is told to be above the untrained encoder"
         return f"{what}: {nobody}. {why}"
-    return f"{what}: {_comparison(column, ranking)}{_of_a_low_ceiling(column)}"
+    return f"{what}: {_comparison(column, ranking)}{_of_few_seeds(ranking)}{_of_a_low_ceiling(column)}"
+
+
+def _of_few_seeds(ranking: Ranking) -> str:
+    """Return a sentence if the best shares a single seed with another cure; else nothing."""
+    num_single = sum(rival.lead.num_seeds == 1 for rival in ranking.rivals)
+    if not num_single:
+        return ""
+    if num_single == len(ranking.rivals):
+        return " With one seed."
+    return f" {num_single} of {len(ranking.rivals)} of these comparisons have one seed."
 
 
 def _of_a_low_ceiling(column: Column) -> str:
@@ -124,7 +132,8 @@ def _of_a_low_ceiling(column: Column) -> str:
     if column.ceiling is None or column.ceiling_is_above is not False:
         return ""
     told = f" The ceiling ({shown(column.ceiling)} %) is not told to be above the untrained encoder"
-    if column.setting.unit == "correlation":
+    is_correlated = column.setting.unit == "correlation" and bool(number_of(column.difficulty))
+    if is_correlated and column.label in column.setting.hard:
         return f"{told}: in the correlated train set, the easy feature predicts the label too."
     return f"{told}."
 
