@@ -187,6 +187,7 @@ def _probe_together(arguments: argparse.Namespace, run_dirs: Sequence[RunDir], *
     from trainer.probe_side_by_side import probe_side_by_side, side_by_side_table
 
     others = ["step", "all_steps", "missing", "untrained", "pixels", "at_a_time", "out", "views", "batch_norm", "reads"]
+    others += ["memory_gigabytes", "scratch"]
     given = [name for name in others if getattr(arguments, name) is not None and getattr(arguments, name) is not False]
     given += ["overlay_draws"] if arguments.overlay_draws > 1 else []
     if given:
@@ -194,7 +195,12 @@ def _probe_together(arguments: argparse.Namespace, run_dirs: Sequence[RunDir], *
     if world_size() > 1:
         raise UserError("--side-by-side probes in one process; start it without torchrun")
     found = probe_side_by_side(
-        run_dirs, labels=arguments.label, num_epochs=arguments.epochs, device=device, allow_pipe=arguments.allow_pipe
+        run_dirs,
+        labels=arguments.label,
+        num_epochs=arguments.epochs,
+        device=device,
+        allow_shared=arguments.allow_shared,
+        allow_pipe=arguments.allow_pipe,
     )
     print(side_by_side_table(found))
 

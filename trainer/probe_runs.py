@@ -21,8 +21,8 @@ from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.storage.manifest import Manifest
 from trainer.checkpoint.run_state import other_data
-from trainer.config import read_run_config
-from trainer.data import read_agreed_manifests, read_manifests
+from trainer.config import RunConfig, read_run_config
+from trainer.data import Manifests, read_agreed_manifests, read_manifests
 from trainer.distributed.collectives import broadcast_object, on_first_rank, rank
 from trainer.modules import TrainedModules
 from trainer.observability.wandb_run import summarize
@@ -85,16 +85,9 @@ def probe_run(
         chosen = checkpoint_steps(run_dir) if steps == "all" else [None if steps is None else int(steps)]
         return [0, *chosen] if untrained else chosen
 
-    def count_shared() -> int | None:
-        shared = find_shared(config.data, train=manifests.train, test=manifests.test)
-        allowed = config.probe.allow_shared if allow_shared is None else allow_shared
-        if (said := check_shared(shared, config.data, allowed=allowed)) is not None:
-            print(said, file=sys.stderr)
-        return None if shared is None else shared.num_shared
-
     chosen = broadcast_object(on_first_rank(check)) or []
     modules = _load(run_dir, chosen[-1])  # before the data are read, in case the run has no checkpoint
-    num_shared = broadcast_object(on_first_rank(count_shared))
+    num_shared = broadcast_object(on_first_rank(lambda: count_shared(config, manifests, allowed=allow_shared)))
     if rank() == 0 and (said := option_difference(manifests.probed, manifests.test)) is not None:
         print(f"warning: {said}; the accuracies measure this difference too", file=sys.stderr)
     data = config.data
@@ -388,15 +381,17 @@ def runs_table(paths: Sequence[Path], of_runs: Sequence[Mapping[LabelSpace, Prob
         if len(of_arm) == 1:
             continue
         lines.append(f"mean over {', '.join(map(str, of_arm))}:")
-        for space in next(iter(of_arm.values())):
+        for space in dict.fromkeys(space for results in of_arm.values() for space in results):
+            of_space = [results[space] for results in of_arm.values() if space in results]
+            if len(of_space) == 1:
+                continue
             linear, knn = (
-                spread([getattr(results[space], method).accuracy for results in of_arm.values()])
-                for method in ("linear", "knn")
+                spread([getattr(result, method).accuracy for result in of_space]) for method in ("linear", "knn")
             )
             assert linear is not None
             assert knn is not None
             lines.append(
-                f"label_{space}, {len(of_arm)} runs: linear {100 * linear.mean:.1f} ± {100 * linear.deviation:.1f}, "
+                f"label_{space}, {len(of_space)} runs: linear {100 * linear.mean:.1f} ± {100 * linear.deviation:.1f}, "
                 f"kNN {100 * knn.mean:.1f} ± {100 * knn.deviation:.1f}"
             )
     return "\n".join(lines) or "no two runs have the same configuration and dataset, so there is no mean over runs"
@@ -422,6 +417,18 @@ def _load(run_dir: RunDir, step: int | None) -> TrainedModules:
     modules = on_first_rank(lambda: load_modules(run_dir, step=step))
     found = broadcast_object(None if modules is None else modules.step)
     return load_modules(run_dir, step=found) if modules is None else modules
+
+
+def count_shared(config: RunConfig, manifests: Manifests, *, allowed: float | None) -> int | None:
+    """Return how many test samples are in the train set too, and print a warning if some are; None if it is unknown.
+
+    `allowed` replaces the share in the config if it is given. Raises `UserError` if more are shared.
+    """
+    shared = find_shared(config.data, train=manifests.train, test=manifests.test)
+    share = config.probe.allow_shared if allowed is None else allowed
+    if (said := check_shared(shared, config.data, allowed=share)) is not None:
+        print(said, file=sys.stderr)
+    return None if shared is None else shared.num_shared
 
 
 def warn_of_other_data(modules: TrainedModules, *, train: Manifest, test: Manifest) -> None:

@@ -20,7 +20,7 @@ from trainer.config import RunConfig, read_run_config
 from trainer.data import Manifests, read_manifests
 from trainer.models.encoder import Encoder
 from trainer.pretrained import load_modules
-from trainer.probe_runs import warn_of_other_data
+from trainer.probe_runs import count_shared, warn_of_other_data
 from trainer.probes.any_encoder import Accuracy, probe
 from trainer.run_dir import RunDir
 
@@ -54,22 +54,24 @@ def probe_side_by_side(
     labels: Sequence[str] | None = None,
     num_epochs: int | None = None,
     device: torch.device,
+    allow_shared: float | None = None,
     allow_pipe: bool = False,
 ) -> dict[str, dict[str, Accuracy]]:
     """Return the accuracies of each run, by its path, and of all side by side, by "side by side"; each by label.
 
     The encoders are those of the newest checkpoints. The probe is that of the first run, without views.
 
-    labels, num_epochs: replace those of the first run's probe.
+    labels, num_epochs, allow_shared: replace those of the first run's probe.
     allow_pipe: as in `read_config`.
 
     Prints a warning if a run was trained on other data. Raises `UserError` for fewer than two runs, or if the runs do
-    not have the same train and test sets.
+    not have the same train and test sets, or if these share too many samples.
     """
     if len(run_dirs) < 2:
         raise UserError(f"--side-by-side joins the features of two runs or more, and {len(run_dirs)} is given")
     configs = [read_run_config(run_dir, allow_pipe=allow_pipe) for run_dir in run_dirs]
     data, manifests = configs[0].data, _read_same_manifests(run_dirs, configs)
+    count_shared(configs[0], manifests, allowed=allow_shared)
     changes: dict[str, object] = {"views": "none", "batch_norm": "eval"}
     changes |= {} if num_epochs is None else {"num_epochs": num_epochs}
     config = configs[0].probe.model_copy(update=changes)

@@ -14,7 +14,7 @@ import trainer.probe
 from data_pipeline.core.errors import UserError
 from data_pipeline.storage.manifest import load_manifest
 from tests.commands import Done, call
-from tests.tiny_data import write_tiny_pair
+from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from tests.trainer.probes.test_probe_command import make_run
 from trainer.pretrained import load_encoder
 from trainer.probe_side_by_side import TOGETHER, SideBySide, probe_side_by_side
@@ -122,6 +122,15 @@ def test_a_run_that_was_trained_on_other_data_is_named(
     assert "0" * 12 in warning
 
 
+def test_a_test_set_that_shares_samples_with_the_train_set_is_refused(tmp_path: Path) -> None:
+    train = write_tiny_dataset(tmp_path / "data" / "train", num_samples=40)
+    (tmp_path / "data" / "test").symlink_to(train)
+    both = [make_run(tmp_path / name, tmp_path / "data") for name in ("a", "b")]
+    with pytest.raises(UserError, match="of the test samples"):
+        probe_side_by_side(both, device=CPU)
+    probe_side_by_side(both, num_epochs=1, allow_shared=1.0, device=CPU)
+
+
 def test_what_cannot_be_joined_is_one_sentence(
     tmp_path: Path, runs: list[RunDir], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,7 +139,13 @@ def test_what_cannot_be_joined_is_one_sentence(
         probe_side_by_side([runs[0], other], device=CPU)
     with pytest.raises(UserError, match="two runs or more, and 1 is given"):
         probe_side_by_side(runs[:1], device=CPU)
-    for words in (("--step", "0"), ("--missing",), ("--overlay-draws", "2"), ("--reads", "embedding")):
+    for words in (
+        ("--step", "0"),
+        ("--missing",),
+        ("--overlay-draws", "2"),
+        ("--reads", "embedding"),
+        ("--scratch", "x"),
+    ):
         done = command(*(run.path for run in runs), *words, monkeypatch=monkeypatch, capsys=capsys)
         assert done.status == 2
         assert f"--side-by-side cannot be used with {words[0]};" in done.stderr

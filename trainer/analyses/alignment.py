@@ -223,7 +223,6 @@ def _unit_vectors(loaded: LoadedRun, pooled_BC: Tensor) -> dict[Space, Tensor]:
 def _figure(result: AlignmentResult, u_NVD: Tensor) -> bytes:
     """Draw distances within and between samples, R over epsilon, and inner products of the class centres."""
     embedding = result.spaces["embedding"]
-    label = list(embedding.labels)[-1]
     figure = Figure(figsize=(13, 3.9), layout="constrained")
     within, curve, heat = figure.subplots(1, 3, width_ratios=(1.2, 1, 1.1))
     bins = np.linspace(0, 2, 41)
@@ -245,7 +244,11 @@ def _figure(result: AlignmentResult, u_NVD: Tensor) -> bytes:
     curve.legend(frameon=False, fontsize=9)
     for axes in (within, curve):
         axes.spines[["top", "right"]].set_visible(False)
-    centres = embedding.labels[label]
+    if not embedding.labels:
+        heat.set_axis_off()
+        heat.set_title("no labels, so no class centres", fontsize=10)
+        return to_png(figure)
+    label, centres = list(embedding.labels.items())[-1]
     image = heat.imshow(
         np.asarray([drawn(products) for products in centres.centre_products]), vmin=-1, vmax=1, cmap="RdBu_r"
     )

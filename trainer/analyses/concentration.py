@@ -46,8 +46,8 @@ class ConcentrationConfig(Schema):
     """The settings of the analysis of concentration."""
 
     num_per_class: Annotated[int, Field(ge=2, le=10**6)] = Field(50, description="The pictures of each class.")
-    num_views: Annotated[int, Field(ge=1, le=10**6)] = Field(
-        30, description="The views of each picture, besides the picture itself."
+    num_views: Annotated[int, Field(ge=2, le=10**6)] = Field(
+        30, description="The views of each picture. The picture itself is the first."
     )
     deltas: Annotated[tuple[PositiveFactor, ...], Field(min_length=1, max_length=1_000)] = Field(
         (8.0, 9.0, 10.0, 12.0),

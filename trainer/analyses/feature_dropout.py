@@ -145,11 +145,10 @@ def analyze_feature_dropout(
     if not set.intersection(*(set(judge.heads.by_label) for judge in judges)):
         raise UserError("the runs were not probed for a common label; run `python -m trainer.probe` on each of them")
     rows_N, index_N, name = _examples(first, config)
-    uniform = uniform_dips(len(rows_N), num_draws=config.num_uniform_samples, seed=first.seed)
     runs, judgements = [], []
     with Progress("views judged", total=len(judges) * len(rows_N)) as progress:
         for policy in judges:
-            run, judged = _judge(policy, judges, rows_N, index_N, config, uniform, seed=first.seed, progress=progress)
+            run, judged = _judge(policy, judges, rows_N, index_N, config, seed=first.seed, progress=progress)
             runs.append(run)
             judgements += judged
     result = FeatureDropoutResult(
@@ -220,7 +219,6 @@ def _judge(
     rows_N: Tensor,
     index_N: Tensor,
     config: FeatureDropoutConfig,
-    uniform: Floats,
     *,
     seed: int,
     progress: Progress,
@@ -255,6 +253,7 @@ def _judge(
 
     def probabilities(head: LinearHead, features_NF: Tensor, label_N: Tensor) -> Probabilities:
         probability_N = right_class_probability(head, features_NF, label_N).cpu().numpy()
+        uniform = uniform_dips(len(probability_N), num_draws=config.num_uniform_samples, seed=seed)
         return describe(probability_N, num_bins=config.num_bins, uniform_dips_D=uniform)
 
     change = mean_change(torch.cat(changes).cpu(), torch.cat(masks)) if masks else Change(0.0, None, None)
@@ -329,7 +328,7 @@ def _figure(result: FeatureDropoutResult) -> bytes:
             if row == len(names) - 1:
                 axes.set_xlabel("probability of the right class")
             if column == 0:
-                axes.set_ylabel(f"views of\n{views_of}\nshare of {result.num_examples}", fontsize=9)
+                axes.set_ylabel(f"views of\n{views_of}\nshare of examples", fontsize=9)
     every = [judgement.probabilities for judgement in result.judgements]
     every += [run.without_views[spaces[-1]] for run in result.runs]
     top = max((share for one in every for share in one.histogram if share is not None), default=1.0)

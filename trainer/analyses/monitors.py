@@ -159,7 +159,7 @@ def _plain(loaded: LoadedRun, rows_N: Tensor) -> dict[Space, Tensor]:
     """Return the vectors of samples without views in every space, (N, D)."""
     encoder = loaded.modules.encoder
     with frozen(encoder):
-        pooled_NC = extract(encoder.pooled, loaded.test.images_NCHW[rows_N], device=loaded.device)
+        pooled_NC = extract(encoder.pooled, loaded.test.images(rows_N), device=loaded.device)
         return _in_spaces(loaded, pooled_NC.to(loaded.device))
 
 

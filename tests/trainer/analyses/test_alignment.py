@@ -25,7 +25,7 @@ from trainer.analyses.alignment import (
     nearest_centre,
     share_apart,
 )
-from trainer.analyses.loaded_run import AnalysisOptions
+from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun
 
 
 def random_views(seed: int, *, num: int = 30, num_views: int = 4) -> torch.Tensor:
@@ -87,6 +87,16 @@ def test_planted_classes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert base.divergence < drops.labels["overlay"].divergence  # type: ignore[operator]
     assert keeps.labels["overlay"].class_names == ("low", "middle", "high")
     assert base.nearest_centre_accuracy > 0.8
+
+
+def test_without_labels_there_are_no_class_centres(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=20, num_test=12))
+    monkeypatch.setattr(LoadedRun, "label_spaces", lambda loaded: ())
+    png_path, json_path = analyze_alignment(
+        run_dir, config=AlignmentConfig(num_views=2), options=AnalysisOptions(step=0)
+    )
+    assert AlignmentResult.parse(json.loads(json_path.read_text()), where="").spaces["pooled"].labels == {}
+    assert Image.open(png_path).size[0] > 1000
 
 
 def test_real_encoders_of_sounds(tmp_path: Path) -> None:

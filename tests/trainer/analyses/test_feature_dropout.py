@@ -6,14 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 from configs import debug
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import drawn
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.analyses.planted import DropBottom, plant, write_run
+from trainer.analyses import feature_dropout
 from trainer.analyses.classifier import NUM_QUICK_EPOCHS, QUICK_FIT, fit_quickly, heads_of
 from trainer.analyses.dip import uniform_dips
 from trainer.analyses.feature_dropout import (
@@ -25,7 +28,7 @@ from trainer.analyses.feature_dropout import (
 )
 from trainer.analyses.loaded_run import AnalysisOptions, load_run
 from trainer.probe_runs import probe_run
-from trainer.probes.features import read_pictures
+from trainer.probes.features import Pictures, read_pictures
 from trainer.probes.heads import Heads, read_heads, write_heads
 from trainer.probes.linear import LinearHead, probe_linear
 from trainer.probes.targets import label_targets
@@ -106,6 +109,28 @@ def test_planted_dropout_is_found(data: Path, tmp_path: Path, monkeypatch: pytes
     assert drops.selectivity_object == pytest.approx(2.0)  # the object is half of the picture
     assert keeps.selectivity_object is None  # nothing is changed at all
     assert Image.open(paths[0]).size[0] > 600
+
+
+def test_a_dip_is_compared_with_dips_of_as_many_labelled_samples(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = plant_two_runs(data, tmp_path, monkeypatch, DropBottom(0.5))
+    sizes = []
+
+    def noted(num: int, *, num_draws: int, seed: int) -> NDArray[np.float64]:
+        sizes.append(num)
+        return uniform_dips(num, num_draws=num_draws, seed=seed)
+
+    def labels(pictures: Pictures, space: str) -> torch.Tensor:
+        label_N = pictures.by_label[space].clone()
+        if space == "overlay":
+            label_N[::3] = NO_LABEL
+        return label_N
+
+    monkeypatch.setattr(feature_dropout, "uniform_dips", noted)
+    monkeypatch.setattr(Pictures, "labels", labels)
+    analyze_feature_dropout(runs, config=CONFIG, options=AnalysisOptions())
+    assert set(sizes) == {NUM_TEST, NUM_TEST * 2 // 3}
 
 
 def test_all_views_may_be_of_one_sample(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

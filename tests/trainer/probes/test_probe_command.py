@@ -333,6 +333,8 @@ def test_runs_that_differ_by_their_seed_alone_have_a_mean_and_a_deviation(
     paths = [run.path for run in runs]
     results = [{"base": read_result(path / "probes" / "step_00000010" / "base.json")} for path in paths]
     assert runs_table(paths, results).startswith("mean over")
+    more = {"overlay": read_result(paths[0] / "probes" / "step_00000010" / "overlay.json")}
+    assert runs_table(paths, [results[0] | more, *results[1:]]) == runs_table(paths, results), "two lack the label"
     (paths[0] / "provenance.json").write_text(json.dumps({"train_manifest_sha256": "c" * 64}))
     replaced = f"mean over {paths[1]}, {paths[2]}:"
     assert runs_table(paths, results).startswith(replaced), "the first was trained on other data"
