@@ -34,9 +34,8 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from data_pipeline.core.random_crop import Crop
-from data_pipeline.sources.picture_file import FORMATS, open_picture, to_rgb, without_warnings
+from data_pipeline.sources.picture_file import FORMATS, exif_orientation, open_picture, to_rgb
 
-_ORIENTATION: Final = 0x0112  # the number of the EXIF tag
 # For each EXIF orientation: whether the rows, then the columns of the stored picture are reversed, and whether they are
 # exchanged after that, to make it upright.
 _TURNS: Final = {
@@ -188,7 +187,7 @@ def _read_header(file: memoryview) -> _Header:
     ):
         return _Header(frame.height, frame.width, orientation=1, is_plain_jpeg=True)
     with _reasons(), open_picture(io.BytesIO(file)) as picture:
-        return _Header(picture.height, picture.width, _orientation(picture), is_plain_jpeg=frame is not None)
+        return _Header(picture.height, picture.width, exif_orientation(picture), is_plain_jpeg=frame is not None)
 
 
 def _plain_jpeg_frame(file: memoryview) -> _Frame | None:
@@ -221,19 +220,6 @@ def _may_turn(metadata: bytes) -> bool:
     """
     others = _ORIENTATION_OF_1.sub(b"", metadata)
     return any(mark in others for mark in (b"\x01\x12", b"\x12\x01", b"tiff:Orientation"))
-
-
-def _orientation(picture: Image.Image) -> int:
-    """Return the EXIF orientation by which a picture still has to be turned; 1 if its metadata are damaged."""
-    if picture.format == "TIFF":
-        return 1  # Pillow turns the pixels itself
-    try:
-        with without_warnings():
-            # PNG's own method decodes all pixels to find what comes after them.
-            orientation = Image.Image.getexif(picture).get(_ORIENTATION)
-    except Exception:  # Pillow raises many kinds
-        return 1
-    return orientation if orientation in _TURNS else 1
 
 
 @contextmanager

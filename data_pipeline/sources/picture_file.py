@@ -19,12 +19,23 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from data_pipeline.core.errors import UserError
 
 FORMATS: Final = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 
+_ORIENTATION: Final = 0x0112  # the number of the EXIF tag
+# What makes a stored picture upright, for each EXIF orientation other than 1.
+_UPRIGHT: Final = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 _WARNINGS: Final = threading.Lock()  # all threads share the filters of warnings
 _BACKGROUND: Final = (255, 255, 255)
 _16_BITS_IN_INT32: Final = frozenset({"PNG", "PPM"})  # older versions of Pillow read 16 bits of grey as 32 in these
@@ -41,15 +52,19 @@ def read_rgb(path: Path) -> Image.Image:
     try:
         with open_picture(path) as picture:
             picture.load()
-            ImageOps.exif_transpose(picture, in_place=True)
-            return to_rgb(picture)
+            turn = _UPRIGHT.get(exif_orientation(picture))
+            rgb = to_rgb(picture)
+            return rgb if turn is None else rgb.transpose(turn)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise UserError(
             f"{path} unpacks to more than {Image.MAX_IMAGE_PIXELS:,} pixels, which is too large; make it smaller or "
             "remove it"
         ) from None
-    except (OSError, SyntaxError, ValueError) as error:
-        raise UserError(f"{path} does not decode as a picture ({error}); mend or remove it") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow raises nearly every kind for a damaged file
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{path} does not decode as a picture ({reason}); mend or remove it") from None
 
 
 def to_rgb(picture: Image.Image) -> Image.Image:
@@ -77,6 +92,19 @@ def open_picture(file: Path | BinaryIO) -> Image.Image:
     with without_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         return Image.open(file, formats=FORMATS)
+
+
+def exif_orientation(picture: Image.Image) -> int:
+    """Return the EXIF orientation by which a picture still has to be turned; 1 if its metadata are damaged."""
+    if picture.format == "TIFF":
+        return 1  # Pillow turns the pixels itself
+    try:
+        with without_warnings():
+            # PNG's own method decodes all pixels to find what comes after them.
+            found = Image.Image.getexif(picture).get(_ORIENTATION)
+    except Exception:  # Pillow raises many kinds
+        return 1
+    return found if found in _UPRIGHT else 1
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -44,6 +45,35 @@ def test_a_picture_stands_upright_as_its_camera_noted(orientation: int, suffix: 
     expected = UPRIGHT[orientation](stored)
     assert seen.shape == expected.shape
     assert np.abs(seen - expected).max() <= (8 if suffix == "jpg" else 0)
+
+
+@pytest.mark.parametrize(
+    ("tag", "kind", "count", "value"),
+    [(256, 9, 1, struct.pack("<i", -5)), (257, 2, 4, b"abc\0"), (282, 2, 4, b"abc\0")],
+    ids=["a negative width", "a height in words", "a resolution in words"],
+)
+def test_a_picture_is_turned_whatever_its_other_exif_tags_hold(
+    tag: int, kind: int, count: int, value: bytes, tmp_path: Path
+) -> None:
+    """Pillow reads these tags, but cannot write them."""
+    entries = sorted([(0x0112, 3, 1, struct.pack("<HH", 6, 0)), (tag, kind, count, value)])
+    directory = struct.pack("<H", len(entries)) + b"".join(struct.pack("<HHI4s", *entry) for entry in entries)
+    exif = b"Exif\0\0" + b"II*\0" + struct.pack("<I", 8) + directory + bytes(4)
+    Image.new("RGB", (40, 20)).save(tmp_path / "x.jpg", exif=exif)
+    assert read_rgb(tmp_path / "x.jpg").size == (20, 40)
+
+
+@pytest.mark.parametrize("error", [struct.error("unpack needs\n4 bytes"), TypeError("4 bytes"), KeyError("4 bytes")])
+def test_every_error_of_pillow_names_the_file(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.fromarray(CORNERS).save(tmp_path / "x.png")
+    monkeypatch.setattr(Image.Image, "convert", Mock(side_effect=error))
+    with pytest.raises(UserError, match=r"x\.png does not decode as a picture \(.*4 bytes'?\); mend or remove it"):
+        read_rgb(tmp_path / "x.png")
+    monkeypatch.setattr(Image.Image, "convert", Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        read_rgb(tmp_path / "x.png")
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "LA", "1", "CMYK", "YCbCr"])
