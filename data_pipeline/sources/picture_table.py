@@ -10,6 +10,7 @@ An empty cell means that the picture does not have this label. The label `base` 
 from __future__ import annotations
 
 import csv
+import logging
 from collections import Counter
 from pathlib import Path
 from typing import Final
@@ -29,9 +30,12 @@ from data_pipeline.sources.folder import (
     picture_digests,
 )
 
+logger = logging.getLogger(__name__)
+
 FILE_COLUMN: Final = "file"
 SPLIT_COLUMN: Final = "split"
 _SPLITS: Final = ("train", "test")
+_NUM_NAMED: Final = 10  # splits in a message
 
 
 class PictureTable:
@@ -117,17 +121,16 @@ class PictureTable:
         seed: int,
     ) -> NDArray[np.bool_]:
         """Return whether each picture of the table is in `split`, (N,) bool."""
+        mend = "write"
         if splits is None and any((self.root / name).is_dir() for name in _SPLITS):
-            splits = [Path(name).parts[0] for name in self._files]
+            splits, mend = [_first_folder(name) for name in self._files], "rename that folder to"
         if splits is not None:
             if test_share is not None:
                 raise UserError(
                     f"{self._table} or the folders of {self.root} say which split a picture is in, so it takes no "
                     "--test-share; leave it out"
                 )
-            if split not in splits:
-                found = ", ".join(sorted(set(splits))[:10])
-                raise UserError(f"{self._table} has no picture in the split {split}, only in {found}; name one {split}")
+            self._check_splits(split, splits, mend=mend)
             return np.array([name == split for name in splits])
         if test_share is None:
             raise UserError(
@@ -149,6 +152,29 @@ class PictureTable:
             )
         return chosen_N
 
+    def _check_splits(self, split: str, splits: list[str], *, mend: str) -> None:
+        """Raise `UserError` if no picture is in `split`, or if one is in a split such as `Train`; count all others.
+
+        `mend` says in the error how to bring a picture into the split whose name follows.
+        """
+        for file, name in zip(self._files, splits, strict=True):
+            meant = name.strip().lower()
+            if meant in _SPLITS and name != meant:
+                raise UserError(f'{self._table} puts {file} into the split "{name}"; {mend} {meant}')
+        if split not in splits:
+            found = ", ".join(sorted(set(splits))[:_NUM_NAMED])
+            raise UserError(f"{self._table} has no picture in the split {split}, only in {found}; name one {split}")
+        others = Counter(name for name in splits if name not in _SPLITS)
+        if others:
+            counts = ", ".join(f'{num} in "{name}"' for name, num in others.most_common(_NUM_NAMED))
+            logger.warning(
+                "%s: left out %d pictures that are neither in train nor in test: %s%s",
+                self._table,
+                others.total(),
+                counts,
+                ", ..." if len(others) > _NUM_NAMED else "",
+            )
+
     def path(self, number: int) -> Path:
         """Return the file of a record."""
         return self.root / self._files[number]
@@ -157,6 +183,12 @@ class PictureTable:
         pixels = decode_picture(self.path(number), self.image_size)
         check_same_size(pixels, self.path(number), shape=self._shape, first=self.path(0))
         return Record(pixels, int(self.labels[number]))
+
+
+def _first_folder(name: str) -> str:
+    """Return the first folder of the path of a file; "." if the path has no folder."""
+    first, *rest = Path(name).parts
+    return first if rest else "."
 
 
 def _read_table(path: Path) -> dict[str, list[str]]:

@@ -187,6 +187,8 @@ def test_without_a_split_a_share_of_each_group_is_drawn(tmp_path: Path) -> None:
         (["file", "sex"], ["a.png"], "line 2 of .* has 1 cells, but its header has 2"),
         (["file", "sex"], ["b.png", "f"], "names 1 files that are not in .*, such as b.png; give --root"),
         (["file", "sex"], ["a.png", ""], "has no value in the column sex; fill it, or remove the column"),
+        (["file", "sex", "split"], ["a.png", "f", "Train"], 'puts a.png into the split "Train"; write train'),
+        (["file", "sex", "split"], ["a.png", "f", "TEST"], 'puts a.png into the split "TEST"; write test'),
         (["file", "sex", "split"], ["a.png", "f", "val"], "has no picture in the split train, only in val"),
     ],
 )
@@ -194,6 +196,39 @@ def test_a_wrong_table_is_told_in_one_sentence(tmp_path: Path, head: list[str], 
     (tmp_path / "a.png").write_bytes(png(0))
     table = write_table(tmp_path / "labels.csv", head, [row])
     with pytest.raises(UserError, match=said):
+        PictureTable(tmp_path, table, split="train")
+
+
+def test_pictures_in_neither_split_are_counted_by_what_the_table_says(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    table, labels = hospital(tmp_path / "pics")
+    names = list(labels)
+    splits = ["train", "test", "val", "val", "tset", ""]
+    rows = [[name, "f", split] for name, split in zip(names, splits, strict=False)]
+    write_table(table, ["file", "sex", "split"], rows)
+    for split in ("train", "test"):
+        assert len(PictureTable(tmp_path / "pics", table, split=split).labels) == 1
+    said = f'{table}: left out 4 pictures that are neither in train nor in test: 2 in "val", 1 in "tset", 1 in ""'
+    assert caplog.messages == [said, said]
+
+
+def test_pictures_outside_of_the_folders_of_the_splits_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("train/a.png", "val/b.png", "c.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(png(0))
+    table = write_table(
+        tmp_path / "labels.csv", ["file", "sex"], [["train/a.png", "f"], ["val/b.png", "f"], ["c.png", "m"]]
+    )
+    assert len(PictureTable(tmp_path, table, split="train").labels) == 1
+    assert caplog.messages == [
+        f'{table}: left out 2 pictures that are neither in train nor in test: 1 in "val", 1 in "."'
+    ]
+    (tmp_path / "val").rename(tmp_path / "Test")
+    write_table(table, ["file", "sex"], [["train/a.png", "f"], ["Test/b.png", "f"]])
+    with pytest.raises(UserError, match=r'puts Test/b\.png into the split "Test"; rename that folder to test'):
         PictureTable(tmp_path, table, split="train")
 
 
