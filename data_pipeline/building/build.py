@@ -653,3 +653,4 @@ def _run_keep(args: argparse.Namespace) -> None:
     )
     for line in describe_index(manifest, facts):
         print(line)
+    print(f"made from: {folder.description}; split {args.split}, seed {args.seed}")

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 from typing import ClassVar, Final, Self
 
@@ -97,13 +99,14 @@ class ImageFolder:
         self._name_starts = self._name_ends - length_N
         self.labels: NDArray[np.int64] = np.repeat(np.arange(len(folders)), num_files)
         if test_share is not None:
-            self.description += f", test share {test_share} by seed {seed}"
             self._keep_split(split, test_share=test_share, seed=seed)
         self._shape = self._decode(0).shape
 
     def _keep_split(self, split: str, *, test_share: float, seed: int) -> None:
         """Keep the records of one split."""
-        chosen_N = in_test_split(self._digests(), self.labels, test_share=test_share, seed=seed) == (split == "test")
+        in_test_N = in_test_split(self._digests(), self.labels, test_share=test_share, seed=seed, carry_rounding=False)
+        self.description += describe_draw(in_test_N, test_share=test_share, seed=seed)
+        chosen_N = in_test_N == (split == "test")
         counts = np.bincount(self.labels[chosen_N], minlength=len(self.class_names))
         if not counts.all():
             raise UserError(
@@ -132,6 +135,8 @@ class ImageFolder:
 
 
 _NUM_AT_ONCE: Final = 1_000  # pictures that wait for the threads
+# In the manifest, so that no build goes on with the split of another rule. Manifests of the first rule name none.
+_SPLIT_RULE: Final = 2
 
 
 def decode_picture(path: Path, image_size: int | None) -> NDArray[np.uint8]:
@@ -171,13 +176,16 @@ def check_test_share(test_share: float) -> None:
 
 
 def in_test_split(
-    digests: Sequence[bytes], labels: NDArray[np.int64], *, test_share: float, seed: int
+    digests: Sequence[bytes], labels: NDArray[np.int64], *, test_share: float, seed: int, carry_rounding: bool
 ) -> NDArray[np.bool_]:
     """Return whether each picture is in the test split, (N,) bool.
 
-    Draws the share `test_share`, rounded, of the distinct pictures of each class. The draw depends on the pictures and
-    the seed alone, not on names or order. Copies of a picture are in the same split; a picture in two classes counts
-    for the first.
+    Draws the share `test_share` of the distinct pictures of each class, rounded. With `carry_rounding`, each class
+    makes up for the rounding of the classes before it. Then the total is the rounded share of all distinct pictures,
+    and the number of each class differs from its share by less than one.
+
+    The draw depends on the pictures and the seed alone, not on names or order. Copies of a picture are in the same
+    split; a picture in two classes counts for the first. A change of the draw needs another `_SPLIT_RULE`.
     """
     class_of: dict[bytes, int] = {}
     for digest, label in zip(digests, labels.tolist(), strict=True):
@@ -186,8 +194,29 @@ def in_test_split(
     for digest, label in class_of.items():
         lot = hashlib.sha256(f"test share {seed} ".encode() + digest).digest()
         in_class.setdefault(label, []).append((lot, digest))
-    chosen = {digest for lots in in_class.values() for _, digest in sorted(lots)[: round(test_share * len(lots))]}
+    chosen: set[bytes] = set()
+    share, start = Fraction(str(test_share)), 0
+    for lots in sorted(map(sorted, in_class.values()), key=_lot_of_class):
+        stop = start + len(lots)
+        chosen.update(digest for _, digest in lots[: _rounded(share * stop) - _rounded(share * start)])
+        start = stop if carry_rounding else 0
     return np.array([digest in chosen for digest in digests])
+
+
+def _lot_of_class(lots: list[tuple[bytes, bytes]]) -> bytes:
+    """Return a lot that depends on no name and favours no size: the hash of the sorted lots of a class."""
+    return hashlib.sha256(b"".join(lot for lot, _ in lots)).digest()
+
+
+def _rounded(number: Fraction) -> int:
+    """Return the nearest whole number, the upper one of two."""
+    return math.floor(number + Fraction(1, 2))
+
+
+def describe_draw(in_test_N: NDArray[np.bool_], *, test_share: float, seed: int) -> str:
+    """Return for the manifest how a test split was drawn, and how many pictures it has."""
+    num = int(np.count_nonzero(in_test_N))
+    return f", test share {test_share} ({num} of {len(in_test_N)} pictures) by seed {seed} and rule {_SPLIT_RULE}"
 
 
 def _split_folder(root: Path, split: str, test_share: float | None) -> Path:

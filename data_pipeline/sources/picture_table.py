@@ -26,6 +26,7 @@ from data_pipeline.sources.folder import (
     check_same_size,
     check_test_share,
     decode_picture,
+    describe_draw,
     in_test_split,
     picture_digests,
 )
@@ -43,8 +44,9 @@ class PictureTable:
 
     `file` is relative to `root`. The column `split`, if there is one, names the split of each picture. Without it, a
     picture in the folder `train` or `test` of `root` is in that split; without these, `in_test_split` draws the share
-    `test_share` of each group of equal labels. The classes of a label are those of both splits. `middle_square` brings
-    each picture to `image_size`; if that is None, all pictures must have the size of the first.
+    `test_share` of all pictures, spread over the groups of equal labels. The classes of a label are those of both
+    splits. `middle_square` brings each picture to `image_size`; if that is None, all pictures must have the size of the
+    first.
 
     Raises `UserError` if the table or a picture is missing, or if a column or a cell is wrong. Reading a record raises
     it if the picture does not decode or has another size.
@@ -71,8 +73,6 @@ class PictureTable:
         splits = columns.pop(SPLIT_COLUMN, None)
         self._check_files()
         labels = {name: self._label(name, cells) for name, cells in columns.items()}
-        if test_share is not None:
-            self.description += f", test share {test_share} by seed {seed}"
         chosen_N = self._in_split(split, splits, labels, test_share=test_share, seed=seed)
         rows_N = np.array(sorted(np.flatnonzero(chosen_N).tolist(), key=lambda row: self._files[row]), dtype=np.int64)
         self._files = [self._files[row] for row in rows_N.tolist()]
@@ -144,7 +144,8 @@ class PictureTable:
             title=f"splitting {self.root.name} into train and test",
         )
         _, group_N = np.unique(np.stack([label.label_N for label in labels.values()]), axis=1, return_inverse=True)
-        in_test_N = in_test_split(digests, group_N.reshape(-1), test_share=test_share, seed=seed)
+        in_test_N = in_test_split(digests, group_N.reshape(-1), test_share=test_share, seed=seed, carry_rounding=True)
+        self.description += describe_draw(in_test_N, test_share=test_share, seed=seed)
         chosen_N: NDArray[np.bool_] = in_test_N == (split == "test")
         if not chosen_N.any():
             raise UserError(

@@ -112,6 +112,7 @@ def test_a_table_gives_each_picture_its_labels(
         assert label.counts == tuple(cells.count(word) for word in label.classes)
     assert list(find_problems(out)) == []
     assert ("label_sex, sex: 2 classes" in done.stdout) != keep
+    assert "made from: folder with a table of labels" in done.stdout
 
 
 @pytest.mark.parametrize("overlay", ["baked", "online"])
@@ -174,6 +175,17 @@ def test_without_a_split_a_share_of_each_group_is_drawn(tmp_path: Path) -> None:
     assert len(PictureTable(tmp_path / "pics", table, split="train").labels) == 40
     with pytest.raises(UserError, match="has no picture in the split test, only in train"):
         PictureTable(tmp_path / "pics", table, split="test")
+
+
+def test_the_share_is_drawn_in_all_also_if_each_group_of_equal_labels_is_small(tmp_path: Path) -> None:
+    table, labels = hospital(tmp_path / "pics", num=60)
+    rows = [[name, str(number % 2), str(number % 5), str(number % 3)] for number, name in enumerate(labels)]
+    write_table(table, ["file", "sex", "site", "grade"], rows)  # two pictures of each combination
+    train, test = (PictureTable(tmp_path / "pics", table, split=split, test_share=0.2) for split in ("train", "test"))
+    assert (len(train.labels), len(test.labels)) == (48, 12)
+    assert not {train.path(number) for number in range(48)} & {test.path(number) for number in range(12)}
+    drawn = "folder with a table of labels, test share 0.2 (12 of 60 pictures) by seed 0 and rule 2"
+    assert train.description == test.description == drawn
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -148,7 +150,8 @@ def test_both_splits_of_a_cut_folder_are_all_pictures_once_and_say_how_they_were
         build_dataset("folder_shapes", tmp_path / split, root=root, split=split, test_share=0.2, seed=3)
     train, test = (load_manifest(tmp_path / split) for split in ("train", "test"))
     assert (train.counts_base, test.counts_base) == ((16, 16), (4, 4))
-    assert train.how_made.source == test.how_made.source == "folder, test share 0.2 by seed 3"
+    assert train.how_made.source == "folder, test share 0.2 (8 of 40 pictures) by seed 3 and rule 2"
+    assert test.how_made.source == train.how_made.source
     assert shared_sources(digests_of(tmp_path / "train"), digests_of(tmp_path / "test")).num_shared == 0
     everything = {*digests_of(tmp_path / "train").tolist(), *digests_of(tmp_path / "test").tolist()}
     assert len(everything) == 40
@@ -186,11 +189,48 @@ def test_equal_pictures_are_on_one_side_also_in_two_classes_and_in_other_files(t
 def test_the_share_is_cut_to_the_nearest_picture_of_each_class() -> None:
     labels = np.repeat([0, 1, 2], [10, 5, 1])
     digests = [hashlib.sha256(bytes([number])).digest() for number in range(16)]
-    chosen = in_test_split(digests, labels, test_share=0.3, seed=0)
+    chosen = in_test_split(digests, labels, test_share=0.3, seed=0, carry_rounding=False)
     assert np.bincount(labels[chosen], minlength=3).tolist() == [3, 2, 0]
     order = np.random.default_rng(0).permutation(16)
-    shuffled = in_test_split([digests[number] for number in order], labels[order], test_share=0.3, seed=0)
+    shuffled = in_test_split(
+        [digests[number] for number in order], labels[order], test_share=0.3, seed=0, carry_rounding=False
+    )
     np.testing.assert_array_equal(shuffled, chosen[order])
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 0.3, 0.5, 0.7])
+@pytest.mark.parametrize("sizes", [[1] * 95, [2] * 45, [1, 2, 3] * 15, [45, 45, 5], [200, 1, 1, 1], [3]])
+def test_with_the_rounding_carried_the_share_is_exact_in_all_and_within_one_picture_of_each_class(
+    sizes: list[int], share: float
+) -> None:
+    labels = np.repeat(np.arange(len(sizes)), sizes)
+    digests = [hashlib.sha256(number.to_bytes(4, "big")).digest() for number in range(len(labels))]
+    drawn = []
+    for seed in range(20):
+        chosen = in_test_split(digests, labels, test_share=share, seed=seed, carry_rounding=True)
+        exact = Fraction(str(share))
+        assert chosen.sum() == math.floor(exact * len(labels) + Fraction(1, 2))
+        num_in_class = np.bincount(labels[chosen], minlength=len(sizes)).tolist()
+        assert all(abs(num - exact * size) < 1 for num, size in zip(num_in_class, sizes, strict=True))
+        drawn.append(chosen)
+        # Neither the numbers of the classes nor the order of the pictures change the draw.
+        order = np.random.default_rng(seed).permutation(len(labels))
+        renumbered = np.random.default_rng(seed).permutation(len(sizes))[labels]
+        again = in_test_split(
+            [digests[number] for number in order], renumbered[order], test_share=share, seed=seed, carry_rounding=True
+        )
+        np.testing.assert_array_equal(again, chosen[order])
+    if max(sizes) < 4 and len(sizes) > 1 and share >= 0.2:
+        assert np.any(drawn, axis=0).mean() > 0.9  # the seed decides which of the rare classes are tested
+
+
+def test_a_build_does_not_go_on_with_the_split_of_another_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write_pictures(tmp_path / "root", num=10)
+    with monkeypatch.context() as patch:
+        patch.setattr("data_pipeline.sources.folder._SPLIT_RULE", 1)
+        build_dataset("folder", tmp_path / "out", root=root, test_share=0.2)
+    with pytest.raises(UserError, match=r"was built with source .* and rule 1, not .* and rule 2;"):
+        build_dataset("folder", tmp_path / "out", root=root, test_share=0.2)
 
 
 def test_a_share_that_leaves_a_class_empty_names_it(tmp_path: Path) -> None:
