@@ -117,8 +117,8 @@ class ImageFolder:
         self._name_starts, self._name_ends = self._name_starts[chosen_N], self._name_ends[chosen_N]
 
     def _digests(self) -> list[bytes]:
-        """Return the digest of each decoded picture."""
-        return picture_digests(self._decode, len(self.labels), title=f"splitting {self.root.name} into train and test")
+        """Return the digest of each picture."""
+        return picture_digests(self.path, len(self.labels), title=f"splitting {self.root.name} into train and test")
 
     def path(self, number: int) -> Path:
         """Return the file of a record."""
@@ -155,8 +155,11 @@ def check_same_size(pixels: NDArray[np.uint8], path: Path, *, shape: tuple[int, 
         )
 
 
-def picture_digests(decode: Callable[[int], NDArray[np.uint8]], num: int, *, title: str) -> list[bytes]:
-    """Return the digest of each of `num` decoded pictures. Threads decode them; `title` is that of the progress bar."""
+def picture_digests(path: Callable[[int], Path], num: int, *, title: str) -> list[bytes]:
+    """Return the digest of the whole upright picture in each of `num` files, whatever their formats.
+
+    Threads decode the files. `title` is that of the progress bar.
+    """
     digests: list[bytes] = []
     with (
         ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
@@ -164,7 +167,7 @@ def picture_digests(decode: Callable[[int], NDArray[np.uint8]], num: int, *, tit
     ):
         for start in range(0, num, _NUM_AT_ONCE):
             numbers = range(start, min(start + _NUM_AT_ONCE, num))
-            digests += pool.map(lambda number: content_digest(decode(number)), numbers)
+            digests += pool.map(lambda number: content_digest(decode_picture(path(number), None)), numbers)
             progress.advance(len(numbers))
     return digests
 

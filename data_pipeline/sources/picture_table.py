@@ -138,11 +138,7 @@ class PictureTable:
                 "give --test-share 0.2 to the train and the test build, which draws a test split"
             )
         check_test_share(test_share)
-        digests = picture_digests(
-            lambda number: decode_picture(self.root / self._files[number], self.image_size),
-            len(self._files),
-            title=f"splitting {self.root.name} into train and test",
-        )
+        digests = picture_digests(self.path, len(self._files), title=f"splitting {self.root.name} into train and test")
         _, group_N = np.unique(np.stack([label.label_N for label in labels.values()]), axis=1, return_inverse=True)
         in_test_N = in_test_split(digests, group_N.reshape(-1), test_share=test_share, seed=seed, carry_rounding=True)
         self.description += describe_draw(in_test_N, test_share=test_share, seed=seed)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import math
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.loading.decode import decode_sample
 from data_pipeline.remote.cache import RemoteConfig
 from data_pipeline.sources.folder import ImageFolder, in_test_split
+from data_pipeline.sources.picture_table import PictureTable
 from data_pipeline.storage.manifest import SOURCE_DIGESTS_NAME, load_manifest
 from data_pipeline.storage.source_digests import content_digest, read_source_digests, shared_sources
 from data_pipeline.storage.store import SampleStore
@@ -169,6 +171,21 @@ def test_another_seed_cuts_otherwise_and_other_names_do_not(tmp_path: Path) -> N
     for path in root.glob("*/*.png"):
         path.rename(path.with_name(f"{hash(path) % 1000}-{path.name}"))
     assert test_split(seed=0) == before
+
+
+def test_the_size_of_the_built_pictures_does_not_change_the_split(tmp_path: Path) -> None:
+    root = write_pictures(tmp_path / "root", num=20)
+    names = sorted(root.glob("*/*.png"))
+    table = tmp_path / "labels.csv"
+    rows = [f"{path.relative_to(root)},{path.parent.name}\n" for path in names]
+    table.write_text("".join(["file,animal\n", *rows]))
+    for opened in (ImageFolder, partial(PictureTable, table=table)):
+        sides = []
+        for size in (None, 8, 24):
+            pictures = opened(root, split="test", image_size=size, test_share=0.3)
+            sides.append({pictures.path(number) for number in range(len(pictures.labels))})
+        assert sides[0] == sides[1] == sides[2]
+        assert len(sides[0]) == 12
 
 
 def test_equal_pictures_are_on_one_side_also_in_two_classes_and_in_other_files(tmp_path: Path) -> None:
