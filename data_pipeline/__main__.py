@@ -148,29 +148,30 @@ def _index(parser: argparse.ArgumentParser) -> None:
     add(
         "--image",
         metavar="EXTENSIONS",
-        default=";".join(PICTURE_FIELDS),
-        help="The extensions of the pictures; of each sample the first that it has is read (default: '%(default)s').",
+        help="The extensions of the pictures; of each sample the first that it has is read (default: those of "
+        f"--classes-of, or '{';'.join(PICTURE_FIELDS)}').",
     )
     add(
         "--label",
         metavar="FIELD|NAME=FIELD",
         action="append",
         help="The extension of the label, such as cls or txt, or json:path.to.label for an entry of a JSON file "
-        "(default: cls, label or class, if there is one). Give it several times, with names, for several labels: "
-        "--label base=cls --label colour=json:attr.colour.",
+        "(default: that of --classes-of, or cls, label or class, if there is one). Give it several times, with names, "
+        "for several labels: --label base=cls --label colour=json:attr.colour.",
     )
     add(
         "--size",
         metavar="N",
         type=int,
-        default=TAR_PICTURE_SIZE,
-        help="Resize pictures to NxN pixels when they are read (default: %(default)s).",
+        help="Resize pictures to NxN pixels when they are read (default: the size of --classes-of, or "
+        f"{TAR_PICTURE_SIZE}).",
     )
     add(
         "--classes-of",
         metavar="LOCATION",
         type=Path,
-        help="Number the classes as the index of these tars does. For a test set, give the location of its train set.",
+        help="Number the classes as the index of these tars does, and take its --image, --label and --size unless they "
+        "are given. For a test set, give the location of its train set.",
     )
     add(
         "--overlay",

@@ -238,9 +238,10 @@ def _class_names(
     words = {word for each in facts for word in each.labels[label]}
     if not words and known is None:
         if field is not None:
+            mend = "" if classes_of is not None else ", or leave it out"
             raise UserError(
                 f"no sample of {location} has a label under {field}; its fields are {_named(seen)}, so name "
-                "yours with --label, or leave it out"
+                f"yours with --label{mend}"
             )
         return ()
     if known is None and classes_of is not None:
@@ -342,7 +343,7 @@ def _mean_and_std(facts: Sequence[TarFacts]) -> tuple[tuple[float, ...], tuple[f
 def ensure_index(location: str, *, classes_of: str | None = None, show_progress: bool = False) -> None:
     """Index the tars of a location if it names tars and has no index yet. Does nothing for any other location.
 
-    `classes_of` is the location of a train set, whose classes a test set takes.
+    `classes_of` is the location of a train set, whose classes, fields and picture size a test set takes.
 
     Raises `UserError` as `make_index` does, and if there are so many tars that the user should index them first.
     """
@@ -356,19 +357,29 @@ def ensure_index(location: str, *, classes_of: str | None = None, show_progress:
         )
     out = index_directory(location)
     named = None if classes_of is None or is_remote(classes_of) else Path(classes_of)
-    if named is not None and (entry := load_manifest(named).overlay) is not None:
+    train = None if named is None else load_manifest(named)
+    if train is not None and (entry := train.overlay) is not None:
         raise UserError(
             f"{location} has no index, and {classes_of} has the overlay {entry.kind}; run `python -m data_pipeline "
-            f"index {location} --overlay {entry.kind} --split test --classes-of {classes_of}`, with the --size, "
+            f"index {location} --overlay {entry.kind} --split test --classes-of {classes_of}`, with the "
             "--overlay-layout and --digits of the train set"
         )
-    fields = Fields()
-    if named is not None and (train := load_manifest(named)).more_labels and train.tars and train.tars.label_field:
-        fields = Fields(labels=parse_labels(train.tars.label_field.split(",")))
+    fields, size = index_options(train)
     logger.info("indexing the tars of %s into %s, once", location, out)
-    manifest, facts = make_index(location, out, fields=fields, classes_of=named, show_progress=show_progress)
+    manifest, facts = make_index(location, out, fields=fields, size=size, classes_of=named, show_progress=show_progress)
     for line in describe_index(manifest, facts):
         logger.info("%s", line)
+
+
+def index_options(manifest: Manifest | None) -> tuple[Fields, int]:
+    """Return the fields and the picture size of an index of tars; the defaults if `manifest` is not of one."""
+    if manifest is None or manifest.tars is None:
+        return Fields(), TAR_PICTURE_SIZE
+    labels = manifest.tars.label_field
+    fields = Fields(
+        picture=manifest.tars.picture_fields, labels=None if labels is None else parse_labels(labels.split(","))
+    )
+    return fields, manifest.input_shape[1]
 
 
 def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[str]:
@@ -425,7 +436,7 @@ def parse_labels(words: Sequence[str]) -> dict[str, str] | None:
     labels: dict[str, str] = {}
     for word in words:
         name, equals, field = word.partition("=")
-        name, field = (name, field) if equals else (BASE, word)
+        name, field = (name, field) if equals and ":" not in name else (BASE, word)
         try:
             check_label_name(name)
         except ValueError as error:
@@ -483,17 +494,20 @@ def run(args: argparse.Namespace) -> None:
     if args.out is None and is_remote(args.location):
         raise UserError(f"{args.location} is remote; name a directory on this machine for its index by --out")
     out = args.out or index_directory(args.location)
+    given, size = index_options(None if args.classes_of is None else load_manifest(args.classes_of))
+    size = size if args.size is None else args.size
+    words = given.picture if args.image is None else re.split("[;,]", args.image)
     fields = Fields(
-        picture=tuple(name.strip().lower().lstrip(".") for name in re.split("[;,]", args.image) if name.strip()),
-        labels=parse_labels(args.label or ()),
+        picture=tuple(word.strip().lower().lstrip(".") for word in words if word.strip()),
+        labels=parse_labels(args.label or ()) or given.labels,
     )
     manifest, facts = make_index(
         args.location,
         out,
         fields=fields,
-        size=args.size,
+        size=size,
         classes_of=args.classes_of,
-        overlay=overlay_to_draw(args.overlay, args, size=args.size),
+        overlay=overlay_to_draw(args.overlay, args, size=size),
         num_workers=args.workers,
         show_progress=True,
     )

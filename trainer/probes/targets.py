@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Final
 
+from data_pipeline.building.index_tars import index_options
+from data_pipeline.building.tar_scan import LABEL_FIELDS
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import OVERLAY
+from data_pipeline.core.sample import BASE, OVERLAY
 from data_pipeline.storage.manifest import Manifest
 from trainer.probes.features import LabelSpace, Pictures
 from trainer.probes.linear import Target, num_labelled
@@ -69,7 +71,7 @@ def label_difference(train: Manifest, test: Manifest) -> str | None:
 def option_difference(train: Manifest, test: Manifest) -> str | None:
     """Say in which option of the overlay or the source two datasets differ, which a probe would measure too.
 
-    None if they do not differ, or only in options that belong to a split.
+    The field of a label is an option of tars. None if they do not differ, or only in options that belong to a split.
     """
     overlays = [each.overlay for each in (train, test)]
     in_train, in_test = (
@@ -86,7 +88,29 @@ def option_difference(train: Manifest, test: Manifest) -> str | None:
     unique = "the overlay's unique"
     if unique in in_train and in_train[unique] == in_test.get(unique) and len(digests) > 1:
         return f"the {in_train[unique]} digits of the test set are not those of the train set"
+    return _field_difference(train, test)
+
+
+def _field_difference(train: Manifest, test: Manifest) -> str | None:
+    """Say which label two indexes of tars take from different fields; None if none, or for other datasets."""
+    if train.tars is None or test.tars is None:
+        return None
+    in_train, in_test = (_label_fields(each) for each in (train, test))
+    for name in sorted(in_train.keys() & in_test.keys() & train.labels.keys()):
+        field, test_field = in_train[name], in_test[name]
+        # Without --label, an index takes the first of LABEL_FIELDS that a sample has, which may be the same field.
+        may_agree = None in (field, test_field) and {field, test_field} <= {None, *LABEL_FIELDS}
+        if field != test_field and not may_agree:
+            return f"label_{name} is {_field(field)} in the train set but {_field(test_field)} in the test set"
     return None
+
+
+def _label_fields(manifest: Manifest) -> Mapping[str, str | None]:
+    return index_options(manifest)[0].labels or {BASE: None}
+
+
+def _field(field: str | None) -> str:
+    return f"the first of {', '.join(LABEL_FIELDS)}" if field is None else f"the field {field}"
 
 
 def _shown(names: Sequence[str]) -> str:

@@ -289,6 +289,49 @@ def test_a_test_set_takes_the_classes_of_its_train_set(tmp_path: Path) -> None:
         indexed(tmp_path / "other", tmp_path / "o", classes_of=tmp_path / "train")
 
 
+@pytest.fixture
+def two_pictures(tmp_path: Path) -> Path:
+    """Two sets whose samples have two pictures and two labels. The train set has an index of the second ones."""
+    for name in ("train", "test"):
+        members = [("a.png", picture(1)), ("a.seg.png", picture(9)), ("a.cls", b"7"), ("a.json", b'{"coarse": "owl"}')]
+        (tmp_path / name).mkdir()
+        by_tarfile(tmp_path / name / "x.tar", members)
+    fields = Fields(picture=("seg.png",), labels={"base": "json:coarse"})
+    make_index(str(tmp_path / "train"), tmp_path / "train" / INDEX_NAME, fields=fields, size=16)
+    return tmp_path
+
+
+def assert_alike(root: Path) -> None:
+    train, test = (load_manifest(root / name) for name in ("train", "test"))
+    assert train.tars is not None
+    assert test.tars is not None
+    assert test.tars.picture_fields == train.tars.picture_fields == ("seg.png",)
+    assert test.tars.label_field == train.tars.label_field == "json:coarse"
+    assert test.labels == train.labels
+    assert test.input_shape == train.input_shape == (3, 16, 16)
+    assert numbers_in(SampleStore(root / "test")) == [9]
+
+
+def test_training_indexes_a_test_set_with_the_fields_and_the_size_of_its_train_set(two_pictures: Path) -> None:
+    ensure_index(str(two_pictures / "test"), classes_of=str(two_pictures / "train"))
+    assert_alike(two_pictures)
+
+
+def test_the_command_takes_what_is_left_out_from_the_train_set(
+    two_pictures: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["index", str(two_pictures / "test"), "--classes-of", str(two_pictures / "train"), "--workers", "1"]
+    done = call(main, *words, monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 0, done.stderr
+    assert_alike(two_pictures)
+    done = call(main, *words, "--image", "png", "--size", "24", monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 0, done.stderr
+    test = load_manifest(two_pictures / "test")
+    assert test.tars is not None
+    assert (test.tars.picture_fields, test.tars.label_field) == (("png",), "json:coarse")
+    assert test.input_shape == (3, 24, 24)
+
+
 def test_a_tar_that_is_changed_later_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     simple(tmp_path, [4, 4])
     store = indexed(tmp_path, tmp_path / INDEX_NAME)

@@ -354,6 +354,10 @@ def test_a_test_set_takes_every_label_of_its_train_set(tmp_path: Path) -> None:
         ensure_index(str(tmp_path / "other"), classes_of=str(tmp_path / "train"))
 
 
+def test_a_path_into_json_may_hold_an_equals_sign() -> None:
+    assert parse_labels(["json:a=b"]) == parse_labels(["base=json:a=b"]) == {"base": "json:a=b"}
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
+from webdataset import TarWriter
 
 from configs import resolve_recipe
 from data_pipeline.building.build import build_dataset
+from data_pipeline.building.index_tars import make_index
+from data_pipeline.building.tar_scan import Fields
 from data_pipeline.storage.manifest import Manifest, load_manifest
 from trainer.probe_runs import probe_run
 from trainer.probes.targets import option_difference
@@ -18,6 +23,10 @@ from trainer.train import train
 
 TWO_DIGITS, TILED = "placed_digits_second_digit", "procedural_tiled_digit"
 SMALL = {"digit_size": "12", "kind": "sklearn"}
+
+
+PNG = io.BytesIO()
+Image.new("RGB", (16, 16)).save(PNG, "PNG")
 
 
 def built(directory: Path, dataset: str, split: Any, *, num: int = 8, **settings: Any) -> Manifest:
@@ -68,6 +77,36 @@ def test_options_of_the_source_and_the_seed_of_chosen_digits_are_compared(tmp_pa
         for seed, split in enumerate(("train", "test"))
     )
     assert option_difference(one, other) == "the 20 digits of the test set are not those of the train set"
+
+
+@pytest.mark.parametrize(
+    ("in_train", "in_test", "said"),
+    [
+        ("json:coarse", "json:coarse", None),
+        (
+            "json:coarse",
+            "cls",
+            "label_base is the field json:coarse in the train set but the field cls in the test set",
+        ),
+        ("json:coarse", None, "label_base is the field json:coarse in the train set but the first of cls, label,"),
+        ("cls", None, None),
+        (None, None, None),
+    ],
+)
+def test_the_fields_of_labels_of_tars_are_compared_and_those_of_pictures_are_not(
+    in_train: str | None, in_test: str | None, said: str | None, tmp_path: Path
+) -> None:
+    manifests = []
+    for extension, field in (("png", in_train), ("jpg", in_test)):
+        tar = tmp_path / extension / "x.tar"
+        tar.parent.mkdir()
+        with TarWriter(str(tar), encoder=False) as writer:
+            writer.write({"__key__": "a", extension: PNG.getvalue(), "cls": b"1", "json": b'{"coarse": 1}'})
+        labels = None if field is None else {"base": field}
+        fields = Fields(picture=(extension,), labels=labels)
+        manifests.append(make_index(str(tar), tmp_path / extension / "index", fields=fields, size=16)[0])
+    found = option_difference(*manifests)
+    assert found is None if said is None else found is not None and found.startswith(said)
 
 
 @pytest.mark.process
