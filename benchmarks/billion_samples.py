@@ -32,7 +32,8 @@ from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.loading.order import BatchOrder
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.storage.manifest import MANIFEST_NAME
-from data_pipeline.storage.tar_index import SAMPLES_NAME, TAR_NUMBERS_NAME, TARS_NAME, tars_sha256
+from data_pipeline.storage.tar_index import SAMPLES_NAME, TAR_NUMBERS_NAME, tars_sha256
+from data_pipeline.storage.tar_lists import TARS_NAME
 
 BATCH_SIZE = 4_096
 RANKS = 4

@@ -14,7 +14,7 @@ import torch
 from pydantic import model_validator
 
 from data_pipeline.audio.log_mel import MelConfig, mel_config
-from data_pipeline.building.index_tars import ensure_index
+from data_pipeline.building.index_tars import check_index, ensure_index
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.random_crop import CropLaw
 from data_pipeline.core.schema import Count, Line, Name
@@ -176,7 +176,7 @@ def read_manifests(data: DataConfig, *, makes_index: bool = True) -> Manifests:
     if makes_index:
         ensure_index(data.test_dir, classes_of=data.probed_dir, show_progress=True)
     else:
-        _refuse_unindexed(data.test_dir, options=f" --classes-of {shlex.quote(data.probed_dir)}")
+        _refuse_unindexed(data.test_dir, classes_of=data.probed_dir)
     return Manifests(train, _read_manifest(data.test_dir, data))
 
 
@@ -195,11 +195,15 @@ def read_train_manifest(data: DataConfig, *, makes_index: bool = True) -> TrainM
     return MixtureManifest.of(manifests, weights, probed=data.probed_name)
 
 
-def _refuse_unindexed(location: str, *, options: str = "") -> None:
-    """Raise `UserError`, with the command that makes the index, if a location names tars that have none."""
-    if is_remote(location) or not names_tars(location) or (dataset_directory(location) / MANIFEST_NAME).is_file():
+def _refuse_unindexed(location: str, *, classes_of: str | None = None) -> None:
+    """Raise `UserError`, with the command that makes the index, if a location names tars that have none of theirs."""
+    if is_remote(location) or not names_tars(location):
         return
-    command = f"python -m data_pipeline index {shlex.quote(location)}{options}"
+    if (dataset_directory(location) / MANIFEST_NAME).is_file():
+        check_index(location, classes_of=classes_of)
+        return
+    words = [location] if classes_of is None else [location, "--classes-of", classes_of]
+    command = f"python -m data_pipeline index {shlex.join(words)}"
     raise UserError(f"the tars of {location} are not indexed yet; run `{command}`")
 
 

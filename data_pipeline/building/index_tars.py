@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import logging
 import re
+import shlex
 import shutil
 import time
 from collections import Counter
@@ -69,10 +70,10 @@ from data_pipeline.storage.tar_index import (
     SAMPLES_NAME,
     TAR_HASHES_NAME,
     TAR_NUMBERS_NAME,
-    TARS_NAME,
     labels_name,
     tars_sha256,
 )
+from data_pipeline.storage.tar_lists import TARS_NAME, list_difference
 
 logger = logging.getLogger(__name__)
 _NUM_MEASURED: Final = 2_000  # pictures from which the mean and the deviation are computed
@@ -343,11 +344,18 @@ def _mean_and_std(facts: Sequence[TarFacts]) -> tuple[tuple[float, ...], tuple[f
 def ensure_index(location: str, *, classes_of: str | None = None, show_progress: bool = False) -> None:
     """Index the tars of a location if it names tars and has no index yet. Does nothing for any other location.
 
+    An index that is there is checked by `check_index`.
+
     `classes_of` is the location of a train set, whose classes, fields and picture size a test set takes.
 
-    Raises `UserError` as `make_index` does, and if there are so many tars that the user should index them first.
+    Raises `UserError` as `make_index` and `check_index` do, and if there are so many tars that the user should index
+    them first.
     """
-    if is_remote(location) or not names_tars(location) or (index_directory(location) / MANIFEST_NAME).is_file():
+    if is_remote(location) or not names_tars(location):
+        return
+    out = index_directory(location)
+    if (out / MANIFEST_NAME).is_file():
+        check_index(location, classes_of=classes_of)
         return
     num_tars = len(expand(location))
     if num_tars > _MOST_TARS_UNASKED:
@@ -355,7 +363,6 @@ def ensure_index(location: str, *, classes_of: str | None = None, show_progress:
             f"{location} names {num_tars} tars without an index; run `python -m data_pipeline index {location}` once, "
             "before training"
         )
-    out = index_directory(location)
     named = None if classes_of is None or is_remote(classes_of) else Path(classes_of)
     train = None if named is None else load_manifest(named)
     if train is not None and (entry := train.overlay) is not None:
@@ -369,6 +376,30 @@ def ensure_index(location: str, *, classes_of: str | None = None, show_progress:
     manifest, facts = make_index(location, out, fields=fields, size=size, classes_of=named, show_progress=show_progress)
     for line in describe_index(manifest, facts):
         logger.info("%s", line)
+
+
+def check_index(location: str, *, classes_of: str | None = None) -> None:
+    """Raise `UserError`, with the command that indexes again, if the index of a location is of other tars.
+
+    `classes_of` is as in `ensure_index`.
+    """
+    index = index_directory(location)
+    if (difference := list_difference(index, location)) is None:
+        return
+    manifest = load_manifest(index)
+    fields, size = index_options(manifest)
+    words = [location, "--image", ";".join(fields.picture), "--size", str(size)]
+    for name, field in (fields.labels or {}).items():
+        words += ["--label", f"{name}={field}"]
+    words += [] if classes_of is None else ["--classes-of", classes_of]
+    options = ""
+    if (entry := manifest.overlay) is not None:
+        words += ["--overlay", entry.kind, "--overlay-layout", entry.layout, "--split", manifest.how_made.split]
+        options = ", with the --overlay-option and --digits of before"
+    raise UserError(
+        f"{difference}; run `python -m data_pipeline index {shlex.join(words)}`{options} to index again, or name "
+        f"{index} in place of {location} to keep the tars of the index"
+    )
 
 
 def index_options(manifest: Manifest | None) -> tuple[Fields, int]:

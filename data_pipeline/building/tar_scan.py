@@ -37,6 +37,7 @@ from data_pipeline.remote.fetch import Expected, Limits, fetch
 from data_pipeline.storage.files import map_regular, regular_size
 from data_pipeline.storage.tar_headers import BLOCK, TarMember, read_headers
 from data_pipeline.storage.tar_index import MAX_PICTURE_BYTES, pack, split_name
+from data_pipeline.storage.tar_lists import listed_tars
 
 LABEL_FIELDS: Final = ("cls", "label", "label.txt", "class", "cls.txt")  # tried in this order if none is named
 PARTS: Final = ".parts"  # of an index that is being made: a file for each tar
@@ -113,28 +114,12 @@ class ScanInputs:
 def expand(location: str) -> list[str]:
     """Return the paths of the tars that a location names, in the order in which they are read.
 
-    A location is a directory, a tar, a pattern with braces such as `train-{000000..001281}.tar`, or a text file that
-    names a tar in each line. A tar or a pattern may be remote. Raises `UserError` if it names none, or one twice.
+    `listed_tars` says what a location may be. A tar or a pattern may also be remote. Raises `UserError` if it names
+    none, one twice, or one that does not exist.
     """
     if is_remote(location):
         return _expand_remote(location)
-    path = Path(location).expanduser()
-    if path.is_dir():
-        paths = sorted(map(str, path.absolute().glob("*.tar")))
-        if not paths:
-            raise UserError(f"{location} holds no file that ends in .tar; name a directory that does, or a pattern")
-    elif path.is_file() and ".tar" not in path.suffixes:
-        lines = [line.strip() for line in path.read_text().splitlines()]
-        paths = [str((path.parent / line).absolute()) for line in lines if line and not line.startswith("#")]
-        if not paths:
-            raise UserError(f"{location} names no tars; write the path of one in each line")
-    else:
-        try:
-            paths = [str(Path(each).expanduser().absolute()) for each in braceexpand(str(path))]
-        except ValueError as error:
-            raise UserError(
-                f"{location} is not a pattern ({error}); write braces as in train-{{0000..0099}}.tar"
-            ) from None
+    paths = listed_tars(location)
     for name, count in Counter(paths).items():
         if count > 1:
             raise UserError(f"{location} names {name} {count} times; name each tar once")

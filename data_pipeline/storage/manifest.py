@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -37,6 +38,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BASE, OVERLAY, Layout, Medium
 from data_pipeline.core.schema import LabelName, Line, Schema, Share
 from data_pipeline.storage.files import read_regular
+from data_pipeline.storage.tar_lists import list_difference
 
 MANIFEST_NAME: Final = "manifest.json"
 OVERLAY_NAME: Final = "overlay.safetensors"  # the assets of an online overlay, beside the shards
@@ -58,6 +60,7 @@ MAX_CHANNELS: Final = 256  # of a picture with an overlay
 MAX_OPTIONS: Final = 100  # of an overlay or a source
 MAX_VALUES: Final = 1 << 26  # of one input: a picture of 4,729x4,729 pixels, or 23 minutes of sound at 48 kHz
 _LISTS: Final = (".txt", ".list")  # endings of a file that names tars
+_MAX_WORDS: Final = 100  # letters of a location's name in that of its index
 _MAX_LABEL_BYTES: Final = 256  # of the JSON of a sample, which holds three numbers, and for each other label
 _MAX_MORE_LABEL_BYTES: Final = 64
 _MAX_METADATA_BYTES: Final = 1 << 20  # that another program may have added to a picture or a sound
@@ -508,19 +511,41 @@ def dataset_directory(location: str | Path) -> Path:
     """
     path = Path(location).expanduser()
     try:
-        if not (path / MANIFEST_NAME).is_file() and (index_directory(path) / MANIFEST_NAME).is_file():
-            return index_directory(path)
+        if not (path / MANIFEST_NAME).is_file() and ((index := index_directory(path)) / MANIFEST_NAME).is_file():
+            return index
     except OSError:  # a directory that may not be entered
         pass
     return path
 
 
 def index_directory(location: str | Path) -> Path:
-    """Return the directory of the index of a location of tars, unless another is named: beside the tars."""
+    """Return the directory of the index of a location of tars, unless another is named: beside the tars.
+
+    It has the name of the location in letters and digits. If other locations could have the same, it ends in a hash of
+    the name, unless it is an index from before there were hashes.
+    """
     path = Path(location).expanduser().absolute()
     if path.is_dir():
         return path / INDEX_NAME
-    return path.parent / f"{INDEX_NAME}-{re.sub(r'[^A-Za-z0-9]+', '-', path.name).strip('-')}"
+    words = re.sub(r"[^A-Za-z0-9]+", "-", path.name).strip("-")
+    plain = path.parent / f"{INDEX_NAME}-{words}"
+    is_own = re.fullmatch(r"[A-Za-z0-9]+(-[A-Za-z0-9]+)*\.[A-Za-z0-9]+", path.name) is not None
+    if (plain / MANIFEST_NAME).is_file():
+        is_own = _is_index_of(plain, path)
+    if is_own:
+        return plain
+    digest = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:8]
+    return path.parent / f"{INDEX_NAME}-{words[:_MAX_WORDS]}-{digest}"
+
+
+def _is_index_of(index: Path, location: Path) -> bool:
+    """Return whether an index was made for a location of this name, or has its tars; True if it cannot be read."""
+    try:
+        made_for = pydantic_core.from_json(read_regular(index / MANIFEST_NAME, max_bytes=MAX_MANIFEST_BYTES))
+        name = Path(made_for["tars"]["location"]).name
+    except (OSError, ValueError, TypeError, KeyError):
+        return True
+    return name == location.name or list_difference(index, location) is None
 
 
 def names_tars(location: str | Path) -> bool:

@@ -40,17 +40,16 @@ from data_pipeline.storage.files import read_regular, regular_size
 from data_pipeline.storage.manifest import MANIFEST_NAME, Manifest
 from data_pipeline.storage.open_shard import OpenShard, map_file, open_before_eviction
 from data_pipeline.storage.tar_headers import BLOCK, is_size_at
+from data_pipeline.storage.tar_lists import MAX_TARS_BYTES, TARS_NAME
 
 logger = logging.getLogger(__name__)
 
 _SIZE_BITS: Final = 28  # and 35 bits for the offset in blocks: tars of up to 16 TiB
-TARS_NAME: Final = "tars.txt"
 TAR_HASHES_NAME: Final = "tars.sha256"
 TAR_NUMBERS_NAME: Final = "tars.bin"
 SAMPLES_NAME: Final = "samples.bin"
 PICTURE: Final = "picture"  # the name of the one member that a reader gets
 MAX_PICTURE_BYTES: Final = (1 << _SIZE_BITS) - 1
-_MAX_TARS_BYTES: Final = 1 << 30
 _REINDEX: Final = "run `python -m data_pipeline index` again"
 
 
@@ -111,9 +110,9 @@ class TarShards:
             )
         self._directory = directory
         try:
-            names = read_regular(directory / TARS_NAME, max_bytes=_MAX_TARS_BYTES)
-            numbers = read_regular(directory / TAR_NUMBERS_NAME, max_bytes=_MAX_TARS_BYTES)
-            hashes = read_regular(directory / TAR_HASHES_NAME, max_bytes=_MAX_TARS_BYTES)
+            names = read_regular(directory / TARS_NAME, max_bytes=MAX_TARS_BYTES)
+            numbers = read_regular(directory / TAR_NUMBERS_NAME, max_bytes=MAX_TARS_BYTES)
+            hashes = read_regular(directory / TAR_HASHES_NAME, max_bytes=MAX_TARS_BYTES)
             self._paths = names.decode().splitlines()
         except (OSError, ValueError) as error:
             raise UserError(f"the index in {directory} cannot be read ({error}); {_REINDEX}") from None
@@ -236,9 +235,9 @@ def tar_ranges(directory: Path) -> dict[str, range]:
     cannot be read.
     """
     try:
-        paths = read_regular(directory / TARS_NAME, max_bytes=_MAX_TARS_BYTES).decode().splitlines()
-        numbers = read_regular(directory / TAR_NUMBERS_NAME, max_bytes=_MAX_TARS_BYTES)
-        hashes = read_regular(directory / TAR_HASHES_NAME, max_bytes=_MAX_TARS_BYTES)
+        paths = read_regular(directory / TARS_NAME, max_bytes=MAX_TARS_BYTES).decode().splitlines()
+        numbers = read_regular(directory / TAR_NUMBERS_NAME, max_bytes=MAX_TARS_BYTES)
+        hashes = read_regular(directory / TAR_HASHES_NAME, max_bytes=MAX_TARS_BYTES)
         ends = np.frombuffer(numbers, dtype="<i8").reshape(-1, 3)[:, 0].tolist()
     except (OSError, ValueError) as error:
         raise UserError(f"the index in {directory} cannot be read ({error}); {_REINDEX}") from None

@@ -425,6 +425,73 @@ def test_training_indexes_what_was_not_indexed_and_says_so(tmp_path: Path, caplo
     assert dataset_directory(tmp_path / "train") == tmp_path / "train" / INDEX_NAME
 
 
+def test_an_index_of_other_tars_is_refused_with_what_differs(tmp_path: Path) -> None:
+    simple(tmp_path / "train", [2, 2])
+    index = tmp_path / "train" / INDEX_NAME
+    fields = Fields(labels={"base": "cls"})
+    make_index(str(tmp_path / "train"), index, fields=fields, size=16)
+    shutil.copy(tmp_path / "train" / "train-0001.tar", tmp_path / "train" / "train-0002.tar")
+    with pytest.raises(UserError, match=r"names 3 tars, and its index has 2 \(\S+/train-0002.tar is new\)") as refused:
+        ensure_index(str(tmp_path / "train"), classes_of=str(tmp_path / "other"))
+    assert "--size 16 --label base=cls --classes-of" in str(refused.value)
+    assert f"or name {index} in place of" in str(refused.value)
+    ensure_index(str(index))
+    (tmp_path / "train" / "train-0000.tar").unlink()
+    with pytest.raises(UserError, match=r"\(\S+/train-0002.tar is new and \S+/train-0000.tar is gone\)"):
+        ensure_index(str(tmp_path / "train"))
+
+
+def test_an_edited_list_of_tars_is_noticed(tmp_path: Path) -> None:
+    simple(tmp_path, [1, 1, 1])
+    location = tmp_path / "some_list.txt"
+    location.write_text("train-0000.tar\ntrain-0001.tar\n")
+    ensure_index(str(location))
+    location.write_text("# a comment changes nothing\ntrain-0000.tar\n\ntrain-0001.tar\n")
+    ensure_index(str(location))
+    for content, said in (
+        ("train-0000.tar\n", r"names 1 tars, and its index has 2 \(\S+/train-0001.tar is gone\)"),
+        ("train-0001.tar\ntrain-0000.tar\n", r"\(they are in another order\)"),
+    ):
+        location.write_text(content)
+        with pytest.raises(UserError, match=said):
+            ensure_index(str(location))
+
+
+def test_the_same_tars_by_another_path_have_the_same_index(tmp_path: Path) -> None:
+    simple(tmp_path / "train", [2, 2])
+    (tmp_path / "link").symlink_to(tmp_path / "train")
+    ensure_index(str(tmp_path / "train"))
+    ensure_index(str(tmp_path / "link"))
+    ensure_index(f"{tmp_path}/train/../train")
+
+
+def test_locations_of_similar_names_have_indexes_of_their_own(tmp_path: Path) -> None:
+    simple(tmp_path, [1] * 4)
+    for name in ("鳥.tar", "犬.tar", "a-b.tar", "a_b.tar"):
+        shutil.copy(tmp_path / "train-0000.tar", tmp_path / name)
+    names = ["train-{0000..0003}.tar", "train-{0000,0003}.tar", "鳥.tar", "犬.tar", "a-b.tar", "a_b.tar"]
+    for name in names:
+        ensure_index(str(tmp_path / name))
+    assert [load_manifest(tmp_path / name).num_shards for name in names] == [4, 2, 1, 1, 1, 1]
+    assert len({dataset_directory(tmp_path / name) for name in names}) == len(names)
+    assert dataset_directory(tmp_path / "a-b.tar").name == ".tar_index-a-b-tar"
+
+
+def test_an_index_from_before_names_were_distinct_is_read_for_its_own_tars_alone(tmp_path: Path) -> None:
+    simple(tmp_path, [1] * 4)
+    old = tmp_path / ".tar_index-train-0000-0001-tar"
+    own, same, other = (str(tmp_path / f"train-{end}.tar") for end in ("{0000..0001}", "{0000,0001}", "0000-0001"))
+    shutil.copy(tmp_path / "train-0003.tar", other)
+    make_index(own, old, fields=Fields(), size=16)
+    before = load_manifest(old).sha256
+    for location in (own, same, other):
+        ensure_index(location)
+    assert dataset_directory(own) == dataset_directory(same) == old
+    assert dataset_directory(other) != old
+    assert numbers_in(SampleStore(other)) == [3]
+    assert load_manifest(Path(own)).sha256 == before
+
+
 def test_without_an_index_the_commands_say_how_to_make_one(tmp_path: Path) -> None:
     simple(tmp_path, [3])
     for location in (tmp_path, tmp_path / "train-{0000..0000}.tar"):
