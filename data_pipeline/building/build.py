@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -38,6 +37,7 @@ from data_pipeline.building.catalogue import DATASETS, Choices, labels_of_overla
 from data_pipeline.building.datasets import NUM_SAMPLES_PER_SHARD, OVERLAY_MODES, TAR_PICTURE_SIZE, check_at_least
 from data_pipeline.building.index_tars import describe_index, overlay_to_draw
 from data_pipeline.building.keep_files import pack_folder
+from data_pipeline.building.locks import take_lock
 from data_pipeline.building.workers import (
     FINISHED_SUFFIX,
     BuildInputs,
@@ -527,14 +527,13 @@ def _whole_or_nothing(directory: Path) -> Iterator[Path]:
         unfinished.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make the folder {unfinished} ({error.strerror}); choose another --out") from None
+
+    def refuse() -> None:
+        raise UserError(f"another build is writing {unfinished}; wait for it or choose another --out") from None
+
     descriptor = os.open(unfinished, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another build is writing {unfinished}; wait for it or choose another --out") from None
-        except OSError:
-            pass  # a file system without locks
+        take_lock(descriptor, when_held=refuse)
         for path in unfinished.iterdir():
             if path.name not in _OWN_NAMES and not path.name.startswith(("shard-", ".shard-")):
                 raise UserError(f"{path} is not from a build, so it is not removed; move it or choose another --out")

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import re
 import shlex
 import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.building.catalogue import labels_of_overlay, needs_digits, open_picture_overlay
 from data_pipeline.building.datasets import TAR_PICTURE_SIZE, check_at_least
+from data_pipeline.building.locks import take_lock
 from data_pipeline.building.tar_scan import (
     LABEL_FIELDS,
     PARTS,
@@ -41,6 +43,7 @@ from data_pipeline.building.tar_scan import (
     part_path,
     read_part,
     scan_all,
+    unwritable,
 )
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import OVERLAY_OPTION, parse_words
@@ -76,6 +79,7 @@ from data_pipeline.storage.tar_index import (
 from data_pipeline.storage.tar_lists import TARS_NAME, list_difference
 
 logger = logging.getLogger(__name__)
+_LOCK_NAME: Final = ".lock"  # in the directory of an index
 _NUM_MEASURED: Final = 2_000  # pictures from which the mean and the deviation are computed
 _MOST_TARS_UNASKED: Final = 1_000  # that are indexed when training begins
 _MAX_COMPARED: Final = 50_000_000  # samples whose keys are compared, which takes 16 bytes of memory each
@@ -111,11 +115,68 @@ def make_index(
         titles: what a label is about, for reports, of the labels for which it is not their name.
         overlay: what is drawn on the pictures when they are read; its size is `size`.
 
-    Raises `UserError` if the location names no tars, no sample has a picture, a named label is in no sample, or a
-    value of a label is none of `classes_of` or `classes`.
+    Waits while another process makes an index there. Raises `UserError` if the location names no tars, no sample has a
+    picture, a named label is in no sample, or a value of a label is none of `classes_of` or `classes`.
     """
     check_at_least(("--size", size, 1), ("--workers", num_workers, 1))
     paths = expand(location)
+    with _locked(out):
+        return _write_index(
+            location,
+            paths,
+            out,
+            fields=fields,
+            size=size,
+            classes_of=classes_of,
+            classes=classes,
+            titles=titles,
+            overlay=overlay,
+            num_workers=num_workers,
+            show_progress=show_progress,
+        )
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Make the directory of an index, and keep it locked against other writers while the block runs."""
+
+    def say() -> None:
+        logger.warning("another process is making the index in %s; waiting for it", out)
+
+    path = out / _LOCK_NAME
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        try:
+            # Open for writing, because a lock on NFS needs that.
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except PermissionError:
+            if not path.is_file():
+                raise
+            descriptor = os.open(path, os.O_RDONLY)  # the file of another user
+    except OSError as error:
+        raise unwritable(out, error) from None
+    try:
+        take_lock(descriptor, when_held=say)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _write_index(
+    location: str,
+    paths: Sequence[str],
+    out: Path,
+    *,
+    fields: Fields,
+    size: int,
+    classes_of: Path | None,
+    classes: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+    titles: Mapping[str, str] = MappingProxyType({}),
+    overlay: DrawnOverlay | None = None,
+    num_workers: int = 1,
+    show_progress: bool,
+) -> tuple[Manifest, list[TarFacts]]:
+    """Index tars as `make_index` does, in a directory that is locked."""
     parts = out / PARTS
     settings = ScanInputs(fields=fields, size=size, num_measured=-(-_NUM_MEASURED // len(paths)), directory=out)
     begin_scan(out, settings)
@@ -149,12 +210,12 @@ def make_index(
     if both := sorted(labels.keys() & of_overlay.keys()):
         raise UserError(f"--label and the overlay both give the label {both[0]}; give yours another name")
     title_base = titles.get(BASE, BASE)
-    paths = [_stored(path, out) for path in paths]
-    (out / TARS_NAME).write_text("".join(f"{name}\n" for name in paths))
+    stored = [_stored(path, out) for path in paths]
+    (out / TARS_NAME).write_text("".join(f"{name}\n" for name in stored))
     (out / TAR_NUMBERS_NAME).write_bytes(numbers_S3.astype("<i8").tobytes())
     hashes = "".join(each.sha256 for each in facts)
     (out / TAR_HASHES_NAME).write_bytes(bytes.fromhex(hashes))
-    sha256 = tars_sha256(paths, numbers_S3, hashes=bytes.fromhex(hashes))
+    sha256 = tars_sha256(stored, numbers_S3, hashes=bytes.fromhex(hashes))
     mean, std = _mean_and_std(facts)
     entry = _save_overlay(overlay, out)
     manifest = Manifest(
@@ -344,7 +405,7 @@ def _mean_and_std(facts: Sequence[TarFacts]) -> tuple[tuple[float, ...], tuple[f
 def ensure_index(location: str, *, classes_of: str | None = None, show_progress: bool = False) -> None:
     """Index the tars of a location if it names tars and has no index yet. Does nothing for any other location.
 
-    An index that is there is checked by `check_index`.
+    An index that is there is checked by `check_index`. If another process makes it now, this one waits.
 
     `classes_of` is the location of a train set, whose classes, fields and picture size a test set takes.
 
@@ -357,11 +418,11 @@ def ensure_index(location: str, *, classes_of: str | None = None, show_progress:
     if (out / MANIFEST_NAME).is_file():
         check_index(location, classes_of=classes_of)
         return
-    num_tars = len(expand(location))
-    if num_tars > _MOST_TARS_UNASKED:
+    paths = expand(location)
+    if len(paths) > _MOST_TARS_UNASKED:
         raise UserError(
-            f"{location} names {num_tars} tars without an index; run `python -m data_pipeline index {location}` once, "
-            "before training"
+            f"{location} names {len(paths)} tars without an index; run `python -m data_pipeline index {location}` "
+            "once, before training"
         )
     named = None if classes_of is None or is_remote(classes_of) else Path(classes_of)
     train = None if named is None else load_manifest(named)
@@ -372,8 +433,13 @@ def ensure_index(location: str, *, classes_of: str | None = None, show_progress:
             "--overlay-layout and --digits of the train set"
         )
     fields, size = index_options(train)
-    logger.info("indexing the tars of %s into %s, once", location, out)
-    manifest, facts = make_index(location, out, fields=fields, size=size, classes_of=named, show_progress=show_progress)
+    with _locked(out):
+        if (out / MANIFEST_NAME).is_file():  # which another process has made meanwhile
+            return
+        logger.info("indexing the tars of %s into %s, once", location, out)
+        manifest, facts = _write_index(
+            location, paths, out, fields=fields, size=size, classes_of=named, show_progress=show_progress
+        )
     for line in describe_index(manifest, facts):
         logger.info("%s", line)
 

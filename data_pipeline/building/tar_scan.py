@@ -322,9 +322,11 @@ def begin_scan(out: Path, settings: ScanInputs) -> None:
                 old.unlink()
             note.write_text(wanted)
     except OSError as error:
-        raise UserError(
-            f"the index cannot be written to {out} ({error.strerror}); name another place by --out"
-        ) from None
+        raise unwritable(out, error) from None
+
+
+def unwritable(out: Path, error: OSError) -> UserError:
+    return UserError(f"the index cannot be written to {out} ({error.strerror}); name another place by --out")
 
 
 def scan_all(paths: Sequence[str], settings: ScanInputs, *, num_workers: int, show_progress: bool) -> list[TarFacts]:

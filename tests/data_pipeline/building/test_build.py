@@ -649,7 +649,7 @@ def test_a_file_system_without_locks_will_do(tmp_path: Path, monkeypatch: pytest
     def no_locks(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("data_pipeline.building.build.fcntl.flock", no_locks)
+    monkeypatch.setattr("data_pipeline.building.locks.fcntl.flock", no_locks)
     assert build_dataset("procedural", tmp_path / "out", limit=10).num_samples == 10
 
 

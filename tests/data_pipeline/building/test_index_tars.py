@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import json
 import logging
 import shutil
 import subprocess
+import sys
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +40,9 @@ from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.tar_headers import read_headers
 from data_pipeline.storage.tar_index import has_remote_tars
 from tests.commands import call
+from tests.nursery import PythonProcess
 from tests.object_store import served_bucket
+from tests.processes import kill_tree
 
 Member = tuple[str, bytes]  # name and content
 
@@ -423,6 +429,46 @@ def test_training_indexes_what_was_not_indexed_and_says_so(tmp_path: Path, caplo
     ensure_index(str(tmp_path / "train"))
     assert not caplog.text
     assert dataset_directory(tmp_path / "train") == tmp_path / "train" / INDEX_NAME
+
+
+ENSURE = "import logging, sys; logging.basicConfig(level=logging.INFO); " + (
+    "from data_pipeline.building.index_tars import ensure_index; ensure_index(sys.argv[1])"
+)
+
+
+@pytest.mark.process
+def test_of_processes_that_start_together_one_indexes_and_the_others_wait(tmp_path: Path) -> None:
+    tars = simple(tmp_path / "tars", [2] * 8)
+    (tars / INDEX_NAME).mkdir()
+    processes: list[PythonProcess[str]] = []
+    with ExitStack() as exits:
+        with (tars / INDEX_NAME / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for _ in range(3):
+                words = [sys.executable, "-c", ENSURE, str(tars)]
+                process = PythonProcess(words, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3])
+                processes.append(exits.enter_context(process))
+                exits.callback(kill_tree, process)
+            for process in processes:
+                assert process.stderr is not None
+                assert "is making the index in" in process.stderr.readline()
+            assert not (tars / INDEX_NAME / "manifest.json").exists()
+        said = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert sum("indexing the tars of" in each for each in said) == 1
+    assert numbers_in(SampleStore(tars)) == list(range(16))
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.EBADF])
+def test_tars_on_a_file_system_without_locks_are_indexed(
+    tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(error, "No locks available")
+
+    monkeypatch.setattr("data_pipeline.building.locks.fcntl.flock", no_locks)
+    ensure_index(str(simple(tmp_path, [2])))
+    assert numbers_in(SampleStore(tmp_path)) == [0, 1]
 
 
 def test_an_index_of_other_tars_is_refused_with_what_differs(tmp_path: Path) -> None:
