@@ -93,6 +93,8 @@ def _train(
     start = restored.step
     log_start(config, training.modules, manifests.train, device=device, start_step=start, num_steps=num_steps)
     if start == num_steps:
+        if rank() == 0 and "finished_step" not in run_dir.read_provenance():  # killed after the last checkpoint
+            add_to_provenance(run_dir, finished_step=num_steps)
         return None
     stream = open_stream(
         config.data,
@@ -152,13 +154,13 @@ def _train(
                 watch.reading(num_done)
         with watch.saving():
             checkpoints.close()
-    log.close()
-    if num_done < num_steps:
-        # Not by an exception: it would keep DDP alive until its process group is destroyed, which would then hang.
-        return counters.saved_step
-    if rank() == 0:
+    is_finished = num_done == num_steps
+    if is_finished and rank() == 0:
+        # Before the log is closed, which may take long: a kill meanwhile would leave a finished run unmarked.
         add_to_provenance(run_dir, finished_step=num_steps, wall_seconds=round(log.total_seconds, 1))
-    return None
+    log.close()
+    # Not by an exception: it would keep DDP alive until its process group is destroyed, which would then hang.
+    return None if is_finished else counters.saved_step
 
 
 def _watch_run(config: RunConfig, watchdog: Watchdog, stream: Stream, *, device: torch.device) -> RunWatch:
