@@ -19,6 +19,7 @@ from trainer.distributed.engines import Engine, EngineInputs
 from trainer.fault_tolerance.bad_samples import BadSamples
 from trainer.fault_tolerance.run_counters import RunCounters
 from trainer.fault_tolerance.skipped_steps import SkipCounter, SkippedSteps
+from trainer.models.random_layers import has_random_layers
 from trainer.modules import NO_CLASSES, TrainedModules, build_modules, build_run_objective
 from trainer.objectives import Objective
 from trainer.optim.learning_rates import learning_rate_at
@@ -97,7 +98,9 @@ def _recorded(
     if config.compile != "step":
         return step
     device = next(modules.encoder.parameters()).device
-    if (reason := why_not_recorded(config, device=device, num_ranks=world_size())) is not None:
+    is_random = has_random_layers(modules.encoder)
+    reason = why_not_recorded(config, device=device, num_ranks=world_size(), has_random_layers=is_random)
+    if reason is not None:
         logger.warning("compile=step changes nothing here: %s", reason)
         return step
     return RecordedStep(step, CudaGraphs(), stateful=[modules.encoder, objective])

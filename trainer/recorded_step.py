@@ -35,8 +35,13 @@ _Form: TypeAlias = tuple[Any, ...]  # what must be equal in the steps of one rec
 _NUM_WARM_UP_STEPS = 3  # steps of training in which libraries choose kernels and allocate workspaces
 
 
-def why_not_recorded(config: RunConfig, *, device: torch.device, num_ranks: int) -> str | None:
-    """Return the reason for which the steps of a run cannot be recorded, with what mends it; None if they can."""
+def why_not_recorded(
+    config: RunConfig, *, device: torch.device, num_ranks: int, has_random_layers: bool = False
+) -> str | None:
+    """Return the reason for which the steps of a run cannot be recorded, with what mends it; None if they can.
+
+    `has_random_layers` says whether layers of the encoder draw random numbers.
+    """
     optimizers = sorted({optimizer.kind for optimizer in config.engine_optimizers.values()} & {"lars", "lamb"})
     if device.type != "cuda":
         return f"only a GPU records a step, but training runs on {device.type}"
@@ -50,6 +55,11 @@ def why_not_recorded(config: RunConfig, *, device: torch.device, num_ranks: int)
         return f"a step of engine.kind={config.engine.kind} is not recorded; set engine.kind=ddp"
     if optimizers:
         return f"optimizer {optimizers[0]} has no fused kernel that a recorded step can skip; set sgd, adam or adamw"
+    if has_random_layers:
+        return (
+            "a recorded step cannot seed the dropout or dropped paths of the encoder; set their rates to 0 "
+            "(encoder.options.drop_path_rate=0 for timm), or set compile=true"
+        )
     return config.objective.why_not_recorded(config)
 
 

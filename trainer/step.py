@@ -25,13 +25,16 @@ import torch
 from torch import Tensor
 
 from data_pipeline.audio.log_mel import MelConfig
+from data_pipeline.core.randomness import key_words
 from data_pipeline.core.sample import Batch
 from trainer.adversary import AdversaryConfig, reverse_gradient
 from trainer.config import RunConfig
+from trainer.distributed.collectives import rank
 from trainer.distributed.engines.engine import Engine
 from trainer.fault_tolerance.skipping import StateSnapshot, any_not_finite
 from trainer.memory import interleave
 from trainer.models.activation_checkpointing import buffers_untouched
+from trainer.models.random_layers import has_random_layers, seeded
 from trainer.objectives import Objective, ObjectiveOutput, ViewPair
 from trainer.objectives.health import embedding_health
 from trainer.optim.loss_scale import LossScale
@@ -136,6 +139,7 @@ class TrainingStep:
     With `memory.micro_batches` above 1, the batch is first encoded in parts, without gradients. The objective computes
     the gradient of each embedding from all embeddings. Then each part is encoded again, and the gradient of its
     embeddings is passed on (Gao et al. 2021). Views are functions of their keys, so they are equal both times.
+    The encoder's random layers, such as dropout, are seeded, so they also draw the same both times.
     """
 
     def __init__(
@@ -153,6 +157,7 @@ class TrainingStep:
         self._group_sizes = (2, num_further) if num_further else (2,)
         self._memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
         self._recorded_epoch: Tensor | None = None
+        self._has_random_layers = has_random_layers(self._encoder.module)
         self._snapshot = StateSnapshot([self._encoder.module, objective])
         device = next(self._encoder.module.parameters()).device
         self.loss_scale = LossScale(enabled=config.precision == "float16", device=device)
@@ -276,7 +281,7 @@ class TrainingStep:
         num_parts = self._config.memory.micro_batches
         if num_parts == 1:
             groups = self._views_by_group(batch, first_view=spec.first_view)
-            embeddings = self._encode(groups, spec)
+            embeddings = self._encode(batch, groups, spec)
             result, loss = self._compare(batch, self._each_view(groups), embeddings, spec)
             with stage("backward"):
                 spec.engine.backward(loss)
@@ -285,7 +290,9 @@ class TrainingStep:
         parts = [batch.part(number, num_parts) for number in range(num_parts)]
         with torch.no_grad(), buffers_untouched(self._encoder.module):
             groups_by_part = [self._views_by_group(part, first_view=spec.first_view) for part in parts]
-            embeddings_by_part = [self._encode(groups, spec) for groups in groups_by_part]
+            embeddings_by_part = [
+                self._encode(batch, groups, spec, part=number) for number, groups in enumerate(groups_by_part)
+            ]
         views = _whole([self._each_view(groups) for groups in groups_by_part])
         embeddings = _whole(embeddings_by_part)
         for z_BD in embeddings:
@@ -298,9 +305,10 @@ class TrainingStep:
                 part_groups = groups_by_part[number]
                 if spec.views_learn:
                     part_groups = self._views_by_group(part, first_view=spec.first_view)
+                part_embeddings = self._encode(batch, part_groups, spec, part=number)
                 products = [
                     (z_part_BD * z_BD.grad[number::num_parts]).sum()
-                    for z_part_BD, z_BD in zip(self._encode(part_groups, spec), embeddings, strict=True)
+                    for z_part_BD, z_BD in zip(part_embeddings, embeddings, strict=True)
                     if z_BD.grad is not None  # None if the objective does not use this view
                 ]
                 with stage("backward"):
@@ -343,12 +351,14 @@ class TrainingStep:
             rows for group, num_views in zip(groups, self._group_sizes, strict=True) for rows in group.chunk(num_views)
         )
 
-    def _encode(self, groups: tuple[Tensor, ...], spec: BackwardPass) -> tuple[Tensor, ...]:
+    def _encode(
+        self, batch: Batch, groups: tuple[Tensor, ...], spec: BackwardPass, *, part: int = 0
+    ) -> tuple[Tensor, ...]:
         """Return the embeddings of each view, after one pass for each group."""
         if spec.reversal is not None:
             groups = tuple(reverse_gradient(views, spec.reversal) for views in groups)
         is_apart = self._config.view_forwards == "two"
-        with stage("forward"), self._autocast(groups[0].device):
+        with stage("forward"), self._autocast(groups[0].device), self._seeded(batch, spec, part):
             return self._each_view(
                 tuple(
                     # Their format is changed once, and not in each convolution.
@@ -422,6 +432,13 @@ class TrainingStep:
                     if engine is not None:
                         stack.enter_context(engine.accumulating())
             yield
+
+    def _seeded(self, batch: Batch, spec: BackwardPass, part: int) -> AbstractContextManager[None]:
+        """Return a context in which random layers draw a function of seed, step, rank, part and update of the step."""
+        if not self._has_random_layers:
+            return contextlib.nullcontext()
+        key = key_words(1, self._config.seed, "random layers", batch.step, rank(), part, spec.first_view)
+        return seeded(int(key[0]), batch.index_B.device)
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[None]:
         dtype = torch.float16 if self._config.precision == "float16" else torch.bfloat16

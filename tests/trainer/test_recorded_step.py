@@ -211,6 +211,11 @@ def test_the_reason_is_given_if_a_step_cannot_be_recorded(
     assert found is None if reason is None else reason in str(found)
 
 
+def test_a_step_whose_encoder_draws_is_not_recorded() -> None:
+    found = why_not_recorded(configure("debug:image", []), device=CUDA, num_ranks=1, has_random_layers=True)
+    assert "dropout or dropped paths" in str(found)
+
+
 def test_every_objective_that_can_be_recorded_is_recorded_here() -> None:
     refused = {"instance_discrimination", "dino", "nt_xent_cycle"}  # another step is another one to record
     assert OBJECTIVES.keys() == KINDS.keys() - refused

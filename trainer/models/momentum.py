@@ -11,10 +11,13 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trainer.models.activation_checkpointing import buffers_untouched
+from trainer.models.random_layers import switch_off_random_layers
 
 
 class MomentumCopy(nn.Module):
     """A copy that is called like its original, without gradient and in training mode.
+
+    Its dropout layers drop nothing, nor do its layers that drop paths.
 
     Its parameters follow the parameters of `online`, which is not a submodule of the copy. Its buffers do not follow:
     running statistics of batch norm come from the copy's own forward passes, because they describe activations with the
@@ -24,6 +27,7 @@ class MomentumCopy(nn.Module):
     def __init__(self, online: nn.Module, *, momentum: float) -> None:
         super().__init__()
         self.module = copy.deepcopy(online).requires_grad_(False).train()
+        switch_off_random_layers(self.module)
         self._online = (online,)  # in a tuple, where nn.Module does not look for submodules
         self._average = get_ema_multi_avg_fn(momentum)  # type: ignore[no-untyped-call]
 

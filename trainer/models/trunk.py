@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from trainer.models.activation_checkpointing import Checkpointing, run_blocks
 from trainer.models.batch_norm import reenter_groups, split_batch_norm, synchronize_batch_norm
+from trainer.models.random_layers import has_random_layers
 
 
 class Trunk(nn.Module):
@@ -68,12 +69,19 @@ class ConvolutionalTrunk(nn.Sequential, Trunk):
         super().__init__(layers)
         self.num_channels = num_channels
         self.checkpointing: Checkpointing = "none"
+        self._is_random = has_random_layers(self)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         if self.checkpointing == "none" or not self.training:  # a path that torch.compile can follow
             map_BCHW: Tensor = super().forward(x_BCHW)  # type: ignore[no-untyped-call]
             return map_BCHW
-        return run_blocks(self._blocks(), x_BCHW, checkpointing=self.checkpointing, recompute_context=reenter_groups())
+        return run_blocks(
+            self._blocks(),
+            x_BCHW,
+            checkpointing=self.checkpointing,
+            random=self._is_random,
+            recompute_context=reenter_groups(),
+        )
 
     def blocks(self) -> tuple[nn.Module, ...]:
         return tuple(block for layer in self if isinstance(layer, nn.Sequential) for block in layer)
