@@ -103,7 +103,7 @@ def _recorded(
     if reason is not None:
         logger.warning("compile=step changes nothing here: %s", reason)
         return step
-    return RecordedStep(step, CudaGraphs(), stateful=[modules.encoder, objective])
+    return RecordedStep(step, CudaGraphs(), stateful=[*modules.trained_modules.values(), objective])
 
 
 def _build_engines(config: RunConfig, modules: TrainedModules, objective: Objective) -> dict[str, Engine]:

@@ -158,7 +158,8 @@ class TrainingStep:
         self._memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
         self._recorded_epoch: Tensor | None = None
         self._has_random_layers = has_random_layers(self._encoder.module)
-        self._snapshot = StateSnapshot([self._encoder.module, objective])
+        learned_views = [] if self._viewmaker is None else [self._viewmaker.module]
+        self._snapshot = StateSnapshot([self._encoder.module, objective, *learned_views])
         device = next(self._encoder.module.parameters()).device
         self.loss_scale = LossScale(enabled=config.precision == "float16", device=device)
 
@@ -288,7 +289,10 @@ class TrainingStep:
             return result
 
         parts = [batch.part(number, num_parts) for number in range(num_parts)]
-        with torch.no_grad(), buffers_untouched(self._encoder.module):
+        passing_twice = [self._encoder.module]
+        if spec.views_learn and self._viewmaker is not None:  # otherwise each view is made once
+            passing_twice.append(self._viewmaker.module)
+        with torch.no_grad(), buffers_untouched(*passing_twice):
             groups_by_part = [self._views_by_group(part, first_view=spec.first_view) for part in parts]
             embeddings_by_part = [
                 self._encode(batch, groups, spec, part=number) for number, groups in enumerate(groups_by_part)
