@@ -8,6 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from math import gcd
 from typing import TextIO
 
+import torch
+from torch import nn
+
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import difference
 from data_pipeline.loading.mixture import check_mixture
@@ -188,6 +191,24 @@ def check_batch_norm(config: RunConfig, *, height: int, width: int, num_ranks: i
     }[config.encoder.batch_norm]
     height, width = config.views.further_size(height=height, width=width)  # the smaller size, if there are two
     check_norm_groups(config.encoder, height=height, width=width, trunk_rows=trunk_rows, head_rows=head_rows)
+
+
+def check_channels_last(config: RunConfig, encoder: nn.Module, manifest: Manifest, *, device: torch.device) -> None:
+    """Raise `UserError` if torch would write outside its memory in the backward pass.
+
+    On a CPU, that of a 1x1 convolution with a stride does for less than 16 channels that are last, if its map has more
+    than 40 rows or columns (seen with torch 2.11 on CPUs with AVX-512). The run crashes then, or goes on with wrong
+    numbers.
+    """
+    if device.type != "cpu" or not config.channels_last or max(input_size(config, manifest.batch_shape)) <= 40:
+        return
+    for layer in encoder.modules():
+        is_strided = isinstance(layer, nn.Conv2d) and layer.kernel_size == (1, 1) and layer.stride != (1, 1)
+        if is_strided and layer.in_channels < 16:
+            raise UserError(
+                "with channels_last=true, torch's backward pass on a CPU writes outside its memory in a convolution of "
+                f"{layer.in_channels} channels of this encoder; set channels_last=false, or a larger encoder.width"
+            )
 
 
 def _check_medium(config: RunConfig, train: Manifest) -> tuple[int, int]:

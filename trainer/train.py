@@ -32,7 +32,7 @@ from trainer.models.batch_norm import average_running_statistics
 from trainer.neighbours import NeighbourGroups
 from trainer.open_settings import decide
 from trainer.original_crops import leave_out_crops, original_crops
-from trainer.preflight import claim, resume
+from trainer.preflight import check_channels_last, claim, resume
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.run_dir import RunDir
 from trainer.training_log import TrainingLog, log_start
@@ -88,6 +88,7 @@ def _train(
     decided = leave_out_crops(decide(config, manifests.train), manifests.train)
     classes = num_classes(manifests.train)
     training = build_training(decided, num_samples=num_samples, num_classes=classes, device=device)
+    check_channels_last(decided, training.modules.encoder, manifests.probed, device=device)
     follow_networks(training.modules, training.objective)
     restored = resume(run_dir, config, manifests, training, accepted_data=accepted_data)
     start = restored.step

@@ -496,6 +496,11 @@ def _check_finished(directory: Path, plan: BuildPlan) -> Manifest:
             f"{directory} was built with another --overlay or --overlay-layout, or with other digits, sounds or "
             "options for it; choose another directory or remove it"
         )
+    if manifest.num_samples != (now := sum(plan.shard_sizes)):
+        raise UserError(
+            f"{directory} was built from {manifest.num_samples} samples, and there are {now} now; choose another "
+            "directory or remove it"
+        )
     shards = open_shard_list(directory, manifest)
     if tuple(np.diff(shards.ends, prepend=0).tolist()) != plan.shard_sizes:
         raise UserError(

@@ -447,7 +447,8 @@ def ensure_index(location: str, *, classes_of: str | None = None, show_progress:
 def check_index(location: str, *, classes_of: str | None = None) -> None:
     """Raise `UserError`, with the command that indexes again, if the index of a location is of other tars.
 
-    `classes_of` is as in `ensure_index`.
+    Tars that are new in a directory are a warning only, so that a run goes on while they are written. `classes_of` is
+    as in `ensure_index`.
     """
     index = index_directory(location)
     if (difference := list_difference(index, location)) is None:
@@ -462,9 +463,13 @@ def check_index(location: str, *, classes_of: str | None = None) -> None:
     if (entry := manifest.overlay) is not None:
         words += ["--overlay", entry.kind, "--overlay-layout", entry.layout, "--split", manifest.how_made.split]
         options = ", with the --overlay-option and --digits of before"
+    again = f"run `python -m data_pipeline index {shlex.join(words)}`{options}"
+    if difference.has_only_new and Path(location).expanduser().is_dir():
+        logger.warning("%s; those of the index are read. To read all, %s", difference.words, again)
+        return
     raise UserError(
-        f"{difference}; run `python -m data_pipeline index {shlex.join(words)}`{options} to index again, or name "
-        f"{index} in place of {location} to keep the tars of the index"
+        f"{difference.words}; {again} to index again, or name {index} in place of {location} to keep the tars of the "
+        "index"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -42,8 +43,16 @@ def listed_tars(location: str | Path) -> list[str]:
     return paths
 
 
-def list_difference(index: Path, location: str | Path) -> str | None:
-    """Say how the tars of a local location differ from those of an index; None if they are the same.
+@dataclass(frozen=True)
+class ListDifference:
+    """How the tars of a location differ from those of an index, in words, and whether there are only new ones."""
+
+    words: str
+    has_only_new: bool
+
+
+def list_difference(index: Path, location: str | Path) -> ListDifference | None:
+    """Return how the tars of a local location differ from those of an index; None if they are the same.
 
     None if the index has no list: reading the index then says what is wrong with it. Raises the errors of
     `listed_tars`.
@@ -58,13 +67,11 @@ def list_difference(index: Path, location: str | Path) -> str | None:
     now, before = dict(zip(_keys(listed), listed, strict=True)), dict(zip(_keys(indexed), indexed, strict=True))
     if list(now) == list(before):
         return None
-    first = [
-        f"{paths[changed[0]]} is {word}"
-        for paths, others, word in ((now, before, "new"), (before, now, "gone"))
-        if (changed := [key for key in paths if key not in others])
-    ]
+    new, gone = [key for key in now if key not in before], [key for key in before if key not in now]
+    first = [f"{now[key]} is new" for key in new[:1]] + [f"{before[key]} is gone" for key in gone[:1]]
     said = " and ".join(first) or "they are in another order"
-    return f"{location} names {len(listed)} tars, and its index has {len(indexed)} ({said})"
+    words = f"{location} names {len(listed)} tars, and its index has {len(indexed)} ({said})"
+    return ListDifference(words, has_only_new=bool(new) and not gone)
 
 
 def _keys(paths: Sequence[str]) -> Iterator[tuple[object, str]]:

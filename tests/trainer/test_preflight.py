@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -32,7 +33,7 @@ from trainer.models import encoder as encoder_module
 from trainer.models.encoder import EncoderConfig
 from trainer.modules import build_modules
 from trainer.objectives import NTXentConfig, ObjectiveConfig, PublishedNTXentConfig
-from trainer.preflight import check_data, check_input_shape, claim, refuse_other_config
+from trainer.preflight import check_channels_last, check_data, check_input_shape, claim, refuse_other_config
 from trainer.reports.config_identity import config_identity
 from trainer.run_dir import LOCK_NAME, RunDir, hold, is_held, write_json
 from trainer.training_log import log_start
@@ -75,6 +76,27 @@ def test_a_loss_that_is_negative_by_design_is_explained(
         log_start(config, build_modules(config), manifest, device=torch.device("cpu"), start_step=0, num_steps=1)
     assert len([line for line in caplog.messages if "negative by design" in line]) == lines
     assert ("is -5.545, not 0" in caplog.text) is (lines == 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "size", "device", "is_refused"),
+    [
+        (["channels_last=true"], 48, "cpu", True),
+        (["channels_last=true"], 32, "cpu", False),
+        (["channels_last=true"], 48, "cuda", False),
+        (["channels_last=true", "encoder.width=16"], 48, "cpu", False),
+        ([], 48, "cpu", False),
+    ],
+)
+def test_an_encoder_that_crashes_torch_with_channels_last_is_refused(
+    settings: list[str], size: int, device: str, is_refused: bool, tmp_path: Path
+) -> None:
+    config = resolve_recipe("debug:image", settings)
+    manifest = load_manifest(write_tiny_dataset(tmp_path / "data", num_samples=4))
+    manifest = manifest.model_copy(update={"input_shape": (3, size, size)})
+    encoder = build_modules(config).encoder
+    with pytest.raises(UserError, match="set channels_last=false") if is_refused else contextlib.nullcontext():
+        check_channels_last(config, encoder, manifest, device=torch.device(device))
 
 
 def test_looking_at_the_lock_neither_takes_it_nor_refuses_it_to_a_trainer(tmp_path: Path) -> None:

@@ -321,6 +321,17 @@ def test_a_finished_dataset_is_found_and_left_alone(tmp_path: Path) -> None:
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "built").iterdir()} == times
 
 
+def test_a_folder_that_has_got_another_picture_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    for number, name in enumerate(("cat", "dog", "cat")):
+        folder = tmp_path / "root" / "train" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (16, 16), (number, 0, 0)).save(folder / f"{number}.png")
+        if number == 1:
+            build_dataset("folder", tmp_path / "out", root=tmp_path / "root")
+    with pytest.raises(UserError, match="was built from 2 samples, and there are 3 now; choose another directory"):
+        build_dataset("folder", tmp_path / "out", root=tmp_path / "root")
+
+
 def test_a_dataset_of_other_arguments_is_refused_with_their_name(tmp_path: Path) -> None:
     build_dataset("procedural_shapes", tmp_path / "built", limit=30)
     before = contents(tmp_path / "built")

@@ -7,6 +7,7 @@ import fcntl
 import io
 import json
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -471,20 +472,24 @@ def test_tars_on_a_file_system_without_locks_are_indexed(
     assert numbers_in(SampleStore(tmp_path)) == [0, 1]
 
 
-def test_an_index_of_other_tars_is_refused_with_what_differs(tmp_path: Path) -> None:
+def test_new_tars_of_a_directory_are_warned_of_and_other_differences_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     simple(tmp_path / "train", [2, 2])
     index = tmp_path / "train" / INDEX_NAME
     fields = Fields(labels={"base": "cls"})
     make_index(str(tmp_path / "train"), index, fields=fields, size=16)
     shutil.copy(tmp_path / "train" / "train-0001.tar", tmp_path / "train" / "train-0002.tar")
-    with pytest.raises(UserError, match=r"names 3 tars, and its index has 2 \(\S+/train-0002.tar is new\)") as refused:
+    ensure_index(str(tmp_path / "train"))
+    assert re.search(r"names 3 tars, and its index has 2 \(\S+/train-0002.tar is new\)", caplog.text)
+    assert "those of the index are read" in caplog.text
+    (tmp_path / "train" / "train-0000.tar").unlink()
+    new_and_gone = r"\(\S+/train-0002.tar is new and \S+/train-0000.tar is gone\)"
+    with pytest.raises(UserError, match=new_and_gone) as refused:
         ensure_index(str(tmp_path / "train"), classes_of=str(tmp_path / "other"))
     assert "--size 16 --label base=cls --classes-of" in str(refused.value)
     assert f"or name {index} in place of" in str(refused.value)
     ensure_index(str(index))
-    (tmp_path / "train" / "train-0000.tar").unlink()
-    with pytest.raises(UserError, match=r"\(\S+/train-0002.tar is new and \S+/train-0000.tar is gone\)"):
-        ensure_index(str(tmp_path / "train"))
 
 
 def test_an_edited_list_of_tars_is_noticed(tmp_path: Path) -> None:
