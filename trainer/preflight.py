@@ -203,8 +203,9 @@ def check_channels_last(config: RunConfig, encoder: nn.Module, manifest: Manifes
     if device.type != "cpu" or not config.channels_last or max(input_size(config, manifest.batch_shape)) <= 40:
         return
     for layer in encoder.modules():
-        is_strided = isinstance(layer, nn.Conv2d) and layer.kernel_size == (1, 1) and layer.stride != (1, 1)
-        if is_strided and layer.in_channels < 16:
+        if not isinstance(layer, nn.Conv2d) or layer.kernel_size != (1, 1) or layer.stride == (1, 1):
+            continue
+        if layer.in_channels < 16:
             raise UserError(
                 "with channels_last=true, torch's backward pass on a CPU writes outside its memory in a convolution of "
                 f"{layer.in_channels} channels of this encoder; set channels_last=false, or a larger encoder.width"
