@@ -75,8 +75,8 @@ def _parser() -> argparse.ArgumentParser:
         "--at-a-time",
         type=positive,
         metavar="N",
-        help="Probe N runs at the same time, each in a process with its share of the cores; if one fails, the others "
-        "go on (default: one after another, in this process).",
+        help="Probe N runs at the same time, each in a process with its share of the cores (default: one after another "
+        "in this process).",
     )
     add("--out", type=Path, metavar="DIR", help="Write to DIR/NAME, and nothing into the run directory NAME.")
     add("--allow-pipe", action="store_true", help=ALLOW_PIPE_HELP)
@@ -117,7 +117,7 @@ def main() -> None:
     from trainer.distributed.environment import choose_device, process_group, read_env
     from trainer.own_code import import_code_of
     from trainer.probe_processes import Results, probe_in_processes
-    from trainer.probe_runs import is_probed, probe_run, runs_table
+    from trainer.probe_runs import is_probed, probe_each, runs_table
     from trainer.probes.memory_limit import MemoryLimit
 
     world = read_env(os.environ)
@@ -154,11 +154,11 @@ def main() -> None:
                 places_of_probes(run_dirs, arguments.out)
 
         on_first_rank(check)  # check all before the first is probed
-        if arguments.allow_code:
-            import_code_of(run_dirs)
         if arguments.out is not None:
             run_dirs = places_of_probes(run_dirs, arguments.out)
         if arguments.side_by_side:
+            if arguments.allow_code:
+                import_code_of(run_dirs)
             _probe_together(arguments, run_dirs, device=device)
             return
         if arguments.missing:
@@ -168,7 +168,9 @@ def main() -> None:
                 print(f"{len(run_dirs) - len(left)} of {len(run_dirs)} run(s) are probed already")
             run_dirs = left
         if arguments.at_a_time is None:
-            of_runs: list[Results | None] = [probe_run(run_dir, device=device, **options) for run_dir in run_dirs]
+            of_runs: list[Results | None] = probe_each(
+                run_dirs, device=device, allow_code=arguments.allow_code, **options
+            )
         else:
             of_runs = probe_in_processes(
                 run_dirs, at_a_time=arguments.at_a_time, options=options, allow_code=arguments.allow_code
@@ -178,7 +180,9 @@ def main() -> None:
         if len(probed) > 1 and rank() == 0:
             print(runs_table(list(probed), list(probed.values())))
         if len(probed) < len(run_dirs):
-            print(f"error: {len(run_dirs) - len(probed)} of {len(run_dirs)} run(s) were not probed", file=sys.stderr)
+            if rank() == 0:
+                num_failed = len(run_dirs) - len(probed)
+                print(f"error: {num_failed} of {len(run_dirs)} run(s) were not probed", file=sys.stderr)
             raise SystemExit(1)
 
 

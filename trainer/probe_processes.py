@@ -25,7 +25,7 @@ from data_pipeline.core.processes import end_with_parent
 from data_pipeline.core.progress import Progress
 from trainer.distributed.environment import choose_device, process_group, read_env
 from trainer.own_code import import_code_of
-from trainer.probe_runs import probe_run
+from trainer.probe_runs import print_not_probed, probe_run
 from trainer.probes.features import LabelSpace
 from trainer.probes.result import ProbeResult
 from trainer.run_dir import RunDir
@@ -92,7 +92,7 @@ def _print_answer(run_dir: RunDir, receiver: Connection, process: BaseProcess) -
     print(answer.out, end="", flush=True)
     print(answer.err, end="", file=sys.stderr)
     if answer.problem:
-        print(f"{printable(str(run_dir.path))}: not probed: {printable(answer.problem)}", file=sys.stderr, flush=True)
+        print_not_probed(run_dir, answer.problem)
     return answer.results
 
 

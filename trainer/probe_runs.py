@@ -16,16 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_pipeline.core.errors import UserError
+from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.storage.manifest import Manifest
 from trainer.checkpoint.run_state import other_data
 from trainer.config import RunConfig, read_run_config
 from trainer.data import Manifests, read_agreed_manifests, read_manifests
-from trainer.distributed.collectives import broadcast_object, on_first_rank, rank
+from trainer.distributed.collectives import FirstRankExit, broadcast_object, is_known_to_all, on_first_rank, rank
 from trainer.modules import TrainedModules
 from trainer.observability.wandb_run import summarize
+from trainer.own_code import import_code_of
 from trainer.pretrained import load_modules
 from trainer.probes.curve import ProbeCurve, read_curves
 from trainer.probes.features import TRAIN_DRAW, FrozenFeatures, LabelSpace, Pictures, read_pictures
@@ -43,6 +44,37 @@ from trainer.reports.config_identity import config_identity
 from trainer.run_dir import RunDir, steps_in, write_json
 
 _DEFAULT_MEMORY = MemoryLimit()
+
+
+def probe_each(
+    run_dirs: Sequence[RunDir], *, allow_code: bool = False, **options: Any
+) -> list[Mapping[LabelSpace, ProbeResult] | None]:
+    """Call `probe_run` with `options` for each run, one after another. Every rank calls this.
+
+    allow_code: import the code that the config of each run names.
+
+    Returns the results of each run. Those of a run that failed with a `UserError` are None, and the reason is printed.
+    Raises this error if the run is the only one, or if only some ranks know of it.
+    """
+    of_runs: list[Mapping[LabelSpace, ProbeResult] | None] = []
+    for run_dir in run_dirs:
+        try:
+            if allow_code:
+                on_first_rank(partial(import_code_of, [run_dir]))
+                import_code_of([run_dir])
+            of_runs.append(probe_run(run_dir, **options))
+        except (UserError, FirstRankExit) as error:
+            if len(run_dirs) == 1 or not is_known_to_all(error):
+                raise
+            of_runs.append(None)
+            if rank() == 0:
+                print_not_probed(run_dir, str(error))
+    return of_runs
+
+
+def print_not_probed(run_dir: RunDir, reason: str) -> None:
+    """Print the reason why a run was not probed, on stderr."""
+    print(f"{printable(str(run_dir.path))}: not probed: {printable(reason)}", file=sys.stderr, flush=True)
 
 
 def probe_run(
@@ -72,7 +104,8 @@ def probe_run(
     Raises `UserError` if a checkpoint or a dataset is missing, if the datasets share too many samples, or if the
     memory of the GPU is full.
     """
-    config = read_run_config(run_dir, allow_pipe=allow_pipe)
+    read = partial(read_run_config, run_dir, allow_pipe=allow_pipe)
+    config = on_first_rank(read) or read()
     probe_config = ProbeConfig.parse(config.probe.model_dump() | dict(changes), where="the probe")
     suffix = _suffix(config.probe, changes)
 

@@ -16,11 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from data_pipeline.core.errors import UserError
 from trainer.profiling import stage
 
 T = TypeVar("T")
 
 _SHORT = 1 << 16  # numbers, up to which a CPU sums a tensor by gathering
+_KNOWN_TO_ALL = "all ranks know of this error"
+
+
+class FirstRankExit(SystemExit):
+    """The exit of a rank after rank 0 has raised a `UserError` in `on_first_rank`. It prints nothing."""
 
 
 def is_distributed() -> bool:
@@ -125,7 +131,8 @@ def broadcast_object(value: T, *, source: int = 0) -> T:
 def on_first_rank(action: Callable[[], T]) -> T | None:
     """Run `action` on rank 0, and return its result there; None on other ranks.
 
-    If it raises, rank 0 raises the same, and the other ranks exit without a message.
+    If it raises, rank 0 raises the same, and the other ranks exit without a message: by `FirstRankExit` if the error is
+    a `UserError`, and else by `SystemExit`.
     """
     error: Exception | None = None
     result: T | None = None
@@ -134,9 +141,23 @@ def on_first_rank(action: Callable[[], T]) -> T | None:
             result = action()
         except Exception as raised:
             error = raised
-    if broadcast_object(error is not None):
-        raise error if error is not None else SystemExit(2)
-    return result
+    failed = broadcast_object(None if error is None else isinstance(error, UserError))
+    if failed is None:
+        return result
+    if error is None:
+        raise FirstRankExit(2) if failed else SystemExit(2)
+    error.add_note(_KNOWN_TO_ALL)
+    raise error
+
+
+def is_known_to_all(error: BaseException) -> bool:
+    """Return whether every rank has raised at the same call as this one, so that all can go on with something else.
+
+    This holds for what `on_first_rank` raises for a `UserError`, and for any error of a single process.
+    """
+    if not is_distributed() or isinstance(error, FirstRankExit):
+        return True
+    return isinstance(error, UserError) and _KNOWN_TO_ALL in getattr(error, "__notes__", ())
 
 
 def all_gather_object(value: T) -> list[T]:

@@ -27,10 +27,11 @@ from tests.gloo import RankError, run_ranks
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.probes.toy import toy_pictures
 from trainer.config import RunConfig
+from trainer.distributed.collectives import rank
 from trainer.modules import build_modules
 from trainer.pretrained import load_modules
 from trainer.probe import main
-from trainer.probe_runs import majority_share, probe, runs_table
+from trainer.probe_runs import majority_share, probe, probe_each, runs_table
 from trainer.probes.any_encoder import probe as probe_any
 from trainer.probes.curve import Curves, Point, ProbeCurve, curve_of
 from trainer.probes.features import Pictures, read_pictures
@@ -542,8 +543,89 @@ def test_ranks_find_what_one_process_finds(world_size: int, tmp_path: Path) -> N
 
 @pytest.mark.ranks
 def test_of_several_ranks_one_says_what_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"is not a run directory|SystemExit: 2"):
+    with pytest.raises(RankError, match=r"is not a run directory|FirstRankExit: 2"):
         run_ranks(command_of_rank, 2, str(tmp_path))
+
+
+def make_damaged_study(home: Path, data: Path) -> list[RunDir]:
+    """Make four runs: one lacks its checkpoint, and the config of another one is damaged."""
+    probe = {"num_epochs": 1, "views": "none"}
+    study = [make_run(home / name, data, seed=seed, probe=probe) for seed, name in enumerate("abcd")]
+    shutil.rmtree(study[0].checkpoints)
+    study[0].latest.unlink()
+    study[2].config.write_text("{")
+    return study
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--allow-code",)])
+def test_runs_that_cannot_be_probed_are_named_and_the_others_are_probed(
+    more: tuple[str, ...],
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    study = make_damaged_study(tmp_path / "study", data)
+    with pytest.raises(SystemExit) as end:
+        call(monkeypatch, tmp_path / "study", *more)
+    assert end.value.code == 1
+    printed = capsys.readouterr()
+    named = [line for line in printed.err.splitlines() if ": not probed: " in line]
+    assert len(named) == 2
+    assert named[0].startswith(f"{study[0].path}: not probed: {study[0].path} has no checkpoint yet")
+    assert named[1].startswith(f"{study[2].path}: not probed: {study[2].config} is not valid JSON")
+    assert printed.err.splitlines()[-1] == "error: 2 of 4 run(s) were not probed"
+    assert f"mean over {study[1].path}, {study[3].path}:" in printed.out
+    assert [run_dir.probe_steps() for run_dir in study] == [[], [10], [], [10]]
+
+
+def statuses_of_rank(study: str) -> tuple[object, str]:
+    """Return the exit status of the command as this rank, and what it prints on stderr."""
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            command_of_rank(study)
+        except SystemExit as end:
+            return end.code, err.getvalue()
+    return 0, err.getvalue()
+
+
+@pytest.mark.ranks
+def test_several_ranks_go_on_after_a_run_that_cannot_be_probed(tmp_path: Path) -> None:
+    data = write_tiny_pair(tmp_path / "data", num_train=48, num_test=16)
+    study = make_damaged_study(tmp_path / "study", data)
+    (status, said), other = run_ranks(statuses_of_rank, 2, str(tmp_path / "study"))
+    assert (status, other[0]) == (1, 1)
+    assert [line.partition(": not probed: ")[0] for line in said.splitlines() if ": not probed: " in line] == [
+        str(study[0].path),
+        str(study[2].path),
+    ]
+    assert said.splitlines()[-1] == "error: 2 of 4 run(s) were not probed"
+    assert "not probed" not in other[1]
+    assert [run_dir.probe_steps() for run_dir in study] == [[], [10], [], [10]]
+
+
+def fail_on_one_rank(study: str) -> str:
+    """Return the error of `probe_each` if the probe of each run fails on the second rank alone."""
+    first, second = (RunDir(path) for path in sorted(Path(study).iterdir()))
+
+    def fail(run_dir: RunDir, **_: object) -> dict[str, object]:
+        if rank() == 1:
+            raise UserError(f"{run_dir.path.name} failed here alone")
+        return {}
+
+    with mock.patch("trainer.probe_runs.probe_run", fail):
+        try:
+            return str(probe_each([first, second]))
+        except UserError as error:
+            return str(error)
+
+
+@pytest.mark.ranks
+def test_an_error_of_one_rank_alone_ends_it(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    assert run_ranks(fail_on_one_rank, 2, str(tmp_path)) == ["[{}, {}]", "a failed here alone"]
 
 
 def test_no_overlay_no_overlay_probe() -> None:
