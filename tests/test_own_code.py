@@ -17,8 +17,10 @@ import torch
 import data_pipeline.__main__
 import launch.slurm
 import launch.train
+import trainer.analyze
 import trainer.export
 import trainer.probe
+import trainer.replay
 import trainer.report
 from configs import describe_recipes, explain, resolve_recipe, resolve_study
 from data_pipeline.building.build import build_dataset
@@ -38,6 +40,7 @@ from trainer.models import load_encoder
 from trainer.models.encoder import ENCODERS
 from trainer.objectives.objective import OBJECTIVES
 from trainer.own_code import check_same_code, files_to_copy, own_packages, read_own_code
+from trainer.probes.result import read_result
 from trainer.run_dir import RunDir
 from trainer.views.policy import VIEWS
 
@@ -471,6 +474,34 @@ def test_code_that_has_changed_since_the_checkpoint_is_noticed(
     name = re.findall(r"--accept-code (\S+)", done.stderr)[0]
     assert run(*train, "--accept-code", "seaside:000000000000").status == 2
     assert run(*train, "--accept-code", name).status == 0
+
+
+@pytest.mark.process
+def test_commands_that_read_a_run_warn_of_code_that_has_changed_since_its_training(
+    site: Path, data: Path, tmp_path: Path, run: Callable[..., Done]
+) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    few = ["--set", "num_epochs=1", "--set", "probe.num_epochs=1"]
+    assert run(launch.train, "--config", MINE, *settings(data), *few, "--run-dir", run_dir.path).status == 0
+    said = f"warning: the code of seaside has changed since the training of {run_dir.path}; the results are those of"
+    probe = (trainer.probe, [run_dir.path, "--allow-code", "--missing"])
+    commands = [
+        (trainer.export, [run_dir.path, "--allow-code", "--out", tmp_path / "encoder.safetensors"]),
+        (trainer.analyze, ["alignment", run_dir.path, "--allow-code"]),
+        (trainer.replay, [run_dir.path, "--allow-code", "--step", "1"]),
+    ]
+    for command, words in (probe, *commands):
+        assert "has changed" not in run(command, *words).stderr
+    (result,) = run_dir.all_probes.glob("step_*/base.json")
+    trained = run_dir.read_provenance()["starts"][-1]["own_code"]["seaside"]["sha256"]
+    assert read_result(result).own_code == {"seaside": trained}
+    assert "1 of 1 run(s) are probed already" in run(*(probe[0], *probe[1])).stdout
+    with (site / "seaside" / "encoders.py").open("a") as file:
+        file.write("# changed\n")
+    for command, words in (probe, *commands):
+        assert run(command, *words).stderr.count(said) == 1
+    assert read_result(result).own_code["seaside"] != trained
+    assert "1 of 1 run(s) are probed already" in run(*(probe[0], *probe[1])).stdout
 
 
 def test_a_class_of_the_script_itself_is_refused(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

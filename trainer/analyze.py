@@ -89,7 +89,7 @@ def main() -> None:
         return
     from data_pipeline.core.devices import named_device
     from trainer.analyses.loaded_run import AnalysisOptions
-    from trainer.own_code import import_code_of
+    from trainer.own_code import import_code_of, warn_of_changed_code
 
     options = AnalysisOptions(
         step=arguments.step,
@@ -100,6 +100,7 @@ def main() -> None:
     runs = [open_run(path) for path in runs_of(arguments.run_dirs)]  # check all before the first is analysed
     if arguments.allow_code:
         import_code_of(runs)
+    warn_of_changed_code(runs)
     groups = analysis.groups(runs)
     failed = []
     for taken in groups:

@@ -94,11 +94,12 @@ def main() -> None:
     if len(arguments.run_dirs) > 1:
         raise UserError(f"one call exports the encoder of one run, and {len(arguments.run_dirs)} are given; pass one")
     from trainer.encoder_export import export, save_pretrained
-    from trainer.own_code import import_code_of
+    from trainer.own_code import import_code_of, warn_of_changed_code
 
     run_dir = open_run(arguments.run_dirs[0])
     if arguments.allow_code:
         import_code_of([run_dir])
+    warn_of_changed_code([run_dir])
     if arguments.hub is None:
         export(run_dir, arguments.out, step=arguments.step, image_size=arguments.image_size)
     elif arguments.image_size is not None:

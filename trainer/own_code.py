@@ -4,7 +4,8 @@ A run uses the packages of the config classes in its sections. Each is recorded 
 source files. The package of a class is the first part of its import path, so its other modules count too, but not other
 packages that they import.
 
-Invariant: a run goes on with the same code of its own, or with new code that the user has accepted.
+Invariant: a run goes on with the same code of its own, or with new code that the user has accepted. Commands that only
+read a run warn of new code.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
-from data_pipeline.core.errors import UserError
+from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.kinds import KindConfig, import_code
-from trainer.config import RunConfig, read_settings
+from trainer.config import RunConfig, read_run_config, read_settings
 from trainer.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -94,10 +95,15 @@ def read_own_code(config: RunConfig) -> dict[str, dict[str, str | None]]:
     return {
         package: {
             "version": metadata.version(distributions[package][0]) if package in distributions else None,
-            "sha256": _hash_of(source_files(package)),
+            "sha256": sha256,
         }
-        for package in packages
+        for package, sha256 in hashes_of_code(config).items()
     }
+
+
+def hashes_of_code(config: RunConfig) -> dict[str, str]:
+    """Return the SHA-256 of the source of each package of a run."""
+    return {package: _hash_of(source_files(package)) for package in own_packages(config)}
 
 
 def _hash_of(files: Mapping[str, Path]) -> str:
@@ -120,13 +126,12 @@ def check_same_code(run_dir: RunDir, config: RunConfig, *, step: int, accepted: 
                 f"{type(section).__qualname__} is a class of the script that runs, so no later command finds it; move "
                 "it to a module, and import it from there"
             )
-    starts = run_dir.read_provenance().get("starts") or []
-    before: Any = starts[-1].get(RECORDED_CODE) if starts and step > 0 else None
-    if not isinstance(before, dict):
+    before = _recorded_code(run_dir) if step > 0 else {}
+    if not before:
         return
     for package, now in read_own_code(config).items():
         recorded = before.get(package)
-        if not isinstance(recorded, dict) or recorded.get("sha256") == now["sha256"]:
+        if recorded is None or recorded.get("sha256") == now["sha256"]:
             continue
         name = f"{package}:{str(now['sha256'])[:_NAME_DIGITS]}"
         if name not in accepted:
@@ -136,6 +141,37 @@ def check_same_code(run_dir: RunDir, config: RunConfig, *, step: int, accepted: 
                 "pass another --run-dir"
             )
         logger.warning("the code of %s was changed after step %d: going on with it, as you accepted", package, step)
+
+
+def warn_of_changed_code(run_dirs: Sequence[RunDir]) -> None:
+    """Print a warning for each package of each run whose code has changed since the newest start of the run.
+
+    Import the code of the runs first: packages that are not imported are left out. So are runs whose config cannot be
+    read, because the command that reads them says so.
+    """
+    for run_dir in run_dirs:
+        try:
+            now = hashes_of_code(read_run_config(run_dir))
+        except UserError:
+            continue
+        before = _recorded_code(run_dir) if now else {}
+        for package, sha256 in now.items():
+            if package in before and before[package].get("sha256") != sha256:
+                print(
+                    f"warning: the code of {package} has changed since the training of {printable(str(run_dir.path))}; "
+                    "the results are those of the code of now",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+
+def _recorded_code(run_dir: RunDir) -> dict[str, dict[str, Any]]:
+    """Return what the newest start of a run has recorded of each of its packages."""
+    starts = run_dir.read_provenance().get("starts") or []
+    recorded = starts[-1].get(RECORDED_CODE) if starts else None
+    if not isinstance(recorded, dict):
+        return {}
+    return {package: code for package, code in recorded.items() if isinstance(code, dict)}
 
 
 def _version(code: Mapping[str, Any]) -> str:

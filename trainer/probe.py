@@ -162,7 +162,8 @@ def main() -> None:
             _probe_together(arguments, run_dirs, device=device)
             return
         if arguments.missing:
-            left = on_first_rank(lambda: [run_dir for run_dir in run_dirs if not is_probed(run_dir, **options)])
+            asked = options | {"allow_code": arguments.allow_code}
+            left = on_first_rank(lambda: [run_dir for run_dir in run_dirs if not is_probed(run_dir, **asked)])
             left = broadcast_object(left) or []
             if rank() == 0 and len(left) < len(run_dirs):
                 print(f"{len(run_dirs) - len(left)} of {len(run_dirs)} run(s) are probed already")

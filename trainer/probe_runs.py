@@ -26,7 +26,7 @@ from trainer.data import Manifests, read_agreed_manifests, read_manifests
 from trainer.distributed.collectives import FirstRankExit, broadcast_object, is_known_to_all, on_first_rank, rank
 from trainer.modules import TrainedModules
 from trainer.observability.wandb_run import summarize
-from trainer.own_code import import_code_of
+from trainer.own_code import hashes_of_code, import_code_of, warn_of_changed_code
 from trainer.pretrained import load_modules
 from trainer.probes.curve import ProbeCurve, read_curves
 from trainer.probes.features import TRAIN_DRAW, FrozenFeatures, LabelSpace, Pictures, read_pictures
@@ -106,6 +106,8 @@ def probe_run(
     """
     read = partial(read_run_config, run_dir, allow_pipe=allow_pipe)
     config = on_first_rank(read) or read()
+    if rank() == 0:
+        warn_of_changed_code([run_dir])
     probe_config = ProbeConfig.parse(config.probe.model_dump() | dict(changes), where="the probe")
     suffix = _suffix(config.probe, changes)
 
@@ -207,13 +209,15 @@ def is_probed(
     untrained: bool,
     pixels: bool,
     allow_pipe: bool,
+    allow_code: bool = False,
     **_: object,
 ) -> bool:
     """Tell whether a run has all results that `probe_run` would write with these options.
 
-    A result counts if it is newer than its checkpoint, and has the settings and the data of the run. A run with
-    damaged files or missing data has none, so that `probe_run` says what is wrong. A finished run without checkpoints,
-    such as an unpacked one, needs the results of its last step.
+    A result counts if it is newer than its checkpoint, and has the settings and the data of the run. It must not be
+    known to be of other code of the user's own than that of now, which `allow_code` imports. A run with damaged files
+    or missing data has none, so that `probe_run` says what is wrong. A finished run without checkpoints, such as an
+    unpacked one, needs the results of its last step.
     """
     newest = run_dir.latest_step()
     if newest is None:
@@ -226,7 +230,8 @@ def is_probed(
     if pixels:
         wanted.append((0, {**changes, "reads": "pixels"}))
     try:
-        own = read_run_config(run_dir, allow_pipe=allow_pipe)
+        own = read_run_config(run_dir, allow_pipe=allow_pipe, allow_code=allow_code)
+        code = hashes_of_code(own)
         manifests = read_manifests(own.data, makes_index=False)
         train, test = manifests.probed, manifests.test
         for space in readable_labels(train, test, wanted=labels or own.probe.labels):
@@ -238,6 +243,7 @@ def is_probed(
                 checkpoint = run_dir.checkpoint(step)
                 if (
                     found != (own.probe.model_copy(update=changed).protocol, train.sha256, test.sha256)
+                    or any(result.own_code.get(package, sha256) != sha256 for package, sha256 in code.items())
                     or (num_draws > 1 and (draws is None or len(draws.accuracies) < num_draws))
                     or (checkpoint.exists() and path.stat().st_mtime < checkpoint.stat().st_mtime)
                 ):
@@ -293,6 +299,7 @@ def probe(
     `UserError` if the train set and the test set have different classes, or lack one of the labels.
     """
     started = time.monotonic()
+    own_code = hashes_of_code(modules.config)  # now, because the user may edit it meanwhile
     targets = label_targets(train, test, wanted=labels)
     pairs = pairs_of(readable_labels(train.manifest, test.manifest), (config or modules.config.probe).groups)
     modules = modules.to(device)
@@ -346,6 +353,7 @@ def probe(
             title=train.manifest.labels[space].title,
             num_shared=num_shared,
             num_unlabelled=len(test) + test.num_left_out - num_labelled(target.test_N),
+            own_code=own_code,
             groups=tuple(
                 measure_groups(
                     space,

@@ -19,6 +19,7 @@ from data_pipeline.storage.store import SampleStore
 from trainer.config import RunConfig, read_run_config
 from trainer.data import Manifests, read_manifests
 from trainer.models.encoder import Encoder
+from trainer.own_code import warn_of_changed_code
 from trainer.pretrained import load_modules
 from trainer.probe_runs import count_shared, warn_of_other_data
 from trainer.probes.any_encoder import Accuracy, probe
@@ -64,12 +65,13 @@ def probe_side_by_side(
     labels, num_epochs, allow_shared: replace those of the first run's probe.
     allow_pipe: as in `read_config`.
 
-    Prints a warning if a run was trained on other data. Raises `UserError` for fewer than two runs, or if the runs do
-    not have the same train and test sets, or if these share too many samples.
+    Prints a warning if a run was trained on other data or with other code. Raises `UserError` for fewer than two runs,
+    or if the runs do not have the same train and test sets, or if these share too many samples.
     """
     if len(run_dirs) < 2:
         raise UserError(f"--side-by-side joins the features of two runs or more, and {len(run_dirs)} is given")
     configs = [read_run_config(run_dir, allow_pipe=allow_pipe) for run_dir in run_dirs]
+    warn_of_changed_code(run_dirs)
     data, manifests = configs[0].data, _read_same_manifests(run_dirs, configs)
     count_shared(configs[0], manifests, allowed=allow_shared)
     changes: dict[str, object] = {"views": "none", "batch_norm": "eval"}

@@ -26,6 +26,8 @@ class ProbeResult(Schema):
     num_shared: the number of test samples whose source is in the train set too; None if the datasets record no sources.
     num_train, num_test: the samples with this label; `num_unlabelled` test samples lack it.
     groups: accuracies in the groups of this label and each other one; none in results from before there were groups.
+    own_code: the SHA-256 of the source of each package of the user's own that the run uses; it lacks those that were
+        not imported, and is empty in old results.
     right_samples: for each method, "linear" and "knn", a bit for each test sample; see `trainer.probes.right_samples`.
         It lacks methods of old results, and of test sets that are too large.
     """
@@ -47,6 +49,7 @@ class ProbeResult(Schema):
     num_shared: int | None = None
     num_unlabelled: int = 0
     groups: tuple[Groups, ...] = ()
+    own_code: dict[str, str] = Field(default_factory=dict)
     right_samples: dict[str, str] = Field(default_factory=dict)
 
     @property
