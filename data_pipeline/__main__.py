@@ -188,6 +188,11 @@ def _index(parser: argparse.ArgumentParser) -> None:
 
 def _verify(parser: argparse.ArgumentParser) -> None:
     _add_location(parser)
+    parser.add_argument(
+        "--allow-code",
+        action="store_true",
+        help="Import the code of the overlay that the dataset names. Use it only for datasets of people you trust.",
+    )
 
 
 def _preview(parser: argparse.ArgumentParser) -> None:

@@ -24,9 +24,13 @@ import trainer.replay
 import trainer.report
 from configs import describe_recipes, explain, resolve_recipe, resolve_study
 from data_pipeline.building.build import build_dataset
+from data_pipeline.building.catalogue import open_picture_overlay
+from data_pipeline.building.index_tars import DrawnOverlay, make_index
+from data_pipeline.building.tar_scan import Fields
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import difference
 from data_pipeline.overlays.registry import find_overlay
+from data_pipeline.storage.manifest import INDEX_NAME
 from data_pipeline.storage.store import SampleStore
 from launch.snapshot import read_snapshot
 from tests.commands import Done, call
@@ -34,6 +38,7 @@ from tests.own_package import add_distribution, install, on_path
 from tests.real_data import REPOSITORY
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.probes.test_probe_command import make_run
+from tests.trainer.test_tars import write_tars
 from trainer.config import RunConfig, read_config, read_run_config
 from trainer.distributed.engines.engine import ENGINES
 from trainer.models import load_encoder
@@ -642,6 +647,50 @@ def test_an_overlay_that_only_a_dataset_names_is_not_imported(trap: Path) -> Non
     ):
         find_overlay("a_trap:Waves")
     assert not trap.exists()
+
+
+@pytest.fixture(params=["shards", "tars"])
+def overlaid(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A dataset with an online overlay of a package that has no entry points. The package is not imported any more."""
+    site = install(tmp_path / "site", entry_points={"console_scripts": {}})
+    kind, directory = "seaside.overlays:Waves", tmp_path / "data"
+    with on_path(site):
+        if request.param == "shards":
+            build_dataset(f"procedural_{kind}", directory, limit=20, overlay="online", num_workers=1)
+        else:
+            write_tars_with_overlay(directory, kind)
+    with on_path(site):
+        yield directory
+
+
+def write_tars_with_overlay(directory: Path, kind: str) -> None:
+    write_tars(directory, 20, sizes=((40, 32),))
+    overlay = DrawnOverlay(open_picture_overlay(kind, shape=(3, 32, 32), split="train"), "train")
+    make_index(str(directory), directory / INDEX_NAME, fields=Fields(), size=32, overlay=overlay)
+
+
+def test_an_overlay_of_code_that_is_not_imported_is_not_checked_and_no_problem(
+    overlaid: Path, run: Callable[..., Done]
+) -> None:
+    done = run(data_pipeline.__main__, "verify", overlaid)
+    assert (done.status, "to mend it" in done.stderr) == (0, False), done
+    *_, said, summary = done.stdout.splitlines()
+    assert said.startswith(
+        "overlay.safetensors: not checked beyond its hash: the overlay seaside.overlays:Waves is code that the dataset "
+        "names, and reading data imports no code"
+    )
+    assert " is sound (1 part not checked): 20 samples in " in summary
+    done = run(data_pipeline.__main__, "verify", overlaid, "--allow-code")
+    assert (done.status, "not checked" in done.stdout) == (0, False), done
+    assert " is sound: 20 samples in " in done.stdout
+
+
+def test_a_damaged_overlay_of_code_that_is_not_imported_is_a_problem(overlaid: Path, run: Callable[..., Done]) -> None:
+    path = next(overlaid.rglob("overlay.safetensors"))
+    path.write_bytes(path.read_bytes() + b" ")
+    done = run(data_pipeline.__main__, "verify", overlaid)
+    assert done.status == 1
+    assert "is not the file that the manifest names by sha256" in done.stdout
 
 
 # The page.

@@ -42,6 +42,17 @@ MAX_OVERLAY_BYTES: Final = 1 << 30
 _HEADER_KEY: Final = "overlay"
 
 
+class OverlayNotImportedError(UserError):
+    """The error of a dataset whose overlay `kind` is an import path of a module that is not imported."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(
+            f"the overlay {kind} is code that a dataset names, and reading data imports no code; give it a name by an "
+            f"entry point in the group {NAMES.group}, or import its module in the recipe"
+        )
+        self.kind = kind
+
+
 class OverlayHeader(Schema):
     """The header of an overlay file: the overlay's name or import path, and its options."""
 
@@ -58,15 +69,12 @@ def kind_of(overlay: Overlay) -> str:
 def find_overlay(kind: str) -> type[Overlay]:
     """Return the class of a name, or of an import path whose module is imported already.
 
-    Raises `KeyError` if there is no such name, and `UserError` if the module is not imported, if what it names is no
-    overlay, or if two packages claim the name.
+    Raises `KeyError` if there is no such name, `OverlayNotImportedError` if the module is not imported, and `UserError`
+    if what it names is no overlay, or if two packages claim the name.
     """
     found = NAMES.find_object(kind)
     if found is None:
-        raise UserError(
-            f"the overlay {kind} is code that a dataset names, and reading data imports no code; give it a name by an "
-            f"entry point in the group {NAMES.group}, or import its module in the recipe"
-        )
+        raise OverlayNotImportedError(kind)
     if not (isinstance(found, type) and issubclass(found, Overlay)):
         raise UserError(f"{kind} is no overlay; name a subclass of {Overlay.__module__}.{Overlay.__qualname__}")
     return found
@@ -94,7 +102,7 @@ def load_overlay(path: Path, *, sha256: str | None) -> Overlay:
     """Load the overlay that `save_overlay` wrote, on the CPU.
 
     Raises `UserError` if the file is missing or damaged, if its digest is not `sha256` (None accepts any), or if this
-    version does not know the overlay.
+    version does not know the overlay; `OverlayNotImportedError` if the file is sound so far, and names other code.
     """
     try:
         data = read_regular(path, max_bytes=MAX_OVERLAY_BYTES)
