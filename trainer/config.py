@@ -1,7 +1,8 @@
 """RunConfig: every setting that affects the result of a run. The config of a section is beside the class that uses it.
 
-A recipe (a function in configs/) returns a RunConfig. It is resolved once, to RUN_DIR/config.json, and never changed.
-Values that depend on the machine, such as the batch of a rank, are computed from the config and the number of ranks.
+A recipe (a function in configs/) returns a RunConfig. It is resolved to RUN_DIR/config.json. A run that has begun goes
+on with the same config, except for settings that change no result (`trainer.preflight.MAY_CHANGE`). Values that depend
+on the machine, such as the batch of a rank, are computed from the config and the number of ranks.
 """
 
 from __future__ import annotations

@@ -37,9 +37,20 @@ logger = logging.getLogger(__name__)
 
 # What datasets of one run have in common: fields of a manifest, and their names in a message.
 _SAME_INPUTS = {"medium": "medium", "batch_shape": "input shape", "sample_rate": "sample rate"}
-# Settings that change no result. The watchdog's own message asks for other values; a sweep that gets another axis or
-# directory keeps its runs, and so does a study whose factors or levels are renamed.
-_MAY_CHANGE = ("watchdog.", "tracking.group", "tracking.axes", "tracking.factors")
+# Settings and sections that change neither a batch nor a step. A run that has begun may go on with others: messages and
+# docs/troubleshooting.md ask for that. `NOT_IDENTITY` of reports has all of them.
+MAY_CHANGE = (
+    "data.num_workers",
+    "data.placement",
+    "data.resident_gigabytes",
+    "data.remote.",
+    "checkpoint_every_steps",  # a stop saves a checkpoint at any step, too
+    "keep_checkpoints",
+    "log_every_steps",
+    "alarms.",
+    "watchdog.",
+    "tracking.",
+)
 
 
 def check_data(config: RunConfig) -> Manifests:
@@ -334,12 +345,12 @@ def _check_schedule(run_dir: RunDir, before: RunConfig, now: RunConfig) -> None:
 
 
 def refuse_other_config(run_dir: RunDir, config: RunConfig) -> None:
-    """Raise `UserError` if the run in `run_dir` has another config, in a setting that can change a result.
+    """Raise `UserError` if the run in `run_dir` has another config, in a setting that is not one of `MAY_CHANGE`.
 
     The weights of a mixture may change at steps that the run has not reached.
     """
     before = read_run_config(run_dir)
-    keys = [key for key in difference(before, config) if not key.startswith(_MAY_CHANGE)]
+    keys = [key for key in difference(before, config) if not key.startswith(MAY_CHANGE)]
     if keys == ["data.mixture_schedule"]:
         _check_schedule(run_dir, before, config)
     elif keys:

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import torch
 
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import difference
 from data_pipeline.storage.manifest import MANIFEST_NAME, load_manifest
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
@@ -33,11 +35,14 @@ from trainer.models import encoder as encoder_module
 from trainer.models.encoder import EncoderConfig
 from trainer.modules import build_modules
 from trainer.objectives import NTXentConfig, ObjectiveConfig, PublishedNTXentConfig
-from trainer.preflight import check_channels_last, check_data, check_input_shape, claim, refuse_other_config
-from trainer.reports.config_identity import config_identity
-from trainer.run_dir import LOCK_NAME, RunDir, hold, is_held, write_json
+from trainer.preflight import MAY_CHANGE, check_channels_last, check_data, check_input_shape, claim, refuse_other_config
+from trainer.pretrained import load_encoder
+from trainer.reports.config_identity import NOT_IDENTITY, config_identity
+from trainer.run_dir import LOCK_NAME, RunDir, hold, is_held, steps_in, write_json
+from trainer.train import train
 from trainer.training_log import log_start
 
+CPU = torch.device("cpu")
 X86 = {"architecture": "x86_64"}
 
 
@@ -390,3 +395,67 @@ def test_a_run_keeps_its_directory_if_its_factors_are_renamed(tmp_path: Path) ->
     assert config_identity(config) == config_identity(renamed)
     with pytest.raises(UserError, match="differs in seed"):
         refuse_other_config(run_dir, renamed.model_copy(update={"seed": 1}))
+
+
+HARMLESS = [
+    "data.num_workers=0",
+    "data.placement=stream",
+    "data.resident_gigabytes=1",
+    "data.remote.cache_gigabytes=9",
+    "data.remote.file_seconds=900",
+    "checkpoint_every_steps=3",
+    "keep_checkpoints=1",
+    "log_every_steps=2",
+    "alarms.after_steps=9",
+    "watchdog.enabled=false",
+    "tracking.wandb=offline",
+    "tracking.pictures_every_steps=null",
+]
+
+
+def test_a_run_goes_on_with_other_settings_that_change_no_result(config: RunConfig, tmp_path: Path) -> None:
+    """docs/troubleshooting.md asks for such changes. Reports still count the run as a repetition of the others."""
+    run_dir = RunDir(tmp_path / "run")
+    take(run_dir, config).close()
+    changed = config.override(HARMLESS, where="x")
+    assert {setting.partition("=")[0] for setting in HARMLESS} == set(difference(config, changed))
+    take(run_dir, changed).close()
+    assert read_config(run_dir.config) == changed
+    assert config_identity(config) == config_identity(changed)
+
+
+def test_the_settings_that_may_change_change_no_bit(config: RunConfig, tmp_path: Path) -> None:
+    steady = ["global_batch_size=16", "checkpoint_every_steps=2", "keep_checkpoints=9", "log_every_steps=1"]
+    config = config.override([*steady, "watchdog.enabled=false", "tracking.wandb=disabled"], where="x")
+    whole, parts = RunDir(tmp_path / "whole"), RunDir(tmp_path / "parts")
+    train(config, whole, device=CPU, command="train")
+    shutil.copytree(whole.path, parts.path)
+    for step in steps_in(parts.checkpoints)[1:]:
+        shutil.rmtree(parts.checkpoint(step))
+    parts.latest.write_text("step_00000002\n")
+    changed = ["data.num_workers=2", "data.placement=stream", "checkpoint_every_steps=3", "tracking.tensorboard=true"]
+    train(config.override(changed, where="x"), parts, device=CPU, command="train")
+    assert steps_in(parts.checkpoints)[:2] == [2, 3], "the run did not go on from its first checkpoint"
+    first, second = ([line["train/loss"] for line in run_dir.read_metrics()] for run_dir in (whole, parts))
+    assert first == second
+    first_state, second_state = (load_encoder(run_dir.path).state_dict() for run_dir in (whole, parts))
+    assert all(torch.equal(value, second_state[name]) for name, value in first_state.items())
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["memory.micro_batches=2", "data.shuffle_shards=1", "global_batch_size=16", "max_skipped_in_a_row=3"],
+)
+def test_a_setting_that_changes_a_result_is_refused_beside_others(
+    setting: str, config: RunConfig, tmp_path: Path
+) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    take(run_dir, config).close()
+    with pytest.raises(UserError, match=rf"\(it differs in {setting.partition('=')[0]}\)"):
+        take(run_dir, config.override([*HARMLESS, setting], where="x"))
+    assert read_config(run_dir.config) == config
+
+
+@pytest.mark.parametrize("name", MAY_CHANGE)
+def test_reports_ignore_every_setting_that_may_change(name: str) -> None:
+    assert name.removesuffix(".") in NOT_IDENTITY

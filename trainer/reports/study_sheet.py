@@ -19,6 +19,7 @@ from data_pipeline.core.schema import difference
 from trainer.analyses.concentration import ConcentrationResult
 from trainer.probes.features import LabelSpace
 from trainer.probes.linear import ProbeConfig
+from trainer.reports.config_identity import identity_settings
 from trainer.reports.findings import Score, resolution
 from trainer.reports.protocols import FITTED_ON, describe_protocol, protocols_of
 from trainer.reports.published import PAIRS, Cell, Contrast, Study
@@ -132,12 +133,8 @@ def _main_protocol(study: Study, runs: Sequence[Run]) -> ProbeConfig:
 def _check_namesakes(runs: Sequence[Run]) -> None:
     first = runs[0]
     for run in runs[1:]:
-        differing = [
-            key
-            for key in difference(first.config, run.config)
-            if key != "seed"
-            and not key.startswith(("tracking.", "data.train_dir", "data.test_dir", "data.num_workers"))
-        ]
+        decisive = {*identity_settings(first.config), *identity_settings(run.config)}
+        differing = [key for key in difference(first.config, run.config) if key in decisive]
         if differing or first.data_key != run.data_key:
             what = ", ".join(differing) or "their data"
             raise UserError(

@@ -187,6 +187,9 @@ def test_what_could_fill_a_cell_in_two_ways_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"are the same run, with seed 0; leave one out"):
         fill(study("table1"), read_runs([first, second]))
     config = json.loads((second / "config.json").read_text())
+    write_json(second / "config.json", config | {"keep_checkpoints": 9})
+    with pytest.raises(UserError, match=r"are the same run, with seed 0; leave one out"):
+        fill(study("table1"), read_runs([first, second]))
     write_json(second / "config.json", config | {"num_epochs": 3})
     with pytest.raises(UserError, match=r"both called simclr-cifar10 but differ in num_epochs; leave one out"):
         fill(study("table1"), read_runs([first, second]))
