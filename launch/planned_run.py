@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from data_pipeline.core.errors import printable
 from data_pipeline.core.schema import as_typed, value_at
 from trainer.config import RunConfig, keep_order_version
+from trainer.data import Manifests
+from trainer.preflight import claim, refuse_other_config
 from trainer.run_dir import RunDir, is_held
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run: alone, or one of a study or a sweep."""
+    """A run: alone, or one of a study or a sweep.
+
+    option: the option of the command line that decides its directory.
+    """
 
     run_dir: RunDir
     config: RunConfig
+    option: Literal["--run-dir", "--study-dir"] = "--run-dir"
 
     @classmethod
     def at(cls, path: Path, config: RunConfig) -> Self:
         """Return the run in a directory; if it has begun there, with the version of the order that it began with."""
         run_dir = RunDir(path)
         return cls(run_dir, keep_order_version(config, run_dir))
+
+    @classmethod
+    def within(cls, home: Path, config: RunConfig) -> Self:
+        """Return the run of a study or a sweep whose directory is `home`, as `at` does."""
+        return replace(cls.at(home / default_run_dir(config).name, config), option="--study-dir")
+
+    def refuse_other_config(self) -> None:
+        """Raise `UserError` if the run has begun with another config: see `trainer.preflight.refuse_other_config`."""
+        if self.run_dir.config.is_file():
+            refuse_other_config(self.run_dir, self.config, option=self.option)
+
+    def claim(self, manifests: Manifests, *, accepted_data: Collection[str]) -> None:
+        """Check that the run can be trained in its directory, and write its config: see `trainer.preflight.claim`."""
+        claim(self.run_dir, self.config, manifests, accepted_data=accepted_data, option=self.option).close()
 
     @property
     def name(self) -> str:

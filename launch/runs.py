@@ -28,7 +28,7 @@ from launch.submitted import (
     run_status,
 )
 from trainer.config import read_run_config, refuse_commands
-from trainer.preflight import check_data, claim
+from trainer.preflight import check_data
 from trainer.run_dir import RunDir
 
 POLL_SECONDS = 1.0
@@ -59,7 +59,7 @@ def run_study_here(plan: SubmissionPlan, *, command: str) -> None:
     gpus_of(plan.resources, slot=min(plan.at_a_time, len(plan.runs)) - 1)
     manifests = [check_data(planned.config) for planned in plan.runs]
     for planned, found in zip(plan.runs, manifests, strict=True):
-        claim(planned.run_dir, planned.config, found, accepted_data=plan.accepted_data).close()
+        planned.claim(found, accepted_data=plan.accepted_data)
     snapshot = read_snapshot(own_files=plan.own_files)
     waiting = deque(plan.runs)
     running: dict[int, tuple[PlannedRun, submitit.Job[None]]] = {}

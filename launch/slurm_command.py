@@ -100,7 +100,7 @@ def plan_from(arguments: argparse.Namespace, request: ResolvedRequest) -> Submis
             raise UserError("a study has a directory for each run; pass --study-dir in place of --run-dir")
         name = arguments.study.partition(":")[2]
         home = (arguments.study_dir or Path("runs") / name).absolute()
-        runs = [PlannedRun.at(home / default_run_dir(config).name, config) for config in configs]
+        runs = [PlannedRun.within(home, config) for config in configs]
         runs = chosen_runs(runs, arguments.only)
     is_local = arguments.executor == "local"
     at_a_time = min(arguments.at_a_time or (1 if is_local else len(runs)), len(runs))

@@ -33,7 +33,7 @@ from launch.slurm_client import has_slurm, outside_any_job, refusal_reason, refu
 from launch.snapshot import Snapshot, python_environment, read_snapshot, shell_lines, write_snapshot
 from launch.submitted import Submission, record
 from trainer.own_code import files_to_copy
-from trainer.preflight import check_data, claim
+from trainer.preflight import check_data
 from trainer.run_dir import LOCK_NAME, RunDir
 
 MAX_TIMEOUTS = 20  # after so many time limits a job is not requeued again
@@ -205,7 +205,7 @@ def _claimed(plan: SubmissionPlan, *, code: Path, is_dry_run: bool = False) -> I
         # A run on a mixture may go on with other weights; a dry run must not change them.
         configs = {path: path.read_bytes() for run in plan.runs if (path := run.run_dir.config).is_file()}
         for planned, found in zip(plan.runs, manifests, strict=True):
-            claim(planned.run_dir, planned.config, found, accepted_data=plan.accepted_data).close()
+            planned.claim(found, accepted_data=plan.accepted_data)
         yield
         is_kept = not is_dry_run
     except OSError as error:

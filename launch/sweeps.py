@@ -17,7 +17,7 @@ import torch
 from configs.sweep import MAX_RUNS, Sweep, SweepSpace, explain_sweep, read_space, resolve_sweep
 from data_pipeline.core.errors import UserError, printable, storage_problem
 from launch.outcome import last_line
-from launch.planned_run import PlannedRun, default_run_dir, table_of_runs
+from launch.planned_run import PlannedRun, table_of_runs
 from launch.rank import joined_ranks, noting_its_end, train_on
 from trainer.checkpoint.restore import newest_state
 from trainer.checkpoint.run_state import DataIdentity, identity_in_provenance
@@ -25,7 +25,7 @@ from trainer.config import read_run_config
 from trainer.data import read_manifests
 from trainer.distributed.environment import read_env
 from trainer.fault_tolerance.preemption import StoppedError
-from trainer.preflight import check_data, check_resumed, claim, refuse_other_config
+from trainer.preflight import check_data, check_resumed
 from trainer.run_dir import RunDir, is_held, runs_of
 
 _MAX_GROUP: Final = 128  # characters that W&B allows
@@ -65,10 +65,9 @@ def planned_sweep(arguments: argparse.Namespace) -> PlannedSweep | None:
         allow_code=arguments.allow_code,
     )
     home = (study_dir or Path("runs") / sweep.name).absolute()
-    runs = tuple(PlannedRun.at(home / default_run_dir(config).name, config) for config in sweep.runs)
+    runs = tuple(PlannedRun.within(home, config) for config in sweep.runs)
     for planned in runs:
-        if planned.run_dir.config.is_file():
-            refuse_other_config(planned.run_dir, planned.config)
+        planned.refuse_other_config()
     return PlannedSweep(sweep, space, home, runs)
 
 
@@ -131,7 +130,7 @@ def check_runs(runs: Sequence[PlannedRun], *, accepted_data: Collection[str]) ->
     for planned in runs:
         manifests = check_data(planned.config)
         if planned.run_dir.config.is_file():
-            refuse_other_config(planned.run_dir, planned.config)
+            planned.refuse_other_config()
             check_resumed(
                 planned.run_dir,
                 planned.config,
@@ -192,7 +191,7 @@ def train_in_turn(runs: Sequence[PlannedRun], *, command: str, accepted_data: Co
         found = [check_data(planned.config) for planned in left]
         for planned, manifests in zip(left, found, strict=True):
             if not is_held(planned.run_dir):
-                claim(planned.run_dir, planned.config, manifests, accepted_data=accepted_data).close()
+                planned.claim(manifests, accepted_data=accepted_data)
     num_failed = 0
     with joined_ranks() as device:
         for number, planned in enumerate(left, 1):

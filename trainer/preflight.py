@@ -251,21 +251,30 @@ def _check_medium(config: RunConfig, train: Manifest) -> tuple[int, int]:
     return input_size(config, train.batch_shape)
 
 
-def claim(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_data: Collection[str] = ()) -> TextIO:
+def claim(
+    run_dir: RunDir,
+    config: RunConfig,
+    manifests: Manifests,
+    *,
+    accepted_data: Collection[str] = (),
+    option: str = "--run-dir",
+) -> TextIO:
     """Check the data, then take the run directory for this config, until the returned file is closed.
 
     `accepted_data` are names of new datasets (`DataIdentity.name`), and of new code (`check_same_code`), with which the
-    run may go on. Raises `UserError` if the data do not fit or were replaced, if code of the user's own has changed, if
+    run may go on. `option` is the one that names the directory on the command line; messages ask for another.
+
+    Raises `UserError` if the data do not fit or were replaced, if code of the user's own has changed, if
     the directory holds another config or other files, if another process trains in it, or if it cannot be written.
     """
     check_manifests(config, manifests)
     try:
-        held = _claim(run_dir, config)
+        held = _claim(run_dir, config, option=option)
     except OSError as error:
         if error.errno == errno.ENOSPC:  # `storage_problem` has a message for it
             raise
         raise UserError(
-            f"{error.filename or run_dir.path} cannot be written ({error.strerror}); pass another --run-dir"
+            f"{error.filename or run_dir.path} cannot be written ({error.strerror}); pass another {option}"
         ) from error
     try:
         found = newest_state(run_dir)
@@ -333,38 +342,38 @@ def resume(
     return restored
 
 
-def _check_schedule(run_dir: RunDir, before: RunConfig, now: RunConfig) -> None:
+def _check_schedule(run_dir: RunDir, before: RunConfig, now: RunConfig, *, option: str) -> None:
     """Raise `UserError` if two configs of a run on a mixture differ in weights that it has drawn by already."""
     step = newest_state(run_dir).step
     weights = [weights_of(each.data.mixture or {}, each.data.mixture_schedule) for each in (before, now)]
     if not same_until(step, *weights):
         raise UserError(
             f"{run_dir.path} is at step {step}, and data.mixture_schedule differs from its config before that; "
-            "change only weights of later steps, or pass another --run-dir"
+            f"change only weights of later steps, or pass another {option}"
         )
 
 
-def refuse_other_config(run_dir: RunDir, config: RunConfig) -> None:
+def refuse_other_config(run_dir: RunDir, config: RunConfig, *, option: str = "--run-dir") -> None:
     """Raise `UserError` if the run in `run_dir` has another config, in a setting that is not one of `MAY_CHANGE`.
 
-    The weights of a mixture may change at steps that the run has not reached.
+    The weights of a mixture may change at steps that the run has not reached. `option` is that of `claim`.
     """
     before = read_run_config(run_dir)
     keys = [key for key in difference(before, config) if not key.startswith(MAY_CHANGE)]
     if keys == ["data.mixture_schedule"]:
-        _check_schedule(run_dir, before, config)
+        _check_schedule(run_dir, before, config, option=option)
     elif keys:
         raise UserError(
             f"{run_dir.path} holds a run with another config (it differs in {', '.join(keys)}); "
-            "pass another --run-dir, or remove this one"
+            f"pass another {option}, or remove this one"
         )
 
 
-def _claim(run_dir: RunDir, config: RunConfig) -> TextIO:
+def _claim(run_dir: RunDir, config: RunConfig, *, option: str) -> TextIO:
     if run_dir.config.is_file():
-        refuse_other_config(run_dir, config)
+        refuse_other_config(run_dir, config, option=option)
     elif run_dir.path.exists() and any(path.name != LOCK_NAME for path in run_dir.path.iterdir()):
-        raise UserError(f"{run_dir.path} is not empty and is not a run directory; pass another --run-dir")
+        raise UserError(f"{run_dir.path} is not empty and is not a run directory; pass another {option}")
     refuse_link(run_dir)
     if run_dir.checkpoints.exists() and not run_dir.checkpoints.is_dir():
         raise UserError(f"{run_dir.checkpoints} is not a directory, so no checkpoint can be written there; remove it")

@@ -18,6 +18,7 @@ import pytest
 import launch.slurm
 import launch.status
 import launch.train
+from configs import resolve_recipe
 from launch.planned_run import PlannedRun
 from launch.slurm_command import plan_from, request_from
 from tests.commands import Done, call
@@ -270,6 +271,28 @@ def test_a_sweep_belongs_to_a_recipe(command: Command) -> None:
     done = command("train", "--config", "debug:image", "--sweep", "seed=0", "--plan")
     assert done.status == 2
     assert "--plan is for one run" in done.stderr
+
+
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["run", "dry_run"])
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("train", ["--config", "debug:image", "--sweep", "seed=0"]),
+        ("slurm", ["--config", "debug:image", "--sweep", "seed=0", "--executor", "local"]),
+        ("slurm", ["--study", "studies:debug_seeds", "--executor", "local"]),
+    ],
+    ids=["train_sweep", "slurm_sweep", "slurm_study"],
+)
+def test_a_directory_of_another_config_is_refused_with_the_option_that_names_another(
+    program: str, words: list[str], dry_run: list[str], command: Command, data: Path, tmp_path: Path
+) -> None:
+    settings = recipe(data)[2:]
+    other = resolve_recipe("debug:image", [*settings[1::2], "num_epochs=3"])
+    write_json(tmp_path / "study" / "debug-image-seed0" / "config.json", other.model_dump(mode="json"))
+    done = command(program, *words, *settings, "--study-dir", "study", *dry_run)
+    assert done.status == 2
+    assert "debug-image-seed0 holds a run with another config (it differs in " in done.stderr
+    assert done.stderr.endswith("pass another --study-dir, or remove this one\n")
 
 
 @pytest.mark.process
