@@ -216,15 +216,25 @@ def _how_it_ended_without_a_job(run_dir: RunDir, start: _LastStart | None) -> St
     outcome = read_outcome(run_dir.path / ENDED_NAME, inside=run_dir.path)
     if outcome is not None and outcome.at >= since and outcome.ended != "finished":
         return Standing(outcome.ended, outcome.reason)
+    step = run_dir.latest_step()
+    going_on = "from the start" if step is None else f"from step {step}"
+    if start is None and (step is not None or _has_metrics(run_dir)):
+        return Standing(
+            "unknown",
+            "provenance.json is damaged or missing, though the run has begun; start it again with the same command and "
+            f"it goes on {going_on}",
+        )
     if start is None:
         return Standing("pending", "not started")
     if start.host != platform.node():
         return Standing("unknown", f"it was started on {start.host}, another machine; ask there")
-    step = run_dir.latest_step()
-    going_on = "from the start" if step is None else f"from step {step}"
     return Standing(
         "killed", f"it ended without a message; start it again with the same command and it goes on {going_on}"
     )
+
+
+def _has_metrics(run_dir: RunDir) -> bool:
+    return run_dir.metrics.is_file() and run_dir.metrics.stat().st_size > 0
 
 
 def _how_the_job_ended(run_dir: RunDir, submission: Submission, start: _LastStart | None) -> Standing:

@@ -599,6 +599,25 @@ def test_a_run_without_a_job_is_known_by_its_lock_and_by_what_it_left(tmp_path: 
     assert state_of(run_dir) == ("finished", "")
 
 
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"starts": []}', '{"starts": [{"host": "n1"}]}'])
+def test_a_run_that_has_begun_is_not_called_pending_if_its_provenance_is_damaged(
+    content: str | None, tmp_path: Path
+) -> None:
+    said = (
+        "provenance.json is damaged or missing, though the run has begun; start it again with the same command and it "
+    )
+    logged, saved = (make_run(tmp_path, name, job_id=None) for name in ("logged", "saved"))
+    logged.metrics.write_text('{"step": 1, "train/loss": 0.5}\n')
+    saved.latest.write_text("step_00000020\n")
+    for run_dir in (logged, saved):
+        if content is not None:
+            run_dir.provenance.write_text(content)
+    assert state_of(logged) == ("unknown", f"{said}goes on from the start")
+    assert state_of(saved) == ("unknown", f"{said}goes on from step 20")
+    note_end(saved, read_config(saved.config), "stopped", "stopped after step 20")
+    assert state_of(saved) == ("stopped", "stopped after step 20"), "it has said so itself"
+
+
 def test_a_run_of_another_machine_is_not_called_killed(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, "a", job_id=None)
     begin(run_dir, host="elsewhere")
