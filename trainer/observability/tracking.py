@@ -31,7 +31,8 @@ Level = Annotated[Line, Field(max_length=128)]
 class TrackingConfig(Schema):
     """Where metrics go besides metrics.jsonl.
 
-    wandb: "auto" is online if the user is logged in (`wandb login`, WANDB_API_KEY), otherwise offline.
+    wandb: "auto" is online if the user is logged in (`wandb login`, WANDB_API_KEY), otherwise offline. The environment
+        variable WANDB_MODE=offline makes "auto" and "online" offline; WANDB_MODE=disabled disables W&B in any case.
     wandb_project: the name of the W&B project.
     tags: labels of the W&B run, such as its study.
     group: the group of the W&B run, such as its study or sweep; None means the run's name, which seeds share.
@@ -69,6 +70,5 @@ class StepPictures:
 
 
 def uses_wandb(config: TrackingConfig) -> bool:
-    """Return whether to use W&B. WANDB_MODE=disabled or WANDB_MODE=offline overrides the config."""
-    mode = variable("WANDB_MODE")
-    return mode != "disabled" and (config.wandb != "disabled" or mode == "offline")
+    """Return whether to use W&B: not if the config or WANDB_MODE says "disabled"."""
+    return config.wandb != "disabled" and variable("WANDB_MODE") != "disabled"

@@ -6,12 +6,14 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import wandb
 
 from configs import resolve_recipe
 from tests.trainer.observability.tracked import open_tracker
+from trainer.observability.tracking import TrackingConfig, uses_wandb
 from trainer.observability.wandb_run import offline_steps
 from trainer.run_dir import RunDir
 
@@ -65,6 +67,25 @@ def wandb_steps(run_dir: RunDir) -> list[int]:
     paths = sorted(run_dir.path.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
     assert len({path.name for path in paths}) == 1
     return [step for path in paths for step in offline_steps(path)]
+
+
+@pytest.mark.parametrize(
+    ("wandb_mode", "used"),
+    [
+        (None, {"auto", "online", "offline"}),
+        ("offline", {"auto", "online", "offline"}),
+        ("online", {"auto", "online", "offline"}),
+        ("disabled", set()),
+    ],
+)
+def test_the_environment_cannot_switch_on_what_the_config_disables(
+    wandb_mode: str | None, used: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    if wandb_mode is not None:
+        monkeypatch.setenv("WANDB_MODE", wandb_mode)
+    kinds: tuple[Literal["auto", "online", "offline", "disabled"], ...] = ("auto", "online", "offline", "disabled")
+    assert {kind for kind in kinds if uses_wandb(TrackingConfig(wandb=kind))} == used
 
 
 def test_a_restart_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
