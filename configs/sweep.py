@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +23,7 @@ from typing import Any, Final
 from configs.resolve import explain, resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.overrides import parse_setting, set_paths
-from data_pipeline.core.schema import as_typed, value_at
+from data_pipeline.core.schema import as_typed, flatten, value_at
 from data_pipeline.core.sections import KIND
 from trainer.config import RunConfig, parse_file
 
@@ -167,12 +167,12 @@ def resolve_sweep(
     same name and seed.
     """
     keys = space.keys
-    short = short_names(keys)
     resolved = [
         resolve_recipe(config, [*overrides, *_as_overrides(values)], allow_pipe=allow_pipe, allow_code=allow_code)
         for values in space.points()
     ]
     points = [{key: value_at(run, key) for key in values} for run, values in zip(resolved, space.points(), strict=True)]
+    short = short_names(keys, _settings_of(config, overrides, allow_pipe=allow_pipe, allow_code=allow_code))
     name = _cut("-".join([resolved[0].name, "sweep", *(short[key] for key in sorted(keys))]))
     recorded = {"group": group or name, "axes": keys}
     runs = [
@@ -186,6 +186,20 @@ def resolve_sweep(
     ]
     _refuse_namesakes(runs, points)
     return Sweep(name, keys, tuple(runs), tuple(points))
+
+
+def _settings_of(config: str, overrides: Sequence[str], *, allow_pipe: bool, allow_code: bool) -> list[str]:
+    """Return the settings and sections of a recipe with `overrides`, in their order.
+
+    They do not depend on the values of a sweep, so that more values rename no run. If `overrides` are valid only
+    together with the sweep, these are the settings of the recipe alone.
+    """
+    try:
+        resolved = resolve_recipe(config, overrides, allow_pipe=allow_pipe, allow_code=allow_code)
+    except UserError:
+        resolved = resolve_recipe(config, allow_pipe=allow_pipe, allow_code=allow_code)
+    paths = [setting.split(".") for setting in flatten(resolved)]
+    return list(dict.fromkeys(".".join(path[:end]) for path in paths for end in range(1, len(path) + 1)))
 
 
 def _as_overrides(values: Values) -> list[str]:
@@ -218,26 +232,47 @@ def run_name(recipe_name: str, point: Values, short: Mapping[str, str]) -> str:
     return _cut("-".join([recipe_name, *parts]))
 
 
-def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Return for each setting the shortest end of its dotted name that no other setting of the sweep ends in.
+def short_names(keys: Sequence[str], settings: Iterable[str] = ()) -> dict[str, str]:
+    """Return for each setting of a sweep the shortest end of its dotted name that names it alone.
+
+    settings: all settings of the config. Several may end alike: then the end names the one with the fewest words, and
+        of those the first, while the others keep a section in front. Two settings of the sweep that end alike both do.
 
     The kind of a section is called as the section is.
 
     Examples:
         >>> list(short_names(["objective.temperature", "optimizer.kind", "probe.seed", "seed"]).values())
         ['temperature', 'optimizer', 'probe.seed', 'seed']
+        >>> settings = ["optimizer.learning_rate", "probe.learning_rate"]
+        >>> [short_names([key], settings)[key] for key in settings]
+        ['learning_rate', 'probe.learning_rate']
     """
-    words = {key: key.removesuffix(f".{KIND}").split(".") for key in keys}
-    lengths = dict.fromkeys(keys, 1)
-    while True:
-        names = {key: ".".join(words[key][-lengths[key] :]) for key in keys}
-        counts = Counter(names.values())
-        longer = [key for key in keys if counts[names[key]] > 1 and lengths[key] < len(words[key])]
-        if not longer:
-            # Only a section and its kind are left, which no sweep can both give.
-            return names
-        for key in longer:
-            lengths[key] += 1
+    words = {key: _words(key) for key in keys}
+    named = _named_by_end([*map(_words, settings), *map(_words, sorted(keys))])
+    num_with_end = Counter(end for name in set(words.values()) for end in _ends(name))
+
+    def names_alone(end: tuple[str, ...], key: str) -> bool:
+        return end == words[key] or (num_with_end[end] == 1 and named[end] == words[key])
+
+    return {key: ".".join(next(end for end in _ends(words[key]) if names_alone(end, key))) for key in keys}
+
+
+def _words(key: str) -> tuple[str, ...]:
+    return tuple(key.removesuffix(f".{KIND}").split("."))
+
+
+def _ends(words: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return the ends of a dotted name, the shortest first."""
+    return [words[start:] for start in reversed(range(len(words)))]
+
+
+def _named_by_end(names: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """Return for each end of a name the name that it stands for: the shortest, and of those the first."""
+    named: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for words in sorted(dict.fromkeys(names), key=len):
+        for end in _ends(words):
+            named.setdefault(end, words)
+    return named
 
 
 def _value_part(value: Any) -> str:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from configs.resolve import resolve_recipe
 from configs.sweep import explain_sweep, read_space, resolve_sweep, run_name, short_names, split_values
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.schema import difference
+from data_pipeline.core.schema import difference, flatten
 from launch.planned_run import default_run_dir
 from trainer.config import RunConfig
 
@@ -75,6 +75,47 @@ def test_settings_that_end_alike_have_longer_names() -> None:
     assert [config.name for config in runs("optimizer.learning_rate=0.1", "probe.learning_rate=0.2")] == [
         "debug-image-optimizer.learning_rate=0.1-probe.learning_rate=0.2"
     ]
+
+
+def test_sweeps_of_settings_that_end_alike_share_no_directory_and_no_name() -> None:
+    overrides = ("views.kind=viewmaker", "adversary={}")
+    found = {
+        key: runs(f"{key}=0.1", overrides=overrides)[0]
+        for key in ("optimizer.learning_rate", "adversary.optimizer.learning_rate", "probe.learning_rate")
+    }
+    assert [config.name for config in found.values()] == [
+        "debug-image-learning_rate=0.1",
+        "debug-image-adversary.optimizer.learning_rate=0.1",
+        "debug-image-probe.learning_rate=0.1",
+    ]
+    assert [config.tracking.group for config in found.values()] == [
+        "debug-image-sweep-learning_rate",
+        "debug-image-sweep-adversary.optimizer.learning_rate",
+        "debug-image-sweep-probe.learning_rate",
+    ]
+    assert runs("probe.seed=1")[0].name == "debug-image-probe.seed=1", "the seed of the run is another setting"
+
+
+@pytest.mark.parametrize("recipe", ["debug:image", "debug:viewmaker", "debug:audio", "moco:cifar10"])
+def test_every_setting_has_a_short_name_of_its_own(recipe: str) -> None:
+    settings = list(flatten(resolve_recipe(recipe)))
+    alone = [short_names([key], settings)[key] for key in settings]
+    assert len(set(alone)) == len(settings)
+    last_words = [key.removesuffix(".kind").rpartition(".")[2] for key in settings]
+    for name, word in zip(alone, last_words, strict=True):
+        assert name == word or (last_words.count(word) > 1 and name.endswith(f".{word}"))
+
+
+def test_settings_that_are_there_in_the_sweep_alone_have_short_names_too() -> None:
+    """The overrides are valid only with the views of the sweep, so the names are chosen among those of the recipe."""
+    space = ("views.kind=viewmaker", "adversary.weight=2", "adversary.optimizer.learning_rate=0.1")
+    (found,) = runs(*space, overrides=("adversary={}",))
+    assert found.name == "debug-image-adversary.optimizer.learning_rate=0.1-weight=2-views=viewmaker"
+
+
+def test_more_values_of_a_sweep_rename_none_of_its_runs() -> None:
+    (alone,) = runs("objective.kind=nt_xent", "optimizer.momentum=0.8")
+    assert alone.name in {config.name for config in runs("objective.kind=nt_xent,moco", "optimizer.momentum=0.8")}
 
 
 def test_a_name_that_would_be_too_long_ends_in_a_hash() -> None:
