@@ -11,8 +11,9 @@ import itertools
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -37,15 +38,20 @@ Value = float | str
 
 @dataclass(frozen=True)
 class Axis:
-    """A setting that a sweep varies: its dotted name, and its values in the runs, ascending or as they came."""
+    """A setting that a sweep varies: its dotted name, and its values in the runs, ascending or as they came.
+
+    ends_like_another: whether another axis of the sweep has the same last word.
+    """
 
     key: str
     values: tuple[Value, ...]
+    ends_like_another: bool = False
 
     @property
     def title(self) -> str:
-        """Return the last part of the dotted name that says something."""
-        return self.key.removesuffix(f".{KIND}").rpartition(".")[2]
+        """Return the last part of the dotted name that says something, or all of it if another axis ends like it."""
+        name = self.key.removesuffix(f".{KIND}")
+        return name if self.ends_like_another else name.rpartition(".")[2]
 
     @property
     def is_numeric(self) -> bool:
@@ -119,7 +125,8 @@ def axes_of(runs: Sequence[Run]) -> list[Axis]:
         if len(values) > 1:
             numeric = all(isinstance(value, float) for value in values)
             axes.append(Axis(key, tuple(sorted(values) if numeric else values)))
-    return axes
+    num_titled = Counter(axis.title for axis in axes)
+    return [replace(axis, ends_like_another=num_titled[axis.title] > 1) for axis in axes]
 
 
 def value_of(config: RunConfig, key: str) -> Value:

@@ -41,6 +41,13 @@ def test_the_axes_are_those_of_the_configs_and_not_of_the_names(tmp_path: Path) 
     assert sweep_sections(arms_of(read_runs([plain]))) == []
 
 
+def test_axes_that_end_alike_have_titles_of_their_own(tmp_path: Path) -> None:
+    norms = ["encoder.batch_norm=local,synchronized", "encoder.head.batch_norm=false,true"]
+    paths = make_sweep(tmp_path, *norms, "encoder.head.hidden_sizes=[8]", "compile=false,true")
+    titles = [axis.title for axis in axes_of(read_runs(paths))]
+    assert titles == ["encoder.batch_norm", "encoder.head.batch_norm", "compile"]
+
+
 def test_values_that_span_a_factor_of_ten_or_more_have_a_logarithmic_axis() -> None:
     assert TEMPERATURE.is_logarithmic
     assert not RATE.is_logarithmic
