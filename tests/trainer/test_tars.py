@@ -259,8 +259,8 @@ def test_a_plan_and_a_submission_write_no_index_and_name_the_command(tmp_path: P
     assert sorted(path.name for path in tmp_path.rglob(INDEX_NAME)) == [INDEX_NAME]
     assert read_manifests(config.data).test.num_samples == 32
     assert check_data(config).train.num_samples == 32
-    (tmp_path / "test" / "new.tar").write_bytes((tmp_path / "test" / "0.tar").read_bytes())
+    (tmp_path / "test" / "0.tar").rename(tmp_path / "test" / "new.tar")
     with pytest.raises(
-        UserError, match=r"/new.tar is new\); run `python -m data_pipeline index \S+/test .*--classes-of"
+        UserError, match=r"/0.tar is gone\); run `python -m data_pipeline index \S+/test .*--classes-of"
     ):
         check_data(config)

@@ -22,7 +22,7 @@ from trainer.profiling import stage
 T = TypeVar("T")
 
 _SHORT = 1 << 16  # numbers, up to which a CPU sums a tensor by gathering
-_KNOWN_TO_ALL = "all ranks know of this error"
+_KNOWN_TO_ALL = "is_known_to_all_ranks"  # an attribute of errors
 
 
 class FirstRankExit(SystemExit):
@@ -146,7 +146,7 @@ def on_first_rank(action: Callable[[], T]) -> T | None:
         return result
     if error is None:
         raise FirstRankExit(2) if failed else SystemExit(2)
-    error.add_note(_KNOWN_TO_ALL)
+    setattr(error, _KNOWN_TO_ALL, True)
     raise error
 
 
@@ -157,7 +157,7 @@ def is_known_to_all(error: BaseException) -> bool:
     """
     if not is_distributed() or isinstance(error, FirstRankExit):
         return True
-    return isinstance(error, UserError) and _KNOWN_TO_ALL in getattr(error, "__notes__", ())
+    return isinstance(error, UserError) and getattr(error, _KNOWN_TO_ALL, False)
 
 
 def all_gather_object(value: T) -> list[T]:
