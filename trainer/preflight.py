@@ -207,9 +207,8 @@ def check_batch_norm(config: RunConfig, *, height: int, width: int, num_ranks: i
 def check_channels_last(config: RunConfig, encoder: nn.Module, manifest: Manifest, *, device: torch.device) -> None:
     """Raise `UserError` if torch would write outside its memory in the backward pass.
 
-    On a CPU, that of a 1x1 convolution with a stride does for less than 16 channels that are last, if its map has more
-    than 40 rows or columns (seen with torch 2.11 on CPUs with AVX-512). The run crashes then, or goes on with wrong
-    numbers.
+    Seen with torch 2.11 on a CPU with AVX-512, with `channels_last`: in 1x1 convolutions with a stride, of fewer than
+    16 channels, on maps of 48 rows and more; 40 rows were sound. Most runs crash then.
     """
     if device.type != "cpu" or not config.channels_last or max(input_size(config, manifest.batch_shape)) <= 40:
         return

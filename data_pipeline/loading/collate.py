@@ -115,8 +115,8 @@ def join_parts(
     """Return one batch of the rows of finished `parts`, put end to end and then taken in the order `row_B`.
 
     The parts come from the sources of a mixture, which hold `num_samples` samples together and may have different
-    labels: `label_names` has those of all sources, also of sources without a row here, so every batch of every rank has
-    the same labels. `index_B` of a part holds its draw indices. `epoch` is that of the mixture.
+    labels. `label_names` are the labels of all sources, also of sources without a row here, so that every batch of
+    every rank has the same labels. `index_B` of a part holds its draw indices. `epoch` is the epoch of the mixture.
     """
 
     def joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -26,7 +26,7 @@ from data_pipeline.core.errors import UserError
 FORMATS: Final = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 
 _ORIENTATION: Final = 0x0112  # the number of the EXIF tag
-# What makes a stored picture upright, for each EXIF orientation other than 1.
+# How to turn a stored picture upright, by its EXIF orientation. Orientation 1 is upright already.
 _UPRIGHT: Final = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,

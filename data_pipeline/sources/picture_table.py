@@ -44,9 +44,9 @@ class PictureTable:
 
     `file` is relative to `root`. The column `split`, if there is one, names the split of each picture. Without it, a
     picture in the folder `train` or `test` of `root` is in that split; without these, `in_test_split` draws the share
-    `test_share` of all pictures, spread over the groups of equal labels. The classes of a label are those of both
-    splits. `middle_square` brings each picture to `image_size`; if that is None, all pictures must have the size of the
-    first.
+    `test_share` of all pictures, spread over the groups of equal labels. Each split has all classes of a label, also
+    those that only the other split shows. `middle_square` brings each picture to `image_size`; if that is None, all
+    pictures must have the size of the first.
 
     Raises `UserError` if the table or a picture is missing, or if a column or a cell is wrong. Reading a record raises
     it if the picture does not decode or has another size.

@@ -1,4 +1,4 @@
-"""The tars that a location names, and how they differ from those of an index."""
+"""List the tars that a location names, and compare them with the tars of an index."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def listed_tars(location: str | Path) -> list[str]:
 
 @dataclass(frozen=True)
 class ListDifference:
-    """How the tars of a location differ from those of an index, in words, and whether there are only new ones."""
+    """A difference between the tars of a location and of its index, and whether the location only has more of them."""
 
     words: str
     has_only_new: bool
 
 
 def list_difference(index: Path, location: str | Path) -> ListDifference | None:
-    """Return how the tars of a local location differ from those of an index; None if they are the same.
+    """Compare the tars of a local location with the tars of an index. Return None if both are the same.
 
     None if the index has no list: reading the index then says what is wrong with it. Raises the errors of
     `listed_tars`.

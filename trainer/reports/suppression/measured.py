@@ -244,9 +244,7 @@ def read_benchmark(paths: Sequence[Path], *, probes_at: Path | None = None, allo
 def _with_alike_monitors(runs: Sequence[StudyRun]) -> tuple[list[StudyRun], list[str]]:
     """Return the runs with monitors of the settings of most runs only, and sentences on the others."""
     counts = Counter(run.monitors.config for run in runs if run.monitors is not None)
-    if len(counts) < 2:
-        return list(runs), []
-    usual = max(counts, key=lambda one: counts[one])
+    usual = max(counts, key=lambda one: counts[one], default=None)
     kept, problems = [], []
     for run in runs:
         is_other = run.monitors is not None and run.monitors.config != usual
