@@ -193,7 +193,9 @@ def _objective(objective: Any) -> Cure:
 
 
 def _cycle(point: Point, run: RunConfig) -> Mapping[str, Any]:
-    return {"objective": NTXentCycleConfig(period_epochs=max(2, run.num_epochs // 2))}
+    half = run.num_epochs // 2
+    # Two cycles, or one if the middle of each, which has the lowest temperature, would lie between two epochs.
+    return {"objective": NTXentCycleConfig(period_epochs=run.num_epochs if half % 2 else half)}
 
 
 def _near_neighbours(point: Point, run: RunConfig) -> Mapping[str, Any]:

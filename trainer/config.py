@@ -42,7 +42,7 @@ class RunConfig(Schema):
         encoder and viewmaker. In float64, runs on different numbers of ranks agree to the last few digits. In lower
         precision, rounding can push a ReLU over zero, and the runs diverge after some steps, like two runs on one rank.
     view_forwards: "two" encodes each view in its own forward pass, as published; in "one" pass, batch norm sees both
-        views together.
+        views together, as DINO does. A teacher does the same. Predictors and MoCo's key encoder see one view at a time.
     compile: true compiles encoder and viewmaker with torch.compile; the first step then takes a minute or more. "step"
         compiles nothing: on one GPU, it records the whole step as a CUDA graph and replays it (see
         `trainer.recorded_step`); elsewhere it changes nothing, with a warning.

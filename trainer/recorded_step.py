@@ -2,8 +2,8 @@
 
 At the batch sizes of the papers a GPU computes faster than the host launches, so this decides the speed. The graph
 holds views, forward pass, loss, backward pass and optimizers. Each kernel reads and writes the same memory at every
-replay. So the inputs, the learning rates and the number of the epoch are copied to fixed places first, and the draws
-are functions of them.
+replay. So the inputs, the learning rates and the numbers of step and epoch are copied to fixed places first, and the
+draws are functions of them.
 
 Guarantees: the steps are those of `trainer.step.TrainingStep`, with learning rates in float32, to the last bit if the
 kernels are the same.
@@ -25,7 +25,7 @@ from data_pipeline.core.sample import Batch
 from trainer.config import RunConfig
 from trainer.optim.loss_scale import LossScale
 from trainer.profiling import untimed
-from trainer.step import StepOutput, TrainingStep
+from trainer.step import RecordedMoment, StepOutput, TrainingStep
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class _Inputs:
     """The places from which a recorded step reads."""
 
     batch: Batch
-    epoch: Tensor
+    moment: RecordedMoment
     learning_rates: dict[str, Tensor]
 
     @classmethod
@@ -112,14 +112,15 @@ class _Inputs:
         device = batch.index_B.device
         return cls(
             batch=batch.copy(),
-            epoch=torch.zeros((), dtype=torch.int64, device=device),
+            moment=RecordedMoment(*(torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))),
             learning_rates={name: torch.zeros((), device=device) for name in learning_rates},
         )
 
     def load(self, batch: Batch, learning_rates: Mapping[str, float]) -> None:
         for place, tensor in zip(self.batch.tensors(), batch.tensors(), strict=True):
             place.copy_(tensor)
-        self.epoch.fill_(batch.epoch)
+        self.moment.step.fill_(batch.step)
+        self.moment.epoch.fill_(batch.epoch)
         for name, rate in learning_rates.items():
             self.learning_rates[name].fill_(rate)
 
@@ -183,7 +184,7 @@ class RecordedStep:
         def run() -> StepOutput:
             with _buffers_in_place(self._stateful), untimed():
                 return self._step.run(
-                    inputs.batch, inputs.learning_rates, viewmaker_is_frozen=is_frozen, recorded_epoch=inputs.epoch
+                    inputs.batch, inputs.learning_rates, viewmaker_is_frozen=is_frozen, recorded=inputs.moment
                 )
 
         self._num_seen += 1

@@ -40,6 +40,7 @@ from trainer.objectives.health import embedding_health
 from trainer.optim.loss_scale import LossScale
 from trainer.profiling import stage
 from trainer.views import ViewPolicy
+from trainer.views.composed import Composed
 from trainer.views.expert_audio import clean_spectrogram
 from trainer.views.health import view_health
 
@@ -53,6 +54,14 @@ class InputPair:
 
     a: Tensor
     b: Tensor
+
+
+@dataclass(frozen=True)
+class RecordedMoment:
+    """The step and the epoch of a batch as 0-d int64 tensors, for a step that is recorded once and replayed later."""
+
+    step: Tensor
+    epoch: Tensor
 
 
 @dataclass(frozen=True)
@@ -102,6 +111,8 @@ class StepOutput:
         views_a_BCHW, views_b_BCHW: this rank's views; the second is None if the two views have different inputs.
         masks_BHW: the masks of the first inputs; None if there are none.
         z_a_BD, z_b_BD: the embeddings of the views.
+        viewmaker_change: if the viewmaker is part of a composition, the pictures or waveforms that it got, and its
+            views of them; otherwise None.
     """
 
     metrics: dict[str, Tensor]
@@ -114,6 +125,7 @@ class StepOutput:
     masks_BHW: Tensor | None
     z_a_BD: Tensor
     z_b_BD: Tensor
+    viewmaker_change: tuple[Tensor, Tensor] | None = None
 
     def read(self) -> dict[str, Tensor]:
         """Return the metrics, including metrics of views and embeddings. Every rank must call this at the same steps.
@@ -123,6 +135,10 @@ class StepOutput:
         inputs = self.inputs().a
         images_BCHW = inputs if self.mel is None else clean_spectrogram(inputs, self.mel)
         health = view_health(self.views_a_BCHW, self.views_b_BCHW, images_BCHW, self.masks_BHW, bounded=self.bounded)
+        if self.viewmaker_change is not None:  # what the other policies change says nothing of the viewmaker
+            given, made_BCHW = self.viewmaker_change
+            given_BCHW = given if self.mel is None else clean_spectrogram(given, self.mel)
+            health |= view_health(made_BCHW, None, given_BCHW, None, bounded=self.bounded)
         embeddings = embedding_health(self.z_a_BD, self.z_b_BD)
         return (
             self.metrics
@@ -156,7 +172,7 @@ class TrainingStep:
         num_further = config.views.num_further
         self._group_sizes = (2, num_further) if num_further else (2,)
         self._memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
-        self._recorded_epoch: Tensor | None = None
+        self._recorded: RecordedMoment | None = None
         self._has_random_layers = has_random_layers(self._encoder.module)
         learned_views = [] if self._viewmaker is None else [self._viewmaker.module]
         self._snapshot = StateSnapshot([self._encoder.module, objective, *learned_views])
@@ -185,14 +201,14 @@ class TrainingStep:
         learning_rates: Mapping[str, float | Tensor],
         *,
         viewmaker_is_frozen: bool,
-        recorded_epoch: Tensor | None = None,
+        recorded: RecordedMoment | None = None,
     ) -> StepOutput:
         """Train on a batch without a look at its step, so that the same kernels can be launched at another step.
 
-        `recorded_epoch` has the meaning of `DrawKeys.recorded_epoch`, and a learning rate may be a tensor.
+        `recorded` replaces the step and the epoch of the batch in all draws, and a learning rate may be a tensor.
         """
         adversary = self._config.adversary
-        self._recorded_epoch = recorded_epoch
+        self._recorded = recorded
         if adversary is None:
             result, skip = self._learner_step(batch, learning_rates)
         elif viewmaker_is_frozen:
@@ -328,8 +344,10 @@ class TrainingStep:
         with stage("views"):
             inputs = self._to_inputs(batch)
             keys = batch.draw_keys(seed=self._config.seed, view=first_view)
-            if batch.draw_index_B is None:  # otherwise the indices count the epochs
-                keys = dataclasses.replace(keys, recorded_epoch=self._recorded_epoch)
+            if self._recorded is not None:
+                keys = dataclasses.replace(keys, step=self._recorded.step)
+                if batch.draw_index_B is None:  # otherwise the indices count the epochs
+                    keys = dataclasses.replace(keys, recorded_epoch=self._recorded.epoch)
             masks = None
             if batch.masks_BHW is not None and batch.masks_b_BHW is not None:
                 masks = torch.cat([batch.masks_BHW, batch.masks_b_BHW])
@@ -386,6 +404,7 @@ class TrainingStep:
             labels=batch.labels,
             further_views=tuple(further_views),
             group_size=batch.group_size,
+            one_forward=self._config.view_forwards == "one",
         )
         z_a_BD, z_b_BD, *further_BD = embeddings
         with stage("forward"), self._autocast(views_a.device):  # for a key encoder; losses switch autocast off
@@ -411,6 +430,7 @@ class TrainingStep:
             masks_BHW=batch.masks_BHW,
             z_a_BD=result.z_a_BD,
             z_b_BD=result.z_b_BD,
+            viewmaker_change=self._policy.change if isinstance(self._policy, Composed) else None,
         )
 
     def _to_inputs(self, batch: Batch) -> InputPair:

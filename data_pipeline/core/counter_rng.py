@@ -36,6 +36,8 @@ class DrawKeys:
         is_next_B: (B,) bool on the same device; the rows that it marks draw for the view `view + 1`. None: no row does.
         recorded_epoch: a 0-d int64 tensor on the same device that replaces `epoch`, for a step that is recorded once
             and replayed in other epochs; None: `epoch` counts.
+        step: the step of the run to which the batch belongs, for draws that all samples of a step share: a number, or
+            a 0-d int64 tensor on the same device for a step that is recorded. None: the batch is of no step.
     """
 
     seed: int
@@ -44,6 +46,7 @@ class DrawKeys:
     view: int
     is_next_B: torch.Tensor | None = None
     recorded_epoch: torch.Tensor | None = None
+    step: int | torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.index_B.dtype == torch.int64
@@ -62,6 +65,19 @@ class DrawKeys:
         is_next_B = None if self.is_next_B is None else self.is_next_B[rows]
         return dataclasses.replace(self, index_B=self.index_B[rows], is_next_B=is_next_B)
 
+    def of_step(self) -> DrawKeys:
+        """Return the key, of one row, that all samples and both views of a step have in common on all ranks.
+
+        If the batch is of no step, returns a key for each row instead, which both views of the sample have in common.
+        The views 2k and 2k + 1 are a pair; each k has another key.
+        """
+        assert self.is_next_B is None or self.view % 2 == 0  # both views of a pair
+        first_of_pair = dataclasses.replace(self, view=self.view & ~1, is_next_B=None)
+        if self.step is None:
+            return first_of_pair
+        index_1 = torch.zeros_like(self.index_B[:1]) + self.step
+        return dataclasses.replace(first_of_pair, epoch=0, index_B=index_1, recorded_epoch=None)
+
 
 def keys_of_rows(inputs: torch.Tensor, *, seed: int, step: int, view: int = 0, first_row: int = 0) -> DrawKeys:
     """Return keys for a batch (B, ...) whose samples have no dataset index, for example in your own training loop.
@@ -70,7 +86,7 @@ def keys_of_rows(inputs: torch.Tensor, *, seed: int, step: int, view: int = 0, f
     one as `first_row`; otherwise all ranks get the same draws.
     """
     index_B = torch.arange(first_row, first_row + len(inputs), device=inputs.device)
-    return DrawKeys(seed=seed, epoch=step, index_B=index_B, view=view)
+    return DrawKeys(seed=seed, epoch=step, index_B=index_B, view=view, step=step)
 
 
 def uniform(keys: DrawKeys, num: int, *, purpose: int) -> torch.Tensor:

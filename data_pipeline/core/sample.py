@@ -132,8 +132,8 @@ class Batch:
     def draw_keys(self, *, seed: int, view: int) -> DrawKeys:
         """Return the keys of all draws for one view of the samples."""
         if self.draw_index_B is None:
-            return DrawKeys(seed=seed, epoch=self.epoch, index_B=self.index_B, view=view)
-        return DrawKeys(seed=seed, epoch=0, index_B=self.draw_index_B, view=view)
+            return DrawKeys(seed=seed, epoch=self.epoch, index_B=self.index_B, view=view, step=self.step)
+        return DrawKeys(seed=seed, epoch=0, index_B=self.draw_index_B, view=view, step=self.step)
 
     def pin_memory(self) -> Batch:
         """Return the batch in pinned memory. `DataLoader(pin_memory=True)` calls it, for asynchronous copies."""

@@ -98,6 +98,7 @@ GAMES: list[list[str]] = [
 CASES = [
     *(("debug:image", [f"objective.kind={kind}", *overrides]) for kind, overrides in IMAGE.items()),
     ("debug:image", ["views.kind=random_mask"]),
+    ("debug:image", ["views.kind=channel_dropout"]),
     *(("debug:viewmaker", overrides) for overrides in GAMES),
 ]
 

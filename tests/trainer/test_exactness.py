@@ -56,6 +56,7 @@ RESNET = {  # the settings of its rows: a viewmaker alone, or in a composition
     "viewmaker": [],
     "crop_then_viewmaker": [f"views={{kind: sequence, parts: [{{kind: expert_image}}, {SMALL}]}}"],
     "expert_against_viewmaker": [f"views={{kind: pair, first: {{kind: expert_image}}, second: {SMALL}}}"],
+    "viewmaker_then_lost_channels": [f"views={{kind: sequence, parts: [{SMALL}, {{kind: channel_dropout}}]}}"],
 }
 CONVNET = (
     "encoder={kind: convnet, image_size: [16, 16], embedding_size: 16, mean: [0.5, 0.5, 0.5], std: [0.25, 0.25, 0.25], "

@@ -181,6 +181,7 @@ def batch(config: RunConfig) -> Batch:
         ("debug:image", ["precision=float16", "channels_last=true"]),
         ("debug:image", ["memory.micro_batches=2", "memory.encoder_checkpointing=whole"]),
         ("debug:image", ["views.kind=random_mask"]),
+        ("debug:image", ["views.kind=channel_dropout"]),
         ("debug:image", ["views={kind: multi_crop, num_local: 2}", "objective={kind: dino, num_prototypes: 8}"]),
         ("debug:image", ["encoder.batch_norm=split", "encoder.batch_norm_splits=2", "view_forwards=one"]),
         ("debug:viewmaker", []),

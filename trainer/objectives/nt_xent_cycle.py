@@ -25,7 +25,8 @@ class NTXentCycleConfig(BaseObjectiveConfig):
     """The config of NT-Xent with a cycle of temperatures; the defaults are those of the paper.
 
     highest, lowest: the temperature at the start and in the middle of a cycle.
-    period_epochs: the epochs of a cycle. Within an epoch, the temperature does not change.
+    period_epochs: the epochs of a cycle. Within an epoch, the temperature does not change. So no epoch has the lowest
+        temperature if this number is odd.
     chunk_size: as in NT-Xent.
     """
 

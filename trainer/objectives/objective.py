@@ -59,6 +59,8 @@ class ViewPair:
         further_views: (B, C, H, W) each, the views beside the first two, which may have another size.
         group_size: the number of rows that stand together as a group, which are compared with each other only; None if
             all samples of the batch are compared.
+        one_forward: whether the encoder got both views in one forward pass, so that its batch norm saw them as one
+            batch. A teacher does the same.
     """
 
     views_a_BCHW: Tensor
@@ -70,6 +72,7 @@ class ViewPair:
     labels: Mapping[str, Tensor] = field(default_factory=dict)
     further_views: tuple[Tensor, ...] = ()
     group_size: int | None = None
+    one_forward: bool = False
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ class SimSiamConfig(BaseObjectiveConfig):
     """The config of SimSiam.
 
     predictor: the network from embeddings to predictions; its batch norm is over the batch of all ranks.
-    predictor_rate: "of_encoder" follows the encoder's learning rate. "constant" keeps the encoder's first learning rate
-        (Chen and He 2021, section 4.1).
+    predictor_rate: "of_encoder" follows the encoder's learning rate. "constant" keeps the highest rate of the encoder's
+        schedule, also while that warms up (Chen and He 2021, section 4.1).
     """
 
     can_be_recorded: ClassVar[bool] = True

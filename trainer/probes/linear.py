@@ -55,7 +55,9 @@ from trainer.probes.features import (
     to_float,
 )
 
-PROBE_VIEW = 4  # the `view` of DrawKeys: 0 to 3 belong to training
+# The `view` of DrawKeys. Steps use 0 and 1, and in turns 2 and 3. Several viewmaker steps and small crops use 4 and
+# more, so they share draws with a probe of the same seed. Another number would change the bits of old probes.
+PROBE_VIEW = 4
 _MOVED_AT_ONCE = 4_096  # rows of features that lie on the host
 _MOST_STEPS, _MOST_PIXELS = 8, 1 << 20  # that a GPU encodes at once, because it would wait for the host's launches
 _CPU = torch.device("cpu")

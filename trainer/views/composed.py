@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from data_pipeline.audio.log_mel import MelConfig
 from data_pipeline.core.counter_rng import DrawKeys
 from trainer.models.activation_checkpointing import Checkpointing
+from trainer.views.channel_dropout import ChannelDropoutConfig
 from trainer.views.expert_audio import SpectralConfig, WaveformConfig
 from trainer.views.expert_image import ExpertImage, ExpertImageConfig
 from trainer.views.inputs import without_autocast
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
 MOST_TURNS: Final = 8  # policies of a `by_epoch`
 _VIEWS_OF_A_PART = 1 << 20  # the numbers of views that a part has for itself; even, so first views stay first
 
-SingleConfig = ExpertImageConfig | RandomMaskConfig | ViewmakerConfig | SpectralConfig | WaveformConfig
+SingleConfig = (
+    ExpertImageConfig | RandomMaskConfig | ChannelDropoutConfig | ViewmakerConfig | SpectralConfig | WaveformConfig
+)
 _Part = Annotated[SingleConfig, Field(discriminator="kind")]
 
 
@@ -204,6 +207,29 @@ class ByEpochConfig(_ComposedConfig):
 class Composed(nn.Module):
     """The base of compositions. What is set for a viewmaker goes to the viewmaker inside, if there is one."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._own_change: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def change(self) -> tuple[Tensor, Tensor] | None:
+        """Return what the viewmaker inside got and what it made of it in the last call; None if it was not called."""
+        of_each = (module._own_change for module in self.modules() if isinstance(module, Composed))
+        return next((change for change in of_each if change is not None), None)
+
+    def _apply_part(self, part: nn.Module, inputs: Tensor, keys: DrawKeys, masks_BHW: Tensor | None) -> Tensor:
+        """Return the views by one policy. Only a viewmaker runs under autocast and in float64, as it does alone."""
+        view: Tensor
+        if isinstance(part, Composed | Viewmaker):
+            view = part(inputs, keys, masks_BHW)
+            if isinstance(part, Viewmaker):
+                self._own_change = (inputs.detach(), view.detach())
+        else:
+            given = inputs.float() if isinstance(part, ExpertImage | RandomMask) else inputs
+            with without_autocast(inputs.device):
+                view = part(given, keys, masks_BHW).to(inputs.dtype)
+        return view
+
     @property
     def viewmaker(self) -> Viewmaker | None:
         return next((module for module in self.modules() if isinstance(module, Viewmaker)), None)
@@ -235,7 +261,7 @@ class Sequence(Composed):
         for number, part in enumerate(self.parts):
             to_come = len(self.parts) - 1 - number
             own_keys = dataclasses.replace(keys, view=keys.view + to_come * _VIEWS_OF_A_PART)
-            images_BCHW = _apply(part, images_BCHW, own_keys, masks_BHW)
+            images_BCHW = self._apply_part(part, images_BCHW, own_keys, masks_BHW)
         return images_BCHW
 
 
@@ -255,13 +281,14 @@ class Pair(Composed):
         Keys of two views (`DrawKeys.two_views`) have all rows of the first view before those of the second.
         """
         if keys.is_next_B is None:
-            return _apply(self.second if keys.view % 2 else self.first, inputs, keys, masks_BHW)
+            return self._apply_part(self.second if keys.view % 2 else self.first, inputs, keys, masks_BHW)
         assert keys.view % 2 == 0  # both views of a pair
         half, views = len(inputs) // 2, []
         for number, rows in enumerate((slice(0, half), slice(half, None))):
             own_keys = dataclasses.replace(keys.rows(rows), view=keys.view + number, is_next_B=None)
             own_masks_BHW = None if masks_BHW is None else masks_BHW[rows]
-            views.append(_apply(self.second if number else self.first, inputs[rows], own_keys, own_masks_BHW))
+            policy = self.second if number else self.first
+            views.append(self._apply_part(policy, inputs[rows], own_keys, own_masks_BHW))
         return torch.cat(views)
 
 
@@ -275,19 +302,10 @@ class ByEpoch(Composed):
     def forward(self, inputs: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
         """Return one view of each picture or sound by the policy of the epoch in the keys. Raises like that policy."""
         assert keys.recorded_epoch is None  # a recorded step has one policy
-        return _apply(self.policies[keys.epoch % len(self.policies)], inputs, keys, masks_BHW)
-
-
-def _apply(policy: nn.Module, inputs: Tensor, keys: DrawKeys, masks_BHW: Tensor | None) -> Tensor:
-    """Return the views by one policy. Only a viewmaker runs under autocast and in float64, as it does alone."""
-    view: Tensor
-    if isinstance(policy, Composed | Viewmaker):
-        view = policy(inputs, keys, masks_BHW)
-    else:
-        given = inputs.float() if isinstance(policy, ExpertImage | RandomMask) else inputs
-        with without_autocast(inputs.device):
-            view = policy(given, keys, masks_BHW).to(inputs.dtype)
-    return view
+        for module in self.modules():
+            if isinstance(module, Composed):
+                module._own_change = None  # of the epoch before
+        return self._apply_part(self.policies[keys.epoch % len(self.policies)], inputs, keys, masks_BHW)
 
 
 def _singles_of(*members: SingleConfig | SequenceConfig) -> tuple[SingleConfig, ...]:

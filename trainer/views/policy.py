@@ -22,6 +22,7 @@ VIEWS: Final = MappingProxyType(
     {
         "expert_image": "trainer.views.expert_image:ExpertImageConfig",
         "random_mask": "trainer.views.random_mask:RandomMaskConfig",
+        "channel_dropout": "trainer.views.channel_dropout:ChannelDropoutConfig",
         "spectral": "trainer.views.expert_audio:SpectralConfig",
         "waveform": "trainer.views.expert_audio:WaveformConfig",
         "viewmaker": "trainer.views.viewmaker:ViewmakerConfig",

@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from lightly.models.utils import update_momentum
 from torch import Tensor, nn
 
+from configs import resolve_recipe
+from data_pipeline.core.sample import Batch
+from trainer.build import build_training
 from trainer.models.momentum import MomentumCopy
 
 
@@ -84,3 +88,24 @@ def test_a_forward_that_updates_no_buffers_gives_the_same() -> None:
 
 def test_it_is_in_training_mode_whatever_the_online_module_is_in() -> None:
     assert all(module.training for module in MomentumCopy(toy().eval(), momentum=0.9).modules())
+
+
+@pytest.mark.parametrize("view_forwards", ["two", "one"])
+@pytest.mark.parametrize("objective", [["objective.kind=byol"], ["objective.kind=dino", "objective.num_prototypes=12"]])
+def test_batch_norm_of_a_teacher_sees_the_views_as_that_of_the_encoder(
+    objective: list[str], view_forwards: str
+) -> None:
+    config = resolve_recipe("debug:image", [*objective, f"view_forwards={view_forwards}", "precision=float64"])
+    training = build_training(config, num_samples=6, device=torch.device("cpu"))
+    seen: dict[str, list[Tensor]] = {"encoder": [], "teacher": []}
+    teacher = training.objective.teacher.module
+    assert isinstance(teacher, nn.Module)
+    for name, encoder in (("encoder", training.modules.encoder), ("teacher", teacher)):
+        first = next(layer for layer in encoder.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm))
+        first.register_forward_pre_hook(lambda _, inputs, name=name: seen[name].append(inputs[0].detach()))
+    pictures = torch.randint(0, 256, (6, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    batch = Batch(0, 0, torch.arange(6), pictures, pictures, None, None, {})
+    training.step(batch, learning_rates=dict.fromkeys(training.engines, 0.0))
+    assert [len(rows) for rows in seen["teacher"]] == ([12] if view_forwards == "one" else [6, 6])
+    # Teacher and encoder have the same weights in the first step, and so the same activations.
+    assert all(torch.equal(found, expected) for found, expected in zip(seen["teacher"], seen["encoder"], strict=True))

@@ -11,7 +11,10 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from configs import resolve_recipe
 from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.sample import Batch
+from trainer.build import build_training
 from trainer.objectives import nt_xent_loss
 from trainer.objectives.health import embedding_health
 from trainer.observability.alarms import AlarmConfig, Alarms
@@ -143,6 +146,60 @@ def test_a_viewmaker_that_has_collapsed_is_told(
     sentences = [sentence for at_step in alarms_of(measure).values() for sentence in at_step]
     assert len(sentences) == len(meanings)
     assert all(meaning in sentence for meaning, sentence in zip(meanings, sentences, strict=True))
+
+
+SMALL = "{kind: viewmaker, base_width: 8, num_res_blocks: 1}"
+CROP = "{kind: expert_image, jitter_probability: 0}"
+COMPOSED = {
+    "alone": SMALL,
+    "first of a pair": f"{{kind: pair, first: {SMALL}, second: {{kind: expert_image}}}}",
+    "second of a pair": f"{{kind: pair, first: {{kind: expert_image}}, second: {SMALL}}}",
+    "behind a crop": f"{{kind: sequence, parts: [{CROP}, {SMALL}]}}",
+    "before a crop": f"{{kind: sequence, parts: [{SMALL}, {CROP}]}}",
+    "behind a crop in a pair": (
+        f"{{kind: pair, first: {{kind: expert_image}}, second: {{kind: sequence, parts: [{CROP}, {SMALL}]}}}}"
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", COMPOSED)
+@pytest.mark.parametrize(
+    ("force", "meaning"), [(identity, "become the identity"), (saturated, "is saturated"), (untouched, None)]
+)
+def test_a_viewmaker_that_has_collapsed_is_told_wherever_it_is(
+    force: Callable[[Viewmaker], None], meaning: str | None, place: str
+) -> None:
+    config = resolve_recipe("debug:viewmaker", [f"views={COMPOSED[place]}", "adversary.freeze_step=1"])
+    training = build_training(config, num_samples=8, device=torch.device("cpu"))
+    viewmaker = next(module for module in training.modules.view_policy.modules() if isinstance(module, Viewmaker))
+    with torch.no_grad():
+        force(viewmaker)
+    pictures = torch.randint(0, 256, (8, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+    def measure(step: int) -> dict[str, float]:
+        batch = Batch(step, 0, torch.arange(8), pictures, pictures, None, None, {})
+        metrics = training.step(batch, learning_rates=dict.fromkeys(training.engines, 0.0)).read()
+        return {name: float(value) for name, value in metrics.items() if name.startswith("views/")}
+
+    sentences = [sentence for at_step in alarms_of(measure, num_steps=80).values() for sentence in at_step]
+    if meaning is None:
+        assert sentences == []
+    else:
+        assert any(meaning in sentence for sentence in sentences)
+
+
+def test_an_epoch_of_other_views_is_not_measured_by_the_viewmaker_of_the_epoch_before() -> None:
+    views = f"{{kind: by_epoch, policies: [{SMALL}, {{kind: random_mask}}]}}"
+    config = resolve_recipe("debug:viewmaker", [f"views={views}", "num_epochs=2"])
+    training = build_training(config, num_samples=8, device=torch.device("cpu"))
+    pictures = torch.full((8, 3, 16, 16), 100, dtype=torch.uint8)
+    spent = []
+    for epoch in (0, 1):
+        batch = Batch(epoch, epoch, torch.arange(8), pictures, pictures, None, None, {})
+        spent.append(training.step(batch, learning_rates=dict.fromkeys(training.engines, 0.0)).read())
+    assert spent[0]["views/budget_spent"] < 0.051
+    assert float(spent[1]["views/budget_spent"]) == pytest.approx(100 / 255)  # each value is doubled or lost
 
 
 def test_an_alarm_is_one_sentence_with_numbers_and_comes_once() -> None:

@@ -397,6 +397,8 @@ def test_a_section_that_is_switched_on_or_off_is_said(tmp_path: Path) -> None:
     assert changed_settings(plain, near) == {"neighbours.from_epoch": 1}
     assert changed_settings(plain, near.model_copy(update={"neighbours": NeighboursConfig()})) == {"neighbours": {}}
     assert changed_settings(near, plain) == {"neighbours": None}
+    once = near.model_copy(update={"neighbours": NeighboursConfig(from_epoch=1, find_every_epochs=None)})
+    assert changed_settings(plain, once) == {"neighbours.from_epoch": 1, "neighbours.find_every_epochs": None}
 
 
 def test_randbit_stands_beside_the_published_table(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from trainer.run_dir import RunDir
 from trainer.train import train
 from trainer.training_log import log_start
 from trainer.views import ViewsConfig, build_view_policy
+from trainer.views.channel_dropout import ChannelDropoutConfig
 from trainer.views.composed import ByEpochConfig, PairConfig, SequenceConfig
 from trainer.views.expert_audio import SpectralConfig, WaveformConfig
 from trainer.views.expert_image import NO_VIEWS, ExpertImageConfig
@@ -59,7 +60,9 @@ def viewmaker_of(policy: nn.Module) -> Viewmaker:
 
 
 @pytest.mark.parametrize("view", [0, 1, 2, 3])
-@pytest.mark.parametrize("config", [EXPERT, RandomMaskConfig(), SMALL], ids=lambda config: config.kind)
+@pytest.mark.parametrize(
+    "config", [EXPERT, RandomMaskConfig(), ChannelDropoutConfig(), SMALL], ids=lambda config: config.kind
+)
 def test_a_sequence_of_one_is_that_policy_to_the_bit(config: Any, view: int) -> None:
     x = pictures(6)
     alone, composed = build(config), build(SequenceConfig(parts=(config,)))

@@ -11,6 +11,7 @@ from torch import Tensor
 from data_pipeline.core.counter_rng import DrawKeys, keys_of_rows
 from data_pipeline.core.errors import UserError
 from trainer.views import build_view_policy, two_views
+from trainer.views.channel_dropout import ChannelDropoutConfig
 from trainer.views.expert_image import ExpertImageConfig
 from trainer.views.random_mask import RandomMaskConfig
 from trainer.views.viewmaker import ViewmakerConfig
@@ -18,6 +19,7 @@ from trainer.views.viewmaker import ViewmakerConfig
 CONFIGS: list[Any] = [
     ExpertImageConfig(),
     RandomMaskConfig(),
+    ChannelDropoutConfig(shared="view"),
     ViewmakerConfig(base_width=4, num_res_blocks=1),
 ]
 

@@ -85,7 +85,8 @@ def changed_settings(plain: RunConfig, config: RunConfig) -> dict[str, Any]:
         if key in before:
             is_changed = before[key] != value
         elif value is None:
-            is_changed = any(_is_in(each, key) for each in before)  # a section that only `plain` has
+            # A section that only `plain` has, or a setting that only `config` has and whose default is a value.
+            is_changed = key in given or any(_is_in(each, key) for each in before)
         else:
             is_changed = any(_is_in(key, each) for each in given)
         if is_changed:

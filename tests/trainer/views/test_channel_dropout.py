@@ -1,0 +1,175 @@
+"""Channel dropout: what a view loses, the law of the draws, and which views share them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+from scipy import stats
+from torch import Tensor
+
+from configs import resolve_recipe
+from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.sample import Batch
+from tests.gloo import run_ranks
+from trainer.build import build_modules
+from trainer.distributed.collectives import rank, world_size
+from trainer.views import ViewsConfig, build_view_policy, two_views
+from trainer.views.channel_dropout import ChannelDropout, ChannelDropoutConfig, draw_kept
+
+NUM_CHANNELS = 5
+STEPS = 4_000
+Shared = Literal["step", "view"]
+
+
+def keys(num: int, *, view: int = 0, step: int | Tensor | None = 7) -> DrawKeys:
+    return DrawKeys(seed=3, epoch=1, index_B=torch.arange(num), view=view, step=step)
+
+
+def pictures(num: int) -> Tensor:
+    """Without a 0, so that a channel that is lost can be told from one that is not."""
+    return torch.rand(num, NUM_CHANNELS, 4, 6, generator=torch.Generator().manual_seed(0)).clamp_(min=0.01)
+
+
+def kept(views_BCHW: Tensor) -> Tensor:
+    """Return (B, C): whether each channel is there, after a check that no channel is there in part."""
+    there_BCHW = views_BCHW != 0
+    there_BC = there_BCHW.flatten(2).any(dim=2)
+    assert torch.equal(there_BCHW, there_BC[:, :, None, None].expand_as(there_BCHW))
+    return there_BC
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shared", ["step", "view"])
+def test_a_channel_is_lost_as_a_whole_or_stays_as_it_is(shared: Shared, dtype: torch.dtype) -> None:
+    policy, x = ChannelDropout(ChannelDropoutConfig(shared=shared)), pictures(64).to(dtype)
+    for step in range(6):
+        views = policy(x, keys(64, step=step))
+        assert views.dtype == dtype
+        assert torch.equal(views, x * kept(views)[:, :, None, None].to(dtype))
+        assert kept(views).any(dim=1).all()
+
+
+@pytest.mark.parametrize(("rate", "whole"), [(0.7, 0.1), (0.7, 0.0), (0.2, 0.5), (0.0, 0.0)])
+def test_the_draws_have_their_law(rate: float, whole: float) -> None:
+    """Against the probabilities of the definition: of each number of channels that stay, and of each channel."""
+    config = ChannelDropoutConfig(rate=rate, whole=whole)
+    steps = dataclasses.replace(keys(STEPS), step=None)
+    kept_DC = draw_kept(config, steps, num_channels=NUM_CHANNELS)
+    share = stats.binom(NUM_CHANNELS, 1 - rate).pmf(range(NUM_CHANNELS + 1)) * (1 - whole)
+    share[1] += share[0]  # the last one stays
+    share[0] = 0
+    share[NUM_CHANNELS] += whole
+    counts = torch.bincount(kept_DC.sum(dim=1), minlength=NUM_CHANNELS + 1).numpy()
+    possible = share > 0
+    assert counts[~possible].sum() == 0
+    if possible.sum() > 1:
+        assert stats.chisquare(counts[possible], STEPS * share[possible]).pvalue > 1e-3
+    mean = float(share @ range(NUM_CHANNELS + 1)) / NUM_CHANNELS
+    low, high = stats.binom.interval(1 - 1e-3 / NUM_CHANNELS, STEPS, mean)
+    assert all(low <= num <= high for num in kept_DC.sum(dim=0).tolist())
+
+
+def test_all_samples_and_both_views_of_a_step_lose_the_same() -> None:
+    policy, x = ChannelDropout(ChannelDropoutConfig(whole=0)), pictures(32)
+    of_step = []
+    for step in range(40):
+        a, b = (kept(policy(x, keys(32, view=view, step=step))) for view in (0, 1))
+        assert torch.equal(a, b)
+        assert torch.equal(a, a[:1].expand_as(a))
+        assert torch.equal(kept(policy(torch.cat([x, x]), keys(32, step=step).two_views())), torch.cat([a, b]))
+        of_step.append(a[0])
+    assert len({tuple(row.tolist()) for row in of_step}) > 10
+    again = kept(policy(x, dataclasses.replace(keys(32), epoch=5, index_B=torch.arange(90, 122), step=39)))
+    assert torch.equal(again[0], of_step[39])  # whichever samples the step has
+
+
+def test_the_views_of_another_update_of_the_step_lose_others() -> None:
+    policy, x = ChannelDropout(ChannelDropoutConfig(whole=0)), pictures(1)
+    first, second = ([kept(policy(x, keys(1, view=view, step=step))) for step in range(40)] for view in (0, 2))
+    assert not torch.equal(torch.stack(first), torch.stack(second))
+
+
+def test_each_view_of_each_sample_may_lose_others() -> None:
+    policy, x = ChannelDropout(ChannelDropoutConfig(whole=0, shared="view")), pictures(400)
+    a, b = (kept(policy(x, keys(400, view=view))) for view in (0, 1))
+    assert not torch.equal(a, b)
+    assert not torch.equal(a, a[:1].expand_as(a))
+    together = policy(torch.cat([x, x]), keys(400).two_views())
+    assert torch.equal(kept(together), torch.cat([a, b]))
+
+
+def test_without_a_step_both_views_of_a_sample_lose_the_same() -> None:
+    policy, x = ChannelDropout(ChannelDropoutConfig(whole=0)), pictures(400)
+    a, b = (kept(policy(x, keys(400, view=view, step=None))) for view in (0, 1))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, a[:1].expand_as(a))
+    assert torch.equal(kept(policy(torch.cat([x, x]), keys(400, step=None).two_views())), torch.cat([a, b]))
+
+
+@pytest.mark.parametrize("step", [0, 5, 2**40])
+def test_a_step_in_a_tensor_draws_the_same(step: int) -> None:
+    policy, x = ChannelDropout(ChannelDropoutConfig(whole=0)), pictures(8)
+    recorded = dataclasses.replace(keys(8, step=torch.tensor(step)), recorded_epoch=torch.tensor(9))
+    assert torch.equal(policy(x, recorded), policy(x, keys(8, step=step)))
+
+
+def test_the_views_of_your_own_loop_share_a_step() -> None:
+    policy, x = build_view_policy(ChannelDropoutConfig(whole=0), image_channels=NUM_CHANNELS), pictures(16)
+    by_step = [tuple(map(kept, two_views(policy, x, seed=0, step=step))) for step in range(30)]
+    for a, b in by_step:
+        assert torch.equal(a, b)
+        assert torch.equal(a, a[:1].expand_as(a))
+    assert len({tuple(a[0].tolist()) for a, _ in by_step}) > 5
+
+
+def _views_of_rank(num: int) -> list[Tensor]:
+    """Return the views of ten steps of a run of `debug:image`, of this rank's part of batches of `num` pictures."""
+    config = resolve_recipe("debug:image", ["views.kind=channel_dropout", "views.rate=0.5"])
+    policy = build_modules(config).view_policy
+    size, views = num // world_size(), []
+    for step in range(10):
+        index_B = torch.randperm(64, generator=torch.Generator().manual_seed(step))[rank() * size :][:size]
+        pictures_BCHW = torch.full((size, 3, 4, 4), 100, dtype=torch.uint8)
+        batch = Batch(step, 0, index_B, pictures_BCHW, pictures_BCHW, None, None, {})
+        views.append(policy(pictures_BCHW / 255, batch.draw_keys(seed=config.seed, view=0)))
+    return views
+
+
+@pytest.mark.ranks
+def test_all_ranks_lose_the_same() -> None:
+    (one_process,) = run_ranks(_views_of_rank, 1, 8)
+    assert len({tuple(kept(views)[0].tolist()) for views in one_process}) > 2
+    for of_rank in run_ranks(_views_of_rank, 2, 8):
+        for views, expected in zip(of_rank, one_process, strict=True):
+            assert torch.equal(kept(views), kept(expected)[: len(views)])
+
+
+def test_the_policy_has_no_parameters_and_runs_without_data() -> None:
+    policy = ChannelDropout(ChannelDropoutConfig())
+    assert not list(policy.parameters())
+    index_B = torch.arange(8, device="meta")
+    for step in (None, 3):
+        on_meta = DrawKeys(seed=0, epoch=0, index_B=index_B, view=1, step=step)
+        assert policy(torch.empty(8, 3, 8, 12, device="meta"), on_meta).shape == (8, 3, 8, 12)
+
+
+@pytest.mark.parametrize("wrong", [{"rate": 1.0}, {"rate": -0.1}, {"whole": 1.0}, {"shared": "batch"}])
+def test_settings_that_lose_all_or_mean_nothing_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        TypeAdapter(ViewsConfig).validate_python({"kind": "channel_dropout", **wrong})
+
+
+def test_pictures_of_one_channel_and_sounds_are_refused() -> None:
+    sequence = {"kind": "sequence", "parts": [{"kind": "random_mask", "rescale": False}, {"kind": "channel_dropout"}]}
+    config = TypeAdapter(ViewsConfig).validate_python(sequence)
+    config.check_channels(3)
+    with pytest.raises(ValueError, match=r'views.parts\[1\] of kind "channel_dropout" .* pictures have 1 channel'):
+        config.check_channels(1)
+    with pytest.raises(ValueError, match="pictures have 1 channel"):
+        ChannelDropout(ChannelDropoutConfig())(torch.rand(2, 1, 4, 4), keys(2))
+    with pytest.raises(ValueError, match='"channel_dropout" are for pictures, not for sounds'):
+        resolve_recipe("audio:spectral", ["views={kind: channel_dropout}"])
