@@ -14,6 +14,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from data_pipeline.core.sample import Batch
+from data_pipeline.core.schema import Schema
 from trainer.build import Training
 from trainer.config import RunConfig
 from trainer.distributed.collectives import all_reduce_mean_scalars, rank, world_size
@@ -195,6 +196,8 @@ def log_start(
         logger.warning("%s", note)
     if (note := _never_learns(config, steps_per_epoch=steps_per_epoch)) is not None:
         logger.warning("%s", note)
+    for note in settings_without_effect(config):
+        logger.warning("%s", note)
     if config.precision == "bfloat16" and device.type == "cpu" and _lacks_bfloat16(torch.cpu.get_capabilities()):
         logger.warning(
             "this processor has no instructions for bfloat16: a step may take longer than with precision=float32"
@@ -232,6 +235,30 @@ def _never_learns(config: RunConfig, *, steps_per_epoch: int) -> str | None:
         f"the viewmaker never learns: adversary.freeze_step={freeze_step} comes before its first epoch, which begins "
         f"at step {first * steps_per_epoch}; set a later adversary.freeze_step, or null"
     )
+
+
+def settings_without_effect(config: RunConfig) -> list[str]:
+    """Return a sentence for each setting that was changed, although nothing reads it beside the other settings."""
+    found = []
+    optimizers = {"optimizer": config.optimizer}
+    if config.adversary is not None:
+        optimizers["adversary.optimizer"] = config.adversary.optimizer
+    for section, optimizer in optimizers.items():
+        if optimizer.scaling == "none" and _is_changed(optimizer, "reference_batch_size"):
+            found.append((f"{section}.reference_batch_size", f"{section}.scaling=none", f"{section}.scaling=linear"))
+    if config.encoder.batch_norm != "split" and _is_changed(config.encoder, "batch_norm_splits"):
+        is_now = f"encoder.batch_norm={config.encoder.batch_norm}"
+        found.append(("encoder.batch_norm_splits", is_now, "encoder.batch_norm=split"))
+    if config.probe.online_every_steps is None:
+        for name in ("online_num_train", "online_num_test"):
+            if _is_changed(config.probe, name):
+                every = "probe.online_every_steps"
+                found.append((f"probe.{name}", f"{every}=null", f"{every} to a number of steps"))
+    return [f"{name} has no effect with {is_now}; set {mends}" for name, is_now, mends in found]
+
+
+def _is_changed(section: Schema, name: str) -> bool:
+    return bool(getattr(section, name) != type(section).model_fields[name].default)
 
 
 def _warn_of_foreign_normalization(config: RunConfig, train: TrainManifest) -> None:
