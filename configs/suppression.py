@@ -45,6 +45,7 @@ from trainer.objectives import (
 from trainer.optim.optimizers import AdamConfig
 from trainer.optim.schedules import LinearConfig
 from trainer.probes.linear import ProbeConfig
+from trainer.views.channel_dropout import ChannelDropoutConfig
 from trainer.views.composed import ByEpochConfig, PairConfig, SequenceConfig
 from trainer.views.expert_audio import SpectralConfig
 from trainer.views.expert_image import ExpertImageConfig
@@ -237,6 +238,12 @@ def _crop_then_viewmaker(point: Point, run: RunConfig) -> Mapping[str, Any]:
     return _learned(SequenceConfig(parts=(_crop_of(point), point.viewmaker())))
 
 
+def _channel_dropout(point: Point, run: RunConfig) -> Mapping[str, Any]:
+    if point.num_channels == 1:
+        raise NotPossibleError("the inputs have one channel, so there is none to lose")
+    return {"views": SequenceConfig(parts=(point.expert_views, ChannelDropoutConfig()))}
+
+
 def _expert_against_viewmaker(point: Point, run: RunConfig) -> Mapping[str, Any]:
     return _learned(PairConfig(first=point.expert_views, second=point.viewmaker()))
 
@@ -264,6 +271,7 @@ CURES: Final[Mapping[str, Cure]] = MappingProxyType(
         "viewmaker, rate 0.25": _viewmaker(budget=0.4, dropout_rate=0.25),
         "masked viewmaker": _masked_viewmaker,
         "crop, then viewmaker": _crop_then_viewmaker,
+        "channel dropout": _channel_dropout,
         "expert against viewmaker": _expert_against_viewmaker,
         "viewmaker and expert, by epoch": _viewmaker_and_expert_by_epoch,
     }

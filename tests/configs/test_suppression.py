@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -19,6 +20,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.storage.manifest import load_manifest
 from tests.real_data import archive
 from trainer.config import RunConfig
+from trainer.objectives.nt_xent_cycle import NTXentCycleConfig, cycled_temperature
 from trainer.planning.fit import plan
 
 PICTURES = [name for name, setting in SETTINGS.items() if not setting.is_sound]
@@ -83,6 +85,27 @@ def test_a_setting_lacks_a_cure_only_for_a_reason(name: str) -> None:
     ceilings = {f"ceiling: {label}" for label in (*SETTINGS[name].hard, *SETTINGS[name].easy)}
     assert ceilings <= cures
     assert {"SimCLR", "viewmaker"} <= cures
+
+
+def test_temperatures_in_cycles_reach_their_lowest() -> None:
+    for scale in get_args(Scale):
+        for run in benchmark(scale=scale, cures=("temperature in cycles",), seeds=(0,), with_ceilings=False):
+            cycle = run.objective
+            assert isinstance(cycle, NTXentCycleConfig)
+            now = partial(
+                cycled_temperature,
+                lowest=cycle.lowest,
+                highest=cycle.highest,
+                period_epochs=cycle.period_epochs,
+            )
+            assert min(now(epoch) for epoch in range(run.num_epochs)) == cycle.lowest
+            assert run.num_epochs % cycle.period_epochs == 0
+
+
+def test_pictures_of_one_channel_have_none_to_lose() -> None:
+    assert "one channel" in str(why_not("speech", "channel dropout"))
+    runs = benchmark(scale="small", settings=("randbit",), cures=("channel dropout",), seeds=(0,), with_ceilings=False)
+    assert [run.tracking.factors["difficulty"] for run in runs] == ["5", "10"]
 
 
 def test_the_first_seed_is_complete_before_the_second_begins() -> None:

@@ -37,7 +37,7 @@ class ChannelDropoutConfig(BaseViewsConfig):
 
     kind: Literal["channel_dropout"] = "channel_dropout"
     rate: Annotated[float, Field(ge=0, lt=1)] = 0.7
-    whole: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    whole: Annotated[float, Field(ge=0, lt=1)] = 0.0
     shared: Literal["step", "view"] = "step"
 
     def build(self, given: ViewsInputs) -> ChannelDropout:
