@@ -11,12 +11,13 @@ Legend: B samples, C channels, H rows, W columns; D draws, one for each view or 
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Final, Literal
+from typing import ClassVar, Final, Literal, Self
 
-from pydantic import Field
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from data_pipeline.core.counter_rng import DrawKeys, uniform
+from data_pipeline.core.schema import Share
 from trainer.views.inputs import check_floating
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
 
@@ -26,8 +27,9 @@ _PURPOSE: Final = 0  # `purpose` in `data_pipeline.core.counter_rng`
 class ChannelDropoutConfig(BaseViewsConfig):
     """The config of channel dropout.
 
-    rate: the probability of each channel to be lost. One channel always stays: if all would be lost, a random one.
-    whole: the probability that none is lost, so that the encoder also sees whole pictures, as probes do.
+    rate: the lowest and the highest probability of a channel to be lost. Each draw takes a probability between them,
+        and draws the channels by it. One channel always stays: if all would be lost, a random one. Few channels make
+        the encoder learn from each of them; many channels are like the whole picture, which a probe reads.
     shared: "step" draws once for all samples and both views of a step, on all ranks; "view" draws for each view of
         each sample. Where there is no step, as in a probe on views or an analysis, "step" draws for each sample, the
         same for both its views.
@@ -36,9 +38,14 @@ class ChannelDropoutConfig(BaseViewsConfig):
     runs_in_plans: ClassVar[bool] = True
 
     kind: Literal["channel_dropout"] = "channel_dropout"
-    rate: Annotated[float, Field(ge=0, lt=1)] = 0.7
-    whole: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    rate: tuple[Share, Share] = (0.5, 1.0)
     shared: Literal["step", "view"] = "step"
+
+    @model_validator(mode="after")
+    def _the_range_ascends(self) -> Self:
+        if self.rate[0] > self.rate[1]:
+            raise ValueError(f"rate is from {self.rate[0]} to {self.rate[1]}; exchange the two")
+        return self
 
     def build(self, given: ViewsInputs) -> ChannelDropout:
         return ChannelDropout(self)
@@ -80,6 +87,7 @@ class ChannelDropout(nn.Module):
 def draw_kept(config: ChannelDropoutConfig, keys: DrawKeys, *, num_channels: int) -> Tensor:
     """Draw (D, C) bool for D keys: whether each of the C channels stays."""
     numbers_DN = uniform(keys, num_channels + 1, purpose=_PURPOSE)
-    numbers_DC, is_whole_D1 = numbers_DN[:, :-1], numbers_DN[:, -1:] < config.whole
+    numbers_DC, rate_D1 = numbers_DN[:, :-1], numbers_DN[:, -1:]
+    lowest, highest = config.rate
     stays_DC = numbers_DC == numbers_DC.amax(dim=1, keepdim=True)  # so that one does
-    return is_whole_D1 | stays_DC | (numbers_DC >= config.rate)
+    return stays_DC | (numbers_DC >= lowest + (highest - lowest) * rate_D1)

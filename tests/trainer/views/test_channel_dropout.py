@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -15,8 +16,8 @@ from configs import resolve_recipe
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.sample import Batch
 from tests.gloo import run_ranks
-from trainer.build import build_modules
 from trainer.distributed.collectives import rank, world_size
+from trainer.modules import build_modules
 from trainer.views import ViewsConfig, build_view_policy, two_views
 from trainer.views.channel_dropout import ChannelDropout, ChannelDropoutConfig, draw_kept
 
@@ -53,28 +54,27 @@ def test_a_channel_is_lost_as_a_whole_or_stays_as_it_is(shared: Shared, dtype: t
         assert kept(views).any(dim=1).all()
 
 
-@pytest.mark.parametrize(("rate", "whole"), [(0.7, 0.1), (0.7, 0.0), (0.2, 0.5), (0.0, 0.0)])
-def test_the_draws_have_their_law(rate: float, whole: float) -> None:
+@pytest.mark.parametrize("rate", [(0.7, 0.7), (0.5, 1.0), (0.0, 1.0), (0.2, 0.4), (0.0, 0.0), (1.0, 1.0)])
+def test_the_draws_have_their_law(rate: tuple[float, float]) -> None:
     """Against the probabilities of the definition: of each number of channels that stay, and of each channel."""
-    config = ChannelDropoutConfig(rate=rate, whole=whole)
-    steps = dataclasses.replace(keys(STEPS), step=None)
-    kept_DC = draw_kept(config, steps, num_channels=NUM_CHANNELS)
-    share = stats.binom(NUM_CHANNELS, 1 - rate).pmf(range(NUM_CHANNELS + 1)) * (1 - whole)
+    config = ChannelDropoutConfig(rate=rate)
+    kept_DC = draw_kept(config, dataclasses.replace(keys(STEPS), step=None), num_channels=NUM_CHANNELS)
+    middles = rate[0] + (rate[1] - rate[0]) * (np.arange(1_000) + 0.5) / 1_000
+    share = stats.binom(NUM_CHANNELS, 1 - middles[:, None]).pmf(range(NUM_CHANNELS + 1)).mean(axis=0)
     share[1] += share[0]  # the last one stays
     share[0] = 0
-    share[NUM_CHANNELS] += whole
     counts = torch.bincount(kept_DC.sum(dim=1), minlength=NUM_CHANNELS + 1).numpy()
-    possible = share > 0
+    possible = share > 1e-9
     assert counts[~possible].sum() == 0
     if possible.sum() > 1:
-        assert stats.chisquare(counts[possible], STEPS * share[possible]).pvalue > 1e-3
+        assert stats.chisquare(counts[possible], STEPS * share[possible] / share[possible].sum()).pvalue > 1e-3
     mean = float(share @ range(NUM_CHANNELS + 1)) / NUM_CHANNELS
     low, high = stats.binom.interval(1 - 1e-3 / NUM_CHANNELS, STEPS, mean)
     assert all(low <= num <= high for num in kept_DC.sum(dim=0).tolist())
 
 
 def test_all_samples_and_both_views_of_a_step_lose_the_same() -> None:
-    policy, x = ChannelDropout(ChannelDropoutConfig(whole=0)), pictures(32)
+    policy, x = ChannelDropout(ChannelDropoutConfig()), pictures(32)
     of_step = []
     for step in range(40):
         a, b = (kept(policy(x, keys(32, view=view, step=step))) for view in (0, 1))
@@ -88,13 +88,13 @@ def test_all_samples_and_both_views_of_a_step_lose_the_same() -> None:
 
 
 def test_the_views_of_another_update_of_the_step_lose_others() -> None:
-    policy, x = ChannelDropout(ChannelDropoutConfig(whole=0)), pictures(1)
+    policy, x = ChannelDropout(ChannelDropoutConfig()), pictures(1)
     first, second = ([kept(policy(x, keys(1, view=view, step=step))) for step in range(40)] for view in (0, 2))
     assert not torch.equal(torch.stack(first), torch.stack(second))
 
 
 def test_each_view_of_each_sample_may_lose_others() -> None:
-    policy, x = ChannelDropout(ChannelDropoutConfig(whole=0, shared="view")), pictures(400)
+    policy, x = ChannelDropout(ChannelDropoutConfig(shared="view")), pictures(400)
     a, b = (kept(policy(x, keys(400, view=view))) for view in (0, 1))
     assert not torch.equal(a, b)
     assert not torch.equal(a, a[:1].expand_as(a))
@@ -103,7 +103,7 @@ def test_each_view_of_each_sample_may_lose_others() -> None:
 
 
 def test_without_a_step_both_views_of_a_sample_lose_the_same() -> None:
-    policy, x = ChannelDropout(ChannelDropoutConfig(whole=0)), pictures(400)
+    policy, x = ChannelDropout(ChannelDropoutConfig()), pictures(400)
     a, b = (kept(policy(x, keys(400, view=view, step=None))) for view in (0, 1))
     assert torch.equal(a, b)
     assert not torch.equal(a, a[:1].expand_as(a))
@@ -112,13 +112,13 @@ def test_without_a_step_both_views_of_a_sample_lose_the_same() -> None:
 
 @pytest.mark.parametrize("step", [0, 5, 2**40])
 def test_a_step_in_a_tensor_draws_the_same(step: int) -> None:
-    policy, x = ChannelDropout(ChannelDropoutConfig(whole=0)), pictures(8)
+    policy, x = ChannelDropout(ChannelDropoutConfig()), pictures(8)
     recorded = dataclasses.replace(keys(8, step=torch.tensor(step)), recorded_epoch=torch.tensor(9))
     assert torch.equal(policy(x, recorded), policy(x, keys(8, step=step)))
 
 
 def test_the_views_of_your_own_loop_share_a_step() -> None:
-    policy, x = build_view_policy(ChannelDropoutConfig(whole=0), image_channels=NUM_CHANNELS), pictures(16)
+    policy, x = build_view_policy(ChannelDropoutConfig(), image_channels=NUM_CHANNELS), pictures(16)
     by_step = [tuple(map(kept, two_views(policy, x, seed=0, step=step))) for step in range(30)]
     for a, b in by_step:
         assert torch.equal(a, b)
@@ -128,7 +128,7 @@ def test_the_views_of_your_own_loop_share_a_step() -> None:
 
 def _views_of_rank(num: int) -> list[Tensor]:
     """Return the views of ten steps of a run of `debug:image`, of this rank's part of batches of `num` pictures."""
-    config = resolve_recipe("debug:image", ["views.kind=channel_dropout", "views.rate=0.5"])
+    config = resolve_recipe("debug:image", ["views.kind=channel_dropout", "views.rate=[0.2, 0.8]"])
     policy = build_modules(config).view_policy
     size, views = num // world_size(), []
     for step in range(10):
@@ -157,8 +157,8 @@ def test_the_policy_has_no_parameters_and_runs_without_data() -> None:
         assert policy(torch.empty(8, 3, 8, 12, device="meta"), on_meta).shape == (8, 3, 8, 12)
 
 
-@pytest.mark.parametrize("wrong", [{"rate": 1.0}, {"rate": -0.1}, {"whole": 1.0}, {"shared": "batch"}])
-def test_settings_that_lose_all_or_mean_nothing_are_refused(wrong: dict[str, object]) -> None:
+@pytest.mark.parametrize("wrong", [{"rate": 0.5}, {"rate": [-0.1, 1]}, {"rate": [0.9, 0.5]}, {"shared": "batch"}])
+def test_settings_without_a_meaning_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         TypeAdapter(ViewsConfig).validate_python({"kind": "channel_dropout", **wrong})
 
