@@ -381,6 +381,74 @@ def test_an_index_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "index" / ".parts").exists()
 
 
+def bytes_of(index: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in index.iterdir() if path.is_file()}
+
+
+def two_fields(directory: Path) -> Path:
+    """Write a tar whose samples have a picture, another file that is none, and two fields of labels."""
+    directory.mkdir()
+    members = [
+        (f"{number}.{extension}", content)
+        for number in range(4)
+        for extension, content in (
+            ("png", picture(number)),
+            ("other", b"none"),
+            ("cls", b"%d" % (number % 3)),
+            ("shape", b"%d" % (number % 2)),
+        )
+    ]
+    by_tarfile(directory / "x.tar", members)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--image", "other", "--label", "base=shape"], "none of the pictures decodes"),
+        (["--image", "none"], "has a picture under one of none"),
+        (["--label", "base=none"], "has a label under none"),
+    ],
+)
+def test_an_index_that_is_not_made_again_stays_as_it_was(
+    tmp_path: Path, arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tars = two_fields(tmp_path / "tars")
+    make_index(str(tars), tars / INDEX_NAME, fields=Fields(), size=32)
+    before = bytes_of(tars / INDEX_NAME)
+    done = call(main, "index", tars, *arguments, "--workers", "1", monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 2
+    assert said in done.stderr
+    assert bytes_of(tars / INDEX_NAME) == before
+
+
+@pytest.mark.parametrize("num_replaced", [0, 1, 3])
+def test_an_index_whose_replacement_was_interrupted_is_made_again_and_not_read(
+    tmp_path: Path, num_replaced: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tars = two_fields(tmp_path / "tars")
+    make_index(str(tars), tars / INDEX_NAME, fields=Fields(), size=32)
+    replace, fields = Path.replace, Fields(labels={"base": "shape", "number": "cls"})
+    replaced: list[Path] = []
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if target.suffix == ".bin":
+            if len(replaced) == num_replaced:
+                raise KeyboardInterrupt
+            replaced.append(target)
+        return replace(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            make_index(str(tars), tars / INDEX_NAME, fields=fields, size=32)
+    with pytest.raises(UserError, match="names tars without an index"):
+        SampleStore(tars)
+    store = indexed(tars, tars / INDEX_NAME, fields=fields)
+    assert decode(store, np.arange(4)).labels["number"].tolist() == [0, 1, 2, 0]
+    assert decode(store, np.arange(4)).labels["base"].tolist() == [0, 1, 0, 1]
+
+
 def test_tars_that_cannot_be_written_beside_are_indexed_elsewhere(tmp_path: Path) -> None:
     simple(tmp_path / "tars", [3])
     (tmp_path / "file").write_text("")
