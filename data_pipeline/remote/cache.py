@@ -66,7 +66,9 @@ class RemoteConfig(Schema):
             means no limit with a `cache_dir`, and 4 without.
         stall_seconds: an attempt that receives no byte for this time is given up.
         file_seconds: the time for all attempts at one file together.
-        num_attempts: the number of attempts at a file, with pauses of 0.5, 1, 2, ... up to 8 seconds between them.
+        num_attempts: the number of attempts at a file that get a wrong answer or only a part of one, with pauses of
+            0.5, 1, 2, ... up to 8 seconds between them. A web server that breaks down or is busy (5xx, 429) is waited for
+            until `file_seconds`, with such pauses or those that it asks for (Retry-After).
         read_back_from: the file from which the location was read; None if the user typed it. Not a setting:
             `trainer.config.read_config` sets it, whatever the file says, for `refuse_untyped_command`.
     """
@@ -327,13 +329,13 @@ class FileCache:
             logger.info("fetched %s of %s: %.1f MB in %.1f s", name, self.location, megabytes, seconds)
 
     def _fetch_index(self, path: Path, url: str, expected: Expected, *, limits: Limits) -> None:
-        """Fetch the index beside a shard. If this fails, the reader rebuilds the index."""
+        """Fetch the index beside a shard, in one attempt. If this fails, the reader rebuilds the index."""
         if not self._may_have_index:
             return
         partial = path.with_name(f".{path.name}.partial")
         with _locked(partial, deadline=limits.deadline) as file:
             try:
-                fetch(url, file, expected=expected, limits=replace(limits, num_attempts=1))
+                fetch(url, file, expected=expected, limits=replace(limits, num_attempts=1, waits=False))
             except UserError as error:
                 self._may_have_index = False
                 logger.info("the shards of %s are indexed here: %s", self.location, error)

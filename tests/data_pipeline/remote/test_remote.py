@@ -224,6 +224,15 @@ def test_a_damaged_index_is_made_anew(server: FaultyServer, tmp_path: Path) -> N
         assert not decode(store, np.arange(4)).bad
 
 
+def test_an_index_is_not_waited_for(server: FaultyServer, tmp_path: Path) -> None:
+    server.faults[index_path(Path(SHARDS[0])).name], server.for_ever = [503], True
+    start = time.monotonic()
+    store = SampleStore(server.url, remote=cached(tmp_path))
+    assert not decode(store, np.arange(4)).bad
+    assert time.monotonic() - start < 5.0
+    assert server.requests.count(index_path(Path(SHARDS[0])).name) == 1
+
+
 def test_the_assets_of_an_online_overlay_come(tmp_path: Path) -> None:
     origin = write_tiny_dataset(tmp_path / "origin", num_samples=4, overlay="online")
     shards = RemoteShards(f"pipe:cat {origin}/{{name}}", config=cached(tmp_path / "cache"))
