@@ -33,7 +33,7 @@ from pydantic import Field
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Gigabytes, Line, Schema, Seconds
-from data_pipeline.remote.fetch import OBJECT_STORES, Expected, Limits, fetch
+from data_pipeline.remote.fetch import OBJECT_STORES, Expected, Limits, fetch, json_problem
 from data_pipeline.storage.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
@@ -67,8 +67,8 @@ class RemoteConfig(Schema):
         stall_seconds: an attempt that receives no byte for this time is given up.
         file_seconds: the time for all attempts at one file together.
         num_attempts: the number of attempts at a file that get a wrong answer or only a part of one, with pauses of
-            0.5, 1, 2, ... up to 8 seconds between them. A web server that breaks down or is busy (5xx, 429) is waited for
-            until `file_seconds`, with such pauses or those that it asks for (Retry-After).
+            0.5, 1, 2, ... up to 8 seconds between them. A web server that breaks down or is busy (5xx, 429) is waited
+            for until `file_seconds`, with such pauses or those that it asks for (Retry-After).
         read_back_from: the file from which the location was read; None if the user typed it. Not a setting:
             `trainer.config.read_config` sets it, whatever the file says, for `refuse_untyped_command`.
     """
@@ -139,7 +139,7 @@ def file_url(location: str, name: str) -> str:
 
 def fetch_manifest(location: str, *, config: RemoteConfig) -> Manifest:
     """Fetch the manifest of a remote dataset. Raises `UserError` if it cannot be fetched or is not valid."""
-    expected = Expected(is_json=True, max_bytes=MAX_MANIFEST_BYTES)
+    expected = Expected(problem=json_problem, max_bytes=MAX_MANIFEST_BYTES)
     with fetched(location, MANIFEST_NAME, expected=expected, config=config, must_answer=True) as file:
         return parse_manifest(file.read(), where=file_url(location, MANIFEST_NAME))
 

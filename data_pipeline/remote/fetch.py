@@ -23,7 +23,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import BinaryIO, Final, Protocol
@@ -46,6 +46,7 @@ _POLL_SECONDS: Final = 0.2  # the longest time until a fetch notices that it sho
 _MAX_BYTES_UNKNOWN: Final = 1 << 30  # of a file of unknown size: an endless answer must not fill the disk
 _LONGEST_PAUSE: Final = 8.0  # seconds between two attempts, if the server asks for none
 _LASTING_STATUS: Final = frozenset(range(400, 500)) - {408, 425, 429}  # another attempt would get the same answer
+_COMPRESSIONS: Final = frozenset({"gzip", "x-gzip", "deflate", "compress", "x-compress", "br", "zstd"})
 _LASTING_EXIT: Final = (126, 127)  # of a shell: the command cannot be run, or is not installed
 _NOT_A_URL: Final = (
     requests.exceptions.InvalidURL,
@@ -101,13 +102,13 @@ class Expected:
     Attributes:
         num_bytes: its size; None if it is not known.
         sha256: the sha256 of its content; None if it is not known.
-        is_json: whether it must be JSON, for a file with unknown size and hash.
+        problem: for a file with unknown size and hash; returns what is wrong with the content, or None.
         max_bytes: a longer answer is refused; ignored if `num_bytes` is known.
     """
 
     num_bytes: int | None = None
     sha256: str | None = None
-    is_json: bool = False
+    problem: Callable[[BinaryIO], str | None] | None = None
     max_bytes: int = _MAX_BYTES_UNKNOWN
 
 
@@ -216,12 +217,20 @@ def _attempt(url: str, file: BinaryIO, *, expected: Expected, limits: Limits) ->
         raise _AttemptError(
             "the answer is not the file that the manifest names (sha256), so one of the two was replaced"
         )
-    if expected.is_json:
+    if expected.problem is not None:
         file.seek(0)
-        try:
-            pydantic_core.from_json(file.read())  # limits the depth
-        except ValueError:
-            raise _AttemptError(f"the answer of {num_bytes} bytes is not whole JSON") from None
+        if (problem := expected.problem(file)) is not None:
+            raise _AttemptError(problem)
+
+
+def json_problem(file: BinaryIO) -> str | None:
+    """Return what is wrong with a file that must be JSON; None if it is."""
+    content = file.read()
+    try:
+        pydantic_core.from_json(content)  # limits the depth
+    except ValueError:
+        return f"the answer of {len(content)} bytes is not whole JSON"
+    return None
 
 
 def _open(url: str, limits: Limits, *, num_bytes: int | None) -> _Source:
@@ -342,6 +351,10 @@ class _Download(_ReadInThread):
                     is_busy=not is_final,
                     asked_seconds=_retry_after(answer),
                 )
+            encoding = answer.headers.get("Content-Encoding", "")
+            if any(word.strip().lower() in _COMPRESSIONS for word in encoding.split(",")):
+                reason = f"the server compresses the file unasked (Content-Encoding: {encoding})"
+                raise _AttemptError(reason, is_final=True)
             self._answer = answer
             num_bytes = 0
             try:

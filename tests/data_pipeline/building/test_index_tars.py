@@ -41,6 +41,7 @@ from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.tar_headers import read_headers
 from data_pipeline.storage.tar_index import has_remote_tars
 from tests.commands import call
+from tests.data_pipeline.remote.http_server import FaultyServer, serve
 from tests.nursery import PythonProcess
 from tests.object_store import served_bucket
 from tests.processes import kill_tree
@@ -203,12 +204,16 @@ def test_samples_without_a_picture_or_a_label_are_counted(
 
 
 def test_a_tar_that_is_cut_short_gives_what_is_before_the_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     path = simple(tmp_path, [6]) / "train-0000.tar"
     path.write_bytes(path.read_bytes()[:7_000])
     done = call(main, "index", path, "--workers", "1", monkeypatch=monkeypatch, capsys=capsys)
     assert "1 tars are cut short" in done.stdout
+    assert f"{path} is cut short; what is before the cut is used" in caplog.text
     whole = numbers_in(SampleStore(path))
     assert 1 <= len(whole) < 6
     assert whole == list(range(len(whole)))
@@ -838,6 +843,45 @@ def test_remote_tars_are_read_in_windows_with_a_small_cache(
     assert sorted(number for batch in whole for number in batch) == list(range(48))
     assert batches(3) == whole[3:]
     assert len(list((tmp_path / "cache").rglob("*.tar"))) <= num_cached
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    """A web server with two tars of three samples each, of which fetches wait only a moment between attempts."""
+    monkeypatch.setattr("data_pipeline.remote.fetch._LONGEST_PAUSE", 0.01)
+    with serve(simple(tmp_path / "served", [3, 3])) as server:
+        yield server
+
+
+BOTH = "train-{0000..0001}.tar"
+
+
+@pytest.mark.parametrize("answer", ["truncate", "page", "nothing", "no file"])
+def test_a_remote_tar_that_is_not_whole_is_fetched_again_and_then_refused(
+    server: FaultyServer, tmp_path: Path, answer: str
+) -> None:
+    path = server.directory / "train-0001.tar"
+    content = path.read_bytes()
+    if answer == "truncate":
+        server.faults[path.name] = ["truncate"]
+        assert numbers_in(indexed_remote(server, tmp_path / "once")) == list(range(6))
+        server.for_ever = True
+    else:
+        path.write_bytes({"page": b"<html>please log in</html>" * 40, "nothing": b"", "no file": bytes(10_240)}[answer])
+    server.requests.clear()
+    server.faults[path.name] = ["truncate"] * (answer == "truncate")
+    with pytest.raises(UserError, match=rf"{path.name} could not be fetched: .* not a whole tar .*5 attempts"):
+        indexed_remote(server, tmp_path / "index")
+    assert not (tmp_path / "index" / "manifest.json").exists()
+    server.faults.clear()
+    path.write_bytes(content)
+    assert numbers_in(indexed_remote(server, tmp_path / "index")) == list(range(6))
+    assert server.requests.count("train-0000.tar") == 2  # for the index, and to read the pictures
+
+
+def indexed_remote(server: FaultyServer, out: Path) -> SampleStore:
+    make_index(f"{server.url}/{BOTH}", out, fields=Fields(), size=32)
+    return SampleStore(out, remote=RemoteConfig(cache_dir=str(out / "cache")))
 
 
 # A folder that is packed as it is

@@ -19,7 +19,7 @@ import requests
 from fsspec.implementations.memory import MemoryFileSystem
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.remote.fetch import OBJECT_STORES, Expected, Limits, ObjectStore, fetch
+from data_pipeline.remote.fetch import OBJECT_STORES, Expected, Limits, ObjectStore, fetch, json_problem
 from tests.data_pipeline.remote.http_server import Fault, FaultyServer, closed_port, serve
 
 CONTENT = np.random.default_rng(0).bytes(300_000)
@@ -241,6 +241,20 @@ def test_a_server_in_trouble_is_left_to_the_retries(server: FaultyServer, fault:
     assert fetched(f"{server.url}/file", within=limits(stall=stall, must_answer=True)) == CONTENT
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "br", "aws-chunked, gzip"])
+def test_an_answer_that_is_compressed_unasked_is_refused(server: FaultyServer, encoding: str) -> None:
+    server.headers["Content-Encoding"] = encoding
+    with pytest.raises(UserError, match=rf"compresses the file unasked \(Content-Encoding: {encoding}\) \(1 attempt"):
+        fetched(f"{server.url}/file", expected=Expected())
+
+
+@pytest.mark.parametrize("encoding", ["identity", "aws-chunked", ""])
+def test_an_answer_with_another_encoding_is_the_file(server: FaultyServer, encoding: str) -> None:
+    """Some object stores keep the header `aws-chunked` of an upload, and answer with the plain file."""
+    server.headers["Content-Encoding"] = encoding
+    assert fetched(f"{server.url}/file") == CONTENT
+
+
 def test_a_redirection_is_followed(server: FaultyServer) -> None:
     server.redirections["elsewhere"] = "file"
     assert fetched(f"{server.url}/elsewhere") == CONTENT
@@ -259,9 +273,9 @@ def test_commands_that_fail_are_quoted() -> None:
     with pytest.raises(UserError, match=r"exit status 127 .*no-such-command.*1 attempt"):
         fetched("pipe:no-such-command x", within=limits(attempts=5))
     with pytest.raises(UserError, match=r"exit status 3 \(without a message\)"):
-        fetched("pipe:printf '{}'; exit 3", expected=Expected(is_json=True), within=limits(attempts=1))
+        fetched("pipe:printf '{}'; exit 3", expected=Expected(problem=json_problem), within=limits(attempts=1))
     with pytest.raises(UserError, match="the answer of 5 bytes is not whole JSON"):
-        fetched("pipe:printf '{\"a\":'", expected=Expected(is_json=True), within=limits(attempts=1))
+        fetched("pipe:printf '{\"a\":'", expected=Expected(problem=json_problem), within=limits(attempts=1))
     with pytest.raises(UserError, match="longer than 300000 bytes"):
         fetched("pipe:yes", within=limits(attempts=1))
 
