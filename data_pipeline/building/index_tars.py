@@ -40,6 +40,7 @@ from data_pipeline.building.tar_scan import (
     TarFacts,
     begin_scan,
     expand,
+    forgotten_if_refused,
     part_path,
     read_part,
     scan_all,
@@ -183,28 +184,29 @@ def _write_index(
     facts = scan_all(paths, settings, num_workers=num_workers, show_progress=show_progress)
     num_samples = sum(each.num_samples for each in facts)
     seen = _count_fields(facts)
-    if num_samples == 0:
-        raise UserError(
-            f"no sample of {location} has a picture under one of {', '.join(fields.picture)}; its fields are "
-            f"{_named(seen)}, so name yours with --image"
-        )
-    names = {
-        name: _class_names(
-            facts,
-            name,
-            None if fields.labels is None else fields.labels[name],
-            seen,
-            location,
-            known=classes.get(name),
-            classes_of=classes_of,
-        )
-        for name in fields.label_names
-    }
+    with forgotten_if_refused(out, paths):
+        if num_samples == 0:
+            raise UserError(
+                f"no sample of {location} has a picture under one of {', '.join(fields.picture)}; its fields are "
+                f"{_named(seen)}, so name yours with --image"
+            )
+        names = {
+            name: _class_names(
+                facts,
+                name,
+                None if fields.labels is None else fields.labels[name],
+                seen,
+                location,
+                known=classes.get(name),
+                classes_of=classes_of,
+            )
+            for name in fields.label_names
+        }
+        mean, std = _mean_and_std(facts)
     names = {name: found for name, found in names.items() if found}
     of_overlay = {} if overlay is None else labels_of_overlay(overlay.overlay)
     if both := sorted(names.keys() & of_overlay.keys()):
         raise UserError(f"--label and the overlay both give the label {both[0]}; give yours another name")
-    mean, std = _mean_and_std(facts)
     counts, numbers_S3 = _write_samples(paths, facts, names, out)
     labels = {
         name: LabelEntry(title=titles.get(name, name), classes=found, counts=counts[name])

@@ -343,12 +343,12 @@ def unwritable(out: Path, error: OSError) -> UserError:
 
 
 def scan_all(paths: Sequence[str], settings: ScanInputs, *, num_workers: int, show_progress: bool) -> list[TarFacts]:
-    """Return the facts of all tars. A tar that was scanned before, and has not changed since, is not scanned again."""
+    """Return the facts of all tars. A tar with a part is not scanned again, unless it has changed or gave no sample."""
     facts: dict[int, TarFacts] = {}
     tasks: list[TarTask] = []
     for number, name in enumerate(paths):
         part = read_part(part_path(settings.directory, name))
-        if part is not None and (is_remote(name) or _is_as_scanned(Path(name), part[0])):
+        if part is not None and _is_as_scanned(name, part[0]):
             facts[number] = part[0]
         else:
             tasks.append(TarTask(number, name))
@@ -364,6 +364,20 @@ def scan_all(paths: Sequence[str], settings: ScanInputs, *, num_workers: int, sh
     return [facts[number] for number in range(len(paths))]
 
 
-def _is_as_scanned(path: Path, facts: TarFacts) -> bool:
-    status = path.stat()
+def _is_as_scanned(name: str, facts: TarFacts) -> bool:
+    """Return whether the facts of a tar hold still. Does not ask for a remote tar; false if it gave no sample."""
+    if is_remote(name):
+        return facts.is_whole and facts.num_samples > 0
+    status = Path(name).stat()
     return (facts.num_bytes, facts.changed_ns) == (status.st_size, status.st_mtime_ns)
+
+
+@contextmanager
+def forgotten_if_refused(out: Path, paths: Sequence[str]) -> Iterator[None]:
+    """Remove the parts of remote tars if the block raises `UserError`: the tars may be mended on their server."""
+    try:
+        yield
+    except UserError:
+        for name in filter(is_remote, paths):
+            part_path(out, name).unlink(missing_ok=True)
+        raise

@@ -884,6 +884,40 @@ def indexed_remote(server: FaultyServer, out: Path) -> SampleStore:
     return SampleStore(out, remote=RemoteConfig(cache_dir=str(out / "cache")))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ([("a.txt", b"")], "has a picture under one of"),
+        ([("a.png", b"no"), ("a.cls", b"0")], "none of the pictures decodes"),
+        ([("a.png", picture(0))], "has a label under cls"),
+    ],
+)
+def test_a_remote_tar_that_was_mended_after_a_refusal_is_fetched_again(
+    server: FaultyServer, tmp_path: Path, wrong: list[Member], said: str
+) -> None:
+    location, fields = f"{server.url}/train-0000.tar", Fields(labels={"base": "cls"})
+    whole = (server.directory / "train-0000.tar").read_bytes()
+    by_tarfile(server.directory / "train-0000.tar", wrong)
+    with pytest.raises(UserError, match=said):
+        make_index(location, tmp_path / "index", fields=fields, size=32)
+    (server.directory / "train-0000.tar").write_bytes(whole)
+    make_index(location, tmp_path / "index", fields=fields, size=32)
+    assert load_manifest(tmp_path / "index").num_samples == 3
+    assert len(server.requests) == 2
+
+
+def test_a_remote_tar_without_a_picture_is_fetched_again_after_an_interruption(
+    server: FaultyServer, tmp_path: Path
+) -> None:
+    whole = (server.directory / "train-0000.tar").read_bytes()
+    by_tarfile(server.directory / "train-0000.tar", [("a.txt", b"")])
+    server.faults["train-0001.tar"] = [404]
+    with pytest.raises(UserError, match="404"):
+        indexed_remote(server, tmp_path / "index")
+    (server.directory / "train-0000.tar").write_bytes(whole)
+    assert numbers_in(indexed_remote(server, tmp_path / "index")) == list(range(6))
+
+
 # A folder that is packed as it is
 
 
