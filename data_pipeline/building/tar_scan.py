@@ -123,9 +123,8 @@ def expand(location: str) -> list[str]:
     if is_remote(location):
         return _expand_remote(location)
     paths = listed_tars(location)
-    for name, count in Counter(paths).items():
-        if count > 1:
-            raise UserError(f"{location} names {name} {count} times; name each tar once")
+    _refuse_repeated(location, paths)
+    for name in paths:
         if "\n" in name or not name.isprintable():
             raise UserError(f"the name {name!r} cannot stand in an index; rename the file")
     for name in paths:
@@ -146,7 +145,14 @@ def _expand_remote(location: str) -> list[str]:
         raise UserError(f"{location} is not a pattern ({error}); write braces as in train-{{0000..0099}}.tar") from None
     for url in urls:
         file_url(url.rpartition("/")[0], url.rpartition("/")[2])  # refuses what cannot be fetched
+    _refuse_repeated(location, urls)
     return urls
+
+
+def _refuse_repeated(location: str, names: Sequence[str]) -> None:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise UserError(f"{location} names {name} {count} times; name each tar once")
 
 
 def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:

@@ -918,6 +918,12 @@ def test_a_remote_tar_without_a_picture_is_fetched_again_after_an_interruption(
     assert numbers_in(indexed_remote(server, tmp_path / "index")) == list(range(6))
 
 
+def test_a_remote_tar_that_is_named_twice_is_refused(server: FaultyServer, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"names http://\S+/train-0000.tar 2 times; name each tar once"):
+        make_index(f"{server.url}/train-{{0000,0001,0000}}.tar", tmp_path / "index", fields=Fields())
+    assert not server.requests
+
+
 # A folder that is packed as it is
 
 
