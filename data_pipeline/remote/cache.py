@@ -264,8 +264,10 @@ class FileCache:
                 os.utime(path, ns=(now, now))
             except FileNotFoundError:
                 continue
-            except PermissionError:
-                pass  # another user's file in a shared cache
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                    raise
+                # Another user's file in a shared cache, or a disk that is mounted for reading.
             return path
 
     def prefetch(self, names: Iterable[str]) -> None:
