@@ -40,6 +40,7 @@ from data_pipeline.building.tar_scan import (
     TarFacts,
     begin_scan,
     expand,
+    forgotten_if_refused,
     part_path,
     read_part,
     scan_all,
@@ -183,40 +184,41 @@ def _write_index(
     facts = scan_all(paths, settings, num_workers=num_workers, show_progress=show_progress)
     num_samples = sum(each.num_samples for each in facts)
     seen = _count_fields(facts)
-    if num_samples == 0:
-        raise UserError(
-            f"no sample of {location} has a picture under one of {', '.join(fields.picture)}; its fields are "
-            f"{_named(seen)}, so name yours with --image"
-        )
-    names = {
-        name: _class_names(
-            facts,
-            name,
-            None if fields.labels is None else fields.labels[name],
-            seen,
-            location,
-            known=classes.get(name),
-            classes_of=classes_of,
-        )
-        for name in fields.label_names
-    }
+    with forgotten_if_refused(out, paths):
+        if num_samples == 0:
+            raise UserError(
+                f"no sample of {location} has a picture under one of {', '.join(fields.picture)}; its fields are "
+                f"{_named(seen)}, so name yours with --image"
+            )
+        names = {
+            name: _class_names(
+                facts,
+                name,
+                None if fields.labels is None else fields.labels[name],
+                seen,
+                location,
+                known=classes.get(name),
+                classes_of=classes_of,
+            )
+            for name in fields.label_names
+        }
+        mean, std = _mean_and_std(facts)
     names = {name: found for name, found in names.items() if found}
+    of_overlay = {} if overlay is None else labels_of_overlay(overlay.overlay)
+    if both := sorted(names.keys() & of_overlay.keys()):
+        raise UserError(f"--label and the overlay both give the label {both[0]}; give yours another name")
     counts, numbers_S3 = _write_samples(paths, facts, names, out)
     labels = {
         name: LabelEntry(title=titles.get(name, name), classes=found, counts=counts[name])
         for name, found in names.items()
     }
-    of_overlay = {} if overlay is None else labels_of_overlay(overlay.overlay)
-    if both := sorted(labels.keys() & of_overlay.keys()):
-        raise UserError(f"--label and the overlay both give the label {both[0]}; give yours another name")
     title_base = titles.get(BASE, BASE)
     stored = [_stored(path, out) for path in paths]
-    (out / TARS_NAME).write_text("".join(f"{name}\n" for name in stored))
-    (out / TAR_NUMBERS_NAME).write_bytes(numbers_S3.astype("<i8").tobytes())
+    _partial(out, TARS_NAME).write_text("".join(f"{name}\n" for name in stored))
+    _partial(out, TAR_NUMBERS_NAME).write_bytes(numbers_S3.astype("<i8").tobytes())
     hashes = "".join(each.sha256 for each in facts)
-    (out / TAR_HASHES_NAME).write_bytes(bytes.fromhex(hashes))
+    _partial(out, TAR_HASHES_NAME).write_bytes(bytes.fromhex(hashes))
     sha256 = tars_sha256(stored, numbers_S3, hashes=bytes.fromhex(hashes))
-    mean, std = _mean_and_std(facts)
     entry = _save_overlay(overlay, out)
     manifest = Manifest(
         num_samples=num_samples,
@@ -247,9 +249,23 @@ def _write_index(
         ),
     )
     _partial(out, MANIFEST_NAME).write_text(manifest.model_dump_json(indent=1))
-    _partial(out, MANIFEST_NAME).replace(out / MANIFEST_NAME)
+    written = [SAMPLES_NAME, *map(labels_name, names), TARS_NAME, TAR_NUMBERS_NAME, TAR_HASHES_NAME]
+    _publish(out, written if entry is None else [*written, OVERLAY_NAME])
     shutil.rmtree(parts)
     return manifest, facts
+
+
+def _publish(out: Path, written: Sequence[str]) -> None:
+    """Give the files `written` and the manifest their names, and remove what an older index had beside them.
+
+    The old manifest goes first and the new one comes last, so no process reads an index that is half replaced.
+    """
+    (out / MANIFEST_NAME).unlink(missing_ok=True)
+    for old in (out / OVERLAY_NAME, *out.glob(labels_name("*"))):
+        if old.name not in written:
+            old.unlink(missing_ok=True)
+    for name in (*written, MANIFEST_NAME):
+        _partial(out, name).replace(out / name)
 
 
 def _described(labels: Mapping[str, str] | None) -> str | None:
@@ -260,13 +276,11 @@ def _described(labels: Mapping[str, str] | None) -> str | None:
 
 
 def _save_overlay(overlay: DrawnOverlay | None, out: Path) -> OverlayEntry | None:
-    """Write the file of an overlay beside the index, and return its entry."""
+    """Write the partial file of an overlay, and return its entry."""
     if overlay is None:
-        (out / OVERLAY_NAME).unlink(missing_ok=True)
         return None
     drawn = overlay.overlay
     sha256 = save_overlay(drawn, _partial(out, OVERLAY_NAME))
-    _partial(out, OVERLAY_NAME).replace(out / OVERLAY_NAME)
     return OverlayEntry(
         kind=kind_of(drawn), drawn="online", sha256=sha256, layout=drawn.layout, options=dict(drawn.chosen)
     )
@@ -332,7 +346,7 @@ def _named(seen: Mapping[str, int]) -> str:
 def _write_samples(
     paths: Sequence[str], facts: Sequence[TarFacts], names: Mapping[str, Sequence[str]], out: Path
 ) -> tuple[dict[str, tuple[int, ...]], NDArray[np.int64]]:
-    """Write the places and the labels of all samples, of the labels with the classes `names`.
+    """Write the places and the labels of all samples into partial files, of the labels with the classes `names`.
 
     Returns for each label the number of samples of each class, and the numbers of the tars.
     """
@@ -341,7 +355,6 @@ def _write_samples(
     rows: list[tuple[int, int, int]] = []
     end = 0
     all_keys: list[NDArray[np.int64]] = []
-    # Not in place: a run that reads an older index has its files mapped into memory.
     with ExitStack() as files:
         samples = files.enter_context(_partial(out, SAMPLES_NAME).open("wb"))
         labels = {name: files.enter_context(_partial(out, labels_name(name)).open("wb")) for name in names}
@@ -363,12 +376,6 @@ def _write_samples(
                 counts[name] += np.bincount(label_N[label_N >= 0], minlength=len(names[name]))
             end += each.num_samples
             rows.append((end, each.num_bytes, each.changed_ns))
-    written = {SAMPLES_NAME, *map(labels_name, names)}
-    for file_name in written:
-        _partial(out, file_name).replace(out / file_name)
-    for old in out.glob(labels_name("*")):  # of an older index with other labels
-        if old.name not in written:
-            old.unlink()
     _warn_of_equal_keys(all_keys, paths)
     return {name: tuple(of_label.tolist()) for name, of_label in counts.items()}, np.array(
         rows, dtype=np.int64
@@ -376,6 +383,7 @@ def _write_samples(
 
 
 def _partial(out: Path, name: str) -> Path:
+    """Return the path of a file until `_publish` names it. A run may have the older file mapped into memory."""
     return out / f".{name}.partial"
 
 

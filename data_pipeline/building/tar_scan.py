@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import tempfile
 import time
 from collections import Counter
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import numpy as np
 from braceexpand import braceexpand
@@ -35,10 +36,11 @@ from data_pipeline.loading.picture_decode import decode_square
 from data_pipeline.remote.cache import RemoteConfig, file_url, is_command, is_remote
 from data_pipeline.remote.fetch import Expected, Limits, fetch
 from data_pipeline.storage.files import map_regular, regular_size
-from data_pipeline.storage.tar_headers import BLOCK, TarMember, read_headers
+from data_pipeline.storage.tar_headers import TarMember, is_whole, read_headers
 from data_pipeline.storage.tar_index import MAX_PICTURE_BYTES, pack, split_name
 from data_pipeline.storage.tar_lists import listed_tars
 
+logger = logging.getLogger(__name__)
 LABEL_FIELDS: Final = ("cls", "label", "label.txt", "class", "cls.txt")  # tried in this order if none is named
 PARTS: Final = ".parts"  # of an index that is being made: a file for each tar
 _MAX_LABEL_BYTES: Final = 1 << 20
@@ -72,7 +74,8 @@ class TarFacts(Schema):
         sha256: of a remote tar; empty for a local one.
         num_samples: with a picture.
         num_without_picture: samples that are left out.
-        is_whole: whether the tar ends as tars do; else it is cut short, and what is before the cut is used.
+        is_whole: whether the tar ends as tars do; else it is a local one that is cut short, and what is before the cut
+            is used.
         fields: how many samples have each extension.
         labels: for each label by name, the different values, in the order in which they are met.
         sums: of the measured pictures: their number, and for each channel the mean and the mean square.
@@ -120,9 +123,8 @@ def expand(location: str) -> list[str]:
     if is_remote(location):
         return _expand_remote(location)
     paths = listed_tars(location)
-    for name, count in Counter(paths).items():
-        if count > 1:
-            raise UserError(f"{location} names {name} {count} times; name each tar once")
+    _refuse_repeated(location, paths)
+    for name in paths:
         if "\n" in name or not name.isprintable():
             raise UserError(f"the name {name!r} cannot stand in an index; rename the file")
     for name in paths:
@@ -143,7 +145,14 @@ def _expand_remote(location: str) -> list[str]:
         raise UserError(f"{location} is not a pattern ({error}); write braces as in train-{{0000..0099}}.tar") from None
     for url in urls:
         file_url(url.rpartition("/")[0], url.rpartition("/")[2])  # refuses what cannot be fetched
+    _refuse_repeated(location, urls)
     return urls
+
+
+def _refuse_repeated(location: str, names: Sequence[str]) -> None:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise UserError(f"{location} names {name} {count} times; name each tar once")
 
 
 def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
@@ -173,7 +182,7 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
             name: tuple(dict.fromkeys(word for word in found if word is not None)) for name, found in words.items()
         }
         sums, unreadable = _measure(chosen, data, size=inputs.size, num=inputs.num_measured)
-        is_whole = data[end : end + BLOCK].tobytes() == bytes(BLOCK)  # as every tar ends
+        ends_whole = is_whole(data, end=end)
     facts = TarFacts(
         num_bytes=status.st_size,
         changed_ns=0 if sha256 else status.st_mtime_ns,
@@ -181,7 +190,7 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
         num_samples=len(chosen),
         num_without_picture=num_without_picture,
         num_too_large=num_too_large,
-        is_whole=is_whole,
+        is_whole=ends_whole,
         fields=dict(fields.most_common(_MAX_FIELDS)),
         labels=labels,
         sums=tuple(sums),
@@ -220,7 +229,10 @@ def _samples(members: Iterable[TarMember]) -> Iterator[tuple[str, dict[str, TarM
 
 @contextmanager
 def _local(inputs: ScanInputs, task: TarTask) -> Iterator[tuple[Path, str]]:
-    """Yield the path of a tar on this machine while the block runs, and the sha256 of a tar that was fetched for it."""
+    """Yield the path of a tar on this machine while the block runs, and the sha256 of a tar that was fetched for it.
+
+    Raises `UserError` if a remote tar cannot be fetched, is cut short or holds no file.
+    """
     if not is_remote(task.path):
         yield Path(task.path), ""
         return
@@ -234,10 +246,17 @@ def _local(inputs: ScanInputs, task: TarTask) -> Iterator[tuple[Path, str]]:
     with tempfile.TemporaryDirectory(dir=inputs.directory / PARTS) as directory:
         path = Path(directory, "copy.tar")
         with path.open("w+b") as file:
-            fetch(task.path, file, expected=Expected(max_bytes=_MAX_TAR_BYTES), limits=limits)
+            fetch(task.path, file, expected=Expected(problem=_tar_problem, max_bytes=_MAX_TAR_BYTES), limits=limits)
             file.seek(0)
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         yield path, sha256
+
+
+def _tar_problem(file: BinaryIO) -> str | None:
+    """Return what is wrong with a file that must be a whole tar with at least one file; None if it is."""
+    with map_regular(Path(file.name)) as data:
+        members, end = read_headers(data)
+        return None if members and is_whole(data, end=end) else f"the answer of {len(data)} bytes is not a whole tar"
 
 
 def _hashed(key: str) -> int:
@@ -330,12 +349,12 @@ def unwritable(out: Path, error: OSError) -> UserError:
 
 
 def scan_all(paths: Sequence[str], settings: ScanInputs, *, num_workers: int, show_progress: bool) -> list[TarFacts]:
-    """Return the facts of all tars. A tar that was scanned before, and has not changed since, is not scanned again."""
+    """Return the facts of all tars. A tar with a part is not scanned again, unless it has changed or gave no sample."""
     facts: dict[int, TarFacts] = {}
     tasks: list[TarTask] = []
     for number, name in enumerate(paths):
         part = read_part(part_path(settings.directory, name))
-        if part is not None and (is_remote(name) or _is_as_scanned(Path(name), part[0])):
+        if part is not None and _is_as_scanned(name, part[0]):
             facts[number] = part[0]
         else:
             tasks.append(TarTask(number, name))
@@ -345,9 +364,26 @@ def scan_all(paths: Sequence[str], settings: ScanInputs, *, num_workers: int, sh
             facts[task.number] = found
             num_samples += found.num_samples
             progress.advance(note=f"{num_samples} samples")
+    for number, name in enumerate(paths):
+        if not facts[number].is_whole:
+            logger.warning("%s is cut short; what is before the cut is used", name)
     return [facts[number] for number in range(len(paths))]
 
 
-def _is_as_scanned(path: Path, facts: TarFacts) -> bool:
-    status = path.stat()
+def _is_as_scanned(name: str, facts: TarFacts) -> bool:
+    """Return whether the facts of a tar hold still. Does not ask for a remote tar; false if it gave no sample."""
+    if is_remote(name):
+        return facts.is_whole and facts.num_samples > 0
+    status = Path(name).stat()
     return (facts.num_bytes, facts.changed_ns) == (status.st_size, status.st_mtime_ns)
+
+
+@contextmanager
+def forgotten_if_refused(out: Path, paths: Sequence[str]) -> Iterator[None]:
+    """Remove the parts of remote tars if the block raises `UserError`: the tars may be mended on their server."""
+    try:
+        yield
+    except UserError:
+        for name in filter(is_remote, paths):
+            part_path(out, name).unlink(missing_ok=True)
+        raise

@@ -33,7 +33,7 @@ from pydantic import Field
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Gigabytes, Line, Schema, Seconds
-from data_pipeline.remote.fetch import OBJECT_STORES, Expected, Limits, fetch
+from data_pipeline.remote.fetch import OBJECT_STORES, Expected, Limits, fetch, json_problem
 from data_pipeline.storage.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
@@ -66,7 +66,9 @@ class RemoteConfig(Schema):
             means no limit with a `cache_dir`, and 4 without.
         stall_seconds: an attempt that receives no byte for this time is given up.
         file_seconds: the time for all attempts at one file together.
-        num_attempts: the number of attempts at a file, with pauses of 0.5, 1, 2, ... up to 8 seconds between them.
+        num_attempts: the number of attempts at a file that get a wrong answer or only a part of one, with pauses of
+            0.5, 1, 2, ... up to 8 seconds between them. A web server that breaks down or is busy (5xx, 429) is waited
+            for until `file_seconds`, with such pauses or those that it asks for (Retry-After).
         read_back_from: the file from which the location was read; None if the user typed it. Not a setting:
             `trainer.config.read_config` sets it, whatever the file says, for `refuse_untyped_command`.
     """
@@ -137,7 +139,7 @@ def file_url(location: str, name: str) -> str:
 
 def fetch_manifest(location: str, *, config: RemoteConfig) -> Manifest:
     """Fetch the manifest of a remote dataset. Raises `UserError` if it cannot be fetched or is not valid."""
-    expected = Expected(is_json=True, max_bytes=MAX_MANIFEST_BYTES)
+    expected = Expected(problem=json_problem, max_bytes=MAX_MANIFEST_BYTES)
     with fetched(location, MANIFEST_NAME, expected=expected, config=config, must_answer=True) as file:
         return parse_manifest(file.read(), where=file_url(location, MANIFEST_NAME))
 
@@ -262,8 +264,10 @@ class FileCache:
                 os.utime(path, ns=(now, now))
             except FileNotFoundError:
                 continue
-            except PermissionError:
-                pass  # another user's file in a shared cache
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                    raise
+                # Another user's file in a shared cache, or a disk that is mounted for reading.
             return path
 
     def prefetch(self, names: Iterable[str]) -> None:
@@ -327,13 +331,13 @@ class FileCache:
             logger.info("fetched %s of %s: %.1f MB in %.1f s", name, self.location, megabytes, seconds)
 
     def _fetch_index(self, path: Path, url: str, expected: Expected, *, limits: Limits) -> None:
-        """Fetch the index beside a shard. If this fails, the reader rebuilds the index."""
+        """Fetch the index beside a shard, in one attempt. If this fails, the reader rebuilds the index."""
         if not self._may_have_index:
             return
         partial = path.with_name(f".{path.name}.partial")
         with _locked(partial, deadline=limits.deadline) as file:
             try:
-                fetch(url, file, expected=expected, limits=replace(limits, num_attempts=1))
+                fetch(url, file, expected=expected, limits=replace(limits, num_attempts=1, waits=False))
             except UserError as error:
                 self._may_have_index = False
                 logger.info("the shards of %s are indexed here: %s", self.location, error)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import logging
 import os
 import queue
@@ -22,7 +23,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import BinaryIO, Final, Protocol
@@ -43,7 +44,9 @@ _MAX_BLOCKS: Final = 8  # that wait to be written
 _GRACE_SECONDS: Final = 2.0  # before a command or thread that should have ended is stopped
 _POLL_SECONDS: Final = 0.2  # the longest time until a fetch notices that it should stop
 _MAX_BYTES_UNKNOWN: Final = 1 << 30  # of a file of unknown size: an endless answer must not fill the disk
+_LONGEST_PAUSE: Final = 8.0  # seconds between two attempts, if the server asks for none
 _LASTING_STATUS: Final = frozenset(range(400, 500)) - {408, 425, 429}  # another attempt would get the same answer
+_COMPRESSIONS: Final = frozenset({"gzip", "x-gzip", "deflate", "compress", "x-compress", "br", "zstd"})
 _LASTING_EXIT: Final = (126, 127)  # of a shell: the command cannot be run, or is not installed
 _NOT_A_URL: Final = (
     requests.exceptions.InvalidURL,
@@ -76,10 +79,12 @@ class Limits:
 
     Attributes:
         stall_seconds: an attempt that receives no byte for this time is given up.
-        num_attempts: the largest number of attempts.
+        num_attempts: the largest number of attempts that get a wrong answer or only a part of one.
         deadline: the end of all attempts, in the time of `time.monotonic()`.
         stop: another thread can set it to end the fetch.
         must_answer: whether the fetch ends at the first attempt if the host cannot be found or reached.
+        waits: whether a server that cannot be reached or is busy is waited for until the deadline; else such attempts
+            count for `num_attempts` too.
     """
 
     stall_seconds: float
@@ -87,6 +92,7 @@ class Limits:
     deadline: float
     stop: threading.Event = field(default_factory=threading.Event)
     must_answer: bool = False
+    waits: bool = True
 
 
 @dataclass(frozen=True)
@@ -96,13 +102,13 @@ class Expected:
     Attributes:
         num_bytes: its size; None if it is not known.
         sha256: the sha256 of its content; None if it is not known.
-        is_json: whether it must be JSON, for a file with unknown size and hash.
+        problem: for a file with unknown size and hash; returns what is wrong with the content, or None.
         max_bytes: a longer answer is refused; ignored if `num_bytes` is known.
     """
 
     num_bytes: int | None = None
     sha256: str | None = None
-    is_json: bool = False
+    problem: Callable[[BinaryIO], str | None] | None = None
     max_bytes: int = _MAX_BYTES_UNKNOWN
 
 
@@ -112,12 +118,24 @@ class _AttemptError(Exception):
     Attributes:
         is_final: whether another attempt would fail too.
         is_unanswered: whether the host could not be found or reached.
+        is_unavailable: whether the host could not be reached, or answered that it cannot deliver the file now.
+        asked_seconds: the pause before the next attempt that the server asks for.
     """
 
-    def __init__(self, reason: str, *, is_final: bool = False, is_unanswered: bool = False) -> None:
+    def __init__(
+        self,
+        reason: str,
+        *,
+        is_final: bool = False,
+        is_unanswered: bool = False,
+        is_busy: bool = False,
+        asked_seconds: float = 0.0,
+    ) -> None:
         super().__init__(reason)
         self.is_final = is_final
         self.is_unanswered = is_unanswered
+        self.is_unavailable = is_unanswered or is_busy
+        self.asked_seconds = asked_seconds
 
 
 class _Source(Protocol):
@@ -141,20 +159,36 @@ def fetch(url: str, file: BinaryIO, *, expected: Expected, limits: Limits) -> No
     if `file` cannot be written.
     """
     start = time.monotonic()
-    for attempt in range(1, limits.num_attempts + 1):
+    num_counted = 0
+    for attempt in itertools.count(1):
         try:
             return _attempt(url, file, expected=expected, limits=limits)
         except _AttemptError as error:
-            pause = min(0.5 * 2 ** (attempt - 1), 8.0)
-            is_last = attempt == limits.num_attempts or time.monotonic() + pause >= limits.deadline
+            num_counted += not (error.is_unavailable and limits.waits)
+            left = limits.deadline - time.monotonic()
+            pause = _pause(attempt, asked=error.asked_seconds, left=left)
+            is_last = num_counted == limits.num_attempts or pause >= left
             if error.is_final or is_last or (error.is_unanswered and limits.must_answer):
                 tries = f"{attempt} attempt{'s' * (attempt > 1)} in {time.monotonic() - start:.0f} s"
                 raise UserError(
                     f"{url} could not be fetched: {error} ({tries}); check the location and the server that holds it"
                 ) from None
-            logger.warning("%s: %s; attempt %d of %d failed", url, error, attempt, limits.num_attempts)
+            logger.warning("%s: %s; attempt %d failed, the next one begins in %.3g s", url, error, attempt, pause)
             limits.stop.wait(pause)
     raise AssertionError("the last attempt returns or raises")
+
+
+def _pause(attempt: int, *, asked: float, left: float) -> float:
+    """Return the seconds before the next attempt, of which `left` are left: as the server asks if the time allows it.
+
+    Examples:
+        >>> [_pause(attempt, asked=0.0, left=60.0) for attempt in (1, 2, 5, 9_999)]
+        [0.5, 1.0, 8.0, 8.0]
+        >>> _pause(1, asked=30.0, left=60.0), _pause(1, asked=90.0, left=60.0)
+        (30.0, 0.5)
+    """
+    usual = min(0.5 * 2.0 ** min(attempt - 1, 9), _LONGEST_PAUSE)
+    return max(usual, asked) if asked < left else usual
 
 
 def _attempt(url: str, file: BinaryIO, *, expected: Expected, limits: Limits) -> None:
@@ -183,12 +217,20 @@ def _attempt(url: str, file: BinaryIO, *, expected: Expected, limits: Limits) ->
         raise _AttemptError(
             "the answer is not the file that the manifest names (sha256), so one of the two was replaced"
         )
-    if expected.is_json:
+    if expected.problem is not None:
         file.seek(0)
-        try:
-            pydantic_core.from_json(file.read())  # limits the depth
-        except ValueError:
-            raise _AttemptError(f"the answer of {num_bytes} bytes is not whole JSON") from None
+        if (problem := expected.problem(file)) is not None:
+            raise _AttemptError(problem)
+
+
+def json_problem(file: BinaryIO) -> str | None:
+    """Return what is wrong with a file that must be JSON; None if it is."""
+    content = file.read()
+    try:
+        pydantic_core.from_json(content)  # limits the depth
+    except ValueError:
+        return f"the answer of {len(content)} bytes is not whole JSON"
+    return None
 
 
 def _open(url: str, limits: Limits, *, num_bytes: int | None) -> _Source:
@@ -303,7 +345,16 @@ class _Download(_ReadInThread):
         ) as answer:
             if not answer.ok:
                 is_final = answer.status_code in _LASTING_STATUS
-                raise _AttemptError(f"the server answers {answer.status_code} {answer.reason}", is_final=is_final)
+                raise _AttemptError(
+                    f"the server answers {answer.status_code} {answer.reason}",
+                    is_final=is_final,
+                    is_busy=not is_final,
+                    asked_seconds=_retry_after(answer),
+                )
+            encoding = answer.headers.get("Content-Encoding", "")
+            if any(word.strip().lower() in _COMPRESSIONS for word in encoding.split(",")):
+                reason = f"the server compresses the file unasked (Content-Encoding: {encoding})"
+                raise _AttemptError(reason, is_final=True)
             self._answer = answer
             num_bytes = 0
             try:
@@ -312,6 +363,13 @@ class _Download(_ReadInThread):
                     self._put(block)
             except (urllib3.exceptions.HTTPError, OSError) as error:
                 raise _AttemptError(f"the connection broke off after {num_bytes} bytes ({error})") from None
+
+
+def _retry_after(answer: requests.Response) -> float:
+    """Return the seconds that an answer asks to wait (Retry-After, a number or a date); 0 if it does not say."""
+    with suppress(urllib3.exceptions.InvalidHeader, ValueError, OverflowError):
+        return float(urllib3.Retry().get_retry_after(answer.raw) or 0.0)
+    return 0.0
 
 
 class _Object(_ReadInThread):

@@ -97,6 +97,11 @@ def read_headers(data: memoryview) -> tuple[list[TarMember], int]:
     return found, min(headers[last] + BLOCK + padded(sizes[last]), num_bytes) if names else 0
 
 
+def is_whole(data: memoryview, *, end: int) -> bool:
+    """Return whether a tar whose last member ends at `end` ends as tars do, with zeros; else it is cut short."""
+    return data[end : end + BLOCK].tobytes() == bytes(BLOCK)
+
+
 def padded(size: int) -> int:
     """Return the number of bytes that a content of `size` bytes takes in a tar."""
     return -(-size // BLOCK) * BLOCK

@@ -41,6 +41,7 @@ from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.tar_headers import read_headers
 from data_pipeline.storage.tar_index import has_remote_tars
 from tests.commands import call
+from tests.data_pipeline.remote.http_server import FaultyServer, serve
 from tests.nursery import PythonProcess
 from tests.object_store import served_bucket
 from tests.processes import kill_tree
@@ -203,12 +204,16 @@ def test_samples_without_a_picture_or_a_label_are_counted(
 
 
 def test_a_tar_that_is_cut_short_gives_what_is_before_the_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     path = simple(tmp_path, [6]) / "train-0000.tar"
     path.write_bytes(path.read_bytes()[:7_000])
     done = call(main, "index", path, "--workers", "1", monkeypatch=monkeypatch, capsys=capsys)
     assert "1 tars are cut short" in done.stdout
+    assert f"{path} is cut short; what is before the cut is used" in caplog.text
     whole = numbers_in(SampleStore(path))
     assert 1 <= len(whole) < 6
     assert whole == list(range(len(whole)))
@@ -379,6 +384,74 @@ def test_an_index_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pyte
     assert numbers_in(indexed(tmp_path / "tars", tmp_path / "index")) == list(range(9))
     assert num_scanned == 11
     assert not (tmp_path / "index" / ".parts").exists()
+
+
+def bytes_of(index: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in index.iterdir() if path.is_file()}
+
+
+def two_fields(directory: Path) -> Path:
+    """Write a tar whose samples have a picture, another file that is none, and two fields of labels."""
+    directory.mkdir()
+    members = [
+        (f"{number}.{extension}", content)
+        for number in range(4)
+        for extension, content in (
+            ("png", picture(number)),
+            ("other", b"none"),
+            ("cls", b"%d" % (number % 3)),
+            ("shape", b"%d" % (number % 2)),
+        )
+    ]
+    by_tarfile(directory / "x.tar", members)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--image", "other", "--label", "base=shape"], "none of the pictures decodes"),
+        (["--image", "none"], "has a picture under one of none"),
+        (["--label", "base=none"], "has a label under none"),
+    ],
+)
+def test_an_index_that_is_not_made_again_stays_as_it_was(
+    tmp_path: Path, arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tars = two_fields(tmp_path / "tars")
+    make_index(str(tars), tars / INDEX_NAME, fields=Fields(), size=32)
+    before = bytes_of(tars / INDEX_NAME)
+    done = call(main, "index", tars, *arguments, "--workers", "1", monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 2
+    assert said in done.stderr
+    assert bytes_of(tars / INDEX_NAME) == before
+
+
+@pytest.mark.parametrize("num_replaced", [0, 1, 3])
+def test_an_index_whose_replacement_was_interrupted_is_made_again_and_not_read(
+    tmp_path: Path, num_replaced: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tars = two_fields(tmp_path / "tars")
+    make_index(str(tars), tars / INDEX_NAME, fields=Fields(), size=32)
+    replace, fields = Path.replace, Fields(labels={"base": "shape", "number": "cls"})
+    replaced: list[Path] = []
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if target.suffix == ".bin":
+            if len(replaced) == num_replaced:
+                raise KeyboardInterrupt
+            replaced.append(target)
+        return replace(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            make_index(str(tars), tars / INDEX_NAME, fields=fields, size=32)
+    with pytest.raises(UserError, match="names tars without an index"):
+        SampleStore(tars)
+    store = indexed(tars, tars / INDEX_NAME, fields=fields)
+    assert decode(store, np.arange(4)).labels["number"].tolist() == [0, 1, 2, 0]
+    assert decode(store, np.arange(4)).labels["base"].tolist() == [0, 1, 0, 1]
 
 
 def test_tars_that_cannot_be_written_beside_are_indexed_elsewhere(tmp_path: Path) -> None:
@@ -770,6 +843,85 @@ def test_remote_tars_are_read_in_windows_with_a_small_cache(
     assert sorted(number for batch in whole for number in batch) == list(range(48))
     assert batches(3) == whole[3:]
     assert len(list((tmp_path / "cache").rglob("*.tar"))) <= num_cached
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    """A web server with two tars of three samples each, of which fetches wait only a moment between attempts."""
+    monkeypatch.setattr("data_pipeline.remote.fetch._LONGEST_PAUSE", 0.01)
+    with serve(simple(tmp_path / "served", [3, 3])) as server:
+        yield server
+
+
+BOTH = "train-{0000..0001}.tar"
+
+
+@pytest.mark.parametrize("answer", ["truncate", "page", "nothing", "no file"])
+def test_a_remote_tar_that_is_not_whole_is_fetched_again_and_then_refused(
+    server: FaultyServer, tmp_path: Path, answer: str
+) -> None:
+    path = server.directory / "train-0001.tar"
+    content = path.read_bytes()
+    if answer == "truncate":
+        server.faults[path.name] = ["truncate"]
+        assert numbers_in(indexed_remote(server, tmp_path / "once")) == list(range(6))
+        server.for_ever = True
+    else:
+        path.write_bytes({"page": b"<html>please log in</html>" * 40, "nothing": b"", "no file": bytes(10_240)}[answer])
+    server.requests.clear()
+    server.faults[path.name] = ["truncate"] * (answer == "truncate")
+    with pytest.raises(UserError, match=rf"{path.name} could not be fetched: .* not a whole tar .*5 attempts"):
+        indexed_remote(server, tmp_path / "index")
+    assert not (tmp_path / "index" / "manifest.json").exists()
+    server.faults.clear()
+    path.write_bytes(content)
+    assert numbers_in(indexed_remote(server, tmp_path / "index")) == list(range(6))
+    assert server.requests.count("train-0000.tar") == 2  # for the index, and to read the pictures
+
+
+def indexed_remote(server: FaultyServer, out: Path) -> SampleStore:
+    make_index(f"{server.url}/{BOTH}", out, fields=Fields(), size=32)
+    return SampleStore(out, remote=RemoteConfig(cache_dir=str(out / "cache")))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ([("a.txt", b"")], "has a picture under one of"),
+        ([("a.png", b"no"), ("a.cls", b"0")], "none of the pictures decodes"),
+        ([("a.png", picture(0))], "has a label under cls"),
+    ],
+)
+def test_a_remote_tar_that_was_mended_after_a_refusal_is_fetched_again(
+    server: FaultyServer, tmp_path: Path, wrong: list[Member], said: str
+) -> None:
+    location, fields = f"{server.url}/train-0000.tar", Fields(labels={"base": "cls"})
+    whole = (server.directory / "train-0000.tar").read_bytes()
+    by_tarfile(server.directory / "train-0000.tar", wrong)
+    with pytest.raises(UserError, match=said):
+        make_index(location, tmp_path / "index", fields=fields, size=32)
+    (server.directory / "train-0000.tar").write_bytes(whole)
+    make_index(location, tmp_path / "index", fields=fields, size=32)
+    assert load_manifest(tmp_path / "index").num_samples == 3
+    assert len(server.requests) == 2
+
+
+def test_a_remote_tar_without_a_picture_is_fetched_again_after_an_interruption(
+    server: FaultyServer, tmp_path: Path
+) -> None:
+    whole = (server.directory / "train-0000.tar").read_bytes()
+    by_tarfile(server.directory / "train-0000.tar", [("a.txt", b"")])
+    server.faults["train-0001.tar"] = [404]
+    with pytest.raises(UserError, match="404"):
+        indexed_remote(server, tmp_path / "index")
+    (server.directory / "train-0000.tar").write_bytes(whole)
+    assert numbers_in(indexed_remote(server, tmp_path / "index")) == list(range(6))
+
+
+def test_a_remote_tar_that_is_named_twice_is_refused(server: FaultyServer, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"names http://\S+/train-0000.tar 2 times; name each tar once"):
+        make_index(f"{server.url}/train-{{0000,0001,0000}}.tar", tmp_path / "index", fields=Fields())
+    assert not server.requests
 
 
 # A folder that is packed as it is

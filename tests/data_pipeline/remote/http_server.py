@@ -23,6 +23,7 @@ class FaultyServer(ThreadingHTTPServer):
 
     Attributes:
         faults: by file name, what happens to the next requests, in order; the last happens for ever if `for_ever`.
+        headers: more headers of each answer.
         redirections: file names that are elsewhere: another file name for each.
         requests: the file names that were asked for, in order.
     """
@@ -35,6 +36,7 @@ class FaultyServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.faults: defaultdict[str, list[Fault]] = defaultdict(list)
         self.for_ever = False
+        self.headers: dict[str, str] = {}
         self.redirections: dict[str, str] = {}
         self.requests: list[str] = []
         self.is_closing = threading.Event()
@@ -75,14 +77,14 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(fault, int) or not path.is_file():
             self.send_response(fault if isinstance(fault, int) else 404)
             self.send_header("Content-Length", "0")
-            self.end_headers()
+            self._end_headers()
             return
         content = path.read_bytes()
         half = len(content) // 2
         self.send_response(200)
         if fault != "truncate":
             self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
+        self._end_headers()
         if fault == "corrupt":
             content = content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
         if fault == "trickle":
@@ -96,6 +98,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.is_closing.wait()
         if fault == "drop":
             self.connection.shutdown(socket.SHUT_RDWR)
+
+    def _end_headers(self) -> None:
+        for name, value in self.server.headers.items():
+            self.send_header(name, value)
+        self.end_headers()
 
     def log_message(self, *_: object) -> None:
         pass

@@ -9,14 +9,17 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
 import pytest
+import requests
 from fsspec.implementations.memory import MemoryFileSystem
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.remote.fetch import OBJECT_STORES, Expected, Limits, ObjectStore, fetch
+from data_pipeline.remote.fetch import OBJECT_STORES, Expected, Limits, ObjectStore, fetch, json_problem
 from tests.data_pipeline.remote.http_server import Fault, FaultyServer, closed_port, serve
 
 CONTENT = np.random.default_rng(0).bytes(300_000)
@@ -39,6 +42,26 @@ def fetched(url: str, *, expected: Expected = WHOLE, within: Limits | None = Non
     file = io.BytesIO()
     fetch(url, file, expected=expected, limits=within or limits())
     return file.getvalue()
+
+
+class Clock(threading.Event):
+    """The event that stops a fetch, and a clock that goes on only while the fetch waits for that event."""
+
+    now = 0.0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.now += timeout or 0.0
+        return False
+
+    def limits(self, *, attempts: int = 2, seconds: float = 600.0) -> Limits:
+        return Limits(stall_seconds=10.0, num_attempts=attempts, deadline=self.now + seconds, stop=self)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("data_pipeline.remote.fetch.time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
 
 
 def running(marker: str) -> list[str]:
@@ -98,7 +121,6 @@ def test_a_failed_attempt_leaves_nothing_of_itself(server: FaultyServer) -> None
         ("corrupt", 10.0, "not the file that the manifest names"),
         ("stall", 1.0, r"after 1\d{5} bytes, none came for 1 s"),
         ("mute", 0.3, "after 0 bytes, none came for 0.3 s"),
-        (503, 1.0, "the server answers 503 Service Unavailable"),
     ],
 )
 def test_a_failure_that_stays_is_told(server: FaultyServer, fault: Fault, stall: float, said: str) -> None:
@@ -151,16 +173,86 @@ def test_a_place_where_nobody_answers_is_told_at_once(server: FaultyServer) -> N
     assert time.monotonic() - start < 3.0
 
 
-def test_a_server_that_is_started_again_is_waited_for(tmp_path: Path) -> None:
-    port = closed_port()
-    with pytest.raises(UserError, match=r"Connection refused.* .3 attempts"):
-        fetched(f"http://127.0.0.1:{port}/file", within=limits(attempts=3))
+def test_a_server_that_is_started_again_is_waited_for(
+    server: FaultyServer, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get = requests.get
+
+    def refused_at_first(*arguments: Any, **options: Any) -> requests.Response:
+        if clock.now < 300.0:
+            raise requests.exceptions.ConnectionError("Connection refused")
+        return get(*arguments, **options)
+
+    monkeypatch.setattr("data_pipeline.remote.fetch.requests.get", refused_at_first)
+    assert fetched(f"{server.url}/file", within=clock.limits()) == CONTENT
+    assert 300.0 <= clock.now < 308.0
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503])
+def test_a_server_that_is_busy_for_minutes_is_waited_for(server: FaultyServer, clock: Clock, status: int) -> None:
+    """Answers that are wrong count beside it."""
+    server.faults["file"] = [status, "truncate", *[status] * 30]
+    assert fetched(f"{server.url}/file", within=clock.limits()) == CONTENT
+    assert len(server.requests) == 33
+    assert 200.0 < clock.now < 300.0
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_requests"),
+    [
+        ("20", 30),
+        ("Fri, 01 Jan 2100 00:00:00 GMT", 78),
+        ("3600", 78),
+        ("0", 78),
+        ("-1", 78),
+        ("soon", 78),
+        ("9" * 5000, 78),
+    ],
+)
+def test_a_busy_server_is_asked_again_when_it_says_and_told_in_the_end(
+    server: FaultyServer, clock: Clock, asked: str, num_requests: int
+) -> None:
+    """A wait that the time for the file does not allow is not kept."""
+    server.faults["file"], server.for_ever = [503], True
+    server.headers["Retry-After"] = asked
+    with pytest.raises(UserError, match=r"answers 503 Service Unavailable \(\d+ attempts in (59\d|600) s\); check"):
+        fetched(f"{server.url}/file", within=clock.limits())
+    assert abs(len(server.requests) - num_requests) <= 2
+    assert 570.0 <= clock.now < 600.0
+
+
+def test_a_server_that_stays_away_is_told_when_the_time_is_over(clock: Clock) -> None:
+    url = f"http://127.0.0.1:{closed_port()}/file"
+    with pytest.raises(
+        UserError, match=r"no connection to the server .*Connection refused\) \(\d+ attempts in 600 s\)"
+    ):
+        fetched(url, within=clock.limits())
+
+
+def test_wrong_answers_are_limited_by_their_number(server: FaultyServer, clock: Clock) -> None:
+    server.faults["file"], server.for_ever = ["truncate"], True
+    with pytest.raises(UserError, match=r"ended after 150000 of 300000 bytes \(3 attempts in 2 s\)"):
+        fetched(f"{server.url}/file", within=clock.limits(attempts=3))
 
 
 @pytest.mark.parametrize(("fault", "stall"), [(503, 5.0), ("mute", 0.5)])
 def test_a_server_in_trouble_is_left_to_the_retries(server: FaultyServer, fault: Fault, stall: float) -> None:
     server.faults["file"] = [fault]
     assert fetched(f"{server.url}/file", within=limits(stall=stall, must_answer=True)) == CONTENT
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "aws-chunked, gzip"])
+def test_an_answer_that_is_compressed_unasked_is_refused(server: FaultyServer, encoding: str) -> None:
+    server.headers["Content-Encoding"] = encoding
+    with pytest.raises(UserError, match=rf"compresses the file unasked \(Content-Encoding: {encoding}\) \(1 attempt"):
+        fetched(f"{server.url}/file", expected=Expected())
+
+
+@pytest.mark.parametrize("encoding", ["identity", "aws-chunked", ""])
+def test_an_answer_with_another_encoding_is_the_file(server: FaultyServer, encoding: str) -> None:
+    """Some object stores keep the header `aws-chunked` of an upload, and answer with the plain file."""
+    server.headers["Content-Encoding"] = encoding
+    assert fetched(f"{server.url}/file") == CONTENT
 
 
 def test_a_redirection_is_followed(server: FaultyServer) -> None:
@@ -181,9 +273,9 @@ def test_commands_that_fail_are_quoted() -> None:
     with pytest.raises(UserError, match=r"exit status 127 .*no-such-command.*1 attempt"):
         fetched("pipe:no-such-command x", within=limits(attempts=5))
     with pytest.raises(UserError, match=r"exit status 3 \(without a message\)"):
-        fetched("pipe:printf '{}'; exit 3", expected=Expected(is_json=True), within=limits(attempts=1))
+        fetched("pipe:printf '{}'; exit 3", expected=Expected(problem=json_problem), within=limits(attempts=1))
     with pytest.raises(UserError, match="the answer of 5 bytes is not whole JSON"):
-        fetched("pipe:printf '{\"a\":'", expected=Expected(is_json=True), within=limits(attempts=1))
+        fetched("pipe:printf '{\"a\":'", expected=Expected(problem=json_problem), within=limits(attempts=1))
     with pytest.raises(UserError, match="longer than 300000 bytes"):
         fetched("pipe:yes", within=limits(attempts=1))
 

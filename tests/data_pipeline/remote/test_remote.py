@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
@@ -224,6 +225,15 @@ def test_a_damaged_index_is_made_anew(server: FaultyServer, tmp_path: Path) -> N
         assert not decode(store, np.arange(4)).bad
 
 
+def test_an_index_is_not_waited_for(server: FaultyServer, tmp_path: Path) -> None:
+    server.faults[index_path(Path(SHARDS[0])).name], server.for_ever = [503], True
+    start = time.monotonic()
+    store = SampleStore(server.url, remote=cached(tmp_path))
+    assert not decode(store, np.arange(4)).bad
+    assert time.monotonic() - start < 5.0
+    assert server.requests.count(index_path(Path(SHARDS[0])).name) == 1
+
+
 def test_the_assets_of_an_online_overlay_come(tmp_path: Path) -> None:
     origin = write_tiny_dataset(tmp_path / "origin", num_samples=4, overlay="online")
     shards = RemoteShards(f"pipe:cat {origin}/{{name}}", config=cached(tmp_path / "cache"))
@@ -304,6 +314,21 @@ def test_a_cache_serves_later_runs(dataset: Path, server: FaultyServer, tmp_path
     assert shards.path(SHARDS[0]).read_bytes() == (dataset / SHARDS[0]).read_bytes()
     pipe = RemoteShards(f"pipe:false {{name}} || cat {dataset}/{MANIFEST_NAME}", config=cached(tmp_path))
     assert pipe.path(SHARDS[1]) == shards.path(SHARDS[1])  # the same dataset, whatever it was fetched through
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EPERM])
+def test_a_whole_cache_that_cannot_be_written_is_read(
+    dataset: Path, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a disk that is mounted for reading, or in a cache of another user."""
+    shards = RemoteShards(f"pipe:cat {dataset}/{{name}}", config=cached(tmp_path))
+    path = shards.path(SHARDS[0])
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "utime", refused)
+    assert shards.path(SHARDS[0]) == path
 
 
 def test_processes_at_once_fetch_each_shard_once(server: FaultyServer, tmp_path: Path) -> None:
