@@ -9,6 +9,7 @@ Shapes: N samples, B batch, C channels, H height, W width, F features of the lin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
@@ -23,7 +24,7 @@ from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.loading.stream import read_all
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
-from trainer.probes.features import TRAIN_DRAW, FeatureEncoder, LabelSpace, frozen
+from trainer.probes.features import TRAIN_DRAW, FeatureEncoder, LabelSpace, frozen, frozen_calls
 from trainer.probes.knn import knn_accuracies
 from trainer.probes.linear import ProbeConfig, Target, fit_linear_probe, num_labelled, stored_batches
 from trainer.probes.targets import readable_labels
@@ -69,8 +70,9 @@ def probe(
 
     `encoder` is an `Encoder`, or a module or function from pictures (B, C, H, W) to features (B, D). It gets uint8
     pictures as float32 in [0, 1], and floating pictures as they are, `batch_size` at a time, on the device of its
-    parameters. It is not changed. A label without a name is called "label". Classes are whole numbers from 0, and -1
-    for a sample without the label, which takes no part in its accuracy.
+    parameters. It is not changed: modules, also those that a function calls, run in eval mode and get their modes back.
+    A label without a name is called "label". Classes are whole numbers from 0, and -1 for a sample without the label,
+    which takes no part in its accuracy.
 
     `config` sets epochs, learning rate and seed of the linear probe; there are no views. On several ranks, every rank
     calls this with the same arguments, and computes all of it.
@@ -88,7 +90,7 @@ def probe(
             f"probe(encoder, train, test) encodes each picture once, but the config has views={config.views} and "
             f"batch_norm={config.batch_norm}; use ProbeConfig(views='none'), or `python -m trainer.probe` for views"
         )
-    with frozen(encoder):
+    with frozen(encoder, getattr(encoder, "__self__", None)):  # of a method, the module that has it
         known = _encode(encoder, train, which="train", batch_size=batch_size)
         asked = _encode(encoder, test, which="test", batch_size=batch_size)
     _check_ranges(known.span, asked.span)
@@ -145,12 +147,13 @@ def _encode(encoder: object, data: LabelledData, *, which: str, batch_size: int)
         if inputs.numel():
             spans.append(_span(inputs))
         x_BCHW = inputs.to(device)
-        if normalises:
-            of_encoder = cast(FeatureEncoder, encoder)
-            features.append(_rows(of_encoder.features(x_BCHW), len(inputs)))
-            pooled.append(_rows(of_encoder.pooled(x_BCHW), len(inputs)))
-        else:
-            features.append(_rows(cast(Callable[[Tensor], Tensor], encoder)(x_BCHW), len(inputs)))
+        with nullcontext() if isinstance(encoder, nn.Module) else frozen_calls():
+            if normalises:
+                of_encoder = cast(FeatureEncoder, encoder)
+                features.append(_rows(of_encoder.features(x_BCHW), len(inputs)))
+                pooled.append(_rows(of_encoder.pooled(x_BCHW), len(inputs)))
+            else:
+                features.append(_rows(cast(Callable[[Tensor], Tensor], encoder)(x_BCHW), len(inputs)))
         for name, label_B in label_of.items():
             labels.setdefault(name, []).append(_classes(label_B, name, which=which, num=len(inputs)))
     if not spans:

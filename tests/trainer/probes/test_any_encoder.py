@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from data_pipeline.core.errors import UserError
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair, write_tiny_sound_pair
-from trainer.models import ResNetConfig, build_encoder
+from trainer.models import Encoder, ResNetConfig, build_encoder
 from trainer.probes.any_encoder import Accuracy, probe
 from trainer.probes.features import TRAIN_DRAW, read_pictures
 from trainer.probes.knn import probe_knn
@@ -92,6 +95,64 @@ def test_each_picture_is_encoded_once_and_the_module_is_not_changed(tiny: Path) 
     assert set(found) == {"base", "overlay"}
     assert found["base"].knn > 0.9
     assert found["base"].chance == 0.5
+
+
+class WithDropout(nn.Module):
+    """A module whose method reads `training` without a call of the module."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def embed(self, x_BCHW: Tensor) -> Tensor:
+        return functional.dropout(self.encoder.pooled(x_BCHW), training=self.training)
+
+
+class Wrapped:
+    """An encoder that is no module, with the methods of a `FeatureEncoder`."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.features, self.pooled = encoder.features, encoder.pooled
+
+
+@pytest.mark.parametrize("kind", ["method", "method with dropout", "lambda", "list of encoders", "wrapped"])
+def test_a_function_is_probed_with_its_modules_in_eval_mode_and_changes_none_of_them(kind: str, tiny: Path) -> None:
+    torch.manual_seed(0)
+    encoder = build_encoder(ResNetConfig(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.2,) * 3)).train()
+    encoder.get_submodule("trunk.layer1").eval()  # as a part that a user has frozen
+    encoders = [encoder]
+    functions: dict[str, Any] = {
+        "method": encoder.pooled,
+        "method with dropout": WithDropout(encoder).embed,
+        "lambda": lambda x_BCHW: encoder(x_BCHW),
+        "list of encoders": lambda x_BCHW: torch.cat([each.features(x_BCHW) for each in encoders], dim=1),
+        "wrapped": Wrapped(encoder),
+    }
+    before, modes = copy.deepcopy(encoder.state_dict()), [part.training for part in encoder.modules()]
+    found = probe(functions[kind], tiny / "train", tiny / "test", config=QUICK)
+    assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
+    assert [part.training for part in encoder.modules()] == modes
+    encoder.eval()
+    expected = encoder.pooled if kind == "method with dropout" else functions[kind]
+    assert found == probe(expected, tiny / "train", tiny / "test", config=QUICK)
+
+
+def test_modules_of_the_data_and_of_other_threads_keep_their_modes() -> None:
+    drop, modes = nn.Dropout(0.0).train(), []
+
+    def give(picture: Tensor, label: int) -> tuple[Tensor, int]:
+        modes.append(drop.training)
+        return drop(picture), label
+
+    def encoder(x_BCHW: Tensor) -> Tensor:
+        thread = Thread(target=give, args=(x_BCHW, 0))
+        thread.start()
+        thread.join()
+        return x_BCHW.flatten(1)
+
+    probe(encoder, Pairs(20, give), Pairs(20, give, seed=1), config=QUICK, batch_size=10)
+    assert len(modes) == 44
+    assert all(modes)
 
 
 @pytest.mark.parametrize("kind", ["dataset", "loader", "tensors", "uint8", "named", "TensorDataset"])
