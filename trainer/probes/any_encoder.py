@@ -29,7 +29,7 @@ from trainer.probes.knn import knn_accuracies
 from trainer.probes.linear import ProbeConfig, Target, fit_linear_probe, num_labelled, stored_batches
 from trainer.probes.targets import readable_labels
 from trainer.views.expert_audio import clean_spectrogram
-from trainer.views.inputs import to_unit_range
+from trainer.views.inputs import to_floating, to_unit_range
 
 Labels: TypeAlias = Tensor | Mapping[str, Tensor]
 LabelledData: TypeAlias = str | Path | SampleStore | Dataset[Any] | DataLoader[Any] | tuple[Tensor, Labels]
@@ -69,16 +69,18 @@ def probe(
     """Return the test accuracies of a frozen encoder for each label (or for `labels`, or `config.labels`), by its name.
 
     `encoder` is an `Encoder`, or a module or function from pictures (B, C, H, W) to features (B, D). It gets uint8
-    pictures as float32 in [0, 1], and floating pictures as they are, `batch_size` at a time, on the device of its
-    parameters. It is not changed: modules, also those that a function calls, run in eval mode and get their modes back.
+    pictures as float32 in [0, 1], int16 waveforms (B, T) as float32 in [-1, 1), and floats as they are, `batch_size` at
+    a time, on the device of its parameters. It is not changed: modules, also those that a function calls, run in eval
+    mode and get their modes back.
+
     A label without a name is called "label". Classes are whole numbers from 0, and -1 for a sample without the label,
     which takes no part in its accuracy.
 
     `config` sets epochs, learning rate and seed of the linear probe; there are no views. On several ranks, every rank
     calls this with the same arguments, and computes all of it.
 
-    Raises `UserError` if a dataset is missing or has no labels, if the labels of both differ or their pictures have
-    values of another range, or if the encoder returns anything but finite rows.
+    Raises `UserError` if a dataset is missing or has no labels, if its inputs have another type, if the labels of both
+    differ or their pictures have values of another range, or if the encoder returns anything but finite rows.
     """
     if config.reads != "features":
         raise UserError(
@@ -143,7 +145,7 @@ def _encode(encoder: object, data: LabelledData, *, which: str, batch_size: int)
     spans: list[Tensor] = []
     for inputs, label_of in pairs:
         check_range = normalises and (manifest is None or manifest.medium == "picture")
-        inputs = to_unit_range(inputs) if check_range else _to_float(inputs)
+        inputs = to_unit_range(inputs) if check_range else to_floating(inputs)
         if inputs.numel():
             spans.append(_span(inputs))
         x_BCHW = inputs.to(device)
@@ -277,10 +279,6 @@ def _rows(features_BF: Tensor, num: int) -> Tensor:
             "flatten it, for example by nn.Sequential(encoder, nn.AdaptiveAvgPool2d(1), nn.Flatten())"
         )
     return features_BF.float()
-
-
-def _to_float(inputs: Tensor) -> Tensor:
-    return inputs if inputs.is_floating_point() else inputs.float() / 255
 
 
 def _targets(train: _Encoded, test: _Encoded, *, wanted: Sequence[str] | None) -> dict[LabelSpace, Target]:

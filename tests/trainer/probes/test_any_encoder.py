@@ -231,6 +231,18 @@ def test_sounds_are_encoded_as_spectrograms(tmp_path: Path) -> None:
     assert set(found) == {"base", "overlay"}
 
 
+def test_waveforms_of_int16_are_divided_as_stored_sounds_are() -> None:
+    got: list[Tensor] = []
+
+    def encoder(x_BT: Tensor) -> Tensor:
+        got.append(x_BT)
+        return x_BT
+
+    points_BT = torch.tensor([[-32_768, 0], [16_384, 1]], dtype=torch.int16)
+    probe(encoder, (points_BT, torch.arange(2)), (points_BT, torch.arange(2)), config=QUICK)
+    assert got[0].tolist() == [[-1.0, 0.0], [0.5, 1 / 32_768]]
+
+
 def fixed(shape: tuple[int, ...]) -> nn.Module:
     """A module that returns zeros of (B, *shape)."""
 
@@ -267,6 +279,14 @@ def fixed(shape: tuple[int, ...]) -> nn.Module:
             Pairs(8, plain),
             r"pictures must be in \[0, 1\], got values from",
         ),
+        (
+            Halves(),
+            Pairs(8, lambda x, y: ((x * 9999).short(), y)),
+            Pairs(8, plain),
+            r"got int16 of shape \(8, 3, 8, 8\)",
+        ),
+        (Halves(), Pairs(8, lambda x, y: (x > 0.5, y)), Pairs(8, plain), "got bool of shape"),
+        (Halves(), Pairs(8, plain), Pairs(8, lambda x, y: ((x * 9999).int(), y)), "got int32 of shape"),
         (
             Halves(),
             Pairs(8, lambda x, y: ((x * 255).byte(), y)),
