@@ -8,6 +8,7 @@ Shapes: N samples, B batch, C channels, H height, W width, F features of the lin
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,17 +25,22 @@ from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.loading.stream import read_all
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
+from trainer.data import DataConfig
 from trainer.probes.features import TRAIN_DRAW, FeatureEncoder, LabelSpace, frozen, frozen_calls
 from trainer.probes.knn import knn_accuracies
 from trainer.probes.linear import ProbeConfig, Target, fit_linear_probe, num_labelled, stored_batches
+from trainer.probes.shared import check_shared, find_shared
 from trainer.probes.targets import readable_labels
 from trainer.views.expert_audio import clean_spectrogram
 from trainer.views.inputs import to_floating, to_unit_range
+
+logger = logging.getLogger(__name__)
 
 Labels: TypeAlias = Tensor | Mapping[str, Tensor]
 LabelledData: TypeAlias = str | Path | SampleStore | Dataset[Any] | DataLoader[Any] | tuple[Tensor, Labels]
 """A location or an open store of this package; a torch Dataset of (picture, label) or (picture, {name: label}); a
 DataLoader of batches of these; or the tensors themselves, pictures (N, C, H, W) and labels (N,)."""
+_OpenData: TypeAlias = SampleStore | Dataset[Any] | DataLoader[Any] | tuple[Tensor, Labels]
 
 ONLY_LABEL: Final = "label"  # the name of a label without a name
 _WITHOUT_VIEWS: Final = ProbeConfig(views="none")
@@ -80,7 +86,9 @@ def probe(
     calls this with the same arguments, and computes all of it.
 
     Raises `UserError` if a dataset is missing or has no labels, if its inputs have another type, if the labels of both
-    differ or their pictures have values of another range, or if the encoder returns anything but finite rows.
+    differ or their pictures have values of another range, or if the encoder returns anything but finite rows. It also
+    does so if two datasets of this package share more of the test samples than `config.allow_shared`. They are not
+    compared if that is 1.
     """
     if config.reads != "features":
         raise UserError(
@@ -92,6 +100,9 @@ def probe(
             f"probe(encoder, train, test) encodes each picture once, but the config has views={config.views} and "
             f"batch_norm={config.batch_norm}; use ProbeConfig(views='none'), or `python -m trainer.probe` for views"
         )
+    train, test = (SampleStore(data) if isinstance(data, str | Path) else data for data in (train, test))
+    if isinstance(train, SampleStore) and isinstance(test, SampleStore) and config.allow_shared < 1:
+        _refuse_shared(train, test, allowed=config.allow_shared)
     with frozen(encoder, getattr(encoder, "__self__", None)):  # of a method, the module that has it
         known = _encode(encoder, train, which="train", batch_size=batch_size)
         asked = _encode(encoder, test, which="test", batch_size=batch_size)
@@ -123,13 +134,20 @@ class _Encoded:
     span: _Span
 
 
-def _encode(encoder: object, data: LabelledData, *, which: str, batch_size: int) -> _Encoded:
+def _refuse_shared(train: SampleStore, test: SampleStore, *, allowed: float) -> None:
+    """Log a warning if test samples are in the train set too. Raises `UserError` if more than `allowed` are."""
+    data = DataConfig(train_dir=str(train.location), test_dir=str(test.location), remote=test.remote)
+    shared = find_shared(data, train=train.manifest, test=test.manifest)
+    if (said := check_shared(shared, data, allowed=allowed)) is not None:
+        logger.warning("%s", said)
+
+
+def _encode(encoder: object, data: _OpenData, *, which: str, batch_size: int) -> _Encoded:
     """Encode each sample once. `which` is "train" or "test", for errors and for the draw of an online overlay."""
     manifest: Manifest | None = None
-    if isinstance(data, str | Path | SampleStore):
-        store = data if isinstance(data, SampleStore) else SampleStore(data)
-        manifest = store.manifest
-        pairs = _stored(store, draw=TRAIN_DRAW if which == "train" else 0, batch_size=batch_size)
+    if isinstance(data, SampleStore):
+        manifest = data.manifest
+        pairs = _stored(data, draw=TRAIN_DRAW if which == "train" else 0, batch_size=batch_size)
     elif isinstance(data, tuple):
         pairs = _split(data, which=which, batch_size=batch_size)
     else:

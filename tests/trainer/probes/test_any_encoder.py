@@ -15,7 +15,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from data_pipeline.core.errors import UserError
-from tests.tiny_data import write_tiny_dataset, write_tiny_pair, write_tiny_sound_pair
+from data_pipeline.storage.store import SampleStore
+from tests.tiny_data import share_sources, write_tiny_dataset, write_tiny_pair, write_tiny_sound_pair
 from trainer.models import Encoder, ResNetConfig, build_encoder
 from trainer.probes.any_encoder import Accuracy, probe
 from trainer.probes.features import TRAIN_DRAW, read_pictures
@@ -313,8 +314,25 @@ def test_what_cannot_be_probed_is_one_sentence(encoder: Any, train: Any, test: A
     assert "\n" not in str(refusal.value)
 
 
+def test_a_test_set_of_train_pictures_is_refused_unless_the_config_allows_it(
+    tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for test in (str(tiny / "train"), SampleStore(tiny / "train")):
+        with pytest.raises(
+            UserError, match=r"96 of the 96 test samples of .*train \(100 %\).*ProbeConfig\(allow_shared="
+        ):
+            probe(Halves(), tiny / "train", test, config=QUICK)
+    assert set(probe(Halves(), tiny / "train", tiny / "train", config=QUICK.model_copy(update={"allow_shared": 1.0})))
+    data = share_sources(tmp_path / "data", num_test=50, num_shared=4)
+    with pytest.raises(UserError, match=r"4 of the 50 test samples of .*test \(8 %\)"):
+        probe(Halves(), data / "train", data / "test", config=QUICK)
+    assert not caplog.records
+    assert set(probe(Halves(), data / "train", data / "test", config=QUICK.model_copy(update={"allow_shared": 0.08})))
+    assert "4 of the 50 test samples" in caplog.text
+
+
 def test_datasets_that_do_not_fit_each_other_are_refused(tiny: Path, tmp_path: Path) -> None:
-    other = write_tiny_dataset(tmp_path / "other", num_samples=32, overlay="none", split="test")
+    other = write_tiny_dataset(tmp_path / "other", num_samples=32, seed=2, overlay="none", split="test")
     with pytest.raises(UserError, match="label_overlay has classes"):
         probe(Halves(), tiny / "train", other, config=QUICK)
     with pytest.raises(UserError, match="encodes each picture once, but the config has views=policy"):
