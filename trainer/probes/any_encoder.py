@@ -247,7 +247,8 @@ def _loader(data: Dataset[Any], *, which: str, batch_size: int) -> DataLoader[An
             )
         return default_collate(items)
 
-    return DataLoader(data, batch_size=batch_size, collate_fn=collate)
+    # A generator of its own, because a loader draws a number for its workers, also without any.
+    return DataLoader(data, batch_size=batch_size, collate_fn=collate, generator=torch.Generator())
 
 
 def _as_pair(item: Any, *, which: str) -> tuple[Tensor, dict[str, Tensor]]:

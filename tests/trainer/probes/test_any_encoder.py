@@ -179,6 +179,18 @@ def test_data_of_others_in_every_form(kind: str) -> None:
     assert next(iter(found.values())) == Accuracy(linear=1.0, knn=1.0, chance=0.5)
 
 
+@pytest.mark.parametrize("kind", ["dataset", "tensors", "directories"])
+def test_the_global_generator_is_not_used(kind: str, tiny: Path) -> None:
+    data: dict[str, Any] = {
+        "dataset": (Pairs(64, plain), Pairs(32, plain, seed=1)),
+        "tensors": [(pairs.pictures_NCHW, pairs.label_N) for pairs in (Pairs(64, plain), Pairs(32, plain, seed=1))],
+        "directories": (tiny / "train", tiny / "test"),
+    }
+    state = torch.get_rng_state()
+    probe(Halves(), *data[kind], config=QUICK)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_samples_without_a_label_take_no_part_in_its_accuracy() -> None:
     """As the unlabelled pictures of STL-10, whose label is -1."""
     train, test = Pairs(64, plain), Pairs(32, plain, seed=1)
