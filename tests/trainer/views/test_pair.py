@@ -14,7 +14,7 @@ from data_pipeline.core.errors import UserError
 from trainer.views import build_view_policy, two_views
 from trainer.views.channel_dropout import ChannelDropoutConfig
 from trainer.views.expert_audio import SpectralConfig
-from trainer.views.expert_image import ExpertImageConfig
+from trainer.views.expert_image import NO_VIEWS, ExpertImageConfig, huang_views
 from trainer.views.random_mask import RandomMaskConfig
 from trainer.views.viewmaker import ViewmakerConfig
 
@@ -79,6 +79,19 @@ def test_only_bytes_are_divided_by_255(dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     with pytest.raises(UserError, match=rf"got {name} of shape \(4, 3, 16, 16\); convert them to floats"):
         two_views(policy, pictures().to(dtype), seed=0, step=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("config", [ExpertImageConfig(), NO_VIEWS, huang_views("abe")], ids=["usual", "none", "abe"])
+def test_expert_views_of_any_floating_type_are_those_of_float32_in_that_type(
+    config: ExpertImageConfig, dtype: torch.dtype
+) -> None:
+    policy = build_view_policy(config, image_channels=3)
+    inputs = (pictures() / 255).to(dtype)
+    views = two_views(policy, inputs, seed=0, step=0)
+    for view, of_float32 in zip(views, two_views(policy, inputs.float(), seed=0, step=0), strict=True):
+        assert view.dtype == dtype
+        assert torch.equal(view, of_float32.to(dtype))
 
 
 def test_expert_views_are_the_same_under_autocast() -> None:
