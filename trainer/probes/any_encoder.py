@@ -103,15 +103,18 @@ def probe(
     train, test = (SampleStore(data) if isinstance(data, str | Path) else data for data in (train, test))
     if isinstance(train, SampleStore) and isinstance(test, SampleStore) and config.allow_shared < 1:
         _refuse_shared(train, test, allowed=config.allow_shared)
-    with frozen(encoder, getattr(encoder, "__self__", None)):  # of a method, the module that has it
-        known = _encode(encoder, train, which="train", batch_size=batch_size)
-        asked = _encode(encoder, test, which="test", batch_size=batch_size)
-    _check_ranges(known.span, asked.span)
-    targets = _targets(known, asked, wanted=labels if labels is not None else config.labels)
-    batches = stored_batches(known.features_NF, targets, config=config)
-    linear = fit_linear_probe(batches, test_features=lambda: asked.features_NF, targets=targets, config=config)
-    knn = knn_accuracies(known.pooled_ND, asked.pooled_ND, targets)
-    return {name: Accuracy(linear[name].result.accuracy, knn[name], target.chance) for name, target in targets.items()}
+    with torch.inference_mode(False):  # in that mode no head can be fitted
+        with frozen(encoder, getattr(encoder, "__self__", None)):  # of a method, the module that has it
+            known = _encode(encoder, train, which="train", batch_size=batch_size)
+            asked = _encode(encoder, test, which="test", batch_size=batch_size)
+        _check_ranges(known.span, asked.span)
+        targets = _targets(known, asked, wanted=labels if labels is not None else config.labels)
+        batches = stored_batches(known.features_NF, targets, config=config)
+        linear = fit_linear_probe(batches, test_features=lambda: asked.features_NF, targets=targets, config=config)
+        knn = knn_accuracies(known.pooled_ND, asked.pooled_ND, targets)
+        return {
+            name: Accuracy(linear[name].result.accuracy, knn[name], target.chance) for name, target in targets.items()
+        }
 
 
 @dataclass(frozen=True)

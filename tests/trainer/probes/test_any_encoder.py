@@ -191,6 +191,24 @@ def test_the_global_generator_is_not_used(kind: str, tiny: Path) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("kind", ["directories", "tensors"])
+def test_a_probe_in_inference_mode_has_the_same_accuracies(kind: str, tiny: Path) -> None:
+    def found() -> dict[str, Accuracy]:
+        torch.manual_seed(0)
+        encoder = build_encoder(ResNetConfig(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.2,) * 3))
+        if kind == "directories":
+            return probe(encoder, tiny / "train", tiny / "test", config=QUICK)
+        train, test = Pairs(64, plain), Pairs(32, plain, seed=1)
+        return probe(
+            encoder.pooled, (train.pictures_NCHW, train.label_N), (test.pictures_NCHW, test.label_N), config=QUICK
+        )
+
+    expected = found()
+    with torch.inference_mode():
+        assert found() == expected
+        assert torch.is_inference_mode_enabled()
+
+
 def test_samples_without_a_label_take_no_part_in_its_accuracy() -> None:
     """As the unlabelled pictures of STL-10, whose label is -1."""
     train, test = Pairs(64, plain), Pairs(32, plain, seed=1)
