@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -189,6 +190,21 @@ def test_the_global_generator_is_not_used(kind: str, tiny: Path) -> None:
     state = torch.get_rng_state()
     probe(Halves(), *data[kind], config=QUICK)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.fixture
+def float64_by_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_accuracies_do_not_depend_on_the_default_dtype(tiny: Path, request: pytest.FixtureRequest) -> None:
+    torch.manual_seed(0)
+    encoder = build_encoder(ResNetConfig(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.2,) * 3))
+    expected = probe(encoder, tiny / "train", tiny / "test", config=QUICK)
+    request.getfixturevalue("float64_by_default")
+    assert probe(encoder, tiny / "train", tiny / "test", config=QUICK) == expected
 
 
 @pytest.mark.parametrize("kind", ["directories", "tensors"])
