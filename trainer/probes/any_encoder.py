@@ -90,16 +90,7 @@ def probe(
     does so if two datasets of this package share more of the test samples than `config.allow_shared`. They are not
     compared if that is 1.
     """
-    if config.reads != "features":
-        raise UserError(
-            f"probe(encoder, train, test) reads what the encoder returns, but the config has reads={config.reads}; in "
-            "place of the encoder, pass a function that returns the embedding, or nn.Flatten() for the pixels"
-        )
-    if config.views != "none" or config.batch_norm != "eval":
-        raise UserError(
-            f"probe(encoder, train, test) encodes each picture once, but the config has views={config.views} and "
-            f"batch_norm={config.batch_norm}; use ProbeConfig(views='none'), or `python -m trainer.probe` for views"
-        )
+    _check_settings(config, batch_size)
     train, test = (SampleStore(data) if isinstance(data, str | Path) else data for data in (train, test))
     if isinstance(train, SampleStore) and isinstance(test, SampleStore) and config.allow_shared < 1:
         _refuse_shared(train, test, allowed=config.allow_shared)
@@ -115,6 +106,22 @@ def probe(
         return {
             name: Accuracy(linear[name].result.accuracy, knn[name], target.chance) for name, target in targets.items()
         }
+
+
+def _check_settings(config: ProbeConfig, batch_size: int) -> None:
+    """Raise `UserError` if a setting does not fit a probe from Python."""
+    if batch_size < 1:
+        raise UserError(f"batch_size must be 1 or more, got {batch_size}; it is the number of pictures encoded at once")
+    if config.reads != "features":
+        raise UserError(
+            f"probe(encoder, train, test) reads what the encoder returns, but the config has reads={config.reads}; in "
+            "place of the encoder, pass a function that returns the embedding, or nn.Flatten() for the pixels"
+        )
+    if config.views != "none" or config.batch_norm != "eval":
+        raise UserError(
+            f"probe(encoder, train, test) encodes each picture once, but the config has views={config.views} and "
+            f"batch_norm={config.batch_norm}; use ProbeConfig(views='none'), or `python -m trainer.probe` for views"
+        )
 
 
 @dataclass(frozen=True)

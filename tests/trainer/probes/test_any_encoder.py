@@ -377,6 +377,15 @@ def test_a_test_set_of_train_pictures_is_refused_unless_the_config_allows_it(
     assert "4 of the 50 test samples" in caplog.text
 
 
+@pytest.mark.parametrize("batch_size", [0, -1])
+def test_a_batch_size_below_one_is_refused(batch_size: int, tiny: Path) -> None:
+    train, test = Pairs(8, plain), Pairs(8, plain, seed=1)
+    tensors = [(pairs.pictures_NCHW, pairs.label_N) for pairs in (train, test)]
+    for data in ((train, test), tensors, (tiny / "train", tiny / "test")):
+        with pytest.raises(UserError, match=f"batch_size must be 1 or more, got {batch_size}"):
+            probe(Halves(), data[0], data[1], config=QUICK, batch_size=batch_size)
+
+
 def test_datasets_that_do_not_fit_each_other_are_refused(tiny: Path, tmp_path: Path) -> None:
     other = write_tiny_dataset(tmp_path / "other", num_samples=32, seed=2, overlay="none", split="test")
     with pytest.raises(UserError, match="label_overlay has classes"):
