@@ -36,8 +36,8 @@ def to_floating(inputs: Tensor) -> Tensor:
         return to_float(inputs)
     raise UserError(
         "pictures must be uint8 or floats in [0, 1], and waveforms (B, T) int16 or floats in [-1, 1], got "
-        f"{str(inputs.dtype).removeprefix('torch.')} of shape {tuple(inputs.shape)}; convert them to floats by the "
-        "range that their values can have"
+        f"{str(inputs.dtype).removeprefix('torch.')} of shape {tuple(inputs.shape)}; convert them to "
+        "floats in that range"
     )
 
 
