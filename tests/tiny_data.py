@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -153,6 +154,20 @@ def tiny_noise() -> Noise:
     sounds = [np.sin(time_X * pitch + rng.uniform(0, 0.3, time_X.size)) for pitch in (0.3, 0.8, 2.0)]
     tensors = [torch.from_numpy(sound.astype(np.float32)) for sound in sounds]
     return Noise.of(tensors, num_points=NUM_POINTS, volume=0.05, crop="first_or_last")
+
+
+def share_sources(directory: Path, *, num_test: int, num_shared: int) -> Path:
+    """Make a train set, and a test set with `num_shared` samples whose pictures are in the train set too."""
+    data = write_tiny_pair(directory, num_train=64, num_test=num_test)
+    train_N = np.fromfile(data / "train" / SOURCE_DIGESTS_NAME, dtype="<u8")
+    path = data / "test" / SOURCE_DIGESTS_NAME
+    test_M = np.fromfile(path, dtype="<u8")
+    test_M[3 : 3 + num_shared] = train_N[7 : 7 + num_shared]
+    path.write_bytes(test_M.tobytes())
+    manifest = json.loads((data / "test" / "manifest.json").read_text())
+    manifest["source_digests_sha256"] = hashlib.sha256(test_M.tobytes()).hexdigest()
+    (data / "test" / "manifest.json").write_text(json.dumps(manifest))
+    return data
 
 
 def write_tiny_sound_pair(directory: Path, *, num_train: int, num_test: int) -> Path:

@@ -8,6 +8,8 @@ theirs. A directory in the layout of the Hugging Face Hub holds the same file as
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -47,21 +49,31 @@ class ExportHeader(Schema):
 def load_encoder(path: str | Path, *, step: int | None = None) -> Encoder:
     """Return the encoder of a run directory, or of an export (a file or a Hub's directory), on the CPU in eval mode.
 
-    `step` is a checkpoint of the run; None means the newest. An export has no head, so its encoder returns features and
-    pooled features, but no embeddings.
+    Its weights are float32, whatever torch's default dtype is. `step` is a checkpoint of the run; None means the
+    newest. An export has no head, so its encoder returns features and pooled features, but no embeddings.
 
     Raises `UserError` if `path` is neither, has no such checkpoint, or has other weights than its header says.
     """
     path = Path(path)
     if (path / HUB_WEIGHTS).is_file():
         path /= HUB_WEIGHTS
-    if path.is_file() or (path.suffix == EXPORT_SUFFIX and not path.is_dir()):
-        if step is not None:
-            raise UserError(
-                f"{path} is an export, which holds one step; leave out step={step}, or pass a run directory"
-            )
-        return _load_export(path)
-    return load_modules(open_run(path), step=step).encoder
+    is_export = path.is_file() or (path.suffix == EXPORT_SUFFIX and not path.is_dir())
+    if is_export and step is not None:
+        raise UserError(f"{path} is an export, which holds one step; leave out step={step}, or pass a run directory")
+    with _default_dtype(torch.float32):
+        if is_export:
+            return _load_export(path)
+        return load_modules(open_run(path), step=step).encoder
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def load_modules(run_dir: RunDir, *, step: int | None = None, allow_pipe: bool = False) -> TrainedModules:

@@ -62,6 +62,7 @@ class SampleStore:
 
     Attributes:
         location: the local directory, or the remote location as given.
+        remote: the settings with which a remote dataset is fetched.
         manifest: the manifest of the dataset.
         overlay: the online overlay, on the CPU; None if the dataset has none.
         known_bad: samples that are not whole in local shards whose size is not that in the manifest; () if remote.
@@ -74,6 +75,7 @@ class SampleStore:
     def __init__(
         self, location: str | Path, *, remote: RemoteConfig = _REMOTE, manifest: Manifest | None = None
     ) -> None:
+        self.remote = remote
         self.location: str | Path = str(location) if is_remote(location) else dataset_directory(location)
         files: Path | RemoteShards
         if isinstance(self.location, Path):

@@ -70,6 +70,23 @@ def exported(run_dir: RunDir, tmp_path: Path) -> Path:
     return tmp_path / "encoder.safetensors"
 
 
+@pytest.mark.parametrize("kind", ["export", "run directory"])
+def test_a_loaded_encoder_is_float32_whatever_the_default_dtype(kind: str, run_dir: RunDir, exported: Path) -> None:
+    path = exported if kind == "export" else run_dir.path
+    expected = load_encoder(path)
+    torch.set_default_dtype(torch.float64)
+    try:
+        encoder = load_encoder(path)
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, value in encoder.state_dict().items():
+        assert value.dtype == expected.state_dict()[name].dtype
+        assert torch.equal(value, expected.state_dict()[name])
+    x = torch.rand(2, 3, 32, 32)
+    assert torch.equal(encoder.pooled(x), expected.pooled(x))
+
+
 def read_header(path: Path) -> dict[str, Any]:
     with safetensors.safe_open(path, "pt") as file:
         header: dict[str, Any] = json.loads(file.metadata()[HEADER_KEY])

@@ -8,7 +8,9 @@ Shapes: N samples, B batch, C channels, H height, W width, F features of the lin
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
@@ -23,17 +25,22 @@ from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.loading.stream import read_all
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
-from trainer.probes.features import TRAIN_DRAW, FeatureEncoder, LabelSpace, frozen
+from trainer.data import DataConfig
+from trainer.probes.features import TRAIN_DRAW, FeatureEncoder, LabelSpace, frozen, frozen_calls
 from trainer.probes.knn import knn_accuracies
 from trainer.probes.linear import ProbeConfig, Target, fit_linear_probe, num_labelled, stored_batches
+from trainer.probes.shared import check_shared, find_shared
 from trainer.probes.targets import readable_labels
 from trainer.views.expert_audio import clean_spectrogram
-from trainer.views.inputs import to_unit_range
+from trainer.views.inputs import to_floating, to_unit_range
+
+logger = logging.getLogger(__name__)
 
 Labels: TypeAlias = Tensor | Mapping[str, Tensor]
 LabelledData: TypeAlias = str | Path | SampleStore | Dataset[Any] | DataLoader[Any] | tuple[Tensor, Labels]
 """A location or an open store of this package; a torch Dataset of (picture, label) or (picture, {name: label}); a
 DataLoader of batches of these; or the tensors themselves, pictures (N, C, H, W) and labels (N,)."""
+_OpenData: TypeAlias = SampleStore | Dataset[Any] | DataLoader[Any] | tuple[Tensor, Labels]
 
 ONLY_LABEL: Final = "label"  # the name of a label without a name
 _WITHOUT_VIEWS: Final = ProbeConfig(views="none")
@@ -68,16 +75,43 @@ def probe(
     """Return the test accuracies of a frozen encoder for each label (or for `labels`, or `config.labels`), by its name.
 
     `encoder` is an `Encoder`, or a module or function from pictures (B, C, H, W) to features (B, D). It gets uint8
-    pictures as float32 in [0, 1], and floating pictures as they are, `batch_size` at a time, on the device of its
-    parameters. It is not changed. A label without a name is called "label". Classes are whole numbers from 0, and -1
-    for a sample without the label, which takes no part in its accuracy.
+    pictures as float32 in [0, 1], int16 waveforms (B, T) as float32 in [-1, 1), and floats as they are, `batch_size` at
+    a time, on the device of its parameters. It is not changed: modules, also those that a function calls, run in eval
+    mode and get their modes back.
+
+    A label without a name is called "label". Classes are whole numbers from 0, and -1 for a sample without the label,
+    which takes no part in its accuracy.
 
     `config` sets epochs, learning rate and seed of the linear probe; there are no views. On several ranks, every rank
     calls this with the same arguments, and computes all of it.
 
-    Raises `UserError` if a dataset is missing or has no labels, if the labels of both differ or their pictures have
-    values of another range, or if the encoder returns anything but finite rows.
+    Raises `UserError` if a dataset is missing or has no labels, if its inputs have another type, if the labels of both
+    differ or their pictures have values of another range, or if the encoder returns anything but finite rows. It also
+    does so if two datasets of this package share more of the test samples than `config.allow_shared`. They are not
+    compared if that is 1.
     """
+    _check_settings(config, batch_size)
+    train, test = (SampleStore(data) if isinstance(data, str | Path) else data for data in (train, test))
+    if isinstance(train, SampleStore) and isinstance(test, SampleStore) and config.allow_shared < 1:
+        _refuse_shared(train, test, allowed=config.allow_shared)
+    with torch.inference_mode(False):  # in that mode no head can be fitted
+        with frozen(encoder, getattr(encoder, "__self__", None)):  # of a method, the module that has it
+            known = _encode(encoder, train, which="train", batch_size=batch_size)
+            asked = _encode(encoder, test, which="test", batch_size=batch_size)
+        _check_ranges(known.span, asked.span)
+        targets = _targets(known, asked, wanted=labels if labels is not None else config.labels)
+        batches = stored_batches(known.features_NF, targets, config=config)
+        linear = fit_linear_probe(batches, test_features=lambda: asked.features_NF, targets=targets, config=config)
+        knn = knn_accuracies(known.pooled_ND, asked.pooled_ND, targets)
+        return {
+            name: Accuracy(linear[name].result.accuracy, knn[name], target.chance) for name, target in targets.items()
+        }
+
+
+def _check_settings(config: ProbeConfig, batch_size: int) -> None:
+    """Raise `UserError` if a setting does not fit a probe from Python."""
+    if batch_size < 1:
+        raise UserError(f"batch_size must be 1 or more, got {batch_size}; it is the number of pictures encoded at once")
     if config.reads != "features":
         raise UserError(
             f"probe(encoder, train, test) reads what the encoder returns, but the config has reads={config.reads}; in "
@@ -88,15 +122,6 @@ def probe(
             f"probe(encoder, train, test) encodes each picture once, but the config has views={config.views} and "
             f"batch_norm={config.batch_norm}; use ProbeConfig(views='none'), or `python -m trainer.probe` for views"
         )
-    with frozen(encoder):
-        known = _encode(encoder, train, which="train", batch_size=batch_size)
-        asked = _encode(encoder, test, which="test", batch_size=batch_size)
-    _check_ranges(known.span, asked.span)
-    targets = _targets(known, asked, wanted=labels if labels is not None else config.labels)
-    batches = stored_batches(known.features_NF, targets, config=config)
-    linear = fit_linear_probe(batches, test_features=lambda: asked.features_NF, targets=targets, config=config)
-    knn = knn_accuracies(known.pooled_ND, asked.pooled_ND, targets)
-    return {name: Accuracy(linear[name].result.accuracy, knn[name], target.chance) for name, target in targets.items()}
 
 
 @dataclass(frozen=True)
@@ -119,13 +144,20 @@ class _Encoded:
     span: _Span
 
 
-def _encode(encoder: object, data: LabelledData, *, which: str, batch_size: int) -> _Encoded:
+def _refuse_shared(train: SampleStore, test: SampleStore, *, allowed: float) -> None:
+    """Log a warning if test samples are in the train set too. Raises `UserError` if more than `allowed` are."""
+    data = DataConfig(train_dir=str(train.location), test_dir=str(test.location), remote=test.remote)
+    shared = find_shared(data, train=train.manifest, test=test.manifest)
+    if (said := check_shared(shared, data, allowed=allowed)) is not None:
+        logger.warning("%s", said)
+
+
+def _encode(encoder: object, data: _OpenData, *, which: str, batch_size: int) -> _Encoded:
     """Encode each sample once. `which` is "train" or "test", for errors and for the draw of an online overlay."""
     manifest: Manifest | None = None
-    if isinstance(data, str | Path | SampleStore):
-        store = data if isinstance(data, SampleStore) else SampleStore(data)
-        manifest = store.manifest
-        pairs = _stored(store, draw=TRAIN_DRAW if which == "train" else 0, batch_size=batch_size)
+    if isinstance(data, SampleStore):
+        manifest = data.manifest
+        pairs = _stored(data, draw=TRAIN_DRAW if which == "train" else 0, batch_size=batch_size)
     elif isinstance(data, tuple):
         pairs = _split(data, which=which, batch_size=batch_size)
     else:
@@ -141,16 +173,17 @@ def _encode(encoder: object, data: LabelledData, *, which: str, batch_size: int)
     spans: list[Tensor] = []
     for inputs, label_of in pairs:
         check_range = normalises and (manifest is None or manifest.medium == "picture")
-        inputs = to_unit_range(inputs) if check_range else _to_float(inputs)
+        inputs = to_unit_range(inputs) if check_range else to_floating(inputs)
         if inputs.numel():
             spans.append(_span(inputs))
         x_BCHW = inputs.to(device)
-        if normalises:
-            of_encoder = cast(FeatureEncoder, encoder)
-            features.append(_rows(of_encoder.features(x_BCHW), len(inputs)))
-            pooled.append(_rows(of_encoder.pooled(x_BCHW), len(inputs)))
-        else:
-            features.append(_rows(cast(Callable[[Tensor], Tensor], encoder)(x_BCHW), len(inputs)))
+        with nullcontext() if isinstance(encoder, nn.Module) else frozen_calls():
+            if normalises:
+                of_encoder = cast(FeatureEncoder, encoder)
+                features.append(_rows(of_encoder.features(x_BCHW), len(inputs)))
+                pooled.append(_rows(of_encoder.pooled(x_BCHW), len(inputs)))
+            else:
+                features.append(_rows(cast(Callable[[Tensor], Tensor], encoder)(x_BCHW), len(inputs)))
         for name, label_B in label_of.items():
             labels.setdefault(name, []).append(_classes(label_B, name, which=which, num=len(inputs)))
     if not spans:
@@ -224,7 +257,8 @@ def _loader(data: Dataset[Any], *, which: str, batch_size: int) -> DataLoader[An
             )
         return default_collate(items)
 
-    return DataLoader(data, batch_size=batch_size, collate_fn=collate)
+    # A generator of its own, because a loader draws a number for its workers, also without any.
+    return DataLoader(data, batch_size=batch_size, collate_fn=collate, generator=torch.Generator())
 
 
 def _as_pair(item: Any, *, which: str) -> tuple[Tensor, dict[str, Tensor]]:
@@ -274,10 +308,6 @@ def _rows(features_BF: Tensor, num: int) -> Tensor:
             "flatten it, for example by nn.Sequential(encoder, nn.AdaptiveAvgPool2d(1), nn.Flatten())"
         )
     return features_BF.float()
-
-
-def _to_float(inputs: Tensor) -> Tensor:
-    return inputs if inputs.is_floating_point() else inputs.float() / 255
 
 
 def _targets(train: _Encoded, test: _Encoded, *, wanted: Sequence[str] | None) -> dict[LabelSpace, Target]:

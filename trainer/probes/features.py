@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from data_pipeline.audio.log_mel import mel_config
 from data_pipeline.core.counter_rng import DrawKeys
@@ -419,6 +421,28 @@ def frozen(*modules: object) -> Iterator[None]:
     finally:
         for part, mode in zip(parts, training, strict=True):
             part.training = mode
+
+
+@contextmanager
+def frozen_calls() -> Iterator[None]:
+    """Put each module that this thread calls into eval mode before it runs. Restores the modes at the end."""
+    thread = threading.get_ident()
+    switched: list[nn.Module] = []
+
+    def freeze(module: nn.Module, _inputs: object) -> None:
+        if module.training and threading.get_ident() == thread:
+            training = [part for part in module.modules() if part.training]
+            switched.extend(training)
+            for part in training:
+                part.training = False
+
+    hook = register_module_forward_pre_hook(freeze)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for part in switched:
+            part.training = True
 
 
 def extract(

@@ -428,7 +428,8 @@ class _Head:
         bound = 1 / math.sqrt(num_features)  # as torch.nn.Linear draws its weights
 
         def parameter(*shape: int) -> Tensor:
-            return torch.empty(shape).uniform_(-bound, bound, generator=draw).to(device).requires_grad_()
+            drawn = torch.empty(shape, dtype=like_BF.dtype).uniform_(-bound, bound, generator=draw)
+            return drawn.to(device).requires_grad_()
 
         self._weight_KF = parameter(target.num_classes, num_features)
         self._bias_K = parameter(target.num_classes)

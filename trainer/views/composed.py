@@ -25,7 +25,7 @@ from data_pipeline.core.counter_rng import DrawKeys
 from trainer.models.activation_checkpointing import Checkpointing
 from trainer.views.channel_dropout import ChannelDropoutConfig
 from trainer.views.expert_audio import SpectralConfig, WaveformConfig
-from trainer.views.expert_image import ExpertImage, ExpertImageConfig
+from trainer.views.expert_image import ExpertImageConfig
 from trainer.views.inputs import without_autocast
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
 from trainer.views.random_mask import RandomMask, RandomMaskConfig
@@ -225,7 +225,7 @@ class Composed(nn.Module):
             if isinstance(part, Viewmaker):
                 self._own_change = (inputs.detach(), view.detach())
         else:
-            given = inputs.float() if isinstance(part, ExpertImage | RandomMask) else inputs
+            given = inputs.float() if isinstance(part, RandomMask) else inputs
             with without_autocast(inputs.device):
                 view = part(given, keys, masks_BHW).to(inputs.dtype)
         return view

@@ -193,14 +193,18 @@ class ExpertImage(nn.Module):
         self.register_buffer("identity_CC", torch.eye(3), persistent=False)
 
     def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
-        """Return one view of each picture, (B, C, H, W) float32 in [0, 1] like the pictures, not normalised.
+        """Return one view of each picture, (B, C, H, W) in [0, 1] like the pictures, not normalised.
 
-        Ignores the masks. Autocast does not apply to it. Pictures with a gradient get one, unless colours are jittered.
+        It is computed in float32, also under autocast, and returned in the dtype of the pictures. Ignores the masks.
+        Pictures with a gradient get one, unless colours are jittered.
 
         Raises:
             ValueError: if the colours of the pictures are to be changed but are not RGB.
         """
         check_floating(images_BCHW)
+        return self._views(images_BCHW.float(), keys).to(images_BCHW.dtype)
+
+    def _views(self, images_BCHW: Tensor, keys: DrawKeys) -> Tensor:
         B, C, H, W = images_BCHW.shape
         self.config.check_channels(C)
         draws = draw(self.config, keys, size=(H, W))

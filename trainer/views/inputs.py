@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from data_pipeline.audio.waveform import to_float
 from data_pipeline.core.errors import UserError
 
 
@@ -22,14 +23,32 @@ def check_floating(images_BCHW: Tensor) -> None:
         raise UserError(f"views take pictures of a floating type in [0, 1], got {kind}; divide bytes by 255")
 
 
-def to_unit_range(inputs: Tensor) -> Tensor:
-    """Return uint8 pictures as float32 in [0, 1], and inputs of a floating type as they are.
+def to_floating(inputs: Tensor) -> Tensor:
+    """Return uint8 pictures as float32 in [0, 1], int16 waveforms (B, T) as float32 in [-1, 1), and floats as they are.
 
-    Raises `UserError` if pictures (B, C, H, W) on the CPU are outside [0, 1]; on a GPU the host would wait for the
-    answer.
+    Raises `UserError` for inputs of another type.
+    """
+    if inputs.is_floating_point():
+        return inputs
+    if inputs.dtype == torch.uint8:
+        return inputs.float() / 255
+    if inputs.dtype == torch.int16 and inputs.dim() == 2:
+        return to_float(inputs)
+    raise UserError(
+        "pictures must be uint8 or floats in [0, 1], and waveforms (B, T) int16 or floats in [-1, 1], got "
+        f"{str(inputs.dtype).removeprefix('torch.')} of shape {tuple(inputs.shape)}; convert them to "
+        "floats in that range"
+    )
+
+
+def to_unit_range(inputs: Tensor) -> Tensor:
+    """Return inputs as `to_floating` does.
+
+    Raises `UserError` if floating pictures (B, C, H, W) on the CPU are outside [0, 1]; on a GPU the host would wait for
+    the answer.
     """
     if not inputs.is_floating_point():
-        return inputs.float() / 255
+        return to_floating(inputs)
     if inputs.dim() == 4 and inputs.device.type == "cpu" and inputs.numel():
         low, high = (float(bound) for bound in inputs.detach().aminmax())
         if low < 0 or high > 1:

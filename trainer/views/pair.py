@@ -22,11 +22,13 @@ class Policy(Protocol):
 def two_views(
     policy: Policy, inputs: Tensor, *, seed: int, step: int, first_row: int = 0, masks_BHW: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return two views of each sample of a batch: pictures (B, C, H, W), uint8 or float in [0, 1], or waveforms (B, T).
+    """Return two views of each sample of a batch of pictures (B, C, H, W) or waveforms (B, T).
+
+    Pictures are uint8, or float in [0, 1]. Waveforms are int16, or float in [-1, 1].
 
     Equal arguments give equal views, because no draw comes from torch's generator. On several ranks, pass the number of
-    rows of the ranks before this one as `first_row`. Raises `UserError` if pictures are outside [0, 1], and
-    `ValueError` as the policy does.
+    rows of the ranks before this one as `first_row`. Raises `UserError` if inputs are of another type or pictures are
+    outside [0, 1], and `ValueError` as the policy does.
     """
     inputs = to_unit_range(inputs)
     a, b = (keys_of_rows(inputs, seed=seed, step=step, view=view, first_row=first_row) for view in (0, 1))

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from data_pipeline.core.errors import UserError
-from tests.tiny_data import write_tiny_dataset, write_tiny_pair, write_tiny_sound_pair
-from trainer.models import ResNetConfig, build_encoder
+from data_pipeline.storage.store import SampleStore
+from tests.tiny_data import share_sources, write_tiny_dataset, write_tiny_pair, write_tiny_sound_pair
+from trainer.models import Encoder, ResNetConfig, build_encoder
 from trainer.probes.any_encoder import Accuracy, probe
 from trainer.probes.features import TRAIN_DRAW, read_pictures
 from trainer.probes.knn import probe_knn
@@ -94,6 +99,64 @@ def test_each_picture_is_encoded_once_and_the_module_is_not_changed(tiny: Path) 
     assert found["base"].chance == 0.5
 
 
+class WithDropout(nn.Module):
+    """A module whose method reads `training` without a call of the module."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def embed(self, x_BCHW: Tensor) -> Tensor:
+        return functional.dropout(self.encoder.pooled(x_BCHW), training=self.training)
+
+
+class Wrapped:
+    """An encoder that is no module, with the methods of a `FeatureEncoder`."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.features, self.pooled = encoder.features, encoder.pooled
+
+
+@pytest.mark.parametrize("kind", ["method", "method with dropout", "lambda", "list of encoders", "wrapped"])
+def test_a_function_is_probed_with_its_modules_in_eval_mode_and_changes_none_of_them(kind: str, tiny: Path) -> None:
+    torch.manual_seed(0)
+    encoder = build_encoder(ResNetConfig(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.2,) * 3)).train()
+    encoder.get_submodule("trunk.layer1").eval()  # as a part that a user has frozen
+    encoders = [encoder]
+    functions: dict[str, Any] = {
+        "method": encoder.pooled,
+        "method with dropout": WithDropout(encoder).embed,
+        "lambda": lambda x_BCHW: encoder(x_BCHW),
+        "list of encoders": lambda x_BCHW: torch.cat([each.features(x_BCHW) for each in encoders], dim=1),
+        "wrapped": Wrapped(encoder),
+    }
+    before, modes = copy.deepcopy(encoder.state_dict()), [part.training for part in encoder.modules()]
+    found = probe(functions[kind], tiny / "train", tiny / "test", config=QUICK)
+    assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
+    assert [part.training for part in encoder.modules()] == modes
+    encoder.eval()
+    expected = encoder.pooled if kind == "method with dropout" else functions[kind]
+    assert found == probe(expected, tiny / "train", tiny / "test", config=QUICK)
+
+
+def test_modules_of_the_data_and_of_other_threads_keep_their_modes() -> None:
+    drop, modes = nn.Dropout(0.0).train(), []
+
+    def give(picture: Tensor, label: int) -> tuple[Tensor, int]:
+        modes.append(drop.training)
+        return drop(picture), label
+
+    def encoder(x_BCHW: Tensor) -> Tensor:
+        thread = Thread(target=give, args=(x_BCHW, 0))
+        thread.start()
+        thread.join()
+        return x_BCHW.flatten(1)
+
+    probe(encoder, Pairs(20, give), Pairs(20, give, seed=1), config=QUICK, batch_size=10)
+    assert len(modes) == 44
+    assert all(modes)
+
+
 @pytest.mark.parametrize("kind", ["dataset", "loader", "tensors", "uint8", "named", "TensorDataset"])
 def test_data_of_others_in_every_form(kind: str) -> None:
     train, test = Pairs(64, plain), Pairs(32, plain, seed=1)
@@ -115,6 +178,51 @@ def test_data_of_others_in_every_form(kind: str) -> None:
     found = probe(Halves(), in_form(train), in_form(test), config=QUICK.model_copy(update={"num_epochs": 20}))
     assert set(found) == ({"bright", "other"} if kind == "named" else {"label"})
     assert next(iter(found.values())) == Accuracy(linear=1.0, knn=1.0, chance=0.5)
+
+
+@pytest.mark.parametrize("kind", ["dataset", "tensors", "directories"])
+def test_the_global_generator_is_not_used(kind: str, tiny: Path) -> None:
+    data: dict[str, Any] = {
+        "dataset": (Pairs(64, plain), Pairs(32, plain, seed=1)),
+        "tensors": [(pairs.pictures_NCHW, pairs.label_N) for pairs in (Pairs(64, plain), Pairs(32, plain, seed=1))],
+        "directories": (tiny / "train", tiny / "test"),
+    }
+    state = torch.get_rng_state()
+    probe(Halves(), *data[kind], config=QUICK)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.fixture
+def float64_by_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_accuracies_do_not_depend_on_the_default_dtype(tiny: Path, request: pytest.FixtureRequest) -> None:
+    torch.manual_seed(0)
+    encoder = build_encoder(ResNetConfig(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.2,) * 3))
+    expected = probe(encoder, tiny / "train", tiny / "test", config=QUICK)
+    request.getfixturevalue("float64_by_default")
+    assert probe(encoder, tiny / "train", tiny / "test", config=QUICK) == expected
+
+
+@pytest.mark.parametrize("kind", ["directories", "tensors"])
+def test_a_probe_in_inference_mode_has_the_same_accuracies(kind: str, tiny: Path) -> None:
+    def found() -> dict[str, Accuracy]:
+        torch.manual_seed(0)
+        encoder = build_encoder(ResNetConfig(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.2,) * 3))
+        if kind == "directories":
+            return probe(encoder, tiny / "train", tiny / "test", config=QUICK)
+        train, test = Pairs(64, plain), Pairs(32, plain, seed=1)
+        return probe(
+            encoder.pooled, (train.pictures_NCHW, train.label_N), (test.pictures_NCHW, test.label_N), config=QUICK
+        )
+
+    expected = found()
+    with torch.inference_mode():
+        assert found() == expected
+        assert torch.is_inference_mode_enabled()
 
 
 def test_samples_without_a_label_take_no_part_in_its_accuracy() -> None:
@@ -170,6 +278,18 @@ def test_sounds_are_encoded_as_spectrograms(tmp_path: Path) -> None:
     assert set(found) == {"base", "overlay"}
 
 
+def test_waveforms_of_int16_are_divided_as_stored_sounds_are() -> None:
+    got: list[Tensor] = []
+
+    def encoder(x_BT: Tensor) -> Tensor:
+        got.append(x_BT)
+        return x_BT
+
+    points_BT = torch.tensor([[-32_768, 0], [16_384, 1]], dtype=torch.int16)
+    probe(encoder, (points_BT, torch.arange(2)), (points_BT, torch.arange(2)), config=QUICK)
+    assert got[0].tolist() == [[-1.0, 0.0], [0.5, 1 / 32_768]]
+
+
 def fixed(shape: tuple[int, ...]) -> nn.Module:
     """A module that returns zeros of (B, *shape)."""
 
@@ -208,6 +328,14 @@ def fixed(shape: tuple[int, ...]) -> nn.Module:
         ),
         (
             Halves(),
+            Pairs(8, lambda x, y: ((x * 9999).short(), y)),
+            Pairs(8, plain),
+            r"got int16 of shape \(8, 3, 8, 8\)",
+        ),
+        (Halves(), Pairs(8, lambda x, y: (x > 0.5, y)), Pairs(8, plain), "got bool of shape"),
+        (Halves(), Pairs(8, plain), Pairs(8, lambda x, y: ((x * 9999).int(), y)), "got int32 of shape"),
+        (
+            Halves(),
             Pairs(8, lambda x, y: ((x * 255).byte(), y)),
             Pairs(8, lambda x, y: (x * 255, y)),
             r"train set gives pictures from 0 to 0\.\d+ but the test set from 0\.\d+ to 1\d\d; give both the same",
@@ -232,8 +360,34 @@ def test_what_cannot_be_probed_is_one_sentence(encoder: Any, train: Any, test: A
     assert "\n" not in str(refusal.value)
 
 
+def test_a_test_set_of_train_pictures_is_refused_unless_the_config_allows_it(
+    tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for test in (str(tiny / "train"), SampleStore(tiny / "train")):
+        with pytest.raises(
+            UserError, match=r"96 of the 96 test samples of .*train \(100 %\).*ProbeConfig\(allow_shared="
+        ):
+            probe(Halves(), tiny / "train", test, config=QUICK)
+    assert set(probe(Halves(), tiny / "train", tiny / "train", config=QUICK.model_copy(update={"allow_shared": 1.0})))
+    data = share_sources(tmp_path / "data", num_test=50, num_shared=4)
+    with pytest.raises(UserError, match=r"4 of the 50 test samples of .*test \(8 %\)"):
+        probe(Halves(), data / "train", data / "test", config=QUICK)
+    assert not caplog.records
+    assert set(probe(Halves(), data / "train", data / "test", config=QUICK.model_copy(update={"allow_shared": 0.08})))
+    assert "4 of the 50 test samples" in caplog.text
+
+
+@pytest.mark.parametrize("batch_size", [0, -1])
+def test_a_batch_size_below_one_is_refused(batch_size: int, tiny: Path) -> None:
+    train, test = Pairs(8, plain), Pairs(8, plain, seed=1)
+    tensors = [(pairs.pictures_NCHW, pairs.label_N) for pairs in (train, test)]
+    for data in ((train, test), tensors, (tiny / "train", tiny / "test")):
+        with pytest.raises(UserError, match=f"batch_size must be 1 or more, got {batch_size}"):
+            probe(Halves(), data[0], data[1], config=QUICK, batch_size=batch_size)
+
+
 def test_datasets_that_do_not_fit_each_other_are_refused(tiny: Path, tmp_path: Path) -> None:
-    other = write_tiny_dataset(tmp_path / "other", num_samples=32, overlay="none", split="test")
+    other = write_tiny_dataset(tmp_path / "other", num_samples=32, seed=2, overlay="none", split="test")
     with pytest.raises(UserError, match="label_overlay has classes"):
         probe(Halves(), tiny / "train", other, config=QUICK)
     with pytest.raises(UserError, match="encodes each picture once, but the config has views=policy"):

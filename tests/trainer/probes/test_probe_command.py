@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import io
 import json
 import shutil
@@ -22,9 +21,8 @@ from PIL import Image
 from configs import debug
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
-from data_pipeline.storage.manifest import SOURCE_DIGESTS_NAME
 from tests.gloo import RankError, run_ranks
-from tests.tiny_data import write_tiny_pair
+from tests.tiny_data import share_sources, write_tiny_pair
 from tests.trainer.probes.toy import toy_pictures
 from trainer.config import RunConfig
 from trainer.distributed.collectives import rank
@@ -424,20 +422,6 @@ def test_draws_of_the_test_overlays_and_their_spread(
     with torch.no_grad():
         features_NF = encoder.features(third.images_NCHW / 255)
     assert heads["overlay"].accuracy(features_NF, third.labels("overlay")) == result.linear.draws.accuracies[3]
-
-
-def share_sources(directory: Path, *, num_test: int, num_shared: int) -> Path:
-    """Make a train set, and a test set with `num_shared` samples whose pictures are in the train set too."""
-    data = write_tiny_pair(directory, num_train=64, num_test=num_test)
-    train_N = np.fromfile(data / "train" / SOURCE_DIGESTS_NAME, dtype="<u8")
-    path = data / "test" / SOURCE_DIGESTS_NAME
-    test_M = np.fromfile(path, dtype="<u8")
-    test_M[3 : 3 + num_shared] = train_N[7 : 7 + num_shared]
-    path.write_bytes(test_M.tobytes())
-    manifest = json.loads((data / "test" / "manifest.json").read_text())
-    manifest["source_digests_sha256"] = hashlib.sha256(test_M.tobytes()).hexdigest()
-    (data / "test" / "manifest.json").write_text(json.dumps(manifest))
-    return data
 
 
 def test_a_test_set_of_train_pictures_is_refused_with_their_number_and_keys(

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from data_pipeline.audio.log_mel import FSDD
 from data_pipeline.core.counter_rng import DrawKeys, keys_of_rows
 from data_pipeline.core.errors import UserError
 from trainer.views import build_view_policy, two_views
 from trainer.views.channel_dropout import ChannelDropoutConfig
-from trainer.views.expert_image import ExpertImageConfig
+from trainer.views.expert_audio import SpectralConfig
+from trainer.views.expert_image import NO_VIEWS, ExpertImageConfig, huang_views
 from trainer.views.random_mask import RandomMaskConfig
 from trainer.views.viewmaker import ViewmakerConfig
 
@@ -60,6 +62,36 @@ def test_pictures_of_a_type_or_range_that_views_do_not_take_are_refused(config: 
     for wrong in (pictures().float(), pictures() / 255 - 0.5):
         with pytest.raises(UserError, match=r"pictures must be in \[0, 1\], got values from"):
             two_views(policy, wrong, seed=0, step=0)
+
+
+def test_waveforms_of_int16_have_the_views_of_stored_sounds() -> None:
+    policy = build_view_policy(SpectralConfig(), image_channels=1, mel=FSDD)
+    draw = torch.Generator().manual_seed(0)
+    points_BT = torch.randint(-32_768, 32_768, (2, FSDD.num_points), dtype=torch.int16, generator=draw)
+    of_points = two_views(policy, points_BT, seed=0, step=0)
+    of_floats = two_views(policy, points_BT.float() / 32_768, seed=0, step=0)
+    assert all(torch.equal(one, other) for one, other in zip(of_points, of_floats, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.int32, torch.int64, torch.bool, torch.complex64])
+def test_only_bytes_are_divided_by_255(dtype: torch.dtype) -> None:
+    policy = build_view_policy(RandomMaskConfig(), image_channels=3)
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(UserError, match=rf"got {name} of shape \(4, 3, 16, 16\); convert them to floats"):
+        two_views(policy, pictures().to(dtype), seed=0, step=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("config", [ExpertImageConfig(), NO_VIEWS, huang_views("abe")], ids=["usual", "none", "abe"])
+def test_expert_views_of_any_floating_type_are_those_of_float32_in_that_type(
+    config: ExpertImageConfig, dtype: torch.dtype
+) -> None:
+    policy = build_view_policy(config, image_channels=3)
+    inputs = (pictures() / 255).to(dtype)
+    views = two_views(policy, inputs, seed=0, step=0)
+    for view, of_float32 in zip(views, two_views(policy, inputs.float(), seed=0, step=0), strict=True):
+        assert view.dtype == dtype
+        assert torch.equal(view, of_float32.to(dtype))
 
 
 def test_expert_views_are_the_same_under_autocast() -> None:
