@@ -168,7 +168,7 @@ def _onnx_bytes(encoder: Encoder, header: ExportHeader, *, image_size: tuple[int
     encoder.feature_size(*image_size)  # raises UserError if the encoder does not take this size
     with torch.no_grad(), _quiet():
         program = torch.onnx.export(
-            _Pooled(copy.deepcopy(encoder)).cpu().eval(),
+            _Pooled(copy.deepcopy(encoder)).cpu().float().eval(),
             (torch.zeros(2, header.encoder.in_channels, *image_size),),
             input_names=["pictures"],
             output_names=["pooled"],

@@ -214,6 +214,19 @@ def test_onnx_gives_the_same_features_for_any_number_of_pictures(config: Any, tm
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_onnx_of_an_encoder_in_another_precision_is_float32(dtype: torch.dtype, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    encoder = own_encoder().to(dtype)
+    export_onnx(encoder, tmp_path / "encoder.onnx", image_size=(32, 32))
+    assert next(encoder.parameters()).dtype == dtype
+    x = torch.rand(2, 3, 32, 32)
+    with torch.no_grad():
+        expected = encoder.float().pooled(x)
+    torch.testing.assert_close(run_onnx(tmp_path / "encoder.onnx", x), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_the_commands(run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxscript")
     for words in (["--out", str(tmp_path / "e.onnx"), "--image-size", "32"], ["--hub", str(tmp_path / "hub")]):
