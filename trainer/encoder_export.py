@@ -25,6 +25,7 @@ from data_pipeline.core.errors import UserError
 from trainer.model_card import config_of_the_hub, model_card, model_card_of_run
 from trainer.models.encoder import Encoder
 from trainer.modules import TrainedModules
+from trainer.open_settings import recorded_input_size
 from trainer.pretrained import (
     EXPORT_SUFFIX,
     HEADER_KEY,
@@ -95,15 +96,16 @@ def save_pretrained(
     if (directory / "checkpoints").is_dir():
         raise UserError(f"{directory} is a run directory, whose config.json would be lost; pass another directory")
     if isinstance(source, nn.Module):
-        encoder = unwrapped(source)
+        encoder, input_size = unwrapped(source), None
         header = _header_of(encoder, name=name or "encoder", step=step or 0)
         card = model_card(header)
     else:
         run_dir = source if isinstance(source, RunDir) else open_run(Path(source))
         modules = load_modules(run_dir, step=step)
         encoder, header = modules.encoder, _header_of_run(run_dir, modules)
+        input_size = recorded_input_size(run_dir.read_provenance())
         card = model_card_of_run(run_dir, modules, header, title=name)
-    write_json(directory / "config.json", config_of_the_hub(header))
+    write_json(directory / "config.json", config_of_the_hub(header, input_size=input_size))
     write_atomically(directory / "README.md", card)
     write_atomically(directory / HUB_WEIGHTS, _safetensors_bytes(encoder, header))  # last: it makes the directory whole
 

@@ -97,6 +97,21 @@ def test_a_wrapped_encoder_is_saved_as_the_encoder_itself(how: str, tmp_path: Pa
         assert (tmp_path / "wrapped" / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
 
 
+def test_the_hub_is_told_the_size_of_the_inputs(tmp_path: Path) -> None:
+    """It is that of the run's inputs, or `img_size` of an encoder from one's own loop, if it has one."""
+    vit = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 24, "num_heads": 2}
+    for name, source, size in (
+        ("run", make_run(tmp_path / "resnet18", ResNetConfig(kind="resnet18", **CIFAR10)), [3, 64, 48]),
+        ("vit", own_encoder(TimmConfig(name="vit_tiny_patch16_224", options=vit, **CIFAR10)), [3, 32, 32]),
+        ("unknown", own_encoder(ResNetConfig(kind="resnet18", **CIFAR10)), None),
+    ):
+        if isinstance(source, RunDir):
+            write_json(source.provenance, {"encoder_input_size": [64, 48]})
+        save_pretrained(source, tmp_path / name)
+        cfg = json.loads((tmp_path / name / "config.json").read_text())["pretrained_cfg"]
+        assert cfg.get("input_size") == size
+
+
 def test_the_card_of_a_run_says_data_settings_steps_and_probes(run_dir: RunDir, tmp_path: Path) -> None:
     write_json(run_dir.probes(10) / "base.json", probe_result("base", title="picture", accuracy=0.8125))
     write_json(run_dir.probes(10) / "overlay.json", probe_result("overlay", title="digit", accuracy=0.25))
@@ -201,6 +216,8 @@ def test_timm_loads_the_directory(config: Any, tmp_path: Path) -> None:
     with torch.no_grad():
         theirs = model((pictures(3) - encoder.mean_C11) / encoder.std_C11)
     torch.testing.assert_close(theirs, features_of(encoder, 3))
+    if config.kind == "timm":
+        assert timm.data.resolve_data_config({}, model=model)["input_size"] == (3, 32, 32)
     assert "local-dir:PATH OF THIS DIRECTORY" in (tmp_path / "README.md").read_text()
 
 
