@@ -42,6 +42,7 @@ def write_tiny_dataset(
     num_samples_per_shard: int = 16,
     overlay: Literal["baked", "online", "none"] = "baked",
     split: Literal["train", "test"] = "train",
+    num_channels: int = 3,
 ) -> Path:
     """A finished dataset of pictures: base class = brightness of the top half.
 
@@ -53,7 +54,7 @@ def write_tiny_dataset(
     samples = []
     for index in range(num_samples):
         base, second = int(rng.integers(2)), int(rng.integers(3))
-        picture = rng.integers(0, 90, size=(size, size, 3))
+        picture = rng.integers(0, 90, size=(size, size, num_channels))
         picture[: size // 2] += 120 * base
         mask = None
         if overlay == "baked":
@@ -78,7 +79,7 @@ def write_tiny_dataset(
             title_base="picture",
             title_overlay="shape" if overlay == "online" else "object",
         ),
-        input_shape=(3, size, size),
+        input_shape=(num_channels, size, size),
         baked_kind="halves" if overlay == "baked" else None,
         online=Shapes() if overlay == "online" else None,
         seed=seed,

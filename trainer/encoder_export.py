@@ -25,6 +25,7 @@ from data_pipeline.core.errors import UserError
 from trainer.model_card import config_of_the_hub, model_card, model_card_of_run
 from trainer.models.encoder import Encoder
 from trainer.modules import TrainedModules
+from trainer.open_settings import recorded_input_size
 from trainer.pretrained import (
     EXPORT_SUFFIX,
     HEADER_KEY,
@@ -32,6 +33,7 @@ from trainer.pretrained import (
     ExportHeader,
     load_modules,
     named_as_published,
+    unwrapped,
 )
 from trainer.run_dir import RunDir, open_run, write_atomically, write_json
 
@@ -64,26 +66,28 @@ def export(run_dir: RunDir, out: Path, *, step: int | None = None, image_size: t
         write_atomically(out, _onnx_bytes(modules.encoder, header, image_size=image_size))
 
 
-def save_encoder(encoder: Encoder, out: str | Path, *, name: str = "encoder", step: int = 0) -> None:
+def save_encoder(encoder: nn.Module, out: str | Path, *, name: str = "encoder", step: int = 0) -> None:
     """Write an encoder of your own training loop as a file that `load_encoder` reads, without its head.
 
-    `name` and `step` are kept in the file, for the reader. Raises `UserError` if `out` does not end in .safetensors, or
-    if the encoder does not come from `build_encoder` or has no mean and std.
+    The encoder may be inside DataParallel, DistributedDataParallel or `torch.compile`. `name` and `step` are kept in
+    the file, for the reader. Raises `UserError` if `out` does not end in .safetensors, or if the encoder does not come
+    from `build_encoder` or has no mean and std.
     """
-    out = Path(out)
+    out, encoder = Path(out), unwrapped(encoder)
     if out.suffix != EXPORT_SUFFIX or out.is_dir():
         raise UserError(f"cannot save the encoder to {out}: pass the name of a file that ends in {EXPORT_SUFFIX}")
     write_atomically(out, _safetensors_bytes(encoder, _header_of(encoder, name=name, step=step)))
 
 
 def save_pretrained(
-    source: Encoder | RunDir | str | Path, directory: str | Path, *, name: str | None = None, step: int | None = None
+    source: nn.Module | RunDir | str | Path, directory: str | Path, *, name: str | None = None, step: int | None = None
 ) -> None:
     """Write an encoder in the layout of the Hugging Face Hub: config.json, model.safetensors, README.md. No network.
 
-    `source` is an encoder, or a run directory, of which `step` is taken (None: the newest checkpoint). The README.md is
-    a model card. For a run it says on which data, with which settings and for how many steps it was trained, and the
-    accuracies of its probes. `load_encoder(directory)` reads it back; `huggingface_hub.upload_folder` publishes it.
+    `source` is an encoder, as `save_encoder` takes it, or a run directory, of which `step` is taken (None: the newest
+    checkpoint). The README.md is a model card. For a run it says on which data, with which settings and for how many
+    steps it was trained, and the accuracies of its probes. `load_encoder(directory)` reads it back;
+    `huggingface_hub.upload_folder` publishes it.
 
     `name` is the title of the card (default: the name of the run). Replaces the three files if they are there. Raises
     `UserError` as `load_encoder` and `save_encoder` do, or if `directory` is the directory of a run.
@@ -91,29 +95,33 @@ def save_pretrained(
     directory = Path(directory)
     if (directory / "checkpoints").is_dir():
         raise UserError(f"{directory} is a run directory, whose config.json would be lost; pass another directory")
-    if isinstance(source, Encoder):
-        encoder, header = source, _header_of(source, name=name or "encoder", step=step or 0)
+    if isinstance(source, nn.Module):
+        encoder, input_size = unwrapped(source), None
+        header = _header_of(encoder, name=name or "encoder", step=step or 0)
         card = model_card(header)
     else:
         run_dir = source if isinstance(source, RunDir) else open_run(Path(source))
         modules = load_modules(run_dir, step=step)
         encoder, header = modules.encoder, _header_of_run(run_dir, modules)
+        input_size = recorded_input_size(run_dir.read_provenance())
         card = model_card_of_run(run_dir, modules, header, title=name)
-    write_json(directory / "config.json", config_of_the_hub(header))
+    write_json(directory / "config.json", config_of_the_hub(header, input_size=input_size))
     write_atomically(directory / "README.md", card)
     write_atomically(directory / HUB_WEIGHTS, _safetensors_bytes(encoder, header))  # last: it makes the directory whole
 
 
-def export_onnx(encoder: Encoder, out: str | Path, *, image_size: tuple[int, int]) -> None:
+def export_onnx(encoder: nn.Module, out: str | Path, *, image_size: int | tuple[int, int]) -> None:
     """Write an encoder as an ONNX graph from "pictures" (B, C, H, W) in [0, 1] to "pooled" features (B, F), float32.
 
-    The graph normalises the pictures. B is free; `image_size` is H and W. Raises `UserError` if the packages onnx and
-    onnxscript are missing, or if the encoder does not take inputs of that size.
+    The graph normalises the pictures. B is free; `image_size` is H and W, or one number for both. The encoder may be
+    wrapped, as for `save_encoder`. Raises `UserError` if the packages onnx and onnxscript are missing, or if the
+    encoder does not take inputs of that size.
     """
-    out = Path(out)
+    out, encoder = Path(out), unwrapped(encoder)
+    size = (image_size, image_size) if isinstance(image_size, int) else image_size
     if out.suffix != ONNX_SUFFIX or out.is_dir():
         raise UserError(f"cannot write ONNX to {out}: pass the name of a file that ends in {ONNX_SUFFIX}")
-    write_atomically(out, _onnx_bytes(encoder, _header_of(encoder, name="encoder", step=0), image_size=image_size))
+    write_atomically(out, _onnx_bytes(encoder, _header_of(encoder, name="encoder", step=0), image_size=size))
 
 
 def _header_of(encoder: Encoder, *, name: str, step: int, git_commit: str | None = None) -> ExportHeader:
@@ -168,7 +176,7 @@ def _onnx_bytes(encoder: Encoder, header: ExportHeader, *, image_size: tuple[int
     encoder.feature_size(*image_size)  # raises UserError if the encoder does not take this size
     with torch.no_grad(), _quiet():
         program = torch.onnx.export(
-            _Pooled(copy.deepcopy(encoder)).cpu().eval(),
+            _Pooled(copy.deepcopy(encoder)).cpu().float().eval(),
             (torch.zeros(2, header.encoder.in_channels, *image_size),),
             input_names=["pictures"],
             output_names=["pooled"],

@@ -42,17 +42,24 @@ class _Inputs:
     sample_rate: int | None = None
 
 
-def config_of_the_hub(header: ExportHeader) -> dict[str, Any]:
+def config_of_the_hub(header: ExportHeader, *, input_size: tuple[int, int] | None) -> dict[str, Any]:
     """Return the contents of config.json: the header of the export, and what timm reads if timm has the architecture.
 
     With the latter, `timm.create_model("local-dir:DIRECTORY")` or "hf-hub:OWNER/NAME" loads the weights.
+
+    `input_size` is the height and width of the inputs in training. If it is None, the `img_size` of timm takes its
+    place, if there is one.
     """
     config = header.encoder
     values: dict[str, Any] = {HEADER_KEY: header.model_dump(mode="json")}
     name, options = timm_architecture(header)
     if name is None:
         return values
-    cfg = {"mean": config.mean, "std": config.std, "num_classes": 0, "license": "unknown"}
+    cfg: dict[str, Any] = {"mean": config.mean, "std": config.std, "num_classes": 0, "license": "unknown"}
+    if input_size is None and isinstance(side := options.get("img_size"), int):
+        input_size = side, side
+    if input_size is not None:
+        cfg["input_size"] = (config.in_channels, *input_size)
     return {
         "architecture": name,
         "num_classes": 0,

@@ -13,7 +13,7 @@ from torch import nn
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import difference
-from data_pipeline.loading.mixture import check_mixture
+from data_pipeline.loading.mixture import SAME_INPUTS, check_mixture
 from data_pipeline.loading.order import check_batch_size, check_ranks
 from data_pipeline.storage.manifest import Manifest
 from trainer.build import Training
@@ -36,7 +36,6 @@ from trainer.run_dir import LOCK_NAME, RunDir, hold, write_json
 logger = logging.getLogger(__name__)
 
 # What datasets of one run have in common: fields of a manifest, and their names in a message.
-_SAME_INPUTS = {"medium": "medium", "batch_shape": "input shape", "sample_rate": "sample rate"}
 # Settings and sections that change neither a batch nor a step. A run that has begun may go on with others: messages and
 # docs/troubleshooting.md ask for that. `NOT_IDENTITY` of reports has all of them.
 MAY_CHANGE = (
@@ -71,7 +70,7 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
     """
     train, test = manifests.probed, manifests.test
     train_dir, test_dir = config.data.probed_dir, config.data.test_dir
-    for name, what in _SAME_INPUTS.items():
+    for name, what in SAME_INPUTS.items():
         in_train, in_test = getattr(train, name), getattr(test, name)
         if in_train != in_test:
             raise UserError(
@@ -96,7 +95,7 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
         logger.warning("%s; build both with the same --seed and options, unless the test shall differ", said)
     sources = _located(config, manifests.train)
     for location, manifest in sources.items():
-        for name, what in _SAME_INPUTS.items():
+        for name, what in SAME_INPUTS.items():
             if getattr(manifest, name) != getattr(train, name):
                 raise UserError(
                     f"{location} and {train_dir} are in one mixture, but differ in {what} "

@@ -90,6 +90,23 @@ def load_modules(run_dir: RunDir, *, step: int | None = None, allow_pipe: bool =
     return replace(modules, step=step, trained_on=trained_on)
 
 
+def unwrapped(encoder: nn.Module) -> Encoder:
+    """Return the encoder inside DataParallel, DistributedDataParallel and `torch.compile`, or the encoder itself.
+
+    Raises `UserError` if there is no encoder inside.
+    """
+    module = encoder
+    while not isinstance(module, Encoder):
+        inner = getattr(module, "module", getattr(module, "_orig_mod", None))
+        if not isinstance(inner, nn.Module):
+            raise UserError(
+                f"{type(module).__name__} is not an encoder; pass one from build_encoder or load_encoder, also inside "
+                "DataParallel, DistributedDataParallel or torch.compile"
+            )
+        module = inner
+    return module
+
+
 def named_as_published(encoder: Encoder) -> nn.Module:
     """Return the part of an encoder whose weights have the names of torchvision or timm."""
     return encoder.trunk.as_published

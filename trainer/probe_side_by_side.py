@@ -9,6 +9,7 @@ Shapes: B samples, F features of the linear probe, D features of kNN.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -66,10 +67,11 @@ def probe_side_by_side(
     allow_pipe: as in `read_config`.
 
     Prints a warning if a run was trained on other data or with other code. Raises `UserError` for fewer than two runs,
-    or if the runs do not have the same train and test sets, or if these share too many samples.
+    if a run is given twice, if the runs do not have the same train and test sets, or if these share too many samples.
     """
     if len(run_dirs) < 2:
         raise UserError(f"--side-by-side joins the features of two runs or more, and {len(run_dirs)} is given")
+    _refuse_same(run_dirs)
     configs = [read_run_config(run_dir, allow_pipe=allow_pipe) for run_dir in run_dirs]
     warn_of_changed_code(run_dirs)
     data, manifests = configs[0].data, _read_same_manifests(run_dirs, configs)
@@ -86,6 +88,18 @@ def probe_side_by_side(
         by_name[str(run_dir.path)] = modules.encoder.to(device)
     by_name[TOGETHER] = SideBySide([encoder for encoder in by_name.values() if isinstance(encoder, Encoder)])
     return {name: probe(encoder, train, test, labels=labels, config=config) for name, encoder in by_name.items()}
+
+
+def _refuse_same(run_dirs: Sequence[RunDir]) -> None:
+    """Raise `UserError` if a run is given twice, also by another path."""
+    first: dict[Path, RunDir] = {}
+    for run_dir in run_dirs:
+        if (path := run_dir.path.resolve()) in first:
+            raise UserError(
+                f"--side-by-side joins different runs, but {run_dir.path} is the same run as {first[path].path}; name "
+                "each run once"
+            )
+        first[path] = run_dir
 
 
 def _read_same_manifests(run_dirs: Sequence[RunDir], configs: Sequence[RunConfig]) -> Manifests:

@@ -17,7 +17,7 @@ from data_pipeline.core.errors import UserError
 from trainer.models.encoder import Encoder, ResNetConfig, TimmConfig
 from trainer.models.resnet import blocks_of_depth
 from trainer.models.timm_trunk import load_timm
-from trainer.pretrained import named_as_published
+from trainer.pretrained import named_as_published, unwrapped
 
 _CLASSIFIERS = ("fc.", "classifier.", "head.", "last_linear.")  # names of the classifier in torchvision and timm
 _TORCHVISION_WIDTH = 64
@@ -25,12 +25,15 @@ _TORCHVISION_WIDTH = 64
 M = TypeVar("M", bound=nn.Module)
 
 
-def to_torchvision(encoder: Encoder) -> ResNet:
+def to_torchvision(encoder: nn.Module) -> ResNet:
     """Return torchvision's ResNet with the weights of an encoder, in eval mode, with an identity as `fc`.
 
-    The small form has another stem: a 3x3 `conv1` of stride 1, and an identity as `maxpool`. Raises `UserError` if
+    The small form has another stem: a 3x3 `conv1` of stride 1, and an identity as `maxpool`.
+
+    The encoder may be inside DataParallel, DistributedDataParallel or `torch.compile`. Raises `UserError` if
     torchvision has no such network.
     """
+    encoder = unwrapped(encoder)
     config = encoder.config
     if not isinstance(config, ResNetConfig) or config.width != _TORCHVISION_WIDTH:
         raise UserError(f"torchvision has no network like {_name_of(encoder)}; only ResNets of width 64 are also its")
@@ -48,11 +51,13 @@ def to_torchvision(encoder: Encoder) -> ResNet:
     return _with_weights(model, encoder)
 
 
-def to_timm(encoder: Encoder) -> nn.Module:
+def to_timm(encoder: nn.Module) -> nn.Module:
     """Return the timm model with the weights of an encoder, in eval mode and without its classifier.
 
-    Raises `UserError` if timm is not installed or has no such network.
+    The encoder may be wrapped, as for `to_torchvision`. Raises `UserError` if timm is not installed or has no such
+    network.
     """
+    encoder = unwrapped(encoder)
     config = encoder.config
     if isinstance(config, TimmConfig):
         name, options = config.name, dict(config.options)
@@ -70,12 +75,14 @@ def to_timm(encoder: Encoder) -> nn.Module:
     return _with_weights(model, encoder)
 
 
-def load_published(encoder: Encoder, weights: Mapping[str, Tensor]) -> None:
+def load_published(encoder: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy weights with the names of torchvision or timm, such as `model.state_dict()`, into an encoder.
 
-    Leaves out the weights of a classifier. The head of the encoder does not change. Raises `UserError` if any other
-    weight is missing, is left over or has another shape; then the encoder does not change.
+    The encoder may be wrapped, as for `to_torchvision`. Leaves out the weights of a classifier. The head of the encoder
+    does not change. Raises `UserError` if any other weight is missing, is left over or has another shape; then the
+    encoder does not change.
     """
+    encoder = unwrapped(encoder)
     target = named_as_published(encoder)
     own = target.state_dict()
     given = {name: x for name, x in weights.items() if name in own or not name.startswith(_CLASSIFIERS)}

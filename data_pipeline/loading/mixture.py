@@ -35,6 +35,8 @@ from data_pipeline.loading.order import ORDER_VERSION, EpochOrder, OrderVersion,
 from data_pipeline.loading.permutation import KeyedPermutation
 from data_pipeline.storage.store import SampleStore
 
+# The fields of a manifest in which datasets that are read together agree, and their names in messages.
+SAME_INPUTS = {"medium": "medium", "batch_shape": "input shape", "sample_rate": "sample rate"}
 _CHUNK = 64  # replacements that are looked up at once
 
 
@@ -124,6 +126,8 @@ class WeightsFrom:
 class Mixture:
     """Several datasets that are drawn from by weights.
 
+    Raises `UserError` if two sources have the same name, or if they differ in medium, input shape or sample rate.
+
     Attributes:
         sources: in an order that must not change during a run.
         weights: by ascending steps; the first are from step 0 on.
@@ -133,6 +137,22 @@ class Mixture:
     sources: tuple[MixtureSource, ...]
     weights: tuple[WeightsFrom, ...]
     epoch_samples: int | None = None
+
+    def __post_init__(self) -> None:
+        first, names = self.sources[0], set[str]()
+        for source in self.sources:
+            if source.name in names:
+                raise UserError(
+                    f"two sources of the mixture are named {source.name}; give each a name of its own, or leave one out"
+                )
+            names.add(source.name)
+            for name, what in SAME_INPUTS.items():
+                here, there = getattr(source.store.manifest, name), getattr(first.store.manifest, name)
+                if here != there:
+                    raise UserError(
+                        f"{first.name} and {source.name} are in one mixture, but differ in {what} ({there} and "
+                        f"{here}); build or index both for the same"
+                    )
 
 
 class SourceEpochs:

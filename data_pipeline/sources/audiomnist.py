@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from data_pipeline.audio.waveform import read_wav
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Record
+from data_pipeline.sources.wav_folder import warn_of_ignored, wav_files
 
 NUM_SPEAKERS: Final = 60
 # The published split. Tamkin et al. 2022 train on its training and validation speakers.
@@ -47,7 +48,9 @@ class AudioMnist:
                 f"{self.root} lacks {len(missing)} of the {split} split's {len(speakers)} speaker folders ({names}); "
                 "copy them from AudioMNIST's data folder"
             )
-        takes = sorted(take for speaker in speakers for take in _takes(self.root / f"{speaker:02d}", speaker))
+        others: list[Path] = []
+        takes = sorted(take for speaker in speakers for take in _takes(self.root / f"{speaker:02d}", speaker, others))
+        warn_of_ignored(self.root, others)
         # Numbers, not names: 30,000 strings would be copied into every worker.
         self._speakers, digits, self._takes = np.array(takes, dtype=np.int32).T
         self.labels: NDArray[np.int64] = digits.astype(np.int64)
@@ -58,12 +61,12 @@ class AudioMnist:
         return Record(read_wav(path, sample_rate=self.sample_rate), digit)
 
 
-def _takes(folder: Path, speaker: int) -> list[tuple[int, int, int]]:
-    """Return (speaker, digit, take) of each WAV file in a speaker's folder; ignore hidden and other files."""
+def _takes(folder: Path, speaker: int, others: list[Path]) -> list[tuple[int, int, int]]:
+    """Return (speaker, digit, take) of each WAV file in a speaker's folder; add other files to `others`."""
     takes = []
-    for path in folder.iterdir():
-        if path.suffix.lower() != ".wav" or path.name.startswith("."):
-            continue
+    paths, not_wav = wav_files(folder)
+    others += not_wav
+    for path in paths:
         match = _NAME.fullmatch(path.name)
         if match is None or int(match[2]) != speaker:
             raise UserError(

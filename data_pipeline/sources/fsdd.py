@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from data_pipeline.audio.waveform import read_wav
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.sample import Record
+from data_pipeline.sources.wav_folder import warn_of_ignored, wav_files
 
 DEFAULT_TEST_SPEAKER: Final = "yweweler"
 _NAME = re.compile(r"([0-9])_([A-Za-z]+)_(0|[1-9][0-9]*)\.wav")
@@ -53,13 +54,15 @@ class Fsdd:
 
 
 def _recordings(folder: Path) -> list[tuple[str, int, int]]:
-    """Return (speaker, digit, index) of each WAV file in a folder; ignore hidden and other files."""
+    """Return (speaker, digit, index) of each WAV file in a folder.
+
+    Ignores other files with a warning, and hidden files without one.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give --root the folder of the Free Spoken Digit Dataset")
     recordings = []
-    for path in folder.iterdir():
-        if path.suffix.lower() != ".wav" or path.name.startswith("."):
-            continue
+    paths, others = wav_files(folder)
+    for path in paths:
         match = _NAME.fullmatch(path.name)
         if match is None:
             raise UserError(
@@ -67,6 +70,7 @@ def _recordings(folder: Path) -> list[tuple[str, int, int]]:
                 "rename or remove it"
             )
         recordings.append((match[2], int(match[1]), int(match[3])))
+    warn_of_ignored(folder, others)
     if not recordings:
         raise UserError(f"{folder} holds no WAV files; unpack the Free Spoken Digit Dataset's recordings there")
     return recordings

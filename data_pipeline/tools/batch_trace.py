@@ -47,12 +47,20 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _opened(locations: Sequence[str], weights: Sequence[float] | None) -> SampleStore | Mixture:
-    """Open a dataset, or several as a mixture. Raises `UserError` if there is not a positive weight for each."""
+    """Open a dataset, or several as a mixture.
+
+    Raises `UserError` if there is not a positive weight for each, if a directory is given twice, or as `Mixture` does.
+    """
     if len(locations) == 1:
         return SampleStore(locations[0])
     weights = [1.0] * len(locations) if weights is None else weights
     if len(weights) != len(locations) or not all(0 < weight < math.inf for weight in weights):
         raise UserError(f"--weights must be {len(locations)} positive numbers, one for each DIR, got {weights}")
+    first: dict[Path, str] = {}
+    for location in locations:
+        if (path := Path(location).resolve()) in first:
+            raise UserError(f"{first[path]} and {location} are the same directory; name each once")
+        first[path] = location
     sources = tuple(MixtureSource(location, SampleStore(location)) for location in locations)
     return Mixture(sources, (WeightsFrom(0, tuple(weights)),))
 

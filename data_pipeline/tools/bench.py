@@ -182,7 +182,12 @@ def run(args: argparse.Namespace) -> None:
     if args.shuffle_shards is not None and args.shuffle_shards < 1:
         raise UserError(f"--shuffle-shards must be at least 1, got {args.shuffle_shards}")
     device, store = named_device(args.device), SampleStore(args.location)
-    if args.shuffle_shards is not None and args.batch_size <= len(store):
+    if args.batch_size > len(store):
+        raise UserError(
+            f"--batch-size is {args.batch_size}, but {args.location} has {len(store)} samples; give {len(store)} or "
+            "less, or build a larger dataset"
+        )
+    if args.shuffle_shards is not None:
         ratio = shard_pair_ratio(store.shard_ends, args.shuffle_shards, seed=0, global_batch_size=args.batch_size)
         print(
             f"with windows of {args.shuffle_shards} shards, two samples of one shard meet in a batch {ratio:.3g} times "

@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from configs import debug
+from data_pipeline.building.build import build_dataset
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
@@ -26,7 +27,18 @@ from trainer.modules import build_modules
 from trainer.observability.figures import GAP, LEFT, TOP, GridRow, difference_gain, difference_pictures, picture_grid
 from trainer.observability.view_grid import choose_pictures, draw_views
 from trainer.probes.features import read_pictures
-from trainer.run_dir import RunDir
+from trainer.run_dir import RunDir, write_json
+
+SMALL = {
+    "views": {"num_pictures": 8},
+    "feature_dropout": {"num_examples": 16, "num_uniform_samples": 10},
+    "alignment": {"num_samples": 16, "num_views": 2},
+    "concentration": {"num_per_class": 3, "num_views": 2},
+    "embedding": {"num_samples": 16},
+    "collision": {"num_pictures": 9, "max_uses": 2},
+    "monitors": {"num_samples": 16, "num_views": 2},
+    "filters": {"num_pictures": 16, "num_steps": 2, "num_shown": 9},
+}
 
 
 @pytest.fixture(scope="module")
@@ -209,3 +221,45 @@ def test_settings_and_seed_reach_the_analysis_of_every_run(
     for path in json_paths:
         result = json.loads(Path(path).read_text())
         assert (result["num_pictures"], result["seed"], result["uses"]) == (9, 5, [0, 1, 2, 3])
+
+
+@pytest.fixture(scope="module", params=[1, 7])
+def runs_of_channels(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[int, list[RunDir]]:
+    """Make two untrained runs on pictures of one channel, or of seven: three colours and four that bits fill."""
+    directory, num_channels = tmp_path_factory.mktemp("channels"), request.param
+    for number, split in enumerate(("train", "test")):
+        if num_channels == 1:
+            write_tiny_dataset(directory / split, num_samples=37, seed=number, num_channels=1)
+        else:
+            options = {"bits": 4}
+            build_dataset(
+                "procedural_bits", directory / split, split=split, limit=40, overlay="online", overlay_options=options
+            )
+    channels = {"in_channels": num_channels, "mean": (0.5,) * num_channels, "std": (0.25,) * num_channels}
+    runs = []
+    for name in ("a", "b"):
+        config = debug.viewmaker().model_dump(mode="json")
+        config["name"] = name
+        config["encoder"] |= channels
+        config["data"] |= {"train_dir": str(directory / "train"), "test_dir": str(directory / "test")}
+        runs.append(RunDir(directory / name))
+        write_json(runs[-1].config, config)
+    return num_channels, runs
+
+
+@pytest.mark.parametrize("name", ANALYSES)
+def test_each_analysis_takes_pictures_of_any_number_of_channels(
+    name: str, runs_of_channels: tuple[int, list[RunDir]]
+) -> None:
+    _, runs = runs_of_channels
+    analysis = load_analysis(name)
+    config = analysis.settings.parse(SMALL[name], where=name)
+    paths = list(analysis.run(runs, config, AnalysisOptions(step=0)))
+    assert len(paths) == 4
+    assert all(path.is_file() for path in paths)
+    if name == "concentration":  # without grayscale and colour jitter
+        result = json.loads((runs[0].analysis / "concentration.json").read_text())
+        assert set(result["pairs"]) == {"ab", "ae", "be"}
+        assert set(result["ad_is_lowest"]) == {None}

@@ -79,6 +79,39 @@ def test_mean_and_std_that_were_passed_to_build_encoder_are_saved(tmp_path: Path
     assert torch.equal(features_of(load_encoder(tmp_path / "mine.safetensors"), 3), features_of(encoder, 3))
 
 
+def wrapped(encoder: Encoder, how: str) -> nn.Module:
+    """An encoder as `torch.compile`, DataParallel, or both wrap it."""
+    module: nn.Module = nn.DataParallel(encoder) if "parallel" in how else encoder
+    compiled: nn.Module = torch.compile(module, backend="eager")  # type: ignore[assignment]
+    return compiled if "compiled" in how else module
+
+
+@pytest.mark.parametrize("how", ["parallel", "compiled", "parallel and compiled"])
+def test_a_wrapped_encoder_is_saved_as_the_encoder_itself(how: str, tmp_path: Path) -> None:
+    encoder = own_encoder()
+    for name, source in (("plain", encoder), ("wrapped", wrapped(encoder, how))):
+        save_encoder(source, tmp_path / f"{name}.safetensors")
+        save_pretrained(source, tmp_path / name)
+    assert (tmp_path / "wrapped.safetensors").read_bytes() == (tmp_path / "plain.safetensors").read_bytes()
+    for file in ("config.json", "README.md", "model.safetensors"):
+        assert (tmp_path / "wrapped" / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
+
+
+def test_the_hub_is_told_the_size_of_the_inputs(tmp_path: Path) -> None:
+    """It is that of the run's inputs, or `img_size` of an encoder from one's own loop, if it has one."""
+    vit = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 24, "num_heads": 2}
+    for name, source, size in (
+        ("run", make_run(tmp_path / "resnet18", ResNetConfig(kind="resnet18", **CIFAR10)), [3, 64, 48]),
+        ("vit", own_encoder(TimmConfig(name="vit_tiny_patch16_224", options=vit, **CIFAR10)), [3, 32, 32]),
+        ("unknown", own_encoder(ResNetConfig(kind="resnet18", **CIFAR10)), None),
+    ):
+        if isinstance(source, RunDir):
+            write_json(source.provenance, {"encoder_input_size": [64, 48]})
+        save_pretrained(source, tmp_path / name)
+        cfg = json.loads((tmp_path / name / "config.json").read_text())["pretrained_cfg"]
+        assert cfg.get("input_size") == size
+
+
 def test_the_card_of_a_run_says_data_settings_steps_and_probes(run_dir: RunDir, tmp_path: Path) -> None:
     write_json(run_dir.probes(10) / "base.json", probe_result("base", title="picture", accuracy=0.8125))
     write_json(run_dir.probes(10) / "overlay.json", probe_result("overlay", title="digit", accuracy=0.25))
@@ -183,6 +216,8 @@ def test_timm_loads_the_directory(config: Any, tmp_path: Path) -> None:
     with torch.no_grad():
         theirs = model((pictures(3) - encoder.mean_C11) / encoder.std_C11)
     torch.testing.assert_close(theirs, features_of(encoder, 3))
+    if config.kind == "timm":
+        assert timm.data.resolve_data_config({}, model=model)["input_size"] == (3, 32, 32)
     assert "local-dir:PATH OF THIS DIRECTORY" in (tmp_path / "README.md").read_text()
 
 
@@ -214,6 +249,28 @@ def test_onnx_gives_the_same_features_for_any_number_of_pictures(config: Any, tm
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_onnx_of_an_encoder_in_another_precision_is_float32(dtype: torch.dtype, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    encoder = own_encoder().to(dtype)
+    export_onnx(encoder, tmp_path / "encoder.onnx", image_size=(32, 32))
+    assert next(encoder.parameters()).dtype == dtype
+    x = torch.rand(2, 3, 32, 32)
+    with torch.no_grad():
+        expected = encoder.float().pooled(x)
+    torch.testing.assert_close(run_onnx(tmp_path / "encoder.onnx", x), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_onnx_takes_a_wrapped_encoder_and_one_number_for_both_sides(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    encoder = own_encoder()
+    export_onnx(wrapped(encoder, "parallel"), tmp_path / "encoder.onnx", image_size=32)
+    pooled = run_onnx(tmp_path / "encoder.onnx", pictures(3))
+    torch.testing.assert_close(pooled, features_of(encoder, 3), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_the_commands(run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxscript")
     for words in (["--out", str(tmp_path / "e.onnx"), "--image-size", "32"], ["--hub", str(tmp_path / "hub")]):
@@ -234,6 +291,10 @@ def test_what_cannot_be_exported_is_one_sentence(
     write_json(empty.config, json.loads(run_dir.config.read_text()))
     refused: list[tuple[Callable[[], None], str]] = [
         (lambda: save_encoder(other, tmp_path / "x.safetensors"), "does not come from build_encoder"),
+        (
+            lambda: save_encoder(nn.DataParallel(nn.Identity()), tmp_path / "x.safetensors"),
+            "Identity is not an encoder",
+        ),
         (lambda: save_encoder(open_encoder, tmp_path / "x.safetensors"), "has no mean and std"),
         (lambda: save_encoder(own_encoder(), tmp_path / "x.pt"), "ends in .safetensors"),
         (lambda: export_onnx(own_encoder(), tmp_path / "x.pt", image_size=(32, 32)), "ends in .onnx"),

@@ -137,6 +137,10 @@ def test_what_cannot_be_joined_is_one_sentence(
     other = make_run(tmp_path / "other", write_tiny_pair(tmp_path / "data", num_train=40, num_test=20))
     with pytest.raises(UserError, match="do not have the same train and test sets"):
         probe_side_by_side([runs[0], other], device=CPU)
+    (tmp_path / "link").symlink_to(runs[0].path)
+    for twice in (RunDir(tmp_path / "link"), runs[0]):
+        with pytest.raises(UserError, match=r"is the same run as .*run0; name each run once"):
+            probe_side_by_side([*runs, twice], device=CPU)
     with pytest.raises(UserError, match="two runs or more, and 1 is given"):
         probe_side_by_side(runs[:1], device=CPU)
     for words in (

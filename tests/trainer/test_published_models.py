@@ -69,6 +69,14 @@ def test_torchvision_takes_the_weights_and_gives_them_back(config: ResNetConfig)
     assert all(torch.equal(a, b) for a, b in zip(head, other.head.parameters(), strict=True))
 
 
+def test_a_wrapped_encoder_goes_to_torchvision_and_back() -> None:
+    encoder, other = (trained(ResNetConfig(kind="resnet10", width=64, **NORMALIZATION), seed=seed) for seed in (0, 1))
+    model = to_torchvision(nn.DataParallel(encoder))
+    assert torch.equal(of_their_model(model, encoder, pictures()), pooled(encoder, pictures()))
+    load_published(nn.DataParallel(other), model.state_dict())
+    assert torch.equal(pooled(other, pictures()), pooled(encoder, pictures()))
+
+
 def test_a_model_of_torchvision_with_its_classifier_becomes_an_encoder() -> None:
     model = torchvision.models.resnet18().eval()
     encoder = build_encoder(ResNetConfig(kind="resnet18", **NORMALIZATION)).eval()

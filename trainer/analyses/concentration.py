@@ -36,9 +36,11 @@ from trainer.analyses.loaded_run import AnalysisOptions, choose_rows, read_test_
 from trainer.observability.figures import to_png
 from trainer.probes.features import Pictures, to_float
 from trainer.run_dir import RunDir
+from trainer.views.colour import NUM_COLOURS
 from trainer.views.expert_image import HUANG_LETTERS, ExpertImage, huang_views
 
 PAIRS = tuple("".join(pair) for pair in combinations(HUANG_LETTERS, 2))
+PAIRS_WITHOUT_COLOURS = tuple(pair for pair in PAIRS if not set(pair) & set("cd"))
 _BLOCK = 10  # pictures whose views are compared at once
 
 
@@ -70,9 +72,9 @@ class Concentration(Schema):
 class ConcentrationResult(Schema):
     """analysis/concentration.json.
 
-    pairs: the results by the letters of a pair.
+    pairs: the results by the letters of a pair. Pictures that do not have three channels have no pairs with c or d.
     order: for each delta the pairs from the smallest 1 - sigma (greedy clique, mean of the classes) to the largest.
-    ad_is_lowest: for each delta, if the paper's claim holds; None if all pairs are equal.
+    ad_is_lowest: for each delta, if the paper's claim holds; None if all pairs are equal or (a, d) was not measured.
     """
 
     config: ConcentrationConfig
@@ -105,9 +107,10 @@ def analyze_concentration(run_dir: RunDir, *, config: ConcentrationConfig, optio
     num_classes, num = rows_KN.shape
     images_KNCHW = to_float(test.images(rows_KN), options.device)
     index_KN = test.index_N[rows_KN].to(options.device)
+    measured = PAIRS if images_KNCHW.shape[2] == NUM_COLOURS else PAIRS_WITHOUT_COLOURS
     pairs: dict[str, tuple[Concentration, ...]] = {}
-    with Progress("pairs of transforms", total=len(PAIRS) * num_classes) as progress:
-        for pair in PAIRS:
+    with Progress("pairs of transforms", total=len(measured) * num_classes) as progress:
+        for pair in measured:
             policy = ExpertImage(huang_views(pair, strength=config.strength))
             distances = []
             for images_NCHW, index_N in zip(images_KNCHW, index_KN, strict=True):
@@ -116,7 +119,7 @@ def analyze_concentration(run_dir: RunDir, *, config: ConcentrationConfig, optio
                 progress.advance()
             distance_KNN = torch.stack(distances)
             pairs[pair] = tuple(_concentration(distance_KNN, delta) for delta in config.deltas)
-    by_delta = [{pair: pairs[pair][number].clique for pair in PAIRS} for number in range(len(config.deltas))]
+    by_delta = [{pair: pairs[pair][number].clique for pair in measured} for number in range(len(config.deltas))]
     result = ConcentrationResult(
         config=config,
         seed=seed,
@@ -125,7 +128,8 @@ def analyze_concentration(run_dir: RunDir, *, config: ConcentrationConfig, optio
         pairs=pairs,
         order=tuple(tuple(sorted(values, key=lambda pair: values[pair])) for values in by_delta),
         ad_is_lowest=tuple(
-            None if len(set(values.values())) == 1 else values["ad"] <= min(values.values()) for values in by_delta
+            None if "ad" not in values or len(set(values.values())) == 1 else values["ad"] <= min(values.values())
+            for values in by_delta
         ),
         test_manifest_sha256=test.manifest.sha256,
     )

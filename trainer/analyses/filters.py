@@ -27,6 +27,7 @@ from trainer.analyses.analysis import Analysis
 from trainer.analyses.embedding import silhouette
 from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, refuse_sounds, write_result
 from trainer.observability.figures import GridRow, picture_grid
+from trainer.observability.view_grid import to_nhwc
 from trainer.probes.features import LabelSpace, frozen, to_float
 from trainer.run_dir import RunDir
 
@@ -227,12 +228,12 @@ def _measure(loaded: LoadedRun, rows_N: Tensor) -> tuple[Sparsity, Tensor]:
 
 def _picture(found_FCHW: Tensor, result: FiltersResult) -> bytes:
     """Draw the found pictures in rows of `NUM_COLUMNS`; white fills the last row."""
-    shown = found_FCHW.cpu().permute(0, 2, 3, 1)
-    num_rows = -(-len(shown) // NUM_COLUMNS)
-    filled = torch.ones(num_rows * NUM_COLUMNS, *shown.shape[1:])
-    filled[: len(shown)] = shown
+    num_shown = len(found_FCHW)
+    num_rows = -(-num_shown // NUM_COLUMNS)
+    filled = torch.ones(num_rows * NUM_COLUMNS, *found_FCHW.shape[1:])
+    filled[:num_shown] = found_FCHW.cpu()
     rows = [
-        GridRow(f"features\n{NUM_COLUMNS * row + 1} to {min(NUM_COLUMNS * (row + 1), len(shown))}", pictures.numpy())
+        GridRow(f"features\n{NUM_COLUMNS * row + 1} to {min(NUM_COLUMNS * (row + 1), num_shown)}", to_nhwc(pictures))
         for row, pictures in enumerate(torch.split(filled, NUM_COLUMNS))
     ]
     return picture_grid(rows, column_titles=[""] * NUM_COLUMNS)

@@ -58,7 +58,7 @@ def view_grid(
     if pictures.are_sounds:
         low, high = picture_NCHW.min(), picture_NCHW.max()
         parts = [((part - low) / (high - low)).flip(2) for part in parts]
-    picture, first, second = (_to_nhwc(part) for part in parts)
+    picture, first, second = (to_nhwc(part) for part in parts)
     gain = difference_gain(first - picture, second - picture)
     rows = [GridRow("picture", picture)]
     for number, view in ((1, first), (2, second)):
@@ -73,7 +73,7 @@ def _title(pictures: Pictures, row: int) -> str:
     return " · ".join(pictures.class_names(space)[number] for space, number in numbers.items() if number != NO_LABEL)
 
 
-def _to_nhwc(pictures_NCHW: Tensor) -> NDArray[np.float32]:
+def to_nhwc(pictures_NCHW: Tensor) -> NDArray[np.float32]:
     """Return (N, H, W, 3). If there are not three channels, the first one is shown in grey."""
     shown_NCHW = pictures_NCHW if pictures_NCHW.shape[1] == 3 else pictures_NCHW[:, :1].expand(-1, 3, -1, -1)
     array: NDArray[np.float32] = shown_NCHW.permute(0, 2, 3, 1).numpy()

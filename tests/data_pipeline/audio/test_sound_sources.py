@@ -90,6 +90,27 @@ def test_an_empty_speaker_and_a_file_with_another_name_are_named(audiomnist: Pat
         AudioMnist(audiomnist, split="train")
 
 
+def test_recordings_in_another_format_are_ignored_with_a_warning(
+    audiomnist: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for speaker in ("01", "02"):
+        (audiomnist / "data" / speaker / "a.txt").rename(audiomnist / "data" / speaker / f"3_{speaker}_11.flac")
+    for path in (audiomnist / "data").glob("*/a.txt"):
+        path.unlink()
+    AudioMnist(audiomnist, split="train")
+    assert "data: ignored 2 entries without the ending .wav, such as " in caplog.text
+    caplog.clear()
+    for name in ("0_theo_0.wav", "1_george_0.wav", "2_george_0.flac", ".hidden"):
+        (tmp_path / name).touch()
+    Fsdd(tmp_path, split="train", test_speaker="theo")
+    assert f"{tmp_path}: ignored 2 entries without the ending .wav, such as {tmp_path}/" in caplog.text
+    caplog.clear()
+    (tmp_path / "2_george_0.flac").unlink()
+    (tmp_path / "data").rename(tmp_path / ".data")
+    Fsdd(tmp_path, split="train", test_speaker="theo")
+    assert caplog.text == ""
+
+
 def test_a_recording_of_another_rate_is_named_when_it_is_read(audiomnist: Path) -> None:
     path = audiomnist / "data" / "01" / "0_01_0.wav"
     write_points(path, rate=44_100)

@@ -286,6 +286,11 @@ def stream(
     )
 
 
+def test_two_sources_of_one_name_are_refused(sources: Path) -> None:
+    with pytest.raises(UserError, match="two sources of the mixture are named few; give each a name of its own"):
+        stream(sources, names=("few", "few"))
+
+
 def assert_same(a: Batch, b: Batch) -> None:
     assert (a.step, a.epoch, a.keys) == (b.step, b.epoch, b.keys)
     assert a.draw_index_B is not None

@@ -9,7 +9,7 @@ from data_pipeline.__main__ import main
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.stream import ReadConfig, Stream
 from tests.data_pipeline.random_shards import write_dataset
-from tests.tiny_data import write_tiny_dataset
+from tests.tiny_data import write_tiny_dataset, write_tiny_sounds
 
 NUM_STEPS = 6
 
@@ -80,6 +80,23 @@ def test_several_directories_are_a_mixture(directory: Path, tmp_path: Path, caps
     assert sum(key < 25 for key in keys) == 3 * num_steps
     with pytest.raises(UserError, match=r"--weights must be 2 positive numbers, one for each DIR, got \[1\.0\]"):
         traced(directory, capsys, "--weights", "1", more=[tmp_path / "more"])
+
+
+@pytest.mark.parametrize("options", [[], ["--order-only"]])
+def test_directories_that_training_would_not_mix_are_refused(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    (tmp_path / "link").symlink_to(directory)
+    write_tiny_sounds(tmp_path / "sounds", num_samples=40)
+    write_tiny_dataset(tmp_path / "larger", num_samples=40)
+    for more, message in (
+        (directory, "are the same directory; name each once"),
+        (tmp_path / "link", "are the same directory; name each once"),
+        (tmp_path / "sounds", r"are in one mixture, but differ in medium \(picture and sound\)"),
+        (tmp_path / "larger", r"differ in input shape \(\(3, 8, 8\) and \(3, 16, 16\)\)"),
+    ):
+        with pytest.raises(UserError, match=message):
+            traced(directory, capsys, *options, more=[more])
 
 
 def test_from_step_gives_the_tail_of_the_epoch(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

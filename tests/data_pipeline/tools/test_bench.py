@@ -131,11 +131,15 @@ def test_windows_of_shards_are_measured_and_rated(
     [
         (["--batch-size", "0"], "--batch-size"),
         (["--shuffle-shards", "0"], "--shuffle-shards must be at least 1, got 0"),
-        (["--batch-size", "21"], "does not fit a dataset of 20 samples"),
+        (["--batch-size", "21"], "--batch-size is 21, but .*built has 20 samples; give 20 or less"),
+        ([], "--batch-size is 256, but .*built has 20 samples; give 20 or less"),
         (["--device", "abacus"], "--device abacus: this machine has no such device"),
     ],
 )
-def test_what_cannot_be_measured_is_said(tmp_path: Path, words: list[str], problem: str) -> None:
+def test_what_cannot_be_measured_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], problem: str
+) -> None:
     directory = write_tiny_dataset(tmp_path / "built", num_samples=20)
     with pytest.raises(UserError, match=problem):
         run_bench(str(directory), "--seconds", "0.05", *words)
+    assert capsys.readouterr().out == ""

@@ -189,7 +189,7 @@ def test_quick_heads_are_those_of_the_probe_and_are_kept(data: Path, tmp_path: P
     for space, head in heads.by_label.items():
         torch.testing.assert_close(head.weight_KF, probed[space].head.weight_KF, rtol=0, atol=1e-5)
 
-    path = run_dir.probes(0) / "heads.safetensors"
+    path = run_dir.probes(0) / "quick_heads.safetensors"
     assert heads_of(loaded).made_by == QUICK_FIT
     kept = path.read_bytes()
     torch.testing.assert_close(heads_of(loaded).by_label["base"].weight_KF, heads.by_label["base"].weight_KF)
@@ -220,6 +220,35 @@ def test_heads_that_a_probe_fitted_in_train_mode_are_not_used(
     assert (run_dir.probes(0) / "heads.safetensors").read_bytes() == kept
     probe(batch_norm="eval")
     assert "batch_norm eval" in heads_of(loaded).made_by
+
+
+def test_a_probe_of_one_label_leaves_the_quick_heads_of_the_others(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = write_run(tmp_path / "run", data)
+    loaded = load_run(run_dir, AnalysisOptions(step=0))
+    quick = heads_of(loaded)
+    assert "has no heads" not in capsys.readouterr().err
+    probe_run(run_dir, steps=0, labels=["base"], num_draws=1, changes={"num_epochs": 5}, device=torch.device("cpu"))
+    capsys.readouterr()
+    heads = heads_of(loaded)
+    assert list(heads.by_label) == list(quick.by_label) == ["base", "overlay"]
+    torch.testing.assert_close(heads.by_label["overlay"].weight_KF, quick.by_label["overlay"].weight_KF, rtol=0, atol=0)
+    assert not torch.equal(heads.by_label["base"].weight_KF, quick.by_label["base"].weight_KF)
+    assert heads.made_by.startswith("probe with num_epochs 5")
+    assert heads.made_by.endswith(f"; for label_overlay: {QUICK_FIT}")
+    told = capsys.readouterr().err
+    assert "has no heads for label_overlay, so quick ones are used" in told
+    assert f"`python -m trainer.probe {run_dir.path} --label overlay` fits full ones" in told
+
+
+def test_labels_that_were_not_probed_get_quick_heads(data: Path, tmp_path: Path) -> None:
+    """The order of the commands does not matter: the probe of one label comes first."""
+    run_dir = write_run(tmp_path / "run", data)
+    probe_run(run_dir, steps=0, labels=["overlay"], num_draws=1, changes={}, device=torch.device("cpu"))
+    heads = heads_of(load_run(run_dir, AnalysisOptions(step=0)))
+    assert sorted(heads.by_label) == ["base", "overlay"]
+    assert heads.made_by.endswith(f"; for label_base: {QUICK_FIT}")
 
 
 def test_one_run_twice_or_of_other_data_is_refused(data: Path, tmp_path: Path) -> None:
