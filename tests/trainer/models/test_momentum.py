@@ -98,9 +98,9 @@ def test_batch_norm_of_a_teacher_sees_the_views_as_that_of_the_encoder(
     config = resolve_recipe("debug:image", [*objective, f"view_forwards={view_forwards}", "precision=float64"])
     training = build_training(config, num_samples=6, device=torch.device("cpu"))
     seen: dict[str, list[Tensor]] = {"encoder": [], "teacher": []}
-    teacher = training.objective.teacher.module
-    assert isinstance(teacher, nn.Module)
-    for name, encoder in (("encoder", training.modules.encoder), ("teacher", teacher)):
+    teacher = training.objective.teacher
+    assert isinstance(teacher, MomentumCopy)
+    for name, encoder in (("encoder", training.modules.encoder), ("teacher", teacher.module)):
         first = next(layer for layer in encoder.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm))
         first.register_forward_pre_hook(lambda _, inputs, name=name: seen[name].append(inputs[0].detach()))
     pictures = torch.randint(0, 256, (6, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
