@@ -25,6 +25,7 @@ from launch.submitted import (
     in_queue,
     last_submission,
     queue_for,
+    refuse_if_active,
     run_status,
 )
 from trainer.config import read_run_config, refuse_commands
@@ -181,7 +182,7 @@ def _state_in_queue(submission: Submission) -> str | None:
     if submission.executor == "local":
         return in_queue(submission, None)
     try:
-        return in_queue(submission, queued_jobs())
+        return in_queue(submission, queued_jobs([submission.job_id]))
     except UserError as error:  # Slurm does not answer at the moment
         return str(error)
 
@@ -221,11 +222,14 @@ def resubmit(
     """Submit runs again with the resources of their last job. Each goes on from its newest checkpoint.
 
     Runs of one study are submitted together. They use the present code, not the earlier snapshot, because most
-    failures are mended in the code. Raises SystemExit(1) at the end if a run on this machine did not finish.
+    failures are mended in the code. Raises `UserError` if a run has a job that waits or runs, and SystemExit(1) at the
+    end if a run on this machine did not finish.
     """
     configs = {run_dir: read_run_config(run_dir, allow_pipe=allow_pipe, allow_code=True) for run_dir in runs}
-    for config in configs.values():
+    queue = queue_for(runs)
+    for run_dir, config in configs.items():
         refuse_commands(config)
+        refuse_if_active(run_dir, queue)
     groups: dict[str, list[tuple[RunDir, Submission]]] = {}
     for run_dir in runs:
         before = last_submission(run_dir)
