@@ -71,7 +71,7 @@ def run_study_here(plan: SubmissionPlan, *, command: str) -> None:
             for slot in range(plan.at_a_time):
                 if slot in running and running[slot][1].done():
                     planned, _ = running.pop(slot)
-                    status = run_status(planned.run_dir, {})
+                    status = status_of(planned.run_dir, {})
                     num_failed += status.state != "finished"
                     _print_status(planned.run_dir.path, status)
                 if slot not in running and waiting:
@@ -162,7 +162,7 @@ def wait_for_study(runs: Sequence[PlannedRun]) -> None:
         except UserError as error:  # Slurm does not answer at the moment
             print(error, file=sys.stderr, flush=True)
             continue
-        statuses = {run_dir.path: run_status(run_dir, queue) for run_dir in run_dirs}
+        statuses = {run_dir.path: status_of(run_dir, queue) for run_dir in run_dirs}
         for path, status in statuses.items():
             if printed.get(path) != status.state:
                 printed[path] = status.state

@@ -475,6 +475,42 @@ def test_a_study_on_this_machine_keeps_its_places_full_and_outlives_a_run_that_f
     ]
 
 
+def plan_of_tiny_runs(tmp_path: Path, names: str) -> SubmissionPlan:
+    """Return a plan of runs of this machine, one at a time, on data that exist."""
+    write_tiny_pair(tmp_path / "data", num_train=32, num_test=8)
+    settings = [f"data.{split}_dir={tmp_path / 'data' / split}" for split in ("train", "test")]
+    config = resolve_recipe("debug:image", settings)
+    runs = [PlannedRun(RunDir(tmp_path / "study" / name), config) for name in names]
+    return SubmissionPlan(runs, tmp_path / "study", RESOURCES, at_a_time=1, name="study", executor="local")
+
+
+def test_a_run_whose_directory_is_removed_does_not_keep_the_others_from_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def submit(plan: SubmissionPlan, **_: object) -> list[JobHere]:
+        (planned,) = plan.runs
+        is_removed = planned.name == "a"
+        if is_removed:
+            shutil.rmtree(planned.run_dir.path)
+        return [JobHere(planned.run_dir, finishes=not is_removed)]
+
+    monkeypatch.setattr(runs_module, "submit", submit)
+    monkeypatch.setattr(runs_module, "POLL_HERE_SECONDS", 0.0)
+    monkeypatch.setattr(runs_module, "POLL_SECONDS", 0.0)
+    plan = plan_of_tiny_runs(tmp_path, "ab")
+    with pytest.raises(SystemExit) as end:
+        run_study_here(plan, command="train")
+    assert end.value.code == 1
+    said = capsys.readouterr()
+    assert "a: unknown cannot read the config" in said.out
+    assert said.out.splitlines()[-1] == "b: finished"
+    assert "error: 1 of 2 run(s) did not finish" in said.err
+    with pytest.raises(SystemExit) as end:
+        wait_for_study(plan.runs)
+    assert end.value.code == 1
+    assert "b: finished" in capsys.readouterr().out
+
+
 def test_a_study_on_this_machine_starts_nothing_where_one_run_could_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
