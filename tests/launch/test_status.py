@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -509,6 +510,51 @@ def test_a_run_whose_directory_is_removed_does_not_keep_the_others_from_training
         wait_for_study(plan.runs)
     assert end.value.code == 1
     assert "b: finished" in capsys.readouterr().out
+
+
+def test_two_launchers_of_a_study_on_this_machine_share_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_of_tiny_runs(tmp_path, "abcd")
+    submitted: list[str] = []
+    with contextlib.ExitStack() as other:
+
+        def submit(plan: SubmissionPlan, **_: object) -> list[JobHere]:
+            submitted.append(plan.runs[0].name)
+            if plan.runs[0].name == "a":  # meanwhile, the other launcher ends c and begins d
+                write_json(tmp_path / "study" / "c" / "provenance.json", {"finished_step": 16, "starts": []})
+                other.enter_context(hold(RunDir(tmp_path / "study" / "d")))
+            return [JobHere(plan.runs[0].run_dir, finishes=True)]
+
+        monkeypatch.setattr(runs_module, "submit", submit)
+        monkeypatch.setattr(runs_module, "POLL_HERE_SECONDS", 0.0)
+        other.enter_context(hold(plan.runs[1].run_dir))
+        write_json(plan.runs[1].run_dir.config, plan.runs[1].config.model_dump(mode="json"))
+        run_study_here(plan, command="train")
+    assert submitted == ["a"]
+    assert capsys.readouterr().out.splitlines() == [
+        "a: job 7, 3 to come",
+        "a: finished",
+        "b is running already",
+        "c is finished already",
+        "d is running already",
+    ]
+
+
+def test_a_run_that_another_launcher_took_over_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_of_tiny_runs(tmp_path, "a")
+    with contextlib.ExitStack() as other:
+
+        def submit(plan: SubmissionPlan, **_: object) -> list[JobHere]:
+            other.enter_context(hold(plan.runs[0].run_dir))
+            return [JobHere(plan.runs[0].run_dir, finishes=False)]
+
+        monkeypatch.setattr(runs_module, "submit", submit)
+        monkeypatch.setattr(runs_module, "POLL_HERE_SECONDS", 0.0)
+        run_study_here(plan, command="train")
+    assert capsys.readouterr().out.splitlines() == ["a: job 7, 0 to come", "a: running"]
 
 
 def test_a_study_on_this_machine_starts_nothing_where_one_run_could_not(
