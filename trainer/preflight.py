@@ -377,6 +377,12 @@ def _claim(run_dir: RunDir, config: RunConfig, *, option: str) -> TextIO:
     if run_dir.checkpoints.exists() and not run_dir.checkpoints.is_dir():
         raise UserError(f"{run_dir.checkpoints} is not a directory, so no checkpoint can be written there; remove it")
     held = hold(run_dir)
+    try:
+        if run_dir.config.is_file():  # another process may have written it before this one held the lock
+            refuse_other_config(run_dir, config, option=option)
+    except UserError:
+        held.close()
+        raise
     if not run_dir.config.is_file() or read_run_config(run_dir) != config:
         write_json(run_dir.config, config.model_dump(mode="json"))
     return held

@@ -26,6 +26,7 @@ from data_pipeline.core.schema import difference
 from data_pipeline.storage.manifest import MANIFEST_NAME, load_manifest
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
+from trainer import preflight
 from trainer.config import RunConfig, read_config
 from trainer.data import read_manifests
 from trainer.distributed.collectives import on_first_rank, rank
@@ -384,6 +385,23 @@ def test_the_watchdogs_limits_may_change_from_start_to_start(config: RunConfig, 
     assert read_config(run_dir.config) == patient
     with pytest.raises(UserError, match=r"differs in seed\)"):
         take(run_dir, patient.model_copy(update={"seed": 5}))
+
+
+def test_of_two_starts_with_different_settings_only_one_gets_the_directory(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, real = RunDir(tmp_path / "run"), preflight.hold
+
+    def hold_after_another(held: RunDir) -> TextIO:
+        monkeypatch.setattr(preflight, "hold", real)
+        take(held, config.model_copy(update={"seed": 5})).close()
+        return real(held)
+
+    monkeypatch.setattr(preflight, "hold", hold_after_another)
+    with pytest.raises(UserError, match=r"differs in seed\)"):
+        take(run_dir, config)
+    assert read_config(run_dir.config).seed == 5
+    assert not is_held(run_dir)
 
 
 def test_a_run_keeps_its_directory_if_its_factors_are_renamed(tmp_path: Path) -> None:
