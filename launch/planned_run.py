@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
 
-from data_pipeline.core.errors import printable
+from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.schema import as_typed, value_at
 from trainer.config import RunConfig, keep_order_version
 from trainer.data import Manifests
@@ -63,6 +63,19 @@ class PlannedRun:
             return "finished"
         step = self.run_dir.latest_step()
         return "new" if step is None else f"at step {step}"
+
+
+def refuse_other_configs(runs: Sequence[PlannedRun]) -> None:
+    """Raise `UserError` if runs of a study or a sweep have begun with other configs. It names the first of them."""
+    errors = []
+    for planned in runs:
+        try:
+            planned.refuse_other_config()
+        except UserError as error:
+            errors.append(error)
+    if errors:
+        more = f" and {len(errors) - 1} more like it" if len(errors) > 1 else ""
+        raise UserError(f"{errors[0]}{more}")
 
 
 def default_run_dir(config: RunConfig) -> Path:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import submitit
 
@@ -25,16 +26,18 @@ from launch.submitted import (
     in_queue,
     last_submission,
     queue_for,
+    refuse_if_active,
     run_status,
 )
 from trainer.config import read_run_config, refuse_commands
 from trainer.preflight import check_data
-from trainer.run_dir import RunDir
+from trainer.run_dir import RunDir, is_held
 
 POLL_SECONDS = 1.0
 POLL_HERE_SECONDS = 0.2  # between two looks at the runs of this machine; a place is empty for so long
 HEADER = ("run", "state", "step", "loss", "reason")
 MAX_REASON = 500  # characters that are shown
+_NOT_TO_START: Final = frozenset({"finished", "waiting", "running"})
 
 
 def still_to_do(plan: SubmissionPlan) -> tuple[list[PlannedRun], list[str]]:
@@ -43,7 +46,7 @@ def still_to_do(plan: SubmissionPlan) -> tuple[list[PlannedRun], list[str]]:
     left, left_out = [], []
     for planned in plan.runs:
         status = run_status(planned.run_dir, queue) if planned.run_dir.config.is_file() else None
-        if status is not None and status.state in {"finished", "waiting", "running"}:
+        if status is not None and status.state in _NOT_TO_START:
             left_out.append(f"{planned.run_dir.path.name} is {status.state} already")
         else:
             left.append(planned)
@@ -53,13 +56,15 @@ def still_to_do(plan: SubmissionPlan) -> tuple[list[PlannedRun], list[str]]:
 def run_study_here(plan: SubmissionPlan, *, command: str) -> None:
     """Train the runs on this machine, `at_a_time` at once, with the present code, and print each start and end.
 
-    If a run fails or cannot be started, the others go on, and this raises SystemExit(1) at the end. Raises `UserError`
-    before any run starts if a run cannot use its data or its directory, or if there are too few GPUs.
+    Leaves out the runs that another process finishes or trains meanwhile. If a run fails or cannot be started, the
+    others go on, and this raises SystemExit(1) at the end. Raises `UserError` before any run starts if a run cannot use
+    its data or its directory, or if there are too few GPUs.
     """
     gpus_of(plan.resources, slot=min(plan.at_a_time, len(plan.runs)) - 1)
     manifests = [check_data(planned.config) for planned in plan.runs]
-    for planned, found in zip(plan.runs, manifests, strict=True):
-        planned.claim(found, accepted_data=plan.accepted_data)
+    for each, found in zip(plan.runs, manifests, strict=True):
+        if not is_held(each.run_dir):
+            each.claim(found, accepted_data=plan.accepted_data)
     snapshot = read_snapshot(own_files=plan.own_files)
     waiting = deque(plan.runs)
     running: dict[int, tuple[PlannedRun, submitit.Job[None]]] = {}
@@ -69,13 +74,12 @@ def run_study_here(plan: SubmissionPlan, *, command: str) -> None:
         while waiting or running:
             for slot in range(plan.at_a_time):
                 if slot in running and running[slot][1].done():
-                    planned, _ = running.pop(slot)
-                    status = run_status(planned.run_dir, {})
-                    num_failed += status.state != "finished"
-                    _print_status(planned.run_dir.path, status)
-                if slot not in running and waiting:
-                    planned = waiting.popleft()
-                    name = planned.run_dir.path.name
+                    ended, _ = running.pop(slot)
+                    status = status_of(ended.run_dir, {})
+                    num_failed += status.state not in _NOT_TO_START
+                    _print_status(ended.run_dir.path, status)
+                if slot not in running and (planned := _next_to_start(waiting)) is not None:
+                    name = planned.name
                     try:
                         one = replace(plan, runs=[planned], slot=slot)
                         (job,) = submit(one, command=command, snapshot=snapshot, preloaded=preloaded)
@@ -94,6 +98,17 @@ def run_study_here(plan: SubmissionPlan, *, command: str) -> None:
             file=sys.stderr,
         )
         raise SystemExit(1)
+
+
+def _next_to_start(waiting: deque[PlannedRun]) -> PlannedRun | None:
+    """Take the next run that no other process trains or has finished, and print the states of the others."""
+    while waiting:
+        planned = waiting.popleft()
+        state = status_of(planned.run_dir, {}).state
+        if state not in _NOT_TO_START:
+            return planned
+        print(f"{planned.name} is {state} already", flush=True)
+    return None
 
 
 def _time_left(seconds: float, *, done: int, of: int) -> str:
@@ -161,7 +176,7 @@ def wait_for_study(runs: Sequence[PlannedRun]) -> None:
         except UserError as error:  # Slurm does not answer at the moment
             print(error, file=sys.stderr, flush=True)
             continue
-        statuses = {run_dir.path: run_status(run_dir, queue) for run_dir in run_dirs}
+        statuses = {run_dir.path: status_of(run_dir, queue) for run_dir in run_dirs}
         for path, status in statuses.items():
             if printed.get(path) != status.state:
                 printed[path] = status.state
@@ -181,7 +196,7 @@ def _state_in_queue(submission: Submission) -> str | None:
     if submission.executor == "local":
         return in_queue(submission, None)
     try:
-        return in_queue(submission, queued_jobs())
+        return in_queue(submission, queued_jobs([submission.job_id]))
     except UserError as error:  # Slurm does not answer at the moment
         return str(error)
 
@@ -221,11 +236,14 @@ def resubmit(
     """Submit runs again with the resources of their last job. Each goes on from its newest checkpoint.
 
     Runs of one study are submitted together. They use the present code, not the earlier snapshot, because most
-    failures are mended in the code. Raises SystemExit(1) at the end if a run on this machine did not finish.
+    failures are mended in the code. Raises `UserError` if a run has a job that waits or runs, and SystemExit(1) at the
+    end if a run on this machine did not finish.
     """
     configs = {run_dir: read_run_config(run_dir, allow_pipe=allow_pipe, allow_code=True) for run_dir in runs}
-    for config in configs.values():
+    queue = queue_for(runs)
+    for run_dir, config in configs.items():
         refuse_commands(config)
+        refuse_if_active(run_dir, queue)
     groups: dict[str, list[tuple[RunDir, Submission]]] = {}
     for run_dir in runs:
         before = last_submission(run_dir)

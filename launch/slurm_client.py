@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from submitit.helpers import clean_env
 
@@ -40,14 +39,18 @@ def refused(reason: str) -> UserError:
     return UserError(f"sbatch refused the job ({reason}); change the request, or find out with sinfo what there is")
 
 
-def queued_jobs() -> dict[str, str] | None:
-    """Return state and reason of every job of this user in the queue, by job id; None if there is no squeue.
+def queued_jobs(job_ids: Iterable[str]) -> dict[str, str] | None:
+    """Return state and reason of those jobs that are in the queue, of any user, by id; None if there is no squeue.
 
-    Each job of an array has an id of its own, such as 12_3. Raises `UserError` if squeue gives no answer.
+    Each job of an array has an id of its own, such as 12_3, and its whole array is in the answer. Raises `UserError`
+    if squeue gives no answer.
     """
     if shutil.which("squeue") is None:
         return None
-    done = run_slurm("squeue", "--noheader", "--array", "--user", getpass.getuser(), "--format", "%i|%T|%r")
+    arrays = ",".join(sorted({job_id.partition("_")[0] for job_id in job_ids}))
+    done = run_slurm("squeue", "--noheader", "--array", "--jobs", arrays, "--format", "%i|%T|%r")
+    if done.returncode and "Invalid job id" in done.stderr:  # it ended long ago
+        return {}
     if done.returncode:
         raise UserError(f"squeue failed ({' '.join(done.stderr.split())}); try again when Slurm answers")
     return parse_queue(done.stdout)

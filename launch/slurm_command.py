@@ -13,7 +13,7 @@ import torch
 
 from configs import resolve_recipe, resolve_study
 from data_pipeline.core.errors import UserError
-from launch.planned_run import PlannedRun, default_run_dir, table_of_runs
+from launch.planned_run import PlannedRun, default_run_dir, refuse_other_configs, table_of_runs
 from launch.resources import (
     RequestedResources,
     ResolvedRequest,
@@ -78,7 +78,8 @@ def request_from(arguments: argparse.Namespace) -> ResolvedRequest:
 def plan_from(arguments: argparse.Namespace, request: ResolvedRequest) -> SubmissionPlan:
     """Return the plan of a submission.
 
-    Raises `UserError` if flags contradict each other, or if a run could never start.
+    Raises `UserError` if flags contradict each other, if a run could never start, or if finished runs of a study or a
+    sweep have other settings or other data.
     """
     if arguments.only is not None and arguments.study is None:
         raise UserError("--only chooses runs of a study; leave it out, or give --study")
@@ -102,6 +103,8 @@ def plan_from(arguments: argparse.Namespace, request: ResolvedRequest) -> Submis
         home = (arguments.study_dir or Path("runs") / name).absolute()
         runs = [PlannedRun.within(home, config) for config in configs]
         runs = chosen_runs(runs, arguments.only)
+        refuse_other_configs(runs)
+        refuse_replaced_data(home, runs, accepted_data=arguments.accept_data)
     is_local = arguments.executor == "local"
     at_a_time = min(arguments.at_a_time or (1 if is_local else len(runs)), len(runs))
     wanted = _with_part_of_cores(request.wanted, at_a_time=at_a_time) if is_local else request.wanted

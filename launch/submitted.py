@@ -106,14 +106,14 @@ def last_submission(run_dir: RunDir) -> Submission | None:
 
 
 def queue_for(run_dirs: Iterable[RunDir]) -> dict[str, str] | None:
-    """Return `queued_jobs`, without asking Slurm if none of these runs was submitted to it."""
-    submissions = []
+    """Return `queued_jobs` of these runs, without asking Slurm if none of them was submitted to it."""
+    job_ids = []
     for run_dir in run_dirs:
         with contextlib.suppress(UserError):  # the status of this run says it
-            submissions.append(last_submission(run_dir))
-    if any(submission is not None and submission.executor == "slurm" for submission in submissions):
-        return queued_jobs()
-    return {}
+            submission = last_submission(run_dir)
+            if submission is not None and submission.executor == "slurm":
+                job_ids.append(submission.job_id)
+    return queued_jobs(job_ids) if job_ids else {}
 
 
 def in_queue(submission: Submission, queue: Mapping[str, str] | None) -> str | None:

@@ -17,12 +17,12 @@ import torch
 from configs.sweep import MAX_RUNS, Sweep, SweepSpace, explain_sweep, read_space, resolve_sweep
 from data_pipeline.core.errors import UserError, printable, storage_problem
 from launch.outcome import last_line
-from launch.planned_run import PlannedRun, table_of_runs
+from launch.planned_run import PlannedRun, refuse_other_configs, table_of_runs
 from launch.rank import joined_ranks, noting_its_end, train_on
 from trainer.checkpoint.restore import newest_state
 from trainer.checkpoint.run_state import DataIdentity, identity_in_provenance
 from trainer.config import read_run_config
-from trainer.data import read_manifests
+from trainer.data import DataConfig, read_manifests
 from trainer.distributed.environment import read_env
 from trainer.fault_tolerance.preemption import StoppedError
 from trainer.preflight import check_data, check_resumed
@@ -66,8 +66,7 @@ def planned_sweep(arguments: argparse.Namespace) -> PlannedSweep | None:
     )
     home = (study_dir or Path("runs") / sweep.name).absolute()
     runs = tuple(PlannedRun.within(home, config) for config in sweep.runs)
-    for planned in runs:
-        planned.refuse_other_config()
+    refuse_other_configs(runs)
     return PlannedSweep(sweep, space, home, runs)
 
 
@@ -104,9 +103,10 @@ def run_sweep(planned: PlannedSweep, arguments: argparse.Namespace, *, command: 
         )
         return
     accepted = (*arguments.accept_data, *arguments.accept_code)
-    # Several ranks would write one index at the same time.
-    makes_index = not arguments.dry_run and read_env(os.environ).world_size == 1
-    refuse_replaced_data(planned.home, planned.runs, accepted_data=accepted, makes_index=makes_index)
+    if not arguments.dry_run and read_env(os.environ).world_size == 1:  # several ranks would write one index at once
+        for data in _data_of(planned.runs).values():
+            read_manifests(data, makes_index=True)
+    refuse_replaced_data(planned.home, planned.runs, accepted_data=accepted)
     if arguments.dry_run:
         print(check_runs(planned.runs, accepted_data=accepted))
         return
@@ -145,30 +145,41 @@ def check_runs(runs: Sequence[PlannedRun], *, accepted_data: Collection[str]) ->
     return f"{table_of_runs(runs)}\n{num} in {printable(str(home))}" + (f": {counts}" if set(states) != {"new"} else "")
 
 
-def refuse_replaced_data(
-    home: Path, runs: Sequence[PlannedRun], *, accepted_data: Collection[str], makes_index: bool = False
-) -> None:
+def refuse_replaced_data(home: Path, runs: Sequence[PlannedRun], *, accepted_data: Collection[str]) -> None:
     """Raise `UserError` if a run in `home` was trained on other data than `runs` find at the same place now.
 
-    The results of such a sweep could not be compared. `accepted_data` are the names of new data that may be used.
-    Tars that are not indexed yet are indexed if `makes_index`, and refused otherwise.
+    The results of such a study or sweep could not be compared. `accepted_data` are the names of new data that may be
+    used. Data that cannot be read are passed over, because finished runs do not need them.
     """
-    now: dict[tuple[str, ...], DataIdentity] = {}
-    for data in (planned.config.data for planned in runs):
-        if data.locations not in now:
-            now[data.locations] = read_manifests(data, makes_index=makes_index).identity
+    planned = _data_of(runs)
+    now: dict[tuple[str, ...], DataIdentity | None] = {}
     for run_dir in map(RunDir, runs_of([home])):
         trained_on = identity_in_provenance(run_dir)
         if trained_on is None or not run_dir.config.is_file():
             continue
-        data = read_run_config(run_dir).data
-        found = now.get(data.locations)
+        where = read_run_config(run_dir).data.locations
+        if where not in now:
+            now[where] = _identity_now(planned[where]) if where in planned else None
+        found = now[where]
         if found is not None and found != trained_on and found.name not in accepted_data:
             raise UserError(
-                f"{run_dir.path} was trained on other data than {' and '.join(data.locations)} hold now, so the runs "
-                "of this sweep could not be compared; put the old data back, pass another --study-dir, or add "
+                f"{run_dir.path} was trained on other data than {' and '.join(where)} hold now, so its results could "
+                "not be compared with those of new runs; put the old data back, pass another --study-dir, or add "
                 f"--accept-data {found.name}"
             )
+
+
+def _data_of(runs: Sequence[PlannedRun]) -> dict[tuple[str, ...], DataConfig]:
+    """Return the data of the runs, once for each place."""
+    return {planned.config.data.locations: planned.config.data for planned in runs}
+
+
+def _identity_now(data: DataConfig) -> DataIdentity | None:
+    """Return the identity of datasets; None if they cannot be read, which a run that needs them says itself."""
+    try:
+        return read_manifests(data, makes_index=False).identity
+    except UserError:
+        return None
 
 
 def train_in_turn(runs: Sequence[PlannedRun], *, command: str, accepted_data: Collection[str]) -> None:

@@ -31,6 +31,7 @@ from trainer.own_code import check_same_code
 from trainer.probes.groups import pairs_of
 from trainer.probes.shared import check_shared, find_shared
 from trainer.probes.targets import label_difference, option_difference, readable_labels
+from trainer.provenance import RECORDED_CONFIG, config_in_provenance
 from trainer.run_dir import LOCK_NAME, RunDir, hold, write_json
 
 logger = logging.getLogger(__name__)
@@ -262,8 +263,8 @@ def claim(
     `accepted_data` are names of new datasets (`DataIdentity.name`), and of new code (`check_same_code`), with which the
     run may go on. `option` is the one that names the directory on the command line; messages ask for another.
 
-    Raises `UserError` if the data do not fit or were replaced, if code of the user's own has changed, if
-    the directory holds another config or other files, if another process trains in it, or if it cannot be written.
+    Raises `UserError` if the data do not fit or were replaced, if code of the user's own has changed, if the directory
+    holds another config, an edited config or other files, if another process trains in it, or if it cannot be written.
     """
     check_manifests(config, manifests)
     try:
@@ -277,6 +278,7 @@ def claim(
     try:
         found = newest_state(run_dir)
         check_resumed(run_dir, config, manifests, found, accepted_data=accepted_data)
+        _refuse_edited_config(run_dir, config, step=found.step, option=option)
         check_same_code(run_dir, config, step=found.step, accepted=accepted_data)
     except UserError:
         held.close()
@@ -356,15 +358,36 @@ def refuse_other_config(run_dir: RunDir, config: RunConfig, *, option: str = "--
 
     The weights of a mixture may change at steps that the run has not reached. `option` is that of `claim`.
     """
-    before = read_run_config(run_dir)
-    keys = [key for key in difference(before, config) if not key.startswith(MAY_CHANGE)]
-    if keys == ["data.mixture_schedule"]:
-        _check_schedule(run_dir, before, config, option=option)
-    elif keys:
+    if keys := _changed_settings(run_dir, read_run_config(run_dir), config, option=option):
         raise UserError(
             f"{run_dir.path} holds a run with another config (it differs in {', '.join(keys)}); "
             f"pass another {option}, or remove this one"
         )
+
+
+def _refuse_edited_config(run_dir: RunDir, config: RunConfig, *, step: int, option: str) -> None:
+    """Raise `UserError` if a run at `step` last trained with other settings than its config.json holds now.
+
+    Locations of data may differ, because `check_same_data` compares the data. Passes over a run without a checkpoint,
+    and a run that has recorded no config.
+    """
+    before = config_in_provenance(run_dir) if step > 0 else None
+    changed = [] if before is None else _changed_settings(run_dir, before, config, option=option)
+    keys = [key for key in changed if not (key.startswith("data.") and key.endswith("_dir"))]
+    if keys:
+        raise UserError(
+            f"{run_dir.config} was edited after the run began (it differs in {', '.join(keys)}); put the values back "
+            f'that "{RECORDED_CONFIG}" in {run_dir.provenance} shows, or pass another {option}'
+        )
+
+
+def _changed_settings(run_dir: RunDir, before: RunConfig, now: RunConfig, *, option: str) -> list[str]:
+    """Return the settings in which two configs of a run differ and which may not change. Raises `UserError`."""
+    keys = [key for key in difference(before, now) if not key.startswith(MAY_CHANGE)]
+    if keys != ["data.mixture_schedule"]:
+        return keys
+    _check_schedule(run_dir, before, now, option=option)
+    return []
 
 
 def _claim(run_dir: RunDir, config: RunConfig, *, option: str) -> TextIO:
@@ -376,6 +399,12 @@ def _claim(run_dir: RunDir, config: RunConfig, *, option: str) -> TextIO:
     if run_dir.checkpoints.exists() and not run_dir.checkpoints.is_dir():
         raise UserError(f"{run_dir.checkpoints} is not a directory, so no checkpoint can be written there; remove it")
     held = hold(run_dir)
+    try:
+        if run_dir.config.is_file():  # another process may have written it before this one held the lock
+            refuse_other_config(run_dir, config, option=option)
+    except UserError:
+        held.close()
+        raise
     if not run_dir.config.is_file() or read_run_config(run_dir) != config:
         write_json(run_dir.config, config.model_dump(mode="json"))
     return held

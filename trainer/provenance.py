@@ -19,7 +19,9 @@ import torch
 
 from data_pipeline.core.arguments import SCRIPT_PREFIX
 from data_pipeline.core.environment import variable
-from trainer.config import RunConfig
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.kinds import KEEP_UNKNOWN
+from trainer.config import RunConfig, parse_config
 from trainer.data import Manifests
 from trainer.mixture import weights_of
 from trainer.open_settings import decisions_to_record
@@ -29,6 +31,7 @@ from trainer.run_dir import RunDir, write_json
 logger = logging.getLogger(__name__)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+RECORDED_CONFIG = "config"
 RECORDED_NUM_SAMPLES = "num_train_samples"
 SNAPSHOT_FILE = "snapshot.json"  # beside the packages in a snapshot of the code
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "webdataset", "wandb", "submitit", "pydantic")
@@ -56,8 +59,8 @@ def write_provenance(
 ) -> None:
     """Write provenance.json; a restart keeps the facts of the first start and adds itself to `starts`.
 
-    Each start has the hashes of its manifests. The hashes at the top level, and the number of train samples, belong to
-    the newest start.
+    Each start has the hashes of its manifests. The hashes at the top level, the config and the number of train samples
+    belong to the newest start.
     """
     earlier = run_dir.read_provenance()
     earlier.pop("finished_step", None)  # a finished run goes on if new data make it longer
@@ -93,10 +96,22 @@ def write_provenance(
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
     }
     now = manifests.identity.model_dump() | {
+        RECORDED_CONFIG: config.model_dump(mode="json"),
         RECORDED_NUM_SAMPLES: manifests.train.num_samples,
         "starts": [*earlier.get("starts", []), start],
     }
     write_json(run_dir.provenance, first | now | decisions_to_record(config, manifests.train))
+
+
+def config_in_provenance(run_dir: RunDir) -> RunConfig | None:
+    """Return the config of the newest start; None if it is not recorded, or if this version cannot read it."""
+    value = run_dir.read_provenance().get(RECORDED_CONFIG)
+    if value is None:
+        return None
+    try:
+        return parse_config(value, run_dir.provenance, allow_pipe=True, context=KEEP_UNKNOWN)
+    except UserError:
+        return None
 
 
 def _weights(config: RunConfig) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -12,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -210,6 +211,7 @@ def test_only_what_failed_is_submitted_again_together(tmp_path: Path, monkeypatc
         plans.append(plan)
         return []
 
+    monkeypatch.setattr(submitted_module, "queued_jobs", lambda job_ids: {})
     monkeypatch.setattr(runs_module, "submit", submit)
     monkeypatch.setattr(runs_module, "print_submitted", lambda plan, jobs: None)
     resubmit([*failed, alone], command="again")
@@ -218,7 +220,6 @@ def test_only_what_failed_is_submitted_again_together(tmp_path: Path, monkeypatc
         (tmp_path, 2, RESOURCES),
         (tmp_path / "other", 1, RESOURCES),
     ]
-    monkeypatch.setattr(submitted_module, "queue_for", lambda runs: {})
     monkeypatch.setattr(sys, "argv", ["launch/status.py", str(tmp_path), "--resubmit-failed"])
     plans.clear()
     status_module.main()
@@ -233,6 +234,7 @@ def test_what_was_submitted_again_alone_is_together_with_the_others_the_next_tim
     assert before is not None
     record(runs[0], before.model_copy(update={"at_a_time": 1}))
     plans: list[SubmissionPlan] = []
+    monkeypatch.setattr(submitted_module, "queued_jobs", lambda job_ids: {})
     monkeypatch.setattr(runs_module, "submit", lambda plan, **_: plans.append(plan))
     monkeypatch.setattr(runs_module, "print_submitted", lambda plan, jobs: None)
     resubmit(runs, command="again")
@@ -269,6 +271,44 @@ def test_a_run_that_has_a_job_is_not_submitted_again(tmp_path: Path) -> None:
     refuse_if_active(make_run(tmp_path, "b", job_id=None), {"7_0": "RUNNING"})
     with pytest.raises(UserError, match=r"job 7_0 is RUNNING for .*/a already; .*`scancel 7_0`"):
         refuse_if_active(run_dir, {"7_0": "RUNNING"})
+
+
+@pytest.fixture
+def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a squeue on the PATH that shows job 7, of another user, unless it is asked for the jobs of this user."""
+    script = tmp_path / "bin" / "squeue"
+    script.parent.mkdir()
+    script.write_text(
+        "#!/bin/bash\n"
+        "[[ $* == *--user* ]] && exit 0\n"
+        "[[ $* == *'--jobs 7'* ]] && { echo '7_0|RUNNING|None'; exit 0; }\n"
+        "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}:/bin")
+    return script
+
+
+def test_the_queued_job_of_a_colleague_has_not_failed_and_is_not_submitted_twice(
+    squeue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path / "study", "a", job_id="7_0")
+    monkeypatch.setattr(sys, "argv", ["launch/status.py", str(tmp_path / "study"), "--resubmit-failed"])
+    monkeypatch.setattr(runs_module, "submit", lambda *_, **__: pytest.fail("its job runs"))
+    status_module.main()
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[1].split()[:2] == ["a", "running"]
+    assert shown[2] == "nothing has failed"
+    with pytest.raises(UserError, match=r"job 7_0 is RUNNING for .*/a already"):
+        resubmit([run_dir], command="again")
+
+
+def test_a_job_that_slurm_has_forgotten_is_not_in_the_queue(squeue: Path, tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "study", "a", job_id="8_3")
+    assert queue_for([run_dir]) == {}
+    squeue.write_text("#!/bin/bash\necho 'slurm_load_jobs error: Unable to contact controller' >&2; exit 1\n")
+    with pytest.raises(UserError, match=r"squeue failed .*Unable to contact controller"):
+        queue_for([run_dir])
 
 
 @pytest.mark.process
@@ -318,7 +358,7 @@ def test_a_local_job_is_known_only_on_its_own_machine(
 
 def test_slurm_is_asked_only_about_its_own_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine may have Slurm's programs and no cluster."""
-    monkeypatch.setattr(submitted_module, "queued_jobs", lambda: {"7_0": "RUNNING"})
+    monkeypatch.setattr(submitted_module, "queued_jobs", lambda job_ids: dict.fromkeys(job_ids, "RUNNING"))
     never, on_slurm = make_run(tmp_path, "a", job_id=None), make_run(tmp_path, "b")
     assert queue_for([never]) == {}
     assert queue_for([never, on_slurm]) == {"7_0": "RUNNING"}
@@ -343,7 +383,7 @@ def test_waiting_for_a_study_tells_each_change_and_ends_with_status_1_if_a_run_f
         {},
     ]
 
-    def queued() -> Mapping[str, str]:
+    def queued(job_ids: Iterable[str]) -> Mapping[str, str]:
         answer = queues.pop(0)
         if isinstance(answer, UserError):
             raise answer
@@ -373,7 +413,7 @@ def test_waiting_for_a_study_on_this_machine_asks_no_slurm(tmp_path: Path, monke
     assert submission is not None
     record(run_dir, submission.model_copy(update={"executor": "local", "job_id": "0"}))
     for module in (runs_module, submitted_module):
-        monkeypatch.setattr(module, "queued_jobs", lambda: pytest.fail("Slurm was asked"))
+        monkeypatch.setattr(module, "queued_jobs", lambda job_ids: pytest.fail("Slurm was asked"))
     monkeypatch.setattr(runs_module, "POLL_SECONDS", 0.0)
     wait_for_study([PlannedRun(run_dir, resolve_recipe("debug:image"))])
 
@@ -436,6 +476,87 @@ def test_a_study_on_this_machine_keeps_its_places_full_and_outlives_a_run_that_f
     ]
 
 
+def plan_of_tiny_runs(tmp_path: Path, names: str) -> SubmissionPlan:
+    """Return a plan of runs of this machine, one at a time, on data that exist."""
+    write_tiny_pair(tmp_path / "data", num_train=32, num_test=8)
+    settings = [f"data.{split}_dir={tmp_path / 'data' / split}" for split in ("train", "test")]
+    config = resolve_recipe("debug:image", settings)
+    runs = [PlannedRun(RunDir(tmp_path / "study" / name), config) for name in names]
+    return SubmissionPlan(runs, tmp_path / "study", RESOURCES, at_a_time=1, name="study", executor="local")
+
+
+def test_a_run_whose_directory_is_removed_does_not_keep_the_others_from_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def submit(plan: SubmissionPlan, **_: object) -> list[JobHere]:
+        (planned,) = plan.runs
+        is_removed = planned.name == "a"
+        if is_removed:
+            shutil.rmtree(planned.run_dir.path)
+        return [JobHere(planned.run_dir, finishes=not is_removed)]
+
+    monkeypatch.setattr(runs_module, "submit", submit)
+    monkeypatch.setattr(runs_module, "POLL_HERE_SECONDS", 0.0)
+    monkeypatch.setattr(runs_module, "POLL_SECONDS", 0.0)
+    plan = plan_of_tiny_runs(tmp_path, "ab")
+    with pytest.raises(SystemExit) as end:
+        run_study_here(plan, command="train")
+    assert end.value.code == 1
+    said = capsys.readouterr()
+    assert "a: unknown cannot read the config" in said.out
+    assert said.out.splitlines()[-1] == "b: finished"
+    assert "error: 1 of 2 run(s) did not finish" in said.err
+    with pytest.raises(SystemExit) as end:
+        wait_for_study(plan.runs)
+    assert end.value.code == 1
+    assert "b: finished" in capsys.readouterr().out
+
+
+def test_two_launchers_of_a_study_on_this_machine_share_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_of_tiny_runs(tmp_path, "abcd")
+    submitted: list[str] = []
+    with contextlib.ExitStack() as other:
+
+        def submit(plan: SubmissionPlan, **_: object) -> list[JobHere]:
+            submitted.append(plan.runs[0].name)
+            if plan.runs[0].name == "a":  # meanwhile, the other launcher ends c and begins d
+                write_json(tmp_path / "study" / "c" / "provenance.json", {"finished_step": 16, "starts": []})
+                other.enter_context(hold(RunDir(tmp_path / "study" / "d")))
+            return [JobHere(plan.runs[0].run_dir, finishes=True)]
+
+        monkeypatch.setattr(runs_module, "submit", submit)
+        monkeypatch.setattr(runs_module, "POLL_HERE_SECONDS", 0.0)
+        other.enter_context(hold(plan.runs[1].run_dir))
+        write_json(plan.runs[1].run_dir.config, plan.runs[1].config.model_dump(mode="json"))
+        run_study_here(plan, command="train")
+    assert submitted == ["a"]
+    assert capsys.readouterr().out.splitlines() == [
+        "a: job 7, 3 to come",
+        "a: finished",
+        "b is running already",
+        "c is finished already",
+        "d is running already",
+    ]
+
+
+def test_a_run_that_another_launcher_took_over_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_of_tiny_runs(tmp_path, "a")
+    with contextlib.ExitStack() as other:
+
+        def submit(plan: SubmissionPlan, **_: object) -> list[JobHere]:
+            other.enter_context(hold(plan.runs[0].run_dir))
+            return [JobHere(plan.runs[0].run_dir, finishes=False)]
+
+        monkeypatch.setattr(runs_module, "submit", submit)
+        monkeypatch.setattr(runs_module, "POLL_HERE_SECONDS", 0.0)
+        run_study_here(plan, command="train")
+    assert capsys.readouterr().out.splitlines() == ["a: job 7, 0 to come", "a: running"]
+
+
 def test_a_study_on_this_machine_starts_nothing_where_one_run_could_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -480,7 +601,7 @@ def test_no_pickle_of_a_run_directory_is_read(tmp_path: Path, monkeypatch: pytes
         for name in ("result.pkl", "submitted.pkl", "outcome.json", "outcome.pkl"):
             (logs / f"7_0_{rank}_{name}").write_bytes(pickle.dumps(Trap(canary)))
     (logs / "7_0_submitted.pkl").write_bytes(pickle.dumps(Trap(canary)))
-    monkeypatch.setattr(submitted_module, "queued_jobs", dict)
+    monkeypatch.setattr(submitted_module, "queued_jobs", lambda job_ids: {})
     monkeypatch.setattr(sys, "argv", ["launch/status.py", str(tmp_path / "study")])
     status_module.main()
     assert state_of(run_dir) == ("failed", "ValueError: no")

@@ -16,14 +16,17 @@ from pathlib import Path
 import pytest
 
 import launch.slurm
+import launch.slurm_command
 import launch.status
 import launch.train
 from configs import resolve_recipe
 from launch.planned_run import PlannedRun
 from launch.slurm_command import plan_from, request_from
+from launch.submission import SubmissionPlan
 from tests.commands import Done, call
 from tests.nursery import PythonProcess, run_python
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
+from trainer.data import read_manifests
 from trainer.run_dir import RunDir, write_json
 
 ROOT = Path(__file__).parents[2]
@@ -216,6 +219,78 @@ def test_a_dry_run_of_a_study_here_says_which_runs_are_finished_begun_or_new(
     only = command("slurm", *words, "--only", names[1])
     assert only.stdout.splitlines()[1:] == [f"{names[1]}  at step 1", f"1 run in {home}: 1 begun"]
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def finished_study(words: Sequence[str | Path], *, only: int) -> list[str]:
+    """Leave the first `only` runs of a study as `trainer.export --results` packs them; return the names of all runs."""
+    runs = study_runs(words)
+    for planned in runs[:only]:
+        planned.run_dir.path.mkdir(parents=True)
+        write_json(planned.run_dir.config, planned.config.model_dump(mode="json"))
+        identity = read_manifests(planned.config.data).identity.model_dump()
+        write_json(planned.run_dir.provenance, {**identity, "finished_step": 2, "starts": []})
+    return [planned.name for planned in runs]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Start no run; return the names of those that a study on this machine would start."""
+    names: list[str] = []
+
+    def run_study_here(plan: SubmissionPlan, *, command: str) -> None:
+        names.extend(planned.name for planned in plan.runs)
+
+    monkeypatch.setattr(launch.slurm_command, "run_study_here", run_study_here)
+    return names
+
+
+def test_a_study_is_refused_with_other_settings_than_its_runs(
+    command: Command, data: Path, tmp_path: Path, started: list[str]
+) -> None:
+    words: list[str | Path] = ["--study", "studies:debug_seeds", *recipe(data)[2:], "--executor", "local"]
+    words += ["--study-dir", tmp_path / "study"]
+    names = finished_study(words, only=2)
+    refused = command("slurm", *words, "--set", "optimizer.learning_rate=0.5", "--set", "log_every_steps=3")
+    assert refused.status == 2
+    assert f"{names[0]} holds a run with another config (it differs in optimizer.learning_rate)" in refused.stderr
+    assert refused.stderr.endswith("pass another --study-dir, or remove this one and 1 more like it\n")
+    assert started == []
+    done = command("slurm", *words, "--set", "log_every_steps=3")
+    assert done.status == 0, done.stderr
+    assert started == names[2:]
+
+
+def test_a_study_is_refused_on_other_data_than_its_runs(command: Command, tmp_path: Path, started: list[str]) -> None:
+    data = write_tiny_pair(tmp_path / "data", num_train=64, num_test=20)
+    words: list[str | Path] = ["--study", "studies:debug_seeds", *recipe(data)[2:], "--executor", "local"]
+    words += ["--study-dir", tmp_path / "study"]
+    names = finished_study(words, only=1)
+    shutil.rmtree(data / "train")
+    write_tiny_dataset(data / "train", num_samples=64, seed=7)
+    for only in ("*", names[1]):
+        refused = command("slurm", *words, "--only", only)
+        assert refused.status == 2
+        assert f"{names[0]} was trained on other data than " in refused.stderr
+        assert len(refused.stderr.splitlines()) == 1
+    assert started == []
+    (name,) = re.findall(r"--accept-data (\w+)$", refused.stderr.strip())
+    accepted = command("slurm", *words, "--accept-data", name)
+    assert accepted.status == 0, accepted.stderr
+    assert started == names[1:]
+
+
+def test_a_study_goes_on_from_finished_runs_whose_data_are_not_here(
+    command: Command, tmp_path: Path, started: list[str]
+) -> None:
+    data = write_tiny_pair(tmp_path / "data", num_train=64, num_test=20)
+    words: list[str | Path] = ["--study", "studies:debug_seeds", *recipe(data)[2:], "--executor", "local"]
+    words += ["--study-dir", tmp_path / "study"]
+    names = finished_study(words, only=4)
+    shutil.rmtree(data)
+    done = command("slurm", *words)
+    assert done.status == 0, done.stderr
+    assert done.stdout.splitlines()[:-1] == [f"{name} is finished already" for name in names]
+    assert started == []
 
 
 def study_runs(words: Sequence[str | Path]) -> Sequence[PlannedRun]:

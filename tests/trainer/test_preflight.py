@@ -37,6 +37,7 @@ from trainer.modules import build_modules
 from trainer.objectives import NTXentConfig, ObjectiveConfig, PublishedNTXentConfig
 from trainer.preflight import MAY_CHANGE, check_channels_last, check_data, check_input_shape, claim, refuse_other_config
 from trainer.pretrained import load_encoder
+from trainer.provenance import write_provenance
 from trainer.reports.config_identity import NOT_IDENTITY, config_identity
 from trainer.run_dir import LOCK_NAME, RunDir, hold, is_held, steps_in, write_json
 from trainer.train import train
@@ -386,6 +387,23 @@ def test_the_watchdogs_limits_may_change_from_start_to_start(config: RunConfig, 
         take(run_dir, patient.model_copy(update={"seed": 5}))
 
 
+def test_of_two_starts_with_different_settings_only_one_gets_the_directory(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = RunDir(tmp_path / "run")
+
+    def hold_after_another(held: RunDir) -> TextIO:
+        monkeypatch.setattr("trainer.preflight.hold", hold)
+        take(held, config.model_copy(update={"seed": 5})).close()
+        return hold(held)
+
+    monkeypatch.setattr("trainer.preflight.hold", hold_after_another)
+    with pytest.raises(UserError, match=r"differs in seed\)"):
+        take(run_dir, config)
+    assert read_config(run_dir.config).seed == 5
+    assert not is_held(run_dir)
+
+
 def test_a_run_keeps_its_directory_if_its_factors_are_renamed(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     config = resolve_recipe("debug:image", ["tracking.factors={setting: RandBit, cure: plain}"])
@@ -454,6 +472,42 @@ def test_a_setting_that_changes_a_result_is_refused_beside_others(
     with pytest.raises(UserError, match=rf"\(it differs in {setting.partition('=')[0]}\)"):
         take(run_dir, config.override([*HARMLESS, setting], where="x"))
     assert read_config(run_dir.config) == config
+
+
+def test_a_begun_run_whose_config_was_edited_by_hand_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    """A requeue by Slurm reads only this file."""
+    run_dir = RunDir(tmp_path / "run")
+    train(config.override(["num_epochs=1", "watchdog.enabled=false"], where="x"), run_dir, device=CPU, command="train")
+    before, provenance = read_config(run_dir.config), run_dir.read_provenance()
+
+    def edit(*settings: str) -> RunConfig:
+        edited = before.override(settings, where="x")
+        write_json(run_dir.config, edited.model_dump(mode="json"))
+        return edited
+
+    moved = shutil.copytree(Path(config.data.test_dir), tmp_path / "moved")
+    take(run_dir, edit("log_every_steps=3", f"data.test_dir={moved}")).close()
+    edited = edit("optimizer.learning_rate=0.5", "log_every_steps=3")
+    with pytest.raises(
+        UserError, match=r"edited .* \(it differs in optimizer\.learning_rate\); put .* back"
+    ) as refused:
+        take(run_dir, edited)
+    assert "\n" not in str(refused.value)
+    assert not is_held(run_dir)
+    unreadable = {"config": provenance["config"] | {"of_another_version": 1}}
+    for of_before in (provenance | unreadable, {name: provenance[name] for name in provenance if name != "config"}):
+        write_json(run_dir.provenance, of_before)
+        take(run_dir, edited).close()
+
+
+def test_a_run_without_a_checkpoint_may_begin_with_an_edited_config(config: RunConfig, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    take(run_dir, config).close()
+    manifests = read_manifests(config.data)
+    write_provenance(run_dir, config, manifests, command="train", world_size=1, start_step=0)
+    edited = config.override(["optimizer.learning_rate=0.5"], where="x")
+    write_json(run_dir.config, edited.model_dump(mode="json"))
+    take(run_dir, edited).close()
 
 
 @pytest.mark.parametrize("name", MAY_CHANGE)

@@ -204,4 +204,5 @@ _FACTS: Mapping[str, Callable[[Any], bool]] = {
     "wall_seconds": _is_seconds,
     "finished_step": _is_count,
     "starts": _is(list),
+    "config": _is(dict),
 }
