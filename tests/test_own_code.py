@@ -751,6 +751,7 @@ NAMED_BY = {
     "WaveformConfig": {"trainer/views/viewmaker.py", COMPOSED},
     "ExpertImageConfig": {"trainer/analyses/collision.py", "trainer/views/multi_crop.py", COMPOSED},
     "RandomMaskConfig": {COMPOSED},
+    "ChannelDropoutConfig": {COMPOSED},
     "SpectralConfig": {COMPOSED},
     "ViewmakerConfig": {COMPOSED},
     "DDPConfig": {
