@@ -129,6 +129,7 @@ def _train(
         source_metrics=stream.source_metrics,
     )
     with (
+        log,
         CheckpointWriter(run_dir, keep=config.keep_checkpoints) as checkpoints,
         Progress(f"train {config.name}", total=num_steps, start=start, enabled=rank() == 0) as progress,
     ):
@@ -155,11 +156,10 @@ def _train(
                 watch.reading(num_done)
         with watch.saving():
             checkpoints.close()
-    is_finished = num_done == num_steps
-    if is_finished and rank() == 0:
-        # Before the log is closed, which may take long: a kill meanwhile would leave a finished run unmarked.
-        add_to_provenance(run_dir, finished_step=num_steps, wall_seconds=round(log.total_seconds, 1))
-    log.close()
+        is_finished = num_done == num_steps
+        if is_finished and rank() == 0:
+            # Before the log is closed, which may take long: a kill meanwhile would leave a finished run unmarked.
+            add_to_provenance(run_dir, finished_step=num_steps, wall_seconds=round(log.total_seconds, 1))
     # Not by an exception: it would keep DDP alive until its process group is destroyed, which would then hang.
     return None if is_finished else counters.saved_step
 

@@ -24,6 +24,7 @@ from launch.slurm_command import plan_from, request_from
 from tests.commands import Done, call
 from tests.nursery import PythonProcess, run_python
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
+from trainer.observability.wandb_run import offline_steps
 from trainer.run_dir import RunDir, write_json
 
 ROOT = Path(__file__).parents[2]
@@ -92,6 +93,24 @@ def test_a_run_that_fails_does_not_keep_the_others_from_training(command: Comman
     assert "error: 1 of 2 run(s) did not finish; repeat the command to go on with them" in done.stderr
     assert last_step(tmp_path / "study" / "debug-image-learning_rate=0.01-seed0") == 4
     assert "failed" in command("status", tmp_path / "study").stdout
+
+
+@pytest.mark.process
+def test_after_a_run_that_failed_the_next_one_has_a_wandb_run_of_its_own(
+    command: Command, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    sweep = ["--sweep", "optimizer.learning_rate=1e30,0.01", "--set", "max_skipped_in_a_row=2", "--set", "num_epochs=2"]
+    sweep += ["--set", "tracking.wandb=auto", "--set", "tracking.pictures_every_steps=null"]
+    assert command("train", *recipe(data), *sweep, "--study-dir", tmp_path / "study").status == 1
+    steps = {
+        path.name: [offline_steps(file) for file in path.glob("wandb/offline-run-*/*.wandb")]
+        for path in sorted((tmp_path / "study").iterdir())
+    }
+    assert steps == {
+        "debug-image-learning_rate=0.01-seed0": [[1, 2, 3, 4]],
+        "debug-image-learning_rate=1e+30-seed0": [[1, 2]],
+    }
 
 
 @pytest.mark.process

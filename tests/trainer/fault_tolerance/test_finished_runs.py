@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from configs import resolve_recipe
+from data_pipeline.core.errors import UserError
 from launch.submitted import run_status
 from tests.tiny_data import write_tiny_pair
 from trainer.config import RunConfig
@@ -46,7 +47,7 @@ def start(run_dir: RunDir, config: RunConfig) -> None:
 def test_a_run_that_is_killed_while_its_log_is_closed_is_finished(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(_: TrainingLog) -> None:
+    def killed(_: TrainingLog, *, failed: bool) -> None:
         raise KilledError
 
     monkeypatch.setattr(TrainingLog, "close", killed)
@@ -69,3 +70,22 @@ def test_a_start_at_the_last_step_marks_the_run_as_finished(config: RunConfig, t
     write_json(run_dir.provenance, finished)
     start(run_dir, config)
     assert json.loads(run_dir.provenance.read_text()) == finished
+
+
+def test_a_log_that_cannot_be_closed_does_not_hide_the_error_of_the_training(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = []
+
+    def close(_: TrainingLog, *, failed: bool) -> None:
+        closed.append(failed)
+        raise OSError("no space left")
+
+    def diverged(*_: object) -> str:
+        raise UserError("the run has diverged")
+
+    monkeypatch.setattr(TrainingLog, "close", close)
+    monkeypatch.setattr(TrainingLog, "add", diverged)
+    with pytest.raises(UserError, match="the run has diverged"):
+        start(RunDir(tmp_path / "run"), config)
+    assert closed == [True]
