@@ -23,6 +23,7 @@ from trainer.checkpoint.save import CheckpointWriter
 from trainer.config import RunConfig
 from trainer.data import Manifests, open_stream, read_agreed_manifests
 from trainer.distributed.collectives import on_first_rank, rank, world_size
+from trainer.distributed.environment import local_rank_restored
 from trainer.fault_tolerance.preemption import StoppedError, StopRequests
 from trainer.fault_tolerance.run_counters import RunCounters
 from trainer.fault_tolerance.run_watch import RunWatch, follow_networks
@@ -53,6 +54,7 @@ def train(
     manifests = read_agreed_manifests(config.data)
     take = partial(claim, run_dir, config, manifests, accepted_data=accepted_data)
     with (
+        local_rank_restored(),
         on_first_rank(take) or contextlib.nullcontext(),
         StopRequests() as stop_requests,
         start_watchdog(run_dir, config.watchdog) as watchdog,

@@ -31,6 +31,16 @@ ROOT = Path(__file__).parents[2]
 SWEEP = ["--sweep", "objective.temperature=0.1,0.5", "--sweep", "seed=0,1"]
 NAMES = [f"debug-image-temperature={temperature}-seed{seed}" for temperature in (0.1, 0.5) for seed in (0, 1)]
 
+TWO_SWEEPS = """
+import os, sys
+from launch.train import main
+words = sys.argv[1:]
+for temperature in ("0.1", "0.5"):
+    sys.argv[1:] = [*words, "--sweep", f"objective.temperature={temperature}"]
+    main()
+    assert "LOCAL_RANK" not in os.environ
+"""
+
 Command = Callable[..., Done]
 
 
@@ -111,6 +121,16 @@ def test_after_a_run_that_failed_the_next_one_has_a_wandb_run_of_its_own(
         "debug-image-learning_rate=0.01-seed0": [[1, 2, 3, 4]],
         "debug-image-learning_rate=1e+30-seed0": [[1, 2]],
     }
+
+
+@pytest.mark.process
+def test_deepspeed_trains_each_run_of_each_sweep_of_a_process(data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    words = [*recipe(data), "--set", "engine.kind=deepspeed", "--sweep", "seed=0,1", "--study-dir"]
+    done = run_python([sys.executable, "-c", TWO_SWEEPS, *words, str(tmp_path / "study")], cwd=ROOT, timeout=240)
+    assert done.returncode == 0, done.stderr
+    names = [f"debug-image-temperature={temperature}-seed{seed}" for temperature in (0.1, 0.5) for seed in (0, 1)]
+    assert {path.name: last_step(path) for path in (tmp_path / "study").iterdir()} == dict.fromkeys(names, 2)
 
 
 @pytest.mark.process
