@@ -88,8 +88,7 @@ def _train(
     num_samples = manifests.train.num_samples
     num_steps = config.num_epochs * config.data.num_steps_per_epoch(num_samples, config.global_batch_size)
     decided = leave_out_crops(decide(config, manifests.train), manifests.train)
-    classes = num_classes(manifests.train)
-    training = build_training(decided, num_samples=num_samples, num_classes=classes, device=device)
+    training = build_training(decided, num_samples=num_samples, num_classes=num_classes(manifests.train), device=device)
     check_channels_last(decided, training.modules.encoder, manifests.probed, device=device)
     follow_networks(training.modules, training.objective)
     restored = resume(run_dir, config, manifests, training, accepted_data=accepted_data)
@@ -158,12 +157,11 @@ def _train(
                 watch.reading(num_done)
         with watch.saving():
             checkpoints.close()
-        is_finished = num_done == num_steps
-        if is_finished and rank() == 0:
+        if num_done == num_steps and rank() == 0:
             # Before the log is closed, which may take long: a kill meanwhile would leave a finished run unmarked.
-            add_to_provenance(run_dir, finished_step=num_steps, wall_seconds=round(log.total_seconds, 1))
+            add_to_provenance(run_dir, finished_step=num_steps, total_wall_seconds=counters.wall_seconds)
     # Not by an exception: it would keep DDP alive until its process group is destroyed, which would then hang.
-    return None if is_finished else counters.saved_step
+    return None if num_done == num_steps else counters.saved_step
 
 
 def _watch_run(config: RunConfig, watchdog: Watchdog, stream: Stream, *, device: torch.device) -> RunWatch:

@@ -112,11 +112,6 @@ class TrainingLog:
             self._tracker.log_pictures(num_done, shown)
         return note
 
-    @property
-    def total_seconds(self) -> float:
-        """Return the seconds since the clock was started."""
-        return self._clock.total_seconds
-
     def __enter__(self) -> Self:
         return self
 
