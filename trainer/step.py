@@ -422,10 +422,14 @@ class TrainingStep:
         loss = output.loss if spec.loss_weight == 1 else spec.loss_weight * output.loss
         if self.loss_scale.scale is not None:
             loss = loss * self.loss_scale.scale
-        change = self._policy.change if isinstance(self._policy, Composed) else None
+        change = self._taken_change()
         return StepResult(output.loss.detach(), metrics, views_a, views_b, z_a_BD, z_b_BD, change), loss
 
+    def _taken_change(self) -> tuple[Tensor, Tensor] | None:
+        return self._policy.take_change() if isinstance(self._policy, Composed) else None
+
     def _output(self, batch: Batch, result: StepResult, skip: Tensor) -> StepOutput:
+        self._taken_change()  # of the second pass of micro batches, so that the policy keeps no tensors
         return StepOutput(
             metrics=result.metrics,
             skipped=skip,

@@ -206,6 +206,7 @@ def test_the_change_of_a_viewmaker_in_a_composition_is_that_of_the_views_of_the_
     last = slice(num_parts - 1, None, num_parts)
     assert torch.equal(given, (pictures[last] / 255).repeat(2, 1, 1, 1))
     assert torch.equal(made, torch.cat([output.views_a_BCHW[last], output.views_b_BCHW[last]]))
+    assert [module for module in training.modules.view_policy.modules() if getattr(module, "_own_change", None)] == []
 
 
 def test_a_random_mask_does_not_hide_that_a_viewmaker_is_clamped() -> None:
