@@ -160,7 +160,7 @@ def build_counters(
         where=config.data.train_name,
         before=_bad_samples_of(before, manifests.identity),
     )
-    return RunCounters(skipped, bad, data=manifests.identity)
+    return RunCounters(skipped, bad, data=manifests.identity, seconds_before=restored.wall_seconds)
 
 
 def _bad_samples_of(before: RunState | None, now: DataIdentity) -> tuple[BadSample, ...]:

@@ -87,11 +87,6 @@ class Clock:
         self._marks: list[tuple[Stage, torch.cuda.Event]] = []
         self._is_split = not self._is_cuda
 
-    @property
-    def total_seconds(self) -> float:
-        """Return the seconds since the clock was made."""
-        return time.perf_counter() - self._started
-
     def timed(self, stream: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches. Divides the waiting time for a batch among the stages that made it, by their seconds."""
         batches = iter(stream)

@@ -63,7 +63,8 @@ def write_provenance(
     belong to the newest start.
     """
     earlier = run_dir.read_provenance()
-    earlier.pop("finished_step", None)  # a finished run goes on if new data make it longer
+    for name in ("finished_step", "total_wall_seconds", "wall_seconds"):
+        earlier.pop(name, None)  # a finished run goes on if new data make it longer
     code = this_code()
     diff = code.git_diff
     start = {

@@ -87,7 +87,10 @@ class BackwardPass:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The loss and metrics of the objective, the two views and their embeddings (B, D), all detached."""
+    """The loss and metrics of the objective, the two views and their embeddings (B, D), all detached.
+
+    `viewmaker_change` is as in `StepOutput`.
+    """
 
     loss: Tensor
     metrics: dict[str, Tensor]
@@ -95,6 +98,7 @@ class StepResult:
     views_b_BCHW: Tensor
     z_a_BD: Tensor
     z_b_BD: Tensor
+    viewmaker_change: tuple[Tensor, Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,8 @@ class StepOutput:
         masks_BHW: the masks of the first inputs; None if there are none.
         z_a_BD, z_b_BD: the embeddings of the views.
         viewmaker_change: if the viewmaker is part of a composition, the pictures or waveforms that it got, and its
-            views of them; otherwise None.
+            views of them, from which these views were made; otherwise None. With micro batches, only those of the last
+            one: those of all would need as much memory as four times the views.
     """
 
     metrics: dict[str, Tensor]
@@ -138,7 +143,8 @@ class StepOutput:
         if self.viewmaker_change is not None:  # what the other policies change says nothing of the viewmaker
             given, made_BCHW = self.viewmaker_change
             given_BCHW = given if self.mel is None else clean_spectrogram(given, self.mel)
-            health |= view_health(made_BCHW, None, given_BCHW, None, bounded=self.bounded)
+            # Other policies, such as a random mask with rescale, may leave [0, 1] behind the viewmaker.
+            health |= view_health(made_BCHW, None, given_BCHW, None, bounded=self.mel is None)
         embeddings = embedding_health(self.z_a_BD, self.z_b_BD)
         return (
             self.metrics
@@ -416,9 +422,14 @@ class TrainingStep:
         loss = output.loss if spec.loss_weight == 1 else spec.loss_weight * output.loss
         if self.loss_scale.scale is not None:
             loss = loss * self.loss_scale.scale
-        return StepResult(output.loss.detach(), metrics, views_a, views_b, z_a_BD, z_b_BD), loss
+        change = self._taken_change()
+        return StepResult(output.loss.detach(), metrics, views_a, views_b, z_a_BD, z_b_BD, change), loss
+
+    def _taken_change(self) -> tuple[Tensor, Tensor] | None:
+        return self._policy.take_change() if isinstance(self._policy, Composed) else None
 
     def _output(self, batch: Batch, result: StepResult, skip: Tensor) -> StepOutput:
+        self._taken_change()  # of the second pass of micro batches, so that the policy keeps no tensors
         return StepOutput(
             metrics=result.metrics,
             skipped=skip,
@@ -430,7 +441,7 @@ class TrainingStep:
             masks_BHW=batch.masks_BHW,
             z_a_BD=result.z_a_BD,
             z_b_BD=result.z_b_BD,
-            viewmaker_change=self._policy.change if isinstance(self._policy, Composed) else None,
+            viewmaker_change=result.viewmaker_change,
         )
 
     def _to_inputs(self, batch: Batch) -> InputPair:

@@ -23,6 +23,7 @@ from trainer.checkpoint.save import CheckpointWriter
 from trainer.config import RunConfig
 from trainer.data import Manifests, open_stream, read_agreed_manifests
 from trainer.distributed.collectives import on_first_rank, rank, world_size
+from trainer.distributed.environment import local_rank_restored
 from trainer.fault_tolerance.preemption import StoppedError, StopRequests
 from trainer.fault_tolerance.run_counters import RunCounters
 from trainer.fault_tolerance.run_watch import RunWatch, follow_networks
@@ -53,6 +54,7 @@ def train(
     manifests = read_agreed_manifests(config.data)
     take = partial(claim, run_dir, config, manifests, accepted_data=accepted_data)
     with (
+        local_rank_restored(),
         on_first_rank(take) or contextlib.nullcontext(),
         StopRequests() as stop_requests,
         start_watchdog(run_dir, config.watchdog) as watchdog,
@@ -86,8 +88,7 @@ def _train(
     num_samples = manifests.train.num_samples
     num_steps = config.num_epochs * config.data.num_steps_per_epoch(num_samples, config.global_batch_size)
     decided = leave_out_crops(decide(config, manifests.train), manifests.train)
-    classes = num_classes(manifests.train)
-    training = build_training(decided, num_samples=num_samples, num_classes=classes, device=device)
+    training = build_training(decided, num_samples=num_samples, num_classes=num_classes(manifests.train), device=device)
     check_channels_last(decided, training.modules.encoder, manifests.probed, device=device)
     follow_networks(training.modules, training.objective)
     restored = resume(run_dir, config, manifests, training, accepted_data=accepted_data)
@@ -129,6 +130,7 @@ def _train(
         source_metrics=stream.source_metrics,
     )
     with (
+        log,
         CheckpointWriter(run_dir, keep=config.keep_checkpoints) as checkpoints,
         Progress(f"train {config.name}", total=num_steps, start=start, enabled=rank() == 0) as progress,
     ):
@@ -155,13 +157,11 @@ def _train(
                 watch.reading(num_done)
         with watch.saving():
             checkpoints.close()
-    is_finished = num_done == num_steps
-    if is_finished and rank() == 0:
-        # Before the log is closed, which may take long: a kill meanwhile would leave a finished run unmarked.
-        add_to_provenance(run_dir, finished_step=num_steps, wall_seconds=round(log.total_seconds, 1))
-    log.close()
+        if num_done == num_steps and rank() == 0:
+            # Before the log is closed, which may take long: a kill meanwhile would leave a finished run unmarked.
+            add_to_provenance(run_dir, finished_step=num_steps, total_wall_seconds=counters.wall_seconds)
     # Not by an exception: it would keep DDP alive until its process group is destroyed, which would then hang.
-    return None if is_finished else counters.saved_step
+    return None if num_done == num_steps else counters.saved_step
 
 
 def _watch_run(config: RunConfig, watchdog: Watchdog, stream: Stream, *, device: torch.device) -> RunWatch:

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Self
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -43,7 +44,7 @@ _FAR_MEAN, _FAR_LOG_STD = 0.25, math.log(1.25)
 
 
 class TrainingLog:
-    """The log of a training. Its clock starts when it is made.
+    """The log of a training, which is closed at the end of its `with` block. Its clock starts when it is made.
 
     `source_metrics` returns what was drawn from each source of a mixture in a number of steps.
 
@@ -66,11 +67,12 @@ class TrainingLog:
         self._config, self._counters, self._watch, self._device = config, counters, watch, device
         self._source_metrics = source_metrics
         self._alarms = Alarms(config.alarms)
-        self._tracker = _open_tracker(config, run_dir, start_step) if rank() == 0 else None
         self._pictures = _pictures(config, training, device) if rank() == 0 else None
         self._probe = online_probe(
             config.probe, training.modules.encoder, data=config.data, precision=config.precision, device=device
         )
+        # The last part that may raise, so that no tracker is left open.
+        self._tracker = _open_tracker(config, run_dir, start_step) if rank() == 0 else None
 
         def is_logged(num_done: int) -> bool:
             return num_done % config.log_every_steps == 0 or num_done in {1, num_steps}
@@ -110,16 +112,22 @@ class TrainingLog:
             self._tracker.log_pictures(num_done, shown)
         return note
 
-    @property
-    def total_seconds(self) -> float:
-        """Return the seconds since the clock was started."""
-        return self._clock.total_seconds
+    def __enter__(self) -> Self:
+        return self
 
-    def close(self) -> None:
-        """Close the files and servers to which the first rank writes."""
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close(failed=kind is not None)
+        except Exception as closing_error:
+            if kind is None:
+                raise
+            logger.warning("the log of the run could not be closed: %s", closing_error)  # the error of training is kept
+
+    def close(self, *, failed: bool = False) -> None:
+        """Close the files and servers to which the first rank writes. `failed` says whether training has failed."""
         if self._tracker is not None:
             with self._watch.closing_log():
-                self._tracker.close()
+                self._tracker.close(failed=failed)
 
     def _metrics(self, output: StepOutput, learning_rates: Mapping[str, float], num_done: int) -> dict[str, float]:
         with self._watch.waiting_for_device():

@@ -26,12 +26,26 @@ from launch.submission import SubmissionPlan
 from tests.commands import Done, call
 from tests.nursery import PythonProcess, run_python
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
+<<<<<<< HEAD
 from trainer.data import read_manifests
+=======
+from trainer.observability.wandb_run import offline_steps
+>>>>>>> m3
 from trainer.run_dir import RunDir, write_json
 
 ROOT = Path(__file__).parents[2]
 SWEEP = ["--sweep", "objective.temperature=0.1,0.5", "--sweep", "seed=0,1"]
 NAMES = [f"debug-image-temperature={temperature}-seed{seed}" for temperature in (0.1, 0.5) for seed in (0, 1)]
+
+TWO_SWEEPS = """
+import os, sys
+from launch.train import main
+words = sys.argv[1:]
+for temperature in ("0.1", "0.5"):
+    sys.argv[1:] = [*words, "--sweep", f"objective.temperature={temperature}"]
+    main()
+    assert "LOCAL_RANK" not in os.environ
+"""
 
 Command = Callable[..., Done]
 
@@ -95,6 +109,34 @@ def test_a_run_that_fails_does_not_keep_the_others_from_training(command: Comman
     assert "error: 1 of 2 run(s) did not finish; repeat the command to go on with them" in done.stderr
     assert last_step(tmp_path / "study" / "debug-image-learning_rate=0.01-seed0") == 4
     assert "failed" in command("status", tmp_path / "study").stdout
+
+
+@pytest.mark.process
+def test_after_a_run_that_failed_the_next_one_has_a_wandb_run_of_its_own(
+    command: Command, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    sweep = ["--sweep", "optimizer.learning_rate=1e30,0.01", "--set", "max_skipped_in_a_row=2", "--set", "num_epochs=2"]
+    sweep += ["--set", "tracking.wandb=auto", "--set", "tracking.pictures_every_steps=null"]
+    assert command("train", *recipe(data), *sweep, "--study-dir", tmp_path / "study").status == 1
+    steps = {
+        path.name: [offline_steps(file) for file in path.glob("wandb/offline-run-*/*.wandb")]
+        for path in sorted((tmp_path / "study").iterdir())
+    }
+    assert steps == {
+        "debug-image-learning_rate=0.01-seed0": [[1, 2, 3, 4]],
+        "debug-image-learning_rate=1e+30-seed0": [[1, 2]],
+    }
+
+
+@pytest.mark.process
+def test_deepspeed_trains_each_run_of_each_sweep_of_a_process(data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    words = [*recipe(data), "--set", "engine.kind=deepspeed", "--sweep", "seed=0,1", "--study-dir"]
+    done = run_python([sys.executable, "-c", TWO_SWEEPS, *words, str(tmp_path / "study")], cwd=ROOT, timeout=240)
+    assert done.returncode == 0, done.stderr
+    names = [f"debug-image-temperature={temperature}-seed{seed}" for temperature in (0.1, 0.5) for seed in (0, 1)]
+    assert {path.name: last_step(path) for path in (tmp_path / "study").iterdir()} == dict.fromkeys(names, 2)
 
 
 @pytest.mark.process

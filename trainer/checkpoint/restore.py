@@ -52,6 +52,13 @@ class Restored:
             return None
         return identity_in_provenance(run_dir) if self.run is None else self.run.data
 
+    @property
+    def wall_seconds(self) -> float | None:
+        """Return the seconds of training up to the checkpoint, as in `RunState`."""
+        if self.step == 0:
+            return 0.0
+        return None if self.run is None else self.run.wall_seconds
+
     def has_other_train_set(self, now: DataIdentity) -> bool:
         """Return whether the checkpoint was trained on another train set than the present one; False if unknown."""
         return self.run is not None and self.run.data.train_manifest_sha256 != now.train_manifest_sha256

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, SerializerFunctionWrapHandler, model_serializer
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample
@@ -50,11 +50,18 @@ class SkipCounts(Schema):
 
 
 class RunState(Schema):
-    """The part of a checkpoint besides tensors. `bad_samples` holds all up to its step, sorted by index."""
+    """The part of a checkpoint besides tensors.
+
+    bad_samples: all bad samples up to the step of the checkpoint, sorted by index.
+    wall_seconds: the seconds of training up to this checkpoint in all starts of the run. The time of steps that a start
+        has lost does not count, but the time in which they are repeated does. None if an earlier version of the code
+        has trained a part of the run, which did not count them.
+    """
 
     data: DataIdentity
     skipped: SkipCounts = SkipCounts()
     bad_samples: tuple[BadSample, ...] = ()
+    wall_seconds: NonNegativeFloat | None = None
 
 
 def identity_in_provenance(run_dir: RunDir) -> DataIdentity | None:

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -257,9 +258,25 @@ def process_group(world: WorldEnv, device: torch.device) -> Iterator[None]:
 
 
 def destroy_process_group() -> None:
-    """Leave the process group, if there is one."""
+    """Leave the process group, if there is one. If DeepSpeed has used it, DeepSpeed also drops its own groups."""
     if dist.is_initialized():
-        dist.destroy_process_group()
+        owner = sys.modules.get("deepspeed.comm")
+        if owner is None or not owner.is_initialized():
+            owner = dist
+        owner.destroy_process_group()
+
+
+@contextlib.contextmanager
+def local_rank_restored() -> Iterator[None]:
+    """Restore LOCAL_RANK after the block. DeepSpeed sets it to train, but `read_env` refuses it without the others."""
+    earlier = os.environ.get("LOCAL_RANK")
+    try:
+        yield
+    finally:
+        if earlier is None:
+            os.environ.pop("LOCAL_RANK", None)
+        else:
+            os.environ["LOCAL_RANK"] = earlier
 
 
 @dataclass(frozen=True)

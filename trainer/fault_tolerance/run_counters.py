@@ -1,7 +1,8 @@
-"""Count the skipped steps and bad samples of a run. The counts are part of its state, so checkpoints hold them."""
+"""Count the skipped steps, bad samples and seconds of a run. The counts are in its state, so checkpoints hold them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 from data_pipeline.core.sample import Batch
@@ -12,14 +13,18 @@ from trainer.step import StepOutput
 
 
 class RunCounters:
-    """The counts of skipped steps and bad samples over all starts of a run.
+    """The counts of skipped steps, bad samples and seconds over all starts of a run. The seconds pass from now on.
 
-    Every rank must make the same calls at the same steps. `restored` is the checkpoint from which the run goes on. Bad
-    samples of another train set, from before the user accepted a new one, no longer count.
+    Every rank must make the same calls at the same steps. `seconds_before` are the seconds up to the checkpoint from
+    which the run goes on, as in `RunState.wall_seconds`. Bad samples of another train set, from before the user
+    accepted a new one, no longer count.
     """
 
-    def __init__(self, skipped: SkippedSteps, bad: BadSamples, *, data: DataIdentity) -> None:
+    def __init__(
+        self, skipped: SkippedSteps, bad: BadSamples, *, data: DataIdentity, seconds_before: float | None
+    ) -> None:
         self._skipped, self._bad, self._data = skipped, bad, data
+        self._seconds_before, self._started = seconds_before, time.perf_counter()
 
     def add(self, batch: Batch, output: StepOutput, learning_rates: Mapping[str, float]) -> None:
         """Count a step. Raises `UserError` if too many in a row were skipped."""
@@ -39,7 +44,19 @@ class RunCounters:
         if not self._skipped.may_save(num_done, num_steps=num_steps):
             return None
         self._bad.flush()
-        return RunState(data=self._data, skipped=self._skipped.counter.counts, bad_samples=self._bad.found)
+        return RunState(
+            data=self._data,
+            skipped=self._skipped.counter.counts,
+            bad_samples=self._bad.found,
+            wall_seconds=self.wall_seconds,
+        )
+
+    @property
+    def wall_seconds(self) -> float | None:
+        """Return the seconds of training up to now, as in `RunState.wall_seconds`."""
+        if self._seconds_before is None:
+            return None
+        return round(self._seconds_before + time.perf_counter() - self._started, 1)
 
     @property
     def saved_step(self) -> int:

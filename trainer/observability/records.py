@@ -201,6 +201,7 @@ _FACTS: Mapping[str, Callable[[Any], bool]] = {
     "versions": _is_texts_by_name,
     "train_manifest_sha256": _is(str),
     "test_manifest_sha256": _is(str),
+    "total_wall_seconds": _is_seconds,
     "wall_seconds": _is_seconds,
     "finished_step": _is_count,
     "starts": _is(list),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Mapping
@@ -63,14 +64,16 @@ class Tracker:
         if self._wandb is not None:
             self._wandb.log_pictures(step, pictures)
 
-    def close(self) -> None:
-        self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.close()
-        if self._trackio is not None:
-            self._trackio.close()
+    def close(self, *, failed: bool = False) -> None:
+        """Close everything, also if a part cannot be closed. W&B shows the run as failed if `failed`."""
+        with contextlib.ExitStack() as stack:
+            if self._trackio is not None:
+                stack.callback(self._trackio.close)
+            if self._wandb is not None:
+                stack.callback(self._wandb.close, failed=failed)
+            if self._tensorboard is not None:
+                stack.callback(self._tensorboard.close)
+            stack.callback(self._file.close)
 
 
 def _wandb_run(run_dir: RunDir, config: TrackingConfig, name: str, settings: Mapping[str, Any]) -> WandbRun:

@@ -8,6 +8,7 @@ once. The steps that a killed process had not written come from metrics.jsonl wi
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import importlib
 import io
 import logging
@@ -27,19 +28,24 @@ class TrackioRun:
     def __init__(self, run_dir: RunDir, config: TrackingConfig, *, name: str, settings: Mapping[str, Any]) -> None:
         """Start the run or resume it, and send the steps of metrics.jsonl that it lacks."""
         self._run: Any = None
+        self._has_failed = False
         self._last_step = -1
+        self._context = (
+            contextvars.copy_context()
+        )  # in which Trackio keeps its present run, apart from a notebook's run
         self._guard(lambda: self._start(run_dir, config, name, dict(settings)))
         for entry in run_dir.read_metrics():
             self.log(entry["step"], {key: value for key, value in entry.items() if key != "step"})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send metrics. Do nothing if Trackio has this step already, because the run went back to a checkpoint."""
-        if self._run is not None and step > self._last_step:
+        if self._run is not None and not self._has_failed and step > self._last_step:
             run, self._last_step = self._run, step
             self._guard(lambda: run.log(dict(metrics), step=step))
 
     def close(self) -> None:
         if self._run is not None:
+            self._run = None
             self._guard(lambda: importlib.import_module("trackio").finish())  # that of the run prints at the exit
 
     def _start(self, run_dir: RunDir, config: TrackingConfig, name: str, settings: dict[str, Any]) -> None:
@@ -63,16 +69,16 @@ class TrackioRun:
         )
 
     def _guard(self, call: Callable[[], None]) -> None:
-        """Call Trackio without its messages. Log the first failure, and end Trackio for this process."""
+        """Call Trackio without its messages. Log the first failure, after which the run is only closed."""
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                call()
+                self._context.run(call)
         except ModuleNotFoundError:
             logger.warning(
                 "tracking.trackio needs Trackio, which is not installed; going on without it "
                 "(`pip install -e '.[trackio]'`)"
             )
-            self._run = None
         except Exception as error:
-            logger.warning("Trackio failed (%s); going on with metrics.jsonl", " ".join(str(error).split()))
-            self._run = None
+            if not self._has_failed:
+                logger.warning("Trackio failed (%s); going on with metrics.jsonl", " ".join(str(error).split()))
+            self._has_failed = True

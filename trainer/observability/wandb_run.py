@@ -43,6 +43,7 @@ class WandbRun:
         self._run_dir, self._config = run_dir, config
         self._name, self._all_settings = name, dict(settings)
         self._run: wandb.Run | None = None
+        self._has_failed = False
         self._last_step = -1  # the last step that W&B has; step 0 is the untrained network
         if not run_dir.wandb_run_id.is_file():
             write_atomically(run_dir.wandb_run_id, secrets.token_hex(4) + "\n")
@@ -53,21 +54,26 @@ class WandbRun:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send metrics. Do nothing if W&B has this step already, because the run went back to a checkpoint."""
-        if self._run is not None and step > self._last_step:
+        if self._run is not None and not self._has_failed and step > self._last_step:
             run, self._last_step = self._run, step
             self._guard(lambda: run.log(dict(metrics), step=step))
 
     def log_pictures(self, step: int, pictures: StepPictures) -> None:
         """Send pictures. Call it after `log` of the same step."""
-        if self._run is not None and step >= self._last_step:
+        if self._run is not None and not self._has_failed and step >= self._last_step:
             run = self._run
             self._guard(lambda: run.log(_media(pictures), step=step))
 
-    def close(self) -> None:
-        """End the run. Steps that the server has not received after `FINISH_SECONDS` stay in RUN_DIR/wandb."""
+    def close(self, *, failed: bool = False) -> None:
+        """End the run, which W&B shows as failed if `failed`.
+
+        Steps that the server has not received after `FINISH_SECONDS` stay in RUN_DIR/wandb.
+        """
         if self._run is not None:
-            run = self._run
-            self._guard(lambda: run.finish(), going_on="the missing steps are in RUN_DIR/wandb, for `wandb sync`")
+            run, self._run = self._run, None
+            exit_code = 1 if failed else 0
+            going_on = "the missing steps are in RUN_DIR/wandb, for `wandb sync`"
+            self._guard(lambda: run.finish(exit_code=exit_code), going_on=going_on)
             if run.offline:
                 self._log_sync_command("Weights & Biases: the run is in")
 
@@ -107,22 +113,29 @@ class WandbRun:
             self._start("online")
         except Exception as error:
             logger.warning("Weights & Biases does not answer (%s); going on offline", " ".join(str(error).split()))
-            wandb.teardown()  # otherwise its process blocks the run's id for the next start
+            if wandb.setup().most_recent_active_run is None:  # teardown would end the run of a notebook
+                wandb.teardown()  # otherwise its process blocks the run's id for the next start
             return False
         return True
 
     def _guard(self, call: Callable[[], None], *, going_on: str = "going on with metrics.jsonl alone") -> None:
-        """Call W&B. Log the first failure, and end W&B for this process."""
+        """Call W&B. Log the first failure, after which the run gets nothing more and is only closed."""
         try:
             call()
         except Exception as error:
-            logger.warning("Weights & Biases failed (%s); %s", error, going_on)
-            self._run = None
+            if not self._has_failed:
+                logger.warning("Weights & Biases failed (%s); %s", error, going_on)
+            self._has_failed = True
 
 
 def _settings(**more: bool) -> wandb.Settings:
     return wandb.Settings(
-        silent=True, init_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS, finish_timeout_raises=True, **more
+        silent=True,
+        init_timeout=INIT_SECONDS,
+        finish_timeout=FINISH_SECONDS,
+        finish_timeout_raises=True,
+        reinit="create_new",  # otherwise `wandb.init` returns or ends an open run, such as that of a notebook
+        **more,
     )
 
 

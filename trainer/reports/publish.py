@@ -109,7 +109,12 @@ def _log_run(
         resume="allow",
         mode="offline" if offline else None,  # W&B itself reads the environment once in a process
         settings=wandb.Settings(
-            silent=True, init_timeout=30, disable_git=True, x_disable_stats=True, x_save_requirements=False
+            silent=True,
+            init_timeout=30,
+            disable_git=True,
+            x_disable_stats=True,
+            x_save_requirements=False,
+            reinit="create_new",  # otherwise `wandb.init` returns or ends an open run, such as that of a notebook
         ),
     ) as run:
         media: dict[str, Any] = {name: wandb.Image(image) for name, image in pictures(runs).items()}

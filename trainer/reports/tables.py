@@ -261,7 +261,7 @@ def _speed(runs: Sequence[Run]) -> list[str | None]:
     }
     slowest = max(stages, key=lambda name: stages[name], default=None)
     memory = _largest_of(runs, ("memory/gpu_gigabytes", "memory/resident_gigabytes"))
-    wall = [seconds for run in runs if isinstance(seconds := run.provenance.get("wall_seconds"), int | float)]
+    wall = [seconds for run in runs if (seconds := _wall_seconds(run)) is not None]
     return [
         _formatted(_median_of(runs, "perf/samples_per_second"), "{:,.0f}"),
         " / ".join(dict.fromkeys(str(size) for run in runs if (size := run.provenance.get("world_size")))) or None,
@@ -270,6 +270,17 @@ def _speed(runs: Sequence[Run]) -> list[str | None]:
         memory,
         _duration(statistics.median(wall)) if wall else None,
     ]
+
+
+def _wall_seconds(run: Run) -> float | None:
+    """Return the seconds of training in all starts of a run, as in `RunState.wall_seconds`; None if unknown.
+
+    Earlier versions wrote `wall_seconds`, the time of the last start alone. It counts if that start began at step 0.
+    """
+    facts = run.provenance
+    is_whole = not any(start.get("start_step") for start in facts.get("starts", ())[-1:])
+    seconds = facts.get("total_wall_seconds", facts.get("wall_seconds") if is_whole else None)
+    return seconds if isinstance(seconds, int | float) else None
 
 
 def _is_stage(key: str) -> bool:
@@ -354,7 +365,7 @@ _FACTS: Mapping[str, Callable[[Run], str | None]] = {
     "processor": _processor,
     "GPU": lambda run: _text(run.provenance.get("gpu") or ("none" if "gpu" in run.provenance else None)),
     "ranks": lambda run: _text(run.provenance.get("world_size")),
-    "wall time": lambda run: _duration(run.provenance.get("wall_seconds")),
+    "wall time": lambda run: _duration(_wall_seconds(run)),
     "samples a second": lambda run: _formatted(_median_of([run], "perf/samples_per_second"), "{:,.0f}"),
     "waiting for data": lambda run: _formatted(_median_of([run], "perf/data_wait_fraction"), "{:.1%} of the time"),
     "train manifest": lambda run: _manifest(run, "train_manifest_sha256"),

@@ -211,11 +211,16 @@ class Composed(nn.Module):
         super().__init__()
         self._own_change: tuple[Tensor, Tensor] | None = None
 
-    @property
-    def change(self) -> tuple[Tensor, Tensor] | None:
-        """Return what the viewmaker inside got and what it made of it in the last call; None if it was not called."""
-        of_each = (module._own_change for module in self.modules() if isinstance(module, Composed))
-        return next((change for change in of_each if change is not None), None)
+    def take_change(self) -> tuple[Tensor, Tensor] | None:
+        """Return what the viewmaker inside got and what it made of it in the last call, and drop both here.
+
+        Returns None if the viewmaker was not called since then.
+        """
+        change = None
+        for module in self.modules():
+            if isinstance(module, Composed):
+                change, module._own_change = change or module._own_change, None
+        return change
 
     def _apply_part(self, part: nn.Module, inputs: Tensor, keys: DrawKeys, masks_BHW: Tensor | None) -> Tensor:
         """Return the views by one policy. Only a viewmaker runs under autocast and in float64, as it does alone."""
@@ -302,9 +307,7 @@ class ByEpoch(Composed):
     def forward(self, inputs: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
         """Return one view of each picture or sound by the policy of the epoch in the keys. Raises like that policy."""
         assert keys.recorded_epoch is None  # a recorded step has one policy
-        for module in self.modules():
-            if isinstance(module, Composed):
-                module._own_change = None  # of the epoch before
+        self.take_change()  # of the epoch before
         return self._apply_part(self.policies[keys.epoch % len(self.policies)], inputs, keys, masks_BHW)
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from configs import resolve_recipe
+from data_pipeline.core.errors import UserError
 from launch.submitted import run_status
 from tests.tiny_data import write_tiny_pair
+from trainer.checkpoint.files import INDEX_NAME
+from trainer.checkpoint.restore import newest_state
 from trainer.config import RunConfig
+from trainer.fault_tolerance.preemption import StoppedError, StopRequests
 from trainer.run_dir import RunDir, write_json
 from trainer.train import train
 from trainer.training_log import TrainingLog
@@ -46,7 +51,7 @@ def start(run_dir: RunDir, config: RunConfig) -> None:
 def test_a_run_that_is_killed_while_its_log_is_closed_is_finished(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(_: TrainingLog) -> None:
+    def killed(_: TrainingLog, *, failed: bool) -> None:
         raise KilledError
 
     monkeypatch.setattr(TrainingLog, "close", killed)
@@ -60,7 +65,7 @@ def test_a_start_at_the_last_step_marks_the_run_as_finished(config: RunConfig, t
     run_dir = RunDir(tmp_path / "run")
     start(run_dir, config)
     finished = json.loads(run_dir.provenance.read_text())
-    left = {name: value for name, value in finished.items() if name not in {"finished_step", "wall_seconds"}}
+    left = {name: value for name, value in finished.items() if name not in {"finished_step", "total_wall_seconds"}}
     write_json(run_dir.provenance, left)  # as a kill right after the last checkpoint leaves it
     assert run_status(run_dir, queue=None).state != "finished"
     start(run_dir, config)
@@ -69,3 +74,63 @@ def test_a_start_at_the_last_step_marks_the_run_as_finished(config: RunConfig, t
     write_json(run_dir.provenance, finished)
     start(run_dir, config)
     assert json.loads(run_dir.provenance.read_text()) == finished
+
+
+def test_a_log_that_cannot_be_closed_does_not_hide_the_error_of_the_training(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = []
+
+    def close(_: TrainingLog, *, failed: bool) -> None:
+        closed.append(failed)
+        raise OSError("no space left")
+
+    def diverged(*_: object) -> str:
+        raise UserError("the run has diverged")
+
+    monkeypatch.setattr(TrainingLog, "close", close)
+    monkeypatch.setattr(TrainingLog, "add", diverged)
+    with pytest.raises(UserError, match="the run has diverged"):
+        start(RunDir(tmp_path / "run"), config)
+    assert closed == [True]
+
+
+def test_the_wall_time_of_a_run_is_that_of_all_its_starts(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+
+    def train_steps(_: TrainingLog, *__: object) -> str:
+        nonlocal now
+        now += 50
+        return ""
+
+    monkeypatch.setattr(TrainingLog, "add", train_steps)
+    for number in (1, 2):
+        now += 1000  # between two starts
+        with monkeypatch.context() as stopping:
+            stopping.setattr(StopRequests, "agreed", lambda _: True)
+            with pytest.raises(StoppedError):
+                start(run_dir, config)
+        assert newest_state(run_dir).step == number
+    start(run_dir, config)
+    assert run_dir.read_provenance()["total_wall_seconds"] == NUM_STEPS * 50
+
+
+def test_the_wall_time_of_a_run_that_was_begun_by_earlier_code_is_unknown(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    with monkeypatch.context() as stopping:
+        stopping.setattr(StopRequests, "agreed", lambda _: True)
+        with pytest.raises(StoppedError):
+            start(run_dir, config)
+    (index,) = run_dir.checkpoints.glob("step_*/" + INDEX_NAME)
+    kept = json.loads(index.read_text())
+    assert kept["run"].pop("wall_seconds") >= 0
+    index.write_text(json.dumps(kept))
+    start(run_dir, config)
+    facts = run_dir.read_provenance()
+    assert (facts["finished_step"], facts["total_wall_seconds"]) == (NUM_STEPS, None)

@@ -189,6 +189,37 @@ def test_a_viewmaker_that_has_collapsed_is_told_wherever_it_is(
         assert any(meaning in sentence for sentence in sentences)
 
 
+@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize("update", ["simultaneous", "alternating"])
+def test_the_change_of_a_viewmaker_in_a_composition_is_that_of_the_views_of_the_encoder(
+    update: str, num_parts: int
+) -> None:
+    settings = [f"views={{kind: sequence, parts: [{SMALL}]}}", f"adversary.update={update}"]
+    config = resolve_recipe("debug:viewmaker", [*settings, f"memory.micro_batches={num_parts}"])
+    training = build_training(config, num_samples=8, device=torch.device("cpu"))
+    pictures = torch.randint(0, 256, (8, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    batch = Batch(0, 0, torch.arange(8), pictures, pictures, None, None, {})
+    output = training.step(batch, learning_rates=dict.fromkeys(training.engines, 0.1))
+    assert output.viewmaker_change is not None
+    assert output.views_b_BCHW is not None
+    given, made = output.viewmaker_change
+    last = slice(num_parts - 1, None, num_parts)
+    assert torch.equal(given, (pictures[last] / 255).repeat(2, 1, 1, 1))
+    assert torch.equal(made, torch.cat([output.views_a_BCHW[last], output.views_b_BCHW[last]]))
+    assert [module for module in training.modules.view_policy.modules() if getattr(module, "_own_change", None)] == []
+
+
+def test_a_random_mask_does_not_hide_that_a_viewmaker_is_clamped() -> None:
+    views = f"{{kind: pair, first: {SMALL}, second: {{kind: random_mask}}}}"
+    training = build_training(
+        resolve_recipe("debug:viewmaker", [f"views={views}"]), num_samples=8, device=torch.device("cpu")
+    )
+    pictures = torch.full((8, 3, 16, 16), 1, dtype=torch.uint8)
+    batch = Batch(0, 0, torch.arange(8), pictures, pictures, None, None, {})
+    metrics = training.step(batch, learning_rates=dict.fromkeys(training.engines, 0.0)).read()
+    assert 0.1 < metrics["views/clamped_share"] < 0.9
+
+
 def test_an_epoch_of_other_views_is_not_measured_by_the_viewmaker_of_the_epoch_before() -> None:
     views = f"{{kind: by_epoch, policies: [{SMALL}, {{kind: random_mask}}]}}"
     config = resolve_recipe("debug:viewmaker", [f"views={views}", "num_epochs=2"])

@@ -206,6 +206,7 @@ FACTS = [
     "world_size",
     "versions",
     "starts",
+    "total_wall_seconds",
     "wall_seconds",
     "seed",
     "finished_step",

@@ -14,7 +14,7 @@ import wandb
 from configs import resolve_recipe
 from tests.trainer.observability.tracked import open_tracker
 from trainer.observability.tracking import TrackingConfig, uses_wandb
-from trainer.observability.wandb_run import offline_steps
+from trainer.observability.wandb_run import offline_steps, summarize
 from trainer.run_dir import RunDir
 
 ROOT = Path(__file__).parents[3]
@@ -198,3 +198,37 @@ def test_a_failing_wandb_is_reported_once_and_training_goes_on(
     tracker.close()
     assert [entry["step"] for entry in run_dir.read_metrics()] == [1, 2]
     assert len([record for record in caplog.records if "no route to host" in record.message]) == 1
+
+
+def test_a_wandb_run_that_is_open_stays_open_and_gets_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook may have a run of its own."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    own = wandb.init(dir=tmp_path, settings=wandb.Settings(silent=True))
+    try:
+        run_dir, config = RunDir(tmp_path / "run"), resolve_recipe("debug:image")
+        run_dir.path.mkdir()
+        tracker = open_tracker(run_dir, config)
+        tracker.log(7, {"train/loss": 1.0})
+        tracker.close()
+        summarize(run_dir, config.tracking, {"probe/base/linear": 0.5})
+        assert wandb.run is own
+        own.log({"mine": 1.0}, step=3)
+    finally:
+        own.finish()
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert offline_steps(file) == [3]
+    assert wandb_steps(run_dir) == [7]
+
+
+def test_a_run_that_failed_at_wandb_is_closed_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracker = open_tracker(RunDir(tmp_path), resolve_recipe("debug:image"))
+
+    def fail(*_: object, **__: object) -> None:
+        raise ConnectionError("no route to host")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(wandb.Run, "log", fail)
+        tracker.log(1, {"train/loss": 1.0})
+    tracker.close()
+    assert wandb.setup().most_recent_active_run is None

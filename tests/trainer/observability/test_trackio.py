@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import sys
 import types
@@ -17,16 +18,21 @@ from trainer.run_dir import RunDir
 OVERRIDES = ["tracking.trackio=true", "tracking.wandb=disabled", "tracking.wandb_project=mine"]
 
 
+present_run: contextvars.ContextVar[str | None] = contextvars.ContextVar("present_run", default=None)
+
+
 class StandIn:
-    """A Trackio in memory: the steps of each run, as `trackio.init` makes them."""
+    """A Trackio in memory: the steps of each run, as `trackio.init` makes them, and the runs that were finished."""
 
     def __init__(self) -> None:
         self.runs: dict[str, list[int]] = {}
         self.started: list[dict[str, Any]] = []
+        self.finished: list[str | None] = []
         self.fails = False
 
     def init(self, **settings: Any) -> Any:
         self.started.append(settings)
+        present_run.set(settings["name"])
         steps = self.runs.setdefault(settings["name"], [])
 
         def log(metrics: dict[str, float], *, step: int) -> None:
@@ -37,6 +43,9 @@ class StandIn:
 
         return types.SimpleNamespace(log=log)
 
+    def finish(self) -> None:
+        self.finished.append(present_run.get())
+
     def get_max_step_for_run(self, project: str, name: str) -> int | None:
         assert project == "mine"
         return max(self.runs.get(name, []), default=None)
@@ -45,7 +54,7 @@ class StandIn:
 @pytest.fixture
 def trackio(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     stand_in = StandIn()
-    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(init=stand_in.init, finish=lambda: None))
+    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(init=stand_in.init, finish=stand_in.finish))
     monkeypatch.setitem(sys.modules, "trackio.sqlite_storage", types.SimpleNamespace(SQLiteStorage=stand_in))
     return stand_in
 
@@ -81,7 +90,18 @@ def test_a_failing_trackio_is_reported_once_and_training_goes_on(
     assert [record.getMessage() for record in caplog.records] == [
         "Trackio failed (no room); going on with metrics.jsonl"
     ]
+    assert trackio.finished == list(trackio.runs)
     assert len(RunDir(tmp_path).read_metrics()) == 3
+
+
+def test_the_trackio_run_of_a_notebook_stays_its_present_run(trackio: StandIn, tmp_path: Path) -> None:
+    token = present_run.set("mine")
+    try:
+        open_tracker(RunDir(tmp_path), resolve_recipe("debug:image", OVERRIDES)).close()
+        assert present_run.get() == "mine"
+    finally:
+        present_run.reset(token)
+    assert trackio.finished == list(trackio.runs)
 
 
 def test_without_trackio_training_goes_on(

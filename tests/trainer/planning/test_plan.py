@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -115,6 +116,15 @@ def test_memory_is_that_of_a_real_step(run: str) -> None:
     assert found.output_bytes == real.output_bytes
     assert found.engine_bytes == found.host_bytes == 0
     assert found.sent_bytes == {}
+
+
+@pytest.mark.parametrize("update", ["simultaneous", "alternating"])
+def test_a_plan_counts_what_is_kept_for_the_metrics_of_a_viewmaker_in_a_composition(update: str) -> None:
+    views = ("{kind: viewmaker}", "{kind: sequence, parts: [{kind: viewmaker}]}")
+    alone, composed = (
+        planned(configure("viewmaker", f"views={each}", f"adversary.update={update}")).output_bytes for each in views
+    )
+    assert composed - alone == 2 * BATCH_SIZE * math.prod(SHAPE) * 4  # both inputs; its views are there in any case
 
 
 @pytest.mark.ranks

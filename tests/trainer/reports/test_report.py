@@ -411,6 +411,23 @@ def test_provenance_is_shown_as_it_was_recorded(
     assert {title: page.row(title)[1] for title in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("facts", "shown"),
+    [
+        ({"starts": [{"start_step": 0}]}, "1 h 2 min"),
+        ({"starts": [{"start_step": 0}, {"start_step": 0}]}, "1 h 2 min"),
+        ({"starts": [{"start_step": 0}, {"start_step": 4}]}, None),
+        ({"starts": [{"start_step": 0}, {"start_step": 4}], "total_wall_seconds": 7325.0}, "2 h 2 min"),
+    ],
+)
+def test_a_wall_time_that_is_only_that_of_the_last_start_is_left_out(
+    facts: dict[str, Any], shown: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", provenance=PROVENANCE | facts, trained={"base": [0.5]})
+    html = report(monkeypatch, tmp_path / "out.html", run)
+    assert ("1 h 2 min" in html, "2 h 2 min" in html) == (shown == "1 h 2 min", shown == "2 h 2 min")
+
+
 def test_names_are_text_not_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     provenance = PROVENANCE | {"cpu": "<script>alert(1)</script>&"}
     run = make_run(tmp_path / "run", provenance=provenance, trained={"base": [0.4]})
