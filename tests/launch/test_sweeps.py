@@ -26,11 +26,8 @@ from launch.submission import SubmissionPlan
 from tests.commands import Done, call
 from tests.nursery import PythonProcess, run_python
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
-<<<<<<< HEAD
 from trainer.data import read_manifests
-=======
 from trainer.observability.wandb_run import offline_steps
->>>>>>> m3
 from trainer.run_dir import RunDir, write_json
 
 ROOT = Path(__file__).parents[2]
