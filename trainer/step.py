@@ -117,7 +117,7 @@ class StepOutput:
         z_a_BD, z_b_BD: the embeddings of the views.
         viewmaker_change: if the viewmaker is part of a composition, the pictures or waveforms that it got, and its
             views of them, from which these views were made; otherwise None. With micro batches, only those of the last
-            one: those of all would need as much memory as four times the views.
+            one, which takes less memory.
     """
 
     metrics: dict[str, Tensor]
