@@ -20,6 +20,7 @@ from trainer.build import build_training
 from trainer.config import RunConfig
 from trainer.data import open_stream
 from trainer.modules import build_modules
+from trainer.provenance import RECORDED_CONFIG, add_to_provenance
 from trainer.run_dir import RunDir
 from trainer.train import train
 
@@ -235,6 +236,7 @@ def goes_on(run_dir: Path, config: RunConfig, num_ranks: int, copy: Path) -> Pat
     shutil.rmtree(run.checkpoint(NUM_STEPS))
     run.latest.write_text(run.checkpoint(10).name + "\n")
     run.config.write_text(config.model_dump_json())  # a run keeps its settings, so this is another run
+    add_to_provenance(run, **{RECORDED_CONFIG: config.model_dump(mode="json")})
     run_ranks(train_on_rank, num_ranks, config, copy)
     return copy
 
