@@ -267,7 +267,7 @@ class FileCache:
             except OSError as error:
                 if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                     raise
-                # Another user's file in a shared cache, or a disk that is mounted for reading.
+                # Another user's file in a shared cache, or a disk that is mounted read-only.
             return path
 
     def prefetch(self, names: Iterable[str]) -> None:
