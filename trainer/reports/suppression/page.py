@@ -532,7 +532,8 @@ def _missing(gaps: Gaps, *, study: str, paths: Sequence[Path]) -> list[Block]:
     if gaps.num_absent or gaps.unfinished:
         told.append(
             f"{gaps.num_absent} runs of settings x difficulties x cures x seeds have no directory, and "
-            f"{len(gaps.unfinished)} are not finished. A cure without any run in a setting is not counted."
+            f"{len(gaps.unfinished)} are not finished. A cure without any run in a setting is not counted, "
+            "but one that a single difficulty cannot have is."
         )
         commands.append(f"python launch/slurm.py --executor local --study {shlex.quote(study)} --at-a-time 2")
     if gaps.unprobed:
