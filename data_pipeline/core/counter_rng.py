@@ -65,18 +65,21 @@ class DrawKeys:
         is_next_B = None if self.is_next_B is None else self.is_next_B[rows]
         return dataclasses.replace(self, index_B=self.index_B[rows], is_next_B=is_next_B)
 
+    def of_pair(self) -> DrawKeys:
+        """Return keys that both views of a sample have in common: the views 2k and 2k + 1; each k has another key."""
+        assert self.is_next_B is None or self.view % 2 == 0  # both views of a pair
+        return dataclasses.replace(self, view=self.view & ~1, is_next_B=None)
+
     def of_step(self) -> DrawKeys:
         """Return the key, of one row, that all samples and both views of a step have in common on all ranks.
 
-        If the batch is of no step, returns a key for each row instead, which both views of the sample have in common.
-        The views 2k and 2k + 1 are a pair; each k has another key.
+        If the batch is of no step, returns `of_pair` instead, a key for each row.
         """
-        assert self.is_next_B is None or self.view % 2 == 0  # both views of a pair
-        first_of_pair = dataclasses.replace(self, view=self.view & ~1, is_next_B=None)
+        of_pair = self.of_pair()
         if self.step is None:
-            return first_of_pair
+            return of_pair
         index_1 = torch.zeros_like(self.index_B[:1]) + self.step
-        return dataclasses.replace(first_of_pair, epoch=0, index_B=index_1, recorded_epoch=None)
+        return dataclasses.replace(of_pair, epoch=0, index_B=index_1, recorded_epoch=None)
 
 
 def keys_of_rows(inputs: torch.Tensor, *, seed: int, step: int, view: int = 0, first_row: int = 0) -> DrawKeys:

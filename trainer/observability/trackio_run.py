@@ -30,9 +30,7 @@ class TrackioRun:
         self._run: Any = None
         self._has_failed = False
         self._last_step = -1
-        self._context = (
-            contextvars.copy_context()
-        )  # in which Trackio keeps its present run, apart from a notebook's run
+        self._context = contextvars.copy_context()  # so that Trackio's present run of a notebook stays as it is
         self._guard(lambda: self._start(run_dir, config, name, dict(settings)))
         for entry in run_dir.read_metrics():
             self.log(entry["step"], {key: value for key, value in entry.items() if key != "step"})

@@ -10,7 +10,6 @@ Legend: B samples, C channels, H rows, W columns; N integers of T bits.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import ClassVar, Final, Literal
 
@@ -82,10 +81,8 @@ class RandomMask(nn.Module):
         config = self.config
         _, C, H, W = images_BCHW.shape
         check_image_size(config, height=H, width=W)
-        assert keys.is_next_B is None or keys.view % 2 == 0  # both views of a pair
-        first_of_pair = dataclasses.replace(keys, view=keys.view & ~1, is_next_B=None)
         shape = (1 if config.unit == "pixel" else C, H, W)
-        keep_BCHW = draw_mask(first_of_pair, shape=shape, patch_size=config.patch_size)
+        keep_BCHW = draw_mask(keys.of_pair(), shape=shape, patch_size=config.patch_size)
         if keys.is_next_B is not None:
             keep_BCHW ^= keys.is_next_B[:, None, None, None]
         elif keys.view & 1:
