@@ -203,7 +203,7 @@ def test_a_failing_wandb_is_reported_once_and_training_goes_on(
 def test_a_wandb_run_that_is_open_stays_open_and_gets_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A notebook may have a run of its own."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    own = wandb.init(dir=tmp_path, settings=wandb.Settings(silent=True))
+    own = wandb.init(dir=tmp_path, mode="offline", settings=wandb.Settings(silent=True))
     try:
         run_dir, config = RunDir(tmp_path / "run"), resolve_recipe("debug:image")
         run_dir.path.mkdir()
