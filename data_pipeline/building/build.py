@@ -397,7 +397,11 @@ def _kept_shards(plan: BuildPlan, directory: Path) -> set[int]:
         shard = directory / shard_name(number)
         names |= {shard.name, index_path(shard).name, finished_path(directory, number).name}
     for path in directory.iterdir():
-        if path.name not in names:
+        if path.name in names:
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)  # of a build with --keep
+        else:
             path.unlink()
     if not kept:
         arguments.write_text(plan.arguments)
@@ -646,15 +650,22 @@ def _run_keep(args: argparse.Namespace) -> None:
     size = args.image_size or TAR_PICTURE_SIZE
     choices = Choices(test_share=args.test_share, labels=args.labels)
     folder = open_folder(args.root, split=args.split, seed=args.seed, image_size=size, choices=choices)
-    manifest, facts = pack_folder(
-        folder,
-        args.out,
-        size=size,
-        seed=args.seed,
-        num_samples_per_shard=args.samples_per_shard,
-        limit=args.limit,
-        overlay=overlay_to_draw(dataset.overlay, args, size=size, digits_root=args.root),
-    )
+    order = None
+    if args.limit is not None:
+        to_balance = next(iter(labels_of(folder).values())).label_N
+        order = balanced_order(to_balance, seed=args.seed, split=args.split, limit=args.limit)
+    overlay = overlay_to_draw(dataset.overlay, args, size=size, digits_root=args.root)
+    with _whole_or_nothing(args.out) as unfinished:
+        manifest, facts = pack_folder(
+            folder,
+            unfinished,
+            args.out,
+            size=size,
+            seed=args.seed,
+            order=order,
+            num_samples_per_shard=args.samples_per_shard,
+            overlay=overlay,
+        )
     for line in describe_index(manifest, facts):
         print(line)
     print(f"made from: {folder.description}; split {args.split}, seed {args.seed}")

@@ -122,7 +122,7 @@ def make_index(
     check_at_least(("--size", size, 1), ("--workers", num_workers, 1))
     paths = expand(location)
     with _locked(out):
-        return _write_index(
+        return write_index(
             location,
             paths,
             out,
@@ -163,21 +163,21 @@ def _locked(out: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _write_index(
+def write_index(
     location: str,
     paths: Sequence[str],
     out: Path,
     *,
     fields: Fields,
     size: int,
-    classes_of: Path | None,
+    classes_of: Path | None = None,
     classes: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
     titles: Mapping[str, str] = MappingProxyType({}),
     overlay: DrawnOverlay | None = None,
     num_workers: int = 1,
-    show_progress: bool,
+    show_progress: bool = False,
 ) -> tuple[Manifest, list[TarFacts]]:
-    """Index tars as `make_index` does, in a directory that is locked."""
+    """Index the tars `paths` as `make_index` does, into a directory that the caller keeps locked."""
     parts = out / PARTS
     settings = ScanInputs(fields=fields, size=size, num_measured=-(-_NUM_MEASURED // len(paths)), directory=out)
     begin_scan(out, settings)
@@ -445,7 +445,7 @@ def ensure_index(location: str, *, classes_of: str | None = None, show_progress:
         if (out / MANIFEST_NAME).is_file():  # which another process has made meanwhile
             return
         logger.info("indexing the tars of %s into %s, once", location, out)
-        manifest, facts = _write_index(
+        manifest, facts = write_index(
             location, paths, out, fields=fields, size=size, classes_of=named, show_progress=show_progress
         )
     for line in describe_index(manifest, facts):

@@ -27,15 +27,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from data_pipeline.__main__ import main
+from data_pipeline.building import keep_files
 from data_pipeline.building.index_tars import ensure_index, make_index
-from data_pipeline.building.keep_files import pack_folder
 from data_pipeline.building.tar_scan import Fields, expand
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.loading.decode import decode
 from data_pipeline.loading.stream import ReadConfig, Stream, read_all
 from data_pipeline.remote.cache import RemoteConfig
-from data_pipeline.sources.folder import ImageFolder
 from data_pipeline.storage.manifest import INDEX_NAME, dataset_directory, load_manifest
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.tar_headers import read_headers
@@ -996,9 +995,85 @@ def test_what_cannot_be_kept_is_refused_in_a_sentence(
     assert said in done.stderr
 
 
-def test_a_folder_is_not_packed_over_something_else(tmp_path: Path) -> None:
+class Killed(BaseException):
+    """Stands for the end of the process: nothing is cleaned up after it."""
+
+
+@pytest.mark.parametrize("killed_at", ["read_regular", "write_index"])
+def test_a_packing_that_was_killed_is_no_dataset_and_is_packed_again(
+    tmp_path: Path, killed_at: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, out = write_folder(tmp_path / "photos", num=12), tmp_path / "kept"
+    arguments = ["build", "folder", "--keep", "--root", str(root), "--out", str(out), "--image-size", "32"]
+    function, num_calls = getattr(keep_files, killed_at), 0
+
+    def killed(*args: Any, **options: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        result = function(*args, **options)
+        if num_calls == (6 if killed_at == "read_regular" else 1):
+            raise Killed
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keep_files, killed_at, killed)
+        patch.setattr("data_pipeline.building.build.shutil.rmtree", lambda *args, **options: None)
+        with pytest.raises(Killed):
+            call(main, *arguments, "--samples-per-shard", "4", monkeypatch=monkeypatch, capsys=capsys)
+    partial = tmp_path / "kept.partial"
+    assert not out.exists()
+    assert list((partial / ".shard-packing").glob("*.tar"))
+    for location in (out, partial):
+        with pytest.raises(UserError, match="build it with"):
+            load_manifest(location)
+        ensure_index(str(location))
+        assert not (location / INDEX_NAME).exists()
+    done = call(main, *arguments, monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 0, done.stderr
+    assert not partial.exists()
+    assert sorted(numbers_in(SampleStore(out))) == list(range(12))
+    assert str(partial) not in (out / "manifest.json").read_text()
+    assert {path.name for path in out.iterdir() if path.name.startswith(".")} == set()
+
+
+def test_what_another_build_has_left_is_no_part_of_a_packed_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In both orders: what a packing has left is no part of a built dataset either."""
+    arguments = ["build", "folder", "--root", str(write_folder(tmp_path / "photos")), "--image-size", "32"]
+    partial = tmp_path / "kept.partial"
+    partial.mkdir()
+    for name in ("build.json", "shard-000007.tar", "shard-000007.index", ".shard-000007.finished"):
+        (partial / name).write_text("")
+    done = call(main, *arguments, "--keep", "--out", tmp_path / "kept", monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 0, done.stderr
+    assert len(list((tmp_path / "kept").glob("*shard*"))) == 1
+    assert not (tmp_path / "kept" / "build.json").exists()
+    (tmp_path / "built.partial" / ".shard-packing").mkdir(parents=True)
+    done = call(main, *arguments, "--out", tmp_path / "built", monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 0, done.stderr
+    assert not (tmp_path / "built" / ".shard-packing").exists()
+
+
+def test_a_limit_of_a_packed_folder_is_balanced_over_the_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write_folder(tmp_path / "photos", num=24)
+    for path in sorted((root / "train" / "owl").iterdir())[3:]:
+        path.unlink()
+    words = ["--limit", "6", "--out", tmp_path / "kept"]
+    done = call(main, "build", "folder", "--keep", "--root", root, *words, monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 0, done.stderr
+    assert load_manifest(tmp_path / "kept").counts_base == (3, 3)
+
+
+def test_a_folder_is_not_packed_over_something_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("")
-    folder = ImageFolder(write_folder(tmp_path / "photos"), split="train", image_size=32)
-    with pytest.raises(UserError, match="is not empty; choose another directory"):
-        pack_folder(folder, tmp_path / "out", size=32)
+    words = ["--root", write_folder(tmp_path / "photos"), "--out", tmp_path / "out"]
+    done = call(main, "build", "folder", "--keep", *words, monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 2
+    assert "is not empty; choose another directory" in done.stderr
+    assert [path.name for path in tmp_path.glob("out*/*")] == ["mine.txt"]
