@@ -528,8 +528,12 @@ def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[st
         yield f"{left_out} samples have no picture and are left out"
     if too_large := sum(each.num_too_large for each in facts):
         yield f"{too_large} pictures of more than {MAX_PICTURE_BYTES} bytes are left out"
-    if cut := sum(not each.is_whole for each in facts):
-        yield f"{cut} tars are cut short; what is before the cut is used"
+    if cut := [each.end for each in facts if not each.end.is_whole]:
+        lost = sum(end.num_unread for end in cut)
+        yield f"{len(cut)} tars are cut short or damaged; {lost:,} bytes behind the cuts are not used"
+    if continued := [each.end for each in facts if each.end.is_whole and each.end.num_unread]:
+        lost = sum(end.num_unread for end in continued)
+        yield f"{len(continued)} tars go on behind their end marks; {lost:,} bytes there are not used"
     if unreadable := [reason for each in facts for reason in each.unreadable]:
         yield f"{len(unreadable)} of the pictures that were tried do not decode, such as {unreadable[0]}"
 

@@ -36,7 +36,7 @@ from data_pipeline.loading.picture_decode import decode_square
 from data_pipeline.remote.cache import RemoteConfig, file_url, is_command, is_remote
 from data_pipeline.remote.fetch import Expected, Limits, fetch
 from data_pipeline.storage.files import map_regular, regular_size
-from data_pipeline.storage.tar_headers import TarMember, is_whole, read_headers
+from data_pipeline.storage.tar_headers import TarEnd, TarMember, read_headers, tar_end
 from data_pipeline.storage.tar_index import MAX_PICTURE_BYTES, pack, split_name
 from data_pipeline.storage.tar_lists import listed_tars
 
@@ -74,8 +74,7 @@ class TarFacts(Schema):
         sha256: of a remote tar; empty for a local one.
         num_samples: with a picture.
         num_without_picture: samples that are left out.
-        is_whole: whether the tar ends as tars do; else it is a local one that is cut short, and what is before the cut
-            is used.
+        end: where the tar ends. A local tar may be cut short or damaged; what is before is used.
         fields: how many samples have each extension.
         labels: for each label by name, the different values, in the order in which they are met.
         sums: of the measured pictures: their number, and for each channel the mean and the mean square.
@@ -88,7 +87,7 @@ class TarFacts(Schema):
     num_samples: NonNegativeInt
     num_without_picture: NonNegativeInt
     num_too_large: NonNegativeInt
-    is_whole: bool
+    end: TarEnd
     fields: dict[str, int]
     labels: dict[str, tuple[str, ...]]
     sums: tuple[float, ...]
@@ -182,7 +181,7 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
             name: tuple(dict.fromkeys(word for word in found if word is not None)) for name, found in words.items()
         }
         sums, unreadable = _measure(chosen, data, size=inputs.size, num=inputs.num_measured)
-        ends_whole = is_whole(data, end=end)
+        found_end = tar_end(data, end=end)
     facts = TarFacts(
         num_bytes=status.st_size,
         changed_ns=0 if sha256 else status.st_mtime_ns,
@@ -190,7 +189,7 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
         num_samples=len(chosen),
         num_without_picture=num_without_picture,
         num_too_large=num_too_large,
-        is_whole=ends_whole,
+        end=found_end,
         fields=dict(fields.most_common(_MAX_FIELDS)),
         labels=labels,
         sums=tuple(sums),
@@ -256,7 +255,11 @@ def _tar_problem(file: BinaryIO) -> str | None:
     """Return what is wrong with a file that must be a whole tar with at least one file; None if it is."""
     with map_regular(Path(file.name)) as data:
         members, end = read_headers(data)
-        return None if members and is_whole(data, end=end) else f"the answer of {len(data)} bytes is not a whole tar"
+        return (
+            None
+            if members and tar_end(data, end=end).is_whole
+            else f"the answer of {len(data)} bytes is not a whole tar"
+        )
 
 
 def _hashed(key: str) -> int:
@@ -365,15 +368,15 @@ def scan_all(paths: Sequence[str], settings: ScanInputs, *, num_workers: int, sh
             num_samples += found.num_samples
             progress.advance(note=f"{num_samples} samples")
     for number, name in enumerate(paths):
-        if not facts[number].is_whole:
-            logger.warning("%s is cut short; what is before the cut is used", name)
+        if (problem := facts[number].end.problem) is not None:
+            logger.warning("%s %s", name, problem)
     return [facts[number] for number in range(len(paths))]
 
 
 def _is_as_scanned(name: str, facts: TarFacts) -> bool:
     """Return whether the facts of a tar hold still. Does not ask for a remote tar; false if it gave no sample."""
     if is_remote(name):
-        return facts.is_whole and facts.num_samples > 0
+        return facts.end.is_whole and facts.num_samples > 0
     status = Path(name).stat()
     return (facts.num_bytes, facts.changed_ns) == (status.st_size, status.st_mtime_ns)
 

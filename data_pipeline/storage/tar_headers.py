@@ -23,6 +23,7 @@ _LONG_NAME: Final = ord("L")  # GNU tar: the content is the name of the next fil
 _RECORDS: Final = ord("x")  # PAX: the content is records of the next file, such as its name
 _MAX_RECORDS_BYTES: Final = 1 << 20
 _CHUNK: Final = 2_048  # headers whose checksums are computed at once
+_MANY: Final = 1 << 20  # bytes that are compared with zero at once
 _SPACE: Final = np.uint8(ord(" "))
 _OCTAL_SHIFTS: Final = np.arange(15, -1, -3)  # of the six digits of a checksum
 
@@ -97,9 +98,38 @@ def read_headers(data: memoryview) -> tuple[list[TarMember], int]:
     return found, min(headers[last] + BLOCK + padded(sizes[last]), num_bytes) if names else 0
 
 
-def is_whole(data: memoryview, *, end: int) -> bool:
-    """Return whether a tar whose last member ends at `end` ends as tars do, with zeros; else it is cut short."""
-    return data[end : end + BLOCK].tobytes() == bytes(BLOCK)
+@dataclass(frozen=True, slots=True)
+class TarEnd:
+    """The end of a tar: where its last member ends, whether the zeros that end a tar follow, and the bytes not read.
+
+    `num_unread` counts the bytes behind `position`; 0 if they are all zero.
+    """
+
+    position: int
+    is_whole: bool
+    num_unread: int
+
+    @property
+    def problem(self) -> str | None:
+        """Return what is wrong with the end, with the position and the number of bytes lost; None if nothing is."""
+        if not self.is_whole:
+            return (
+                f"is cut short or damaged at byte {self.position:,}; the {self.num_unread:,} bytes behind are not used"
+            )
+        if self.num_unread:
+            return (
+                f"goes on behind its end mark at byte {self.position:,}; the {self.num_unread:,} bytes behind are not "
+                "used, so if they are another tar, store it as a file of its own"
+            )
+        return None
+
+
+def tar_end(data: memoryview, *, end: int) -> TarEnd:
+    """Return what follows the last member of a tar, which ends at `end`."""
+    is_whole = data[end : end + BLOCK].tobytes() == bytes(BLOCK)
+    rest = np.frombuffer(data, dtype=np.uint8)[end:]
+    is_used = is_whole and not any(rest[start : start + _MANY].any() for start in range(0, len(rest), _MANY))
+    return TarEnd(end, is_whole, 0 if is_used else len(rest))
 
 
 def padded(size: int) -> int:

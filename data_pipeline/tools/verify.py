@@ -47,6 +47,7 @@ from data_pipeline.storage.manifest import (
     SOURCE_DIGESTS_NAME,
     Manifest,
     ShardEntry,
+    dataset_directory,
     load_manifest,
 )
 from data_pipeline.storage.png import wrong_size
@@ -54,7 +55,8 @@ from data_pipeline.storage.shard_list import ListedShards, ShardList, ShardTable
 from data_pipeline.storage.shards import index_content, index_members, index_num_bytes, index_path
 from data_pipeline.storage.source_digests import check_source_digests, num_digest_bytes
 from data_pipeline.storage.store import SampleStore
-from data_pipeline.storage.tar_headers import TarMember, read_headers
+from data_pipeline.storage.tar_headers import TarMember, read_headers, tar_end
+from data_pipeline.storage.tar_index import has_remote_tars, tar_ranges
 from data_pipeline.storage.totals import Totals
 
 logger = logging.getLogger(__name__)
@@ -121,8 +123,9 @@ class Verification:
         - The source digests and the online overlay are right. An overlay of code that is not imported is only compared
           with its hash, and then in `not_checked`.
 
-        For tars of others: each has the size that it had when it was indexed, its own headers confirm the place of each
-        picture, each picture decodes, and the counts of the labels agree with the manifest.
+        For tars of others: each has the size that it had when it was indexed, and a local one is whole and holds
+        nothing behind its end mark. Its own headers confirm the place of each picture, each picture decodes, and the
+        counts of the labels agree with the manifest.
         """
         self.num_problems = self.num_sound = self.num_bytes = 0
         self.not_checked = []
@@ -172,6 +175,7 @@ class Verification:
         except UserError as error:
             yield DatasetProblem(str(self.location), None, str(error))
             return
+        yield from self._wrong_ends_of_tars()
         counts = {name: Counter[int]() for name in manifest.labels}
         with Progress(f"verifying {self.location}", total=len(store)) as progress:
             for start in range(0, len(store), _CHUNK):
@@ -189,6 +193,17 @@ class Verification:
                 for name, label in manifest.labels.items()
             }
         )
+
+    def _wrong_ends_of_tars(self) -> Iterator[DatasetProblem]:
+        """Yield a problem for each local tar that is cut short or damaged, or goes on behind its end mark."""
+        index = dataset_directory(self.location)
+        if has_remote_tars(index):  # they have the hashes of when they were indexed, and a tar that is cut was refused
+            return
+        for name in tar_ranges(index):
+            with map_regular(Path(name)) as data:
+                _, end = read_headers(data)
+                if (problem := tar_end(data, end=end).problem) is not None:
+                    yield DatasetProblem(Path(name).name, None, problem)
 
     def _store_of_tars(self) -> SampleStore:
         """Open the tars, without their overlay if it is of code that is not imported. Raises like `SampleStore`."""

@@ -202,20 +202,63 @@ def test_samples_without_a_picture_or_a_label_are_counted(
     assert decoded.bad[2].shard == "x.tar"
 
 
-def test_a_tar_that_is_cut_short_gives_what_is_before_the_cut(
+def cut_in_a_content(content: bytes) -> bytes:
+    return content[:7_000]
+
+
+def with_a_wrong_bit_in_a_header(content: bytes) -> bytes:
+    start = content.index(b"part0/s00002.png")
+    return content[:start] + bytes([content[start] ^ 1]) + content[start + 1 :]
+
+
+def cut_before_its_end_mark(content: bytes) -> bytes:
+    return content.rstrip(b"\0") + bytes(-len(content.rstrip(b"\0")) % 512)
+
+
+@pytest.mark.parametrize("damage", [cut_in_a_content, with_a_wrong_bit_in_a_header, cut_before_its_end_mark])
+def test_a_tar_that_is_cut_short_or_damaged_gives_what_is_before_and_is_not_sound(
     tmp_path: Path,
+    damage: Callable[[bytes], bytes],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     path = simple(tmp_path, [6]) / "train-0000.tar"
-    path.write_bytes(path.read_bytes()[:7_000])
+    content = damage(path.read_bytes())
+    path.write_bytes(content)
+    end = read_headers(memoryview(content))[1]
     done = call(main, "index", path, "--workers", "1", monkeypatch=monkeypatch, capsys=capsys)
-    assert "1 tars are cut short" in done.stdout
-    assert f"{path} is cut short; what is before the cut is used" in caplog.text
+    assert f"1 tars are cut short or damaged; {len(content) - end:,} bytes behind the cuts are not used" in done.stdout
+    said = f"is cut short or damaged at byte {end:,}; the {len(content) - end:,} bytes behind are not used"
+    assert f"{path} {said}" in caplog.text
     whole = numbers_in(SampleStore(path))
-    assert 1 <= len(whole) < 6
     assert whole == list(range(len(whole)))
+    done = call(main, "verify", path, monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 1
+    assert done.stdout.startswith(f"train-0000.tar: {said}\n")
+    assert "has 1 problem" in done.stdout
+
+
+def test_what_is_behind_the_end_mark_of_a_tar_is_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As in the concatenation of two tars, of which every reader of tars sees the first."""
+    simple(tmp_path / "two", [3, 3])
+    first, second = (path.read_bytes() for path in sorted((tmp_path / "two").glob("*.tar")))
+    path = tmp_path / "x.tar"
+    path.write_bytes(first + second)
+    end = read_headers(memoryview(first))[1]
+    num_behind = len(first) + len(second) - end
+    done = call(main, "index", path, "--workers", "1", monkeypatch=monkeypatch, capsys=capsys)
+    assert f"1 tars go on behind their end marks; {num_behind:,} bytes there are not used" in done.stdout
+    said = f"goes on behind its end mark at byte {end:,}; the {num_behind:,} bytes behind are not used"
+    assert f"{path} {said}" in caplog.text
+    done = call(main, "verify", path, monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 1
+    assert f"x.tar: {said}" in done.stdout
 
 
 @pytest.mark.process
