@@ -401,9 +401,13 @@ def _warn_of_equal_keys(keys_of_tars: Sequence[NDArray[np.int64]], paths: Sequen
 
 
 def _mean_and_std(facts: Sequence[TarFacts]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean and the deviation of each channel, of the measured pictures."""
-    sums = np.sum([each.sums for each in facts], axis=0)
-    if not sums[0]:
+    """Return the mean and the deviation of each channel, of the measured pictures.
+
+    The measured pictures of a tar stand for all its samples: a tar counts by its size.
+    """
+    measured = [each for each in facts if each.sums[0]]
+    sums = np.sum([np.array(each.sums) * (each.num_samples / each.sums[0]) for each in measured], axis=0)
+    if not measured:
         reasons = [reason for each in facts for reason in each.unreadable][:1]
         raise UserError(f"none of the pictures decodes ({'; '.join(reasons)}); name another field with --image")
     mean, square = sums[1:4] / sums[0], sums[4:7] / sums[0]

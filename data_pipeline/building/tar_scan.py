@@ -30,6 +30,7 @@ from data_pipeline.building.datasets import PICTURE_FIELDS
 from data_pipeline.building.workers import run_all
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
+from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import BASE, NO_LABEL
 from data_pipeline.core.schema import LabelName, Line, Schema
 from data_pipeline.loading.picture_decode import decode_square
@@ -47,6 +48,7 @@ _MAX_LABEL_BYTES: Final = 1 << 20
 _REMOTE: Final = RemoteConfig()
 _MAX_TAR_BYTES: Final = 1 << 44
 _MAX_FIELDS: Final = 50  # that are counted in a tar
+_FINE: Final = 1 << 20  # places of a draw in a piece of a tar
 
 
 class Fields(Schema):
@@ -180,7 +182,8 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
         labels = {
             name: tuple(dict.fromkeys(word for word in found if word is not None)) for name, found in words.items()
         }
-        sums, unreadable = _measure(chosen, data, size=inputs.size, num=inputs.num_measured)
+        rows = measured_rows(len(chosen), num=inputs.num_measured, tar=task.number)
+        sums, unreadable = _measure(chosen, data, size=inputs.size, rows=rows)
         found_end = tar_end(data, end=end)
     facts = TarFacts(
         num_bytes=status.st_size,
@@ -291,12 +294,27 @@ def _label(field: str | None, of_sample: Mapping[str, TarMember], data: memoryvi
     return word if word and len(word) <= 200 and word.isprintable() else None
 
 
-def _measure(chosen: Sequence[TarMember], data: memoryview, *, size: int, num: int) -> tuple[list[float], list[str]]:
-    """Return number, means and mean squares of some pictures, spread over the tar, and why others do not decode."""
+def measured_rows(num_samples: int, *, num: int, tar: int) -> list[int]:
+    """Return which samples of a tar, by its number, are measured: `num` of them at equal distances, or all.
+
+    The first of them is drawn. Else many tars that are sorted inside would each give the same kind of picture.
+
+    Examples:
+        >>> measured_rows(12, num=3, tar=0), measured_rows(2, num=3, tar=0)
+        ([1, 5, 9], [0, 1])
+    """
+    num = min(num, num_samples)
+    shift = int(generator(0, "measured pictures", tar).integers(_FINE))
+    return [(piece * _FINE + shift) * num_samples // (num * _FINE) for piece in range(num)]
+
+
+def _measure(
+    chosen: Sequence[TarMember], data: memoryview, *, size: int, rows: Sequence[int]
+) -> tuple[list[float], list[str]]:
+    """Return number, means and mean squares of the pictures `rows` of a tar, and why others do not decode."""
     sums = np.zeros(7)
     unreadable: list[str] = []
-    rows = np.linspace(0, max(0, len(chosen) - 1), min(num, len(chosen))).astype(int)
-    for member in (chosen[row] for row in np.unique(rows).tolist()):
+    for member in (chosen[row] for row in rows):
         try:
             picture = decode_square(data[member.offset : member.offset + member.size], size=size)
         except ValueError as error:

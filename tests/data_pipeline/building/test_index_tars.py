@@ -29,7 +29,7 @@ from PIL import Image
 from data_pipeline.__main__ import main
 from data_pipeline.building import keep_files
 from data_pipeline.building.index_tars import ensure_index, make_index
-from data_pipeline.building.tar_scan import Fields, expand
+from data_pipeline.building.tar_scan import Fields, expand, measured_rows
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.loading.decode import decode
@@ -116,6 +116,37 @@ def test_the_mean_is_of_the_pictures(tmp_path: Path) -> None:
     store = indexed(simple(tmp_path / "tars", [8]), tmp_path / "index")
     assert store.manifest.mean == pytest.approx((14 / 255, 3.5 / 255, 77 / 255), abs=1e-6)
     assert store.manifest.std[2] == pytest.approx(0, abs=1e-6)
+
+
+def test_the_mean_is_not_that_of_the_first_pictures_of_sorted_tars(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of 60 tars has a dark picture, and then three bright ones; one of each is measured."""
+    monkeypatch.setattr("data_pipeline.building.index_tars._NUM_MEASURED", 60)
+    for tar in range(60):
+        by_tarfile(tmp_path / f"{tar:02d}.tar", [(f"{row}.png", picture(60 * (row > 0))) for row in range(4)])
+    manifest = indexed(tmp_path, tmp_path / "index", size=8).manifest
+    red, deviation = 240 / 255, 240 / 255 * (3 / 16) ** 0.5
+    assert manifest.mean[0] == pytest.approx(0.75 * red, abs=0.1 * red)
+    assert manifest.std[0] == pytest.approx(deviation, rel=0.15)
+
+
+def test_a_tar_counts_for_the_mean_by_its_number_of_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_pipeline.building.index_tars._NUM_MEASURED", 4)
+    by_tarfile(tmp_path / "dark.tar", [(f"{row}.png", picture(0)) for row in range(2)])
+    by_tarfile(tmp_path / "large.tar", [(f"{row}.png", picture(60)) for row in range(18)])
+    by_tarfile(tmp_path / "unreadable.tar", [("0.png", b"no picture")])
+    red = 240 / 255
+    assert indexed(tmp_path, tmp_path / "index", size=8).manifest.mean[0] == pytest.approx(0.9 * red)
+
+
+@given(num_samples=st.integers(0, 300), num=st.integers(1, 40), tar=st.integers(0, 100_000))
+def test_measured_pictures_are_spread_over_a_tar(num_samples: int, num: int, tar: int) -> None:
+    rows = measured_rows(num_samples, num=num, tar=tar)
+    assert rows == sorted(set(rows)) == [row for row in rows if 0 <= row < num_samples]
+    assert len(rows) == min(num, num_samples)
+    distances = np.diff(rows)
+    assert not len(distances) or distances.max() - distances.min() <= 1
 
 
 SHAPES: dict[str, list[list[Member]]] = {
