@@ -82,6 +82,7 @@ from data_pipeline.storage.tar_lists import TARS_NAME, list_difference
 logger = logging.getLogger(__name__)
 _LOCK_NAME: Final = ".lock"  # in the directory of an index
 _NUM_MEASURED: Final = 2_000  # pictures from which the mean and the deviation are computed
+_UNLABELLED: Final = "-1"  # a label of somebody who numbers the classes, for a sample without one
 _MOST_TARS_UNASKED: Final = 1_000  # that are indexed when training begins
 _MAX_COMPARED: Final = 50_000_000  # samples whose keys are compared, which takes 16 bytes of memory each
 
@@ -310,7 +311,10 @@ def _class_names(
     known: tuple[str, ...] | None,
     classes_of: Path | None,
 ) -> tuple[str, ...]:
-    """Return the names of the classes of one label, whose field is `field`; none if no sample has it."""
+    """Return the names of the classes of one label, whose field is `field`; none if no sample has it.
+
+    `-1` is no class if all others are whole numbers, because these are the numbers of classes.
+    """
     words = {word for each in facts for word in each.labels[label]}
     if not words and known is None:
         if field is not None:
@@ -325,6 +329,9 @@ def _class_names(
         if of_train is None:
             return ()
         known = of_train.classes
+    others = words.union(known or ()) - {_UNLABELLED}
+    if _UNLABELLED not in (known or ()) and all(word.isascii() and word.isdigit() for word in others):
+        words.discard(_UNLABELLED)
     if known is not None:
         if unknown := sorted(words - set(known))[:3]:
             raise UserError(
@@ -336,7 +343,7 @@ def _class_names(
         raise UserError(
             f"{location} has {len(words)} different labels, more than {MAX_CLASSES}; name another --label than {label}"
         )
-    return class_names_of(words)
+    return class_names_of(words) if words else ()
 
 
 def _named(seen: Mapping[str, int]) -> str:
@@ -370,7 +377,7 @@ def _write_samples(
                 if name not in names:
                     continue
                 # The last entry is for samples without a label.
-                of_class = np.array([*(numbers[name][word] for word in words), NO_LABEL], dtype=np.int64)
+                of_class = np.array([*(numbers[name].get(word, NO_LABEL) for word in words), NO_LABEL], dtype=np.int64)
                 label_N = of_class[local_N]
                 labels[name].write(label_N.astype("<i4").tobytes())
                 counts[name] += np.bincount(label_N[label_N >= 0], minlength=len(names[name]))
@@ -516,6 +523,10 @@ def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[st
         if without := [words for words, count in zip(label.classes, label.counts, strict=False) if not count]:
             which = "" if name == BASE else f" of {name}"
             yield f"{len(without)} of the {len(label.classes)} classes{which} have no sample, such as {without[0]}"
+    for name in facts[0].labels:
+        classes = manifest.labels[name].classes if name in manifest.labels else ()
+        if _UNLABELLED not in classes and any(_UNLABELLED in each.labels[name] for each in facts):
+            yield f"{_UNLABELLED} among whole numbers is no label{'' if name == BASE else f' ({name})'}"
     if manifest.tars.label_field is None:
         seen = _count_fields(facts)
         if len(several := [name for name in LABEL_FIELDS if name in seen]) > 1:

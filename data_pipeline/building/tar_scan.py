@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import tempfile
 import time
 from collections import Counter
@@ -48,6 +49,7 @@ _MAX_LABEL_BYTES: Final = 1 << 20
 _REMOTE: Final = RemoteConfig()
 _MAX_TAR_BYTES: Final = 1 << 44
 _MAX_FIELDS: Final = 50  # that are counted in a tar
+_METADATA: Final = re.compile(r"__[^/]*__($|/)")  # names of members that WebDataset passes over
 _FINE: Final = 1 << 20  # places of a draw in a piece of a tar
 
 
@@ -124,7 +126,7 @@ def expand(location: str) -> list[str]:
     if is_remote(location):
         return _expand_remote(location)
     paths = listed_tars(location)
-    _refuse_repeated(location, paths)
+    _refuse_repeated(location, paths, [str(Path(name).resolve()) for name in paths])
     for name in paths:
         if "\n" in name or not name.isprintable():
             raise UserError(f"the name {name!r} cannot stand in an index; rename the file")
@@ -146,14 +148,18 @@ def _expand_remote(location: str) -> list[str]:
         raise UserError(f"{location} is not a pattern ({error}); write braces as in train-{{0000..0099}}.tar") from None
     for url in urls:
         file_url(url.rpartition("/")[0], url.rpartition("/")[2])  # refuses what cannot be fetched
-    _refuse_repeated(location, urls)
+    _refuse_repeated(location, urls, urls)
     return urls
 
 
-def _refuse_repeated(location: str, names: Sequence[str]) -> None:
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise UserError(f"{location} names {name} {count} times; name each tar once")
+def _refuse_repeated(location: str, names: Sequence[str], files: Sequence[str]) -> None:
+    """Raise `UserError` if two of the names are of one of the files, which are given for each name."""
+    first: dict[str, str] = {}
+    for name, file in zip(names, files, strict=True):
+        if file in first:
+            also = "" if first[file] == name else f", also as {name}"
+            raise UserError(f"{location} names {first[file]} twice{also}; name each tar once")
+        first[file] = name
 
 
 def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
@@ -215,11 +221,13 @@ def _samples(members: Iterable[TarMember]) -> Iterator[tuple[str, dict[str, TarM
     """Yield the key of each sample and its members by extension.
 
     Members that follow each other are a sample if they share a key. A second member of one extension begins another
-    sample of that key, so that no picture gets the label of another one.
+    sample of that key, so that no picture gets the label of another one. Members of no sample may lie between.
     """
     key, of_sample = "", dict[str, TarMember]()
     for member in members:
         key_of_member, extension = split_name(member.name)
+        if not extension or key_of_member[-1:] in ("", "/") or _METADATA.match(member.name):
+            continue  # no extension, or hidden, such as the `._x.png` that a Mac packs before `x.png`
         if of_sample and (key_of_member != key or extension in of_sample):
             yield key, of_sample
             of_sample = {}
@@ -288,6 +296,8 @@ def _label(field: str | None, of_sample: Mapping[str, TarMember], data: memoryvi
             value = json.loads(content)
             for key in entry.split("."):
                 value = value[int(key)] if isinstance(value, list) else value[key]
+            if isinstance(value, float) and value.is_integer():
+                value = int(value)  # pandas writes 2.0 for the 2 of a column with gaps
             word = str(value) if isinstance(value, (str, int)) else ""
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
         return None

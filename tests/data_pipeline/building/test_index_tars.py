@@ -28,7 +28,7 @@ from PIL import Image
 
 from data_pipeline.__main__ import main
 from data_pipeline.building import keep_files
-from data_pipeline.building.index_tars import ensure_index, make_index
+from data_pipeline.building.index_tars import describe_index, ensure_index, make_index
 from data_pipeline.building.tar_scan import Fields, expand, measured_rows
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
@@ -203,6 +203,62 @@ def test_labels_are_words_of_a_field(tmp_path: Path, label: str, field: str, con
     assert decode(store, np.arange(4)).labels["base"].tolist() == [2, 1, 2, 0]
 
 
+@pytest.mark.parametrize("between", ["._{name}", "./._{name}", "d/._{name}", "d/LICENSE", "__meta__/x.json", "__x__"])
+def test_members_of_no_sample_do_not_part_a_picture_from_its_label(tmp_path: Path, between: str) -> None:
+    """Such as the hidden file that a Mac packs before each other one; WebDataset passes over them too."""
+    members = []
+    for number in range(4):
+        for name, content in ((f"{number}.cls", b"%d" % (number % 2)), (f"{number}.png", picture(number))):
+            folder = "./" if between.startswith("./") else "d/" if between.startswith("d/") else ""
+            members += [(between.format(name=name), b"\0\5\x16\7"), (folder + name, content)]
+    by_tarfile(tmp_path / "x.tar", members)
+    store = indexed(tmp_path, tmp_path / "index")
+    assert numbers_in(store) == [0, 1, 2, 3]
+    assert decode(store, np.arange(4)).labels["base"].tolist() == [0, 1, 0, 1]
+
+
+def with_json_labels(directory: Path, values: Sequence[object]) -> Path:
+    directory.mkdir()
+    by_webdataset(
+        directory / "x.tar",
+        [{"__key__": f"{k}", "png": picture(k), "json": json.dumps({"y": y}).encode()} for k, y in enumerate(values)],
+    )
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("values", "classes", "labels"),
+    [
+        ([1, 2.0, "0", None, 2.5, [1]], ("0", "1", "2"), [1, 2, 0, NO_LABEL, NO_LABEL, NO_LABEL]),
+        ([-1, 0, 1, -1.0], ("0", "1"), [NO_LABEL, 0, 1, NO_LABEL]),
+        (["-1", "cat", "cat"], ("-1", "cat"), [0, 1, 1]),
+        ([0, -1, -2], ("-1", "-2", "0"), [2, 0, 1]),
+    ],
+)
+def test_numbers_are_labels_as_their_writers_mean_them(
+    tmp_path: Path, values: Sequence[object], classes: tuple[str, ...], labels: list[int]
+) -> None:
+    """A whole number may be written as 2.0, and -1 among the numbers of classes is no label."""
+    tars = with_json_labels(tmp_path / "tars", values)
+    manifest, facts = make_index(str(tars), tmp_path / "index", fields=Fields(labels={"base": "json:y"}), size=16)
+    assert manifest.label_names.base == classes
+    assert decode(SampleStore(tmp_path / "index"), np.arange(len(values))).labels["base"].tolist() == labels
+    assert ("-1 among whole numbers is no label" in describe_index(manifest, facts)) == (classes == ("0", "1"))
+
+
+def test_a_test_set_without_labels_may_say_so_by_minus_one(tmp_path: Path) -> None:
+    fields = Fields(labels={"base": "json:y"})
+    train = with_json_labels(tmp_path / "train", [0, 1, 2])
+    make_index(str(train), train / INDEX_NAME, fields=fields, size=16)
+    test = indexed(with_json_labels(tmp_path / "test", [-1, 1]), tmp_path / "t", fields=fields, classes_of=train)
+    assert decode(test, np.arange(2)).labels["base"].tolist() == [NO_LABEL, 1]
+    manifest, facts = make_index(
+        str(with_json_labels(tmp_path / "none", [-1, -1])), tmp_path / "n", fields=fields, size=16
+    )
+    assert not manifest.labels
+    assert "-1 among whole numbers is no label" in describe_index(manifest, facts)
+
+
 def test_samples_without_a_picture_or_a_label_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -315,14 +371,20 @@ def test_locations_are_directories_patterns_and_lists(tmp_path: Path) -> None:
         ("empty", "holds no file that ends in .tar"),
         ("train-{0000..0009}.tar", r"train-0003.tar, which .* names, does not exist"),
         ("none.txt", "names no tars; write the path of one in each line"),
-        ("twice.txt", "names .*train-0000.tar 2 times; name each tar once"),
+        ("twice.txt", "names .*train-0000.tar twice; name each tar once"),
+        ("two_paths.txt", "names .*train-0000.tar twice, also as .*other/../train-0000.tar; name each tar once"),
+        ("link.txt", "names .*train-0000.tar twice, also as .*link.tar; name each tar once"),
     ],
 )
 def test_a_location_that_names_no_tars_is_refused_in_a_sentence(tmp_path: Path, location: str, said: str) -> None:
     simple(tmp_path, [1, 1, 1])
     (tmp_path / "empty").mkdir()
     (tmp_path / "none.txt").write_text("\n")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "link.tar").symlink_to("train-0000.tar")
     (tmp_path / "twice.txt").write_text("train-0000.tar\ntrain-0000.tar\n")
+    (tmp_path / "two_paths.txt").write_text("train-0000.tar\nother/../train-0000.tar\n")
+    (tmp_path / "link.txt").write_text("train-0000.tar\nlink.tar\n")
     with pytest.raises(UserError, match=said):
         expand(location if "://" in location else str(tmp_path / location))
 
@@ -992,7 +1054,7 @@ def test_a_remote_tar_without_a_picture_is_fetched_again_after_an_interruption(
 
 
 def test_a_remote_tar_that_is_named_twice_is_refused(server: FaultyServer, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"names http://\S+/train-0000.tar 2 times; name each tar once"):
+    with pytest.raises(UserError, match=r"names http://\S+/train-0000.tar twice; name each tar once"):
         make_index(f"{server.url}/train-{{0000,0001,0000}}.tar", tmp_path / "index", fields=Fields())
     assert not server.requests
 
