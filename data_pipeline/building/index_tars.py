@@ -46,7 +46,7 @@ from data_pipeline.building.tar_scan import (
     scan_all,
     unwritable,
 )
-from data_pipeline.core.errors import UserError
+from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.options import OVERLAY_OPTION, parse_words
 from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY
 from data_pipeline.core.schema import check_label_name
@@ -543,6 +543,11 @@ def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[st
         yield f"{left_out} samples have no picture and are left out"
     if too_large := sum(each.num_too_large for each in facts):
         yield f"{too_large} pictures of more than {MAX_PICTURE_BYTES} bytes are left out"
+    if links := [name for each in facts for name in each.links]:
+        yield (
+            f"{sum(each.num_links for each in facts)} links are not read, such as {printable(links[0])}; store files "
+            "in their place, with `tar --dereference --hard-dereference`"
+        )
     if cut := [each.end for each in facts if not each.end.is_whole]:
         lost = sum(end.num_unread for end in cut)
         yield f"{len(cut)} tars are cut short or damaged; {lost:,} bytes behind the cuts are not used"

@@ -38,7 +38,7 @@ from data_pipeline.loading.picture_decode import decode_square
 from data_pipeline.remote.cache import RemoteConfig, file_url, is_command, is_remote
 from data_pipeline.remote.fetch import Expected, Limits, fetch
 from data_pipeline.storage.files import map_regular, regular_size
-from data_pipeline.storage.tar_headers import TarEnd, TarMember, read_headers, tar_end
+from data_pipeline.storage.tar_headers import TarEnd, TarMember, read_contents, read_headers, tar_end
 from data_pipeline.storage.tar_index import MAX_PICTURE_BYTES, pack, split_name
 from data_pipeline.storage.tar_lists import listed_tars
 
@@ -78,6 +78,7 @@ class TarFacts(Schema):
         sha256: of a remote tar; empty for a local one.
         num_samples: with a picture.
         num_without_picture: samples that are left out.
+        num_links, links: links in the tar, which are not read, and the name of the first.
         end: where the tar ends. A local tar may be cut short or damaged; what is before is used.
         fields: how many samples have each extension.
         labels: for each label by name, the different values, in the order in which they are met.
@@ -91,6 +92,8 @@ class TarFacts(Schema):
     num_samples: NonNegativeInt
     num_without_picture: NonNegativeInt
     num_too_large: NonNegativeInt
+    num_links: NonNegativeInt
+    links: tuple[str, ...]
     end: TarEnd
     fields: dict[str, int]
     labels: dict[str, tuple[str, ...]]
@@ -166,13 +169,13 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
     """Scan one tar and write what is known of it. A worker process calls this."""
     with _local(inputs, task) as (path, sha256), map_regular(path) as data:
         status = path.stat()
-        members, end = read_headers(data)
+        contents = read_contents(data)
         fields: Counter[str] = Counter()
         chosen: list[TarMember] = []
         words: dict[str, list[str | None]] = {name: [] for name in inputs.fields.label_names}
         keys: list[int] = []
         num_without_picture = num_too_large = 0
-        for key, of_sample in _samples(members):
+        for key, of_sample in _samples(contents.members):
             fields.update(of_sample.keys())
             picture = next((of_sample[name] for name in inputs.fields.picture if name in of_sample), None)
             if picture is None:
@@ -190,7 +193,7 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
         }
         rows = measured_rows(len(chosen), num=inputs.num_measured, tar=task.number)
         sums, unreadable = _measure(chosen, data, size=inputs.size, rows=rows)
-        found_end = tar_end(data, end=end)
+        found_end = tar_end(data, end=contents.end)
     facts = TarFacts(
         num_bytes=status.st_size,
         changed_ns=0 if sha256 else status.st_mtime_ns,
@@ -198,6 +201,8 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
         num_samples=len(chosen),
         num_without_picture=num_without_picture,
         num_too_large=num_too_large,
+        num_links=len(contents.links),
+        links=tuple(contents.links[:1]),
         end=found_end,
         fields=dict(fields.most_common(_MAX_FIELDS)),
         labels=labels,

@@ -19,6 +19,7 @@ BLOCK: Final = 512  # members start at multiples of this, each after a header of
 # The kinds of headers.
 _FILE_TYPES: Final = frozenset(b"0\x007")  # a regular file
 _EMPTY_TYPES: Final = frozenset(b"123456")  # links, devices and folders: no content
+_LINK_TYPES: Final = frozenset(b"12")  # hard and symbolic
 _LONG_NAME: Final = ord("L")  # GNU tar: the content is the name of the next file
 _RECORDS: Final = ord("x")  # PAX: the content is records of the next file, such as its name
 _MAX_RECORDS_BYTES: Final = 1 << 20
@@ -37,15 +38,31 @@ class TarMember:
     size: int
 
 
+@dataclass(frozen=True, slots=True)
+class TarContents:
+    """The files of a tar in stored order, the position after the last member, and the names of links."""
+
+    members: list[TarMember]
+    end: int
+    links: list[str]
+
+
 def read_headers(data: memoryview) -> tuple[list[TarMember], int]:
     """Read the headers of a tar. Return its files in stored order, and the position after the last of them.
 
     Ends before the first block that is not a header, or whose content is cut short. Links, devices and folders are left
     out.
     """
+    found = read_contents(data)
+    return found.members, found.end
+
+
+def read_contents(data: memoryview) -> TarContents:
+    """Read the headers of a tar as `read_headers` does, and also return the names of its hard and symbolic links."""
     headers: list[int] = []  # positions
     offsets: list[int] = []  # of the contents of files; negative for other headers
     sizes: list[int] = []
+    links: list[int] = []  # numbers of headers
     long_names: dict[int, bytes] = {}  # by the number of the header that they belong to
     position, num_bytes = 0, len(data)
     long_name: bytes | None = None
@@ -80,6 +97,10 @@ def read_headers(data: memoryview) -> tuple[list[TarMember], int]:
                 long_name = records.get(b"path", long_name)
                 long_size = int(records[b"size"]) if records.get(b"size", b"").isdigit() else long_size
         elif kind in _EMPTY_TYPES:
+            if kind in _LINK_TYPES:
+                links.append(len(headers))
+                if long_name is not None:
+                    long_names[len(headers)] = long_name
             long_name = long_size = None
         headers.append(position)
         offsets.append(offset if kind in _FILE_TYPES else -1)
@@ -95,7 +116,8 @@ def read_headers(data: memoryview) -> tuple[list[TarMember], int]:
         if offset >= 0
     ]
     last = len(names) - 1
-    return found, min(headers[last] + BLOCK + padded(sizes[last]), num_bytes) if names else 0
+    end = min(headers[last] + BLOCK + padded(sizes[last]), num_bytes) if names else 0
+    return TarContents(found, end, [names[number].decode(errors="replace") for number in links if number < len(names)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from data_pipeline.loading.stream import ReadConfig, Stream, read_all
 from data_pipeline.remote.cache import RemoteConfig
 from data_pipeline.storage.manifest import INDEX_NAME, dataset_directory, load_manifest
 from data_pipeline.storage.store import SampleStore
-from data_pipeline.storage.tar_headers import read_headers
+from data_pipeline.storage.tar_headers import read_contents, read_headers
 from data_pipeline.storage.tar_index import has_remote_tars
 from tests.commands import call
 from tests.data_pipeline.remote.http_server import FaultyServer, serve
@@ -348,6 +348,20 @@ def test_what_is_behind_the_end_mark_of_a_tar_is_told(
     assert f"x.tar: {said}" in done.stdout
 
 
+def test_links_are_counted_and_named(tmp_path: Path) -> None:
+    """`tar` packs a file that has another name in the tar as a hard link, without its content."""
+    long_name = f"{'d' * 90}/{'e' * 90}.png"
+    with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.GNU_FORMAT) as tar:
+        for name, kind in ((long_name, tarfile.LNKTYPE), ("b.png", tarfile.REGTYPE), ("c.png", tarfile.SYMTYPE)):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname, info.size = kind, "b.png", len(picture(1)) * (kind == tarfile.REGTYPE)
+            tar.addfile(info, io.BytesIO(picture(1)))
+    manifest, facts = make_index(str(tmp_path), tmp_path / "index", fields=Fields(), size=32)
+    assert numbers_in(SampleStore(tmp_path / "index")) == [1]
+    (said,) = (line for line in describe_index(manifest, facts) if "links" in line)
+    assert said.startswith(f"2 links are not read, such as {long_name}; store files in their place")
+
+
 @pytest.mark.process
 def test_processes_index_the_tars_side_by_side(tmp_path: Path) -> None:
     simple(tmp_path / "tars", [5, 1, 8, 3, 4])
@@ -509,9 +523,9 @@ def test_an_index_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pyte
             num_scanned = 10
             raise KeyboardInterrupt
         num_scanned += 1
-        return read_headers(data)
+        return read_contents(data)
 
-    monkeypatch.setattr("data_pipeline.building.tar_scan.read_headers", scan)
+    monkeypatch.setattr("data_pipeline.building.tar_scan.read_contents", scan)
     with pytest.raises(KeyboardInterrupt):
         indexed(tmp_path / "tars", tmp_path / "index")
     with pytest.raises(UserError, match=r"holds no manifest.json"):
