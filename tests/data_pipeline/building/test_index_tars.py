@@ -1211,7 +1211,7 @@ def test_a_limit_of_a_packed_folder_is_balanced_over_the_classes(
     root = write_folder(tmp_path / "photos", num=24)
     for path in sorted((root / "train" / "owl").iterdir())[3:]:
         path.unlink()
-    words = ["--limit", "6", "--out", tmp_path / "kept"]
+    words = ["--limit", "6", "--out", str(tmp_path / "kept")]
     done = call(main, "build", "folder", "--keep", "--root", root, *words, monkeypatch=monkeypatch, capsys=capsys)
     assert done.status == 0, done.stderr
     assert load_manifest(tmp_path / "kept").counts_base == (3, 3)
@@ -1222,7 +1222,7 @@ def test_a_folder_is_not_packed_over_something_else(
 ) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("")
-    words = ["--root", write_folder(tmp_path / "photos"), "--out", tmp_path / "out"]
+    words = ["--root", str(write_folder(tmp_path / "photos")), "--out", str(tmp_path / "out")]
     done = call(main, "build", "folder", "--keep", *words, monkeypatch=monkeypatch, capsys=capsys)
     assert done.status == 2
     assert "is not empty; choose another directory" in done.stderr
