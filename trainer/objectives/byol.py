@@ -35,6 +35,7 @@ class BYOLConfig(BaseObjectiveConfig):
     """
 
     copies_encoder: ClassVar[bool] = True
+    has_trained_layers: ClassVar[bool] = True
     can_be_recorded: ClassVar[bool] = True
 
     kind: Literal["byol"] = "byol"

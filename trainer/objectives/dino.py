@@ -46,6 +46,7 @@ class DINOConfig(BaseObjectiveConfig):
     """
 
     copies_encoder: ClassVar[bool] = True
+    has_trained_layers: ClassVar[bool] = True
     takes_further_views: ClassVar[bool] = True
 
     kind: Literal["dino"] = "dino"

@@ -52,6 +52,10 @@ class InstanceDiscriminationConfig(BaseObjectiveConfig):
     num_negatives: BatchSize = 4096
     momentum: ShareBelowOne = 0.5
 
+    @property
+    def trains_second_view(self) -> bool:
+        return False
+
     def build(self, given: ObjectiveInputs) -> Objective:
         return InstanceDiscrimination(
             self, num_samples=given.num_samples, embedding_size=given.embedding_size, seed=given.seed

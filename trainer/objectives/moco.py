@@ -60,6 +60,10 @@ class MoCoConfig(BaseObjectiveConfig):
     momentum: ShareBelowOne = 0.99
     direction: Literal["symmetric", "one_way"] = "symmetric"
 
+    @property
+    def trains_second_view(self) -> bool:
+        return self.direction == "symmetric"
+
     def check(self, run: RunConfig) -> None:
         check(self, run.global_batch_size)
 

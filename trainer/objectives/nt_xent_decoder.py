@@ -32,6 +32,7 @@ class NTXentDecoderConfig(ContrastiveConfig):
     target_size: the rows and columns to which a view is averaged, S.
     """
 
+    has_trained_layers: ClassVar[bool] = True
     can_be_recorded: ClassVar[bool] = True
 
     kind: Literal["nt_xent_decoder"] = "nt_xent_decoder"

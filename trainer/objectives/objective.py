@@ -115,6 +115,8 @@ class BaseObjectiveConfig(KindConfig):
     Attributes:
         copies_encoder: whether the objective keeps a copy of the encoder, such as a teacher. DeepSpeed may then not cut
             the encoder into pieces; FSDP may if the copy is a `trainer.models.momentum.MomentumCopy`.
+        has_trained_layers: whether the objective has parameters that are trained, such as a predictor. ZeRO 3 is then
+            refused before the start.
         needs_num_samples: whether the objective has state for every sample of the train set. A plan then needs their
             number, and does not allocate that state.
         needs_labels: whether the objective reads labels. A plan then needs the labels of the train set.
@@ -127,11 +129,17 @@ class BaseObjectiveConfig(KindConfig):
 
     kinds: ClassVar[Kinds[BaseObjectiveConfig]] = Kinds("objective", group="objectives", built_in=OBJECTIVES)
     copies_encoder: ClassVar[bool] = False
+    has_trained_layers: ClassVar[bool] = False
     needs_num_samples: ClassVar[bool] = False
     needs_labels: ClassVar[bool] = False
     compares_in_groups: ClassVar[bool] = False
     takes_further_views: ClassVar[bool] = False
     can_be_recorded: ClassVar[bool] = False
+
+    @property
+    def trains_second_view(self) -> bool:
+        """Return whether the embeddings of the second view get a gradient, without which no viewmaker learns there."""
+        return True
 
     def why_not_recorded(self, run: RunConfig) -> str | None:
         """Return the reason for which a step with this objective cannot be recorded; None if it can."""

@@ -34,6 +34,7 @@ class SimSiamConfig(BaseObjectiveConfig):
         schedule, also while that warms up (Chen and He 2021, section 4.1).
     """
 
+    has_trained_layers: ClassVar[bool] = True
     can_be_recorded: ClassVar[bool] = True
 
     kind: Literal["simsiam"] = "simsiam"

@@ -41,6 +41,7 @@ class SupervisedConfig(BaseObjectiveConfig):
     label: the name of the label to predict. Samples without it take no part in the loss.
     """
 
+    has_trained_layers: ClassVar[bool] = True
     needs_labels: ClassVar[bool] = True
     takes_further_views: ClassVar[bool] = True
     can_be_recorded: ClassVar[bool] = True

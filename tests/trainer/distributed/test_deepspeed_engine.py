@@ -620,6 +620,20 @@ def test_what_it_cannot_train_is_refused_in_one_sentence(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("kind", ["simsiam", "supervised", "nt_xent_decoder"])
+def test_stage_3_is_refused_for_an_objective_with_trained_layers(kind: str) -> None:
+    words = [f"objective.kind={kind}", "engine.kind=deepspeed"]
+    with pytest.raises(UserError, match=r"objective has trained layers.*engine\.zero_stage=2"):
+        resolve_recipe("debug:image", [*words, "engine.zero_stage=3"])
+    resolve_recipe("debug:image", [*words, "engine.zero_stage=2"])
+
+
+def test_stage_3_is_refused_for_an_objective_that_does_not_say_so() -> None:
+    with pytest.raises(UserError, match="objective has trained layers"):
+        DeepSpeedConfig(zero_stage=3).of_module("objective")
+    assert DeepSpeedConfig(zero_stage=3).of_module("encoder").zero_stage == 3
+
+
 def test_without_deepspeed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def find_spec(name: str) -> None:
         assert name == "deepspeed"

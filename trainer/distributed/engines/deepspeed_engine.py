@@ -64,6 +64,17 @@ class DeepSpeedConfig(BaseEngineConfig):
             optimizer_kinds=[optimizer.kind for optimizer in run.engine_optimizers.values()],
             copies_encoder=run.objective.copies_encoder,
         )
+        if run.objective.has_trained_layers:
+            self.of_module("objective")
+
+    def of_module(self, name: str) -> DeepSpeedConfig:
+        """Return this config. Raises `UserError` for an objective, which has an engine if it has trained layers."""
+        if name == "objective" and self.zero_stage == 3:
+            raise UserError(
+                "engine.zero_stage 3 trains only the encoder, but the objective has trained layers too; set "
+                "engine.zero_stage=2"
+            )
+        return self
 
     def build(self, module: nn.Module, given: EngineInputs) -> DeepSpeedEngine:
         return DeepSpeedEngine(

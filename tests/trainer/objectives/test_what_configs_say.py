@@ -1,0 +1,50 @@
+"""What the config of an objective says of it is true of the objective that it builds, for every kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from trainer.models import ResNetConfig, build_encoder
+from trainer.objectives import BaseObjectiveConfig, Objective, ObjectiveConfig, ObjectiveInputs, ViewPair, build_objective
+from trainer.objectives.objective import OBJECTIVES
+
+BATCH_SIZE, EMBEDDING_SIZE = 8, 16
+SETTINGS: dict[str, dict[str, Any]] = {
+    "moco": {"queue_size": 16},
+    "instance_discrimination": {"num_negatives": 5},
+    "dino": {"num_prototypes": 12},
+}
+CASES = [{"kind": kind} | SETTINGS.get(kind, {}) for kind in OBJECTIVES]
+CASES.append({"kind": "moco", "queue_size": 16, "direction": "one_way"})
+
+
+def built(values: dict[str, Any]) -> tuple[BaseObjectiveConfig, Objective]:
+    torch.manual_seed(0)
+    encoder = ResNetConfig(
+        kind="resnet10", width=4, embedding_size=EMBEDDING_SIZE, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)
+    )
+    config = TypeAdapter(ObjectiveConfig).validate_python(values)
+    given = ObjectiveInputs(build_encoder(encoder), EMBEDDING_SIZE, 20, seed=0, num_classes={"base": 3})
+    return config, build_objective(config, given)
+
+
+@pytest.mark.parametrize("values", CASES, ids=str)
+def test_whether_it_has_trained_layers(values: dict[str, Any]) -> None:
+    config, objective = built(values)
+    assert config.has_trained_layers == any(parameter.requires_grad for parameter in objective.parameters())
+
+
+@pytest.mark.parametrize("values", CASES, ids=str)
+def test_whether_it_trains_the_second_view(values: dict[str, Any]) -> None:
+    config, objective = built(values)
+    z_a_BD, z_b_BD = torch.randn(2, BATCH_SIZE, EMBEDDING_SIZE).requires_grad_().unbind()
+    labels = {"base": torch.arange(BATCH_SIZE) % 3}
+    pair = ViewPair(*torch.rand(2, BATCH_SIZE, 3, 16, 16), torch.arange(BATCH_SIZE), 0, labels=labels)
+    loss = objective(z_a_BD, z_b_BD, pair).loss
+    first, second = torch.autograd.grad(loss, (z_a_BD, z_b_BD), allow_unused=True, materialize_grads=True)
+    assert first.any()
+    assert config.trains_second_view == bool(second.any())
