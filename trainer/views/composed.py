@@ -154,6 +154,14 @@ class PairConfig(_ComposedConfig):
     def build(self, given: ViewsInputs) -> Pair:
         return Pair(self.first.build(given), self.second.build(given))
 
+    def check(self, run: RunConfig) -> None:
+        super().check(run)
+        if self.second.is_learned and not run.objective.trains_second_view:
+            raise ValueError(
+                f"views.second holds the viewmaker, but objective.kind={run.objective.kind} with these settings does "
+                "not train the second view, so the viewmaker would never learn; put it into views.first"
+            )
+
     def check_medium(self, mel: MelConfig | None) -> None:
         self.first.check_medium(mel)
         self.second.check_medium(mel)

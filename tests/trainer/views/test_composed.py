@@ -401,6 +401,23 @@ def test_a_user_reads_one_sentence(override: str, message: str) -> None:
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "objective",
+    ["{kind: instance_discrimination, num_negatives: 5}", "{kind: moco, queue_size: 64, direction: one_way}"],
+)
+@pytest.mark.parametrize("member", ["{kind: viewmaker}", "{kind: sequence, parts: [{kind: viewmaker}]}"])
+def test_a_viewmaker_of_a_view_that_is_not_trained_is_refused(member: str, objective: str) -> None:
+    def resolve(first: str, second: str, objective: str) -> None:
+        views = f"views={{kind: pair, first: {first}, second: {second}}}"
+        resolve_recipe("debug:viewmaker", [views, f"objective={objective}"])
+
+    with pytest.raises(UserError, match=r"views\.second holds the viewmaker.*put it into views\.first") as raised:
+        resolve("{kind: expert_image}", member, objective)
+    assert "\n" not in str(raised.value)
+    resolve(member, "{kind: expert_image}", objective)
+    resolve("{kind: expert_image}", member, "{kind: nt_xent}")
+
+
 def test_an_adversary_without_a_viewmaker_is_refused() -> None:
     views = "views={kind: sequence, parts: [{kind: expert_image}]}"
     with pytest.raises(UserError, match='views of kind "sequence" take no section `adversary`'):
