@@ -5,7 +5,8 @@ viewmaker compares a hand-made view with a learned one. Policies by epoch train 
 epoch, and against the viewmaker in the next one.
 
 Draws: the last part of a sequence draws what it would draw alone. Each part before it draws from keys of its own, so
-no two parts share a number. The views of a pair, and the epochs, have different keys already.
+no two parts share a number. A draw that both views of a pair share is therefore one only if as many parts come after it
+in both. The views of a pair, and the epochs, have different keys already.
 
 Legend: B samples, C channels, H rows, W columns.
 """
@@ -171,6 +172,17 @@ class PairConfig(_ComposedConfig):
         self._refuse_two_viewmakers()
         return self
 
+    @model_validator(mode="after")
+    def _both_views_share_a_draw(self) -> Self:
+        first, second = _places_of_shared_draws(self.first), _places_of_shared_draws(self.second)
+        for kind in first.keys() & second.keys():
+            if first[kind] != second[kind]:
+                raise ValueError(
+                    f'views.first and views.second hold a part of kind "{kind}", whose draw the two views share only '
+                    "if as many parts come after it in both; put it last in both"
+                )
+        return self
+
 
 class ByEpochConfig(_ComposedConfig):
     """The config of policies that take turns: an epoch of the first one, an epoch of the second one, and so on.
@@ -322,6 +334,17 @@ class ByEpoch(Composed):
 def _singles_of(*members: SingleConfig | SequenceConfig) -> tuple[SingleConfig, ...]:
     """Return the single policies of policies, in their order."""
     return tuple(single for each in members for single in (each.parts if isinstance(each, SequenceConfig) else (each,)))
+
+
+def _places_of_shared_draws(member: SingleConfig | SequenceConfig) -> dict[str, set[int]]:
+    """Return where the parts stand whose draw both views of a pair share, by kind: how many parts come after each."""
+    places: dict[str, set[int]] = {}
+    for num_after, single in enumerate(reversed(_singles_of(member))):
+        if isinstance(single, RandomMaskConfig) or (
+            isinstance(single, ChannelDropoutConfig) and single.shared == "step"
+        ):
+            places.setdefault(single.kind, set()).add(num_after)
+    return places
 
 
 def _is_viewmaker(config: SingleConfig) -> bool:

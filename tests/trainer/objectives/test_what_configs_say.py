@@ -9,7 +9,14 @@ import torch
 from pydantic import TypeAdapter
 
 from trainer.models import ResNetConfig, build_encoder
-from trainer.objectives import BaseObjectiveConfig, Objective, ObjectiveConfig, ObjectiveInputs, ViewPair, build_objective
+from trainer.objectives import (
+    BaseObjectiveConfig,
+    Objective,
+    ObjectiveConfig,
+    ObjectiveInputs,
+    ViewPair,
+    build_objective,
+)
 from trainer.objectives.objective import OBJECTIVES
 
 BATCH_SIZE, EMBEDDING_SIZE = 8, 16

@@ -104,6 +104,21 @@ def test_a_pair_may_hold_a_sequence() -> None:
     assert torch.equal(composed(x, keys(6, view=1)), build(EXPERT)(x, keys(6, view=1)))
 
 
+def test_both_views_of_a_pair_share_a_draw_that_stands_at_the_same_distance_from_the_end() -> None:
+    dropout, mask = ChannelDropoutConfig(), RandomMaskConfig(rescale=False)
+    x = torch.full((8, 3, 16, 16), 0.5)
+    before_end = PairConfig(first=SequenceConfig(parts=(dropout, FLIP)), second=SequenceConfig(parts=(dropout, CROP)))
+    at_end = PairConfig(first=dropout, second=SequenceConfig(parts=(CROP, dropout)))
+    for config in (before_end, at_end):
+        views_BCHW = build(config)(x, dataclasses.replace(keys(4), step=7).two_views())
+        assert len({tuple(view.any(2).any(1).tolist()) for view in views_BCHW}) == 1
+    masked = build(PairConfig(first=mask, second=SequenceConfig(parts=(FLIP, mask))))
+    assert torch.equal(masked(x, keys(4).two_views())[:4] + masked(x, keys(4).two_views())[4:], x[:4])
+    own = ChannelDropoutConfig(shared="view")
+    PairConfig(first=own, second=SequenceConfig(parts=(own, FLIP)))
+    PairConfig(first=dropout, second=SequenceConfig(parts=(mask, FLIP)))
+
+
 def test_policies_by_epoch_take_their_epochs_in_their_order() -> None:
     x = pictures(6)
     config = ByEpochConfig(policies=(EXPERT, SMALL, SequenceConfig(parts=(CROP, RandomMaskConfig()))))
@@ -361,6 +376,17 @@ def test_a_mask_protects_the_object_before_a_crop() -> None:
         (
             {"kind": "sequence", "parts": [{"kind": "random_mask"}, {"kind": "viewmaker"}]},
             "a random mask before it doubles them; set its rescale=false",
+        ),
+        *(
+            (
+                {
+                    "kind": "pair",
+                    "first": part,
+                    "second": {"kind": "sequence", "parts": [part, {"kind": "expert_image"}]},
+                },
+                f'hold a part of kind "{part["kind"]}", whose draw the two views share only if as many',
+            )
+            for part in ({"kind": "channel_dropout"}, {"kind": "random_mask", "rescale": False})
         ),
     ],
 )
