@@ -23,6 +23,7 @@ from trainer.neighbours import NeighboursConfig, nearest_neighbours, read_groups
 from trainer.objectives import SymmetricInfoNCEConfig, symmetric_info_nce_loss
 from trainer.objectives.objective import ViewPair
 from trainer.objectives.symmetric_info_nce import SymmetricInfoNCE
+from trainer.preflight import check_batch
 from trainer.run_dir import RunDir
 from trainer.train import train
 
@@ -256,6 +257,15 @@ def test_without_the_groups_of_its_epoch_a_run_does_not_go_on(data: Path, tmp_pa
 def test_a_config_that_cannot_have_groups_is_refused(overrides: list[str], sentence: str, data: Path) -> None:
     with pytest.raises(UserError, match=sentence):
         configure(data, *overrides)
+
+
+def test_encoders_that_differ_between_ranks_find_no_neighbours(data: Path) -> None:
+    config = configure(data, "encoder.batch_norm=local")
+    check_batch(config, num_samples=[NUM_SAMPLES], num_ranks=1)
+    with pytest.raises(UserError, match=r"each of 2 ranks has its own; set encoder\.batch_norm=synchronized"):
+        check_batch(config, num_samples=[NUM_SAMPLES], num_ranks=2)
+    for fits in (config.model_copy(update={"neighbours": None}), configure(data, "encoder.batch_norm=split")):
+        check_batch(fits, num_samples=[NUM_SAMPLES], num_ranks=2)
 
 
 def test_a_stream_that_cannot_have_groups_is_refused(data: Path) -> None:
