@@ -119,6 +119,15 @@ class RunConfig(Schema):
         return self
 
     @model_validator(mode="after")
+    def _batch_norm_can_split_all_views(self) -> Self:
+        if self.encoder.batch_norm == "split" and self.view_forwards == "one" and self.views.num_further > 1:
+            raise ValueError(
+                "encoder.batch_norm=split with view_forwards=one cuts the further views of "
+                f"views.kind={self.views.kind} into other groups on another number of ranks; set view_forwards=two"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _batches_can_be_grouped(self) -> Self:
         if self.neighbours is None:
             return self

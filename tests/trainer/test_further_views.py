@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from configs import resolve_recipe
+from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Batch
 from trainer.build import Training, assemble
 from trainer.modules import build_modules
@@ -88,6 +89,16 @@ def test_an_objective_of_three_views_gets_each_view_and_its_embedding(view_forwa
     expected = torch.autograd.grad(loss, list(encoder.parameters()))
     for (name, _), gradient in zip(encoder.named_parameters(), expected, strict=True):
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-8, atol=1e-12)
+
+
+def test_split_batch_norm_of_all_further_views_in_one_forward_pass_is_refused() -> None:
+    """A rank would cut its own rows of all views into groups, one process the rows of one view after the other."""
+    split = ["encoder.batch_norm=split", "encoder.batch_norm_splits=4", "objective.kind=dino"]
+    several, one = (f"views={{kind: multi_crop, num_local: {num}}}" for num in (3, 1))
+    with pytest.raises(UserError, match=r"view_forwards=one cuts the further views.*; set view_forwards=two"):
+        resolve_recipe("debug:image", [*split, several, "view_forwards=one"])
+    resolve_recipe("debug:image", [*split, several, "view_forwards=two"])
+    resolve_recipe("debug:image", [*split, one, "view_forwards=one"])
 
 
 def test_micro_batches_keep_the_samples_of_all_views_together() -> None:
