@@ -47,7 +47,7 @@ class RunConfig(Schema):
         compiles nothing: on one GPU, it records the whole step as a CUDA graph and replays it (see
         `trainer.recorded_step`); elsewhere it changes nothing, with a warning.
     max_skipped_in_a_row: the number of skipped steps in a row that ends training. A step is skipped if its loss or
-        gradient is not finite.
+        gradient is not finite. In float16, steps whose gradient is too large only for the loss scale do not count.
     checkpoint_every_steps: the steps between two checkpoints; there is also one at the end.
     keep_checkpoints: the number of newest checkpoints to keep.
     log_every_steps: the steps between two lines of metrics.

@@ -225,6 +225,8 @@ class TrainingStep:
             result, skip = self._simultaneous_step(batch, learning_rates, adversary)
         else:
             result, skip = self._alternating_step(batch, learning_rates, adversary)
+        if self.loss_scale.scale is not None:
+            result.metrics["train/loss_scale"] = self.loss_scale.scale.clone()
         self.loss_scale.update(skip)
         return self._output(batch, result, skip)
 

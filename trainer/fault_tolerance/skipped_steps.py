@@ -45,15 +45,20 @@ class SkipCounter:
         self.saved_step = saved_step
         self._has_learned = False  # since that checkpoint
 
-    def add(self, step: int, *, skipped: bool) -> None:
+    def add(self, step: int, *, skipped: bool, by_design: bool = False) -> None:
         """Count a step. Call it for every step, in order.
+
+        A step that was skipped `by_design`, in the search for the loss scale of float16, counts in the total, and
+        neither adds to the steps in a row nor ends them.
 
         Raises `UserError` if `max_in_a_row` steps in a row were skipped.
         """
-        total, in_a_row = self.counts.total + skipped, self.counts.in_a_row + 1 if skipped else 0
+        total, in_a_row = self.counts.total + skipped, self.counts.in_a_row
+        if not by_design:
+            in_a_row = in_a_row + 1 if skipped else 0
         self.counts = SkipCounts(total=total, in_a_row=in_a_row)
         self._has_learned |= not skipped
-        if in_a_row >= self._max_in_a_row:
+        if not by_design and in_a_row >= self._max_in_a_row:
             raise UserError(
                 f"the loss or a gradient was not finite in {in_a_row} steps in a row, up to step {step}; "
                 f"{self._advice()}"
@@ -168,17 +173,15 @@ class SkippedSteps:
         if pending.known is not None:
             pending.known.synchronize()
         skipped = bool(pending.skipped)
-        # In float16, gradients overflow by design until the loss scale is found.
-        if skipped and (
-            self._precision != "float16" or any_rank(not math.isfinite(float(pending.metrics["train/loss"])))
-        ):
+        by_design = skipped and self._precision == "float16" and _may_be_scaled_less(pending.metrics)
+        if skipped and not by_design:
             is_recorded = self._record(pending, num_done=num_done)
             if rank() == 0:
                 look = f"; {_replay_command(self._run_dir, pending.step)} shows where" if is_recorded else ""
                 logger.warning(
                     "step %d was skipped: a loss, a gradient or its length was not finite%s", pending.step, look
                 )
-        self.counter.add(pending.step, skipped=skipped)
+        self.counter.add(pending.step, skipped=skipped, by_design=by_design)
 
     def _record(self, pending: _PendingStep, *, num_done: int) -> bool:
         """Write the record of a skipped step, with the present state. Return False if there is no room for it."""
@@ -208,6 +211,15 @@ class SkippedSteps:
             return True
         learners = [name for name in self._engines if name != "viewmaker"]
         return not all(pending.metrics[f"train/{name}_gradient_norm"].isfinite() for name in learners)
+
+
+def _may_be_scaled_less(metrics: Mapping[str, Tensor]) -> bool:
+    """Return whether a gradient of float16 was too large only because of the loss scale, which is being searched for.
+
+    At a scale of 1 the search has failed. Every rank must call this at the same time.
+    """
+    has_failed = not math.isfinite(float(metrics["train/loss"])) or float(metrics["train/loss_scale"]) <= 1
+    return not any_rank(has_failed)
 
 
 def _replay_command(run_dir: RunDir, step: int) -> str:

@@ -164,6 +164,25 @@ def test_the_search_for_a_loss_scale_may_skip_most_steps_of_a_short_run(
             start(run_dir, config)
 
 
+def test_the_search_for_a_loss_scale_is_no_row_of_skipped_steps(data: Path, tmp_path: Path, skip: Skip) -> None:
+    """The scale of 2^16 is 1 after 16 skipped steps. Only from then on do skipped steps count as a row."""
+    run_dir = RunDir(tmp_path)
+    config = configure(data, "precision=float16", "max_skipped_in_a_row=2", num_steps=20)
+    skip(range(18))
+    with pytest.raises(UserError, match="in 2 steps in a row, up to step 17;"):
+        start(run_dir, config)
+    skip(range(17))
+    start(run_dir, config)
+    assert saved_counts(run_dir) == SkipCounts(total=17, in_a_row=0)
+    assert [line["train/loss_scale"] for line in run_dir.read_metrics()][15:18] == [2, 1, 0.5]
+
+
+def test_a_loss_that_is_not_finite_is_no_search_for_a_loss_scale(data: Path, tmp_path: Path) -> None:
+    config = configure(data, "precision=float16", "optimizer.learning_rate=1e30", num_steps=16)
+    with pytest.raises(UserError, match="in 10 steps in a row"):
+        start(RunDir(tmp_path), config)
+
+
 def test_what_is_counted_before_and_what_was_saved_decide_the_next_save(tmp_path: Path) -> None:
     skipped = SkipCounter(RunDir(tmp_path), max_in_a_row=4, before=SkipCounts(total=9, in_a_row=2), saved_step=20)
     skipped.add(20, skipped=True)
