@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.core.sample import MASK_BOX
+from trainer.distributed.collectives import all_reduce_sum
 
 
 @torch.no_grad()
@@ -22,6 +23,8 @@ def view_health(
 ) -> dict[str, Tensor]:
     """Return scalars of this rank's part of the batch, on its device, without waiting for it.
 
+    Every rank must call this at the same time: with masks, one collective adds up what `inside_over_outside` compares.
+
     changed_share: the share of the first views that differ from their picture in any bit. For a working viewmaker, this
         is its `dropout_rate`, or 1 without one; for a viewmaker that does nothing, 0. The means below include unchanged
         views. Divide them by `changed_share` to get the means over changed views.
@@ -33,8 +36,8 @@ def view_health(
         entries changes equally, and 1 if all entries do, as after a saturated tanh.
     diversity, with `views_b_BCHW`: the mean difference between the two views of a picture.
     inside_over_outside, with `masks_BHW`: the mean change inside the boxes of the drawn objects over the mean change
-        outside, for changed views only; 1 if there is nothing to compare. It is above 1 for a viewmaker that destroys
-        objects (Tamkin et al. 2022).
+        outside, for changed views of all ranks only; 1 if there is nothing to compare. It is above 1 for a viewmaker
+        that destroys objects (Tamkin et al. 2022).
 
     Args:
         views_a_BCHW, views_b_BCHW: the first and the second views; None for the second if there is only one view.
@@ -64,10 +67,13 @@ def view_health(
 def _inside_over_outside(change_BHW: Tensor, inside_BHW: Tensor, changed_B: Tensor) -> Tensor:
     """Return the mean change inside `inside_BHW` over the mean change outside, for the pictures in `changed_B`.
 
+    Counts the pictures of all ranks: a mean of the ratios of the ranks would depend on their number.
+
     Returns 1 if either part is empty, or if nothing changes outside.
     """
     changed_B11 = changed_B[:, None, None]
-    inside = (change_BHW * inside_BHW).sum() / (inside_BHW & changed_B11).sum()
-    outside = (change_BHW * ~inside_BHW).sum() / (~inside_BHW & changed_B11).sum()
-    ratio = inside / outside
+    sums = [(change_BHW * part_BHW).sum() for part_BHW in (inside_BHW, ~inside_BHW)]
+    sums += [(part_BHW & changed_B11).sum().to(change_BHW.dtype) for part_BHW in (inside_BHW, ~inside_BHW)]
+    inside, outside, num_inside, num_outside = all_reduce_sum(torch.stack(sums)).unbind()
+    ratio = (inside / num_inside) / (outside / num_outside)
     return torch.where(ratio.isfinite(), ratio, 1.0)

@@ -5,6 +5,8 @@ import torch
 from torch import Tensor
 
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
+from tests.gloo import run_ranks
+from trainer.distributed.collectives import rank, world_size
 from trainer.views.health import view_health
 
 
@@ -65,6 +67,24 @@ def test_over_the_changed_share_means_are_those_of_the_changed_views() -> None:
     for name in ("budget_spent", "clamped_share", "evenness"):
         torch.testing.assert_close(health[name] / 0.25, alone[name])
     torch.testing.assert_close(health["inside_over_outside"], alone["inside_over_outside"])
+
+
+def compared_on_a_rank(views: Tensor, images: Tensor, masks: Tensor) -> float:
+    views, images, masks = (tensor.chunk(world_size())[rank()] for tensor in (views, images, masks))
+    return float(view_health(views, None, images, masks)["inside_over_outside"])
+
+
+@pytest.mark.ranks
+def test_boxes_are_compared_over_the_pictures_of_all_ranks() -> None:
+    """The pictures of the second rank are not changed; of the two of the first, one is."""
+    images = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    views = images.clone()
+    views[1, :, 2:5, 2:5] += 0.3
+    masks = torch.full((4, 8, 8), MASK_OUTSIDE, dtype=torch.uint8)
+    masks[:, 1:4, 1:4] = MASK_BOX
+    alone = compared_on_a_rank(views, images, masks)
+    assert alone > 2
+    assert run_ranks(compared_on_a_rank, 2, views, images, masks) == [pytest.approx(alone)] * 2
 
 
 @pytest.mark.parametrize("level", [MASK_OUTSIDE, MASK_BOX])
