@@ -204,7 +204,7 @@ def log_start(
         logger.warning("%s", note)
     if (note := _never_learns(config, steps_per_epoch=steps_per_epoch)) is not None:
         logger.warning("%s", note)
-    for note in settings_without_effect(config):
+    for note in settings_without_effect(config, num_steps=num_steps):
         logger.warning("%s", note)
     if config.precision == "bfloat16" and device.type == "cpu" and _lacks_bfloat16(torch.cpu.get_capabilities()):
         logger.warning(
@@ -245,8 +245,12 @@ def _never_learns(config: RunConfig, *, steps_per_epoch: int) -> str | None:
     )
 
 
-def settings_without_effect(config: RunConfig) -> list[str]:
-    """Return a sentence for each setting that was changed, although nothing reads it beside the other settings."""
+def settings_without_effect(config: RunConfig, *, num_steps: int) -> list[str]:
+    """Return a sentence for each setting that has no effect.
+
+    That is, a setting that was changed, although nothing reads it beside the other settings, or one whose time does not
+    come in a run of `num_steps`.
+    """
     found = []
     optimizers = {"optimizer": config.optimizer}
     if config.adversary is not None:
@@ -254,6 +258,14 @@ def settings_without_effect(config: RunConfig) -> list[str]:
     for section, optimizer in optimizers.items():
         if optimizer.scaling == "none" and _is_changed(optimizer, "reference_batch_size"):
             found.append((f"{section}.reference_batch_size", f"{section}.scaling=none", f"{section}.scaling=linear"))
+        share = optimizer.schedule.warmup_fraction
+        if share > 0 and round(share * num_steps) == 0:
+            name = f"{section}.schedule.warmup_fraction"
+            found.append((f"{name}={share:g}", f"a run of {num_steps} steps", f"{name}={1 / num_steps:.2g} or more"))
+    freeze_step = None if config.adversary is None else config.adversary.freeze_step
+    if freeze_step is not None and freeze_step >= num_steps:
+        name = "adversary.freeze_step"
+        found.append((f"{name}={freeze_step}", f"a run of {num_steps} steps", f"{name} to fewer steps, or to null"))
     if config.encoder.batch_norm != "split" and _is_changed(config.encoder, "batch_norm_splits"):
         is_now = f"encoder.batch_norm={config.encoder.batch_norm}"
         found.append(("encoder.batch_norm_splits", is_now, "encoder.batch_norm=split"))
@@ -262,7 +274,9 @@ def settings_without_effect(config: RunConfig) -> list[str]:
             if _is_changed(config.probe, name):
                 every = "probe.online_every_steps"
                 found.append((f"probe.{name}", f"{every}=null", f"{every} to a number of steps"))
-    return [f"{name} has no effect with {is_now}; set {mends}" for name, is_now, mends in found]
+    not_reached = config.objective.not_reached(num_epochs=config.num_epochs)
+    sentences = [f"{name} has no effect with {is_now}; set {mends}" for name, is_now, mends in found]
+    return sentences if not_reached is None else [*sentences, not_reached]
 
 
 def _is_changed(section: Schema, name: str) -> bool:

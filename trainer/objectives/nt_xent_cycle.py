@@ -43,6 +43,14 @@ class NTXentCycleConfig(BaseObjectiveConfig):
         scale_of(self.lowest, chunk_size=self.chunk_size)
         return self
 
+    def not_reached(self, *, num_epochs: int) -> str | None:
+        if self.lowest == self.highest or num_epochs > self.period_epochs // 2:
+            return None
+        return (
+            f"objective.lowest={self.lowest:g} is not reached with objective.period_epochs={self.period_epochs} and "
+            f"num_epochs={num_epochs}; set fewer objective.period_epochs, or more num_epochs"
+        )
+
     def build(self, given: ObjectiveInputs) -> Objective:
         return NTXentCycle(self)
 

@@ -162,6 +162,10 @@ class BaseObjectiveConfig(KindConfig):
         """Return a sentence for the log that explains an unusual loss; None if the loss is as expected."""
         return None
 
+    def not_reached(self, *, num_epochs: int) -> str | None:
+        """Return a sentence if a schedule of the objective does not reach its goal in that many epochs; else None."""
+        return None
+
 
 class Objective(nn.Module, ABC):
     """A loss. Every rank calls it with embeddings (B, D) of both views of its part of the batch, in any float type.

@@ -50,7 +50,8 @@ def test_whether_it_trains_the_second_view(values: dict[str, Any]) -> None:
     config, objective = built(values)
     z_a_BD, z_b_BD = torch.randn(2, BATCH_SIZE, EMBEDDING_SIZE).requires_grad_().unbind()
     labels = {"base": torch.arange(BATCH_SIZE) % 3}
-    pair = ViewPair(*torch.rand(2, BATCH_SIZE, 3, 16, 16), torch.arange(BATCH_SIZE), 0, labels=labels)
+    views_a_BCHW, views_b_BCHW = torch.rand(2, BATCH_SIZE, 3, 16, 16)
+    pair = ViewPair(views_a_BCHW, views_b_BCHW, torch.arange(BATCH_SIZE), 0, labels=labels)
     loss = objective(z_a_BD, z_b_BD, pair).loss
     first, second = torch.autograd.grad(loss, (z_a_BD, z_b_BD), allow_unused=True, materialize_grads=True)
     assert first.any()
