@@ -213,7 +213,7 @@ def _tidy() -> None:
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a DataLoader's handler raises when a worker dies
     for worker in multiprocessing.active_children():  # of a DataLoader in the traceback of an error
-        worker.kill()  # it ignores SIGTERM, and the end would wait for it
+        worker.kill()  # the end would wait without limit for one that hangs
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     weakref.finalize._exitfunc()  # type: ignore[attr-defined]
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.processes import leave_signals_to_parent
 from data_pipeline.core.random_crop import CropLaw
 from data_pipeline.core.sample import BadSample, Batch
 from data_pipeline.core.schema import Count, Gigabytes, NumWorkers, Schema, Share
@@ -233,9 +233,11 @@ class _StreamedBatches(Dataset[list[Batch | None] | UserError]):
 
 
 def _leave_signals_to_the_trainer(worker_id: int) -> None:
-    """Ignore SIGTERM and SIGINT in a worker. They warn the training process, and the worker ends with that."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    """Ignore the signals that warn the training process, such as those of a batch system and Ctrl-C.
+
+    The training process ends its workers with SIGTERM when it ends, if it still holds an iterator of batches then.
+    """
+    leave_signals_to_parent()
 
 
 class Stream:

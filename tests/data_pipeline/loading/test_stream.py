@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import subprocess
 import tarfile
 import tempfile
 import time
@@ -531,6 +532,26 @@ def test_workers_end_with_an_abandoned_stream(datasets: dict[int, tuple[Path, li
     assert len(set(multiprocessing.active_children()) - before) == 2
     del batches
     assert_ended(before)
+
+
+def test_a_worker_ends_with_a_sigterm_of_the_training_process_and_of_no_other(
+    datasets: dict[int, tuple[Path, list[Sample]]],
+) -> None:
+    """At its end, a process sends SIGTERM to the workers of a stream that it holds, and waits for them without limit."""
+    directory, _ = datasets[17]
+    before = set(multiprocessing.active_children())
+    batches = iter(stream(directory, end_step=10**9, num_workers=1))
+    next(batches)
+    (worker,) = set(multiprocessing.active_children()) - before
+    for name in ("TERM", "INT", "TERM"):
+        subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)
+    worker.join(timeout=0.2)
+    assert worker.is_alive()
+    next(batches)
+    worker.terminate()
+    worker.join(timeout=10)
+    assert worker.exitcode == 0
+    del batches
 
 
 def assert_ended(before: set[BaseProcess]) -> None:
