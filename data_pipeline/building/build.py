@@ -21,8 +21,8 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -211,17 +211,11 @@ def build_dataset(
             f"--samples-per-shard {num_samples_per_shard} makes {num_shards} shards, and a dataset has {MAX_SHARDS} "
             f"at most; give {-(-plan.num_samples // MAX_SHARDS)} or more"
         )
-    if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
-        manifest = _check_finished(directory, plan)
-        starts = range(0, len(plan.order), NUM_SAMPLES_PER_SHARD)
-        slices = (plan.order[start : start + NUM_SAMPLES_PER_SHARD] for start in starts)
-        with closing(run_all(content_digests, plan.inputs, slices, num_workers=num_workers)) as digests:
-            if manifest.how_made.source_sha256 != _source_sha256(plan, digests):
-                raise UserError(f"{directory} was built from other data; choose another directory or remove it")
-        return manifest
+    if _is_taken(directory):
+        return _check_finished(directory, plan, num_workers=num_workers)
     with _whole_or_nothing(directory) as unfinished:
-        try:
-            manifest = _check_finished(unfinished, plan)  # it exists if a build was killed just before the renaming
+        try:  # a build that was killed just before the renaming has left a whole dataset
+            manifest = _check_finished(unfinished, plan, num_workers=num_workers)
         except UserError:
             _make_shards(plan, unfinished, title=f"building {directory.name}", num_workers=num_workers)
             with _manifest_errors_as_user_errors(dataset):
@@ -360,7 +354,7 @@ def _overlay_sha256(overlay: Overlay) -> str:
 
 def _make_shards(plan: BuildPlan, directory: Path, *, title: str, num_workers: int) -> None:
     """Write the shards that `directory` lacks."""
-    kept = _kept_shards(plan, directory)
+    kept = _kept_shards(plan, directory, num_workers=num_workers)
     missing = [number for number in range(len(plan.shard_sizes)) if number not in kept]
     num_kept = sum(plan.shard_sizes[number] for number in kept)
     if not missing:
@@ -377,11 +371,10 @@ def _make_shards(plan: BuildPlan, directory: Path, *, title: str, num_workers: i
             progress.advance(num_samples)
 
 
-def _kept_shards(plan: BuildPlan, directory: Path) -> set[int]:
+def _kept_shards(plan: BuildPlan, directory: Path, *, num_workers: int) -> set[int]:
     """Return the numbers of the shards that an interrupted build of the same plan has finished in `directory`.
 
-    Removes all other files. Compares one record of each shard with the source, to notice if the source has changed
-    since. The `source_sha256` of the manifest covers all records.
+    Removes all other files, and the finished shards too if a record of them is not in the source any more.
     """
     arguments = directory / _ARGUMENTS_NAME
     kept: set[int] = set()
@@ -389,7 +382,7 @@ def _kept_shards(plan: BuildPlan, directory: Path) -> set[int]:
         wait_for_orphans(arguments)
         if arguments.read_text() == plan.arguments:
             kept = {number for number in range(len(plan.shard_sizes)) if finished_shard(directory, number) is not None}
-            if not all(_is_from_same_data(plan, directory, number) for number in kept):
+            if not _are_from_same_data(plan, directory, sorted(kept), num_workers=num_workers):
                 logger.warning("%s holds shards of other data; all are built again", directory)
                 kept = set()
     names = {_ARGUMENTS_NAME} if kept else set()
@@ -408,12 +401,19 @@ def _kept_shards(plan: BuildPlan, directory: Path) -> set[int]:
     return kept
 
 
-def _is_from_same_data(plan: BuildPlan, directory: Path, number: int) -> bool:
-    task, finished = plan.shard(number), finished_shard(directory, number)
-    assert finished is not None
-    if not task.num_new:
-        return True
-    return finished.digests.startswith(content_digests(plan.inputs, task.records_B[:1]).hex())
+def _are_from_same_data(plan: BuildPlan, directory: Path, numbers: Sequence[int], *, num_workers: int) -> bool:
+    """Return whether the records of finished shards are the same in the source now. Decodes all of them."""
+    new = (task.records_B[: task.num_new] for task in map(plan.shard, numbers))
+    made = run_all(content_digests, plan.inputs, new, num_workers=num_workers)
+    title = f"comparing finished shards of {directory.name} with the source, shard"
+    with closing(made), Progress(title, total=len(numbers)) as progress:
+        for number, digests in zip(numbers, made, strict=True):
+            finished = finished_shard(directory, number)
+            assert finished is not None
+            if finished.digests != digests.hex():
+                return False
+            progress.advance()
+    return True
 
 
 def _write_manifest(plan: BuildPlan, directory: Path) -> Manifest:
@@ -481,10 +481,14 @@ def _stored_shape(plan: BuildPlan) -> Shape:
     return plan.inputs.overlay.output_shape(shape) if isinstance(plan.inputs.overlay, PixelOverlay) else shape
 
 
-def _check_finished(directory: Path, plan: BuildPlan) -> Manifest:
+def _is_taken(directory: Path) -> bool:
+    return directory.is_file() or (directory.is_dir() and any(directory.iterdir()))
+
+
+def _check_finished(directory: Path, plan: BuildPlan, *, num_workers: int) -> Manifest:
     """Return the manifest of a dataset that exists already.
 
-    Raises `UserError` unless it is whole and was made with these arguments; `source_sha256` is not compared.
+    Raises `UserError` unless it is whole and was made with these arguments from the same data.
     """
     if not (directory / MANIFEST_NAME).is_file():
         raise UserError(f"{directory} exists already and is not a dataset; choose another directory or remove it")
@@ -518,6 +522,11 @@ def _check_finished(directory: Path, plan: BuildPlan) -> Manifest:
         load_overlay(directory / OVERLAY_NAME, sha256=manifest.overlay.sha256)
     if manifest.source_digests_sha256 is not None:
         check_source_digests(directory / SOURCE_DIGESTS_NAME, manifest)
+    starts = range(0, len(plan.order), NUM_SAMPLES_PER_SHARD)
+    slices = (plan.order[start : start + NUM_SAMPLES_PER_SHARD] for start in starts)
+    with closing(run_all(content_digests, plan.inputs, slices, num_workers=num_workers)) as digests:
+        if manifest.how_made.source_sha256 != _source_sha256(plan, digests):
+            raise UserError(f"{directory} was built from other data; choose another directory or remove it")
     return manifest
 
 
@@ -527,7 +536,7 @@ def _whole_or_nothing(directory: Path) -> Iterator[Path]:
 
     The folder may hold files of an earlier build. After an error it is kept if it holds a finished shard, and removed
     if not. A file lock, which is free again when the process ends, keeps two builds apart. Raises `UserError` if the
-    folder cannot be made.
+    folder cannot be made, or if another build has made `directory` meanwhile.
     """
     if not directory.name:
         raise UserError(f"--out {directory} does not name a new folder; give a name, such as --out {directory}/data")
@@ -543,6 +552,10 @@ def _whole_or_nothing(directory: Path) -> Iterator[Path]:
     descriptor = os.open(unfinished, os.O_RDONLY)
     try:
         take_lock(descriptor, when_held=refuse)
+        if _is_taken(directory):  # another build ended after this one had looked for `directory`
+            with suppress(OSError):
+                unfinished.rmdir()
+            raise UserError(f"another build has just finished {directory}; run the same command again to compare them")
         for path in unfinished.iterdir():
             if path.name not in _OWN_NAMES and not path.name.startswith(("shard-", ".shard-")):
                 raise UserError(f"{path} is not from a build, so it is not removed; move it or choose another --out")

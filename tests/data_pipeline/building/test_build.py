@@ -15,6 +15,7 @@ import sys
 import tarfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ import torch
 from PIL import Image
 
 from data_pipeline.audio.waveform import crop_last
+from data_pipeline.building import build
 from data_pipeline.building import workers as build_workers
 from data_pipeline.building.build import balanced_order, build_dataset, describe_manifest
 from data_pipeline.building.catalogue import open_dataset
@@ -541,19 +543,42 @@ def test_shards_of_changed_pictures_are_built_again(
     assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
 
 
+@pytest.mark.parametrize("num_finished", [1, 2])
+def test_any_record_that_was_replaced_since_is_noticed(
+    num_finished: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With both shards finished, the build was interrupted before its dataset was renamed."""
+    folder = tmp_path / "root" / "train"
+    pictures = [folder / name / f"{number}.png" for name in "ab" for number in range(10)]
+    for number, path in enumerate(pictures):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 32), (number, 0, 0)).save(path)
+    arguments = {"dataset": "folder", "root": tmp_path / "root", "num_samples_per_shard": 10}
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", interrupt)
+        cut_short(monkeypatch, num_finished=num_finished, directory=tmp_path / "out", **arguments)
+    order = balanced_order(np.repeat([0, 1], 10), seed=0, split="train", limit=None)
+    Image.new("RGB", (32, 32), (0, 9, 9)).save(pictures[order[7]])
+    build_dataset(directory=tmp_path / "out", **arguments)  # type: ignore[arg-type]
+    assert ("holds shards of other data; all are built again" in caplog.text) == (num_finished == 1)
+    build_dataset(directory=tmp_path / "undisturbed", **arguments)  # type: ignore[arg-type]
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+
+
+def interrupt(*_: object) -> Path:
+    raise KeyboardInterrupt
+
+
 def test_a_build_interrupted_before_its_last_moment_is_finished_without_a_shard_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(self: Path, target: Path) -> Path:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", interrupted)
+        patch.setattr(Path, "rename", interrupt)
         with pytest.raises(KeyboardInterrupt):
             build_dataset("procedural_shapes", tmp_path / "out", limit=20)
     assert names(tmp_path) == ["out.partial"]
     before = contents(tmp_path / "out.partial")
-    monkeypatch.setattr("data_pipeline.building.build.make_shard", interrupted)
+    monkeypatch.setattr("data_pipeline.building.build.make_shard", interrupt)
     build_dataset("procedural_shapes", tmp_path / "out", limit=20)
     assert contents(tmp_path / "out") == before
 
@@ -599,6 +624,7 @@ def test_a_killed_worker_ends_the_build_which_can_go_on(tmp_path: Path) -> None:
 
 MEMORY_OF_BUILDS = """
 import re, sys
+from collections.abc import Callable
 from pathlib import Path
 from data_pipeline.building import build
 from data_pipeline.building.catalogue import Ingredients
@@ -654,6 +680,25 @@ def test_two_builds_do_not_write_the_same_dataset(tmp_path: Path) -> None:
     finally:
         os.close(descriptor)
     assert build_dataset("procedural", tmp_path / "out", limit=10).num_samples == 10
+
+
+def test_a_build_that_ends_while_another_of_its_name_begins_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other build has seen no dataset; then this one ends, and the other one makes its folder."""
+    take = build.take_lock
+
+    def end_then_take(descriptor: int, *, when_held: Callable[[], None]) -> None:
+        monkeypatch.setattr(build, "take_lock", take)
+        (tmp_path / "out.partial").rmdir()
+        build_dataset("procedural", tmp_path / "out", limit=10)
+        (tmp_path / "out.partial").mkdir()
+        take(descriptor, when_held=when_held)
+
+    monkeypatch.setattr(build, "take_lock", end_then_take)
+    with pytest.raises(UserError, match=r"another build has just finished .*out; run the same command again"):
+        build_dataset("procedural", tmp_path / "out", limit=10)
+    assert names(tmp_path) == ["out"]
 
 
 def test_a_file_system_without_locks_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -537,7 +537,7 @@ def test_workers_end_with_an_abandoned_stream(datasets: dict[int, tuple[Path, li
 def test_a_worker_ends_with_a_sigterm_of_the_training_process_and_of_no_other(
     datasets: dict[int, tuple[Path, list[Sample]]],
 ) -> None:
-    """At its end, a process sends SIGTERM to the workers of a stream that it holds, and waits for them without limit."""
+    """When a process ends, it sends SIGTERM to the workers of a stream that it holds, and waits without a limit."""
     directory, _ = datasets[17]
     before = set(multiprocessing.active_children())
     batches = iter(stream(directory, end_step=10**9, num_workers=1))
