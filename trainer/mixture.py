@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from data_pipeline.core.errors import nearest
+from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.sample import Medium
 from data_pipeline.core.schema import Count, Factor, Line, Name, Schema
 from data_pipeline.loading.mixture import Shares, WeightsFrom
+from data_pipeline.remote.cache import is_remote
 from data_pipeline.storage.manifest import Manifest, TarSet
 
 MAX_SOURCES = 1_000
@@ -75,7 +78,7 @@ def check_weights(sources: Mapping[str, SourceConfig], schedule: Sequence[Weight
                 raise ValueError(f"mixture_schedule gives a weight to {name} at step {step}{nearest(name, sources)}")
     for name, source in sources.items():
         for other in sources:
-            if other < name and sources[other].train_dir == source.train_dir:
+            if other < name and _place(sources[other].train_dir) == _place(source.train_dir):
                 raise ValueError(
                     f"mixture.{other} and mixture.{name} are both at {source.train_dir}; leave one out, and give the "
                     "other the weights of both"
@@ -87,6 +90,11 @@ def check_weights(sources: Mapping[str, SourceConfig], schedule: Sequence[Weight
     for number, name in enumerate(sources):
         if not any(phase.weights[number] for phase in phases):
             raise ValueError(f"mixture.{name}.weight is 0 at all steps; give it more, or leave that source out")
+
+
+def _place(location: str) -> str:
+    """Return a location such that all spellings of a local path are equal. Follows no links."""
+    return location if is_remote(location) else os.path.normpath(Path(location).absolute())
 
 
 def same_until(step: int, a: Sequence[WeightsFrom], b: Sequence[WeightsFrom]) -> bool:
@@ -110,6 +118,14 @@ class MixtureManifest:
 
     @classmethod
     def of(cls, sources: Mapping[str, Manifest], weights: Sequence[WeightsFrom], *, probed: str) -> MixtureManifest:
+        """Return the manifest of a mixture. Raises `UserError` if two sources are one dataset, as by a link."""
+        names: dict[str, str] = {}
+        for name, manifest in sources.items():
+            if (other := names.setdefault(manifest.sha256, name)) != name:
+                raise UserError(
+                    f"mixture.{other} and mixture.{name} hold the same dataset, so a sample could come twice in a "
+                    "batch; leave one out, and give the other the weights of both"
+                )
         return cls(sources, probed, Shares(weights[0].weights).shares)
 
     @property

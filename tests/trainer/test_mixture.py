@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -301,15 +302,20 @@ def test_a_name_twice_and_a_location_twice_are_refused(data: Path) -> None:
     twice = f"{sources_of(data)}, birds: {{train_dir: x, weight: 1}}"
     with pytest.raises(UserError, match='the key "birds" is there twice'):
         configure(data, sources=twice)
-    same = f"birds: {{train_dir: {data / 'birds'}, weight: 1}}, photos: {{train_dir: {data / 'birds'}, weight: 1}}"
-    with pytest.raises(UserError, match=r"mixture\.birds and mixture\.photos are both at .*; leave one out"):
-        configure(data, sources=same)
+    for same in (f"{data / 'birds'}", f"{data}/./birds/", os.path.relpath(data / "birds")):
+        named = f"birds: {{train_dir: {data / 'birds'}, weight: 1}}, photos: {{train_dir: {same}, weight: 1}}"
+        with pytest.raises(UserError, match=r"mixture\.birds and mixture\.photos are both at .*; leave one out"):
+            configure(data, sources=named)
     for name in ("mixture_schedule=[{step: 1, weights: {a: 1}}]", "mixture_epoch=5", "probed_source=a"):
         with pytest.raises(UserError, match=rf"{name.split('=')[0]} is for a mixture, but mixture is null"):
             resolve_recipe("debug:image", [f"data.{name}"])
 
 
 def test_data_that_do_not_fit_a_mixture_are_one_sentence(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(data / "birds")
+    linked = f"birds: {{train_dir: {data / 'birds'}, weight: 1}}, photos: {{train_dir: {tmp_path / 'link'}, weight: 1}}"
+    with pytest.raises(UserError, match=r"mixture\.birds and mixture\.photos hold the same dataset, so a sample could"):
+        check_data(configure(data, sources=linked))
     write_tiny_dataset(tmp_path / "photos", num_samples=40, overlay="online")
     mixed = (
         f"birds: {{train_dir: {data / 'birds'}, weight: 1}}, photos: {{train_dir: {tmp_path / 'photos'}, weight: 1}}"
