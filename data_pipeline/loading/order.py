@@ -11,8 +11,8 @@ Shapes: B batch, X positions in an epoch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Final, Literal
@@ -31,6 +31,10 @@ ORDER_VERSION: Final = 2  # of new runs
 EpochOrder = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # from positions in an epoch, (X,), to samples, (X,)
 
 _CHUNK: Final = 64  # replacements that are looked up at once
+
+
+class NoReplacementError(UserError):
+    """Ends a run if a bad sample cannot be replaced by the bad samples that are known, see `BatchOrder.at`."""
 
 
 def num_steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
@@ -221,14 +225,21 @@ class BatchOrder:
         epoch, step_in_epoch = divmod(step, self.num_steps_per_epoch)
         return epoch, step_in_epoch * self.global_batch_size
 
-    def at(self, step: int, *, bad: Mapping[int, BadSample]) -> tuple[int, NDArray[np.int64], tuple[BadSample, ...]]:
+    def at(
+        self, step: int, *, bad: Mapping[int, BadSample], all_known: bool = False
+    ) -> tuple[int, NDArray[np.int64], tuple[BadSample, ...]]:
         """Return the epoch of a step, (B,) int64 indices of good samples, and the bad samples that were replaced.
 
         `bad` holds the bad samples by index. A bad sample is replaced by the first good sample in the same row of the
         other global batches of the epoch, the later batches before the earlier ones. So no sample comes twice in a
         global batch, and a rank needs nothing from other ranks.
 
-        Raises `UserError` if all possible replacements are bad too.
+        If there is none, as in a batch of more than half of the dataset, the first good sample that is not in the
+        global batch replaces it. The ranks agree on that sample only if `bad` holds all bad samples of the dataset, as
+        `all_known` says.
+
+        Raises `NoReplacementError` if a bad sample has no replacement in its row and not all are known, or if no good
+        sample is outside the global batch.
         """
         epoch, step_in_epoch = divmod(step, self.num_steps_per_epoch)
         order = self.of_epoch(epoch)
@@ -238,6 +249,7 @@ class BatchOrder:
         indices = order(np.arange(start, start + local_size, dtype=np.int64))
         bad_rows = [row for row, index in enumerate(indices.tolist()) if index in bad] if bad else []
         replaced: list[BadSample] = []
+        left: list[int] = []
         for row in bad_rows:
             for index in self._replacements(order, first_row + row, step_in_epoch):
                 if index not in bad:
@@ -245,17 +257,49 @@ class BatchOrder:
                     break
                 replaced.append(bad[index])
             else:
-                num_tried = len(range(first_row + row, self.num_samples, self.global_batch_size))
-                raise UserError(
-                    f"sample {bad[int(indices[row])].key} cannot be read, nor can any of the {num_tried} samples that "
-                    f"could replace it with a global_batch_size of {self.global_batch_size}; build or copy the dataset "
-                    "again"
-                )
+                left.append(row)
+        if left and not all_known:
+            raise self._no_replacement(bad[int(indices[left[0]])])
+        if left and self.world_size > 1:  # the rows of other ranks decide what is free
+            _, whole_B, _ = replace(self, rank=0, world_size=1).at(step, bad=bad, all_known=True)
+            indices[left] = whole_B[first_row:][left]
+        elif left:
+            self._take_free(order, start, indices, left, bad=bad)
         return epoch, indices, tuple(replaced)
+
+    def _take_free(
+        self,
+        order: EpochOrder,
+        start: int,
+        indices: NDArray[np.int64],
+        rows: Sequence[int],
+        *,
+        bad: Mapping[int, BadSample],
+    ) -> None:
+        """Put good samples from outside a whole global batch, which begins at `start`, into some of its rows."""
+        taken = {*indices.tolist(), *bad}
+        others = _samples_at(order, range(start + self.global_batch_size, self.num_samples), range(start))
+        free = (index for index in others if index not in taken)
+        for row in rows:
+            if (index := next(free, None)) is None:
+                raise self._no_replacement(bad[int(indices[row])])
+            indices[row] = index
+
+    def _no_replacement(self, sample: BadSample) -> NoReplacementError:
+        return NoReplacementError(
+            f"sample {sample.key} cannot be read, and no good sample is left to replace it with a global_batch_size of "
+            f"{self.global_batch_size} of {self.num_samples} samples; lower global_batch_size, or build or copy the "
+            "dataset again"
+        )
 
     def _replacements(self, order: EpochOrder, row: int, step_in_epoch: int) -> Iterator[int]:
         """Yield the samples of a row of the global batches from a step on, then of the batches before it."""
         positions = range(row, self.num_samples, self.global_batch_size)
-        for part in (positions[step_in_epoch:], positions[:step_in_epoch]):
-            for start in range(0, len(part), _CHUNK):
-                yield from order(np.array(part[start : start + _CHUNK], dtype=np.int64)).tolist()
+        return _samples_at(order, positions[step_in_epoch:], positions[:step_in_epoch])
+
+
+def _samples_at(order: EpochOrder, *parts: range) -> Iterator[int]:
+    """Yield the samples at positions of an epoch, one part after another; looks up a few at once."""
+    for part in parts:
+        for start in range(0, len(part), _CHUNK):
+            yield from order(np.array(part[start : start + _CHUNK], dtype=np.int64)).tolist()

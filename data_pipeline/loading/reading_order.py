@@ -41,8 +41,11 @@ class ReadingOrder(Protocol):
     @property
     def num_steps_per_epoch(self) -> int: ...
 
-    def rows(self, number: int, step: int, *, bad: Mapping[int, BadSample]) -> Rows:
-        """Return the rows that come from a dataset, without those of `bad`, its bad samples by index."""
+    def rows(self, number: int, step: int, *, bad: Mapping[int, BadSample], all_known: bool = False) -> Rows:
+        """Return the rows that come from a dataset, without those of `bad`, its bad samples by index.
+
+        Raises `NoReplacementError` if more can be replaced with `all_known`: if `bad` holds all of them.
+        """
         ...
 
     def row_order(self, step: int) -> NDArray[np.int64] | None:
@@ -80,8 +83,8 @@ class DatasetOrder:
     def num_steps_per_epoch(self) -> int:
         return self.order.num_steps_per_epoch
 
-    def rows(self, number: int, step: int, *, bad: Mapping[int, BadSample]) -> Rows:
-        epoch, indices_R, replaced = self.order.at(step, bad=bad)
+    def rows(self, number: int, step: int, *, bad: Mapping[int, BadSample], all_known: bool = False) -> Rows:
+        epoch, indices_R, replaced = self.order.at(step, bad=bad, all_known=all_known)
         return Rows(indices_R, indices_R, epoch, replaced)
 
     def row_order(self, step: int) -> None:
@@ -115,7 +118,7 @@ class GroupedOrder(DatasetOrder):
 
     groups_NG: NDArray[np.int64]
 
-    def rows(self, number: int, step: int, *, bad: Mapping[int, BadSample]) -> Rows:
+    def rows(self, number: int, step: int, *, bad: Mapping[int, BadSample], all_known: bool = False) -> Rows:
         order = self.order
         epoch, step_in_epoch = divmod(step, self.num_steps_per_epoch)
         num_groups = order.global_batch_size // self.groups_NG.shape[1]
@@ -136,7 +139,7 @@ class SourcesOrder:
     def num_steps_per_epoch(self) -> int:
         return self.order.num_steps_per_epoch
 
-    def rows(self, number: int, step: int, *, bad: Mapping[int, BadSample]) -> Rows:
+    def rows(self, number: int, step: int, *, bad: Mapping[int, BadSample], all_known: bool = False) -> Rows:
         found = self.order.at(step, number, bad=bad)
         first, num_samples = int(self.order.offsets[number]), int(self.order.offsets[-1])
         key_index_R = found.epochs_R * num_samples + first + found.indices_R

@@ -14,8 +14,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -33,8 +34,15 @@ from data_pipeline.core.schema import Count, Gigabytes, NumWorkers, Schema, Shar
 from data_pipeline.loading.collate import BatchMaker, join_parts
 from data_pipeline.loading.decode import DecodedSamples, decode, decode_ahead
 from data_pipeline.loading.mixture import Mixture, MixtureOrder
-from data_pipeline.loading.order import ORDER_VERSION, BatchOrder, OrderVersion, ShardWindows, check_batch_size
-from data_pipeline.loading.placement import DataPlacement, num_cores, place_data, resident_bytes
+from data_pipeline.loading.order import (
+    ORDER_VERSION,
+    BatchOrder,
+    NoReplacementError,
+    OrderVersion,
+    ShardWindows,
+    check_batch_size,
+)
+from data_pipeline.loading.placement import DataPlacement, num_cores, place_data, resident_bytes, stored_order
 from data_pipeline.loading.reading_order import DatasetOrder, GroupedOrder, ReadingOrder, Rows, SourcesOrder
 from data_pipeline.loading.shared_memory import NodeShare
 from data_pipeline.loading.shuffle_quality import shard_pair_ratio
@@ -201,11 +209,17 @@ class _StreamedBatches(Dataset[list[Batch | None] | UserError]):
     """
 
     def __init__(
-        self, sources: Sequence[_Source], order: ReadingOrder, prefetchers: Sequence[_ShardPrefetcher]
+        self,
+        sources: Sequence[_Source],
+        order: ReadingOrder,
+        prefetchers: Sequence[_ShardPrefetcher],
+        *,
+        check_bad: Callable[[Collection[BadSample]], None],
     ) -> None:
-        self._sources, self._order, self._prefetchers = sources, order, prefetchers
+        self._sources, self._order, self._prefetchers, self._check_bad = sources, order, prefetchers, check_bad
         # Grows in each process when it finds bad samples. No batch depends on the bad samples found before.
         self._bad = [{sample.index: sample for sample in source.store.known_bad} for source in sources]
+        self._all_known: set[int] = set()  # the numbers of the sources of which `_bad` holds all bad samples
 
     def __getitem__(self, step: int) -> list[Batch | None] | UserError:
         try:
@@ -220,7 +234,14 @@ class _StreamedBatches(Dataset[list[Batch | None] | UserError]):
         """Read the rows of one source. Adds the bad samples that it finds to `bad`."""
         while True:
             began = time.perf_counter()
-            rows = self._order.rows(source.number, step, bad=bad)
+            all_known = source.number in self._all_known
+            try:
+                rows = self._order.rows(source.number, step, bad=bad, all_known=all_known)
+            except NoReplacementError:
+                if all_known:
+                    raise
+                self._find_all_bad(source, bad)
+                continue
             if not len(rows.indices_R):
                 return None
             crops = source.maker.crop_draws(rows.key_index_R, epoch=rows.key_epoch)
@@ -230,6 +251,13 @@ class _StreamedBatches(Dataset[list[Batch | None] | UserError]):
                 seconds = time.perf_counter() - began
                 return replace(clean, seconds={"read": samples.read_seconds, "decode": seconds - samples.read_seconds})
             bad |= {sample.index: sample for sample in samples.bad.values()}
+
+    def _find_all_bad(self, source: _Source, bad: dict[int, BadSample]) -> None:
+        """Decode a whole dataset, which is hardly more than a global batch here, and add its bad samples to `bad`."""
+        for indices_B in stored_order(source.store, range(len(source.store.shard_ends))):
+            bad |= {sample.index: sample for sample in decode(source.store, indices_B).bad.values()}
+            self._check_bad(bad.values())
+        self._all_known.add(source.number)
 
 
 def _leave_signals_to_the_trainer(worker_id: int) -> None:
@@ -337,6 +365,12 @@ class Stream:
             for bad in (source.store.known_bad if source.placed.samples is None else source.placed.samples.bad.values())
         )
         self._check_bad(self.known_bad)
+        num_good = self._num_samples - len(self.known_bad)
+        if self._mixture is None and num_good < global_batch_size:
+            raise UserError(
+                f"{self.location}: {num_good} of {self._num_samples} samples can be read, and global_batch_size is "
+                f"{global_batch_size}; lower it, or build or copy the dataset again"
+            )
         kinds = {source.placed.kind for source in self._sources}
         self.placement = kinds.pop() if len(kinds) == 1 else "stream"
         self.placement_reason = "; ".join(source.placed.reason for source in self._sources)
@@ -440,9 +474,10 @@ class Stream:
             metrics[f"mixture/{name}/epochs"] = after[number] / order.sizes[number]
         return metrics
 
-    def _check_bad(self, bad: Collection[BadSample]) -> None:
+    @property
+    def _check_bad(self) -> Callable[[Collection[BadSample]], None]:
         max_share = self._read.max_bad_share
-        check_bad_share(bad, num_samples=self._num_samples, max_share=max_share, where=self.location)
+        return partial(check_bad_share, num_samples=self._num_samples, max_share=max_share, where=self.location)
 
     @property
     def manifest(self) -> Manifest:
@@ -562,7 +597,7 @@ class Stream:
         """Return the rows of a dataset in memory, without the online overlay; None if the step has none."""
         is_cuda, is_there = self._device.type == "cuda", samples.index_B.device.type == self._device.type
         began = time.perf_counter()
-        rows = self._order.rows(source.number, step, bad=samples.bad)
+        rows = self._order.rows(source.number, step, bad=samples.bad, all_known=True)
         if not len(rows.indices_R):
             return None
         row_B = torch.tensor(rows.indices_R)
@@ -591,7 +626,7 @@ class Stream:
             if source.store.is_remote
         ]
         loader: DataLoader[list[Batch | None] | UserError] = DataLoader(
-            _StreamedBatches(sources, self._order, prefetchers),
+            _StreamedBatches(sources, self._order, prefetchers, check_bad=self._check_bad),
             batch_size=None,  # the dataset makes whole batches, and its keys are steps
             sampler=steps,
             num_workers=self._read.num_workers,

@@ -133,7 +133,7 @@ def _global_batch(order: ReadingOrder, stores: Sequence[SampleStore], step: int)
     parts, first = [], 0
     for number, store in enumerate(stores):
         bad = {sample.index: sample for sample in store.known_bad}
-        parts.append(first + order.rows(number, step, bad=bad).indices_R)
+        parts.append(first + order.rows(number, step, bad=bad, all_known=True).indices_R)
         first += len(store)
     together, places = np.concatenate(parts), order.row_order(step)
     return together if places is None else together[places]

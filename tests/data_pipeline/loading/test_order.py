@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chisquare
 
-from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample
-from data_pipeline.loading.order import BatchOrder, OrderVersion, ShardWindows, epoch_order
+from data_pipeline.loading.order import BatchOrder, NoReplacementError, OrderVersion, ShardWindows, epoch_order
 from data_pipeline.loading.permutation import KeyedPermutation
 
 EXAMPLES = settings(deadline=None, database=None, max_examples=60)
@@ -83,7 +82,9 @@ def test_bad_samples_are_replaced_alike_on_any_ranks(
     for step in range(num_samples // size):
         clean = BatchOrder(num_samples, seed, size, 0, 1, **options).at(step, bad={})[1].tolist()
         order = whole_order(num_samples, seed=seed, epoch=0, **options)
-        hopeless = any(set(order[place::size].tolist()) <= indices for place in range(size))
+        by_row = [np.roll(order[row::size], -step).tolist() for row in range(size)]
+        expected = [next((index for index in row if index not in indices), None) for row in by_row]
+        hopeless = None in expected
         parts: list[list[int]] = []
         passed: list[BadSample] = []
         try:
@@ -91,17 +92,43 @@ def test_bad_samples_are_replaced_alike_on_any_ranks(
                 part = BatchOrder(num_samples, seed, size, rank, world_size, **options).at(step, bad=bad)
                 parts.append(part[1].tolist())
                 passed += part[2]
-        except UserError:
+        except NoReplacementError:
             assert hopeless
-            return
+            continue
         assert not hopeless
         batch = list(chain.from_iterable(parts))
+        assert batch == expected
         assert len(set(batch)) == size
         assert not set(batch) & indices
         for was, now in zip(clean, batch, strict=True):
             assert was == now or was in indices
         assert {sample.index for sample in passed} >= set(clean) & indices
         assert all(sample.index in indices for sample in passed)
+
+
+@EXAMPLES
+@given(world=worlds(), seed=st.integers(0, 99), data=st.data())
+def test_a_batch_is_full_as_long_as_there_are_good_samples(
+    world: tuple[dict[str, Any], int, int, int], seed: int, data: st.DataObject
+) -> None:
+    """A row without a good sample of its own takes one from outside the batch; the other rows are as before."""
+    options, num_samples, world_size, size = world
+    indices = data.draw(st.sets(st.integers(0, num_samples - 1), max_size=num_samples - size))
+    bad = {index: BadSample(index, "shard", "torn") for index in indices}
+
+    def batch(world_size: int) -> list[int]:
+        orders = [BatchOrder(num_samples, seed, size, rank, world_size, **options) for rank in range(world_size)]
+        return list(chain.from_iterable(order.at(step, bad=bad, all_known=True)[1].tolist() for order in orders))
+
+    order = whole_order(num_samples, seed=seed, epoch=0, **options)
+    for step in range(num_samples // size):
+        together = batch(world_size)
+        assert together == batch(1)
+        assert len(set(together)) == size
+        assert not set(together) & indices
+        for row, index in enumerate(together):
+            own = [index for index in np.roll(order[row::size], -step).tolist() if index not in indices]
+            assert not own or index == own[0]
 
 
 @EXAMPLES

@@ -458,15 +458,37 @@ def test_training_goes_on_past_bad_samples(tmp_path: Path, num_workers: int, wor
             np.testing.assert_array_equal(batch.inputs_a[row].permute(1, 2, 0).numpy(), samples[index].content)
 
 
+def test_a_batch_of_more_than_half_of_the_dataset_takes_replacements_from_outside_it(tmp_path: Path) -> None:
+    """Wherever the samples are, and on any ranks: most rows have no second batch from which they could take one."""
+    write_dataset(tmp_path, [10, 10])
+    damage(tmp_path, [3, 15])
+
+    def seen(world_size: int, **options: Any) -> list[list[int]]:
+        options |= {"end_step": 8, "global_batch_size": 16, "world_size": world_size, "max_bad_share": 0.1}
+        streams = [stream(tmp_path, rank=rank, **options) for rank in range(world_size)]
+        return whole_batches([[batch.index_B.tolist() for batch in batches] for batches in streams])
+
+    expected = seen(1, placement="host")
+    assert all(len(set(batch) - {3, 15}) == 16 for batch in expected)
+    assert seen(2, placement="host") == expected
+    assert seen(2, num_workers=1) == expected
+    message = "2 of 20 samples .* cannot be read, more than the 5.00% of data.max_bad_share"
+    with pytest.raises(UserError, match=message):
+        list(stream(tmp_path, end_step=8, global_batch_size=16, max_bad_share=0.05))
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_where_nothing_can_stand_in_one_sentence_says_so(tmp_path: Path, num_workers: int) -> None:
     write_dataset(tmp_path, [8, 8])
     damage(tmp_path, [15])
+    options = {"end_step": 2, "num_workers": num_workers, "global_batch_size": 16, "max_bad_share": 0.1}
     with time_limit(30), pytest.raises(UserError) as caught:
-        list(stream(tmp_path, end_step=2, num_workers=num_workers, global_batch_size=16))
+        list(stream(tmp_path, **options))
     message = str(caught.value)
-    assert message.startswith("sample 00000015 cannot be read, nor can any of the 1 samples that could replace it")
+    assert message.startswith("sample 00000015 cannot be read, and no good sample is left to replace it with a global_")
     assert "\n" not in message
+    with pytest.raises(UserError, match="15 of 16 samples can be read, and global_batch_size is 16; lower it"):
+        stream(tmp_path, placement="host", **options)
 
 
 def test_too_many_bad_samples_end_it_before_the_first_step(tmp_path: Path) -> None:
