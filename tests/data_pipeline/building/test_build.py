@@ -29,6 +29,7 @@ from data_pipeline.building import build
 from data_pipeline.building import workers as build_workers
 from data_pipeline.building.build import balanced_order, build_dataset, describe_manifest
 from data_pipeline.building.catalogue import open_dataset
+from data_pipeline.building.locks import take_lock
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_OUTSIDE, Sample
 from data_pipeline.loading.decode import decode_sample
@@ -686,14 +687,13 @@ def test_a_build_that_ends_while_another_of_its_name_begins_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other build has seen no dataset; then this one ends, and the other one makes its folder."""
-    take = build.take_lock
 
     def end_then_take(descriptor: int, *, when_held: Callable[[], None]) -> None:
-        monkeypatch.setattr(build, "take_lock", take)
+        monkeypatch.setattr(build, "take_lock", take_lock)
         (tmp_path / "out.partial").rmdir()
         build_dataset("procedural", tmp_path / "out", limit=10)
         (tmp_path / "out.partial").mkdir()
-        take(descriptor, when_held=when_held)
+        take_lock(descriptor, when_held=when_held)
 
     monkeypatch.setattr(build, "take_lock", end_then_take)
     with pytest.raises(UserError, match=r"another build has just finished .*out; run the same command again"):

@@ -481,7 +481,7 @@ def test_a_batch_of_more_than_half_of_the_dataset_takes_replacements_from_outsid
 def test_where_nothing_can_stand_in_one_sentence_says_so(tmp_path: Path, num_workers: int) -> None:
     write_dataset(tmp_path, [8, 8])
     damage(tmp_path, [15])
-    options = {"end_step": 2, "num_workers": num_workers, "global_batch_size": 16, "max_bad_share": 0.1}
+    options: dict[str, Any] = {"end_step": 2, "num_workers": num_workers, "global_batch_size": 16, "max_bad_share": 0.1}
     with time_limit(30), pytest.raises(UserError) as caught:
         list(stream(tmp_path, **options))
     message = str(caught.value)
