@@ -2,7 +2,8 @@
 
 The axes of a sweep are in the config of each of its runs (`tracking.axes`), so nothing is guessed from names. Runs that
 differ in their seed alone are one point: their mean, with a band of ± their sample standard deviation, as in the other
-charts. Runs on several datasets, or probed in several ways, are never in one figure.
+charts. Runs on several datasets, or probed in several ways, are never in one figure; nor are runs that differ in a
+setting that is no axis, such as two recipes that were swept over the same values.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from matplotlib.colors import to_hex
 from data_pipeline.core.schema import as_typed, value_at
 from data_pipeline.core.sections import KIND
 from trainer.config import RunConfig
+from trainer.reports.config_identity import config_identity, identity_settings
 from trainer.reports.curves import COLORS, INK, Chart, chart, color_of, metric_titles
 from trainer.reports.protocols import by_protocol, label_titles
 from trainer.reports.runs import Arm, Run, datasets_of, labels_of, runs_of_arms
@@ -108,12 +110,60 @@ def sweep_sections(arms: Sequence[Arm]) -> list[SweepSection]:
             tracking = run.config.tracking
             if tracking.axes:
                 by_sweep.setdefault((tracking.group or "", frozenset(tracking.axes)), []).append(run)
-        for (name, _), runs in by_sweep.items():
-            axes = axes_of(runs)
-            parts = (name or "sweep", dataset.name if len(datasets) > 1 else "", group.title)
-            if axes:
-                sections.append(_section(" · ".join(filter(None, parts)), runs, axes, _metrics(runs, titles)))
+        for (name, keys), of_sweep in by_sweep.items():
+            for beside, runs in _by_other_settings(of_sweep, keys):
+                axes = axes_of(runs)
+                parts = (name or "sweep", beside, dataset.name if len(datasets) > 1 else "", group.title)
+                if axes:
+                    sections.append(_section(" · ".join(filter(None, parts)), runs, axes, _metrics(runs, titles)))
     return sections
+
+
+def _by_other_settings(runs: Sequence[Run], axes: Iterable[str]) -> list[tuple[str, list[Run]]]:
+    """Group runs by the settings that are no axes, each group with a title that names those that differ."""
+    sections = [axis.removesuffix(f".{KIND}") for axis in axes]  # a kind has settings of its own, so it is all of them
+    grouped: dict[str, list[Run]] = {}
+    for run in runs:
+        others = {
+            key: value
+            for key, value in identity_settings(run.config).items()
+            if not any(key == section or key.startswith(f"{section}.") for section in sections)
+        }
+        grouped.setdefault(json.dumps(others), []).append(run)
+    return list(zip(_titles([json.loads(others) for others in grouped]), grouped.values(), strict=True))
+
+
+def _titles(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return titles such as "num_epochs=4, views=viewmaker", of the settings that differ.
+
+    Only settings that all have are named, and only the kind of a section whose kind differs, unless two titles would
+    be the same.
+    """
+    keys = dict.fromkeys(key for settings in configurations for key in settings)
+    first = configurations[0]
+    differing = [key for key in keys if any(one.get(key) != first.get(key) for one in configurations)]
+    kinds = [key.removesuffix(KIND) for key in differing if key.endswith(f".{KIND}")]
+    short = [key for key in differing if key.endswith(f".{KIND}") or not key.startswith(tuple(kinds))]
+    for named in ([key for key in short if all(key in one for one in configurations)], short, differing):
+        titles = [
+            ", ".join(f"{key.removesuffix(f'.{KIND}')}={as_typed(one[key])}" for key in named if key in one)
+            for one in configurations
+        ]
+        if len(set(titles)) == len(titles):
+            break
+    return titles
+
+
+def _share_a_place(runs: Sequence[Run], axes: Sequence[Axis]) -> list[Run]:
+    """Return the runs with the axes of an earlier run and other settings, in the section of a kind that is an axis."""
+    first: dict[tuple[Value, ...], str] = {}
+    identities = [config_identity(run.config) for run in runs]
+    places = [tuple(value_of(run.config, axis.key) for axis in axes) for run in runs]
+    return [
+        run
+        for run, place, identity in zip(runs, places, identities, strict=True)
+        if first.setdefault(place, identity) != identity
+    ]
 
 
 def axes_of(runs: Sequence[Run]) -> list[Axis]:
@@ -171,6 +221,10 @@ def _metrics(runs: Sequence[Run], titles: Mapping[Any, str]) -> dict[str, Metric
 def _section(title: str, runs: Sequence[Run], axes: Sequence[Axis], metrics: Mapping[str, Metric]) -> SweepSection:
     charts: list[Chart] = []
     notes: list[str] = []
+    if twice := _share_a_place(runs, axes):
+        names = [run.name for run in twice]
+        notes.append(f"Left out, because other runs have their place with other settings: {', '.join(names)}.")
+        runs = [run for run in runs if run.name not in names]
     for metric_name, metric in metrics.items():
         points = [
             Point({axis.key: value_of(run.config, axis.key) for axis in axes}, y)

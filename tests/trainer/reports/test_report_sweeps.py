@@ -25,6 +25,7 @@ def make_sweep(
     """Make the runs of a sweep, with the accuracy of each from its config."""
     sweep = resolve_sweep("debug:image", read_space(sweeps, None, overrides=[]), group="my-sweep")
     paths = []
+    directory.mkdir(exist_ok=True)
     for config in sweep.runs:
         changed: Mapping[str, Any] = config.model_dump() | settings
         trained = {"base": [accuracy(config)]} if probed else None
@@ -137,6 +138,31 @@ def test_two_datasets_are_never_in_one_figure(tmp_path: Path) -> None:
     found = sweep_sections(arms_of(read_runs([*first, *second])))
     assert len(found) == 2
     assert all("my-sweep · " in section.title for section in found)
+
+
+def test_two_recipes_that_were_swept_over_one_grid_are_no_seeds_of_each_other(tmp_path: Path) -> None:
+    """Otherwise their mean is one point, with a band that is called a deviation over seeds."""
+    short = make_sweep(tmp_path / "short", "optimizer.learning_rate=0.01,0.1", "seed=0,1")
+    long = make_sweep(tmp_path / "long", "optimizer.learning_rate=0.01,0.1", "seed=0,1", num_epochs=7)
+    noise = make_sweep(tmp_path / "noise", "optimizer.learning_rate=0.01,0.1", "seed=0", views={"kind": "random_mask"})
+    found = sweep_sections(arms_of(read_runs([*short, *long])))
+    assert [section.title for section in found] == ["my-sweep · num_epochs=2", "my-sweep · num_epochs=7"]
+    found = sweep_sections(arms_of(read_runs([*short, *noise])))
+    assert [section.title for section in found] == ["my-sweep · views=expert_image", "my-sweep · views=random_mask"]
+    assert not any(section.notes for section in found)
+
+
+def test_a_run_in_the_place_of_another_with_other_settings_of_its_kind_is_left_out_and_named(tmp_path: Path) -> None:
+    first = make_sweep(tmp_path / "one", "objective.kind=nt_xent,simsiam", "seed=0,1")
+    (again, *_) = make_sweep(
+        tmp_path / "two",
+        "objective.kind=nt_xent",
+        "seed=0",
+        name="again",
+        objective={"kind": "nt_xent", "temperature": 0.3},
+    )
+    (section,) = sweep_sections(arms_of(read_runs([*first, again])))
+    assert section.notes == ("Left out, because other runs have their place with other settings: again.",)
 
 
 def test_the_command_takes_the_directory_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
