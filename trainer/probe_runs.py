@@ -410,20 +410,31 @@ def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
 
 
 def runs_table(paths: Sequence[Path], of_runs: Sequence[Mapping[LabelSpace, ProbeResult]]) -> str:
-    """Return the mean and deviation (divisor n - 1) over the runs of each configuration, in per cent, by label."""
-    arms: dict[tuple[object, ...], dict[Path, Mapping[LabelSpace, ProbeResult]]] = {}
+    """Return the mean and deviation (divisor n - 1) over the runs of each configuration, in per cent, by label.
+
+    Names the runs that have the seed of another one, such as copies, and leaves them out, and says at which steps the
+    runs were probed if these differ.
+    """
+    arms: dict[tuple[object, ...], dict[int, tuple[Path, Mapping[LabelSpace, ProbeResult]]]] = {}
+    lines = []
     for path, results in zip(paths, of_runs, strict=True):
         one = next(iter(results.values()))
-        identity = config_identity(read_run_config(RunDir(path)))
+        config = read_run_config(RunDir(path))
         trained_on = RunDir(path).read_provenance().get("train_manifest_sha256")
-        arms.setdefault((identity, trained_on, *one.data), {})[path] = results
-    lines = []
+        of_arm = arms.setdefault((config_identity(config), trained_on, *one.data), {})
+        first, _ = of_arm.setdefault(config.seed, (path, results))
+        if first.resolve() != path.resolve():
+            lines.append(f"{path} is left out: {first} has the same configuration, data and seed {config.seed}")
     for of_arm in arms.values():
         if len(of_arm) == 1:
             continue
-        lines.append(f"mean over {', '.join(map(str, of_arm))}:")
-        for space in dict.fromkeys(space for results in of_arm.values() for space in results):
-            of_space = [results[space] for results in of_arm.values() if space in results]
+        lines.append(f"mean over {', '.join(str(path) for path, _ in of_arm.values())}:")
+        by_step = {path: next(iter(results.values())).checkpoint_step for path, results in of_arm.values()}
+        if len(set(by_step.values())) > 1:
+            steps = ", ".join(f"{path} at step {step}" for path, step in by_step.items())
+            lines.append(f"warning: the runs were probed at different steps, so ± is not of seeds alone: {steps}")
+        for space in dict.fromkeys(space for _, results in of_arm.values() for space in results):
+            of_space = [results[space] for _, results in of_arm.values() if space in results]
             if len(of_space) == 1:
                 continue
             linear, knn = (

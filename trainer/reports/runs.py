@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -175,12 +174,13 @@ def read_runs(
     make_views: whether to make missing grids of views, which takes seconds for each run.
     index: where metrics are read that did not change since the last report.
 
-    Raises `UserError` if a path is not a run directory, is named twice, or holds a damaged config or result.
+    A path that is named twice, such as by itself and by the directory of its study, is read once. Raises `UserError` if
+    a path is not a run directory, or holds a damaged config or result.
     """
-    for path, count in Counter(path.resolve() for path in paths).items():
-        if count > 1:
-            raise UserError(f"{path} is named {count} times; name each run directory once")
-    directories = [open_run(path) for path in paths]
+    once: dict[Path, Path] = {}
+    for path in paths:
+        once.setdefault(path.resolve(), path)
+    directories = [open_run(path) for path in once.values()]
     configs = [read_run_config(run_dir) for run_dir in directories]
     names = _unique_names(directories, configs)
     places: list[list[RunDir]] = [[run_dir] for run_dir in directories]
@@ -203,12 +203,31 @@ def read_runs(
 
 
 def arms_of(runs: Sequence[Run]) -> list[Arm]:
-    """Group runs by configuration, in the order of their first run."""
-    grouped: dict[tuple[str, tuple[str, ...]], list[Run]] = {}
+    """Group runs by configuration, in the order of their first run.
+
+    Of runs with the same configuration, data and seed, such as copies, one counts: the one probed at the latest step.
+    Its `problems` name the others, which are left out.
+    """
+    grouped: dict[tuple[str, tuple[str, ...]], dict[int, list[Run]]] = {}
     for run in runs:
-        grouped.setdefault((config_identity(run.config), run.data_key), []).append(run)
-    groups = list(grouped.values())
+        by_seed = grouped.setdefault((config_identity(run.config), run.data_key), {})
+        by_seed.setdefault(run.config.seed, []).append(run)
+    groups = [[_one_of(of_seed) for of_seed in by_seed.values()] for by_seed in grouped.values()]
     return [Arm(name, tuple(group)) for name, group in zip(_arm_names(groups), groups, strict=True)]
+
+
+def _one_of(of_seed: Sequence[Run]) -> Run:
+    """Return the run that counts of those with one configuration and one seed."""
+    counted = max(
+        of_seed, key=lambda run: max((step for probes in run.readouts.values() for step in probes), default=-1)
+    )
+    left_out = tuple(
+        f"Left out: {run.path} has the configuration, the data and the seed {run.config.seed} of {counted.path}, and a "
+        "seed counts once."
+        for run in of_seed
+        if run is not counted
+    )
+    return replace(counted, problems=(*counted.problems, *left_out))
 
 
 def runs_of_arms(arms: Sequence[Arm]) -> list[Run]:

@@ -24,6 +24,8 @@ from data_pipeline.core.errors import UserError
 from tests.gloo import RankError, run_ranks
 from tests.tiny_data import share_sources, write_tiny_pair
 from tests.trainer.probes.toy import toy_pictures
+from tests.trainer.reports.test_report import make_run as make_reported_run
+from tests.trainer.reports.test_report import probe_result
 from trainer.config import RunConfig
 from trainer.distributed.collectives import rank
 from trainer.modules import build_modules
@@ -36,7 +38,7 @@ from trainer.probes.features import Pictures, read_pictures
 from trainer.probes.groups import describe_groups
 from trainer.probes.heads import read_heads
 from trainer.probes.linear import Target
-from trainer.probes.result import read_result
+from trainer.probes.result import ProbeResult, read_result
 from trainer.probes.right_samples import unpack_right
 from trainer.probes.targets import label_targets
 from trainer.run_dir import RunDir
@@ -307,6 +309,21 @@ def test_all_checkpoints_make_a_curve_with_its_last_and_its_best(
     fast = read_curves_file(run_dir.path / "probes" / "curves-views_none.json")
     assert [point.step for point in fast["base", "linear"].points] == [6, 10, 12]
     assert by_name == read_curves_file(run_dir.path / "probes" / "curves.json")
+
+
+def test_the_mean_over_runs_counts_a_seed_once_and_names_steps_that_differ(tmp_path: Path) -> None:
+    one, copied, two = (
+        make_reported_run(tmp_path / name, seed=seed) for name, seed in (("one", 0), ("copied", 0), ("two", 1))
+    )
+    results = [
+        {"base": ProbeResult.parse(probe_result("base", step, [accuracy], 1000), where="here")}
+        for step, accuracy in ((11, 0.4), (11, 0.4), (5, 0.2))
+    ]
+    left_out, title, warning, mean = runs_table([one, copied, two], results).splitlines()
+    assert left_out == f"{copied} is left out: {one} has the same configuration, data and seed 0"
+    assert title == f"mean over {one}, {two}:"
+    assert warning.endswith(f"so ± is not of seeds alone: {one} at step 11, {two} at step 5")
+    assert mean == "label_base, 2 runs: linear 30.0 ± 14.1, kNN 29.0 ± 14.1"
 
 
 @pytest.mark.slow

@@ -466,13 +466,27 @@ def test_one_run_is_reported_in_its_own_directory(tmp_path: Path, monkeypatch: p
     assert (run / "report.html").is_file()
 
 
+def test_a_run_that_is_named_twice_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "study", trained={"base": [0.4]})
+    assert [one.path for one in read_runs([run, run, tmp_path / "x" / ".." / "study"])] == [run]
+
+
+def test_a_seed_counts_once(tmp_path: Path) -> None:
+    """A copy, or a second training with the seed, is no further seed: the deviation would be too small."""
+    first = make_run(tmp_path / "first", trained=None)
+    second = make_run(tmp_path / "second", trained={"base": [0.4]}, name="again")
+    other = make_run(tmp_path / "other", trained={"base": [0.5]}, seed=1)
+    (arm,) = arms_of(read_runs([first, second, other]))
+    assert [run.path for run in arm.runs] == [second, other]
+    said = f"Left out: {first} has the configuration, the data and the seed 0 of {second}, and a seed counts once."
+    assert said in limits([arm])
+
+
 def test_wrong_input_is_said_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "run", trained={"base": [0.4]})
     out = tmp_path / "out.html"
     with pytest.raises(UserError, match="is not a run directory"):
         report(monkeypatch, out, run, tmp_path / "nothing")
-    with pytest.raises(UserError, match="is named 2 times; name each run directory once"):
-        report(monkeypatch, out, run, run)
     whole = (run / "config.json").read_text()
     (run / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json is not valid JSON"):
