@@ -15,8 +15,8 @@ from trainer.reports.study_tables import study_section
 from trainer.reports.tables import Grid, ResultTable, difference_grid, provenance_grids, results, speed_grid
 
 RESULTS_CAPTION = (
-    "Test accuracy in %: linear probe on the frozen encoder after its last epoch, and weighted kNN vote; mean ± sample "
-    "standard deviation over seeds."
+    "Test accuracy in %: linear probe on the frozen encoder after the probe's last epoch, and weighted kNN vote; mean "
+    "± sample standard deviation over seeds."
 )
 GROUPS_CAPTION = (
     "Test accuracy in % in the worst group. A group is a class of one label with a class of another; in brackets is "
@@ -71,7 +71,7 @@ def _sections_of_many(arms: Sequence[Arm]) -> list[tuple[str, list[str]]]:
 
 def _study(sheet: Sheet) -> list[str]:
     section = study_section(sheet)
-    commands = ["To measure the empty cells:", "\n".join(f"    {command}" for command in section.missing_commands)]
+    commands = ["To measure what is missing:", "\n".join(f"    {command}" for command in section.missing_commands)]
     return [
         f"{section.study.source}. Ours: {section.measure}, mean ± sample standard deviation over seeds. After it stand "
         "the paper's number, and the difference: ours minus the paper's.",

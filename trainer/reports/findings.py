@@ -14,7 +14,7 @@ from typing import Literal
 from trainer.probes.features import LabelSpace
 from trainer.probes.result import ProbeResult
 from trainer.reports.protocols import ProtocolArms, by_protocol, label_titles
-from trainer.reports.runs import Arm, Run, datasets_of, labels_of, runs_of_arms
+from trainer.reports.runs import Arm, Run, datasets_of, join, labels_of, runs_of_arms
 
 Method = Literal["linear", "knn"]
 
@@ -62,19 +62,53 @@ def resolution(a: Score, b: Score) -> float:
     return 2 * math.hypot(a.standard_error, b.standard_error)
 
 
-def baseline(arm: Arm, arms: Sequence[Arm], space: LabelSpace) -> list[ProbeResult]:
-    """Return the probes of the arm's untrained encoder, or of the same encoder of another arm on the same data."""
+def untrained_like(run: Run) -> str:
+    """Return what decides the result of a run's untrained encoder, beside its seed and its data, as one string.
+
+    A probe that is fitted on views gets those of the run's own policy.
+    """
+    views = run.config.views.model_dump_json() if run.protocol.views == "policy" else ""
+    return run.config.encoder.model_dump_json() + views
+
+
+def baseline_arm(arm: Arm, arms: Sequence[Arm], space: LabelSpace) -> Arm | None:
+    """Return the arm itself if its untrained encoder was probed, else another one whose untrained encoder is the same.
+
+    Returns None if there is none.
+    """
     first = arm.runs[0]
-    same_encoder = [
+    same = [
         other
         for other in arms
-        if other.runs[0].config.encoder == first.config.encoder and other.runs[0].data_key == first.data_key
+        if untrained_like(other.runs[0]) == untrained_like(first) and other.runs[0].data_key == first.data_key
     ]
-    return next((probes for other in [arm, *same_encoder] if (probes := other.untrained(space))), [])
+    return next((other for other in [arm, *same] if other.untrained(space)), None)
 
 
-def num_seeds(arm: Arm) -> int:
-    return len({run.config.seed for run in arm.runs})
+def baseline(arm: Arm, arms: Sequence[Arm], space: LabelSpace) -> list[ProbeResult]:
+    """Return the probes of the untrained encoder of `baseline_arm`; none if there is none."""
+    found = baseline_arm(arm, arms, space)
+    return [] if found is None else found.untrained(space)
+
+
+def num_seeds(arm: Arm) -> dict[LabelSpace, int]:
+    """Return the number of seeds with results of the trained encoder, for each label that has any."""
+    found = {space: len(arm.trained_seeds(space)) for space in labels_of(arm.runs)}
+    return {space: num for space, num in found.items() if num}
+
+
+def probed_steps(arms: Sequence[Arm]) -> list[str]:
+    """Return a sentence on the probed steps, if one is not of the end of a training, or if they differ."""
+    probed = [arm for arm in arms if arm.probed_at]
+    runs = [run for run in runs_of_arms(probed) if run.probed_step is not None]
+    early = [arm for arm in probed if not all(run.is_probed_at_end for run in arm.runs if run.probed_step is not None)]
+    if not early and len({run.probed_step for run in runs}) < 2:
+        return []
+    named = [f"{arm.name} at {arm.probed_at}" for arm in early or probed]
+    if len(named) > MOST_NAMED:
+        named = [*named[:MOST_NAMED], f"{len(named) - MOST_NAMED} more"]
+    said = "Not all probes are of the end of a training" if early else "The probes are of different steps"
+    return [f"{said}: {join(named)}."]
 
 
 def verdict(arms: Sequence[Arm]) -> list[str]:
@@ -88,7 +122,7 @@ def verdict(arms: Sequence[Arm]) -> list[str]:
     datasets = datasets_of(arms)
     sentences = []
     if len(datasets) > 1:
-        names = _join([dataset.name for dataset in datasets])
+        names = join([dataset.name for dataset in datasets])
         sentences.append(
             f"The runs are of {len(datasets)} datasets, {names}; accuracies are compared only within each of them."
         )
@@ -126,8 +160,8 @@ def _verdict_of_one(arms: Sequence[Arm]) -> list[str]:
     sentences += [text for space in measured if (text := _between(arms, space, titles[space]))]
     missing = [arm.name for arm in arms if not any(arm.trained(space) for space in measured)]
     if missing:
-        sentences.append(f"Not probed, and so not compared: {_join(missing)}.")
-    return sentences
+        sentences.append(f"Not probed, and so not compared: {join(missing)}.")
+    return sentences + probed_steps(arms)
 
 
 def _against_untrained(arms: Sequence[Arm], space: LabelSpace, title: str) -> str:
@@ -144,14 +178,14 @@ def _against_untrained(arms: Sequence[Arm], space: LabelSpace, title: str) -> st
         who = {1: "The trained encoder beats", 2: "Both trained encoders beat"}.get(
             len(compared), f"All {len(compared)} trained encoders beat"
         )
-        numbers = _join([f"{name} {trained} % against {untrained} %" for name, trained, untrained in compared])
+        numbers = join([f"{name} {trained} % against {untrained} %" for name, trained, untrained in compared])
         return f"{who} the untrained one on the {title}: {numbers}."
     relation = {"above": "is above", "below": "is below", "unresolved": "cannot be told apart from"}
     clauses = [
         f"{name} {relation[found]} the untrained encoder ({trained} % against {untrained} %)"
         for (name, trained, untrained), found in zip(compared, outcomes, strict=True)
     ]
-    return f"On the {title}, {_join(clauses)}."
+    return f"On the {title}, {join(clauses)}."
 
 
 def _between(arms: Sequence[Arm], space: LabelSpace, title: str) -> str:
@@ -197,16 +231,16 @@ def limits(arms: Sequence[Arm]) -> list[str]:
     main = by_protocol(arms)[0].arms
     probes = [probe for arm in main for space in labels_of(runs) for probe in arm.trained(space)]
     notes: list[str] = []
-    single = [arm.name for arm in arms if num_seeds(arm) == 1]
+    single = _of_one_seed(main)
     if single:
-        which = "every configuration" if len(single) == len(arms) else _join(single)
+        which = "every configuration" if single == [arm.name for arm in main] else join(single)
         if len(single) < len(arms) and len(single) > MOST_NAMED:
             which = f"{len(single)} of {len(arms)} configurations"
         notes.append(
             f"One seed of {which}: how much a result varies from seed to seed is not measured, so a difference "
             "that the test pictures resolve may still be chance."
         )
-    for num in sorted({num_seeds(arm) for arm in arms} - {1}):
+    for num in sorted({num for arm in main for num in num_seeds(arm).values()} - {1}):
         notes.append(f"{num} seeds: ± is their sample standard deviation, itself uncertain for so few.")
     if probes:
         num_test = min(probe.num_test for probe in probes)
@@ -214,26 +248,46 @@ def limits(arms: Sequence[Arm]) -> list[str]:
             f"{num_test:,} test {samples_of(runs)}: an accuracy near 50 % is known to "
             f"± {200 * math.sqrt(0.25 / num_test):.1f} points (two standard errors)."
         )
-        num_train = max(probe.num_train for probe in probes)
-        epochs = max(run.config.num_epochs for run in runs)
-        share = num_train * epochs / (PUBLISHED_PICTURES * PUBLISHED_EPOCHS)
-        if share < 1:
-            notes.append(
-                f"{num_train:,} train {samples_of(runs)} for {epochs} epochs are {100 * share:.2g} % of what the "
-                f"published runs on pictures saw ({PUBLISHED_PICTURES:,} for {PUBLISHED_EPOCHS} epochs): compare "
-                "signs, not levels."
-            )
+        notes += _share_of_published(runs, max(probe.num_train for probe in probes))
     notes += [problem for run in runs for problem in run.problems]
     if any(run.provenance.get("git_dirty") for run in runs):
         notes.append("Some of the code was not committed when it ran; the commit alone does not give these numbers.")
     return notes
 
 
+def _of_one_seed(arms: Sequence[Arm]) -> list[str]:
+    """Return the names of the arms with results of one seed, with the labels if other labels have more seeds."""
+    titles = label_titles(arms)
+    names = []
+    for arm in arms:
+        seeds = num_seeds(arm)
+        single = [titles[space] for space, num in seeds.items() if num == 1]
+        if len(single) == len(seeds) and (seeds or len(arm.runs) == 1):
+            names.append(arm.name)
+        elif single:
+            names.append(f"{arm.name} on the {join(single)}")
+    return names
+
+
+def _share_of_published(runs: Sequence[Run], num_labelled: int) -> list[str]:
+    """Return a sentence if the longest training saw less than the published ones.
+
+    The size of the train set is in provenance.json. If it is not, `num_labelled` counts, the samples with a label.
+    """
+    known = all(isinstance(run.provenance.get("num_train_samples"), int) for run in runs)
+    sizes = [(run.provenance["num_train_samples"] if known else num_labelled, run.config.num_epochs) for run in runs]
+    num_train, epochs = max(sizes, key=lambda size: size[0] * size[1])
+    share = num_train * epochs / (PUBLISHED_PICTURES * PUBLISHED_EPOCHS)
+    if share >= 1:
+        return []
+    return [
+        f"{num_train:,} {'' if known else 'labelled '}train {samples_of(runs)} for {epochs} epochs are "
+        f"{100 * share:.2g} % of what the published runs on pictures saw ({PUBLISHED_PICTURES:,} for "
+        f"{PUBLISHED_EPOCHS} epochs): compare signs, not levels."
+    ]
+
+
 def samples_of(runs: Sequence[Run]) -> str:
     """Return the word for the samples of these runs: pictures, sounds or samples."""
     sounds = {run.config.data.sample_rate is not None for run in runs}
     return {frozenset({True}): "sounds", frozenset({False}): "pictures"}.get(frozenset(sounds), "samples")
-
-
-def _join(parts: Sequence[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

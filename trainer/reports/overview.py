@@ -17,7 +17,7 @@ from data_pipeline.core.sections import KIND
 from trainer.probes.features import LabelSpace
 from trainer.probes.result import ProbeResult
 from trainer.reports.curves import Chart, Line, color_of, line_chart, lines_of, metric_titles, thin
-from trainer.reports.findings import Score, outcome, score
+from trainer.reports.findings import Score, outcome, probed_steps, score, untrained_like
 from trainer.reports.protocols import by_protocol, label_titles
 from trainer.reports.runs import (
     Arm,
@@ -92,9 +92,12 @@ def _table(dataset: DatasetArms, titles: Mapping[LabelSpace, str], *, is_only: b
     spaces = _measured(arms)
     settings, left_out = _settings(arms)
     measures = [f"{titles[space]}, {method}" for space in spaces for method in ("linear", "kNN")]
+    measures += ["probed at"] if spaces else []
     rows = []
     for number, arm, index in zip(dataset.numbers, arms, range(len(arms)), strict=True):
         results = [cell for space in spaces for cell in _result_cells(arm, space)]
+        if spaces:
+            results.append(_probed_cell(arm))
         cells = [*(_setting_cell(row, index) for row in settings), *results, *_progress(arm.runs)]
         rows.append(OverviewRow(number, arm.name, color_of(number), str(arm.runs[0].path), tuple(cells)))
     first = len(settings)
@@ -143,6 +146,11 @@ def _result_cells(arm: Arm, space: LabelSpace) -> list[Cell]:
     return [Cell(None) if one is None else Cell(str(one), one.mean) for one in scores]
 
 
+def _probed_cell(arm: Arm) -> Cell:
+    steps = [float(run.probed_step) for run in arm.runs if run.probed_step is not None]
+    return Cell(arm.probed_at or None, min(steps, default=None))
+
+
 def _progress(runs: Sequence[Run]) -> list[Cell]:
     """Return the last loss, the last step, the speed (medians over the seeds), and the number of runs."""
     losses = [values[max(values)] for run in runs if (values := run.logged("train/loss"))]
@@ -173,6 +181,7 @@ def sentences(arms: Sequence[Arm]) -> list[str]:
             what = f"{dataset.name}: no" if len(datasets) > 1 else "No"
             found.append(f"{what} trained encoder has been probed yet, so none is compared.")
         found += [f"{where} the {titles[space]}, {_best(dataset.arms, space)}" for space in spaces]
+        found += probed_steps(dataset.arms)
     return found
 
 
@@ -183,7 +192,7 @@ def _best(arms: Sequence[Arm], space: LabelSpace) -> str:
     text = f"the best of {len(scores)} configurations is {best_arm.name} with {best} %"
     text += f"; {rivals} cannot be told apart from it" if rivals else "; every other is below it"
     baselines = _baselines(arms, space)
-    known = [(one, base) for one, arm in scores if (base := baselines.get(_encoder(arm)))]
+    known = [(one, base) for one, arm in scores if (base := baselines.get(untrained_like(arm.runs[0])))]
     if known:
         above = sum(outcome(one, base) == "above" for one, base in known)
         text += f", and {above} of {len(known)} are above their untrained encoder"
@@ -191,16 +200,12 @@ def _best(arms: Sequence[Arm], space: LabelSpace) -> str:
 
 
 def _baselines(arms: Sequence[Arm], space: LabelSpace) -> dict[str, Score]:
-    """Return the score of the untrained encoder by its config; the first that was measured counts."""
+    """Return the score of each untrained encoder by `untrained_like`; the first that was measured counts."""
     probes: dict[str, list[ProbeResult]] = {}
     for arm in arms:
         if untrained := arm.untrained(space):
-            probes.setdefault(_encoder(arm), untrained)
+            probes.setdefault(untrained_like(arm.runs[0]), untrained)
     return {encoder: one for encoder, of_encoder in probes.items() if (one := score(of_encoder, "linear"))}
-
-
-def _encoder(arm: Arm) -> str:
-    return arm.runs[0].config.encoder.model_dump_json()
 
 
 def charts(arms: Sequence[Arm]) -> list[Chart]:

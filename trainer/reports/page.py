@@ -166,7 +166,7 @@ def _subtitle(arms: Sequence[Arm]) -> str:
             parts.append(f"{titles[space]} of {' or '.join(map(str, sizes))} classes")
     sizes_of_data = sorted({(probe.num_train, probe.num_test) for probe in probes})
     samples = samples_of(runs_of_arms(arms))
-    parts += [f"{num_train:,} train and {num_test:,} test {samples}" for num_train, num_test in sizes_of_data]
+    parts += [f"probes of {num_train:,} train and {num_test:,} test {samples}" for num_train, num_test in sizes_of_data]
     return " · ".join(parts)
 
 

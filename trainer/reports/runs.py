@@ -87,6 +87,23 @@ class Run:
         step = max(self.probes, default=0)
         return self.probes[step].get(space) if step > 0 else None
 
+    @property
+    def probed_step(self) -> int | None:
+        """Return the step of the last probed checkpoint; None if no trained encoder was probed."""
+        return max((step for step in self.probes if step > 0), default=None)
+
+    @property
+    def is_probed_at_end(self) -> bool:
+        """Tell whether the last probed checkpoint is that of the end of the training, and the training has ended."""
+        finished = self.provenance.get("finished_step")
+        return self.probed_step is not None and finished is not None and self.probed_step >= finished
+
+    @property
+    def probed_at(self) -> str:
+        """Return the probed step in words: "step 16", "step 4 of 16" or "step 4 of a run that has not ended"."""
+        of_all = self.provenance.get("finished_step", "a run that has not ended")
+        return f"step {self.probed_step}" + ("" if self.is_probed_at_end else f" of {of_all}")
+
     def untrained_probe(self, space: LabelSpace) -> ProbeResult | None:
         return self.probes.get(0, {}).get(space)
 
@@ -148,6 +165,19 @@ class Arm:
 
     def untrained(self, space: LabelSpace) -> list[ProbeResult]:
         return [probe for run in self.runs if (probe := run.untrained_probe(space)) is not None]
+
+    def trained_seeds(self, space: LabelSpace) -> tuple[int, ...]:
+        """Return the seeds of `trained`."""
+        return tuple(run.config.seed for run in self.runs if run.final_probe(space) is not None)
+
+    def untrained_seeds(self, space: LabelSpace) -> tuple[int, ...]:
+        """Return the seeds of `untrained`."""
+        return tuple(run.config.seed for run in self.runs if run.untrained_probe(space) is not None)
+
+    @property
+    def probed_at(self) -> str:
+        """Return the probed steps in words, such as "step 16" or, of two seeds, "step 16 and step 4 of 16"."""
+        return join(list(dict.fromkeys(run.probed_at for run in self.runs if run.probed_step is not None)))
 
 
 @dataclass(frozen=True)
@@ -228,6 +258,11 @@ def _one_of(of_seed: Sequence[Run]) -> Run:
         if run is not counted
     )
     return replace(counted, problems=(*counted.problems, *left_out))
+
+
+def join(parts: Sequence[str]) -> str:
+    """Return "a, b and c"; empty without parts."""
+    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
 
 
 def runs_of_arms(arms: Sequence[Arm]) -> list[Run]:

@@ -226,7 +226,12 @@ def _unlike(study: Study, cell: Cell, label: LabelSpace, run: Run) -> list[str]:
         if study.measure == "linear":
             pairs.append((probe.probe_config.num_epochs, 100, " epochs of the probe"))
             pairs.append((FITTED_ON[probe.probe_config.views], FITTED_ON["policy"], " in the probe"))
-    return [f"{_number(ours)} instead of {_number(theirs)}{unit}" for ours, theirs, unit in pairs if ours != theirs]
+    unlike = [f"{_number(ours)} instead of {_number(theirs)}{unit}" for ours, theirs, unit in pairs if ours != theirs]
+    if study.measure == "linear" and probe is not None and not run.is_probed_at_end:
+        unlike.append(f"probed at {run.probed_at}")
+    elif "finished_step" not in run.provenance:
+        unlike.append("a training that has not ended")
+    return unlike
 
 
 def _number(value: int | str) -> str:

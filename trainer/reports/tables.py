@@ -16,7 +16,7 @@ from trainer.probes.groups import Groups
 from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult
 from trainer.reports.curves import color_of
-from trainer.reports.findings import Method, Score, baseline, score, winner
+from trainer.reports.findings import Method, Score, baseline, baseline_arm, score, winner
 from trainer.reports.protocols import by_protocol, describe_protocol, label_titles, of_pixels, probe_command
 from trainer.reports.runs import Arm, DatasetArms, Run, config_differences, datasets_of, labels_of, runs_of_arms
 
@@ -139,10 +139,13 @@ def _result_table(dataset: DatasetArms, *, title: str, protocol: ProbeConfig) ->
     rows = []
     for number, arm in zip(dataset.numbers, arms, strict=True):
         cells = [cell for space in spaces for cell in _trained_cells(arm, arms, space, is_best=best[space] is arm)]
-        seeds = ", ".join(str(run.config.seed) for run in arm.runs)
+        seeds = _seeds({titles[space]: arm.trained_seeds(space) for space in spaces})
         rows.append(ResultRow("arm", arm.name, cells, color_of(number), _note(arm, seeds), seeds))
         cells = [cell for space in spaces for cell in _untrained_cells(arm, arms, space)]
-        rows.append(ResultRow("untrained", "untrained encoder", cells))
+        found = {space: baseline_arm(arm, arms, space) for space in spaces}
+        of = _seeds({titles[space]: one.untrained_seeds(space) for space, one in found.items() if one is not None})
+        note = f"seeds {of}" if of and of != seeds else ""
+        rows.append(ResultRow("untrained", "untrained encoder", cells, note=note, seeds=of))
     if any(pixels := [_probe_of_pixels(arms, space, protocol) for space in spaces]):
         cells = [cell for probe in pixels for cell in _floor_cells(probe)]
         rows.append(ResultRow("floor", "raw pixels", cells))
@@ -202,23 +205,42 @@ def _cell(value: Score | None) -> ResultCell:
     return ResultCell(None if value is None else str(value))
 
 
+def _seeds(by_title: Mapping[str, Sequence[int]]) -> str:
+    """Return the seeds of the results, such as "0, 1", or "0, 1 (picture), 0 (digit)" if the labels have others."""
+    texts = {title: ", ".join(map(str, seeds)) for title, seeds in by_title.items() if seeds}
+    if len(set(texts.values())) < 2:
+        return next(iter(texts.values()), "")
+    return ", ".join(f"{text} ({title})" for title, text in texts.items())
+
+
 def _note(arm: Arm, seeds: str) -> str:
-    """Return the steps of the probed checkpoints, and the seeds if there are several."""
-    steps = sorted({probe.checkpoint_step for space in labels_of(arm.runs) for probe in arm.trained(space)})
-    parts = [f"step {', '.join(map(str, steps))}"] if steps else []
-    return "; ".join([*parts, f"{len(arm.runs)} runs, seeds {seeds}"] if len(arm.runs) > 1 else parts)
+    """Return the steps of the probed checkpoints and, of several runs, the seeds that have results."""
+    parts = [arm.probed_at] if arm.probed_at else []
+    if len(arm.runs) > 1:
+        of_all = ", ".join(str(run.config.seed) for run in arm.runs)
+        parts.append(f"{len(arm.runs)} runs, {'' if seeds == of_all else 'results of '}seeds {seeds or 'none'}")
+    return "; ".join(parts)
 
 
 def commands_for_missing_probes(arms: Sequence[Arm]) -> list[str]:
-    """Return the commands that fill the gaps of the first protocol's tables."""
+    """Return the commands that fill the gaps of the first protocol's tables.
+
+    The untrained encoder of a configuration is missing for a seed if it was probed for another one.
+    """
     group = by_protocol(arms)[0]
     commands = []
-    for arm in group.arms:
-        for run in arm.runs:
-            if not any(run.final_probe(space) for space in labels_of([run])):
-                commands.append(probe_command(run, group.protocol))
-        if not any(baseline(arm, group.arms, space) for space in labels_of(runs_of_arms(group.arms))):
-            commands.append(probe_command(arm.runs[0], group.protocol, "--step 0"))
+    for dataset in datasets_of(group.arms):
+        labels = _measured_spaces(dataset.arms)
+        for arm in dataset.arms:
+            has_none = [space for space in labels if baseline_arm(arm, dataset.arms, space) is None]
+            for number, run in enumerate(arm.runs):
+                trained = [space for space in labels if run.final_probe(space) is None]
+                untrained = [space for space in labels if arm.untrained(space) and run.untrained_probe(space) is None]
+                untrained += has_none if number == 0 else []
+                for missing, more in ((trained, ()), (untrained, ("--step 0",))):
+                    if missing or (not labels and (number == 0 or not more)):
+                        names = [] if len(missing) == len(labels) else [f"--label {space}" for space in missing]
+                        commands.append(probe_command(run, group.protocol, *more, *names))
     return commands
 
 

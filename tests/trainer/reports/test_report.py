@@ -23,10 +23,13 @@ from trainer.probes.knn import KNNResult
 from trainer.probes.linear import LinearResult, ProbeConfig
 from trainer.probes.result import ProbeResult
 from trainer.report import main
+from trainer.reports import overview
+from trainer.reports.as_markdown import as_markdown
 from trainer.reports.curves import MAX_POINTS, thin
 from trainer.reports.findings import Score, limits, resolution, verdict
 from trainer.reports.page import what_probes_read
 from trainer.reports.runs import arms_of, config_differences, read_runs
+from trainer.reports.tables import commands_for_missing_probes
 from trainer.run_dir import RunDir, write_json
 
 Accuracies = Mapping[str, Sequence[float]]  # label -> linear accuracy by epoch; kNN is 0.01 below the last
@@ -45,6 +48,8 @@ PROVENANCE = {
     "test_manifest_sha256": "b" * 64,
     "seed": 0,
     "wall_seconds": 3725.0,
+    "finished_step": 11,
+    "num_train_samples": 5000,
 }
 
 
@@ -335,6 +340,81 @@ def test_runs_that_differ_by_seed_alone_are_one_row_with_mean_and_deviation(
     assert page.row("other (step 11)")[1] == "30.0 +9.0 best 30.0, epoch 1"  # against the same encoder's baseline
 
 
+def test_a_row_names_the_seeds_of_its_numbers_and_the_page_the_commands_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three runs, two were probed, one of them with `--label base`; one untrained encoder was probed."""
+    whole = {"base": [0.4], "overlay": [0.6]}
+    make_run(tmp_path / "seed0", seed=0, trained=whole, untrained={"base": [0.2], "overlay": [0.2]})
+    make_run(tmp_path / "seed1", seed=1, trained={"base": [0.5]})
+    make_run(tmp_path / "seed2", seed=2)
+    paths = [tmp_path / f"seed{seed}" for seed in range(3)]
+    html = report(monkeypatch, tmp_path / "out.html", *paths)
+    row = Page(html).row("debug-image (step 11; 3 runs, results of seeds 0, 1 (base label), 0 (overlay label))")
+    assert row[1].startswith("45.0 ± 7.1 +25.0")
+    assert Page(html).row("untrained encoder (seeds 0)")[1] == "20.0"
+    arms = arms_of(read_runs(paths))
+    assert "| debug-image, untrained | 0 | 20.0 |" in as_markdown(arms)
+    assert commands_for_missing_probes(arms) == [
+        f"python -m trainer.probe {paths[1]} --label overlay",
+        f"python -m trainer.probe {paths[1]} --step 0",
+        f"python -m trainer.probe {paths[2]}",
+        f"python -m trainer.probe {paths[2]} --step 0",
+    ]
+    notes = " ".join(limits(arms))
+    assert "One seed of debug-image on the overlay label:" in notes
+    assert "2 seeds:" in notes
+    assert "3 seeds:" not in notes
+
+
+def test_probes_before_the_end_of_a_training_are_named(tmp_path: Path) -> None:
+    """Otherwise an encoder in the middle of its training is compared with one at the end as if it were final."""
+    running = {name: value for name, value in PROVENANCE.items() if name != "finished_step"}
+    one = make_run(tmp_path / "one", trained={"base": [0.4]}, provenance=PROVENANCE | {"finished_step": 99})
+    two = make_run(tmp_path / "two", trained={"base": [0.5]}, seed=1, provenance=running)
+    three = make_run(tmp_path / "three", trained={"base": [0.6]}, num_epochs=3)
+    arms = arms_of(read_runs([one, two, three]))
+    assert arms[0].probed_at == "step 11 of 99 and step 11 of a run that has not ended"
+    said = f"Not all probes are of the end of a training: {arms[0].name} at {arms[0].probed_at}."
+    assert verdict(arms)[-1] == said
+    assert overview.sentences(arms)[-1] == said
+    assert said in as_markdown(arms)
+    (table,) = overview.tables(arms)
+    assert [row[table.grid.head.index("probed at")] for row in table.grid.rows] == ["step 11", arms[0].probed_at]
+    assert verdict(arms_of(read_runs([three]))) == [
+        "The untrained encoder was not probed on the base label, so whether training helped is not measured."
+    ]
+
+
+def test_finished_runs_of_different_lengths_have_their_steps_named(tmp_path: Path) -> None:
+    one = make_run(tmp_path / "one", name="one", trained={"base": [0.4]})
+    two = make_run(tmp_path / "two", name="two", num_epochs=3, trained={"base": [0.4]})
+    shorter = RunDir(two)
+    write_json(shorter.provenance, PROVENANCE | {"finished_step": 5})
+    shorter.probes(11).rename(shorter.probes(5))
+    write_json(shorter.probes(5) / "base.json", probe_result("base", 5, [0.4], 1000))
+    assert (
+        verdict(arms_of(read_runs([one, two])))[-1]
+        == "The probes are of different steps: one at step 11 and two at step 5."
+    )
+
+
+@pytest.mark.parametrize(("views", "is_shared"), [("policy", False), ("none", True)])
+def test_the_untrained_encoder_of_an_arm_with_other_views_counts_only_for_a_probe_without_views(
+    views: str, is_shared: bool, tmp_path: Path
+) -> None:
+    probe = debug.image().probe.model_copy(update={"views": views})
+    expert = make_run(tmp_path / "a", trained={"base": [0.5]}, untrained={"base": [0.2]}, probe=probe, name="expert")
+    learned = make_run(tmp_path / "b", recipe=debug.viewmaker, trained={"base": [0.5]}, probe=probe, name="learned")
+    arms = arms_of(read_runs([expert, learned]))
+    said = " ".join(verdict(arms))
+    assert ("learned 50.0 % against 20.0 %" in said) == is_shared
+    assert any(f"{learned} --step 0" in command for command in commands_for_missing_probes(arms)) != is_shared
+    assert overview.sentences(arms)[-1].endswith(
+        f"and {1 + is_shared} of {1 + is_shared} are above their untrained encoder."
+    )
+
+
 def test_arms_of_one_name_are_told_apart_by_their_directories(tmp_path: Path) -> None:
     paths = [make_run(tmp_path / f"epochs{num}", num_epochs=num) for num in (3, 4)]
     assert [arm.name for arm in arms_of(read_runs(paths))] == ["epochs3", "epochs4"]
@@ -355,9 +435,16 @@ def test_limits_follow_from_the_sizes(two_runs: tuple[Path, Path], tmp_path: Pat
     assert "not committed" not in notes
     dirty = make_run(tmp_path / "dirty", seed=1, trained={"base": [0.4]}, provenance=PROVENANCE | {"git_dirty": True})
     notes = " ".join(limits(arms_of(read_runs([*two_runs, dirty]))))
-    assert "One seed of debug-viewmaker:" in notes
+    assert "One seed of debug-image on the overlay label and debug-viewmaker:" in notes
     assert "2 seeds:" in notes
     assert "not committed" in notes
+
+
+def test_the_size_of_a_training_is_not_the_number_of_labelled_samples(tmp_path: Path) -> None:
+    known = make_run(tmp_path / "known", trained={"base": [0.4]}, provenance=PROVENANCE | {"num_train_samples": 9000})
+    assert "9,000 train pictures for 2 epochs" in " ".join(limits(arms_of(read_runs([known]))))
+    older = make_run(tmp_path / "older", trained={"base": [0.4]}, provenance={"git_dirty": False})
+    assert "5,000 labelled train pictures for 2 epochs" in " ".join(limits(arms_of(read_runs([older]))))
 
 
 def test_config_differences_name_the_settings_that_differ_and_no_other(

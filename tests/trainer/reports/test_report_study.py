@@ -104,6 +104,18 @@ def test_a_full_size_name_does_not_make_a_small_run_comparable(tmp_path: Path) -
     assert cell.difference is None
 
 
+@pytest.mark.parametrize(("finished", "what"), [(99, "step 11 of 99"), (None, "step 11 of a run that has not ended")])
+def test_a_run_that_was_probed_before_its_end_is_not_compared_with_the_papers_level(
+    finished: int | None, what: str, tmp_path: Path
+) -> None:
+    path = study_run(tmp_path, "table1", "simclr-cifar10", num_train=50_000, trained={"base": [0.5]})
+    facts = {name: value for name, value in PROVENANCE.items() if name != "finished_step"}
+    write_json(path / "provenance.json", facts | ({} if finished is None else {"finished_step": finished}))
+    (cell,) = [one for one in fill(study("table1"), read_runs([path])).cells.values() if one.runs]
+    assert cell.unlike == (f"probed at {what}",)
+    assert cell.difference is None
+
+
 def test_knn_tables_take_the_best_checkpoint_as_the_paper_does(tmp_path: Path) -> None:
     path = study_run(tmp_path, "richness", "moco-cifar10-abcde", num_train=50_000, trained={"base": [0.5]})
     for step, accuracy in ((5, 0.9), (8, 0.7)):

@@ -13,6 +13,7 @@ from configs.sweep import read_space, resolve_sweep
 from tests.trainer.reports.test_report import Page, make_run, report
 from trainer.reports.runs import arms_of, read_runs
 from trainer.reports.sweeps import MAX_PANELS, Axis, Point, axes_of, panels_of, sweep_sections
+from trainer.run_dir import RunDir
 
 TEMPERATURE = Axis("objective.temperature", (0.05, 0.1, 1.0))
 RATE = Axis("optimizer.learning_rate", (0.01, 0.03))
@@ -163,6 +164,14 @@ def test_a_run_in_the_place_of_another_with_other_settings_of_its_kind_is_left_o
     )
     (section,) = sweep_sections(arms_of(read_runs([*first, again])))
     assert section.notes == ("Left out, because other runs have their place with other settings: again.",)
+
+
+def test_probes_before_the_end_of_a_training_are_named_below_the_figures(tmp_path: Path) -> None:
+    first, *others = make_sweep(tmp_path, "objective.temperature=0.1,0.2")
+    RunDir(first).provenance.write_text("{}")
+    (section,) = sweep_sections(arms_of(read_runs([first, *others])))
+    (note,) = section.notes
+    assert note.endswith("of a training: debug-image-temperature=0.1 at step 11 of a run that has not ended.")
 
 
 def test_the_command_takes_the_directory_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
