@@ -98,7 +98,7 @@ def _table(dataset: DatasetArms, titles: Mapping[LabelSpace, str], *, is_only: b
         results = [cell for space in spaces for cell in _result_cells(arm, space)]
         if spaces:
             results.append(_probed_cell(arm))
-        cells = [*(_setting_cell(row, index) for row in settings), *results, *_progress(arm.runs)]
+        cells = [*(_setting_cell(row, index) for row in settings), *results, *_progress(arm)]
         rows.append(OverviewRow(number, arm.name, color_of(number), str(arm.runs[0].path), tuple(cells)))
     first = len(settings)
     if spaces:
@@ -151,8 +151,10 @@ def _probed_cell(arm: Arm) -> Cell:
     return Cell(arm.probed_at or None, min(steps, default=None))
 
 
-def _progress(runs: Sequence[Run]) -> list[Cell]:
+def _progress(arm: Arm) -> list[Cell]:
     """Return the last loss, the last step, the speed (medians over the seeds), and the number of runs."""
+    runs = arm.runs
+    num_probed = sum(run.probed_step is not None for run in runs)
     losses = [values[max(values)] for run in runs if (values := run.logged("train/loss"))]
     steps = [float(run.metrics[-1]["step"]) for run in runs if run.metrics]
     speeds = [value for run in runs for value in run.logged("perf/samples_per_second").values()]
@@ -162,7 +164,7 @@ def _progress(runs: Sequence[Run]) -> list[Cell]:
         Cell(None) if not losses else Cell(f"{statistics.fmean(losses):.4g}", statistics.fmean(losses)),
         Cell(step, min(steps, default=None)),
         Cell(None) if not speeds else Cell(f"{statistics.median(speeds):,.0f}", statistics.median(speeds)),
-        Cell(str(len(runs)), float(len(runs))),
+        Cell(f"{len(runs)}" + (f", {num_probed} probed" if 0 < num_probed < len(runs) else ""), float(len(runs))),
     ]
 
 

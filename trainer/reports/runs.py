@@ -342,8 +342,10 @@ def _read_run(
     index: RunIndex,
 ) -> Run:
     metrics, provenance = index.read_metrics(run_dir.metrics), read_provenance(run_dir.provenance)
-    pictures, damaged = _read_pictures(run_dir)
     readouts, of_other_data = _of_one_dataset(_read_readouts(probe_places), run_dir, protocol=protocol_of(config.probe))
+    results = (one for probes in readouts.values() for of_step in probes.values() for one in of_step.values())
+    test_set = next((one.test_manifest_sha256 for one in results), None)
+    pictures, left_out = _read_pictures(run_dir, test_set=test_set)
     run = Run(
         name=name,
         path=run_dir.path,
@@ -352,10 +354,10 @@ def _read_run(
         metrics=metrics.entries,
         readouts=readouts,
         protocol=protocol_of(config.probe),
-        views=_read_views(run_dir, options),
+        views=_read_views(run_dir, options, test_set=test_set),
         pictures=pictures,
     )
-    problems = (*metrics.problems, *provenance.problems, *damaged, *of_other_data, *_replaced_train_set(run))
+    problems = (*metrics.problems, *provenance.problems, *left_out, *of_other_data, *_replaced_train_set(run))
     for problem in problems:
         logger.warning("%s", problem)
     return replace(run, problems=problems)
@@ -446,12 +448,16 @@ def _results_in(directory: Path, space: LabelSpace, step: int) -> Iterator[Probe
         yield result
 
 
-def _read_views(run_dir: RunDir, options: AnalysisOptions | None) -> Views:
-    """Return the grid of views, made now if it is missing and there are `options` for that."""
+def _read_views(run_dir: RunDir, options: AnalysisOptions | None, *, test_set: str | None) -> Views:
+    """Return the grid of views, made now if it is missing and there are `options` for that.
+
+    `test_set` is the hash of the test set of the probes, of which the views have to be, if it is known.
+    """
     json_path, png_path = run_dir.analysis / "views.json", run_dir.analysis / "views.png"
     try:
         if json_path.is_file() and png_path.is_file():
             result = ViewsResult.parse(read_object(json_path, mend=_MEND_ANALYSIS), where=str(json_path))
+            _check_test_set(json_path, result.test_manifest_sha256, test_set)
             return Views(_read_png(png_path), result)
         if options is None:
             return Views(None, None, f"made by `python -m trainer.analyze views {run_dir.path}`")
@@ -471,16 +477,29 @@ def _read_views(run_dir: RunDir, options: AnalysisOptions | None) -> Views:
 _MEND_ANALYSIS = "remove it, or run `python -m trainer.analyze` again"
 
 
-def _read_pictures(run_dir: RunDir) -> tuple[tuple[Picture, ...], tuple[str, ...]]:
-    """Return the pictures of all analyses except the views, and a sentence for each damaged one."""
+def _check_test_set(path: Path, found: Any, test_set: str | None) -> None:
+    """Raise `UserError` if the result at `path` records another test set than the one of the probes."""
+    if test_set is not None and isinstance(found, str) and found != test_set:
+        raise UserError(
+            f"{path} is of another test set (manifest {found[:12]}) than the probes ({test_set[:12]}); run "
+            f"`python -m trainer.analyze {path.stem} {path.parent.parent}` again"
+        )
+
+
+def _read_pictures(run_dir: RunDir, *, test_set: str | None) -> tuple[tuple[Picture, ...], tuple[str, ...]]:
+    """Return the pictures of all analyses except the views, and a sentence for each that is left out.
+
+    Left out are damaged ones, and those of another test set than `test_set`, that of the probes.
+    """
     pictures, problems = [], []
     for path in sorted(run_dir.analysis.glob("*.png")):
         json_path = path.with_suffix(".json")
         if path.stem == "views":
             continue
         try:
-            numbers = _numbers(read_object(json_path, mend=_MEND_ANALYSIS)) if json_path.exists() else {}
-            pictures.append(Picture(path.stem, _read_png(path), numbers))
+            result = read_object(json_path, mend=_MEND_ANALYSIS) if json_path.exists() else {}
+            _check_test_set(json_path, result.get("test_manifest_sha256"), test_set)
+            pictures.append(Picture(path.stem, _read_png(path), _numbers(result)))
         except UserError as error:
             problems.append(f"Left out: {error}.")
     return tuple(pictures), tuple(problems)

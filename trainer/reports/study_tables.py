@@ -79,7 +79,7 @@ def _cell(filled: FilledCell | None) -> StudyCell | None:
     if filled.difference is not None:
         lines.append(signed(filled.difference))
     elif filled.score is not None and filled.unlike:
-        lines.append("another scale")
+        lines.append("not comparable")
     if filled.difference_in_train_mode is not None:
         lines.append(f"train mode {signed(filled.difference_in_train_mode)}")
     return StudyCell(lines, is_measured=filled.score is not None)

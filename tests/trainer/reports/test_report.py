@@ -234,6 +234,25 @@ def test_probes_on_data_that_were_replaced_are_left_out_and_named(
     assert [point.accuracy for point in curve.points] == [0.452]
 
 
+def test_views_and_analyses_of_a_test_set_that_was_replaced_are_left_out_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = RunDir(make_run(tmp_path / "run", trained={"base": [0.452]}))
+    (run_dir.analysis / "embedding.png").write_bytes((run_dir.analysis / "views.png").read_bytes())
+    write_json(run_dir.analysis / "embedding.json", {"silhouette": 0.25, "test_manifest_sha256": "b" * 64})
+    assert report(monkeypatch, tmp_path / "before.html", run_dir.path).count("<img") == 2
+    for path in run_dir.all_probes.rglob("*.json"):
+        write_json(path, json.loads(path.read_text()) | {"test_manifest_sha256": "d" * 64})
+    html = report(monkeypatch, tmp_path / "out.html", run_dir.path)
+    assert "<img" not in html
+    for name in ("views", "embedding"):
+        said = (
+            f"{run_dir.analysis / name}.json is of another test set (manifest {'b' * 12}) than the probes ({'d' * 12})"
+        )
+        assert said in html
+        assert f"`python -m trainer.analyze {name} {run_dir.path}`" in html
+
+
 def test_a_run_on_a_train_set_that_was_replaced_before_its_probe_is_compared_with_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
