@@ -74,8 +74,8 @@ def half_of_change(in_order: Sequence[Point]) -> Point:
 def read_curves(run_dir: RunDir, *, steps_per_epoch: int, suffix: str = "") -> Curves:
     """Return the curves of a run, from its metrics and from the probe results whose file names end with `suffix`.
 
-    Leaves out the untrained encoder, and results on other data than those of the last step. Raises `UserError` for a
-    damaged file.
+    A curve of checkpoints begins with the untrained encoder (step 0), if that was probed too. Leaves out results on
+    other data than those of the last step. Raises `UserError` for a damaged file.
     """
     points: dict[tuple[LabelSpace, Method], list[Point]] = {}
 
@@ -86,11 +86,12 @@ def read_curves(run_dir: RunDir, *, steps_per_epoch: int, suffix: str = "") -> C
     results = [
         read_result(run_dir.probes(step) / f"{space}{suffix}.json")
         for step in run_dir.probe_steps()
-        for space in (labels_in(run_dir.probes(step), suffix=suffix) if step > 0 else ())
+        for space in labels_in(run_dir.probes(step), suffix=suffix)
     ]
     last = max(results, key=lambda result: result.checkpoint_step, default=None)
+    trained = {result.label for result in results if result.checkpoint_step > 0}
     for result in results:
-        if last is not None and result.data == last.data:
+        if last is not None and result.data == last.data and result.label in trained:
             add(result.label, "linear", result.checkpoint_step, result.linear.accuracy)
             add(result.label, "knn", result.checkpoint_step, result.knn.accuracy)
     for reading in online_readings(run_dir.read_metrics()):

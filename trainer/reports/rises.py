@@ -1,19 +1,21 @@
 """Tell which label an encoder learns first, from the online probes of its training.
 
-The number is the step at which a label first has half of its gain (`trainer.probes.curve.ProbeCurve.half_gain`).
+The number is the step at which a label first has half of its gain (`trainer.probes.curve.ProbeCurve.half_gain`). It is
+given only if `trainer.reports.paired` tells the gain from chance: the best of some noise comes early as well as late.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.probes.curve import Point, ProbeCurve, curve_of, online_labels
 from trainer.probes.features import LabelSpace, label_order
+from trainer.reports.paired import LEVEL, Reading, difference_of
 from trainer.reports.protocols import label_titles
-from trainer.reports.runs import Arm
+from trainer.reports.runs import Arm, Run
 from trainer.reports.tables import Grid
 
 
@@ -35,16 +37,30 @@ def rise_grid(arms: Sequence[Arm]) -> Grid:
 
 @dataclass(frozen=True)
 class _Rise:
-    """The curves of one label by one method, one for each seed; none if a seed has no such curve."""
+    """The curves of one label by one method, by seed; none if a seed has no such curve.
 
-    curves: Sequence[ProbeCurve]
+    num_test: the number of test samples of each seed's online probe.
+    """
+
+    curves: Mapping[int, ProbeCurve]
+    num_test: Mapping[int, int]
     batch_size: int
 
     @property
+    def is_told(self) -> bool:
+        """Return whether the last accuracies are told from the first ones, paired over the seeds."""
+        first, last = (
+            {seed: Reading(curve.points[place].accuracy, self.num_test[seed]) for seed, curve in self.curves.items()}
+            for place in (0, -1)
+        )
+        change = difference_of(last, first)
+        return change is not None and change.p < LEVEL
+
+    @property
     def steps(self) -> list[int]:
-        """Return the steps with half of the gain; empty if a seed has no gain."""
-        found = [curve.half_gain.step for curve in self.curves if curve.half_gain is not None]
-        return found if len(found) == len(self.curves) else []
+        """Return the steps with half of the gain; empty if the gain is not told from chance, or a seed has none."""
+        found = [curve.half_gain.step for curve in self.curves.values() if curve.half_gain is not None]
+        return found if len(found) == len(self.curves) and self.is_told else []
 
     @property
     def mean_step(self) -> float:
@@ -54,23 +70,34 @@ class _Rise:
         if not self.curves:
             return [None, None]
         first, last = (
-            100 * statistics.fmean(curve.points[place].accuracy for curve in self.curves) for place in (0, -1)
+            100 * statistics.fmean(curve.points[place].accuracy for curve in self.curves.values()) for place in (0, -1)
         )
         gain = f"{first:.1f} to {last:.1f} %"
+        if not self.is_told:
+            return [gain, "not told from chance"]
         if not self.steps:
-            return [gain, "no gain"]
+            return [gain, "no gain" if last < first else "no gain in some seeds"]
         spread = f" ± {statistics.stdev(self.steps):,.0f}" if len(self.steps) > 1 else ""
         return [gain, f"{self.mean_step:,.0f}{spread} steps ({self.mean_step * self.batch_size:,.0f} samples)"]
 
 
 def _rises(arm: Arm, space: LabelSpace, methods: Iterable[str]) -> list[_Rise]:
     rises = []
+    num_test = {run.config.seed: _num_test(run, space) for run in arm.runs}
     for method in methods:
-        of_runs = [run.logged(f"probe/{space}/{method}") for run in arm.runs]
-        curves = [
-            curve_of(space, "online_knn", [Point(step=step, epoch=0, accuracy=y) for step, y in points.items()])
-            for points in of_runs
+        of_runs = {run.config.seed: run.logged(f"probe/{space}/{method}") for run in arm.runs}
+        curves = {
+            seed: curve_of(space, "online_knn", [Point(step=step, epoch=0, accuracy=y) for step, y in points.items()])
+            for seed, points in of_runs.items()
             if points
-        ]
-        rises.append(_Rise(curves if len(curves) == len(of_runs) else [], arm.runs[0].config.global_batch_size))
+        }
+        is_whole = len(curves) == len(of_runs)
+        rises.append(_Rise(curves if is_whole else {}, num_test, arm.runs[0].config.global_batch_size))
     return rises
+
+
+def _num_test(run: Run, space: LabelSpace) -> int:
+    """Return the number of test samples of the online probe: at most those that a probe has."""
+    result = run.final_probe(space) or run.untrained_probe(space)
+    most = run.config.probe.online_num_test
+    return most if result is None else min(most, result.num_test)

@@ -33,7 +33,7 @@ from trainer.pretrained import load_modules
 from trainer.probe import main
 from trainer.probe_runs import majority_share, probe, probe_each, runs_table
 from trainer.probes.any_encoder import probe as probe_any
-from trainer.probes.curve import Curves, Point, ProbeCurve, curve_of
+from trainer.probes.curve import Curves, Point, ProbeCurve, curve_of, read_curves
 from trainer.probes.features import Pictures, read_pictures
 from trainer.probes.groups import describe_groups
 from trainer.probes.heads import read_heads
@@ -41,7 +41,7 @@ from trainer.probes.linear import Target
 from trainer.probes.result import ProbeResult, read_result
 from trainer.probes.right_samples import unpack_right
 from trainer.probes.targets import label_targets
-from trainer.run_dir import RunDir
+from trainer.run_dir import RunDir, write_json
 
 
 def make_run(directory: Path, data: Path, **settings: Any) -> RunDir:
@@ -295,8 +295,9 @@ def test_all_checkpoints_make_a_curve_with_its_last_and_its_best(
         ("base", "online_knn")
     }
     knn = by_name["overlay", "knn"]
-    of_steps = {step: read_result(run_dir.probes(step) / "overlay.json").knn.accuracy for step in (6, 10, 12)}
+    of_steps = {step: read_result(run_dir.probes(step) / "overlay.json").knn.accuracy for step in (0, 6, 10, 12)}
     assert {point.step: point.accuracy for point in knn.points} == of_steps
+    del of_steps[0]  # the untrained encoder begins the curve, and is never the best
     assert (knn.last.step, knn.last.epoch, knn.last.accuracy) == (12, 4.0, of_steps[12])  # 103 // 32 steps an epoch
     assert knn.best.accuracy == max(of_steps.values())
     assert knn.best_chosen_on == "test"
@@ -309,6 +310,23 @@ def test_all_checkpoints_make_a_curve_with_its_last_and_its_best(
     fast = read_curves_file(run_dir.path / "probes" / "curves-views_none.json")
     assert [point.step for point in fast["base", "linear"].points] == [6, 10, 12]
     assert by_name == read_curves_file(run_dir.path / "probes" / "curves.json")
+
+
+def test_half_of_a_gain_counts_from_the_untrained_encoder_if_it_was_probed(tmp_path: Path) -> None:
+    """Otherwise a label that has risen before the first checkpoint seems to rise last."""
+    run_dir = RunDir(make_reported_run(tmp_path / "run"))
+    easy, hard = {0: 0.1, 4: 0.96, 8: 0.97, 12: 0.99}, {0: 0.1, 4: 0.2, 8: 0.5, 12: 0.6}
+    for step in easy:
+        for space, accuracies in (("overlay", easy), ("base", hard)):
+            write_json(run_dir.probes(step) / f"{space}.json", probe_result(space, step, [accuracies[step]], 1000))
+    write_json(run_dir.probes(0) / "base-views_none.json", probe_result("base", 0, [0.3], 1000))
+    curves = {
+        curve.label: curve for curve in read_curves(run_dir, steps_per_epoch=4).curves if curve.method == "linear"
+    }
+    assert [point.step for point in curves["overlay"].points] == [0, 4, 8, 12]
+    halves = [curves[space].half_gain for space in ("overlay", "base")]
+    assert [None if half is None else half.step for half in halves] == [4, 8]
+    assert not read_curves(run_dir, steps_per_epoch=4, suffix="-views_none").curves, "one point is no curve"
 
 
 def test_the_mean_over_runs_counts_a_seed_once_and_names_steps_that_differ(tmp_path: Path) -> None:

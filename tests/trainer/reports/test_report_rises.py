@@ -40,12 +40,29 @@ def test_the_label_that_rises_first_stands_first_and_seeds_are_averaged(
     rows = rise_grid(arms).rows
     assert rows == [
         ["run", "overlay label", "20.0 to 85.0 %", "25 ± 7 steps (2,500 samples)", None, None],
-        ["run", "base label", "10.0 to 70.0 %", "40 ± 0 steps (4,000 samples)", "20.0 to 20.0 %", "no gain"],
+        [
+            "run",
+            "base label",
+            "10.0 to 70.0 %",
+            "40 ± 0 steps (4,000 samples)",
+            "20.0 to 20.0 %",
+            "not told from chance",
+        ],
     ]
     html = report(monkeypatch, tmp_path / "r.html", one, two)
     assert "<h3>Which label rises first</h3>" in html
     assert any("25 ± 7 steps (2,500 samples)" in " ".join(row) for row in Page(html).rows)
     assert "## Which label rises first" in as_markdown(arms)
+
+
+def test_a_label_at_chance_does_not_stand_before_one_that_rises(tmp_path: Path) -> None:
+    """Half of the way between two draws of noise is reached early as often as late."""
+    noise = {"probe/base/knn": [0.102, 0.106, 0.098, 0.107], "probe/base/ridge": [0.5, 0.4, 0.3, 0.2]}
+    run = make(tmp_path / "run", noise | {"probe/overlay/knn": [0.1, 0.3, 0.62, 0.9]}, name="run")
+    assert rise_grid(arms_of(read_runs([run]))).rows == [
+        ["run", "overlay label", "10.0 to 90.0 %", "30 steps (3,000 samples)", None, None],
+        ["run", "base label", "10.2 to 10.7 %", "not told from chance", "50.0 to 20.0 %", "no gain"],
+    ]
 
 
 def test_without_online_probes_there_is_no_such_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
