@@ -79,7 +79,8 @@ def charts(arms: Sequence[Arm]) -> list[Chart]:
     """Draw the training metrics by step, and the probe accuracies by epoch of the probe and by checkpoint.
 
     Each probe protocol has its own charts. If the seeds of an arm have points at the same x, the chart shows their mean
-    with its deviation. Otherwise it has a line for each seed.
+    with its deviation, and after the last x of the shortest seed a line for each longer one. Otherwise it has a line
+    for each seed.
     """
     titles = label_titles(arms)
     colored = [(arm, color_of(number)) for number, arm in enumerate(arms)]
@@ -116,15 +117,24 @@ def _probe_charts(group: ProtocolArms, titles: Mapping[LabelSpace, str]) -> list
 
 
 def lines_of(runs: Sequence[Points], color: str, *, style: Literal["-", "--"] = "-") -> list[Line]:
-    """Return one line with the mean of the runs if they share most x, else a line for each run."""
+    """Return one line with the mean of the runs if they share most x, else a line for each run.
+
+    A run that goes on after the last shared x has a line of its own from there.
+    """
     runs = [points for points in runs if points]
     if not runs:
         return []
     common = sorted(set.intersection(*(set(points) for points in runs)))
     if len(runs) == 1 or 2 * len(common) < max(map(len, runs)):
-        return [Line(sorted(points), [points[x] for x in sorted(points)], color, style) for points in runs]
+        return [_line_of(points, color, style) for points in runs]
     y_CN = np.array([[points[x] for x in common] for points in runs])
-    return [Line(common, y_CN.mean(0).tolist(), color, style, y_CN.std(0, ddof=1).tolist())]
+    mean = Line(common, y_CN.mean(0).tolist(), color, style, y_CN.std(0, ddof=1).tolist())
+    rests = [{x: y for x, y in points.items() if x >= common[-1]} for points in runs]
+    return [mean, *(_line_of(rest, color, style) for rest in rests if len(rest) > 1)]
+
+
+def _line_of(points: Points, color: str, style: Literal["-", "--"]) -> Line:
+    return Line(sorted(points), [points[x] for x in sorted(points)], color, style)
 
 
 def line_chart(title: str, lines: Sequence[Line], *, x_label: str) -> Chart:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from scipy import special
+
 from trainer.probes.features import LabelSpace
 from trainer.probes.result import ProbeResult
 from trainer.reports.protocols import ProtocolArms, by_protocol, label_titles
@@ -44,6 +46,12 @@ class Score:
         sampling = math.sqrt(self.mean * (1 - self.mean) / self.num_test)
         return max(sampling, (self.deviation or 0.0) / math.sqrt(len(self.values)))
 
+    @property
+    def degrees(self) -> float:
+        """The degrees of freedom of `standard_error`: seeds less one if it is from the seeds, else infinite."""
+        of_seeds = (self.deviation or 0.0) / math.sqrt(len(self.values))
+        return len(self.values) - 1 if 0 < of_seeds == self.standard_error else math.inf
+
     def __str__(self) -> str:
         spread = "" if self.deviation is None else f" ± {100 * self.deviation:.1f}"
         return f"{100 * self.mean:.1f}{spread}"
@@ -58,8 +66,20 @@ def score(probes: Sequence[ProbeResult], method: Method) -> Score | None:
 
 
 def resolution(a: Score, b: Score) -> float:
-    """Return two standard errors of the difference. A smaller difference may be chance."""
+    """Return two standard errors of the difference, by which the directions of studies are told."""
     return 2 * math.hypot(a.standard_error, b.standard_error)
+
+
+def least_difference(a: Score, b: Score) -> float:
+    """Return the difference below which two scores may be equal: `resolution`, or more with few seeds.
+
+    Two or three seeds say little about their scatter. So the factor is the 97.5 % quantile of Student's t, with the
+    degrees of freedom of Welch (1947), if that is above two.
+    """
+    error = math.hypot(a.standard_error, b.standard_error)
+    parts = a.standard_error**4 / a.degrees + b.standard_error**4 / b.degrees
+    factor = float(special.stdtrit(error**4 / parts, 0.975)) if parts else 2.0
+    return max(2.0, factor) * error
 
 
 def untrained_like(run: Run) -> str:
@@ -201,22 +221,22 @@ def _between(arms: Sequence[Arm], space: LabelSpace, title: str) -> str:
     if outcome(best, second) == "unresolved":
         return (
             f"On the {title}, {best_name} and {second_name} cannot be told apart: {numbers}, and differences "
-            f"below {100 * resolution(best, second):.1f} points are not resolved."
+            f"below {100 * least_difference(best, second):.1f} points are not resolved."
         )
     lead = f"{100 * (best.mean - second.mean):.1f} points"
     return f"On the {title}, {best_name} is ahead of {second_name} by {lead}: {numbers}."
 
 
 def outcome(a: Score, b: Score) -> Literal["above", "below", "unresolved"]:
-    """Compare two scores; "unresolved" if they differ by less than two standard errors."""
+    """Compare two scores; "unresolved" if they differ by `least_difference` or less."""
     difference = a.mean - b.mean
-    if abs(difference) <= resolution(a, b):
+    if abs(difference) <= least_difference(a, b):
         return "unresolved"
     return "above" if difference > 0 else "below"
 
 
 def winner(arms: Sequence[Arm], space: LabelSpace) -> Arm | None:
-    """Return the arm whose linear probe is above every other by more than two standard errors, or None."""
+    """Return the arm whose linear probe is above every other by more than `least_difference`, or None."""
     scores = [(arm, measured) for arm in arms if (measured := score(arm.trained(space), "linear"))]
     for arm, own in scores:
         others = [other for another, other in scores if another is not arm]

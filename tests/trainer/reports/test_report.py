@@ -25,8 +25,8 @@ from trainer.probes.result import ProbeResult
 from trainer.report import main
 from trainer.reports import overview
 from trainer.reports.as_markdown import as_markdown
-from trainer.reports.curves import MAX_POINTS, thin
-from trainer.reports.findings import Score, limits, resolution, verdict
+from trainer.reports.curves import MAX_POINTS, lines_of, thin
+from trainer.reports.findings import Score, least_difference, limits, outcome, resolution, verdict
 from trainer.reports.page import what_probes_read
 from trainer.reports.runs import arms_of, config_differences, read_runs
 from trainer.reports.tables import commands_for_missing_probes
@@ -444,6 +444,26 @@ def test_standard_error_is_the_larger_of_test_pictures_and_seeds() -> None:
     assert one.standard_error == pytest.approx(0.05)
     assert spread.standard_error == pytest.approx(np.std([0.3, 0.7], ddof=1) / np.sqrt(2))
     assert resolution(one, one) == pytest.approx(2 * np.sqrt(2) * 0.05)
+
+
+def test_few_seeds_have_to_differ_by_more_than_two_standard_errors() -> None:
+    """With two standard errors, 17 % of the pairs of equal encoders with two seeds each would be told apart."""
+    of_seeds, of_pictures = Score((0.50, 0.56), num_test=2000), Score((0.50,), num_test=2000)
+    assert (of_seeds.degrees, of_pictures.degrees) == (1, np.inf)
+    assert least_difference(of_pictures, of_pictures) == resolution(of_pictures, of_pictures)
+    error = np.sqrt(2) * 0.03
+    assert least_difference(of_seeds, of_seeds) == pytest.approx(4.303 * error, rel=1e-3)  # t of 2 degrees of freedom
+    assert outcome(Score((0.64, 0.70), num_test=2000), of_seeds) == "unresolved"
+    assert outcome(Score((0.74, 0.80), num_test=2000), of_seeds) == "above"
+    assert least_difference(Score((1.0, 1.0), num_test=9), Score((1.0,), num_test=9)) == 0
+
+
+def test_a_seed_that_goes_on_after_the_shortest_has_a_line_of_its_own_from_there() -> None:
+    long, short = {1: 1.0, 2: 2.0, 3: 3.0, 4: 5.0}, {1: 2.0, 2: 2.0, 3: 2.0}
+    mean, rest = lines_of([short, long], "red")
+    assert (mean.x, mean.y) == ([1, 2, 3], [1.5, 2.0, 2.5])
+    assert (rest.x, rest.y, rest.deviation) == ([3, 4], [3.0, 5.0], None)
+    assert len(lines_of([short, short], "red")) == 1
 
 
 def test_limits_follow_from_the_sizes(two_runs: tuple[Path, Path], tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ def test_the_embedding_is_a_protocol_and_the_pixels_are_its_floor(
         assert page.row("raw pixels", number=number) == ["raw pixels", "30.0", "29.0"]
     shown = " ".join(unescape(html).replace("\u00a0", " ").split())
     assert shown.count("softmax regression on the embedding of the frozen encoder") == 1
+    assert [shown.count(f"by the cosine of {what}.") for what in ("the embedding", "pooled features")] == [1, 1]
     assert f"Probe of {describe_protocol(own)}" in shown
     assert f"Probe of {describe_protocol(embedding)}" in shown
     assert f"Probe of {describe_protocol(pixels)}" not in shown
