@@ -82,13 +82,23 @@ def least_difference(a: Score, b: Score) -> float:
     return max(2.0, factor) * error
 
 
-def untrained_like(run: Run) -> str:
-    """Return what decides the result of a run's untrained encoder, beside its seed and its data, as one string.
+def untrained_like(arm: Arm) -> tuple[str, ...]:
+    """Return what decides the result of an arm's untrained encoder, beside its seed.
 
     A probe that is fitted on views gets those of the run's own policy.
     """
-    views = run.config.views.model_dump_json() if run.protocol.views == "policy" else ""
-    return run.config.encoder.model_dump_json() + views
+    first = arm.runs[0]
+    views = first.config.views.model_dump_json() if first.protocol.views == "policy" else ""
+    return first.config.encoder.model_dump_json(), views, *first.data_key
+
+
+def untrained_arms(arms: Sequence[Arm], space: LabelSpace) -> dict[tuple[str, ...], Arm]:
+    """Return the first arm in which each untrained encoder was probed, by `untrained_like`."""
+    found: dict[tuple[str, ...], Arm] = {}
+    for arm in arms:
+        if arm.untrained(space):
+            found.setdefault(untrained_like(arm), arm)
+    return found
 
 
 def baseline_arm(arm: Arm, arms: Sequence[Arm], space: LabelSpace) -> Arm | None:
@@ -96,13 +106,7 @@ def baseline_arm(arm: Arm, arms: Sequence[Arm], space: LabelSpace) -> Arm | None
 
     Returns None if there is none.
     """
-    first = arm.runs[0]
-    same = [
-        other
-        for other in arms
-        if untrained_like(other.runs[0]) == untrained_like(first) and other.runs[0].data_key == first.data_key
-    ]
-    return next((other for other in [arm, *same] if other.untrained(space)), None)
+    return arm if arm.untrained(space) else untrained_arms(arms, space).get(untrained_like(arm))
 
 
 def baseline(arm: Arm, arms: Sequence[Arm], space: LabelSpace) -> list[ProbeResult]:

@@ -15,9 +15,8 @@ from typing import Any, Final
 from data_pipeline.core.schema import as_typed
 from data_pipeline.core.sections import KIND
 from trainer.probes.features import LabelSpace
-from trainer.probes.result import ProbeResult
 from trainer.reports.curves import Chart, Line, color_of, line_chart, lines_of, metric_titles, thin
-from trainer.reports.findings import Score, outcome, probed_steps, score, untrained_like
+from trainer.reports.findings import outcome, probed_steps, score, untrained_arms, untrained_like
 from trainer.reports.protocols import by_protocol, label_titles
 from trainer.reports.runs import (
     Arm,
@@ -193,21 +192,12 @@ def _best(arms: Sequence[Arm], space: LabelSpace) -> str:
     rivals = sum(outcome(best, one) == "unresolved" for one, arm in scores if arm is not best_arm)
     text = f"the best of {len(scores)} configurations is {best_arm.name} with {best} %"
     text += f"; {rivals} cannot be told apart from it" if rivals else "; every other is below it"
-    baselines = _baselines(arms, space)
-    known = [(one, base) for one, arm in scores if (base := baselines.get(untrained_like(arm.runs[0])))]
+    baselines = {like: score(arm.untrained(space), "linear") for like, arm in untrained_arms(arms, space).items()}
+    known = [(one, base) for one, arm in scores if (base := baselines.get(untrained_like(arm)))]
     if known:
         above = sum(outcome(one, base) == "above" for one, base in known)
         text += f", and {above} of {len(known)} are above their untrained encoder"
     return f"{text}."
-
-
-def _baselines(arms: Sequence[Arm], space: LabelSpace) -> dict[str, Score]:
-    """Return the score of each untrained encoder by `untrained_like`; the first that was measured counts."""
-    probes: dict[str, list[ProbeResult]] = {}
-    for arm in arms:
-        if untrained := arm.untrained(space):
-            probes.setdefault(untrained_like(arm.runs[0]), untrained)
-    return {encoder: one for encoder, of_encoder in probes.items() if (one := score(of_encoder, "linear"))}
 
 
 def charts(arms: Sequence[Arm]) -> list[Chart]:

@@ -16,7 +16,16 @@ from trainer.probes.groups import Groups
 from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult
 from trainer.reports.curves import color_of
-from trainer.reports.findings import Method, Score, baseline, baseline_arm, score, winner
+from trainer.reports.findings import (
+    Method,
+    Score,
+    baseline,
+    baseline_arm,
+    score,
+    untrained_arms,
+    untrained_like,
+    winner,
+)
 from trainer.reports.protocols import by_protocol, describe_protocol, label_titles, of_pixels, probe_command
 from trainer.reports.runs import Arm, DatasetArms, Run, config_differences, datasets_of, labels_of, runs_of_arms
 
@@ -231,8 +240,9 @@ def commands_for_missing_probes(arms: Sequence[Arm]) -> list[str]:
     commands = []
     for dataset in datasets_of(group.arms):
         labels = _measured_spaces(dataset.arms)
+        known = {space: untrained_arms(dataset.arms, space) for space in labels}
         for arm in dataset.arms:
-            has_none = [space for space in labels if baseline_arm(arm, dataset.arms, space) is None]
+            has_none = [space for space in labels if untrained_like(arm) not in known[space]]
             for number, run in enumerate(arm.runs):
                 trained = [space for space in labels if run.final_probe(space) is None]
                 untrained = [space for space in labels if arm.untrained(space) and run.untrained_probe(space) is None]

@@ -61,7 +61,7 @@ def test_a_report_shows_what_was_just_probed(
     assert shown is not None
     html = report(monkeypatch, tmp_path / "r.html", run)
     assert "No trained encoder has been probed yet" not in html
-    assert Page(html).row("debug-image (step 10)")[1].split()[0] == shown[1]
+    assert Page(html).row("debug-image (step 10 of a run that has not ended)")[1].split()[0] == shown[1]
     probed = debug.image().probe.model_copy(update=change)
     assert f"<h3>Probe of {describe_protocol(probed)}</h3>" in unescape(html)
     assert f"python -m trainer.probe {run} --step 0 {' '.join(options)}" in html
