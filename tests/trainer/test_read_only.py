@@ -103,7 +103,8 @@ def test_a_read_only_run_is_probed_and_reported_elsewhere(
     assert call(trainer.report, run, "--probes", tmp_path / "probes", "--out", out) == f"{out}\n"
     html = out.read_text()
     result = json.loads((tmp_path / "probes/run/step_00000010/base.json").read_text())
-    assert Page(html).row("debug-image (step 10 of a run that has not ended)")[1].startswith(f"{100 * result['linear']['accuracy']:.1f}")
+    row = Page(html).row("debug-image (step 10 of a run that has not ended)")
+    assert row[1].startswith(f"{100 * result['linear']['accuracy']:.1f}")
     assert 'alt="Views of' in html  # which were made for this report alone
     assert content(run) == before
 
