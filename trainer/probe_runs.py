@@ -40,7 +40,7 @@ from trainer.probes.result import ProbeResult, read_result
 from trainer.probes.right_samples import pack_right
 from trainer.probes.shared import check_shared, find_shared
 from trainer.probes.targets import label_targets, option_difference, readable_labels
-from trainer.reports.config_identity import config_identity
+from trainer.reports.config_identity import config_identity, run_identity
 from trainer.run_dir import RunDir, steps_in, write_json
 
 _DEFAULT_MEMORY = MemoryLimit()
@@ -101,8 +101,8 @@ def probe_run(
     allow_pipe: as in `read_config`.
     memory: pictures that take more are streamed.
 
-    Raises `UserError` if a checkpoint or a dataset is missing, if the datasets share too many samples, or if the
-    memory of the GPU is full.
+    Raises `UserError` if a checkpoint or a dataset is missing, if the datasets share too many samples, if the results
+    would be written beside those of another run, or if the memory of the GPU is full.
     """
     read = partial(read_run_config, run_dir, allow_pipe=allow_pipe)
     config = on_first_rank(read) or read()
@@ -110,10 +110,12 @@ def probe_run(
         warn_of_changed_code([run_dir])
     probe_config = ProbeConfig.parse(config.probe.model_dump() | dict(changes), where="the probe")
     suffix = _suffix(config.probe, changes)
+    identity = broadcast_object(on_first_rank(lambda: run_identity(config, run_dir.read_provenance())))
 
     manifests = read_agreed_manifests(config.data)
 
     def check() -> list[int | None]:
+        _refuse_place_of_other_run(run_dir, identity)
         pairs_of(readable_labels(manifests.probed, manifests.test), probe_config.groups)
         readable_labels(manifests.probed, manifests.test, wanted=labels or probe_config.labels)
         check_ranks(probe_config)
@@ -149,6 +151,7 @@ def probe_run(
                 labels=labels or config.labels,
                 other_draws=other_draws,
                 num_shared=num_shared,
+                run=identity,
             )
         except torch.OutOfMemoryError as error:
             raise UserError(
@@ -215,9 +218,9 @@ def is_probed(
     """Tell whether a run has all results that `probe_run` would write with these options.
 
     A result counts if it is newer than its checkpoint, and has the settings and the data of the run. It must not be
-    known to be of other code of the user's own than that of now, which `allow_code` imports. A run with damaged files
-    or missing data has none, so that `probe_run` says what is wrong. A finished run without checkpoints, such as an
-    unpacked one, needs the results of its last step.
+    known to be of another run, or of other code of the user's own than that of now, which `allow_code` imports. A run
+    with damaged files or missing data has none, so that `probe_run` says what is wrong. A finished run without
+    checkpoints, such as an unpacked one, needs the results of its last step.
     """
     newest = run_dir.latest_step()
     if newest is None:
@@ -232,6 +235,7 @@ def is_probed(
     try:
         own = read_run_config(run_dir, allow_pipe=allow_pipe, allow_code=allow_code)
         code = hashes_of_code(own)
+        identity = run_identity(own, run_dir.read_provenance())
         manifests = read_manifests(own.data, makes_index=False)
         train, test = manifests.probed, manifests.test
         for space in readable_labels(train, test, wanted=labels or own.probe.labels):
@@ -242,7 +246,8 @@ def is_probed(
                 draws = result.linear.draws
                 checkpoint = run_dir.checkpoint(step)
                 if (
-                    found != (own.probe.model_copy(update=changed).protocol, train.sha256, test.sha256)
+                    result.is_of_other_run(identity)
+                    or found != (own.probe.model_copy(update=changed).protocol, train.sha256, test.sha256)
                     or any(result.own_code.get(package, sha256) != sha256 for package, sha256 in code.items())
                     or (num_draws > 1 and (draws is None or len(draws.accuracies) < num_draws))
                     or (checkpoint.exists() and path.stat().st_mtime < checkpoint.stat().st_mtime)
@@ -257,6 +262,20 @@ def _suffix(own: ProbeConfig, changes: Mapping[str, Any]) -> str:
     """Return the part of file names that says how a probe differs from the one of the run's config."""
     changed = {name: value for name, value in changes.items() if value != getattr(own, name)}
     return "".join(f"-{name}_{value}" for name, value in changed.items())
+
+
+def _refuse_place_of_other_run(run_dir: RunDir, identity: str | None) -> None:
+    """Raise `UserError` if the directory of the results holds some of another run. Damaged ones will be replaced."""
+    for path in sorted(run_dir.all_probes.glob("step_*/*.json")):
+        try:
+            result = read_result(path)
+        except UserError:
+            continue
+        if result.is_of_other_run(identity):
+            raise UserError(
+                f"{run_dir.all_probes} holds probe results of another run ({result.run}) than {run_dir.path} "
+                f"({identity}); pass another --out, or remove {run_dir.all_probes}"
+            )
 
 
 def _write(directory: Path, readout: Readout, *, suffix: str) -> None:
@@ -292,11 +311,13 @@ def probe(
     labels: Sequence[LabelSpace] | None = None,
     other_draws: Sequence[Pictures] = (),
     num_shared: int | None = None,
+    run: str | None = None,
 ) -> Readout:
     """Probe `labels` (default: all that the pictures have) by `config` (default: of the run). Every rank calls this.
 
-    `num_shared` is only copied into the results: the number of test samples that are in the train set too. Raises
-    `UserError` if the train set and the test set have different classes, or lack one of the labels.
+    `num_shared` and `run` are only copied into the results: the number of test samples that are in the train set too,
+    and the identity of the run. Raises `UserError` if the train set and the test set have different classes, or lack one
+    of the labels.
     """
     started = time.monotonic()
     own_code = hashes_of_code(modules.config)  # now, because the user may edit it meanwhile
@@ -368,6 +389,7 @@ def probe(
                 if space in pair
             ),
             right_samples=_right_samples(linear[space].predicted_N, knn[space].predicted_N, target),
+            run=run,
         )
         for space, target in targets.items()
     }

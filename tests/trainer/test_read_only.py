@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,8 @@ from data_pipeline.core.errors import run_command
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.probes.test_probe_command import make_run
 from tests.trainer.reports.test_report import Page
-from trainer.run_dir import RunDir, write_atomically
+from trainer.reports.runs import read_runs
+from trainer.run_dir import RunDir, write_atomically, write_json
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
@@ -131,6 +133,27 @@ def test_two_runs_of_one_name_cannot_share_a_place(run: Path, tmp_path: Path, ca
     other.mkdir(parents=True)
     (other / "config.json").write_text((run / "config.json").read_text())
     assert "is not the only run called run" in call(trainer.probe, run, other, "--out", tmp_path / "probes")
+
+
+def test_results_elsewhere_belong_to_their_run_and_not_to_a_name(
+    run: Path, tmp_path: Path, call: Callable[..., str]
+) -> None:
+    other = tmp_path / "other" / "run"
+    shutil.copytree(run, other)
+    for seed, path in enumerate((run, other)):
+        write_json(RunDir(path).provenance, {"started_at": f"2026-11-26T02:10:3{seed}+00:00", "host": "vm"})
+    place = tmp_path / "probes"
+    call(trainer.probe, run, "--epochs", "1", "--out", place)
+    assert "1 of 1 run(s) are probed already" in call(trainer.probe, run, "--epochs", "1", "--out", place, "--missing")
+    for options in ([], ["--missing"]):
+        refusal = call(trainer.probe, other, "--epochs", "1", "--out", place, *options)
+        assert f"{place}/run holds probe results of another run (debug-image, seed 0, started at" in refusal
+    of_other, of_run = (read_runs([path], probes_at=place, make_views=False)[0] for path in (other, run))
+    assert of_run.readouts
+    assert not of_run.problems
+    assert not of_other.readouts
+    (problem,) = of_other.problems
+    assert problem.startswith(f"Left out: {place}/run holds probe results of another run (debug-image, seed 0, ")
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EDQUOT])

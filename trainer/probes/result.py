@@ -30,6 +30,8 @@ class ProbeResult(Schema):
         not imported, and is empty in old results.
     right_samples: for each method, "linear" and "knn", a bit for each test sample; see `trainer.probes.right_samples`.
         It lacks methods of old results, and of test sets that are too large.
+    run: the run whose encoder it is, see `trainer.reports.config_identity.run_identity`; None in old results, and if
+        the run records no start.
     """
 
     label: LabelSpace
@@ -51,11 +53,16 @@ class ProbeResult(Schema):
     groups: tuple[Groups, ...] = ()
     own_code: dict[str, str] = Field(default_factory=dict)
     right_samples: dict[str, str] = Field(default_factory=dict)
+    run: str | None = None
 
     @property
     def data(self) -> tuple[str, str]:
         """Return the hashes of the train set and the test set on which it was measured."""
         return self.train_manifest_sha256, self.test_manifest_sha256
+
+    def is_of_other_run(self, run: str | None) -> bool:
+        """Return whether it is known to be of another run than the one with this identity."""
+        return None not in (self.run, run) and self.run != run
 
 
 def labels_in(directory: Path, *, suffix: str | None = "") -> list[LabelSpace]:

@@ -1,8 +1,12 @@
-"""Find the runs that repeat one configuration: they agree in every setting that changes how the encoder is trained."""
+"""Say which runs repeat one configuration, and which run is which.
+
+Repetitions agree in every setting that changes how the encoder is trained.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from data_pipeline.core.schema import flatten
@@ -43,6 +47,17 @@ def config_identity(config: RunConfig) -> str:
 def identity_settings(config: RunConfig) -> dict[str, Any]:
     """Return the settings that decide the result of a training, by their dotted names."""
     return {key: value for key, value in flatten(config).items() if not _is_ignored(key)}
+
+
+def run_identity(config: RunConfig, provenance: Mapping[str, Any]) -> str | None:
+    """Return a phrase that no other run has: name, seed, and the first start. None if no start is recorded.
+
+    It stays the same if the run is moved, goes on, or is read by a later version with more settings.
+    """
+    started_at, host = provenance.get("started_at"), provenance.get("host")
+    if started_at is None:
+        return None
+    return f"{config.name}, seed {config.seed}, started at {started_at} on {host}"
 
 
 def _is_ignored(key: str) -> bool:

@@ -18,7 +18,7 @@ from trainer.observability.records import read_provenance
 from trainer.probes.features import LabelSpace, label_order
 from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult, labels_in, read_result
-from trainer.reports.config_identity import config_identity
+from trainer.reports.config_identity import config_identity, run_identity
 from trainer.reports.run_index import RunIndex
 from trainer.run_dir import RunDir, open_run, places_of_probes, read_object
 
@@ -342,7 +342,9 @@ def _read_run(
     index: RunIndex,
 ) -> Run:
     metrics, provenance = index.read_metrics(run_dir.metrics), read_provenance(run_dir.provenance)
-    readouts, of_other_data = _of_one_dataset(_read_readouts(probe_places), run_dir, protocol=protocol_of(config.probe))
+    identity = run_identity(config, provenance.facts)
+    found, of_other_runs = _read_readouts(probe_places, run_dir, identity)
+    readouts, of_other_data = _of_one_dataset(found, run_dir, protocol=protocol_of(config.probe))
     results = (one for probes in readouts.values() for of_step in probes.values() for one in of_step.values())
     test_set = next((one.test_manifest_sha256 for one in results), None)
     pictures, left_out = _read_pictures(run_dir, test_set=test_set)
@@ -357,7 +359,8 @@ def _read_run(
         views=_read_views(run_dir, options, test_set=test_set),
         pictures=pictures,
     )
-    problems = (*metrics.problems, *provenance.problems, *left_out, *of_other_data, *_replaced_train_set(run))
+    of_others = (*of_other_runs, *of_other_data)
+    problems = (*metrics.problems, *provenance.problems, *left_out, *of_others, *_replaced_train_set(run))
     for problem in problems:
         logger.warning("%s", problem)
     return replace(run, problems=problems)
@@ -394,19 +397,34 @@ def protocol_of(config: ProbeConfig) -> ProbeConfig:
     return config.protocol.model_copy(update={"seed": 0})
 
 
-def _read_readouts(places: Sequence[RunDir]) -> dict[ProbeConfig, Probes]:
+def _read_readouts(
+    places: Sequence[RunDir], run_dir: RunDir, identity: str | None
+) -> tuple[dict[ProbeConfig, Probes], tuple[str, ...]]:
     """Read the results by protocol, step and label. If there are several of one kind, the first counts.
 
-    The protocol is read from the content of a file, not from its name.
+    The protocol is read from the content of a file, not from its name. Leaves out results of another run than
+    `identity`, and returns a sentence for each place that holds some.
     """
+    problems: dict[Path, str] = {}
     readouts: dict[ProbeConfig, dict[int, dict[LabelSpace, ProbeResult]]] = {}
-    for run_dir in places:
-        for step in run_dir.probe_steps():
-            for space in labels_in(run_dir.probes(step), suffix=None):
-                for result in _results_in(run_dir.probes(step), space, step):
+    for place in places:
+        for step in place.probe_steps():
+            for space in labels_in(place.probes(step), suffix=None):
+                for result in _results_in(place.probes(step), space, step):
+                    if result.is_of_other_run(identity):
+                        problems[place.all_probes] = f"Left out: {of_other_run(place, run_dir, result)}"
+                        continue
                     of_step = readouts.setdefault(protocol_of(result.probe_config), {}).setdefault(step, {})
                     of_step.setdefault(space, result)
-    return {**readouts}
+    return {**readouts}, tuple(problems.values())
+
+
+def of_other_run(place: RunDir, run_dir: RunDir, result: ProbeResult) -> str:
+    """Return a sentence on a result of another run than `run_dir` in the directory of its results."""
+    return (
+        f"{place.all_probes} holds probe results of another run ({result.run}) than {run_dir.path}; probe this one with "
+        "an --out of its own."
+    )
 
 
 def _of_one_dataset(

@@ -254,6 +254,21 @@ def test_results_of_other_data_and_protocols_are_left_out_and_named(tmp_path: Pa
     assert not setting.readings("10", "replaced data", "base")
 
 
+def test_results_of_another_run_of_the_same_name_are_left_out_and_named(tmp_path: Path) -> None:
+    """Only the final result is of another run, as if the run had been trained again between the two."""
+    right = {"base": samples(0.5, num_test=100, seed=0)}
+    run = RunDir(make_run(tmp_path, factors("plain"), right=right, untrained=right))
+    write_json(run.provenance, run.read_provenance() | {"started_at": "2026-11-26T02:10:34+00:00", "host": "vm"})
+    path = run.probes(40) / "base.json"
+    write_json(path, json.loads(path.read_text()) | {"run": "other, seed 0, started at noon on vm"})
+    found = read_benchmark([run.path])
+    assert not found.settings[0].readings("10", "plain", "base")
+    assert found.gaps.problems == (
+        f"{run.all_probes} holds probe results of another run (other, seed 0, started at noon on vm) than {run.path}; "
+        "probe this one with an --out of its own.",
+    )
+
+
 def test_the_same_run_twice_is_refused(tmp_path: Path) -> None:
     make_run(tmp_path / "a", factors("plain"))
     make_run(tmp_path / "b", factors("plain"))

@@ -22,9 +22,9 @@ from trainer.probes.features import LabelSpace
 from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult, labels_in, read_result
 from trainer.probes.right_samples import unpack_right
-from trainer.reports.config_identity import config_identity
+from trainer.reports.config_identity import config_identity, run_identity
 from trainer.reports.paired import Reading
-from trainer.reports.runs import protocol_of, trained_on
+from trainer.reports.runs import of_other_run, protocol_of, trained_on
 from trainer.run_dir import RunDir, open_run, places_of_probes, read_object
 
 CEILING = "ceiling: "  # begins the name of a cure that is no cure: the encoder trained with the label that follows
@@ -44,6 +44,7 @@ class StudyRun:
     pixels: the same probe on the raw pixels, without an encoder (`trainer.probe --pixels`).
     trained: the results of the last checkpoint; empty if it was not probed, or if the training is not finished.
     trained_on: the hash of the train set at the training; None if it is not recorded.
+    problems: sentences on results of other runs, which were left out.
     """
 
     path: Path
@@ -55,6 +56,7 @@ class StudyRun:
     monitors: MonitorsResult | None
     online: Mapping[LabelSpace, Mapping[int, float]]
     trained_on: str | None
+    problems: tuple[str, ...] = ()
 
     @property
     def factors(self) -> Mapping[str, str]:
@@ -222,6 +224,7 @@ def read_benchmark(paths: Sequence[Path], *, probes_at: Path | None = None, allo
         for run in runs
         if run not in placed
     ]
+    problems += [problem for run in placed for problem in run.problems]
     placed, of_other_monitors = _with_alike_monitors(placed)
     problems += of_other_monitors
     protocols = Counter(
@@ -257,7 +260,20 @@ def _read(run_dir: RunDir, probes_of: RunDir, *, allow_pipe: bool) -> StudyRun:
     config = read_run_config(run_dir, allow_pipe=allow_pipe)
     provenance = read_provenance(run_dir.provenance).facts
     finished = provenance.get("finished_step")
-    final = _results(probes_of, finished) or _results(run_dir, finished)
+    identity = run_identity(config, provenance)
+    problems: dict[Path, str] = {}
+
+    def results(step: object, *, suffix: str = "") -> Results:
+        for place in (probes_of, run_dir):
+            found = _results(place, step, suffix=suffix)
+            others = [result for result in found.values() if result.is_of_other_run(identity)]
+            if others:
+                problems[place.all_probes] = of_other_run(place, run_dir, others[0])
+            elif found:
+                return found
+        return {}
+
+    final = results(finished)
     monitors_at = run_dir.analysis / "monitors.json"
     monitors = None
     if monitors_at.is_file():
@@ -268,11 +284,12 @@ def _read(run_dir: RunDir, probes_of: RunDir, *, allow_pipe: bool) -> StudyRun:
         config=config,
         is_finished=finished is not None,
         trained=final,
-        untrained=_results(probes_of, 0) or _results(run_dir, 0),
-        pixels=_results(probes_of, 0, suffix=OF_PIXELS) or _results(run_dir, 0, suffix=OF_PIXELS),
+        untrained=results(0),
+        pixels=results(0, suffix=OF_PIXELS),
         monitors=monitors if monitors is not None and _is_of(monitors, final, step=finished) else None,
         online=_online(run_dir) if config.probe.online_every_steps is not None else {},
         trained_on=trained_on(config, provenance),
+        problems=tuple(problems.values()),
     )
 
 
