@@ -316,8 +316,8 @@ def probe(
     """Probe `labels` (default: all that the pictures have) by `config` (default: of the run). Every rank calls this.
 
     `num_shared` and `run` are only copied into the results: the number of test samples that are in the train set too,
-    and the identity of the run. Raises `UserError` if the train set and the test set have different classes, or lack one
-    of the labels.
+    and the identity of the run. Raises `UserError` if the train set and the test set have different classes, or lack
+    one of the labels.
     """
     started = time.monotonic()
     own_code = hashes_of_code(modules.config)  # now, because the user may edit it meanwhile

@@ -422,8 +422,8 @@ def _read_readouts(
 def of_other_run(place: RunDir, run_dir: RunDir, result: ProbeResult) -> str:
     """Return a sentence on a result of another run than `run_dir` in the directory of its results."""
     return (
-        f"{place.all_probes} holds probe results of another run ({result.run}) than {run_dir.path}; probe this one with "
-        "an --out of its own."
+        f"{place.all_probes} holds probe results of another run ({result.run}) than {run_dir.path}; probe this one "
+        "with an --out of its own."
     )
 
 
