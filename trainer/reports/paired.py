@@ -114,7 +114,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Rival:
-    """A cure that is not the best: the lead of the best over it, and its p-value after Holm's correction."""
+    """A cure that is not the best: the lead of the best over it, and its p-value after Holm's correction.
+
+    The lead can be below 0 only if the cures do not have the same seeds.
+    """
 
     name: str
     lead: Estimate
@@ -122,13 +125,13 @@ class Rival:
 
     @property
     def is_told(self) -> bool:
-        """Return whether the best is told to be above it. With other seeds of each, the best may be below it here."""
+        """Return whether the best is told to be above it."""
         return self.lead.mean > 0 and self.p < LEVEL
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """The cure of the highest mean, the others by rising lead of the best, and those that share no seed with it."""
+    """The best cure (`best_of`), the others by rising lead of the best, and those that share no seed with it."""
 
     best: str
     rivals: tuple[Rival, ...]
@@ -143,8 +146,28 @@ class Ranking:
         return tuple(one for one in self.rivals if not one.is_told)
 
 
+def best_of(cures: Mapping[str, Mapping[int, Reading]]) -> str:
+    """Return the cure that is not behind the most others, on the seeds that it shares with each of them.
+
+    If all have the same seeds, this is the cure of the highest mean. Means over different seeds are not compared, as
+    long as seeds are shared: a seed can be lucky for every cure. `cures` has a reading or more for each name.
+    """
+
+    def lead(a: str, b: str) -> float | None:
+        shared = sorted(cures[a].keys() & cures[b].keys())
+        differences = [cures[a][seed].accuracy - cures[b][seed].accuracy for seed in shared]
+        return math.fsum(differences) / len(shared) if shared else None
+
+    def order(name: str) -> tuple[int, float, float]:
+        leads = [one for other in cures if other != name and (one := lead(name, other)) is not None]
+        mean = math.fsum(one.accuracy for one in cures[name].values()) / len(cures[name])
+        return sum(one >= 0 for one in leads), min(leads, default=0.0), mean
+
+    return max(cures, key=order)
+
+
 def rank(cures: Mapping[str, Mapping[int, Reading]]) -> Ranking | None:
-    """Compare the cure of the highest mean with every other one; None without cures.
+    """Compare the best cure with every other one; None without cures.
 
     `cures` has the reading of each seed by the name of the cure. Holm's correction is over all pairs of cures, because
     the best is chosen after its accuracy: among equal cures one is always ahead of the rest.
@@ -152,7 +175,7 @@ def rank(cures: Mapping[str, Mapping[int, Reading]]) -> Ranking | None:
     cures = {name: by_seed for name, by_seed in cures.items() if by_seed}
     if not cures:
         return None
-    best = max(cures, key=lambda name: math.fsum(one.accuracy for one in cures[name].values()) / len(cures[name]))
+    best = best_of(cures)
     order = [best, *(name for name in cures if name != best)]
     leads = _leads({name: cures[name] for name in order})
     adjusted = dict(zip(leads, holm([lead.p for lead in leads.values()]), strict=True))

@@ -6,7 +6,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from trainer.reports.paired import Reading, _Prior, _prior, _Variances, difference_of, holm, leads_over, mean_of, rank
+from trainer.reports.paired import (
+    Reading,
+    _Prior,
+    _prior,
+    _Variances,
+    best_of,
+    difference_of,
+    holm,
+    leads_over,
+    mean_of,
+    rank,
+)
 
 Table = NDArray[np.bool_]
 
@@ -194,6 +205,19 @@ def test_alike_scatters_count_as_one_and_unlike_ones_as_none() -> None:
     assert prior(np.geomspace(1e-4, 1e4, 500)).degrees < 1
     assert _prior([_Variances(0, 0, 1, 0, 3, 100)] * 2) is None
     assert _prior([_Variances(0, 0, 0, 0, 3, 100)] * 5) is None
+
+
+def test_the_best_is_ahead_on_shared_seeds_and_cures_of_equal_seeds_go_by_their_means() -> None:
+    def cure(**accuracies: float) -> dict[int, Reading]:
+        return {int(seed.removeprefix("s")): Reading(accuracy, 100) for seed, accuracy in accuracies.items()}
+
+    few, many = cure(s0=0.5), cure(s0=0.4, s1=0.9)
+    assert best_of({"few": few, "many": many}) == "few"
+    assert best_of({"few": few | cure(s1=0.7), "many": many}) == "many"
+    found = rank({"a": cure(s0=0.5, s1=0.5), "b": cure(s1=0.4, s2=0.6), "c": cure(s2=0.5, s0=0.6), "d": cure(s3=0.9)})
+    assert found is not None
+    assert found.not_paired == ("d",)
+    assert min(rival.lead.mean for rival in found.rivals) < 0  # each is behind one other, so one must be
 
 
 def test_without_cures_nobody_is_best_and_one_cure_has_no_rival() -> None:

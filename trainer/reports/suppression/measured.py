@@ -144,6 +144,21 @@ class Setting:
                     found.setdefault(seed, reading(run.pixels[label]))
         return found
 
+    def labels_at(self, difficulty: str) -> tuple[LabelSpace, ...]:
+        """Return the labels on which a run of a difficulty was probed; it may not have all, such as one of no bits."""
+        runs = [run for (of, _), by_seed in self.cells.items() if of == difficulty for run in by_seed.values()]
+        return tuple(label for label in self.labels if any(label in run.trained for run in runs))
+
+    def lacking(self, label: LabelSpace) -> tuple[StudyRun, ...]:
+        """Return the runs that were not probed on a label, although others of their difficulty were."""
+        return tuple(
+            run
+            for (difficulty, _), by_seed in self.cells.items()
+            if label in self.labels_at(difficulty)
+            for run in by_seed.values()
+            if label not in run.trained
+        )
+
     def chance(self, difficulty: str, label: LabelSpace) -> float | None:
         """Return one over the number of classes; None if no run was probed on the label."""
         results = (
@@ -169,12 +184,14 @@ class Gaps:
     """The runs that the page lacks, each list sorted by path.
 
     num_absent: the cells of settings x difficulties x cures x seeds that have no run directory.
+    without_label: by label, the runs that are probed on other labels only; see `Setting.lacking`.
     problems: sentences on runs that were left out.
     """
 
     num_absent: int = 0
     unfinished: tuple[Path, ...] = ()
     unprobed: tuple[Path, ...] = ()
+    without_label: Mapping[LabelSpace, tuple[Path, ...]] = field(default_factory=dict)
     without_monitors: tuple[Path, ...] = ()
     without_untrained: tuple[Path, ...] = ()  # one run for each setting, difficulty and seed that lacks it
     problems: tuple[str, ...] = ()
@@ -417,10 +434,17 @@ def _gaps(runs: Sequence[StudyRun], settings: Sequence[Setting], problems: Seque
     present = Counter(run.factors["setting"] for run in runs if not run.factors["cure"].startswith(CEILING))
     wanted = sum(len(one.difficulties) * len(one.cures) * len(one.seeds) for one in settings)
     finished = [run for run in runs if run.is_finished]
+    without_label: dict[LabelSpace, tuple[Path, ...]] = {}
+    for setting in settings:
+        for label in setting.labels:
+            if lacking := setting.lacking(label):
+                paths = (*without_label.get(label, ()), *(run.path for run in lacking))
+                without_label[label] = tuple(sorted(paths))
     return Gaps(
         num_absent=wanted - sum(present.values()),
         unfinished=tuple(run.path for run in runs if not run.is_finished),
         unprobed=tuple(run.path for run in finished if not run.trained),
+        without_label=without_label,
         without_monitors=tuple(run.path for run in finished if run.monitors is None),
         without_untrained=tuple(path for setting in settings for path in _without_untrained(setting)),
         problems=tuple(problems),

@@ -42,6 +42,11 @@ from trainer.reports.suppression.verdicts import (
 NONE = "–"  # in a cell without a number
 MOST_NAMED = 12  # run directories in one command; for more, it takes all runs
 _CHANGES = "What each cure changes"
+_FEW_SEEDS = (
+    " In brackets: fewer seeds than the column has. Cures are compared on the seeds that both have, so the best need "
+    "not have the highest mean. ± of one seed does not hold the scatter of seeds, so it can be narrower than that of "
+    "several."
+)
 _LEVEL = f"{100 * LEVEL:g} %"
 
 
@@ -83,8 +88,15 @@ def make_page(benchmark: Benchmark, *, study: str, paths: Sequence[Path]) -> Pag
 
 
 def _introduction(benchmark: Benchmark) -> list[Block]:
-    num_seeds = [len(runs) for setting in benchmark.settings for runs in setting.cells.values() if runs]
-    num_measured = sum(len(runs) for setting in benchmark.settings for runs in setting.cells.values())
+    num_seeds = {
+        sum(label in run.trained for run in runs.values())
+        for setting in benchmark.settings
+        for runs in setting.cells.values()
+        for label in setting.labels
+    }
+    num_probed = sum(len(runs) for setting in benchmark.settings for runs in setting.cells.values())
+    num_lacking = len({path for paths in benchmark.gaps.without_label.values() for path in paths})
+    partly = f" ({num_lacking} more on some of their labels only)" if num_lacking else ""
     protocol = "" if benchmark.protocol is None else f" The probe: {describe_protocol(benchmark.protocol)}."
     return [
         text(
@@ -115,7 +127,8 @@ def _introduction(benchmark: Benchmark) -> list[Block]:
             "list",
         ),
         text(
-            f"{num_measured} of {benchmark.num_runs} runs are measured, with {_seeds(benchmark.settings)}.{protocol}"
+            f"{num_probed - num_lacking} of {benchmark.num_runs} runs are measured{partly}, with "
+            f"{_seeds(benchmark.settings)}.{protocol}"
             + (" With one seed, intervals and comparisons hold for this seed only." if 1 in num_seeds else "")
         ),
     ]
@@ -186,11 +199,14 @@ def _overview(columns: Columns, settings: Sequence[Setting], cures: Sequence[str
             )
         )
     hard = [column for of_setting in columns.values() for column in _at_middle(of_setting)]
+    at_middle = [columns[one.name][label, one.middle] for one in settings for label in one.labels]
+    has_few = any(_few_seeds(one, each) for one in at_middle for each in one.estimates)
     blocks.append(
         text(
             "Linear probe, test accuracy in %, mean over seeds, each setting at its middle difficulty. Bold: the "
-            "highest mean. ≈: not told from it. ○: not told to be above the untrained encoder. Rows by their mean lead "
-            "over the other cures on the hard labels."
+            f"{'best' if has_few else 'highest mean'}. ≈: not told from it. ○: not told to be above the untrained "
+            "encoder. Rows by their mean lead over the other cures on the hard labels."
+            + (_FEW_SEEDS if has_few else "")
         )
     )
     if hard:
@@ -240,22 +256,29 @@ def _accuracy(column: Column, cure: str) -> Cell:
     if cure not in column.of_cure:
         return Cell("" if cure not in column.setting.cures else NONE)
     is_floor = column.not_above_floor is not None and cure in column.not_above_floor
-    return Cell(shown(column.of_cure[cure]), column.mark(cure), is_floor)
+    estimate = column.of_cure[cure]
+    return Cell(shown(estimate) + _few_seeds(column, estimate), column.mark(cure), is_floor)
+
+
+def _few_seeds(column: Column, estimate: Estimate) -> str:
+    """Return how many seeds an estimate has, if a cure of the column has more; else nothing."""
+    return f" ({estimate.num_seeds} of {column.num_seeds} seeds)" if estimate.num_seeds < column.num_seeds else ""
 
 
 def _references(columns: Sequence[Column]) -> list[Row]:
-    def row(title: str, values: Sequence[Estimate | float | None]) -> Row:
+    def row(title: str, values: Sequence[Estimate | None]) -> Row:
         cells = [
-            Cell(NONE if one is None else shown(one) if isinstance(one, Estimate) else f"{100 * one:.1f}")
-            for one in values
+            Cell(NONE if one is None else shown(one) + _few_seeds(column, one))
+            for column, one in zip(columns, values, strict=True)
         ]
         return Row(title, cells, is_reference=True)
 
+    chances = [Cell(NONE if one.chance is None else f"{100 * one.chance:.1f}") for one in columns]
     return [
         row("ceiling", [one.ceiling for one in columns]),
         row("untrained", [one.untrained for one in columns]),
         *([row("raw pixels", [one.pixels for one in columns])] if any(one.pixels for one in columns) else []),
-        row("chance", [one.chance for one in columns]),
+        Row("chance", chances, is_reference=True),
     ]
 
 
@@ -300,9 +323,9 @@ def _kept(setting: Setting, columns: Mapping[tuple[LabelSpace, str], Column], cu
     table = Table(
         ["kept, %", *head],
         rows,
-        caption="Accuracy above chance. Of the hard feature, as a share of that of the best cure at "
-        f"{setting.with_unit(setting.easiest)}; of the easy feature, as a share of the ceiling, or of the best cure if "
-        f"there is no ceiling. Bold: at least {100 * KEPT:.0f} %.",
+        caption="Accuracy above chance, on the seeds that both have. Of the hard feature, as a share of that of the "
+        f"best cure at {setting.with_unit(setting.easiest)}; of the easy feature, as a share of the ceiling, or of the "
+        f"best cure if there is no ceiling. Bold: at least {100 * KEPT:.0f} %.",
     )
     return [table, Text([_who_keeps_both(setting, shares, at) for at in harder], "list")]
 
@@ -539,6 +562,14 @@ def _missing(gaps: Gaps, *, study: str, paths: Sequence[Path]) -> list[Block]:
     if gaps.unprobed:
         told.append(f"{len(gaps.unprobed)} finished runs have no probe of their last step.")
         commands.append(f"python -m trainer.probe {_some(gaps.unprobed, where)} --at-a-time 2 --missing")
+    for label, lacking in gaps.without_label.items():
+        told.append(
+            f"{len(lacking)} runs have no probe of {label} at their last step, although others of their setting and "
+            "difficulty have one."
+        )
+        commands.append(
+            f"python -m trainer.probe {_some(lacking, where)} --label {shlex.quote(label)} --at-a-time 2 --missing"
+        )
     if gaps.without_untrained:
         told.append(
             f"{len(gaps.without_untrained)} times a setting, a difficulty and a seed have no probe of an untrained "

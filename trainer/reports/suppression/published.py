@@ -82,7 +82,7 @@ def repeated(setting: Setting) -> Repeated | None:
 
 def _differences(setting: Setting, runs: list[StudyRun]) -> tuple[str, ...]:
     label = setting.hard[0]
-    results = [run.trained[label] for run in runs]
+    results = [run.trained[label] for run in runs if label in run.trained]
     ours = {
         "num_train": {result.num_train for result in results},
         "num_test": {result.num_test for result in results},

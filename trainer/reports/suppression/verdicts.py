@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainer.probes.features import LabelSpace
-from trainer.reports.paired import LEVEL, Estimate, Ranking, Reading, holm, leads_over, mean_of, rank
+from trainer.reports.paired import LEVEL, Estimate, Ranking, Reading, Rival, best_of, holm, leads_over, mean_of, rank
 from trainer.reports.suppression.measured import CEILING, Setting, number_of
 
 Mark = Literal["best", "tied", "lower", ""]
@@ -55,6 +55,17 @@ class Column:
         if self.untrained is None or self.chance is None:
             return False
         return self.untrained.mean - self.chance > LOST * (1 - self.chance)
+
+    @property
+    def estimates(self) -> tuple[Estimate, ...]:
+        """Return the means of the cures, and those of what they are compared with."""
+        others = (self.ceiling, self.untrained, self.pixels)
+        return (*self.of_cure.values(), *(one for one in others if one is not None))
+
+    @property
+    def num_seeds(self) -> int:
+        """Return the most seeds that a cure has."""
+        return max((one.num_seeds for one in self.of_cure.values()), default=0)
 
     def mark(self, cure: str) -> Mark:
         """Return whether a cure is the best, not told from the best, or told to be lower; "" if not compared."""
@@ -142,24 +153,38 @@ def _comparison(column: Column, ranking: Ranking) -> str:
     best = f"{ranking.best} ({shown(column.of_cure[ranking.best])} %)"
     alone = joined(ranking.not_paired)
     not_compared = f" Not compared with it, because they share no seed: {alone}." if alone else ""
+    means = [one.mean for one in column.of_cure.values()]
+    is_first = "has the highest mean" if column.of_cure[ranking.best].mean == max(means) else "is first on shared seeds"
     if not ranking.rivals:
-        return f"{best} has the highest mean.{not_compared}" if alone else f"only {best} is measured."
+        return f"{best} {is_first}.{not_compared}" if alone else f"only {best} is measured."
     if not ranking.told:
         closest = ranking.rivals[0]
         return (
-            f"{best} has the highest mean, and no other cure is told from it. The next is {closest.name}, "
-            f"{points(closest.lead.mean)} points behind.{not_compared}"
+            f"{best} {is_first}, and no other cure is told from it. The next is {closest.name}, "
+            f"{_distance(closest)}.{not_compared}"
         )
     next_told = ranking.told[0]
     lead = f"{points(next_told.lead.mean)} ± {points(next_told.lead.half_width)} points"
     if not ranking.not_told:
         every = "every other cure that shares a seed with it" if alone else "every other cure"
         return f"{best} is ahead of {every}: of {next_told.name}, the next, by {lead}.{not_compared}"
-    names = joined([f"{rival.name} ({points(rival.lead.mean)})" for rival in ranking.not_told])
+    names = joined(
+        [
+            f"{rival.name} ({points(rival.lead.mean) if rival.lead.mean >= 0 else _distance(rival)})"
+            for rival in ranking.not_told
+        ]
+    )
     return (
         f"{best} is ahead of {len(ranking.told)} of {len(ranking.rivals)} cures: of "
         f"{next_told.name}, the closest of these, by {lead}. Not told from it: {names}.{not_compared}"
     )
+
+
+def _distance(rival: Rival) -> str:
+    """Return how far a rival is behind the best; cures of different seeds may be ahead of it where they share some."""
+    if rival.lead.mean >= 0:
+        return f"{points(rival.lead.mean)} points behind"
+    return f"{points(-rival.lead.mean)} points ahead on shared seeds"
 
 
 def above_chance(accuracy: float, chance: float | None) -> float:
@@ -167,45 +192,43 @@ def above_chance(accuracy: float, chance: float | None) -> float:
 
 
 def kept_of_hard(setting: Setting, difficulty: str, cure: str, label: LabelSpace) -> float | None:
-    """Return the accuracy above chance as a share of the best cure's at the easiest difficulty.
+    """Return the accuracy above chance as a share of the best cure's at the easiest difficulty, on shared seeds.
 
     None if it is not measured, or if no cure reads the label at the easiest difficulty. The share is not that of the
     same cure, because a cure that never reads the label would keep all of it.
     """
-    here = setting.readings(difficulty, cure, label)
-    easiest = [
-        mean_of(list(found.values()))
-        for one in setting.cures
-        if (found := setting.readings(setting.easiest, one, label))
-    ]
+    easiest = {one: found for one in setting.cures if (found := setting.readings(setting.easiest, one, label))}
     return _share(
-        here,
-        max(easiest, key=lambda one: one.mean, default=None),
+        setting.readings(difficulty, cure, label),
+        easiest[best_of(easiest)] if easiest else {},
         chances=(setting.chance(difficulty, label), setting.chance(setting.easiest, label)),
     )
 
 
 def _share(
-    here: Mapping[int, Reading], reference: Estimate | None, *, chances: tuple[float | None, float | None]
+    here: Mapping[int, Reading], reference: Mapping[int, Reading], *, chances: tuple[float | None, float | None]
 ) -> float | None:
-    """Return the accuracy above the first chance as a share of the reference above the second.
+    """Return the accuracy above the first chance as a share of the reference above the second, on shared seeds.
 
-    None if the reference is less than two of its intervals above chance.
+    None if they share no seed, or if the reference is less than two of its intervals above chance.
     """
-    if not here or reference is None:
+    shared = sorted(here.keys() & reference.keys())
+    if not shared:
         return None
-    whole = above_chance(reference.mean, chances[1])
-    if whole <= 2 * reference.half_width:
+    of_reference = mean_of([reference[seed] for seed in shared])
+    whole = above_chance(of_reference.mean, chances[1])
+    if whole <= 2 * of_reference.half_width:
         return None
-    return above_chance(mean_of(list(here.values())).mean, chances[0]) / whole
+    return above_chance(mean_of([here[seed] for seed in shared]).mean, chances[0]) / whole
 
 
 def kept_of_easy(column: Column, cure: str) -> float | None:
-    """Return the accuracy above chance as a share of the ceiling's, or without a ceiling of the best cure's."""
-    if cure not in column.of_cure:
+    """Return the accuracy above chance as a share of the ceiling's, or without one of the best cure's: `_share`."""
+    if cure not in column.of_cure or column.ranking is None:
         return None
-    reference = column.ceiling or max(column.of_cure.values(), key=lambda one: one.mean)
-    here = column.setting.readings(column.difficulty, cure, column.label)
+    setting, at = column.setting, column.difficulty
+    here = setting.readings(at, cure, column.label)
+    reference = setting.ceiling(at, column.label) or setting.readings(at, column.ranking.best, column.label)
     return _share(here, reference, chances=(column.chance, column.chance))
 
 
