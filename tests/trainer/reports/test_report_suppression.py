@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -459,6 +460,40 @@ def test_randbit_stands_beside_the_published_table(tmp_path: Path) -> None:
     assert "8,000 train pictures instead of 60,000" in page
     assert "epochs instead" not in page
     assert "tau 0.1 at 16 bits: 10.0 ±" in page
+
+
+def test_of_two_cures_with_a_published_loss_the_one_with_the_views_of_the_paper_counts(tmp_path: Path) -> None:
+    home = tmp_path / "runs"
+    loss = {"objective": {"kind": "symmetric_info_nce", "temperature": 0.1}}
+    crop = {"kind": "expert_image", "area": (0.5, 1.0)} | {
+        f"{name}_probability": 0.0 for name in ("jitter", "grayscale", "blur", "flip")
+    }
+    of_cures = {
+        "SimCLR": crop,
+        "another length": crop,
+        "A mask": {"kind": "random_mask"},
+        "Flips": crop | {"flip_probability": 0.5},
+    }
+    for number, (cure, views) in enumerate(of_cures.items()):
+        more = {"num_epochs": 99} if cure.startswith("another") else {}
+        for bits in (0, 10):
+            right = {"base": samples(0.2 + number / 10, num_test=100, seed=bits)}
+            make_run(home, factors(cure, bits=bits), right=right, views=views, **loss, **more)
+
+    def published() -> str:
+        report("--study", "suppression", home, "--out", tmp_path / "page.md")
+        return (tmp_path / "page.md").read_text().split("beside the published table")[1]
+
+    assert row(published(), "ours, SimCLR")[0].startswith("20.0")
+    assert "the views" not in published()
+    for run in [*home.glob("*SimCLR*"), *home.glob("*another*")]:
+        shutil.rmtree(run)
+    assert row(published(), "ours, Flips")[0].startswith("50.0")
+    assert "the views expert_image with flip_probability=0.5 instead of a crop of half of the picture" in published()
+    for run in home.glob("*Flips*"):
+        shutil.rmtree(run)
+    assert row(published(), "ours, A mask")[0].startswith("40.0")
+    assert "the views random_mask instead of a crop of half of the picture or more" in published()
 
 
 def test_the_monitors_do_not_see_what_the_probe_sees(tmp_path: Path) -> None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from trainer.reports.paired import Estimate, mean_of
+from trainer.reports.suppression.changes import changes_of_cures
 from trainer.reports.suppression.measured import Setting, StudyRun, number_of
+from trainer.views.expert_image import ExpertImageConfig
+from trainer.views.policy import BaseViewsConfig
 
 SOURCE: Final = (
     "Chen, Luo and Li, 2021, Intriguing properties of contrastive losses, feature suppression by random bits; the "
@@ -30,6 +33,9 @@ PUBLISHED: Final[Mapping[float, tuple[float, ...]]] = MappingProxyType(
 )
 _NAME: Final = "randbit"
 _LOSSES: Final = ("symmetric_info_nce", "nt_xent", "published_nt_xent")  # the first of these that was run counts
+_VIEWS: Final = ExpertImageConfig(
+    area=(0.5, 1.0), jitter_probability=0, grayscale_probability=0, blur_probability=0, flip_probability=0
+)
 _PAPER: Final = {"num_train": 60_000, "num_test": 10_000, "num_epochs": 10, "batch": 1_000}
 
 
@@ -52,8 +58,14 @@ def is_randbit(setting: Setting) -> bool:
 
 
 def repeated(setting: Setting) -> Repeated | None:
-    """Return the runs of a RandBit setting with a published loss and temperature; None if there are none."""
-    candidates: dict[float, list[tuple[tuple[int, int], str]]] = {}
+    """Return the runs of a RandBit setting with a published loss and temperature; None if there are none.
+
+    Of several cures with one temperature, the one that is most like the paper counts: by its loss, the size of its
+    embedding and its views, then by the settings in which it differs from the plainest cure.
+    """
+    candidates: dict[float, list[tuple[tuple[int, ...], str]]] = {}
+    plainest, changes = changes_of_cures([setting]) or ("", {})
+    num_changed = {cure: len(one.everywhere) + len(one.elsewhere) for cure, one in changes.items()} | {plainest: 0}
     for (_, cure), runs in setting.cells.items():
         for run in runs.values():
             loss, encoder = run.config.objective, run.config.encoder
@@ -63,7 +75,12 @@ def repeated(setting: Setting) -> Repeated | None:
             if run.config.views.is_learned or run.config.neighbours is not None:  # neither is in the paper
                 continue
             if temperature in PUBLISHED and temperature is not None:
-                unlike = (_LOSSES.index(loss.kind), abs(encoder.embedding_size - EMBEDDING_SIZE))
+                unlike = (
+                    _LOSSES.index(loss.kind),
+                    abs(encoder.embedding_size - EMBEDDING_SIZE),
+                    len(_other_views(run.config.views)),
+                    num_changed.get(cure, 0),
+                )
                 candidates.setdefault(temperature, []).append((unlike, cure))
     cures = {temperature: min(of_temperature)[1] for temperature, of_temperature in sorted(candidates.items())}
     found: dict[tuple[float, int], Estimate] = {}
@@ -98,8 +115,28 @@ def _differences(setting: Setting, runs: list[StudyRun]) -> tuple[str, ...]:
     networks = sorted({run.config.encoder.kind for run in runs})
     if networks != ["convnet"]:
         told.append(f"the encoder {' and '.join(networks)} instead of three convolutions")
+    sizes = sorted({run.config.encoder.embedding_size for run in runs})
+    if sizes != [EMBEDDING_SIZE]:
+        told.append(f"an embedding of {' or '.join(map(str, sizes))} instead of {EMBEDDING_SIZE}")
+    views = sorted({_described(run.config.views) for run in runs if _other_views(run.config.views)})
+    if views:
+        told.append(f"the views {' and '.join(views)} instead of a crop of half of the picture or more")
     losses = sorted({run.config.objective.kind for run in runs})
     if losses != ["symmetric_info_nce"]:
         told.append(f"the loss {' and '.join(losses)} instead of the symmetric InfoNCE")
     told.append("a linear probe that is fitted to the frozen encoder after the training, instead of one trained along")
     return tuple(told)
+
+
+def _other_views(views: BaseViewsConfig) -> dict[str, Any]:
+    """Return the settings of views that are not those of the paper, by name; those that it alone has are None."""
+    paper = _VIEWS.model_dump(mode="json")
+    ours = dict.fromkeys(paper) | views.model_dump(mode="json")
+    return {name: value for name, value in ours.items() if name not in paper or value != paper[name]}
+
+
+def _described(views: BaseViewsConfig) -> str:
+    """Return the kind of views, with the settings that are not those of the paper if that has the same kind."""
+    if views.kind != _VIEWS.kind:
+        return views.kind
+    return f"{views.kind} with {', '.join(f'{name}={value}' for name, value in _other_views(views).items())}"
