@@ -26,6 +26,7 @@ from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows,
 from trainer.objectives.health import effective_rank, uniformity
 from trainer.observability.figures import to_png
 from trainer.probes.features import LabelSpace, Pictures, extract, frozen
+from trainer.probes.linear import accuracy, best_classes
 from trainer.probes.view_batches import view_batches
 from trainer.run_dir import RunDir
 
@@ -56,7 +57,7 @@ class ClassCentres(Schema):
 
     divergence: Measured
     centre_norm: Measured
-    nearest_centre_accuracy: float
+    nearest_centre_accuracy: Measured
     class_names: tuple[str, ...]
     centre_products: tuple[tuple[Measured, ...], ...]
 
@@ -168,8 +169,11 @@ def class_centres(u_NVD: Tensor, label_N: Tensor, *, num_classes: int) -> Tensor
 
 
 def nearest_centre(centres_KD: Tensor, u_ND: Tensor) -> Tensor:
-    """Classify as Huang et al. (2023) do, (N,) int64: argmin |u - centre|, which is linear in u."""
-    return (u_ND @ centres_KD.T - centres_KD.square().sum(1) / 2).argmax(1)
+    """Classify as Huang et al. (2023) do, (N,) int64: argmin |u - centre|, which is linear in u.
+
+    A class is negative if vectors are not finite, see `best_classes`.
+    """
+    return best_classes(u_ND @ centres_KD.T - centres_KD.square().sum(1) / 2)
 
 
 def _class_centres(
@@ -185,13 +189,14 @@ def _class_centres(
     centres_KD = class_centres(train_NVD, train_label_N, num_classes=len(class_names))
     present_P = torch.bincount(train_label_N, minlength=len(class_names)).nonzero()[:, 0]
     centres_PD = centres_KD[present_P]
-    predicted_N = present_P[nearest_centre(centres_PD, test_ND)]
+    place_N = nearest_centre(centres_PD, test_ND)
+    predicted_N = torch.where(place_N < 0, place_N, present_P[place_N.clamp_min(0)])
     products_PP = centres_PD @ centres_PD.T
     others_PP = products_PP.masked_fill(torch.eye(len(present_P), dtype=torch.bool, device=products_PP.device), -2)
     return ClassCentres(
         divergence=others_PP.max().item() if len(present_P) > 1 else None,
         centre_norm=centres_PD.norm(dim=1).min().item(),
-        nearest_centre_accuracy=(predicted_N == test_label_N).double().mean().item(),
+        nearest_centre_accuracy=accuracy(predicted_N, test_label_N),
         class_names=tuple(class_names[number] for number in present_P.tolist()),
         centre_products=tuple(map(tuple, products_PP.tolist())),
     )
@@ -255,7 +260,7 @@ def _figure(result: AlignmentResult, u_NVD: Tensor) -> bytes:
     ticks = range(len(centres.class_names))
     heat.set_xticks(ticks, centres.class_names, rotation=90, fontsize=8)
     heat.set_yticks(ticks, centres.class_names, fontsize=8)
-    accuracy = 100 * centres.nearest_centre_accuracy
-    heat.set_title(f"centres of label_{label}: inner products\nnearest centre right: {accuracy:.1f} %", fontsize=10)
+    right = shown(centres.nearest_centre_accuracy, ".1%")
+    heat.set_title(f"centres of label_{label}: inner products\nnearest centre right: {right}", fontsize=10)
     figure.colorbar(image, ax=heat, shrink=0.85)
     return to_png(figure)

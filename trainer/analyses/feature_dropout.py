@@ -85,19 +85,22 @@ class JudgedRun(Schema):
     checkpoint_step: int
     views: str
     classifier: str
-    accuracy: dict[LabelSpace, float]
+    accuracy: dict[LabelSpace, Measured]
     without_views: dict[LabelSpace, Probabilities]
     selectivity_box: Measured
     selectivity_object: Measured
 
 
 class Judgement(Schema):
-    """Views of one run under the encoder and classifier of another run, or of its own."""
+    """Views of one run under the encoder and classifier of another run, or of its own.
+
+    accuracy: on the views; None if a feature is not finite.
+    """
 
     views_of: str
     judged_by: str
     label: LabelSpace
-    accuracy: float
+    accuracy: Measured
     probabilities: Probabilities
 
 

@@ -189,12 +189,13 @@ def _encode(encoder: object, data: _OpenData, *, which: str, batch_size: int) ->
     if not spans:
         raise UserError(f"the {which} set of the probe holds no sample with a label; give it some")
     features_NF = torch.cat(features)
-    if not features_NF.isfinite().all():
+    pooled_ND = torch.cat(pooled) if pooled else features_NF
+    if not (features_NF.isfinite().all() and pooled_ND.isfinite().all()):
         raise UserError(f"the features of the {which} set are not all finite; did the training of the encoder diverge?")
     whole = {name: torch.cat(parts) for name, parts in labels.items()}
     low, high, far_share = torch.stack(spans).T
     span = _Span(float(low.min()), float(high.max()), float(far_share.mean()))
-    return _Encoded(features_NF, torch.cat(pooled) if pooled else features_NF, whole, manifest, span)
+    return _Encoded(features_NF, pooled_ND, whole, manifest, span)
 
 
 def _span(inputs: Tensor) -> Tensor:

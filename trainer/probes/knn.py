@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import Schema
 from trainer.probes.features import FeatureEncoder, FrozenFeatures, LabelSpace, Pictures, frozen, shared_rows
-from trainer.probes.linear import Spread, Target, accuracy, num_labelled, spread
+from trainer.probes.linear import Spread, Target, accuracy, best_classes, finite_accuracy, num_labelled, spread
 
 NUM_NEIGHBORS = 200
 TEMPERATURE = 0.1
@@ -78,10 +78,10 @@ def nearest(
 
 
 def vote(cosine_BR: Tensor, label_BR: Tensor, *, num_classes: int, temperature: float = TEMPERATURE) -> Tensor:
-    """Return classes (B,) int64: argmax over classes of the sum of exp(cosine / temperature) over the neighbours."""
+    """Return the `best_classes` (B,) by the sum of exp(cosine / temperature) over the neighbours of each class."""
     # A product, because a scatter on a GPU adds in another order each time.
     is_class_BRK = F.one_hot(label_BR, num_classes).to(cosine_BR.dtype)
-    return torch.einsum("br,brk->bk", (cosine_BR / temperature).exp(), is_class_BRK).argmax(1)
+    return best_classes(torch.einsum("br,brk->bk", (cosine_BR / temperature).exp(), is_class_BRK))
 
 
 def knn_classes(
@@ -132,7 +132,10 @@ def knn_classes(
 def knn_accuracies(
     bank_NC: Tensor, queries_QC: Tensor, targets: Mapping[LabelSpace, Target], *, chunk_size: int = _QUERIES_AT_ONCE
 ) -> dict[LabelSpace, float]:
-    """Return the test accuracy of every target, from features of train and test pictures. Every rank calls this."""
+    """Return the test accuracy of every target, from features of train and test pictures. Every rank calls this.
+
+    An accuracy is nan if features are not finite.
+    """
     classes = knn_classes(bank_NC, queries_QC, targets, chunk_size=chunk_size)
     return {name: accuracy(class_Q, targets[name].test_N) for name, class_Q in classes.items()}
 
@@ -173,7 +176,7 @@ def probe_knn(
                 bank_NC, queries_QC, targets, chunk_size=chunk_size, bank_at_once=bank_at_once, device=device
             )
             for name, class_Q in classes.items():
-                accuracies[name].append(accuracy(class_Q, pictures.labels(name)))
+                accuracies[name].append(finite_accuracy(class_Q, pictures.labels(name), name=name))
                 predicted.setdefault(name, class_Q)
     results = {
         name: KNNResult(

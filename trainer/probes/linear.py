@@ -61,6 +61,7 @@ PROBE_VIEW = 4
 _MOVED_AT_ONCE = 4_096  # rows of features that lie on the host
 _MOST_STEPS, _MOST_PIXELS = 8, 1 << 20  # that a GPU encodes at once, because it would wait for the host's launches
 _CPU = torch.device("cpu")
+_NOT_FINITE = -2  # in place of the class of a row whose scores are not all finite; no sample has it as its label
 
 
 class ProbeConfig(Schema):
@@ -171,13 +172,16 @@ class LinearHead:
         return F.linear(features_BF, self.weight_KF, self.bias_K)
 
     def classes(self, features_NF: Tensor) -> Tensor:
-        """Return the class of each row, (N,) int64. Features that do not fit on the head's device lie on the host."""
+        """Return the class of each row, (N,) int64, by `best_classes`.
+
+        Features that do not fit on the head's device lie on the host.
+        """
         device = self.weight_KF.device
         parts = [features_NF] if features_NF.device == device else torch.split(features_NF, _MOVED_AT_ONCE)
-        return torch.cat([self.logits(part.to(device)).argmax(1) for part in parts])
+        return torch.cat([best_classes(self.logits(part.to(device))) for part in parts])
 
     def accuracy(self, features_NF: Tensor, label_N: Tensor) -> float:
-        """Return the share of the samples with a label, (N,) int64, whose class is right; `NO_LABEL` counts nowhere."""
+        """Return the `accuracy` of the classes of features (N, F) for labels (N,) int64."""
         return accuracy(self.classes(features_NF), label_N)
 
 
@@ -218,10 +222,31 @@ def num_labelled(label_N: Tensor) -> int:
     return int((label_N != NO_LABEL).sum())
 
 
+def best_classes(score_NK: Tensor) -> Tensor:
+    """Return the class of the highest score of each row, (N,) int64; a negative number if a score is not finite."""
+    return torch.where(score_NK.isfinite().all(1), score_NK.argmax(1), _NOT_FINITE)
+
+
 def accuracy(class_N: Tensor, label_N: Tensor) -> float:
-    """Return the share of the labelled samples whose class is right, of classes and labels (N,) int64."""
-    num_right = int((class_N == label_N.to(class_N.device)).sum())  # a class is never `NO_LABEL`
-    return num_right / num_labelled(label_N)
+    """Return the share of the labelled samples whose class is right, of classes and labels (N,) int64.
+
+    Returns nan if the class of a labelled sample is negative, because its scores are not finite.
+    """
+    label_N = label_N.to(class_N.device)
+    if not ((class_N >= 0) | (label_N == NO_LABEL)).all():
+        return math.nan
+    return int((class_N == label_N).sum()) / num_labelled(label_N)  # a class is never `NO_LABEL`
+
+
+def finite_accuracy(class_N: Tensor, label_N: Tensor, *, name: str) -> float:
+    """Return the `accuracy` on a label of a test set. Raises `UserError` if scores are not finite."""
+    value = accuracy(class_N, label_N)
+    if math.isnan(value):
+        raise UserError(
+            f"label_{name} cannot be probed: the encoder's features are not all finite, or too large; did its training "
+            "diverge? Take an earlier --step"
+        )
+    return value
 
 
 @dataclass(frozen=True)
@@ -267,7 +292,8 @@ def fit_linear_probe(
     """Train a head for each target by SGD on the cross entropy, all in one pass over the features.
 
     `batches(epoch)` yields the steps of an epoch. `test_features()` returns (N_test, F) and is called after each epoch.
-    `on_epoch` gets the epoch, from 1, and the test accuracies. Raises `UserError` if a head diverges.
+    `on_epoch` gets the epoch, from 1, and the test accuracies. Raises `UserError` if a head diverges, or if features
+    are not finite.
     """
     heads: dict[LabelSpace, _Head] = {}
     predicted: dict[LabelSpace, Tensor] = {}
@@ -286,7 +312,7 @@ def fit_linear_probe(
         for name, head in heads.items():
             train_accuracy[name].append(head.end_epoch(name, epoch))
             predicted[name] = head.frozen.classes(test_NF)
-            test_accuracy[name].append(accuracy(predicted[name], targets[name].test_N))
+            test_accuracy[name].append(finite_accuracy(predicted[name], targets[name].test_N, name=name))
         on_epoch(epoch + 1, {name: curve[-1] for name, curve in test_accuracy.items()})
     return {
         name: LinearProbe(_result(test_accuracy[name], train_accuracy[name]), head.frozen, predicted[name])
@@ -366,7 +392,8 @@ def probe_linear(
         for test_again in other_draws:
             test_NF = without_views.features(test_again)
             for space, one in probes.items():
-                accuracies[space].append(one.head.accuracy(test_NF, test_again.labels(space)))
+                class_N = one.head.classes(test_NF)
+                accuracies[space].append(finite_accuracy(class_N, test_again.labels(space), name=space))
     return {
         space: replace(one, result=one.result.model_copy(update={"draws": spread(accuracies[space])}))
         for space, one in probes.items()

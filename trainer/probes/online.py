@@ -10,6 +10,7 @@ Shapes: N bank pictures, M test pictures, C pooled channels, K classes.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 
@@ -24,7 +25,7 @@ from trainer.models.batch_norm import average_running_statistics
 from trainer.models.encoder import Encoder
 from trainer.probes.features import TRAIN_DRAW, LabelSpace, Pictures, extract, frozen, read_some
 from trainer.probes.knn import knn_accuracies
-from trainer.probes.linear import ProbeConfig, Target, accuracy
+from trainer.probes.linear import ProbeConfig, Target, accuracy, best_classes
 from trainer.probes.targets import label_targets
 
 RIDGE_PENALTY = 1e-3
@@ -37,7 +38,7 @@ def ridge_predict(
 
     Features are scaled so that the mean variance of their channels is 1, and `penalty` is relative to N. This is the
     linear head with the least squared error, in closed form. It needs no learning rate and no random draws, and is much
-    faster than training a head.
+    faster than training a head. A class is negative if features are not finite, see `best_classes`.
     """
     train_NC, test_MC = train_NC.double(), test_MC.double()
     mean_C = train_NC.mean(0)
@@ -51,7 +52,7 @@ def ridge_predict(
     # the training.
     weight_CK = torch.linalg.solve_ex(gram_CC, x_NC.T @ (y_NK - share_K) / len(x_NC)).result
     score_MK: Tensor = x_MC @ weight_CK + share_K
-    return score_MK.argmax(1)
+    return best_classes(score_MK)
 
 
 class OnlineProbe:
@@ -85,7 +86,10 @@ class OnlineProbe:
         self._images_NCHW = torch.cat([train.images_NCHW, test.images_NCHW]).to(device)
 
     def __call__(self) -> dict[str, float]:
-        """Return probe/LABEL/knn and probe/LABEL/ridge in [0, 1] for each label, and probe/seconds of this rank."""
+        """Return probe/LABEL/knn and probe/LABEL/ridge in [0, 1] for each label, and probe/seconds of this rank.
+
+        Leaves out a label if features are not finite: they must not end the training.
+        """
         started = time.perf_counter()
         encoder = self._encoder
         is_half = self._dtype in {torch.bfloat16, torch.float16}
@@ -98,7 +102,8 @@ class OnlineProbe:
                 f"probe/{space}/knn": value
                 for space, value in knn_accuracies(bank_NC, queries_MC, self._targets).items()
             } | _ridge_accuracies(bank_NC, queries_MC, self._targets)
-        return metrics | {"probe/seconds": time.perf_counter() - started}
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        return finite | {"probe/seconds": time.perf_counter() - started}
 
 
 def _ridge_accuracies(bank_NC: Tensor, queries_MC: Tensor, targets: Mapping[LabelSpace, Target]) -> dict[str, float]:

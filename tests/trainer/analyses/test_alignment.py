@@ -19,6 +19,7 @@ from tests.trainer.analyses.planted import DropBottom, plant, write_run
 from trainer.analyses.alignment import (
     AlignmentConfig,
     AlignmentResult,
+    _class_centres,
     alignment,
     analyze_alignment,
     class_centres,
@@ -41,6 +42,14 @@ def test_alignment_and_r_are_means_over_pairs_of_views() -> None:
     assert alignment(u_NVD).item() == pytest.approx((distances**2).mean())
     for epsilon in (0.5, 1.0, 1.5, 1.9):
         assert share_apart(u_NVD, epsilon).item() == pytest.approx((distances.max(1) > epsilon).mean())
+
+
+@pytest.mark.parametrize("bad", ["train", "test"])
+def test_class_centres_of_vectors_that_are_not_finite_have_no_accuracy(bad: str) -> None:
+    u_NVD, label_N = random_views(3), torch.arange(30) % 3
+    train_NVD, test_ND = (u_NVD * torch.nan, u_NVD[:, 0]) if bad == "train" else (u_NVD, u_NVD[:, 0] * torch.nan)
+    found = _class_centres(train_NVD, label_N, test_ND, label_N, class_names=("a", "b", "c"))
+    assert found.nearest_centre_accuracy is None
 
 
 def test_views_of_a_known_angle() -> None:
@@ -86,6 +95,7 @@ def test_planted_classes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert base.divergence == pytest.approx(base.centre_products[0][1])
     assert base.divergence < drops.labels["overlay"].divergence  # type: ignore[operator]
     assert keeps.labels["overlay"].class_names == ("low", "middle", "high")
+    assert base.nearest_centre_accuracy is not None
     assert base.nearest_centre_accuracy > 0.8
 
 

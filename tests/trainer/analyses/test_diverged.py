@@ -85,6 +85,7 @@ def test_a_viewmaker_that_diverged_is_analysed_probed_and_reported(
     assert json.loads((run.analysis / "alignment.json").read_text())["spaces"]["embedding"]["alignment"] is None
     judgement = json.loads((run.analysis / "feature_dropout.json").read_text())["judgements"][0]
     assert judgement["probabilities"]["dip"] is None
+    assert judgement["accuracy"] is None
     html = report(monkeypatch, tmp_path / "second.html", run.path)
     assert html.count("— no finite number") > 5
     assert ">nan<" not in html

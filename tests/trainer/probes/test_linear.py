@@ -12,12 +12,15 @@ from torch.nn import functional as F
 
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import NO_LABEL
 from tests.trainer.probes.toy import Spy, ToyEncoder, toy_pictures
 from trainer.probes import linear
 from trainer.probes.features import LabelSpace, Pictures, extract
+from trainer.probes.knn import knn_accuracies
 from trainer.probes.linear import (
     PROBE_VIEW,
     FeatureBatch,
+    LinearHead,
     LinearResult,
     ProbeConfig,
     Target,
@@ -25,6 +28,7 @@ from trainer.probes.linear import (
     fit_linear_probe,
     probe_linear,
 )
+from trainer.probes.online import ridge_predict
 from trainer.views.composed import ByEpoch, Pair
 
 CPU = torch.device("cpu")
@@ -249,6 +253,36 @@ def test_divergence_is_said_in_one_sentence() -> None:
         UserError, match=r"linear probe of label_base diverged in its epoch .* lower probe\.learning_rate"
     ):
         run(Loud(), learning_rate=1e30)
+
+
+def test_scores_that_are_not_finite_have_no_class_and_no_accuracy() -> None:
+    """The argmax of nan is class 0, so without a check the accuracy would be the share of that class."""
+    label_N = torch.tensor([0, 0, 1, NO_LABEL])
+    score_NK = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [torch.nan, 0.0]])
+    assert linear.accuracy(linear.best_classes(score_NK), label_N) == 2 / 3  # the last sample takes no part
+    for value in (torch.nan, torch.inf, -torch.inf):
+        score_NK[2, 1] = value
+        assert math.isnan(linear.accuracy(linear.best_classes(score_NK), label_N))
+    bad_NF, good_NF = torch.full((6, 4), torch.nan), torch.eye(6, 4)
+    label_N = torch.arange(6) % 2
+    assert math.isnan(LinearHead(torch.ones(2, 4), torch.zeros(2)).accuracy(bad_NF, label_N))
+    target = {"base": Target(label_N, label_N, num_classes=2)}
+    one_bad_NF = good_NF.clone()
+    one_bad_NF[3, 0] = torch.nan
+    for bank_NF, query_NF in ((good_NF, bad_NF), (one_bad_NF, good_NF)):
+        assert math.isnan(knn_accuracies(bank_NF, query_NF, target)["base"])
+        assert (ridge_predict(bank_NF, label_N, query_NF, num_classes=2) < 0).all()
+
+
+def test_test_features_that_are_not_finite_are_refused_as_train_features_are() -> None:
+    train_NF = torch.eye(203, 4)
+    with pytest.raises(UserError, match=r"label_base cannot be probed: .* not all finite, .* earlier --step"):
+        fit_linear_probe(
+            lambda epoch: feature_batches(train_NF, epoch=epoch, config=CONFIG),
+            test_features=lambda: torch.full((103, 4), torch.nan),
+            targets=TARGETS,
+            config=CONFIG,
+        )
 
 
 def test_features_do_not_depend_on_order_or_batch() -> None:
