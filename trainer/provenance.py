@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECORDED_CONFIG = "config"
 RECORDED_NUM_SAMPLES = "num_train_samples"
+RECORDED_NUM_TEST_SAMPLES = "num_test_samples"
 SNAPSHOT_FILE = "snapshot.json"  # beside the packages in a snapshot of the code
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "webdataset", "wandb", "submitit", "pydantic")
 
@@ -59,7 +60,7 @@ def write_provenance(
 ) -> None:
     """Write provenance.json; a restart keeps the facts of the first start and adds itself to `starts`.
 
-    Each start has the hashes of its manifests. The hashes at the top level, the config and the number of train samples
+    Each start has the hashes of its manifests. The hashes at the top level, the config and the numbers of samples
     belong to the newest start.
     """
     earlier = run_dir.read_provenance()
@@ -99,6 +100,7 @@ def write_provenance(
     now = manifests.identity.model_dump() | {
         RECORDED_CONFIG: config.model_dump(mode="json"),
         RECORDED_NUM_SAMPLES: manifests.train.num_samples,
+        RECORDED_NUM_TEST_SAMPLES: manifests.test.num_samples,
         "starts": [*earlier.get("starts", []), start],
     }
     write_json(run_dir.provenance, first | now | decisions_to_record(config, manifests.train))

@@ -204,6 +204,8 @@ _FACTS: Mapping[str, Callable[[Any], bool]] = {
     "total_wall_seconds": _is_seconds,
     "wall_seconds": _is_seconds,
     "finished_step": _is_count,
+    "num_train_samples": _is_count,
+    "num_test_samples": _is_count,
     "starts": _is(list),
     "config": _is(dict),
 }

@@ -19,6 +19,7 @@ from data_pipeline.core.schema import difference
 from trainer.analyses.concentration import ConcentrationResult
 from trainer.probes.features import LabelSpace
 from trainer.probes.linear import ProbeConfig
+from trainer.provenance import RECORDED_NUM_SAMPLES, RECORDED_NUM_TEST_SAMPLES
 from trainer.reports.config_identity import identity_settings
 from trainer.reports.findings import Score, resolution
 from trainer.reports.protocols import FITTED_ON, describe_protocol, protocols_of
@@ -192,7 +193,8 @@ class _Accuracy:
 def _accuracy(study: Study, run: Run, label: LabelSpace) -> _Accuracy | None:
     """Return the accuracy as the paper measures it: the linear probe after the last epoch, or the best kNN vote.
 
-    A vote is the same under every protocol of the linear probe that reads the same vectors.
+    A vote is the same under every protocol of the linear probe that reads the same vectors. Votes during the training
+    count if all train samples took part. None if nothing was measured, or if the sizes of the data are not known.
     """
     if study.measure == "linear":
         probe = run.final_probe(label)
@@ -205,12 +207,25 @@ def _accuracy(study: Study, run: Run, label: LabelSpace) -> _Accuracy | None:
         if step > 0 and label in by_label
     ]
     votes = {probe.checkpoint_step: probe.knn.accuracy for probe in probes}
-    num_test = min((probe.num_test for probe in probes), default=run.config.probe.online_num_test)
-    needed = max((probe.num_train for probe in probes), default=study.num_train)
+    online = run.config.probe
+    if probes:
+        num_train, num_test = max(probe.num_train for probe in probes), min(probe.num_test for probe in probes)
+    elif (sizes := _recorded_sizes(run)) is not None:
+        num_train, num_test = sizes[0], min(sizes[1], online.online_num_test)
+    else:
+        return None
     is_logged = run.protocol.reads == "features"  # which online probes read
-    if is_logged and run.config.probe.online_num_train >= needed and run.config.probe.online_num_test >= num_test:
-        votes |= run.logged(f"probe/{label}/knn")
+    if is_logged and online.online_num_train >= num_train and online.online_num_test >= num_test:
+        votes |= {step: vote for step, vote in run.logged(f"probe/{label}/knn").items() if step > 0}
     return _Accuracy(max(votes.values()), num_test, len(votes)) if votes else None
+
+
+def _recorded_sizes(run: Run) -> tuple[int, int] | None:
+    """Return the sizes of the train set and the test set of the probes; None if the run does not record them."""
+    sizes = run.provenance.get(RECORDED_NUM_SAMPLES), run.provenance.get(RECORDED_NUM_TEST_SAMPLES)
+    if run.config.data.mixture is not None or None in sizes:  # a probe reads one source of a mixture
+        return None
+    return sizes
 
 
 def _unlike(study: Study, cell: Cell, label: LabelSpace, run: Run) -> list[str]:
@@ -221,11 +236,12 @@ def _unlike(study: Study, cell: Cell, label: LabelSpace, run: Run) -> list[str]:
         (config.num_epochs, cell.num_epochs, " epochs"),
         (config.global_batch_size, study.batch_size, " in a batch"),
     ]
-    if probe is not None:
-        pairs.append((probe.num_train, study.num_train, " train samples"))
-        if study.measure == "linear":
-            pairs.append((probe.probe_config.num_epochs, 100, " epochs of the probe"))
-            pairs.append((FITTED_ON[probe.probe_config.views], FITTED_ON["policy"], " in the probe"))
+    num_train = probe.num_train if probe is not None else (_recorded_sizes(run) or (None,))[0]
+    if num_train is not None:
+        pairs.append((num_train, study.num_train, " train samples"))
+    if probe is not None and study.measure == "linear":
+        pairs.append((probe.probe_config.num_epochs, 100, " epochs of the probe"))
+        pairs.append((FITTED_ON[probe.probe_config.views], FITTED_ON["policy"], " in the probe"))
     unlike = [f"{_number(ours)} instead of {_number(theirs)}{unit}" for ours, theirs, unit in pairs if ours != theirs]
     if study.measure == "linear" and probe is not None and not run.is_probed_at_end:
         unlike.append(f"probed at {run.probed_at}")

@@ -15,9 +15,10 @@ from data_pipeline.core.errors import UserError
 from tests.trainer.observability.stand_in_wandb import StandIn, stand_in_server
 from tests.trainer.reports.test_report import PROVENANCE, Page, make_run, probe_result, report
 from trainer.report import main
+from trainer.reports.findings import Score
 from trainer.reports.published import PAIRS, study
 from trainer.reports.runs import arms_of, datasets_of, read_runs
-from trainer.reports.study_sheet import fill, missing_commands, summary
+from trainer.reports.study_sheet import FilledCell, fill, missing_commands, summary
 from trainer.run_dir import RunDir, write_json
 
 HOSTILE = '"><img src=x onerror=alert(1)>|`*_[a](javascript:1)'
@@ -124,6 +125,34 @@ def test_knn_tables_take_the_best_checkpoint_as_the_paper_does(tmp_path: Path) -
     assert cell.num_checkpoints == 3
     assert cell.score is not None
     assert cell.score.mean == pytest.approx(0.89)  # its kNN is 0.01 below
+
+
+def test_votes_during_the_training_count_on_the_samples_that_the_run_records(tmp_path: Path) -> None:
+    """The settings are only the most samples: the error is that of the test set, and a small train set is named."""
+    probe = {"online_every_steps": 4, "online_num_train": 50_000, "online_num_test": 10_000}
+    path = study_run(tmp_path, "richness", "moco-cifar10-abcde")
+    run_dir = RunDir(path)
+    config = json.loads(run_dir.config.read_text())
+    write_json(run_dir.config, config | {"probe": config["probe"] | probe})
+    votes = {0: 0.9, 4: 0.5, 8: 0.6}
+    lines = (json.dumps({"step": step, "probe/base/knn": vote}) for step, vote in votes.items())
+    run_dir.metrics.write_text("\n".join(lines) + "\n")
+
+    def measured() -> FilledCell:
+        (cell,) = [one for one in fill(study("richness"), read_runs([path])).cells.values() if one.runs]
+        return cell
+
+    facts = {name: value for name, value in run_dir.read_provenance().items() if not name.startswith("num_")}
+    write_json(run_dir.provenance, facts)
+    assert measured().missing == "not measured: no probe"
+    for num_train, unlike in ((50_000, ()), (256, ("256 instead of 50,000 train samples",))):
+        write_json(run_dir.provenance, facts | {"num_train_samples": num_train, "num_test_samples": 128})
+        cell = measured()
+        assert cell.score == Score((0.6,), 128)
+        assert cell.num_checkpoints == 2
+        assert tuple(text for text in cell.unlike if "samples" in text) == unlike
+    write_json(run_dir.provenance, facts | {"num_train_samples": 50_001, "num_test_samples": 128})
+    assert measured().score is None  # not all train samples took part
 
 
 def test_votes_of_the_embedding_do_not_count_for_those_of_the_features(tmp_path: Path) -> None:
