@@ -1,19 +1,22 @@
 """Accuracies in groups: a group is a pair of classes of two labels, such as a waterbird on land (Sagawa et al. 2020).
 
 A probe that reads one label through another has a high accuracy on the whole, and a low one in the groups in which the
-two disagree. The number to report is the accuracy in the worst group.
+two disagree. The number to report is the accuracy in the worst group. Of many small groups, one is far below the others
+by chance alone, so it is compared with the worst of groups that are equally hard.
 
 Shapes: N test samples, K classes of the first label, L classes of the second.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import special
 from torch import Tensor
 
 from data_pipeline.core.errors import UserError, nearest
@@ -146,6 +149,28 @@ def measure_groups(
     )
 
 
+def worst_of_equal(groups: Sequence[Groups], method: str) -> float:
+    """Return the accuracy of the worst group that would be expected if all groups were equally hard.
+
+    It is the median of the least of binomial shares, with the sizes of all counted groups of `groups`, as if they were
+    independent, and with the accuracy over all of them. Raises `ValueError` if no group counts.
+    """
+    num_G = np.concatenate([np.ravel(one.num_test)[np.ravel(one.num_test) >= one.min_size] for one in groups])
+    right_G = np.concatenate([np.ravel(one.right[method])[np.ravel(one.num_test) >= one.min_size] for one in groups])
+    if not num_G.size:
+        raise ValueError("every group is too small to be the worst")
+    accuracy = right_G.sum() / num_G.sum()
+    size_S, count_S = np.unique(num_G, return_counts=True)
+
+    def is_reached(share: float) -> bool:
+        """Return whether the worst group is at most at a share in half of the draws or more."""
+        above_S = special.bdtrc(np.floor(share * size_S + 1e-9), size_S, accuracy)
+        return float(np.prod(above_S**count_S)) <= 0.5
+
+    shares = np.unique(np.concatenate([np.arange(size + 1) / size for size in size_S]))
+    return float(shares[bisect.bisect_left(shares, True, key=is_reached)])
+
+
 def _rows(table_KL: NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(row) for row in table_KL.tolist())
 
@@ -154,7 +179,8 @@ def describe_groups(groups: Groups) -> str:
     """Return a line about the worst group of each method, and about the groups and samples that do not count."""
     one, other = groups.labels
     parts = [
-        f"{name} {100 * worst.accuracy:.1f} ({worst.name}, {worst.num_test} samples)"
+        f"{name} {100 * worst.accuracy:.1f} ({worst.name}, {worst.num_test} samples; "
+        f"{100 * worst_of_equal([groups], method):.1f} if all were equally hard)"
         for method, name in (("linear", "linear"), ("knn", "kNN"))
         if (worst := groups.worst.get(method)) is not None
     ]

@@ -20,7 +20,8 @@ RESULTS_CAPTION = (
 )
 GROUPS_CAPTION = (
     "Test accuracy in % in the worst group. A group is a class of one label with a class of another; in brackets is "
-    "its number of test samples."
+    "its number of test samples. The worst of many small groups is low by chance alone, even if all are equally hard: "
+    "`python -m trainer.probe` prints what would be expected then."
 )
 _SPECIAL = re.compile(r"[\\`*\[\]<>|#]|(?<!\w)_|_(?!\w)")  # an underscore within a word is no markup
 

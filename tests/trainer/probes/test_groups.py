@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,7 +12,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
 from tests.trainer.probes.toy import ToyEncoder, toy_pictures
 from trainer.probes.features import Pictures, extract, frozen
-from trainer.probes.groups import describe_groups, measure_groups, pairs_of
+from trainer.probes.groups import Groups, describe_groups, measure_groups, pairs_of, worst_of_equal
 from trainer.probes.knn import knn_accuracies, knn_classes
 from trainer.probes.linear import ProbeConfig, Target
 from trainer.probes.online import OnlineProbe
@@ -63,6 +64,28 @@ def test_the_groups_are_those_of_a_loop(space: str) -> None:
     line = describe_groups(groups)
     assert line.startswith(f"worst group of base x overlay: linear {100 * worst[0]:.1f} (")
     assert line.endswith(f"; not counted: 1 empty, {unlabelled} samples without a label")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
+def test_the_worst_of_equal_groups_is_the_median_of_draws(share: float) -> None:
+    draw = np.random.default_rng(3)
+    num_KL = draw.integers(5, 40, (4, 25))
+    right_KL = np.round(share * num_KL).astype(int)
+    groups = Groups(
+        labels=("base", "overlay"),
+        num_test=tuple(map(tuple, num_KL.tolist())),
+        right={"linear": tuple(map(tuple, right_KL.tolist()))},
+        min_size=10,
+        worst={},
+        num_empty=0,
+        num_small=0,
+        num_unlabelled=0,
+    )
+    num_G, right_G = (table_KL[num_KL >= 10] for table_KL in (num_KL, right_KL))
+    drawn_DG = draw.binomial(num_G, right_G.sum() / num_G.sum(), (20_000, len(num_G))) / num_G
+    assert worst_of_equal([groups], "linear") == pytest.approx(np.median(drawn_DG.min(1)), abs=0.006)
+    pair = [groups, groups.model_copy(update={"labels": ("base", "other")})]
+    assert worst_of_equal(pair, "linear") <= worst_of_equal([groups], "linear")
 
 
 def test_if_all_groups_are_small_none_is_the_worst() -> None:

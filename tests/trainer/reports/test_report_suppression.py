@@ -326,7 +326,8 @@ def test_worst_groups_are_shown(tmp_path: Path) -> None:
     report("--study", "suppression", home, "--out", tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
     assert "| worst group | digit, % | bits, % |" in page
-    assert "| plain | 25.0 (cat · 3, 40 samples) | – |" in page
+    assert re.search(r"\| plain \| 25.0, of equal 6\d.\d \(cat · 3, 40 samples\) \| – \|", page)
+    assert "The worst of many groups is low by chance alone" in page
 
 
 def test_the_worst_group_is_the_worst_of_all_pairs_and_its_size_is_its_own(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from trainer.reports.suppression.verdicts import (
     KEPT,
     LOST,
     Column,
+    WorstGroup,
     column_of,
     halving,
     joined,
@@ -371,18 +372,21 @@ def _worst_groups(setting: Setting, cures: Sequence[str]) -> Table | None:
         cells = []
         for label in setting.labels:
             worst = found[cure, label]
-            cells.append(
-                Cell(
-                    NONE if worst is None else f"{100 * worst.accuracy:.1f} ({worst.classes}, {worst.num_test} samples)"
-                )
-            )
+            cells.append(Cell(NONE if worst is None else _worst(worst)))
         rows.append(Row(cure, cells))
     return Table(
         [f"worst group{setting.at(at)}", *(f"{setting.title(label)}, %" for label in setting.labels)],
         rows,
         caption="Test accuracy in the worst group, mean over seeds. A group is a class of one label with a class of "
-        "another; in brackets the group that is the worst for most seeds, and its number of test samples.",
+        "another; in brackets the group that is the worst for most seeds, and its number of test samples. The worst of "
+        "many groups is low by chance alone: of equal is what would be expected if all groups were equally hard (the "
+        "median). An accuracy near it says nothing of this group.",
     )
+
+
+def _worst(worst: WorstGroup) -> str:
+    equal = f"of equal {100 * worst.of_equal:.1f}"
+    return f"{100 * worst.accuracy:.1f}, {equal} ({worst.classes}, {worst.num_test} samples)"
 
 
 def _rises(benchmark: Benchmark) -> list[Block]:

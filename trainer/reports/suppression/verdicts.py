@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainer.probes.features import LabelSpace
+from trainer.probes.groups import worst_of_equal
 from trainer.reports.paired import LEVEL, Estimate, Ranking, Reading, Rival, best_of, holm, leads_over, mean_of, rank
 from trainer.reports.suppression.measured import CEILING, Setting, number_of
 
@@ -234,27 +235,33 @@ def kept_of_easy(column: Column, cure: str) -> float | None:
 
 @dataclass(frozen=True)
 class WorstGroup:
-    """The mean over seeds of the accuracy in the worst group; the classes and the size of the worst group of most."""
+    """The mean over seeds of the accuracy in the worst group; the classes and the size of the worst group of most.
+
+    of_equal: the mean over seeds of that accuracy if all groups were equally hard: `worst_of_equal` over all pairs.
+    """
 
     accuracy: float
+    of_equal: float
     classes: str
     num_test: int
 
 
 def worst_group(setting: Setting, difficulty: str, cure: str, label: LabelSpace) -> WorstGroup | None:
     """Return the worst group of a label paired with any other label of the setting; None if none was large enough."""
-    found = []
+    found, of_equal = [], []
     for run in setting.runs(difficulty, cure).values():
-        of_pairs = [
-            groups.worst["linear"]
+        pairs = [
+            groups
             for groups in (run.trained[label].groups if label in run.trained else ())
             if set(groups.labels) <= set(setting.labels) and "linear" in groups.worst
         ]
-        found += [min(of_pairs, key=lambda one: one.accuracy)] if of_pairs else []
+        if pairs:
+            found.append(min((groups.worst["linear"] for groups in pairs), key=lambda one: one.accuracy))
+            of_equal.append(worst_of_equal(pairs, "linear"))
     if not found:
         return None
     usual = statistics.mode((one.name, one.num_test) for one in found)
-    return WorstGroup(statistics.fmean(one.accuracy for one in found), *usual)
+    return WorstGroup(statistics.fmean(one.accuracy for one in found), statistics.fmean(of_equal), *usual)
 
 
 def halving(difficulties: Sequence[float], accuracies: Sequence[float], *, chance: float) -> float | None:
