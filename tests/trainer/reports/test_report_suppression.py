@@ -225,7 +225,8 @@ def test_a_half_finished_study_gives_an_honest_half_page(tmp_path: Path) -> None
     assert "On the digit, 10 bits: only plain (50.0" in page
     assert "On the digit, 0 bits: not measured." in page
     assert "| IFM |" not in page.split("## RandBit")[0]
-    assert "4 runs of settings x difficulties x cures x seeds have no directory, and 1 are not finished." in page
+    assert "2 runs of other settings x difficulties x cures x seeds have no directory, and 1 are not finished." in page
+    assert "the difficulty cannot have the cure or none was begun: RandBit, 0 bits with IFM." in page
     assert "python launch/slurm.py --executor local --study studies:suppression_small --at-a-time 2" in page
     assert "2 finished runs have no probe of their last step." in page
     unprobed = f"{home}/RandBit-0-plain-bits-seed0 {home}/RandBit-10-IFM-bits-seed0"

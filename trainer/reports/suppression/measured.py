@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 
 from data_pipeline.core.errors import UserError
@@ -183,12 +184,14 @@ class Setting:
 class Gaps:
     """The runs that the page lacks, each list sorted by path.
 
-    num_absent: the cells of settings x difficulties x cures x seeds that have no run directory.
+    num_absent: the seeds that have no run directory, of the cells (setting x difficulty x cure) that have one.
+    absent_cells: the cells without any run directory, in words. A cure without any run in a setting is none of them.
     without_label: by label, the runs that are probed on other labels only; see `Setting.lacking`.
     problems: sentences on runs that were left out.
     """
 
     num_absent: int = 0
+    absent_cells: tuple[str, ...] = ()
     unfinished: tuple[Path, ...] = ()
     unprobed: tuple[Path, ...] = ()
     without_label: Mapping[LabelSpace, tuple[Path, ...]] = field(default_factory=dict)
@@ -431,8 +434,15 @@ def _sorted(runs: Sequence[StudyRun]) -> tuple[str, ...]:
 
 
 def _gaps(runs: Sequence[StudyRun], settings: Sequence[Setting], problems: Sequence[str]) -> Gaps:
-    present = Counter(run.factors["setting"] for run in runs if not run.factors["cure"].startswith(CEILING))
-    wanted = sum(len(one.difficulties) * len(one.cures) * len(one.seeds) for one in settings)
+    present = Counter((run.factors["setting"], run.factors["difficulty"], run.factors["cure"]) for run in runs)
+    num_absent, absent_cells = 0, []
+    for setting in settings:
+        for at, cure in product(setting.difficulties, setting.cures):
+            num_present = present[setting.name, at, cure]
+            if num_present:
+                num_absent += len(setting.seeds) - num_present
+            else:
+                absent_cells.append(f"{setting.name}{setting.at(at)} with {cure}")
     finished = [run for run in runs if run.is_finished]
     without_label: dict[LabelSpace, tuple[Path, ...]] = {}
     for setting in settings:
@@ -441,7 +451,8 @@ def _gaps(runs: Sequence[StudyRun], settings: Sequence[Setting], problems: Seque
                 paths = (*without_label.get(label, ()), *(run.path for run in lacking))
                 without_label[label] = tuple(sorted(paths))
     return Gaps(
-        num_absent=wanted - sum(present.values()),
+        num_absent=num_absent,
+        absent_cells=tuple(absent_cells),
         unfinished=tuple(run.path for run in runs if not run.is_finished),
         unprobed=tuple(run.path for run in finished if not run.trained),
         without_label=without_label,

@@ -556,12 +556,16 @@ def _half(bits: Sequence[int], accuracies: Sequence[float]) -> str:
 def _missing(gaps: Gaps, *, study: str, paths: Sequence[Path]) -> list[Block]:
     where = shlex.join(map(str, paths))
     told, commands = [], []
+    if gaps.absent_cells:
+        more = len(gaps.absent_cells) - MOST_NAMED
+        named = joined(gaps.absent_cells[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+        told.append(f"No run of any seed, because the difficulty cannot have the cure or none was begun: {named}.")
     if gaps.num_absent or gaps.unfinished:
         told.append(
-            f"{gaps.num_absent} runs of settings x difficulties x cures x seeds have no directory, and "
-            f"{len(gaps.unfinished)} are not finished. A cure without any run in a setting is not counted, "
-            "but one that a single difficulty cannot have is."
+            f"{gaps.num_absent} runs of other settings x difficulties x cures x seeds have no directory, and "
+            f"{len(gaps.unfinished)} are not finished."
         )
+    if gaps.absent_cells or gaps.num_absent or gaps.unfinished:
         commands.append(f"python launch/slurm.py --executor local --study {shlex.quote(study)} --at-a-time 2")
     if gaps.unprobed:
         told.append(f"{len(gaps.unprobed)} finished runs have no probe of their last step.")
