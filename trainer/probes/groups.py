@@ -16,7 +16,6 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
 from torch import Tensor
 
 from data_pipeline.core.errors import UserError, nearest
@@ -155,6 +154,8 @@ def worst_of_equal(groups: Sequence[Groups], method: str) -> float:
     It is the median of the least of binomial shares, with the sizes of all counted groups of `groups`, as if they were
     independent, and with the accuracy over all of them. Raises `ValueError` if no group counts.
     """
+    from scipy import special  # here, because a rank of a training imports this module
+
     num_G = np.concatenate([np.ravel(one.num_test)[np.ravel(one.num_test) >= one.min_size] for one in groups])
     right_G = np.concatenate([np.ravel(one.right[method])[np.ravel(one.num_test) >= one.min_size] for one in groups])
     if not num_G.size:

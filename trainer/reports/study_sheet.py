@@ -222,10 +222,10 @@ def _accuracy(study: Study, run: Run, label: LabelSpace) -> _Accuracy | None:
 
 def _recorded_sizes(run: Run) -> tuple[int, int] | None:
     """Return the sizes of the train set and the test set of the probes; None if the run does not record them."""
-    sizes = run.provenance.get(RECORDED_NUM_SAMPLES), run.provenance.get(RECORDED_NUM_TEST_SAMPLES)
-    if run.config.data.mixture is not None or None in sizes:  # a probe reads one source of a mixture
-        return None
-    return sizes
+    num_train, num_test = (run.provenance.get(name) for name in (RECORDED_NUM_SAMPLES, RECORDED_NUM_TEST_SAMPLES))
+    if run.config.data.mixture is not None or num_train is None or num_test is None:
+        return None  # of a mixture, a probe reads one source
+    return num_train, num_test
 
 
 def _unlike(study: Study, cell: Cell, label: LabelSpace, run: Run) -> list[str]:

@@ -466,7 +466,7 @@ def test_randbit_stands_beside_the_published_table(tmp_path: Path) -> None:
 
 def test_of_two_cures_with_a_published_loss_the_one_with_the_views_of_the_paper_counts(tmp_path: Path) -> None:
     home = tmp_path / "runs"
-    loss = {"objective": {"kind": "symmetric_info_nce", "temperature": 0.1}}
+    loss: dict[str, Any] = {"objective": {"kind": "symmetric_info_nce", "temperature": 0.1}}
     crop = {"kind": "expert_image", "area": (0.5, 1.0)} | {
         f"{name}_probability": 0.0 for name in ("jitter", "grayscale", "blur", "flip")
     }
@@ -477,7 +477,7 @@ def test_of_two_cures_with_a_published_loss_the_one_with_the_views_of_the_paper_
         "Flips": crop | {"flip_probability": 0.5},
     }
     for number, (cure, views) in enumerate(of_cures.items()):
-        more = {"num_epochs": 99} if cure.startswith("another") else {}
+        more: dict[str, Any] = {"num_epochs": 99} if cure.startswith("another") else {}
         for bits in (0, 10):
             right = {"base": samples(0.2 + number / 10, num_test=100, seed=bits)}
             make_run(home, factors(cure, bits=bits), right=right, views=views, **loss, **more)
