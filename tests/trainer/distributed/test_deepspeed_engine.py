@@ -337,7 +337,6 @@ REAL_RUNS: dict[str, tuple[str, list[str], Literal[0, 1, 2, 3]]] = {
     "alternating": ("debug:viewmaker", ["adversary.update=alternating"], 1),
     "momentum_copy": ("debug:image", ["objective.kind=moco", "objective.queue_size=64"], 2),
     "predictor": ("debug:viewmaker", ["objective.kind=simsiam", "adversary.freeze_step=2"], 2),
-    "predictor_in_pieces": ("debug:image", ["objective.kind=simsiam"], 3),
     "micro_batches": ("debug:viewmaker", IN_PARTS, 2),
     "micro_batches_in_pieces": ("debug:image", IN_PARTS, 3),
 }
