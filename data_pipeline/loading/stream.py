@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.processes import leave_signals_to_parent
+from data_pipeline.core.processes import leave_signals_to_parent, signals_blocked
 from data_pipeline.core.random_crop import CropLaw
 from data_pipeline.core.sample import BadSample, Batch
 from data_pipeline.core.schema import Count, Gigabytes, NumWorkers, Schema, Share
@@ -634,8 +635,11 @@ class Stream:
             worker_init_fn=_leave_signals_to_the_trainer,
             generator=torch.Generator(),  # without its own, a DataLoader draws from the caller's random state
         )
+        # W&B starts threads in every process that is forked, before `worker_init_fn`. They inherit this.
+        with signals_blocked({signal.SIGTERM}):
+            batches = iter(loader)
         try:
-            for item in loader:
+            for item in batches:
                 if isinstance(item, UserError):
                     raise item
                 yield item

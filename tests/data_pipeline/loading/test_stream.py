@@ -7,6 +7,7 @@ import signal
 import subprocess
 import tarfile
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -562,8 +563,9 @@ def test_a_worker_ends_with_a_sigterm_of_the_training_process_and_of_no_other(
     """When a process ends, it sends SIGTERM to the workers of a stream that it holds, and waits without a limit."""
     directory, _ = datasets[17]
     before = set(multiprocessing.active_children())
-    batches = iter(stream(directory, end_step=10**9, num_workers=1))
-    next(batches)
+    with threads_in_forks():
+        batches = iter(stream(directory, end_step=10**9, num_workers=1))
+        next(batches)
     (worker,) = set(multiprocessing.active_children()) - before
     for name in ("TERM", "INT", "TERM"):
         subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)
@@ -574,6 +576,20 @@ def test_a_worker_ends_with_a_sigterm_of_the_training_process_and_of_no_other(
     worker.join(timeout=10)
     assert worker.exitcode == 0
     del batches
+
+
+@contextmanager
+def threads_in_forks() -> Iterator[None]:
+    """Let every process that is forked inside start a thread at once, as W&B does."""
+    is_inside = [True]
+
+    def start() -> None:
+        if is_inside:
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+
+    os.register_at_fork(after_in_child=start)  # it cannot be taken back
+    yield
+    is_inside.clear()
 
 
 def assert_ended(before: set[BaseProcess]) -> None:

@@ -327,7 +327,7 @@ def test_worst_groups_are_shown(tmp_path: Path) -> None:
     report("--study", "suppression", home, "--out", tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
     assert "| worst group | digit, % | bits, % |" in page
-    assert re.search(r"\| plain \| 25.0, of equal 6\d.\d \(cat · 3, 40 samples\) \| – \|", page)
+    assert re.search(r"\| plain \| 25.0, expected 6\d.\d \(cat · 3, 40 samples\) \| – \|", page)
     assert "The worst of many groups is low by chance alone" in page
 
 

@@ -379,14 +379,14 @@ def _worst_groups(setting: Setting, cures: Sequence[str]) -> Table | None:
         rows,
         caption="Test accuracy in the worst group, mean over seeds. A group is a class of one label with a class of "
         "another; in brackets the group that is the worst for most seeds, and its number of test samples. The worst of "
-        "many groups is low by chance alone: of equal is what would be expected if all groups were equally hard (the "
+        "many groups is low by chance alone: expected is what it would be if all groups were equally hard (the "
         "median). An accuracy near it says nothing of this group.",
     )
 
 
 def _worst(worst: WorstGroup) -> str:
-    equal = f"of equal {100 * worst.of_equal:.1f}"
-    return f"{100 * worst.accuracy:.1f}, {equal} ({worst.classes}, {worst.num_test} samples)"
+    expected = f"expected {100 * worst.of_equal:.1f}"
+    return f"{100 * worst.accuracy:.1f}, {expected} ({worst.classes}, {worst.num_test} samples)"
 
 
 def _rises(benchmark: Benchmark) -> list[Block]:
