@@ -749,7 +749,12 @@ NAMED_BY = {
     "TimmConfig": EXPORTS,
     "NTXentConfig": {"trainer/objectives/nt_xent_cycle.py", "trainer/objectives/nt_xent_decoder.py"},
     "WaveformConfig": {"trainer/views/viewmaker.py", COMPOSED},
-    "ExpertImageConfig": {"trainer/analyses/collision.py", "trainer/views/multi_crop.py", COMPOSED},
+    "ExpertImageConfig": {
+        "trainer/analyses/collision.py",
+        "trainer/reports/suppression/published.py",
+        "trainer/views/multi_crop.py",
+        COMPOSED,
+    },
     "RandomMaskConfig": {COMPOSED},
     "ChannelDropoutConfig": {COMPOSED},
     "SpectralConfig": {COMPOSED},

@@ -660,6 +660,8 @@ def _run_keep(args: argparse.Namespace) -> None:
         *(("--limit", args.limit, 1), ("--seed", args.seed, 0), ("--image-size", args.image_size, 1)),
         ("--samples-per-shard", args.samples_per_shard, 1),
     )
+    if _is_taken(args.out):
+        raise UserError(f"{args.out} is not empty; choose another directory, or remove it")
     size = args.image_size or TAR_PICTURE_SIZE
     choices = Choices(test_share=args.test_share, labels=args.labels)
     folder = open_folder(args.root, split=args.split, seed=args.seed, image_size=size, choices=choices)

@@ -17,7 +17,6 @@ from webdataset import TarWriter
 
 from data_pipeline.building.index_tars import DrawnOverlay, write_index
 from data_pipeline.building.tar_scan import Fields, TarFacts
-from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import BASE, NO_LABEL
 from data_pipeline.loading.permutation import KeyedPermutation
@@ -48,15 +47,13 @@ def pack_folder(
     Call it with `unfinished` locked against other builds. Until all is written, the files are in a folder in it, which
     a killed build leaves behind and the next one removes. So no reader takes a part of the tars for the whole.
 
-    Returns the manifest, and the facts of each tar. Raises `UserError` if `out` is not empty, or as `write_index` does.
+    Returns the manifest, and the facts of each tar. Raises `UserError` as `write_index` does.
 
     Args:
         size: width and height in pixels to which pictures are brought when they are read.
         order: the numbers of the pictures to pack, (num_samples,); None for all, in an order that `seed` draws.
         overlay: what is drawn on the pictures when they are read.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is not empty; choose another directory, or remove it")
     num_pictures = len(folder.labels)
     if order is None:
         order = KeyedPermutation(num_pictures, seed, "order of a folder")(np.arange(num_pictures))

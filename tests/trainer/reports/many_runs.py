@@ -17,6 +17,7 @@ from launch.planned_run import default_run_dir
 from tests.tiny_data import write_tiny_pair
 from trainer.analyses.views import analyze_views
 from trainer.probe import main as probe
+from trainer.reports.config_identity import run_identity
 from trainer.run_dir import RunDir, write_json
 from trainer.train import train
 
@@ -71,6 +72,7 @@ def multiply(run_dir: RunDir, home: Path, sweeps: Sequence[str], *, num_lines: i
                 file.write(json.dumps(line) + "\n")
         for path in sorted(run_dir.all_probes.glob("step_*/*.json")):
             result: dict[str, Any] = json.loads(path.read_text())
+            result["run"] = run_identity(config, made.read_provenance())
             if result["checkpoint_step"] > 0:
                 accuracy = float(np.clip(0.3 + 0.5 * quality, 0, 1))
                 result["linear"] |= {"accuracy": accuracy, "best_accuracy": accuracy}
