@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import optimize, special, stats
+from scipy import special
 
 LEVEL = 0.05  # the chance of a false difference; intervals hold 1 - LEVEL
 _MOST_DEGREES = 1e4  # of a prior
@@ -47,14 +47,14 @@ class Estimate:
     @property
     def half_width(self) -> float:
         """Half the width of the 95 % interval."""
-        return self.error * float(stats.t.ppf(1 - LEVEL / 2, self.degrees)) if self.error else 0.0
+        return self.error * float(special.stdtrit(self.degrees, 1 - LEVEL / 2)) if self.error else 0.0
 
     @property
     def p(self) -> float:
         """The two-sided probability of a mean at least as far from 0, if the true mean is 0."""
         if not self.error:
             return 1.0 if self.mean == 0 else 0.0
-        return float(2 * stats.t.sf(abs(self.mean) / self.error, self.degrees))
+        return float(2 * special.stdtr(self.degrees, -abs(self.mean) / self.error))
 
 
 def mean_of(readings: Sequence[Reading]) -> Estimate:
@@ -281,6 +281,8 @@ def _prior(pairs: Sequence[_Variances]) -> _Prior | None:
 
     The more alike the variances are, the more the prior counts.
     """
+    from scipy import optimize  # here, because every report imports this module, and few need this
+
     variance_P = np.array([one.seeds * one.num_seeds for one in pairs])
     if len(pairs) < 3 or not variance_P.any():
         return None
