@@ -15,6 +15,7 @@ from scipy import special
 
 from trainer.probes.features import LabelSpace
 from trainer.probes.result import ProbeResult
+from trainer.provenance import RECORDED_NUM_SAMPLES
 from trainer.reports.protocols import ProtocolArms, by_protocol, label_titles
 from trainer.reports.runs import Arm, Run, datasets_of, join, labels_of, runs_of_arms
 
@@ -129,10 +130,14 @@ def probed_steps(arms: Sequence[Arm]) -> list[str]:
     if not early and len({run.probed_step for run in runs}) < 2:
         return []
     named = [f"{arm.name} at {arm.probed_at}" for arm in early or probed]
-    if len(named) > MOST_NAMED:
-        named = [*named[:MOST_NAMED], f"{len(named) - MOST_NAMED} more"]
     said = "Not all probes are of the end of a training" if early else "The probes are of different steps"
-    return [f"{said}: {join(named)}."]
+    return [f"{said}: {join_some(named)}."]
+
+
+def join_some(names: Sequence[str]) -> str:
+    """Return the first names and the number of those that are left out, in words."""
+    left = len(names) - MOST_NAMED
+    return join([*names[:MOST_NAMED], f"{left} more"] if left > 0 else names)
 
 
 def verdict(arms: Sequence[Arm]) -> list[str]:
@@ -298,8 +303,8 @@ def _share_of_published(runs: Sequence[Run], num_labelled: int) -> list[str]:
 
     The size of the train set is in provenance.json. If it is not, `num_labelled` counts, the samples with a label.
     """
-    known = all(isinstance(run.provenance.get("num_train_samples"), int) for run in runs)
-    sizes = [(run.provenance["num_train_samples"] if known else num_labelled, run.config.num_epochs) for run in runs]
+    known = all(isinstance(run.provenance.get(RECORDED_NUM_SAMPLES), int) for run in runs)
+    sizes = [(run.provenance[RECORDED_NUM_SAMPLES] if known else num_labelled, run.config.num_epochs) for run in runs]
     num_train, epochs = max(sizes, key=lambda size: size[0] * size[1])
     share = num_train * epochs / (PUBLISHED_PICTURES * PUBLISHED_EPOCHS)
     if share >= 1:

@@ -27,9 +27,9 @@ from data_pipeline.core.sections import KIND
 from trainer.config import RunConfig
 from trainer.reports.config_identity import config_identity, identity_settings
 from trainer.reports.curves import COLORS, INK, Chart, chart, color_of, metric_titles
-from trainer.reports.findings import MOST_NAMED
+from trainer.reports.findings import join_some
 from trainer.reports.protocols import by_protocol, label_titles
-from trainer.reports.runs import Arm, Run, datasets_of, join, labels_of, runs_of_arms
+from trainer.reports.runs import Arm, Run, datasets_of, labels_of, runs_of_arms
 
 MAX_LINES: Final = 12  # of one panel; with more values of another axis, as in a random search, points have no lines
 MAX_PANELS: Final = 12  # of one metric over one axis
@@ -228,8 +228,7 @@ def _section(title: str, runs: Sequence[Run], axes: Sequence[Axis], metrics: Map
         runs = [run for run in runs if run.name not in names]
     early = [f"{run.name} at {run.probed_at}" for run in runs if run.probed_step and not run.is_probed_at_end]
     if early:
-        names = [*early[:MOST_NAMED], *([f"{len(early) - MOST_NAMED} more"] if len(early) > MOST_NAMED else [])]
-        notes.append(f"Not all probes are of the end of a training: {join(names)}.")
+        notes.append(f"Not all probes are of the end of a training: {join_some(early)}.")
     for metric_name, metric in metrics.items():
         points = [
             Point({axis.key: value_of(run.config, axis.key) for axis in axes}, y)
