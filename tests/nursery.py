@@ -40,7 +40,7 @@ from tests.processes import kill_tree
 
 PRELOAD = [
     *("torch", "torch.distributed", "torch.nn.parallel", "torch.distributed.run", "torchvision", "numpy", "pydantic"),
-    *("scipy.io", "wandb", "trainer.train", "trainer.probe_runs", "configs", "launch.rank", "launch.sweeps"),
+    *("scipy.io", "wandb", "trainer.train", "trainer.probed_runs.probing", "configs", "launch.rank", "launch.sweeps"),
     "data_pipeline.building.build",
 ]
 _PR_SET_CHILD_SUBREAPER = 36

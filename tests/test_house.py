@@ -131,8 +131,8 @@ def test_a_room_knows_nothing_of(room: str, never: tuple[str, ...]) -> None:
     assert not [module for other in never for module in reached & modules_of(other)]
 
 
-# Planning builds a training from a whole config; analyses and reports read the config of a run.
-MAY_IMPORT_THE_WHOLE_CONFIG = {"planning", "analyses", "reports"}
+# Planning builds a training from a whole config; the others read the config of a run.
+MAY_IMPORT_THE_WHOLE_CONFIG = {"planning", "probed_runs", "analyses", "reports"}
 
 
 def test_a_room_takes_its_section_of_the_config() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests.gloo import run_ranks
 from tests.real_data import REPOSITORY
 from tests.tiny_data import write_tiny_pair
-from tests.trainer.test_export import make_run
+from tests.trainer.exports.test_export import make_run
 from trainer.models import ResNetConfig
 
 NOTEBOOK = REPOSITORY / "docs" / "what-a-viewmaker-drops.ipynb"

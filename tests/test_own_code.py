@@ -37,7 +37,7 @@ from tests.commands import Done, call
 from tests.own_package import add_distribution, install, on_path
 from tests.real_data import REPOSITORY
 from tests.tiny_data import write_tiny_pair
-from tests.trainer.probes.test_probe_command import make_run
+from tests.trainer.probed_runs.test_probe_command import make_run
 from tests.trainer.test_tars import write_tars
 from trainer.config import RunConfig, read_config, read_run_config
 from trainer.distributed.engines.engine import ENGINES
@@ -742,7 +742,7 @@ TABLES = {
 }
 # A view inside another, an analysis of one policy, the engine of a run that says nothing or runs in one process and of
 # the modules that FSDP does not cut, and exports to the libraries that have the same encoder.
-EXPORTS = {"trainer/model_card.py", "trainer/published_models.py"}
+EXPORTS = {"trainer/exports/model_card.py", "trainer/exports/published_models.py"}
 COMPOSED = "trainer/views/composed.py"  # says which of them may be a part of which
 NAMED_BY = {
     "ResNetConfig": EXPORTS,

@@ -14,21 +14,21 @@ from data_pipeline.core.public_names import imported_when_used
 
 if TYPE_CHECKING:
     from trainer.adversary import reverse_gradient
-    from trainer.encoder_export import export_onnx, save_encoder, save_pretrained
+    from trainer.exports.encoder import export_onnx, save_encoder, save_pretrained
+    from trainer.exports.published_models import load_published, to_timm, to_torchvision
     from trainer.pretrained import load_encoder
-    from trainer.published_models import load_published, to_timm, to_torchvision
 else:
     __getattr__ = imported_when_used(
         __name__,
         {
-            "export_onnx": "trainer.encoder_export",
+            "export_onnx": "trainer.exports.encoder",
             "load_encoder": "trainer.pretrained",
-            "load_published": "trainer.published_models",
+            "load_published": "trainer.exports.published_models",
             "reverse_gradient": "trainer.adversary",
-            "save_encoder": "trainer.encoder_export",
-            "save_pretrained": "trainer.encoder_export",
-            "to_timm": "trainer.published_models",
-            "to_torchvision": "trainer.published_models",
+            "save_encoder": "trainer.exports.encoder",
+            "save_pretrained": "trainer.exports.encoder",
+            "to_timm": "trainer.exports.published_models",
+            "to_torchvision": "trainer.exports.published_models",
         },
     )
 

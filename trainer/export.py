@@ -10,7 +10,7 @@ written as a whole or not at all. `trainer.models.load_encoder("encoder.safetens
 the layout of the Hugging Face Hub: config.json, model.safetensors, and a model card as README.md.
 
 The weights of a standard ResNet have torchvision's names, and those of a timm backbone have timm's.
-`trainer.published_models` makes the models of these libraries from an encoder, and reads theirs.
+`trainer.exports.published_models` makes the models of these libraries from an encoder, and reads theirs.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def main() -> None:
         raise UserError("--without-logs is for --results; leave it out")
     if len(arguments.run_dirs) > 1:
         raise UserError(f"one call exports the encoder of one run, and {len(arguments.run_dirs)} are given; pass one")
-    from trainer.encoder_export import export, save_pretrained
+    from trainer.exports.encoder import export, save_pretrained
     from trainer.own_code import import_code_of, warn_of_changed_code
 
     run_dir = open_run(arguments.run_dirs[0])

@@ -116,8 +116,8 @@ def main() -> None:
     from trainer.distributed.collectives import broadcast_object, on_first_rank, rank
     from trainer.distributed.environment import choose_device, process_group, read_env
     from trainer.own_code import import_code_of
-    from trainer.probe_processes import Results, probe_in_processes
-    from trainer.probe_runs import is_probed, probe_each, runs_table
+    from trainer.probed_runs.probing import is_probed, probe_each, runs_table
+    from trainer.probed_runs.processes import Results, probe_in_processes
     from trainer.probes.memory_limit import MemoryLimit
 
     world = read_env(os.environ)
@@ -189,7 +189,7 @@ def main() -> None:
 
 def _probe_together(arguments: argparse.Namespace, run_dirs: Sequence[RunDir], *, device: torch.device) -> None:
     from trainer.distributed.collectives import world_size
-    from trainer.probe_side_by_side import probe_side_by_side, side_by_side_table
+    from trainer.probed_runs.side_by_side import probe_side_by_side, side_by_side_table
 
     others = ["step", "all_steps", "missing", "untrained", "pixels", "at_a_time", "out", "views", "batch_norm", "reads"]
     others += ["memory_gigabytes", "scratch"]

@@ -26,10 +26,10 @@ from configs import resolve_recipe
 from launch.rank import train_on
 from trainer.config import RunConfig, read_run_config
 from trainer.data import read_manifests
-from trainer.encoder_export import export
+from trainer.exports.encoder import export
 from trainer.fault_tolerance.preemption import StoppedError
 from trainer.memory import keep_freed_memory
-from trainer.probe_runs import probe_run
+from trainer.probed_runs.probing import probe_run
 from trainer.provenance import command_line
 from trainer.run_dir import LOCK_NAME, RunDir
 

@@ -16,7 +16,7 @@ from data_pipeline.tools.verify import find_problems
 from tests.photos import build_photos
 from trainer.analyses.loaded_run import AnalysisOptions
 from trainer.analyze import ANALYSES, load_analysis
-from trainer.probe_runs import probe_run
+from trainer.probed_runs.probing import probe_run
 from trainer.reports.page import page
 from trainer.reports.runs import arms_of, read_runs
 from trainer.run_dir import RunDir

@@ -18,7 +18,7 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
 from tests.tiny_data import write_tiny_dataset
-from tests.trainer.probes.test_probe_command import make_run
+from tests.trainer.probed_runs.test_probe_command import make_run
 from tests.trainer.probes.toy import toy_pictures
 from trainer.analyses.loaded_run import AnalysisOptions
 from trainer.analyses.views import analyze_views, mean_change

@@ -18,7 +18,7 @@ from data_pipeline.storage.manifest import Manifest, load_manifest
 from tests.photos import build_photos
 from tests.tiny_data import write_tiny_pair
 from trainer.config import RunConfig
-from trainer.encoder_export import export
+from trainer.exports.encoder import export
 from trainer.models import Encoder, Normalization, ResNetConfig, build_encoder, load_encoder
 from trainer.models.encoder import decide_form
 from trainer.modules import build_modules

@@ -19,7 +19,7 @@ import trainer.probe
 import trainer.report
 from data_pipeline.core.errors import run_command
 from tests.tiny_data import write_tiny_pair
-from tests.trainer.probes.test_probe_command import make_run
+from tests.trainer.probed_runs.test_probe_command import make_run
 from tests.trainer.reports.test_report import Page
 from trainer.reports.runs import read_runs
 from trainer.run_dir import RunDir, write_atomically, write_json

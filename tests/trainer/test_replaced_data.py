@@ -32,7 +32,7 @@ from trainer.config import RunConfig
 from trainer.data import read_agreed_manifests, read_manifests
 from trainer.distributed.collectives import rank
 from trainer.preflight import claim
-from trainer.probe_runs import warn_of_other_data
+from trainer.probed_runs.probing import warn_of_other_data
 from trainer.reports.runs import read_runs
 from trainer.reports.tables import _FACTS
 from trainer.run_dir import RunDir, write_json

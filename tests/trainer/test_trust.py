@@ -22,7 +22,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import difference
 from launch.runs import resubmit
 from tests.tiny_data import write_tiny_pair
-from tests.trainer.probes.test_probe_command import make_run
+from tests.trainer.probed_runs.test_probe_command import make_run
 from trainer.config import read_config
 from trainer.fault_tolerance.step_record import NonFiniteRecord
 from trainer.models import load_encoder

@@ -27,7 +27,7 @@ from trainer.analyses.feature_dropout import (
     right_class_probability,
 )
 from trainer.analyses.loaded_run import AnalysisOptions, load_run
-from trainer.probe_runs import probe_run
+from trainer.probed_runs.probing import probe_run
 from trainer.probes.features import Pictures, read_pictures
 from trainer.probes.heads import Heads, read_heads, write_heads
 from trainer.probes.linear import LinearHead, probe_linear

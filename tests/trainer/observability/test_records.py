@@ -23,7 +23,7 @@ from tests.trainer.reports.test_report import Page, make_run, probe_result, repo
 from trainer.checkpoint.files import all_steps
 from trainer.data import read_manifests
 from trainer.observability.records import read_metrics, read_provenance
-from trainer.probe_runs import checkpoint_steps
+from trainer.probed_runs.probing import checkpoint_steps
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.reports.as_markdown import as_markdown
 from trainer.reports.page import page

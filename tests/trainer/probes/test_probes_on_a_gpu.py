@@ -19,10 +19,10 @@ from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.decode import DecodedSamples
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
-from tests.trainer.probes.test_probe_command import make_run
+from tests.trainer.probed_runs.test_probe_command import make_run
 from tests.trainer.test_on_a_gpu import CUDA, Waits, on_the_gpu
-from trainer import probe_runs
 from trainer.modules import build_modules
+from trainer.probed_runs import probing
 from trainer.probes import features, linear
 from trainer.probes.features import Pictures, extract, read_pictures
 from trainer.probes.knn import knn_classes
@@ -152,7 +152,7 @@ def test_a_full_gpu_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def fill(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
 
-    monkeypatch.setattr(probe_runs, "probe", fill)
+    monkeypatch.setattr(probing, "probe", fill)
     run_dir = make_run(tmp_path / "run", write_tiny_pair(tmp_path, num_train=8, num_test=4))
     with pytest.raises(UserError, match=r"of \S+/run has .* on cpu \(CUDA .* 2.00 GiB\); keep .* --memory-gigabytes"):
-        probe_runs.probe_run(run_dir, steps=None, labels=None, num_draws=1, changes={}, device=CPU)
+        probing.probe_run(run_dir, steps=None, labels=None, num_draws=1, changes={}, device=CPU)

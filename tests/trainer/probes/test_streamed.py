@@ -29,12 +29,12 @@ from data_pipeline.storage.store import SampleStore
 from tests.data_pipeline.loading.test_stream import damage
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
-from tests.trainer.probes.test_probe_command import call, make_run
+from tests.trainer.probed_runs.test_probe_command import call, make_run
 from tests.trainer.test_tars import write_tars
 from trainer.analyses.loaded_run import AnalysisOptions
 from trainer.analyses.views import analyze_views
 from trainer.modules import build_modules
-from trainer.probe_runs import probe
+from trainer.probed_runs.probing import probe
 from trainer.probes import memory_limit
 from trainer.probes.features import Pictures, extract, read_pictures
 from trainer.probes.knn import nearest

@@ -16,7 +16,7 @@ from data_pipeline.building.build import build_dataset
 from data_pipeline.building.index_tars import make_index
 from data_pipeline.building.tar_scan import Fields
 from data_pipeline.storage.manifest import Manifest, load_manifest
-from trainer.probe_runs import probe_run
+from trainer.probed_runs.probing import probe_run
 from trainer.probes.targets import option_difference
 from trainer.run_dir import RunDir
 from trainer.train import train

@@ -14,7 +14,7 @@ import pytest
 from configs import debug
 from data_pipeline.core.errors import UserError
 from tests.tiny_data import write_tiny_pair
-from tests.trainer.probes.test_probe_command import make_run as make_probed_run
+from tests.trainer.probed_runs.test_probe_command import make_run as make_probed_run
 from tests.trainer.reports.test_report import Page, make_run, probe_result, report
 from tests.trainer.reports.test_report_study import study_run
 from trainer.probe import main as probe_main

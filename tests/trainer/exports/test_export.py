@@ -24,8 +24,8 @@ from data_pipeline.core.errors import UserError
 from trainer.checkpoint.save import CheckpointWriter
 from trainer.config import RunConfig
 from trainer.distributed.engines.ddp_engine import DDPEngine
-from trainer.encoder_export import export
 from trainer.export import main
+from trainer.exports.encoder import export
 from trainer.models import (
     Encoder,
     ResNetConfig,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from configs.base import CIFAR10_MEAN, CIFAR10_STD
 from data_pipeline.core.errors import UserError
+from trainer.exports.published_models import load_published, to_timm, to_torchvision
 from trainer.models import Encoder, ResNetConfig, TimmConfig, WideResNet34x5Config, build_encoder
-from trainer.published_models import load_published, to_timm, to_torchvision
 
 NORMALIZATION: dict[str, Any] = {"mean": CIFAR10_MEAN, "std": CIFAR10_STD}
 SMALL_VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "depth": 2}

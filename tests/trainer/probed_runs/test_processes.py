@@ -16,7 +16,7 @@ import pytest
 from tests.nursery import PythonProcess, run_python
 from tests.processes import kill_tree
 from tests.tiny_data import write_tiny_pair
-from tests.trainer.probes.test_probe_command import call, make_run
+from tests.trainer.probed_runs.test_probe_command import call, make_run
 from trainer.probes.result import read_result
 from trainer.run_dir import RunDir, write_json
 

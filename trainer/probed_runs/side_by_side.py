@@ -22,7 +22,7 @@ from trainer.data import Manifests, read_manifests
 from trainer.models.encoder import Encoder
 from trainer.own_code import warn_of_changed_code
 from trainer.pretrained import load_modules
-from trainer.probe_runs import count_shared, warn_of_other_data
+from trainer.probed_runs.probing import count_shared, warn_of_other_data
 from trainer.probes.any_encoder import Accuracy, probe
 from trainer.run_dir import RunDir
 

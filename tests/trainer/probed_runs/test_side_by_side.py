@@ -15,9 +15,9 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.storage.manifest import load_manifest
 from tests.commands import Done, call
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
-from tests.trainer.probes.test_probe_command import make_run
+from tests.trainer.probed_runs.test_probe_command import make_run
 from trainer.pretrained import load_encoder
-from trainer.probe_side_by_side import TOGETHER, SideBySide, probe_side_by_side
+from trainer.probed_runs.side_by_side import TOGETHER, SideBySide, probe_side_by_side
 from trainer.probes.any_encoder import probe
 from trainer.probes.linear import ProbeConfig
 from trainer.run_dir import RunDir, write_json

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from data_pipeline.core.errors import UserError
-from trainer.model_card import config_of_the_hub, model_card, model_card_of_run
+from trainer.exports.model_card import config_of_the_hub, model_card, model_card_of_run
 from trainer.models.encoder import Encoder
 from trainer.modules import TrainedModules
 from trainer.open_settings import recorded_input_size

@@ -15,13 +15,13 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-import trainer.encoder_export
+import trainer.exports.encoder
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
-from tests.trainer.test_export import CIFAR10, TINY, features_of, make_run, pictures
-from trainer.encoder_export import export, export_onnx, save_encoder, save_pretrained
+from tests.trainer.exports.test_export import CIFAR10, TINY, features_of, make_run, pictures
 from trainer.export import main
+from trainer.exports.encoder import export, export_onnx, save_encoder, save_pretrained
 from trainer.models import Encoder, ResNetConfig, TimmConfig, build_encoder, load_encoder
 from trainer.models.encoder import Normalization
 from trainer.run_dir import RunDir, write_json
@@ -306,7 +306,7 @@ def test_what_cannot_be_exported_is_one_sentence(
         with pytest.raises(UserError, match=message) as refusal:
             action()
         assert "\n" not in str(refusal.value)
-    monkeypatch.setattr(trainer.encoder_export.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(trainer.exports.encoder.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
     with pytest.raises(UserError, match=r"needs the package onnx; install it with pip install -e '\.\[onnx\]'"):
         export_onnx(own_encoder(), tmp_path / "x.onnx", image_size=(32, 32))
     assert {path.name for path in tmp_path.iterdir()} == {"empty"}

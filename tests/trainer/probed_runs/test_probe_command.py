@@ -31,7 +31,7 @@ from trainer.distributed.collectives import rank
 from trainer.modules import build_modules
 from trainer.pretrained import load_modules
 from trainer.probe import main
-from trainer.probe_runs import majority_share, probe, probe_each, runs_table
+from trainer.probed_runs.probing import majority_share, probe, probe_each, runs_table
 from trainer.probes.any_encoder import probe as probe_any
 from trainer.probes.curve import Curves, Point, ProbeCurve, curve_of, read_curves
 from trainer.probes.features import Pictures, read_pictures
@@ -513,7 +513,7 @@ def test_no_train_picture_bears_the_very_overlay_of_a_test_picture(
         seen.update(pictures)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trainer.probe_runs.probe", look)
+    monkeypatch.setattr("trainer.probed_runs.probing.probe", look)
     with pytest.raises(KeyboardInterrupt):
         call(monkeypatch, run_dir.path, "--allow-shared", 1)
     same_NHW = (seen["train"].images_NCHW == seen["test"].images_NCHW).all(1)
@@ -633,7 +633,7 @@ def fail_on_one_rank(study: str) -> str:
             raise UserError(f"{run_dir.path.name} failed here alone")
         return {}
 
-    with mock.patch("trainer.probe_runs.probe_run", fail):
+    with mock.patch("trainer.probed_runs.probing.probe_run", fail):
         try:
             return str(probe_each([first, second]))
         except UserError as error:

@@ -25,7 +25,7 @@ from data_pipeline.core.processes import end_with_parent
 from data_pipeline.core.progress import Progress
 from trainer.distributed.environment import choose_device, process_group, read_env
 from trainer.own_code import import_code_of
-from trainer.probe_runs import print_not_probed, probe_run
+from trainer.probed_runs.probing import print_not_probed, probe_run
 from trainer.probes.features import LabelSpace
 from trainer.probes.result import ProbeResult
 from trainer.run_dir import RunDir
