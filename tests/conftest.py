@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -27,6 +28,8 @@ SECONDS = {"slurm": 15, "process": 8, "ranks": 6, "slow": 4}  # about, of a test
 
 def pytest_configure() -> None:
     tiers.watch_processes()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: every process of a test would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
