@@ -172,9 +172,9 @@ def void(_: object) -> None:
     """What a step gives is not looked at."""
 
 
-def matrix_rate(device: torch.device, precision: str) -> float:
-    """Floating-point operations a second of a product of large matrices."""
-    size = 8192 if device.type == "cuda" else 1024
+def matrix_rate(device: torch.device, precision: str, *, size: int | None = None) -> float:
+    """Return the floating-point operations a second of a product of matrices, which are large if no size is given."""
+    size = size or (8192 if device.type == "cuda" else 1024)
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     matrix = torch.randn(size, size, device=device, dtype=dtype)
     matrix @ matrix

@@ -130,14 +130,15 @@ def captured_against_eager(setting: Setting, recipe: str) -> Outcome:
     settings = ["precision=bfloat16", "channels_last=true"]
 
     captures: list[bool] = []
+    num_steps = 4 if setting.is_tiny else _NUM_STEPS
 
     def losses(compile_setting: str) -> Tensor:
         config = config_of(setting, recipe, f"compile={compile_setting}", *settings)
         training = build_training(config, num_samples=50_000, device=setting.device)
         found = []
-        for step in range(_NUM_STEPS):
+        for step in range(num_steps):
             batch = batch_of(config, step=step, device=setting.device)
-            rates = training.learning_rates(step, num_steps=_NUM_STEPS)
+            rates = training.learning_rates(step, num_steps=num_steps)
             # A recorded step reads its rates in float32.
             in_float32 = {name: torch.tensor(rate).item() for name, rate in rates.items()}
             output = training.step(batch, learning_rates=in_float32)

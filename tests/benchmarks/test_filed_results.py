@@ -12,7 +12,7 @@ import pytest
 from configs.resolve import resolve_study
 from launch.planned_run import default_run_dir
 from tests.trainer.reports.test_report_suppression import report
-from trainer.config import read_run_config
+from trainer.config import RunConfig, read_run_config
 from trainer.probes.result import labels_in
 from trainer.run_dir import RunDir, runs_of
 
@@ -28,24 +28,28 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunDir]:
     return [RunDir(path) for path in runs_of([home / "suppression_small"])]
 
 
-def test_filed_results_are_of_the_runs_that_the_study_trains(runs: list[RunDir]) -> None:
+@pytest.fixture(scope="module")
+def configs(runs: list[RunDir]) -> list[RunConfig]:
+    return [read_run_config(run) for run in runs]
+
+
+def test_filed_results_are_of_the_runs_that_the_study_trains(runs: list[RunDir], configs: list[RunConfig]) -> None:
     study = {default_run_dir(config).name: config for config in resolve_study("studies:suppression_small")}
-    for run in runs:
-        assert read_run_config(run) == study[run.path.name], run.path.name
+    for run, config in zip(runs, configs, strict=True):
+        assert config == study[run.path.name], run.path.name
 
 
-def test_every_filed_run_is_finished_and_probed_for_every_label(runs: list[RunDir]) -> None:
+def test_every_filed_run_is_finished_and_probed_for_every_label(runs: list[RunDir], configs: list[RunConfig]) -> None:
     assert runs
-    for run in runs:
-        wanted = read_run_config(run).probe.labels
+    for run, config in zip(runs, configs, strict=True):
+        wanted = config.probe.labels
         assert wanted is not None
         assert set(wanted) <= set(labels_in(run.probes(run.read_provenance()["finished_step"]))), run.path.name
 
 
-def test_every_filed_setting_has_its_floors(runs: list[RunDir]) -> None:
+def test_every_filed_setting_has_its_floors(runs: list[RunDir], configs: list[RunConfig]) -> None:
     floors: dict[tuple[str, str, int], set[str]] = {}
-    for run in runs:
-        config = read_run_config(run)
+    for run, config in zip(runs, configs, strict=True):
         factors = config.tracking.factors
         found = floors.setdefault((factors["setting"], factors["difficulty"], config.seed), set())
         found |= {path.stem for path in run.probes(0).glob("*.json")}

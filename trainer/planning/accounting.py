@@ -49,6 +49,8 @@ class Accounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # asks for the device of a tensor
+            return func(*args, **kwargs)
         if func.namespace == "c10d":
             name = func.name().partition("::")[2].strip("_").removesuffix("_base")
             self.sent_bytes[name] += _sent(func, args)

@@ -37,6 +37,7 @@ NOT_IDENTITY = (
     "probe.online_num_test",
     "probe.min_group_size",
 )
+_SECTIONS_OUTSIDE_IDENTITY = tuple(f"{name}." for name in NOT_IDENTITY)
 
 
 def config_identity(config: RunConfig) -> str:
@@ -63,4 +64,4 @@ def run_identity(config: RunConfig, provenance: Mapping[str, Any]) -> str | None
 def _is_ignored(key: str) -> bool:
     if key.startswith("data.mixture.") and key.endswith(".train_dir"):  # as data.train_dir
         return True
-    return any(key == name or key.startswith(f"{name}.") for name in NOT_IDENTITY)
+    return key in NOT_IDENTITY or key.startswith(_SECTIONS_OUTSIDE_IDENTITY)

@@ -9,7 +9,7 @@ import struct
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,9 +35,14 @@ TURNS = range(1, 9)
 
 
 @cache
+def whole_photo(name: str) -> Image.Image:
+    return Image.fromarray(load_sample_image(name))
+
+
+@cache
 def photo(height: int, width: int, name: str = "china.jpg") -> Image.Image:
     """Return a real picture, stretched."""
-    return Image.fromarray(load_sample_image(name)).resize((width, height), Image.Resampling.LANCZOS)
+    return whole_photo(name).resize((width, height), Image.Resampling.LANCZOS)
 
 
 def encode(picture: Image.Image, kind: str = "JPEG", **options: Any) -> memoryview:
@@ -54,6 +59,7 @@ def exif(orientation: int) -> Image.Exif:
     return written
 
 
+@lru_cache(maxsize=1)
 def upright(file: memoryview) -> NDArray[np.float64]:
     """Return all pixels as Pillow decodes them, (H, W, 3)."""
     with Image.open(io.BytesIO(file)) as picture:

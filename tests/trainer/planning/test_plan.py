@@ -127,16 +127,28 @@ def test_a_plan_counts_what_is_kept_for_the_metrics_of_a_viewmaker_in_a_composit
     assert composed - alone == 2 * BATCH_SIZE * math.prod(SHAPE) * 4  # both inputs; its views are there in any case
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    "run", ["viewmaker in turns", "micro batches", "moco", "simsiam", "supervised", "multi-crop", "bank"]
-)
-def test_what_is_sent_is_what_two_ranks_send(run: str) -> None:
-    config = configure(run)
-    found = planned(config, ranks=2)
+DDP = ("viewmaker in turns", "micro batches", "moco", "simsiam", "supervised", "multi-crop", "bank")
+FSDP = ("viewmaker in turns", "micro batches")
+
+
+def sent_bytes(configs: dict[str, RunConfig], num_before: dict[str, int]) -> dict[str, dict[str, int]]:
+    """Return what a step of each config sends, after `num_before` others."""
+    return {name: measured(config, num_before.get(name, 0)).sent_bytes for name, config in configs.items()}
+
+
+@pytest.fixture(scope="module")
+def sent_by_ddp() -> list[dict[str, dict[str, int]]]:
+    """Return what each of two ranks sends in every run of `DDP`."""
     # DDP plans its buckets anew, once, when a module is called again after its first backward.
-    num_before = 2 if run == "viewmaker in turns" else 0
-    assert [real.sent_bytes for real in run_ranks(measured, 2, config, num_before)] == [found.sent_bytes] * 2
+    num_before = {"viewmaker in turns": 2}
+    return run_ranks(sent_bytes, 2, {run: configure(run) for run in DDP}, num_before, timeout_s=300)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("run", DDP)
+def test_what_is_sent_is_what_two_ranks_send(run: str, sent_by_ddp: list[dict[str, dict[str, int]]]) -> None:
+    found = planned(configure(run), ranks=2)
+    assert [of_rank[run] for of_rank in sent_by_ddp] == [found.sent_bytes] * 2
 
 
 def zero(stage: int, *, offload: bool = False) -> RunConfig:
@@ -145,24 +157,24 @@ def zero(stage: int, *, offload: bool = False) -> RunConfig:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("stage", [1, 2])
-def test_what_is_sent_is_what_two_ranks_of_zero_send(stage: int) -> None:
+def test_what_is_sent_is_what_two_ranks_of_zero_send() -> None:
     pytest.importorskip("deepspeed")
-    config = zero(stage)
-    found = planned(config, ranks=2)
-    assert [real.sent_bytes for real in run_ranks(measured, 2, config, 1)] == [found.sent_bytes] * 2
+    configs = {f"stage {stage}": zero(stage) for stage in (1, 2)}
+    found = {name: planned(config, ranks=2).sent_bytes for name, config in configs.items()}
+    assert run_ranks(sent_bytes, 2, configs, dict.fromkeys(configs, 1), timeout_s=300) == [found] * 2
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("run", ["viewmaker in turns", "micro batches"])
-def test_what_is_sent_is_what_two_ranks_of_fsdp_send(run: str) -> None:
-    config = configure(run, "engine.kind=fsdp")
-    found = planned(config, ranks=2)
-    assert [real.sent_bytes for real in run_ranks(measured, 2, config, 2)] == [found.sent_bytes] * 2
-    of_ddp = planned(configure(run), ranks=2)
-    encoder = found.num_parameters["encoder"] * 4
-    assert of_ddp.gradient_bytes - found.gradient_bytes == encoder // 2
-    assert "all parameters count" in describe(found)
+def test_what_is_sent_is_what_two_ranks_of_fsdp_send() -> None:
+    configs = {run: configure(run, "engine.kind=fsdp") for run in FSDP}
+    plans = {run: planned(config, ranks=2) for run, config in configs.items()}
+    sent = {run: found.sent_bytes for run, found in plans.items()}
+    assert run_ranks(sent_bytes, 2, configs, dict.fromkeys(configs, 2), timeout_s=300) == [sent] * 2
+    for run, found in plans.items():
+        of_ddp = planned(configure(run), ranks=2)
+        encoder = found.num_parameters["encoder"] * 4
+        assert of_ddp.gradient_bytes - found.gradient_bytes == encoder // 2
+        assert "all parameters count" in describe(found)
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from data_pipeline.storage.manifest import INDEX_NAME
 from data_pipeline.storage.store import SampleStore
 from tests.data_pipeline.loading.test_stream import damage
 from tests.gloo import run_ranks
+from tests.nursery import PythonProcess
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from tests.trainer.probed_runs.test_probe_command import call, make_run
 from tests.trainer.test_tars import write_tars
@@ -307,9 +308,9 @@ print("sum", total, "peak", peak - before)
 """
 
 
-def encode(directory: Path, scratch: Path, *, max_bytes: int, seconds: float = 0) -> subprocess.Popen[str]:
+def encode(directory: Path, scratch: Path, *, max_bytes: int, seconds: float = 0) -> PythonProcess[str]:
     arguments = [sys.executable, "-c", _ENCODE, str(directory), str(scratch), str(max_bytes), str(seconds)]
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3])
+    return PythonProcess(arguments, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3])
 
 
 @pytest.mark.process

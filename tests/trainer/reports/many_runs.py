@@ -22,6 +22,7 @@ from trainer.run_dir import RunDir, write_json
 from trainer.train import train
 
 CPU = torch.device("cpu")
+_LOSS = "train/loss"
 
 
 def train_one(directory: Path, *, epochs: int = 4) -> RunDir:
@@ -55,7 +56,9 @@ def multiply(run_dir: RunDir, home: Path, sweeps: Sequence[str], *, num_lines: i
     rng = np.random.default_rng(seed)
     space = read_space(sweeps, None, overrides=[])
     sweep = resolve_sweep(str(run_dir.config), space, overrides=[], group=home.name)
-    lines = run_dir.read_metrics()
+    steps = range(1, num_lines + 1)
+    lines = [{name: value for name, value in line.items() if name != _LOSS} for line in run_dir.read_metrics()]
+    texts = [json.dumps(lines[(step - 1) % len(lines)] | {"step": step}) for step in steps]
     found = []
     for config in sweep.runs:
         made = RunDir(home / default_run_dir(config).name)
@@ -65,11 +68,10 @@ def multiply(run_dir: RunDir, home: Path, sweeps: Sequence[str], *, num_lines: i
         temperature = getattr(config.objective, "temperature", 0.5)
         distance = abs(np.log10(temperature / 0.2)) + 0.7 * abs(np.log10(config.optimizer.learning_rate / 0.03))
         quality = 1 / (1 + distance) + 0.02 * rng.standard_normal()
+        losses = (3 - 2 * quality) * (1 + 5 / np.array(steps)) + 0.05 * rng.standard_normal(num_lines)
         with made.metrics.open("w") as file:
-            for step in range(1, num_lines + 1):
-                line = lines[(step - 1) % len(lines)] | {"step": step}
-                line |= {"train/loss": float((3 - 2 * quality) * (1 + 5 / step) + 0.05 * rng.standard_normal())}
-                file.write(json.dumps(line) + "\n")
+            for text, loss in zip(texts, losses.tolist(), strict=True):
+                file.write(f'{text.removesuffix("}")}, "{_LOSS}": {loss}}}\n')
         for path in sorted(run_dir.all_probes.glob("step_*/*.json")):
             result: dict[str, Any] = json.loads(path.read_text())
             result["run"] = run_identity(config, made.read_provenance())

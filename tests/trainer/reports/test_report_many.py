@@ -39,6 +39,16 @@ def fifty(run: RunDir, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return multiply(run, tmp_path_factory.mktemp("fifty") / "sweep", SWEEPS, num_lines=150)
 
 
+@pytest.fixture(scope="module")
+def page_of_fifty(fifty: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the page of the 50 runs."""
+    directory = tmp_path_factory.mktemp("page")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(directory / "cache"))
+        report(monkeypatch, directory / "out.html", *fifty)
+    return directory / "out.html"
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put the index of reports into a directory of the test."""
@@ -72,10 +82,8 @@ def test_three_hundred_runs_are_one_page_within_seconds_of_a_core(
     assert len(html) < 10e6
 
 
-def test_the_page_of_many_has_one_script_which_its_policy_names_and_asks_for_nothing(
-    fifty: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    html = report(monkeypatch, tmp_path / "out.html", *fifty)
+def test_the_page_of_many_has_one_script_which_its_policy_names_and_asks_for_nothing(page_of_fifty: Path) -> None:
+    html = page_of_fifty.read_text()
     page = Page(html)
     assert page.tags.count("script") == 1
     assert all(reference.startswith(("data:image/png;base64,", "#")) for reference in page.references)
@@ -148,13 +156,14 @@ def test_the_index_gives_what_the_files_give_and_notices_every_change(fifty: lis
 def test_a_cache_that_cannot_be_written_costs_nothing_but_time(
     fifty: list[Path], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_index = report(monkeypatch, tmp_path / "a.html", *fifty)
+    runs = fifty[10:25]
+    with_index = report(monkeypatch, tmp_path / "a.html", *runs)
     shutil.rmtree(cache, ignore_errors=True)
     cache.parent.mkdir(parents=True, exist_ok=True)
     cache.write_text("a file in its place")
-    assert report(monkeypatch, tmp_path / "b.html", *fifty) == with_index
+    assert report(monkeypatch, tmp_path / "b.html", *runs) == with_index
     cache.unlink()
-    assert report(monkeypatch, tmp_path / "c.html", "--no-index", *fifty) == with_index
+    assert report(monkeypatch, tmp_path / "c.html", "--no-index", *runs) == with_index
     assert not cache.exists()
 
 
@@ -181,12 +190,9 @@ SHOWN = "[...document.querySelectorAll('.runs tbody tr')].filter(row => !row.hid
 
 @needs_chromium()
 @pytest.mark.process
-def test_the_table_filters_sorts_and_hides_in_a_browser(
-    fifty: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tab: Tab
-) -> None:
-    report(monkeypatch, tmp_path / "out.html", *fifty)
+def test_the_table_filters_sorts_and_hides_in_a_browser(page_of_fifty: Path, tab: Tab) -> None:
     tab.complaints.clear()
-    tab.open(tmp_path / "out.html", width=1280)
+    tab.open(page_of_fifty, width=1280)
     assert tab.evaluate(f"{SHOWN}.length") == 25
     assert tab.evaluate("document.querySelector('.count').textContent") == "25 of 25"
 
@@ -231,14 +237,11 @@ def test_the_table_filters_sorts_and_hides_in_a_browser(
 @needs_chromium()
 @pytest.mark.process
 @pytest.mark.parametrize("width", [390, 1280])
-def test_the_page_of_many_fits_a_phone_and_a_desk(
-    width: int, fifty: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tab: Tab
-) -> None:
+def test_the_page_of_many_fits_a_phone_and_a_desk(width: int, page_of_fifty: Path, tab: Tab) -> None:
     from tests.trainer.reports.test_report_in_a_browser import BROKEN, CUT, HIDDEN
 
-    report(monkeypatch, tmp_path / "out.html", *fifty)
     tab.complaints.clear()
-    tab.open(tmp_path / "out.html", width=width)
+    tab.open(page_of_fifty, width=width)
     assert tab.evaluate("document.documentElement.scrollWidth") == width
     assert tab.evaluate(CUT) == []
     assert tab.evaluate(HIDDEN) == []
