@@ -17,10 +17,10 @@ from tests import tiers
 # The runtime of OpenMP reads this when torch is imported, here and in every process that a test starts.
 THREADS = os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("NUMBA_NUM_THREADS", THREADS)  # which UMAP's library sets for torch as well
-# torch.compile compiles in the process that asks, without a pool of others, and takes most instruction sets from
-# /proc/cpuinfo: to try one, it starts a new interpreter, for two seconds.
+# torch.compile compiles in the process that asks, without a pool of others, and for scalars: to try an instruction set
+# for vectors, it starts a new interpreter, for two seconds.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 FOLDERS = {"slurm": "slurm", "e2e": "process"}  # the mark of every test in a folder of tests/
 SECONDS = {"slurm": 15, "process": 8, "ranks": 6, "slow": 4}  # about, of a test with this mark

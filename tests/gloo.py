@@ -35,7 +35,8 @@ T = TypeVar("T")
 
 # None of these starts a thread when it is imported.
 _PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "torchvision", "numpy", "pytest", "pydantic"]
-_PRELOAD += ["scipy.io", "timm", "wandb", "trainer.train", "tests.frozen"]
+_PRELOAD += ["scipy.io", "timm", "wandb", "trainer.train"]
+_PRELOAD += ["torch._inductor.compile_fx", "tests.frozen"]  # DeepSpeed imports it, for seconds, in each rank
 # Python's own server keeps the modules of the first caller, such as a build: each rank would import the others anew.
 _server = forkserver.ForkServer()
 _server.set_forkserver_preload(_PRELOAD)

@@ -120,6 +120,10 @@ def test_every_objective_and_every_kind_of_views_of_pictures_is_compiled() -> No
     assert [kind for kind in VIEWS if kind not in tried] == ["spectral", "waveform"]
 
 
+CONVNET = (  # which is compiled sooner than a ResNet
+    "encoder={kind: convnet, image_size: [16, 16], embedding_size: 16, mean: [0.5, 0.5, 0.5], std: [0.25, 0.25, 0.25], "
+    "head: {hidden_sizes: [8], batch_norm: true, bias: false, defaults: keras}}"
+)
 BY_EPOCH = f"views={{kind: by_epoch, policies: [{{kind: expert_image}}, {SMALL}, {{kind: random_mask}}]}}"
 
 
@@ -134,7 +138,7 @@ def test_networks_are_compiled_again_where_the_watchdog_has_patience(
 ) -> None:
     """Compiling gives no sign of life. Random masks come last: the encoder sees them as it sees the expert views."""
     torch._dynamo.reset()
-    config = configure("debug:viewmaker", [override, "encoder.width=2", "num_epochs=3", "watchdog.enabled=false"])
+    config = configure("debug:viewmaker", [override, CONVNET, "num_epochs=3", "watchdog.enabled=false"])
     training = build_training(config, num_samples=64, num_classes=NUM_CLASSES, device=CPU)
     backend, patience = CountingBackend(), {}
 

@@ -24,34 +24,44 @@ from trainer.provenance import RECORDED_CONFIG, add_to_provenance
 from trainer.run_dir import RunDir
 from trainer.train import train
 
-NUM_STEPS = 20
-IN_FLOAT64 = ["precision=float64", "checkpoint_every_steps=10"]  # the same for all, so that they share runs
+NUM_STEPS, HALF = 10, 5  # two epochs
+IN_FLOAT64 = ["precision=float64", f"checkpoint_every_steps={HALF}"]  # the same for all, so that they share runs
+# It has fewer batch norms, and so fewer messages, than the ResNet of the recipes.
+CONVNET, CONVNET_OF_32 = (
+    f"encoder={{kind: convnet, image_size: [{size}, {size}], embedding_size: 16, mean: [0.5, 0.5, 0.5], "
+    "std: [0.25, 0.25, 0.25], head: {hidden_sizes: [8], batch_norm: true, bias: false, defaults: keras}}"
+    for size in (16, 32)
+)
 ALTERNATING = ["adversary.update=alternating", "adversary.weight=0.5"]
 BANK = ["objective.kind=instance_discrimination", "objective.num_negatives=32"]
+FEW_SOUNDS = ["global_batch_size=8"]  # a step of sounds takes longer than one of pictures
 CROP_AND_VIEWMAKER = "{kind: sequence, parts: [{kind: expert_image}, {kind: viewmaker, base_width: 4}]}"
 COMPOSED = f"views={{kind: pair, first: {CROP_AND_VIEWMAKER}, second: {{kind: expert_image}}}}"
 STEPS = {
     "expert": ("debug:image", []),
     "simultaneous": ("debug:viewmaker", []),
-    "alternating": ("debug:viewmaker", ALTERNATING),
+    "alternating": ("debug:viewmaker", [*ALTERNATING, CONVNET]),
     # With seed 0, some pixel lies at the edge of the clamp up to rounding, and the trajectories part by 1e-8. Without
     # the clamp (views.clamp=false) they agree with seed 0 as well.
     "published": ("debug:viewmaker", ["objective.kind=nt_xent_published", "seed=5"]),
-    "info_nce": ("debug:viewmaker", ["objective.kind=info_nce"]),
+    "info_nce": ("debug:viewmaker", ["objective.kind=info_nce", CONVNET]),
     "split": ("debug:image", ["objective.kind=split", "view_forwards=one"]),
-    "linear": ("debug:image", ["objective.kind=linear"]),
-    "barlow_twins": ("debug:viewmaker", ["objective.kind=barlow_twins", "adversary.freeze_step=9"]),
-    "moco": ("debug:image", ["objective.kind=moco", "objective.queue_size=64"]),
-    "simsiam": ("debug:viewmaker", ["objective.kind=simsiam", *ALTERNATING, "adversary.viewmaker_steps=2"]),
-    "byol": ("debug:viewmaker", ["objective.kind=byol", "objective.predictor.hidden_sizes=[8]", *ALTERNATING]),
+    "linear": ("debug:image", ["objective.kind=linear", CONVNET]),
+    "barlow_twins": ("debug:viewmaker", ["objective.kind=barlow_twins", "adversary.freeze_step=4"]),
+    "moco": ("debug:image", ["objective.kind=moco", "objective.queue_size=64", CONVNET]),
+    "simsiam": ("debug:viewmaker", ["objective.kind=simsiam", *ALTERNATING, "adversary.viewmaker_steps=2", CONVNET]),
+    "byol": ("debug:viewmaker", ["objective.kind=byol", "objective.predictor.hidden_sizes=[8]", *ALTERNATING, CONVNET]),
     "composed": ("debug:viewmaker", [COMPOSED]),
-    "instance_discrimination": ("debug:viewmaker", [*BANK, *ALTERNATING]),
-    "dropout_rate": ("debug:viewmaker", ["views.dropout_rate=0.1"]),
-    "online": ("debug:viewmaker", ["data.overlay=online"]),
-    "online_per_view": ("debug:image", ["data.overlay=online_per_view", "data.placement=stream"]),
-    "sounds_spectral": ("debug:audio", []),
-    "sounds_waveform": ("debug:audio", ["views.kind=waveform", "data.overlay=online", "data.placement=stream"]),
-    "sounds_viewmaker": ("debug:audio_viewmaker", ["views.waveform={}", "views.downsample_to=16"]),
+    "instance_discrimination": ("debug:viewmaker", [*BANK, *ALTERNATING, CONVNET]),
+    "dropout_rate": ("debug:viewmaker", ["views.dropout_rate=0.1", CONVNET]),
+    "online": ("debug:viewmaker", ["data.overlay=online", CONVNET_OF_32]),
+    "online_per_view": ("debug:image", ["data.overlay=online_per_view", "data.placement=stream", CONVNET_OF_32]),
+    "sounds_spectral": ("debug:audio", FEW_SOUNDS),
+    "sounds_waveform": (
+        "debug:audio",
+        [*FEW_SOUNDS, "views.kind=waveform", "data.overlay=online", "data.placement=stream"],
+    ),
+    "sounds_viewmaker": ("debug:audio_viewmaker", [*FEW_SOUNDS, "views.waveform={}", "views.downsample_to=16"]),
 }
 
 
@@ -67,7 +77,7 @@ def online_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_sound_pair(tmp_path_factory.mktemp("sounds"), num_train=83, num_test=20)
+    return write_tiny_sound_pair(tmp_path_factory.mktemp("sounds"), num_train=43, num_test=20)
 
 
 def configure(data: Path, recipe: str, overrides: list[str]) -> RunConfig:
@@ -127,7 +137,7 @@ def test_ranks_follow_one_process(
     tmp_path: Path,
     alone: Callable[[RunConfig], Path],
 ) -> None:
-    """20 steps with the recipe's learning rates, each rank on its part of the batch, in float64.
+    """10 steps with the recipe's learning rates, each rank on its part of the batch, in float64.
 
     In float32 the same trajectories diverge after some ten steps, when rounding pushes the first ReLU over zero. So do
     two runs of one process whose weights differ by 1e-7. Float64 shows the equality that the system promises.
@@ -176,14 +186,14 @@ def test_an_overlay_is_new_in_every_epoch_unless_it_is_baked_in(data: Path, onli
 def test_the_state_of_an_objective_is_taken_up_by_any_number_of_ranks(
     kind: str, data: Path, tmp_path: Path, alone: Callable[[RunConfig], Path]
 ) -> None:
-    """From a checkpoint of one process at step 10, one process ends in the same bits, two in the same numbers."""
+    """From a checkpoint of one process at step 5, one process ends in the same bits, two in the same numbers."""
     recipe, overrides = STEPS[kind]
     config = configure(data, recipe, [*IN_FLOAT64, *overrides])
     whole = alone(config)
     for num_ranks in (1, 2):
         run_dir = RunDir(shutil.copytree(whole, tmp_path / f"{num_ranks}"))
         shutil.rmtree(run_dir.checkpoint(NUM_STEPS))
-        run_dir.latest.write_text(run_dir.checkpoint(10).name + "\n")
+        run_dir.latest.write_text(run_dir.checkpoint(HALF).name + "\n")
         run_ranks(train_on_rank, num_ranks, config, run_dir.path)
         for player in ("encoder", "objective"):
             expected, found = final_state(whole, player), final_state(run_dir.path, player)
@@ -195,25 +205,28 @@ def test_the_state_of_an_objective_is_taken_up_by_any_number_of_ranks(
 
 @pytest.mark.ranks
 def test_ranks_follow_one_process_in_float32(data: Path, tmp_path: Path) -> None:
-    """At a small learning rate few ReLUs are pushed over zero: equal to 1e-5 at first, to 1e-4 in all 20 steps."""
+    """At a small learning rate few ReLUs are pushed over zero: equal to 1e-5 in all steps."""
     config = configure(data, "debug:image", ["optimizer.learning_rate=0.003"])
     for num_ranks in (1, 2):
         run_ranks(train_on_rank, num_ranks, config, tmp_path / str(num_ranks))
     alone, together = (
         [entry["train/loss"] for entry in RunDir(tmp_path / str(num_ranks)).read_metrics()] for num_ranks in (1, 2)
     )
-    np.testing.assert_allclose(together[:10], alone[:10], rtol=1e-5)
-    np.testing.assert_allclose(together, alone, rtol=1e-4)
+    np.testing.assert_allclose(together, alone, rtol=1e-5)
 
 
 @pytest.mark.ranks
 def test_deepspeed_follows_ddp_and_each_goes_on_from_itself_on_other_ranks(data: Path, tmp_path: Path) -> None:
-    """Both players train under ZeRO 2 on two ranks, then from step 10 on one rank; only rounding differs.
+    """Both players train under ZeRO 2 on two ranks, then from step 5 on one rank; only rounding differs.
 
     Two things would raise the rounding of float32 to 10⁻⁴ within these steps, by chance of seed and processor: pixels
     at the edge of the clamp, and Adam, which turns the smallest gradients into whole steps.
     """
-    slow = ["optimizer.learning_rate=0.001", "adversary.optimizer.learning_rate=0.0001", "checkpoint_every_steps=10"]
+    slow = [
+        "optimizer.learning_rate=0.001",
+        "adversary.optimizer.learning_rate=0.0001",
+        f"checkpoint_every_steps={HALF}",
+    ]
     slow += ["views.clamp=false", "adversary.optimizer.epsilon=0.001"]
     curves = {}
     for engine in ("ddp", "deepspeed"):
@@ -224,17 +237,17 @@ def test_deepspeed_follows_ddp_and_each_goes_on_from_itself_on_other_ranks(data:
     np.testing.assert_allclose(curves["deepspeed"], curves["ddp"], rtol=1e-5)
     run_dir = RunDir(shutil.copytree(tmp_path / "deepspeed", tmp_path / "again"))
     shutil.rmtree(run_dir.checkpoint(NUM_STEPS))
-    run_dir.latest.write_text(run_dir.checkpoint(10).name + "\n")
+    run_dir.latest.write_text(run_dir.checkpoint(HALF).name + "\n")
     run_ranks(train_on_rank, 1, config, run_dir.path)
     again = [entry["train/loss"] for entry in run_dir.read_metrics()]
     np.testing.assert_allclose(again, curves["deepspeed"], rtol=1e-5)
 
 
 def goes_on(run_dir: Path, config: RunConfig, num_ranks: int, copy: Path) -> Path:
-    """Train a copy of a run from its step 10 on, with the engine of `config` on so many ranks; return the copy."""
+    """Train a copy of a run from its step 5 on, with the engine of `config` on so many ranks; return the copy."""
     run = RunDir(shutil.copytree(run_dir, copy))
     shutil.rmtree(run.checkpoint(NUM_STEPS))
-    run.latest.write_text(run.checkpoint(10).name + "\n")
+    run.latest.write_text(run.checkpoint(HALF).name + "\n")
     run.config.write_text(config.model_dump_json())  # a run keeps its settings, so this is another run
     add_to_provenance(run, **{RECORDED_CONFIG: config.model_dump(mode="json")})
     run_ranks(train_on_rank, num_ranks, config, copy)

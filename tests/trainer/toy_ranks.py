@@ -129,17 +129,17 @@ def signal_the_sidecar_and_freeze(watchdog: Watchdog) -> None:
 
 
 def work_for_long(watchdog: Watchdog) -> None:
-    """Compute for two seconds of processor time, in one step without a sign of life."""
+    """Compute for 1.5 seconds of processor time, in one step without a sign of life."""
     _take_three_steps(watchdog)
     began = time.thread_time()
-    while time.thread_time() < began + 2:
+    while time.thread_time() < began + 1.5:
         pass
 
 
 def wait_for_another_rank(watchdog: Watchdog) -> None:
     _take_three_steps(watchdog)
     with stage("communication"):
-        time.sleep(2)
+        time.sleep(1.5)
 
 
 def read_by_a_worker_that_works(watchdog: Watchdog) -> None:
@@ -152,7 +152,7 @@ def read_by_a_worker_that_works(watchdog: Watchdog) -> None:
 
 def _work_of_a_worker() -> None:
     began = time.thread_time()
-    while time.thread_time() < began + 2:
+    while time.thread_time() < began + 1.5:
         pass
 
 

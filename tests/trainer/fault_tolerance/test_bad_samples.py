@@ -47,14 +47,29 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def train(data: Path, run_dir: Path, *, num_ranks: int, max_bad_share: float) -> subprocess.CompletedProcess[str]:
+def train_on_rank(data: Path, run_dir: Path, placement: str) -> None:
+    settings = [
+        f"data.train_dir={data / 'train'}",
+        f"data.test_dir={data / 'test'}",
+        f"data.placement={placement}",
+        "data.num_workers=0",
+        "data.max_bad_share=0.05",
+        "global_batch_size=16",
+        "num_epochs=2",
+        "precision=float64",
+        "tracking.wandb=disabled",
+    ]
+    run(resolve_recipe("debug:image", settings), RunDir(run_dir), device=torch.device("cpu"), command="train")
+
+
+def train_with_a_low_limit(data: Path, run_dir: Path, *, num_ranks: int) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable]
     if num_ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     settings = {
         "data.train_dir": data / "train",
         "data.test_dir": data / "test",
-        "data.max_bad_share": max_bad_share,
+        "data.max_bad_share": 0.001,
         "global_batch_size": 16,
         "num_epochs": 2,
         "precision": "float64",
@@ -65,14 +80,13 @@ def train(data: Path, run_dir: Path, *, num_ranks: int, max_bad_share: float) ->
     return run_python(command, cwd=REPOSITORY, timeout=120)
 
 
-@pytest.mark.process
+@pytest.mark.ranks
 @pytest.mark.parametrize("placement", ["stream", "host"])
 def test_training_goes_on_counts_and_lists(data: Path, tmp_path: Path, placement: str) -> None:
     losses = []
     for num_ranks in (1, 2):
         run_dir = RunDir(tmp_path / f"{num_ranks}")
-        done = train(data, run_dir.path, num_ranks=num_ranks, max_bad_share=0.05)
-        assert done.returncode == 0, done.stderr
+        run_ranks(train_on_rank, num_ranks, data, run_dir.path, placement)
         lines = run_dir.read_metrics()
         assert lines[-1]["data/bad_samples"] == len(BAD_KEYS)
         listed = [json.loads(line) for line in run_dir.bad_samples.read_text().splitlines()]
@@ -85,7 +99,7 @@ def test_training_goes_on_counts_and_lists(data: Path, tmp_path: Path, placement
 @pytest.mark.process
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_too_many_end_the_run_in_one_sentence(data: Path, tmp_path: Path, num_ranks: int) -> None:
-    done = train(data, tmp_path / "run", num_ranks=num_ranks, max_bad_share=0.001)
+    done = train_with_a_low_limit(data, tmp_path / "run", num_ranks=num_ranks)
     assert done.returncode == (2 if num_ranks == 1 else 1)  # torchrun has its own
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(set(errors)) == 1

@@ -354,7 +354,7 @@ def test_each_kind_of_silence_has_its_own_limit(activity: Activity) -> None:
     "body", [toy_ranks.work_for_long, toy_ranks.wait_for_another_rank, toy_ranks.read_by_a_worker_that_works]
 )
 def test_work_and_waiting_for_others_is_no_stall(tmp_path: Path, body: Callable[[Watchdog], None]) -> None:
-    """Each takes twice as long as an idle rank may, without a sign of life."""
+    """Each takes longer than an idle rank may, without a sign of life."""
     with one_rank(tmp_path, body) as process:
         wait_for_the_end([process], seconds=60)
         assert process.exitcode == 0, (tmp_path / "stderr_0").read_text()
@@ -365,10 +365,10 @@ def test_work_and_waiting_for_others_is_no_stall(tmp_path: Path, body: Callable[
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (toy_ranks.loop_for_ever, r"in step 2 \(step\); if the run is only slow, raise watchdog\.working_seconds=4$"),
+        (toy_ranks.loop_for_ever, r"in step 2 \(step\); if the run is only slow, raise watchdog\.working_seconds=2$"),
         (
             toy_ranks.wait_for_ever,
-            r"in step 2 \(step, communication\); if the run is only slow, raise watchdog\.waiting_seconds=4$",
+            r"in step 2 \(step, communication\); if the run is only slow, raise watchdog\.waiting_seconds=2$",
         ),
         (toy_ranks.freeze, r"sleeping, in step 2 \(step\); if the run is only slow, raise watchdog\.limit_seconds=1$"),
     ],
@@ -376,7 +376,7 @@ def test_work_and_waiting_for_others_is_no_stall(tmp_path: Path, body: Callable[
 def test_what_never_ends_is_reported_with_the_setting_that_it_exceeded(
     tmp_path: Path, body: Callable[[Watchdog], None], said: str
 ) -> None:
-    with one_rank(tmp_path, body, busy_seconds=4) as process:
+    with one_rank(tmp_path, body, busy_seconds=2) as process:
         wait_for_the_end([process], seconds=30)
         assert process.exitcode == -signal.SIGKILL
     assert re.search(said, (tmp_path / "stalled.txt").read_text().splitlines()[0])

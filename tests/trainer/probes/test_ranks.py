@@ -43,13 +43,13 @@ def test_each_sample_comes_once_and_in_its_place(world_size: int) -> None:
 
 
 def read_out(directory: Path, views: str, num_steps: int) -> Any:
-    """Return results and heads of a real encoder. 2 and 3 ranks divide neither the 103 test samples nor the steps.
+    """Return results and heads of a real encoder. 2 and 3 ranks divide neither the 53 test samples nor the steps.
 
     `num_steps` are encoded at once.
     """
     recipe = debug.image()
     modules = build_modules(recipe)
-    config = recipe.probe.model_copy(update={"num_epochs": 2, "batch_size": 32, "views": views, "learning_rate": 0.1})
+    config = recipe.probe.model_copy(update={"num_epochs": 2, "batch_size": 16, "views": views, "learning_rate": 0.1})
     train, test = read_pictures(directory / "train"), read_pictures(directory / "test")
     draws = [test.with_draw(1), test.with_draw(2)]
     with mock.patch.object(linear, "_steps_at_once", return_value=num_steps):
@@ -62,7 +62,7 @@ def read_out(directory: Path, views: str, num_steps: int) -> Any:
 @pytest.mark.parametrize(("views", "num_steps"), [("policy", 1), ("policy", 3), ("none", 1)])
 def test_probes_do_not_depend_on_the_ranks(views: str, num_steps: int, tmp_path: Path) -> None:
     """There are 7 steps."""
-    data = write_tiny_pair(tmp_path, num_train=230, num_test=103, overlay="online")
+    data = write_tiny_pair(tmp_path, num_train=119, num_test=53, overlay="online")
     [alone] = run_ranks(read_out, 1, data, views, num_steps)
     assert alone[0]["base"]["linear"]["draws"]["accuracies"][0] == alone[0]["base"]["linear"]["accuracy"]
     for world_size in (2, 3):

@@ -132,7 +132,7 @@ def test_policies_by_epoch_take_their_epochs_in_their_order() -> None:
 
 
 def configure_by_epoch(data: Path, *overrides: str) -> RunConfig:
-    """Four epochs of five steps; the viewmaker has the second and the fourth."""
+    """Four epochs; the viewmaker has the second and the fourth."""
     every = [
         f"data.train_dir={data}/train",
         f"data.test_dir={data}/test",
@@ -145,6 +145,12 @@ def configure_by_epoch(data: Path, *overrides: str) -> RunConfig:
     return resolve_recipe("debug:viewmaker", [*every, *overrides])
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Epochs of three steps."""
+    return write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=48, num_test=16)
+
+
 def train_on_rank(config: RunConfig, run_dir: Path) -> list[float]:
     run = RunDir(run_dir)
     train(config, run, device=torch.device("cpu"), command="test")
@@ -153,8 +159,9 @@ def train_on_rank(config: RunConfig, run_dir: Path) -> list[float]:
 
 @pytest.mark.process
 @pytest.mark.parametrize("update", ["simultaneous", "alternating"])
-def test_a_viewmaker_learns_in_its_epochs_only_and_a_run_goes_on_within_one(update: str, tmp_path: Path) -> None:
-    data = write_tiny_pair(tmp_path / "data", num_train=80, num_test=16)
+def test_a_viewmaker_learns_in_its_epochs_only_and_a_run_goes_on_within_one(
+    update: str, data: Path, tmp_path: Path
+) -> None:
     every_step = ["checkpoint_every_steps=1", "keep_checkpoints=30"]
     config = configure_by_epoch(data, f"adversary.update={update}", *every_step)
     run = RunDir(tmp_path / "run")
@@ -163,19 +170,19 @@ def test_a_viewmaker_learns_in_its_epochs_only_and_a_run_goes_on_within_one(upda
     def weights(step: int, player: str) -> dict[str, Tensor]:
         return load_file(run.checkpoint(step) / f"{player}.safetensors")
 
-    for step in range(2, 21):
-        for player, learns in (("encoder", True), ("viewmaker", (step - 1) // 5 in (1, 3))):
+    for step in range(2, 13):
+        for player, learns in (("encoder", True), ("viewmaker", (step - 1) // 3 in (1, 3))):
             before, after = weights(step - 1, player), weights(step, player)
             changed = any(not torch.equal(before[name], after[name]) for name in before if name.endswith("weight"))
             assert changed == learns, (step, player)
-    whole = {player: weights(20, player) for player in ("encoder", "viewmaker")}
+    whole = {player: weights(12, player) for player in ("encoder", "viewmaker")}
 
-    for step in range(8, 21):
+    for step in range(6, 13):
         shutil.rmtree(run.checkpoint(step))
-    run.latest.write_text(run.checkpoint(7).name + "\n")
+    run.latest.write_text(run.checkpoint(5).name + "\n")
     assert train_on_rank(config, run.path) == losses
     for player, expected in whole.items():
-        found = weights(20, player)
+        found = weights(12, player)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
@@ -193,36 +200,43 @@ def test_a_viewmaker_that_is_frozen_before_its_first_epoch_is_told(
 
 
 @pytest.mark.ranks
-def test_policies_by_epoch_on_ranks_are_those_of_one_process(tmp_path: Path) -> None:
-    data = write_tiny_pair(tmp_path / "data", num_train=80, num_test=16)
+def test_policies_by_epoch_on_ranks_are_those_of_one_process(data: Path, tmp_path: Path) -> None:
     config = configure_by_epoch(data, "precision=float64")
     (whole,) = run_ranks(train_on_rank, 1, config, tmp_path / "1")
     together = run_ranks(train_on_rank, 2, config, tmp_path / "2")[0]
-    assert len(whole) == 20
+    assert len(whole) == 12
     np.testing.assert_allclose(together, whole, rtol=1e-9)
+
+
+SLOW = ["optimizer.learning_rate=0.001", "adversary.optimizer.learning_rate=0.0001"]
+SLOW += ["checkpoint_every_steps=1", "keep_checkpoints=30"]
+
+
+@pytest.fixture(scope="module")
+def losses_of_ddp(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return run_ranks(train_on_rank, 2, configure_by_epoch(data, *SLOW), tmp_path_factory.mktemp("ddp"))[0]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("engine", ["fsdp", "deepspeed"])
-def test_policies_by_epoch_under_other_engines_are_those_of_ddp(engine: str, tmp_path: Path) -> None:
-    """Also from step 7 on, within the viewmaker's epoch; in the epochs of the expert views, the viewmaker rests."""
-    data, run = write_tiny_pair(tmp_path / "data", num_train=80, num_test=16), RunDir(tmp_path / engine)
-    slow = ["optimizer.learning_rate=0.001", "adversary.optimizer.learning_rate=0.0001"]
-    every = [*slow, "checkpoint_every_steps=1", "keep_checkpoints=30"]
-    expected, _ = run_ranks(train_on_rank, 2, configure_by_epoch(data, *every), tmp_path / "ddp")
-    config = configure_by_epoch(data, *every, f"engine.kind={engine}")
+def test_policies_by_epoch_under_other_engines_are_those_of_ddp(
+    engine: str, data: Path, losses_of_ddp: list[float], tmp_path: Path
+) -> None:
+    """Also from step 5 on, within the viewmaker's epoch; in the epochs of the expert views, the viewmaker rests."""
+    run = RunDir(tmp_path / engine)
+    config = configure_by_epoch(data, *SLOW, f"engine.kind={engine}")
     losses, _ = run_ranks(train_on_rank, 2, config, run.path)
-    torch.testing.assert_close(losses, expected, rtol=1e-3, atol=0)
+    torch.testing.assert_close(losses, losses_of_ddp, rtol=1e-3, atol=0)
 
     def weights(step: int) -> dict[str, Tensor]:
         return load_file(run.checkpoint(step) / "viewmaker.safetensors")
 
-    for first, last, learns in ((1, 5, False), (5, 10, True), (10, 15, False)):
+    for first, last, learns in ((1, 3, False), (3, 6, True), (6, 9, False)):
         before, after = weights(first), weights(last)
         assert any(not torch.equal(before[name], after[name]) for name in before) == learns
-    for step in range(8, 21):
+    for step in range(6, 13):
         shutil.rmtree(run.checkpoint(step))
-    run.latest.write_text(run.checkpoint(7).name + "\n")
+    run.latest.write_text(run.checkpoint(5).name + "\n")
     again, _ = run_ranks(train_on_rank, 2, config, run.path)
     assert again == losses
 
