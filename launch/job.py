@@ -31,11 +31,15 @@ import submitit
 from submitit.core.job_environment import JobEnvironment
 from submitit.helpers import DelayedSubmission
 
-from launch.outcome import last_line, outcome_path, write_outcome
-from launch.rank import run
-from trainer.config import read_run_config
-from trainer.fault_tolerance.preemption import WARNINGS, StoppedError
-from trainer.run_dir import open_run
+from data_pipeline.core.garbage import search_modules_rarely
+
+search_modules_rarely()  # before the imports that every rank waits for
+
+from launch.outcome import last_line, outcome_path, write_outcome  # noqa: E402
+from launch.rank import run  # noqa: E402
+from trainer.config import read_run_config  # noqa: E402
+from trainer.fault_tolerance.preemption import WARNINGS, StoppedError  # noqa: E402
+from trainer.run_dir import open_run  # noqa: E402
 
 AGAIN_SECONDS = 1.0  # after this time, a warning that no handler took is sent again
 # A warning this much before its time still counts as the warning of the time limit. Slurm checks the limits every 30

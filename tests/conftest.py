@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.core.garbage import search_modules_rarely
 from tests import tiers
+
+search_modules_rarely()  # before tests are collected, which imports everything
 
 # Tensors of tests are small, and `make test` has a worker or more on each core: more threads only wait for each other.
 # The runtime of OpenMP reads this when torch is imported, here and in every process that a test starts.
@@ -28,7 +31,7 @@ SECONDS = {"slurm": 15, "process": 8, "ranks": 6, "slow": 4}  # about, of a test
 
 def pytest_configure() -> None:
     tiers.watch_processes()
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: every process of a test would inherit it
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`; what a test starts would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

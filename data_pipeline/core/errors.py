@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from data_pipeline.core.garbage import search_modules_rarely
+
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 # Errors of a file system that refuses a path. ENOENT is not here, because commands first check whether a file exists.
 _REFUSED = frozenset(
@@ -103,6 +105,7 @@ def run_command(main: Callable[[], None]) -> None:
     """
     if logging.lastResort is not None:  # it prints warnings if a command has set up no log
         logging.lastResort.setFormatter(PrintableFormatter())
+    search_modules_rarely()
     try:
         main()
     except KeyboardInterrupt:

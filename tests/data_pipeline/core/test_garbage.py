@@ -1,0 +1,28 @@
+"""A command searches its modules for garbage neither while it imports them nor at its end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# What is registered first runs last: after the objects are frozen.
+COMMAND = """
+import atexit, gc
+from data_pipeline.core.errors import run_command
+
+def main():
+    import torch
+    print(gc.get_stats()[2]["collections"], gc.get_threshold()[:2] == usual[:2], gc.isenabled())
+
+usual = gc.get_threshold()
+atexit.register(lambda: print(gc.get_freeze_count() > 100_000))
+run_command(main)
+"""
+
+
+@pytest.mark.process
+def test_a_command_does_not_search_its_modules_for_garbage() -> None:
+    done = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True)
+    assert done.stdout.split() == ["0", "True", "True", "True"], done.stderr
