@@ -14,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from launch.submitted import run_status
 from tests.nursery import PythonProcess
 from tests.processes import kill_tree
 from tests.real_data import REPOSITORY
@@ -40,6 +41,7 @@ def command(data: Path, run_dir: Path, *, num_ranks: int, is_mixture: bool = Fal
         "global_batch_size": 16,
         "num_epochs": NUM_STEPS // 5,
         "checkpoint_every_steps": 3,
+        "watchdog.enabled": "false",  # it would report the killed ranks, if it came to look before it is gone itself
         "tracking.wandb": "disabled",
     }
     if is_mixture:
@@ -57,6 +59,18 @@ def num_logged(run_dir: Path) -> int:
 def num_starts(run_dir: Path) -> int:
     path = RunDir(run_dir).provenance
     return len(json.loads(path.read_text())["starts"]) if path.is_file() else 0
+
+
+def check_it_is_called_killed(run_dir: RunDir) -> None:
+    """Wait until the lock of the killed ranks is free, and check what the status says then."""
+    deadline = time.monotonic() + 60
+    while (status := run_status(run_dir, {})).state == "running":
+        assert time.monotonic() < deadline, "the lock is still held"
+        time.sleep(0.05)
+    assert (status.state, status.step) == ("killed", len(run_dir.read_metrics()))
+    step = run_dir.latest_step()
+    going_on = "the start" if step is None else f"step {step}"
+    assert status.reason.endswith(f"start it again with the same command and it goes on from {going_on}")
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +119,7 @@ def test_a_killed_run_ends_in_the_same_bits(
         finally:
             kill_tree(process)
             process.communicate()
+        check_it_is_called_killed(RunDir(killed))
     assert "going on from step" in run(killed), kill_at
 
     for player in ("encoder", "viewmaker"):
