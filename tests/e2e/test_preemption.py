@@ -94,6 +94,7 @@ def test_one_warned_rank_stops_all_and_nothing_is_lost(undisturbed: RunDir, data
         status = run_status(run_dir, {})
         assert (status.state, status.step) == ("stopped", run_dir.latest_step())
         assert status.reason.startswith(f"stopped after step {status.step}, as ")
+        assert status.step is not None
         assert step + 3 <= status.step < NUM_STEPS
         step = status.step
         assert f"stopped after step {step}" in said
