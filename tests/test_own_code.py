@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,7 +36,9 @@ from data_pipeline.storage.manifest import INDEX_NAME
 from data_pipeline.storage.store import SampleStore
 from launch.snapshot import read_snapshot
 from tests.commands import Done, call
+from tests.nursery import PythonProcess
 from tests.own_package import add_distribution, install, on_path
+from tests.processes import kill_tree
 from tests.real_data import REPOSITORY
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.probed_runs.test_probe_command import make_run
@@ -540,24 +544,32 @@ def test_a_run_is_killed_and_goes_on_with_other_ranks(site: Path, data: Path, tm
         1: [sys.executable],
         2: [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     }
-    (site / "sitecustomize.py").write_text(
-        "import os\n"
-        "if os.environ.get('KILL_AFTER'):\n"
-        "    import threading, time, pathlib, signal\n"
-        "    def watch():\n"
-        "        while not pathlib.Path(os.environ['KILL_AFTER']).exists():\n"
-        "            time.sleep(0.01)\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    threading.Thread(target=watch, daemon=True).start()\n"
-    )
-    for num_ranks, kill in ((2, True), (1, False)):
+    environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+
+    def start(num_ranks: int) -> subprocess.Popen[str]:
         command = [*launchers[num_ranks], "launch/train.py", "--config", MINE, "--run-dir", str(run_dir.path)]
         command += settings(data, num_epochs=20)
-        kill_after = {"KILL_AFTER": str(run_dir.latest)} if kill else {}
-        environment = {"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **kill_after}
-        done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
-        assert (done.returncode == 0) != kill, done.stderr
-    assert "going on from step" in done.stderr
+        return PythonProcess(
+            command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+
+    killed = start(2)
+    try:
+        deadline = time.monotonic() + 120
+        while not run_dir.latest.exists():
+            assert killed.poll() is None, "it ended by itself"
+            assert time.monotonic() < deadline, "there is no checkpoint"
+            time.sleep(0.01)
+    finally:
+        kill_tree(killed)
+        killed.communicate()
+    again = start(1)
+    try:
+        _, said = again.communicate(timeout=300)
+    finally:
+        kill_tree(again)
+    assert again.returncode == 0, said
+    assert "going on from step" in said
     starts = run_dir.read_provenance()["starts"]
     assert [start["world_size"] for start in starts] == [2, 1]
     assert starts[0]["own_code"] == starts[1]["own_code"]

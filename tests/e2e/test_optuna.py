@@ -52,8 +52,8 @@ def trials(directory: Path) -> list[str]:
 
 
 def test_the_example_searches_is_resumed_and_reported(data: Path, tmp_path: Path) -> None:
-    assert "objective.temperature" in search(tmp_path, data, num_trials=2)
-    search(tmp_path, data, num_trials=1)
+    assert "objective.temperature" in search(tmp_path, data, num_trials=2, num_epochs=3)
+    search(tmp_path, data, num_trials=1, num_epochs=3)
     assert trials(tmp_path) == ["COMPLETE"] * 3
     runs = sorted((tmp_path / "runs" / "search").glob("trial*"))
     assert [re.split("-", run.name)[0] for run in runs] == ["trial000", "trial001", "trial002"]

@@ -23,15 +23,23 @@ from trainer.run_dir import RunDir
 from trainer.train import train
 
 CPU = torch.device("cpu")
-SMALL = ["encoder={kind: resnet10, width: 4, embedding_size: 8, probe_reads: pooled}", "global_batch_size=16"]
+SMALL = ["encoder={kind: resnet10, width: 4, embedding_size: 8, probe_reads: pooled}", "global_batch_size=8"]
 SMALL += [
     "num_epochs=1",
     "tracking.wandb=disabled",
     "watchdog.enabled=false",
-    "probe.num_epochs=2",
+    "probe.num_epochs=1",
     "data.num_workers=0",
 ]
 NARROW = ["views.base_width=4", "views.num_res_blocks=1"]
+FEW = {
+    "concentration": ["num_views=3", "num_per_class=3", "deltas=[8.0]"],
+    "collision": ["max_uses=4"],
+    "filters": ["num_steps=2", "num_shown=4"],
+    "alignment": ["num_views=2"],
+    "monitors": ["num_views=3"],
+    "views": ["num_shown=4"],
+}
 
 
 @pytest.mark.slow
@@ -39,7 +47,7 @@ NARROW = ["views.base_width=4", "views.num_res_blocks=1"]
 def test_runs_on_own_pictures_are_probed_analysed_and_reported(
     size: int, layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = build_photos(tmp_path / "birds", size=size, num_train=32, num_test=8, layout=layout)
+    data = build_photos(tmp_path / "birds", size=size, num_train=16, num_test=8, layout=layout)
     assert list(find_problems(data / "train")) == []
     assert draw_grid(str(data / "train"), num_samples=10).width <= 1_400
     where = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}"]
@@ -52,9 +60,10 @@ def test_runs_on_own_pictures_are_probed_analysed_and_reported(
         results = probe_run(run_dirs[-1], steps=None, labels=None, num_draws=1, changes={}, device=CPU, untrained=True)
         assert set(results) == {"base", "overlay"}
     monkeypatch.chdir(tmp_path)
-    for name in ANALYSES if size < 224 else ("views", "feature_dropout"):  # the others take minutes there
+    for name in ANALYSES if size < 224 else ("views", "feature_dropout"):  # the others take long there
         analysis = load_analysis(name)
-        for path in analysis.run(run_dirs, analysis.settings(), AnalysisOptions()):
+        settings = analysis.settings().override(FEW.get(name, []), where=name)
+        for path in analysis.run(run_dirs, settings, AnalysisOptions()):
             if path.suffix == ".png":
                 assert min(Image.open(path).size) > 100
     masked = json.loads((run_dirs[1].analysis / "views.json").read_text())

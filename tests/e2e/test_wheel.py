@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -14,6 +15,16 @@ import pytest
 
 from tests.real_data import REPOSITORY
 from tests.test_house import ROOMS, tracked_files
+
+# Run one command of Python after another in this process. A command is the words that come after `python -m`.
+RUN_ALL = """
+import json, runpy, sys
+for words in json.loads(sys.argv[1]):
+    sys.argv[:] = words
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+import configs, data_pipeline, launch, trainer
+print(trainer.__file__, launch.__file__)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +65,18 @@ def test_it_builds_trains_probes_and_reports_in_another_directory(wheel: Path, t
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    imported = run("-c", "import configs, data_pipeline, launch, trainer; print(trainer.__file__, launch.__file__)")
-    assert imported.split() == [f"{site}/trainer/__init__.py", f"{site}/launch/__init__.py"]
+    commands = []
     for split, limit in (("train", "128"), ("test", "64")):
-        build = ("-m", "data_pipeline", "build", "procedural_letters", "--split", split, "--limit", limit)
-        run(*build, "--workers", "1", "--out", f"data/debug/{split}")  # letters read a font of the package
-    run("-m", "launch.train", "--config", "debug:image", "--run-dir", "run", "--set", "num_epochs=1")
-    assert "label_overlay" in run("-m", "trainer.probe", "run")
-    run("-m", "trainer.report", "run", "--out", "report.html")
+        build = ["data_pipeline", "build", "procedural_letters", "--split", split, "--limit", limit]
+        commands.append(
+            [*build, "--workers", "1", "--out", f"data/debug/{split}"]
+        )  # letters read a font of the package
+    commands.append(["launch.train", "--config", "debug:image", "--run-dir", "run", "--set", "num_epochs=1"])
+    commands.append(["trainer.probe", "run"])
+    commands.append(["trainer.report", "run", "--out", "report.html"])
+    said = run("-c", RUN_ALL, json.dumps(commands))
+    assert said.splitlines()[-1].split() == [f"{site}/trainer/__init__.py", f"{site}/launch/__init__.py"]
+    assert "label_overlay" in said.partition("report.html")[0]
     page = (elsewhere / "report.html").read_text()
     assert "<style>" in page
     assert "letter" in page

@@ -31,6 +31,7 @@ from data_pipeline.sources.audiomnist import TEST_SPEAKERS
 from data_pipeline.sources.digits import MNIST_KINDS
 from data_pipeline.sources.fsdd import DEFAULT_TEST_SPEAKER
 from data_pipeline.storage.store import SampleStore
+from tests.nursery import PythonProcess, run_python
 from tests.real_data import REPOSITORY, archive
 
 Run = tuple[int, list[str], list[str]]  # exit status, lines of stdout, lines of stderr
@@ -294,8 +295,8 @@ def test_the_module_runs_as_a_command() -> None:
 @pytest.mark.process
 def test_ctrl_c_ends_a_build_without_a_traceback_and_the_next_one_goes_on(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "data_pipeline", "build", "procedural", "--out", str(tmp_path / "data")]
-    command += ["--limit", "2400", "--samples-per-shard", "200"]
-    with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, start_new_session=True) as build:
+    command += ["--limit", "960", "--samples-per-shard", "80"]
+    with PythonProcess(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, start_new_session=True) as build:
         deadline = time.monotonic() + 60
         while not list(tmp_path.glob("data.partial/.*.finished.json")) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -306,7 +307,7 @@ def test_ctrl_c_ends_a_build_without_a_traceback_and_the_next_one_goes_on(tmp_pa
     assert "Traceback" not in said
     assert said.splitlines()[-1] == "interrupted"
     assert list(tmp_path.glob("data.partial/*.tar"))
-    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=120)
+    assert run_python(command, cwd=REPOSITORY, timeout=120).returncode == 0
     assert len(list((tmp_path / "data").glob("*.tar"))) == 12
 
 

@@ -6,6 +6,7 @@ milliseconds. Every number of a checkpoint is its step: a mixture of two would s
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import random
@@ -16,9 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.nursery import run_python
+from tests.real_data import REPOSITORY
 from trainer.checkpoint.restore import restore
 from trainer.checkpoint.save import CheckpointWriter
 from trainer.distributed.engines.ddp_engine import DDPEngine
@@ -161,22 +162,32 @@ def kill_at_each_operation(path: Path) -> dict[str, int]:
     raise AssertionError("a save has no end")
 
 
-def in_clean_process(function: Callable[..., dict[str, int]], *arguments: Any) -> dict[str, int]:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result(timeout=300)
+def in_clean_process(call: str, path: Path) -> dict[str, int]:
+    """Evaluate `call`, in which `path` is a directory, in a process that never started a thread."""
+    code = (
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        f"from {__name__} import kill_at_each_operation, kill_at_random\n"
+        "path = Path(sys.argv[1])\n"
+        f"print(json.dumps({call}))\n"
+    )
+    done = run_python([sys.executable, "-c", code, path], cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    seen: dict[str, int] = json.loads(done.stdout)
+    return seen
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_hundred_kills_at_random_moments(tmp_path: Path) -> None:
     seed = int.from_bytes(os.urandom(4), "little")
-    seen = in_clean_process(kill_at_random, tmp_path, seed)
+    seen = in_clean_process(f"kill_at_random(path, {seed})", tmp_path)
     assert seen["partial"] > 10, seen  # the kills fell into the writing
     assert seen["step"] > 20, seen  # and the run came on in spite of them
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_kill_at_each_operation_on_the_files(tmp_path: Path) -> None:
-    seen = in_clean_process(kill_at_each_operation, tmp_path)
+    seen = in_clean_process("kill_at_each_operation(path)", tmp_path)
     assert seen["operations"] > 20, seen
     assert seen["before"] > 5, seen
     assert seen["after"] > 5, seen

@@ -12,6 +12,7 @@ import pytest
 import wandb
 
 from configs import resolve_recipe
+from tests.nursery import run_python
 from tests.trainer.observability.tracked import open_tracker
 from trainer.observability.tracking import TrackingConfig, uses_wandb
 from trainer.observability.wandb_run import offline_steps, summarize
@@ -50,12 +51,13 @@ tracker.log(1, {"train/loss": 1.0})
 os.kill(os.getpid(), signal.SIGKILL)
 """
 NOTEBOOK = """
-import os, signal, subprocess, sys, time
+import os, signal, sys, time
 import wandb
+from tests.nursery import run_python
 wandb.init(dir=sys.argv[1])
 assert "WANDB_SERVICE" in os.environ
 for _ in range(2):
-    killed = subprocess.run([sys.executable, "-c", *sys.argv[2:]])
+    killed = run_python([sys.executable, "-c", *sys.argv[2:]])
     assert killed.returncode == -signal.SIGKILL
     time.sleep(1.1)  # W&B names directories by the second
 wandb.finish()
@@ -151,7 +153,8 @@ def test_what_wandb_had_not_written_when_its_process_was_ended_comes_with_the_ne
     """SIGTERM reaches all processes of a job; W&B's own ends at once and loses what it has in memory."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     run_dir = RunDir(tmp_path)
-    subprocess.run([sys.executable, "-c", ENDED_WITH_ITS_JOB, str(tmp_path)], cwd=ROOT, check=True, timeout=120)
+    ended = run_python([sys.executable, "-c", ENDED_WITH_ITS_JOB, str(tmp_path)], cwd=ROOT, timeout=120)
+    assert ended.returncode == 0, ended.stderr
     assert wandb_steps(run_dir) != [1, 2, 3, 4, 5], "nothing was lost, so this test shows nothing"
     tracker = open_tracker(run_dir, resolve_recipe("debug:image"), start_step=5)
     tracker.log(6, {"train/loss": 0.1})
