@@ -31,11 +31,14 @@ import submitit
 from submitit.core.job_environment import JobEnvironment
 from submitit.helpers import DelayedSubmission
 
-from launch.outcome import last_line, outcome_path, write_outcome
-from launch.rank import run
-from trainer.config import read_run_config
-from trainer.fault_tolerance.preemption import WARNINGS, StoppedError
-from trainer.run_dir import open_run
+from data_pipeline.core.garbage import no_collections
+
+with no_collections():
+    from launch.outcome import last_line, outcome_path, write_outcome
+    from launch.rank import run
+    from trainer.config import read_run_config
+    from trainer.fault_tolerance.preemption import WARNINGS, StoppedError
+    from trainer.run_dir import open_run
 
 AGAIN_SECONDS = 1.0  # after this time, a warning that no handler took is sent again
 # A warning this much before its time still counts as the warning of the time limit. Slurm checks the limits every 30
@@ -97,6 +100,9 @@ class TrainJob:
         write_outcome(outcome, "finished")
 
     def _train(self, job: JobEnvironment, *, start: float) -> None:
+        with no_collections():
+            import torch._dynamo  # noqa: F401  # the first optimizer would import it
+
         # A pipe: location in the config was allowed, or typed, when the job was submitted.
         config = read_run_config(open_run(self.run_dir), allow_pipe=True, allow_code=True)
         for number in WARNINGS:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import errno
+import gc
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -103,6 +105,8 @@ def run_command(main: Callable[[], None]) -> None:
     """
     if logging.lastResort is not None:  # it prints warnings if a command has set up no log
         logging.lastResort.setFormatter(PrintableFormatter())
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)  # else the interpreter searches all modules for garbage at its end, for about a second
     try:
         main()
     except KeyboardInterrupt:
