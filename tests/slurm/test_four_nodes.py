@@ -56,7 +56,7 @@ def losses(run_dir: Path) -> list[float]:
 
 def test_four_nodes_follow_one_process(slurm: dict[str, str], recipe: list[str], tmp_path: Path) -> None:
     """tests/launch has torchrun and submitit's local executor."""
-    words = [sys.executable, "launch/train.py", *recipe, "--run-dir", tmp_path / "alone"]
+    words: list[str | Path] = [sys.executable, "launch/train.py", *recipe, "--run-dir", tmp_path / "alone"]
     alone = run_python(words, cwd=ROOT, env=slurm | {"OMP_NUM_THREADS": "1"})
     assert alone.returncode == 0, alone.stderr
     run_dir = RunDir(tmp_path / "nodes")
@@ -106,9 +106,10 @@ def test_deepspeed_on_four_nodes_follows_one_process(
 def test_ranks_of_a_real_step_and_of_a_batch_script(slurm: dict[str, str], tmp_path: Path) -> None:
     program = tmp_path / "environment.py"
     program.write_text(PRINT_ENVIRONMENT)
-    step = run("srun", "-N4", "-n5", sys.executable, program, environ=slurm)
-    worlds = sorted((read_env(json.loads(line)) for line in step.stdout.splitlines()), key=lambda world: world.rank)
-    assert [world.rank for world in worlds] == list(range(5)), step.stderr
+    step = run("srun", "-N4", "-n5", f"--output={tmp_path}/task_%t", sys.executable, program, environ=slurm)
+    assert step.returncode == 0, step.stderr
+    worlds = [read_env(json.loads((tmp_path / f"task_{task}").read_text())) for task in range(5)]
+    assert [world.rank for world in worlds] == list(range(5))
     assert {(world.world_size, world.master_addr, world.master_port, world.launcher) for world in worlds} == {
         (5, "127.0.0.2", worlds[0].master_port, "slurm")
     }
