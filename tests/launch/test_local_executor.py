@@ -23,6 +23,7 @@ from launch.submitted import is_job_here, run_status
 from tests.commands import Done, call, float64_recipe
 from tests.nursery import PythonProcess, run_python
 from tests.processes import kill_tree
+from tests.slow_steps import SLOW_STEPS, pausing
 from trainer.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
@@ -52,43 +53,32 @@ def losses(run_dir: Path) -> list[float]:
 
 
 @pytest.mark.process
-def test_every_launcher_gives_the_same_curve(recipe: list[str], tmp_path: Path) -> None:
+def test_every_launcher_gives_the_same_curve_and_a_port_that_is_taken_meanwhile_is_passed_over(
+    slurm_py: Callable[..., Done], recipe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    local = ["launch/slurm.py", "--executor", "local", "--tasks-per-node", "2", "--wait"]
-    ways = {
-        "alone": [sys.executable, "launch/train.py"],
-        "torchrun": [*torchrun, "launch/train.py"],
-        "local": [sys.executable, *local],
-    }
-    done = {name: run(*command, *recipe, "--run-dir", tmp_path / name) for name, command in ways.items()}
-    for name, process in done.items():
+    for name, command in {"alone": [sys.executable], "torchrun": torchrun}.items():
+        process = run(*command, "launch/train.py", *recipe, "--run-dir", tmp_path / name)
         assert process.returncode == 0, f"{name}: {process.stdout}{process.stderr}"
+    (port,) = free_ports(1)
+    monkeypatch.setattr("launch.submission.free_ports", lambda count: [port] * count)
+    with socket.create_server(("", port)):
+        flags = ["--executor", "local", "--tasks-per-node", "2", "--wait"]
+        local = slurm_py(*flags, *recipe, "--run-dir", tmp_path / "local")
+    assert local.status == 0, local.stdout + local.stderr
+    assert f"port {port} is in use on " in local.stdout
+
     alone = losses(tmp_path / "alone")
     assert len(alone) == 8
-    for name in ways:
+    for name in ("alone", "torchrun", "local"):
         assert losses(tmp_path / name) == pytest.approx(alone, rel=1e-9), name
         world_size = json.loads(RunDir(tmp_path / name).provenance.read_text())["world_size"]
         assert world_size == (1 if name == "alone" else 2)
         assert RunDir(tmp_path / name).latest_step() == 8
 
-    shown = done["local"].stdout
-    (job_id,) = re.findall(r"^job (\d+): 2 rank\(s\) on this machine$", shown, re.MULTILINE)
-    assert re.search(r"^1 +0 +\S+ +1 +cpu +\d+$", shown, re.MULTILINE), "rank 1 is not in the rank table"
+    (job_id,) = re.findall(r"^job (\d+): 2 rank\(s\) on this machine$", local.stdout, re.MULTILINE)
+    assert re.search(r"^1 +0 +\S+ +1 +cpu +\d+$", local.stdout, re.MULTILINE), "rank 1 is not in the rank table"
     assert (tmp_path / "local" / "logs" / f"{job_id}_1_log.out").is_file()
-
-
-@pytest.mark.process
-def test_a_port_that_is_taken_meanwhile_is_passed_over(
-    slurm_py: Callable[..., Done], recipe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (port,) = free_ports(1)
-    monkeypatch.setattr("launch.submission.free_ports", lambda count: [port] * count)
-    flags = ["--executor", "local", "--tasks-per-node", "2", "--wait", *recipe, "--set", "num_epochs=1"]
-    with socket.create_server(("", port)):
-        done = slurm_py(*flags, "--run-dir", tmp_path / "run")
-    assert done.status == 0, done.stderr
-    assert f"port {port} is in use on " in done.stdout
-    assert RunDir(tmp_path / "run").latest_step() == 4
 
 
 @pytest.mark.process
@@ -128,8 +118,8 @@ def test_ranks_of_this_machine_share_its_cores(
 def test_ctrl_c_in_a_terminal_saves_a_run_of_two_ranks(recipe: list[str], tmp_path: Path) -> None:
     """It reaches the launcher, the controller of submitit and the ranks."""
     words = [sys.executable, "launch/slurm.py", "--executor", "local", "--tasks-per-node", "2", "--wait", *recipe]
-    words += ["--set", "num_epochs=10000", "--set", "log_every_steps=1", "--run-dir", str(tmp_path / "run")]
-    environ = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    words += ["--set", "num_epochs=10000", "--set", SLOW_STEPS, "--run-dir", str(tmp_path / "run")]
+    environ = pausing(0.1, os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     pipe = subprocess.PIPE
     process = PythonProcess(words, cwd=ROOT, env=environ, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     run_dir, deadline = RunDir(tmp_path / "run"), time.monotonic() + 120

@@ -24,6 +24,7 @@ from launch.submitted import is_job_here, last_submission
 from tests.commands import Done, call
 from tests.nursery import PythonProcess, run_python
 from tests.processes import kill_tree
+from tests.slow_steps import SLOW_STEPS, pausing
 from tests.tiny_data import write_tiny_pair
 from trainer.run_dir import RunDir
 
@@ -62,11 +63,11 @@ def outcome(run_dir: RunDir) -> RankOutcome:
 
 
 @contextlib.contextmanager
-def study_here(data: Path, home: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+def study_here(data: Path, home: Path) -> Iterator[subprocess.Popen[str]]:
     """Start a study on this machine that would take long, in a session of its own."""
-    words = [sys.executable, "launch/slurm.py", *recipe(data, "num_epochs=1000", "checkpoint_every_steps=10000", *more)]
-    words += [*TWO_AT_A_TIME, str(home)]
-    environ = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    long = ["num_epochs=1000", "checkpoint_every_steps=10000", SLOW_STEPS]
+    words = [sys.executable, "launch/slurm.py", *recipe(data, *long), *TWO_AT_A_TIME, str(home)]
+    environ = pausing(0.1, os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     pipe = subprocess.PIPE
     process = PythonProcess(words, cwd=ROOT, env=environ, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     try:
@@ -80,6 +81,10 @@ def wait_until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def new_interpreter(words: list[str], *, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True)
 
 
 def job_of(run_dir: RunDir) -> int:
@@ -97,19 +102,22 @@ def trains(run_dir: RunDir) -> bool:
 
 
 @pytest.mark.process
-def test_forked_runs_have_the_bits_of_new_processes_and_logs_of_their_own(
+def test_forked_runs_have_the_bits_of_new_processes_and_logs_of_their_own_and_are_not_run_twice(
     command: Callable[..., Done], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(submitit.local.local, "start_controller", lambda **_: pytest.fail("a new process"))
     done = command(launch.slurm.main, *recipe(data), *TWO_AT_A_TIME, tmp_path / "forked")
     assert done.status == 0, done.stdout + done.stderr
+    again = command(launch.slurm.main, *recipe(data), *TWO_AT_A_TIME, tmp_path / "forked")
+    assert sorted(again.stdout.splitlines()[:-1]) == [f"{name} is finished already" for name in NAMES]
     monkeypatch.undo()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for seed, name in enumerate(NAMES):
         forked, alone = (RunDir(tmp_path / way / name) for way in ("forked", "alone"))
         words = [*recipe(data, f"seed={seed}"), "--run-dir", str(alone.path)]
-        new = subprocess.run([sys.executable, "launch/train.py", *words], cwd=ROOT, capture_output=True, text=True)
+        start = new_interpreter if seed == 0 else run_python
+        new = start([sys.executable, "launch/train.py", *words], cwd=ROOT)
         assert new.returncode == 0, new.stderr
         step = forked.latest_step()
         assert step == alone.latest_step() == 4

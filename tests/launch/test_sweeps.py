@@ -25,6 +25,7 @@ from launch.slurm_command import plan_from, request_from
 from launch.submission import SubmissionPlan
 from tests.commands import Done, call
 from tests.nursery import PythonProcess, run_python
+from tests.slow_steps import SLOW_STEPS, pausing
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.data import read_manifests
 from trainer.observability.wandb_run import offline_steps
@@ -147,8 +148,9 @@ def test_the_first_ctrl_c_saves_and_stops_the_sweep_and_the_same_command_goes_on
         "--study-dir",
         str(tmp_path / "study"),
     ]
-    words += ["--set", "num_epochs=100", "--set", "checkpoint_every_steps=1000", "--set", "log_every_steps=1"]
-    environ = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    words += ["--set", "num_epochs=10", "--set", "checkpoint_every_steps=1000", "--set", "log_every_steps=1"]
+    words += ["--set", SLOW_STEPS]
+    environ = pausing(0.2, os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     run_dirs = [tmp_path / "study" / f"debug-image-seed{seed}" for seed in (0, 1)]
     process = PythonProcess(words, cwd=ROOT, env=environ, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
@@ -163,12 +165,12 @@ def test_the_first_ctrl_c_saves_and_stops_the_sweep_and_the_same_command_goes_on
     assert "0 of 2 runs are finished; the same command goes on with the others" in stderr
     stopped = last_step(run_dirs[0])
     assert stopped is not None
-    assert 0 < stopped < 200
+    assert 0 < stopped < 20
     assert last_step(run_dirs[1]) is None
 
-    done = run_python(words, cwd=ROOT, env=environ)
+    done = run_python(words, cwd=ROOT, env=pausing(0, environ))
     assert done.returncode == 0, done.stderr
-    assert [last_step(run_dir) for run_dir in run_dirs] == [200, 200]
+    assert [last_step(run_dir) for run_dir in run_dirs] == [20, 20]
     starts = json.loads(RunDir(run_dirs[0]).provenance.read_text())["starts"]
     assert [start["start_step"] for start in starts] == [0, stopped]
 
@@ -176,24 +178,14 @@ def test_the_first_ctrl_c_saves_and_stops_the_sweep_and_the_same_command_goes_on
 @pytest.mark.process
 def test_two_ranks_of_torchrun_train_a_sweep_together(data: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = [*torchrun, "launch/train.py", *recipe(data), "--sweep", "seed=0,1,2"]
+    words = [*torchrun, "launch/train.py", *recipe(data), "--sweep", "seed=0,1"]
     words += ["--study-dir", str(tmp_path / "study")]
     environ = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = run_python(words, cwd=ROOT, env=environ)
     assert done.returncode == 0, done.stderr
-    for seed in (0, 1, 2):
+    for seed in (0, 1):
         provenance = json.loads(RunDir(tmp_path / "study" / f"debug-image-seed{seed}").provenance.read_text())
         assert (provenance["world_size"], provenance["finished_step"]) == (2, 2)
-
-
-@pytest.mark.process
-def test_a_sweep_runs_by_the_local_executor_and_is_not_run_twice(command: Command, data: Path, tmp_path: Path) -> None:
-    words = [*recipe(data), *SWEEP, "--executor", "local", "--at-a-time", "2", "--study-dir", tmp_path / "study"]
-    done = command("slurm", *words)
-    assert done.status == 0, done.stdout + done.stderr
-    assert [last_step(tmp_path / "study" / name) for name in NAMES] == [2] * 4
-    again = command("slurm", *words)
-    assert [f"{name} is finished already" for name in NAMES] == sorted(again.stdout.splitlines()[:-1])
 
 
 def test_a_sweep_is_one_array_and_its_dry_run_shows_the_runs(

@@ -1,9 +1,10 @@
 """Do to real jobs of four nodes what can happen to them: which steps are repeated, and which jobs start again.
 
-One job gets the warnings of Slurm and of users, one after another, and ends with the bits of an undisturbed run.
-Another run dies of faults without a warning, and is submitted again after each. These two and the undisturbed run go on
-at the same time, each in a thread. A test waits for its moment, and checks what was recorded then. DRILL_TABLE=FILE
-writes the table that the last test prints.
+One job gets the warnings of Slurm and of users, one after another, and ends with the bits of an undisturbed run, which
+four gloo ranks train without Slurm. Another run dies of faults without a warning, and is submitted again after each.
+These two go on at the same time, each in a thread. They pause at each step, so that they do not end before their
+faults, and leave the cores to ranks that start. A test waits for its moment, and checks what was recorded then.
+DRILL_TABLE=FILE writes the table that the last test prints.
 """
 
 from __future__ import annotations
@@ -26,19 +27,26 @@ import safetensors.torch
 import torch
 from submitit.helpers import DelayedSubmission
 
+from configs import resolve_recipe
 from launch.submission import MAX_TIMEOUTS
+from tests.gloo import run_ranks
 from tests.nursery import run_python
+from tests.slow_steps import SLOW_STEPS, pausing
 from tests.slurm.cluster import NODE_NAMES, Cluster
 from tests.tiny_data import write_tiny_pair
 from trainer.observability.wandb_run import offline_steps
 from trainer.run_dir import RunDir
+from trainer.train import train
 
 ROOT = Path(__file__).parents[2]
-NUM_STEPS = 160
+RECIPE = "debug:image"
+NUM_RANKS = 4
+NUM_STEPS = 80
 STEPS_PER_EPOCH = 4
-CHECKPOINT_EVERY = 10
+CHECKPOINT_EVERY = 5
 STEPS_OF_A_SAVE = 2  # steps that may pass before a checkpoint is whole
-A_FEW_STEPS = 12  # steps between a start and the next fault, so that there is a checkpoint among them
+A_FEW_STEPS = 6  # steps between a start and the next fault, so that there is a checkpoint among them
+PAUSE_SECONDS = 0.15  # in each step
 WATCHDOG_SECONDS = 6.0
 PATIENCE_SECONDS = 300.0  # the longest wait, on a machine that is busy with other tests
 POLL_SECONDS = 0.2
@@ -93,7 +101,7 @@ class Training:
         self.cluster = cluster
         self.run_dir = RunDir(path)
         self.gate = path.with_name(f"{path.name}_gate") / "open"
-        self._environ = cluster.environ
+        self._environ = pausing(PAUSE_SECONDS, cluster.environ)
         self._settings, self._flags = settings, flags
         self.job_id = ""
         self.is_given_up = threading.Event()
@@ -104,14 +112,14 @@ class Training:
         """Make ranks that start from now on wait, before they import anything, until the file `gate` is there."""
         self.gate.parent.mkdir()
         (self.gate.parent / "sitecustomize.py").write_text(GATE.format(gate=str(self.gate)))
-        self._environ = self._environ | {"PYTHONPATH": str(self.gate.parent)}
+        self._environ["PYTHONPATH"] += f"{os.pathsep}{self.gate.parent}"
 
     def submit(self) -> None:
         self._num_starts += 1
         self._last_step = self.step()
-        command = [sys.executable, "launch/slurm.py", "--nodes", "4", "--config", "debug:image", *self._flags]
+        command = [sys.executable, "launch/slurm.py", "--nodes", str(NUM_RANKS), "--config", RECIPE, *self._flags]
         command += ["--run-dir", str(self.run_dir.path)]
-        command += [word for setting in self._settings for word in ("--set", setting)]
+        command += [word for setting in [*self._settings, SLOW_STEPS] for word in ("--set", setting)]
         done = run_python(command, cwd=ROOT, env=self._environ)
         assert done.returncode == 0, done.stderr
         (self.job_id,) = re.findall(r"^job (\d+): 4 rank\(s\) on 4 node\(s\)$", done.stdout, re.MULTILINE)
@@ -340,33 +348,44 @@ def deaths(training: Training) -> Iterator[Moment]:
         yield training.ended(fault, do)
 
 
-def nothing(training: Training) -> Iterator[Moment]:
-    training.submit()
-    yield training.ended("nothing", lambda: None)
+def train_undisturbed(settings: Sequence[str], path: Path) -> None:
+    """Train as one of the gloo ranks that are there already."""
+    train(resolve_recipe(RECIPE, settings), RunDir(path), device=torch.device("cpu"), command="")
 
 
 @pytest.fixture(scope="module")
-def stories(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Story]]:
-    """Start all stories. At the end the cluster is left as it was found, even if a story has failed."""
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     data = write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=16 * STEPS_PER_EPOCH, num_test=20)
-    settings = [
+    return [
         f"data.train_dir={data / 'train'}",
         f"data.test_dir={data / 'test'}",
+        "data.num_workers=0",
         "global_batch_size=16",
+        "encoder.kind=convnet",
         "encoder.batch_norm=local",
         f"num_epochs={NUM_STEPS // STEPS_PER_EPOCH}",
         f"checkpoint_every_steps={CHECKPOINT_EVERY}",
         f"watchdog.startup_seconds={PATIENCE_SECONDS}",
         "tracking.wandb=offline",
     ]
-    whole = [*settings, "data.num_workers=0"]
-    streamed = [*settings, "data.num_workers=1", "data.placement=stream", f"watchdog.limit_seconds={WATCHDOG_SECONDS}"]
+
+
+@pytest.fixture(scope="module")
+def stories(
+    cluster: Cluster, settings: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Story]]:
+    """Start both stories. At the end the cluster is left as it was found, even if a story has failed."""
+    streamed = [
+        *settings,
+        "data.num_workers=1",
+        "data.placement=stream",
+        f"watchdog.limit_seconds={WATCHDOG_SECONDS}",
+    ]
     runs = tmp_path_factory.mktemp("runs")
-    other = ["--partition", "other", "--time-minutes", "60"]
+    hour = ["--time-minutes", "60"]
     stories = {
-        "warnings": Story(Training(cluster, runs / "warned", whole, flags=["--time-minutes", "60"]), warnings),
-        "nothing": Story(Training(cluster, runs / "undisturbed", whole, flags=other), nothing),
-        "deaths": Story(Training(cluster, runs / "killed", streamed, flags=other), deaths),
+        "warnings": Story(Training(cluster, runs / "warned", settings, flags=hour), warnings),
+        "deaths": Story(Training(cluster, runs / "killed", streamed, flags=["--partition", "other", *hour]), deaths),
     }
     yield stories
     for story in stories.values():
@@ -377,10 +396,12 @@ def stories(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture(scope="module")
-def undisturbed(stories: dict[str, Story]) -> RunDir:
-    job = stories["nothing"].moment(0).job
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0")
-    return stories["nothing"].training.run_dir
+def undisturbed(stories: dict[str, Story], settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """Return the run of four gloo ranks, while the stories go on."""
+    path = tmp_path_factory.mktemp("undisturbed") / "run"
+    whole = [*settings, "tracking.wandb=disabled"]
+    run_ranks(train_undisturbed, NUM_RANKS, whole, path, timeout_s=PATIENCE_SECONDS)
+    return RunDir(path)
 
 
 @pytest.mark.parametrize(

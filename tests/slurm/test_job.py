@@ -17,6 +17,7 @@ import launch.job
 from launch.job import AFTER_SRUN, TrainJob
 from launch.outcome import outcome_path, read_outcome
 from tests.nursery import PythonProcess
+from tests.slow_steps import SLOW_STEPS, pausing
 from tests.tiny_data import write_tiny_pair
 from trainer.fault_tolerance.preemption import WARNINGS, StoppedError
 from trainer.run_dir import RunDir
@@ -185,13 +186,12 @@ def test_on_one_machine_a_warning_stops_with_a_checkpoint(tmp_path: Path) -> Non
     data = write_tiny_pair(tmp_path / "data", num_train=64, num_test=20)
     run_dir = RunDir(tmp_path / "run")
     settings = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}", "data.num_workers=0"]
-    settings += ["global_batch_size=16", "num_epochs=1000", "tracking.wandb=disabled"]
+    settings += ["global_batch_size=16", "num_epochs=1000", "tracking.wandb=disabled", SLOW_STEPS]
     command = [sys.executable, "launch/slurm.py", "--executor", "local", "--tasks-per-node", "2", "--wait"]
     command += ["--config", "debug:image", "--run-dir", str(run_dir.path)]
     command += [word for setting in settings for word in ("--set", setting)]
-    process = PythonProcess(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, stderr=subprocess.PIPE
-    )
+    environ = pausing(0.1, os.environ | {"OMP_NUM_THREADS": "1"})
+    process = PythonProcess(command, cwd=ROOT, env=environ, text=True, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 120
     while len(run_dir.read_metrics()) < 3:
         assert time.monotonic() < deadline, "training did not begin"
