@@ -10,7 +10,7 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 from data_pipeline.core.errors import UserError
@@ -76,11 +76,26 @@ def unpack(name: str, source: Path, directory: Path) -> bool:
                 file.write(_content(piece, source, mend=_mend(name, source)))
             file.seek(0)
             with tarfile.open(fileobj=file) as tar:
-                tar.extractall(partial, filter="data")
+                unpack_tar(tar, partial)
         partial.replace(directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return True
+
+
+def unpack_tar(tar: tarfile.TarFile, directory: Path, members: Iterable[tarfile.TarInfo] | None = None) -> None:
+    """Write the files of a tar, or only `members`, below `directory`.
+
+    Raises `UserError` if a member is neither a file nor a directory, or would be written elsewhere.
+    """
+    chosen = list(tar if members is None else members)
+    for member in chosen:
+        path = PurePosixPath(member.name)
+        if not (member.isfile() or member.isdir()) or path.is_absolute() or ".." in path.parts:
+            raise UserError(f"the tar has a member {member.name!r} that is a link, or is written outside {directory}")
+    # Python 3.11 before 3.11.4, such as Debian 12's, has no filters; newer ones want to be told one.
+    tar.extraction_filter = getattr(tarfile, "data_filter", None)
+    tar.extractall(directory, members=chosen)
 
 
 def _mend(name: str, source: Path) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu_stages.pieces import unpack_tar
 from configs.resolve import resolve_study
 from launch.planned_run import default_run_dir
 from tests.trainer.reports.test_report_suppression import report
@@ -24,7 +25,7 @@ FILED = ROOT / "benchmarks/results/suppression_small.tar.xz"
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunDir]:
     home = tmp_path_factory.mktemp("runs")
     with tarfile.open(FILED) as tar:
-        tar.extractall(home, filter="data")
+        unpack_tar(tar, home)
     return [RunDir(path) for path in runs_of([home / "suppression_small"])]
 
 

@@ -24,6 +24,7 @@ import soundfile
 import torch
 from PIL import Image
 
+from benchmarks.gpu_stages.pieces import unpack_tar
 from data_pipeline.audio.waveform import crop_last
 from data_pipeline.building import build
 from data_pipeline.building import workers as build_workers
@@ -63,9 +64,7 @@ def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twenty real pictures of each class, as `ROOT/test/CLASS/*.jpg`."""
     root = tmp_path_factory.mktemp("cifar")
     with tarfile.open(archive("cifar10-images-test.tar.gz")) as tar:
-        for member in tar:
-            if member.isfile() and int(Path(member.name).stem) < 20:
-                tar.extract(member, root, filter="data")
+        unpack_tar(tar, root, [member for member in tar if member.isfile() and int(Path(member.name).stem) < 20])
     return root
 
 
@@ -77,9 +76,7 @@ def fsdd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three real recordings of each digit by each of six speakers, as `ROOT/recordings/*.wav`."""
     root = tmp_path_factory.mktemp("fsdd")
     with tarfile.open(archive("fsdd-recordings.tar.gz")) as tar:
-        for member in tar:
-            if re.search(r"_[0-2]\.wav$", member.name):
-                tar.extract(member, root, filter="data")
+        unpack_tar(tar, root, [member for member in tar if re.search(r"_[0-2]\.wav$", member.name)])
     return root
 
 

@@ -20,7 +20,7 @@ from tests.trainer.probed_runs.test_probe_command import call, make_run
 from trainer.probes.result import read_result
 from trainer.run_dir import RunDir, write_json
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ENVIRON = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 SEEDS = (0, 1, 2)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import trainer.export
+from benchmarks.gpu_stages.pieces import unpack_tar
 from data_pipeline.core.errors import UserError
 from launch.submitted import run_status
 from tests.commands import Done, call
@@ -20,7 +21,7 @@ from trainer.run_dir import RunDir, runs_of
 
 def unpacked(archive: Path, directory: Path) -> Path:
     with tarfile.open(archive) as tar:
-        tar.extractall(directory, filter="data")
+        unpack_tar(tar, directory)
     return directory
 
 
