@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch._dynamo.backends.debugging import aot_eager
 
+from tests.small_encoder import CONVNET
 from tests.trainer.test_recorded_step import (
     CPU,
     NUM_CLASSES,
@@ -120,10 +121,6 @@ def test_every_objective_and_every_kind_of_views_of_pictures_is_compiled() -> No
     assert [kind for kind in VIEWS if kind not in tried] == ["spectral", "waveform"]
 
 
-CONVNET = (  # which is compiled sooner than a ResNet
-    "encoder={kind: convnet, image_size: [16, 16], embedding_size: 16, mean: [0.5, 0.5, 0.5], std: [0.25, 0.25, 0.25], "
-    "head: {hidden_sizes: [8], batch_norm: true, bias: false, defaults: keras}}"
-)
 BY_EPOCH = f"views={{kind: by_epoch, policies: [{{kind: expert_image}}, {SMALL}, {{kind: random_mask}}]}}"
 
 

@@ -22,6 +22,7 @@ import torch
 from configs import resolve_recipe
 from data_pipeline.core.sample import Batch
 from tests.gloo import run_ranks
+from tests.small_encoder import CONVNET
 from trainer.build import build_training
 from trainer.config import RunConfig
 from trainer.distributed.collectives import all_reduce_mean_scalars, rank, world_size
@@ -58,10 +59,6 @@ RESNET = {  # the settings of its rows: a viewmaker alone, or in a composition
     "expert_against_viewmaker": [f"views={{kind: pair, first: {{kind: expert_image}}, second: {SMALL}}}"],
     "viewmaker_then_lost_channels": [f"views={{kind: sequence, parts: [{SMALL}, {{kind: channel_dropout}}]}}"],
 }
-CONVNET = (
-    "encoder={kind: convnet, image_size: [16, 16], embedding_size: 16, mean: [0.5, 0.5, 0.5], std: [0.25, 0.25, 0.25], "
-    "head: {hidden_sizes: [8], batch_norm: true, bias: false, defaults: keras}}"
-)
 MULTI_CROP = {
     "dino": ["objective.num_prototypes=12"],
     "supervised": ["objective.label=digit"],

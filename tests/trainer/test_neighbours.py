@@ -16,6 +16,7 @@ from data_pipeline.loading.order import BatchOrder
 from data_pipeline.loading.reading_order import GroupedOrder
 from data_pipeline.loading.stream import Stream
 from tests.gloo import run_ranks
+from tests.small_encoder import CONVNET
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.config import RunConfig
 from trainer.data import read_manifests
@@ -28,11 +29,6 @@ from trainer.run_dir import RunDir
 from trainer.train import train
 
 NUM_SAMPLES, BATCH_SIZE, GROUP_SIZE = 83, 16, 4
-# It has fewer batch norms, and so fewer messages, than the ResNet of the recipes.
-CONVNET = (
-    "encoder={kind: convnet, image_size: [16, 16], embedding_size: 16, mean: [0.5, 0.5, 0.5], std: [0.25, 0.25, 0.25], "
-    "head: {hidden_sizes: [8], batch_norm: true, bias: false, defaults: keras}}"
-)
 
 
 @pytest.fixture(scope="module")

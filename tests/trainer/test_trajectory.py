@@ -15,6 +15,7 @@ import torch
 from configs import resolve_recipe
 from data_pipeline.core.sample import Batch
 from tests.gloo import run_ranks
+from tests.small_encoder import CONVNET, convnet
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from trainer.build import build_training
 from trainer.config import RunConfig
@@ -26,12 +27,7 @@ from trainer.train import train
 
 NUM_STEPS, HALF = 10, 5  # two epochs
 IN_FLOAT64 = ["precision=float64", f"checkpoint_every_steps={HALF}"]  # the same for all, so that they share runs
-# It has fewer batch norms, and so fewer messages, than the ResNet of the recipes.
-CONVNET, CONVNET_OF_32 = (
-    f"encoder={{kind: convnet, image_size: [{size}, {size}], embedding_size: 16, mean: [0.5, 0.5, 0.5], "
-    "std: [0.25, 0.25, 0.25], head: {hidden_sizes: [8], batch_norm: true, bias: false, defaults: keras}}"
-    for size in (16, 32)
-)
+CONVNET_OF_32 = convnet(32)
 ALTERNATING = ["adversary.update=alternating", "adversary.weight=0.5"]
 BANK = ["objective.kind=instance_discrimination", "objective.num_negatives=32"]
 FEW_SOUNDS = ["global_batch_size=8"]  # a step of sounds takes longer than one of pictures

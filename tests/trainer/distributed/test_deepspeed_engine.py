@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
+from tests.small_encoder import CONVNET
 from tests.tiny_data import write_tiny_pair
 from trainer.adversary import reverse_gradient
 from trainer.build import assemble
@@ -331,11 +332,6 @@ class RealRun:
     stage: Literal[0, 1, 2, 3]
 
 
-# It has fewer batch norms, and so fewer messages, than the ResNet of the recipes.
-CONVNET = (
-    "encoder={kind: convnet, image_size: [16, 16], embedding_size: 16, mean: [0.5, 0.5, 0.5], std: [0.25, 0.25, 0.25], "
-    "head: {hidden_sizes: [8], batch_norm: true, bias: false, defaults: keras}}"
-)
 IN_PARTS = ["memory.micro_batches=2", "memory.encoder_checkpointing=whole"]
 REAL_RUNS: dict[str, tuple[str, list[str], Literal[0, 1, 2, 3]]] = {
     "simultaneous": ("debug:viewmaker", [], 2),
