@@ -10,6 +10,7 @@ from typing import Final
 import torch
 from torch import nn
 
+from data_pipeline.core.garbage import search_as_usual
 from trainer.checkpoint.run_state import DataIdentity
 from trainer.config import RunConfig
 from trainer.models.encoder import Encoder, Normalization, build_encoder
@@ -96,4 +97,5 @@ def build_modules(config: RunConfig) -> TrainedModules:
     if config.views.is_learned:
         # Not by an assignment, which a type checker allows for tensors and modules only.
         setattr(view_policy, "checkpointing", config.memory.viewmaker_checkpointing)  # noqa: B010
+    search_as_usual()
     return TrainedModules(config=config, step=0, encoder=encoder, view_policy=view_policy)

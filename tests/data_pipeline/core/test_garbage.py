@@ -1,11 +1,16 @@
-"""A command searches its modules for garbage neither while it imports them nor at its end."""
+"""A command searches its modules for garbage neither while it imports them nor at its end, but its tensors always."""
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 
 import pytest
+
+from configs import debug
+from data_pipeline.core.garbage import search_modules_rarely
+from trainer.modules import build_modules
 
 # What is registered first runs last: after the objects are frozen.
 COMMAND = """
@@ -26,3 +31,12 @@ run_command(main)
 def test_a_command_does_not_search_its_modules_for_garbage() -> None:
     done = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True)
     assert done.stdout.split() == ["0", "True", "True", "True"], done.stderr
+
+
+def test_once_there_are_networks_all_objects_are_searched_as_usual() -> None:
+    usual = gc.get_threshold()
+    search_modules_rarely()
+    assert gc.get_threshold()[2] == 1000
+    build_modules(debug.image())
+    assert gc.get_threshold() == (700, 10, 10)
+    gc.set_threshold(*usual)
