@@ -97,5 +97,5 @@ def build_modules(config: RunConfig) -> TrainedModules:
     if config.views.is_learned:
         # Not by an assignment, which a type checker allows for tensors and modules only.
         setattr(view_policy, "checkpointing", config.memory.viewmaker_checkpointing)  # noqa: B010
-    search_as_usual()
+    search_as_usual()  # in a command; from now on garbage may hold tensors
     return TrainedModules(config=config, step=0, encoder=encoder, view_policy=view_policy)

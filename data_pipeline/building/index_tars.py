@@ -82,7 +82,7 @@ from data_pipeline.storage.tar_lists import TARS_NAME, list_difference
 logger = logging.getLogger(__name__)
 _LOCK_NAME: Final = ".lock"  # in the directory of an index
 _NUM_MEASURED: Final = 2_000  # pictures from which the mean and the deviation are computed
-_UNLABELLED: Final = "-1"  # people who number the classes give this label to a sample without a class
+_UNLABELLED: Final = "-1"  # in many datasets, the label of a sample without a class
 _MOST_TARS_UNASKED: Final = 1_000  # that are indexed when training begins
 _MAX_COMPARED: Final = 50_000_000  # samples whose keys are compared, which takes 16 bytes of memory each
 

@@ -6,7 +6,7 @@ import atexit
 import gc
 
 _USUAL = gc.get_threshold()
-_TIMES_AS_RARELY = 100
+_RARE = (*_USUAL[:2], 100 * _USUAL[2])
 
 
 def search_modules_rarely() -> None:
@@ -15,15 +15,15 @@ def search_modules_rarely() -> None:
     Importing torch makes half a million objects, which stay. Python searches all of them whenever their number has
     grown by a quarter, and once more when the process ends. Objects that are new are searched as often as before.
     """
-    young, middle, old = _USUAL
-    gc.set_threshold(young, middle, old * _TIMES_AS_RARELY)
+    gc.set_threshold(*_RARE)
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)  # what is frozen is not searched
 
 
 def search_as_usual() -> None:
-    """Make Python search all objects as often as it does by default, once most modules are imported.
+    """Undo the first part of `search_modules_rarely`, if nobody has set other thresholds since.
 
     Call it before there is garbage that may hold large tensors.
     """
-    gc.set_threshold(*_USUAL)
+    if gc.get_threshold() == _RARE:
+        gc.set_threshold(*_USUAL)

@@ -1,3 +1,3 @@
-"""What leaves the project: an encoder as a file or ONNX, what its card says of it, and weights for other libraries."""
+"""Export an encoder: as a file, as ONNX, for the Hub with a model card, or as weights for torchvision and timm."""
 
 __all__: list[str] = []

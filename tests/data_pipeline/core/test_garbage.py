@@ -12,7 +12,7 @@ from configs import debug
 from data_pipeline.core.garbage import search_modules_rarely
 from trainer.modules import build_modules
 
-# What is registered first runs last: after the objects are frozen.
+# The function that prints is registered before gc.freeze is, so it runs after it.
 COMMAND = """
 import atexit, gc
 from data_pipeline.core.errors import run_command
@@ -39,4 +39,12 @@ def test_once_there_are_networks_all_objects_are_searched_as_usual() -> None:
     assert gc.get_threshold()[2] == 1000
     build_modules(debug.image())
     assert gc.get_threshold() == (700, 10, 10)
+    gc.set_threshold(*usual)
+
+
+def test_thresholds_of_the_user_stay() -> None:
+    usual = gc.get_threshold()
+    gc.set_threshold(5000, 7, 9)
+    build_modules(debug.image())
+    assert gc.get_threshold() == (5000, 7, 9)
     gc.set_threshold(*usual)
