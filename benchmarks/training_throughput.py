@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from PIL import Image
@@ -44,6 +44,7 @@ from trainer.recorded_step import RecordedStep
 from trainer.step import TrainingStep
 
 OURS, GAME, TWO_PASSES, LIGHTLY = "SimCLR", "viewmaker, one pass", "viewmaker, two passes", "lightly's SimCLR"
+CompileSetting: TypeAlias = bool | Literal["step", "both"]
 PEERS = (OURS, GAME, TWO_PASSES, LIGHTLY)
 
 
@@ -63,7 +64,7 @@ class Form:
     train_dir: Path
     batch_size: int
     precision: str
-    compile: bool | Literal["step"]
+    compile: CompileSetting
     num_workers: int
     overrides: tuple[str, ...] = ()
 

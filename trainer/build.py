@@ -82,7 +82,7 @@ def assemble(config: RunConfig, modules: TrainedModules, objective: Objective) -
     Every rank must call this at the same time.
     """
     engines = _build_engines(config, modules, objective)
-    if config.compile is True:
+    if config.compiles_networks:
         modules.encoder.compile()
         if modules.viewmaker is not None:
             # Learned views of one's own need no such method.
@@ -95,13 +95,14 @@ def _recorded(
     step: TrainingStep, config: RunConfig, modules: TrainedModules, objective: Objective
 ) -> TrainingStep | RecordedStep:
     """Return a step that records itself, or `step` if the config does not ask for that or it is not possible."""
-    if config.compile != "step":
+    if not config.records_step:
         return step
     device = next(modules.encoder.parameters()).device
     is_random = has_random_layers(modules.encoder)
     reason = why_not_recorded(config, device=device, num_ranks=world_size(), has_random_layers=is_random)
     if reason is not None:
-        logger.warning("compile=step changes nothing here: %s", reason)
+        effect = "does no more than compile=true" if config.compiles_networks else "changes nothing"
+        logger.warning("compile=%s %s here: %s", config.compile, effect, reason)
         return step
     return RecordedStep(step, CudaGraphs(), stateful=[*modules.trained_modules.values(), objective])
 

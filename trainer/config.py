@@ -45,7 +45,7 @@ class RunConfig(Schema):
         views together, as DINO does. A teacher does the same. Predictors and MoCo's key encoder see one view at a time.
     compile: true compiles encoder and viewmaker with torch.compile; the first step then takes a minute or more. "step"
         compiles nothing: on one GPU, it records the whole step as a CUDA graph and replays it (see
-        `trainer.recorded_step`); elsewhere it changes nothing, with a warning.
+        `trainer.recorded_step`); elsewhere it changes nothing, with a warning. "both" compiles and records.
     max_skipped_in_a_row: the number of skipped steps in a row that ends training. A step is skipped if its loss or
         gradient is not finite. In float16, steps whose gradient is too large only for the loss scale do not count.
     checkpoint_every_steps: the steps between two checkpoints; there is also one at the end.
@@ -69,7 +69,7 @@ class RunConfig(Schema):
     memory: MemoryConfig = MemoryConfig()
     precision: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     channels_last: bool = False
-    compile: bool | Literal["step"] = False
+    compile: bool | Literal["step", "both"] = False
     max_skipped_in_a_row: Count = 10
     checkpoint_every_steps: Count = 500
     keep_checkpoints: Count = 2
@@ -171,6 +171,16 @@ class RunConfig(Schema):
     def parameter_dtype(self) -> torch.dtype:
         return torch.float64 if self.precision == "float64" else torch.float32
 
+    @property
+    def compiles_networks(self) -> bool:
+        """Return whether encoder and viewmaker are compiled with torch.compile."""
+        return self.compile in {True, "both"}
+
+    @property
+    def records_step(self) -> bool:
+        """Return whether the step shall be recorded as a CUDA graph."""
+        return self.compile in {"step", "both"}
+
     def may_compile_again(self, step: int, *, steps_per_epoch: int) -> bool:
         """Return whether networks may be compiled in a step that is not the first of a start.
 
@@ -178,7 +188,7 @@ class RunConfig(Schema):
         when an epoch brings a policy that this start of the run has not used yet.
         """
         freezes = self.adversary is not None and step == self.adversary.freeze_step
-        return self.compile is True and (freezes or (self.views.changes_with_epoch and step % steps_per_epoch == 0))
+        return self.compiles_networks and (freezes or (self.views.changes_with_epoch and step % steps_per_epoch == 0))
 
     @property
     def objective_optimizer(self) -> OptimizerConfig:

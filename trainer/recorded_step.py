@@ -205,7 +205,7 @@ class RecordedStep:
             (output, metrics), replay = self._recorder.record(with_metrics)
         except RuntimeError as error:  # also of a GPU without memory left for the graph
             reason = " ".join(str(_first_error(error)).split())[:200]
-            logger.warning("the step could not be recorded, so training goes on without compile=step: %s", reason)
+            logger.warning("the step could not be recorded, so training goes on without that: %s", reason)
             self._can_record = False
             self._step.clear_gradients()
             return None

@@ -151,7 +151,8 @@ class Measurement(Schema):
 
     @property
     def is_done(self) -> bool:
-        return self.is_finished and self.failed is None
+        """Return whether no later session has to repeat it, as it does after a failure or a claim that is not true."""
+        return self.is_finished and self.failed is None and self.holds is not False
 
 
 class Record(Schema):

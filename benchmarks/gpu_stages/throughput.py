@@ -9,10 +9,11 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 
+from benchmarks.gpu_stages.checks import RECIPES, captured_against_eager
 from benchmarks.gpu_stages.data import pictures_without_overlay
 from benchmarks.gpu_stages.kernel_trace import count_launches, trace_steps
 from benchmarks.gpu_stages.session import Outcome, Setting, Stage, Task, task
@@ -22,6 +23,7 @@ from benchmarks.training_throughput import (
     LIGHTLY,
     OURS,
     TWO_PASSES,
+    CompileSetting,
     Form,
     Peer,
     config_of,
@@ -43,7 +45,12 @@ from trainer.profiling import Clock
 from trainer.recorded_step import RecordedStep
 
 AS_WRITTEN: Final = "the original's two passes"
-HOW: Final[Mapping[str, bool | Literal["step"]]] = {"eager": False, "recorded": "step", "compiled": True}
+HOW: Final[Mapping[str, CompileSetting]] = {
+    "eager": False,
+    "recorded": "step",
+    "compiled": True,
+    "compiled and recorded": "both",
+}
 _NUM_WARM_UP, _NUM_ROUNDS, _NUM_WORKERS = 10, 5, 16
 _SECONDS_OF_A_ROUND = 0.6  # a GPU is steady: the rounds show how far
 _TINY_MATRIX = 64  # rows and columns
@@ -69,14 +76,19 @@ def tasks(setting: Setting, *, batch_size: int) -> Mapping[str, Task]:
 
 
 def compiled_tasks(setting: Setting) -> Mapping[str, Task]:
-    """Return the measurements that wait for a compiler."""
-    return {
-        f"{peer}, compiled, batch {batch_size}": task(
-            partial(measure_ours, setting, batch_size, peer, "compiled"), needs_seconds=100
-        )
-        for batch_size in ((256,) if setting.is_tiny else (256, 1024))  # all tiny batches have the same few samples
-        for peer in (OURS, GAME)
-    }
+    """Return the measurements that wait for a compiler, and a check of the steps that are compiled and recorded."""
+    hows = ("compiled",) if setting.is_tiny else ("compiled and recorded", "compiled")
+    found: dict[str, Task] = {}
+    for batch_size in (256,) if setting.is_tiny else (256, 1024):  # all tiny batches have the same few samples
+        for how in hows:
+            for peer in (OURS, GAME):
+                run = partial(measure_ours, setting, batch_size, peer, how)
+                found[f"{peer}, {how}, batch {batch_size}"] = task(run, needs_seconds=100)
+        if batch_size == 256 and not setting.is_tiny:
+            for recipe in RECIPES:
+                check = partial(captured_against_eager, setting, recipe, eager="true", captured="both")
+                found[f"recorded against compiled, {recipe}"] = task(check, needs_seconds=60)
+    return found
 
 
 def machine_tasks(setting: Setting) -> Mapping[str, Task]:
@@ -105,12 +117,14 @@ def measure_ours(setting: Setting, batch_size: int, peer: str, how: str) -> Outc
     eager = _form(setting, batch_size, False)
     config = config_of(peer, form)
     built = ours(peer, form, setting.device)
-    counted = ours(peer, eager, setting.device) if how == "compiled" else built  # the counter would undo compilation
+    counted = (
+        ours(peer, eager, setting.device) if form.compile in {True, "both"} else built
+    )  # the counter would undo compilation
     counted.step()
     built.flops = count_flops(counted)
     counted = built  # frees the other one
     values = _measure(setting, form, built)
-    if how == "recorded" and setting.device.type == "cuda":
+    if form.compile in {"step", "both"} and setting.device.type == "cuda":
         step = built.training_step
         values["is_recorded"] = isinstance(step, RecordedStep) and step.is_recorded
     planned = plan(config, world_size=1, num_samples=None, device_gigabytes=None, input_shape=(3, 32, 32))
@@ -151,7 +165,7 @@ def measure_as_written(setting: Setting, batch_size: int, precision: str) -> Out
     return Outcome(_measure(setting, form, peer) | {"precision": precision})
 
 
-def _form(setting: Setting, batch_size: int, compile_setting: bool | Literal["step"]) -> Form:
+def _form(setting: Setting, batch_size: int, compile_setting: CompileSetting) -> Form:
     train_dir = pictures_without_overlay(setting)
     if setting.is_tiny:
         return Form(train_dir, 2, "float32", compile_setting, 0, _TINY_ENCODER)

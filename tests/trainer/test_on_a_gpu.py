@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import traceback
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,21 @@ class Waits(TorchDispatchMode):
             self.found.append(f"{what}, in {Path(lines[-1].filename).name}:{lines[-1].lineno}: {lines[-1].line}")
 
 
+@contextmanager
+def tensors_without_data(*, allow_non_fake_inputs: bool = False) -> Iterator[None]:
+    """Enter a `FakeTensorMode`, in the form that torch gives it on a machine without a GPU.
+
+    On a machine with one, torch moves a new tensor to the GPU before any mode sees the copy, so `Waits` would miss it.
+    """
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=allow_non_fake_inputs):
+            yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
+
+
 def is_ours(filename: str) -> bool:
     return filename.startswith((str(ROOT / "trainer"), str(ROOT / "data_pipeline"))) or filename.endswith("on_a_gpu.py")
 
@@ -114,7 +130,7 @@ def filters_on_the_gpu(mel: MelConfig) -> Callable[..., Any]:
 
 
 def on_the_gpu(module: nn.Module) -> None:
-    """Replace a module's tensors by tensors of a GPU without data; to be called inside `FakeTensorMode`."""
+    """Replace a module's tensors by tensors of a GPU without data; to be called inside `tensors_without_data`."""
     for inner in module.modules():
         for name, parameter in inner._parameters.items():
             if parameter is not None:
@@ -151,7 +167,7 @@ def what_waits(monkeypatch: pytest.MonkeyPatch, recipe: str, overrides: list[str
     monkeypatch.setattr(torch.autograd, "backward", give_gradients)
     if config.data.mel is not None:
         monkeypatch.setattr(log_mel, "_filters", filters_on_the_gpu(config.data.mel))
-    with FakeTensorMode(), Waits() as waits:
+    with tensors_without_data(), Waits() as waits:
         for module in (modules.encoder, modules.view_policy, objective):
             on_the_gpu(module)
         training = assemble(config, modules, objective)  # outside of the group, where an engine is the bare module
@@ -207,7 +223,7 @@ def test_a_fused_optimizer_can_be_recorded(
 ) -> None:
     """torch refuses to record Adam without a flag, and warns if the flag is set in a step that is not recorded."""
     module = nn.Linear(3, 4)
-    with FakeTensorMode(), Waits() as waits:
+    with tensors_without_data(), Waits() as waits:
         on_the_gpu(module)
         engine = DDPEngine(module, optimizer=config)
         waits.found.clear()
@@ -231,7 +247,7 @@ def test_an_optimizer_that_is_not_fused_skips_a_step_without_waiting(
     """LAMB is left out, because it counts its steps on the host."""
     pytest.importorskip("timm")
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
-    with FakeTensorMode(), Waits() as waits:
+    with tensors_without_data(), Waits() as waits:
         on_the_gpu(module)
         engine = DDPEngine(module, optimizer=config)
         for parameter in module.parameters():
@@ -260,7 +276,7 @@ OVERLAYS: dict[str, Overlay] = {
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_an_overlay_is_drawn_without_waiting(overlay: str) -> None:
-    with FakeTensorMode(), Waits() as waits:
+    with tensors_without_data(), Waits() as waits:
         on_the_gpu(OVERLAYS[overlay])
         index_B = torch.empty(NUM_ROWS, dtype=torch.int64, device=CUDA)
         inputs = torch.empty(NUM_ROWS, 3, 32, 32, dtype=torch.uint8, device=CUDA)

@@ -43,6 +43,24 @@ OBJECTIVES: dict[str, list[str]] = {
 }
 
 
+every_case = pytest.mark.parametrize(
+    ("recipe", "overrides", "num_recordings"),
+    [
+        *[("debug:image", [f"objective.kind={kind}", *overrides], 1) for kind, overrides in OBJECTIVES.items()],
+        ("debug:image", ["memory.micro_batches=2", "memory.encoder_checkpointing=whole"], 1),
+        ("debug:image", ["precision=float16"], 1),
+        ("debug:image", ["views.kind=random_mask"], 1),
+        ("debug:image", ["views.kind=channel_dropout"], 1),
+        ("debug:image", ["optimizer.kind=adamw"], 1),
+        ("debug:viewmaker", [], 1),
+        ("debug:viewmaker", ["adversary.freeze_step=5"], 2),
+        ("debug:viewmaker", ["adversary.update=alternating", "adversary.viewmaker_steps=2"], 1),
+        ("debug:viewmaker", ["views.dropout_rate=0.4", "memory.micro_batches=2"], 1),
+    ],
+    ids=lambda value: ",".join(value).replace("=", "-") if isinstance(value, list) else str(value).replace(":", "-"),
+)
+
+
 def tensors_of(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
@@ -108,6 +126,10 @@ def configure(recipe: str, overrides: list[str]) -> RunConfig:
     return resolve_recipe(recipe, ["precision=float64", *every, *overrides])
 
 
+def device_of(training: Training) -> torch.device:
+    return next(training.modules.encoder.parameters()).device
+
+
 def rates_of(training: Training, step: int) -> dict[str, float]:
     """Return the learning rates, in float32, because fused kernels read a recorded rate in float32."""
     rates = training.learning_rates(step, num_steps=NUM_STEPS)
@@ -119,27 +141,12 @@ def train(training: Training, step: Callable[..., StepOutput]) -> list[dict[str,
     outputs = []
     for number in range(NUM_STEPS):
         rates = rates_of(training, number)
-        output = step(batch_of(number), learning_rates=rates)
+        output = step(batch_of(number).to(device_of(training)), learning_rates=rates)
         outputs.append(dict(output.metrics) | {"skipped": output.skipped})
     return outputs
 
 
-@pytest.mark.parametrize(
-    ("recipe", "overrides", "num_recordings"),
-    [
-        *[("debug:image", [f"objective.kind={kind}", *overrides], 1) for kind, overrides in OBJECTIVES.items()],
-        ("debug:image", ["memory.micro_batches=2", "memory.encoder_checkpointing=whole"], 1),
-        ("debug:image", ["precision=float16"], 1),
-        ("debug:image", ["views.kind=random_mask"], 1),
-        ("debug:image", ["views.kind=channel_dropout"], 1),
-        ("debug:image", ["optimizer.kind=adamw"], 1),
-        ("debug:viewmaker", [], 1),
-        ("debug:viewmaker", ["adversary.freeze_step=5"], 2),
-        ("debug:viewmaker", ["adversary.update=alternating", "adversary.viewmaker_steps=2"], 1),
-        ("debug:viewmaker", ["views.dropout_rate=0.4", "memory.micro_batches=2"], 1),
-    ],
-    ids=lambda value: ",".join(value).replace("=", "-") if isinstance(value, list) else str(value).replace(":", "-"),
-)
+@every_case
 def test_recorded_steps_are_plain_steps(recipe: str, overrides: list[str], num_recordings: int) -> None:
     """Over three epochs, with a learning rate that changes at every step."""
     config = configure(recipe, overrides)
@@ -183,7 +190,7 @@ def test_a_step_that_cannot_be_recorded_is_taken_as_it_is(caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING):
         found = train(training, recorded)
     assert [record.getMessage() for record in caplog.records] == [
-        "the step could not be recorded, so training goes on without compile=step: no memory left"
+        "the step could not be recorded, so training goes on without that: no memory left"
     ]
     for metrics, expected in zip(found, train(plain, plain.step), strict=True):
         assert torch.equal(metrics["train/loss"], expected["train/loss"])
@@ -264,15 +271,19 @@ def test_buffers_are_in_their_places_again_even_if_none_can_be_written() -> None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("recipe", ["debug:image", "debug:viewmaker"])
-def test_on_a_gpu_a_graph_trains_like_plain_steps(recipe: str) -> None:
-    curves = []
-    for compile_setting in ("false", "step"):
-        config = configure(recipe, [f"compile={compile_setting}"])
-        training = build_training(config, num_samples=64, device=CUDA)
-        losses = []
-        for number in range(NUM_STEPS):
-            rates = rates_of(training, number)
-            losses.append(training.step(batch_of(number).to(CUDA), learning_rates=rates).metrics["train/loss"])
-        curves.append(torch.stack(losses))
-    torch.testing.assert_close(curves[1], curves[0], rtol=1e-9, atol=0)
+@every_case
+def test_on_a_gpu_a_graph_trains_like_plain_steps(recipe: str, overrides: list[str], num_recordings: int) -> None:
+    """Kernels may sum in another order each time, so the last digits may differ."""
+    plain, recorded = (
+        build_training(
+            configure(recipe, [*overrides, f"compile={setting}"]), num_samples=64, num_classes=NUM_CLASSES, device=CUDA
+        )
+        for setting in ("false", "step")
+    )
+    tolerance = 1e-2 if "precision=float16" in overrides else 1e-9
+    for found, expected in zip(train(recorded, recorded.step), train(plain, plain.step), strict=True):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value.to(found[name].dtype), rtol=tolerance, atol=tolerance)
+    assert isinstance(recorded.step, RecordedStep)
+    assert recorded.step.is_recorded

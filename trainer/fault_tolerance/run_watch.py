@@ -79,6 +79,6 @@ class RunWatch:
 def follow_networks(modules: TrainedModules, objective: Objective) -> None:
     """Let all networks give signs of life, except compiled ones, which run as a single operation."""
     liveness.follow(objective)
-    if modules.config.compile is not True:
+    if not modules.config.compiles_networks:
         for network in modules.trained_modules.values():
             liveness.follow(network)

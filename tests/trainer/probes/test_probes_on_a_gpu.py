@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.decode import DecodedSamples
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.probed_runs.test_probe_command import make_run
-from tests.trainer.test_on_a_gpu import CUDA, Waits, on_the_gpu
+from tests.trainer.test_on_a_gpu import CUDA, Waits, on_the_gpu, tensors_without_data
 from trainer.modules import build_modules
 from trainer.probed_runs import probing
 from trainer.probes import features, linear
@@ -83,7 +82,7 @@ def test_a_probe_waits_once_an_epoch_and_not_once_a_step(
     for num_train in (16, 48):
         train, test = pair(tmp_path / str(num_train), num_train, overlay)
         targets = label_targets(train, test)
-        with FakeTensorMode(allow_non_fake_inputs=True), WaitsForFiniteNumbers() as waits:
+        with tensors_without_data(allow_non_fake_inputs=True), WaitsForFiniteNumbers() as waits:
             for module in (modules.encoder, modules.view_policy):
                 on_the_gpu(module)
             known, asked = train.on(CUDA), test.on(CUDA)
@@ -120,7 +119,7 @@ def test_samples_and_overlays_are_copied_to_a_device(write: Any, tmp_path: Path)
 @pytest.mark.usefixtures("_without_a_gpu")
 def test_features_and_votes_wait_for_nothing() -> None:
     encoder = build_modules(resolve_recipe("debug:image", [])).encoder.eval()
-    with FakeTensorMode(), Waits() as waits:
+    with tensors_without_data(), Waits() as waits:
         on_the_gpu(encoder)
         known_N, asked_M = (torch.empty(num, dtype=torch.int64, device=CUDA) for num in (40, 8))
         bank, asked = (torch.empty(num, 3, 16, 16, dtype=torch.uint8, device=CUDA) for num in (40, 8))
@@ -135,7 +134,7 @@ def free_on_the_gpu(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
 
 
 def test_features_go_to_the_host_if_the_gpu_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    with FakeTensorMode():
+    with tensors_without_data():
         for num_bytes, device in ((800, CUDA), (799, CPU)):
             free_on_the_gpu(monkeypatch, num_bytes)
             assert MemoryLimit().empty((10, 10), dtype=torch.float32, device=CUDA).device == device

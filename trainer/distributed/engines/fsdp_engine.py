@@ -51,8 +51,9 @@ class FSDPConfig(BaseEngineConfig):
                 f"optimizer {kind} needs the norms of whole parameters, but engine.kind=fsdp cuts them into pieces; "
                 "set engine.kind=ddp or another optimizer"
             )
-        if run.compile is True:
-            raise UserError("compile=true needs whole parameters; with engine.kind=fsdp, set compile=false")
+        if run.compiles_networks:
+            setting = "true" if run.compile is True else run.compile
+            raise UserError(f"compile={setting} needs whole parameters; with engine.kind=fsdp, set compile=false")
         if run.probe.online_every_steps is not None:
             raise UserError(
                 "probe.online_every_steps needs a whole encoder on each rank; with engine.kind=fsdp, set it to null "
