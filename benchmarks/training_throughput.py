@@ -146,6 +146,8 @@ def lightlys(form: Form, device: torch.device) -> Peer:
         shuffle=True,
         drop_last=True,
         num_workers=form.num_workers,
+        # A fork copies the page tables of CUDA, which takes seconds for each worker.
+        multiprocessing_context="spawn" if form.num_workers and device.type == "cuda" else None,
         pin_memory=device.type == "cuda",
         persistent_workers=form.num_workers > 0,
     )
