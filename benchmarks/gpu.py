@@ -6,12 +6,14 @@ The stages, in the order of their worth:
 
 - machine: the rate of large products of matrices, to which the shares of the others refer;
 - checks: recorded steps against plain steps, a step on the GPU against the CPU, the tests that need a GPU;
-- throughput-256, trace, throughput-1024, throughput-4096: our training, plain and recorded, against lightly's SimCLR
-  and the original's viewmaker; and the 20 kernels that take most of the time;
+- throughput-256: our training, plain and recorded, against lightly's SimCLR and the original's viewmaker;
+- compiled: our training with torch.compile, and with a recorded step too;
+- trace: the 20 kernels that take most of the time;
 - probe: a linear probe and kNN on features in the memory of the GPU;
+- throughput-1024, throughput-4096: as throughput-256, with larger batches;
 - jpeg: JPEG files to crops, by nvJPEG on the GPU against our decoder on one core and on all;
-- compiled: our training with torch.compile;
-- digits, shapes: the recipes of Table 1 at their published size, expert views and then a viewmaker, with probes.
+- digits, shapes: the recipes of Table 1 at their published size, expert views and a viewmaker, with probes. Both
+  recipes of a stage get a part of the time that is left.
 
 DIR/gpu.json gets each result at once. A run that did not end lies in DIR in pieces below 16 MB; copy DIR to the next
 machine, and the run goes on. What DIR or benchmarks/results/gpu*.json holds is not measured again. Without a network,

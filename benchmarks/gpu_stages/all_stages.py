@@ -17,8 +17,8 @@ from trainer.distributed.environment import why_gpu_is_unusable
 
 _MACHINE, *_THROUGHPUT, _COMPILED = throughput.STAGES
 STAGES: Final[tuple[Stage, ...]] = (
-    *(_MACHINE, checks.STAGE, _THROUGHPUT[0], kernel_trace.STAGE),
-    *(*_THROUGHPUT[1:], probe.STAGE, jpeg.STAGE, _COMPILED, *science.STAGES),
+    *(_MACHINE, checks.STAGE, _THROUGHPUT[0], _COMPILED, kernel_trace.STAGE),
+    *(probe.STAGE, *_THROUGHPUT[1:], jpeg.STAGE, *science.STAGES),
 )
 _PACKAGES: Final = ("torch", "torchvision", "triton", "numpy", "lightly", "simplejpeg")
 

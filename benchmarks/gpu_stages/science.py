@@ -14,6 +14,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -46,11 +47,16 @@ def tasks(setting: Setting, *, overlay: str) -> Mapping[str, Task]:
     """Return the runs with an overlay: expert views, then a viewmaker."""
     needs = 0 if setting.is_tiny else 60 + _SECONDS_OF_A_PROBE + _SECONDS_OF_PACKING
     recipes = [f"{family}:{overlay}" for family in ("simclr", "viewmaker")]
-    return {recipe: Task(partial(train_and_probe, setting, recipe), needs, None) for recipe in recipes}
+    shares = range(len(recipes), 0, -1)  # the first gets half of the time, the second what is left
+    return {
+        recipe: Task(partial(train_and_probe, setting, recipe, share=share), needs, None)
+        for recipe, share in zip(recipes, shares, strict=True)
+    }
 
 
-def train_and_probe(setting: Setting, recipe: str) -> Outcome:
-    """Train a recipe until it or the session ends, pack it, probe it, and pack it again."""
+def train_and_probe(setting: Setting, recipe: str, *, share: int = 1) -> Outcome:
+    """Train a recipe until it ends, or one of `share` equal parts of the session; pack it, probe it, pack it again."""
+    setting = replace(setting, ends_at=time.time() + setting.seconds_left / share)
     name = recipe.replace(":", "-")
     run_dir = RunDir(setting.runs / name)
     if not run_dir.config.is_file():

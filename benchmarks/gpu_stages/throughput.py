@@ -77,14 +77,13 @@ def tasks(setting: Setting, *, batch_size: int) -> Mapping[str, Task]:
 
 def compiled_tasks(setting: Setting) -> Mapping[str, Task]:
     """Return the measurements that wait for a compiler, and a check of the steps that are compiled and recorded."""
-    hows = ("compiled",) if setting.is_tiny else ("compiled and recorded", "compiled")
     found: dict[str, Task] = {}
     for batch_size in (256,) if setting.is_tiny else (256, 1024):  # all tiny batches have the same few samples
-        for how in hows:
+        for how in ("compiled and recorded", "compiled"):
             for peer in (OURS, GAME):
                 run = partial(measure_ours, setting, batch_size, peer, how)
                 found[f"{peer}, {how}, batch {batch_size}"] = task(run, needs_seconds=100)
-        if batch_size == 256 and not setting.is_tiny:
+        if batch_size == 256:
             for recipe in RECIPES:
                 check = partial(captured_against_eager, setting, recipe, eager="true", captured="both")
                 found[f"recorded against compiled, {recipe}"] = task(check, needs_seconds=60)

@@ -188,6 +188,24 @@ def test_stages_are_chosen_by_name_and_run_in_their_order() -> None:
         all_stages.chosen("chekcs")
 
 
+def test_both_recipes_of_a_stage_get_a_part_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class BegunError(Exception):
+        """Training would begin now."""
+
+    seconds = []
+
+    def begin(setting: Setting, *_: object) -> None:
+        seconds.append(setting.seconds_left)
+        raise BegunError
+
+    monkeypatch.setattr(science, "config_of", lambda *_: None)
+    monkeypatch.setattr(science, "_train", begin)
+    for each in science.tasks(setting_at(tmp_path, seconds=600), overlay="digits").values():
+        with pytest.raises(BegunError):
+            each.run()
+    assert seconds == pytest.approx([300, 600], abs=30)
+
+
 @pytest.mark.process
 def test_pictures_that_are_missing_fail_the_run_and_say_so(tmp_path: Path) -> None:
     setting = dataclasses.replace(setting_at(tmp_path), is_tiny=False, known=())

@@ -23,13 +23,16 @@ from tests.trainer.test_recorded_step import (
     NUM_STEPS,
     OBJECTIVES,
     STEPS_OF_AN_EPOCH,
+    LikeAGraph,
     batch_of,
     configure,
+    train,
 )
 from trainer.build import Training, build_training
 from trainer.fault_tolerance.run_watch import RunWatch
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.objectives.objective import OBJECTIVES as KINDS
+from trainer.recorded_step import RecordedStep
 from trainer.run_dir import RunDir
 from trainer.views.policy import VIEWS
 from trainer.views.viewmaker import Viewmaker
@@ -113,6 +116,32 @@ def test_compiled_networks_train_alike(recipe: str, overrides: list[str], backen
     found = losses(compiled(training, backend), 2)
     assert backend.num_runs >= num_before + 2  # once in each step
     assert found == pytest.approx(losses(plain, 2), rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["debug:image", "debug:viewmaker"])
+def test_a_step_with_compiled_networks_is_recorded_as_it_is(recipe: str, backend: CountingBackend) -> None:
+    """Nothing is compiled while the step is recorded, which a CUDA graph could not hold."""
+
+    class CountsGraphs(LikeAGraph):
+        def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+            before = backend.num_graphs
+            recorded = super().record(run)
+            assert backend.num_graphs == before
+            return recorded
+
+    config = configure(recipe, ["encoder.width=2"])
+    plain, training = (build_training(config, num_samples=64, num_classes=NUM_CLASSES, device=CPU) for _ in range(2))
+    compiled(training, backend)
+    assert not isinstance(training.step, RecordedStep)
+    recorder, stateful = CountsGraphs(training), [*training.modules.trained_modules.values(), training.objective]
+    recorded = RecordedStep(training.step, recorder, stateful=stateful)
+    num_before = backend.num_runs
+    found, expected = train(training, recorded), train(plain, plain.step)
+    assert recorder.num_replays == NUM_STEPS - 3
+    assert backend.num_runs >= num_before + NUM_STEPS
+    for metrics, others in zip(found, expected, strict=True):
+        torch.testing.assert_close(metrics["train/loss"], others["train/loss"], rtol=1e-9, atol=0)
 
 
 def test_every_objective_and_every_kind_of_views_of_pictures_is_compiled() -> None:
