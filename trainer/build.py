@@ -95,11 +95,14 @@ def _recorded(
     step: TrainingStep, config: RunConfig, modules: TrainedModules, objective: Objective
 ) -> TrainingStep | RecordedStep:
     """Return a step that records itself, or `step` if the config does not ask for that or it is not possible."""
-    if not config.records_step:
-        return step
     device = next(modules.encoder.parameters()).device
     is_random = has_random_layers(modules.encoder)
     reason = why_not_recorded(config, device=device, num_ranks=world_size(), has_random_layers=is_random)
+    if not config.records_step:
+        if reason is None:
+            setting = "both" if config.compiles_networks else "step"
+            logger.info("compile=%s would record this step, and may train twice as fast: docs/performance.md", setting)
+        return step
     if reason is not None:
         effect = "does no more than compile=true" if config.compiles_networks else "changes nothing"
         logger.warning("compile=%s %s here: %s", config.compile, effect, reason)

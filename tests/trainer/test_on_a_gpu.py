@@ -7,6 +7,7 @@ parameter is given a gradient instead. Overlays and spectrograms, which are draw
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -290,6 +291,26 @@ def test_an_overlay_is_drawn_without_waiting(overlay: str) -> None:
 def test_every_overlay_is_tried() -> None:
     kinds = {type(overlay).__name__ for overlay in OVERLAYS.values()}
     assert {path.rpartition(":")[2] for path in registry.OVERLAYS.values()} <= kinds
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [([], "step"), (["compile=true"], "both"), (["optimizer={kind: lars, learning_rate: 0.1}"], None)],
+    ids=["plain", "compiled", "lars"],
+)
+def test_a_step_that_could_be_recorded_says_so(
+    overrides: list[str], said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("timm")
+    config = resolve_recipe("debug:image", ["tracking.wandb=disabled", *overrides])
+    modules = build_modules(config)
+    objective = build_run_objective(config, modules.encoder, num_samples=64, num_classes={}, device=torch.device("cpu"))
+    with tensors_without_data(), caplog.at_level(logging.INFO):
+        for module in (modules.encoder, objective):
+            on_the_gpu(module)
+        assemble(config, modules, objective)
+    expected = [] if said is None else [f"compile={said} would record this step, and may train twice as fast"]
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == expected
 
 
 def test_what_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
