@@ -76,8 +76,8 @@ class Setting:
 
     def free_memory(self) -> None:
         """Free what earlier measurements left on the device, and count its peak from here on."""
-        gc.collect()
         if self.device.type == "cuda":
+            gc.collect()
             torch.cuda.init()  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
