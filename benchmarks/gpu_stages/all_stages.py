@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -26,6 +27,9 @@ _PACKAGES: Final = ("torch", "torchvision", "triton", "numpy", "lightly", "simpl
 def circumstances(setting: Setting, *, commit: str | None) -> dict[str, Any]:
     """Return what the figures of a session depend on: GPU, machine, command, commit."""
     facts = record.circumstances(packages=_PACKAGES)
+    # The places on a lent machine mean nothing elsewhere.
+    words = str(facts["command"]).split(" ")
+    facts["command"] = " ".join(Path(word).name if word.startswith("/") else word for word in words)
     facts["git_commit"] = facts["git_commit"] or commit
     facts["device"] = "cpu"
     if setting.device.type == "cuda":
