@@ -1,6 +1,8 @@
 """Measure the wall time of the stages of the training loop. Each moment belongs to one stage.
 
-    read -> decode -> overlay -> transfer -> views -> forward -> backward -> optimizer;  communication, other
+    read -> decode -> overlay -> transfer -> views -> forward -> backward -> optimizer;  communication, replay, other
+
+"replay" is a recorded step as a whole (`trainer.recorded_step`), whose stages cannot be timed.
 
 Code enters a `stage` around its work. The time of an inner stage does not count for the outer stage. Entering and
 leaving a stage is also a sign of life (see `trainer.fault_tolerance.liveness`).
@@ -34,6 +36,7 @@ Stage = Literal[
     "backward",
     "communication",
     "optimizer",
+    "replay",
     "other",
 ]
 _DATA: tuple[Stage, ...] = ("read", "decode", "overlay", "transfer")
@@ -116,13 +119,17 @@ class Clock:
         self._stages.pop()
 
     def read(self, *, num_samples: int) -> dict[str, float]:
-        """Return the metrics since the last reading. `num_samples` is the global batch size. Fractions add up to 1."""
+        """Return the metrics since the last reading. `num_samples` is the global batch size. Fractions add up to 1.
+
+        Only a recorded step has a fraction of "replay".
+        """
         self._mark()
         self._read_marks()
         now = time.perf_counter()
         seconds = now - self._last_reading
         whole = sum(self._seconds.values()) or 1.0
-        fractions = {name: self._seconds[name] / whole for name in _NAMES}
+        names = [name for name in _NAMES if name != "replay" or self._seconds[name]]
+        fractions = {name: self._seconds[name] / whole for name in names}
         metrics = {
             "time_seconds": now - self._started,
             "perf/samples_per_second": self._num_steps * num_samples / seconds,
@@ -158,12 +165,12 @@ class Clock:
                 self._seconds[name] += waited * batch.seconds.get(name, 0.0) / making
 
 
-_NAMES: tuple[Stage, ...] = (*_DATA, "views", "forward", "backward", "communication", "optimizer", "other")
+_NAMES: tuple[Stage, ...] = (*_DATA, "views", "forward", "backward", "communication", "optimizer", "replay", "other")
 
 
 def slowest(metrics: dict[str, float]) -> str:
     """Return the stage that takes most of the time in the metrics of `Clock.read`, such as "backward 52 %"."""
-    name = max(_NAMES, key=lambda stage: metrics[f"perf/{stage}_fraction"])
+    name = max(_NAMES, key=lambda stage: metrics.get(f"perf/{stage}_fraction", 0.0))
     return f"{name} {100 * metrics[f'perf/{name}_fraction']:.0f} %"
 
 

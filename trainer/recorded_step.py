@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from data_pipeline.core.sample import Batch
 from trainer.config import RunConfig
 from trainer.optim.loss_scale import LossScale
-from trainer.profiling import untimed
+from trainer.profiling import stage, untimed
 from trainer.step import RecordedMoment, StepOutput, TrainingStep
 
 logger = logging.getLogger(__name__)
@@ -192,7 +192,10 @@ class RecordedStep:
             return self._recorder.warm_up(run)
         if self._recording is None:
             self._recording = self._record(run)
-        return self._step(batch, learning_rates=learning_rates) if self._recording is None else self._recording()
+        if self._recording is None:
+            return self._step(batch, learning_rates=learning_rates)
+        with stage("replay"):
+            return self._recording()
 
     def _record(self, run: Callable[[], StepOutput]) -> _Recording | None:
         """Record the step. Return None, after a warning, if that is not possible."""

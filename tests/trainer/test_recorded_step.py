@@ -17,6 +17,7 @@ from data_pipeline.core.sample import Batch
 from trainer.build import Training, build_training
 from trainer.config import RunConfig
 from trainer.objectives.objective import OBJECTIVES as KINDS
+from trainer.profiling import Clock, slowest
 from trainer.recorded_step import CudaGraphs, RecordedStep, _buffers_in_place, why_not_recorded
 from trainer.step import StepOutput
 
@@ -180,6 +181,28 @@ def test_a_form_that_returns_after_another_is_recorded_again() -> None:
             step(batch, learning_rates=rates_of(trained, number))
     assert all(torch.equal(*pair) for pair in zip(state_of(training), state_of(plain), strict=True))
     assert recorder.num_recordings == 4
+
+
+def test_the_time_of_a_replay_is_that_of_the_recorded_step() -> None:
+    """The stages inside a step are timed while it is a plain one; those of a replay cannot be."""
+    training = build_training(configure("debug:image", []), num_samples=64, num_classes=NUM_CLASSES, device=CPU)
+    assert not isinstance(training.step, RecordedStep)
+    clock = Clock()
+    found = []
+    recorded = RecordedStep(training.step, LikeAGraph(training), stateful=[training.modules.encoder])
+    for step in (training.step, recorded):
+        for batch in clock.timed(batch_of(number) for number in range(NUM_STEPS)):
+            step(batch, learning_rates=rates_of(training, batch.step))
+        found.append(clock.read(num_samples=NUM_ROWS))
+    plain, replayed = found
+    assert "perf/replay_fraction" not in plain
+    assert slowest(plain).split()[0] in {"forward", "backward", "optimizer", "views"}
+    assert replayed["perf/replay_fraction"] > 0.3
+    assert replayed["perf/backward_fraction"] == 0
+    assert slowest(replayed).split()[0] in {"replay", "other"}  # steps before the recording are "other"
+    for metrics in found:
+        stages = [value for name, value in metrics.items() if name.endswith("_fraction")]
+        assert sum(stages) - metrics["perf/data_wait_fraction"] == pytest.approx(1)
 
 
 def test_a_step_that_cannot_be_recorded_is_taken_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
