@@ -7,7 +7,7 @@ import mmap
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -50,13 +50,22 @@ def regular_size(path: Path) -> int | None:
 
 @contextmanager
 def map_regular(path: Path) -> Iterator[memoryview]:
-    """Map a regular file into memory for reading. Raises `OSError` if `path` is not a regular file."""
+    """Map a regular file into memory for reading. Raises `OSError` if `path` is not a regular file.
+
+    A part of the view that outlives the block keeps the file mapped until it is freed.
+    """
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size == 0:
             yield memoryview(b"")
             return
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        data = memoryview(mapped)
+        try:
             yield data
+        finally:
+            with suppress(BufferError):  # a part is still in use, for example in the frames of an error
+                data.release()
+                mapped.close()
 
 
 def _check_regular(mode: int, path: Path) -> None:
