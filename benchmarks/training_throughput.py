@@ -146,7 +146,7 @@ def lightlys(form: Form, device: torch.device) -> Peer:
         shuffle=True,
         drop_last=True,
         num_workers=form.num_workers,
-        # A fork copies the page tables of CUDA, which takes seconds for each worker.
+        # On an H200, sixteen workers that were forked beside CUDA had not begun after a minute.
         multiprocessing_context="spawn" if form.num_workers and device.type == "cuda" else None,
         pin_memory=device.type == "cuda",
         persistent_workers=form.num_workers > 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import subprocess
@@ -112,6 +113,7 @@ class FirstStep:
         return relative(self.loss, other.loss), relative(self.change_P, other.change_P)
 
 
+@functools.cache  # two checks compare with the same step in float64, which takes a CPU up to twenty seconds
 def first_step(setting: Setting, device: torch.device, recipe: str, *overrides: str) -> FirstStep:
     """Take the first step of a recipe on a device."""
     config = config_of(setting, recipe, *overrides)

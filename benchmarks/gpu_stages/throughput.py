@@ -115,19 +115,20 @@ def measure_ours(setting: Setting, batch_size: int, peer: str, how: str) -> Outc
     """Measure training of ours, from the shards."""
     form = _form(setting, batch_size, HOW[how])
     eager = _form(setting, batch_size, False)
-    is_compiled = form.compile in {True, "both"}
+    config = config_of(peer, form)
     built = ours(peer, form, setting.device)
-    counted = ours(peer, eager, setting.device) if is_compiled else built  # the counter would undo compilation
+    # The counter would undo compilation.
+    counted = ours(peer, eager, setting.device) if config.compiles_networks else built
     counted.step()
     built.flops = count_flops(counted)
     counted = built  # frees the other one
     values = _measure(setting, form, built)
-    if form.compile in {"step", "both"} and setting.device.type == "cuda":
+    if config.records_step and setting.device.type == "cuda":
         step = built.training_step
         values["is_recorded"] = isinstance(step, RecordedStep) and step.is_recorded
     values["planned_bytes"] = _planned_bytes(peer, eager)
     values["data_bytes"] = resident_bytes(load_manifest(form.train_dir))  # in the GPU's memory, but not in a plan
-    if values["peak_bytes"] and not is_compiled:  # compiled networks keep less
+    if values["peak_bytes"] and not config.compiles_networks:  # compiled networks keep less
         values["peak_over_plan"] = rounded(values["peak_bytes"] / (values["planned_bytes"] + values["data_bytes"]))
     return Outcome(values, holds=values.get("is_recorded"))
 

@@ -21,7 +21,7 @@ def search_modules_rarely() -> None:
 
 
 def search_as_usual() -> None:
-    """Undo the first part of `search_modules_rarely`, if nobody has set other thresholds since.
+    """Search old objects for garbage as often as before `search_modules_rarely`. Thresholds of the user stay.
 
     Call it before there is garbage that may hold large tensors.
     """

@@ -184,7 +184,7 @@ def test_a_form_that_returns_after_another_is_recorded_again() -> None:
 
 
 def test_the_time_of_a_replay_is_that_of_the_recorded_step() -> None:
-    """The stages inside a step are timed while it is a plain one; those of a replay cannot be."""
+    """A plain step is timed stage by stage, and a replay as a whole."""
     training = build_training(configure("debug:image", []), num_samples=64, num_classes=NUM_CLASSES, device=CPU)
     assert not isinstance(training.step, RecordedStep)
     clock = Clock()

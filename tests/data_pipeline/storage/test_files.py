@@ -8,7 +8,7 @@ from data_pipeline.storage.files import map_regular
 
 
 def test_a_part_that_outlives_the_block_stays_readable_and_hides_no_error(tmp_path: Path) -> None:
-    """The frames of an error hold such parts; with Python 3.12 also those of an error that was caught."""
+    """The frames of an error hold such parts. With Python 3.12, an error that was caught holds them too."""
     path = tmp_path / "file"
     path.write_bytes(b"content")
     views = []

@@ -269,6 +269,7 @@ def test_a_single_process_and_small_modules_have_ddp() -> None:
     ("change", "words"),
     [
         (["compile=true"], "compile=true needs whole parameters.*compile=false"),
+        (["compile=both"], "compile=both needs whole parameters.*compile=false"),
         (["probe.online_every_steps=10"], "probe.online_every_steps needs a whole encoder.*set it to null"),
         (["optimizer={kind: lars}"], "optimizer lars needs the norms of whole parameters.*engine.kind=ddp"),
     ],
