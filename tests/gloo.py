@@ -7,39 +7,42 @@
         assert run_ranks(sum_of_ranks, 2, 10) == [21.0, 21.0]
 
 The function finds the default process group initialised on gloo. Give each rank different data (index it by `rank()`):
-equal data hides most mistakes. Ranks are forked from a server process that has imported torch and the trainer and has
-never computed anything, so a call costs a tenth of a second, no state passes from test to test, and forking is safe
-whatever threads pytest runs. A rank that raises, dies or does not return in time ends all ranks; the error carries the
-rank's traceback.
+equal data hides most mistakes. Ranks are forked from a server, itself forked from a nursery (`tests/nursery.py`), that
+has imported torch and the trainer and has never computed anything. So a call costs a tenth of a second, no state passes
+from test to test, and forking is safe whatever threads pytest runs. A rank that raises, dies or does not return in time
+ends all ranks; the error carries the rank's traceback.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import functools
+import gc
+import importlib
+import os
 import pickle
+import signal
+import socket
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import forkserver
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeVar
-from unittest import mock
+from typing import Any, NoReturn, TypeVar
 
 from tests import tiers
+from tests.nursery import PythonProcess
 
 T = TypeVar("T")
 
-# None of these starts a thread when it is imported.
-_PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "torchvision", "numpy", "pytest", "pydantic"]
-_PRELOAD += ["scipy.io", "timm", "wandb", "trainer.train"]
-_PRELOAD += ["torch._inductor.compile_fx", "tests.frozen"]  # DeepSpeed imports it, for seconds, in each rank
-# Python's own server keeps the modules of the first caller, such as a build: each rank would import the others anew.
-_server = forkserver.ForkServer()
-_server.set_forkserver_preload(_PRELOAD)
+_MOST_RANKS = 16
+_MOST_BYTES = 4096
+# Tests that run ranks import these, which takes a second in each rank. The last is imported by DeepSpeed.
+_PRELOAD = ["pytest", "timm", "scipy.stats", "matplotlib.figure", "hypothesis", "torch._inductor.compile_fx"]
+_SERVER = "import sys; sys.path[:] = {path!r}; from tests.gloo import serve_ranks; serve_ranks()"
 _DEATH_SECONDS = 1.0  # in which the death of a rank shows that made another one raise
 
 
@@ -54,31 +57,53 @@ def run_ranks(function: Callable[..., T], world_size: int, *args: Any, timeout_s
     on one thread. Raises `RankError`.
     """
     tiers.require("ranks", "slurm")
-    context = multiprocessing.get_context("forkserver")
-    task = pickle.dumps((function, args))
-    processes: list[BaseProcess] = []
-    pipes: list[Connection] = []
+    call = pickle.dumps((function, args))
+    state = (sys.path, dict(os.environ), str(Path.cwd()))
+    pipes = [Pipe() for _ in range(world_size)]
+    ours = [pipe for pipe, _ in pipes]
+    server = _server()
     with tempfile.TemporaryDirectory(prefix="gloo-") as directory:
+        pids = server.fork([pipe for _, pipe in pipes])
         try:
-            for rank in range(world_size):
-                ours, theirs = context.Pipe()
-                process: BaseProcess = context.Process(
-                    target=_rank_main,
-                    args=(theirs, task, rank, world_size, str(Path(directory) / "store"), timeout_s),
-                )
-                with mock.patch.object(forkserver, "connect_to_new_process", _server.connect_to_new_process):
-                    process.start()
-                theirs.close()
-                processes.append(process)
-                pipes.append(ours)
-            results = _collect(pipes, world_size=world_size, timeout_s=timeout_s)
+            for rank, pipe in enumerate(ours):
+                pipe.send((state, str(Path(directory) / "store"), rank, world_size, timeout_s))
+                pipe.send_bytes(call)
+            results = _collect(ours, world_size=world_size, timeout_s=timeout_s)
         finally:
-            for process in processes:
-                process.kill()
-                process.join()
-            for pipe in pipes:
+            server.kill(pids)
+            for pipe in ours:
                 pipe.close()
     return [results[rank] for rank in range(world_size)]
+
+
+class _Server:
+    """The server of ranks, seen from pytest's process."""
+
+    def __init__(self) -> None:
+        self._asks, theirs = socket.socketpair()
+        with theirs:
+            words = [sys.executable, "-c", _SERVER.format(path=sys.path)]
+            self._process = PythonProcess[bytes](words, stdin=theirs.fileno())
+
+    def fork(self, pipes: list[Connection]) -> list[int]:
+        """Fork a rank for each pipe, and close these ends. Returns the process ids."""
+        socket.send_fds(self._asks, [b"f"], [pipe.fileno() for pipe in pipes])
+        for pipe in pipes:
+            pipe.close()
+        pids = self._asks.recv(_MOST_BYTES)
+        assert pids, "the server of ranks has ended"
+        return list(map(int, pids.split()))
+
+    def kill(self, pids: list[int]) -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)  # none has another meaning yet: the server has not waited for them
+        self._asks.sendall(b"w")
+        assert self._asks.recv(1), "the server of ranks has ended"
+
+
+@functools.cache
+def _server() -> _Server:
+    return _Server()
 
 
 def _collect(pipes: list[Connection], *, world_size: int, timeout_s: float) -> dict[int, Any]:
@@ -99,19 +124,60 @@ def _collect(pipes: list[Connection], *, world_size: int, timeout_s: float) -> d
                 continue
             try:
                 failed, payload = pickle.loads(pipes[rank].recv_bytes())
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 raise RankError(f"rank {rank} of {world_size} died without a word") from None
             (raised if failed else results)[rank] = payload
     return results
 
 
-def _rank_main(pipe: Connection, task: bytes, rank: int, world_size: int, store: str, timeout_s: float) -> None:
+def serve_ranks() -> NoReturn:
+    """Fork ranks as `_Server` asks on standard input, until it ends."""
+    asked = socket.socket(fileno=os.dup(0))
+    os.close(0)
+    assert os.open(os.devnull, os.O_RDONLY) == 0  # the lowest number that is free
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in _PRELOAD:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what is there now is neither searched nor copied by the garbage collection of ranks
+    pids: list[int] = []
+    while True:
+        asks, files, *_ = socket.recv_fds(asked, 1, _MOST_RANKS)
+        if not asks:
+            os._exit(0)
+        if asks == b"w":
+            while pids:
+                os.waitpid(pids.pop(), 0)
+            asked.sendall(b"w")
+            continue
+        for file in files:
+            pid = os.fork()
+            if pid == 0:
+                asked.close()
+                for other in files:
+                    if other != file:
+                        os.close(other)
+                _run_rank(Connection(file))
+                os._exit(0)
+            pids.append(pid)
+        for file in files:
+            os.close(file)
+        asked.sendall(" ".join(map(str, pids)).encode())
+
+
+def _run_rank(pipe: Connection) -> None:
+    state, store, rank, world_size, timeout_s = pipe.recv()
     try:
         import torch
         import torch.distributed as dist
 
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         torch.set_num_threads(1)
-        function, args = pickle.loads(task)
+        sys.path[:], environ, directory = state
+        os.environ.clear()
+        os.environ.update(environ)
+        os.chdir(directory)
+        function, args = pickle.loads(pipe.recv_bytes())
         dist.init_process_group(
             "gloo",
             init_method=f"file://{store}",

@@ -37,4 +37,4 @@ def _check_process(event: str, arguments: tuple[object, ...]) -> None:
         first = command[0] if isinstance(command, list | tuple) and command else command
         names = {Path(str(name)).name for name in (executable, first) if name is not None}
         if any(name.startswith(("python", "torchrun")) for name in names):
-            require("process", "slurm")
+            require("process", "ranks", "slurm")
