@@ -18,6 +18,7 @@ from launch.submitted import run_status
 from tests.nursery import PythonProcess
 from tests.processes import kill_tree
 from tests.real_data import REPOSITORY
+from tests.small_encoder import CONVNET
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.run_dir import RunDir
 
@@ -44,6 +45,8 @@ def command(data: Path, run_dir: Path, *, num_ranks: int, is_mixture: bool = Fal
         "watchdog.enabled": "false",  # it would report the killed ranks, if it came to look before it is gone itself
         "tracking.wandb": "disabled",
     }
+    if num_ranks > 1:
+        settings["encoder"] = CONVNET.removeprefix("encoder=")
     if is_mixture:
         settings |= {"data.train_dir": "null", "data.mixture": MIXTURE.format(data), "data.mixture_schedule": CHANGE}
         settings["data.mixture_epoch"] = 83

@@ -18,11 +18,12 @@ import torch
 from launch.submitted import run_status
 from tests.nursery import PythonProcess
 from tests.processes import kill_tree
+from tests.small_encoder import CONVNET
 from tests.tiny_data import write_tiny_pair
 from trainer.run_dir import RunDir, hold
 
 ROOT = Path(__file__).parents[2]
-NUM_STEPS = 60  # after the first few there is to be time for the warning, also on a busy machine
+NUM_STEPS = 40  # after the first few there is to be time for the warning, also on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +32,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def start(data: Path, run_dir: Path, *others: str) -> Iterator[subprocess.Popen[str]]:
-    """Start a run on two ranks, with `others` as settings; it ends with the block at the latest."""
+def start(data: Path, run_dir: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start a run on two ranks; it ends with the block at the latest."""
     settings = [
-        *others,
+        CONVNET,
         f"data.train_dir={data / 'train'}",
         f"data.test_dir={data / 'test'}",
         "data.num_workers=0",

@@ -32,7 +32,7 @@ DELAYED: dict[str, tuple[Any, str]] = {
     "forward": (Encoder, "forward"),
     "backward": (DDPEngine, "backward"),
     "optimizer": (DDPEngine, "step"),
-    "communication": (torch.distributed, "all_gather_into_tensor"),
+    "communication": (torch.distributed, "all_to_all_single"),
 }
 
 

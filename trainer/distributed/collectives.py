@@ -21,7 +21,7 @@ from trainer.profiling import stage
 
 T = TypeVar("T")
 
-_SHORT = 1 << 16  # numbers, up to which a CPU sums a tensor by gathering
+_SHORT = 1 << 16  # numbers of all ranks, up to which gloo sends to all at once, and a CPU sums by gathering
 _KNOWN_TO_ALL = "is_known_to_all_ranks"  # an attribute of errors
 
 
@@ -182,9 +182,7 @@ def sum_in_rank_order(x: Tensor) -> Tensor:
 
     The order in a backend's own sum depends on the position of the number in the tensor.
     """
-    parts = x.new_empty((world_size(), x.numel()))
-    with stage("communication"):
-        dist.all_gather_into_tensor(parts, x.reshape(1, -1).contiguous())
+    parts = _gathered_rows(x.reshape(1, -1))
     total = parts[0]
     for part in parts[1:]:
         total += part
@@ -221,8 +219,19 @@ def _gathered_rows(x_BD: Tensor) -> Tensor:
     """Return the rows of all ranks, without gradient."""
     gathered_GD = x_BD.new_empty((world_size() * len(x_BD), *x_BD.shape[1:]))
     with stage("communication"):
-        dist.all_gather_into_tensor(gathered_GD, x_BD.contiguous())
+        if _goes_to_all_at_once(gathered_GD.numel()):
+            dist.all_to_all_single(gathered_GD, torch.cat([x_BD] * world_size()))
+        else:
+            dist.all_gather_into_tensor(gathered_GD, x_BD.contiguous())
     return gathered_GD
+
+
+def _goes_to_all_at_once(num_gathered: int) -> bool:
+    """Return whether each rank sends its part of so many numbers directly to every other rank.
+
+    gloo's gather has W - 1 rounds, and each waits for the one before. For a few numbers, that is what takes the time.
+    """
+    return num_gathered <= _SHORT and dist.get_backend() == "gloo"
 
 
 def _sum_over_ranks(x: Tensor) -> Tensor:

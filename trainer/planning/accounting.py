@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trainer.distributed.collectives import world_size
+
 
 class Accounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context manager that counts the operations inside its block.
@@ -53,7 +55,10 @@ class Accounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             name = func.name().partition("::")[2].strip("_").removesuffix("_base")
-            self.sent_bytes[name] += _sent(func, args)
+            size = _sent(func, args)
+            if name == "alltoall":  # gloo's gather of a few numbers, whose input has a copy for each rank
+                name, size = "allgather", size // world_size()
+            self.sent_bytes[name] += size
         # A tensor that `torch.tensor` makes from a Python number appears first as an argument.
         given = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
         before = {leaf.untyped_storage()._cdata for leaf in tree_leaves(given) if isinstance(leaf, Tensor)}
@@ -81,6 +86,6 @@ class Accounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _sent(func: Any, args: tuple[Any, ...]) -> int:
     """Return the bytes of the input of a collective, which is the second argument of some collectives."""
-    takes_output_first = any(word in func.name() for word in ("allgather", "reduce_scatter"))
+    takes_output_first = any(word in func.name() for word in ("allgather", "alltoall", "reduce_scatter"))
     given = args[1] if takes_output_first and len(args) > 1 else args[0]
     return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(given) if isinstance(leaf, Tensor))

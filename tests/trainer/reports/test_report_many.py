@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,26 +59,6 @@ def report(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str | Path) -> st
     monkeypatch.setattr(sys, "argv", ["report", *map(str, words), "--out", str(out)])
     main()
     return out.read_text()
-
-
-@pytest.mark.slow
-def test_three_hundred_runs_are_one_page_within_seconds_of_a_core(
-    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sweeps = [f"objective.temperature={','.join(f'{0.05 * number:.2f}' for number in range(1, 11))}"]
-    sweeps += ["optimizer.learning_rate=0.003,0.01,0.03,0.1,0.3", "seed=0,1,2,3,4,5"]
-    paths = multiply(run, tmp_path / "runs", sweeps, num_lines=500)
-    assert len(paths) == 300
-    start = time.process_time()
-    html = report(monkeypatch, tmp_path / "out.html", tmp_path / "runs")
-    first = time.process_time() - start
-    start = time.process_time()
-    again = report(monkeypatch, tmp_path / "again.html", tmp_path / "runs")
-    second = time.process_time() - start
-    print(f"first {first:.1f} s, again {second:.1f} s, {len(html) / 1e6:.1f} MB")
-    assert again == html
-    assert max(first, second) < 20  # 9 s on an idle core; a core that is shared takes longer
-    assert len(html) < 10e6
 
 
 def test_the_page_of_many_has_one_script_which_its_policy_names_and_asks_for_nothing(page_of_fifty: Path) -> None:
