@@ -7,11 +7,13 @@ on the machine, such as the batch of a rank, are computed from the config and th
 
 from __future__ import annotations
 
+import functools
+import logging
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.kinds import KEEP_UNKNOWN, import_code
@@ -32,6 +34,8 @@ from trainer.optim.optimizers import OptimizerConfig, SGDConfig
 from trainer.probes.linear import ProbeConfig
 from trainer.run_dir import RunDir
 from trainer.views import ViewsConfig
+
+logger = logging.getLogger(__name__)
 
 
 class RunConfig(Schema):
@@ -81,33 +85,47 @@ class RunConfig(Schema):
     neighbours: NeighboursConfig | None = None
 
     @model_validator(mode="after")
-    def _adversary_belongs_to_the_viewmaker(self) -> Self:
+    def _sections_fit(self, info: ValidationInfo) -> Self:
+        """Check the sections against each other.
+
+        A run is read as it was trained, with a warning: a rule that is newer than the run keeps nobody from its weights.
+        """
+        try:
+            self._adversary_belongs_to_the_viewmaker()
+            self._the_encoder_takes_the_data()
+            self._each_section_fits_the_others()
+            self._the_objective_takes_all_views()
+            self._batch_norm_can_split_all_views()
+            self._batches_can_be_grouped()
+            self._the_batch_can_be_cut()
+            self._the_views_can_be_checkpointed()
+        except ValueError as error:
+            if info.context != KEEP_UNKNOWN:
+                raise
+            _warn_once(f"the run {self.name} has settings with which this version does not train: {error}")
+        return self
+
+    def _adversary_belongs_to_the_viewmaker(self) -> None:
         if self.views.is_imported and self.views.is_learned != (self.adversary is not None):
             raise ValueError(
                 f'views of kind "{self.views.kind}" {"need" if self.adversary is None else "take no"} section '
                 "`adversary`, which holds the training of learned views, such as a viewmaker"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _the_encoder_takes_the_data(self) -> Self:
+    def _the_encoder_takes_the_data(self) -> None:
         if self.data.mel is not None and self.encoder.in_channels != 1:
             raise ValueError(
                 f"spectrograms have one channel, but encoder.in_channels is {self.encoder.in_channels}; set "
                 "encoder.in_channels=1, and encoder.mean and encoder.std to null"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _each_section_fits_the_others(self) -> Self:
+    def _each_section_fits_the_others(self) -> None:
         for section in (self.views, self.encoder, self.objective, self.engine):
             section.check(self)
-        return self
 
-    @model_validator(mode="after")
-    def _the_objective_takes_all_views(self) -> Self:
+    def _the_objective_takes_all_views(self) -> None:
         if self.views.num_further == 0 or not self.objective.is_imported:
-            return self
+            return
         num = 2 + self.views.num_further
         if not self.objective.takes_further_views:
             raise ValueError(
@@ -116,21 +134,17 @@ class RunConfig(Schema):
             )
         if self.views.is_learned:
             raise ValueError(f"views.kind={self.views.kind} is learned and makes {num} views; learned views are two")
-        return self
 
-    @model_validator(mode="after")
-    def _batch_norm_can_split_all_views(self) -> Self:
+    def _batch_norm_can_split_all_views(self) -> None:
         if self.encoder.batch_norm == "split" and self.view_forwards == "one" and self.views.num_further > 1:
             raise ValueError(
                 "encoder.batch_norm=split with view_forwards=one cuts the further views of "
                 f"views.kind={self.views.kind} into other groups on another number of ranks; set view_forwards=two"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _batches_can_be_grouped(self) -> Self:
+    def _batches_can_be_grouped(self) -> None:
         if self.neighbours is None:
-            return self
+            return
         size = self.neighbours.group_size
         if self.objective.is_imported and not self.objective.compares_in_groups:
             raise ValueError(
@@ -147,25 +161,20 @@ class RunConfig(Schema):
             raise ValueError(
                 f"neighbours.from_epoch is {self.neighbours.from_epoch}, but the last epoch is {self.num_epochs - 1}"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _the_batch_can_be_cut(self) -> Self:
+    def _the_batch_can_be_cut(self) -> None:
         if self.global_batch_size % self.memory.micro_batches:
             raise ValueError(
                 f"memory.micro_batches {self.memory.micro_batches} does not divide global_batch_size "
                 f"{self.global_batch_size}"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _the_views_can_be_checkpointed(self) -> Self:
+    def _the_views_can_be_checkpointed(self) -> None:
         if self.adversary is None and self.memory.viewmaker_checkpointing != "none":
             raise ValueError(
                 f'memory.viewmaker_checkpointing needs a viewmaker, but the views have kind "{self.views.kind}"; '
                 "set it to none"
             )
-        return self
 
     @property
     def parameter_dtype(self) -> torch.dtype:
@@ -207,6 +216,11 @@ class RunConfig(Schema):
         return self.module_optimizers | {"objective": self.objective_optimizer}
 
 
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
+
+
 def read_config(path: Path, *, allow_pipe: bool = False, allow_code: bool = False) -> RunConfig:
     """Return the RunConfig in a .json or .yaml file, such as the config.json of an earlier run.
 
@@ -227,6 +241,7 @@ def read_run_config(run_dir: RunDir, *, allow_pipe: bool = False, allow_code: bo
 
     A run that does not name the version of its order began before there were two, so its order is of version 1. A kind
     that is not known here is that of a package which is not installed; building what it names raises `UserError`.
+    Sections that do not fit each other are read as they are, with a warning: an earlier version has trained with them.
     """
     value = read_settings(run_dir.config)
     if allow_code:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +27,7 @@ from trainer.build import Training, build_training
 from trainer.checkpoint.run_state import SkipCounts
 from trainer.config import RunConfig
 from trainer.data import open_stream, read_train_manifest
+from trainer.fault_tolerance import step_record
 from trainer.fault_tolerance.first_nonfinite import Inspector
 from trainer.fault_tolerance.skipped_steps import SkipCounter, SkippedSteps
 from trainer.fault_tolerance.step_record import MAX_RECORDS, read_record, recorded_steps
@@ -231,6 +237,31 @@ def test_ranks_record_together_what_one_process_replays(
     assert "everything is finite: loss " in lines
     assert "another number of ranks" in lines
     assert "samples with the largest embeddings" in lines
+
+
+@pytest.mark.parametrize("full_at", [0, 2], ids=["first file", "index"])
+def test_a_record_that_the_disk_refuses_is_said_and_the_run_goes_on(
+    full_at: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_writes = 0
+
+    def refuse(write: Callable[..., object], *given: Any) -> object:
+        nonlocal num_writes
+        num_writes += 1
+        if num_writes > full_at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*given)
+
+    for name in ("write_tensors", "write_json"):
+        monkeypatch.setattr(step_record, name, partial(refuse, getattr(step_record, name)))
+    config = configure(data, "debug:image")
+    poisoned = "encoder.trunk.layer1.0.conv1.weight"
+    assert train_into_trouble(config, tmp_path, poisoned, math.inf, BAD_STEP + 2)[-2:] == [True, True]
+    assert f"step {BAD_STEP} cannot be replayed, because its record was not written" in caplog.text
+    assert "No space left on device" in caplog.text
+    assert "trainer.replay" not in caplog.text
+    assert num_writes > full_at + 1, "the next step was not tried"
+    assert list((tmp_path / "nonfinite").iterdir()) == []
 
 
 @pytest.mark.slow

@@ -184,7 +184,10 @@ class SkippedSteps:
         self.counter.add(pending.step, skipped=skipped, by_design=by_design)
 
     def _record(self, pending: _PendingStep, *, num_done: int) -> bool:
-        """Write the record of a skipped step, with the present state. Return False if there is no room for it."""
+        """Write the record of a skipped step, with the present state. Return whether rank 0 has written it.
+
+        A step has none if the run has enough records, or if the disk refuses it, with a warning.
+        """
         if not broadcast_object(rank() == 0 and has_room(self._run_dir, pending.step)):
             return False
         is_as_before = num_done == pending.step + 1 and self._is_undone(pending)
@@ -202,7 +205,13 @@ class SkippedSteps:
         states = {name: engine.module_state() for name, engine in self._engines.items()}
         states["objective"] = self._objective.saved_state()
         if rank() == 0:
-            write_record(self._run_dir, record, states)
+            try:
+                write_record(self._run_dir, record, states)
+            except OSError as error:  # without the record, the run is as good as before
+                logger.warning(
+                    "step %d cannot be replayed, because its record was not written: %s", pending.step, error
+                )
+                return False
         return True
 
     def _is_undone(self, pending: _PendingStep) -> bool:

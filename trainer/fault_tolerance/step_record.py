@@ -19,6 +19,7 @@ from torch import Tensor
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import sample_key
 from data_pipeline.core.schema import Schema
+from trainer.checkpoint.files import write_tensors
 from trainer.run_dir import RunDir, write_json
 
 MAX_RECORDS: Final = 5
@@ -84,16 +85,23 @@ def has_room(run_dir: RunDir, step: int) -> bool:
 
 
 def write_record(run_dir: RunDir, record: NonFiniteRecord, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Write a record, whole or not at all. `states` holds the state of each module by name, and of "objective"."""
+    """Write a record, whole or not at all. `states` holds the state of each module by name, and of "objective".
+
+    Raises `OSError` if it cannot be written, such as on a full disk.
+    """
     directory = _directory(run_dir, record.step)
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for name, state in states.items():
-        on_host = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}
-        safetensors.torch.save_file(on_host, partial / f"{name}.safetensors")
-    write_json(partial / _RECORD_NAME, record.model_dump(mode="json"))
-    partial.replace(directory)
+    try:
+        partial.mkdir(parents=True)
+        for name, state in states.items():
+            on_host = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}
+            write_tensors(partial / f"{name}.safetensors", on_host)
+        write_json(partial / _RECORD_NAME, record.model_dump(mode="json"))
+        partial.replace(directory)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def recorded_steps(run_dir: RunDir) -> list[int]:
