@@ -88,7 +88,7 @@ class RunConfig(Schema):
     def _sections_fit(self, info: ValidationInfo) -> Self:
         """Check the sections against each other.
 
-        A run is read as it was trained, with a warning: a rule that is newer than the run keeps nobody from its weights.
+        A run is read as it was trained, with a warning: a rule that is newer than the run must not hide its weights.
         """
         try:
             self._adversary_belongs_to_the_viewmaker()
