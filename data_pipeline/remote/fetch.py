@@ -10,6 +10,7 @@ too. A command runs in a shell, in a process group of its own.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -19,6 +20,7 @@ import queue
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
@@ -26,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import BinaryIO, Final, Protocol
 
 import fsspec
@@ -45,7 +48,11 @@ _GRACE_SECONDS: Final = 2.0  # before a command or thread that should have ended
 _POLL_SECONDS: Final = 0.2  # the longest time until a fetch notices that it should stop
 _MAX_BYTES_UNKNOWN: Final = 1 << 30  # of a file of unknown size: an endless answer must not fill the disk
 _LONGEST_PAUSE: Final = 8.0  # seconds between two attempts, if the server asks for none
-_LASTING_STATUS: Final = frozenset(range(400, 500)) - {408, 425, 429}  # another attempt would get the same answer
+_BUSY_STATUS: Final = frozenset({408, 425, 429, *range(500, 600)})  # a later attempt may get the file
+_LASTING_STATUS: Final = frozenset(range(400, 500)) - _BUSY_STATUS  # another attempt would get the same answer
+_UNREACHABLE: Final = frozenset(
+    {errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT}
+)
 _COMPRESSIONS: Final = frozenset({"gzip", "x-gzip", "deflate", "compress", "x-compress", "br", "zstd"})
 _LASTING_EXIT: Final = (126, 127)  # of a shell: the command cannot be run, or is not installed
 _NOT_A_URL: Final = (
@@ -398,7 +405,12 @@ class _Object(_ReadInThread):
         except Exception as error:  # each store has errors of its own
             is_final = isinstance(error, PermissionError) or "credential" in f"{type(error).__name__} {error}".lower()
             mend = f"; set {store.variables}" if is_final else ""
-            raise _AttemptError(f"{type(error).__name__}: {error}{mend}", is_final=is_final) from None
+            raise _AttemptError(
+                f"{type(error).__name__}: {error}{mend}",
+                is_final=is_final,
+                is_unanswered=any(map(_is_unreachable, _causes(error))),
+                is_busy=any(_http_status(each) in _BUSY_STATUS for each in _causes(error)),
+            ) from None
 
     def _parts(self) -> Iterator[bytes]:
         if self._num_bytes is None:
@@ -409,6 +421,30 @@ class _Object(_ReadInThread):
         store, path = fsspec.url_to_fs(self._url)
         for first in range(0, self._num_bytes, _RANGE):
             yield store.cat_file(path, start=first, end=min(first + _RANGE, self._num_bytes))
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, the one that led to it, and so on."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    return isinstance(error, socket.gaierror) or (isinstance(error, OSError) and error.errno in _UNREACHABLE)
+
+
+def _http_status(error: BaseException) -> int | None:
+    """Return the status of the answer that a client of a store could not use; None if its error has none.
+
+    botocore has it in a mapping, the clients of Google, Azure and Hugging Face in an attribute.
+    """
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        response = SimpleNamespace(status_code=response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
+    found = [getattr(each, name, None) for each in (response, error) for name in ("status_code", "code")]
+    return next((status for status in found if isinstance(status, int)), None)
 
 
 def _connection_problem(error: requests.exceptions.ConnectionError) -> str:

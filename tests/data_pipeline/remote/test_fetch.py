@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
+import itertools
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -13,10 +16,13 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
+import botocore.exceptions
 import numpy as np
 import pytest
 import requests
+import s3fs.errors
 from fsspec.implementations.memory import MemoryFileSystem
+from huggingface_hub.errors import HfHubHTTPError
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.remote.fetch import OBJECT_STORES, Expected, Limits, ObjectStore, fetch, json_problem
@@ -373,6 +379,73 @@ def test_an_object_of_known_size_is_asked_for_in_ranges_and_for_nothing_else(
         assert fetched("memory://bucket/file") == CONTENT
     assert asked == [(0, 70_000), (70_000, 140_000), (140_000, 210_000), (210_000, 280_000), (280_000, 300_000)]
     assert fetched("memory://bucket/file") == fetched("memory://bucket/file", expected=Expected()) == CONTENT
+
+
+def s3_answers(status: int) -> Exception:
+    """Return the error that s3fs raises for an answer of S3."""
+    answer = {"ResponseMetadata": {"HTTPStatusCode": status}, "Error": {"Code": str(status), "Message": "no"}}
+    error: Exception = s3fs.errors.translate_boto_error(botocore.exceptions.ClientError(answer, "GetObject"))
+    return error
+
+
+def s3_is_away(cause: Exception) -> Exception:
+    error: Exception = botocore.exceptions.EndpointConnectionError(endpoint_url="https://s3")
+    error.__cause__ = cause
+    return error
+
+
+def hub_answers(status: int) -> Exception:
+    response: Any = SimpleNamespace(status_code=status, headers={}, request=None)
+    return HfHubHTTPError(f"answers {status}", response=response)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, *, num_times: int) -> None:
+    """Make the store in memory raise an error, so many times."""
+    asked = itertools.count()
+
+    def cat_file(self: MemoryFileSystem, path: str, start: int, end: int) -> bytes:
+        if next(asked) < num_times:
+            raise error
+        return CONTENT[start:end]
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        s3_answers(503),
+        s3_answers(500),
+        s3_answers(429),
+        s3_is_away(ConnectionRefusedError(errno.ECONNREFUSED, "refused")),
+        s3_is_away(socket.gaierror(socket.EAI_NONAME, "Name or service not known")),
+        hub_answers(502),
+    ],
+    ids=["s3 503", "s3 500", "s3 429", "refused", "no such host", "hub 502"],
+)
+def test_a_store_that_is_busy_or_away_for_minutes_is_waited_for(
+    error: Exception, stored: MemoryFileSystem, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, error, num_times=30)
+    assert fetched("memory://bucket/file", within=clock.limits()) == CONTENT
+    assert 200.0 < clock.now < 300.0
+
+
+@pytest.mark.parametrize("error", [s3_answers(416), hub_answers(409), ValueError("no")], ids=["416", "409", "other"])
+def test_another_error_of_a_store_counts_as_an_attempt(
+    error: Exception, stored: MemoryFileSystem, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, error, num_times=30)
+    with pytest.raises(UserError, match=r"could not be fetched: .* \(3 attempts in 2 s\)"):
+        fetched("memory://bucket/file", within=clock.limits(attempts=3))
+
+
+def test_a_store_that_is_away_is_told_at_once_before_training(
+    stored: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, s3_is_away(ConnectionRefusedError(errno.ECONNREFUSED, "refused")), num_times=30)
+    with pytest.raises(UserError, match=r"EndpointConnectionError: .* \(1 attempt in 0 s\)"):
+        fetched("memory://bucket/file", within=limits(must_answer=True))
 
 
 def test_an_object_that_is_shorter_longer_or_missing_is_one_sentence(stored: MemoryFileSystem) -> None:
