@@ -10,11 +10,12 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Final
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Schema
+from data_pipeline.storage.files import unpack_tar
 from trainer.run_dir import read_object, write_atomically, write_json
 
 PIECE_BYTES: Final = 15_000_000
@@ -81,21 +82,6 @@ def unpack(name: str, source: Path, directory: Path) -> bool:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return True
-
-
-def unpack_tar(tar: tarfile.TarFile, directory: Path, members: Iterable[tarfile.TarInfo] | None = None) -> None:
-    """Write the files of a tar, or only `members`, below `directory`.
-
-    Raises `UserError` if a member is neither a file nor a directory, or would be written elsewhere.
-    """
-    chosen = list(tar if members is None else members)
-    for member in chosen:
-        path = PurePosixPath(member.name)
-        if not (member.isfile() or member.isdir()) or path.is_absolute() or ".." in path.parts:
-            raise UserError(f"the tar has a member {member.name!r} that is a link, or is written outside {directory}")
-    # Python 3.11 before 3.11.4, such as Debian 12's, has no filters; newer ones want to be told one.
-    tar.extraction_filter = getattr(tarfile, "data_filter", None)
-    tar.extractall(directory, members=chosen)
 
 
 def _mend(name: str, source: Path) -> str:

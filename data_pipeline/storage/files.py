@@ -1,4 +1,4 @@
-"""Read files that a stranger may have made: only regular files, and only up to a size."""
+"""Read files that a stranger may have made: only regular files, only up to a size, and tars only into their folder."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Iterator
+import tarfile
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO
+
+from data_pipeline.core.errors import UserError
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -66,6 +69,21 @@ def map_regular(path: Path) -> Iterator[memoryview]:
             with suppress(BufferError):  # a part is still in use, for example in the frames of an error
                 data.release()
                 mapped.close()
+
+
+def unpack_tar(tar: tarfile.TarFile, directory: Path, members: Iterable[tarfile.TarInfo] | None = None) -> None:
+    """Write the files of a tar, or only `members`, below `directory`.
+
+    Raises `UserError` if a member is neither a file nor a directory, or would be written elsewhere.
+    """
+    chosen = list(tar if members is None else members)
+    for member in chosen:
+        path = PurePosixPath(member.name)
+        if not (member.isfile() or member.isdir()) or path.is_absolute() or ".." in path.parts:
+            raise UserError(f"the tar has a member {member.name!r} that is a link, or is written outside {directory}")
+    # Python 3.11 before 3.11.4, such as Debian 12's, has no filters; newer ones want to be told one.
+    tar.extraction_filter = getattr(tarfile, "data_filter", None)
+    tar.extractall(directory, members=chosen)
 
 
 def _check_regular(mode: int, path: Path) -> None:

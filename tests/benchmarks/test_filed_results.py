@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_stages.pieces import unpack_tar
 from configs.resolve import resolve_study
+from data_pipeline.storage.files import unpack_tar
 from launch.planned_run import default_run_dir
 from tests.trainer.reports.test_report_suppression import report
 from trainer.config import RunConfig, read_run_config

@@ -16,7 +16,6 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from benchmarks.gpu_stages.pieces import unpack_tar
 from data_pipeline.audio.log_mel import FSDD, log_mel, power_mel
 from data_pipeline.audio.waveform import encode_wav, fit_length, to_float
 from data_pipeline.core.errors import UserError
@@ -26,6 +25,7 @@ from data_pipeline.sources.background import FILE_NAMES, procedural_sounds, read
 from data_pipeline.sources.fsdd import Fsdd
 from data_pipeline.sources.procedural_speech import ProceduralSpeech
 from data_pipeline.sources.silence import SilenceSource
+from data_pipeline.storage.files import unpack_tar
 from tests.real_data import archive
 
 # As the authors of AudioMNIST printed it: training, validation (both serve to train here), test.

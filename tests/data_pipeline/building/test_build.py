@@ -24,7 +24,6 @@ import soundfile
 import torch
 from PIL import Image
 
-from benchmarks.gpu_stages.pieces import unpack_tar
 from data_pipeline.audio.waveform import crop_last
 from data_pipeline.building import build
 from data_pipeline.building import workers as build_workers
@@ -39,6 +38,7 @@ from data_pipeline.overlays import Overlay, baked_keys, evaluation_keys
 from data_pipeline.overlays.registry import save_overlay
 from data_pipeline.overlays.shapes import Shapes
 from data_pipeline.sources.background import read_sounds
+from data_pipeline.storage.files import unpack_tar
 from data_pipeline.storage.manifest import Manifest, load_manifest
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.totals import Totals

@@ -15,7 +15,6 @@ from sklearn.datasets import load_digits
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.linear_model import LogisticRegression
 
-from benchmarks.gpu_stages.pieces import unpack_tar
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.decode import decode_sample
@@ -24,6 +23,7 @@ from data_pipeline.sources.cifar import Cifar
 from data_pipeline.sources.digits import MnistKind, mnist_digits, sklearn_digits
 from data_pipeline.sources.folder import ImageFolder
 from data_pipeline.sources.procedural import Procedural
+from data_pipeline.storage.files import unpack_tar
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.tools.verify import find_problems
 from tests.real_data import archive

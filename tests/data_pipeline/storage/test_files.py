@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import tarfile
 from pathlib import Path
 
 import pytest
 
-from data_pipeline.storage.files import map_regular
+from data_pipeline.core.errors import UserError
+from data_pipeline.storage.files import map_regular, unpack_tar
 
 
 def test_a_part_that_outlives_the_block_stays_readable_and_hides_no_error(tmp_path: Path) -> None:
@@ -33,3 +35,14 @@ def test_a_file_that_is_mapped_is_closed_at_the_end_of_the_block(tmp_path: Path)
         assert bytes(data) == b"content"
         assert str(path) in Path("/proc/self/maps").read_text()
     assert str(path) not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("../a", tarfile.REGTYPE), ("/a", tarfile.REGTYPE), ("a", tarfile.SYMTYPE)])
+def test_a_tar_that_would_write_elsewhere_is_refused(name: str, kind: bytes, tmp_path: Path) -> None:
+    member = tarfile.TarInfo(name)
+    member.type = kind
+    with tarfile.open(tmp_path / "tar", "w") as tar:
+        tar.addfile(member)
+    with tarfile.open(tmp_path / "tar") as tar, pytest.raises(UserError, match="is a link, or is written outside"):
+        unpack_tar(tar, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

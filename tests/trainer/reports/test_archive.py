@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import trainer.export
-from benchmarks.gpu_stages.pieces import unpack_tar
 from data_pipeline.core.errors import UserError
+from data_pipeline.storage.files import unpack_tar
 from launch.submitted import run_status
 from tests.commands import Done, call
 from tests.trainer.reports.suppression_runs import STEP, make_run, samples
