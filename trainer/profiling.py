@@ -71,7 +71,10 @@ def untimed() -> Iterator[None]:
 
 
 class Clock:
-    """A clock for a loop over batches. `is_read` returns whether the clock will be read after a number of steps."""
+    """A clock for a loop over batches. `is_read` returns whether the clock will be read after a number of steps.
+
+    `time_seconds` is all time since the clock was made. The other metrics leave out what is done while it is `paused`.
+    """
 
     def __init__(
         self,
@@ -117,6 +120,25 @@ class Clock:
     def leave(self) -> None:
         self._mark()
         self._stages.pop()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time inside, which is not of the steps, such as that of an online probe.
+
+        Waits for the GPU first, so that what was launched before counts for the steps.
+        """
+        if self._is_cuda:
+            torch.cuda.synchronize()
+        self._mark()
+        self._read_marks()
+        began = time.perf_counter()
+        with untimed():
+            yield
+        now = time.perf_counter()
+        self._last_reading += now - began
+        self._last = now
+        if self._is_cuda and self._is_split:
+            self._mark()
 
     def read(self, *, num_samples: int) -> dict[str, float]:
         """Return the metrics since the last reading. `num_samples` is the global batch size. Fractions add up to 1.

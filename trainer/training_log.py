@@ -77,14 +77,17 @@ class TrainingLog:
         def is_logged(num_done: int) -> bool:
             return num_done % config.log_every_steps == 0 or num_done in {1, num_steps}
 
-        self._is_logged = is_logged
+        def is_probed(num_done: int) -> bool:
+            return num_done % (config.probe.online_every_steps or 1) == 0 or num_done == num_steps
+
+        self._is_logged, self._is_probed = is_logged, is_probed
         self._clock = Clock(device=device, start_step=start_step, is_read=is_logged)
 
     def before(self, start_step: int) -> None:
         """Log the online probe of the untrained encoder, from which each label rises, if training starts at step 0."""
         if self._probe is None or start_step > 0:
             return
-        with self._watch.probing():
+        with self._watch.probing(), self._clock.paused():
             metrics = self._probe()
         if self._tracker is not None:
             self._tracker.log(0, {"epoch": 0} | metrics)
@@ -103,8 +106,8 @@ class TrainingLog:
         if self._is_logged(num_done):
             metrics = self._metrics(output, learning_rates, num_done)
             note = f"loss {metrics.get('train/loss', math.nan):.4f}, slowest {slowest(metrics)}"
-        if self._probe is not None and num_done % (self._config.probe.online_every_steps or 1) == 0:
-            with self._watch.probing():
+        if self._probe is not None and self._is_probed(num_done):
+            with self._watch.probing(), self._clock.paused():
                 metrics |= self._probe()
         if self._tracker is not None and metrics:
             self._tracker.log(num_done, {"epoch": batch.epoch} | metrics)

@@ -41,6 +41,23 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=83, num_test=20)
 
 
+def test_a_pause_belongs_to_no_step() -> None:
+    clock = Clock()
+    batches: Any = [type("Batch", (), {"seconds": {}})()]
+    for _ in clock.timed(batches):
+        with stage("forward"):
+            time.sleep(0.1)
+        began = time.perf_counter()
+        with clock.paused(), stage("backward"):
+            time.sleep(0.4)
+        paused = time.perf_counter() - began
+        metrics = clock.read(num_samples=8)
+    assert metrics["perf/samples_per_second"] == pytest.approx(8 / (metrics["time_seconds"] - paused), rel=0.05)
+    assert metrics["perf/backward_fraction"] == 0
+    assert metrics["perf/forward_fraction"] > 0.8
+    assert metrics["time_seconds"] >= 0.5
+
+
 def test_an_inner_stage_is_not_counted_twice() -> None:
     clock = Clock()
     for _ in clock.timed([]):

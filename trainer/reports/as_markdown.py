@@ -84,16 +84,15 @@ def _study(sheet: Sheet) -> list[str]:
 
 
 def _result_grid(table: ResultTable) -> Grid:
-    """Return accuracies and seeds of the trained and untrained encoders, without notes."""
+    """Return accuracies and seeds of the trained and untrained encoders and of the floors below them, without notes."""
     head = ["encoder", "seeds", *(f"{label}, {method}" for label in table.labels for method in ("linear", "kNN"))]
     rows = []
     arm = ""
     for row in table.rows:
         if row.kind == "arm":
             arm = row.title
-        if row.kind != "floor":
-            title = arm if row.kind == "arm" else f"{arm}, untrained"
-            rows.append([title, row.seeds, *(cell.accuracy for cell in row.cells)])
+        title = f"{arm}, untrained" if row.kind == "untrained" else row.title
+        rows.append([title, row.seeds, *(cell.accuracy for cell in row.cells)])
     return Grid(head, rows)
 
 

@@ -41,17 +41,17 @@ class Score:
         """Sample standard deviation over seeds (divisor n - 1); None for one seed."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
-    @property
-    def standard_error(self) -> float:
-        """The larger of two standard errors: from the draw of `num_test` pictures, and from the draw of seeds."""
-        sampling = math.sqrt(self.mean * (1 - self.mean) / self.num_test)
-        return max(sampling, (self.deviation or 0.0) / math.sqrt(len(self.values)))
+    def error_beside(self, other: Score) -> tuple[float, float]:
+        """Return the standard error for a comparison with another score, and its degrees of freedom.
 
-    @property
-    def degrees(self) -> float:
-        """The degrees of freedom of `standard_error`: seeds less one if it is from the seeds, else infinite."""
-        of_seeds = (self.deviation or 0.0) / math.sqrt(len(self.values))
-        return len(self.values) - 1 if 0 < of_seeds == self.standard_error else math.inf
+        The error is the larger of two: from the draw of `num_test` pictures, with infinite degrees, and from the draw
+        of seeds, with a degree less than seeds. One seed does not show how far seeds scatter, so the other score's
+        deviation then counts for both.
+        """
+        sampling = math.sqrt(self.mean * (1 - self.mean) / self.num_test)
+        scattered = other if self.deviation is None else self
+        of_seeds = (scattered.deviation or 0.0) / math.sqrt(len(self.values))
+        return (sampling, math.inf) if sampling >= of_seeds else (of_seeds, len(scattered.values) - 1)
 
     def __str__(self) -> str:
         spread = "" if self.deviation is None else f" ± {100 * self.deviation:.1f}"
@@ -68,7 +68,7 @@ def score(probes: Sequence[ProbeResult], method: Method) -> Score | None:
 
 def resolution(a: Score, b: Score) -> float:
     """Return two standard errors of the difference, by which the directions of studies are told."""
-    return 2 * math.hypot(a.standard_error, b.standard_error)
+    return 2 * math.hypot(a.error_beside(b)[0], b.error_beside(a)[0])
 
 
 def least_difference(a: Score, b: Score) -> float:
@@ -77,8 +77,9 @@ def least_difference(a: Score, b: Score) -> float:
     Two or three seeds say little about their scatter. So the factor is the 97.5 % quantile of Student's t, with the
     degrees of freedom of Welch (1947), if that is above two.
     """
-    error = math.hypot(a.standard_error, b.standard_error)
-    parts = a.standard_error**4 / a.degrees + b.standard_error**4 / b.degrees
+    (of_a, degrees_a), (of_b, degrees_b) = a.error_beside(b), b.error_beside(a)
+    error = math.hypot(of_a, of_b)
+    parts = of_a**4 / degrees_a + of_b**4 / degrees_b
     factor = float(special.stdtrit(error**4 / parts, 0.975)) if parts else 2.0
     return max(2.0, factor) * error
 
@@ -269,6 +270,11 @@ def limits(arms: Sequence[Arm]) -> list[str]:
             f"One seed of {which}: how much a result varies from seed to seed is not measured, so a difference "
             "that the test pictures resolve may still be chance."
         )
+    if few := _of_one_untrained_seed(main):
+        notes.append(
+            f"One seed of the untrained encoder of {join_some(few)}: its scatter is taken to be that of the trained "
+            "one. `python -m trainer.probe --step 0` probes the others."
+        )
     for num in sorted({num for arm in main for num in num_seeds(arm).values()} - {1}):
         notes.append(f"{num} seeds: ± is their sample standard deviation, itself uncertain for so few.")
     if probes:
@@ -298,22 +304,42 @@ def _of_one_seed(arms: Sequence[Arm]) -> list[str]:
     return names
 
 
+def _of_one_untrained_seed(arms: Sequence[Arm]) -> list[str]:
+    """Return the names of the arms with several trained seeds on a label, and an untrained encoder of one seed."""
+    return [
+        arm.name
+        for arm in arms
+        if any(num > 1 and len(baseline(arm, arms, space)) == 1 for space, num in num_seeds(arm).items())
+    ]
+
+
 def _share_of_published(runs: Sequence[Run], num_labelled: int) -> list[str]:
     """Return a sentence if the longest training saw less than the published ones.
 
-    The size of the train set is in provenance.json. If it is not, `num_labelled` counts, the samples with a label.
+    A training that has not ended counts up to its last logged step. The size of the train set is in provenance.json. If
+    it is not, `num_labelled` counts, the samples with a label.
     """
     known = all(isinstance(run.provenance.get(RECORDED_NUM_SAMPLES), int) for run in runs)
-    sizes = [(run.provenance[RECORDED_NUM_SAMPLES] if known else num_labelled, run.config.num_epochs) for run in runs]
-    num_train, epochs = max(sizes, key=lambda size: size[0] * size[1])
+    sizes = [run.provenance[RECORDED_NUM_SAMPLES] if known else num_labelled for run in runs]
+    trained = [(size, _num_epochs(run, size)) for run, size in zip(runs, sizes, strict=True)]
+    num_train, epochs = max(trained, key=lambda size: size[0] * size[1])
     share = num_train * epochs / (PUBLISHED_PICTURES * PUBLISHED_EPOCHS)
     if share >= 1:
         return []
+    epochs_text = f"{epochs:,.0f}" if epochs >= 10 else f"{epochs:.2g}"
     return [
-        f"{num_train:,} {'' if known else 'labelled '}train {samples_of(runs)} for {epochs} epochs are "
+        f"{num_train:,} {'' if known else 'labelled '}train {samples_of(runs)} for {epochs_text} epochs are "
         f"{100 * share:.2g} % of what the published runs on pictures saw ({PUBLISHED_PICTURES:,} for "
         f"{PUBLISHED_EPOCHS} epochs): compare signs, not levels."
     ]
+
+
+def _num_epochs(run: Run, num_train: int) -> float:
+    """Return the epochs that a run has trained, from its last step if it has not ended."""
+    if "finished_step" in run.provenance:
+        return run.config.num_epochs
+    step = max([*(entry["step"] for entry in run.metrics[-1:]), *run.probes], default=0)
+    return min(run.config.num_epochs, step * run.config.global_batch_size / num_train)
 
 
 def samples_of(runs: Sequence[Run]) -> str:

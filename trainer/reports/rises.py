@@ -13,15 +13,19 @@ from dataclasses import dataclass
 
 from trainer.probes.curve import Point, ProbeCurve, curve_of, online_labels
 from trainer.probes.features import LabelSpace, label_order
+from trainer.probes.linear import ProbeConfig
+from trainer.probes.result import ProbeResult
+from trainer.provenance import RECORDED_NUM_TEST_SAMPLES
 from trainer.reports.paired import LEVEL, Reading, difference_of
 from trainer.reports.protocols import label_titles
-from trainer.reports.runs import Arm, Run
+from trainer.reports.runs import Arm
 from trainer.reports.tables import Grid
 
 
 def rise_grid(arms: Sequence[Arm]) -> Grid:
     """Return how soon each label rises: a row for each encoder and label, the first label of an encoder first.
 
+    The first is the one that has half of its gain first by either method; labels without such a step stand last.
     Steps and accuracies are means over the seeds. Without rows if no run has online probes.
     """
     titles, methods = label_titles(arms), {"kNN": "knn", "ridge": "ridge"}
@@ -29,7 +33,7 @@ def rise_grid(arms: Sequence[Arm]) -> Grid:
     for arm in arms:
         logged = label_order(space for run in arm.runs for entry in run.metrics for space in online_labels(entry))
         of_arm = [(_rises(arm, space, methods.values()), titles.get(space, f"{space} label")) for space in logged]
-        of_arm.sort(key=lambda row: row[0][0].mean_step)
+        of_arm.sort(key=lambda row: min(rise.mean_step for rise in row[0]))
         rows += [[arm.name, title, *(cell for rise in rises for cell in rise.cells())] for rises, title in of_arm]
     head = [part for name in methods for part in (f"{name}, first to last", "half of the gain after")]
     return Grid(["encoder", "accuracy of the", *head], rows)
@@ -83,7 +87,14 @@ class _Rise:
 
 def _rises(arm: Arm, space: LabelSpace, methods: Iterable[str]) -> list[_Rise]:
     rises = []
-    num_test = {run.config.seed: _num_test(run, space) for run in arm.runs}
+    num_test = {
+        run.config.seed: online_num_test(
+            run.config.probe,
+            num_test=run.provenance.get(RECORDED_NUM_TEST_SAMPLES),
+            result=run.final_probe(space) or run.untrained_probe(space),
+        )
+        for run in arm.runs
+    }
     for method in methods:
         of_runs = {run.config.seed: run.logged(f"probe/{space}/{method}") for run in arm.runs}
         curves = {
@@ -96,8 +107,13 @@ def _rises(arm: Arm, space: LabelSpace, methods: Iterable[str]) -> list[_Rise]:
     return rises
 
 
-def _num_test(run: Run, space: LabelSpace) -> int:
-    """Return the number of test samples of the online probe: at most those that a probe has."""
-    result = run.final_probe(space) or run.untrained_probe(space)
-    most = run.config.probe.online_num_test
-    return most if result is None else min(most, result.num_test)
+def online_num_test(config: ProbeConfig, *, num_test: object, result: ProbeResult | None) -> int:
+    """Return the number of test samples with a label that the online probe reads.
+
+    `num_test` is the recorded size of the test set. `result` is a probe of the label on all of it, which counts the
+    samples that have the label. If both are known, their share of the drawn samples is taken as their share of all.
+    """
+    if not isinstance(num_test, int) or num_test < 1:
+        return config.online_num_test if result is None else min(config.online_num_test, result.num_test)
+    drawn = min(config.online_num_test, num_test)
+    return drawn if result is None else max(1, round(drawn * min(1.0, result.num_test / num_test)))

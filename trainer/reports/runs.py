@@ -24,7 +24,7 @@ from trainer.run_dir import RunDir, open_run, places_of_probes, read_object
 
 logger = logging.getLogger(__name__)
 
-NO_NUMBER = "— no finite number"
+NO_NUMBER = "— no number"
 _NO_INDEX = RunIndex(None)
 
 
@@ -361,6 +361,7 @@ def _read_run(
     )
     of_others = (*of_other_runs, *of_other_data)
     problems = (*metrics.problems, *provenance.problems, *left_out, *of_others, *_replaced_train_set(run))
+    problems += _probed_earlier(run)
     for problem in problems:
         logger.warning("%s", problem)
     return replace(run, problems=problems)
@@ -384,6 +385,17 @@ def _replaced_train_set(run: Run) -> tuple[str, ...]:
         "it is compared with no run that was trained on the present one; train it again, or put the old train set back "
         "and repeat the probes.",
     )
+
+
+def _probed_earlier(run: Run) -> tuple[str, ...]:
+    """Return a sentence if labels were probed only at steps before the last probed one, which a report shows."""
+    last = run.probed_step
+    steps = {space: step for step, found in sorted(run.probes.items()) for space in found if step > 0}
+    earlier = {space: step for space, step in steps.items() if step != last}
+    if not earlier:
+        return ()
+    labels = join([f"label_{space} at step {earlier[space]}" for space in label_order(earlier)])
+    return (f"Not shown: {run.path} was probed on {labels}, and last on other labels at step {last}; probe all there.",)
 
 
 def labels_of(runs: Iterable[Run]) -> list[LabelSpace]:

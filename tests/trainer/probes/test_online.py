@@ -199,13 +199,13 @@ def train_on_tiny_data(data: Path, directory: Path, every: int | None) -> None:
 
 @pytest.mark.ranks
 def test_the_training_loop_probes_at_its_steps_and_learns_the_same(tmp_path: Path) -> None:
-    """Two ranks probe, take ten steps and probe after every third, in the line of that step if it is logged."""
+    """Two ranks probe, take ten steps, and probe after every third and the last. A logged one has one line."""
     data = write_tiny_pair(tmp_path / "data", num_train=43, num_test=20)
     for name, every in (("without", None), ("with", 3)):
         run_ranks(train_on_tiny_data, 2, data, tmp_path / name, every)
     lines = [json.loads(line) for line in (tmp_path / "with" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 3, 4, 6, 8, 9, 10]
     probed = [line["step"] for line in lines if "probe/base/knn" in line and "probe/overlay/ridge" in line]
-    assert probed == [0, 3, 6, 9]
+    assert probed == [0, 3, 6, 9, 10]
     without, with_probes = (load_modules(RunDir(tmp_path / name)).encoder.state_dict() for name in ("without", "with"))
     assert all(torch.equal(without[name], value) for name, value in with_probes.items())

@@ -441,21 +441,30 @@ def test_arms_of_one_name_are_told_apart_by_their_directories(tmp_path: Path) ->
 
 def test_standard_error_is_the_larger_of_test_pictures_and_seeds() -> None:
     one, spread = Score((0.5,), num_test=100), Score((0.3, 0.7), num_test=100)
-    assert one.standard_error == pytest.approx(0.05)
-    assert spread.standard_error == pytest.approx(np.std([0.3, 0.7], ddof=1) / np.sqrt(2))
+    deviation = np.std([0.3, 0.7], ddof=1)
+    assert one.error_beside(one) == pytest.approx((0.05, np.inf))
+    assert spread.error_beside(one) == pytest.approx((deviation / np.sqrt(2), 1))
     assert resolution(one, one) == pytest.approx(2 * np.sqrt(2) * 0.05)
+    assert one.error_beside(spread) == pytest.approx((deviation, 1)), "one seed scatters as the others do"
+    assert spread.error_beside(Score((0.1, 0.9), num_test=100)) == spread.error_beside(one)
 
 
 def test_few_seeds_have_to_differ_by_more_than_two_standard_errors() -> None:
     """With two standard errors, 17 % of the pairs of equal encoders with two seeds each would be told apart."""
     of_seeds, of_pictures = Score((0.50, 0.56), num_test=2000), Score((0.50,), num_test=2000)
-    assert (of_seeds.degrees, of_pictures.degrees) == (1, np.inf)
     assert least_difference(of_pictures, of_pictures) == resolution(of_pictures, of_pictures)
     error = np.sqrt(2) * 0.03
     assert least_difference(of_seeds, of_seeds) == pytest.approx(4.303 * error, rel=1e-3)  # t of 2 degrees of freedom
     assert outcome(Score((0.64, 0.70), num_test=2000), of_seeds) == "unresolved"
     assert outcome(Score((0.74, 0.80), num_test=2000), of_seeds) == "above"
     assert least_difference(Score((1.0, 1.0), num_test=9), Score((1.0,), num_test=9)) == 0
+
+
+def test_fewer_seeds_of_one_side_never_tell_more_apart() -> None:
+    trained, untrained = Score((0.18, 0.25, 0.31), num_test=200), Score((0.11, 0.13, 0.16), num_test=200)
+    assert outcome(trained, untrained) == "unresolved"
+    for value in untrained.values:
+        assert outcome(trained, Score((value,), num_test=200)) == "unresolved"
 
 
 def test_a_seed_that_goes_on_after_the_shortest_has_a_line_of_its_own_from_there() -> None:
@@ -480,10 +489,49 @@ def test_limits_follow_from_the_sizes(two_runs: tuple[Path, Path], tmp_path: Pat
 
 
 def test_the_size_of_a_training_is_not_the_number_of_labelled_samples(tmp_path: Path) -> None:
-    known = make_run(tmp_path / "known", trained={"base": [0.4]}, provenance=PROVENANCE | {"num_train_samples": 9000})
+    finished = PROVENANCE | {"num_train_samples": 9000, "finished_step": 11}
+    known = make_run(tmp_path / "known", trained={"base": [0.4]}, provenance=finished)
     assert "9,000 train pictures for 2 epochs" in " ".join(limits(arms_of(read_runs([known]))))
-    older = make_run(tmp_path / "older", trained={"base": [0.4]}, provenance={"git_dirty": False})
+    older = make_run(tmp_path / "older", trained={"base": [0.4]}, provenance={"finished_step": 11})
     assert "5,000 labelled train pictures for 2 epochs" in " ".join(limits(arms_of(read_runs([older]))))
+
+
+def test_a_training_that_has_stopped_counts_up_to_its_last_step(tmp_path: Path) -> None:
+    unfinished = {name: value for name, value in PROVENANCE.items() if name != "finished_step"}
+    unfinished["num_train_samples"] = 9000
+    run = make_run(
+        tmp_path / "run", provenance=unfinished, num_epochs=1000, global_batch_size=90, trained={"base": [0.4]}
+    )
+    notes = " ".join(limits(arms_of(read_runs([run]))))
+    assert "9,000 train pictures for 0.11 epochs are 0.0099 % of what the published runs" in notes
+
+
+def test_one_seed_of_an_untrained_encoder_is_said(tmp_path: Path) -> None:
+    seeds = [
+        make_run(
+            tmp_path / str(seed), seed=seed, trained={"base": [0.4]}, untrained={"base": [0.1]} if seed == 0 else None
+        )
+        for seed in range(3)
+    ]
+    notes = " ".join(limits(arms_of(read_runs(seeds))))
+    assert "One seed of the untrained encoder of " in notes
+    assert "One seed of the untrained encoder" not in " ".join(limits(arms_of(read_runs(seeds[:1]))))
+
+
+def test_a_label_that_was_probed_at_an_earlier_step_only_is_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", trained={"base": [0.4]})
+    write_json(RunDir(run).probes(5) / "overlay.json", probe_result("overlay", 5, [0.5], 100))
+    write_json(RunDir(run).probes(5) / "base.json", probe_result("base", 5, [0.5], 100))
+    notes = " ".join(limits(arms_of(read_runs([run]))))
+    assert f"Not shown: {run} was probed on label_overlay at step 5, and last on other labels at step 11" in notes
+    assert "label_base" not in notes
+
+
+def test_markdown_has_the_floors_of_the_page(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", trained={"base": [0.4]}, untrained={"base": [0.2]})
+    text = as_markdown(arms_of(read_runs([run])))
+    assert re.search(r"^\| commonest class \| +\| \d", text, re.MULTILINE)
+    assert re.search(r"^\| chance \| +\| \d", text, re.MULTILINE)
 
 
 def test_config_differences_name_the_settings_that_differ_and_no_other(

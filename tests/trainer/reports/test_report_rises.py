@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.reports.test_report import Page, make_run, report
+from tests.trainer.reports.test_report import Page, make_run, probe_result, report
+from trainer.probes.linear import ProbeConfig
+from trainer.probes.result import ProbeResult
 from trainer.reports.as_markdown import as_markdown
-from trainer.reports.rises import rise_grid
+from trainer.reports.rises import online_num_test, rise_grid
 from trainer.reports.runs import arms_of, read_runs
 from trainer.run_dir import RunDir
 
@@ -63,6 +65,43 @@ def test_a_label_at_chance_does_not_stand_before_one_that_rises(tmp_path: Path) 
         ["run", "overlay label", "10.0 to 90.0 %", "30 steps (3,000 samples)", None, None],
         ["run", "base label", "10.2 to 10.7 %", "not told from chance", "50.0 to 20.0 %", "no gain"],
     ]
+
+
+def test_noise_on_a_small_test_set_is_no_gain_before_and_after_a_probe(tmp_path: Path) -> None:
+    """The online probe has at most the test samples that there are, of which only some may have the label."""
+    noise = {"probe/overlay/knn": [0.125, 0.15, 0.195]}
+    recorded = {"num_test_samples": 200}
+    runs = [make(tmp_path / f"{number}", noise, name="run", provenance=recorded, seed=number) for number in range(3)]
+    (row,) = rise_grid(arms_of(read_runs(runs))).rows
+    assert row[3] == "not told from chance"
+    large = [
+        make(tmp_path / f"large{seed}", noise, name="run", provenance={"num_test_samples": 5000}, seed=seed)
+        for seed in range(3)
+    ]
+    (row,) = rise_grid(arms_of(read_runs(large))).rows
+    assert row[3] == "30 ± 0 steps (3,000 samples)"
+
+
+@pytest.mark.parametrize(
+    ("num_test", "labelled", "expected"),
+    [(200, None, 200), (5000, None, 1024), (None, None, 1024), (200, 120, 120), (5000, 3000, 614), (None, 300, 300)],
+)
+def test_the_online_probe_counts_the_samples_that_it_reads(
+    num_test: int | None, labelled: int | None, expected: int
+) -> None:
+    result = None if labelled is None else ProbeResult.model_validate(probe_result("base", 5, [0.5], labelled))
+    config = ProbeConfig(online_num_test=1024)
+    assert online_num_test(config, num_test=num_test, result=result) == expected
+
+
+def test_a_label_that_only_ridge_regression_sees_rising_stands_before_those_that_do_not_rise(tmp_path: Path) -> None:
+    flat = {
+        "probe/base/knn": [0.5, 0.5, 0.5],
+        "probe/base/ridge": [0.5, 0.5, 0.5],
+        "probe/overlay/knn": [0.5, 0.5, 0.5],
+    }
+    run = make(tmp_path / "run", flat | {"probe/overlay/ridge": [0.1, 0.6, 0.9]}, name="run")
+    assert [row[1] for row in rise_grid(arms_of(read_runs([run]))).rows] == ["overlay label", "base label"]
 
 
 def test_without_online_probes_there_is_no_such_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

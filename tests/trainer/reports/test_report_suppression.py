@@ -578,6 +578,18 @@ def test_the_page_says_which_feature_rises_first(tmp_path: Path) -> None:
     assert (tmp_path / "p" / "rises.png").is_file()
 
 
+def test_the_last_online_reading_of_an_unread_end_is_named_by_its_step(tmp_path: Path) -> None:
+    probe = PROBE.model_copy(update={"online_every_steps": 30, "online_num_test": 100})
+    right = {"base": samples(0.9, num_test=100, seed=0)}
+    path = make_run(tmp_path / "runs", factors("plain", bits=10), right=right, probe=probe)
+    lines = [{"step": step, "probe/base/ridge": accuracy} for step, accuracy in ((0, 0.1), (30, 0.6))]
+    RunDir(path).metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    report("--study", "suppression_small", tmp_path / "runs", "--out", tmp_path / "p.md")
+    page = (tmp_path / "p.md").read_text()
+    assert "| digit (hard) | 10.0 | 60.0 (step 30) | half of the gain after 30 steps |" in page
+    assert "With a step: the last that was read." in page
+
+
 def test_without_online_probes_the_page_does_not_say_what_rises_first(tmp_path: Path) -> None:
     make_run(tmp_path / "runs", factors("plain"), right={"base": samples(0.5, num_test=100, seed=0)})
     report("--study", "suppression_small", tmp_path / "runs", "--out", tmp_path / "p.md")

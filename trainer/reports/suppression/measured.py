@@ -23,8 +23,10 @@ from trainer.probes.features import LabelSpace
 from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult, labels_in, read_result
 from trainer.probes.right_samples import unpack_right
+from trainer.provenance import RECORDED_NUM_TEST_SAMPLES
 from trainer.reports.config_identity import config_identity, run_identity
 from trainer.reports.paired import Reading
+from trainer.reports.rises import online_num_test
 from trainer.reports.runs import of_other_run, protocol_of, trained_on
 from trainer.run_dir import RunDir, open_run, places_of_probes, read_object
 
@@ -45,6 +47,7 @@ class StudyRun:
     pixels: the same probe on the raw pixels, without an encoder (`trainer.probe --pixels`).
     trained: the results of the last checkpoint; empty if it was not probed, or if the training is not finished.
     trained_on: the hash of the train set at the training; None if it is not recorded.
+    num_test_samples: the size of the test set at the training; None if it is not recorded.
     problems: sentences on results of other runs, which were left out.
     """
 
@@ -57,6 +60,7 @@ class StudyRun:
     monitors: MonitorsResult | None
     online: Mapping[LabelSpace, Mapping[int, float]]
     trained_on: str | None
+    num_test_samples: int | None = None
     problems: tuple[str, ...] = ()
 
     @property
@@ -66,6 +70,11 @@ class StudyRun:
     @property
     def seed(self) -> int:
         return self.config.seed
+
+    def online_num_test(self, label: LabelSpace) -> int:
+        """Return the number of test samples with a label that the online probe reads."""
+        result = self.trained.get(label) or self.untrained.get(label)
+        return online_num_test(self.config.probe, num_test=self.num_test_samples, result=result)
 
 
 @dataclass(frozen=True)
@@ -309,6 +318,7 @@ def _read(run_dir: RunDir, probes_of: RunDir, *, allow_pipe: bool) -> StudyRun:
         monitors=monitors if monitors is not None and _is_of(monitors, final, step=finished) else None,
         online=_online(run_dir) if config.probe.online_every_steps is not None else {},
         trained_on=trained_on(config, provenance),
+        num_test_samples=provenance.get(RECORDED_NUM_TEST_SAMPLES),
         problems=tuple(problems.values()),
     )
 

@@ -420,7 +420,12 @@ def _rises(benchmark: Benchmark) -> list[Block]:
         Table(
             ["setting", "label", "untrained, %", "trained, %", "change"],
             [_rise_row(one, rise) for one in found for rise in one.rises],
-            caption="Mean over seeds. The first to gain stands first. None: a change that is not told from chance.",
+            caption="Mean over seeds. The first to gain stands first. None: a change that is not told from chance."
+            + (
+                ""
+                if all(rise.is_whole for one in found for rise in one.rises)
+                else " With a step: the last that was read."
+            ),
         )
     )
     return blocks
@@ -431,7 +436,7 @@ def _rise_row(rises: Rises, rise: Rise) -> Row:
     cells = [
         setting.title_and_kind(rise.label),
         f"{100 * rise.first:.1f}",
-        f"{100 * rise.last:.1f}",
+        f"{100 * rise.last:.1f}" + ("" if rise.is_whole else f" (step {max(rise.accuracy)})"),
         "none"
         if rise.half_at is None
         else f"half of the {'gain' if rise.gains else 'loss'} after {rise.half_at} steps",

@@ -23,11 +23,13 @@ class Rise:
 
     Attributes:
         accuracy: test accuracy in [0, 1] by step, from the untrained encoder on.
+        is_whole: whether the last step is that of the trained encoder, as far as that is known.
         half_at: the step with half of the change; None if `trainer.reports.paired` does not tell it from chance.
     """
 
     label: LabelSpace
     accuracy: Mapping[int, float]
+    is_whole: bool
     half_at: int | None
 
     @property
@@ -98,17 +100,16 @@ def _rise(runs: Mapping[int, StudyRun], label: LabelSpace) -> Rise | None:
         Point(step=step, epoch=0, accuracy=statistics.fmean(curve[step] for curve in curves.values())) for step in steps
     ]
     first, last = (
-        {seed: Reading(curve[steps[place]], _num_test(runs[seed], label)) for seed, curve in curves.items()}
+        {seed: Reading(curve[steps[place]], runs[seed].online_num_test(label)) for seed, curve in curves.items()}
         for place in (0, -1)
     )
     change = difference_of(last, first)
     is_told = change is not None and change.p < LEVEL
     return Rise(
-        label, {point.step: point.accuracy for point in points}, half_of_change(points).step if is_told else None
+        label,
+        {point.step: point.accuracy for point in points},
+        is_whole=all(
+            runs[seed].trained[label].checkpoint_step == steps[-1] for seed in curves if label in runs[seed].trained
+        ),
+        half_at=half_of_change(points).step if is_told else None,
     )
-
-
-def _num_test(run: StudyRun, label: LabelSpace) -> int:
-    """Return the number of test samples of the online probe, at most those of the probe."""
-    most = run.config.probe.online_num_test
-    return min(most, run.trained[label].num_test) if label in run.trained else most
