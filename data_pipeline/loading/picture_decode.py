@@ -1,7 +1,8 @@
 """Decode a picture file of any size to square RGB tensors: the whole picture, or some crops of it.
 
 Reads the formats of `data_pipeline.sources.picture_file`, known by their content and not by their name. Pictures become
-RGB of 8 bits by the rules of that module, and stand upright as the metadata before the pixels say.
+RGB of 8 bits by the rules of that module, and stand upright as their metadata say. The metadata of a PNG may come after
+the pixels; they are found without decoding these.
 
 A JPEG is decoded by simplejpeg at the smallest scale of 1, 1/2, 1/4 and 1/8 that still gives every crop its resolution.
 Each edge of a crop then moves by at most half a pixel of the scaled picture. What simplejpeg refuses and all other
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import io
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -59,6 +61,14 @@ _ORIENTATION_OF_1: Final = re.compile(rb"\x01\x12\0\x03\0\0\0\x01\0\x01|\x12\x01
 _FRAME: Final = Struct(">BHHB")  # bits, height, width, channels
 _EIGHTHS: Final = (1, 2, 4, 8)  # of the full size, in which libjpeg decodes fast; the others take longer than 8
 
+# The parts of a PNG file (ISO/IEC 15948): each has a length, a name, data and a checksum of name and data.
+_PNG_START: Final = b"\x89PNG\r\n\x1a\n"
+_CHUNK: Final = Struct(">I4s")  # length of the data, name
+_CHECKSUM: Final = Struct(">I")
+_PIXELS: Final = b"IDAT"
+_CHUNKS_THAT_TURN: Final = frozenset({b"eXIf", b"tEXt", b"zTXt", b"iTXt"})  # EXIF, also as text, and XMP
+_LAST_CHUNKS: Final = frozenset({b"IEND", b"fcTL"})  # the end of the file, and the next picture of an animation
+
 
 class _Frame(NamedTuple):
     """Size of a stored JPEG in pixels, and whether its metadata may turn it."""
@@ -79,7 +89,7 @@ class _Header:
 
 
 def picture_size(file: memoryview) -> tuple[int, int]:
-    """Return height and width of the upright picture, (H, W), from the header alone.
+    """Return height and width of the upright picture, (H, W), without decoding its pixels.
 
     Raises `ValueError` with the reason if the file is not a picture or has too many pixels.
     """
@@ -186,8 +196,32 @@ def _read_header(file: memoryview) -> _Header:
         and 0 < frame.height * frame.width <= (Image.MAX_IMAGE_PIXELS or 0)
     ):
         return _Header(frame.height, frame.width, orientation=1, is_plain_jpeg=True)
-    with _reasons(), open_picture(io.BytesIO(file)) as picture:
+    with _reasons(), open_picture(io.BytesIO(_with_metadata_first(file))) as picture:
         return _Header(picture.height, picture.width, exif_orientation(picture), is_plain_jpeg=frame is not None)
+
+
+def _with_metadata_first(file: memoryview) -> memoryview | bytes:
+    """Return a PNG with metadata after its pixels as a PNG without pixels; return every other file as it is.
+
+    Pillow would find these metadata only by decoding the pixels. Those that come last count, so the order is kept.
+    """
+    if bytes(file[: len(_PNG_START)]) != _PNG_START:
+        return file
+    at = len(_PNG_START)
+    pixels_at: int | None = None
+    late: list[bytes] = []
+    while at + _CHUNK.size <= len(file):
+        length, name = _CHUNK.unpack_from(file, at)
+        if name == _PIXELS and pixels_at is None:
+            pixels_at = at
+        elif pixels_at is not None and name in _LAST_CHUNKS:
+            break
+        elif pixels_at is not None and name in _CHUNKS_THAT_TURN:
+            chunk = bytes(file[at : at + _CHUNK.size + length])
+            # Pillow compares the checksums of chunks before the pixels, and not of those after them.
+            late += [chunk, _CHECKSUM.pack(zlib.crc32(chunk[4:]))]
+        at += _CHUNK.size + length + _CHECKSUM.size
+    return b"".join([file[:pixels_at], *late, _CHUNK.pack(0, _PIXELS)]) if late else file
 
 
 def _plain_jpeg_frame(file: memoryview) -> _Frame | None:

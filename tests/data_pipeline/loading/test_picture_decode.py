@@ -165,6 +165,58 @@ def test_the_orientation_is_found_in_xmp() -> None:
     assert picture_size(file) == upright(file).shape[:2] == (30, 40)
 
 
+def png_chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def with_chunks_after_pixels(file: memoryview, *chunks: bytes) -> memoryview:
+    end = bytes(file).rindex(b"IEND") - 4
+    return memoryview(bytes(file[:end]) + b"".join(chunks) + bytes(file[end:]))
+
+
+def exif_text(orientation: int) -> bytes:
+    """Return EXIF as ImageMagick writes it into a text of a PNG."""
+    data = exif(orientation).tobytes()
+    return b"Raw profile type exif\0" + f"\nexif\n{len(data):8}\n{data.hex()}\n".encode()
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        png_chunk(b"eXIf", exif(6).tobytes()[6:]),
+        png_chunk(b"tEXt", exif_text(6)),
+        png_chunk(b"iTXt", b'XML:com.adobe.xmp\0\0\0\0\0<x:xmpmeta tiff:Orientation="6"/>'),
+        png_chunk(b"eXIf", exif(6).tobytes()[6:])[:-4] + b"sums",
+    ],
+    ids=["EXIF", "EXIF as text", "XMP", "EXIF with a wrong checksum"],
+)
+def test_a_png_with_its_orientation_after_the_pixels_stands_upright(chunk: bytes) -> None:
+    file = with_chunks_after_pixels(encode(photo(40, 30), "PNG"), chunk)
+    assert picture_size(file) == upright(file).shape[:2] == (30, 40)
+    box = Crop(2, 5, 20, 30)
+    assert difference(decode_crops(file, [box], size=16)[0], reference(file, box, 16)).max() <= ROUNDING
+
+
+def test_the_last_orientation_of_a_png_counts() -> None:
+    file = encode(photo(40, 30), "PNG", exif=exif(6))
+    for turn in (1, 3, 8):
+        late = with_chunks_after_pixels(file, png_chunk(b"eXIf", exif(turn).tobytes()[6:]))
+        assert picture_size(late) == upright(late).shape[:2] == ((30, 40) if turn == 8 else (40, 30))
+
+
+def test_an_orientation_after_the_first_picture_of_an_animation_turns_nothing() -> None:
+    frames = [photo(40, 30), photo(40, 30, "flower.jpg")]
+    animation = encode(frames[0], "PNG", save_all=True, append_images=frames[1:])
+    file = with_chunks_after_pixels(animation, png_chunk(b"eXIf", exif(6).tobytes()[6:]))
+    assert picture_size(file) == upright(file).shape[:2] == (40, 30)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_a_truncated_png_still_tells_its_size(share: float) -> None:
+    file = encode(photo(40, 30), "PNG")
+    assert picture_size(file[: int(len(file) * share)]) == (40, 30)
+
+
 def of_other_filters(file: memoryview, crop: Crop, size: int) -> float:
     """Return how far the results of Pillow's other antialiasing filters are from the reference, at most."""
     top, left, height, width = crop
