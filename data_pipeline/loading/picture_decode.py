@@ -36,7 +36,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from data_pipeline.core.random_crop import Crop
-from data_pipeline.sources.picture_file import FORMATS, exif_orientation, open_picture, to_rgb
+from data_pipeline.sources.picture_file import FORMATS, decode_rgb, exif_orientation, open_picture
 
 # For each EXIF orientation: whether the rows, then the columns of the stored picture are reversed, and whether they are
 # exchanged after that, to make it upright.
@@ -178,10 +178,10 @@ def _decode(file: memoryview, header: _Header, eighths: int) -> tuple[Tensor, in
             pixels_HWC = simplejpeg.decode_jpeg(file, min_height=height, min_width=width)
             return torch.from_numpy(pixels_HWC), eighths
     with _reasons(), open_picture(io.BytesIO(file)) as picture:
-        picture.load()
-        if picture.size != (header.width, header.height):
+        rgb = decode_rgb(picture)
+        if rgb.size != (header.width, header.height):
             raise ValueError("its pixels do not have the size in its header")
-        return torch.from_numpy(np.array(to_rgb(picture))), 8
+        return torch.from_numpy(np.array(rgb)), 8
 
 
 def _read_header(file: memoryview) -> _Header:

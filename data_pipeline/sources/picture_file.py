@@ -4,7 +4,8 @@
   them start other programs.
 - Reads only regular files of at most Pillow's `MAX_IMAGE_PIXELS`, which is checked before any pixel is decoded.
 - Applies the orientation that a camera wrote into EXIF.
-- Lays transparent pixels over white, in every mode that has transparency.
+- Lays transparent pixels over white, in every mode that has transparency. A transparent colour of a PNG counts with all
+  of its bits.
 - Rounds grey values of 16 bits to 8 bits. Refuses 32-bit values, because their range is not known.
 - Reads the first picture of a file with several, such as an animation. Ignores colour profiles.
 """
@@ -16,10 +17,11 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import IO, Final
 
 import numpy as np
-from PIL import Image
+from numpy.typing import NDArray
+from PIL import Image, ImageFile
 
 from data_pipeline.core.errors import UserError
 
@@ -39,6 +41,9 @@ _UPRIGHT: Final = {
 _WARNINGS: Final = threading.Lock()  # all threads share the filters of warnings
 _BACKGROUND: Final = (255, 255, 255)
 _16_BITS_IN_INT32: Final = frozenset({"PNG", "PPM"})  # older versions of Pillow read 16 bits of grey as 32 in these
+# Pillow's names of the layouts of PNGs whose transparent colour it does not bring to 8 bits with the pixels.
+_GREY_STEPS: Final = {"L;2": 85, "L;4": 17}  # the step of 8 bits between two levels of grey
+_RGB_OF_16_BITS: Final = "RGB;16B"
 
 
 def read_rgb(path: Path) -> Image.Image:
@@ -51,9 +56,8 @@ def read_rgb(path: Path) -> Image.Image:
         raise UserError(f"{path} is not a regular file, so it is not read; remove it")
     try:
         with open_picture(path) as picture:
-            picture.load()
+            rgb = decode_rgb(picture)
             turn = _UPRIGHT.get(exif_orientation(picture))
-            rgb = to_rgb(picture)
             return rgb if turn is None else rgb.transpose(turn)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise UserError(
@@ -67,6 +71,51 @@ def read_rgb(path: Path) -> Image.Image:
         raise UserError(f"{path} does not decode as a picture ({reason}); mend or remove it") from None
 
 
+def decode_rgb(picture: ImageFile.ImageFile) -> Image.Image:
+    """Decode an opened picture to mode "RGB" by the rules in the module's docstring. Does not turn it upright.
+
+    Raises `ValueError` for values of an unknown range, and Pillow's errors.
+    """
+    colour = picture.info.get("transparency")
+    if picture.format == "PNG" and picture.tile:
+        layout = picture.tile[0][3]
+        if layout == _RGB_OF_16_BITS and isinstance(colour, tuple):
+            return _decode_rgb_of_16_bits(picture, colour)
+        # A Pillow that scales the colour itself would give one that is too large to be scaled again, or 0.
+        if layout in _GREY_STEPS and isinstance(colour, int) and colour * _GREY_STEPS[layout] <= 255:
+            picture.info["transparency"] = colour * _GREY_STEPS[layout]
+    picture.load()
+    return to_rgb(picture)
+
+
+def _decode_rgb_of_16_bits(picture: ImageFile.ImageFile, colour: tuple[int, ...]) -> Image.Image:
+    """Decode an opened PNG of 16-bit RGB in which one colour is transparent.
+
+    Decodes it twice, because Pillow keeps one byte of each value, and similar colours may share their upper bytes.
+    """
+    lower_HWC = _lower_bytes(picture)
+    picture.load()
+    pixels_HWC = np.array(picture)
+    upper_C, lower_C = np.divmod(colour, 256)
+    is_transparent_HW = ((pixels_HWC == upper_C) & (lower_HWC == lower_C)).all(axis=2)
+    pixels_HWC[is_transparent_HW] = _BACKGROUND
+    return Image.fromarray(pixels_HWC)
+
+
+def _lower_bytes(picture: ImageFile.ImageFile) -> NDArray[np.uint8]:
+    """Return the lower byte of each value of an opened PNG of 16-bit RGB, (H, W, 3)."""
+    assert picture.fp is not None
+    position = picture.fp.tell()
+    picture.fp.seek(0)
+    again = open_picture(picture.fp)
+    codec, region, offset, _ = again.tile[0]
+    # Pillow takes the second byte of each value as the upper one if the layout says that the lower byte comes first.
+    again.tile = [(codec, region, offset, "RGB;16L")]  # type: ignore[list-item]  # older versions have only tuples
+    lower_HWC = np.array(again)
+    picture.fp.seek(position)
+    return lower_HWC
+
+
 def to_rgb(picture: Image.Image) -> Image.Image:
     """Convert a decoded picture of any mode to mode "RGB" by the rules in the module's docstring.
 
@@ -74,8 +123,11 @@ def to_rgb(picture: Image.Image) -> Image.Image:
     """
     mode = picture.mode
     if mode.startswith("I;16") or (mode == "I" and picture.format in _16_BITS_IN_INT32):
-        grey_HW = np.asarray(picture).astype(np.float64) / 257  # 65,535 becomes 255
-        return Image.fromarray(np.rint(grey_HW).astype(np.uint8)).convert("RGB")
+        values_HW = np.asarray(picture)
+        grey_HW = np.rint(values_HW.astype(np.float64) / 257).astype(np.uint8)  # 65,535 becomes 255
+        if "transparency" in picture.info:
+            grey_HW[values_HW == picture.info["transparency"]] = 255
+        return Image.fromarray(grey_HW).convert("RGB")
     if mode in ("I", "F"):
         raise ValueError(f"its values have Pillow's mode {mode}, whose range is not known; save it with 8 bits")
     if picture.has_transparency_data:
@@ -84,7 +136,7 @@ def to_rgb(picture: Image.Image) -> Image.Image:
     return picture.convert("RGB")
 
 
-def open_picture(file: Path | BinaryIO) -> Image.Image:
+def open_picture(file: Path | IO[bytes]) -> ImageFile.ImageFile:
     """Read the header of a picture of one of `FORMATS`.
 
     Raises Pillow's errors, and its warning of too many pixels as an error.

@@ -14,6 +14,8 @@ import pytest
 from PIL import Image
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.random_crop import Crop
+from data_pipeline.loading.picture_decode import decode_crops
 from data_pipeline.sources.folder import ImageFolder
 from data_pipeline.sources.picture_file import read_rgb, to_rgb
 
@@ -138,6 +140,53 @@ def test_a_transparent_colour_is_white_in_modes_without_an_alpha_channel(mode: s
     np.testing.assert_array_equal(np.asarray(read_rgb(tmp_path / "x.png"))[0], [(255, 255, 255), kept])
 
 
+def png_chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def png_with_transparent_colour(samples_HWC: np.ndarray, *, bits: int, colour: tuple[int, ...]) -> bytes:
+    """Return a PNG of grey (C = 1) or RGB (C = 3) with one transparent colour. Pillow cannot write all of them."""
+    height, width, num_channels = samples_HWC.shape
+    bits_of_rows = (samples_HWC.reshape(height, -1, 1) >> np.arange(bits)[::-1]) & 1
+    rows = np.packbits(bits_of_rows.reshape(height, -1).astype(np.uint8), axis=1)
+    header = struct.pack(">IIBBBBB", width, height, bits, 2 if num_channels == 3 else 0, 0, 0, 0)
+    parts = {
+        b"IHDR": header,
+        b"tRNS": struct.pack(f">{num_channels}H", *colour),
+        b"IDAT": zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows)),
+        b"IEND": b"",
+    }
+    return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(name, data) for name, data in parts.items())
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
+def test_a_transparent_grey_is_white_at_every_number_of_bits(bits: int, tmp_path: Path) -> None:
+    highest = 2**bits - 1
+    levels = np.arange(highest + 1) if bits <= 8 else np.array([0, 232, 999, 1000, 1001, 5000, highest])
+    for colour in levels.tolist() if bits <= 4 else [levels.tolist()[3]]:
+        file = png_with_transparent_colour(levels[None, :, None], bits=bits, colour=(colour,))
+        (tmp_path / "x.png").write_bytes(file)
+        expected = np.where(levels == colour, 255, np.rint(levels * (255 / highest)))
+        np.testing.assert_array_equal(np.asarray(read_rgb(tmp_path / "x.png"))[0], np.stack([expected] * 3, axis=1))
+        (view,) = decode_crops(memoryview(file), [Crop(0, 0, 1, len(levels))], size=len(levels))
+        np.testing.assert_array_equal(view[:, 0].numpy(), np.stack([expected] * 3))
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_only_the_transparent_rgb_colour_is_white(bits: int, tmp_path: Path) -> None:
+    """Of 16 bits, the upper bytes alone do not tell the colour, nor do the lower ones."""
+    colour = (1000, 2000, 3000) if bits == 16 else (100, 200, 30)
+    pixels = np.array([colour, colour, colour, colour, (232, 208, 184)])
+    pixels[1:4] += np.eye(3, dtype=int)
+    file = png_with_transparent_colour(pixels[None], bits=bits, colour=colour)
+    (tmp_path / "x.png").write_bytes(file)
+    expected = pixels >> (bits - 8)
+    expected[0] = 255
+    np.testing.assert_array_equal(np.asarray(read_rgb(tmp_path / "x.png"))[0], expected)
+    (view,) = decode_crops(memoryview(file), [Crop(0, 0, 1, 5)], size=5)
+    np.testing.assert_array_equal(view[:, 0].numpy(), expected.T)
+
+
 @pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
 def test_what_is_no_regular_file_is_not_opened(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "x.png"
@@ -163,13 +212,9 @@ def test_a_link_to_a_picture_is_a_picture(tmp_path: Path) -> None:
 
 def write_huge_png(path: Path, *, side: int) -> None:
     """Write the header of a picture of side x side pixels, and not its pixels."""
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    pixels = chunk(b"IDAT", zlib.compress(bytes(1000)))
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + pixels + chunk(b"IEND", b""))
+    pixels = png_chunk(b"IDAT", zlib.compress(bytes(1000)))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + pixels + png_chunk(b"IEND", b""))
 
 
 @pytest.mark.parametrize("side", [10_000, 30_000])
