@@ -21,7 +21,7 @@ from data_pipeline.loading.decode import decode_sample
 from data_pipeline.sources import digits
 from data_pipeline.sources.cifar import Cifar
 from data_pipeline.sources.digits import MnistKind, mnist_digits, sklearn_digits
-from data_pipeline.sources.folder import ImageFolder
+from data_pipeline.sources.folder import _MOST_SCALED_PIXELS, ImageFolder, middle_square
 from data_pipeline.sources.procedural import Procedural
 from data_pipeline.storage.files import unpack_tar
 from data_pipeline.storage.store import SampleStore
@@ -172,6 +172,36 @@ def test_folder_makes_squares_as_torchvision_does(width: int, height: int, tmp_p
     square = ImageFolder(tmp_path, split="train", image_size=32)[1].content
     peer = torchvision.transforms.Compose([torchvision.transforms.Resize(32), torchvision.transforms.CenterCrop(32)])
     np.testing.assert_array_equal(square, np.asarray(peer(Image.fromarray(pixels))))
+
+
+@pytest.mark.parametrize("length", [60_000, 50_000_000])
+@pytest.mark.parametrize("stands", [True, False])
+def test_a_square_of_a_very_long_picture_needs_no_memory_for_its_whole_scaled_size(length: int, stands: bool) -> None:
+    """Scaled as a whole, these would have more than 3,000,000,000 pixels."""
+    levels = np.zeros((1, length), dtype=np.uint8)
+    levels[0, length // 2 - 2 : length // 2 + 2] = (10, 50, 90, 130)
+    picture = Image.fromarray(levels.T if stands else levels).convert("RGB")
+    square = np.asarray(middle_square(picture, 224))
+    line_X = square[:, 100, 0] if stands else square[100, :, 0]
+    expected = np.linspace(50, 90, 225)[:-1] + 40 / 224 / 2  # between the centres of the two pixels in the middle
+    assert square.shape == (224, 224, 3)
+    assert np.abs(line_X - expected).max() <= 1
+
+
+@pytest.mark.parametrize(("width", "height"), [(3000, 3), (3, 3001), (700, 20), (1, 999)])
+def test_a_very_long_picture_has_the_same_square_as_others(
+    width: int, height: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    picture = Image.fromarray(pixels)
+    usual = np.asarray(middle_square(picture, 32)).astype(int)
+    monkeypatch.setattr("data_pipeline.sources.folder._MOST_SCALED_PIXELS", 1000)
+    assert np.abs(np.asarray(middle_square(picture, 32)) - usual).max() <= 1
+
+
+def test_no_picture_that_is_made_smaller_counts_as_very_long() -> None:
+    """Its bytes are those of torchvision, and stay the same from version to version."""
+    assert (Image.MAX_IMAGE_PIXELS or 0) <= _MOST_SCALED_PIXELS
 
 
 def test_folder_reads_names_of_any_letters(tmp_path: Path) -> None:
