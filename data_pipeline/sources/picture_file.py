@@ -4,8 +4,7 @@
   them start other programs.
 - Reads only regular files of at most Pillow's `MAX_IMAGE_PIXELS`, which is checked before any pixel is decoded.
 - Applies the orientation that a camera wrote into EXIF.
-- Lays transparent pixels over white, in every mode that has transparency. A transparent colour of a PNG counts with all
-  of its bits.
+- Lays transparent pixels over white, in every mode that has transparency. Refuses a transparent colour of 16-bit RGB.
 - Rounds grey values of 16 bits to 8 bits. Refuses 32-bit values, because their range is not known.
 - Reads the first picture of a file with several, such as an animation. Ignores colour profiles.
 """
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import IO, Final
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
 from data_pipeline.core.errors import UserError
@@ -79,41 +77,13 @@ def decode_rgb(picture: ImageFile.ImageFile) -> Image.Image:
     colour = picture.info.get("transparency")
     if picture.format == "PNG" and picture.tile:
         layout = picture.tile[0][3]
-        if layout == _RGB_OF_16_BITS and isinstance(colour, tuple):
-            return _decode_rgb_of_16_bits(picture, colour)
+        if layout == _RGB_OF_16_BITS and colour is not None:  # Pillow keeps 8 bits, which colours may share
+            raise ValueError("one colour of its 16 bits is transparent; save it with an alpha channel")
         # A Pillow that scales the colour itself would give one that is too large to be scaled again, or 0.
         if layout in _GREY_STEPS and isinstance(colour, int) and colour * _GREY_STEPS[layout] <= 255:
             picture.info["transparency"] = colour * _GREY_STEPS[layout]
     picture.load()
     return to_rgb(picture)
-
-
-def _decode_rgb_of_16_bits(picture: ImageFile.ImageFile, colour: tuple[int, ...]) -> Image.Image:
-    """Decode an opened PNG of 16-bit RGB in which one colour is transparent.
-
-    Decodes it twice, because Pillow keeps one byte of each value, and similar colours may share their upper bytes.
-    """
-    lower_HWC = _lower_bytes(picture)
-    picture.load()
-    pixels_HWC = np.array(picture)
-    upper_C, lower_C = np.divmod(colour, 256)
-    is_transparent_HW = ((pixels_HWC == upper_C) & (lower_HWC == lower_C)).all(axis=2)
-    pixels_HWC[is_transparent_HW] = _BACKGROUND
-    return Image.fromarray(pixels_HWC)
-
-
-def _lower_bytes(picture: ImageFile.ImageFile) -> NDArray[np.uint8]:
-    """Return the lower byte of each value of an opened PNG of 16-bit RGB, (H, W, 3)."""
-    assert picture.fp is not None
-    position = picture.fp.tell()
-    picture.fp.seek(0)
-    again = open_picture(picture.fp)
-    codec, region, offset, _ = again.tile[0]
-    # Pillow takes the second byte of each value as the upper one if the layout says that the lower byte comes first.
-    again.tile = [(codec, region, offset, "RGB;16L")]  # type: ignore[list-item]  # older versions have only tuples
-    lower_HWC = np.array(again)
-    picture.fp.seek(position)
-    return lower_HWC
 
 
 def to_rgb(picture: Image.Image) -> Image.Image:
