@@ -57,6 +57,7 @@ from data_pipeline.sources import class_names_of
 from data_pipeline.storage.manifest import (
     MANIFEST_NAME,
     MAX_CLASSES,
+    MAX_MANIFEST_BYTES,
     OVERLAY_NAME,
     TARS_FORMAT_VERSION,
     HowMade,
@@ -249,7 +250,13 @@ def write_index(
             sha256=sha256,
         ),
     )
-    _partial(out, MANIFEST_NAME).write_text(manifest.model_dump_json(indent=1))
+    content = manifest.model_dump_json(indent=1).encode()
+    if len(content) > MAX_MANIFEST_BYTES:
+        raise UserError(
+            f"the names of the classes of {location} are too long: its manifest would have {len(content):,} bytes, more "
+            f"than {MAX_MANIFEST_BYTES:,}; give them shorter names, or name another --label"
+        )
+    _partial(out, MANIFEST_NAME).write_bytes(content)
     written = [SAMPLES_NAME, *map(labels_name, names), TARS_NAME, TAR_NUMBERS_NAME, TAR_HASHES_NAME]
     _publish(out, written if entry is None else [*written, OVERLAY_NAME])
     shutil.rmtree(parts)
@@ -317,6 +324,12 @@ def _class_names(
     """
     words = {word for each in facts for word in each.labels[label]}
     if not words and known is None:
+        first_unread = next((each.first_unread[label] for each in facts if label in each.first_unread), None)
+        if field is not None and first_unread is not None:
+            raise UserError(
+                f"no label under {field} of {location} can be read, such as {first_unread}; write each as one line of "
+                "text in UTF-8, or name another by --label"
+            )
         if field is not None:
             mend = "" if classes_of is not None else ", or leave it out"
             raise UserError(
@@ -524,6 +537,10 @@ def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[st
             which = "" if name == BASE else f" of {name}"
             yield f"{len(without)} of the {len(label.classes)} classes{which} have no sample, such as {without[0]}"
     for name in facts[0].labels:
+        if num_unread := sum(each.unread_labels.get(name, 0) for each in facts):
+            first = next(each.first_unread[name] for each in facts if name in each.first_unread)
+            which = "" if name == BASE else f" ({name})"
+            yield f"{num_unread} labels{which} cannot be read and are left out, such as {printable(first)}"
         classes = manifest.labels[name].classes if name in manifest.labels else ()
         if _UNLABELLED not in classes and any(_UNLABELLED in each.labels[name] for each in facts):
             yield f"{_UNLABELLED} among whole numbers is no label{'' if name == BASE else f' ({name})'}"

@@ -110,8 +110,11 @@ def _write_tars(
 
 
 def _is_plain(labels: dict[str, LabelColumn]) -> bool:
-    """Return whether the class is the only label of a folder."""
-    return labels.keys() == {BASE}
+    """Return whether a `cls` file can hold all labels of a folder: one label, without spaces around it.
+
+    A reader of a `cls` file strips them.
+    """
+    return labels.keys() == {BASE} and all(name == name.strip() for name in labels[BASE].classes)
 
 
 def _words(labels: dict[str, LabelColumn], number: int) -> dict[str, str]:

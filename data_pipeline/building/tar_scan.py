@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import re
 import tempfile
 import time
@@ -33,7 +34,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import BASE, NO_LABEL
-from data_pipeline.core.schema import LabelName, Line, Schema
+from data_pipeline.core.schema import MAX_CHARACTERS, LabelName, Line, Schema
 from data_pipeline.loading.picture_decode import decode_square
 from data_pipeline.remote.cache import RemoteConfig, file_url, is_command, is_remote
 from data_pipeline.remote.fetch import Expected, Limits, fetch
@@ -82,6 +83,8 @@ class TarFacts(Schema):
         end: where the tar ends. A local tar may be cut short or damaged; what is before is used.
         fields: how many samples have each extension.
         labels: for each label by name, the different values, in the order in which they are met.
+        unread_labels: for each label by name, the number of its files that cannot be read as one.
+        first_unread: for each label that has some, the first of these files, and why.
         sums: of the measured pictures: their number, and for each channel the mean and the mean square.
         unreadable: a reason for each of the measured pictures that do not decode.
     """
@@ -97,6 +100,8 @@ class TarFacts(Schema):
     end: TarEnd
     fields: dict[str, int]
     labels: dict[str, tuple[str, ...]]
+    unread_labels: dict[str, NonNegativeInt]
+    first_unread: dict[str, str]
     sums: tuple[float, ...]
     unreadable: tuple[str, ...]
 
@@ -175,6 +180,8 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
         words: dict[str, list[str | None]] = {name: [] for name in inputs.fields.label_names}
         keys: list[int] = []
         num_without_picture = num_too_large = 0
+        unread_labels: Counter[str] = Counter()
+        first_unread: dict[str, str] = {}
         for key, of_sample in _samples(contents.members):
             fields.update(of_sample.keys())
             picture = next((of_sample[name] for name in inputs.fields.picture if name in of_sample), None)
@@ -187,7 +194,12 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
                 keys.append(_hashed(key))
                 for name, found in words.items():
                     field = None if inputs.fields.labels is None else inputs.fields.labels[name]
-                    found.append(_label(field, of_sample, data))
+                    try:
+                        found.append(_label(field, of_sample, data))
+                    except ValueError as error:
+                        found.append(None)
+                        unread_labels[name] += 1
+                        first_unread.setdefault(name, str(error))
         labels = {
             name: tuple(dict.fromkeys(word for word in found if word is not None)) for name, found in words.items()
         }
@@ -206,6 +218,8 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
         end=found_end,
         fields=dict(fields.most_common(_MAX_FIELDS)),
         labels=labels,
+        unread_labels=dict(unread_labels),
+        first_unread=first_unread,
         sums=tuple(sums),
         unreadable=tuple(unreadable),
     )
@@ -284,29 +298,56 @@ def _hashed(key: str) -> int:
 
 
 def _label(field: str | None, of_sample: Mapping[str, TarMember], data: memoryview) -> str | None:
-    """Return the label of a sample as text; None if it has none."""
+    """Return the label of a sample as text; None if it has none.
+
+    Raises `ValueError` with the name of its file if that has a content that is no label.
+    """
     if field is None:
         field = next((name for name in LABEL_FIELDS if name in of_sample), None)
         if field is None:
             return None
     extension, _, entry = field.partition(":")
     member = of_sample.get(extension)
-    if member is None or member.size > _MAX_LABEL_BYTES:
+    if member is None:
         return None
+    if member.size > _MAX_LABEL_BYTES:
+        raise ValueError(f"{member.name}, which has {member.size:,} bytes, more than {_MAX_LABEL_BYTES:,}")
     content = bytes(data[member.offset : member.offset + member.size])
+    if entry:
+        word = _word_in_json(content, entry, member.name)
+    else:
+        try:
+            word = content.decode("utf-8-sig").strip()  # some programs write a byte-order mark before the text
+        except UnicodeDecodeError:
+            raise ValueError(f"{member.name}, which is not text in UTF-8") from None
+    if len(word) > MAX_CHARACTERS:
+        raise ValueError(f"{member.name}, which has {len(word):,} characters, more than {MAX_CHARACTERS:,}")
+    if not word.isprintable():
+        raise ValueError(f"{member.name}, which holds a character that cannot be printed")
+    return word or None
+
+
+def _word_in_json(content: bytes, entry: str, name: str) -> str:
+    """Return the text or the whole number at an entry of the JSON file `name`; "" if it is null or is not there.
+
+    Raises `ValueError` with the name if the file is not JSON, or if the entry has another value.
+    """
     try:
-        if not entry:
-            word = content.decode().strip()
-        else:
-            value = json.loads(content)
-            for key in entry.split("."):
-                value = value[int(key)] if isinstance(value, list) else value[key]
-            if isinstance(value, float) and value.is_integer():
-                value = int(value)  # pandas writes 2.0 for the 2 of a column with gaps
-            word = str(value) if isinstance(value, (str, int)) else ""
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-        return None
-    return word if word and len(word) <= 200 and word.isprintable() else None
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{name}, which is not JSON") from None
+    try:
+        for key in entry.split("."):
+            value = value[int(key)] if isinstance(value, list) else value[key]
+    except (ValueError, KeyError, IndexError, TypeError):
+        return ""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # pandas writes 2.0 for the 2 of a column with gaps
+    if isinstance(value, float) and math.isnan(value):
+        return ""  # as pandas writes a gap
+    if value is not None and not isinstance(value, (str, int)):
+        raise ValueError(f"{name}, whose entry {entry} is neither text nor a whole number")
+    return "" if value is None else str(value)
 
 
 def measured_rows(num_samples: int, *, num: int, tar: int) -> list[int]:

@@ -47,14 +47,14 @@ Seconds = Annotated[float, Field(ge=1e-3, le=10**6)]  # up to 11 days: poll() co
 Gigabytes = Annotated[float, Field(gt=0, le=10**9)]  # 10^9 bytes; the bytes are an int64
 
 _MAX_WHOLE = 1e15  # a float that is written without an exponent
-_MAX_CHARACTERS = 4_096  # of a path on Linux
+MAX_CHARACTERS = 4_096  # of a `Line`, as of a path on Linux
 _MAX_NAME_CHARACTERS = 100  # name and seed together name a directory (at most 255 bytes) and a group in W&B (128)
 _NAME_SYMBOLS = "._+=-"
 
 
 def _check_line(text: str) -> str:
-    if not text or len(text) > _MAX_CHARACTERS:
-        raise ValueError(f"a text of {len(text):,} characters is not allowed; give 1 to {_MAX_CHARACTERS:,}")
+    if not text or len(text) > MAX_CHARACTERS:
+        raise ValueError(f"a text of {len(text):,} characters is not allowed; give 1 to {MAX_CHARACTERS:,}")
     if not text.isprintable():
         first = next(character for character in text if not character.isprintable())
         raise ValueError(f"{json.dumps(text)} holds the character {first!r}, which cannot be printed; leave it out")

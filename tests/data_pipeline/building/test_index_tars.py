@@ -259,6 +259,72 @@ def test_a_test_set_without_labels_may_say_so_by_minus_one(tmp_path: Path) -> No
     assert "-1 among whole numbers is no label" in describe_index(manifest, facts)
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("größe".encode("latin-1"), "0.cls, which is not text in UTF-8"),
+        ("wren".encode("utf-16"), "0.cls, which is not text in UTF-8"),
+        (b"\x01", "0.cls, which holds a character that cannot be printed"),
+        (b"wren\nowl", "0.cls, which holds a character that cannot be printed"),
+        (b"w" * 5_000, "0.cls, which has 5,000 characters, more than 4,096"),
+        (b"w" * (1 << 21), "0.cls, which has 2,097,152 bytes, more than 1,048,576"),
+    ],
+)
+def test_labels_that_cannot_be_read_are_counted_and_the_first_is_named(
+    tmp_path: Path, content: bytes, said: str
+) -> None:
+    members = [("0.png", picture(0)), ("0.cls", content), ("1.png", picture(1)), ("1.cls", content)]
+    by_tarfile(tmp_path / "a.tar", members)
+    manifest, facts = make_index(str(tmp_path), tmp_path / "index", fields=Fields(), size=16)
+    assert not manifest.labels
+    assert f"2 labels cannot be read and are left out, such as {said}" in describe_index(manifest, facts)
+    with pytest.raises(
+        UserError, match=f"no label under cls of .* can be read, such as {said}; write each as one line"
+    ):
+        make_index(str(tmp_path), tmp_path / "named", fields=Fields(labels={"base": "cls"}), size=16)
+
+
+def test_json_that_is_no_label_is_told_and_a_missing_entry_is_none(tmp_path: Path) -> None:
+    texts = [b"{", b'{"y": [1]}', b'{"y": 2.5}', b'{"y": null}', b"{}", b'{"y": 1}', b'{"y": ""}']
+    by_tarfile(
+        tmp_path / "a.tar",
+        [each for k, text in enumerate(texts) for each in ((f"{k}.png", picture(k)), (f"{k}.json", text))],
+    )
+    fields = Fields(labels={"site": "json:y"})
+    lines = list(describe_index(*make_index(str(tmp_path), tmp_path / "index", fields=fields, size=16)))
+    said = "3 labels (site) cannot be read and are left out, such as 0.json, which is not JSON"
+    assert said in lines
+    assert "6 samples have no label (site)" in lines
+
+
+def test_a_label_may_have_more_than_200_characters_but_not_all_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["owl", "w" * 4_096]
+    by_tarfile(
+        tmp_path / "a.tar",
+        [each for k, word in enumerate(words) for each in ((f"{k}.png", picture(k)), (f"{k}.cls", word.encode()))],
+    )
+    store = indexed(tmp_path, tmp_path / "index")
+    assert store.manifest.label_names.base == tuple(words)
+    assert decode(store, np.arange(2)).labels["base"].tolist() == [0, 1]
+    monkeypatch.setattr("data_pipeline.building.index_tars.MAX_MANIFEST_BYTES", 4_096)
+    with pytest.raises(UserError, match=r"are too long: its manifest would have [\d,]+ bytes, more than 4,096"):
+        indexed(tmp_path, tmp_path / "again")
+    assert not (tmp_path / "again" / "manifest.json").exists()
+
+
+def test_a_byte_order_mark_is_no_part_of_a_label(tmp_path: Path) -> None:
+    marks = [b"", b"\xef\xbb\xbf"]
+    by_tarfile(
+        tmp_path / "a.tar",
+        [each for k in range(4) for each in ((f"{k}.png", picture(k)), (f"{k}.cls", marks[k // 2] + b"%d" % (k % 2)))],
+    )
+    store = indexed(tmp_path, tmp_path / "index")
+    assert store.manifest.label_names.base == ("0", "1")
+    assert decode(store, np.arange(4)).labels["base"].tolist() == [0, 1, 0, 1]
+
+
 def test_samples_without_a_picture_or_a_label_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1143,6 +1209,24 @@ def test_what_cannot_be_kept_is_refused_in_a_sentence(
     done = call(main, *arguments, "--out", tmp_path / "out", monkeypatch=monkeypatch, capsys=capsys)
     assert done.status == 2
     assert said in done.stderr
+
+
+def test_a_packed_class_has_the_name_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also a long one, or one with spaces at its ends, which a reader of a `cls` file strips."""
+    names = sorted([" crow", "crow", "owl ", "w" * 250])
+    for number, name in enumerate(names):
+        path = tmp_path / "photos" / "train" / name / "a.png"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(picture(number))
+    words = ["--root", str(tmp_path / "photos"), "--out", str(tmp_path / "kept"), "--image-size", "32"]
+    done = call(main, "build", "folder", "--keep", *words, monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 0, done.stderr
+    assert "4 labels of 4 classes" in done.stdout
+    store = SampleStore(tmp_path / "kept")
+    assert store.manifest.label_names.base == tuple(names)
+    assert decode(store, np.arange(4)).labels["base"].tolist() == numbers_in(store)
 
 
 class Killed(BaseException):
