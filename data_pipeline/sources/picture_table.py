@@ -12,7 +12,7 @@ from __future__ import annotations
 import csv
 import logging
 from collections import Counter
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Final
 
 import numpy as np
@@ -42,7 +42,7 @@ _NUM_NAMED: Final = 10  # splits in a message
 class PictureTable:
     """The pictures of one split, in the order of their names, with the labels that a table gives them.
 
-    `file` is relative to `root`. The column `split`, if there is one, names the split of each picture. Without it, a
+    `file` is relative to `root` and has no "..". The column `split`, if there is one, names the split of each picture. Without it, a
     picture in the folder `train` or `test` of `root` is in that split; without these, `in_test_split` draws the share
     `test_share` of all pictures, spread over the groups of equal labels. Each split has all classes of a label, also
     those that only the other split shows. `middle_square` brings each picture to `image_size`; if that is None, all
@@ -69,7 +69,7 @@ class PictureTable:
         if image_size is not None:
             self.description += f", middle {image_size}x{image_size}"
         columns = _read_table(table)
-        self._files = columns.pop(FILE_COLUMN)
+        self._files = [self._below_root(name) for name in columns.pop(FILE_COLUMN)]
         splits = columns.pop(SPLIT_COLUMN, None)
         self._check_files()
         labels = {name: self._label(name, cells) for name, cells in columns.items()}
@@ -83,6 +83,22 @@ class PictureTable:
         self.class_names: tuple[str, ...] = () if base is None else base.classes
         self.labels: NDArray[np.int64] = np.full(len(rows_N), NO_LABEL) if base is None else base.label_N
         self._shape = decode_picture(self.path(0), image_size).shape
+
+    def _below_root(self, name: str) -> str:
+        """Return the path of a picture relative to `root`, without "." and "//", so that each file has one name.
+
+        Raises `UserError` if the path has ".." or is outside of `root`. Behind a link, only the file system knows what
+        ".." is.
+        """
+        path = PurePath(name)
+        if path.is_absolute() and path.is_relative_to(top := self.root.absolute()):
+            path = path.relative_to(top)
+        if path.is_absolute() or ".." in path.parts:
+            raise UserError(
+                f"{self._table} names {name}, which is not a path below {self.root}; write it without .., relative to "
+                "--root"
+            )
+        return str(path)
 
     def _check_files(self) -> None:
         """Raise `UserError` if a picture is named twice or does not exist."""

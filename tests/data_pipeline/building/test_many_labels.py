@@ -268,6 +268,28 @@ def test_a_picture_twice_or_without_a_base_label_and_a_missing_table_are_told(tm
         build_dataset("procedural", tmp_path / "out", labels=table)
 
 
+@pytest.mark.parametrize("again", ["./d/a.png", "d//a.png", "d/./a.png", "{root}/d/a.png"])
+def test_a_picture_in_two_spellings_is_twice_in_the_table(tmp_path: Path, again: str) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a.png").write_bytes(png(0))
+    rows = [["d/a.png", "f", "train"], [again.format(root=tmp_path), "f", "test"]]
+    table = write_table(tmp_path / "labels.csv", ["file", "sex", "split"], rows)
+    with pytest.raises(UserError, match=r"names d/a\.png 2 times; give each picture one line"):
+        PictureTable(tmp_path, table, split="train")
+    write_table(table, ["file", "sex", "split"], rows[1:])
+    assert PictureTable(tmp_path, table, split="test").path(0) == tmp_path / "d" / "a.png"
+
+
+@pytest.mark.parametrize("name", ["../a.png", "d/../a.png", "{root}/a.png"])
+def test_a_table_names_only_pictures_below_its_root(tmp_path: Path, name: str) -> None:
+    (tmp_path / "root" / "d").mkdir(parents=True)
+    for path in (tmp_path / "a.png", tmp_path / "root" / "a.png"):
+        path.write_bytes(png(0))
+    table = write_table(tmp_path / "labels.csv", ["file", "sex", "split"], [[name.format(root=tmp_path), "f", "train"]])
+    with pytest.raises(UserError, match=r"names .*a\.png, which is not a path below .*root; write it without \.\."):
+        PictureTable(tmp_path / "root", table, split="train")
+
+
 # --- tars
 
 
@@ -376,7 +398,9 @@ def test_wrong_names_of_labels_are_told(words: list[str], said: str) -> None:
 
 def test_a_label_that_no_sample_has_is_told_with_the_fields_that_there_are(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", BIRDS)
-    with pytest.raises(UserError, match=r"no sample of .* has a label under json:attr.size; its fields are .*json"):
+    unread = r"1 labels \(size\) cannot be read, such as a0003\.json, which is not JSON"
+    said = rf"no sample of .* has a label under json:attr.size \({unread}\); its fields are .*json"
+    with pytest.raises(UserError, match=said):
         make_index(str(tmp_path), tmp_path / "index", fields=Fields(labels={"size": "json:attr.size"}), size=32)
     with pytest.raises(UserError, match=r"has labels that the list of classes of base lacks, such as owl"):
         make_index(
