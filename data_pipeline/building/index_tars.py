@@ -253,8 +253,8 @@ def write_index(
     content = manifest.model_dump_json(indent=1).encode()
     if len(content) > MAX_MANIFEST_BYTES:
         raise UserError(
-            f"the names of the classes of {location} are too long: its manifest would have {len(content):,} bytes, more "
-            f"than {MAX_MANIFEST_BYTES:,}; give them shorter names, or name another --label"
+            f"the names of the classes of {location} are too long: its manifest would have {len(content):,} bytes, "
+            f"more than {MAX_MANIFEST_BYTES:,}; give them shorter names, or name another --label"
         )
     _partial(out, MANIFEST_NAME).write_bytes(content)
     written = [SAMPLES_NAME, *map(labels_name, names), TARS_NAME, TAR_NUMBERS_NAME, TAR_HASHES_NAME]
@@ -324,16 +324,11 @@ def _class_names(
     """
     words = {word for each in facts for word in each.labels[label]}
     if not words and known is None:
-        first_unread = next((each.first_unread[label] for each in facts if label in each.first_unread), None)
-        if field is not None and first_unread is not None:
-            raise UserError(
-                f"no label under {field} of {location} can be read, such as {first_unread}; write each as one line of "
-                "text in UTF-8, or name another by --label"
-            )
         if field is not None:
+            unread = f" ({words_of})" if (words_of := _unread(facts, label)) else ""
             mend = "" if classes_of is not None else ", or leave it out"
             raise UserError(
-                f"no sample of {location} has a label under {field}; its fields are {_named(seen)}, so name "
+                f"no sample of {location} has a label under {field}{unread}; its fields are {_named(seen)}, so name "
                 f"yours with --label{mend}"
             )
         return ()
@@ -357,6 +352,14 @@ def _class_names(
             f"{location} has {len(words)} different labels, more than {MAX_CLASSES}; name another --label than {label}"
         )
     return class_names_of(words) if words else ()
+
+
+def _unread(facts: Sequence[TarFacts], label: str) -> str:
+    """Return how many files of a label cannot be read, with the first and the reason; "" if all can be read."""
+    num = sum(each.unread_labels.get(label, 0) for each in facts)
+    first = next((each.first_unread[label] for each in facts if label in each.first_unread), "")
+    which = "" if label == BASE else f" ({label})"
+    return f"{num} labels{which} cannot be read, such as {printable(first)}" if num else ""
 
 
 def _named(seen: Mapping[str, int]) -> str:
@@ -537,10 +540,8 @@ def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[st
             which = "" if name == BASE else f" of {name}"
             yield f"{len(without)} of the {len(label.classes)} classes{which} have no sample, such as {without[0]}"
     for name in facts[0].labels:
-        if num_unread := sum(each.unread_labels.get(name, 0) for each in facts):
-            first = next(each.first_unread[name] for each in facts if name in each.first_unread)
-            which = "" if name == BASE else f" ({name})"
-            yield f"{num_unread} labels{which} cannot be read and are left out, such as {printable(first)}"
+        if unread := _unread(facts, name):
+            yield unread
         classes = manifest.labels[name].classes if name in manifest.labels else ()
         if _UNLABELLED not in classes and any(_UNLABELLED in each.labels[name] for each in facts):
             yield f"{_UNLABELLED} among whole numbers is no label{'' if name == BASE else f' ({name})'}"
