@@ -13,18 +13,22 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 from webdataset import TarWriter
 
+from data_pipeline.building.datasets import PICTURE_FIELDS
 from data_pipeline.building.index_tars import DrawnOverlay, write_index
 from data_pipeline.building.tar_scan import Fields, TarFacts
+from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import BASE, NO_LABEL
+from data_pipeline.core.validation import describe
 from data_pipeline.loading.permutation import KeyedPermutation
 from data_pipeline.sources import LabelColumn, labels_of
 from data_pipeline.sources.folder import ImageFolder
 from data_pipeline.sources.picture_table import PictureTable
 from data_pipeline.storage.files import read_regular
-from data_pipeline.storage.manifest import Manifest
+from data_pipeline.storage.manifest import LabelEntry, Manifest
 from data_pipeline.storage.shards import shard_name
 from data_pipeline.storage.tar_index import MAX_PICTURE_BYTES
 
@@ -47,7 +51,8 @@ def pack_folder(
     Call it with `unfinished` locked against other builds. Until all is written, the files are in a folder in it, which
     a killed build leaves behind and the next one removes. So no reader takes a part of the tars for the whole.
 
-    Returns the manifest, and the facts of each tar. Raises `UserError` as `write_index` does.
+    Returns the manifest, and the facts of each tar. Raises `UserError` as `write_index` does, if the name of a class
+    cannot be printed, or if a file cannot be read or has no ending of `PICTURE_FIELDS`.
 
     Args:
         size: width and height in pixels to which pictures are brought when they are read.
@@ -57,6 +62,8 @@ def pack_folder(
     num_pictures = len(folder.labels)
     if order is None:
         order = KeyedPermutation(num_pictures, seed, "order of a folder")(np.arange(num_pictures))
+    labels = labels_of(folder)
+    _check_names(folder, labels, order)
     for path in unfinished.iterdir():  # of an interrupted build
         if path.is_dir():
             shutil.rmtree(path)
@@ -64,7 +71,6 @@ def pack_folder(
             path.unlink()
     packing = unfinished.absolute() / _PACKING_NAME
     packing.mkdir()
-    labels = labels_of(folder)
     paths = _write_tars(folder, packing, labels=labels, order=order, num_samples_per_shard=num_samples_per_shard)
     manifest, facts = write_index(
         str(out),
@@ -80,6 +86,37 @@ def pack_folder(
         path.rename(unfinished / path.name)
     packing.rmdir()
     return manifest, facts
+
+
+def _check_names(folder: ImageFolder | PictureTable, labels: dict[str, LabelColumn], order: NDArray[np.int64]) -> None:
+    """Raise `UserError` if an index cannot hold the names of the classes, or would pass over one of the pictures."""
+    for name, label in labels.items():
+        try:
+            LabelEntry(title=label.title, classes=label.classes, counts=())
+        except ValidationError as error:
+            raise UserError(
+                f"the label {name} of {folder.root} cannot be packed: {describe(error, LabelEntry)}"
+            ) from None
+    for path in map(folder.path, order.tolist()):
+        if _ending(path) not in PICTURE_FIELDS:
+            known = ", ".join(f".{name}" for name in PICTURE_FIELDS if "." not in name)
+            raise UserError(
+                f"{path} has none of the endings of pictures that are packed ({known}); rename it, or build without "
+                "--keep"
+            )
+
+
+def _ending(path: Path) -> str:
+    return path.suffix.lower().lstrip(".")
+
+
+def _content(path: Path) -> bytes:
+    """Return the bytes of a picture. Raises `UserError` if they cannot be read, or are too many for an index."""
+    try:
+        return read_regular(path, max_bytes=MAX_PICTURE_BYTES)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UserError(f"{path} cannot be packed ({reason}); mend or remove it") from None
 
 
 def _write_tars(
@@ -100,11 +137,9 @@ def _write_tars(
             with TarWriter(paths[-1], encoder=False, mtime=0, user="", group="", mode=0o444) as tar:
                 for position, number in enumerate(part, start):
                     path = folder.path(number)
-                    content = read_regular(path, max_bytes=MAX_PICTURE_BYTES)
                     words = _words(labels, number)
                     named = {"cls": words[BASE].encode()} if is_plain else {"json": json.dumps(words).encode()}
-                    extension = path.suffix.lower().lstrip(".")
-                    tar.write({"__key__": f"{position:08d}", extension: content, **named})
+                    tar.write({"__key__": f"{position:08d}", _ending(path): _content(path), **named})
             progress.advance(len(part))
     return paths
 

@@ -42,11 +42,11 @@ _NUM_NAMED: Final = 10  # splits in a message
 class PictureTable:
     """The pictures of one split, in the order of their names, with the labels that a table gives them.
 
-    `file` is relative to `root` and has no "..". The column `split`, if there is one, names the split of each picture. Without it, a
-    picture in the folder `train` or `test` of `root` is in that split; without these, `in_test_split` draws the share
-    `test_share` of all pictures, spread over the groups of equal labels. Each split has all classes of a label, also
-    those that only the other split shows. `middle_square` brings each picture to `image_size`; if that is None, all
-    pictures must have the size of the first.
+    `file` is relative to `root` and has no "..". The column `split`, if there is one, names the split of each picture.
+    Without it, a picture in the folder `train` or `test` of `root` is in that split; without these, `in_test_split`
+    draws the share `test_share` of all pictures, spread over the groups of equal labels. Each split has all classes of
+    a label, also those that only the other split shows. `middle_square` brings each picture to `image_size`; if that is
+    None, all pictures must have the size of the first.
 
     Raises `UserError` if the table or a picture is missing, or if a column or a cell is wrong. Reading a record raises
     it if the picture does not decode or has another size.

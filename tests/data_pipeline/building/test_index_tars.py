@@ -7,6 +7,7 @@ import fcntl
 import io
 import json
 import logging
+import os
 import re
 import shutil
 import subprocess
@@ -1226,6 +1227,68 @@ def test_a_packed_class_has_the_name_of_its_folder(
     store = SampleStore(tmp_path / "kept")
     assert store.manifest.label_names.base == tuple(names)
     assert decode(store, np.arange(4)).labels["base"].tolist() == numbers_in(store)
+
+
+def broken_link(path: Path) -> None:
+    path.symlink_to("nothing.png")
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(Path.mkdir, "not a regular file"), (os.mkfifo, "not a regular file"), (broken_link, "no such file or directory")],
+)
+def test_an_entry_of_a_folder_that_is_no_file_is_not_packed(
+    tmp_path: Path,
+    make: Callable[[Path], None],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    root = write_folder(tmp_path / "photos")
+    make(root / "train" / "owl" / "x.png")
+    words = ["--root", str(root), "--out", str(tmp_path / "kept"), "--image-size", "32"]
+    done = call(main, "build", "folder", "--keep", *words, monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 2
+    assert f"owl/x.png cannot be packed ({reason}); mend or remove it\n" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["photos"]
+
+
+def test_a_picture_that_is_too_large_for_an_index_is_not_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(keep_files, "MAX_PICTURE_BYTES", 10)
+    words = ["--root", str(write_folder(tmp_path / "photos")), "--out", str(tmp_path / "kept"), "--image-size", "32"]
+    done = call(main, "build", "folder", "--keep", *words, monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 2
+    assert "cannot be packed (larger than 10 bytes); mend or remove it" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\u00a0b", os.fsdecode(b"a\xff")])
+def test_a_class_whose_name_cannot_be_printed_is_refused_before_packing(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write_folder(tmp_path / "photos")
+    (root / "train" / "owl").rename(root / "train" / name)
+    monkeypatch.setattr(keep_files, "_write_tars", None)
+    words = ["--root", str(root), "--out", str(tmp_path / "kept"), "--image-size", "32"]
+    done = call(main, "build", "folder", "--keep", *words, monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 2
+    assert re.search(r"the label base of .*photos/train .* cannot be printed; leave it out", done.stderr)
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["a", "a.jp2"])
+def test_a_picture_without_a_known_ending_is_refused_before_packing(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A reader of tars knows a picture by its ending."""
+    (tmp_path / name).write_bytes(picture(0))
+    table = tmp_path / "labels.csv"
+    table.write_text(f"file,split,base\n{name},train,owl\n")
+    words = ["--root", str(tmp_path), "--labels", str(table), "--out", str(tmp_path / "kept"), "--image-size", "32"]
+    done = call(main, "build", "folder", "--keep", *words, monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 2
+    assert f"/{name} has none of the endings of pictures that are packed (.jpg, .jpeg," in done.stderr
 
 
 class Killed(BaseException):
