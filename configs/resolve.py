@@ -21,7 +21,8 @@ from data_pipeline.core.kinds import GROUP_PREFIX, import_code, import_typed, un
 from data_pipeline.core.overrides import merge, set_paths
 from data_pipeline.core.schema import flatten
 from data_pipeline.remote.cache import is_command, refuse_untyped_command
-from data_pipeline.storage.manifest import INDEX_NAME, is_tars
+from data_pipeline.storage.manifest import INDEX_NAME
+from data_pipeline.storage.tar_lists import is_tars
 from trainer.config import RunConfig, parse_config, read_settings
 from trainer.data import DataConfig
 

@@ -39,9 +39,17 @@ from data_pipeline.loading.picture_decode import decode_square
 from data_pipeline.remote.cache import RemoteConfig, file_url, is_command, is_remote
 from data_pipeline.remote.fetch import Expected, Limits, fetch
 from data_pipeline.storage.files import map_regular, regular_size
-from data_pipeline.storage.tar_headers import TarEnd, TarMember, read_contents, read_headers, tar_end
+from data_pipeline.storage.tar_headers import (
+    HEAD_BYTES,
+    TarEnd,
+    TarMember,
+    compression,
+    read_contents,
+    read_headers,
+    tar_end,
+)
 from data_pipeline.storage.tar_index import MAX_PICTURE_BYTES, pack, split_name
-from data_pipeline.storage.tar_lists import listed_tars
+from data_pipeline.storage.tar_lists import compressed, listed_tars
 
 logger = logging.getLogger(__name__)
 LABEL_FIELDS: Final = ("cls", "label", "label.txt", "class", "cls.txt")  # tried in this order if none is named
@@ -171,10 +179,15 @@ def _refuse_repeated(location: str, names: Sequence[str], files: Sequence[str]) 
 
 
 def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
-    """Scan one tar and write what is known of it. A worker process calls this."""
+    """Scan one tar and write what is known of it. A worker process calls this.
+
+    Raises `UserError` if the tar is compressed.
+    """
     with _local(inputs, task) as (path, sha256), map_regular(path) as data:
         status = path.stat()
         contents = read_contents(data)
+        if contents.end == 0 and (error := compressed(task.path, bytes(data[:HEAD_BYTES]))) is not None:
+            raise error
         fields: Counter[str] = Counter()
         chosen: list[TarMember] = []
         words: dict[str, list[str | None]] = {name: [] for name in inputs.fields.label_names}
@@ -285,11 +298,11 @@ def _tar_problem(file: BinaryIO) -> str | None:
     """Return what is wrong with a file that must be a whole tar with at least one file; None if it is."""
     with map_regular(Path(file.name)) as data:
         members, end = read_headers(data)
-        return (
-            None
-            if members and tar_end(data, end=end).is_whole
-            else f"the answer of {len(data)} bytes is not a whole tar"
-        )
+        if members and tar_end(data, end=end).is_whole:
+            return None
+        found = compression(bytes(data[:HEAD_BYTES]))
+        how = "" if found is None else f", but compressed by {found[0]}"
+        return f"the answer of {len(data)} bytes is not a whole tar{how}"
 
 
 def _hashed(key: str) -> int:

@@ -38,7 +38,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BASE, OVERLAY, Layout, Medium
 from data_pipeline.core.schema import LabelName, Line, Schema, Share
 from data_pipeline.storage.files import read_regular
-from data_pipeline.storage.tar_lists import list_difference
+from data_pipeline.storage.tar_lists import is_tars, list_difference, tars_in
 
 MANIFEST_NAME: Final = "manifest.json"
 OVERLAY_NAME: Final = "overlay.safetensors"  # the assets of an online overlay, beside the shards
@@ -556,18 +556,8 @@ def names_tars(location: str | Path) -> bool:
     path = Path(location).expanduser()
     if path.is_dir():
         is_built = (path / MANIFEST_NAME).exists() or any(path.glob("*.index")) or any(path.glob(".shard-*"))
-        return not is_built and any(path.glob("*.tar"))
+        return not is_built and any(tars_in(path))
     return is_tars(path.name) or (path.suffix in _LISTS and path.is_file())
-
-
-def is_tars(name: str) -> bool:
-    """Return whether a file name is that of a tar, or a pattern of tars.
-
-    Examples:
-        >>> is_tars("train-{0000..0009}.tar"), is_tars("photos"), is_tars(".tar_index")
-        (True, False, False)
-    """
-    return ".tar" in Path(name).suffixes
 
 
 def load_manifest(directory: Path) -> Manifest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,25 +12,30 @@ from typing import Final
 from braceexpand import braceexpand
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.storage.files import read_regular
+from data_pipeline.storage.files import open_regular, read_regular
+from data_pipeline.storage.tar_headers import compression
 
 TARS_NAME: Final = "tars.txt"  # of an index: the path or URL of each tar, a line each
 MAX_TARS_BYTES: Final = 1 << 30
+_MAX_PEEKED: Final = 1 << 12
 
 
 def listed_tars(location: str | Path) -> list[str]:
     """Return the paths of the tars that a local location names, in the order in which they are read.
 
     A location is a directory, a tar, a pattern with braces such as `train-{000000..001281}.tar`, or a text file that
-    names a tar in each line. No tar is opened. Raises `UserError` if a directory or a text file names none.
+    names a tar in each line. No tar is opened. Raises `UserError` if a directory or a text file names none, or if a
+    file is neither a tar by its name nor a text file.
     """
     path = Path(location).expanduser()
     if path.is_dir():
-        paths = sorted(map(str, path.absolute().glob("*.tar")))
+        paths = sorted(map(str, tars_in(path.absolute())))
         if not paths:
             raise UserError(f"{location} holds no file that ends in .tar; name a directory that does, or a pattern")
-    elif path.is_file() and ".tar" not in path.suffixes:
-        lines = [line.strip() for line in path.read_text().splitlines()]
+    elif path.is_file() and is_tars(path.name):
+        paths = [str(path.absolute())]  # not a pattern, even if a folder has braces in its name
+    elif path.is_file():
+        lines = [line.strip() for line in _text(path).splitlines()]
         paths = [str((path.parent / line).absolute()) for line in lines if line and not line.startswith("#")]
         if not paths:
             raise UserError(f"{location} names no tars; write the path of one in each line")
@@ -41,6 +47,52 @@ def listed_tars(location: str | Path) -> list[str]:
                 f"{location} is not a pattern ({error}); write braces as in train-{{0000..0099}}.tar"
             ) from None
     return paths
+
+
+def is_tars(name: str) -> bool:
+    """Return whether a file name is that of a tar, or a pattern of tars.
+
+    Examples:
+        >>> is_tars("train-{0000..0009}.tar"), is_tars("X.TAR"), is_tars("photos"), is_tars(".tar_index")
+        (True, True, False, False)
+    """
+    return ".tar" in Path(name.lower()).suffixes
+
+
+def tars_in(directory: Path) -> Iterator[Path]:
+    """Yield the paths in a directory that end in .tar, in capitals or not."""
+    return (path for path in directory.iterdir() if path.suffix.lower() == ".tar")
+
+
+def compressed(path: str | Path, head: bytes) -> UserError | None:
+    """Return the error of a file that begins with `head` if it is compressed; None if it is not."""
+    if (found := compression(head)) is None:
+        return None
+    kind, command = found
+    return UserError(
+        f"{path} is compressed by {kind}; unpack it first, `{command} < {shlex.quote(str(path))} > NEW.tar`"
+    )
+
+
+def _text(path: Path) -> str:
+    """Return the content of a text file. Raises `UserError` if it is compressed, or is no text."""
+    try:
+        with open_regular(path) as file:
+            head = file.read(_MAX_PEEKED)
+        # A binary file has a zero near its beginning. It may be large, so the rest of it is not read.
+        text = "" if b"\0" in head else read_regular(path, max_bytes=MAX_TARS_BYTES).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = ""
+    except OSError as error:
+        raise UserError(f"{path} cannot be read as a list of tars ({error.strerror}); name another file") from None
+    if (error_of_compressed := compressed(path, head)) is not None:
+        raise error_of_compressed
+    if head and not text:
+        raise UserError(
+            f"{path} is neither a tar, whose name ends in .tar, nor a text file in UTF-8 that names tars; name one of "
+            "these"
+        )
+    return text
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import bz2
 import errno
 import fcntl
+import gzip
 import io
 import json
 import logging
+import lzma
 import os
 import re
 import shutil
@@ -467,6 +470,68 @@ def test_a_location_that_names_no_tars_is_refused_in_a_sentence(tmp_path: Path, 
     (tmp_path / "link.txt").write_text("train-0000.tar\nlink.tar\n")
     with pytest.raises(UserError, match=said):
         expand(location if "://" in location else str(tmp_path / location))
+
+
+def test_a_tar_in_upper_case_is_read(tmp_path: Path) -> None:
+    path = simple(tmp_path / "tars", [3]) / "train-0000.tar"
+    path = path.rename(path.with_name("X.TAR"))
+    for location in (path, path.parent):
+        ensure_index(str(location))
+        assert numbers_in(SampleStore(location)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "said"),
+    [
+        ("a.tgz", "gz", "is compressed by gzip; unpack it first, `gunzip < {path} > NEW.tar`"),
+        ("a.tar.gz", "gz", "is compressed by gzip; unpack it first, `gunzip < {path} > NEW.tar`"),
+        ("a.tar", "gz", "is compressed by gzip; unpack it first, `gunzip < {path} > NEW.tar`"),
+        ("a.tar", "bz2", "is compressed by bzip2; unpack it first, `bunzip2 < {path} > NEW.tar`"),
+        ("a.txz", "xz", "is compressed by xz; unpack it first, `unxz < {path} > NEW.tar`"),
+    ],
+)
+def test_a_compressed_tar_is_refused_with_what_unpacks_it(
+    tmp_path: Path,
+    name: str,
+    mode: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plain = simple(tmp_path / "tars", [3]) / "train-0000.tar"
+    pack: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+    (tmp_path / name).write_bytes(pack[mode](plain.read_bytes()))
+    done = call(main, "index", tmp_path / name, "--workers", "1", monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 2
+    assert f"error: {tmp_path / name} {said.format(path=tmp_path / name)}\n" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "content", [picture(0), "train-0000.tar".encode("utf-16"), "gr\xf6\xdfe.tar".encode("latin-1")]
+)
+def test_a_file_that_is_neither_a_tar_nor_a_list_is_refused(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x").write_bytes(content)
+    done = call(main, "index", tmp_path / "x", monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 2
+    said = "is neither a tar, whose name ends in .tar, nor a text file in UTF-8 that names tars; name one of these\n"
+    assert done.stderr == f"error: {tmp_path / 'x'} {said}"
+
+
+def test_a_byte_order_mark_is_no_part_of_a_list_of_tars(tmp_path: Path) -> None:
+    simple(tmp_path, [1, 1])
+    names = [str(tmp_path / f"train-{number:04d}.tar") for number in range(2)]
+    (tmp_path / "list.txt").write_bytes(b"\xef\xbb\xbftrain-0000.tar\r\ntrain-0001.tar\r\n")
+    assert expand(str(tmp_path / "list.txt")) == names
+
+
+def test_a_tar_whose_path_has_braces_is_named_as_it_is(tmp_path: Path) -> None:
+    path = simple(tmp_path / "{a,b}", [2]) / "train-0000.tar"
+    assert expand(str(path)) == [str(path)]
+    ensure_index(str(path))
+    ensure_index(str(path))  # compares the tars of the location with those of its index
+    assert numbers_in(SampleStore(path)) == [0, 1]
 
 
 def test_fields_that_no_sample_has_are_refused_with_those_that_there_are(tmp_path: Path) -> None:
