@@ -524,7 +524,7 @@ def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[st
     assert manifest.tars is not None
     found = [
         f"{sum(label.counts)} labels of {len(label.classes)} classes{'' if name == BASE else f' ({name})'}"
-        for name, label in manifest.labels.items()
+        for name, label in manifest.stored_labels.items()
     ]
     labels = ", ".join(found) or "no labels"
     yield (
@@ -553,9 +553,14 @@ def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[st
                 "name one with --label"
             )
     if manifest.overlay is not None:
+        drawn = [
+            f"{len(label.classes)} classes ({name})"
+            for name, label in manifest.labels.items()
+            if label.given_by == "overlay"
+        ]
         yield (
-            f"overlay: {manifest.overlay.kind}, {manifest.overlay.layout}, drawn anew at each reading; "
-            f"{len(manifest.labels[OVERLAY].classes)} classes"
+            f"overlay: {manifest.overlay.kind}, {manifest.overlay.layout}, drawn anew at each reading, with labels of "
+            f"{', '.join(drawn)}"
         )
     if left_out := sum(each.num_without_picture for each in facts):
         yield f"{left_out} samples have no picture and are left out"

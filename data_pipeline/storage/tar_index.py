@@ -51,6 +51,7 @@ SAMPLES_NAME: Final = "samples.bin"
 PICTURE: Final = "picture"  # the name of the one member that a reader gets
 MAX_PICTURE_BYTES: Final = (1 << _SIZE_BITS) - 1
 _REINDEX: Final = "run `python -m data_pipeline index` again"
+_COPY_AGAIN: Final = "copy the dataset again with `cp -a`, which keeps the times, or make it again"
 
 
 def labels_name(label: str) -> str:
@@ -155,6 +156,13 @@ class TarShards:
     def _path(self, number: int) -> Path:
         return self._directory / self._paths[number]  # which may be absolute
 
+    def _mend(self, number: int) -> str:
+        """Return what mends a tar that is not as it was indexed.
+
+        A dataset of `build --keep` holds its tars and their index. `index` would make another index, in a folder of it.
+        """
+        return _REINDEX if Path(self._paths[number]).is_absolute() else _COPY_AGAIN
+
     def name(self, number: int) -> str:
         return Path(self._paths[number]).name
 
@@ -184,10 +192,10 @@ class TarShards:
         if size is None:
             raise UserError(
                 f"{path} is in the index {self._directory}, but it is missing or not a regular file; put it back, or "
-                f"{_REINDEX}"
+                f"{self._mend(number)}"
             )
         if size != due:
-            raise UserError(f"{path} has {size} bytes, but it had {due} when it was indexed; {_REINDEX}")
+            raise UserError(f"{path} has {size} bytes, but it had {due} when it was indexed; {self._mend(number)}")
 
     def open(self, number: int) -> OpenShard:
         """Map one tar. Raises `UserError` if it is missing or has another size than when it was indexed."""
@@ -205,7 +213,9 @@ class TarShards:
         self._check_size(number)
         path = self._path(number)
         if path.stat().st_mtime_ns != self._changed_ns_S[number]:
-            logger.warning("%s was written again after it was indexed; to be sure of its content, %s", path, _REINDEX)
+            logger.warning(
+                "%s was written again after it was indexed; to be sure of its content, %s", path, self._mend(number)
+            )
         return OpenShard(path, map_file(path), start, rows, is_checked)
 
     def problem(self, shard: OpenShard, index: int) -> str | None:

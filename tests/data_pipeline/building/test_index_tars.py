@@ -1294,6 +1294,29 @@ def test_a_packed_class_has_the_name_of_its_folder(
     assert decode(store, np.arange(4)).labels["base"].tolist() == numbers_in(store)
 
 
+def test_a_copied_packed_folder_says_how_to_copy_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """`index` would not make its index again: that lies beside the tars, and `index` writes into .tar_index."""
+    kept = tmp_path / "kept"
+    words = ["--root", str(write_folder(tmp_path / "photos")), "--out", str(kept), "--image-size", "32"]
+    assert call(main, "build", "folder", "--keep", *words, monkeypatch=monkeypatch, capsys=capsys).status == 0
+    shutil.copytree(kept, tmp_path / "exact")  # keeps the times, as `cp -a` does
+    numbers = numbers_in(SampleStore(tmp_path / "exact"))
+    assert not caplog.messages
+    shutil.copytree(kept, tmp_path / "copied", copy_function=shutil.copy)
+    assert numbers_in(SampleStore(tmp_path / "copied")) == numbers
+    mend = "copy the dataset again with `cp -a`, which keeps the times, or make it again"
+    assert caplog.messages[0].endswith(f"written again after it was indexed; to be sure of its content, {mend}")
+    (tar,) = (tmp_path / "copied").glob("*.tar")
+    tar.write_bytes(b"")
+    with pytest.raises(UserError, match=f"; {mend}"):
+        SampleStore(tmp_path / "copied")
+
+
 def broken_link(path: Path) -> None:
     path.symlink_to("nothing.png")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any, Literal
@@ -96,6 +97,16 @@ def test_a_folder_is_kept_as_it_is_and_drawn_on_when_it_is_read(photos: Path, tm
     assert (255, 0, 200) in {colour for _, colour in Image.open(tmp_path / "grid.png").getcolors(1 << 24) or ()}
     with pytest.raises(UserError, match=r"--keep stores pictures as they are.*--overlay online"):
         main([*words, "--out", str(tmp_path / "baked")])
+
+
+def test_the_classes_of_an_online_overlay_are_not_counted_as_stored_labels(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["build", "folder_letters", "--root", str(photos), "--keep", "--image-size", "32", "--overlay", "online"]
+    main([*words, "--out", str(tmp_path / "kept")])
+    said = capsys.readouterr().out
+    assert re.search(r"^8 samples in 1 tars, [\d,]+ bytes, 8 labels of \d+ classes$", said, flags=re.MULTILINE)
+    assert "overlay: letters, scaled, drawn anew at each reading, with labels of 26 classes (overlay)\n" in said
 
 
 def test_an_index_that_is_made_again_without_its_overlay_draws_nothing(photos: Path, tmp_path: Path) -> None:
