@@ -325,10 +325,11 @@ def _class_names(
     words = {word for each in facts for word in each.labels[label]}
     if not words and known is None:
         if field is not None:
-            unread = f" ({words_of})" if (words_of := _unread(facts, label)) else ""
+            unread = _unread(facts, label)
+            why = f" ({unread})" if unread else ""
             mend = "" if classes_of is not None else ", or leave it out"
             raise UserError(
-                f"no sample of {location} has a label under {field}{unread}; its fields are {_named(seen)}, so name "
+                f"no sample of {location} has a label under {field}{why}; its fields are {_named(seen)}, so name "
                 f"yours with --label{mend}"
             )
         return ()

@@ -51,8 +51,8 @@ def pack_folder(
     Call it with `unfinished` locked against other builds. Until all is written, the files are in a folder in it, which
     a killed build leaves behind and the next one removes. So no reader takes a part of the tars for the whole.
 
-    Returns the manifest, and the facts of each tar. Raises `UserError` as `write_index` does, if the name of a class
-    cannot be printed, or if a file cannot be read or has no ending of `PICTURE_FIELDS`.
+    Returns the manifest, and the facts of each tar. Raises `UserError` as `write_index` does, if `out` or the name
+    of a class cannot be printed, or if a file cannot be read or has no ending of `PICTURE_FIELDS`.
 
     Args:
         size: width and height in pixels to which pictures are brought when they are read.
@@ -63,6 +63,10 @@ def pack_folder(
     if order is None:
         order = KeyedPermutation(num_pictures, seed, "order of a folder")(np.arange(num_pictures))
     labels = labels_of(folder)
+    if not str(out).isprintable():
+        raise UserError(
+            f"{out} holds a character that cannot be printed, and its manifest names it; choose another --out"
+        )
     _check_names(folder, labels, order)
     for path in unfinished.iterdir():  # of an interrupted build
         if path.is_dir():

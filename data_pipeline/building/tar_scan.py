@@ -49,7 +49,7 @@ from data_pipeline.storage.tar_headers import (
     tar_end,
 )
 from data_pipeline.storage.tar_index import MAX_PICTURE_BYTES, pack, split_name
-from data_pipeline.storage.tar_lists import compressed, listed_tars
+from data_pipeline.storage.tar_lists import compression_error, listed_tars
 
 logger = logging.getLogger(__name__)
 LABEL_FIELDS: Final = ("cls", "label", "label.txt", "class", "cls.txt")  # tried in this order if none is named
@@ -186,7 +186,7 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
     with _local(inputs, task) as (path, sha256), map_regular(path) as data:
         status = path.stat()
         contents = read_contents(data)
-        if contents.end == 0 and (error := compressed(task.path, bytes(data[:HEAD_BYTES]))) is not None:
+        if contents.end == 0 and (error := compression_error(task.path, bytes(data[:HEAD_BYTES]))) is not None:
             raise error
         fields: Counter[str] = Counter()
         chosen: list[TarMember] = []

@@ -64,7 +64,7 @@ def tars_in(directory: Path) -> Iterator[Path]:
     return (path for path in directory.iterdir() if path.suffix.lower() == ".tar")
 
 
-def compressed(path: str | Path, head: bytes) -> UserError | None:
+def compression_error(path: str | Path, head: bytes) -> UserError | None:
     """Return the error of a file that begins with `head` if it is compressed; None if it is not."""
     if (found := compression(head)) is None:
         return None
@@ -85,8 +85,8 @@ def _text(path: Path) -> str:
         text = ""
     except OSError as error:
         raise UserError(f"{path} cannot be read as a list of tars ({error.strerror}); name another file") from None
-    if (error_of_compressed := compressed(path, head)) is not None:
-        raise error_of_compressed
+    if (wrong := compression_error(path, head)) is not None:
+        raise wrong
     if head and not text:
         raise UserError(
             f"{path} is neither a tar, whose name ends in .tar, nor a text file in UTF-8 that names tars; name one of "

@@ -1365,6 +1365,16 @@ def test_a_class_whose_name_cannot_be_printed_is_refused_before_packing(
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["a\nb", os.fsdecode(b"a\xff")])
+def test_a_folder_is_not_packed_into_a_path_that_cannot_be_printed(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--root", str(write_folder(tmp_path / "photos")), "--out", str(tmp_path / name), "--image-size", "32"]
+    done = call(main, "build", "folder", "--keep", *words, monkeypatch=monkeypatch, capsys=capsys)
+    assert done.status == 2
+    assert "holds a character that cannot be printed, and its manifest names it; choose another --out\n" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["a", "a.jp2"])
 def test_a_picture_without_a_known_ending_is_refused_before_packing(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
