@@ -8,6 +8,7 @@ escape every text that they get, so a name from a config or a manifest cannot be
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import re
 from collections.abc import Sequence
@@ -117,6 +118,7 @@ def _page_of_many(arms: Sequence[Arm], sheet: Sheet | None) -> str:
     )
 
 
+@functools.cache  # it compiles each template once
 def _templates() -> Environment:
     templates = Environment(
         loader=PackageLoader("trainer.reports"),
