@@ -359,8 +359,11 @@ def _unread(facts: Sequence[TarFacts], label: str) -> str:
     """Return how many files of a label cannot be read, with the first and the reason; "" if all can be read."""
     num = sum(each.unread_labels.get(label, 0) for each in facts)
     first = next((each.first_unread[label] for each in facts if label in each.first_unread), "")
-    which = "" if label == BASE else f" ({label})"
-    return f"{num} labels{which} cannot be read, such as {printable(first)}" if num else ""
+    return f"{num} labels{_in_brackets(label)} cannot be read, such as {printable(first)}" if num else ""
+
+
+def _in_brackets(label: str) -> str:
+    return "" if label == BASE else f" ({label})"
 
 
 def _named(seen: Mapping[str, int]) -> str:
@@ -524,7 +527,7 @@ def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[st
     """Yield lines that say what was found, and then a line for each kind of thing that was left out."""
     assert manifest.tars is not None
     found = [
-        f"{sum(label.counts)} labels of {len(label.classes)} classes{'' if name == BASE else f' ({name})'}"
+        f"{sum(label.counts)} labels of {len(label.classes)} classes{_in_brackets(name)}"
         for name, label in manifest.stored_labels.items()
     ]
     labels = ", ".join(found) or "no labels"
@@ -545,7 +548,7 @@ def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[st
             yield unread
         classes = manifest.labels[name].classes if name in manifest.labels else ()
         if _UNLABELLED not in classes and any(_UNLABELLED in each.labels[name] for each in facts):
-            yield f"{_UNLABELLED} among whole numbers is no label{'' if name == BASE else f' ({name})'}"
+            yield f"{_UNLABELLED} among whole numbers is no label{_in_brackets(name)}"
     if manifest.tars.label_field is None:
         seen = _count_fields(facts)
         if len(several := [name for name in LABEL_FIELDS if name in seen]) > 1:

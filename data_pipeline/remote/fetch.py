@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import BinaryIO, Final, Protocol
 
 import fsspec
@@ -405,11 +404,12 @@ class _Object(_ReadInThread):
         except Exception as error:  # each store has errors of its own
             is_final = isinstance(error, PermissionError) or "credential" in f"{type(error).__name__} {error}".lower()
             mend = f"; set {store.variables}" if is_final else ""
+            causes = list(_causes(error))
             raise _AttemptError(
                 f"{type(error).__name__}: {error}{mend}",
                 is_final=is_final,
-                is_unanswered=any(map(_is_unreachable, _causes(error))),
-                is_busy=any(_http_status(each) in _BUSY_STATUS for each in _causes(error)),
+                is_unanswered=any(map(_is_unreachable, causes)),
+                is_busy=not _BUSY_STATUS.isdisjoint(map(_http_status, causes)),
             ) from None
 
     def _parts(self) -> Iterator[bytes]:
@@ -441,9 +441,9 @@ def _http_status(error: BaseException) -> int | None:
     botocore has it in a mapping, the clients of Google, Azure and Hugging Face in an attribute.
     """
     response = getattr(error, "response", None)
-    if isinstance(response, dict):
-        response = SimpleNamespace(status_code=response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
-    found = [getattr(each, name, None) for each in (response, error) for name in ("status_code", "code")]
+    in_mapping = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
+    in_attributes = [getattr(each, name, None) for each in (response, error) for name in ("status_code", "code")]
+    found = [in_mapping, *in_attributes]
     return next((status for status in found if isinstance(status, int)), None)
 
 

@@ -55,7 +55,7 @@ def _resized_box(picture: Image.Image, box: tuple[float, float, float, float], s
     """Return a box of a picture, given as left, top, right and bottom, resized to (size, size).
 
     Pillow keeps the edges of a box in float32, which cannot tell the pixels in the middle of a long picture apart. So
-    this crops to the box and a margin first. The levels may still differ by 1 from those of a resize of the whole.
+    this crops to the box and a margin first. A value may differ by 1 from that of a resize of the whole picture.
     """
     margin = min(picture.size)  # no filter reaches farther
     start_x, start_y = (max(math.floor(edge) - margin, 0) for edge in box[:2])

@@ -272,8 +272,8 @@ def limits(arms: Sequence[Arm]) -> list[str]:
         )
     if few := _of_one_untrained_seed(main):
         notes.append(
-            f"One seed of the untrained encoder of {join_some(few)}: its scatter is taken to be that of the trained "
-            "one. `python -m trainer.probe --step 0` probes the others."
+            f"One seed of the untrained encoder of {join_some(few)}: it is assumed to scatter as the trained one does. "
+            "`python -m trainer.probe --step 0` probes the other seeds."
         )
     for num in sorted({num for arm in main for num in num_seeds(arm).values()} - {1}):
         notes.append(f"{num} seeds: ± is their sample standard deviation, itself uncertain for so few.")
@@ -306,11 +306,13 @@ def _of_one_seed(arms: Sequence[Arm]) -> list[str]:
 
 def _of_one_untrained_seed(arms: Sequence[Arm]) -> list[str]:
     """Return the names of the arms with several trained seeds on a label, and an untrained encoder of one seed."""
-    return [
-        arm.name
-        for arm in arms
-        if any(num > 1 and len(baseline(arm, arms, space)) == 1 for space, num in num_seeds(arm).items())
-    ]
+    untrained = {space: untrained_arms(arms, space) for space in labels_of(runs_of_arms(arms))}
+
+    def has_one(arm: Arm, space: LabelSpace) -> bool:
+        found = arm if arm.untrained(space) else untrained[space].get(untrained_like(arm))
+        return found is not None and len(found.untrained(space)) == 1
+
+    return [arm.name for arm in arms if any(num > 1 and has_one(arm, space) for space, num in num_seeds(arm).items())]
 
 
 def _share_of_published(runs: Sequence[Run], num_labelled: int) -> list[str]:

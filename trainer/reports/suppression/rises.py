@@ -23,7 +23,7 @@ class Rise:
 
     Attributes:
         accuracy: test accuracy in [0, 1] by step, from the untrained encoder on.
-        is_whole: whether the last step is that of the trained encoder, as far as that is known.
+        is_whole: whether the curve ends at the probed checkpoint; true if no checkpoint was probed.
         half_at: the step with half of the change; None if `trainer.reports.paired` does not tell it from chance.
     """
 
