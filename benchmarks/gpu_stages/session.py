@@ -133,10 +133,17 @@ def task(run: Callable[[], Outcome], *, needs_seconds: float) -> Task:
 
 @dataclass(frozen=True)
 class Stage:
-    """A group of measurements, in the order of their worth. `tasks` returns them by name, and must be cheap."""
+    """A group of measurements, in the order of their worth.
+
+    Attributes:
+        name: its name in the record.
+        tasks: returns the measurements by name, and must be cheap.
+        is_of_the_gpu: whether the results are about this GPU, so that another GPU has to measure again.
+    """
 
     name: str
     tasks: Callable[[Setting], Mapping[str, Task]]
+    is_of_the_gpu: bool = True
 
 
 class Measurement(Schema):
@@ -163,6 +170,10 @@ class Record(Schema):
 
     def measurement(self, stage: str, name: str) -> Measurement | None:
         return self.stages.get(stage, {}).get(name)
+
+    def device_of(self, session: int) -> str | None:
+        """Return the name of the device of a session; None if it was not noted."""
+        return self.sessions[session].get("device") if session < len(self.sessions) else None
 
 
 def read_record(path: Path) -> Record:
@@ -215,10 +226,14 @@ def run_stage(stage: Stage, setting: Setting, *, session: int, is_isolated: bool
     `is_isolated` runs them in another process. `again` also repeats what is filed.
     """
     records = [read_record(path) for path in (setting.record, *setting.known)]
+    device = records[0].device_of(session)
 
     def is_done(name: str) -> bool:
-        filed = (record.measurement(stage.name, name) for record in records)
-        return any(each is not None and each.is_done for each in filed)
+        filed = ((record, record.measurement(stage.name, name)) for record in records)
+        return any(
+            made is not None and made.is_done and (not stage.is_of_the_gpu or record.device_of(made.session) == device)
+            for record, made in filed
+        )
 
     tasks = stage.tasks(setting)
     names = [name for name in tasks if again or not is_done(name)]

@@ -105,6 +105,20 @@ def test_a_session_repeats_nothing_but_what_failed_or_is_unfinished(tmp_path: Pa
     assert tally.done == ["a", "b", "c"]
 
 
+def test_what_is_about_another_gpu_is_measured_again_and_a_run_is_not(tmp_path: Path) -> None:
+    filed = setting_at(tmp_path)
+    begin_session(filed, {"device": "NVIDIA H200"})
+    setting = dataclasses.replace(filed, out=tmp_path / "other", known=(filed.record,))
+    for name in ("speed", "run"):
+        add_measurement(filed, name, "a", Measurement(session=0, seconds=1))
+    for device, num_earlier in (("NVIDIA H100", 0), ("NVIDIA H200", 1)):
+        session = begin_session(setting, {"device": device})
+        tally = run_stage(Stage("speed", sound_tasks), setting, session=session, is_isolated=False)
+        assert tally.earlier.count("a") == num_earlier
+        tally = run_stage(Stage("run", sound_tasks, is_of_the_gpu=False), setting, session=session, is_isolated=False)
+        assert "a" in tally.earlier
+
+
 def test_a_gpu_that_cannot_be_used_fails_the_measurement_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
