@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.audio.log_mel import MelConfig
+from data_pipeline.core.pixels import from_bytes
 from data_pipeline.core.randomness import key_words
 from data_pipeline.core.sample import Batch
 from trainer.adversary import AdversaryConfig, reverse_gradient
@@ -453,8 +454,7 @@ class TrainingStep:
         def to_input(stored: Tensor) -> Tensor:
             if self._mel is not None:
                 return stored.to(dtype)
-            pictures = stored.to(dtype)
-            pictures = pictures / 255 if pictures is stored else pictures.div_(255)
+            pictures = from_bytes(stored, dtype)
             # Only a viewmaker keeps the format of its input; other policies return contiguous views.
             return pictures.to(memory_format=self._memory_format) if self._viewmaker is not None else pictures
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from benchmarks.gpu_stages.session import Outcome, Setting, Stage, Task, task
 from benchmarks.record import rounded
 from configs import resolve_recipe
+from data_pipeline.core.pixels import from_bytes
 from data_pipeline.core.sample import NO_LABEL, Batch
 from trainer.build import build_training
 from trainer.config import RunConfig
@@ -94,7 +95,7 @@ def views_against_cpu(setting: Setting) -> Outcome:
     views = []
     for device in (torch.device("cpu"), setting.device):
         batch = batch_of(config, step=0, device=device)
-        views.append(policy(batch.inputs_a / 255, batch.draw_keys(seed=config.seed, view=0)).cpu())
+        views.append(policy(from_bytes(batch.inputs_a), batch.draw_keys(seed=config.seed, view=0)).cpu())
     apart = (views[1] - views[0]).abs()
     most = apart.max().item()
     values = {"largest_difference": rounded(most), "mean_difference": rounded(apart.mean().item())}

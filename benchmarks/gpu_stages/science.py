@@ -212,6 +212,4 @@ def _pack(setting: Setting, run_dir: RunDir, name: str, *, is_finished: bool) ->
     pack(run_dir.path, files, setting.out, name=name, step=step)
 
 
-STAGES = tuple(
-    Stage(overlay, partial(tasks, overlay=overlay), is_of_the_gpu=False) for overlay in ("digits", "shapes")
-)
+STAGES = tuple(Stage(overlay, partial(tasks, overlay=overlay), is_of_the_gpu=False) for overlay in ("digits", "shapes"))

@@ -34,6 +34,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from data_pipeline.audio.log_mel import mel_config
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.pixels import from_bytes
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY, BadSample, Batch
 from data_pipeline.core.schema import LabelName
@@ -549,4 +550,4 @@ def to_float(inputs: Tensor, device: torch.device) -> Tensor:
     Pictures are moved as bytes, a quarter of the size.
     """
     inputs = inputs.to(device)
-    return inputs if inputs.is_floating_point() else inputs.float() / 255
+    return inputs if inputs.is_floating_point() else from_bytes(inputs)

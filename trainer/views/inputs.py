@@ -9,6 +9,7 @@ from torch import Tensor
 
 from data_pipeline.audio.waveform import to_float
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.pixels import from_bytes
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -31,7 +32,7 @@ def to_floating(inputs: Tensor) -> Tensor:
     if inputs.is_floating_point():
         return inputs
     if inputs.dtype == torch.uint8:
-        return inputs.float() / 255
+        return from_bytes(inputs)
     if inputs.dtype == torch.int16 and inputs.dim() == 2:
         return to_float(inputs)
     raise UserError(
