@@ -50,6 +50,7 @@ from trainer.models.encoder import ENCODERS
 from trainer.objectives.objective import OBJECTIVES
 from trainer.own_code import check_same_code, files_to_copy, own_packages, read_own_code
 from trainer.probes.result import read_result
+from trainer.recorded_step import why_not_recorded
 from trainer.run_dir import RunDir
 from trainer.views.policy import VIEWS
 
@@ -518,6 +519,20 @@ def test_a_class_of_the_script_itself_is_refused(site: Path, tmp_path: Path, mon
     monkeypatch.setattr(type(config.objective), "__module__", "__main__")
     with pytest.raises(UserError, match="TripletConfig is a class of the script that runs, so no later"):
         check_same_code(RunDir(tmp_path), config, step=0, accepted=())
+
+
+def test_a_step_with_code_of_ones_own_is_recorded_only_on_request(site: Path) -> None:
+    """It may draw from Python's own generator, for example, and a replay would repeat that draw."""
+    reasons = [
+        why_not_recorded(
+            resolve_recipe("debug:image", ["encoder.kind=seaside.encoders:PatchesConfig", f"compile={setting}"]),
+            device=torch.device("cuda"),
+            num_ranks=1,
+        )
+        for setting in ("auto", "step")
+    ]
+    assert "code of seaside may decide on the host" in str(reasons[0])
+    assert reasons[1] is None
 
 
 def test_a_copy_of_the_code_for_jobs_holds_what_is_not_installed(site: Path, tmp_path: Path) -> None:

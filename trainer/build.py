@@ -98,16 +98,18 @@ def _recorded(
     device = next(modules.encoder.parameters()).device
     is_random = has_random_layers(modules.encoder)
     reason = why_not_recorded(config, device=device, num_ranks=world_size(), has_random_layers=is_random)
-    if not config.records_step:
-        if reason is None:
-            setting = "both" if config.compiles_networks else "step"
-            logger.info("compile=%s would record this step, and may train twice as fast: docs/performance.md", setting)
-        return step
-    if reason is not None:
+    if config.records_step and reason is None:
+        return RecordedStep(step, CudaGraphs(), stateful=[*modules.trained_modules.values(), objective])
+    if reason is None:
+        setting = "both" if config.compiles_networks else "auto"
+        logger.info("compile=%s would record this step, and may train twice as fast: docs/performance.md", setting)
+    elif config.compile == "auto":
+        if device.type == "cuda":
+            logger.info("the step is not recorded as a CUDA graph: %s", reason)
+    elif config.records_step:
         effect = "does no more than compile=true" if config.compiles_networks else "changes nothing"
         logger.warning("compile=%s %s here: %s", config.compile, effect, reason)
-        return step
-    return RecordedStep(step, CudaGraphs(), stateful=[*modules.trained_modules.values(), objective])
+    return step
 
 
 def _build_engines(config: RunConfig, modules: TrainedModules, objective: Objective) -> dict[str, Engine]:

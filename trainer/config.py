@@ -47,9 +47,10 @@ class RunConfig(Schema):
         precision, rounding can push a ReLU over zero, and the runs diverge after some steps, like two runs on one rank.
     view_forwards: "two" encodes each view in its own forward pass, as published; in "one" pass, batch norm sees both
         views together, as DINO does. A teacher does the same. Predictors and MoCo's key encoder see one view at a time.
-    compile: true compiles encoder and viewmaker with torch.compile; the first step then takes a minute or more. "step"
-        compiles nothing: on one GPU, it records the whole step as a CUDA graph and replays it (see
-        `trainer.recorded_step`); elsewhere it changes nothing, with a warning. "both" compiles and records.
+    compile: "auto" compiles nothing: on one GPU, the whole step is recorded as a CUDA graph and replayed (see
+        `trainer.recorded_step`), if that is known to be safe; anywhere else it does nothing. "step" does the same with
+        code of the user's own, and warns if that is not possible. true compiles encoder and viewmaker with
+        torch.compile; the first step then takes a minute or more. "both" compiles and records. false does neither.
     max_skipped_in_a_row: the number of skipped steps in a row that ends training. A step is skipped if its loss or
         gradient is not finite. In float16, steps whose gradient is too large only for the loss scale do not count.
     checkpoint_every_steps: the steps between two checkpoints; there is also one at the end.
@@ -73,7 +74,7 @@ class RunConfig(Schema):
     memory: MemoryConfig = MemoryConfig()
     precision: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     channels_last: bool = False
-    compile: bool | Literal["step", "both"] = False
+    compile: bool | Literal["auto", "step", "both"] = "auto"
     max_skipped_in_a_row: Count = 10
     checkpoint_every_steps: Count = 500
     keep_checkpoints: Count = 2
@@ -187,8 +188,8 @@ class RunConfig(Schema):
 
     @property
     def records_step(self) -> bool:
-        """Return whether the step shall be recorded as a CUDA graph."""
-        return self.compile in {"step", "both"}
+        """Return whether the step shall be recorded as a CUDA graph, where that is possible."""
+        return self.compile in {"auto", "step", "both"}
 
     def may_compile_again(self, step: int, *, steps_per_epoch: int) -> bool:
         """Return whether networks may be compiled in a step that is not the first of a start.

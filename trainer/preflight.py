@@ -389,8 +389,13 @@ def _refuse_edited_config(run_dir: RunDir, config: RunConfig, *, step: int, opti
 
 
 def _changed_settings(run_dir: RunDir, before: RunConfig, now: RunConfig, *, option: str) -> list[str]:
-    """Return the settings in which two configs of a run differ and which may not change. Raises `UserError`."""
+    """Return the settings in which two configs of a run differ and which may not change. Raises `UserError`.
+
+    Whether steps are recorded may change, but not whether the networks are compiled.
+    """
     keys = [key for key in difference(before, now) if not key.startswith(MAY_CHANGE)]
+    if before.compiles_networks == now.compiles_networks:
+        keys = [key for key in keys if key != "compile"]
     if keys != ["data.mixture_schedule"]:
         return keys
     _check_schedule(run_dir, before, now, option=option)

@@ -5,6 +5,8 @@ holds views, forward pass, loss, backward pass and optimizers. Each kernel reads
 replay. So the inputs, the learning rates and the numbers of step and epoch are copied to fixed places first, and the
 draws are functions of them.
 
+This is the default on one GPU. Over several ranks a step has messages, and is not recorded.
+
 Guarantees: the steps are those of `trainer.step.TrainingStep`, with learning rates in float32, to the last bit if the
 kernels are the same.
 """
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 from data_pipeline.core.sample import Batch
 from trainer.config import RunConfig
 from trainer.optim.loss_scale import LossScale
+from trainer.own_code import own_packages
 from trainer.profiling import stage, untimed
 from trainer.step import RecordedMoment, StepOutput, TrainingStep
 
@@ -40,6 +43,7 @@ def why_not_recorded(
 ) -> str | None:
     """Return the reason for which the steps of a run cannot be recorded, with what mends it; None if they can.
 
+    With compile="auto", code of the user's own is a reason too: what it decides on the host would be decided once.
     `has_random_layers` says whether layers of the encoder draw random numbers.
     """
     optimizers = sorted({optimizer.kind for optimizer in config.engine_optimizers.values()} & {"lars", "lamb"})
@@ -59,6 +63,11 @@ def why_not_recorded(
         return (
             "a recorded step cannot seed the dropout or dropped paths of the encoder; set their rates to 0 "
             "(encoder.options.drop_path_rate=0 for timm), or set compile=true"
+        )
+    if config.compile == "auto" and (packages := own_packages(config)):
+        return (
+            f"code of {packages[0]} may decide on the host what a step does, and a recorded step repeats that; if it "
+            "does not, set compile=step"
         )
     return config.objective.why_not_recorded(config)
 

@@ -26,6 +26,7 @@ from configs import resolve_recipe
 from data_pipeline.audio import log_mel
 from data_pipeline.audio.log_mel import MelConfig
 from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.pixels import from_bytes
 from data_pipeline.core.sample import Batch
 from data_pipeline.overlays import Overlay, registry
 from data_pipeline.overlays.bits import Bits
@@ -158,7 +159,8 @@ def give_gradients(loss: Tensor) -> None:
 def what_waits(monkeypatch: pytest.MonkeyPatch, recipe: str, overrides: list[str], num_ranks: int) -> list[str]:
     """Return the lines that make the host wait, in a step and in reading its metrics."""
     config = resolve_recipe(
-        recipe, ["tracking.wandb=disabled", f"global_batch_size={num_ranks * NUM_ROWS}", *overrides]
+        recipe,
+        ["tracking.wandb=disabled", "compile=false", f"global_batch_size={num_ranks * NUM_ROWS}", *overrides],
     )
     modules = build_modules(config)
     with fake_ranks(num_ranks):
@@ -295,11 +297,16 @@ def test_every_overlay_is_tried() -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
-    [([], "step"), (["compile=true"], "both"), (["optimizer={kind: lars, learning_rate: 0.1}"], None)],
-    ids=["plain", "compiled", "lars"],
+    [
+        (["compile=false"], ["compile=auto would record this step, and may train twice as fast"]),
+        (["compile=true"], ["compile=both would record this step, and may train twice as fast"]),
+        (["compile=false", "optimizer={kind: lars, learning_rate: 0.1}"], []),
+        (["optimizer={kind: lars, learning_rate: 0.1}"], ["the step is not recorded as a CUDA graph"]),
+    ],
+    ids=["plain", "compiled", "plain lars", "lars"],
 )
 def test_a_step_that_could_be_recorded_says_so(
-    overrides: list[str], said: str | None, caplog: pytest.LogCaptureFixture
+    overrides: list[str], said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("timm")
     config = resolve_recipe("debug:image", ["tracking.wandb=disabled", *overrides])
@@ -309,8 +316,13 @@ def test_a_step_that_could_be_recorded_says_so(
         for module in (modules.encoder, objective):
             on_the_gpu(module)
         assemble(config, modules, objective)
-    expected = [] if said is None else [f"compile={said} would record this step, and may train twice as fast"]
-    assert [record.getMessage().partition(":")[0] for record in caplog.records] == expected
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == said
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_pixels_have_the_bits_of_a_cpu() -> None:
+    levels = torch.arange(256, dtype=torch.uint8)
+    assert torch.equal(from_bytes(levels.to(CUDA)).cpu(), from_bytes(levels))
 
 
 def test_what_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -428,6 +428,7 @@ HARMLESS = [
     "watchdog.enabled=false",
     "tracking.wandb=offline",
     "tracking.pictures_every_steps=null",
+    "compile=step",
 ]
 
 
@@ -462,7 +463,13 @@ def test_the_settings_that_may_change_change_no_bit(config: RunConfig, tmp_path:
 
 @pytest.mark.parametrize(
     "setting",
-    ["memory.micro_batches=2", "data.shuffle_shards=1", "global_batch_size=16", "max_skipped_in_a_row=3"],
+    [
+        "memory.micro_batches=2",
+        "data.shuffle_shards=1",
+        "global_batch_size=16",
+        "max_skipped_in_a_row=3",
+        "compile=both",
+    ],
 )
 def test_a_setting_that_changes_a_result_is_refused_beside_others(
     setting: str, config: RunConfig, tmp_path: Path

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from configs import resolve_recipe
+from data_pipeline.audio.log_mel import MelConfig
 from data_pipeline.core.sample import Batch
 from trainer.build import Training, build_training
 from trainer.config import RunConfig
@@ -25,6 +26,7 @@ T = TypeVar("T")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NUM_ROWS, NUM_STEPS, STEPS_OF_AN_EPOCH = 8, 10, 4
 NUM_CLASSES = {"base": 3}
+SMALL = "{kind: viewmaker, base_width: 4, num_res_blocks: 1}"
 PLAIN_OBJECTIVES = [
     "nt_xent",
     "nt_xent_published",
@@ -57,6 +59,11 @@ every_case = pytest.mark.parametrize(
         ("debug:viewmaker", ["adversary.freeze_step=5"], 2),
         ("debug:viewmaker", ["adversary.update=alternating", "adversary.viewmaker_steps=2"], 1),
         ("debug:viewmaker", ["views.dropout_rate=0.4", "memory.micro_batches=2"], 1),
+        ("debug:viewmaker", ["views.mask=box"], 1),
+        ("debug:viewmaker", [f"views={{kind: sequence, parts: [{{kind: expert_image}}, {SMALL}]}}"], 1),
+        ("debug:image", ["encoder.batch_norm=split", "encoder.batch_norm_splits=2", "view_forwards=one"], 1),
+        ("debug:audio", [], 1),
+        ("debug:audio", ["views.kind=waveform"], 1),
     ],
     ids=lambda value: ",".join(value).replace("=", "-") if isinstance(value, list) else str(value).replace(":", "-"),
 )
@@ -114,12 +121,17 @@ def state_of(training: Training) -> list[Tensor]:
     return state + list(training.objective.state_dict().values()) + list(training.step.loss_scale.state().values())
 
 
-def batch_of(step: int) -> Batch:
+def batch_of(step: int, mel: MelConfig | None = None) -> Batch:
     draw = torch.Generator().manual_seed(step)
     pictures = torch.randint(0, 256, (NUM_ROWS, 3, 16, 16), dtype=torch.uint8, generator=draw)
     index_B = torch.randperm(64, generator=draw)[:NUM_ROWS]
     labels = {"base": torch.randint(-1, NUM_CLASSES["base"], (NUM_ROWS,), generator=draw)}
-    return Batch(step, step // STEPS_OF_AN_EPOCH, index_B, pictures, pictures, None, None, labels)
+    epoch = step // STEPS_OF_AN_EPOCH
+    if mel is not None:
+        a, b = (torch.rand(NUM_ROWS, mel.num_points, generator=draw) - 0.5 for _ in range(2))
+        return Batch(step, epoch, index_B, a, b, None, None, labels)
+    masks_BHW = (pictures[:, 0] < 64).to(torch.uint8)
+    return Batch(step, epoch, index_B, pictures, pictures, masks_BHW, masks_BHW, labels)
 
 
 def configure(recipe: str, overrides: list[str]) -> RunConfig:
@@ -140,9 +152,10 @@ def rates_of(training: Training, step: int) -> dict[str, float]:
 def train(training: Training, step: Callable[..., StepOutput]) -> list[dict[str, Tensor]]:
     """Return the metrics of each step, which are read one step later."""
     outputs = []
+    mel = training.modules.config.data.mel
     for number in range(NUM_STEPS):
         rates = rates_of(training, number)
-        output = step(batch_of(number).to(device_of(training)), learning_rates=rates)
+        output = step(batch_of(number, mel).to(device_of(training)), learning_rates=rates)
         outputs.append(dict(output.metrics) | {"skipped": output.skipped})
     return outputs
 

@@ -46,8 +46,12 @@ def config_identity(config: RunConfig) -> str:
 
 
 def identity_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings that decide the result of a training, by their dotted names."""
-    return {key: value for key, value in flatten(config).items() if not _is_ignored(key)}
+    """Return the settings that decide the result of a training, by their dotted names.
+
+    Of `compile`, it is whether the networks are compiled: a recorded step trains as a plain one does.
+    """
+    settings = {key: value for key, value in flatten(config).items() if not _is_ignored(key)}
+    return settings | {"compile": config.compiles_networks}
 
 
 def run_identity(config: RunConfig, provenance: Mapping[str, Any]) -> str | None:

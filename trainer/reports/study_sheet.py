@@ -15,7 +15,6 @@ from typing import Literal
 from scipy.stats import spearmanr
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.schema import difference
 from trainer.analyses.concentration import ConcentrationResult
 from trainer.probes.features import LabelSpace
 from trainer.probes.linear import ProbeConfig
@@ -134,8 +133,8 @@ def _main_protocol(study: Study, runs: Sequence[Run]) -> ProbeConfig:
 def _check_namesakes(runs: Sequence[Run]) -> None:
     first = runs[0]
     for run in runs[1:]:
-        decisive = {*identity_settings(first.config), *identity_settings(run.config)}
-        differing = [key for key in difference(first.config, run.config) if key in decisive]
+        expected, found = identity_settings(first.config), identity_settings(run.config)
+        differing = [key for key in {**expected, **found} if expected.get(key) != found.get(key)]
         if differing or first.data_key != run.data_key:
             what = ", ".join(differing) or "their data"
             raise UserError(
