@@ -15,6 +15,7 @@ that tensors took, and, for ours, the share of the time in which the device wait
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import time
@@ -35,6 +36,7 @@ from benchmarks.step_throughput import wait_for
 from configs import simclr, viewmaker
 from data_pipeline.core.errors import run_command
 from data_pipeline.loading.stream import read_all
+from data_pipeline.storage.manifest import load_manifest
 from trainer.build import build_training
 from trainer.config import RunConfig
 from trainer.data import open_stream
@@ -110,20 +112,27 @@ def ours(name: str, form: Form, device: torch.device) -> Peer:
 
 
 class Pictures(Dataset[list[Tensor]]):
-    """The pictures of a dataset in memory, as PIL's; an item is lightly's two views."""
+    """The pictures of a dataset in memory, as PIL's; an item is lightly's two views.
+
+    Each process reads them itself: sent to sixteen new workers, one after another, they would take minutes.
+    """
 
     def __init__(self, train_dir: Path) -> None:
         from lightly.transforms.simclr_transform import SimCLRTransform
 
-        self.pictures = [
-            Image.fromarray(picture)
-            for batch in read_all(train_dir, batch_size=1000)
-            for picture in batch.inputs_a.permute(0, 2, 3, 1).numpy()
-        ]
+        self.train_dir = train_dir
         self.transform = SimCLRTransform(input_size=32, cj_strength=0.5, gaussian_blur=0.0)
 
+    @functools.cached_property
+    def pictures(self) -> list[Image.Image]:
+        return [
+            Image.fromarray(picture)
+            for batch in read_all(self.train_dir, batch_size=1000)
+            for picture in batch.inputs_a.permute(0, 2, 3, 1).numpy()
+        ]
+
     def __len__(self) -> int:
-        return len(self.pictures)
+        return load_manifest(self.train_dir).num_samples
 
     def __getitem__(self, index: int) -> list[Tensor]:
         views: Any = self.transform(self.pictures[index])
