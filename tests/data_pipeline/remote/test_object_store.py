@@ -16,9 +16,9 @@ from data_pipeline.building.index_tars import make_index
 from data_pipeline.building.tar_scan import Fields
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.remote.cache import RemoteConfig
-from tests.data_pipeline.building.test_index_tars import simple
 from tests.nursery import PythonProcess
 from tests.object_store import served_bucket
+from tests.tars import simple
 from tests.tiny_data import write_tiny_dataset
 
 pytestmark = pytest.mark.process

@@ -1,0 +1,204 @@
+"""Tars in an object store or on a web server, which are fetched whole, again if damaged, and refused if replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import numpy as np
+import pytest
+import s3fs
+
+from data_pipeline.building.index_tars import make_index
+from data_pipeline.building.tar_scan import Fields
+from data_pipeline.core.errors import UserError
+from data_pipeline.loading.decode import decode
+from data_pipeline.loading.stream import ReadConfig, Stream
+from data_pipeline.remote.cache import RemoteConfig
+from data_pipeline.storage.manifest import load_manifest
+from data_pipeline.storage.store import SampleStore
+from data_pipeline.storage.tar_index import has_remote_tars
+from tests.data_pipeline.remote.http_server import FaultyServer, serve
+from tests.object_store import served_bucket
+from tests.tars import Member, by_tarfile, number_of, numbers_in, picture, simple
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """An S3-compatible server on the loopback address, with an empty bucket. Its URL is in AWS_ENDPOINT_URL."""
+    with served_bucket("pictures") as name:
+        yield f"s3://{name}"
+
+
+def upload(directory: Path, bucket: str, prefix: str) -> str:
+    client = boto3.client("s3")
+    for path in sorted(directory.glob("*.tar")):
+        client.upload_file(str(path), bucket.removeprefix("s3://"), f"{prefix}/{path.name}")
+    return f"{bucket}/{prefix}"
+
+
+def test_tars_in_an_object_store_are_indexed_and_read_through_the_cache(bucket: str, tmp_path: Path) -> None:
+    where = upload(simple(tmp_path / "tars", [5, 6, 7]), bucket, "read")
+    make_index(f"{where}/train-{{0000..0002}}.tar", tmp_path / "index", fields=Fields(), size=32)
+    remote = RemoteConfig(cache_dir=str(tmp_path / "cache"))
+    store = SampleStore(tmp_path / "index", remote=remote)
+    assert store.is_remote
+    assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").rglob("*.tar"))
+    assert numbers_in(store) == list(range(18))
+    assert len(list((tmp_path / "cache").rglob("*.tar"))) == 3
+    assert has_remote_tars(tmp_path / "index")
+    assert (tmp_path / "index" / "tars.sha256").stat().st_size == 3 * 32
+
+
+def test_a_remote_tar_that_was_replaced_is_refused(bucket: str, tmp_path: Path) -> None:
+    tars = simple(tmp_path / "tars", [5])
+    where = upload(tars, bucket, "replaced")
+    make_index(f"{where}/train-0000.tar", tmp_path / "index", fields=Fields(), size=32)
+    path = tars / "train-0000.tar"
+    content = bytearray(path.read_bytes())
+    content[3_600] ^= 1
+    path.write_bytes(content)
+    upload(tars, bucket, "replaced")
+    store = SampleStore(tmp_path / "index", remote=RemoteConfig(cache_dir=str(tmp_path / "cache"), num_attempts=1))
+    with pytest.raises(UserError, match="is not the file that the manifest names"):
+        decode(store, np.arange(5))
+
+
+@pytest.mark.parametrize(
+    ("location", "said"),
+    [
+        ("s3://pictures/none/train-0000.tar", "there is no such object"),
+        ("pipe:cat /data/train-{0000..0001}.tar", "is a command, which an index does not keep"),
+        ("ftp://host/train-0000.tar", "is not a location of a dataset"),
+    ],
+)
+def test_remote_tars_that_cannot_be_read_are_named(bucket: str, tmp_path: Path, location: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        make_index(location, tmp_path / "index", fields=Fields())
+
+
+def test_missing_credentials_are_named_by_their_variables(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(UserError, match="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"):
+        make_index(f"{bucket}/x/train-0000.tar", tmp_path / "index", fields=Fields())
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_remote_tars_as_a_dataset_say_how_to_index_them(bucket: str) -> None:
+    with pytest.raises(UserError, match="names tars; index them with `python -m data_pipeline index"):
+        SampleStore(f"{bucket}/train-{{0000..0002}}.tar")
+
+
+@pytest.mark.parametrize(("num_cached", "num_workers"), [(2, 0), (4, 0), (4, 2)])
+def test_remote_tars_are_read_in_windows_with_a_small_cache(
+    bucket: str, tmp_path: Path, num_cached: int, num_workers: int
+) -> None:
+    tars = simple(tmp_path / "tars", [6] * 8, with_labels=False)
+    where = upload(tars, bucket, f"windows{num_cached}")
+    make_index(f"{where}/train-{{0000..0007}}.tar", tmp_path / "index", fields=Fields(), size=32)
+    largest = max(path.stat().st_size for path in tars.glob("*.tar"))
+    gigabytes = (num_cached + 0.5) * largest / 1e9
+    remote = RemoteConfig(cache_dir=str(tmp_path / "cache"), cache_gigabytes=gigabytes)
+
+    def batches(start_step: int) -> list[list[int]]:
+        stream = Stream(
+            tmp_path / "index",
+            read=ReadConfig(num_workers=num_workers, placement="stream", shuffle_shards=num_cached // 2, remote=remote),
+            global_batch_size=8,
+            seed=0,
+            rank=0,
+            world_size=1,
+            start_step=start_step,
+            end_step=6,
+        )
+        return [[number_of(pixels) for pixels in batch.inputs_a.numpy()] for batch in stream]
+
+    whole = batches(0)
+    assert sorted(number for batch in whole for number in batch) == list(range(48))
+    assert batches(3) == whole[3:]
+    assert len(list((tmp_path / "cache").rglob("*.tar"))) <= num_cached
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    """A web server with two tars of three samples each, of which fetches wait only a moment between attempts."""
+    monkeypatch.setattr("data_pipeline.remote.fetch._LONGEST_PAUSE", 0.01)
+    with serve(simple(tmp_path / "served", [3, 3])) as server:
+        yield server
+
+
+BOTH = "train-{0000..0001}.tar"
+
+
+@pytest.mark.parametrize("answer", ["truncate", "page", "nothing", "no file"])
+def test_a_remote_tar_that_is_not_whole_is_fetched_again_and_then_refused(
+    server: FaultyServer, tmp_path: Path, answer: str
+) -> None:
+    path = server.directory / "train-0001.tar"
+    content = path.read_bytes()
+    if answer == "truncate":
+        server.faults[path.name] = ["truncate"]
+        assert numbers_in(indexed_remote(server, tmp_path / "once")) == list(range(6))
+        server.for_ever = True
+    else:
+        path.write_bytes({"page": b"<html>please log in</html>" * 40, "nothing": b"", "no file": bytes(10_240)}[answer])
+    server.requests.clear()
+    server.faults[path.name] = ["truncate"] * (answer == "truncate")
+    with pytest.raises(UserError, match=rf"{path.name} could not be fetched: .* not a whole tar .*5 attempts"):
+        indexed_remote(server, tmp_path / "index")
+    assert not (tmp_path / "index" / "manifest.json").exists()
+    server.faults.clear()
+    path.write_bytes(content)
+    assert numbers_in(indexed_remote(server, tmp_path / "index")) == list(range(6))
+    assert server.requests.count("train-0000.tar") == 2  # for the index, and to read the pictures
+
+
+def indexed_remote(server: FaultyServer, out: Path) -> SampleStore:
+    make_index(f"{server.url}/{BOTH}", out, fields=Fields(), size=32)
+    return SampleStore(out, remote=RemoteConfig(cache_dir=str(out / "cache")))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ([("a.txt", b"")], "has a picture under one of"),
+        ([("a.png", b"no"), ("a.cls", b"0")], "none of the pictures decodes"),
+        ([("a.png", picture(0))], "has a label under cls"),
+    ],
+)
+def test_a_remote_tar_that_was_mended_after_a_refusal_is_fetched_again(
+    server: FaultyServer, tmp_path: Path, wrong: list[Member], said: str
+) -> None:
+    location, fields = f"{server.url}/train-0000.tar", Fields(labels={"base": "cls"})
+    whole = (server.directory / "train-0000.tar").read_bytes()
+    by_tarfile(server.directory / "train-0000.tar", wrong)
+    with pytest.raises(UserError, match=said):
+        make_index(location, tmp_path / "index", fields=fields, size=32)
+    (server.directory / "train-0000.tar").write_bytes(whole)
+    make_index(location, tmp_path / "index", fields=fields, size=32)
+    assert load_manifest(tmp_path / "index").num_samples == 3
+    assert len(server.requests) == 2
+
+
+def test_a_remote_tar_without_a_picture_is_fetched_again_after_an_interruption(
+    server: FaultyServer, tmp_path: Path
+) -> None:
+    whole = (server.directory / "train-0000.tar").read_bytes()
+    by_tarfile(server.directory / "train-0000.tar", [("a.txt", b"")])
+    server.faults["train-0001.tar"] = [404]
+    with pytest.raises(UserError, match="404"):
+        indexed_remote(server, tmp_path / "index")
+    (server.directory / "train-0000.tar").write_bytes(whole)
+    assert numbers_in(indexed_remote(server, tmp_path / "index")) == list(range(6))
+
+
+def test_a_remote_tar_that_is_named_twice_is_refused(server: FaultyServer, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"names http://\S+/train-0000.tar twice; name each tar once"):
+        make_index(f"{server.url}/train-{{0000,0001,0000}}.tar", tmp_path / "index", fields=Fields())
+    assert not server.requests
