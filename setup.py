@@ -33,7 +33,7 @@ setup(
         "markupsafe>=2.1",
         "matplotlib>=3.8",
         "numpy>=1.26",
-        "pillow>=10.1",
+        "pillow>=10.2",
         "pydantic>=2.7",
         "pyyaml>=6.0",
         "requests>=2.32",

@@ -151,7 +151,7 @@ class _Stages:
 
 
 def count_kernels(config: RunConfig, *, num_ranks: int = 1, batch_size: int | None = None) -> KernelCounter:
-    """Return the counter after one step of a run on its first rank.
+    """Return the counter after one plain step of a run on its first rank; a recorded one is a single launch.
 
     Args:
         config: the run; with the views' inputs of 32 x 32 pixels.
@@ -159,6 +159,7 @@ def count_kernels(config: RunConfig, *, num_ranks: int = 1, batch_size: int | No
         batch_size: the samples of this rank; None for its part of the batch in the config.
     """
     size = batch_size or config.global_batch_size // num_ranks
+    config = config.model_copy(update={"compile": False})
     modules = build_modules(config)
     objective = build_run_objective(config, modules.encoder, num_samples=50_000, device=torch.device("cpu"))
     counter = KernelCounter()

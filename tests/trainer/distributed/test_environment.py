@@ -265,8 +265,13 @@ def start_rank(rank: int, world_size: int, port: int, **more: str) -> subprocess
 
 
 def free_job() -> dict[str, str]:
-    """Return a job whose first port is free: two test runs at the same time must not be one job."""
-    return SRUN_TASK | {"SLURM_JOB_ID": str(free_ports(1)[0] - 20_000)}
+    """Return a job whose first three ports are free: two test runs at the same time must not be one job."""
+    while True:
+        job = SRUN_TASK | {"SLURM_JOB_ID": str(free_ports(1)[0] - 20_000)}
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in read_env(job).ports[:3]:
+                stack.enter_context(socket.create_server(("", port)))
+            return job
 
 
 def start_slurm_task(job: dict[str, str], rank: int, **more: str) -> subprocess.Popen[str]:
