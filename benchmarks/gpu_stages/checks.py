@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_stages.session import Outcome, Setting, Stage, Task, task
+from benchmarks.gpu_stages.whole_runs import restart_against_whole
 from benchmarks.record import rounded
 from configs import resolve_recipe
 from data_pipeline.core.pixels import from_bytes
@@ -62,6 +63,7 @@ def tasks(setting: Setting) -> Mapping[str, Task]:
         for precision, check in {"float64": against_cpu, "float32": against_rounding}.items():
             name = f"GPU against CPU, {precision}, {recipe}"
             found[name] = task(partial(check, setting, recipe), needs_seconds=30)
+    found["a run, again, from a checkpoint and plain"] = task(partial(restart_against_whole, setting), needs_seconds=60)
     files = _TEST_FILES[:1] if setting.is_tiny else _TEST_FILES
     for file in files:
         version = hashlib.sha256((ROOT / file).read_bytes()).hexdigest()[:8]  # tests that have changed run again

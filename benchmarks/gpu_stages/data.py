@@ -20,6 +20,14 @@ def pictures_without_overlay(setting: Setting) -> Path:
     return _built(setting, "procedural_digits", "train", "--limit", str(limit))
 
 
+def procedural_pair(setting: Setting) -> tuple[Path, Path]:
+    """Return a small train set and test set of procedural pictures with digits drawn online; build them if needed."""
+    options = ["--overlay", "online", "--limit", "64" if setting.is_tiny else "4096"]
+    name = "procedural_digits_online"
+    train, test = (_built(setting, "procedural_digits", split, *options, name=name) for split in ("train", "test"))
+    return train, test
+
+
 def published(setting: Setting, overlay: str) -> tuple[Path, Path]:
     """Return the train set and the test set of CIFAR-10 with an overlay that is drawn online; build them if needed.
 

@@ -47,8 +47,8 @@ _RGB_OF_16_BITS: Final = "RGB;16B"
 def read_rgb(path: Path) -> Image.Image:
     """Read a picture in mode "RGB", upright.
 
-    Raises `UserError` with the file's name if it is not a regular file, does not decode, has too many pixels, or holds
-    values of an unknown range.
+    Raises `UserError` with the file's name if it is not a regular file, does not decode, has too many pixels, holds
+    values of an unknown range, or does not fit into memory.
     """
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a regular file, so it is not read; remove it")
@@ -63,7 +63,7 @@ def read_rgb(path: Path) -> Image.Image:
             "remove it"
         ) from None
     except MemoryError:
-        raise
+        raise UserError(f"{path} does not fit into memory; free some, or make the picture smaller") from None
     except Exception as error:  # Pillow raises nearly every kind for a damaged file
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{path} does not decode as a picture ({reason}); mend or remove it") from None

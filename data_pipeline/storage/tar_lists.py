@@ -60,8 +60,11 @@ def is_tars(name: str) -> bool:
 
 
 def tars_in(directory: Path) -> Iterator[Path]:
-    """Yield the paths in a directory that end in .tar, in capitals or not."""
-    return (path for path in directory.iterdir() if path.suffix.lower() == ".tar")
+    """Yield the paths in a directory that end in .tar, in capitals or not. Hidden files are none.
+
+    macOS lays a hidden `._x.tar` beside each `x.tar` that it copies to another file system.
+    """
+    return (path for path in directory.iterdir() if path.suffix.lower() == ".tar" and not path.name.startswith("."))
 
 
 def compression_error(path: str | Path, head: bytes) -> UserError | None:

@@ -22,6 +22,7 @@ from tests.trainer.test_recorded_step import (
     NUM_CLASSES,
     NUM_STEPS,
     OBJECTIVES,
+    SMALL,
     STEPS_OF_AN_EPOCH,
     LikeAGraph,
     batch_of,
@@ -81,7 +82,6 @@ def compiled(training: Training, backend: CountingBackend) -> Training:
     return training
 
 
-SMALL = "{kind: viewmaker, base_width: 4, num_res_blocks: 1}"
 IMAGE = {
     **OBJECTIVES,
     "instance_discrimination": [],

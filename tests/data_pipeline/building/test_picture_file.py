@@ -75,7 +75,7 @@ def test_every_error_of_pillow_names_the_file(
     with pytest.raises(UserError, match=r"x\.png does not decode as a picture \(.*4 bytes'?\); mend or remove it"):
         read_rgb(tmp_path / "x.png")
     monkeypatch.setattr(Image.Image, "convert", Mock(side_effect=MemoryError))
-    with pytest.raises(MemoryError):
+    with pytest.raises(UserError, match=r"x\.png does not fit into memory; free some, or make the picture smaller"):
         read_rgb(tmp_path / "x.png")
 
 

@@ -29,6 +29,13 @@ def test_locations_are_directories_patterns_and_lists(tmp_path: Path) -> None:
     assert expand(str(tmp_path / "list.txt")) == [tars[2], tars[0]]
 
 
+def test_hidden_files_of_a_directory_are_no_tars(tmp_path: Path) -> None:
+    """macOS lays one beside each file that it copies to another file system."""
+    simple(tmp_path, [1])
+    (tmp_path / "._train-0000.tar").write_bytes(b"\0\5\x16\7Mac OS X")
+    assert expand(str(tmp_path)) == [str(tmp_path / "train-0000.tar")]
+
+
 @pytest.mark.parametrize(
     ("location", "said"),
     [
