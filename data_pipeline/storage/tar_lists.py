@@ -18,6 +18,7 @@ from data_pipeline.storage.tar_headers import compression
 TARS_NAME: Final = "tars.txt"  # of an index: the path or URL of each tar, a line each
 MAX_TARS_BYTES: Final = 1 << 30
 _MAX_PEEKED: Final = 1 << 12
+_ENDINGS: Final = frozenset({".tar", ".tgz", ".tbz2", ".txz"})
 
 
 def listed_tars(location: str | Path) -> list[str]:
@@ -50,13 +51,15 @@ def listed_tars(location: str | Path) -> list[str]:
 
 
 def is_tars(name: str) -> bool:
-    """Return whether a file name is that of a tar, or a pattern of tars.
+    """Return whether a file name is that of a tar, compressed or not, or a pattern of tars.
 
     Examples:
         >>> is_tars("train-{0000..0009}.tar"), is_tars("X.TAR"), is_tars("photos"), is_tars(".tar_index")
         (True, True, False, False)
+        >>> is_tars("photos.tgz")  # reading it says how to unpack it
+        True
     """
-    return ".tar" in Path(name.lower()).suffixes
+    return not _ENDINGS.isdisjoint(Path(name.lower()).suffixes)
 
 
 def tars_in(directory: Path) -> Iterator[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,7 +92,10 @@ def test_a_compressed_tar_is_refused_with_what_unpacks_it(
     (tmp_path / name).write_bytes(pack[mode](plain.read_bytes()))
     done = call(main, "index", tmp_path / name, "--workers", "1", monkeypatch=monkeypatch, capsys=capsys)
     assert done.status == 2
-    assert f"error: {tmp_path / name} {said.format(path=tmp_path / name)}\n" in done.stderr
+    said = f"{tmp_path / name} {said.format(path=tmp_path / name)}"
+    assert f"error: {said}\n" in done.stderr
+    with pytest.raises(UserError, match=re.escape(said)):
+        ensure_index(str(tmp_path / name))
 
 
 @pytest.mark.parametrize(
