@@ -70,12 +70,13 @@ def _memory_advice(config: RunConfig, device: torch.device) -> str:
     if read_env(os.environ).world_size == 1 and device.type == "cuda":
         with contextlib.suppress(UserError):
             manifest = read_manifests(config.data, makes_index=False).train
-            return what_fits(
+            advice = what_fits(
                 config,
                 device_bytes=torch.cuda.get_device_properties(device).total_memory,
                 num_samples=manifest.num_samples,
                 input_shape=manifest.batch_shape,
             )
+            return f"{advice}, or set compile=false, which needs less" if config.records_step else advice
     return (
         "raise memory.micro_batches, set memory.encoder_checkpointing=whole, or find out with `--plan "
         "--gpu-gigabytes` which batch fits"

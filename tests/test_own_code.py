@@ -50,7 +50,7 @@ from trainer.models.encoder import ENCODERS
 from trainer.objectives.objective import OBJECTIVES
 from trainer.own_code import check_same_code, files_to_copy, own_packages, read_own_code
 from trainer.probes.result import read_result
-from trainer.recorded_step import why_not_recorded
+from trainer.recorded_step import why_not_by_default, why_not_recorded
 from trainer.run_dir import RunDir
 from trainer.views.policy import VIEWS
 
@@ -523,16 +523,9 @@ def test_a_class_of_the_script_itself_is_refused(site: Path, tmp_path: Path, mon
 
 def test_a_step_with_code_of_ones_own_is_recorded_only_on_request(site: Path) -> None:
     """It may draw from Python's own generator, for example, and a replay would repeat that draw."""
-    reasons = [
-        why_not_recorded(
-            resolve_recipe("debug:image", ["encoder.kind=seaside.encoders:PatchesConfig", f"compile={setting}"]),
-            device=torch.device("cuda"),
-            num_ranks=1,
-        )
-        for setting in ("auto", "step")
-    ]
-    assert "code of seaside may decide on the host" in str(reasons[0])
-    assert reasons[1] is None
+    config = resolve_recipe("debug:image", ["encoder.kind=seaside.encoders:PatchesConfig"])
+    assert why_not_recorded(config, device=torch.device("cuda"), num_ranks=1) is None
+    assert "code of seaside takes part" in str(why_not_by_default(config))
 
 
 def test_a_copy_of_the_code_for_jobs_holds_what_is_not_installed(site: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from trainer.checkpoint.restore import Restored
 from trainer.checkpoint.run_state import DataIdentity, RunState
 from trainer.config import RunConfig
 from trainer.data import Manifests
-from trainer.distributed.collectives import world_size
+from trainer.distributed.collectives import rank, world_size
 from trainer.distributed.engines import Engine, EngineInputs
 from trainer.fault_tolerance.bad_samples import BadSamples
 from trainer.fault_tolerance.run_counters import RunCounters
@@ -23,7 +23,7 @@ from trainer.models.random_layers import has_random_layers
 from trainer.modules import NO_CLASSES, TrainedModules, build_modules, build_run_objective
 from trainer.objectives import Objective
 from trainer.optim.learning_rates import learning_rate_at
-from trainer.recorded_step import CudaGraphs, RecordedStep, why_not_recorded
+from trainer.recorded_step import CudaGraphs, RecordedStep, why_not_by_default, why_not_recorded
 from trainer.run_dir import RunDir
 from trainer.step import TrainingStep
 
@@ -98,18 +98,25 @@ def _recorded(
     device = next(modules.encoder.parameters()).device
     is_random = has_random_layers(modules.encoder)
     reason = why_not_recorded(config, device=device, num_ranks=world_size(), has_random_layers=is_random)
-    if config.records_step and reason is None:
+    by_default = why_not_by_default(config)
+    if config.records_step and reason is None and (config.compile != "auto" or by_default is None):
         return RecordedStep(step, CudaGraphs(), stateful=[*modules.trained_modules.values(), objective])
-    if reason is None:
-        setting = "both" if config.compiles_networks else "auto"
-        logger.info("compile=%s would record this step, and may train twice as fast: docs/performance.md", setting)
-    elif config.compile == "auto":
-        if device.type == "cuda":
-            logger.info("the step is not recorded as a CUDA graph: %s", reason)
+    if rank() == 0:
+        _say_why_not_recorded(config, reason, by_default, is_one_gpu=device.type == "cuda" and world_size() == 1)
+    return step
+
+
+def _say_why_not_recorded(config: RunConfig, reason: str | None, by_default: str | None, *, is_one_gpu: bool) -> None:
+    if config.compile == "auto":
+        if is_one_gpu:  # elsewhere nobody expects it
+            said = by_default if reason is None else reason.partition(";")[0]  # without what would mend it
+            logger.info("the step is not recorded as a CUDA graph: %s", said)
     elif config.records_step:
         effect = "does no more than compile=true" if config.compiles_networks else "changes nothing"
         logger.warning("compile=%s %s here: %s", config.compile, effect, reason)
-    return step
+    elif reason is None and by_default is None:
+        setting = "both" if config.compiles_networks else "auto"
+        logger.info("compile=%s would record this step, and may train twice as fast: docs/performance.md", setting)
 
 
 def _build_engines(config: RunConfig, modules: TrainedModules, objective: Objective) -> dict[str, Engine]:

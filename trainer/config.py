@@ -1,7 +1,8 @@
 """RunConfig: every setting that affects the result of a run. The config of a section is beside the class that uses it.
 
 A recipe (a function in configs/) returns a RunConfig. It is resolved to RUN_DIR/config.json. A run that has begun goes
-on with the same config, except for settings that change no result (`trainer.preflight.MAY_CHANGE`). Values that depend
+on with the same config, except for settings that change no result (`trainer.preflight.MAY_CHANGE`, and whether a step
+is recorded). Values that depend
 on the machine, such as the batch of a rank, are computed from the config and the number of ranks.
 """
 
@@ -47,10 +48,10 @@ class RunConfig(Schema):
         precision, rounding can push a ReLU over zero, and the runs diverge after some steps, like two runs on one rank.
     view_forwards: "two" encodes each view in its own forward pass, as published; in "one" pass, batch norm sees both
         views together, as DINO does. A teacher does the same. Predictors and MoCo's key encoder see one view at a time.
-    compile: "auto" compiles nothing: on one GPU, the whole step is recorded as a CUDA graph and replayed (see
-        `trainer.recorded_step`), if that is known to be safe; anywhere else it does nothing. "step" does the same with
-        code of the user's own, and warns if that is not possible. true compiles encoder and viewmaker with
-        torch.compile; the first step then takes a minute or more. "both" compiles and records. false does neither.
+    compile: "auto" compiles nothing. On one GPU, it records the whole step as a CUDA graph and replays it (see
+        `trainer.recorded_step`), unless code of others takes part or the precision is float64. "step" records with
+        these too, and warns if that is not possible. true compiles encoder and viewmaker with torch.compile; the first
+        step then takes a minute or more. "both" compiles and records. false does neither.
     max_skipped_in_a_row: the number of skipped steps in a row that ends training. A step is skipped if its loss or
         gradient is not finite. In float16, steps whose gradient is too large only for the loss scale do not count.
     checkpoint_every_steps: the steps between two checkpoints; there is also one at the end.

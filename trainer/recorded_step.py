@@ -43,7 +43,6 @@ def why_not_recorded(
 ) -> str | None:
     """Return the reason for which the steps of a run cannot be recorded, with what mends it; None if they can.
 
-    With compile="auto", code of the user's own is a reason too: what it decides on the host would be decided once.
     `has_random_layers` says whether layers of the encoder draw random numbers.
     """
     optimizers = sorted({optimizer.kind for optimizer in config.engine_optimizers.values()} & {"lars", "lamb"})
@@ -64,12 +63,20 @@ def why_not_recorded(
             "a recorded step cannot seed the dropout or dropped paths of the encoder; set their rates to 0 "
             "(encoder.options.drop_path_rate=0 for timm), or set compile=true"
         )
-    if config.compile == "auto" and (packages := own_packages(config)):
-        return (
-            f"code of {packages[0]} may decide on the host what a step does, and a recorded step repeats that; if it "
-            "does not, set compile=step"
-        )
     return config.objective.why_not_recorded(config)
+
+
+def why_not_by_default(config: RunConfig) -> str | None:
+    """Return the reason for which compile="auto" leaves out what could be recorded; None if there is none."""
+    if config.precision == "float64":
+        return "a recorded step reads its learning rates in float32; if that is exact enough, set compile=step"
+    packages = own_packages(config) or (["timm"] if config.encoder.kind == "timm" else [])
+    if packages:
+        return (
+            f"code of {packages[0]} takes part, and a replay repeats what Python decided and drew; if that code "
+            "decides and draws nothing in Python, set compile=step"
+        )
+    return None
 
 
 class Recorder(Protocol):

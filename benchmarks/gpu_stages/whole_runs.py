@@ -5,6 +5,7 @@ The other checks compare single steps. A run also reads its data, probes and sav
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -31,9 +32,7 @@ _AT_MOST: Final = 1e-3  # a replay reads its learning rate in float32, and kerne
 
 
 def restart_against_whole(setting: Setting) -> Outcome:
-    """Compare the losses of a run with those of the same run, of one that goes on from its first checkpoint, and of
-    plain steps without an online probe.
-    """
+    """Compare the losses of a run with those of the same run, from its first checkpoint too, and of plain steps."""
     with tempfile.TemporaryDirectory(dir=setting.out) as name:
         directory = Path(name)
         whole = _losses(setting, directory / "whole", *_PROBED)
@@ -41,12 +40,15 @@ def restart_against_whole(setting: Setting) -> Outcome:
         first_step = _go_back(RunDir(directory / "again"))
         gone_on = _losses(setting, directory / "again", *_PROBED)
         plain = _losses(setting, directory / "plain", *_PLAIN)
+        replays = [_replays(directory / name) for name in ("whole", "again", "plain")]
     found = {"again": again, "from_a_checkpoint": gone_on, "plain_without_a_probe": plain}
     apart = {name: float((losses - whole).norm() / whole.norm()) for name, losses in found.items()}
+    values = {"num_steps": len(whole), "first_checkpoint": first_step, "are_recorded": replays}
+    values |= {f"relative_difference_{name}": rounded(each) for name, each in apart.items()}
+    is_gpu = setting.device.type == "cuda"
     return Outcome(
-        {"num_steps": len(whole), "first_checkpoint": first_step, "losses": [rounded(loss) for loss in whole.tolist()]}
-        | {f"relative_difference_{name}": rounded(each) for name, each in apart.items()},
-        holds=max(apart.values()) <= _AT_MOST,
+        values | {"losses": [rounded(loss) for loss in whole.tolist()]},
+        holds=max(apart.values()) <= _AT_MOST and replays == [is_gpu, is_gpu, False],
     )
 
 
@@ -61,10 +63,19 @@ def _losses(setting: Setting, run_dir: Path, *overrides: str) -> Tensor:
     return torch.tensor([by_step[step] for step in sorted(by_step)], dtype=torch.float64)
 
 
+def _replays(run_dir: Path) -> bool:
+    """Return whether the last step of a run was a replay."""
+    *_, last = (entry for entry in RunDir(run_dir).read_metrics() if "train/loss" in entry)
+    return float(last.get("perf/replay_fraction", 0)) > 0
+
+
 def _go_back(run_dir: RunDir) -> int:
-    """Remove all checkpoints but the first, as if the run had been killed before the second, and return its step."""
+    """Remove what came after the first checkpoint, as if the run had been killed then, and return its step."""
     first, *later = sorted(path for path in run_dir.checkpoints.iterdir() if path.is_dir())
+    step = int(first.name.rpartition("_")[2])
     for checkpoint in later:
         shutil.rmtree(checkpoint)
     run_dir.latest.write_text(f"{first.name}\n")
-    return int(first.name.rpartition("_")[2])
+    kept = [entry for entry in run_dir.read_metrics() if entry["step"] <= step]
+    run_dir.metrics.write_text("".join(f"{json.dumps(entry)}\n" for entry in kept))
+    return step

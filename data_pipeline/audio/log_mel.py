@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -227,7 +227,7 @@ class _Filters:
         ]
 
 
-@lru_cache(maxsize=8)
+@cache  # a recorded step reads them, so none may be freed
 def _filters(config: MelConfig, device: torch.device, dtype: torch.dtype) -> _Filters:
     with torch.inference_mode(False):  # the cache must not keep inference tensors: training could not use them
         window = torch.hann_window(config.n_fft, dtype=torch.float64)

@@ -63,7 +63,7 @@ def is_tars(name: str) -> bool:
 
 
 def tars_in(directory: Path) -> Iterator[Path]:
-    """Yield the paths in a directory that end in .tar, in capitals or not. Hidden files are none.
+    """Yield the paths in a directory that end in .tar, in capitals or not. Skips hidden files.
 
     macOS lays a hidden `._x.tar` beside each `x.tar` that it copies to another file system.
     """

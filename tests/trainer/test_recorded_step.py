@@ -19,7 +19,7 @@ from trainer.build import Training, build_training
 from trainer.config import RunConfig
 from trainer.objectives.objective import OBJECTIVES as KINDS
 from trainer.profiling import Clock, slowest
-from trainer.recorded_step import CudaGraphs, RecordedStep, _buffers_in_place, why_not_recorded
+from trainer.recorded_step import CudaGraphs, RecordedStep, _buffers_in_place, why_not_by_default, why_not_recorded
 from trainer.step import StepOutput
 
 T = TypeVar("T")
@@ -252,6 +252,22 @@ def test_the_reason_is_given_if_a_step_cannot_be_recorded(
     overrides: list[str], device: torch.device, num_ranks: int, reason: str | None
 ) -> None:
     found = why_not_recorded(configure("debug:image", overrides), device=device, num_ranks=num_ranks)
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["precision=float32"], None),
+        ([], "reads its learning rates in float32"),
+        (["precision=float32", "encoder={kind: timm, name: resnet10t, embedding_size: 16}"], "code of timm takes part"),
+    ],
+)
+def test_what_could_be_recorded_is_not_always_recorded_by_default(overrides: list[str], reason: str | None) -> None:
+    config = configure("debug:image", overrides)
+    assert config.compile == "auto"
+    assert why_not_recorded(config, device=CUDA, num_ranks=1) is None
+    found = why_not_by_default(config)
     assert found is None if reason is None else reason in str(found)
 
 

@@ -124,7 +124,7 @@ class BaseObjectiveConfig(KindConfig):
         takes_further_views: whether the objective takes more than two views of a sample. If not, view policies with
             further views are refused.
         can_be_recorded: whether the objective launches the same kernels at each step, and decides nothing on the host,
-            for example by the number of the step. Then a step can be recorded once and replayed (`compile=step`).
+            for example by the number of the step. Then a step can be recorded once and replayed (`compile`).
     """
 
     kinds: ClassVar[Kinds[BaseObjectiveConfig]] = Kinds("objective", group="objectives", built_in=OBJECTIVES)

@@ -48,7 +48,7 @@ def config_identity(config: RunConfig) -> str:
 def identity_settings(config: RunConfig) -> dict[str, Any]:
     """Return the settings that decide the result of a training, by their dotted names.
 
-    Of `compile`, it is whether the networks are compiled: a recorded step trains as a plain one does.
+    Of `compile`, keeps only whether the networks are compiled: a recorded step trains as a plain one does.
     """
     settings = {key: value for key, value in flatten(config).items() if not _is_ignored(key)}
     return settings | {"compile": config.compiles_networks}

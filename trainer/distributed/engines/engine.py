@@ -158,7 +158,7 @@ class BaseEngineConfig(KindConfig):
 
     Attributes:
         cuts_gradients: whether a rank keeps only its piece of each finished gradient.
-        can_be_recorded: whether a step can be recorded as one CUDA graph (`compile=step`).
+        can_be_recorded: whether a step can be recorded as one CUDA graph (`compile`).
     """
 
     kinds: ClassVar[Kinds[BaseEngineConfig]] = Kinds("engine", group="engines", built_in=ENGINES)
