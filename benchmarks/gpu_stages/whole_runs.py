@@ -28,11 +28,15 @@ _TINY_FORM: Final = (
     *("encoder.kind=resnet10", "encoder.width=4", "global_batch_size=8", "data.num_workers=0"),
     *("num_epochs=2", "checkpoint_every_steps=3", "probe.online_num_train=16", "probe.online_num_test=8"),
 )
-_AT_MOST: Final = 1e-3  # a replay reads its learning rate in float32, and kernels may sum in another order each time
+_EXACT_RATE: Final = "optimizer.learning_rate=0.03125"  # a replay reads its rate in float32, which holds this one
+_AT_MOST: Final = 1e-3
 
 
 def restart_against_whole(setting: Setting) -> Outcome:
-    """Compare the losses of a run with those of the same run, from its first checkpoint too, and of plain steps."""
+    """Compare the losses of a run with those of the same run, from its first checkpoint too, and of plain steps.
+
+    Kernels may sum in another order each time, so the two whole runs may differ, and the others ten times as much.
+    """
     with tempfile.TemporaryDirectory(dir=setting.out) as name:
         directory = Path(name)
         whole = _losses(setting, directory / "whole", *_PROBED)
@@ -48,7 +52,7 @@ def restart_against_whole(setting: Setting) -> Outcome:
     is_gpu = setting.device.type == "cuda"
     return Outcome(
         values | {"losses": [rounded(loss) for loss in whole.tolist()]},
-        holds=max(apart.values()) <= _AT_MOST and replays == [is_gpu, is_gpu, False],
+        holds=max(apart.values()) <= max(10 * apart["again"], _AT_MOST) and replays == [is_gpu, is_gpu, False],
     )
 
 
@@ -57,7 +61,7 @@ def _losses(setting: Setting, run_dir: Path, *overrides: str) -> Tensor:
     train, test = procedural_pair(setting)
     settings = (f"data.train_dir={train}", f"data.test_dir={test}", "tracking.wandb=disabled", "log_every_steps=1")
     form = _TINY_FORM if setting.is_tiny else _FORM
-    config = resolve_recipe("simclr:digits", [*settings, "keep_checkpoints=9", *form, *overrides])
+    config = resolve_recipe("simclr:digits", [*settings, "keep_checkpoints=9", _EXACT_RATE, *form, *overrides])
     train_on(setting.device, config, run_dir, command="benchmarks.gpu")
     by_step = {entry["step"]: entry["train/loss"] for entry in RunDir(run_dir).read_metrics() if "train/loss" in entry}
     return torch.tensor([by_step[step] for step in sorted(by_step)], dtype=torch.float64)
