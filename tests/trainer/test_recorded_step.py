@@ -61,6 +61,7 @@ every_case = pytest.mark.parametrize(
         ("debug:viewmaker", ["views.dropout_rate=0.4", "memory.micro_batches=2"], 1),
         ("debug:viewmaker", ["views.mask=box"], 1),
         ("debug:viewmaker", [f"views={{kind: sequence, parts: [{{kind: expert_image}}, {SMALL}]}}"], 1),
+        ("debug:viewmaker", [f"views={{kind: pair, first: {{kind: expert_image}}, second: {SMALL}}}"], 1),
         ("debug:image", ["encoder.batch_norm=split", "encoder.batch_norm_splits=2", "view_forwards=one"], 1),
         ("debug:audio", [], 1),
         ("debug:audio", ["views.kind=waveform"], 1),
