@@ -108,7 +108,7 @@ def _recorded(
 
 def _say_why_not_recorded(config: RunConfig, reason: str | None, by_default: str | None, *, is_one_gpu: bool) -> None:
     if config.compile == "auto":
-        if is_one_gpu:  # elsewhere nobody expects it
+        if is_one_gpu:  # on a CPU or on several ranks, steps are always plain
             said = by_default if reason is None else reason.partition(";")[0]  # without what would mend it
             logger.info("the step is not recorded as a CUDA graph: %s", said)
     elif config.records_step:

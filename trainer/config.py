@@ -189,7 +189,7 @@ class RunConfig(Schema):
 
     @property
     def records_step(self) -> bool:
-        """Return whether the step shall be recorded as a CUDA graph, where that is possible."""
+        """Return whether steps are recorded as a CUDA graph if that is possible."""
         return self.compile in {"auto", "step", "both"}
 
     def may_compile_again(self, step: int, *, steps_per_epoch: int) -> bool:

@@ -20,12 +20,9 @@ def pictures_without_overlay(setting: Setting) -> Path:
     return _built(setting, "procedural_digits", "train", "--limit", str(limit))
 
 
-def procedural_pair(setting: Setting) -> tuple[Path, Path]:
-    """Return a small train set and test set of procedural pictures with digits drawn online; build them if needed."""
-    options = ["--overlay", "online", "--limit", "64" if setting.is_tiny else "4096"]
-    name = "procedural_digits_online"
-    train, test = (_built(setting, "procedural_digits", split, *options, name=name) for split in ("train", "test"))
-    return train, test
+def procedural_pair(setting: Setting, overlay: str) -> tuple[Path, Path]:
+    """Return a small train set and test set of procedural pictures, drawn on online; build them if needed."""
+    return _pair(setting, f"procedural_{overlay}", "--limit", "64" if setting.is_tiny else "4096")
 
 
 def published(setting: Setting, overlay: str) -> tuple[Path, Path]:
@@ -33,15 +30,22 @@ def published(setting: Setting, overlay: str) -> tuple[Path, Path]:
 
     The pictures of a dry run are procedural. Raises `UserError` if they have to be built and `root` is not given.
     """
-    dataset, options = f"cifar10_{overlay}", ["--overlay", "online"]
     if setting.is_tiny:
-        dataset, options = f"procedural_{overlay}", [*options, "--limit", "64"]
-    elif setting.root is not None:
+        return procedural_pair(setting, overlay)
+    options = []
+    if setting.root is not None:
         is_folder = (setting.root / "train").is_dir()
         options += ["--source", "folder" if is_folder else "torchvision", "--root", str(setting.root)]
         if overlay == "digits":
             options += ["--digits-root", str(setting.root), "--digits", setting.digits]
-    train, test = (_built(setting, dataset, split, *options, name=f"{dataset}_online") for split in ("train", "test"))
+    return _pair(setting, f"cifar10_{overlay}", *options)
+
+
+def _pair(setting: Setting, dataset: str, *options: str) -> tuple[Path, Path]:
+    train, test = (
+        _built(setting, dataset, split, "--overlay", "online", *options, name=f"{dataset}_online")
+        for split in ("train", "test")
+    )
     return train, test
 
 

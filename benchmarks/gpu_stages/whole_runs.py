@@ -19,7 +19,7 @@ from benchmarks.gpu_stages.session import Outcome, Setting
 from benchmarks.record import rounded
 from configs import resolve_recipe
 from launch.rank import train_on
-from trainer.run_dir import RunDir
+from trainer.run_dir import RunDir, steps_in
 
 _PROBED: Final = ("compile=auto", "probe.online_every_steps=7")
 _PLAIN: Final = ("compile=false",)
@@ -33,9 +33,9 @@ _AT_MOST: Final = 1e-3
 
 
 def restart_against_whole(setting: Setting) -> Outcome:
-    """Compare the losses of a run with those of the same run, from its first checkpoint too, and of plain steps.
+    """Compare the losses of a run in four ways: whole, whole again, from its first checkpoint on, and with plain steps.
 
-    Kernels may sum in another order each time, so the two whole runs may differ, and the others ten times as much.
+    Kernels may sum in another order each time, so two whole runs may differ. The others may differ ten times as much.
     """
     with tempfile.TemporaryDirectory(dir=setting.out) as name:
         directory = Path(name)
@@ -58,7 +58,7 @@ def restart_against_whole(setting: Setting) -> Outcome:
 
 def _losses(setting: Setting, run_dir: Path, *overrides: str) -> Tensor:
     """Train, and return the loss of every step."""
-    train, test = procedural_pair(setting)
+    train, test = procedural_pair(setting, "digits")
     settings = (f"data.train_dir={train}", f"data.test_dir={test}", "tracking.wandb=disabled", "log_every_steps=1")
     form = _TINY_FORM if setting.is_tiny else _FORM
     config = resolve_recipe("simclr:digits", [*settings, "keep_checkpoints=9", _EXACT_RATE, *form, *overrides])
@@ -75,11 +75,10 @@ def _replays(run_dir: Path) -> bool:
 
 def _go_back(run_dir: RunDir) -> int:
     """Remove what came after the first checkpoint, as if the run had been killed then, and return its step."""
-    first, *later = sorted(path for path in run_dir.checkpoints.iterdir() if path.is_dir())
-    step = int(first.name.rpartition("_")[2])
-    for checkpoint in later:
-        shutil.rmtree(checkpoint)
-    run_dir.latest.write_text(f"{first.name}\n")
-    kept = [entry for entry in run_dir.read_metrics() if entry["step"] <= step]
+    first, *later = steps_in(run_dir.checkpoints)
+    for step in later:
+        shutil.rmtree(run_dir.checkpoint(step))
+    run_dir.latest.write_text(f"{run_dir.checkpoint(first).name}\n")
+    kept = [entry for entry in run_dir.read_metrics() if entry["step"] <= first]
     run_dir.metrics.write_text("".join(f"{json.dumps(entry)}\n" for entry in kept))
-    return step
+    return first

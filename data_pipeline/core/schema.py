@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -192,6 +192,10 @@ def as_typed(value: Any) -> str:
 
 def difference(a: Schema, b: Schema) -> list[str]:
     """Return the dotted paths of the settings in which two configs differ."""
-    left, right = flatten(a), flatten(b)
+    return differing_keys(flatten(a), flatten(b))
+
+
+def differing_keys(a: Mapping[str, object], b: Mapping[str, object]) -> list[str]:
+    """Return the keys that only one of the mappings has, or whose values differ."""
     missing = object()
-    return [path for path in {**left, **right} if left.get(path, missing) != right.get(path, missing)]
+    return [key for key in {**a, **b} if a.get(key, missing) != b.get(key, missing)]

@@ -37,7 +37,7 @@ def configs(runs: list[RunDir]) -> list[RunConfig]:
 def test_filed_results_are_of_the_runs_that_the_study_trains(runs: list[RunDir], configs: list[RunConfig]) -> None:
     study = {default_run_dir(config).name: config for config in resolve_study("studies:suppression_small")}
     for run, config in zip(runs, configs, strict=True):
-        # They trained on CPUs, where compile=auto, which came later, is compile=false.
+        # These runs are older than compile=auto, which does nothing on the CPUs that trained them.
         assert config == study[run.path.name].model_copy(update={"compile": False}), run.path.name
 
 

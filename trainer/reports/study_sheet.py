@@ -15,6 +15,7 @@ from typing import Literal
 from scipy.stats import spearmanr
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import differing_keys
 from trainer.analyses.concentration import ConcentrationResult
 from trainer.probes.features import LabelSpace
 from trainer.probes.linear import ProbeConfig
@@ -133,8 +134,7 @@ def _main_protocol(study: Study, runs: Sequence[Run]) -> ProbeConfig:
 def _check_namesakes(runs: Sequence[Run]) -> None:
     first = runs[0]
     for run in runs[1:]:
-        expected, found = identity_settings(first.config), identity_settings(run.config)
-        differing = [key for key in {**expected, **found} if expected.get(key) != found.get(key)]
+        differing = differing_keys(identity_settings(first.config), identity_settings(run.config))
         if differing or first.data_key != run.data_key:
             what = ", ".join(differing) or "their data"
             raise UserError(

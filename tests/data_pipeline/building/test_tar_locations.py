@@ -1,4 +1,4 @@
-"""Where tars lie: directories, patterns, lists of paths, and what is refused in a sentence."""
+"""Locations of tars: directories, patterns and lists of paths, and how others are refused."""
 
 from __future__ import annotations
 
