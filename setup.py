@@ -68,7 +68,6 @@ setup(
             "setuptools>=70.1,<82",  # 70.1 and newer build wheels by themselves; torch excludes 82
             "tensorboard>=2.16",
             "timm>=1.0",
-            "umap-learn>=0.5.7",
             "wandb-workspaces>=0.4.13",
         ],
         "benchmarks": ["lightly", "librosa>=0.10.2", "open_clip_torch", "soxr"],
@@ -79,7 +78,6 @@ setup(
         "tensorboard": ["tensorboard>=2.16"],
         "timm": ["timm>=1.0"],
         "trackio": ["trackio>=0.43"],
-        "umap": ["umap-learn>=0.5.7"],
         "lint": ["mypy", "ruff", "types-PyYAML", "types-requests", "types-setuptools"],
         "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"],
     },

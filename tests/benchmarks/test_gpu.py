@@ -156,7 +156,7 @@ def test_a_session_and_its_tests_need_no_package_beyond_setup_py() -> None:
     """Without lightly, its own measurement fails and costs no other. timm comes with pictures of torch on a GPU."""
     program = """
 import importlib, sys
-others = ["lightly", "open_clip", "deepspeed", "librosa", "moto", "s3fs", "onnx", "optuna", "umap", "tensorboard"]
+others = ["lightly", "open_clip", "deepspeed", "librosa", "moto", "s3fs", "onnx", "optuna", "tensorboard"]
 sys.modules |= dict.fromkeys(others)  # as if they were not there
 from benchmarks.gpu_stages import all_stages, checks
 for file in checks._TEST_FILES:

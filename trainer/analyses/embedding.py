@@ -1,6 +1,6 @@
 """Draw a map of the features, coloured by each label, to see if they form clusters, and of which label.
 
-The picture is t-SNE (van der Maaten and Hinton 2008) or UMAP (McInnes et al. 2018). Compare runs by the number: the
+The picture is t-SNE (van der Maaten and Hinton 2008). Compare runs by the number: the
 silhouette of each label (Rousseeuw 1987) in the space of the features, from -1 to 1, where 0 means no clusters.
 
 Shapes: N samples, C channels of the pooled features.
@@ -8,10 +8,8 @@ Shapes: N samples, C channels of the pooled features.
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from types import ModuleType
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -37,10 +35,7 @@ class EmbeddingConfig(Schema):
     """The settings of the map of features."""
 
     num_samples: Annotated[int, Field(ge=4, le=10**6)] = Field(2000, description="The test samples on the map.")
-    method: Literal["tsne", "umap"] = Field("tsne", description="The method that draws the map: tsne or umap.")
-    perplexity: Annotated[float, Field(ge=2, le=1e6)] = Field(
-        30.0, description="The perplexity of t-SNE, or the number of neighbours of UMAP."
-    )
+    perplexity: Annotated[float, Field(ge=2, le=1e6)] = Field(30.0, description="The perplexity of t-SNE.")
 
 
 class EmbeddingResult(Schema):
@@ -62,11 +57,8 @@ class EmbeddingResult(Schema):
 def analyze_embedding(run_dir: RunDir, *, config: EmbeddingConfig, options: AnalysisOptions) -> list[Path]:
     """Write analysis/embedding.json and .png of a run, and return their paths.
 
-    Raises `UserError` if data is missing, if there are less than four samples, if features are not finite, or if
-    `method` is "umap" and UMAP is not installed.
+    Raises `UserError` if data is missing, if there are less than four samples, or if features are not finite.
     """
-    if config.method == "umap":
-        _umap()
     loaded = load_run(run_dir, options)
     rows_N = choose_rows(len(loaded.test), config.num_samples, seed=loaded.seed)
     if len(rows_N) < 4:
@@ -76,7 +68,7 @@ def analyze_embedding(run_dir: RunDir, *, config: EmbeddingConfig, options: Anal
         raise UserError(
             f"the features of {run_dir.path} at step {loaded.modules.step} are not all finite; take an earlier --step"
         )
-    points_N2 = map_of(unit_NC, config, seed=loaded.seed)
+    points_N2 = map_of(unit_NC, perplexity=config.perplexity, seed=loaded.seed)
     labels = {space: loaded.test.labels(space)[rows_N].numpy() for space in loaded.label_spaces()}
     result = EmbeddingResult(
         config=config,
@@ -122,26 +114,13 @@ def silhouette(x_NC: NDArray[np.float64], label_N: NDArray[np.int64]) -> float |
     return float(silhouette_score(x_NC, label_N))
 
 
-def map_of(x_NC: NDArray[np.float64], config: EmbeddingConfig, *, seed: int) -> NDArray[np.float64]:
+def map_of(x_NC: NDArray[np.float64], *, perplexity: float, seed: int) -> NDArray[np.float64]:
     """Return points (N, 2) of a map that keeps near rows near; deterministic for input and seed on one machine."""
-    perplexity = min(config.perplexity, (len(x_NC) - 1) / 3)  # t-SNE allows no more
+    most = (len(x_NC) - 1) / 3  # t-SNE allows no more
     random_state = seed % 2**32  # what NumPy's legacy generator takes
-    if config.method == "umap":
-        neighbours = max(2, round(perplexity))
-        made = _umap().UMAP(n_neighbors=neighbours, random_state=random_state, n_jobs=1).fit_transform(x_NC)
-    else:
-        made = TSNE(perplexity=perplexity, init="pca", random_state=random_state).fit_transform(x_NC)
+    made = TSNE(perplexity=min(perplexity, most), init="pca", random_state=random_state).fit_transform(x_NC)
     points_N2: NDArray[np.float64] = np.asarray(made, dtype=np.float64)
     return points_N2
-
-
-def _umap() -> ModuleType:
-    try:
-        return importlib.import_module("umap")
-    except ModuleNotFoundError as error:
-        if error.name != "umap":
-            raise
-        raise UserError("UMAP is not installed; `pip install -e '.[umap]'`, or leave method out for t-SNE") from None
 
 
 def _draw(axes: Axes, points_N2: NDArray[np.float64], label_N: NDArray[np.int64], *, names: tuple[str, ...]) -> None:
