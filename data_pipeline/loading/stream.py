@@ -650,6 +650,10 @@ class Stream:
             raise RuntimeError(
                 "a DataLoader worker exited while it handed over a batch; was it killed for lack of memory?"
             ) from error
+        finally:
+            # The traceback of an error holds this frame. Workers of an iterator that Python's search for garbage finds
+            # do not hear that they shall end, and torch waits five seconds for each.
+            del batches
 
 
 def reading_order(

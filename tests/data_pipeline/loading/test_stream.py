@@ -483,8 +483,10 @@ def test_where_nothing_can_stand_in_one_sentence_says_so(tmp_path: Path, num_wor
     write_dataset(tmp_path, [8, 8])
     damage(tmp_path, [15])
     options: dict[str, Any] = {"end_step": 2, "num_workers": num_workers, "global_batch_size": 16, "max_bad_share": 0.1}
+    before = set(multiprocessing.active_children())
     with time_limit(30), pytest.raises(UserError) as caught:
         list(stream(tmp_path, **options))
+    assert_ended(before)  # though `caught` holds the frames of the stream
     message = str(caught.value)
     assert message.startswith("sample 00000015 cannot be read, and no good sample is left to replace it with a global_")
     assert "\n" not in message
