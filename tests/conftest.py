@@ -25,7 +25,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 FOLDERS = {"slurm": "slurm", "e2e": "process"}  # the mark of every test in a folder of tests/
-SECONDS = {"slurm": 15, "process": 8, "ranks": 6, "slow": 4}  # about, of a test with this mark
+SECONDS = {"slurm": 15, "process": 8, "ranks": 6, "slow": 2}  # about, of a test with this mark
 
 
 def pytest_configure() -> None:

@@ -34,6 +34,7 @@ def configs(runs: list[RunDir]) -> list[RunConfig]:
     return [read_run_config(run) for run in runs]
 
 
+@pytest.mark.slow
 def test_filed_results_are_of_the_runs_that_the_study_trains(runs: list[RunDir], configs: list[RunConfig]) -> None:
     study = {default_run_dir(config).name: config for config in resolve_study("studies:suppression_small")}
     for run, config in zip(runs, configs, strict=True):
@@ -58,6 +59,7 @@ def test_every_filed_setting_has_its_floors(runs: list[RunDir], configs: list[Ru
     assert all({"base", "base-reads_pixels"} <= found for found in floors.values()), floors
 
 
+@pytest.mark.slow
 def test_the_page_of_the_docs_is_made_from_the_filed_results(
     runs: list[RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

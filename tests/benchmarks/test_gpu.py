@@ -323,6 +323,7 @@ def test_aims_are_judged_by_what_was_measured() -> None:
     assert list(aims(Record(stages={"throughput-256": broken}))) == []
 
 
+@pytest.mark.slow
 def test_the_alarm_of_a_session_that_is_over_hurts_no_later_code() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     with science._signal_after(0, then=science._ignore) as is_over:

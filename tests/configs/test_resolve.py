@@ -229,6 +229,7 @@ def test_a_mistake_is_one_sentence_that_names_the_mend(name: str, overrides: lis
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", studies())
 def test_every_run_of_a_study_survives_the_round_trip(name: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"

@@ -113,6 +113,7 @@ def test_the_first_seed_is_complete_before_the_second_begins() -> None:
     assert seeds == sorted(seeds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PICTURES)
 def test_each_difficulty_is_built_with_its_option_and_its_labels(name: str, built: Path) -> None:
     setting = SETTINGS[name]

@@ -340,6 +340,7 @@ def test_without_slurm_it_says_so_and_leaves_nothing_behind(
     assert "\n# not checked by Slurm: there is no sbatch on this machine\n" in dry.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["submission", "dry_run"])
 @pytest.mark.parametrize(
     ("flags", "message"),

@@ -249,6 +249,7 @@ def runs_of_channels(
     return num_channels, runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ANALYSES)
 def test_each_analysis_takes_pictures_of_any_number_of_channels(
     name: str, runs_of_channels: tuple[int, list[RunDir]]

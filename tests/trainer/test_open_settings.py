@@ -194,6 +194,7 @@ def test_the_standard_form_begins_at_64_pixels(size: int, kind: str) -> None:
         build_encoder(config)
 
 
+@pytest.mark.slow
 def test_a_plan_takes_the_form_by_the_size() -> None:
     plans = {
         (kind, size): plan(

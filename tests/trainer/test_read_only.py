@@ -156,6 +156,7 @@ def test_results_elsewhere_belong_to_their_run_and_not_to_a_name(
     assert problem.startswith(f"Left out: {place}/run holds probe results of another run (debug-image, seed 0, ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EDQUOT])
 @pytest.mark.parametrize("command", ["report", "probe", "analyze"])
 def test_a_command_that_must_write_says_so_in_one_sentence(

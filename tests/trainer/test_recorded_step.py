@@ -161,6 +161,7 @@ def train(training: Training, step: Callable[..., StepOutput]) -> list[dict[str,
     return outputs
 
 
+@pytest.mark.slow
 @every_case
 def test_recorded_steps_are_plain_steps(recipe: str, overrides: list[str], num_recordings: int) -> None:
     """Over three epochs, with a learning rate that changes at every step."""

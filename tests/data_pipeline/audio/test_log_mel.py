@@ -90,6 +90,7 @@ def test_audible_frames_are_those_with_power_in_every_band(config: MelConfig, dt
     assert torch.equal(with_gradient, is_audible_BN)
 
 
+@pytest.mark.slow
 def test_recorded_speech_is_equal_to_librosa() -> None:
     clips = []
     with tarfile.open(archive("fsdd-recordings.tar.gz")) as tar:

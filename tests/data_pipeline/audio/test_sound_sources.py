@@ -127,6 +127,7 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_each_speaker_can_be_the_test_speaker(recordings: Path) -> None:
     for speaker in ("george", "jackson", "lucas", "nicolas", "theo", "yweweler"):
         train, test = (Fsdd(recordings, split=split, test_speaker=speaker) for split in ("train", "test"))

@@ -192,6 +192,7 @@ def test_tiles_repeat_one_digit_and_leave_the_brighter_pixel() -> None:
         assert label in overlay.label_N[torch.stack(whole)].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unique", [1, 3, 10, 25, 500])
 def test_there_are_as_many_different_tiled_digits_as_asked(unique: int) -> None:
     overlay = TiledDigit.of(equal_digits(), unique=unique, image_size=32)

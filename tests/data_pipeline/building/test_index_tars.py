@@ -256,6 +256,7 @@ def test_a_damaged_index_is_refused_in_a_sentence(tmp_path: Path, name: str) -> 
         SampleStore(tmp_path)
 
 
+@pytest.mark.slow
 @settings(deadline=None, database=None, max_examples=100)
 @given(content=st.binary(min_size=32, max_size=32))
 def test_any_places_in_an_index_are_read_or_named_bad(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
@@ -501,6 +502,7 @@ def test_verify_reads_every_picture_of_the_tars(
     assert "but it had" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

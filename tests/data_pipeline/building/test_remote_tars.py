@@ -95,6 +95,7 @@ def test_remote_tars_as_a_dataset_say_how_to_index_them(bucket: str) -> None:
         SampleStore(f"{bucket}/train-{{0000..0002}}.tar")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_cached", "num_workers"), [(2, 0), (4, 0), (4, 2)])
 def test_remote_tars_are_read_in_windows_with_a_small_cache(
     bucket: str, tmp_path: Path, num_cached: int, num_workers: int

@@ -277,6 +277,7 @@ def test_classes_beyond_ten_and_records_without_a_class(kind: str) -> None:
     assert opened(kind, counts=(), correlation=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["colours", "dominoes"])
 def test_the_correlation_is_in_the_stored_samples_and_the_same_after_a_rebuild(kind: str, tmp_path: Path) -> None:
     build = partial(build_dataset, f"procedural_{kind}", limit=200, overlay_options={"correlation": 0.8})

@@ -31,6 +31,7 @@ def their_boxes(transform: v2.RandomResizedCrop, num: int, height: int, width: i
     return [[box[name] for name in ("top", "left", "height", "width")] for box in drawn]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [(0.08, 1.0), (0.2, 1.0), (0.9, 1.0)])
 @pytest.mark.parametrize(("height", "width"), [(400, 500), (500, 333), (32, 32), (100, 1000)])
 def test_boxes_have_torchvisions_law(height: int, width: int, scale: tuple[float, float]) -> None:

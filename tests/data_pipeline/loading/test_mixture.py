@@ -139,6 +139,7 @@ def whole_batch(
     return list(chain.from_iterable(rows_of(order, step, bad) for order in orders))
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(mixture=mixtures(), start=st.integers(0, 60))
 def test_batches_of_a_mixture_are_the_same_for_any_ranks_and_hold_no_sample_twice(
@@ -155,6 +156,7 @@ def test_batches_of_a_mixture_are_the_same_for_any_ranks_and_hold_no_sample_twic
         assert [counts[source] for source in range(len(sizes))] == drawn
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(mixture=mixtures())
 def test_a_step_is_computed_as_a_loop_over_all_steps_before_it_finds_it(
@@ -203,6 +205,7 @@ def test_bad_samples_are_replaced_within_their_source_alike_on_any_ranks(
         assert index == before or before in chosen[source]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [(0.5, 0.3, 0.2), (3.0, 1.0), (1.0, 1.0, 5.0, 0.5), (8.0, 2.0, 0.0)])
 def test_shares_are_those_of_a_random_mix_of_the_same_weights_without_its_chance(
     weights: tuple[float, ...], monkeypatch: pytest.MonkeyPatch

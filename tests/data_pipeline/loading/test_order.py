@@ -250,6 +250,7 @@ def test_a_permutation_of_very_many_numbers_stays_within_them(size: int) -> None
     assert size - size // 100 < outcomes.max() < size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [4_097, 5_000, 8_192])
 def test_permutations_of_many_keys_look_random(size: int) -> None:
     """Over 3,000 keys: where numbers come, where pairs of neighbours come, and how far apart neighbours are.

@@ -229,6 +229,7 @@ def of_other_filters(file: memoryview, crop: Crop, size: int) -> float:
     return float(max(distances))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["china.jpg", "flower.jpg"])
 @pytest.mark.parametrize("turn", [1, 6])
 @pytest.mark.parametrize("subsampling", [0, 1, 2])

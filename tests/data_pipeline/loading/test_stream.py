@@ -143,6 +143,7 @@ def test_all_ranks_get_equally_many_equal_batches_from_any_shards(
         check_exactness(Path(directory), sizes, world_size, num_workers=0, shuffled_by_windows=shuffled_by_windows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_shards", "world_size", "num_workers"), [(1, 4, 1), (5, 2, 4), (17, 1, 3)])
 def test_workers_change_nothing(tmp_path: Path, num_shards: int, world_size: int, num_workers: int) -> None:
     sizes = random_shard_sizes(num_shards)

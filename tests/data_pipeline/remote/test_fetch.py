@@ -95,6 +95,7 @@ def test_a_webdataset_rewriting_rule_is_obeyed(server: FaultyServer, monkeypatch
     assert fetched("http://elsewhere/file") == CONTENT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["drop", "truncate", "corrupt", "stall", "mute", 500])
 def test_a_failure_that_passes_is_survived(server: FaultyServer, fault: Fault) -> None:
     server.faults["file"] = [fault]
@@ -103,6 +104,7 @@ def test_a_failure_that_passes_is_survived(server: FaultyServer, fault: Fault) -
     assert server.requests == ["file", "file"]
 
 
+@pytest.mark.slow
 def test_a_failed_attempt_leaves_nothing_of_itself(server: FaultyServer) -> None:
     """A longer wrong answer before a right one."""
     (server.directory / "switch").write_text(
@@ -203,6 +205,7 @@ def test_a_server_that_is_busy_for_minutes_is_waited_for(server: FaultyServer, c
     assert 200.0 < clock.now < 300.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "num_requests"),
     [
@@ -241,6 +244,7 @@ def test_wrong_answers_are_limited_by_their_number(server: FaultyServer, clock: 
         fetched(f"{server.url}/file", within=clock.limits(attempts=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "stall"), [(503, 5.0), ("mute", 0.5)])
 def test_a_server_in_trouble_is_left_to_the_retries(server: FaultyServer, fault: Fault, stall: float) -> None:
     server.faults["file"] = [fault]

@@ -251,6 +251,7 @@ def test_a_file_that_the_dataset_has_not_is_our_mistake(dataset: Path, tmp_path:
             shards.path(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["drop", "truncate", "corrupt"])
 def test_a_shard_that_comes_damaged_is_fetched_again(
     fault: Any, dataset: Path, server: FaultyServer, tmp_path: Path
@@ -261,6 +262,7 @@ def test_a_shard_that_comes_damaged_is_fetched_again(
     assert server.requests.count(SHARDS[1]) == 2
 
 
+@pytest.mark.slow
 def test_a_manifest_that_comes_damaged_is_fetched_again(dataset: Path, server: FaultyServer, tmp_path: Path) -> None:
     for fault in ("drop", "truncate"):
         server.faults[MANIFEST_NAME] = [fault]
@@ -477,6 +479,7 @@ def test_the_limit_holds_at_every_moment(dataset: Path, tmp_path: Path) -> None:
     assert 0 < most <= config.cache_gigabytes * 1e9 + 4 * INDEX_BYTES
 
 
+@pytest.mark.slow
 def test_a_shard_in_flight_has_its_room(dataset: Path, tmp_path: Path) -> None:
     """Another process waits for the cache's one place until the shard that is slow to come is whole and may go."""
     slow = f"pipe:case {{name}} in {SHARDS[0]}) sleep 1;; esac; cat {dataset}/{{name}}"
@@ -489,6 +492,7 @@ def test_a_shard_in_flight_has_its_room(dataset: Path, tmp_path: Path) -> None:
     assert first.exitcode == 0
 
 
+@pytest.mark.slow
 def test_no_file_gets_its_name_while_another_process_counts(dataset: Path, tmp_path: Path) -> None:
     """A process that lists the new name before the renaming and the old name after it would miss the file."""
     size = (dataset / SHARDS[0]).stat().st_size
@@ -678,6 +682,7 @@ def test_shards_come_in_the_background(server: FaultyServer, tmp_path: Path) -> 
     assert [name for name in server.requests if name in SHARDS] == SHARDS[:4]
 
 
+@pytest.mark.slow
 def test_a_later_call_replaces_what_still_waits(server: FaultyServer, tmp_path: Path) -> None:
     server.faults[SHARDS[0]] = ["stall"]
     shards = RemoteShards(server.url, config=cached(tmp_path, stall_seconds=0.6, num_attempts=10))
@@ -702,6 +707,7 @@ def test_trouble_ahead_is_not_raised_and_told_by_path(
         shards.path(SHARDS[0])
 
 
+@pytest.mark.slow
 def test_a_forked_process_fetches_ahead_by_itself(server: FaultyServer, tmp_path: Path) -> None:
     """The thread of the process that forked it is busy, and is not in the new one."""
     server.faults[SHARDS[0]] = ["stall"]

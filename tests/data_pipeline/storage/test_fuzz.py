@@ -174,6 +174,7 @@ def test_any_manifest_is_read_or_refused(data: st.DataObject, kind: str, whole: 
     read_everything(directory)
 
 
+@pytest.mark.slow
 @fuzz
 @given(data=st.data(), kind=st.sampled_from(KINDS), is_named=st.booleans())
 def test_any_index_is_read_or_made_anew(
@@ -198,6 +199,7 @@ def test_any_index_is_read_or_made_anew(
         assert path.read_bytes() == index_path(whole[kind] / SHARD).read_bytes()
 
 
+@pytest.mark.slow
 @fuzz
 @given(data=st.data(), kind=st.sampled_from(KINDS), is_named=st.booleans())
 def test_any_tar_is_read_as_far_as_it_is_whole(

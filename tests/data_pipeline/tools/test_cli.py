@@ -48,6 +48,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *ar
     return status, captured.out.splitlines(), captured.err.splitlines()
 
 
+@pytest.mark.slow
 def test_build_verify_and_preview(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def test_the_dip_does_not_depend_on_order_or_scale() -> None:
     assert dip(7 * x_N[::-1] - 3) == pytest.approx(dip(x_N), abs=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num", "quantiles"),
     [  # Critical values that the authors of R's package diptest found with a million samples each.

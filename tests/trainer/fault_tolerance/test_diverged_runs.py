@@ -82,6 +82,7 @@ def skip(monkeypatch: pytest.MonkeyPatch) -> Skip:
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_steps", "message"), [(32, "in 10 steps in a row, up to step 10;"), (8, "7 of 8 steps")])
 def test_a_diverged_run_fails_however_often_it_is_started(
     num_steps: int, message: str, data: Path, tmp_path: Path

@@ -121,6 +121,7 @@ def test_one_frozen_rank_of_four(tmp_path: Path, trouble: Callable[[], None], sa
     wait_until(lambda: not any(map(is_running, sidecars(tmp_path, NUM_RANKS))), seconds=10)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:
     with four_ranks(tmp_path, toy_ranks.kill_this_process) as ranks:
         wait_for_the_end(ranks, seconds=20)
@@ -133,8 +134,8 @@ def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:
     assert "no stacks: the process is gone" in report
     for rank in set(range(NUM_RANKS)) - {CULPRIT}:  # where they stood, or with which exception they were leaving
         own = RankReport.parse((tmp_path / "stalled" / "first" / f"rank_{rank:04d}.txt").read_text())
-        # In the collective, which gloo ends with an exception; or on the way out, in torch's wrapper around it or in the
-        # watchdog, which formats the exception.
+        # In the collective, which gloo ends with an exception; or on the way out, in torch's wrapper around it, or in
+        # the watchdog, which formats the exception.
         assert re.search(r"in all_reduce|c10d_logger\.py|watchdog\.py.* in __exit__", own.stacks), own.stacks
         assert own.why in {"asked", "ended"}
     wait_until(lambda: not any(map(is_running, sidecars(tmp_path, NUM_RANKS))), seconds=10)
@@ -204,6 +205,7 @@ def test_an_end_that_is_not_a_stall_is_quiet(
     assert not (tmp_path / "stalled").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "said", "status"),
     [
@@ -223,6 +225,7 @@ def test_a_rank_alone(tmp_path: Path, body: Callable[[Watchdog], None], said: st
     assert sentence in (tmp_path / "stalled.txt").read_text()
 
 
+@pytest.mark.slow
 def test_where_no_report_can_be_written_the_rank_ends_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "stalled").write_text("a file where a directory should be")
     with one_rank(tmp_path, toy_ranks.freeze) as process:

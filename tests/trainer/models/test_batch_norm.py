@@ -309,6 +309,7 @@ def test_a_compiled_encoder_is_one_graph_that_sends_the_same_messages() -> None:
         assert compiled.num_messages == plain.num_messages == 2 * num_norms + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_the_operators_keep_the_rules_of_torch(num_groups: int, dtype: torch.dtype) -> None:

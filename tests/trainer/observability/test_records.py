@@ -120,6 +120,7 @@ def test_restart_report_and_status_name_the_line_and_go_on(
     assert read_metrics(RunDir(run).metrics).problems == ()  # which are gone with the steps that were repeated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -346,6 +347,7 @@ def write_file(path: Path) -> None:
     path.write_text("stray")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Path.mkdir, write_file])
 @pytest.mark.parametrize("name", ["step_x", "step_", "step_5", "step_0000001１", "step_-0000001", "step_00000007.json"])
 def test_what_is_no_step_is_named_and_passed_over(

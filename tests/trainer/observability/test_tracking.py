@@ -107,6 +107,7 @@ def test_a_restart_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_start_from_step_0_begins_the_metrics_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 0 is the untrained encoder. W&B has it too, and once only."""
     monkeypatch.setenv("WANDB_MODE", "offline")

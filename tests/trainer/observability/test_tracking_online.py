@@ -68,6 +68,7 @@ def train(run_dir: RunDir, config: RunConfig, *, start_step: int, last: int) -> 
     return seconds
 
 
+@pytest.mark.slow
 def test_two_starts_online_are_one_run_with_its_study_pictures_and_summary(server: StandIn, tmp_path: Path) -> None:
     run_dir, config = RunDir(tmp_path), resolve_study("studies:table1_small")[0]
     train(run_dir, config, start_step=0, last=4)
@@ -116,6 +117,7 @@ def test_a_slow_server_costs_a_step_nothing(server: StandIn, tmp_path: Path) -> 
     assert run.steps == list(range(1, 101))
 
 
+@pytest.mark.slow
 def test_a_server_that_stops_answering_does_not_keep_a_run_from_its_end(
     server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -118,6 +118,7 @@ def test_memory_is_that_of_a_real_step(run: str) -> None:
     assert found.sent_bytes == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["simultaneous", "alternating"])
 def test_a_plan_counts_what_is_kept_for_the_metrics_of_a_viewmaker_in_a_composition(update: str) -> None:
     views = ("{kind: viewmaker}", "{kind: sequence, parts: [{kind: viewmaker}]}")
@@ -247,6 +248,7 @@ def test_what_does_not_fit_is_said_to() -> None:
     assert "does not fit" in describe(found)
 
 
+@pytest.mark.slow
 def test_the_advice_for_a_full_memory_is_what_fits() -> None:
     config, halves = configure("chunked"), configure("chunked", "memory.micro_batches=2")
     between = int((planned(config).peak_bytes + planned(halves).peak_bytes) / 2 / (1 - MARGIN))

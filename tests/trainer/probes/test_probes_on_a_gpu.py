@@ -69,6 +69,7 @@ def pair(directory: Path, num_train: int, overlay: Any = "online") -> tuple[Pict
     return read_pictures(data / "train", memory=ENOUGH), read_pictures(data / "test", memory=ENOUGH)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_without_a_gpu")
 @pytest.mark.parametrize("views", ["policy", "none"])
 @pytest.mark.parametrize("overlay", ["online", "baked"])

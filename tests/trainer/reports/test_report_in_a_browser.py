@@ -101,6 +101,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: directory / f"{name}.html" for name in ("one", "two", "study", "many")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one", "two", "study", "many"])
 @pytest.mark.parametrize("width", [PHONE, DESK])
 def test_nothing_is_cut_off_on_a_screen(name: str, width: int, pages: dict[str, Path], tab: Tab) -> None:

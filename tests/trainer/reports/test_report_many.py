@@ -61,6 +61,7 @@ def report(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str | Path) -> st
     return out.read_text()
 
 
+@pytest.mark.slow
 def test_the_page_of_many_has_one_script_which_its_policy_names_and_asks_for_nothing(page_of_fifty: Path) -> None:
     html = page_of_fifty.read_text()
     page = Page(html)
@@ -132,6 +133,7 @@ def test_the_index_gives_what_the_files_give_and_notices_every_change(fifty: lis
         assert len(index.read_metrics(metrics[0]).problems) == 1
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_costs_nothing_but_time(
     fifty: list[Path], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

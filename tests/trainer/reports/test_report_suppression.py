@@ -620,6 +620,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     assert "<b>" not in page.replace("\\<b\\>", "")
 
 
+@pytest.mark.slow
 def test_hundreds_of_runs_take_seconds(tmp_path: Path) -> None:
     debug.image()
     right = {"base": samples(0.5, num_test=2000, seed=0), "overlay": samples(0.9, num_test=2000, seed=1)}

@@ -320,6 +320,7 @@ def test_frames_that_are_left_out_change_nothing(noise_std: float) -> None:
     torch.testing.assert_close(policy(x, keys(24)), expected, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_what_is_switched_off_leaves_the_sound_as_it_is() -> None:
     x = sounds(8, FSDD)
     off = Waveform(WaveformConfig(kept=None, noise_std=0), FSDD)

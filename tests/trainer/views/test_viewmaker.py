@@ -341,6 +341,7 @@ def test_every_policy_takes_masks() -> None:
 RATES = (0.02, 0.1, 0.25, 0.5, 0.9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pairing", ["independent", "exclusive"])
 @pytest.mark.parametrize("view", [0, 1, 3, 4])
 def test_a_view_is_attacked_with_the_probability_of_the_rate(view: int, pairing: Pairing) -> None:
