@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from data_pipeline.core.arguments import positive, program, whole
 from data_pipeline.core.errors import UserError, run_command
@@ -116,8 +116,10 @@ def main() -> None:
     from trainer.distributed.collectives import broadcast_object, on_first_rank, rank
     from trainer.distributed.environment import choose_device, process_group, read_env
     from trainer.own_code import import_code_of
-    from trainer.probed_runs.probing import is_probed, probe_each, runs_table
+    from trainer.probed_runs.options import ProbeOptions
+    from trainer.probed_runs.probing import is_probed, probe_each
     from trainer.probed_runs.processes import Results, probe_in_processes
+    from trainer.probed_runs.tables import runs_table
     from trainer.probes.memory_limit import MemoryLimit
 
     world = read_env(os.environ)
@@ -131,17 +133,18 @@ def main() -> None:
         "num_epochs": arguments.epochs,
         "reads": arguments.reads,
     }
-    options: dict[str, Any] = {
-        "steps": "all" if arguments.all_steps else arguments.step,
-        "labels": arguments.label,
-        "num_draws": arguments.overlay_draws,
-        "changes": {name: value for name, value in changes.items() if value is not None},
-        "allow_shared": arguments.allow_shared,
-        "untrained": arguments.untrained,
-        "pixels": arguments.pixels,
-        "allow_pipe": arguments.allow_pipe,
-        "memory": MemoryLimit(max_bytes, arguments.scratch, num_processes=arguments.at_a_time or 1),
-    }
+    options = ProbeOptions(
+        steps="all" if arguments.all_steps else arguments.step,
+        labels=arguments.label,
+        num_draws=arguments.overlay_draws,
+        changes={name: value for name, value in changes.items() if value is not None},
+        untrained=arguments.untrained,
+        pixels=arguments.pixels,
+        allow_shared=arguments.allow_shared,
+        allow_pipe=arguments.allow_pipe,
+        allow_code=arguments.allow_code,
+        memory=MemoryLimit(max_bytes, arguments.scratch, num_processes=arguments.at_a_time or 1),
+    )
     device = choose_device(world)
     with process_group(world, device):
         paths = runs_of(arguments.run_dirs)
@@ -162,20 +165,15 @@ def main() -> None:
             _probe_together(arguments, run_dirs, device=device)
             return
         if arguments.missing:
-            asked = options | {"allow_code": arguments.allow_code}
-            left = on_first_rank(lambda: [run_dir for run_dir in run_dirs if not is_probed(run_dir, **asked)])
+            left = on_first_rank(lambda: [run_dir for run_dir in run_dirs if not is_probed(run_dir, options)])
             left = broadcast_object(left) or []
             if rank() == 0 and len(left) < len(run_dirs):
                 print(f"{len(run_dirs) - len(left)} of {len(run_dirs)} run(s) are probed already")
             run_dirs = left
         if arguments.at_a_time is None:
-            of_runs: list[Results | None] = probe_each(
-                run_dirs, device=device, allow_code=arguments.allow_code, **options
-            )
+            of_runs: list[Results | None] = probe_each(run_dirs, options, device=device)
         else:
-            of_runs = probe_in_processes(
-                run_dirs, at_a_time=arguments.at_a_time, options=options, allow_code=arguments.allow_code
-            )
+            of_runs = probe_in_processes(run_dirs, options, at_a_time=arguments.at_a_time)
         both = zip(run_dirs, of_runs, strict=True)
         probed = {run_dir.path: results for run_dir, results in both if results is not None}
         if len(probed) > 1 and rank() == 0:

@@ -30,6 +30,7 @@ from trainer.data import read_manifests
 from trainer.exports.encoder import export
 from trainer.fault_tolerance.preemption import StoppedError
 from trainer.memory import keep_freed_memory
+from trainer.probed_runs.options import ProbeOptions
 from trainer.probed_runs.probing import probe_run
 from trainer.provenance import command_line
 from trainer.run_dir import LOCK_NAME, RunDir
@@ -72,7 +73,7 @@ def train_and_probe(setting: Setting, recipe: str, *, share: int = 1) -> Outcome
         start = time.monotonic()
         try:
             with _signal_after(setting.seconds_left - _SECONDS_OF_PACKING, then=_end_probe):
-                probe_run(run_dir, steps=None, labels=None, num_draws=1, changes={}, device=setting.device)
+                probe_run(run_dir, ProbeOptions(), device=setting.device)
         except _NoTimeToProbeError:
             print(f"{recipe}: no time left for the probe of step {progress['step']}", flush=True)
         except KeyboardInterrupt:

@@ -16,6 +16,7 @@ from data_pipeline.tools.verify import find_problems
 from tests.photos import build_photos
 from trainer.analyses.loaded_run import AnalysisOptions
 from trainer.analyze import ANALYSES, load_analysis
+from trainer.probed_runs.options import ProbeOptions
 from trainer.probed_runs.probing import probe_run
 from trainer.reports.page import page
 from trainer.reports.runs import arms_of, read_runs
@@ -57,7 +58,7 @@ def test_runs_on_own_pictures_are_probed_analysed_and_reported(
         assert config.name == f"{recipe.partition(':')[0]}-birds"
         run_dirs.append(RunDir(tmp_path / config.name))
         train(config, run_dirs[-1], device=CPU, command="train")
-        results = probe_run(run_dirs[-1], steps=None, labels=None, num_draws=1, changes={}, device=CPU, untrained=True)
+        results = probe_run(run_dirs[-1], ProbeOptions(untrained=True), device=CPU)
         assert set(results) == {"base", "overlay"}
     monkeypatch.chdir(tmp_path)
     for name in ANALYSES if size < 224 else ("views", "feature_dropout"):  # the others take long there

@@ -17,14 +17,13 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 from data_pipeline.core.environment import variable
 from data_pipeline.core.errors import UserError, printable, storage_problem
 from data_pipeline.core.processes import end_with_parent
 from data_pipeline.core.progress import Progress
 from trainer.distributed.environment import choose_device, process_group, read_env
-from trainer.own_code import import_code_of
+from trainer.probed_runs.options import ProbeOptions
 from trainer.probed_runs.probing import print_not_probed, probe_run
 from trainer.probes.features import LabelSpace
 from trainer.probes.result import ProbeResult
@@ -43,10 +42,8 @@ class _Answer:
     problem: str
 
 
-def probe_in_processes(
-    run_dirs: Sequence[RunDir], *, at_a_time: int, options: Mapping[str, Any], allow_code: bool = False
-) -> list[Results | None]:
-    """Call `probe_run` with `options` for each run, `at_a_time` of them at once, and print what each one prints.
+def probe_in_processes(run_dirs: Sequence[RunDir], options: ProbeOptions, *, at_a_time: int) -> list[Results | None]:
+    """Call `probe_run` for each run, `at_a_time` of them at once, and print what each one prints.
 
     The processes share the cores of this machine, unless OMP_NUM_THREADS is set. Returns the results of each run. Those
     of a run that failed are None, and the reason is printed.
@@ -65,7 +62,7 @@ def probe_in_processes(
                 while waiting and len(running) < at_a_time:
                     number, run_dir = waiting.popleft()
                     receiver, sender = context.Pipe(duplex=False)
-                    process = context.Process(target=_probe, args=(run_dir, options, allow_code, sender))
+                    process = context.Process(target=_probe, args=(run_dir, options, sender))
                     process.start()
                     sender.close()  # so that the end of the process is the end of the pipe
                     running[receiver] = number, process
@@ -96,19 +93,17 @@ def _print_answer(run_dir: RunDir, receiver: Connection, process: BaseProcess) -
     return answer.results
 
 
-def _probe(run_dir: RunDir, options: Mapping[str, Any], allow_code: bool, sender: Connection) -> None:
+def _probe(run_dir: RunDir, options: ProbeOptions, sender: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the command ends this one
     end_with_parent()
     Progress.hide()
     results, problem = None, ""
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
         try:
-            if allow_code:
-                import_code_of([run_dir])
             world = read_env(os.environ)
             device = choose_device(world)
             with process_group(world, device):
-                results = probe_run(run_dir, device=device, **options)
+                results = probe_run(run_dir, options, device=device)
         except UserError as error:
             problem = str(error)
         except Exception as error:

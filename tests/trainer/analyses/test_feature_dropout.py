@@ -27,6 +27,7 @@ from trainer.analyses.feature_dropout import (
     right_class_probability,
 )
 from trainer.analyses.loaded_run import AnalysisOptions, load_run
+from trainer.probed_runs.options import ProbeOptions
 from trainer.probed_runs.probing import probe_run
 from trainer.probes.features import Pictures, read_pictures
 from trainer.probes.heads import Heads, read_heads, write_heads
@@ -208,7 +209,7 @@ def test_heads_that_a_probe_fitted_in_train_mode_are_not_used(
     run_dir.config.write_text(json.dumps(config))
 
     def probe(**changes: str) -> None:
-        probe_run(run_dir, steps=0, labels=None, num_draws=1, changes=changes, device=torch.device("cpu"))
+        probe_run(run_dir, ProbeOptions(steps=0, changes=changes), device=torch.device("cpu"))
 
     probe()
     kept = (run_dir.probes(0) / "heads.safetensors").read_bytes()
@@ -229,7 +230,7 @@ def test_a_probe_of_one_label_leaves_the_quick_heads_of_the_others(
     loaded = load_run(run_dir, AnalysisOptions(step=0))
     quick = heads_of(loaded)
     assert "has no heads" not in capsys.readouterr().err
-    probe_run(run_dir, steps=0, labels=["base"], num_draws=1, changes={"num_epochs": 5}, device=torch.device("cpu"))
+    probe_run(run_dir, ProbeOptions(steps=0, labels=["base"], changes={"num_epochs": 5}), device=torch.device("cpu"))
     capsys.readouterr()
     heads = heads_of(loaded)
     assert list(heads.by_label) == list(quick.by_label) == ["base", "overlay"]
@@ -245,7 +246,7 @@ def test_a_probe_of_one_label_leaves_the_quick_heads_of_the_others(
 def test_labels_that_were_not_probed_get_quick_heads(data: Path, tmp_path: Path) -> None:
     """The order of the commands does not matter: the probe of one label comes first."""
     run_dir = write_run(tmp_path / "run", data)
-    probe_run(run_dir, steps=0, labels=["overlay"], num_draws=1, changes={}, device=torch.device("cpu"))
+    probe_run(run_dir, ProbeOptions(steps=0, labels=["overlay"]), device=torch.device("cpu"))
     heads = heads_of(load_run(run_dir, AnalysisOptions(step=0)))
     assert sorted(heads.by_label) == ["base", "overlay"]
     assert heads.made_by.endswith(f"; for label_base: {QUICK_FIT}")

@@ -31,7 +31,10 @@ from trainer.distributed.collectives import rank
 from trainer.modules import build_modules
 from trainer.pretrained import load_modules
 from trainer.probe import main
-from trainer.probed_runs.probing import majority_share, probe, probe_each, runs_table
+from trainer.probed_runs.options import ProbeOptions
+from trainer.probed_runs.probing import probe_each
+from trainer.probed_runs.readout import majority_share, probe
+from trainer.probed_runs.tables import runs_table
 from trainer.probes.any_encoder import probe as probe_any
 from trainer.probes.curve import Curves, Point, ProbeCurve, curve_of, read_curves
 from trainer.probes.features import Pictures, read_pictures
@@ -628,14 +631,14 @@ def fail_on_one_rank(study: str) -> str:
     """Return the error of `probe_each` if the probe of each run fails on the second rank alone."""
     first, second = (RunDir(path) for path in sorted(Path(study).iterdir()))
 
-    def fail(run_dir: RunDir, **_: object) -> dict[str, object]:
+    def fail(run_dir: RunDir, *_: object, **__: object) -> dict[str, object]:
         if rank() == 1:
             raise UserError(f"{run_dir.path.name} failed here alone")
         return {}
 
     with mock.patch("trainer.probed_runs.probing.probe_run", fail):
         try:
-            return str(probe_each([first, second]))
+            return str(probe_each([first, second], ProbeOptions(), device=torch.device("cpu")))
         except UserError as error:
             return str(error)
 

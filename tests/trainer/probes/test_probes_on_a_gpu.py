@@ -22,6 +22,7 @@ from tests.trainer.probed_runs.test_probe_command import make_run
 from tests.trainer.test_on_a_gpu import CUDA, Waits, on_the_gpu, tensors_without_data
 from trainer.modules import build_modules
 from trainer.probed_runs import probing
+from trainer.probed_runs.options import ProbeOptions
 from trainer.probes import features, linear
 from trainer.probes.features import Pictures, extract, read_pictures
 from trainer.probes.knn import knn_classes
@@ -155,4 +156,4 @@ def test_a_full_gpu_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(probing, "probe", fill)
     run_dir = make_run(tmp_path / "run", write_tiny_pair(tmp_path, num_train=8, num_test=4))
     with pytest.raises(UserError, match=r"of \S+/run has .* on cpu \(CUDA .* 2.00 GiB\); keep .* --memory-gigabytes"):
-        probing.probe_run(run_dir, steps=None, labels=None, num_draws=1, changes={}, device=CPU)
+        probing.probe_run(run_dir, ProbeOptions(), device=CPU)

@@ -15,7 +15,7 @@ from tests.gloo import RankError, run_ranks
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.probes.toy import toy_pictures
 from trainer.modules import build_modules
-from trainer.probed_runs.probing import probe
+from trainer.probed_runs.readout import probe
 from trainer.probes import linear
 from trainer.probes.features import extract, frozen, read_pictures, shared_rows
 from trainer.probes.knn import knn_accuracies

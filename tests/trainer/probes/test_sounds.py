@@ -21,7 +21,7 @@ from trainer.analyses.loaded_run import AnalysisOptions
 from trainer.analyses.views import analyze_views
 from trainer.modules import build_modules
 from trainer.probe import main
-from trainer.probed_runs.probing import probe
+from trainer.probed_runs.readout import probe
 from trainer.probes.features import read_pictures
 from trainer.probes.knn import probe_knn
 from trainer.probes.linear import ProbeConfig, probe_linear

@@ -35,7 +35,7 @@ from tests.trainer.test_tars import write_tars
 from trainer.analyses.loaded_run import AnalysisOptions
 from trainer.analyses.views import analyze_views
 from trainer.modules import build_modules
-from trainer.probed_runs.probing import probe
+from trainer.probed_runs.readout import probe
 from trainer.probes import memory_limit
 from trainer.probes.features import Pictures, extract, read_pictures
 from trainer.probes.knn import nearest

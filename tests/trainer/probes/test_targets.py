@@ -16,6 +16,7 @@ from data_pipeline.building.build import build_dataset
 from data_pipeline.building.index_tars import make_index
 from data_pipeline.building.tar_scan import Fields
 from data_pipeline.storage.manifest import Manifest, load_manifest
+from trainer.probed_runs.options import ProbeOptions
 from trainer.probed_runs.probing import probe_run
 from trainer.probes.targets import option_difference
 from trainer.run_dir import RunDir
@@ -121,5 +122,5 @@ def test_training_and_probe_warn_of_a_difference(
     train(config, run_dir, device=torch.device("cpu"), command="test")
     said = "the overlay's size is 12 in the train set but 14 in the test set"
     assert f"{said}; build both with the same --seed and options" in caplog.text
-    probe_run(run_dir, steps=None, labels=None, num_draws=1, changes={}, device=torch.device("cpu"))
+    probe_run(run_dir, ProbeOptions(), device=torch.device("cpu"))
     assert f"warning: {said}; the accuracies measure this difference too" in capsys.readouterr().err
