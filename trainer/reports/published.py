@@ -14,6 +14,8 @@ from types import MappingProxyType
 from typing import Literal
 
 from data_pipeline.core.errors import UserError, nearest
+from data_pipeline.core.imports import import_object
+from trainer.config import RunConfig
 from trainer.probes.features import LabelSpace
 
 SMALL_STUDY, SMALL_RUN = "_small", "-small"
@@ -95,6 +97,14 @@ class Study:
     def command(self) -> str:
         """Return the command that trains all its runs."""
         return f"python launch/slurm.py --study studies:{self.name}"
+
+    def recipes(self) -> dict[str, RunConfig]:
+        """Return the configs of its runs, by their names.
+
+        configs/ imports this package, so its studies are found by their import path.
+        """
+        runs: list[RunConfig] = import_object(f"configs.studies:{self.name}")()
+        return {run.name: run for run in runs}
 
 
 def study(name: str) -> Study:

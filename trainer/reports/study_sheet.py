@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from scipy.stats import spearmanr
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.schema import differing_keys
+from data_pipeline.core.schema import as_typed, differing_keys, flatten
 from trainer.analyses.concentration import ConcentrationResult
+from trainer.config import RunConfig
 from trainer.probes.features import LabelSpace
 from trainer.probes.linear import ProbeConfig
 from trainer.provenance import RECORDED_NUM_SAMPLES, RECORDED_NUM_TEST_SAMPLES
@@ -28,6 +29,25 @@ from trainer.reports.runs import Run
 from trainer.run_dir import RunDir, read_object
 
 Direction = Literal["same", "opposite", "not told from chance", "not measured"]
+
+# Settings of which the results depend by rounding alone, or by which shards are read first. A run of a table may change
+# them and still be compared with the paper.
+_FREE = (
+    "compile.",
+    "engine.",
+    "precision.",
+    "channels_last.",
+    "view_forwards.",
+    "max_skipped_in_a_row.",
+    "memory.encoder_checkpointing.",
+    "memory.viewmaker_checkpointing.",
+    "objective.chunk_size.",
+    "data.shuffle_shards.",
+    "data.order_version.",
+    "data.max_bad_share.",
+    "probe.",  # that of the results counts
+)
+_MOST_NAMED = 4  # settings that differ
 
 
 @dataclass(frozen=True)
@@ -110,8 +130,9 @@ def fill(study: Study, runs: Sequence[Run]) -> Sheet:
     for name, namesakes in by_name.items():
         if any(cell.run == name for cell in study.cells.values()):
             _check_namesakes(namesakes)
+    recipes = study.recipes()
     cells = {
-        place: _fill(study, cell, study.columns[place[1]].label, by_name.get(cell.run, []))
+        place: _fill(study, cell, study.columns[place[1]].label, by_name.get(cell.run, []), recipes[cell.run])
         for place, cell in study.cells.items()
     }
     names = {cell.run for cell in study.cells.values()}
@@ -147,11 +168,11 @@ def _check_namesakes(runs: Sequence[Run]) -> None:
             raise UserError(f"{paths} are the same run, with seed {run.config.seed}; leave one out")
 
 
-def _fill(study: Study, cell: Cell, label: LabelSpace, runs: Sequence[Run]) -> FilledCell:
+def _fill(study: Study, cell: Cell, label: LabelSpace, runs: Sequence[Run], recipe: RunConfig) -> FilledCell:
     measured = _measured(study, label, runs)
     if not measured:
         return FilledCell(cell, tuple(runs), None, ())
-    unlike = list(dict.fromkeys(text for run in runs for text in _unlike(study, cell, label, run)))
+    unlike = list(dict.fromkeys(text for run in runs for text in _unlike(study, cell, label, run, recipe)))
     return FilledCell(
         cell,
         tuple(runs),
@@ -227,8 +248,8 @@ def _recorded_sizes(run: Run) -> tuple[int, int] | None:
     return num_train, num_test
 
 
-def _unlike(study: Study, cell: Cell, label: LabelSpace, run: Run) -> list[str]:
-    """Return the differences between a run and the paper's, in words."""
+def _unlike(study: Study, cell: Cell, label: LabelSpace, run: Run, recipe: RunConfig) -> list[str]:
+    """Return the differences between a run and the paper's, in words; other settings only if there is nothing else."""
     config, probe = run.config, run.final_probe(label)
     pairs: list[tuple[int | str, int | str, str]] = [
         (config.encoder.kind, study.encoder, ""),
@@ -246,7 +267,30 @@ def _unlike(study: Study, cell: Cell, label: LabelSpace, run: Run) -> list[str]:
         unlike.append(f"probed at {run.probed_at}")
     elif "finished_step" not in run.provenance:
         unlike.append("a training that has not ended")
-    return unlike
+    return unlike or _other_settings(study, label, run, recipe)
+
+
+def _other_settings(study: Study, label: LabelSpace, run: Run, recipe: RunConfig) -> list[str]:
+    """Return the settings of a run and of its probe that are not those of the recipe, in words."""
+    ours, theirs = _settings(run.config), _settings(recipe)
+    if study.measure == "linear" and (probe := run.final_probe(label)) is not None:
+        ours |= _settings_of_probe(probe.probe_config)
+        theirs |= _settings_of_probe(recipe.probe.protocol)
+    different = differing_keys(ours, theirs)
+    texts = [
+        f"{key} {as_typed(ours.get(key))} instead of {as_typed(theirs.get(key))}" for key in different[:_MOST_NAMED]
+    ]
+    more = len(different) - len(texts)
+    return [*texts, f"{more} other settings"] if more else texts
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    return {key: value for key, value in identity_settings(config).items() if not f"{key}.".startswith(_FREE)}
+
+
+def _settings_of_probe(protocol: ProbeConfig) -> dict[str, Any]:
+    """Return the settings of a probe without the mode of batch norm, which is a part of the sheet."""
+    return {f"probe.{key}": value for key, value in flatten(protocol).items() if key != "batch_norm"}
 
 
 def _number(value: int | str) -> str:
@@ -288,7 +332,7 @@ def summary(sheet: Sheet) -> list[str]:
             "number is shown, and only directions can be compared."
         )
     if sheet.study.measure == "linear" and measured:
-        sentences += _batch_norm(sheet)
+        sentences += [*_published_code(sheet), *_batch_norm(sheet)]
     if sheet.study.measure == "knn_best" and measured:
         fewest = min(one.num_checkpoints for one in measured)
         here = f"the best of {fewest} checkpoints or more" if fewest > 1 else "for some runs the only checkpoint"
@@ -307,8 +351,22 @@ def summary(sheet: Sheet) -> list[str]:
     return sentences
 
 
+def _published_code(sheet: Sheet) -> list[str]:
+    """Return a sentence on what measured runs do otherwise than the published code; docs/quirks.md has the settings."""
+    configs = [run.config for one in sheet.cells.values() if one.score is not None for run in one.runs]
+    learned = [identity_settings(config) for config in configs if config.views.is_learned]
+    differences = {
+        "clamp the views": any(settings.get("views.clamp") for settings in learned),
+        "train both players in one pass": any(
+            settings.get("adversary.update") == "simultaneous" for settings in learned
+        ),
+    }
+    told = " and ".join(text for text, is_so in differences.items() if is_so)
+    return [f"Unlike the published code, the runs with a viewmaker {told} (docs/quirks.md)."] if told else []
+
+
 def _batch_norm(sheet: Sheet) -> list[str]:
-    """Return sentences on the mode of batch norm, which changes the published levels by 5 to 10 points."""
+    """Return sentences on the mode of batch norm, which changes the level of a probe."""
     published = "The published levels were measured with batch norm in train mode while the probe was fitted"
     if sheet.protocol.batch_norm == "train":
         return [f"{published}; so are these."]
@@ -317,7 +375,10 @@ def _batch_norm(sheet: Sheet) -> list[str]:
     protocol = describe_protocol(sheet.protocol)
     sentences = [f"{published}; the first number of a cell is from {protocol}, and the line below it from train mode."]
     if len(paths) and all(one.in_train_mode is None for one in measured):
-        sentences = [f"{published}; here it was in eval mode ({protocol}), which changes the level by 5 to 10 points."]
+        sentences = [
+            f"{published}; here it was in eval mode ({protocol}), which changes the level, in docs/claims.md by 1 to 8 "
+            "points."
+        ]
     if paths:
         sentences.append(f"To measure as published: python -m trainer.probe {' '.join(paths)} --batch-norm train")
     return sentences

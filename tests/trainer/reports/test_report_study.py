@@ -105,6 +105,58 @@ def test_a_full_size_name_does_not_make_a_small_run_comparable(tmp_path: Path) -
     assert cell.difference is None
 
 
+@pytest.mark.parametrize(
+    ("changed", "unlike"),
+    [
+        ({"objective": {"temperature": 0.5}}, ("objective.temperature 0.5 instead of 0.07",)),
+        ({"data": {"overlay": "baked"}}, ("data.overlay baked instead of online",)),
+        (
+            {"optimizer": {"learning_rate": 1.0, "momentum": 0.5, "weight_decay": 0.0}, "views": {"budget": 0.4}},
+            (
+                "views.budget 0.4 instead of 0.05",
+                "optimizer.learning_rate 1 instead of 0.03",
+                "optimizer.momentum 0.5 instead of 0.9",
+                "optimizer.weight_decay 0 instead of 0.0001",
+            ),
+        ),
+        ({"precision": "bfloat16", "memory": {"encoder_checkpointing": 1}, "data": {"num_workers": 3}}, ()),
+    ],
+)
+def test_a_run_with_other_settings_than_its_recipe_is_not_compared_with_the_papers_level(
+    changed: dict[str, Any], unlike: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = study_run(tmp_path, "table1", "viewmaker-cifar10_digits", num_train=50_000, trained={"base": [0.5]})
+    config = json.loads((path / "config.json").read_text())
+    merged = {key: {**config[key], **value} if isinstance(value, dict) else value for key, value in changed.items()}
+    write_json(path / "config.json", config | merged)
+    cell, _ = [one for one in fill(study("table1"), read_runs([path])).cells.values() if one.runs]
+    assert cell.unlike == unlike
+    assert (cell.difference is None) == bool(unlike)
+
+
+def test_a_probe_with_other_settings_than_the_recipes_is_not_compared_with_the_papers_level(tmp_path: Path) -> None:
+    path = study_run(tmp_path, "table1", "simclr-cifar10", num_train=50_000, trained={"base": [0.5]})
+    for result in path.rglob("probes/*/*.json"):
+        value = json.loads(result.read_text())
+        write_json(
+            result, value | {"probe_config": value["probe_config"] | {"learning_rate": 1.0, "batch_norm": "train"}}
+        )
+    (cell,) = [one for one in fill(study("table1"), read_runs([path])).cells.values() if one.runs]
+    assert cell.unlike == ("probe.learning_rate 1 instead of 0.01",)
+
+
+def test_where_the_recipes_are_not_the_published_code_a_sentence_says_so(tmp_path: Path) -> None:
+    drawn = study_run(tmp_path, "table1", "viewmaker-cifar10", num_train=50_000, trained={"base": [0.5]})
+    expert = study_run(tmp_path, "table1", "simclr-cifar10", num_train=50_000, trained={"base": [0.5]})
+    said = "Unlike the published code, the runs with a viewmaker clamp the views and train both players in one pass"
+    assert said in " ".join(summary(fill(study("table1"), read_runs([drawn, expert]))))
+    assert "published code, the runs" not in " ".join(summary(fill(study("table1"), read_runs([expert]))))
+    config = json.loads((drawn / "config.json").read_text())
+    alternating = {"adversary": config["adversary"] | {"update": "alternating"}}
+    write_json(drawn / "config.json", config | alternating | {"views": config["views"] | {"clamp": False}})
+    assert "published code, the runs" not in " ".join(summary(fill(study("table1"), read_runs([drawn]))))
+
+
 @pytest.mark.parametrize(("finished", "what"), [(99, "step 11 of 99"), (None, "step 11 of a run that has not ended")])
 def test_a_run_that_was_probed_before_its_end_is_not_compared_with_the_papers_level(
     finished: int | None, what: str, tmp_path: Path
