@@ -222,7 +222,7 @@ def suppression() -> list[RunConfig]:
 
 
 def suppression_small() -> list[RunConfig]:
-    """Feature suppression for a CPU: every setting and cure, three difficulties, three seeds; 1,362 runs."""
+    """Feature suppression for a CPU: every setting and cure, three difficulties, three seeds; 1,422 runs."""
     return _study("suppression_small", benchmark(scale="small"))
 
 

@@ -10,7 +10,8 @@ GPU. The input is not changed.
 
 An overlay of pictures is a `PixelOverlay`, which may change the shape of a picture: `output_shape` says to which. Most
 are a `PictureOverlay`, which paints on square pictures of 32 pixels or more to a side. 32 is the published size, and
-there every layout is the published drawing, to the bit. A `Layout` says what happens on larger pictures.
+there every layout is the published drawing, to the bit; letters are in another font. A `Layout` says what happens on
+larger pictures.
 
 To add an overlay that paints, write a `PictureOverlay` with `class_names` and `draw`, and a line in `OVERLAYS` (or,
 in another package, an entry point of the group `overlay.overlays`). A build opens an overlay by `open`, which gets the

@@ -155,9 +155,22 @@ def _changes(settings: Sequence[Setting], order: Sequence[str]) -> Block:
     return Table(
         ["cure", f"settings that differ from {plainest}", "and others, by setting"],
         rows,
-        caption=f"From the configs of the runs. {plainest} is the cure with the fewest differences from the others. Of "
-        "another kind of loss, view or encoder, only the settings that are not its defaults.",
+        caption=f"From the configs of the runs. {plainest} is the cure with the fewest differences from the others"
+        f"{_losses_of(plainest, settings)}. Of another kind of loss, view or encoder, only the settings that are not "
+        "its defaults.",
     )
+
+
+def _losses_of(cure: str, settings: Sequence[Setting]) -> str:
+    """Return ", and trains with the loss KIND" for the runs of a cure; "" if there are none."""
+    kinds = {
+        run.config.objective.kind
+        for setting in settings
+        for (_, name), runs in setting.cells.items()
+        if name == cure
+        for run in runs.values()
+    }
+    return f", and trains with objective.kind={' or '.join(sorted(kinds))}" if kinds else ""
 
 
 def _seeds(settings: Sequence[Setting]) -> str:

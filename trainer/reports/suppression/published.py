@@ -124,7 +124,12 @@ def _differences(setting: Setting, runs: list[StudyRun]) -> tuple[str, ...]:
     losses = sorted({run.config.objective.kind for run in runs})
     if losses != ["symmetric_info_nce"]:
         told.append(f"the loss {' and '.join(losses)} instead of the symmetric InfoNCE")
-    told.append("a linear probe that is fitted to the frozen encoder after the training, instead of one trained along")
+    told += [
+        "an epoch shuffles the pictures, instead of the same batches each time",
+        "crops have the law of torchvision instead of TensorFlow's, whose are a little smaller",
+        "the bits are drawn from a hash of the pixels instead of the JPEG file",
+        "a linear probe that is fitted to the frozen encoder after the training, instead of one trained along",
+    ]
     return tuple(told)
 
 
