@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -115,6 +116,30 @@ def config_in_provenance(run_dir: RunDir) -> RunConfig | None:
         return parse_config(value, run_dir.provenance, allow_pipe=True, context=KEEP_UNKNOWN)
     except UserError:
         return None
+
+
+def train_sets(config: RunConfig, provenance: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the hashes of the train sets on which a run took its steps, oldest first; empty if none is recorded.
+
+    Of a mixture, those of the source that probes read. A start counts if a later one did not take up an earlier step.
+    """
+    starts = [start for start in provenance.get("starts", ()) if isinstance(start.get("start_step"), int)]
+    found: list[str] = []
+    for number, start in enumerate([*starts, provenance]):
+        later = [other["start_step"] for other in starts[number + 1 :]]
+        took_steps = number >= len(starts) - 1 or start["start_step"] < min(later)
+        recorded = _train_set(config, start)
+        if took_steps and recorded is not None and recorded not in found[-1:]:
+            found.append(recorded)
+    return tuple(found)
+
+
+def _train_set(config: RunConfig, facts: Mapping[str, Any]) -> str | None:
+    recorded = facts.get("train_manifest_sha256")
+    if config.data.mixture is not None:
+        sources = facts.get("train_sources")
+        recorded = sources.get(config.data.probed_name) if isinstance(sources, dict) else None
+    return recorded if isinstance(recorded, str) else None
 
 
 def _weights(config: RunConfig) -> dict[str, Any]:

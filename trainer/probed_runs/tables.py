@@ -11,6 +11,7 @@ from trainer.probes.features import LabelSpace
 from trainer.probes.groups import describe_groups
 from trainer.probes.linear import spread
 from trainer.probes.result import ProbeResult
+from trainer.provenance import train_sets
 from trainer.reports.config_identity import config_identity
 from trainer.run_dir import RunDir
 
@@ -46,7 +47,7 @@ def runs_table(paths: Sequence[Path], of_runs: Sequence[Mapping[LabelSpace, Prob
     for path, results in zip(paths, of_runs, strict=True):
         one = next(iter(results.values()))
         config = read_run_config(RunDir(path))
-        trained_on = RunDir(path).read_provenance().get("train_manifest_sha256")
+        trained_on = train_sets(config, RunDir(path).read_provenance())
         of_arm = arms.setdefault((config_identity(config), trained_on, *one.data), {})
         first, _ = of_arm.setdefault(config.seed, (path, results))
         if first.resolve() != path.resolve():

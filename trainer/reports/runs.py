@@ -18,6 +18,7 @@ from trainer.observability.records import read_provenance
 from trainer.probes.features import LabelSpace, label_order
 from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult, labels_in, read_result
+from trainer.provenance import train_sets
 from trainer.reports.config_identity import config_identity, run_identity
 from trainer.reports.run_index import RunIndex
 from trainer.run_dir import RunDir, open_run, places_of_probes, read_object
@@ -69,6 +70,7 @@ class Run:
     views: Views
     pictures: tuple[Picture, ...] = ()
     problems: tuple[str, ...] = ()
+    assumed_data: tuple[str, str] | None = None
 
     @property
     def probes(self) -> Probes:
@@ -112,22 +114,40 @@ class Run:
         return {entry["step"]: entry[key] for entry in self.metrics if key in entry}
 
     @property
-    def other_train_set(self) -> str | None:
-        """Return the hash of the train set of the training if the probes read another; None if not, or if unknown."""
-        recorded = trained_on(self.config, self.provenance)
+    def replaced_train_sets(self) -> tuple[str, ...]:
+        """Return the hashes of all train sets of the training if one is not that of the probes; empty if none is.
+
+        Without probes, the newest one counts as that of the probes.
+        """
+        recorded = train_sets(self.config, self.provenance)
         results = (one for probes in self.readouts.values() for step in probes.values() for one in step.values())
-        return recorded if any(one.train_manifest_sha256 != recorded for one in results) else None
+        probed = {one.train_manifest_sha256 for one in results} or set(recorded[-1:])
+        return recorded if recorded and {*recorded} != probed else ()
 
     @property
     def data_key(self) -> tuple[str, ...]:
         """Return the hashes of both manifests, or the directories of the datasets if a hash is not known.
 
-        If the train set was replaced before the probes, the hash of the one of the training follows.
+        If the train set was replaced before the end of the training or before the probes, the hashes of those of the
+        training follow.
         """
-        return self._data_now if self.other_train_set is None else (*self._data_now, self.other_train_set)
+        return (*self.data_now, *self.replaced_train_sets)
 
     @property
-    def _data_now(self) -> tuple[str, str]:
+    def is_of_known_data(self) -> bool:
+        """Tell whether `data_key` holds hashes: the run has begun, or was probed."""
+        return self.data_now != self.directories
+
+    @property
+    def directories(self) -> tuple[str, str]:
+        """Return the locations of the train set and of the test set in the config."""
+        return " ".join(self.config.data.train_locations.values()), self.config.data.test_dir
+
+    @property
+    def data_now(self) -> tuple[str, str]:
+        """Return the hashes of both manifests that the probes read, or those of the newest start, or directories."""
+        if self.assumed_data is not None:
+            return self.assumed_data
         results = [vars(one) for probes in self.readouts.values() for step in probes.values() for one in step.values()]
         if self.config.data.mixture is not None:  # a probe reads only one of its sources
             results = []
@@ -135,7 +155,7 @@ class Run:
             hashes = source.get("train_manifest_sha256"), source.get("test_manifest_sha256")
             if all(hashes):
                 return str(hashes[0]), str(hashes[1])
-        return " ".join(self.config.data.train_locations.values()), self.config.data.test_dir
+        return self.directories
 
     @property
     def data_name(self) -> str:
@@ -219,7 +239,7 @@ def read_runs(
             raise UserError(f"{probes_at} is no directory; pass to --probes the --out of `python -m trainer.probe`")
         elsewhere = places_of_probes(directories, probes_at)
         places = [[other, *own] for other, own in zip(elsewhere, places, strict=True)]
-    return [
+    runs = [
         _read_run(
             run_dir,
             config,
@@ -229,6 +249,21 @@ def read_runs(
             index=index,
         )
         for run_dir, config, name, of_run in zip(directories, configs, names, places, strict=True)
+    ]
+    return _with_assumed_data(runs)
+
+
+def _with_assumed_data(runs: Sequence[Run]) -> list[Run]:
+    """Let runs that have not begun have the data of the others with their directories, if these have the same data."""
+    known: dict[tuple[str, str], set[tuple[str, str]]] = {}
+    for run in runs:
+        if run.is_of_known_data:
+            known.setdefault(run.directories, set()).add(run.data_now)
+    return [
+        run
+        if run.is_of_known_data or len(of_others := known.get(run.directories, set())) != 1
+        else replace(run, assumed_data=next(iter(of_others)))
+        for run in runs
     ]
 
 
@@ -277,7 +312,7 @@ def datasets_of(arms: Sequence[Arm]) -> list[DatasetArms]:
     names = [arms[numbers[0]].runs[0].data_name for numbers in grouped.values()]
     return [
         DatasetArms(
-            name if names.count(name) == 1 else f"{name} ({', trained on '.join(each[:12] for each in key[::2])})",
+            name if names.count(name) == 1 else f"{name} ({_described_data(key)})",
             tuple(arms[number] for number in numbers),
             tuple(numbers),
         )
@@ -367,23 +402,26 @@ def _read_run(
     return replace(run, problems=problems)
 
 
-def trained_on(config: RunConfig, provenance: Mapping[str, Any]) -> str | None:
-    """Return the hash that the train set of the probes had when the run was trained; None if it is not recorded."""
-    recorded = provenance.get("train_manifest_sha256")
-    if config.data.mixture is not None:
-        sources = provenance.get("train_sources")
-        recorded = sources.get(config.data.probed_name) if isinstance(sources, dict) else None
-    return recorded if isinstance(recorded, str) else None
+def _described_data(key: Sequence[str]) -> str:
+    """Return a `data_key` in words: the start of the hash of the train set, or its directory."""
+    now, _, *trained = (each if "/" in each else each[:12] for each in key)
+    return f"{now}, trained on {' and then on '.join(trained)}" if trained else now
 
 
 def _replaced_train_set(run: Run) -> tuple[str, ...]:
     """Return a sentence if the run was trained on another train set than the one of its probes."""
-    if run.other_train_set is None:
+    if not run.replaced_train_sets:
         return ()
+    *before, last = (one[:12] for one in run.replaced_train_sets)
+    if before:
+        return (
+            f"{run.path} was trained on several train sets, one after the other (manifests {join([*before, last])}), "
+            "so it is compared with no run that was trained on one of them alone.",
+        )
     return (
-        f"{run.path} was trained on another train set (manifest {run.other_train_set[:12]}) than its probes read, so "
-        "it is compared with no run that was trained on the present one; train it again, or put the old train set back "
-        "and repeat the probes.",
+        f"{run.path} was trained on another train set (manifest {last}) than its probes read, so it is compared with "
+        "no run that was trained on the present one; train it again, or put the old train set back and repeat the "
+        "probes.",
     )
 
 

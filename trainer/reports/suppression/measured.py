@@ -23,11 +23,11 @@ from trainer.probes.features import LabelSpace
 from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult, labels_in, read_result
 from trainer.probes.right_samples import unpack_right
-from trainer.provenance import RECORDED_NUM_TEST_SAMPLES
+from trainer.provenance import RECORDED_NUM_TEST_SAMPLES, train_sets
 from trainer.reports.config_identity import config_identity, run_identity
 from trainer.reports.paired import Reading
 from trainer.reports.rises import online_num_test
-from trainer.reports.runs import of_other_run, protocol_of, trained_on
+from trainer.reports.runs import of_other_run, protocol_of
 from trainer.run_dir import RunDir, open_run, places_of_probes, read_object
 
 CEILING = "ceiling: "  # begins the name of a cure that is no cure: the encoder trained with the label that follows
@@ -46,7 +46,7 @@ class StudyRun:
     online: accuracies in [0, 1] of the online probe (ridge regression) by label, then by step.
     pixels: the same probe on the raw pixels, without an encoder (`trainer.probe --pixels`).
     trained: the results of the last checkpoint; empty if it was not probed, or if the training is not finished.
-    trained_on: the hash of the train set at the training; None if it is not recorded.
+    trained_on: the hashes of the train sets of the training, oldest first; empty if they are not recorded.
     num_test_samples: the size of the test set at the training; None if it is not recorded.
     problems: sentences on results of other runs, which were left out.
     """
@@ -59,7 +59,7 @@ class StudyRun:
     pixels: Results
     monitors: MonitorsResult | None
     online: Mapping[LabelSpace, Mapping[int, float]]
-    trained_on: str | None
+    trained_on: tuple[str, ...]
     num_test_samples: int | None = None
     problems: tuple[str, ...] = ()
 
@@ -317,7 +317,7 @@ def _read(run_dir: RunDir, probes_of: RunDir, *, allow_pipe: bool) -> StudyRun:
         pixels=results(0, suffix=OF_PIXELS),
         monitors=monitors if monitors is not None and _is_of(monitors, final, step=finished) else None,
         online=_online(run_dir) if config.probe.online_every_steps is not None else {},
-        trained_on=trained_on(config, provenance),
+        trained_on=train_sets(config, provenance),
         num_test_samples=provenance.get(RECORDED_NUM_TEST_SAMPLES),
         problems=tuple(problems.values()),
     )
@@ -371,7 +371,7 @@ def _setting(name: str, runs: Sequence[StudyRun], protocol: ProbeConfig | None) 
             problems.append(f"{run.path} was probed with other settings than most runs.")
         elif any(_data(result) != data_of[difficulty] for result in [*results, *run.pixels.values()]):
             problems.append(f"{run.path} was probed on other data than most runs of {name} at {difficulty}.")
-        elif run.trained_on not in {None, data_of[difficulty][0]}:
+        elif set(run.trained_on) - {data_of[difficulty][0]}:
             problems.append(f"{run.path} was trained on another train set than its probes read.")
         else:
             of_cell[run.seed] = run
