@@ -33,6 +33,7 @@ from trainer.data import read_agreed_manifests, read_manifests
 from trainer.distributed.collectives import rank
 from trainer.preflight import claim
 from trainer.probed_runs.probing import warn_of_other_data
+from trainer.provenance import train_sets
 from trainer.reports.runs import read_runs
 from trainer.reports.tables import _FACTS
 from trainer.run_dir import RunDir, write_json
@@ -325,3 +326,26 @@ def test_whoever_reads_the_data_of_a_run_is_warned_and_the_report_names_both(
         f"{new.train_manifest_sha256[:12]} (in place of {old.train_manifest_sha256[:12]})"
     )
     assert _FACTS["test manifest"](run) == new.test_manifest_sha256[:12]
+    assert run.replaced_train_sets == (old.train_manifest_sha256, new.train_manifest_sha256)
+    assert run.data_key[2:] == run.replaced_train_sets  # so it is no seed of runs on the new set alone
+    assert "trained on several train sets, one after the other" in " ".join(run.problems)
+
+
+@pytest.mark.parametrize(
+    ("starts", "expected"),
+    [
+        ([], ("new",)),  # of an earlier version
+        ([("new", 0)], ("new",)),
+        ([("old", 0), ("new", 25)], ("old", "new")),
+        ([("old", 0), ("old", 10), ("new", 25)], ("old", "new")),
+        ([("old", 0), ("new", 0)], ("new",)),  # the old one was given up before its first checkpoint
+        ([("old", 0), ("between", 10), ("new", 10)], ("old", "new")),
+        ([("old", 0), ("new", 10), ("old", 20), ("new", 30)], ("old", "new", "old", "new")),
+    ],
+)
+def test_all_train_sets_on_which_steps_were_taken_are_known(
+    starts: list[tuple[str, int]], expected: tuple[str, ...], data: Path
+) -> None:
+    listed = [{"train_manifest_sha256": name, "start_step": step} for name, step in starts]
+    provenance = {"train_manifest_sha256": "new", "starts": listed}
+    assert train_sets(configure(data), provenance) == expected

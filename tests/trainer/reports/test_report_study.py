@@ -419,3 +419,17 @@ def test_without_the_library_the_page_is_there_and_one_sentence(
     with pytest.raises(UserError, match=r"pip install -e '\.\[reports\]'.*the report itself is written"):
         main()
     assert page.is_file()
+
+
+def test_a_run_that_has_not_begun_is_of_the_dataset_of_the_others(tmp_path: Path) -> None:
+    begun = [make_run(tmp_path / name, seed=seed, trained={"base": [0.5]}) for name, seed in (("a", 0), ("b", 1))]
+    waiting = make_run(tmp_path / "waiting", seed=2, provenance={})
+    (dataset,) = datasets_of(arms_of(read_runs([*begun, waiting])))
+    assert len(dataset.arms[0].runs) == 3
+    for number, path in enumerate(begun):  # now the directories stand for two datasets
+        for result in path.rglob("probes/*/*.json"):
+            value = json.loads(result.read_text())
+            write_json(result, value | {"train_manifest_sha256": str(number) * 64})
+    names = [dataset.name for dataset in datasets_of(arms_of(read_runs([*begun, waiting])))]
+    trained_on = "trained on aaaaaaaaaaaa"
+    assert names == [f"such (000000000000, {trained_on})", f"such (111111111111, {trained_on})", "such (no/such/train)"]
