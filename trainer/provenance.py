@@ -118,6 +118,12 @@ def config_in_provenance(run_dir: RunDir) -> RunConfig | None:
         return None
 
 
+def facts_of_starts(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return command, code and number of ranks of each start of a run, as the first start and `starts` record them."""
+    first = {**provenance, "git_diff_sha256": provenance.get("git_dirty") or None}
+    return [{**first, **start} for start in provenance.get("starts", ())] or [first]
+
+
 def train_sets(config: RunConfig, provenance: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the hashes of the train sets on which a run took its steps, oldest first; empty if none is recorded.
 

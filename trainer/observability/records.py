@@ -189,6 +189,8 @@ _START_FACTS: Mapping[str, Callable[[Any], bool]] = {
     "host": _is(str),
     "git_commit": _is(str),
     "snapshot_sha256": _is(str),
+    "git_diff_sha256": _is(str),
+    "train_manifest_sha256": _is(str),
     "own_code": _is(dict),
 }
 _FACTS: Mapping[str, Callable[[Any], bool]] = {
@@ -199,7 +201,6 @@ _FACTS: Mapping[str, Callable[[Any], bool]] = {
     "num_cpus": _is_count,
     "gpu": _is(str),
     "versions": _is_texts_by_name,
-    "train_manifest_sha256": _is(str),
     "test_manifest_sha256": _is(str),
     "total_wall_seconds": _is_seconds,
     "wall_seconds": _is_seconds,

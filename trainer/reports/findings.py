@@ -15,7 +15,7 @@ from scipy import special
 
 from trainer.probes.features import LabelSpace
 from trainer.probes.result import ProbeResult
-from trainer.provenance import RECORDED_NUM_SAMPLES
+from trainer.provenance import RECORDED_NUM_SAMPLES, facts_of_starts
 from trainer.reports.protocols import ProtocolArms, by_protocol, label_titles
 from trainer.reports.runs import Arm, Run, datasets_of, join, labels_of, runs_of_arms
 
@@ -285,7 +285,7 @@ def limits(arms: Sequence[Arm]) -> list[str]:
         )
         notes += _share_of_published(runs, max(probe.num_train for probe in probes))
     notes += [problem for run in runs for problem in run.problems]
-    if any(run.provenance.get("git_dirty") for run in runs):
+    if any(start.get("git_diff_sha256") for run in runs for start in facts_of_starts(run.provenance)):
         notes.append("Some of the code was not committed when it ran; the commit alone does not give these numbers.")
     return notes
 

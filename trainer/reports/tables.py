@@ -15,6 +15,7 @@ from trainer.probes.features import LabelSpace
 from trainer.probes.groups import Groups
 from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult
+from trainer.provenance import facts_of_starts
 from trainer.reports.curves import color_of
 from trainer.reports.findings import (
     Method,
@@ -296,7 +297,7 @@ def _speed(runs: Sequence[Run]) -> list[str | None]:
     wall = [seconds for run in runs if (seconds := _wall_seconds(run)) is not None]
     return [
         _formatted(_median_of(runs, "perf/samples_per_second"), "{:,.0f}"),
-        " / ".join(dict.fromkeys(str(size) for run in runs if (size := run.provenance.get("world_size")))) or None,
+        " / ".join(dict.fromkeys(ranks for run in runs if (ranks := _ranks(run)))) or None,
         _formatted(_median_of(runs, "perf/data_wait_fraction"), "{:.1%}"),
         f"{slowest.removeprefix('perf/').removesuffix('_fraction')} ({stages[slowest]:.0%})" if slowest else None,
         memory,
@@ -351,9 +352,23 @@ def provenance_grids(runs: Sequence[Run]) -> list[Grid]:
 
 
 def _commit(run: Run) -> str | None:
-    commit = run.provenance.get("git_commit")
-    changed = " with uncommitted changes" if run.provenance.get("git_dirty") else ""
+    return _of_all_starts(run, _commit_of)
+
+
+def _commit_of(start: Mapping[str, Any]) -> str | None:
+    commit = start.get("git_commit")
+    changed = " with uncommitted changes" if start.get("git_diff_sha256") else ""
     return f"{str(commit)[:12]}{changed}" if commit else None
+
+
+def _ranks(run: Run) -> str | None:
+    return _of_all_starts(run, lambda start: _text(start.get("world_size")))
+
+
+def _of_all_starts(run: Run, text: Callable[[Mapping[str, Any]], str | None]) -> str | None:
+    """Return what `text` says of each start of a run, without repetitions: "1, then 2"."""
+    texts = [found for start in facts_of_starts(run.provenance) if (found := text(start)) is not None]
+    return ", then ".join(dict.fromkeys(texts)) or None
 
 
 def _processor(run: Run) -> str | None:
@@ -390,13 +405,13 @@ def _text(value: Any) -> str | None:
 
 _FACTS: Mapping[str, Callable[[Run], str | None]] = {
     "directory": lambda run: str(run.path),
-    "command": lambda run: _text(run.provenance.get("command")),
+    "command": lambda run: _of_all_starts(run, lambda start: _text(start.get("command"))),
     "commit": _commit,
     "seed": lambda run: str(run.config.seed),
     "started": lambda run: _text(run.provenance.get("started_at")),
     "processor": _processor,
     "GPU": lambda run: _text(run.provenance.get("gpu") or ("none" if "gpu" in run.provenance else None)),
-    "ranks": lambda run: _text(run.provenance.get("world_size")),
+    "ranks": _ranks,
     "wall time": lambda run: _duration(_wall_seconds(run)),
     "samples a second": lambda run: _formatted(_median_of([run], "perf/samples_per_second"), "{:,.0f}"),
     "waiting for data": lambda run: _formatted(_median_of([run], "perf/data_wait_fraction"), "{:.1%} of the time"),

@@ -709,3 +709,15 @@ def test_the_caption_says_which_features_the_linear_probes_read(tmp_path: Path) 
     assert what_probes_read(both[:1]) == "the flattened map before pooling"
     assert what_probes_read(both[1:]) == "the pooled features"
     assert what_probes_read(both) == "the flattened map before pooling (of small-vit: the pooled features)"
+
+
+def test_code_and_ranks_of_all_starts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    second = {"start_step": 4, "git_commit": PROVENANCE["git_commit"], "git_diff_sha256": "d" * 64, "world_size": 1}
+    starts = [{"start_step": 0, "git_commit": PROVENANCE["git_commit"], "git_diff_sha256": None}, second, second]
+    run = make_run(tmp_path / "run", provenance=PROVENANCE | {"starts": starts}, trained={"base": [0.5]})
+    html = report(monkeypatch, tmp_path / "out.html", run)
+    page = Page(html)
+    assert page.row("commit")[1] == "0123456789ab, then 0123456789ab with uncommitted changes"
+    assert page.row("ranks")[1] == "2, then 1"
+    assert page.row("command")[1] == PROVENANCE["command"]
+    assert "Some of the code was not committed when it ran" in html
