@@ -380,12 +380,30 @@ def _refuse_edited_config(run_dir: RunDir, config: RunConfig, *, step: int, opti
     """
     before = config_in_provenance(run_dir) if step > 0 else None
     changed = [] if before is None else _changed_settings(run_dir, before, config, option=option)
-    keys = [key for key in changed if not (key.startswith("data.") and key.endswith("_dir"))]
+    keys = [key for key in changed if not _is_location(key)]
     if keys:
         raise UserError(
             f"{run_dir.config} was edited after the run began (it differs in {', '.join(keys)}); put the values back "
             f'that "{RECORDED_CONFIG}" in {run_dir.provenance} shows, or pass another {option}'
         )
+
+
+def edited_config(run_dir: RunDir, config: RunConfig) -> str | None:
+    """Return a clause that names the settings of config.json with which the newest start did not train; None if none.
+
+    `config` is that of config.json.
+    """
+    before = config_in_provenance(run_dir)
+    if before is None:
+        return None
+    keys = [key for key in difference(before, config) if not key.startswith(MAY_CHANGE) and not _is_location(key)]
+    if before.compiles_networks == config.compiles_networks:
+        keys = [key for key in keys if key != "compile"]
+    return f"{run_dir.config} was edited after the run began (it differs in {', '.join(keys)})" if keys else None
+
+
+def _is_location(key: str) -> bool:
+    return key.startswith("data.") and key.endswith("_dir")
 
 
 def _changed_settings(run_dir: RunDir, before: RunConfig, now: RunConfig, *, option: str) -> list[str]:

@@ -21,6 +21,7 @@ from trainer.distributed.collectives import FirstRankExit, broadcast_object, is_
 from trainer.modules import TrainedModules
 from trainer.observability.wandb_run import summarize
 from trainer.own_code import hashes_of_code, import_code_of, warn_of_changed_code
+from trainer.preflight import edited_config
 from trainer.pretrained import load_modules
 from trainer.probed_runs.options import ProbeOptions
 from trainer.probed_runs.readout import Readout, probe
@@ -76,6 +77,8 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
     config = on_first_rank(read) or read()
     if rank() == 0:
         warn_of_changed_code([run_dir])
+        if (said := edited_config(run_dir, config)) is not None:
+            print(f"warning: {said}", file=sys.stderr)
     probe_config = options.changed(config.probe)
     identity = broadcast_object(on_first_rank(lambda: run_identity(config, run_dir.read_provenance())))
     manifests = read_agreed_manifests(config.data)
@@ -175,8 +178,10 @@ class _ProbedRun:
         return readout
 
     def summarize(self, results: Mapping[LabelSpace, ProbeResult]) -> None:
-        """Write the accuracies into the summary of the run at W&B, if they are those of the run's own probe."""
-        if self.run_dir.probes_at is not None or self.options.suffix(self.config.probe):
+        """Write the accuracies into the summary of the run at W&B, if they are those of its own probe of its end."""
+        is_own = self.run_dir.probes_at is None and not self.options.suffix(self.config.probe)
+        finished = self.run_dir.read_provenance().get("finished_step")
+        if not is_own or any(result.checkpoint_step != finished for result in results.values()):
             return
         final = {
             f"probe/{space}/{method}_final": getattr(result, method).accuracy

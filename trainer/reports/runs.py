@@ -15,6 +15,7 @@ from trainer.analyses.loaded_run import AnalysisOptions, write_result
 from trainer.analyses.views import ViewsResult, measure_views
 from trainer.config import RunConfig, read_run_config
 from trainer.observability.records import read_provenance
+from trainer.preflight import edited_config
 from trainer.probes.features import LabelSpace, label_order
 from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult, labels_in, read_result
@@ -396,7 +397,7 @@ def _read_run(
     )
     of_others = (*of_other_runs, *of_other_data)
     problems = (*metrics.problems, *provenance.problems, *left_out, *of_others, *_replaced_train_set(run))
-    problems += _probed_earlier(run)
+    problems += (*_probed_earlier(run), *_edited_config(run_dir, config))
     for problem in problems:
         logger.warning("%s", problem)
     return replace(run, problems=problems)
@@ -427,13 +428,24 @@ def _replaced_train_set(run: Run) -> tuple[str, ...]:
 
 def _probed_earlier(run: Run) -> tuple[str, ...]:
     """Return a sentence if labels were probed only at steps before the last probed one, which a report shows."""
-    last = run.probed_step
-    steps = {space: step for step, found in sorted(run.probes.items()) for space in found if step > 0}
-    earlier = {space: step for space, step in steps.items() if step != last}
-    if not earlier:
-        return ()
-    labels = join([f"label_{space} at step {earlier[space]}" for space in label_order(earlier)])
-    return (f"Not shown: {run.path} was probed on {labels}, and last on other labels at step {last}; probe all there.",)
+    sentences = []
+    for probes in run.readouts.values():  # of each protocol
+        steps = {space: step for step, found in sorted(probes.items()) for space in found if step > 0}
+        last = max(steps.values(), default=0)
+        earlier = {space: step for space, step in steps.items() if step != last}
+        if earlier:
+            labels = join([f"label_{space} at step {earlier[space]}" for space in label_order(earlier)])
+            sentences.append(
+                f"Not shown: {run.path} was probed on {labels}, and last on other labels at step {last}; probe all "
+                "there."
+            )
+    return tuple(dict.fromkeys(sentences))
+
+
+def _edited_config(run_dir: RunDir, config: RunConfig) -> tuple[str, ...]:
+    """Return a sentence if config.json of a run is not the config with which it was trained."""
+    sentence = edited_config(run_dir, config)
+    return () if sentence is None else (f"{sentence}; this page believes {run_dir.config.name}.",)
 
 
 def labels_of(runs: Iterable[Run]) -> list[LabelSpace]:

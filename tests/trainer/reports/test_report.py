@@ -721,3 +721,29 @@ def test_code_and_ranks_of_all_starts_are_named(tmp_path: Path, monkeypatch: pyt
     assert page.row("ranks")[1] == "2, then 1"
     assert page.row("command")[1] == PROVENANCE["command"]
     assert "Some of the code was not committed when it ran" in html
+
+
+def test_a_config_that_was_edited_after_the_training_is_named(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", trained={"base": [0.5]})
+    config = json.loads((path / "config.json").read_text())
+    write_json(path / "provenance.json", PROVENANCE | {"config": config})
+    (run,) = read_runs([path])
+    assert not any("edited" in problem for problem in run.problems)
+    write_json(path / "config.json", config | {"objective": config["objective"] | {"temperature": 0.9}})
+    (run,) = read_runs([path])
+    assert run.problems[-1] == (
+        f"{path / 'config.json'} was edited after the run began (it differs in objective.temperature); this page "
+        "believes config.json."
+    )
+
+
+def test_a_label_that_another_protocol_probed_at_an_earlier_step_is_named(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", trained={"base": [0.5]})
+    other = ProbeConfig(views="none", num_epochs=7)
+    for space, step in (("base", 8), ("overlay", 8), ("overlay", 11)):
+        write_json(
+            RunDir(path).probes(step) / f"{space}-more.json", probe_result(space, step, [0.5], 1000, config=other)
+        )
+    (run,) = read_runs([path])
+    (problem,) = [one for one in run.problems if one.startswith("Not shown")]
+    assert "was probed on label_base at step 8, and last on other labels at step 11" in problem
