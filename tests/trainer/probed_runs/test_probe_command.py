@@ -40,7 +40,7 @@ from trainer.probes.curve import Curves, Point, ProbeCurve, curve_of, read_curve
 from trainer.probes.features import Pictures, read_pictures
 from trainer.probes.groups import describe_groups
 from trainer.probes.heads import read_heads
-from trainer.probes.linear import Target
+from trainer.probes.linear import ProbeConfig, Target
 from trainer.probes.result import ProbeResult, read_result
 from trainer.probes.right_samples import unpack_right
 from trainer.probes.targets import label_targets
