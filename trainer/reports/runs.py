@@ -397,7 +397,7 @@ def _read_run(
     )
     of_others = (*of_other_runs, *of_other_data)
     problems = (*metrics.problems, *provenance.problems, *left_out, *of_others, *_replaced_train_set(run))
-    problems += (*_probed_earlier(run), *_edited_config(run_dir, config))
+    problems += (*_probed_earlier(run), *_edited_config(run_dir, config), *_left_out(run))
     for problem in problems:
         logger.warning("%s", problem)
     return replace(run, problems=problems)
@@ -440,6 +440,16 @@ def _probed_earlier(run: Run) -> tuple[str, ...]:
                 "there."
             )
     return tuple(dict.fromkeys(sentences))
+
+
+def _left_out(run: Run) -> tuple[str, ...]:
+    """Return a sentence if the training left out samples or steps, by the last logged counts."""
+    counts = {
+        f"{num:,.0f} {what}": num
+        for key, what in (("data/bad_samples", "bad samples"), ("train/skipped_steps", "steps"))
+        if (num := next(reversed(run.logged(key).values()), 0.0)) > 0
+    }
+    return (f"The training of {run.path} left out {join(list(counts))}.",) if counts else ()
 
 
 def _edited_config(run_dir: RunDir, config: RunConfig) -> tuple[str, ...]:

@@ -747,3 +747,14 @@ def test_a_label_that_another_protocol_probed_at_an_earlier_step_is_named(tmp_pa
     (run,) = read_runs([path])
     (problem,) = [one for one in run.problems if one.startswith("Not shown")]
     assert "was probed on label_base at step 8, and last on other labels at step 11" in problem
+
+
+def test_bad_samples_and_skipped_steps_are_named(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", trained={"base": [0.5]})
+    lines = [{"step": step, "data/bad_samples": step - 1, "train/skipped_steps": 2 * step} for step in (1, 5)]
+    RunDir(path).metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run,) = read_runs([path])
+    assert run.problems == (f"The training of {path} left out 4 bad samples and 10 steps.",)
+    RunDir(path).metrics.write_text(json.dumps(lines[0] | {"train/skipped_steps": 0}) + "\n")
+    (run,) = read_runs([path])
+    assert run.problems == ()
