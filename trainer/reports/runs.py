@@ -271,8 +271,8 @@ def _with_assumed_data(runs: Sequence[Run]) -> list[Run]:
 def arms_of(runs: Sequence[Run]) -> list[Arm]:
     """Group runs by configuration, in the order of their first run.
 
-    Of runs with the same configuration, data and seed, such as copies, one counts: the one probed at the latest step.
-    Its `problems` name the others, which are left out.
+    Of runs with the same configuration, data and seed, such as copies, one counts: the one probed at the latest step,
+    or of several the one with most results. Its `problems` name the others, which are left out.
     """
     grouped: dict[tuple[str, tuple[str, ...]], dict[int, list[Run]]] = {}
     for run in runs:
@@ -284,9 +284,7 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
 
 def _one_of(of_seed: Sequence[Run]) -> Run:
     """Return the run that counts of those with one configuration and one seed."""
-    counted = max(
-        of_seed, key=lambda run: max((step for probes in run.readouts.values() for step in probes), default=-1)
-    )
+    counted = max(of_seed, key=_how_much_is_probed)
     left_out = tuple(
         f"Left out: {run.path} has the configuration, the data and the seed {run.config.seed} of {counted.path}, and a "
         "seed counts once."
@@ -294,6 +292,12 @@ def _one_of(of_seed: Sequence[Run]) -> Run:
         if run is not counted
     )
     return replace(counted, problems=(*counted.problems, *left_out))
+
+
+def _how_much_is_probed(run: Run) -> tuple[int, int]:
+    """Return the latest probed step, -1 if there is none, and the number of results of all steps and protocols."""
+    of_steps = [(step, len(found)) for probes in run.readouts.values() for step, found in probes.items()]
+    return max((step for step, _ in of_steps), default=-1), sum(num for _, num in of_steps)
 
 
 def join(parts: Sequence[str]) -> str:

@@ -758,3 +758,11 @@ def test_bad_samples_and_skipped_steps_are_named(tmp_path: Path) -> None:
     RunDir(path).metrics.write_text(json.dumps(lines[0] | {"train/skipped_steps": 0}) + "\n")
     (run,) = read_runs([path])
     assert run.problems == ()
+
+
+def test_of_copies_the_one_with_most_results_counts(tmp_path: Path) -> None:
+    few = make_run(tmp_path / "few", trained={"base": [0.5]})
+    more = make_run(tmp_path / "more", trained={"base": [0.5], "overlay": [0.5]}, untrained={"base": [0.1]})
+    for order in ([few, more], [more, few]):
+        (arm,) = arms_of(read_runs(order))
+        assert [run.path for run in arm.runs] == [more]
