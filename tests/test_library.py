@@ -70,6 +70,12 @@ def test_the_block_of_the_readme_runs(directory: Path, monkeypatch: pytest.Monke
     assert names["loss"].isfinite()
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/library.md", "docs/own-code.md", str(NOTEBOOK)])
+def test_the_pages_take_the_keys_of_a_batch_from_the_batch(page: str) -> None:
+    """Keys that are made by hand lack the step, which some draws share, and repeat the views of a mixture."""
+    assert "DrawKeys(" not in (REPOSITORY / page).read_text()
+
+
 def test_a_viewmaker_is_trained_in_thirty_lines() -> None:
     (loop,) = [block for block in blocks("docs/library.md") if "reverse_gradient(" in block]
     assert len([line for line in loop.splitlines() if line.strip()]) <= 30
