@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from pydantic import TypeAdapter
 
 from trainer.models import ResNetConfig, build_encoder
+from trainer.models.momentum import MomentumCopy
 from trainer.objectives import (
     BaseObjectiveConfig,
     Objective,
@@ -56,3 +58,13 @@ def test_whether_it_trains_the_second_view(values: dict[str, Any]) -> None:
     first, second = torch.autograd.grad(loss, (z_a_BD, z_b_BD), allow_unused=True, materialize_grads=True)
     assert first.any()
     assert config.trains_second_view == bool(second.any())
+
+
+@pytest.mark.parametrize("values", CASES, ids=str)
+def test_an_objective_can_be_pickled(values: dict[str, Any]) -> None:
+    _, objective = built(values)
+    again = pickle.loads(pickle.dumps(objective))
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in objective.state_dict().items())
+    for copied in again.modules():
+        if isinstance(copied, MomentumCopy):
+            copied.follow()
