@@ -564,7 +564,7 @@ def test_workers_can_get_their_dataset_pickled(
         return loader(pickle.loads(pickle.dumps(dataset)), **options)
 
     monkeypatch.setattr("data_pipeline.loading.stream.DataLoader", pickled)
-    read = {"remote": remote} if is_remote else {}
+    read: dict[str, Any] = {"remote": remote} if is_remote else {}
     batches = list(stream(location if is_remote else directory, end_step=2, shuffle_shards=2, **read))
     assert all(torch.equal(a.inputs_a, b.inputs_a) for a, b in zip(batches, expected, strict=True))
 
