@@ -51,13 +51,15 @@ def test_every_block_of_the_page_runs_in_turn(directory: Path, monkeypatch: pyte
             continue
         if "onnx" in block:
             pytest.importorskip("onnxscript")
-        if "pytorch_lightning" in block:
+        if "lightning" in block:
             pytest.importorskip("pytorch_lightning")
         exec(compile(block, f"docs/library.md, block {number}", "exec"), names)
         if "for label, accuracy" in block:
             assert set(names["found"]) == {"base", "overlay"}
     assert names["output"].loss.isfinite()
     assert names["module"].global_step == 3
+    assert names["trainer"].global_step == 9
+    assert [batch.epoch for batch in names["stream"]] == [0] * 3 + [1] * 3 + [2] * 3
 
 
 @pytest.mark.slow
