@@ -83,8 +83,8 @@ def probe(
     A label without a name is called "label". Classes are whole numbers from 0, and -1 for a sample without the label,
     which takes no part in its accuracy.
 
-    The linear probe is the published protocol: SGD at a learning rate of 0.01, on features that are not standardised. So
-    its accuracy depends on the scale of the features. Compare encoders of other libraries after standardising their
+    The linear probe is the published protocol: SGD at a learning rate of 0.01, on features that are not standardised.
+    So its accuracy depends on the scale of the features. Compare encoders of other libraries after standardising their
     features, or by kNN.
 
     `config` sets epochs, learning rate and seed of the linear probe; there are no views. On several ranks, every rank
