@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.core.public_names import imported_when_used, warn_deprecated
-from tests.public_names import lines, packages
+from tests.public_names import FURTHER, lines, packages
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "golden" / "public_names.txt"
@@ -36,6 +37,15 @@ def test_public_names_signatures_and_defaults_are_those_of_the_golden_file() -> 
     found, kept = list(lines()), GOLDEN.read_text().splitlines()
     changes = "\n".join(difflib.unified_diff(kept, found, "kept", "now", lineterm="", n=1))
     assert not changes, f"\n{changes}\nif this is meant: python -m tests.public_names > tests/golden/public_names.txt"
+
+
+def test_the_page_on_ones_own_code_needs_only_names_that_are_kept() -> None:
+    page = (ROOT / "docs" / "own-code.md").read_text()
+    for module, names in FURTHER.items():
+        assert not [name for name in (module, *names) if f"`{name}`" not in page], module
+    for module, named in re.findall(r"^from ((?:data_pipeline|trainer)\S*) import (.*)$", page, flags=re.MULTILINE):
+        kept = FURTHER.get(module) or importlib.import_module(module).__all__
+        assert not set(named.split(", ")) - set(kept), module
 
 
 # Time `import torch`, and in a fork of that process each of the packages: a core's seconds, as JSON.

@@ -261,6 +261,11 @@ class _StreamedBatches(Dataset[list[Batch | None] | UserError]):
         self._all_known.add(source.number)
 
 
+def _training_keys(seed: int, index_B: torch.Tensor, epoch: int, view: int) -> DrawKeys:
+    """Return the keys of the crops and overlays of a batch. A function of the module, so workers can get it pickled."""
+    return DrawKeys(seed=seed, epoch=epoch, index_B=index_B, view=view)
+
+
 def _leave_signals_to_the_trainer(worker_id: int) -> None:
     """Ignore the signals that warn the training process, such as those of a batch system and Ctrl-C.
 
@@ -348,7 +353,7 @@ class Stream:
                 BatchMaker(
                     store.manifest,
                     None if store.overlay is None else store.overlay.to(device),
-                    lambda index_B, epoch, view: DrawKeys(seed=seed, epoch=epoch, index_B=index_B, view=view),
+                    partial(_training_keys, seed),
                     per_view=overlay_draw == "per_view",
                     crops=crops,
                 ),

@@ -20,6 +20,8 @@ from trainer.models.timm_trunk import load_timm
 from trainer.pretrained import named_as_published, unwrapped
 
 _CLASSIFIERS = ("fc.", "classifier.", "head.", "last_linear.")  # names of the classifier in torchvision and timm
+_PARALLEL = "module."  # DataParallel and DistributedDataParallel put it before each name
+_COUNTER = ".num_batches_tracked"  # batch norm had no such counter before torch 0.4.1
 _TORCHVISION_WIDTH = 64
 
 M = TypeVar("M", bound=nn.Module)
@@ -78,14 +80,18 @@ def to_timm(encoder: nn.Module) -> nn.Module:
 def load_published(encoder: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy weights with the names of torchvision or timm, such as `model.state_dict()`, into an encoder.
 
-    The encoder may be wrapped, as for `to_torchvision`. Leaves out the weights of a classifier. The head of the encoder
-    does not change. Raises `UserError` if any other weight is missing, is left over or has another shape; then the
-    encoder does not change.
+    The encoder may be wrapped, as for `to_torchvision`. The network of the weights may have been inside DataParallel;
+    all their names then begin with "module.". If the weights are older than `num_batches_tracked`, the encoder keeps
+    its own. Leaves out the weights of a classifier. The head of the encoder does not change. Raises `UserError` if any
+    other weight is missing, is left over or has another shape; then the encoder does not change.
     """
     encoder = unwrapped(encoder)
     target = named_as_published(encoder)
     own = target.state_dict()
-    given = {name: x for name, x in weights.items() if name in own or not name.startswith(_CLASSIFIERS)}
+    if all(name.startswith(_PARALLEL) for name in weights):
+        weights = {name.removeprefix(_PARALLEL): x for name, x in weights.items()}
+    given = {name: x for name, x in own.items() if name.endswith(_COUNTER)}
+    given |= {name: x for name, x in weights.items() if name in own or not name.startswith(_CLASSIFIERS)}
     problems = [f"{name} is missing" for name in own if name not in given]
     problems += [f"{name} has no place in the encoder" for name in given if name not in own]
     problems += [

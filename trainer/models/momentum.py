@@ -29,7 +29,7 @@ class MomentumCopy(nn.Module):
         self.module = copy.deepcopy(online).requires_grad_(False).train()
         switch_off_random_layers(self.module)
         self._online = (online,)  # in a tuple, where nn.Module does not look for submodules
-        self._average = get_ema_multi_avg_fn(momentum)  # type: ignore[no-untyped-call]
+        self._momentum = momentum
 
     def follow(self) -> None:
         """Set every parameter p to momentum * p + (1 - momentum) * p of the online module.
@@ -38,14 +38,16 @@ class MomentumCopy(nn.Module):
         are gathered one after the other.
         """
         (online,) = self._online
+        # Not kept in an attribute, because it is a function inside a function, which cannot be pickled.
+        average = get_ema_multi_avg_fn(self._momentum)  # type: ignore[no-untyped-call]
         pairs = list(zip(self.module.parameters(), online.parameters(), strict=True))
         whole = [(copied, original) for copied, original in pairs if not _is_cut(original)]
         if whole:
             copies, originals = zip(*whole, strict=True)
-            self._average(list(copies), list(originals), None)
+            average(list(copies), list(originals), None)
         for copied, original in pairs:
             if _is_cut(original):
-                self._average([copied], [original.detach().full_tensor()], None)  # type: ignore[attr-defined]
+                average([copied], [original.detach().full_tensor()], None)  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def forward(self, *inputs: Any, updates_buffers: bool = True) -> Any:

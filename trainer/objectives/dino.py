@@ -162,6 +162,7 @@ class DINO(Objective):
 
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair, *further_BD: Tensor) -> ObjectiveOutput:
         config = self._config
+        temperature = config.teacher_temperature_at(pair.required_epoch())
         if pair.updates_state:
             self.teacher.follow()
             self.teacher_prototypes.follow()
@@ -169,7 +170,6 @@ class DINO(Objective):
             pair.views_a_BCHW, pair.views_b_BCHW, one_forward=pair.one_forward, updates_buffers=pair.updates_state
         )
         teacher_BK = [self.teacher_prototypes(z_BD) for z_BD in teacher_2BD]
-        temperature = config.teacher_temperature_at(pair.epoch)
         loss = dino_loss(
             [self.prototypes(z_BD) for z_BD in (z_a_BD, z_b_BD, *further_BD)],
             teacher_BK,

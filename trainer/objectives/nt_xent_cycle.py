@@ -76,7 +76,7 @@ class NTXentCycle(Objective):
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair) -> ObjectiveOutput:
         config = self._config
         now = cycled_temperature(
-            pair.epoch, lowest=config.lowest, highest=config.highest, period_epochs=config.period_epochs
+            pair.required_epoch(), lowest=config.lowest, highest=config.highest, period_epochs=config.period_epochs
         )
         output = NTXent(NTXentConfig(temperature=now, chunk_size=config.chunk_size))(z_a_BD, z_b_BD)
         logged = torch.full((), now, device=z_a_BD.device)

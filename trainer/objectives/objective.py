@@ -54,7 +54,7 @@ class ViewPair:
         step: the training step, from 0.
         updates_state: whether this call may change the state of the objective (queue, bank, momentum encoder). False
             if only the viewmaker learns from these views.
-        epoch: the epoch of the step, from 0.
+        epoch: the epoch of the step, from 0; None if the objective does not need it.
         labels: each label of the samples by name, (B,) int64, as in `data_pipeline.core.sample.Batch`.
         further_views: (B, C, H, W) each, the views beside the first two, which may have another size.
         group_size: the number of rows that stand together as a group, which are compared with each other only; None if
@@ -68,11 +68,19 @@ class ViewPair:
     index_B: Tensor
     step: int
     updates_state: bool = True
-    epoch: int = 0
+    epoch: int | None = None
     labels: Mapping[str, Tensor] = field(default_factory=dict)
     further_views: tuple[Tensor, ...] = ()
     group_size: int | None = None
     one_forward: bool = False
+
+    def required_epoch(self) -> int:
+        """Return the epoch. Raises `ValueError` if it was not given."""
+        if self.epoch is None:
+            raise ValueError(
+                "this objective changes with the epoch; give ViewPair the number of the epoch, from 0, as epoch=..."
+            )
+        return self.epoch
 
 
 @dataclass(frozen=True)

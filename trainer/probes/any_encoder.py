@@ -1,7 +1,8 @@
 """Probe any encoder on any dataset from Python: `probe(encoder, train, test)` returns accuracies by label.
 
 Each picture is encoded once, without views. Its features stay in memory for all epochs of the linear probe and for
-kNN; the pictures do not. For datasets of this package the accuracies are those of `trainer.probe --views none`.
+kNN; the pictures do not. For datasets of this package the accuracies are those of `trainer.probe --views none`, if
+`num_epochs` is that of the run.
 
 Shapes: N samples, B batch, C channels, H height, W width, F features of the linear probe, D features of kNN.
 """
@@ -81,6 +82,10 @@ def probe(
 
     A label without a name is called "label". Classes are whole numbers from 0, and -1 for a sample without the label,
     which takes no part in its accuracy.
+
+    The linear probe is the published protocol: SGD at a learning rate of 0.01, on features that are not standardised.
+    So its accuracy depends on the scale of the features. Compare encoders of other libraries after standardising their
+    features, or by kNN.
 
     `config` sets epochs, learning rate and seed of the linear probe; there are no views. On several ranks, every rank
     calls this with the same arguments, and computes all of it.

@@ -3,7 +3,8 @@
 The default policy is the usual one of contrastive learning (Chen et al. 2020) with the strengths of "Feature Dropout"
 (Tamkin et al. 2022). `huang_views` returns the policies of Huang et al. (2023), which compare single and composed
 transforms. Every operation means the same as torchvision's transform of that name, in floating point: nothing is
-rounded to 256 levels between operations, unlike in a chain of PIL pictures.
+rounded to 256 levels between operations, unlike in a chain of PIL pictures. One exception: the aspect of a crop is
+relative to that of the picture, which differs if the picture is not square.
 
 `trainer.views.resampling` and `trainer.views.colour` hold the operations for CPUs, `trainer.views.few_kernels` those
 for GPUs. An operation that the config switches off is neither drawn nor computed, and the draws of the others do not

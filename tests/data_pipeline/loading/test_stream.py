@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import tarfile
@@ -548,6 +549,24 @@ def test_a_worker_killed_while_it_hands_over_a_batch_is_told_alike(
     monkeypatch.setattr(time, "sleep", lambda _: None)
     with pytest.raises(RuntimeError, match="DataLoader worker exited"):
         list(stream(directory, end_step=1))
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_workers_can_get_their_dataset_pickled(
+    tmp_path: Path, is_remote: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So they do if they are spawned and not forked."""
+    directory, location, remote = remote_dataset(tmp_path, num_cached=4)
+    expected = list(stream(directory, end_step=2, shuffle_shards=2))
+    loader = torch.utils.data.DataLoader
+
+    def pickled(dataset: Any, **options: Any) -> Any:
+        return loader(pickle.loads(pickle.dumps(dataset)), **options)
+
+    monkeypatch.setattr("data_pipeline.loading.stream.DataLoader", pickled)
+    read: dict[str, Any] = {"remote": remote} if is_remote else {}
+    batches = list(stream(location if is_remote else directory, end_step=2, shuffle_shards=2, **read))
+    assert all(torch.equal(a.inputs_a, b.inputs_a) for a, b in zip(batches, expected, strict=True))
 
 
 def test_workers_end_with_an_abandoned_stream(datasets: dict[int, tuple[Path, list[Sample]]]) -> None:

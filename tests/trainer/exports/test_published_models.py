@@ -85,6 +85,20 @@ def test_a_model_of_torchvision_with_its_classifier_becomes_an_encoder() -> None
     assert torch.equal(of_their_model(model, encoder, pictures()), pooled(encoder, pictures()))
 
 
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_weights_of_old_torch_and_of_data_parallel_are_taken(prefix: str) -> None:
+    model = torchvision.models.resnet18().eval()
+    encoder = build_encoder(ResNetConfig(kind="resnet18", **NORMALIZATION)).eval()
+    weights = {prefix + name: x for name, x in model.state_dict().items() if not name.endswith("num_batches_tracked")}
+    load_published(encoder, weights)
+    model.fc = nn.Identity()
+    assert torch.equal(of_their_model(model, encoder, pictures()), pooled(encoder, pictures()))
+    with pytest.raises(UserError, match=r"bn1\.running_mean is missing"):
+        load_published(encoder, {name: x for name, x in weights.items() if name != f"{prefix}bn1.running_mean"})
+    with pytest.raises(UserError, match="has no place in the encoder"):
+        load_published(encoder, weights | {"module.module.conv1.weight": torch.zeros(1)})
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -137,9 +137,9 @@ def test_a_call_that_may_not_update_the_state_leaves_it() -> None:
     objective = DINO(CONFIG, encoder=Flat().double(), embedding_size=4).double()
     before = {name: value.clone() for name, value in objective.saved_state().items()}
     view_a, view_b = (torch.rand(6, 3, 4, 4, dtype=torch.float64) for _ in range(2))
-    objective(*rows(2, 4), ViewPair(view_a, view_b, torch.arange(6), 0, updates_state=False))
+    objective(*rows(2, 4), ViewPair(view_a, view_b, torch.arange(6), 0, updates_state=False, epoch=0))
     assert all(torch.equal(value, before[name]) for name, value in objective.saved_state().items())
-    output = objective(*rows(2, 4), ViewPair(view_a, view_b, torch.arange(6), 0))
+    output = objective(*rows(2, 4), ViewPair(view_a, view_b, torch.arange(6), 0, epoch=0))
     assert not torch.equal(objective.center_K, before["center_K"])
     assert 0 <= output.metrics["teacher_entropy"] <= math.log(7)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from pydantic import TypeAdapter
 
 from trainer.models import ResNetConfig, build_encoder
+from trainer.models.momentum import MomentumCopy
 from trainer.objectives import (
     BaseObjectiveConfig,
     Objective,
@@ -51,8 +54,28 @@ def test_whether_it_trains_the_second_view(values: dict[str, Any]) -> None:
     z_a_BD, z_b_BD = torch.randn(2, BATCH_SIZE, EMBEDDING_SIZE).requires_grad_().unbind()
     labels = {"base": torch.arange(BATCH_SIZE) % 3}
     views_a_BCHW, views_b_BCHW = torch.rand(2, BATCH_SIZE, 3, 16, 16)
-    pair = ViewPair(views_a_BCHW, views_b_BCHW, torch.arange(BATCH_SIZE), 0, labels=labels)
+    pair = ViewPair(views_a_BCHW, views_b_BCHW, torch.arange(BATCH_SIZE), 0, epoch=0, labels=labels)
     loss = objective(z_a_BD, z_b_BD, pair).loss
     first, second = torch.autograd.grad(loss, (z_a_BD, z_b_BD), allow_unused=True, materialize_grads=True)
     assert first.any()
     assert config.trains_second_view == bool(second.any())
+
+
+@pytest.mark.parametrize("kind", ["nt_xent_cycle", "dino"])
+def test_an_objective_that_changes_with_the_epoch_asks_for_it(kind: str) -> None:
+    _, objective = built({"kind": kind} | SETTINGS.get(kind, {}))
+    before = copy.deepcopy(objective.state_dict())
+    z_BD, views_BCHW = torch.randn(BATCH_SIZE, EMBEDDING_SIZE), torch.rand(BATCH_SIZE, 3, 16, 16)
+    with pytest.raises(ValueError, match="changes with the epoch; give ViewPair the number of the epoch"):
+        objective(z_BD, z_BD, ViewPair(views_BCHW, views_BCHW, torch.arange(BATCH_SIZE), step=5))
+    assert all(torch.equal(value, before[name]) for name, value in objective.state_dict().items())
+
+
+@pytest.mark.parametrize("values", CASES, ids=str)
+def test_an_objective_can_be_pickled(values: dict[str, Any]) -> None:
+    _, objective = built(values)
+    again = pickle.loads(pickle.dumps(objective))
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in objective.state_dict().items())
+    for copied in again.modules():
+        if isinstance(copied, MomentumCopy):
+            copied.follow()
