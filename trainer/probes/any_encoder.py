@@ -77,7 +77,7 @@ def probe(
     `encoder` is an `Encoder`, or a module or function from pictures (B, C, H, W) to features (B, D). It gets uint8
     pictures as float32 in [0, 1], int16 waveforms (B, T) as float32 in [-1, 1), and floats as they are, `batch_size` at
     a time, on the device of its parameters. It is not changed: modules, also those that a function calls, run in eval
-    mode and get their modes back.
+    mode and get their modes back. An autocast around this call has no effect; a function may use one of its own.
 
     A label without a name is called "label". Classes are whole numbers from 0, and -1 for a sample without the label,
     which takes no part in its accuracy.
@@ -94,7 +94,8 @@ def probe(
     train, test = (SampleStore(data) if isinstance(data, str | Path) else data for data in (train, test))
     if isinstance(train, SampleStore) and isinstance(test, SampleStore) and config.allow_shared < 1:
         _refuse_shared(train, test, allowed=config.allow_shared)
-    with torch.inference_mode(False):  # in that mode no head can be fitted
+    # In inference mode no head can be fitted. Autocast would keep the first copy of the head's weights.
+    with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         with frozen(encoder, getattr(encoder, "__self__", None)):  # of a method, the module that has it
             known = _encode(encoder, train, which="train", batch_size=batch_size)
             asked = _encode(encoder, test, which="test", batch_size=batch_size)

@@ -207,6 +207,24 @@ def test_accuracies_do_not_depend_on_the_default_dtype(tiny: Path, request: pyte
     assert probe(encoder, tiny / "train", tiny / "test", config=QUICK) == expected
 
 
+@pytest.mark.parametrize("kind", ["encoder", "function"])
+def test_a_probe_under_autocast_has_the_same_accuracies(kind: str, tiny: Path) -> None:
+    torch.manual_seed(0)
+    encoder = build_encoder(ResNetConfig(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.2,) * 3))
+    seen: list[torch.dtype] = []
+    encoder.trunk.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+
+    def autocast_inside(x_BCHW: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return encoder.pooled(x_BCHW)
+
+    probed = encoder if kind == "encoder" else autocast_inside
+    expected = probe(probed, tiny / "train", tiny / "test", config=QUICK)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert probe(probed, tiny / "train", tiny / "test", config=QUICK) == expected
+    assert set(seen) == {torch.float32 if kind == "encoder" else torch.bfloat16}
+
+
 @pytest.mark.parametrize("kind", ["directories", "tensors"])
 def test_a_probe_in_inference_mode_has_the_same_accuracies(kind: str, tiny: Path) -> None:
     def found() -> dict[str, Accuracy]:
