@@ -53,6 +53,13 @@ def test_numpys_hash_and_normals_are_torchs() -> None:
     torch.testing.assert_close(torch.stack([in_turn[:, ::2], in_turn[:, 1::2]], dim=1), pairs_B2N, rtol=1e-5, atol=1e-6)
 
 
+def test_numpys_integers_are_keys_like_pythons() -> None:
+    for recorded_epoch in (None, torch.tensor(7)):
+        python = dataclasses.replace(KEYS, recorded_epoch=recorded_epoch, seed=2**40)
+        numpy = dataclasses.replace(python, seed=np.int64(2**40), epoch=np.int64(5), view=np.int32(1))
+        assert torch.equal(uniform(numpy, 3, purpose=3), uniform(python, 3, purpose=3))
+
+
 def test_normals_are_what_they_were() -> None:
     """Runs that were recorded stay what they are."""
     numbers = normal(dataclasses.replace(KEYS, index_B=torch.tensor([0, 7])), 3, purpose=94)
