@@ -84,7 +84,7 @@ def macl_loss(
         1.4065
     """
     check(sensitivity, neutral_alignment)
-    if not isinstance(temperature, Tensor):
+    if isinstance(temperature, int | float):  # a tensor is not checked, as in `margins`
         scale_of(temperature, chunk_size=None)
     now = _temperature(z_a_BD, z_b_BD, temperature, sensitivity, neutral_alignment)
     return _loss(margins(z_a_BD, z_b_BD, temperature=now, chunk_size=chunk_size))

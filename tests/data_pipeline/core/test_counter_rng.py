@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -56,7 +57,8 @@ def test_numpys_hash_and_normals_are_torchs() -> None:
 def test_numpys_integers_are_keys_like_pythons() -> None:
     for recorded_epoch in (None, torch.tensor(7)):
         python = dataclasses.replace(KEYS, recorded_epoch=recorded_epoch, seed=2**40)
-        numpy = dataclasses.replace(python, seed=np.int64(2**40), epoch=np.int64(5), view=np.int32(1))
+        of_numpy: dict[str, Any] = {"seed": np.int64(2**40), "epoch": np.int64(5), "view": np.int32(1)}
+        numpy = dataclasses.replace(python, **of_numpy)
         assert torch.equal(uniform(numpy, 3, purpose=3), uniform(python, 3, purpose=3))
 
 

@@ -138,7 +138,8 @@ def test_arguments_out_of_range_are_refused(
 
 def test_a_device_may_be_named_and_a_seed_be_of_numpy(datasets: dict[int, tuple[Path, list[Sample]]]) -> None:
     directory = next(iter(datasets.values()))[0]
-    named = Stream(directory, global_batch_size=8, seed=np.int64(3), device="cpu")
+    seed: Any = np.int64(3)
+    named = Stream(directory, global_batch_size=8, seed=seed, device="cpu")
     assert keys(named) == keys(Stream(directory, global_batch_size=8, seed=3))
 
 
