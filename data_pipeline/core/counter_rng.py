@@ -250,7 +250,7 @@ def _mix_int(*numbers: int) -> int:
     """Hash several integers to one signed 64-bit key, with the same finaliser in Python's integers."""
     mask = (1 << 64) - 1
     state = 0
-    for number in numbers:
+    for number in map(int, numbers):  # a NumPy integer would overflow
         state = (state + number + (_GOLDEN & mask)) & mask
         state = ((state ^ (state >> 30)) * (_MIX_1 & mask)) & mask
         state = ((state ^ (state >> 27)) * (_MIX_2 & mask)) & mask

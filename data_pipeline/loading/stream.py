@@ -285,8 +285,8 @@ class Stream:
     node hold a dataset in memory together, and all ranks must make their streams at the same time. Iterating twice
     gives the same batches twice. The caller's random state does not change.
 
-    With `in_groups`, `read_in_groups` will be called, which needs the samples in memory; `auto` then reads them even if
-    less than an epoch is left.
+    With `in_groups`, `read_in_groups` will be called between steps, which needs the samples in memory; `auto` then
+    reads them even if less than an epoch is left.
 
     `dataset` is a location, an open store, whose own `remote` settings then apply, or a `Mixture` of open stores. With
     `crops`, for tars, each view of a picture is a crop that is drawn so, cut out of the stored picture and resized.
@@ -297,9 +297,10 @@ class Stream:
         placement_reason: the reason for `placement`, in words.
         known_bad: the unreadable samples that were found before the first step.
 
-    Raises `UserError` before the first step if a dataset is incomplete, if too many samples are bad, if the batch size
-    does not fit the dataset and the ranks, or if memory or cache are too small for `read`. Iterating raises `UserError`
-    if a sample and all its replacements are bad, and `RuntimeError` if a worker was killed.
+    Raises `UserError` before the first step if an argument is out of range, if a dataset is incomplete, if too many
+    samples are bad, if the batch size does not fit the dataset and the ranks, or if memory or cache are too small for
+    `read`. Iterating raises `UserError` if a sample and all its replacements are bad, and `RuntimeError` if a worker
+    was killed.
     """
 
     def __init__(
@@ -313,13 +314,14 @@ class Stream:
         world_size: int = 1,
         start_step: int = 0,
         end_step: int | None = None,
-        device: torch.device = _CPU,
+        device: torch.device | str = _CPU,
         overlay_draw: Literal["per_item", "per_view"] = "per_item",
         share: NodeShare | None = None,
         crops: CropLaw | None = None,
         in_groups: bool = False,
     ) -> None:
-        assert 0 <= rank < world_size
+        _check_arguments(seed=seed, rank=rank, world_size=world_size, start_step=start_step, end_step=end_step)
+        device = torch.device(device)
         self._read, self._device, self._rank, self._world_size = read, device, rank, world_size
         self._mixture = dataset if isinstance(dataset, Mixture) else None
         if isinstance(dataset, Mixture):
@@ -361,8 +363,8 @@ class Stream:
             for number, (name, store) in enumerate(named.items())
         ]
         end_step = start_step + self._order.num_steps_per_epoch if end_step is None else end_step
-        assert 0 <= start_step <= end_step
         self._steps = range(start_step, end_step)
+        self._has_begun = False
         self._global_batch_size, self._crops = global_batch_size, crops
         self._place(share, reads_short=in_groups)
         self.known_bad = tuple(
@@ -550,15 +552,29 @@ class Stream:
     def read_in_groups(self, groups_NG: NDArray[np.int64]) -> None:
         """Let batches consist of groups, see `GroupedOrder`, from the next one that is read.
 
-        Batches from memory are read when they are asked for, others ahead of that.
+        Batches from memory are read when they are asked for, others ahead of that. Raises `UserError` if a dataset that
+        is not in memory is read already, or if the groups do not divide the batch of a rank.
         """
         assert isinstance(self._order, DatasetOrder)
+        group_size = groups_NG.shape[1]
+        if self._has_begun and self.placement == "stream":
+            raise UserError(
+                f"batches of {self.location} are read ahead ({self.placement_reason}), so they cannot consist of other "
+                "groups from now on; call read_in_groups before the first batch, or pass "
+                "read=ReadConfig(placement='host')"
+            )
+        if (own := self._global_batch_size // self._world_size) % group_size:
+            raise UserError(
+                f"groups of {group_size} do not divide the {own} samples of a batch on each rank; make groups of "
+                "another size, or set another global_batch_size"
+            )
         self._order = GroupedOrder(self._order.order, groups_NG)
 
     def __iter__(self) -> Iterator[Batch]:
         return self._batches(self._steps)
 
     def _batches(self, steps: range) -> Iterator[Batch]:
+        self._has_begun = True
         for step, parts in self._clean_parts(steps):
             finished = [self._finish(source, clean) for source, clean in parts]
             row_order = self._order.row_order(step)
@@ -659,6 +675,17 @@ class Stream:
             # The traceback of an error holds this frame. Workers of an iterator that Python's search for garbage finds
             # do not hear that they shall end, and torch waits five seconds for each.
             del batches
+
+
+def _check_arguments(*, seed: int, rank: int, world_size: int, start_step: int, end_step: int | None) -> None:
+    """Raise `UserError` if a number is out of range."""
+    if not 0 <= rank < world_size:
+        raise UserError(f"rank is {rank} and world_size is {world_size}; ranks count from 0 to world_size - 1")
+    for name, number in (("seed", seed), ("start_step", start_step)):
+        if number < 0:
+            raise UserError(f"{name} is {number}; it must be 0 or more")
+    if end_step is not None and end_step < start_step:
+        raise UserError(f"end_step is {end_step}; it must be start_step, which is {start_step}, or more")
 
 
 def reading_order(

@@ -14,7 +14,7 @@ from configs.resolve import resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.order import BatchOrder
 from data_pipeline.loading.reading_order import GroupedOrder
-from data_pipeline.loading.stream import Stream
+from data_pipeline.loading.stream import ReadConfig, Stream
 from tests.gloo import run_ranks
 from tests.small_encoder import CONVNET
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
@@ -265,6 +265,25 @@ def test_encoders_that_differ_between_ranks_find_no_neighbours(data: Path) -> No
         check_batch(config, num_samples=[NUM_SAMPLES], num_ranks=2)
     for fits in (config.model_copy(update={"neighbours": None}), configure(data, "encoder.batch_norm=split")):
         check_batch(fits, num_samples=[NUM_SAMPLES], num_ranks=2)
+
+
+def test_groups_that_a_stream_cannot_read_are_refused(data: Path) -> None:
+    groups_NG = np.stack([np.arange(NUM_SAMPLES)] * 3, axis=1)
+    in_memory = Stream(data / "train", global_batch_size=16, seed=0, in_groups=True)
+    with pytest.raises(UserError, match="groups of 3 do not divide the 16 samples of a batch on each rank"):
+        in_memory.read_in_groups(groups_NG)
+    pairs_NG = groups_NG[:, :2]
+    streamed = Stream(data / "train", read=ReadConfig(placement="stream", num_workers=0), global_batch_size=16, seed=0)
+    streamed.read_in_groups(pairs_NG)
+    batches = [iter(in_memory), iter(streamed)]
+    assert next(batches[1]).group_size == 2
+    next(batches[0])
+    in_memory.read_in_groups(pairs_NG)
+    assert next(batches[0]).group_size == 2
+    with pytest.raises(
+        UserError, match=r"are read ahead \(.*\), so they cannot .*; call read_in_groups before the first"
+    ):
+        streamed.read_in_groups(pairs_NG)
 
 
 def test_a_stream_that_cannot_have_groups_is_refused(data: Path) -> None:

@@ -141,8 +141,8 @@ def load_weights(
     """
     if step is None:
         step = _load_newest(run_dir, modules)
-    elif step > 0:
-        if not run_dir.checkpoint(step).is_dir():
+    elif step != 0:
+        if step < 0 or not run_dir.checkpoint(step).is_dir():
             steps = ", ".join(map(str, [0, *all_steps(run_dir)]))
             raise UserError(f"{run_dir.path} has no checkpoint of step {step}; it has checkpoints of steps {steps}")
         try:

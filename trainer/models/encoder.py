@@ -59,6 +59,14 @@ class Normalization(Schema):
     mean: tuple[InputMean, ...]
     std: tuple[InputStd, ...]
 
+    @model_validator(mode="after")
+    def _as_many_means_as_deviations(self) -> Self:
+        if len(self.mean) != len(self.std):
+            raise ValueError(
+                f"there are {len(self.mean)} numbers in mean and {len(self.std)} in std; set one for each channel"
+            )
+        return self
+
 
 # Bounds of the arguments of a timm model.
 WholeOption = Annotated[int, Field(ge=-(10**6), le=10**6)]
@@ -314,6 +322,12 @@ class Encoder(nn.Module):
         probe_reads: Literal["map", "pooled"] = "map",
         config: EncoderConfig | None = None,
     ) -> None:
+        """Take the parts. Raises `ValueError` if `normalization` has another number of channels than `in_channels`."""
+        if normalization is not None and len(normalization.mean) != in_channels:
+            raise ValueError(
+                f"in_channels is {in_channels}, but the normalization has {len(normalization.mean)} numbers in mean "
+                f"and {len(normalization.std)} in std; set one for each channel"
+            )
         super().__init__()
         self.config = config
         self.trunk = trunk
@@ -332,7 +346,11 @@ class Encoder(nn.Module):
         In training, batch norm treats each of `num_groups` equal runs of rows as a separate batch, one after the other.
         If all batch norms are synchronised, the groups pass together on a GPU and over ranks, which needs fewer kernels
         and collectives and gives the same results. A single CPU has more of one group in its cache.
+
+        Raises `UserError` as `normalise` does, and `ValueError` if the groups do not divide the rows.
         """
+        if num_groups != 1 and (num_groups < 1 or len(views_BCHW) % num_groups):
+            raise ValueError(f"{len(views_BCHW)} rows cannot be cut into {num_groups} equal groups")
         together = (is_distributed() or views_BCHW.device.type != "cpu") and not depends_on_row_order(self)
         if num_groups == 1 or together:
             with grouped_statistics(num_groups), counted_together():
@@ -401,13 +419,17 @@ class Encoder(nn.Module):
     def normalise(self, views_BCHW: Tensor) -> Tensor:
         """Return pictures less the mean and divided by the standard deviation of their channels, at least float32.
 
-        Raises `UserError` if the encoder has no mean and std.
+        Raises `UserError` if the encoder has no mean and std, or if the pictures are whole numbers. Their range is not
+        checked, because the host would wait for it.
         """
         if self.normalization is None:
             raise UserError(
                 "the encoder has no mean and std by which it normalises pictures; set mean and std in its config, or "
                 "pass normalization= to build_encoder (a mean of 0 and a std of 1 leave pictures as they are)"
             )
+        if not views_BCHW.is_floating_point():
+            kind = str(views_BCHW.dtype).removeprefix("torch.")
+            raise UserError(f"the encoder takes pictures of a floating type in [0, 1], got {kind}; divide bytes by 255")
         # Divided in place: on a CPU, another copy of the batch takes as long as the division.
         return (_at_least_float32(views_BCHW) - self.mean_C11).div_(self.std_C11)
 
@@ -424,7 +446,8 @@ def build_encoder(config: EncoderConfig, *, normalization: Normalization | None 
     refuses pictures.
 
     Raises `UserError` if timm does not take the options, if the encoder has no batch norm of the kind in the config, or
-    if the config only holds the values of a class that was not imported, and `ValueError` if its form is not decided.
+    if the config only holds the values of a class that was not imported. Raises `ValueError` if its form is not
+    decided, or if `normalization` has another number of channels.
     """
     trunk = config.require_import().build_trunk()
     if config.batch_norm == "split":

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from data_pipeline.core.schema import Share, Temperature
 from trainer.distributed.collectives import all_reduce_sum, world_size
-from trainer.objectives.contrast import AnchorChunks, margins, unit_pair
+from trainer.objectives.contrast import AnchorChunks, margins, scale_of, unit_pair
 from trainer.objectives.objective import Objective, ObjectiveInputs, ObjectiveOutput, ViewPair, contrastive_output
 
 _LEAST = 1e-8  # the smallest 1 - p that a loss is divided by
@@ -84,6 +84,8 @@ def macl_loss(
         1.4065
     """
     check(sensitivity, neutral_alignment)
+    if isinstance(temperature, int | float):  # a tensor is not checked, as in `margins`
+        scale_of(temperature, chunk_size=None)
     now = _temperature(z_a_BD, z_b_BD, temperature, sensitivity, neutral_alignment)
     return _loss(margins(z_a_BD, z_b_BD, temperature=now, chunk_size=chunk_size))
 

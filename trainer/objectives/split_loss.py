@@ -9,7 +9,7 @@ ranks, D dimensions.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -66,8 +66,8 @@ def split_loss(
         temperature, divergence_weight, negatives, chunk_size: as in `SplitLossConfig`.
 
     Raises:
-        ValueError: if temperature or chunk size is out of range, if the embeddings are not (B, D) with equal shapes, or
-            if all ranks together have a single sample.
+        ValueError: if temperature or chunk size is out of range, if `negatives` has another value, if the embeddings
+            are not (B, D) with equal shapes, or if all ranks together have a single sample.
 
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
@@ -75,6 +75,8 @@ def split_loss(
         >>> round(split_loss(z_a, z_b, temperature=0.5, divergence_weight=1.0).item(), 4)
         0.8
     """
+    if negatives not in get_args(Negatives):
+        raise ValueError(f"negatives is {negatives!r}; it must be one of {', '.join(get_args(Negatives))}")
     distance_B, log_sum_B = _parts(z_a_BD, z_b_BD, temperature, negatives, chunk_size)
     return distance_B.mean() + divergence_weight * log_sum_B.mean()
 

@@ -9,7 +9,7 @@ Shapes: B samples of this rank, G samples of all ranks, D dimensions.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -61,8 +61,8 @@ def symmetric_info_nce_loss(
         total, chunk_size: as in `SymmetricInfoNCEConfig`.
 
     Raises:
-        ValueError: if temperature or chunk size is out of range, if the embeddings are not (B, D) with equal shapes, or
-            if all ranks together have a single sample.
+        ValueError: if temperature or chunk size is out of range, if `total` has another value, if the embeddings are
+            not (B, D) with equal shapes, or if all ranks together have a single sample.
 
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
@@ -70,6 +70,8 @@ def symmetric_info_nce_loss(
         >>> round(symmetric_info_nce_loss(z_a, z_b, temperature=0.5).item(), 4)
         0.972
     """
+    if total not in get_args(Total):
+        raise ValueError(f"total is {total!r}; it must be one of {', '.join(get_args(Total))}")
     log_probability_2B = _log_probability(z_a_BD, z_b_BD, temperature, chunk_size)
     return -log_probability_2B.mean() * (2 if total == "sum" else 1)
 

@@ -18,6 +18,8 @@ from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from data_pipeline.audio.log_mel import mel_config
@@ -48,6 +50,7 @@ _WITHOUT_VIEWS: Final = ProbeConfig(views="none")
 _FAR: Final = 0.5  # from [0, 1]; a little is the overshoot of a resizing
 _MANY: Final = 0.05  # of the values; fewer are outliers or noise, but not another transform
 _CPU: Final = torch.device("cpu")
+_WRAPPERS: Final = (nn.DataParallel, DistributedDataParallel, AveragedModel)  # call the module inside as it is
 
 
 @dataclass(frozen=True)
@@ -75,10 +78,11 @@ def probe(
 ) -> dict[str, Accuracy]:
     """Return the test accuracies of a frozen encoder for each label (or for `labels`, or `config.labels`), by its name.
 
-    `encoder` is an `Encoder`, or a module or function from pictures (B, C, H, W) to features (B, D). It gets uint8
-    pictures as float32 in [0, 1], int16 waveforms (B, T) as float32 in [-1, 1), and floats as they are, `batch_size` at
-    a time, on the device of its parameters. It is not changed: modules, also those that a function calls, run in eval
-    mode and get their modes back.
+    `encoder` is an `Encoder`, also inside DataParallel, DistributedDataParallel, AveragedModel or `torch.compile`, or a
+    module or function from pictures (B, C, H, W) to features (B, D). It gets uint8 pictures as float32 in [0, 1], int16
+    waveforms (B, T) as float32 in [-1, 1), and floats as they are, `batch_size` at a time, on the device of its
+    parameters. It is not changed: modules, also those that a function calls, run in eval mode and get their modes back.
+    An autocast around this call has no effect; a function may use one of its own.
 
     A label without a name is called "label". Classes are whole numbers from 0, and -1 for a sample without the label,
     which takes no part in its accuracy.
@@ -95,11 +99,13 @@ def probe(
     does so if two datasets of this package share more of the test samples than `config.allow_shared`. They are not
     compared if that is 1.
     """
-    _check_settings(config, batch_size)
+    _check_settings(config, batch_size, labels)
+    encoder = _without_wrappers(encoder)
     train, test = (SampleStore(data) if isinstance(data, str | Path) else data for data in (train, test))
     if isinstance(train, SampleStore) and isinstance(test, SampleStore) and config.allow_shared < 1:
         _refuse_shared(train, test, allowed=config.allow_shared)
-    with torch.inference_mode(False):  # in that mode no head can be fitted
+    # In inference mode no head can be fitted. Autocast would keep the first copy of the head's weights.
+    with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         with frozen(encoder, getattr(encoder, "__self__", None)):  # of a method, the module that has it
             known = _encode(encoder, train, which="train", batch_size=batch_size)
             asked = _encode(encoder, test, which="test", batch_size=batch_size)
@@ -113,8 +119,12 @@ def probe(
         }
 
 
-def _check_settings(config: ProbeConfig, batch_size: int) -> None:
+def _check_settings(config: ProbeConfig, batch_size: int, labels: Sequence[str] | None) -> None:
     """Raise `UserError` if a setting does not fit a probe from Python."""
+    if isinstance(labels, str):
+        raise UserError(f"labels is the string {labels!r}, but it is a list of names; pass labels=[{labels!r}]")
+    if labels is not None and not len(labels):
+        raise UserError("labels is empty, so there is nothing to probe; name a label, or leave out labels to probe all")
     if batch_size < 1:
         raise UserError(f"batch_size must be 1 or more, got {batch_size}; it is the number of pictures encoded at once")
     if config.reads != "features":
@@ -220,6 +230,14 @@ def _check_ranges(train: _Span, test: _Span) -> None:
                 f"the train set gives pictures from {train.low:.3g} to {train.high:.3g} but the test set from "
                 f"{test.low:.3g} to {test.high:.3g}; give both the same transform"
             )
+
+
+def _without_wrappers(encoder: nn.Module | FeatureEncoder | Callable[[Tensor], Tensor]) -> Any:
+    """Return the encoder with features of its own inside torch's wrappers; `encoder` as it is if there is none."""
+    inside: Any = encoder
+    while not _normalises_itself(inside) and (isinstance(inside, _WRAPPERS) or hasattr(inside, "_orig_mod")):
+        inside = inside.module if isinstance(inside, _WRAPPERS) else inside._orig_mod
+    return inside if _normalises_itself(inside) else encoder
 
 
 def _normalises_itself(encoder: object) -> bool:

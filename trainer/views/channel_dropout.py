@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from data_pipeline.core.counter_rng import DrawKeys, uniform
 from data_pipeline.core.schema import Share
-from trainer.views.inputs import check_floating
+from trainer.views.inputs import check_pictures
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
 
 _PURPOSE: Final = 0  # `purpose` in `data_pipeline.core.counter_rng`
@@ -74,9 +74,9 @@ class ChannelDropout(nn.Module):
         Ignores `masks_BHW`, which are masks of drawn objects.
 
         Raises:
-            ValueError: if the pictures have one channel.
+            ValueError: if the pictures have one channel, or if there is not one key for each of them.
         """
-        check_floating(images_BCHW)
+        check_pictures(images_BCHW, keys)
         C = images_BCHW.shape[1]
         self.config.check_channels(C)
         own_keys = keys.of_step() if self.config.shared == "step" else keys

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from data_pipeline.audio.log_mel import MelConfig, audible_frames, frames_that_hear, log_mel, power_mel
 from data_pipeline.core.counter_rng import DrawKeys, normal_pairs, uniform
 from data_pipeline.core.schema import CountOrZero, Deviation, PositiveShare
+from trainer.views.inputs import check_keys
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
 from trainer.views.speed_and_pitch import change_pitch, change_speed
 
@@ -158,9 +159,10 @@ class Spectral(nn.Module):
         Ignores masks, because sounds have none.
 
         Raises:
-            ValueError: if the number of points T is not `mel.num_points`.
+            ValueError: if the number of points T is not `mel.num_points`, or if there is not one key for each sound.
         """
         check_waveforms(waveforms_BT, self.mel)
+        check_keys(waveforms_BT, keys)
         audible_BN = audible_frames(waveforms_BT, self.mel) if self.config.mask_tries > 1 else None
         draws = draw_masks(self.config, keys, self.mel, audible_BN=audible_BN)
         needed_BN = ~_inside(draws.first_frame_B, draws.num_frames_B, self.mel.num_frames)
@@ -192,9 +194,10 @@ class Waveform(nn.Module):
         Ignores masks, because sounds have none.
 
         Raises:
-            ValueError: if the number of points T is not `mel.num_points`.
+            ValueError: if the number of points T is not `mel.num_points`, or if there is not one key for each sound.
         """
         check_waveforms(waveforms_BT, self.mel)
+        check_keys(waveforms_BT, keys)
         draws = draw_waveform(self.config, keys, num_points=waveforms_BT.shape[1])
         needed_BN = frames_that_hear(draws.first_B, draws.length_B, self.mel)
         if self.config.noise_std:
@@ -207,9 +210,10 @@ class Waveform(nn.Module):
         """Return the changed waveforms, with the same shape and dtype, for a policy that follows this one.
 
         Raises:
-            ValueError: if the number of points T is not `mel.num_points`.
+            ValueError: if the number of points T is not `mel.num_points`, or if there is not one key for each sound.
         """
         check_waveforms(waveforms_BT, self.mel)
+        check_keys(waveforms_BT, keys)
         return self._augment(waveforms_BT, keys, draw_waveform(self.config, keys, num_points=waveforms_BT.shape[1]))
 
     def _augment(self, waveforms_BT: Tensor, keys: DrawKeys, draws: WaveformDraws) -> Tensor:

@@ -31,7 +31,7 @@ from data_pipeline.core.schema import PositiveShare, Share
 from trainer.views.colour import HUE, LUMA, NUM_COLOURS, JitterDraws, jitter_colour_, luma
 from trainer.views.expert_draws import ExpertDraws
 from trainer.views.few_kernels import apply_draws_in_few_kernels
-from trainer.views.inputs import check_floating, without_autocast
+from trainer.views.inputs import check_pictures, without_autocast
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
 from trainer.views.resampling import (
     CropDraws,
@@ -200,9 +200,10 @@ class ExpertImage(nn.Module):
         Pictures with a gradient get one, unless colours are jittered.
 
         Raises:
-            ValueError: if the colours of the pictures are to be changed but are not RGB.
+            ValueError: if the colours of the pictures are to be changed but are not RGB, or if there is not one key for
+                each picture.
         """
-        check_floating(images_BCHW)
+        check_pictures(images_BCHW, keys)
         return self._views(images_BCHW.float(), keys).to(images_BCHW.dtype)
 
     def _views(self, images_BCHW: Tensor, keys: DrawKeys) -> Tensor:

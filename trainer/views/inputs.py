@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.audio.waveform import to_float
+from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.pixels import from_bytes
 
@@ -17,11 +18,21 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
-def check_floating(images_BCHW: Tensor) -> None:
-    """Raise `UserError` if pictures are whole numbers. The range is not checked, because the host would wait for it."""
+def check_pictures(images_BCHW: Tensor, keys: DrawKeys) -> None:
+    """Raise `UserError` if pictures are whole numbers, and `ValueError` as `check_keys` does.
+
+    The range is not checked, because the host would wait for it.
+    """
+    check_keys(images_BCHW, keys)
     if not images_BCHW.is_floating_point():
         kind = str(images_BCHW.dtype).removeprefix("torch.")
         raise UserError(f"views take pictures of a floating type in [0, 1], got {kind}; divide bytes by 255")
+
+
+def check_keys(inputs: Tensor, keys: DrawKeys) -> None:
+    """Raise `ValueError` if there is not one key for each row of the inputs; a single key would be broadcast."""
+    if len(keys.index_B) != len(inputs):
+        raise ValueError(f"there are {len(keys.index_B)} keys for a batch of {len(inputs)}; pass one for each sample")
 
 
 def to_floating(inputs: Tensor) -> Tensor:

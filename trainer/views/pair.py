@@ -26,6 +26,9 @@ def two_views(
 
     Pictures are uint8, or float in [0, 1]. Waveforms are int16, or float in [-1, 1].
 
+    `masks_BHW` (B, H, W) uint8 marks the objects on the pictures, for a masked viewmaker: 0 outside, 128 in the box
+    around the object, 255 on it, as `Batch.masks_BHW` does.
+
     Equal arguments give equal views, because no draw comes from torch's generator. On several ranks, pass the number of
     rows of the ranks before this one as `first_row`. Raises `UserError` if inputs are of another type or pictures are
     outside [0, 1], and `ValueError` as the policy does.

@@ -141,8 +141,9 @@ def build_view_policy(config: BaseViewsConfig, *, image_channels: int, mel: MelC
     With `mel`, it is a policy for sounds: `policy(waveforms_BT, keys, masks_BHW=None) -> views_B1MN`. Its views are
     normalised log-mel spectrograms in the dtype of the waveforms.
 
-    `masks_BHW` (uint8, in the levels of `data_pipeline.core.sample`) marks the objects on the pictures. Every policy
-    accepts it. Only a masked viewmaker reads it, and raises `ValueError` if it is None.
+    `masks_BHW` (B, H, W) uint8 marks the objects on the pictures: 0 outside, 128 in the box around the object, 255 on
+    it (`MASK_OUTSIDE`, `MASK_BOX` and `MASK_OBJECT` of `data_pipeline.core.sample`). Every policy accepts it. Only a
+    masked viewmaker reads it, and raises `ValueError` if it is None or of another type or shape.
 
     Raises `ValueError` like `BaseViewsConfig.check_medium`, and `UserError` if the config only holds the values of a
     class that was not imported.

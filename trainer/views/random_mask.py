@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.schema import ImageSize
-from trainer.views.inputs import check_floating
+from trainer.views.inputs import check_pictures
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
 
 _PURPOSE: Final = 0  # `purpose` in `data_pipeline.core.counter_rng`
@@ -75,9 +75,9 @@ class RandomMask(nn.Module):
         masks of drawn objects.
 
         Raises:
-            ValueError: if `check_image_size` refuses the pictures.
+            ValueError: if `check_image_size` refuses the pictures, or if there is not one key for each of them.
         """
-        check_floating(images_BCHW)
+        check_pictures(images_BCHW, keys)
         config = self.config
         _, C, H, W = images_BCHW.shape
         check_image_size(config, height=H, width=W)

@@ -30,12 +30,12 @@ from torch import Tensor, nn
 
 from data_pipeline.audio.log_mel import MelConfig
 from data_pipeline.core.counter_rng import DrawKeys, uniform, uniforms
-from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 from data_pipeline.core.schema import ImageSize, PositiveShare
 from trainer.models.activation_checkpointing import Checkpointing, run_blocks
 from trainer.models.weight_casts import cast_together
 from trainer.views.expert_audio import Waveform, WaveformConfig, clean_spectrogram
-from trainer.views.inputs import check_floating
+from trainer.views.inputs import check_pictures
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
 
 _ATTACK_PURPOSE = 0  # `purpose` in `data_pipeline.core.counter_rng`
@@ -324,11 +324,13 @@ class Viewmaker(nn.Module):
     def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
         """Return views of pictures in [0, 1], with the same shape and dtype; with `clamp` they are in [0, 1] too.
 
-        `masks_BHW` (uint8, in the levels of `data_pipeline.core.sample`) marks the drawn object; only a masked
-        viewmaker reads it. Other inputs of one or more channels (spectrograms) work too, without the clamp.
+        `masks_BHW` (uint8: 0 outside, 128 in the box, 255 on the object, see `data_pipeline.core.sample`) marks the
+        drawn object; only a masked viewmaker reads it. Other inputs of one or more channels (spectrograms) work too,
+        without the clamp.
 
         Raises:
-            ValueError: if the config has a mask but `masks_BHW` is None, or if `check_image_size` refuses the pictures.
+            ValueError: if the config has a mask but `masks_BHW` is None or no uint8 (B, H, W), if `check_image_size`
+                refuses the pictures, or if there is not one key for each of them.
         """
         views_BCHW = images_BCHW + self.deltas(images_BCHW, keys, masks_BHW)
         return views_BCHW.clamp(0, 1) if self.config.clamp else views_BCHW
@@ -341,11 +343,11 @@ class Viewmaker(nn.Module):
         `dropout_rate`, the perturbation is exactly 0 for views that are not changed, which add nothing to any gradient.
         The network runs on these views too, because the host would have to wait for their number to leave them out.
         """
-        check_floating(images_BCHW)
+        check_pictures(images_BCHW, keys)
         config = self.config
         H, W = images_BCHW.shape[2:]
         check_image_size(config, height=H, width=W)
-        outside_B1HW = None if config.mask == "none" else _outside(masks_BHW, config.mask, dtype=images_BCHW.dtype)
+        outside_B1HW = None if config.mask == "none" else _outside(masks_BHW, config.mask, like_BCHW=images_BCHW)
 
         x_BCHW = images_BCHW
         if config.downsample_to is not None:
@@ -434,11 +436,24 @@ class SoundViewmaker(Viewmaker):
         return super().forward(clean_spectrogram(waveforms_BT, self.mel), keys)
 
 
-def _outside(masks_BHW: Tensor | None, mask: Literal["box", "object"], *, dtype: torch.dtype) -> Tensor:
-    """Return 1 for each pixel that may change and 0 for the others, (B, 1, H, W)."""
+def _outside(masks_BHW: Tensor | None, mask: Literal["box", "object"], *, like_BCHW: Tensor) -> Tensor:
+    """Return 1 for each pixel of the pictures that may change and 0 for the others, (B, 1, H, W)."""
     if masks_BHW is None:
         raise ValueError(f"the viewmaker has mask={mask}, but these pictures have no masks of their objects")
-    return (masks_BHW < _FIRST_MASKED_LEVEL[mask]).unsqueeze(1).to(dtype)
+    if masks_BHW.dtype != torch.uint8:
+        kind = str(masks_BHW.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"masks must be uint8 in the levels of data_pipeline.core.sample, {MASK_OUTSIDE} outside, {MASK_BOX} in "
+            f"the box and {MASK_OBJECT} on the object, got {kind}; for a mask that is True on the object, pass "
+            f"mask.to(torch.uint8) * {MASK_OBJECT}"
+        )
+    B, _, H, W = like_BCHW.shape
+    if masks_BHW.shape != (B, H, W):
+        raise ValueError(
+            f"masks have the shape {tuple(masks_BHW.shape)}, but the pictures need {(B, H, W)}; pass one mask of the "
+            "same size for each picture"
+        )
+    return (masks_BHW < _FIRST_MASKED_LEVEL[mask]).unsqueeze(1).to(like_BCHW.dtype)
 
 
 def draw_noise(keys: DrawKeys, height: int, width: int, *, layers: range) -> Tensor:

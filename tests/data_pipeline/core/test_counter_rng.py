@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -51,6 +52,14 @@ def test_numpys_hash_and_normals_are_torchs() -> None:
     torch.testing.assert_close(normal_pairs(KEYS, num_pairs, purpose=3), pairs_B2N, rtol=1e-5, atol=1e-6)
     in_turn = normal(KEYS, 2 * num_pairs, purpose=3)
     torch.testing.assert_close(torch.stack([in_turn[:, ::2], in_turn[:, 1::2]], dim=1), pairs_B2N, rtol=1e-5, atol=1e-6)
+
+
+def test_numpys_integers_are_keys_like_pythons() -> None:
+    for recorded_epoch in (None, torch.tensor(7)):
+        python = dataclasses.replace(KEYS, recorded_epoch=recorded_epoch, seed=2**40)
+        of_numpy: dict[str, Any] = {"seed": np.int64(2**40), "epoch": np.int64(5), "view": np.int32(1)}
+        numpy = dataclasses.replace(python, **of_numpy)
+        assert torch.equal(uniform(numpy, 3, purpose=3), uniform(python, 3, purpose=3))
 
 
 def test_normals_are_what_they_were() -> None:

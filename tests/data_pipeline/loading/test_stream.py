@@ -117,6 +117,33 @@ def damage(directory: Path, indices: Sequence[int]) -> None:
 # Which samples, in which order (test_order.py has the rest)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"rank": 2, "world_size": 2}, "rank is 2 and world_size is 2; ranks count from 0 to world_size - 1"),
+        ({"rank": -1}, "rank is -1 and"),
+        ({"world_size": 0}, "rank is 0 and world_size is 0"),
+        ({"seed": -1}, "seed is -1; it must be 0 or more"),
+        ({"start_step": -1}, "start_step is -1; it must be 0 or more"),
+        ({"start_step": 3, "end_step": 2}, "end_step is 2; it must be start_step, which is 3, or more"),
+    ],
+    ids=str,
+)
+def test_arguments_out_of_range_are_refused(
+    arguments: dict[str, int], sentence: str, datasets: dict[int, tuple[Path, list[Sample]]]
+) -> None:
+    given: dict[str, Any] = {"global_batch_size": 8, "seed": 0} | arguments
+    with pytest.raises(UserError, match=sentence):
+        Stream(next(iter(datasets.values()))[0], **given)
+
+
+def test_a_device_may_be_named_and_a_seed_be_of_numpy(datasets: dict[int, tuple[Path, list[Sample]]]) -> None:
+    directory = next(iter(datasets.values()))[0]
+    seed: Any = np.int64(3)
+    named = Stream(directory, global_batch_size=8, seed=seed, device="cpu")
+    assert keys(named) == keys(Stream(directory, global_batch_size=8, seed=3))
+
+
 def test_one_batch_spans_the_dataset(datasets: dict[int, tuple[Path, list[Sample]]]) -> None:
     """The shuffle is over the whole dataset, not within a shard or a buffer."""
     _, samples = datasets[17]

@@ -359,6 +359,33 @@ def test_an_encoder_normalises_by_the_data_unless_its_config_says_otherwise() ->
     assert of_neither.feature_size(16, 16) == 32 * 2 * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool])
+def test_pictures_of_whole_numbers_are_refused(dtype: torch.dtype) -> None:
+    encoder, name = build_encoder(SMALL, normalization=CIFAR10), str(dtype).removeprefix("torch.")
+    for call in (encoder, encoder.features, encoder.pooled, torch.compile(encoder, backend="eager")):
+        with pytest.raises(UserError, match=rf"^the encoder takes .* in \[0, 1\], got {name}; divide bytes by 255$"):
+            call(torch.ones(2, 3, 16, 16, dtype=dtype))
+
+
+def test_a_normalization_has_one_mean_and_deviation_for_each_channel() -> None:
+    one = Normalization(mean=(0.5,), std=(0.2,))
+    with pytest.raises(ValueError, match="in_channels is 3, but the normalization has 1 numbers in mean and 1 in std"):
+        build_encoder(SMALL, normalization=one)
+    with pytest.raises(ValueError, match="there are 3 numbers in mean and 1 in std; set one for each channel"):
+        Normalization(mean=(0.5, 0.5, 0.5), std=(0.2,))
+    named = SMALL.model_copy(update={"mean": CIFAR10.mean, "std": CIFAR10.std})
+    assert build_encoder(named, normalization=one).normalization == CIFAR10
+
+
+@pytest.mark.parametrize("batch_norm", ["synchronized", "local"])
+@pytest.mark.parametrize("num_groups", [2, 8, 0])
+def test_groups_that_do_not_divide_the_rows_are_refused(num_groups: int, batch_norm: str) -> None:
+    config = CONFIGS.validate_python({"kind": "resnet10", "width": 4, "batch_norm": batch_norm})
+    encoder = build_encoder(config, normalization=CIFAR10)
+    with pytest.raises(ValueError, match=f"5 rows cannot be cut into {num_groups} equal groups"):
+        encoder(torch.rand(5, 3, 16, 16), num_groups)
+
+
 @pytest.mark.parametrize("batch_norm", ["synchronized", "local"])
 def test_config_chooses_encoder_and_batch_norm(batch_norm: str) -> None:
     config = CONFIGS.validate_python({"kind": "resnet10", "width": 4, "batch_norm": batch_norm})

@@ -228,7 +228,7 @@ def test_wrong_input_is_refused(loss: Any) -> None:
 
 def test_temperatures_and_settings_out_of_range_are_refused() -> None:
     z_BD = torch.randn(4, 3)
-    for loss in (dcl_loss, partial(ifm_loss, epsilon=0.1)):
+    for loss in (dcl_loss, partial(ifm_loss, epsilon=0.1), macl_loss):
         with pytest.raises(ValueError, match=r"temperature is 0\.0; it must be positive"):
             loss(z_BD, z_BD, temperature=0.0)
     with pytest.raises(ValueError, match=r"set sensitivity below 0\.5"):

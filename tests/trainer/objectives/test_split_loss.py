@@ -166,6 +166,8 @@ def test_wrong_input_is_refused() -> None:
         loss(z_BD, z_BD[:3], temperature=0.2)
     with pytest.raises(ValueError, match=r"temperature is 0\.0; it must be positive"):
         loss(z_BD, z_BD, temperature=0.0)
+    with pytest.raises(ValueError, match="negatives is 'second'; it must be one of second_view, both_views"):
+        loss(z_BD, z_BD, temperature=0.2, negatives="second")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="chunk_size is 0; it must be positive"):
         loss(z_BD, z_BD, temperature=0.2, chunk_size=0)
     wrong: list[dict[str, Any]] = [

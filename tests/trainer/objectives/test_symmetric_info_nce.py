@@ -98,6 +98,8 @@ def test_wrong_input_is_refused() -> None:
     z_BD = torch.randn(4, 3)
     with pytest.raises(ValueError, match="temperature is -1; it must be positive"):
         symmetric_info_nce_loss(z_BD, z_BD, temperature=-1)
+    with pytest.raises(ValueError, match="total is 'add'; it must be one of sum, mean"):
+        symmetric_info_nce_loss(z_BD, z_BD, temperature=0.5, total="add")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="chunk_size is 0"):
         symmetric_info_nce_loss(z_BD, z_BD, temperature=0.5, chunk_size=0)
     with pytest.raises(ValueError, match=r"\(4, 3\) and \(3, 3\)"):

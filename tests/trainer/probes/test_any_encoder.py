@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from data_pipeline.core.errors import UserError
@@ -139,6 +140,22 @@ def test_a_function_is_probed_with_its_modules_in_eval_mode_and_changes_none_of_
     assert found == probe(expected, tiny / "train", tiny / "test", config=QUICK)
 
 
+@pytest.mark.parametrize("wrapper", ["DataParallel", "AveragedModel", "compile", "compile of DataParallel"])
+def test_an_encoder_in_a_wrapper_of_torch_is_probed_as_without(wrapper: str, tiny: Path) -> None:
+    torch.manual_seed(0)
+    encoder = build_encoder(ResNetConfig(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.2,) * 3))
+    wrappers: dict[str, Callable[[nn.Module], Any]] = {
+        "DataParallel": nn.DataParallel,
+        "AveragedModel": AveragedModel,
+        "compile": lambda module: torch.compile(module, backend="eager"),
+        "compile of DataParallel": lambda module: torch.compile(nn.DataParallel(module), backend="eager"),
+    }
+    expected = probe(encoder, tiny / "train", tiny / "test", config=QUICK)
+    assert probe(wrappers[wrapper](encoder), tiny / "train", tiny / "test", config=QUICK) == expected
+    wrapped_function = wrappers[wrapper](Halves())
+    assert probe(wrapped_function, tiny / "train", tiny / "test", config=QUICK)["base"].knn > 0.9
+
+
 def test_modules_of_the_data_and_of_other_threads_keep_their_modes() -> None:
     drop, modes = nn.Dropout(0.0).train(), []
 
@@ -207,6 +224,24 @@ def test_accuracies_do_not_depend_on_the_default_dtype(tiny: Path, request: pyte
     assert probe(encoder, tiny / "train", tiny / "test", config=QUICK) == expected
 
 
+@pytest.mark.parametrize("kind", ["encoder", "function"])
+def test_a_probe_under_autocast_has_the_same_accuracies(kind: str, tiny: Path) -> None:
+    torch.manual_seed(0)
+    encoder = build_encoder(ResNetConfig(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.2,) * 3))
+    seen: list[torch.dtype] = []
+    encoder.trunk.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+
+    def autocast_inside(x_BCHW: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return encoder.pooled(x_BCHW)
+
+    probed = encoder if kind == "encoder" else autocast_inside
+    expected = probe(probed, tiny / "train", tiny / "test", config=QUICK)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert probe(probed, tiny / "train", tiny / "test", config=QUICK) == expected
+    assert set(seen) == {torch.float32 if kind == "encoder" else torch.bfloat16}
+
+
 @pytest.mark.parametrize("kind", ["directories", "tensors"])
 def test_a_probe_in_inference_mode_has_the_same_accuracies(kind: str, tiny: Path) -> None:
     def found() -> dict[str, Accuracy]:
@@ -241,6 +276,13 @@ def test_labels_can_be_chosen(tiny: Path) -> None:
     assert set(probe(Halves(), tiny / "train", tiny / "test", labels=["overlay"], config=QUICK)) == {"overlay"}
     with pytest.raises(UserError, match="have no label_digit, only label_base, label_overlay"):
         probe(Halves(), tiny / "train", tiny / "test", labels=["digit"], config=QUICK)
+
+
+def test_labels_that_are_no_list_of_names_are_refused(tiny: Path) -> None:
+    with pytest.raises(UserError, match="labels is empty, so there is nothing to probe"):
+        probe(Halves(), tiny / "train", tiny / "test", labels=[], config=QUICK)
+    with pytest.raises(UserError, match=r"labels is the string 'base', .*; pass labels=\['base'\]"):
+        probe(Halves(), tiny / "train", tiny / "test", labels="base", config=QUICK)
 
 
 def test_the_labels_of_the_config_are_those_that_are_probed(tiny: Path) -> None:

@@ -332,6 +332,18 @@ def test_masks_are_read_by_a_masked_viewmaker_only() -> None:
         make(mask="box")(x, keys(4))
 
 
+@pytest.mark.parametrize("mask", ["box", "object"])
+def test_masks_of_another_type_or_shape_are_refused(mask: str) -> None:
+    viewmaker, x = make(base_width=8, mask=mask), pictures(4)
+    levels = r"uint8 in the levels of .*, 0 outside, 128 in the box and 255 on the object, got {}; .*uint8\) \* 255$"
+    for dtype in (torch.bool, torch.float32, torch.int64):
+        with pytest.raises(ValueError, match=levels.format(str(dtype).removeprefix("torch."))):
+            viewmaker(x, keys(4), masks(4).to(dtype))
+    for wrong in (masks(1), masks(4)[:, :16, :16], masks(4)[:, None]):
+        with pytest.raises(ValueError, match=r"but the pictures need \(4, 32, 32\)"):
+            viewmaker(x, keys(4), wrong)
+
+
 def test_every_policy_takes_masks() -> None:
     viewmaker = build_view_policy(ViewmakerConfig(base_width=8, mask="box", clamp=False), image_channels=1)
     views = viewmaker(pictures(3, channels=1), keys(3), masks(3))
