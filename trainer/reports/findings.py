@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -146,6 +146,11 @@ def verdict(arms: Sequence[Arm]) -> list[str]:
 
     Compares with the untrained encoder, then between arms, and only within one dataset and one probe protocol.
     """
+    return say_of_each(arms, _verdict_of_one)
+
+
+def say_of_each(arms: Sequence[Arm], say: Callable[[Sequence[Arm]], list[str]]) -> list[str]:
+    """Return the sentences of `say` on each protocol and dataset, after those on how many of both there are."""
     measured = [group for group in by_protocol(arms) if _measured(group.arms)]
     if not measured:
         return ["No trained encoder has been probed yet, so this report cannot say what was learned."]
@@ -164,16 +169,16 @@ def verdict(arms: Sequence[Arm]) -> list[str]:
         sentences.append(f"Accuracies are of a {measured[0].title}.")
     for group in measured:
         title = group.title[:1].upper() + group.title[1:]
-        sentences += _verdict_under(group, title if len(measured) > 1 else "")
+        sentences += _say_under(group, title if len(measured) > 1 else "", say)
     return sentences
 
 
-def _verdict_under(group: ProtocolArms, title: str) -> list[str]:
+def _say_under(group: ProtocolArms, title: str, say: Callable[[Sequence[Arm]], list[str]]) -> list[str]:
     datasets = datasets_of(group.arms)
     sentences = []
     for dataset in datasets:
         where = " · ".join(part for part in (title, dataset.name if len(datasets) > 1 else "") if part)
-        sentences += [f"{where}: {text}" if where else text for text in _verdict_of_one(dataset.arms)]
+        sentences += [f"{where}: {text}" if where else text for text in say(dataset.arms)]
     return sentences
 
 
