@@ -16,7 +16,7 @@ from scipy import special
 from trainer.probes.features import LabelSpace
 from trainer.probes.result import ProbeResult
 from trainer.provenance import RECORDED_NUM_SAMPLES
-from trainer.reports.protocols import ProtocolArms, by_protocol, label_titles
+from trainer.reports.protocols import by_protocol, label_titles
 from trainer.reports.runs import Arm, Run, datasets_of, join, labels_of, runs_of_arms
 
 Method = Literal["linear", "knn"]
@@ -150,7 +150,10 @@ def verdict(arms: Sequence[Arm]) -> list[str]:
 
 
 def say_of_each(arms: Sequence[Arm], say: Callable[[Sequence[Arm]], list[str]]) -> list[str]:
-    """Return the sentences of `say` on each protocol and dataset, after those on how many of both there are."""
+    """Return the sentences of `say` on each protocol and dataset, after those on how many of both there are.
+
+    A dataset without results is named only under the first protocol.
+    """
     measured = [group for group in by_protocol(arms) if _measured(group.arms)]
     if not measured:
         return ["No trained encoder has been probed yet, so this report cannot say what was learned."]
@@ -168,17 +171,11 @@ def say_of_each(arms: Sequence[Arm], say: Callable[[Sequence[Arm]], list[str]]) 
     elif measured[0].title:
         sentences.append(f"Accuracies are of a {measured[0].title}.")
     for group in measured:
-        title = group.title[:1].upper() + group.title[1:]
-        sentences += _say_under(group, title if len(measured) > 1 else "", say)
-    return sentences
-
-
-def _say_under(group: ProtocolArms, title: str, say: Callable[[Sequence[Arm]], list[str]]) -> list[str]:
-    datasets = datasets_of(group.arms)
-    sentences = []
-    for dataset in datasets:
-        where = " · ".join(part for part in (title, dataset.name if len(datasets) > 1 else "") if part)
-        sentences += [f"{where}: {text}" if where else text for text in say(dataset.arms)]
+        title = group.title[:1].upper() + group.title[1:] if len(measured) > 1 else ""
+        for dataset in datasets_of(group.arms):
+            where = " · ".join(part for part in (title, dataset.name if len(datasets) > 1 else "") if part)
+            if group is measured[0] or _measured(dataset.arms):
+                sentences += [f"{where}: {text}" if where else text for text in say(dataset.arms)]
     return sentences
 
 

@@ -121,7 +121,7 @@ def _table(
     if spaces:
         rows.sort(key=lambda row: -_number(row.cells[first].key))
     notes = [f"Settings that differ too, and have no column: {', '.join(left_out)}."] if left_out else []
-    notes += [f"Accuracies are of a {title}."] if title else []
+    notes += [f"Accuracies are of a {title}."] if title and spaces else []
     notes += [note for other in others if (note := _left_out(other, dataset.numbers))]
     return OverviewTable(
         "" if is_only else dataset.name,
