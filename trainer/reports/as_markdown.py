@@ -49,7 +49,7 @@ def sections(arms: Sequence[Arm], sheet: Sheet | None = None) -> list[tuple[str,
     found.append(("Results", body))
     if (rises := rise_grid(arms)).rows:
         found.append(("Which label rises first", [to_markdown(rises)]))
-    found.append(("What this is too small to show", ["\n".join(f"- {markdown_text(text)}" for text in limits(arms))]))
+    found += _limits(arms)
     found.append(("Speed and memory", [to_markdown(speed_grid(arms))]))
     differing = difference_grid(arms)
     found.append(("Differences between the configs", [to_markdown(differing) if differing.rows else "None."]))
@@ -65,9 +65,15 @@ def _sections_of_many(arms: Sequence[Arm]) -> list[tuple[str, list[str]]]:
     return [
         ("What was found", [markdown_text(text) for text in overview.sentences(arms)]),
         ("Results", [RESULTS_CAPTION, *tables]),
-        ("What this is too small to show", ["\n".join(f"- {markdown_text(text)}" for text in limits(arms))]),
+        *_limits(arms),
         ("Where the numbers come from", [to_markdown(grid) for grid in provenance_grids(runs_of_arms(arms))]),
     ]
+
+
+def _limits(arms: Sequence[Arm]) -> list[tuple[str, list[str]]]:
+    """Return the section on what the runs are too small to show; none if there is nothing to say."""
+    items = [f"- {markdown_text(text)}" for text in limits(arms)]
+    return [("What this is too small to show", ["\n".join(items)])] if items else []
 
 
 def _study(sheet: Sheet) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +16,7 @@ from scipy import special
 from trainer.probes.features import LabelSpace
 from trainer.probes.result import ProbeResult
 from trainer.provenance import RECORDED_NUM_SAMPLES, facts_of_starts
-from trainer.reports.protocols import ProtocolArms, by_protocol, label_titles
+from trainer.reports.protocols import by_protocol, label_titles
 from trainer.reports.runs import Arm, Run, datasets_of, join, labels_of, runs_of_arms
 
 Method = Literal["linear", "knn"]
@@ -146,6 +146,14 @@ def verdict(arms: Sequence[Arm]) -> list[str]:
 
     Compares with the untrained encoder, then between arms, and only within one dataset and one probe protocol.
     """
+    return say_of_each(arms, _verdict_of_one)
+
+
+def say_of_each(arms: Sequence[Arm], say: Callable[[Sequence[Arm]], list[str]]) -> list[str]:
+    """Return the sentences of `say` on each protocol and dataset, after those on how many of both there are.
+
+    A dataset without results is named only under the first protocol.
+    """
     measured = [group for group in by_protocol(arms) if _measured(group.arms)]
     if not measured:
         return ["No trained encoder has been probed yet, so this report cannot say what was learned."]
@@ -163,17 +171,11 @@ def verdict(arms: Sequence[Arm]) -> list[str]:
     elif measured[0].title:
         sentences.append(f"Accuracies are of a {measured[0].title}.")
     for group in measured:
-        title = group.title[:1].upper() + group.title[1:]
-        sentences += _verdict_under(group, title if len(measured) > 1 else "")
-    return sentences
-
-
-def _verdict_under(group: ProtocolArms, title: str) -> list[str]:
-    datasets = datasets_of(group.arms)
-    sentences = []
-    for dataset in datasets:
-        where = " · ".join(part for part in (title, dataset.name if len(datasets) > 1 else "") if part)
-        sentences += [f"{where}: {text}" if where else text for text in _verdict_of_one(dataset.arms)]
+        title = group.title[:1].upper() + group.title[1:] if len(measured) > 1 else ""
+        for dataset in datasets_of(group.arms):
+            where = " · ".join(part for part in (title, dataset.name if len(datasets) > 1 else "") if part)
+            if group is measured[0] or _measured(dataset.arms):
+                sentences += [f"{where}: {text}" if where else text for text in say(dataset.arms)]
     return sentences
 
 

@@ -1,8 +1,8 @@
 """The report of many runs: one table for each dataset to filter and sort, and sentences that fit hundreds of runs.
 
 A row is a configuration: runs that differ only in their seed. Settings that differ are columns. All accuracies are
-those of the probe protocol of most runs, so no table mixes two. Guarantees: no step takes time that grows with the
-square of the number of runs.
+those of the probe protocol of most runs, so no table mixes two; a note names the runs of other protocols. Guarantees:
+no step takes time that grows with the square of the number of runs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,17 @@ from data_pipeline.core.schema import as_typed
 from data_pipeline.core.sections import KIND
 from trainer.probes.features import LabelSpace
 from trainer.reports.curves import Chart, Line, color_of, line_chart, lines_of, metric_titles, thin
-from trainer.reports.findings import outcome, probed_steps, score, untrained_arms, untrained_like
-from trainer.reports.protocols import by_protocol, label_titles
+from trainer.reports.findings import (
+    join_some,
+    outcome,
+    probed_steps,
+    say_of_each,
+    score,
+    untrained_arms,
+    untrained_like,
+)
+from trainer.reports.paired import Reading, below_best
+from trainer.reports.protocols import ProtocolArms, by_protocol, label_titles
 from trainer.reports.runs import (
     Arm,
     DatasetArms,
@@ -36,6 +45,11 @@ MAX_VIEWS: Final = 6  # configurations whose views are shown
 _POINTS_OF_CHART: Final = 12_000
 _FEWEST_POINTS: Final = 24  # of a line
 _NO_COLUMN: Final = ("name", "seed", "tracking")
+_BEST_OF_MANY: Final = (
+    "The best of many is optimistic: it was chosen by the accuracy that is shown. Another configuration is below it if "
+    "the difference is not chance at a level of 5 %, after Holm's correction, which counts all pairs of configurations "
+    "because of this choice."
+)
 
 
 @dataclass(frozen=True)
@@ -76,17 +90,20 @@ class OverviewTable:
 
 def tables(arms: Sequence[Arm]) -> list[OverviewTable]:
     """Return one table for each dataset, the configurations with the best linear probe of the first label on top."""
-    group = by_protocol(arms)[0]
-    titles = label_titles(arms)
-    datasets = datasets_of(group.arms)
-    return [_table(dataset, titles, is_only=len(datasets) == 1) for dataset in datasets]
+    groups, titles = by_protocol(arms), label_titles(arms)
+    datasets = datasets_of(groups[0].arms)
+    return [_table(dataset, titles, groups, is_only=len(datasets) == 1) for dataset in datasets]
 
 
 def _measured(arms: Sequence[Arm]) -> list[LabelSpace]:
     return [space for space in labels_of(runs_of_arms(arms)) if any(arm.trained(space) for arm in arms)]
 
 
-def _table(dataset: DatasetArms, titles: Mapping[LabelSpace, str], *, is_only: bool) -> OverviewTable:
+def _table(
+    dataset: DatasetArms, titles: Mapping[LabelSpace, str], groups: Sequence[ProtocolArms], *, is_only: bool
+) -> OverviewTable:
+    """Return the table of a dataset, whose arms have the results of the first of `groups`."""
+    title, others = groups[0].title, groups[1:]
     arms = dataset.arms
     spaces = _measured(arms)
     settings, left_out = _settings(arms)
@@ -94,7 +111,8 @@ def _table(dataset: DatasetArms, titles: Mapping[LabelSpace, str], *, is_only: b
     measures += ["probed at"] if spaces else []
     rows = []
     for number, arm, index in zip(dataset.numbers, arms, range(len(arms)), strict=True):
-        results = [cell for space in spaces for cell in _result_cells(arm, space)]
+        elsewhere = [other.arms[number] for other in others]
+        results = [cell for space in spaces for cell in _result_cells(arm, space, elsewhere)]
         if spaces:
             results.append(_probed_cell(arm))
         cells = [*(_setting_cell(row, index) for row in settings), *results, *_progress(arm)]
@@ -103,6 +121,8 @@ def _table(dataset: DatasetArms, titles: Mapping[LabelSpace, str], *, is_only: b
     if spaces:
         rows.sort(key=lambda row: -_number(row.cells[first].key))
     notes = [f"Settings that differ too, and have no column: {', '.join(left_out)}."] if left_out else []
+    notes += [f"Accuracies are of a {title}."] if title and spaces else []
+    notes += [note for other in others if (note := _left_out(other, dataset.numbers))]
     return OverviewTable(
         "" if is_only else dataset.name,
         tuple(row.key for row in settings),
@@ -139,10 +159,25 @@ def _setting_cell(row: Difference, index: int) -> Cell:
     return Cell(kind, kind)
 
 
-def _result_cells(arm: Arm, space: LabelSpace) -> list[Cell]:
+def _result_cells(arm: Arm, space: LabelSpace, elsewhere: Sequence[Arm]) -> list[Cell]:
+    """Return the accuracies of an arm on a label; `elsewhere` is the arm with its results of other protocols."""
     probes = arm.trained(space)
+    if not probes and any(other.trained(space) for other in elsewhere):
+        return 2 * [Cell("another probe")]
+    of_some = f" ({len(probes)} of {len(arm.runs)} runs)" if len(probes) < len(arm.runs) else ""
     scores = [score(probes, "linear"), score(probes, "knn")]
-    return [Cell(None) if one is None else Cell(str(one), one.mean) for one in scores]
+    return [Cell(None) if one is None else Cell(f"{one}{of_some}", one.mean) for one in scores]
+
+
+def _left_out(other: ProtocolArms, numbers: Sequence[int]) -> str:
+    """Return a sentence on the arms with results of a protocol that the table leaves out; empty if there are none."""
+    names = [arm.name for arm in (other.arms[number] for number in numbers) if _measured([arm])]
+    if not names:
+        return ""
+    return (
+        f"Not in this table: the accuracies of a {other.title}, of {join_some(names)}. A report of at most "
+        f"{MOST_IN_FULL} runs has a table for each probe."
+    )
 
 
 def _probed_cell(arm: Arm) -> Cell:
@@ -153,7 +188,6 @@ def _probed_cell(arm: Arm) -> Cell:
 def _progress(arm: Arm) -> list[Cell]:
     """Return the last loss, the last step, the speed (medians over the seeds), and the number of runs."""
     runs = arm.runs
-    num_probed = sum(run.probed_step is not None for run in runs)
     losses = [values[max(values)] for run in runs if (values := run.logged("train/loss"))]
     steps = [float(run.metrics[-1]["step"]) for run in runs if run.metrics]
     speeds = [value for run in runs for value in run.logged("perf/samples_per_second").values()]
@@ -163,35 +197,31 @@ def _progress(arm: Arm) -> list[Cell]:
         Cell(None) if not losses else Cell(f"{statistics.fmean(losses):.4g}", statistics.fmean(losses)),
         Cell(step, min(steps, default=None)),
         Cell(None) if not speeds else Cell(f"{statistics.median(speeds):,.0f}", statistics.median(speeds)),
-        Cell(f"{len(runs)}" + (f", {num_probed} probed" if 0 < num_probed < len(runs) else ""), float(len(runs))),
+        Cell(f"{len(runs)}", float(len(runs))),
     ]
 
 
 def sentences(arms: Sequence[Arm]) -> list[str]:
-    """Return for each dataset and label: the best configuration, how many cannot be told from it, and the baseline."""
-    group = by_protocol(arms)[0]
+    """Return for each protocol, dataset and label the best configuration, and how many cannot be told from it."""
+    num_compared = max(sum(bool(_measured([arm])) for arm in group.arms) for group in by_protocol(arms))
+    return [*say_of_each(arms, _sentences_of_one), *([_BEST_OF_MANY] if num_compared > 1 else [])]
+
+
+def _sentences_of_one(arms: Sequence[Arm]) -> list[str]:
     titles = label_titles(arms)
-    datasets = datasets_of(group.arms)
-    found = []
-    if group.title:
-        found.append(f"Accuracies are of a {group.title}.")
-    for dataset in datasets:
-        where = f"{dataset.name}: on" if len(datasets) > 1 else "On"
-        spaces = _measured(dataset.arms)
-        if not spaces:
-            what = f"{dataset.name}: no" if len(datasets) > 1 else "No"
-            found.append(f"{what} trained encoder has been probed yet, so none is compared.")
-        found += [f"{where} the {titles[space]}, {_best(dataset.arms, space)}" for space in spaces]
-        found += probed_steps(dataset.arms)
-    return found
+    found = [f"On the {titles[space]}, {_best(arms, space)}" for space in _measured(arms)]
+    return [*found, *probed_steps(arms)] if found else ["No trained encoder has been probed yet, so none is compared."]
 
 
 def _best(arms: Sequence[Arm], space: LabelSpace) -> str:
     scores = [(one, arm) for arm in arms if (one := score(arm.trained(space), "linear"))]
     best, best_arm = max(scores, key=lambda pair: pair[0].mean)
-    rivals = sum(outcome(best, one) == "unresolved" for one, arm in scores if arm is not best_arm)
-    text = f"the best of {len(scores)} configurations is {best_arm.name} with {best} %"
-    text += f"; {rivals} cannot be told apart from it" if rivals else "; every other is below it"
+    text = f"{best_arm.name} has {best} %"
+    if len(scores) > 1:
+        readings = [[Reading(value, one.num_test) for value in one.values] for one, _ in scores]
+        rivals = len(scores) - 1 - len(below_best(dict(enumerate(readings))))
+        text = f"the best of {len(scores)} configurations is {best_arm.name} with {best} %"
+        text += f"; {rivals} cannot be told apart from it" if rivals else "; every other is below it"
     baselines = {like: score(arm.untrained(space), "linear") for like, arm in untrained_arms(arms, space).items()}
     known = [(one, base) for one, arm in scores if (base := baselines.get(untrained_like(arm)))]
     if known:

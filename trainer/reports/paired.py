@@ -200,6 +200,36 @@ def leads_over(base: Mapping[int, Reading], others: Mapping[str, Mapping[int, Re
 _Name = TypeVar("_Name")
 
 
+def below_best(readings: Mapping[_Name, Sequence[Reading]]) -> list[_Name]:
+    """Return the names that are told to be below the one of the highest mean, which was chosen by that mean.
+
+    `readings` has the seeds of each name, at least one. For hundreds of names: nothing is paired, so the error of the
+    samples is that of two test sets, and the time grows with the number of names, not of pairs. All seeds lend each
+    other degrees of freedom. Holm's correction is over the comparisons with the best. Any of the K names could have
+    been the best, and each pair of names would then be compared once, so the p-values are multiplied by K / 2 before.
+    """
+    found = {name: _mean(of_name) for name, of_name in readings.items()}
+    prior = _prior([one for one in found.values() if one.num_seeds > 1])
+    means = {name: one.estimate(prior) for name, one in found.items()}
+    best = max(means, key=lambda name: means[name].mean)
+    others = [name for name in means if name != best]
+    adjusted = holm([min(1.0, len(means) / 2 * _unpaired(means[best], means[name]).p) for name in others])
+    return [name for name, p in zip(others, adjusted, strict=True) if p < LEVEL]
+
+
+def _mean(readings: Sequence[Reading]) -> _Variances:
+    """Return the mean accuracy over seeds, without the single samples, and its variances."""
+    accuracy_S = np.array([one.accuracy for one in readings])
+    return _variances(accuracy_S, None, num_test=min(one.num_test for one in readings), largest=_binomial(readings))
+
+
+def _unpaired(a: Estimate, b: Estimate) -> Estimate:
+    """Return `a` minus `b`, which share neither seeds nor samples, with the degrees of freedom of Welch (1947)."""
+    error = math.hypot(a.error, b.error)
+    parts = a.error**4 / a.degrees + b.error**4 / b.degrees
+    return Estimate(a.mean - b.mean, error, error**4 / parts if parts else math.inf, min(a.num_seeds, b.num_seeds))
+
+
 def _leads(readings: Mapping[_Name, Mapping[int, Reading]]) -> dict[tuple[_Name, _Name], Estimate]:
     """Return the lead of the first over the second, of all pairs in the order of `readings` that share a seed."""
     pairs = combinations(readings, 2)

@@ -27,7 +27,7 @@ from trainer.reports import overview
 from trainer.reports.as_markdown import as_markdown
 from trainer.reports.curves import MAX_POINTS, lines_of, thin
 from trainer.reports.findings import Score, least_difference, limits, outcome, resolution, verdict
-from trainer.reports.page import what_probes_read
+from trainer.reports.page import page, what_probes_read
 from trainer.reports.runs import arms_of, config_differences, read_runs
 from trainer.reports.tables import commands_for_missing_probes
 from trainer.run_dir import RunDir, write_json
@@ -396,7 +396,7 @@ def test_probes_before_the_end_of_a_training_are_named(tmp_path: Path) -> None:
     assert arms[0].probed_at == "step 11 of 99 and step 11 of a run that has not ended"
     said = f"Not all probes are of the end of a training: {arms[0].name} at {arms[0].probed_at}."
     assert verdict(arms)[-1] == said
-    assert overview.sentences(arms)[-1] == said
+    assert overview.sentences(arms)[-2] == said
     assert said in as_markdown(arms)
     (table,) = overview.tables(arms)
     assert [row[table.grid.head.index("probed at")] for row in table.grid.rows] == ["step 11", arms[0].probed_at]
@@ -429,7 +429,7 @@ def test_the_untrained_encoder_of_an_arm_with_other_views_counts_only_for_a_prob
     said = " ".join(verdict(arms))
     assert ("learned 50.0 % against 20.0 %" in said) == is_shared
     assert any(f"{learned} --step 0" in command for command in commands_for_missing_probes(arms)) != is_shared
-    assert overview.sentences(arms)[-1].endswith(
+    assert overview.sentences(arms)[-2].endswith(
         f"and {1 + is_shared} of {1 + is_shared} are above their untrained encoder."
     )
 
@@ -473,6 +473,17 @@ def test_a_seed_that_goes_on_after_the_shortest_has_a_line_of_its_own_from_there
     assert (mean.x, mean.y) == ([1, 2, 3], [1.5, 2.0, 2.5])
     assert (rest.x, rest.y, rest.deviation) == ([3, 4], [3.0, 5.0], None)
     assert len(lines_of([short, short], "red")) == 1
+
+
+def test_a_report_without_limits_has_no_heading_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [make_run(tmp_path / f"{seed}", seed=seed) for seed in range(2)]
+    for run in runs:
+        (run / "metrics.jsonl").write_text("")
+    arms = arms_of(read_runs(runs))
+    for most in (overview.MOST_IN_FULL, 1):
+        monkeypatch.setattr(overview, "MOST_IN_FULL", most)
+        assert limits(arms) == []
+        assert "too small to show" not in as_markdown(arms) + page(arms)
 
 
 def test_limits_follow_from_the_sizes(two_runs: tuple[Path, Path], tmp_path: Path) -> None:

@@ -87,13 +87,14 @@ def test_a_row_is_a_configuration_with_its_settings_and_accuracies(fifty: list[P
 
 
 def test_the_sentences_name_the_best_and_how_many_cannot_be_told_from_it(fifty: list[Path]) -> None:
-    picture, second = overview.sentences(arms_of(read_runs(fifty)))
+    picture, second, optimistic = overview.sentences(arms_of(read_runs(fifty)))
     assert re.match(
         r"On the picture, the best of 25 configurations is \S+temperature=0\.2\S* with \S+ ± \S+ %; "
         r"\d+ cannot be told apart from it, and \d+ of 25 are above their untrained encoder\.",
         picture,
     )
     assert second.startswith("On the object, ")
+    assert optimistic.startswith("The best of many is optimistic")
 
 
 def test_markdown_of_many_has_a_row_for_each_configuration(fifty: list[Path]) -> None:

@@ -20,6 +20,8 @@ from tests.trainer.reports.test_report_study import study_run
 from trainer.probe import main as probe_main
 from trainer.probes.linear import ProbeConfig
 from trainer.report import main
+from trainer.reports import overview
+from trainer.reports.as_markdown import as_markdown
 from trainer.reports.findings import winner
 from trainer.reports.protocols import by_protocol, describe_protocol
 from trainer.reports.published import study
@@ -88,6 +90,42 @@ def test_two_protocols_are_in_tables_charts_and_sentences_of_their_own(
     for protocol in (own, fast):
         title = f"Linear probe of the base label, test accuracy in %; probe of {describe_protocol(protocol)}"
         assert text.count(f"<figcaption>{title}</figcaption>") == 1
+
+
+def test_a_report_of_many_names_what_was_probed_with_another_protocol(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = debug.image().probe
+    fast = own.model_copy(update={"views": "none"})
+    one = make_run(tmp_path / "one", name="one", trained={"base": [0.5]})
+    two = make_run(tmp_path / "two", name="two", trained={"base": [0.4]}, num_epochs=3)
+    three = make_run(tmp_path / "three", name="three", num_epochs=5)
+    add_probe(three, "-views_none", 0.9, fast)
+    arms = arms_of(read_runs([one, two, three]))
+    (table,) = overview.tables(arms)
+    column = table.grid.head.index("base label, linear")
+    assert {row[0]: row[column] for row in table.grid.rows} == {"one": "50.0", "two": "40.0", "three": "another probe"}
+    left_out = f"Not in this table: the accuracies of a probe of {describe_protocol(fast)}, of three."
+    assert table.notes[-2] == f"Accuracies are of a probe of {describe_protocol(own)}."
+    assert table.notes[-1].startswith(left_out)
+    said = overview.sentences(arms)
+    assert said[0] == "The runs were probed in 2 ways; accuracies are compared only within each of them."
+    assert f"Probe of {describe_protocol(own)}: On the base label, the best of 2 configurations is one" in said[1]
+    assert said[2] == f"Probe of {describe_protocol(fast)}: On the base label, three has 90.0 %."
+    monkeypatch.setattr(overview, "MOST_IN_FULL", 2)
+    text = as_markdown(arms)
+    assert "The best of many is optimistic" in text
+    assert left_out in text
+
+
+def test_a_report_of_many_says_of_how_many_runs_a_mean_is(tmp_path: Path) -> None:
+    of_seeds: list[dict[str, list[float]]] = [{"base": [0.5], "overlay": [0.8]}, {"base": [0.4]}, {}]
+    runs = [make_run(tmp_path / f"{seed}", seed=seed, trained=trained) for seed, trained in enumerate(of_seeds)]
+    (table,) = overview.tables(arms_of(read_runs(runs)))
+    (row,) = table.grid.rows
+    cells = dict(zip(table.grid.head, row, strict=True))
+    assert cells["base label, linear"] == "45.0 ± 7.1 (2 of 3 runs)"
+    assert cells["overlay label, linear"] == "80.0 (1 of 3 runs)"
 
 
 def test_the_embedding_is_a_protocol_and_the_pixels_are_its_floor(
