@@ -152,13 +152,18 @@ class Run:
 
 @dataclass(frozen=True)
 class Arm:
-    """One configuration: the runs that differ only in their seed."""
+    """One configuration: the runs that differ only in their seed.
+
+    repeated: further runs with the seed of one of `runs`, such as copies; only figures of sweeps show them.
+    """
 
     name: str
     runs: tuple[Run, ...]
+    repeated: tuple[Run, ...] = ()
 
     def under(self, protocol: ProbeConfig) -> Arm:
-        return replace(self, runs=tuple(run.under(protocol) for run in self.runs))
+        runs, repeated = (tuple(run.under(protocol) for run in group) for group in (self.runs, self.repeated))
+        return replace(self, runs=runs, repeated=repeated)
 
     def trained(self, space: LabelSpace) -> list[ProbeResult]:
         return [probe for run in self.runs if (probe := run.final_probe(space)) is not None]
@@ -236,14 +241,22 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
     """Group runs by configuration, in the order of their first run.
 
     Of runs with the same configuration, data and seed, such as copies, one counts: the one probed at the latest step.
-    Its `problems` name the others, which are left out.
+    Its `problems` name the others, which are `repeated` and left out of all else.
     """
     grouped: dict[tuple[str, tuple[str, ...]], dict[int, list[Run]]] = {}
     for run in runs:
         by_seed = grouped.setdefault((config_identity(run.config), run.data_key), {})
         by_seed.setdefault(run.config.seed, []).append(run)
     groups = [[_one_of(of_seed) for of_seed in by_seed.values()] for by_seed in grouped.values()]
-    return [Arm(name, tuple(group)) for name, group in zip(_arm_names(groups), groups, strict=True)]
+    counted = {run.path for group in groups for run in group}
+    repeated = [
+        tuple(run for of_seed in by_seed.values() for run in of_seed if run.path not in counted)
+        for by_seed in grouped.values()
+    ]
+    return [
+        Arm(name, tuple(group), others)
+        for name, group, others in zip(_arm_names(groups), groups, repeated, strict=True)
+    ]
 
 
 def _one_of(of_seed: Sequence[Run]) -> Run:
@@ -252,8 +265,8 @@ def _one_of(of_seed: Sequence[Run]) -> Run:
         of_seed, key=lambda run: max((step for probes in run.readouts.values() for step in probes), default=-1)
     )
     left_out = tuple(
-        f"Left out: {run.path} has the configuration, the data and the seed {run.config.seed} of {counted.path}, and a "
-        "seed counts once."
+        f"Left out{' of the tables' if run.config.tracking.axes else ''}: {run.path} has the configuration, the data "
+        f"and the seed {run.config.seed} of {counted.path}, and a seed counts once."
         for run in of_seed
         if run is not counted
     )
