@@ -104,6 +104,13 @@ class Run:
         of_all = self.provenance.get("finished_step", "a run that has not ended")
         return f"step {self.probed_step}" + ("" if self.is_probed_at_end else f" of {of_all}")
 
+    @property
+    def stands_at(self) -> str | None:
+        """Return the last logged step in words if the run has not ended; None if it has, or has logged nothing."""
+        if "finished_step" in self.provenance or not self.metrics:
+            return None
+        return f"step {self.metrics[-1]['step']} of a run that has not ended"
+
     def untrained_probe(self, space: LabelSpace) -> ProbeResult | None:
         return self.probes.get(0, {}).get(space)
 

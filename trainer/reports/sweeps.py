@@ -243,6 +243,9 @@ def _section(title: str, runs: Sequence[Run], axes: Sequence[Axis], metrics: Map
     early = [f"{run.name} at {run.probed_at}" for run in runs if run.probed_step and not run.is_probed_at_end]
     if early:
         notes.append(f"Not all probes are of the end of a training: {join_some(early)}.")
+    unended = [f"{run.name} at {run.stands_at}" for run in runs if run.stands_at]
+    if unended and not any(run.probed_step for run in runs):  # else the metrics are those of probes
+        notes.append(f"Not all values are of the end of a training: {join_some(unended)}.")
     for metric_name, metric in metrics.items():
         points = [
             Point({axis.key: value_of(run.config, axis.key) for axis in axes}, y)

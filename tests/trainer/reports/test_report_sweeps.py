@@ -217,6 +217,15 @@ def test_probes_before_the_end_of_a_training_are_named_below_the_figures(tmp_pat
     assert note.endswith("of a training: debug-image-temperature=0.1 at step 11 of a run that has not ended.")
 
 
+def test_runs_that_have_not_ended_are_named_below_figures_of_logged_values(tmp_path: Path) -> None:
+    first, *others = make_sweep(tmp_path, "objective.temperature=0.1,0.2", probed=False)
+    provenance = RunDir(first).provenance
+    provenance.write_text(provenance.read_text().replace('"finished_step"', '"another_fact"'))
+    (section,) = sweep_sections(arms_of(read_runs([first, *others])))
+    (note,) = section.notes
+    assert note.startswith("Not all values are of the end of a training: debug-image-temperature=0.1 at step 11 of")
+
+
 def test_the_command_takes_the_directory_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trainer.report import main
 
