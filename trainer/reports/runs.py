@@ -209,11 +209,11 @@ def read_runs(
     make_views: bool = True,
     index: RunIndex = _NO_INDEX,
 ) -> list[Run]:
-    """Read every run, and make its grid of views if that is missing and the checkpoint and the data are there.
+    """Read every run, and make its grid of views if there is none of the newest checkpoint, and if the data are there.
 
     probes_at: a directory with further probe results, by the name of each run directory. They replace the run's own.
     allow_pipe: as in `read_config`.
-    make_views: whether to make missing grids of views, which takes seconds for each run.
+    make_views: whether to make grids of views, which takes seconds for each run.
     index: where metrics are read that did not change since the last report.
 
     A path that is named twice, such as by itself and by the directory of its study, is read once. Raises `UserError` if
@@ -499,21 +499,28 @@ def _results_in(directory: Path, space: LabelSpace, step: int) -> Iterator[Probe
 
 
 def _read_views(run_dir: RunDir, options: AnalysisOptions | None, *, test_set: str | None) -> Views:
-    """Return the grid of views, made now if it is missing and there are `options` for that.
+    """Return the grid of views, made now if there are `options` for that and none of the newest checkpoint is there.
 
-    `test_set` is the hash of the test set of the probes, of which the views have to be, if it is known.
+    If it cannot be made now from the same test set, an earlier one stays. `test_set` is the hash of the test set of the
+    probes, of which the views have to be, if it is known.
     """
+    earlier: Views | None = None
     json_path, png_path = run_dir.analysis / "views.json", run_dir.analysis / "views.png"
     try:
         if json_path.is_file() and png_path.is_file():
             result = ViewsResult.parse(read_object(json_path, mend=_MEND_ANALYSIS), where=str(json_path))
             _check_test_set(json_path, result.test_manifest_sha256, test_set)
-            return Views(_read_png(png_path), result)
+            earlier = Views(_read_png(png_path), result)
+            test_set = result.test_manifest_sha256
+            if options is None or result.checkpoint_step >= (run_dir.latest_step() or 0):
+                return earlier
         if options is None:
             return Views(None, None, f"made by `python -m trainer.analyze views {run_dir.path}`")
         result, png = measure_views(run_dir, options=options)
     except UserError as error:
-        return Views(None, None, str(error))
+        return earlier or Views(None, None, str(error))
+    if earlier is not None and result.test_manifest_sha256 != test_set:
+        return earlier
     try:
         write_result(run_dir, "views", result, png)
     except OSError as error:  # the next report can make it again
