@@ -661,6 +661,18 @@ def test_a_loss_that_is_negative_by_design_is_explained_beside_its_curve(
     assert told in report(monkeypatch, tmp_path / "published.html", published)
 
 
+def test_a_study_beside_the_runs_of_a_directory_is_named_as_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs" / "study").mkdir(parents=True)
+    make_run(tmp_path / "runs" / "alone", trained={"base": [0.4]})
+    inner = make_run(tmp_path / "runs" / "study" / "inner", trained={"base": [0.5]}, seed=1)
+    assert str(inner) not in report(monkeypatch, tmp_path / "r.html", tmp_path / "runs")
+    assert f"left out, because they hold runs of their own: {inner.parent};" in capsys.readouterr().err
+    assert str(inner) in report(monkeypatch, tmp_path / "r.html", tmp_path / "runs", inner.parent)
+    assert "left out" not in capsys.readouterr().err
+
+
 def test_one_run_is_reported_in_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "run", trained={"base": [0.4]})
     monkeypatch.setattr(sys, "argv", ["report", str(run)])
