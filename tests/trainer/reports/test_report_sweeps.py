@@ -14,6 +14,7 @@ from configs import debug
 from configs.sweep import read_space, resolve_sweep
 from tests.trainer.reports.test_report import Page, make_run, report
 from trainer.reports import sweeps as sweeps_module
+from trainer.reports.curves import Chart
 from trainer.reports.runs import arms_of, read_runs
 from trainer.reports.sweeps import MAX_PANELS, Axis, Panel, Point, axes_of, panels_of, sweep_sections
 from trainer.run_dir import RunDir
@@ -48,7 +49,12 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Panel]:
     """Return the panels of all figures that the test makes, in their order."""
     panels: list[Panel] = []
     draw = sweeps_module._draw
-    monkeypatch.setattr(sweeps_module, "_draw", lambda panel, metric: (panels.append(panel), draw(panel, metric))[1])
+
+    def noted(panel: Panel, metric: str) -> Chart:
+        panels.append(panel)
+        return draw(panel, metric)
+
+    monkeypatch.setattr(sweeps_module, "_draw", noted)
     return panels
 
 
