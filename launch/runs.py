@@ -31,7 +31,7 @@ from launch.submitted import (
 )
 from trainer.config import read_run_config, refuse_commands
 from trainer.preflight import check_data
-from trainer.run_dir import RunDir, is_held
+from trainer.run_dir import RunDir, is_held, runs_of
 
 POLL_SECONDS = 1.0
 POLL_HERE_SECONDS = 0.2  # between two looks at the runs of this machine; a place is empty for so long
@@ -203,10 +203,10 @@ def _state_in_queue(submission: Submission) -> str | None:
 
 def runs_in(directory: Path) -> list[RunDir]:
     """Return the run at `directory`, or the runs in it by name. Raises `UserError` if there is none."""
-    found = [RunDir(path) for path in (directory, *sorted(directory.glob("*/"))) if RunDir(path).config.is_file()]
+    found = [RunDir(path) for path in runs_of([directory]) if RunDir(path).config.is_file()]
     if not found:
         raise UserError(f"{directory} holds no run; pass a --run-dir or --study-dir of launch/slurm.py")
-    return found[:1] if found[0].path == directory else found
+    return found
 
 
 def table(statuses: Mapping[str, RunStatus]) -> str:

@@ -2,19 +2,20 @@
 
 `--study suppression_small` writes the page of the suppression benchmark, as Markdown with figures.
 
-The directory of a study stands for all its runs. With `--out FILE` the run directories may be read-only. `--probes DIR`
-adds the results that `python -m trainer.probe RUN_DIR... --out DIR` has written.
+The directory of a study stands for the runs in it, but not for studies in it. With `--out FILE` the run directories may
+be read-only. `--probes DIR` adds the results that `python -m trainer.probe RUN_DIR... --out DIR` has written.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from data_pipeline.core.arguments import program
 from data_pipeline.core.errors import UserError, run_command
-from trainer.run_dir import ALLOW_CODE_HELP, ALLOW_PIPE_HELP, RunDir, open_run, runs_of, write_atomically
+from trainer.run_dir import ALLOW_CODE_HELP, ALLOW_PIPE_HELP, RunDir, left_out_of, open_run, runs_of, write_atomically
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,6 +70,8 @@ def main() -> None:
     from trainer.reports.runs import arms_of, read_runs
     from trainer.reports.study_sheet import fill
 
+    if (left_out := left_out_of(arguments.run_dirs)) is not None:
+        print(left_out, file=sys.stderr)
     paths = runs_of(arguments.run_dirs)
     if arguments.allow_code:
         import_code_of([open_run(path) for path in paths])

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from data_pipeline.core.errors import UserError, filename_in_errors
+from data_pipeline.core.errors import UserError, filename_in_errors, printable
 from trainer.observability.records import Metrics, Provenance, read_metrics, read_provenance
 
 logger = logging.getLogger(__name__)
@@ -233,12 +233,36 @@ def open_run(path: Path) -> RunDir:
 
 
 def runs_of(paths: Sequence[Path]) -> list[Path]:
-    """Return the paths, with a directory of run directories (a study) replaced by its run directories, by name."""
+    """Return the paths, with a directory of run directories (a study) replaced by its run directories, by name.
+
+    A run and a link to it in the same study count once.
+    """
     found: list[Path] = []
     for path in paths:
-        inner = [] if RunDir(path).config.is_file() else sorted(config.parent for config in path.glob("*/config.json"))
-        found += inner or [path]
+        inner = [] if RunDir(path).config.is_file() else [config.parent for config in path.glob("*/config.json")]
+        # Links come first, so that the run's own path takes their place.
+        once = {run.resolve(): run for run in sorted(inner, key=lambda run: (not run.is_symlink(), run))}
+        found += sorted(once.values()) or [path]
     return found
+
+
+def left_out_of(paths: Sequence[Path]) -> str | None:
+    """Return a sentence on the directories that `runs_of` leaves out although they hold runs, such as studies in runs/.
+
+    Returns None if there are none.
+    """
+    inner = [child for path in paths if not RunDir(path).config.is_file() for child in sorted(path.glob("*/"))]
+    named = {path.resolve() for path in paths}
+    studies = [
+        printable(str(child))
+        for child in inner
+        if not RunDir(child).config.is_file() and child.resolve() not in named and any(child.glob("*/config.json"))
+    ]
+    if not studies:
+        return None
+    return (
+        f"left out, because they hold runs of their own: {', '.join(studies)}; pass the path of each to take its runs"
+    )
 
 
 def places_of_probes(run_dirs: Sequence[RunDir], directory: Path) -> list[RunDir]:

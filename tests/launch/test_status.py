@@ -38,7 +38,7 @@ from launch.submitted import RunStatus, Submission, last_submission, queue_for, 
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.config import read_config
 from trainer.fault_tolerance.preemption import StoppedError
-from trainer.run_dir import LOCK_NAME, RunDir, hold, write_json
+from trainer.run_dir import LOCK_NAME, RunDir, hold, left_out_of, write_json
 
 RESOURCES = Resources(nodes=2, tasks_per_node=1, cpus_per_task=2, threads_per_task=1, time_minutes=60)
 
@@ -198,6 +198,35 @@ def test_the_table_shows_steps_and_losses(tmp_path: Path) -> None:
     assert runs_in(started.path) == [started]
     with pytest.raises(UserError, match="holds no run"):
         runs_in(tmp_path / "train")
+
+
+def test_a_run_and_a_link_to_it_are_one_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "s", "b")
+    (tmp_path / "s" / "a").symlink_to("b")
+    (tmp_path / "s" / "c").symlink_to("b")
+    assert runs_in(tmp_path / "s") == [run]
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "d").symlink_to(run.path)
+    assert runs_in(tmp_path / "links") == [RunDir(tmp_path / "links" / "d")]
+
+
+def test_studies_beside_runs_are_named_as_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "runs", "alone", job_id=None)
+    make_run(tmp_path / "runs" / "study", "inner", job_id=None)
+    (tmp_path / "runs" / "notes").mkdir()
+    monkeypatch.setattr(sys, "argv", ["status", str(tmp_path / "runs")])
+    status_module.main()
+    shown = capsys.readouterr()
+    study = tmp_path / "runs" / "study"
+    assert shown.err.strip() == (
+        f"left out, because they hold runs of their own: {study}; pass the path of each to take its runs"
+    )
+    assert "alone" in shown.out
+    assert "inner" not in shown.out
+    assert left_out_of([tmp_path / "runs", study]) is None
+    assert left_out_of([study, study / "inner"]) is None
 
 
 def test_only_what_failed_is_submitted_again_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

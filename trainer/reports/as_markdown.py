@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from trainer.reports import overview
 from trainer.reports.findings import limits, verdict
 from trainer.reports.page import MOST_COMPARED, title_of
-from trainer.reports.rises import rise_grid
+from trainer.reports.rises import rise_grid, rise_notes
 from trainer.reports.runs import Arm, runs_of_arms
 from trainer.reports.study_sheet import Sheet
 from trainer.reports.study_tables import study_section
@@ -48,7 +48,7 @@ def sections(arms: Sequence[Arm], sheet: Sheet | None = None) -> list[tuple[str,
         body += [GROUPS_CAPTION, to_markdown(table.groups)] if table.groups.rows else []
     found.append(("Results", body))
     if (rises := rise_grid(arms)).rows:
-        found.append(("Which label rises first", [to_markdown(rises)]))
+        found.append(("Which label rises first", [to_markdown(rises), *map(markdown_text, rise_notes(arms))]))
     found += _limits(arms)
     found.append(("Speed and memory", [to_markdown(speed_grid(arms))]))
     differing = difference_grid(arms)

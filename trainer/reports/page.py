@@ -22,7 +22,7 @@ from trainer.reports import overview
 from trainer.reports.curves import charts, color_of
 from trainer.reports.findings import limits, samples_of, verdict
 from trainer.reports.protocols import by_protocol, label_titles
-from trainer.reports.rises import rise_grid
+from trainer.reports.rises import rise_grid, rise_notes
 from trainer.reports.runs import NO_NUMBER, Arm, Run, labels_of, runs_of_arms
 from trainer.reports.study_sheet import Sheet
 from trainer.reports.study_tables import study_section
@@ -70,6 +70,7 @@ def page(arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
             limits=limits(arms),
             charts=charts(arms),
             rises=rise_grid(arms),
+            rise_notes=rise_notes(arms),
             legend=[(arm.name, color_of(number)) for number, arm in enumerate(arms)],
             has_untrained=any(arm.untrained(space) for arm in with_data for space in labels),
             has_seeds=any(len(arm.runs) > 1 for arm in arms),

@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.probes.curve import Point, ProbeCurve, curve_of, online_labels
 from trainer.probes.features import LabelSpace, label_order
 from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult
-from trainer.provenance import RECORDED_NUM_TEST_SAMPLES
+from trainer.provenance import RECORDED_NUM_SAMPLES, RECORDED_NUM_TEST_SAMPLES
+from trainer.reports.findings import join_some
 from trainer.reports.paired import LEVEL, Reading, difference_of
 from trainer.reports.protocols import label_titles
-from trainer.reports.runs import Arm
+from trainer.reports.runs import Arm, Run, join, runs_of_arms
 from trainer.reports.tables import Grid
 
 
@@ -37,6 +38,31 @@ def rise_grid(arms: Sequence[Arm]) -> Grid:
         rows += [[arm.name, title, *(cell for rise in rises for cell in rise.cells())] for rises, title in of_arm]
     head = [part for name in methods for part in (f"{name}, first to last", "half of the gain after")]
     return Grid(["encoder", "accuracy of the", *head], rows)
+
+
+def rise_notes(arms: Sequence[Arm]) -> list[str]:
+    """Return sentences on what the means of `rise_grid` mix: runs that have not ended, and probes of unlike size."""
+    probed = [replace(arm, runs=tuple(run for run in arm.runs if any(map(online_labels, run.metrics)))) for arm in arms]
+    unended = [f"{run.name} at {run.stands_at}" for run in runs_of_arms(probed) if run.stands_at]
+    notes = [f"Not all curves go to the end of a training: {join_some(unended)}."] if unended else []
+    for arm in probed:
+        seeds: dict[str, list[str]] = {}
+        for run in arm.runs:
+            seeds.setdefault(_size(run), []).append(str(run.config.seed))
+        if len(seeds) > 1:
+            sizes = "; ".join(
+                f"{size} (seed{'s' if len(of_size) > 1 else ''} {join(of_size)})" for size, of_size in seeds.items()
+            )
+            notes.append(f"The online probes of {arm.name} differ in size, and the means mix them: {sizes}.")
+    return notes
+
+
+def _size(run: Run) -> str:
+    """Return the number of samples that the online probe reads, in words."""
+    probe, known = run.config.probe, run.provenance
+    num_train = min(probe.online_num_train, known.get(RECORDED_NUM_SAMPLES) or math.inf)
+    num_test = min(probe.online_num_test, known.get(RECORDED_NUM_TEST_SAMPLES) or math.inf)
+    return f"{num_train:,} train and {num_test:,} test samples"
 
 
 @dataclass(frozen=True)

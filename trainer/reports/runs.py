@@ -107,6 +107,13 @@ class Run:
         of_all = self.provenance.get("finished_step", "a run that has not ended")
         return f"step {self.probed_step}" + ("" if self.is_probed_at_end else f" of {of_all}")
 
+    @property
+    def stands_at(self) -> str | None:
+        """Return the last logged step in words if the run has not ended; None if it has, or has logged nothing."""
+        if "finished_step" in self.provenance or not self.metrics:
+            return None
+        return f"step {self.metrics[-1]['step']} of a run that has not ended"
+
     def untrained_probe(self, space: LabelSpace) -> ProbeResult | None:
         return self.probes.get(0, {}).get(space)
 
@@ -173,13 +180,18 @@ class Run:
 
 @dataclass(frozen=True)
 class Arm:
-    """One configuration: the runs that differ only in their seed."""
+    """One configuration: the runs that differ only in their seed.
+
+    repeated: further runs with the seed of one of `runs`, such as copies; only figures of sweeps show them.
+    """
 
     name: str
     runs: tuple[Run, ...]
+    repeated: tuple[Run, ...] = ()
 
     def under(self, protocol: ProbeConfig) -> Arm:
-        return replace(self, runs=tuple(run.under(protocol) for run in self.runs))
+        runs, repeated = (tuple(run.under(protocol) for run in group) for group in (self.runs, self.repeated))
+        return replace(self, runs=runs, repeated=repeated)
 
     def trained(self, space: LabelSpace) -> list[ProbeResult]:
         return [probe for run in self.runs if (probe := run.final_probe(space)) is not None]
@@ -218,11 +230,11 @@ def read_runs(
     make_views: bool = True,
     index: RunIndex = _NO_INDEX,
 ) -> list[Run]:
-    """Read every run, and make its grid of views if that is missing and the checkpoint and the data are there.
+    """Read every run, and make its grid of views if there is none of the newest checkpoint, and if the data are there.
 
     probes_at: a directory with further probe results, by the name of each run directory. They replace the run's own.
     allow_pipe: as in `read_config`.
-    make_views: whether to make missing grids of views, which takes seconds for each run.
+    make_views: whether to make grids of views, which takes seconds for each run.
     index: where metrics are read that did not change since the last report.
 
     A path that is named twice, such as by itself and by the directory of its study, is read once. Raises `UserError` if
@@ -272,22 +284,31 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
     """Group runs by configuration, in the order of their first run.
 
     Of runs with the same configuration, data and seed, such as copies, one counts: the one probed at the latest step,
-    or of several the one with most results. Its `problems` name the others, which are left out.
+    or of several the one with most results. Its `problems` name the others, which are `repeated` and left out of all
+    else.
     """
     grouped: dict[tuple[str, tuple[str, ...]], dict[int, list[Run]]] = {}
     for run in runs:
         by_seed = grouped.setdefault((config_identity(run.config), run.data_key), {})
         by_seed.setdefault(run.config.seed, []).append(run)
     groups = [[_one_of(of_seed) for of_seed in by_seed.values()] for by_seed in grouped.values()]
-    return [Arm(name, tuple(group)) for name, group in zip(_arm_names(groups), groups, strict=True)]
+    counted = {run.path for group in groups for run in group}
+    repeated = [
+        tuple(run for of_seed in by_seed.values() for run in of_seed if run.path not in counted)
+        for by_seed in grouped.values()
+    ]
+    return [
+        Arm(name, tuple(group), others)
+        for name, group, others in zip(_arm_names(groups), groups, repeated, strict=True)
+    ]
 
 
 def _one_of(of_seed: Sequence[Run]) -> Run:
     """Return the run that counts of those with one configuration and one seed."""
     counted = max(of_seed, key=_how_much_is_probed)
     left_out = tuple(
-        f"Left out: {run.path} has the configuration, the data and the seed {run.config.seed} of {counted.path}, and a "
-        "seed counts once."
+        f"Left out{' of the tables' if run.config.tracking.axes else ''}: {run.path} has the configuration, the data "
+        f"and the seed {run.config.seed} of {counted.path}, and a seed counts once."
         for run in of_seed
         if run is not counted
     )
@@ -543,21 +564,28 @@ def _results_in(directory: Path, space: LabelSpace, step: int) -> Iterator[Probe
 
 
 def _read_views(run_dir: RunDir, options: AnalysisOptions | None, *, test_set: str | None) -> Views:
-    """Return the grid of views, made now if it is missing and there are `options` for that.
+    """Return the grid of views, made now if there are `options` for that and none of the newest checkpoint is there.
 
-    `test_set` is the hash of the test set of the probes, of which the views have to be, if it is known.
+    If it cannot be made now from the same test set, an earlier one stays. `test_set` is the hash of the test set of the
+    probes, of which the views have to be, if it is known.
     """
+    earlier: Views | None = None
     json_path, png_path = run_dir.analysis / "views.json", run_dir.analysis / "views.png"
     try:
         if json_path.is_file() and png_path.is_file():
             result = ViewsResult.parse(read_object(json_path, mend=_MEND_ANALYSIS), where=str(json_path))
             _check_test_set(json_path, result.test_manifest_sha256, test_set)
-            return Views(_read_png(png_path), result)
+            earlier = Views(_read_png(png_path), result)
+            test_set = result.test_manifest_sha256
+            if options is None or result.checkpoint_step >= (run_dir.latest_step() or 0):
+                return earlier
         if options is None:
             return Views(None, None, f"made by `python -m trainer.analyze views {run_dir.path}`")
         result, png = measure_views(run_dir, options=options)
     except UserError as error:
-        return Views(None, None, str(error))
+        return earlier or Views(None, None, str(error))
+    if earlier is not None and result.test_manifest_sha256 != test_set:
+        return earlier
     try:
         write_result(run_dir, "views", result, png)
     except OSError as error:  # the next report can make it again

@@ -29,7 +29,7 @@ from trainer.reports.config_identity import config_identity, identity_settings
 from trainer.reports.curves import COLORS, INK, Chart, chart, color_of, metric_titles
 from trainer.reports.findings import join_some
 from trainer.reports.protocols import by_protocol, label_titles
-from trainer.reports.runs import Arm, Run, datasets_of, labels_of, runs_of_arms
+from trainer.reports.runs import Arm, Run, datasets_of, labels_of
 
 MAX_LINES: Final = 12  # of one panel; with more values of another axis, as in a random search, points have no lines
 MAX_PANELS: Final = 12  # of one metric over one axis
@@ -100,24 +100,38 @@ class Panel:
 
 
 def sweep_sections(arms: Sequence[Arm]) -> list[SweepSection]:
-    """Return the figures of each sweep, with the probe protocol of most runs; none for runs that belong to no sweep."""
+    """Return the figures of each sweep, with the probe protocol of most runs; none for runs that belong to no sweep.
+
+    A sweep keeps its points that have the configuration and the seed of a run of another sweep. It may be extended by
+    seeds with `--set seed=2` as well as with `--sweep seed=2`.
+    """
     group = by_protocol(arms)[0]
     titles = label_titles(arms)
     sections = []
     datasets = datasets_of(group.arms)
     for dataset in datasets:
         by_sweep: dict[tuple[str, frozenset[str]], list[Run]] = {}
-        for run in runs_of_arms(dataset.arms):
+        for run in (run for arm in dataset.arms for run in (*arm.runs, *arm.repeated)):
             tracking = run.config.tracking
-            if tracking.axes:
-                by_sweep.setdefault((tracking.group or "", frozenset(tracking.axes)), []).append(run)
+            if keys := frozenset(tracking.axes) - {_SEED}:
+                by_sweep.setdefault((tracking.group or "", keys), []).append(run)
         for (name, keys), of_sweep in by_sweep.items():
-            for beside, runs in _by_other_settings(of_sweep, keys):
+            for beside, runs in _by_other_settings(_without_copies(of_sweep, keys), keys):
                 axes = axes_of(runs)
                 parts = (name or "sweep", beside, dataset.name if len(datasets) > 1 else "", group.title)
                 if axes:
                     sections.append(_section(" · ".join(filter(None, parts)), runs, axes, _metrics(runs, titles)))
     return sections
+
+
+def _without_copies(runs: Sequence[Run], axes: Iterable[str]) -> list[Run]:
+    """Return the first of the runs that share configuration, seed and values of the axes."""
+    first: dict[tuple[object, ...], Run] = {}
+    for run in runs:
+        config = run.config
+        place = (config_identity(config), config.seed, *(value_of(config, axis) for axis in axes))
+        first.setdefault(place, run)
+    return list(first.values())
 
 
 def _by_other_settings(runs: Sequence[Run], axes: Iterable[str]) -> list[tuple[str, list[Run]]]:
@@ -229,6 +243,9 @@ def _section(title: str, runs: Sequence[Run], axes: Sequence[Axis], metrics: Map
     early = [f"{run.name} at {run.probed_at}" for run in runs if run.probed_step and not run.is_probed_at_end]
     if early:
         notes.append(f"Not all probes are of the end of a training: {join_some(early)}.")
+    unended = [f"{run.name} at {run.stands_at}" for run in runs if run.stands_at]
+    if unended and not any(run.probed_step for run in runs):  # else the metrics are those of probes
+        notes.append(f"Not all values are of the end of a training: {join_some(unended)}.")
     for metric_name, metric in metrics.items():
         points = [
             Point({axis.key: value_of(run.config, axis.key) for axis in axes}, y)

@@ -24,11 +24,12 @@ from trainer.probes.linear import LinearResult, ProbeConfig
 from trainer.probes.result import ProbeResult
 from trainer.report import main
 from trainer.reports import overview
+from trainer.reports import runs as runs_module
 from trainer.reports.as_markdown import as_markdown
 from trainer.reports.curves import MAX_POINTS, lines_of, thin
 from trainer.reports.findings import Score, least_difference, limits, outcome, resolution, verdict
 from trainer.reports.page import page, what_probes_read
-from trainer.reports.runs import arms_of, config_differences, read_runs
+from trainer.reports.runs import Views, arms_of, config_differences, read_runs
 from trainer.reports.tables import commands_for_missing_probes
 from trainer.run_dir import RunDir, write_json
 
@@ -215,6 +216,33 @@ def test_table_holds_the_measured_numbers(
     assert page.row("commonest class")[1:] == ["11.3", "", "11.3", ""]
     untrained = [[" ".join(cell.split()) for cell in row] for row in page.rows if row[0].strip() == "untrained encoder"]
     assert untrained == [["untrained encoder", "21.5", "20.5", "37.0", "36.0"]] * 2
+
+
+def test_views_of_an_earlier_checkpoint_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a page of a run that went on shows the views of its first report for ever."""
+    run_dir = RunDir(make_run(tmp_path / "run", trained={"base": [0.4]}))
+    old = (run_dir.analysis / "views.png").read_bytes()
+    before = ViewsResult.parse(json.loads((run_dir.analysis / "views.json").read_text()), where="")
+    newer = before.model_copy(update={"checkpoint_step": 20})
+    made = {"same": (newer, old + b"new"), "other": (newer.model_copy(update={"test_manifest_sha256": "c" * 64}), old)}
+    which = "same"
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise UserError("there is no such checkpoint")
+
+    monkeypatch.setattr(runs_module, "measure_views", lambda *_, **__: made[which])
+    run_dir.latest.write_text("step_00000011")
+    assert read_runs([run_dir.path])[0].views.result == before, "it is of the newest checkpoint"
+    run_dir.latest.write_text("step_00000020")
+    assert read_runs([run_dir.path], make_views=False)[0].views.result == before
+    which = "other"
+    assert read_runs([run_dir.path])[0].views == Views(old, before), "the test set was replaced"
+    which = "same"
+    assert read_runs([run_dir.path])[0].views == Views(old + b"new", newer)
+    assert (run_dir.analysis / "views.png").read_bytes() == old + b"new"
+    run_dir.latest.write_text("step_00000030")
+    monkeypatch.setattr(runs_module, "measure_views", refuse)
+    assert read_runs([run_dir.path])[0].views.result == newer, "the checkpoint or the data are not there"
 
 
 def test_probes_on_data_that_were_replaced_are_left_out_and_named(
@@ -642,6 +670,18 @@ def test_a_loss_that_is_negative_by_design_is_explained_beside_its_curve(
     told = "The loss: the published NT-Xent is negative by design"
     assert told not in report(monkeypatch, tmp_path / "plain.html", plain)
     assert told in report(monkeypatch, tmp_path / "published.html", published)
+
+
+def test_a_study_beside_the_runs_of_a_directory_is_named_as_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs" / "study").mkdir(parents=True)
+    make_run(tmp_path / "runs" / "alone", trained={"base": [0.4]})
+    inner = make_run(tmp_path / "runs" / "study" / "inner", trained={"base": [0.5]}, seed=1)
+    assert str(inner) not in report(monkeypatch, tmp_path / "r.html", tmp_path / "runs")
+    assert f"left out, because they hold runs of their own: {inner.parent};" in capsys.readouterr().err
+    assert str(inner) in report(monkeypatch, tmp_path / "r.html", tmp_path / "runs", inner.parent)
+    assert "left out" not in capsys.readouterr().err
 
 
 def test_one_run_is_reported_in_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

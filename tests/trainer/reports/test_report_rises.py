@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.reports.test_report import Page, make_run, probe_result, report
+from tests.trainer.reports.test_report import PROVENANCE, Page, make_run, probe_result, report
 from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult
 from trainer.reports.as_markdown import as_markdown
-from trainer.reports.rises import online_num_test, rise_grid
+from trainer.reports.rises import online_num_test, rise_grid, rise_notes
 from trainer.reports.runs import arms_of, read_runs
 from trainer.run_dir import RunDir
 
@@ -30,6 +30,12 @@ def make(directory: Path, accuracies: dict[str, list[float]], **settings: Any) -
     run = make_run(directory, trained={"base": [0.9]}, global_batch_size=100, **settings)
     log(run, accuracies)
     return run
+
+
+def set_probe(run: Path, **settings: int) -> None:
+    config = json.loads(RunDir(run).config.read_text())
+    config["probe"] |= settings
+    RunDir(run).config.write_text(json.dumps(config))
 
 
 def test_the_label_that_rises_first_stands_first_and_seeds_are_averaged(
@@ -92,6 +98,28 @@ def test_the_online_probe_counts_the_samples_that_it_reads(
     result = None if labelled is None else ProbeResult.model_validate(probe_result("base", 5, [0.5], labelled))
     config = ProbeConfig(online_num_test=1024)
     assert online_num_test(config, num_test=num_test, result=result) == expected
+
+
+def test_the_page_says_which_curves_end_early_and_which_probes_differ_in_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise their means pass for those of equal readings of finished runs."""
+    curves, facts = {"probe/base/knn": [0.1, 0.5, 0.9]}, PROVENANCE | {"num_test_samples": 200}
+    runs = [make(tmp_path / f"{seed}", curves, name="run", seed=seed, provenance=facts) for seed in range(3)]
+    set_probe(runs[1], online_num_test=5000)
+    assert rise_notes(arms_of(read_runs(runs))) == [], "there are only 200 test samples"
+    set_probe(runs[2], online_num_train=20)
+    log(runs[2], {"probe/base/knn": [0.1]})
+    RunDir(runs[2]).provenance.write_text('{"num_test_samples": 200}')
+    sentences = [
+        "Not all curves go to the end of a training: run, seed 2 at step 10 of a run that has not ended.",
+        "The online probes of run differ in size, and the means mix them: 4,096 train and 200 test samples (seeds "
+        "0 and 1); 20 train and 200 test samples (seed 2).",
+    ]
+    arms = arms_of(read_runs(runs))
+    assert rise_notes(arms) == sentences
+    html = report(monkeypatch, tmp_path / "r.html", *runs)
+    assert all(sentence in html and sentence in as_markdown(arms) for sentence in sentences)
 
 
 def test_a_label_that_only_ridge_regression_sees_rising_stands_before_those_that_do_not_rise(tmp_path: Path) -> None:

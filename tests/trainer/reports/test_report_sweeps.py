@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any
 
 import pytest
 
+from configs import debug
 from configs.sweep import read_space, resolve_sweep
 from tests.trainer.reports.test_report import Page, make_run, report
+from trainer.reports import sweeps as sweeps_module
+from trainer.reports.curves import Chart
 from trainer.reports.runs import arms_of, read_runs
-from trainer.reports.sweeps import MAX_PANELS, Axis, Point, axes_of, panels_of, sweep_sections
+from trainer.reports.sweeps import MAX_PANELS, Axis, Panel, Point, axes_of, panels_of, sweep_sections
 from trainer.run_dir import RunDir
 
 TEMPERATURE = Axis("objective.temperature", (0.05, 0.1, 1.0))
@@ -21,10 +25,15 @@ KIND = Axis("optimizer.kind", ("sgd", "adam"))
 
 
 def make_sweep(
-    directory: Path, *sweeps: str, accuracy: Any = lambda config: 0.5, probed: bool = True, **settings: Any
+    directory: Path,
+    *sweeps: str,
+    accuracy: Any = lambda config: 0.5,
+    probed: bool = True,
+    group: str = "my-sweep",
+    **settings: Any,
 ) -> list[Path]:
     """Make the runs of a sweep, with the accuracy of each from its config."""
-    sweep = resolve_sweep("debug:image", read_space(sweeps, None, overrides=[]), group="my-sweep")
+    sweep = resolve_sweep("debug:image", read_space(sweeps, None, overrides=[]), group=group)
     paths = []
     directory.mkdir(exist_ok=True)
     for config in sweep.runs:
@@ -33,6 +42,20 @@ def make_sweep(
         name = f"{config.name}-seed{config.seed}"
         paths.append(make_run(directory / name, trained=trained, **changed))
     return paths
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Panel]:
+    """Return the panels of all figures that the test makes, in their order."""
+    panels: list[Panel] = []
+    draw = sweeps_module._draw
+
+    def noted(panel: Panel, metric: str) -> Chart:
+        panels.append(panel)
+        return draw(panel, metric)
+
+    monkeypatch.setattr(sweeps_module, "_draw", noted)
+    return panels
 
 
 def test_the_axes_are_those_of_the_configs_and_not_of_the_names(tmp_path: Path) -> None:
@@ -153,6 +176,32 @@ def test_two_recipes_that_were_swept_over_one_grid_are_no_seeds_of_each_other(tm
     assert not any(section.notes for section in found)
 
 
+def test_a_sweep_keeps_its_points_that_are_also_of_another_sweep(tmp_path: Path, drawn: list[Panel]) -> None:
+    """The tables count a seed once; the second figure lost a line and an axis by that."""
+    temperatures, seeds = "objective.temperature=0.1,0.5", "seed=0,1"
+    first = make_sweep(tmp_path / "a", temperatures, seeds)
+    rate = debug.image().optimizer.learning_rate
+    second = make_sweep(tmp_path / "b", temperatures, f"optimizer.learning_rate={rate},0.5", seeds, group="other")
+    copy = tmp_path / "copy"
+    shutil.copytree(second[0], copy)
+    arms = arms_of(read_runs([*first, *second, copy]))
+    assert sum(len(arm.runs) for arm in arms) == len(second)
+    assert [section.title for section in sweep_sections(arms)] == ["my-sweep", "other"]
+    values = [{at: len(ys) for at, ys in points.items()} for panel in drawn for _, points in panel.lines]
+    assert values[:3] == [{0.1: 2, 0.5: 2}] * 3
+    assert [panel.legend for panel in drawn] == ["", "learning_rate", "temperature"]
+
+
+def test_seeds_that_were_added_with_set_are_points_of_the_same_figure(tmp_path: Path, drawn: list[Panel]) -> None:
+    first = make_sweep(tmp_path / "a", "objective.temperature=0.1,0.5", "seed=0,1")
+    added = make_sweep(tmp_path / "b", "objective.temperature=0.1,0.5", seed=2)
+    (section,) = sweep_sections(arms_of(read_runs([*first, *added])))
+    assert not section.notes
+    assert [len(ys) for panel in drawn for _, points in panel.lines for ys in points.values()] == [3, 3]
+    only_seeds = make_sweep(tmp_path / "c", "seed=0,1")
+    assert sweep_sections(arms_of(read_runs(only_seeds))) == []
+
+
 def test_a_run_in_the_place_of_another_with_other_settings_of_its_kind_is_left_out_and_named(tmp_path: Path) -> None:
     first = make_sweep(tmp_path / "one", "objective.kind=nt_xent,simsiam", "seed=0,1")
     (again, *_) = make_sweep(
@@ -172,6 +221,15 @@ def test_probes_before_the_end_of_a_training_are_named_below_the_figures(tmp_pat
     (section,) = sweep_sections(arms_of(read_runs([first, *others])))
     (note,) = section.notes
     assert note.endswith("of a training: debug-image-temperature=0.1 at step 11 of a run that has not ended.")
+
+
+def test_runs_that_have_not_ended_are_named_below_figures_of_logged_values(tmp_path: Path) -> None:
+    first, *others = make_sweep(tmp_path, "objective.temperature=0.1,0.2", probed=False)
+    provenance = RunDir(first).provenance
+    provenance.write_text(provenance.read_text().replace('"finished_step"', '"another_fact"'))
+    (section,) = sweep_sections(arms_of(read_runs([first, *others])))
+    (note,) = section.notes
+    assert note.startswith("Not all values are of the end of a training: debug-image-temperature=0.1 at step 11 of")
 
 
 def test_the_command_takes_the_directory_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
