@@ -90,7 +90,8 @@ class Choices(TypedDict, total=False):
     digits: the digits to draw, one of `DIGITS`; by default `sklearn` for procedural pictures and `mnist` for others.
     digits_root: the folder of MNIST; by default `root`.
     noise_root: the folder of the background sounds; by default `root`. The source `procedural` generates its own.
-    noise_volume: the largest magnitude of each background sound, where 1 is full scale; by default `NOISE_VOLUME`.
+    noise_volume: the largest magnitude of each whole background sound, where 1 is full scale; by default
+        `NOISE_VOLUME`.
     noise_crop: the part of a background sound that is heard in training, one of `NOISE_CROPS`; by default the first.
     test_speaker: for the source `fsdd`: the speaker of the test split.
     overlay_options, source_options: the options of the overlay and of the source, by name. A value may be a number or

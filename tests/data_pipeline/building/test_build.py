@@ -176,7 +176,12 @@ def test_noise_alone_has_no_class_of_its_own(tmp_path: Path) -> None:
     assert sum(manifest.counts_overlay) == 30
     stored = samples(tmp_path / "built")
     assert {frozenset(sample.labels) for sample in stored} == {frozenset({"overlay"})}
-    assert len({sample.content.tobytes() for sample in stored}) == 6
+    in_train = {sample.content.tobytes() for sample in stored}
+    assert len(in_train) == 6
+    build_dataset("noise", tmp_path / "test", split="test", **arguments)  # type: ignore[arg-type]
+    in_test = {sample.content.tobytes() for sample in samples(tmp_path / "test")}
+    assert len(in_test) == 3
+    assert in_test < in_train
     quiet = build_dataset("noise", tmp_path / "quiet", noise_volume=0.0, **arguments)  # type: ignore[arg-type]
     assert not any(sample.content.any() for sample in samples(tmp_path / "quiet"))
     anywhere = build_dataset("noise", tmp_path / "anywhere", noise_crop="random_offset", **arguments)  # type: ignore[arg-type]
