@@ -118,7 +118,13 @@ def _build(parser: argparse.ArgumentParser) -> None:
         help="The directory of cafe.wav, traffic.wav and machinery.wav (default: --root; the source procedural "
         "generates its own).",
     )
-    add("--noise-volume", metavar="V", type=float, help=f"The largest value of the noise (default: {NOISE_VOLUME}).")
+    add(
+        "--noise-volume",
+        metavar="V",
+        type=float,
+        help="The largest magnitude of a whole recording of background sound, of which quieter parts are heard "
+        f"(default: {NOISE_VOLUME}).",
+    )
     add(
         "--noise-crop",
         metavar="|".join(NOISE_CROPS),

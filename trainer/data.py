@@ -51,7 +51,8 @@ class DataConfig(ReadConfig):
     overlay: when the overlay is drawn; the train set must have been built for it. A "baked" overlay was drawn into the
         shards, so it is equal at each reading. An "online" overlay is drawn from (seed, epoch, sample index): the two
         views of a sample share one draw, and each epoch has another. With "online_per_view", each view has its own
-        draw, as in the published code that mixes background sounds. Ignored for data without an overlay.
+        draw, as in the published code that mixes background sounds. "baked" and "online" are ignored for data without
+        an overlay; "online_per_view" is refused.
     crop_from: of tars, whose pictures have any size. "original" cuts the random crops of expert views out of the stored
         pictures, "decoded" out of the squares to which they are brought. Other datasets ignore it. A mixture of tars
     and other datasets cuts them out of the squares, and so do tars with an overlay, which is drawn on the squares.

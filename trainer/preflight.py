@@ -94,6 +94,7 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
         )
     if (said := option_difference(train, test)) is not None:
         logger.warning("%s; build both with the same --seed and options, unless the test shall differ", said)
+    _warn_of_splits(config, manifests)
     sources = _located(config, manifests.train)
     for location, manifest in sources.items():
         for name, what in SAME_INPUTS.items():
@@ -111,6 +112,22 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
     shared = find_shared(config.data, train=manifests.train, test=test)
     if (said := check_shared(shared, config.data, allowed=config.probe.allow_shared)) is not None:
         logger.warning("%s", said)
+
+
+def _warn_of_splits(config: RunConfig, manifests: Manifests) -> None:
+    """Warn if a train set was built as the test split, or a test set as the train split.
+
+    Passes over tars, which have no split, and over the train sets of a mixture.
+    """
+    test, train = manifests.test, manifests.probed if config.data.mixture is None else None
+    wrong = []
+    if train is not None and train.tars is None and train.how_made.split == "test":
+        wrong.append(f"data.train_dir {config.data.train_dir} was built with --split test")
+    if test.tars is None and test.how_made.split == "train":
+        wrong.append(f"data.test_dir {config.data.test_dir} was built with --split train")
+    if wrong:
+        mend = "exchange the two" if len(wrong) == 2 else "name or build the other split, unless that is meant"
+        logger.warning("%s; %s", " and ".join(wrong), mend)
 
 
 def _located(config: RunConfig, train: TrainManifest) -> dict[str, Manifest]:

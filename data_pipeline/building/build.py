@@ -271,7 +271,7 @@ def _plan(
             drawn="online" if drawn == "online" else "baked",
             sha256=overlay_sha256 if drawn == "online" else None,
             layout="scaled" if of_pixels is None else of_pixels.layout,
-            options={} if of_pixels is None else dict(of_pixels.chosen),
+            options=dict(ingredients.overlay_options),
             batch=None if of_pixels is None else _batch_entry(of_pixels, source, order, split=split, drawn=drawn),
         )
     inputs = BuildInputs(
@@ -499,7 +499,10 @@ def _check_finished(directory: Path, plan: BuildPlan, *, num_workers: int) -> Ma
             raise UserError(
                 f"{directory} was built with {name} {before}, not {now}; choose another directory or remove it"
             )
-    if manifest.overlay != plan.overlay_entry:
+    entry, planned = manifest.overlay, plan.overlay_entry
+    if manifest.medium == "sound" and entry is not None and planned is not None and not entry.options:
+        planned = planned.model_copy(update={"options": {}})  # older ones have them in `how_made.source` only
+    if entry != planned:
         raise UserError(
             f"{directory} was built with another --overlay or --overlay-layout, or with other digits, sounds or "
             "options for it; choose another directory or remove it"

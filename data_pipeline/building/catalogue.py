@@ -90,7 +90,8 @@ class Choices(TypedDict, total=False):
     digits: the digits to draw, one of `DIGITS`; by default `sklearn` for procedural pictures and `mnist` for others.
     digits_root: the folder of MNIST; by default `root`.
     noise_root: the folder of the background sounds; by default `root`. The source `procedural` generates its own.
-    noise_volume: the largest magnitude of each background sound, where 1 is full scale; by default `NOISE_VOLUME`.
+    noise_volume: the largest magnitude of each whole background sound, where 1 is full scale; by default
+        `NOISE_VOLUME`.
     noise_crop: the part of a background sound that is heard in training, one of `NOISE_CROPS`; by default the first.
     test_speaker: for the source `fsdd`: the speaker of the test split.
     overlay_options, source_options: the options of the overlay and of the source, by name. A value may be a number or
@@ -117,8 +118,9 @@ class Choices(TypedDict, total=False):
 class Ingredients:
     """The opened source and overlay of a dataset.
 
-    `description` becomes `how_made.source` in the manifest, and `source_options` stand beside it. `sample_rate` is in
-    points a second, `num_points` is the length of a waveform in a batch; both are None for pictures.
+    `description` becomes `how_made.source` in the manifest, and `source_options` stand beside it. `overlay_options` are
+    those of the overlay's entry. `sample_rate` is in points a second, `num_points` is the length of a waveform in a
+    batch; both are None for pictures.
     """
 
     source: Source
@@ -127,6 +129,7 @@ class Ingredients:
     sample_rate: int | None
     num_points: int | None
     source_options: Mapping[str, OptionValue] = field(default_factory=dict)
+    overlay_options: Mapping[str, OptionValue] = field(default_factory=dict)
 
 
 def open_dataset(
@@ -259,7 +262,15 @@ def _open_pictures(
             options=choices.get("overlay_options") or {},
         )
         description = f"{description}{drawn.made_from}"
-    return Ingredients(opened, drawn, description, sample_rate=None, num_points=None, source_options=source_options)
+    return Ingredients(
+        opened,
+        drawn,
+        description,
+        sample_rate=None,
+        num_points=None,
+        source_options=source_options,
+        overlay_options=dict(drawn.chosen) if drawn is not None else {},
+    )
 
 
 def _source_options(name: str, source_class: type[PictureSource], given: Options) -> dict[str, OptionValue]:
@@ -375,15 +386,27 @@ def _open_sounds(
         test_speaker = choices.get("test_speaker") or fsdd.DEFAULT_TEST_SPEAKER
         opened = Fsdd(root, split=split, test_speaker=test_speaker)
     num_points = mel_config(opened.sample_rate).num_points
-    description, heard = opened.description, None
-    if overlay == "noise":
-        noise, heard = _open_noise(source, opened.sample_rate, num_points, split=split, choices=choices)
-        description = f"{description} + {noise}"
-    return Ingredients(opened, heard, description, sample_rate=opened.sample_rate, num_points=num_points)
+    if overlay != "noise":
+        return Ingredients(opened, None, opened.description, sample_rate=opened.sample_rate, num_points=num_points)
+    noise, origin, options = _open_noise(source, opened.sample_rate, num_points, split=split, choices=choices)
+    made_from = f"{origin} ({options['noise_sha256']}), volume {noise.volume}, crop {noise.crop}"
+    return Ingredients(
+        opened,
+        noise,
+        f"{opened.description} + {made_from}",
+        sample_rate=opened.sample_rate,
+        num_points=num_points,
+        overlay_options=options,
+    )
 
 
-def _open_noise(source: str, sample_rate: int, num_points: int, *, split: str, choices: Choices) -> tuple[str, Noise]:
-    """Return a description of the background sounds for the manifest, and their overlay."""
+def _open_noise(
+    source: str, sample_rate: int, num_points: int, *, split: str, choices: Choices
+) -> tuple[Noise, str, dict[str, OptionValue]]:
+    """Return the overlay of background sounds, what they are called, and its options with a short hash of the sounds.
+
+    The names of the options are those of the flags: `noise_volume` is `--noise-volume`.
+    """
     crop = choices.get("noise_crop") or NOISE_CROPS[0]
     if crop not in NOISE_CROPS:
         raise UserError(f'unknown crop "{crop}"{nearest(crop, NOISE_CROPS)}')
@@ -400,5 +423,5 @@ def _open_noise(source: str, sample_rate: int, num_points: int, *, split: str, c
         raise UserError("the background sounds are read from a folder; name it with --noise-root")
     used = "first" if split == "test" else cast(Crop, crop)
     digest = hashlib.sha256(b"".join(sound.numpy().tobytes() for sound in sounds)).hexdigest()
-    description = f"{origin} ({digest[:12]}), volume {volume}, crop {used}"
-    return description, Noise.of(sounds, num_points=num_points, volume=volume, crop=used)
+    noise = Noise.of(sounds, num_points=num_points, volume=volume, crop=used)
+    return noise, origin, {"noise_volume": volume, "noise_crop": used, "noise_sha256": digest[:12]}

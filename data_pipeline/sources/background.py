@@ -19,6 +19,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.randomness import generator
 
 FILE_NAMES: Final = ("cafe.wav", "traffic.wav", "machinery.wav")
+_SILENCE: Final = 1e-3  # of the largest magnitude: 60 dB below it
 _PROCEDURAL_SECONDS = 30  # as long as the published recordings
 
 Sound = NDArray[np.float64]  # (X,): the points of one long sound
@@ -28,7 +29,8 @@ def read_sounds(root: Path, *, sample_rate: int, num_points: int) -> list[Tensor
     """Read the three recordings in `root`, each a float32 sound (X,) in [-1, 1] at `sample_rate` points a second.
 
     Raises `UserError` with the file's name if a file is missing, is not a mono WAV, is silent, or has fewer than
-    `num_points` points, which are heard behind one sample.
+    `num_points` points, which are heard behind one sample. Also if its first or last `num_points` points, which are the
+    parts that are heard as published, have less than a thousandth of its largest magnitude.
     """
     if missing := [name for name in FILE_NAMES if not (root / name).is_file()]:
         raise UserError(
@@ -45,6 +47,13 @@ def read_sounds(root: Path, *, sample_rate: int, num_points: int) -> list[Tensor
             )
         if not points.any():
             raise UserError(f"{root / name} is silent; give a recording with sound in it")
+        for part, heard in (("first", sound[:num_points]), ("last", sound[-num_points:])):
+            if heard.abs().max() < _SILENCE * sound.abs().max():
+                seconds = f"{num_points / sample_rate:.2f} s"
+                raise UserError(
+                    f"the {part} {seconds} of {root / name} are silent, and a sample has the first or the last "
+                    f"{seconds} behind it; cut the silence off, or give another recording"
+                )
         sounds.append(sound)
     return sounds
 

@@ -175,7 +175,9 @@ class OverlayEntry(Schema):
     A `baked` overlay was drawn into the shards, once for each stored sample. An `online` overlay is drawn at each
     reading: the shards hold clean samples, and the file `OVERLAY_NAME`, which has this sha256, holds the overlay.
     `layout` is "scaled" at 32 pixels, and for sounds. `options` are those that the user may choose, with their values:
-    they say how difficult the dataset is. `batch` is there only if the overlay changes the shape of stored pictures.
+    they say how difficult the dataset is. Those of sounds hold a short hash of the background sounds too, as
+    `noise_sha256`; sounds of before have no options. `batch` is there only if the overlay changes the shape of stored
+    pictures.
     """
 
     kind: Line
@@ -303,6 +305,8 @@ class Manifest(Schema):
         fields = self.model_dump(mode="json")
         if self.tars is None:
             del fields["tars"]  # which older manifests do not have
+        if self.medium == "sound" and self.overlay is not None:
+            fields["overlay"].pop("options", None)  # which older manifests have in `how_made.source` only
         canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 

@@ -240,6 +240,22 @@ def refusal(config: RunConfig) -> str:
     return str(raised.value)
 
 
+def test_a_train_set_that_was_built_as_the_test_split_is_warned_of_and_so_is_the_other_way_round(
+    config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_data(config)
+    assert "--split" not in caplog.text
+    train_dir, test_dir = config.data.train_dir, config.data.test_dir
+    data = config.data.model_copy(update={"train_dir": test_dir, "test_dir": train_dir})
+    exchanged = config.model_copy(update={"data": data, "global_batch_size": 8})
+    check_data(exchanged)
+    said = f"data.train_dir {test_dir} was built with --split test and data.test_dir {train_dir} was built with --split"
+    assert f"{said} train; exchange the two" in caplog.text
+    caplog.clear()
+    check_data(with_test_dir(config, str(train_dir), allow_shared=1.0))
+    assert f"data.test_dir {train_dir} was built with --split train; name or build the other split" in caplog.text
+
+
 def test_train_and_test_sets_whose_overlays_have_other_layouts_are_refused(config: RunConfig) -> None:
     path = Path(config.data.test_dir, MANIFEST_NAME)
     manifest = json.loads(path.read_text())

@@ -75,7 +75,8 @@ class WaveformConfig(_ForSounds):
         numbers; the default is its deviation over 50,000 points, for any number of points.
     speed: the factor of the speed, which also changes the pitch, drawn uniformly; None for no change. A sound that
         becomes longer loses its end.
-    semitones: the change of pitch at the same speed, drawn uniformly; None for no change.
+    semitones: the change of pitch at the same speed, drawn uniformly; None for no change. It is torchaudio's
+        `pitch_shift`, in which raised sounds become quieter; see `change_pitch`.
     """
 
     kind: Literal["waveform"] = "waveform"

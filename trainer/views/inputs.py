@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from data_pipeline.audio.waveform import to_float
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.pixels import from_bytes
+
+_LOUDEST: Final = 2  # a sound with another behind it is not clipped
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -56,16 +59,21 @@ def to_floating(inputs: Tensor) -> Tensor:
 def to_unit_range(inputs: Tensor) -> Tensor:
     """Return inputs as `to_floating` does.
 
-    Raises `UserError` if floating pictures (B, C, H, W) on the CPU are outside [0, 1]; on a GPU the host would wait for
-    the answer.
+    Raises `UserError` if floating pictures (B, C, H, W) on the CPU are outside [0, 1], or floating waveforms (B, T)
+    outside [-2, 2], which holds the sum of two sounds; on a GPU the host would wait for the answer.
     """
     if not inputs.is_floating_point():
         return to_floating(inputs)
-    if inputs.dim() == 4 and inputs.device.type == "cpu" and inputs.numel():
-        low, high = (float(bound) for bound in inputs.detach().aminmax())
-        if low < 0 or high > 1:
-            raise UserError(
-                f"pictures must be in [0, 1], got values from {low:.3g} to {high:.3g}; divide bytes by 255, and leave "
-                "out any normalisation, because the encoder normalises"
-            )
+    if inputs.dim() not in (2, 4) or inputs.device.type != "cpu" or not inputs.numel():
+        return inputs
+    low, high = (float(bound) for bound in inputs.detach().aminmax())
+    if inputs.dim() == 4 and (low < 0 or high > 1):
+        raise UserError(
+            f"pictures must be in [0, 1], got values from {low:.3g} to {high:.3g}; divide bytes by 255, and leave "
+            "out any normalisation, because the encoder normalises"
+        )
+    if inputs.dim() == 2 and max(-low, high) > _LOUDEST:
+        raise UserError(
+            f"waveforms must be in [-1, 1], got values from {low:.3g} to {high:.3g}; divide points of 16 bits by 32,768"
+        )
     return inputs

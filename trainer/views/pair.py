@@ -30,8 +30,8 @@ def two_views(
     around the object, 255 on it, as `Batch.masks_BHW` does.
 
     Equal arguments give equal views, because no draw comes from torch's generator. On several ranks, pass the number of
-    rows of the ranks before this one as `first_row`. Raises `UserError` if inputs are of another type or pictures are
-    outside [0, 1], and `ValueError` as the policy does.
+    rows of the ranks before this one as `first_row`. Raises `UserError` if inputs are of another type, pictures are
+    outside [0, 1] or waveforms far outside [-1, 1], and `ValueError` as the policy does.
     """
     inputs = to_unit_range(inputs)
     a, b = (keys_of_rows(inputs, seed=seed, step=step, view=view, first_row=first_row) for view in (0, 1))

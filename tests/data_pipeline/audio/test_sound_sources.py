@@ -224,6 +224,10 @@ def test_wrong_backgrounds_are_named(tmp_path: Path) -> None:
     (tmp_path / "traffic.wav").write_bytes(encode_wav(np.zeros(4_800, dtype=np.int16), sample_rate=48_000))
     with pytest.raises(UserError, match=r"traffic\.wav is silent"):
         read_sounds(tmp_path, sample_rate=8_000, num_points=800)
+    for part, points in (("first", [0] * 4_800 + [999] * 99), ("last", [999] * 99 + [0] * 4_800)):
+        (tmp_path / "traffic.wav").write_bytes(encode_wav(np.array(points, dtype=np.int16), sample_rate=8_000))
+        with pytest.raises(UserError, match=rf"the {part} 0\.10 s of .*traffic\.wav are silent, .*; cut the"):
+            read_sounds(tmp_path, sample_rate=8_000, num_points=800)
     (tmp_path / "cafe.wav").write_bytes(b"no wav")
     with pytest.raises(UserError, match=r"cafe\.wav is not a WAV file"):
         read_sounds(tmp_path, sample_rate=8_000, num_points=800)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -175,12 +176,35 @@ def test_noise_alone_has_no_class_of_its_own(tmp_path: Path) -> None:
     assert sum(manifest.counts_overlay) == 30
     stored = samples(tmp_path / "built")
     assert {frozenset(sample.labels) for sample in stored} == {frozenset({"overlay"})}
-    assert len({sample.content.tobytes() for sample in stored}) == 6
+    in_train = {sample.content.tobytes() for sample in stored}
+    assert len(in_train) == 6
+    build_dataset("noise", tmp_path / "test", split="test", **arguments)  # type: ignore[arg-type]
+    in_test = {sample.content.tobytes() for sample in samples(tmp_path / "test")}
+    assert len(in_test) == 3
+    assert in_test < in_train
     quiet = build_dataset("noise", tmp_path / "quiet", noise_volume=0.0, **arguments)  # type: ignore[arg-type]
     assert not any(sample.content.any() for sample in samples(tmp_path / "quiet"))
     anywhere = build_dataset("noise", tmp_path / "anywhere", noise_crop="random_offset", **arguments)  # type: ignore[arg-type]
     assert len({sample.content.tobytes() for sample in samples(tmp_path / "anywhere")}) == 30
     assert len({made.how_made.source for made in (manifest, quiet, anywhere)}) == 3
+
+
+def test_sounds_of_before_their_options_stood_in_the_manifest_are_built_with_the_same_arguments(tmp_path: Path) -> None:
+    def build(**settings: Any) -> Manifest:
+        return build_dataset("noise", tmp_path / "built", source="procedural", limit=3, **settings)
+
+    now = build()
+    assert now.overlay is not None
+    assert now.overlay.options.keys() == {"noise_volume", "noise_crop", "noise_sha256"}
+    path = tmp_path / "built" / "manifest.json"
+    before = json.loads(path.read_text())
+    del before["overlay"]["options"]
+    path.write_text(json.dumps(before))
+    again = build()
+    assert again.overlay is not None
+    assert (again.overlay.options, again.sha256) == ({}, now.sha256)
+    with pytest.raises(UserError, match=r"was built with source .* volume 0.05.*, not .* volume 0.1"):
+        build(noise_volume=0.1)
 
 
 @pytest.mark.parametrize(
@@ -624,6 +648,7 @@ MEMORY_OF_BUILDS = """
 import re, sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from data_pipeline.building import build
 from data_pipeline.building.catalogue import Ingredients
 from data_pipeline.sources.silence import SilenceSource

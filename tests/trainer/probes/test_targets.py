@@ -6,15 +6,18 @@ import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from webdataset import TarWriter
 
 from configs import resolve_recipe
+from data_pipeline.audio.waveform import encode_wav
 from data_pipeline.building.build import build_dataset
 from data_pipeline.building.index_tars import make_index
 from data_pipeline.building.tar_scan import Fields
+from data_pipeline.sources.background import FILE_NAMES
 from data_pipeline.storage.manifest import Manifest, load_manifest
 from trainer.probed_runs.options import ProbeOptions
 from trainer.probed_runs.probing import probe_run
@@ -78,6 +81,30 @@ def test_options_of_the_source_and_the_seed_of_chosen_digits_are_compared(tmp_pa
         for seed, split in enumerate(("train", "test"))
     )
     assert option_difference(one, other) == "the 20 digits of the test set are not those of the train set"
+
+
+def test_the_volume_and_the_recordings_of_background_sounds_are_compared(tmp_path: Path) -> None:
+    def heard(name: str, split: str, **settings: Any) -> Manifest:
+        arguments: dict[str, Any] = {"source": "procedural", "split": split, "limit": 6, "overlay": "online"}
+        return build_dataset("spoken_noise", tmp_path / name, **arguments | settings)
+
+    train_set, test_set = heard("train", "train"), heard("test", "test")
+    assert option_difference(train_set, test_set) is None  # though the test split hears other parts
+    loud = heard("loud", "test", noise_volume=0.5)
+    said = "the overlay's noise_volume is 0.05 in the train set but 0.5 in the test set"
+    assert option_difference(train_set, loud) == said
+    assert train_set.overlay is not None
+    older = train_set.model_copy(update={"overlay": train_set.overlay.model_copy(update={"options": {}})})
+    assert option_difference(older, loud) is None
+    assert older.sha256 == train_set.sha256
+    recordings = tmp_path / "recordings"
+    recordings.mkdir()
+    for seed, name in enumerate(FILE_NAMES):
+        points = np.random.default_rng(seed).integers(-999, 999, 16_000).astype(np.int16)
+        (recordings / name).write_bytes(encode_wav(points, sample_rate=8_000))
+    found = option_difference(train_set, heard("recorded", "test", noise_root=recordings))
+    assert found is not None
+    assert found.startswith("the overlay's noise_sha256 is ")
 
 
 @pytest.mark.parametrize(

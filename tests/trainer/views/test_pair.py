@@ -86,6 +86,15 @@ def test_waveforms_of_int16_have_the_views_of_stored_sounds() -> None:
     assert all(torch.equal(one, other) for one, other in zip(of_points, of_floats, strict=True))
 
 
+def test_waveforms_that_were_not_divided_are_refused_and_sums_of_two_sounds_are_not() -> None:
+    policy = build_view_policy(SpectralConfig(), image_channels=1, mel=FSDD)
+    sum_BT = torch.full((2, FSDD.num_points), 1.05)
+    two_views(policy, sum_BT, seed=0, step=0)
+    for wrong_BT in (3_000 * sum_BT, -3_000 * sum_BT):
+        with pytest.raises(UserError, match=r"waveforms must be in \[-1, 1\], got values from .* by 32,768"):
+            two_views(policy, wrong_BT, seed=0, step=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.int32, torch.int64, torch.bool, torch.complex64])
 def test_only_bytes_are_divided_by_255(dtype: torch.dtype) -> None:
     policy = build_view_policy(RandomMaskConfig(), image_channels=3)
