@@ -118,13 +118,7 @@ def _build(parser: argparse.ArgumentParser) -> None:
         help="The directory of cafe.wav, traffic.wav and machinery.wav (default: --root; the source procedural "
         "generates its own).",
     )
-    add(
-        "--noise-volume",
-        metavar="V",
-        type=float,
-        help="The largest magnitude of a whole recording of background sound, of which quieter parts are heard "
-        f"(default: {NOISE_VOLUME}).",
-    )
+    add("--noise-volume", metavar="V", type=float, help=f"The peak of each whole noise file (default: {NOISE_VOLUME}).")
     add(
         "--noise-crop",
         metavar="|".join(NOISE_CROPS),
