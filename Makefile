@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-COMPILED := matplotlib networkx numpy scipy sympy timm torch
+COMPILED := deepspeed hypothesis matplotlib networkx numba numpy scipy sklearn sympy timm torch torchvision wandb
 # Containers often set this. Without saved bytecode, every process that a test starts compiles all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -47,7 +47,8 @@ $(INSTALLED): setup.py
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo 'error: $(PYTHON) cannot make virtual environments; on Debian: apt-get install python3-venv' >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 	@# Python compiles a module when it first imports it. Most of the 21,000 modules of all packages are never imported. Most
-	@# of COMPILED are, and all processes that make test starts at once would each compile them for itself.
+	@# of COMPILED and of our own are, and all processes that make test starts at once would each compile them for itself.
 	$(BIN)/pip install --disable-pip-version-check --no-compile --editable '.[test,lint,docs]'
-	$(BIN)/python -m compileall -qq -j 2 -x '/tests?/' $(addprefix .venv/lib/python*/site-packages/,$(COMPILED))
+	$(BIN)/python -m compileall -qq -j 2 -x '/tests?/' $(addprefix .venv/lib/python*/site-packages/,$(COMPILED)) \
+		configs data_pipeline launch trainer
 	@touch $@

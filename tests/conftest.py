@@ -19,6 +19,7 @@ search_modules_rarely()  # before tests are collected, which imports everything
 # Tensors of tests are small, and `make test` has a worker or more on each core: more threads only wait for each other.
 # The runtime of OpenMP reads this when torch is imported, here and in every process that a test starts.
 THREADS = os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("NUMBA_OPT", "0")  # to optimize what librosa compiles takes longer than to run it
 # torch.compile compiles in the process that asks, without a pool of others, and for scalars: to try an instruction set
 # for vectors, it starts a new interpreter, for two seconds.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
