@@ -400,8 +400,8 @@ def _refuse_edited_config(run_dir: RunDir, config: RunConfig, *, step: int, opti
     keys = [key for key in changed if not _is_location(key)]
     if keys:
         raise UserError(
-            f"{run_dir.config} was edited after the run began (it differs in {', '.join(keys)}); put the values back "
-            f'that "{RECORDED_CONFIG}" in {run_dir.provenance} shows, or pass another {option}'
+            f'{_edited(run_dir, keys)}; put the values back that "{RECORDED_CONFIG}" in {run_dir.provenance} shows, or '
+            f"pass another {option}"
         )
 
 
@@ -413,10 +413,12 @@ def edited_config(run_dir: RunDir, config: RunConfig) -> str | None:
     before = config_in_provenance(run_dir)
     if before is None:
         return None
-    keys = [key for key in difference(before, config) if not key.startswith(MAY_CHANGE) and not _is_location(key)]
-    if before.compiles_networks == config.compiles_networks:
-        keys = [key for key in keys if key != "compile"]
-    return f"{run_dir.config} was edited after the run began (it differs in {', '.join(keys)})" if keys else None
+    keys = [key for key in _fixed_settings_that_differ(before, config) if not _is_location(key)]
+    return _edited(run_dir, keys) if keys else None
+
+
+def _edited(run_dir: RunDir, keys: Sequence[str]) -> str:
+    return f"{run_dir.config} was edited after the run began (it differs in {', '.join(keys)})"
 
 
 def _is_location(key: str) -> bool:
@@ -424,17 +426,23 @@ def _is_location(key: str) -> bool:
 
 
 def _changed_settings(run_dir: RunDir, before: RunConfig, now: RunConfig, *, option: str) -> list[str]:
-    """Return the settings in which two configs of a run differ and which may not change. Raises `UserError`.
+    """Return the settings in which two configs of a run differ and which may not change. Raises `UserError`."""
+    keys = _fixed_settings_that_differ(before, now)
+    if keys != ["data.mixture_schedule"]:
+        return keys
+    _check_schedule(run_dir, before, now, option=option)
+    return []
+
+
+def _fixed_settings_that_differ(before: RunConfig, now: RunConfig) -> list[str]:
+    """Return the settings in which two configs differ, without those of `MAY_CHANGE`.
 
     Whether steps are recorded may change, but not whether the networks are compiled.
     """
     keys = [key for key in difference(before, now) if not key.startswith(MAY_CHANGE)]
     if before.compiles_networks == now.compiles_networks:
         keys = [key for key in keys if key != "compile"]
-    if keys != ["data.mixture_schedule"]:
-        return keys
-    _check_schedule(run_dir, before, now, option=option)
-    return []
+    return keys
 
 
 def _claim(run_dir: RunDir, config: RunConfig, *, option: str) -> TextIO:

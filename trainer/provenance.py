@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -130,14 +132,14 @@ def train_sets(config: RunConfig, provenance: Mapping[str, Any]) -> tuple[str, .
     Of a mixture, those of the source that probes read. A start counts if a later one did not take up an earlier step.
     """
     starts = [start for start in provenance.get("starts", ()) if isinstance(start.get("start_step"), int)]
-    found: list[str] = []
-    for number, start in enumerate([*starts, provenance]):
-        later = [other["start_step"] for other in starts[number + 1 :]]
-        took_steps = number >= len(starts) - 1 or start["start_step"] < min(later)
-        recorded = _train_set(config, start)
-        if took_steps and recorded is not None and recorded not in found[-1:]:
-            found.append(recorded)
-    return tuple(found)
+    newest_first = [_train_set(config, provenance)]
+    end_step = math.inf  # from which later starts took the steps
+    for start in reversed(starts):
+        if start["start_step"] < end_step:
+            newest_first.append(_train_set(config, start))
+            end_step = start["start_step"]
+    known = [recorded for recorded in reversed(newest_first) if recorded is not None]
+    return tuple(recorded for recorded, _ in groupby(known))
 
 
 def _train_set(config: RunConfig, facts: Mapping[str, Any]) -> str | None:
