@@ -1,7 +1,7 @@
 """SimCLR with a viewmaker: the "Viewmaker" columns of Table 1 (Tamkin et al. 2022), one function for each row.
 
 The recipes equal the ones in simclr.py, but a viewmaker of three residual blocks replaces the expert views. It is
-trained with Adam against the encoder. Two settings are not those of the published code:
+trained with Adam against the encoder. Two settings differ from the published code:
 
 - Views are clamped to [0, 1], as in the paper. Use `--set views.clamp=false` for the way of the code.
 - Encoder and viewmaker share one backward pass, which is faster. Use `--set adversary.update=alternating` for the order

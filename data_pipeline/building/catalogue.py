@@ -405,7 +405,7 @@ def _open_noise(
 ) -> tuple[Noise, str, dict[str, OptionValue]]:
     """Return the overlay of background sounds, what they are called, and its options with a short hash of the sounds.
 
-    The names of the options are those of the flags: `noise_volume` is `--noise-volume`.
+    Options are named as the flags are: `noise_volume` is `--noise-volume`.
     """
     crop = choices.get("noise_crop") or NOISE_CROPS[0]
     if crop not in NOISE_CROPS:
