@@ -7,7 +7,6 @@ python launch/status.py runs/table1 --resubmit-failed
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from data_pipeline.core.errors import printable, run_command
@@ -34,10 +33,9 @@ def main() -> None:
     from launch.runs import resubmit, runs_in, status_of, table
     from launch.submitted import last_submission, queue_for
     from trainer.provenance import command_line
-    from trainer.run_dir import left_out_of
+    from trainer.run_dir import say_what_is_left_out
 
-    if (left_out := left_out_of([arguments.directory])) is not None:
-        print(left_out, file=sys.stderr)
+    say_what_is_left_out([arguments.directory])
     runs = runs_in(arguments.directory.absolute())
     queue = queue_for(runs)
     statuses = {run_dir: status_of(run_dir, queue) for run_dir in runs}

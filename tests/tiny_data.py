@@ -28,6 +28,7 @@ from data_pipeline.storage.manifest import (
 )
 from data_pipeline.storage.shards import encode, write_shards
 from data_pipeline.storage.source_digests import content_digest, write_source_digests
+from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.totals import Totals
 
 SAMPLE_RATE = 8_000  # of the sounds, points a second
@@ -95,6 +96,18 @@ def write_tiny_pair(
     write_tiny_dataset(directory / "train", num_samples=num_train, overlay=overlay)
     write_tiny_dataset(directory / "test", num_samples=num_test, seed=1, overlay=overlay, split="test")
     return directory
+
+
+def damage(directory: Path, indices: Sequence[int]) -> None:
+    """Make the pictures or sounds of some samples undecodable, in files of the same size."""
+    store = SampleStore(directory)
+    for index in indices:
+        encoded = store.encoded(index)
+        content = encoded.members.get("png") or encoded.members["wav"]
+        shard = directory / store.manifest.shards[int(np.searchsorted(store.shard_ends, index, side="right"))].name
+        data = shard.read_bytes()
+        assert data.count(content) == 1
+        shard.write_bytes(data.replace(content, b"\xff" * len(content)))
 
 
 def write_tiny_sounds(

@@ -14,7 +14,7 @@ from data_pipeline.core.arguments import program
 from data_pipeline.core.errors import UserError, nearest, run_command
 from data_pipeline.core.overrides import SET_HELP
 from data_pipeline.core.schema import MAX_SEED, Schema
-from trainer.run_dir import ALLOW_CODE_HELP, ALLOW_PIPE_HELP, open_run, runs_of
+from trainer.run_dir import ALLOW_CODE_HELP, ALLOW_PIPE_HELP, open_run, runs_of, say_what_is_left_out
 
 if TYPE_CHECKING:
     from trainer.analyses.analysis import Analysis
@@ -97,6 +97,7 @@ def main() -> None:
         seed=arguments.seed,
         allow_pipe=arguments.allow_pipe,
     )
+    say_what_is_left_out(arguments.run_dirs)
     runs = [open_run(path) for path in runs_of(arguments.run_dirs)]  # check all before the first is analysed
     if arguments.allow_code:
         import_code_of(runs)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from data_pipeline.core.arguments import positive, program
 from data_pipeline.core.errors import UserError, run_command
-from trainer.run_dir import ALLOW_CODE_HELP, open_run, runs_of
+from trainer.run_dir import ALLOW_CODE_HELP, open_run, runs_of, say_what_is_left_out
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,6 +79,7 @@ def _write_results(arguments: argparse.Namespace) -> None:
     for option, value in of_encoders.items():
         if value is not None:
             raise UserError(f"{option} is for an encoder; leave it out for --results")
+    say_what_is_left_out(arguments.run_dirs)
     paths = runs_of(arguments.run_dirs)
     num_packed = write_archive(paths, arguments.results, with_logs=not arguments.without_logs)
     print(f"{arguments.results}: the results of {num_packed} of {len(paths)} run(s); only finished runs are packed")

@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING
 
 from data_pipeline.core.arguments import positive, program, whole
 from data_pipeline.core.errors import UserError, run_command
-from trainer.run_dir import ALLOW_CODE_HELP, ALLOW_PIPE_HELP, RunDir, open_run, places_of_probes, runs_of
+from trainer.run_dir import (
+    ALLOW_CODE_HELP,
+    ALLOW_PIPE_HELP,
+    RunDir,
+    open_run,
+    places_of_probes,
+    runs_of,
+    say_what_is_left_out,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -151,6 +159,7 @@ def main() -> None:
         run_dirs = [RunDir(path) for path in paths]
 
         def check() -> None:
+            say_what_is_left_out(arguments.run_dirs)
             for path in paths:
                 open_run(path)
             if arguments.out is not None:

@@ -9,13 +9,20 @@ be read-only. `--probes DIR` adds the results that `python -m trainer.probe RUN_
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from data_pipeline.core.arguments import program
 from data_pipeline.core.errors import UserError, run_command
-from trainer.run_dir import ALLOW_CODE_HELP, ALLOW_PIPE_HELP, RunDir, left_out_of, open_run, runs_of, write_atomically
+from trainer.run_dir import (
+    ALLOW_CODE_HELP,
+    ALLOW_PIPE_HELP,
+    RunDir,
+    open_run,
+    runs_of,
+    say_what_is_left_out,
+    write_atomically,
+)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,8 +77,7 @@ def main() -> None:
     from trainer.reports.runs import arms_of, read_runs
     from trainer.reports.study_sheet import fill
 
-    if (left_out := left_out_of(arguments.run_dirs)) is not None:
-        print(left_out, file=sys.stderr)
+    say_what_is_left_out(arguments.run_dirs)
     paths = runs_of(arguments.run_dirs)
     if arguments.allow_code:
         import_code_of([open_run(path) for path in paths])

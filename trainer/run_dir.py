@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import socket
+import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -263,6 +264,12 @@ def left_out_of(paths: Sequence[Path]) -> str | None:
     return (
         f"left out, because they hold runs of their own: {', '.join(studies)}; pass the path of each to take its runs"
     )
+
+
+def say_what_is_left_out(paths: Sequence[Path]) -> None:
+    """Print the sentence of `left_out_of`, if there is one. For the commands that take paths of runs and of studies."""
+    if (sentence := left_out_of(paths)) is not None:
+        print(sentence, file=sys.stderr)
 
 
 def places_of_probes(run_dirs: Sequence[RunDir], directory: Path) -> list[RunDir]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.core.sample import BadSample
 from data_pipeline.loading.mixture import MixtureOrder
-from data_pipeline.loading.order import BatchOrder
+from data_pipeline.loading.order import BatchOrder, NoReplacementError
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,9 @@ class GroupedOrder(DatasetOrder):
     The first samples of the epoch's order are read, each followed by the rest of its group. A sample may come twice in
     a batch, in two groups.
 
-    `groups_NG`, (N, G) int64, holds the group of each of the N samples. Bad samples are in no group, so none is met.
+    `groups_NG`, (N, G) int64, holds the group of each of the N samples. Samples that were bad when the groups were
+    found are in none. The group of a sample that cannot be read since then is replaced by the nearest whole group of a
+    sample before it in stored order, or of the last sample; on all ranks alike, whatever each of them has met.
     """
 
     groups_NG: NDArray[np.int64]
@@ -125,8 +127,19 @@ class GroupedOrder(DatasetOrder):
         num_own = num_groups // order.world_size
         first = step_in_epoch * num_groups + order.rank * num_own
         samples = order.of_epoch(epoch)(np.arange(first, first + num_own, dtype=np.int64))
-        indices_R = self.groups_NG[samples].reshape(-1)
-        return Rows(indices_R, indices_R, epoch, ())
+        groups_KG = self.groups_NG[samples]
+        met = {index: bad[index] for index in groups_KG.ravel().tolist() if index in bad} if bad else {}
+        if met:
+            is_bad_N = np.isin(self.groups_NG, list(bad))
+            whole = np.flatnonzero(~is_bad_N.any(axis=1))
+            if not len(whole):
+                raise NoReplacementError(
+                    f"sample {next(iter(met.values())).key} cannot be read, and each group of neighbours holds such a "
+                    "sample; build or copy the dataset again"
+                )
+            groups_KG = self.groups_NG[whole[np.searchsorted(whole, samples, side="right") - 1]]
+        indices_R = groups_KG.reshape(-1)
+        return Rows(indices_R, indices_R, epoch, tuple(met.values()))
 
 
 @dataclass(frozen=True)

@@ -749,8 +749,11 @@ def read_all(
     An online overlay is drawn with `evaluation_keys`, so it is the same in every run. Each `draw` gives another
     overlay, and None gives clean samples. Leaves out and logs the samples that cannot be read.
 
-    Raises `UserError` if the dataset is incomplete, or if more than `max_bad_share` of its samples cannot be read.
+    Raises `UserError` if `batch_size` is below 1, if the dataset is incomplete, or if more than `max_bad_share` of its
+    samples cannot be read.
     """
+    if batch_size < 1:
+        raise UserError(f"batch_size is {batch_size}; it must be 1 or more")
     store = _open_store(dataset, remote)
     maker = BatchMaker(
         store.manifest,

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -36,6 +36,7 @@ from launch.snapshot import Snapshot
 from launch.submission import SubmissionPlan
 from launch.submitted import RunStatus, Submission, last_submission, queue_for, record, refuse_if_active, run_status
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
+from trainer import analyze, export, probe
 from trainer.config import read_config
 from trainer.fault_tolerance.preemption import StoppedError
 from trainer.run_dir import LOCK_NAME, RunDir, hold, left_out_of, write_json
@@ -227,6 +228,29 @@ def test_studies_beside_runs_are_named_as_left_out(
     assert "inner" not in shown.out
     assert left_out_of([tmp_path / "runs", study]) is None
     assert left_out_of([study, study / "inner"]) is None
+
+
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (probe.main, ["{}", "--out", "{}/probes", "--label", "of_no_dataset"]),
+        (analyze.main, ["views", "{}"]),
+        (export.main, ["{}", "--results", "{}/results.tar.xz"]),
+    ],
+)
+def test_commands_that_take_studies_name_what_they_leave_out(
+    main: Callable[[], None],
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_run(tmp_path / "runs", "alone", job_id=None)
+    make_run(tmp_path / "runs" / "study", "inner", job_id=None)
+    monkeypatch.setattr(sys, "argv", ["command", *(word.format(tmp_path / "runs") for word in words)])
+    with contextlib.suppress(UserError, SystemExit):  # the run has nothing to probe or analyse
+        main()
+    assert f"left out, because they hold runs of their own: {tmp_path / 'runs' / 'study'};" in capsys.readouterr().err
 
 
 def test_only_what_failed_is_submitted_again_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -383,7 +383,7 @@ def _signal_name(number: int) -> str:
     if number == 0:
         return "killed, or it left without a message"
     name = signal.Signals(number).name
-    note = ", which the system sends when memory has run out" if number == signal.SIGKILL else ""
+    note = " (the system sends it when memory has run out; so does kill -9)" if number == signal.SIGKILL else ""
     return f"killed by {name}{note}"
 
 

@@ -54,10 +54,12 @@ class ContrastiveConfig(BaseObjectiveConfig):
 
 
 def check_pair(z_a_BD: Tensor, z_b_BD: Tensor) -> None:
-    """Raise `ValueError` if the embeddings of the two views are not (B, D) with equal shapes."""
+    """Raise `ValueError` if the embeddings of the two views are empty, or not (B, D) with equal shapes."""
     if z_a_BD.dim() != 2 or z_a_BD.shape != z_b_BD.shape:
         shapes = f"{tuple(z_a_BD.shape)} and {tuple(z_b_BD.shape)}"
         raise ValueError(f"the embeddings of the two views must be (B, D) with equal shapes, got {shapes}")
+    if not z_a_BD.numel():
+        raise ValueError(f"an empty batch has no loss: the embeddings of the two views are {tuple(z_a_BD.shape)}")
 
 
 def unit_pair(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, Tensor]:

@@ -79,10 +79,11 @@ def probe(
     """Return the test accuracies of a frozen encoder for each label (or for `labels`, or `config.labels`), by its name.
 
     `encoder` is an `Encoder`, also inside DataParallel, DistributedDataParallel, AveragedModel or `torch.compile`, or a
-    module or function from pictures (B, C, H, W) to features (B, D). It gets uint8 pictures as float32 in [0, 1], int16
-    waveforms (B, T) as float32 in [-1, 1), and floats as they are, `batch_size` at a time, on the device of its
-    parameters. It is not changed: modules, also those that a function calls, run in eval mode and get their modes back.
-    An autocast around this call has no effect; a function may use one of its own.
+    module or function from pictures (B, C, H, W) to features (B, D). It gets uint8 pictures scaled to [0, 1], int16
+    waveforms (B, T) scaled to [-1, 1), and floats as they are, `batch_size` at a time: a module on the device and in
+    the dtype of its parameters, a function as float32 on the CPU. It is not changed: modules, also those that a
+    function calls, run in eval mode and get their modes back. An autocast around this call has no effect; a function
+    may use one of its own.
 
     A label without a name is called "label". Classes are whole numbers from 0, and -1 for a sample without the label,
     which takes no part in its accuracy.
@@ -109,6 +110,11 @@ def probe(
         with frozen(encoder, getattr(encoder, "__self__", None)):  # of a method, the module that has it
             known = _encode(encoder, train, which="train", batch_size=batch_size)
             asked = _encode(encoder, test, which="test", batch_size=batch_size)
+        if (of_train := known.features_NF.shape[1]) != (of_test := asked.features_NF.shape[1]):
+            raise UserError(
+                f"the encoder returns {of_train} features for the train set but {of_test} for the test set; give it "
+                "pictures of one size"
+            )
         _check_ranges(known.span, asked.span)
         targets = _targets(known, asked, wanted=labels if labels is not None else config.labels)
         batches = stored_batches(known.features_NF, targets, config=config)
@@ -182,6 +188,7 @@ def _encode(encoder: object, data: _OpenData, *, which: str, batch_size: int) ->
     normalises = _normalises_itself(encoder)
     parameter = next(encoder.parameters(), None) if isinstance(encoder, nn.Module) else None
     device = _CPU if parameter is None else parameter.device
+    precision = parameter.dtype if parameter is not None and parameter.is_floating_point() else None
     features: list[Tensor] = []
     pooled: list[Tensor] = []
     labels: dict[str, list[Tensor]] = {}
@@ -191,7 +198,7 @@ def _encode(encoder: object, data: _OpenData, *, which: str, batch_size: int) ->
         inputs = to_unit_range(inputs) if check_range else to_floating(inputs)
         if inputs.numel():
             spans.append(_span(inputs))
-        x_BCHW = inputs.to(device)
+        x_BCHW = inputs.to(device, precision)
         with nullcontext() if isinstance(encoder, nn.Module) else frozen_calls():
             if normalises:
                 of_encoder = cast(FeatureEncoder, encoder)
@@ -203,6 +210,12 @@ def _encode(encoder: object, data: _OpenData, *, which: str, batch_size: int) ->
             labels.setdefault(name, []).append(_classes(label_B, name, which=which, num=len(inputs)))
     if not spans:
         raise UserError(f"the {which} set of the probe holds no sample with a label; give it some")
+    widths = sorted({rows.shape[1] for rows in features})
+    if len(widths) > 1:
+        raise UserError(
+            f"the encoder returns rows of {' and '.join(map(str, widths))} features for the {which} set; give it "
+            "pictures of one size"
+        )
     features_NF = torch.cat(features)
     pooled_ND = torch.cat(pooled) if pooled else features_NF
     if not (features_NF.isfinite().all() and pooled_ND.isfinite().all()):

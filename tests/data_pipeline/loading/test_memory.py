@@ -10,8 +10,8 @@ import pytest
 
 from data_pipeline.core.sample import Batch
 from data_pipeline.loading.stream import ReadConfig, Stream
-from tests.data_pipeline.loading.test_stream import damage, noise
-from tests.tiny_data import write_tiny_dataset, write_tiny_sounds
+from tests.data_pipeline.loading.test_stream import noise
+from tests.tiny_data import damage, write_tiny_dataset, write_tiny_sounds
 
 NUM_SAMPLES = 320
 GLOBAL_BATCH_SIZE = 16

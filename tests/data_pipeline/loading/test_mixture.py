@@ -25,8 +25,7 @@ from data_pipeline.loading.shuffle_quality import shard_pair_ratio
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.remote.cache import RemoteConfig
 from data_pipeline.storage.store import SampleStore
-from tests.data_pipeline.loading.test_stream import damage
-from tests.tiny_data import tiny_noise, write_tiny_dataset, write_tiny_sounds
+from tests.tiny_data import damage, tiny_noise, write_tiny_dataset, write_tiny_sounds
 
 EXAMPLES = settings(deadline=None, database=None, max_examples=80)
 WEIGHTS = st.lists(

@@ -24,8 +24,8 @@ from data_pipeline.loading.shared_memory import SHARED, NodeShare, shared_memory
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.overlays.noise import Noise
 from data_pipeline.storage.store import SampleStore
-from tests.data_pipeline.loading.test_stream import damage, noise
-from tests.tiny_data import write_tiny_dataset, write_tiny_sounds
+from tests.data_pipeline.loading.test_stream import noise
+from tests.tiny_data import damage, write_tiny_dataset, write_tiny_sounds
 
 NUM_SAMPLES = 42
 KINDS = ("baked", "online", "none", "sounds", "mixed sounds", "noise")

@@ -37,7 +37,7 @@ from data_pipeline.overlays.shapes import Shapes
 from data_pipeline.remote.cache import RemoteConfig
 from data_pipeline.storage.store import SampleStore
 from tests.data_pipeline.random_shards import random_shard_sizes, write_dataset
-from tests.tiny_data import NUM_POINTS, write_tiny_dataset, write_tiny_sounds
+from tests.tiny_data import NUM_POINTS, damage, write_tiny_dataset, write_tiny_sounds
 
 SHARDS = (3, 5, 17)
 GLOBAL_BATCH_SIZE = 8
@@ -100,18 +100,6 @@ def time_limit(seconds: int) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-
-
-def damage(directory: Path, indices: Sequence[int]) -> None:
-    """Make the pictures or sounds of some samples undecodable, in files of the same size."""
-    store = SampleStore(directory)
-    for index in indices:
-        encoded = store.encoded(index)
-        content = encoded.members.get("png") or encoded.members["wav"]
-        shard = directory / store.manifest.shards[int(np.searchsorted(store.shard_ends, index, side="right"))].name
-        data = shard.read_bytes()
-        assert data.count(content) == 1
-        shard.write_bytes(data.replace(content, b"\xff" * len(content)))
 
 
 # Which samples, in which order (test_order.py has the rest)
@@ -753,6 +741,13 @@ def test_read_all_draws_the_same_in_batches_of_any_size(tmp_path: Path) -> None:
     assert clean_NCHW is not None
     (clean,) = read_all(directory, batch_size=30, draw=None)
     assert torch.equal(clean.inputs_a, clean_NCHW)
+
+
+def test_read_all_refuses_batches_of_nothing(tmp_path: Path) -> None:
+    directory = write_tiny_dataset(tmp_path / "data", num_samples=4)
+    for batch_size in (0, -1):
+        with pytest.raises(UserError, match=f"batch_size is {batch_size}; it must be 1 or more"):
+            list(read_all(directory, batch_size=batch_size))
 
 
 def test_read_all_leaves_out_what_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -226,6 +226,8 @@ def test_wrong_input_is_refused(loss: Loss) -> None:
         loss(z_BD, z_BD, temperature=0.5, chunk_size=0)
     with pytest.raises(ValueError, match=r"\(4, 3\) and \(3, 3\)"):
         loss(z_BD, z_BD[:3], temperature=0.5)
+    with pytest.raises(ValueError, match=r"an empty batch has no loss: .* are \(0, 3\)"):
+        loss(z_BD[:0], z_BD[:0], temperature=0.5)
     with pytest.raises(ValueError, match=r"must be \(B, D\)"):
         loss(z_BD[0], z_BD[0], temperature=0.5)
 

@@ -260,6 +260,33 @@ def test_a_probe_in_inference_mode_has_the_same_accuracies(kind: str, tiny: Path
         assert torch.is_inference_mode_enabled()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_module_is_probed_in_the_precision_of_its_parameters(dtype: torch.dtype) -> None:
+    """The accuracies are those of its features, computed by hand in that precision."""
+    generator = torch.Generator().manual_seed(0)
+    pictures = torch.randint(256, (48, 3, 4, 4), generator=generator, dtype=torch.uint8)
+    classes = torch.arange(48) % 3
+    encoder = nn.Sequential(nn.Flatten(), nn.Linear(48, 8)).to(dtype)
+
+    def by_hand(x_BCHW: Tensor) -> Tensor:
+        features_BF: Tensor = encoder(x_BCHW.to(dtype))
+        return features_BF.float()
+
+    train, test = (pictures[:32], classes[:32]), (pictures[32:], classes[32:])
+    assert probe(encoder, train, test) == probe(by_hand, train, test)
+
+
+def test_pictures_of_several_sizes_that_give_other_features_are_refused() -> None:
+    flat, classes = nn.Flatten(), torch.arange(4) % 2
+    large, small = (torch.rand(4, 1, size, size, generator=torch.Generator().manual_seed(0)) for size in (4, 2))
+    with pytest.raises(UserError, match="returns 16 features for the train set but 4 for the test set"):
+        probe(flat, (large, classes), (small, classes))
+    mixed = [*zip(large, classes, strict=True), *zip(small, classes, strict=True)]
+    loader: DataLoader[Any] = DataLoader(mixed, batch_size=4)  # type: ignore[arg-type]  # a list serves as a dataset
+    with pytest.raises(UserError, match="returns rows of 4 and 16 features for the train set"):
+        probe(flat, loader, (small, classes))
+
+
 def test_samples_without_a_label_take_no_part_in_its_accuracy() -> None:
     """As the unlabelled pictures of STL-10, whose label is -1."""
     train, test = Pairs(64, plain), Pairs(32, plain, seed=1)

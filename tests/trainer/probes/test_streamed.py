@@ -26,10 +26,9 @@ from data_pipeline.loading.stream import ReadConfig
 from data_pipeline.remote.cache import RemoteConfig
 from data_pipeline.storage.manifest import INDEX_NAME
 from data_pipeline.storage.store import SampleStore
-from tests.data_pipeline.loading.test_stream import damage
 from tests.gloo import run_ranks
 from tests.nursery import PythonProcess
-from tests.tiny_data import write_tiny_dataset, write_tiny_pair
+from tests.tiny_data import damage, write_tiny_dataset, write_tiny_pair
 from tests.trainer.probed_runs.test_probe_command import call, make_run
 from tests.trainer.test_tars import write_tars
 from trainer.analyses.loaded_run import AnalysisOptions
