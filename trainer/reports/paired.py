@@ -4,8 +4,8 @@ Two encoders that were trained with the same seeds and tested on the same sample
 accuracies are compared seed by seed and sample by sample. The mean of a table of seeds and samples varies with both.
 The two variances are those of a crossed analysis of variance (Searle, Casella and McCulloch 1992, chapter 4), the
 degrees of freedom after Satterthwaite (1946). Two or three seeds say little about their scatter, so cures that are
-compared together lend each other degrees of freedom (Smyth 2004). Of all pairs of cures, Holm (1979) keeps the chance
-of any false difference below the level.
+compared together lend each other degrees of freedom (Smyth 2004), no more than all of them have. Of all pairs of cures,
+Holm (1979) keeps the chance of any false difference below the level.
 
 Shapes: S seeds, N test samples. Accuracies are in [0, 1].
 """
@@ -210,10 +210,9 @@ def below_best(readings: Mapping[_Name, Sequence[Reading]]) -> list[_Name]:
     """
     found = {name: _mean(of_name) for name, of_name in readings.items()}
     prior = _prior([one for one in found.values() if one.num_seeds > 1])
-    means = {name: one.estimate(prior) for name, one in found.items()}
-    best = max(means, key=lambda name: means[name].mean)
-    others = [name for name in means if name != best]
-    adjusted = holm([min(1.0, len(means) / 2 * _unpaired(means[best], means[name]).p) for name in others])
+    best = max(found, key=lambda name: found[name].mean)
+    others = [name for name in found if name != best]
+    adjusted = holm([min(1.0, len(found) / 2 * _unpaired(found[best], found[name], prior).p) for name in others])
     return [name for name, p in zip(others, adjusted, strict=True) if p < LEVEL]
 
 
@@ -223,18 +222,40 @@ def _mean(readings: Sequence[Reading]) -> _Variances:
     return _variances(accuracy_S, None, num_test=min(one.num_test for one in readings), largest=_binomial(readings))
 
 
-def _unpaired(a: Estimate, b: Estimate) -> Estimate:
-    """Return `a` minus `b`, which share neither seeds nor samples, with the degrees of freedom of Welch (1947)."""
-    error = math.hypot(a.error, b.error)
-    parts = a.error**4 / a.degrees + b.error**4 / b.degrees
-    return Estimate(a.mean - b.mean, error, error**4 / parts if parts else math.inf, min(a.num_seeds, b.num_seeds))
+def _unpaired(a: _Variances, b: _Variances, prior: _Prior | None) -> Estimate:
+    """Return `a` minus `b`, which share neither seeds nor samples.
+
+    With a prior, the variance of one seed is the same for both, because both have it from the same seeds. Otherwise it
+    is that of each, with the degrees of freedom of Welch (1947).
+    """
+    num_seeds = min(a.num_seeds, b.num_seeds)
+    variances = [a.samples, b.samples]
+    degrees = [float(max(one.num_test - 1, 1)) for one in (a, b)]
+    if prior is None:
+        variances += [a.seeds, b.seeds]
+        degrees += [float(max(one.num_seeds - 1, 1)) for one in (a, b)]
+    else:
+        own = [one.num_seeds - 1 for one in (a, b)]
+        weighted = sum(one.seeds * one.num_seeds * weight for one, weight in zip((a, b), own, strict=True))
+        of_seed, of_seed_degrees = prior.shrunk(weighted / max(sum(own), 1), sum(own))
+        variances.append(of_seed * (1 / a.num_seeds + 1 / b.num_seeds))
+        degrees.append(of_seed_degrees)
+    return Estimate(a.mean - b.mean, math.sqrt(sum(variances)), _satterthwaite(variances, degrees), num_seeds)
+
+
+def _satterthwaite(variances: Sequence[float], degrees: Sequence[float]) -> float:
+    """Return the degrees of freedom of a sum of independent variances; infinite if all are 0."""
+    parts = sum(variance**2 / of for variance, of in zip(variances, degrees, strict=True))
+    return sum(variances) ** 2 / parts if parts else math.inf
 
 
 def _leads(readings: Mapping[_Name, Mapping[int, Reading]]) -> dict[tuple[_Name, _Name], Estimate]:
     """Return the lead of the first over the second, of all pairs in the order of `readings` that share a seed."""
     pairs = combinations(readings, 2)
     found = {(a, b): one for a, b in pairs if (one := _difference(readings[a], readings[b])) is not None}
-    prior = _prior([one for one in found.values() if one.num_seeds > 1])
+    # K names have K (K - 1) / 2 pairs, but only K - 1 differences that do not follow from the others.
+    share_of_own = 2 / max(len(readings), 2)
+    prior = _prior([one for one in found.values() if one.num_seeds > 1], share_of_own=share_of_own)
     return {pair: one.estimate(prior) for pair, one in found.items()}
 
 
@@ -275,8 +296,8 @@ class _Variances:
         """
         seeds, degrees = self.seeds, float(self.num_seeds - 1)
         if prior is not None:
-            seeds = (prior.degrees * prior.variance / self.num_seeds + degrees * seeds) / (prior.degrees + degrees)
-            degrees += prior.degrees
+            of_seed, degrees = prior.shrunk(seeds * self.num_seeds, degrees)
+            seeds = of_seed / self.num_seeds
         variance = self.samples + max(0.0, seeds - self.cells)
         parts = seeds**2 / max(degrees, 1.0) + self.samples**2 / max(self.num_test - 1, 1)
         total = variance**2 / parts if parts else float(max(self.num_test - 1, 1))
@@ -300,16 +321,29 @@ def _variances(
 
 @dataclass(frozen=True)
 class _Prior:
-    """The variance of one seed that is usual among pairs of cures, and how many degrees of freedom it is worth."""
+    """The variance of one seed that is usual among estimates, and how many degrees of freedom it is worth.
+
+    `most_degrees` is what all seeds have together.
+    """
 
     variance: float
     degrees: float
+    most_degrees: float
+
+    def shrunk(self, variance: float, degrees: float) -> tuple[float, float]:
+        """Return a variance of one seed with the help of the prior, and its degrees of freedom.
+
+        They are not more than those of all seeds together, as in Smyth's package limma.
+        """
+        total = self.degrees + degrees
+        return (self.degrees * self.variance + degrees * variance) / total, min(total, self.most_degrees)
 
 
-def _prior(pairs: Sequence[_Variances]) -> _Prior | None:
+def _prior(pairs: Sequence[_Variances], *, share_of_own: float = 1.0) -> _Prior | None:
     """Return the prior of the variances of one seed, after Smyth (2004), section 6.2; None for fewer than three pairs.
 
-    The more alike the variances are, the more the prior counts.
+    The more alike the variances are, the more the prior counts. `share_of_own` is the share of the degrees of freedom
+    of all pairs that do not follow from those of others.
     """
     from scipy import optimize  # here, because every report imports this module, and few need this
 
@@ -323,4 +357,5 @@ def _prior(pairs: Sequence[_Variances]) -> _Prior | None:
     half = _MOST_DEGREES / 2
     if excess > special.polygamma(1, half):
         half = optimize.brentq(lambda value: special.polygamma(1, value) - excess, 1e-3, half)
-    return _Prior(math.exp(log_P.mean() + special.digamma(half) - math.log(half)), 2 * half)
+    variance = math.exp(log_P.mean() + special.digamma(half) - math.log(half))
+    return _Prior(variance, 2 * half, share_of_own * 2 * float(half_P.sum()))

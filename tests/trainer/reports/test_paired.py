@@ -255,7 +255,7 @@ def test_the_true_accuracy_lies_in_its_interval_also_near_one(share: float) -> N
     assert inside > 370  # 380 are expected
 
 
-@pytest.mark.parametrize(("num_names", "num_seeds"), [(10, 3), (50, 3), (10, 1)])
+@pytest.mark.parametrize(("num_names", "num_seeds"), [(3, 2), (5, 2), (10, 3), (50, 3), (10, 1)])
 def test_of_equal_configurations_few_reports_put_one_below_the_best_which_was_chosen_by_its_mean(
     num_names: int, num_seeds: int
 ) -> None:
@@ -266,8 +266,7 @@ def test_of_equal_configurations_few_reports_put_one_below_the_best_which_was_ch
     def num_below(means_AS: NDArray[np.float64]) -> int:
         return len(below_best({a: [Reading(float(one), 10_000) for one in of_a] for a, of_a in enumerate(means_AS)}))
 
-    assert (
-        sum(num_below(of_report) > 0 for of_report in draws) <= 18
-    )  # 10 are expected at most, with a deviation of 3.1
-    draws[:, 1:] -= 0.25
-    assert all(num_below(of_report) == num_names - 1 for of_report in draws)
+    # 10 are expected at most, with a deviation of 3.1. With two seeds, up to 14 are.
+    assert sum(num_below(of_report) > 0 for of_report in draws) <= 18
+    draws[:, 1:] -= 0.5 if num_seeds == 2 else 0.3
+    assert np.mean([num_below(of_report) == num_names - 1 for of_report in draws]) > 0.95
