@@ -326,7 +326,7 @@ def _class_names(
     if not words and known is None:
         if field is not None:
             unread = _unread(facts, label)
-            why = f" ({unread})" if unread else ""
+            why = "".join(f" ({said})" for said in (unread, _apart(facts)) if said)
             mend = "" if classes_of is not None else ", or leave it out"
             raise UserError(
                 f"no sample of {location} has a label under {field}{why}; its fields are {_named(seen)}, so name "
@@ -360,6 +360,18 @@ def _unread(facts: Sequence[TarFacts], label: str) -> str:
     num = sum(each.unread_labels.get(label, 0) for each in facts)
     first = next((each.first_unread[label] for each in facts if label in each.first_unread), "")
     return f"{num} labels{_in_brackets(label)} cannot be read, such as {printable(first)}" if num else ""
+
+
+def _apart(facts: Sequence[TarFacts]) -> str:
+    """Return how many files lie apart from the picture of their name, and what to do; "" if all lie beside it."""
+    num = sum(each.num_apart for each in facts)
+    first = next((key for each in facts for key in each.apart), "")
+    return (
+        f"the files of a sample must follow each other in a tar, but {num} samples without a picture have the name of "
+        f"a picture elsewhere in their tar, such as {printable(first)}; pack the tar again with `tar --sort=name`"
+        if num
+        else ""
+    )
 
 
 def _in_brackets(label: str) -> str:
@@ -568,6 +580,8 @@ def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[st
         )
     if left_out := sum(each.num_without_picture for each in facts):
         yield f"{left_out} samples have no picture and are left out"
+    if apart := _apart(facts):
+        yield apart
     if too_large := sum(each.num_too_large for each in facts):
         yield f"{too_large} pictures of more than {MAX_PICTURE_BYTES} bytes are left out"
     if links := [name for each in facts for name in each.links]:

@@ -87,6 +87,7 @@ class TarFacts(Schema):
         sha256: of a remote tar; empty for a local one.
         num_samples: with a picture.
         num_without_picture: samples that are left out.
+        num_apart, apart: those of them that share their key with a picture of the tar, and the key of the first.
         num_links, links: links in the tar, which are not read, and the name of the first.
         end: where the tar ends. A local tar may be cut short or damaged; what is before is used.
         fields: how many samples have each extension.
@@ -102,6 +103,8 @@ class TarFacts(Schema):
     sha256: str
     num_samples: NonNegativeInt
     num_without_picture: NonNegativeInt
+    num_apart: NonNegativeInt
+    apart: tuple[str, ...]
     num_too_large: NonNegativeInt
     num_links: NonNegativeInt
     links: tuple[str, ...]
@@ -192,14 +195,15 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
         chosen: list[TarMember] = []
         words: dict[str, list[str | None]] = {name: [] for name in inputs.fields.label_names}
         keys: list[int] = []
-        num_without_picture = num_too_large = 0
+        without_picture: list[str] = []
+        num_too_large = 0
         unread_labels: Counter[str] = Counter()
         first_unread: dict[str, str] = {}
         for key, of_sample in _samples(contents.members):
             fields.update(of_sample.keys())
             picture = next((of_sample[name] for name in inputs.fields.picture if name in of_sample), None)
             if picture is None:
-                num_without_picture += 1
+                without_picture.append(key)
             elif picture.size > MAX_PICTURE_BYTES:
                 num_too_large += 1
             else:
@@ -219,12 +223,16 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
         rows = measured_rows(len(chosen), num=inputs.num_measured, tar=task.number)
         sums, unreadable = _measure(chosen, data, size=inputs.size, rows=rows)
         found_end = tar_end(data, end=contents.end)
+        with_picture = set(keys)
+        apart = [key for key in without_picture if _hashed(key) in with_picture]
     facts = TarFacts(
         num_bytes=status.st_size,
         changed_ns=0 if sha256 else status.st_mtime_ns,
         sha256=sha256,
         num_samples=len(chosen),
-        num_without_picture=num_without_picture,
+        num_without_picture=len(without_picture),
+        num_apart=len(apart),
+        apart=tuple(apart[:1]),
         num_too_large=num_too_large,
         num_links=len(contents.links),
         links=tuple(contents.links[:1]),
