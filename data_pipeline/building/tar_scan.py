@@ -49,7 +49,7 @@ from data_pipeline.storage.tar_headers import (
     tar_end,
 )
 from data_pipeline.storage.tar_index import MAX_PICTURE_BYTES, pack, split_name
-from data_pipeline.storage.tar_lists import compression_error, listed_tars
+from data_pipeline.storage.tar_lists import compressed_tars_in, compression_error, listed_tars
 
 logger = logging.getLogger(__name__)
 LABEL_FIELDS: Final = ("cls", "label", "label.txt", "class", "cls.txt")  # tried in this order if none is named
@@ -145,6 +145,7 @@ def expand(location: str) -> list[str]:
     if is_remote(location):
         return _expand_remote(location)
     paths = listed_tars(location)
+    _warn_of_compressed(Path(location).expanduser())
     _refuse_repeated(location, paths, [str(Path(name).resolve()) for name in paths])
     for name in paths:
         if "\n" in name or not name.isprintable():
@@ -153,6 +154,17 @@ def expand(location: str) -> list[str]:
         if regular_size(Path(name)) is None:
             raise UserError(f"{name}, which {location} names, does not exist or is no regular file; mend the location")
     return paths
+
+
+def _warn_of_compressed(location: Path) -> None:
+    """Warn if a location is a directory that also holds compressed tars, which are not read."""
+    if location.is_dir() and (left_out := compressed_tars_in(location)):
+        logger.warning(
+            "%s also holds %d compressed tars, such as %s, which are left out; unpack them first to read them",
+            location,
+            len(left_out),
+            left_out[0].name,
+        )
 
 
 def _expand_remote(location: str) -> list[str]:
