@@ -345,7 +345,8 @@ def _class_names(
         if unknown := sorted(words - set(known))[:3]:
             raise UserError(
                 f"{location} has labels that {classes_of or f'the list of classes of {label}'} lacks, such as "
-                f"{', '.join(unknown)}; index both with the same --label"
+                f"{', '.join(unknown)}; index both with the same --label, or, if they are, leave samples of other classes "
+                "out"
             )
         return known
     if len(words) > MAX_CLASSES:
@@ -602,6 +603,8 @@ def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[st
 def parse_labels(words: Sequence[str]) -> dict[str, str] | None:
     """Return the field of each label from words such as `colour=json:attr.colour`; a word without a name is `base`.
 
+    An extension may have capitals and a dot before it, as in the name of a file.
+
     Raises `UserError` if a label is named twice, or its name is not a plain word.
 
     Examples:
@@ -612,6 +615,8 @@ def parse_labels(words: Sequence[str]) -> dict[str, str] | None:
     for word in words:
         name, equals, field = word.partition("=")
         name, field = (name, field) if equals and ":" not in name else (BASE, word)
+        extension, colon, entry = field.lstrip(".").partition(":")
+        field = f"{extension.lower()}{colon}{entry}"
         try:
             check_label_name(name)
         except ValueError as error:

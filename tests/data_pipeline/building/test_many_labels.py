@@ -380,6 +380,11 @@ def test_a_path_into_json_may_hold_an_equals_sign() -> None:
     assert parse_labels(["json:a=b"]) == parse_labels(["base=json:a=b"]) == {"base": "json:a=b"}
 
 
+@pytest.mark.parametrize("word", ["Json:Attr.Colour", ".json:Attr.Colour", "base=.JSON:Attr.Colour"])
+def test_an_extension_may_have_capitals_and_a_dot_as_the_files_do(word: str) -> None:
+    assert parse_labels([word]) == {"base": "json:Attr.Colour"}
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -388,6 +393,7 @@ def test_a_path_into_json_may_hold_an_equals_sign() -> None:
         (["a b=cls"], r'--label a b=cls: "a b" is not a valid name of a label; use up to 32 of the letters'),
         (["../x=cls"], r"is not a valid name of a label"),
         (["colour="], r"--label colour= names no field"),
+        (["."], r"--label \. names no field"),
         (["overlay=cls"], r"names overlay, the label of what a build draws"),
     ],
 )
