@@ -79,9 +79,7 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
                 "build both from the same source and dataset"
             )
     if (difference := label_difference(train, test)) is not None:
-        raise UserError(
-            f"{train_dir} and {test_dir} differ in their labels: {difference}; {label_mend(train, test)}"
-        )
+        raise UserError(f"{train_dir} and {test_dir} differ in their labels: {difference}; {label_mend(train, test)}")
     if config.probe.labels is not None or config.probe.groups is not None:
         pairs_of(readable_labels(train, test), config.probe.groups)
         readable_labels(train, test, wanted=config.probe.labels)

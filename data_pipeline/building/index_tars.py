@@ -345,8 +345,8 @@ def _class_names(
         if unknown := sorted(words - set(known))[:3]:
             raise UserError(
                 f"{location} has labels that {classes_of or f'the list of classes of {label}'} lacks, such as "
-                f"{', '.join(unknown)}; index both with the same --label, or, if they are, leave samples of other classes "
-                "out"
+                f"{', '.join(unknown)}; index both with the same --label, or, if they are, leave samples of other "
+                "classes out"
             )
         return known
     if len(words) > MAX_CLASSES:

@@ -77,7 +77,7 @@ def label_mend(train: Manifest, test: Manifest) -> str:
     )
     if not lacks_classes:
         return "build both from the same source and dataset"
-    table = "of a folder, put the labels of both splits into a table for `build folder --labels`, which names all classes"
+    table = "of a folder, put the labels of both splits into one table for `build folder --labels`"
     if train.tars is None or test.tars is None:
         return f"{table}, or add samples of each class to the test set"
     return f"index the tars of the test set again with the train set as --classes-of; {table}"
