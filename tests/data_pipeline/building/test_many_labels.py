@@ -244,6 +244,19 @@ def test_pictures_outside_of_the_folders_of_the_splits_are_counted(
         PictureTable(tmp_path, table, split="train")
 
 
+def test_a_wrong_line_of_a_table_is_named_as_an_editor_counts_it(tmp_path: Path) -> None:
+    (tmp_path / "labels.csv").write_text('file,sex,split\n\na.png,"f\n",train\nb.png,m\n')
+    with pytest.raises(UserError, match=r"line 5 of .* has 2 cells, but its header has 3"):
+        PictureTable(tmp_path, tmp_path / "labels.csv", split="train")
+
+
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_a_table_with_other_separators_is_told(tmp_path: Path, separator: str) -> None:
+    (tmp_path / "labels.csv").write_text("file,sex\na.png,f\n".replace(",", separator))
+    with pytest.raises(UserError, match=r"separates its cells by other characters than commas; save it with commas"):
+        PictureTable(tmp_path, tmp_path / "labels.csv", split="train")
+
+
 def test_a_picture_of_another_size_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png(0))
     (tmp_path / "b.png").write_bytes(png(1, size=40))
