@@ -178,6 +178,11 @@ def _expand_remote(location: str) -> list[str]:
     except ValueError as error:
         raise UserError(f"{location} is not a pattern ({error}); write braces as in train-{{0000..0099}}.tar") from None
     for url in urls:
+        if url.endswith("/"):
+            raise UserError(
+                f"{url} is a directory, which is not listed if it is remote; name its tars, as in "
+                f"{url}train-{{0000..0099}}.tar"
+            )
         file_url(url.rpartition("/")[0], url.rpartition("/")[2])  # refuses what cannot be fetched
     _refuse_repeated(location, urls, urls)
     return urls

@@ -59,6 +59,10 @@ def test_compressed_tars_of_a_directory_are_left_out_with_a_warning(
         ("none.txt", "names no tars; write the path of one in each line"),
         ("twice.txt", "names .*train-0000.tar twice; name each tar once"),
         ("two_paths.txt", "names .*train-0000.tar twice, also as .*other/../train-0000.tar; name each tar once"),
+        (
+            "https://a.org/tars/",
+            r"is a directory, which is not listed if it is remote; name its tars, as in https://a.org",
+        ),
         ("link.txt", "names .*train-0000.tar twice, also as .*link.tar; name each tar once"),
     ],
 )
