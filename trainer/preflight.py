@@ -30,7 +30,7 @@ from trainer.open_settings import input_size
 from trainer.own_code import check_same_code
 from trainer.probes.groups import pairs_of
 from trainer.probes.shared import check_shared, find_shared
-from trainer.probes.targets import label_difference, option_difference, readable_labels
+from trainer.probes.targets import label_difference, label_mend, option_difference, readable_labels
 from trainer.provenance import RECORDED_CONFIG, config_in_provenance
 from trainer.run_dir import LOCK_NAME, RunDir, hold, write_json
 
@@ -79,10 +79,7 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
                 "build both from the same source and dataset"
             )
     if (difference := label_difference(train, test)) is not None:
-        raise UserError(
-            f"{train_dir} and {test_dir} differ in their labels: {difference}; build both from the same source and "
-            "dataset"
-        )
+        raise UserError(f"{train_dir} and {test_dir} differ in their labels: {difference}; {label_mend(train, test)}")
     if config.probe.labels is not None or config.probe.groups is not None:
         pairs_of(readable_labels(train, test), config.probe.groups)
         readable_labels(train, test, wanted=config.probe.labels)

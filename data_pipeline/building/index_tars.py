@@ -326,7 +326,7 @@ def _class_names(
     if not words and known is None:
         if field is not None:
             unread = _unread(facts, label)
-            why = f" ({unread})" if unread else ""
+            why = "".join(f" ({said})" for said in (unread, _apart(facts)) if said)
             mend = "" if classes_of is not None else ", or leave it out"
             raise UserError(
                 f"no sample of {location} has a label under {field}{why}; its fields are {_named(seen)}, so name "
@@ -345,7 +345,8 @@ def _class_names(
         if unknown := sorted(words - set(known))[:3]:
             raise UserError(
                 f"{location} has labels that {classes_of or f'the list of classes of {label}'} lacks, such as "
-                f"{', '.join(unknown)}; index both with the same --label"
+                f"{', '.join(unknown)}; index both with the same --label, or, if they are, leave samples of other "
+                "classes out"
             )
         return known
     if len(words) > MAX_CLASSES:
@@ -360,6 +361,18 @@ def _unread(facts: Sequence[TarFacts], label: str) -> str:
     num = sum(each.unread_labels.get(label, 0) for each in facts)
     first = next((each.first_unread[label] for each in facts if label in each.first_unread), "")
     return f"{num} labels{_in_brackets(label)} cannot be read, such as {printable(first)}" if num else ""
+
+
+def _apart(facts: Sequence[TarFacts]) -> str:
+    """Return how many files lie apart from the picture of their name, and what to do; "" if all lie beside it."""
+    num = sum(each.num_apart for each in facts)
+    first = next((key for each in facts for key in each.apart), "")
+    return (
+        f"the files of a sample must follow each other in a tar, but {num} samples without a picture have the name of "
+        f"a picture elsewhere in their tar, such as {printable(first)}; pack the tar again with `tar --sort=name`"
+        if num
+        else ""
+    )
 
 
 def _in_brackets(label: str) -> str:
@@ -568,6 +581,8 @@ def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[st
         )
     if left_out := sum(each.num_without_picture for each in facts):
         yield f"{left_out} samples have no picture and are left out"
+    if apart := _apart(facts):
+        yield apart
     if too_large := sum(each.num_too_large for each in facts):
         yield f"{too_large} pictures of more than {MAX_PICTURE_BYTES} bytes are left out"
     if links := [name for each in facts for name in each.links]:
@@ -588,6 +603,8 @@ def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[st
 def parse_labels(words: Sequence[str]) -> dict[str, str] | None:
     """Return the field of each label from words such as `colour=json:attr.colour`; a word without a name is `base`.
 
+    An extension may have capitals and a dot before it, as in the name of a file.
+
     Raises `UserError` if a label is named twice, or its name is not a plain word.
 
     Examples:
@@ -598,6 +615,8 @@ def parse_labels(words: Sequence[str]) -> dict[str, str] | None:
     for word in words:
         name, equals, field = word.partition("=")
         name, field = (name, field) if equals and ":" not in name else (BASE, word)
+        extension, colon, entry = field.lstrip(".").partition(":")
+        field = f"{extension.lower()}{colon}{entry}"
         try:
             check_label_name(name)
         except ValueError as error:

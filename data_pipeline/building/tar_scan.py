@@ -49,7 +49,7 @@ from data_pipeline.storage.tar_headers import (
     tar_end,
 )
 from data_pipeline.storage.tar_index import MAX_PICTURE_BYTES, pack, split_name
-from data_pipeline.storage.tar_lists import compression_error, listed_tars
+from data_pipeline.storage.tar_lists import compressed_tars_in, compression_error, listed_tars
 
 logger = logging.getLogger(__name__)
 LABEL_FIELDS: Final = ("cls", "label", "label.txt", "class", "cls.txt")  # tried in this order if none is named
@@ -87,6 +87,7 @@ class TarFacts(Schema):
         sha256: of a remote tar; empty for a local one.
         num_samples: with a picture.
         num_without_picture: samples that are left out.
+        num_apart, apart: those of them that share their key with a picture of the tar, and the key of the first.
         num_links, links: links in the tar, which are not read, and the name of the first.
         end: where the tar ends. A local tar may be cut short or damaged; what is before is used.
         fields: how many samples have each extension.
@@ -102,6 +103,8 @@ class TarFacts(Schema):
     sha256: str
     num_samples: NonNegativeInt
     num_without_picture: NonNegativeInt
+    num_apart: NonNegativeInt
+    apart: tuple[str, ...]
     num_too_large: NonNegativeInt
     num_links: NonNegativeInt
     links: tuple[str, ...]
@@ -142,6 +145,7 @@ def expand(location: str) -> list[str]:
     if is_remote(location):
         return _expand_remote(location)
     paths = listed_tars(location)
+    _warn_of_compressed(Path(location).expanduser())
     _refuse_repeated(location, paths, [str(Path(name).resolve()) for name in paths])
     for name in paths:
         if "\n" in name or not name.isprintable():
@@ -150,6 +154,17 @@ def expand(location: str) -> list[str]:
         if regular_size(Path(name)) is None:
             raise UserError(f"{name}, which {location} names, does not exist or is no regular file; mend the location")
     return paths
+
+
+def _warn_of_compressed(location: Path) -> None:
+    """Warn if a location is a directory that also holds compressed tars, which are not read."""
+    if location.is_dir() and (left_out := compressed_tars_in(location)):
+        logger.warning(
+            "%s also holds %d compressed tars, such as %s, which are left out; unpack them first to read them",
+            location,
+            len(left_out),
+            left_out[0].name,
+        )
 
 
 def _expand_remote(location: str) -> list[str]:
@@ -163,6 +178,11 @@ def _expand_remote(location: str) -> list[str]:
     except ValueError as error:
         raise UserError(f"{location} is not a pattern ({error}); write braces as in train-{{0000..0099}}.tar") from None
     for url in urls:
+        if url.endswith("/"):
+            raise UserError(
+                f"{url} is a directory, which is not listed if it is remote; name its tars, as in "
+                f"{url}train-{{0000..0099}}.tar"
+            )
         file_url(url.rpartition("/")[0], url.rpartition("/")[2])  # refuses what cannot be fetched
     _refuse_repeated(location, urls, urls)
     return urls
@@ -192,14 +212,15 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
         chosen: list[TarMember] = []
         words: dict[str, list[str | None]] = {name: [] for name in inputs.fields.label_names}
         keys: list[int] = []
-        num_without_picture = num_too_large = 0
+        without_picture: list[str] = []
+        num_too_large = 0
         unread_labels: Counter[str] = Counter()
         first_unread: dict[str, str] = {}
         for key, of_sample in _samples(contents.members):
             fields.update(of_sample.keys())
             picture = next((of_sample[name] for name in inputs.fields.picture if name in of_sample), None)
             if picture is None:
-                num_without_picture += 1
+                without_picture.append(key)
             elif picture.size > MAX_PICTURE_BYTES:
                 num_too_large += 1
             else:
@@ -219,12 +240,16 @@ def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
         rows = measured_rows(len(chosen), num=inputs.num_measured, tar=task.number)
         sums, unreadable = _measure(chosen, data, size=inputs.size, rows=rows)
         found_end = tar_end(data, end=contents.end)
+        with_picture = set(keys)
+        apart = [key for key in without_picture if _hashed(key) in with_picture]
     facts = TarFacts(
         num_bytes=status.st_size,
         changed_ns=0 if sha256 else status.st_mtime_ns,
         sha256=sha256,
         num_samples=len(chosen),
-        num_without_picture=num_without_picture,
+        num_without_picture=len(without_picture),
+        num_apart=len(apart),
+        apart=tuple(apart[:1]),
         num_too_large=num_too_large,
         num_links=len(contents.links),
         links=tuple(contents.links[:1]),

@@ -149,7 +149,8 @@ def decode(store: SampleStore, indices: NDArray[np.int64], *, crops: CropDraws |
             errors |= mask_errors
     bad: dict[int, BadSample] = {}
     for row, reason in sorted({**errors, **stored.unreadable}.items()):
-        bad[row] = store.bad_sample(int(indices[row]), reason)
+        named = store.bad_sample if row in stored.unreadable else store.undecoded
+        bad[row] = named(int(indices[row]), reason)
         for label_B in labels.values():
             label_B[row] = NO_LABEL
         if clips:

@@ -289,7 +289,8 @@ class Stream:
     reads them even if less than an epoch is left.
 
     `dataset` is a location, an open store, whose own `remote` settings then apply, or a `Mixture` of open stores. With
-    `crops`, for tars, each view of a picture is a crop that is drawn so, cut out of the stored picture and resized.
+    `crops`, for tars without an overlay, each view of a picture is a crop that is drawn so, cut out of the stored
+    picture and resized.
 
     Attributes:
         placement: the place of the samples: `stream`, `host` or `device`; of a mixture, that of all its sources, or
@@ -297,10 +298,10 @@ class Stream:
         placement_reason: the reason for `placement`, in words.
         known_bad: the unreadable samples that were found before the first step.
 
-    Raises `UserError` before the first step if an argument is out of range, if a dataset is incomplete, if too many
-    samples are bad, if the batch size does not fit the dataset and the ranks, or if memory or cache are too small for
-    `read`. Iterating raises `UserError` if a sample and all its replacements are bad, and `RuntimeError` if a worker
-    was killed.
+    Raises `UserError` before the first step if an argument is out of range, if a dataset is incomplete or takes no
+    `crops`, if too many samples are bad, if the batch size does not fit the dataset and the ranks, or if memory or
+    cache are too small for `read`. Iterating raises `UserError` if a sample and all its replacements are bad, and
+    `RuntimeError` if a worker was killed.
     """
 
     def __init__(
@@ -331,6 +332,8 @@ class Stream:
             store = _open_store(dataset, read.remote)
             named, self.location = {str(store.location): store}, store.location
         stores = list(named.values())
+        if crops is not None:
+            _check_crops(stores)
         self._order = reading_order(
             dataset if isinstance(dataset, Mixture) else stores[0],
             read,
@@ -686,6 +689,17 @@ def _check_arguments(*, seed: int, rank: int, world_size: int, start_step: int, 
             raise UserError(f"{name} is {number}; it must be 0 or more")
     if end_step is not None and end_step < start_step:
         raise UserError(f"end_step is {end_step}; it must be start_step, which is {start_step}, or more")
+
+
+def _check_crops(stores: Sequence[SampleStore]) -> None:
+    """Raise `UserError` if a dataset is read as whole pictures, so that no crop can be cut when one is decoded."""
+    for store in stores:
+        if store.manifest.tars is None or store.overlay is not None:
+            why = "it is no dataset of tars" if store.overlay is None else "its overlay is drawn on whole pictures"
+            raise UserError(
+                f"no crops can be cut out of the stored pictures of {store.location}, because {why}; leave out `crops` "
+                "and let the views crop"
+            )
 
 
 def reading_order(

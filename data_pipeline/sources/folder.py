@@ -71,7 +71,8 @@ class ImageFolder:
 
     If `root` has folders `train` and `test`, reads the one named `split`. If it has neither, `root` itself holds the
     classes, and `in_test_split` draws the share `test_share` of each class as the test split; this decodes every
-    picture once. Files with other endings than `SUFFIXES` are ignored with a warning, hidden files without one.
+    picture once. Files with other endings than `SUFFIXES`, and pictures beside the class
+    folders, are ignored with a warning, hidden files without one.
     `middle_square` brings each picture to `image_size`; if that is None, all pictures must have the size of the first.
 
     Raises `UserError` with the name of the folder or file if a folder is missing or empty, if there are fewer than two
@@ -98,7 +99,8 @@ class ImageFolder:
         self.root = _split_folder(root, split, test_share)
         self.image_size = image_size
         self.description = "folder" if image_size is None else f"folder, middle {image_size}x{image_size}"
-        folders = sorted(path for path in self.root.iterdir() if path.is_dir() and not path.name.startswith("."))
+        visible = sorted(path for path in self.root.iterdir() if not path.name.startswith("."))
+        folders = [path for path in visible if path.is_dir()]
         if len(folders) < 2:
             found = f"only one class folder ({folders[0].name})" if folders else "no class folders"
             raise UserError(f"{self.root} holds {found}; give a folder that holds at least two, each with its pictures")
@@ -117,6 +119,10 @@ class ImageFolder:
                 self.root,
                 len(others),
                 others[0],
+            )
+        if loose := [path for path in visible if path.suffix.lower() in SUFFIXES and not path.is_dir()]:
+            logger.warning(
+                "%s: left out %d pictures that are in no class folder, such as %s", self.root, len(loose), loose[0]
             )
         length_N = np.concatenate(lengths)
         self._names, self._name_ends = b"".join(names), np.cumsum(length_N)

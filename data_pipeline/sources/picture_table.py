@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 FILE_COLUMN: Final = "file"
 SPLIT_COLUMN: Final = "split"
 _SPLITS: Final = ("train", "test")
+_OTHER_SEPARATORS: Final = (";", "\t", "|")  # as Excel writes them in some languages
 _NUM_NAMED: Final = 10  # splits in a message
 
 
@@ -212,12 +213,16 @@ def _read_table(path: Path) -> dict[str, list[str]]:
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            lines = [[cell.strip() for cell in line] for line in csv.reader(file) if any(line)]
+            reader = csv.reader(file)
+            # With the number in the file, because empty lines are left out and a cell may hold several lines.
+            lines = [(reader.line_num, [cell.strip() for cell in line]) for line in reader if any(line)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path} cannot be read as a csv file ({error}); name another by --labels") from None
     if len(lines) < 2:
         raise UserError(f"{path} holds no line of a picture; write a header with {FILE_COLUMN}, and a line for each")
-    head, *rows = lines
+    (_, head), *rows = lines
+    if len(head) == 1 and any(mark in head[0] for mark in _OTHER_SEPARATORS):
+        raise UserError(f"{path} separates its cells by other characters than commas; save it with commas")
     if FILE_COLUMN not in head:
         raise UserError(f"{path} has no column {FILE_COLUMN}, only {', '.join(head)[:200]}; name that of the files so")
     for name, num in Counter(head).items():
@@ -233,7 +238,7 @@ def _read_table(path: Path) -> dict[str, list[str]]:
             raise UserError(f"{path} has a column {OVERLAY}, the label of what a build draws; give it another name")
     if not set(head) - {FILE_COLUMN, SPLIT_COLUMN}:
         raise UserError(f"{path} has no column of a label, only {', '.join(head)}; add one, such as {BASE}")
-    for number, row in enumerate(rows, 2):
+    for number, row in rows:
         if len(row) != len(head):
             raise UserError(f"line {number} of {path} has {len(row)} cells, but its header has {len(head)}; mend it")
-    return {name: [row[column] for row in rows] for column, name in enumerate(head)}
+    return {name: [row[column] for _, row in rows] for column, name in enumerate(head)}

@@ -130,6 +130,9 @@ class BuiltShards:
         ]
         return f"the shard holds no whole {' and no whole '.join(missing)}" if missing else ""
 
+    def file_name(self, shard: OpenShard, index: int) -> str:
+        return ""  # the files of a sample are named by its key
+
     def survey(self) -> tuple[BadSample, ...]:
         """Look at the size of each local shard. Return the samples that are not whole; () if the shards are remote.
 

@@ -93,6 +93,10 @@ class Shards(Protocol):
         """Return which members of a sample the shard does not hold; an empty text if it holds all."""
         ...
 
+    def file_name(self, shard: OpenShard, index: int) -> str:
+        """Return the name of the file of a sample in its tar; an empty text if the key of the sample says it."""
+        ...
+
     def survey(self) -> tuple[BadSample, ...]:
         """Look at local shards without reading them. Return the samples that are not whole.
 

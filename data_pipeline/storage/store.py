@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.core.errors import UserError
+from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.sample import BadSample, sample_key
 from data_pipeline.overlays import Overlay
 from data_pipeline.overlays.registry import load_overlay
@@ -187,6 +187,11 @@ class SampleStore:
 
     def bad_sample(self, index: int, reason: str) -> BadSample:
         return BadSample(index, self._shards.name(self._shard_of(index)), reason)
+
+    def undecoded(self, index: int, reason: str) -> BadSample:
+        """Return a sample whose bytes could be read and do not decode; of other tars, with the name of its file."""
+        name = self._shards.file_name(self._shard(self._shard_of(index)), index)
+        return self.bad_sample(index, f"{printable(name)}: {reason}" if name else reason)
 
     def _shard_of(self, index: int) -> int:
         return bisect_right(self.shard_ends, index)  # for one number faster than NumPy's own

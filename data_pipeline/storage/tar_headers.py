@@ -207,6 +207,11 @@ def is_size_at(data: memoryview, *, offset: int, size: int) -> bool:
     return is_padded or number_in(bytes(data[start + 124 : start + 136])) in (size, 0)
 
 
+def name_at(data: memoryview, *, offset: int) -> str:
+    """Return the name in the header of the file that begins at `offset`: of a long name, what the header holds."""
+    return _name_in(bytes(data[offset - BLOCK : offset])).decode(errors="replace")
+
+
 def _name_in(header: bytes) -> bytes:
     name = header[:100].partition(b"\0")[0]
     if header[345] and header[257:263] == b"ustar\0":  # continues names of more than 100 bytes

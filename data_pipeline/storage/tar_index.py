@@ -39,7 +39,7 @@ from data_pipeline.remote.fetch import Expected
 from data_pipeline.storage.files import read_regular, regular_size
 from data_pipeline.storage.manifest import MANIFEST_NAME, Manifest
 from data_pipeline.storage.open_shard import OpenShard, map_file, open_before_eviction
-from data_pipeline.storage.tar_headers import BLOCK, is_size_at
+from data_pipeline.storage.tar_headers import BLOCK, is_size_at, name_at
 from data_pipeline.storage.tar_lists import MAX_TARS_BYTES, TARS_NAME
 
 logger = logging.getLogger(__name__)
@@ -227,6 +227,10 @@ class TarShards:
 
     def missing(self, shard: OpenShard, index: int) -> str:
         return ""  # only samples with a picture are in the index
+
+    def file_name(self, shard: OpenShard, index: int) -> str:
+        offset, _ = shard.row(index)
+        return name_at(shard.data, offset=offset)
 
     def labels(self, indices_B: NDArray[np.int64]) -> Mapping[str, NDArray[np.int64]]:
         """Return each label of samples by name, (B,) int64; `NO_LABEL` for a sample without it."""

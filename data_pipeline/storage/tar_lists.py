@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ TARS_NAME: Final = "tars.txt"  # of an index: the path or URL of each tar, a lin
 MAX_TARS_BYTES: Final = 1 << 30
 _MAX_PEEKED: Final = 1 << 12
 _ENDINGS: Final = frozenset({".tar", ".tgz", ".tbz2", ".txz"})
+_COMPRESSED: Final = re.compile(r"(.+)(\.tar\.(gz|bz2|xz|zst)|\.tgz|\.tbz2|\.txz)", flags=re.IGNORECASE)
 
 
 def listed_tars(location: str | Path) -> list[str]:
@@ -68,6 +70,17 @@ def tars_in(directory: Path) -> Iterator[Path]:
     macOS lays a hidden `._x.tar` beside each `x.tar` that it copies to another file system.
     """
     return (path for path in directory.iterdir() if path.suffix.lower() == ".tar" and not path.name.startswith("."))
+
+
+def compressed_tars_in(directory: Path) -> list[Path]:
+    """Return the compressed tars in a directory, sorted. Skips those that were unpacked there, and hidden files."""
+    unpacked = {path.name.lower() for path in tars_in(directory)}
+    found = ((path, _COMPRESSED.fullmatch(path.name)) for path in sorted(directory.iterdir()))
+    return [
+        path
+        for path, match in found
+        if match is not None and not path.name.startswith(".") and f"{match[1].lower()}.tar" not in unpacked
+    ]
 
 
 def compression_error(path: str | Path, head: bytes) -> UserError | None:

@@ -34,7 +34,7 @@ def readable_labels(
             f"{test.batch_shape}; build both from the same dataset"
         )
     if (difference := label_difference(train, test)) is not None:
-        raise UserError(f"{difference}; build both from the same dataset")
+        raise UserError(f"{difference}; {label_mend(train, test)}")
     found = {space: label.classes for space, label in train.labels.items() if len(label.classes) > 1}
     if not found:
         raise UserError(
@@ -67,6 +67,20 @@ def label_difference(train: Manifest, test: Manifest) -> str | None:
         of_each = f"{_shown(names)} in the train set but {_shown(test_names)} in the test set"
         return f"label_{space} has classes {of_each}{first}"
     return None
+
+
+def label_mend(train: Manifest, test: Manifest) -> str:
+    """Return what makes the labels of two datasets equal, of which `label_difference` has said the difference."""
+    in_train, in_test = train.labels, test.labels
+    lacks_classes = in_train.keys() == in_test.keys() and all(
+        set(in_test[name].classes) <= set(label.classes) for name, label in in_train.items()
+    )
+    if not lacks_classes:
+        return "build both from the same source and dataset"
+    table = "of a folder, put the labels of both splits into one table for `build folder --labels`"
+    if train.tars is None or test.tars is None:
+        return f"{table}, or add samples of each class to the test set"
+    return f"index the tars of the test set again with the train set as --classes-of; {table}"
 
 
 def option_difference(train: Manifest, test: Manifest) -> str | None:

@@ -494,7 +494,7 @@ def test_verify_reads_every_picture_of_the_tars(
     path.write_bytes(content[:place] + bytes(40) + content[place + 40 :])
     done = call(main, "verify", tmp_path, monkeypatch=monkeypatch, capsys=capsys)
     assert done.status == 1
-    assert "train-0001.tar: 00000004: " in done.stdout
+    assert "train-0001.tar: 00000004: part1/s00004.png: " in done.stdout  # as the tar names it
     assert "8 of 9 samples sound in 2 tars" in done.stdout
     path.write_bytes(content[:-512])
     done = call(main, "verify", tmp_path, monkeypatch=monkeypatch, capsys=capsys)

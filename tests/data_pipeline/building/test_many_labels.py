@@ -244,6 +244,19 @@ def test_pictures_outside_of_the_folders_of_the_splits_are_counted(
         PictureTable(tmp_path, table, split="train")
 
 
+def test_a_wrong_line_of_a_table_is_named_as_an_editor_counts_it(tmp_path: Path) -> None:
+    (tmp_path / "labels.csv").write_text('file,sex,split\n\na.png,"f\n",train\nb.png,m\n')
+    with pytest.raises(UserError, match=r"line 5 of .* has 2 cells, but its header has 3"):
+        PictureTable(tmp_path, tmp_path / "labels.csv", split="train")
+
+
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_a_table_with_other_separators_is_told(tmp_path: Path, separator: str) -> None:
+    (tmp_path / "labels.csv").write_text("file,sex\na.png,f\n".replace(",", separator))
+    with pytest.raises(UserError, match=r"separates its cells by other characters than commas; save it with commas"):
+        PictureTable(tmp_path, tmp_path / "labels.csv", split="train")
+
+
 def test_a_picture_of_another_size_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png(0))
     (tmp_path / "b.png").write_bytes(png(1, size=40))
@@ -380,6 +393,11 @@ def test_a_path_into_json_may_hold_an_equals_sign() -> None:
     assert parse_labels(["json:a=b"]) == parse_labels(["base=json:a=b"]) == {"base": "json:a=b"}
 
 
+@pytest.mark.parametrize("word", ["Json:Attr.Colour", ".json:Attr.Colour", "base=.JSON:Attr.Colour"])
+def test_an_extension_may_have_capitals_and_a_dot_as_the_files_do(word: str) -> None:
+    assert parse_labels([word]) == {"base": "json:Attr.Colour"}
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -388,6 +406,7 @@ def test_a_path_into_json_may_hold_an_equals_sign() -> None:
         (["a b=cls"], r'--label a b=cls: "a b" is not a valid name of a label; use up to 32 of the letters'),
         (["../x=cls"], r"is not a valid name of a label"),
         (["colour="], r"--label colour= names no field"),
+        (["."], r"--label \. names no field"),
         (["overlay=cls"], r"names overlay, the label of what a build draws"),
     ],
 )

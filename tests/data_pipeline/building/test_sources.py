@@ -117,6 +117,15 @@ def test_folder_sorts_classes_and_files(tmp_path: Path, caplog: pytest.LogCaptur
     assert folder[2].content.shape == (4, 6, 3)
 
 
+def test_folder_warns_of_pictures_in_no_class(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("cat/a.png", "dog/a.png", "b.PNG", ".hidden.png"):
+        save_picture(tmp_path / "train" / name)
+    (tmp_path / "train" / "labels.csv").touch()
+    assert len(ImageFolder(tmp_path, split="train").labels) == 2
+    assert f"left out 1 pictures that are in no class folder, such as {tmp_path}/train/b.PNG" in caplog.text
+    assert len(caplog.records) == 1
+
+
 def test_folder_reads_the_split_where_there_are_splits(tmp_path: Path) -> None:
     for split, colour in (("train", (1, 0, 0)), ("test", (2, 0, 0))):
         save_picture(tmp_path / split / "a" / "x.png", colour=colour)

@@ -37,6 +37,20 @@ def test_hidden_files_of_a_directory_are_no_tars(tmp_path: Path) -> None:
     assert expand(str(tmp_path)) == [str(tmp_path / "train-0000.tar")]
 
 
+def test_compressed_tars_of_a_directory_are_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    simple(tmp_path, [1, 1])
+    for name in ("train-0000.tar.gz", "train-0001.tar.md5", ".x.tar.gz"):  # one is unpacked, the others are none
+        (tmp_path / name).touch()
+    assert len(expand(str(tmp_path))) == 2
+    assert not caplog.records
+    for name in ("train-0002.TAR.GZ", "train-0003.tgz"):
+        (tmp_path / name).touch()
+    assert len(expand(str(tmp_path))) == 2
+    assert "also holds 2 compressed tars, such as train-0002.TAR.GZ, which are left out" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("location", "said"),
     [
@@ -45,6 +59,10 @@ def test_hidden_files_of_a_directory_are_no_tars(tmp_path: Path) -> None:
         ("none.txt", "names no tars; write the path of one in each line"),
         ("twice.txt", "names .*train-0000.tar twice; name each tar once"),
         ("two_paths.txt", "names .*train-0000.tar twice, also as .*other/../train-0000.tar; name each tar once"),
+        (
+            "https://a.org/tars/",
+            r"is a directory, which is not listed if it is remote; name its tars, as in https://a.org",
+        ),
         ("link.txt", "names .*train-0000.tar twice, also as .*link.tar; name each tar once"),
     ],
 )

@@ -14,6 +14,7 @@ from PIL import Image
 from data_pipeline.__main__ import main
 from data_pipeline.building.index_tars import ensure_index
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.random_crop import CropLaw
 from data_pipeline.core.sample import Batch, Layout
 from data_pipeline.loading.stream import ReadConfig, Stream, read_all
 from data_pipeline.storage.manifest import INDEX_NAME, OVERLAY_NAME, load_manifest
@@ -97,6 +98,17 @@ def test_a_folder_is_kept_as_it_is_and_drawn_on_when_it_is_read(photos: Path, tm
     assert (255, 0, 200) in {colour for _, colour in Image.open(tmp_path / "grid.png").getcolors(1 << 24) or ()}
     with pytest.raises(UserError, match=r"--keep stores pictures as they are.*--overlay online"):
         main([*words, "--out", str(tmp_path / "baked")])
+
+
+def test_crops_are_refused_for_data_of_which_none_are_cut(photos: Path, tmp_path: Path) -> None:
+    words = ["--root", str(photos), "--image-size", "48"]
+    main(["build", "folder", *words, "--out", str(tmp_path / "built")])
+    main(["build", "folder_shapes", *words, "--keep", "--overlay", "online", "--out", str(tmp_path / "kept")])
+    for name, why in (("built", "it is no dataset of tars"), ("kept", "its overlay is drawn on whole pictures")):
+        with pytest.raises(
+            UserError, match=f"no crops can be cut out of the stored pictures of .*{name}, because {why}"
+        ):
+            Stream(tmp_path / name, global_batch_size=8, seed=0, crops=CropLaw((0.1, 1), (1, 1), purpose=0))
 
 
 def test_the_classes_of_an_online_overlay_are_not_counted_as_stored_labels(

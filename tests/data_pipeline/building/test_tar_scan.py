@@ -114,6 +114,22 @@ def test_a_tar_of_the_tar_command_is_read(tmp_path: Path) -> None:
     assert numbers_in(indexed(tmp_path / "x.tar", tmp_path / "index")) == [0, 1, 2]
 
 
+def test_labels_that_do_not_lie_beside_their_picture_are_told(tmp_path: Path) -> None:
+    """`tar` without --sort=name packs a folder in the order of its file system, which is nearly random."""
+    by_tarfile(
+        tmp_path / "x.tar",
+        [("d/a.png", picture(0)), ("d/b.png", picture(1)), ("d/b.cls", b"1"), ("d/a.cls", b"0"), ("d/c.txt", b"")],
+    )
+    manifest, facts = make_index(str(tmp_path), tmp_path / "index", fields=Fields(), size=32)
+    assert decode(SampleStore(tmp_path / "index"), np.arange(2)).labels["base"].tolist() == [NO_LABEL, 1]
+    (said,) = (line for line in describe_index(manifest, facts) if "follow each other" in line)
+    assert "but 1 samples without a picture" in said
+    assert "such as d/a; pack the tar again with `tar --sort=name`" in said
+    by_tarfile(tmp_path / "x.tar", [("a.png", picture(0)), ("b.png", picture(1)), ("a.cls", b"1"), ("b.cls", b"0")])
+    with pytest.raises(UserError, match=r"has a label under cls \(the files of a sample must follow each other"):
+        make_index(str(tmp_path), tmp_path / "index", fields=Fields(labels={"base": "cls"}))
+
+
 @pytest.mark.parametrize(
     ("label", "field", "content"),
     [

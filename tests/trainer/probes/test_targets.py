@@ -17,11 +17,12 @@ from data_pipeline.audio.waveform import encode_wav
 from data_pipeline.building.build import build_dataset
 from data_pipeline.building.index_tars import make_index
 from data_pipeline.building.tar_scan import Fields
+from data_pipeline.core.errors import UserError
 from data_pipeline.sources.background import FILE_NAMES
 from data_pipeline.storage.manifest import Manifest, load_manifest
 from trainer.probed_runs.options import ProbeOptions
 from trainer.probed_runs.probing import probe_run
-from trainer.probes.targets import option_difference
+from trainer.probes.targets import option_difference, readable_labels
 from trainer.run_dir import RunDir
 from trainer.train import train
 
@@ -69,6 +70,26 @@ def test_options_of_both_splits_are_compared(
     )
     found = option_difference(train_set, test_set)
     assert found is None if said is None else found is not None and found.startswith(said)
+
+
+def test_a_test_set_without_a_class_is_refused_with_what_mends_it(tmp_path: Path) -> None:
+    for split, classes in (("train", "abc"), ("test", "ac")):
+        for name in classes:
+            (tmp_path / "pics" / split / name).mkdir(parents=True)
+            (tmp_path / "pics" / split / name / f"{name}.png").write_bytes(PNG.getvalue())
+        with TarWriter(str(tmp_path / f"{split}.tar"), encoder=False) as writer:
+            for name in classes:
+                writer.write({"__key__": name, "png": PNG.getvalue(), "cls": name.encode()})
+        build_dataset("folder", tmp_path / split, root=tmp_path / "pics", split=split)
+        make_index(str(tmp_path / f"{split}.tar"), tmp_path / f"{split}_tar", fields=Fields(), size=16)
+    folders = [load_manifest(tmp_path / split) for split in ("train", "test")]
+    with pytest.raises(UserError, match=r"a, b, c in the train set but a, c .*; of a folder, put the labels of both"):
+        readable_labels(*folders)
+    tars = [load_manifest(tmp_path / f"{split}_tar") for split in ("train", "test")]
+    with pytest.raises(UserError, match=r"; index the tars of the test set again with the train set as --classes-of"):
+        readable_labels(*tars)
+    with pytest.raises(UserError, match=r"; build both from the same source and dataset"):
+        readable_labels(*reversed(tars))
 
 
 def test_options_of_the_source_and_the_seed_of_chosen_digits_are_compared(tmp_path: Path) -> None:
