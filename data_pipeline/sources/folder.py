@@ -71,8 +71,8 @@ class ImageFolder:
 
     If `root` has folders `train` and `test`, reads the one named `split`. If it has neither, `root` itself holds the
     classes, and `in_test_split` draws the share `test_share` of each class as the test split; this decodes every
-    picture once. Files with other endings than `SUFFIXES`, and pictures beside the class
-    folders, are ignored with a warning, hidden files without one.
+    picture once. Files with other endings than `SUFFIXES`, and pictures beside the class folders, are ignored with a
+    warning, hidden files without one.
     `middle_square` brings each picture to `image_size`; if that is None, all pictures must have the size of the first.
 
     Raises `UserError` with the name of the folder or file if a folder is missing or empty, if there are fewer than two
