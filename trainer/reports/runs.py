@@ -577,7 +577,7 @@ def _read_views(run_dir: RunDir, options: AnalysisOptions | None, *, test_set: s
             _check_test_set(json_path, result.test_manifest_sha256, test_set)
             earlier = Views(_read_png(png_path), result)
             test_set = result.test_manifest_sha256
-            if options is None or result.checkpoint_step >= (run_dir.latest_step() or 0):
+            if options is None or _is_current(run_dir, json_path, step=result.checkpoint_step):
                 return earlier
         if options is None:
             return Views(None, None, f"made by `python -m trainer.analyze views {run_dir.path}`")
@@ -594,6 +594,14 @@ def _read_views(run_dir: RunDir, options: AnalysisOptions | None, *, test_set: s
             raise
         logger.info("the views of %s are not saved: %s", run_dir.path, problem)
     return Views(png, result)
+
+
+def _is_current(run_dir: RunDir, path: Path, *, step: int) -> bool:
+    """Return whether the result at `path`, of the checkpoint of `step`, is of the newest one or was made after it.
+
+    A result of an earlier checkpoint that was made after the newest one is there because somebody chose that step.
+    """
+    return step >= (run_dir.latest_step() or 0) or path.stat().st_mtime_ns > run_dir.latest.stat().st_mtime_ns
 
 
 _MEND_ANALYSIS = "remove it, or run `python -m trainer.analyze` again"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -240,6 +241,10 @@ def test_views_of_an_earlier_checkpoint_are_made_again(tmp_path: Path, monkeypat
     which = "same"
     assert read_runs([run_dir.path])[0].views == Views(old + b"new", newer)
     assert (run_dir.analysis / "views.png").read_bytes() == old + b"new"
+    run_dir.latest.write_text("step_00000030")
+    os.utime(run_dir.latest, (0, 0))
+    made["same"] = (newer.model_copy(update={"checkpoint_step": 30}), old)
+    assert read_runs([run_dir.path])[0].views == Views(old + b"new", newer), "`analyze views --step 20` made them"
     run_dir.latest.write_text("step_00000030")
     monkeypatch.setattr(runs_module, "measure_views", refuse)
     assert read_runs([run_dir.path])[0].views.result == newer, "the checkpoint or the data are not there"
