@@ -35,6 +35,7 @@ from trainer.probes.online import online_probe
 from trainer.profiling import Clock, memory_in_use, slowest
 from trainer.run_dir import RunDir
 from trainer.step import StepOutput
+from trainer.views import BaseViewsConfig
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ class TrainingLog:
         num_done, note = batch.step + 1, ""
         metrics: dict[str, float] = {}
         if self._is_logged(num_done):
-            metrics = self._metrics(output, learning_rates, num_done)
+            metrics = self._metrics(output, learning_rates, num_done, epoch=batch.epoch)
             note = f"loss {metrics.get('train/loss', math.nan):.4f}, slowest {slowest(metrics)}"
         if self._probe is not None and self._is_probed(num_done):
             with self._watch.probing(), self._clock.paused():
@@ -132,17 +133,28 @@ class TrainingLog:
             with self._watch.closing_log():
                 self._tracker.close(failed=failed)
 
-    def _metrics(self, output: StepOutput, learning_rates: Mapping[str, float], num_done: int) -> dict[str, float]:
+    def _metrics(
+        self, output: StepOutput, learning_rates: Mapping[str, float], num_done: int, *, epoch: int
+    ) -> dict[str, float]:
         with self._watch.waiting_for_device():
             values = all_reduce_mean_scalars(output.read())
         metrics = {name: value for name, value in values.items() if math.isfinite(value)}
         if self._tracker is not None:
-            for alarm in self._alarms.check(metrics, num_done):
+            for alarm in self._alarms.check(metrics_of_alarms(metrics, self._config.views, epoch=epoch), num_done):
                 logger.warning("%s", alarm)
         metrics |= self._counters.metrics() | self._source_metrics(num_done)
         speed = self._clock.read(num_samples=self._config.global_batch_size)
         metrics |= all_reduce_mean_scalars(speed | memory_in_use(self._device))
         return metrics | {f"optim/{name}_learning_rate": rate for name, rate in learning_rates.items()}
+
+
+def metrics_of_alarms(metrics: Mapping[str, float], views: BaseViewsConfig, *, epoch: int) -> dict[str, float]:
+    """Return the metrics that the alarms read: all, but none of views in an epoch in which no viewmaker makes them.
+
+    They say nothing of the viewmaker, and would put its alarm off from epoch to epoch.
+    """
+    by_others = views.is_learned and not views.learns_in(epoch)
+    return {name: value for name, value in metrics.items() if not (by_others and name.startswith("views/"))}
 
 
 def _open_tracker(config: RunConfig, run_dir: RunDir, start_step: int) -> Tracker:
