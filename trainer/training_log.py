@@ -30,6 +30,8 @@ from trainer.observability.tracker import Tracker
 from trainer.observability.tracking import StepPictures
 from trainer.open_settings import input_size, normalization_of
 from trainer.optim.learning_rates import scaled_learning_rate
+from trainer.optim.optimizers import LAMBConfig, LARSConfig, OptimizerConfig
+from trainer.optim.schedules import ConstantConfig, ScheduleConfig
 from trainer.original_crops import cuts_squares
 from trainer.probes.online import online_probe
 from trainer.profiling import Clock, memory_in_use, slowest
@@ -273,10 +275,14 @@ def settings_without_effect(config: RunConfig, *, num_steps: int) -> list[str]:
     for section, optimizer in optimizers.items():
         if optimizer.scaling == "none" and _is_changed(optimizer, "reference_batch_size"):
             found.append((f"{section}.reference_batch_size", f"{section}.scaling=none", f"{section}.scaling=linear"))
+        if _lacks_decay(optimizer) and _is_changed(optimizer, "decay"):
+            found.append((f"{section}.decay", f"{section}.weight_decay=0", f"{section}.weight_decay=0.0001"))
         share = optimizer.schedule.warmup_fraction
-        if share > 0 and round(share * num_steps) == 0:
+        if share > 0 and not _warms_up(optimizer.schedule, num_steps=num_steps):
             name = f"{section}.schedule.warmup_fraction"
-            found.append((f"{name}={share:g}", f"a run of {num_steps} steps", f"{name}={1 / num_steps:.2g} or more"))
+            # Two steps, because the only step of a warm-up has the full rate.
+            least = f"{2 / num_steps:.2g} or more" if num_steps > 2 else "0"
+            found.append((f"{name}={share:g}", f"a run of {num_steps} steps", f"{name}={least}"))
     freeze_step = None if config.adversary is None else config.adversary.freeze_step
     if freeze_step is not None and freeze_step >= num_steps:
         name = "adversary.freeze_step"
@@ -292,6 +298,16 @@ def settings_without_effect(config: RunConfig, *, num_steps: int) -> list[str]:
     not_reached = config.objective.not_reached(num_epochs=config.num_epochs)
     sentences = [f"{name} has no effect with {is_now}; set {mends}" for name, is_now, mends in found]
     return sentences if not_reached is None else [*sentences, not_reached]
+
+
+def _lacks_decay(optimizer: OptimizerConfig) -> bool:
+    """Return whether `decay` chooses nothing. For LARS and LAMB it also chooses the parameters that are adapted."""
+    return optimizer.weight_decay == 0 and not isinstance(optimizer, LARSConfig | LAMBConfig)
+
+
+def _warms_up(schedule: ScheduleConfig, *, num_steps: int) -> bool:
+    """Return whether the warm-up of a run changes a rate: one step of it only delays the fall of another schedule."""
+    return round(schedule.warmup_fraction * num_steps) >= (2 if isinstance(schedule, ConstantConfig) else 1)
 
 
 def _is_changed(section: Schema, name: str) -> bool:
