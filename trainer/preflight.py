@@ -25,7 +25,7 @@ from trainer.data import Manifests, read_manifests
 from trainer.distributed.collectives import on_first_rank, world_size
 from trainer.mixture import MixtureManifest, TrainManifest, num_classes, same_until, weights_of
 from trainer.models.batch_norm import check_splits
-from trainer.models.encoder import check_input_size, check_norm_groups
+from trainer.models.encoder import InputSizeError, check_input_size, check_norm_groups, decide_form
 from trainer.open_settings import input_size
 from trainer.own_code import check_same_code
 from trainer.probes.groups import pairs_of
@@ -205,12 +205,25 @@ def check_input_shape(config: RunConfig, *, height: int, width: int, where: str)
             config.views.check_channels(config.encoder.in_channels)
         check_input_size(config.encoder, height=height, width=width)
         if config.views.num_further:
-            height, width = config.views.further_size(height=height, width=width)
-            check_input_size(config.encoder, height=height, width=width)
-    except ValueError as error:
+            _check_further_size(config, height=height, width=width)
+    except InputSizeError as error:
         option = config.encoder.size_option(height)
-        mend = f"; set {f'{option}, or ' if option else ''}another encoder.kind" if isinstance(error, UserError) else ""
-        raise UserError(f"{where}: {error}{mend}") from None
+        raise UserError(f"{where}: {error}; set {f'{option}, or ' if option else ''}another encoder.kind") from None
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _check_further_size(config: RunConfig, *, height: int, width: int) -> None:
+    """Raise `UserError` if the encoder of inputs of this size does not accept the further views of them."""
+    encoder = decide_form(config.encoder, height=height, width=width)
+    height, width = config.views.further_size(height=height, width=width)
+    try:
+        check_input_size(encoder, height=height, width=width)
+    except InputSizeError as error:
+        raise UserError(
+            f"{error}, but views.kind={config.views.kind} makes views of two sizes; set another encoder.kind or "
+            "another views.kind"
+        ) from None
 
 
 def check_batch_norm(config: RunConfig, *, height: int, width: int, num_ranks: int) -> None:
@@ -221,8 +234,9 @@ def check_batch_norm(config: RunConfig, *, height: int, width: int, num_ranks: i
         "local": (together // num_ranks, together // num_ranks),
         "split": (together // config.encoder.batch_norm_splits, together),
     }[config.encoder.batch_norm]
+    encoder = decide_form(config.encoder, height=height, width=width)
     height, width = config.views.further_size(height=height, width=width)  # the smaller size, if there are two
-    check_norm_groups(config.encoder, height=height, width=width, trunk_rows=trunk_rows, head_rows=head_rows)
+    check_norm_groups(encoder, height=height, width=width, trunk_rows=trunk_rows, head_rows=head_rows)
 
 
 def check_channels_last(config: RunConfig, encoder: nn.Module, manifest: Manifest, *, device: torch.device) -> None:

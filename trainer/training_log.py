@@ -30,11 +30,14 @@ from trainer.observability.tracker import Tracker
 from trainer.observability.tracking import StepPictures
 from trainer.open_settings import input_size, normalization_of
 from trainer.optim.learning_rates import scaled_learning_rate
+from trainer.optim.optimizers import LAMBConfig, LARSConfig, OptimizerConfig
+from trainer.optim.schedules import ConstantConfig, ScheduleConfig
 from trainer.original_crops import cuts_squares
 from trainer.probes.online import online_probe
 from trainer.profiling import Clock, memory_in_use, slowest
 from trainer.run_dir import RunDir
 from trainer.step import StepOutput
+from trainer.views import BaseViewsConfig
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +107,7 @@ class TrainingLog:
         num_done, note = batch.step + 1, ""
         metrics: dict[str, float] = {}
         if self._is_logged(num_done):
-            metrics = self._metrics(output, learning_rates, num_done)
+            metrics = self._metrics(output, learning_rates, num_done, epoch=batch.epoch)
             note = f"loss {metrics.get('train/loss', math.nan):.4f}, slowest {slowest(metrics)}"
         if self._probe is not None and self._is_probed(num_done):
             with self._watch.probing(), self._clock.paused():
@@ -132,17 +135,28 @@ class TrainingLog:
             with self._watch.closing_log():
                 self._tracker.close(failed=failed)
 
-    def _metrics(self, output: StepOutput, learning_rates: Mapping[str, float], num_done: int) -> dict[str, float]:
+    def _metrics(
+        self, output: StepOutput, learning_rates: Mapping[str, float], num_done: int, *, epoch: int
+    ) -> dict[str, float]:
         with self._watch.waiting_for_device():
             values = all_reduce_mean_scalars(output.read())
         metrics = {name: value for name, value in values.items() if math.isfinite(value)}
         if self._tracker is not None:
-            for alarm in self._alarms.check(metrics, num_done):
+            for alarm in self._alarms.check(metrics_of_alarms(metrics, self._config.views, epoch=epoch), num_done):
                 logger.warning("%s", alarm)
         metrics |= self._counters.metrics() | self._source_metrics(num_done)
         speed = self._clock.read(num_samples=self._config.global_batch_size)
         metrics |= all_reduce_mean_scalars(speed | memory_in_use(self._device))
         return metrics | {f"optim/{name}_learning_rate": rate for name, rate in learning_rates.items()}
+
+
+def metrics_of_alarms(metrics: Mapping[str, float], views: BaseViewsConfig, *, epoch: int) -> dict[str, float]:
+    """Return the metrics that the alarms read: all, but none of views in an epoch in which no viewmaker makes them.
+
+    They say nothing of the viewmaker, and would put its alarm off from epoch to epoch.
+    """
+    by_others = views.is_learned and not views.learns_in(epoch)
+    return {name: value for name, value in metrics.items() if not (by_others and name.startswith("views/"))}
 
 
 def _open_tracker(config: RunConfig, run_dir: RunDir, start_step: int) -> Tracker:
@@ -261,10 +275,14 @@ def settings_without_effect(config: RunConfig, *, num_steps: int) -> list[str]:
     for section, optimizer in optimizers.items():
         if optimizer.scaling == "none" and _is_changed(optimizer, "reference_batch_size"):
             found.append((f"{section}.reference_batch_size", f"{section}.scaling=none", f"{section}.scaling=linear"))
+        if _lacks_decay(optimizer) and _is_changed(optimizer, "decay"):
+            found.append((f"{section}.decay", f"{section}.weight_decay=0", f"{section}.weight_decay=0.0001"))
         share = optimizer.schedule.warmup_fraction
-        if share > 0 and round(share * num_steps) == 0:
+        if share > 0 and not _warms_up(optimizer.schedule, num_steps=num_steps):
             name = f"{section}.schedule.warmup_fraction"
-            found.append((f"{name}={share:g}", f"a run of {num_steps} steps", f"{name}={1 / num_steps:.2g} or more"))
+            # Two steps, because the only step of a warm-up has the full rate.
+            least = f"{2 / num_steps:.2g} or more" if num_steps > 2 else "0"
+            found.append((f"{name}={share:g}", f"a run of {num_steps} steps", f"{name}={least}"))
     freeze_step = None if config.adversary is None else config.adversary.freeze_step
     if freeze_step is not None and freeze_step >= num_steps:
         name = "adversary.freeze_step"
@@ -280,6 +298,16 @@ def settings_without_effect(config: RunConfig, *, num_steps: int) -> list[str]:
     not_reached = config.objective.not_reached(num_epochs=config.num_epochs)
     sentences = [f"{name} has no effect with {is_now}; set {mends}" for name, is_now, mends in found]
     return sentences if not_reached is None else [*sentences, not_reached]
+
+
+def _lacks_decay(optimizer: OptimizerConfig) -> bool:
+    """Return whether `decay` chooses nothing. For LARS and LAMB it also chooses the parameters that are adapted."""
+    return optimizer.weight_decay == 0 and not isinstance(optimizer, LARSConfig | LAMBConfig)
+
+
+def _warms_up(schedule: ScheduleConfig, *, num_steps: int) -> bool:
+    """Return whether the warm-up of a run changes a rate: one step of it only delays the fall of another schedule."""
+    return round(schedule.warmup_fraction * num_steps) >= (2 if isinstance(schedule, ConstantConfig) else 1)
 
 
 def _is_changed(section: Schema, name: str) -> bool:

@@ -10,9 +10,18 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Self
+from types import MappingProxyType
+from typing import Annotated, Any, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.overrides import apply_overrides
@@ -119,10 +128,43 @@ def drawn(numbers: Sequence[Measured]) -> list[float]:
     return [math.nan if number is None else number for number in numbers]
 
 
+_NUMBERS = MappingProxyType({int: "a whole number", float: "a number"})
+
+
+def _number_for(value: Any, annotation: Any) -> str | None:
+    """Return what must take the place of true or false in `value`, which pydantic takes for 1 and 0; None if nothing.
+
+    `value` is that of a setting, or a list.
+    """
+    if not any(isinstance(each, bool) for each in (value if isinstance(value, list | tuple) else [value])):
+        return None
+    types = _types_in(annotation)
+    numbers = [name for of, name in _NUMBERS.items() if of in types]
+    if bool in types or not numbers:
+        return None
+    wanted = " or ".join([*(json.dumps(each) for each in types if isinstance(each, str)), *numbers])
+    return f"a list with {wanted} in each place" if isinstance(value, list | tuple) else wanted
+
+
+def _types_in(annotation: Any) -> list[Any]:
+    """Return the types, and the texts of literals, of which an annotation consists."""
+    inner = get_args(annotation)
+    return [each for part in inner for each in _types_in(part)] if inner else [annotation]
+
+
 class Schema(BaseModel):
     """A frozen model that refuses unknown keys, so that a misspelt setting is never silently ignored."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _true_is_no_number(cls, values: Any) -> Any:
+        for name, value in values.items() if isinstance(values, dict) else ():
+            field = cls.model_fields.get(name)
+            if field is not None and (wanted := _number_for(value, field.annotation)) is not None:
+                raise ValueError(f"{name} is {json.dumps(value)}; it must be {wanted}")
+        return values
 
     def __hash__(self) -> int:
         """Return a hash of the values. Pydantic's own refuses a model with a mapping in it."""

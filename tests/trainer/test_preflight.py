@@ -280,6 +280,13 @@ def test_a_vision_transformer_on_pictures_of_another_size_is_one_sentence(tmp_pa
     check_data(vit.override(["encoder.options.img_size=16"], where="x"))
 
 
+def test_an_encoder_that_no_size_of_pictures_would_mend_is_told_without_one(config: RunConfig) -> None:
+    pytest.importorskip("timm")
+    vit = "encoder={kind: timm, name: vit_tiny_patch16_224, options: {depth: 1, img_size: 16}, batch_norm: split}"
+    message = refusal(config.override([vit], where="x"))
+    assert message.endswith("does not work with encoders of timm; set it to synchronized or local")
+
+
 def test_no_encoder_is_built_with_data_to_ask_what_it_takes(monkeypatch: pytest.MonkeyPatch, config: RunConfig) -> None:
     made = []
 

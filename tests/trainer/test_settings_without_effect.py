@@ -6,6 +6,9 @@ import pytest
 
 from configs import resolve_recipe
 from configs.resolve import recipes
+from trainer.optim.learning_rates import learning_rate_at
+from trainer.optim.optimizers import SGDConfig
+from trainer.optim.schedules import ConstantConfig
 from trainer.training_log import settings_without_effect
 
 
@@ -27,6 +30,12 @@ def told(recipe: str, *overrides: str) -> list[str]:
             "adversary.optimizer.reference_batch_size=512",
             "adversary.optimizer.reference_batch_size has no effect with adversary.optimizer.scaling=none; "
             "set adversary.optimizer.scaling=linear",
+        ),
+        (
+            "debug:viewmaker",
+            "adversary.optimizer.decay=matrices",
+            "adversary.optimizer.decay has no effect with adversary.optimizer.weight_decay=0; "
+            "set adversary.optimizer.weight_decay=0.0001",
         ),
         (
             "debug:image",
@@ -55,8 +64,21 @@ def test_a_setting_that_nothing_reads_is_told(recipe: str, override: str, senten
             "debug:image",
             "optimizer.schedule={kind: constant, warmup_fraction: 0.02}",
             "optimizer.schedule.warmup_fraction=0.02 has no effect with a run of 20 steps; "
-            "set optimizer.schedule.warmup_fraction=0.05 or more",
+            "set optimizer.schedule.warmup_fraction=0.1 or more",
+            "optimizer.schedule={kind: constant, warmup_fraction: 0.1}",
+        ),
+        (
+            "debug:image",
             "optimizer.schedule={kind: constant, warmup_fraction: 0.05}",
+            "optimizer.schedule.warmup_fraction=0.05 has no effect with a run of 20 steps; "
+            "set optimizer.schedule.warmup_fraction=0.1 or more",
+            "optimizer.schedule={kind: cosine, warmup_fraction: 0.05}",
+        ),
+        (
+            "debug:image",
+            "objective={kind: nt_xent_cycle, period_epochs: 1}",
+            "objective.lowest=0.1 is not reached with objective.period_epochs=1; set objective.period_epochs=2 or more",
+            "objective={kind: nt_xent_cycle, period_epochs: 2}",
         ),
         (
             "debug:viewmaker",
@@ -88,3 +110,15 @@ def test_a_setting_whose_time_does_not_come_is_told(recipe: str, override: str, 
 
 def test_no_recipe_has_such_a_setting() -> None:
     assert {recipe: said for recipe in recipes() if (said := told(recipe))} == {}
+
+
+def test_the_share_of_a_warm_up_that_is_named_changes_a_rate() -> None:
+    rates = {}
+    for share in (0.0, 0.05, 0.1):
+        optimizer = SGDConfig(schedule=ConstantConfig(warmup_fraction=share))
+        rates[share] = [learning_rate_at(optimizer, step=step, num_steps=20, global_batch_size=8) for step in range(20)]
+    assert rates[0.05] == rates[0.0] != rates[0.1]
+
+
+def test_which_parameters_decay_also_says_which_are_adapted() -> None:
+    assert told("debug:image", "optimizer={kind: lars, weight_decay: 0, decay: all}") == []

@@ -217,12 +217,13 @@ class _AllReduceSum(torch.autograd.Function):
 
 def _gathered_rows(x_BD: Tensor) -> Tensor:
     """Return the rows of all ranks, without gradient."""
+    x_BD = x_BD.contiguous()  # ranks exchange memory, not numbers: pictures in channels_last would be mixed up
     gathered_GD = x_BD.new_empty((world_size() * len(x_BD), *x_BD.shape[1:]))
     with stage("communication"):
         if _goes_to_all_at_once(gathered_GD.numel()):
             dist.all_to_all_single(gathered_GD, torch.cat([x_BD] * world_size()))
         else:
-            dist.all_gather_into_tensor(gathered_GD, x_BD.contiguous())
+            dist.all_gather_into_tensor(gathered_GD, x_BD)
     return gathered_GD
 
 

@@ -276,6 +276,23 @@ def average_running_statistics(module: nn.Module) -> None:
         stat.copy_(settled)
 
 
+@torch.no_grad()
+def take_statistics_of_first_rank(module: nn.Module) -> None:
+    """Give every rank the running statistics of rank 0, which a checkpoint holds, in each batch norm that is local.
+
+    Every rank must call this at the same time. It needs one collective for the whole module. Synchronised batch norms
+    have equal statistics on all ranks, and split ones are for `average_running_statistics`.
+    """
+    shared = SynchronizedBatchNorm2d | SplitBatchNorm2d
+    norms = [norm for norm in module.modules() if isinstance(norm, _BatchNorm) and not isinstance(norm, shared)]
+    if not (norms and is_distributed()):
+        return
+    stats = [stat for norm in norms for stat in (norm.running_mean, norm.running_var) if stat is not None]
+    of_first = all_gather_rows(torch.cat(stats)[None])[0]
+    for stat, taken in zip(stats, torch.split(of_first, [len(stat) for stat in stats]), strict=True):
+        stat.copy_(taken)
+
+
 def _normalised_by_all_ranks(
     x_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float, num_groups: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

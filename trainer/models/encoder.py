@@ -300,6 +300,10 @@ class TimmConfig(BaseEncoderConfig):
 EncoderConfig = Annotated[SerializeAsAny[BaseEncoderConfig], BeforeValidator(BaseEncoderConfig.kinds.parse)]
 
 
+class InputSizeError(UserError):
+    """The error of an encoder that takes inputs, but none of this size."""
+
+
 class Encoder(nn.Module):
     """A network from pictures to embeddings. `trunk` ends with the last map, before pooling.
 
@@ -394,7 +398,7 @@ class Encoder(nn.Module):
 
     @torch.no_grad()
     def _map_of_size(self, height: int, width: int) -> Tensor:
-        """Return the map of an input of zeros. Raises `UserError` if the trunk does not accept it."""
+        """Return the map of an input of zeros. Raises `InputSizeError` if the trunk does not accept it."""
         refused = f"the encoder cannot take inputs of {height} x {width}"
         try:
             # Not normalised: the size is asked before the mean and std are known.
@@ -403,9 +407,9 @@ class Encoder(nn.Module):
             )
             self.trunk.pool(map_1CHW)
         except (AssertionError, RuntimeError, ValueError) as error:
-            raise UserError(f"{refused}: {' '.join(str(error).split()).rstrip('.')}") from None
+            raise InputSizeError(f"{refused}: {' '.join(str(error).split()).rstrip('.')}") from None
         if map_1CHW.numel() == 0:
-            raise UserError(f"{refused}: the map has no pixels left; use larger inputs or another encoder.kind")
+            raise InputSizeError(f"{refused}: the map has no pixels left; use larger inputs or another encoder.kind")
         return map_1CHW
 
     def _map(self, views_BCHW: Tensor) -> Tensor:
@@ -471,7 +475,9 @@ def build_encoder(config: EncoderConfig, *, normalization: Normalization | None 
 
 @functools.lru_cache(maxsize=256)  # a study has hundreds of runs and a few encoders
 def check_input_size(config: EncoderConfig, *, height: int, width: int) -> None:
-    """Raise `UserError` if an encoder of this config does not accept inputs of that size.
+    """Raise `InputSizeError` if an encoder of this config does not accept inputs of that size.
+
+    Raises `UserError` like `build_encoder`, if there is no such encoder for any size.
 
     Tries an encoder on the meta device first, which needs no memory. If that fails, tries a real encoder, because some
     models of timm cannot be built or run on the meta device. Equal configs and sizes are tried once in a process.

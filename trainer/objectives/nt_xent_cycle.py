@@ -44,7 +44,14 @@ class NTXentCycleConfig(BaseObjectiveConfig):
         return self
 
     def not_reached(self, *, num_epochs: int) -> str | None:
-        if self.lowest == self.highest or num_epochs > self.period_epochs // 2:
+        if self.lowest == self.highest:
+            return None
+        if self.period_epochs == 1:  # every epoch begins a cycle
+            return (
+                f"objective.lowest={self.lowest:g} is not reached with objective.period_epochs=1; set "
+                "objective.period_epochs=2 or more"
+            )
+        if num_epochs > self.period_epochs // 2:
             return None
         return (
             f"objective.lowest={self.lowest:g} is not reached with objective.period_epochs={self.period_epochs} and "

@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 _FIRST_SCALE = 2.0**16
+_LEAST_SCALE = 1.0  # below which small gradients would become 0, without a word
 _GOOD_STEPS_TO_GROW = 2000
 
 
 class LossScale:
     """A factor by which the loss is multiplied, and by which the gradients are divided again.
 
-    The factor halves after a step that overflowed, and doubles after 2,000 steps in a row that did not (Micikevicius et
-    al. 2018). It is always 1 if `enabled` is False. Nothing here makes the host wait for a GPU.
+    The factor halves after a skipped step until it is 1, and doubles after 2,000 steps in a row that were not skipped
+    (Micikevicius et al. 2018). It is always 1 if `enabled` is False. Nothing here makes the host wait for a GPU.
     """
 
     def __init__(self, *, enabled: bool, device: torch.device) -> None:
@@ -31,8 +32,9 @@ class LossScale:
         if self._enabled:
             good_steps = torch.where(skipped, 0, self._good_steps + 1)
             grows = good_steps == _GOOD_STEPS_TO_GROW
+            lower = (self._scale / 2).clamp(min=_LEAST_SCALE)
             # In place, because a recorded step writes to the same memory at every replay.
-            self._scale.copy_(torch.where(skipped, self._scale / 2, torch.where(grows, self._scale * 2, self._scale)))
+            self._scale.copy_(torch.where(skipped, lower, torch.where(grows, self._scale * 2, self._scale)))
             self._good_steps.copy_(torch.where(grows, 0, good_steps))
 
     def state(self) -> dict[str, Tensor]:

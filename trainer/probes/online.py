@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from data_pipeline.core.sample import NO_LABEL
 from trainer.data import DataConfig
 from trainer.models.activation_checkpointing import buffers_untouched
-from trainer.models.batch_norm import average_running_statistics
+from trainer.models.batch_norm import average_running_statistics, take_statistics_of_first_rank
 from trainer.models.encoder import Encoder
 from trainer.probes.features import TRAIN_DRAW, LabelSpace, Pictures, extract, frozen, read_some
 from trainer.probes.knn import knn_accuracies
@@ -58,7 +58,8 @@ def ridge_predict(
 class OnlineProbe:
     """A probe of `encoder` on fixed samples; every rank calls it at the same steps.
 
-    Each rank encodes its share of the samples. The accuracies are the same on any number of ranks.
+    Each rank encodes its share of the samples, with the running statistics that a checkpoint would hold. So the
+    accuracies of an encoder are the same on any number of ranks.
     """
 
     def __init__(
@@ -94,7 +95,9 @@ class OnlineProbe:
         encoder = self._encoder
         is_half = self._dtype in {torch.bfloat16, torch.float16}
         with buffers_untouched(encoder), frozen(encoder):
-            average_running_statistics(encoder)  # on copies, which are dropped
+            # On copies, which are dropped: every rank encodes with the encoder that a checkpoint would hold.
+            average_running_statistics(encoder)
+            take_statistics_of_first_rank(encoder)
             with torch.autocast(self._device.type, dtype=self._dtype, enabled=is_half):
                 features = extract(encoder.pooled, self._images_NCHW, device=self._device).float()
             bank_NC, queries_MC = features[: self._num_train], features[self._num_train :]

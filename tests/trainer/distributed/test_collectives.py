@@ -41,6 +41,18 @@ def test_gathered_rows_are_in_rank_order_and_their_gradient_is_summed_at_the_own
         torch.testing.assert_close(grad_BD, weight_WGD.sum(0)[3 * r : 3 * r + 3])
 
 
+def _gathered_from_channels_last(pictures_WBCHW: Tensor) -> Tensor:
+    return all_gather_rows(pictures_WBCHW[rank()].to(memory_format=torch.channels_last))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [4, 120], ids=["short", "long"])
+def test_gathered_pictures_are_the_same_in_any_memory_format(size: int) -> None:
+    pictures_WBCHW = torch.randn(2, 2, 3, size, size)
+    for gathered_GCHW in run_ranks(_gathered_from_channels_last, 2, pictures_WBCHW):
+        assert torch.equal(gathered_GCHW, pictures_WBCHW.flatten(0, 1))
+
+
 def _weighted_sum(x_WD: Tensor, weight_WD: Tensor) -> tuple[Tensor, Tensor]:
     x_D = x_WD[rank()].clone().requires_grad_()
     total_D = all_reduce_sum(x_D)

@@ -175,7 +175,7 @@ def test_the_search_for_a_loss_scale_is_no_row_of_skipped_steps(data: Path, tmp_
     skip(range(17))
     start(run_dir, config)
     assert saved_counts(run_dir) == SkipCounts(total=17, in_a_row=0)
-    assert [line["train/loss_scale"] for line in run_dir.read_metrics()][15:18] == [2, 1, 0.5]
+    assert [line["train/loss_scale"] for line in run_dir.read_metrics()][15:18] == [2, 1, 1]
 
 
 def test_a_loss_that_is_not_finite_is_no_search_for_a_loss_scale(data: Path, tmp_path: Path) -> None:

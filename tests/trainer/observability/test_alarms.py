@@ -18,6 +18,10 @@ from trainer.build import build_training
 from trainer.objectives import nt_xent_loss
 from trainer.objectives.health import embedding_health
 from trainer.observability.alarms import AlarmConfig, Alarms
+from trainer.training_log import metrics_of_alarms
+from trainer.views import BaseViewsConfig
+from trainer.views.composed import ByEpochConfig
+from trainer.views.expert_image import ExpertImageConfig
 from trainer.views.health import view_health
 from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
 
@@ -231,6 +235,25 @@ def test_an_epoch_of_other_views_is_not_measured_by_the_viewmaker_of_the_epoch_b
         spent.append(training.step(batch, learning_rates=dict.fromkeys(training.engines, 0.0)).read())
     assert spent[0]["views/budget_spent"] < 0.051
     assert float(spent[1]["views/budget_spent"]) == pytest.approx(100 / 255)  # each value is doubled or lost
+
+
+@pytest.mark.parametrize(
+    ("views", "comes_at"),
+    [
+        (ViewmakerConfig(), 9),
+        (ByEpochConfig(policies=(ViewmakerConfig(), ExpertImageConfig())), 12),  # at the first step of epoch 2 after 9
+        (ByEpochConfig(policies=(ExpertImageConfig(), ViewmakerConfig())), 18),
+    ],
+    ids=["alone", "first", "second"],
+)
+def test_epochs_of_other_views_do_not_put_the_alarm_of_a_viewmaker_off(views: BaseViewsConfig, comes_at: int) -> None:
+    alarms, steps_per_epoch, came_at = Alarms(AlarmConfig(after_steps=9)), 6, []
+    for step in range(24):
+        epoch = step // steps_per_epoch
+        spent = 1e-6 if views.learns_in(epoch) else 0.2
+        if alarms.check(metrics_of_alarms({"views/budget_spent": spent}, views, epoch=epoch), step):
+            came_at.append(step)
+    assert came_at == [comes_at]
 
 
 def test_an_alarm_is_one_sentence_with_numbers_and_comes_once() -> None:

@@ -97,6 +97,23 @@ def test_the_numbers_do_not_depend_on_the_ranks() -> None:
         assert run_ranks(metrics_of_ranks, world_size, "synchronized") == [alone] * world_size
 
 
+def accuracies_with_other_statistics_on_each_rank(seen: int) -> dict[str, float]:
+    """Let each rank see other pictures, as if it were rank `seen` + its own rank, and return what the probe says."""
+    encoder = build_modules(recipe("local")).encoder.train()
+    generator = torch.Generator().manual_seed(seen + rank())
+    encoder(torch.rand(8, 3, 8, 8, generator=generator) * (1 + seen + rank()))
+    metrics = OnlineProbe(encoder, train=TRAIN, test=TEST, device=CPU, dtype=torch.float32)()
+    return {name: value for name, value in metrics.items() if name != "probe/seconds"}
+
+
+@pytest.mark.ranks
+def test_with_local_batch_norm_it_probes_the_encoder_of_the_first_rank_which_a_checkpoint_holds() -> None:
+    [first] = run_ranks(accuracies_with_other_statistics_on_each_rank, 1, 0)
+    [second] = run_ranks(accuracies_with_other_statistics_on_each_rank, 1, 1)
+    assert first != second
+    assert run_ranks(accuracies_with_other_statistics_on_each_rank, 2, 0) == [first] * 2
+
+
 @pytest.mark.slow
 def test_on_all_samples_it_is_the_knn_of_the_probe_command() -> None:
     encoder = build_modules(recipe("synchronized")).encoder
