@@ -97,7 +97,7 @@ class SkipCounter:
     def _advice(self) -> str:
         recorded = recorded_steps(self._run_dir)
         look = f"{_replay_command(self._run_dir, recorded[-1])} shows where; " if recorded else ""
-        return f"{look}lower the learning rate or use precision float32, with another --run-dir"
+        return f"{look}lower the learning rate, or set precision=float32 if it has 16 bits, with another --run-dir"
 
 
 @dataclass(frozen=True)
