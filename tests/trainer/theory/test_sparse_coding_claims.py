@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.errors import UserError
 from trainer.theory.framework.experiment import run_experiment
 from trainer.theory.sparse_coding import command as sparse_coding
 from trainer.theory.sparse_coding.claims import ArmMetrics, arm_claims, gap_claim, growth_claims, steps_to_reach
@@ -254,3 +255,9 @@ def test_eight_steps_decide_nothing_on_training(tmp_path: Path) -> None:
     trained = [claim for claim in result.claims if claim.claim.source != "Wen and Li 2021, feature decoupling"]
     assert len(trained) == 14
     assert {claim.verdict for claim in trained} == {"not decidable here"}
+
+
+def test_a_training_that_diverges_is_named(tmp_path: Path) -> None:
+    settings = TINY.model_copy(update={"learning_rate": 1e30})
+    with pytest.raises(UserError, match=r"the training diverged at learning_rate 1e\+30; set a lower one"):
+        run_experiment("sparse_coding", EXPERIMENT, settings, out=tmp_path, device=CPU, show_progress=False)
