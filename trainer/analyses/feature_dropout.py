@@ -151,7 +151,9 @@ def analyze_feature_dropout(
     rows_N, index_N, name = _examples(first, config)
     if all((first.test.labels(space)[rows_N] == NO_LABEL).all() for space in common):
         lacking = " or ".join(f"label_{space}" for space in sorted(common))
-        raise UserError(f"no example has {lacking}, so there is no right class; take another of_sample, or more samples")
+        raise UserError(
+            f"no example has {lacking}, so there is no right class; take another of_sample, or more samples"
+        )
     runs, judgements = [], []
     with Progress("views judged", total=len(judges) * len(rows_N)) as progress:
         for policy in judges:

@@ -158,7 +158,9 @@ def measure_growth(settings: SparseCodingSettings, device: torch.device, *, mask
         x_1TP = noise_1TP * variance**0.5 + z_1TD @ atoms_1DP.float()
         first, second = masked_views(x_1TP, keys, mask_share=share)
         sampled_1PP = (first.mT @ second).double() / settings.num_growth_samples
-        closed_1PP = growth_matrix(atoms_1DP, probability=probability, noise_variance=variance, mask_share=float(masked))
+        closed_1PP = growth_matrix(
+            atoms_1DP, probability=probability, noise_variance=variance, mask_share=float(masked)
+        )
         for suffix, growth_1PP in (("", closed_1PP), ("_sampled", sampled_1PP)):
             along, across = growth_rates(growth_1PP, atoms_1DP)
             found["along" + suffix].append(along)
