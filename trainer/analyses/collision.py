@@ -94,8 +94,8 @@ def analyze_collision(run_dir: RunDir, *, config: CollisionConfig, options: Anal
     images_NCHW = to_float(test.images(rows_N), options.device)
     if bool((images_NCHW == images_NCHW[0]).all()):  # distances are relative to that of the pictures
         raise UserError(
-            f"collision compares pictures, but all {len(rows_N)} of the test set of {run_dir.path} are equal; pass a run "
-            "on other data"
+            f"collision compares pictures, but all {len(rows_N)} of the test set of {run_dir.path} are equal; pass a "
+            "run on other data"
         )
     index_N = test.index_N[rows_N].to(options.device)
     uses = powers_of_two(config.max_uses)

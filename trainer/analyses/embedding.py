@@ -73,8 +73,8 @@ def analyze_embedding(run_dir: RunDir, *, config: EmbeddingConfig, options: Anal
         )
     if (unit_NC == unit_NC[0]).all():  # on which t-SNE divides by 0, and ends the process
         raise UserError(
-            f"all {len(rows_N)} test samples of {run_dir.path} have the same features at step {loaded.modules.step}, so "
-            "there is nothing to map; the encoder has collapsed, or all samples are equal"
+            f"all {len(rows_N)} test samples of {run_dir.path} have the same features at step {loaded.modules.step}, "
+            "so there is nothing to map; the encoder has collapsed, or all samples are equal"
         )
     points_N2 = map_of(unit_NC, perplexity=config.perplexity, seed=loaded.seed)
     labels = {space: loaded.test.labels(space)[rows_N].numpy() for space in loaded.label_spaces()}

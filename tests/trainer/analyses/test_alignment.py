@@ -13,8 +13,8 @@ from sklearn.neighbors import NearestCentroid
 from torch.nn import functional as F
 
 from configs import debug
-from data_pipeline.core.schema import drawn
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import drawn
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.analyses.planted import DropBottom, plant, write_run
 from trainer.analyses.alignment import (

@@ -155,14 +155,11 @@ def test_a_class_without_pictures_is_left_out(tmp_path: Path, monkeypatch: pytes
 
 def test_a_pair_that_shares_the_lowest_place_is_not_the_lowest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: all pictures are within delta by every pair with colour jitter, so (a, d) is no lower than (b, d)."""
-    monkeypatch.setattr(
-        concentration,
-        "_concentration",
-        lambda distance_KNN, delta: next(planted),
+    planted = iter(
+        Concentration(delta=1, clique=clique, clique_worst=1, cover=1, cover_worst=1, at_least=0)
+        for clique in (0.0 if "d" in pair else 0.5 for pair in concentration.PAIRS)
     )
-    ties = [Concentration(delta=1, clique=0.0 if "d" in pair else 0.5, clique_worst=0.5, cover=0.5, cover_worst=0.5, at_least=0.0)
-            for pair in concentration.PAIRS]  # fmt: skip
-    planted = iter(ties)
+    monkeypatch.setattr(concentration, "_concentration", lambda distance_KNN, delta: next(planted))
     run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=8))
     config = ConcentrationConfig(num_views=2, num_per_class=2, deltas=(1,))
     _, json_path = analyze_concentration(run_dir, config=config, options=AnalysisOptions())

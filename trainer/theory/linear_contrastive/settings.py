@@ -21,7 +21,7 @@ from data_pipeline.core.schema import (
 from trainer.theory.framework.experiment import Tensors, TheorySettings, TwoOrMore
 
 Angle = Annotated[float, Field(ge=0, le=90)]
-# At an angle of 0, or without a correlation, a feature does not turn. So it has no gain, which is relative to its speed.
+# At an angle of 0 or without a correlation, a feature does not turn. So it has no gain, which is relative to its speed.
 TurningAngle = Annotated[float, Field(gt=0, le=90)]
 SomeCorrelation = Annotated[float, Field(gt=0, lt=1)]
 Norm = Annotated[float, Field(gt=0, le=4)]
