@@ -17,11 +17,13 @@ from data_pipeline.audio.waveform import encode_wav
 from data_pipeline.building.build import build_dataset
 from data_pipeline.building.index_tars import make_index
 from data_pipeline.building.tar_scan import Fields
+from data_pipeline.core.errors import UserError
 from data_pipeline.sources.background import FILE_NAMES
 from data_pipeline.storage.manifest import Manifest, load_manifest
+from tests.tiny_data import write_tiny_dataset
 from trainer.probed_runs.options import ProbeOptions
 from trainer.probed_runs.probing import probe_run
-from trainer.probes.targets import option_difference
+from trainer.probes.targets import option_difference, readable_labels
 from trainer.run_dir import RunDir
 from trainer.train import train
 
@@ -69,6 +71,14 @@ def test_options_of_both_splits_are_compared(
     )
     found = option_difference(train_set, test_set)
     assert found is None if said is None else found is not None and found.startswith(said)
+
+
+def test_labels_of_a_single_class_are_not_called_missing(tmp_path: Path) -> None:
+    manifest = load_manifest(write_tiny_dataset(tmp_path / "data", num_samples=4, overlay="none"))
+    names = manifest.label_names.model_copy(update={"base": ("dark",)})
+    single = manifest.model_copy(update={"label_names": names, "counts_base": (4,)})
+    with pytest.raises(UserError, match="the samples have only label_base, of a single class"):
+        readable_labels(single, single)
 
 
 def test_options_of_the_source_and_the_seed_of_chosen_digits_are_compared(tmp_path: Path) -> None:
