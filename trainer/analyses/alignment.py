@@ -18,6 +18,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
+from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import Measured, PositiveFactor, Schema, drawn, shown
@@ -27,6 +28,7 @@ from trainer.objectives.health import effective_rank, uniformity
 from trainer.observability.figures import to_png
 from trainer.probes.features import LabelSpace, Pictures, extract, frozen
 from trainer.probes.linear import accuracy, best_classes
+from trainer.probes.targets import label_difference
 from trainer.probes.view_batches import view_batches
 from trainer.run_dir import RunDir
 
@@ -94,8 +96,13 @@ class AlignmentResult(Schema):
 
 
 def analyze_alignment(run_dir: RunDir, *, config: AlignmentConfig, options: AnalysisOptions) -> list[Path]:
-    """Write analysis/alignment.json and .png of a run, return their paths. Raises `UserError` if data is missing."""
+    """Write analysis/alignment.json and .png of a run, return their paths.
+
+    Raises `UserError` if data is missing, or if train and test set have different classes.
+    """
     loaded = load_run(run_dir, options)
+    if (difference := label_difference(loaded.train.manifest, loaded.test.manifest)) is not None:
+        raise UserError(f"{difference}; build both from the same dataset")
     rows = [choose_rows(len(part), config.num_samples, seed=loaded.seed) for part in (loaded.train, loaded.test)]
     total = config.num_views * sum(map(len, rows))
     with Progress("views encoded", total=total) as progress:

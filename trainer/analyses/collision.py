@@ -81,7 +81,7 @@ class CollisionResult(Schema):
 def analyze_collision(run_dir: RunDir, *, config: CollisionConfig, options: AnalysisOptions) -> list[Path]:
     """Write analysis/collision.json and .png from a run's views and test pictures, without a checkpoint.
 
-    Returns their paths. Raises `UserError` for sounds, and if there are less than two pictures.
+    Returns their paths. Raises `UserError` for sounds, and if there are not two different pictures.
     """
     run_config, test = read_test_pictures(run_dir, options, what_for="collision")
     seed = seed_of(run_config, options)
@@ -92,6 +92,11 @@ def analyze_collision(run_dir: RunDir, *, config: CollisionConfig, options: Anal
     if len(rows_N) < 2:
         raise UserError(f"collision compares pictures, but the test set of {run_dir.path} has fewer than two")
     images_NCHW = to_float(test.images(rows_N), options.device)
+    if bool((images_NCHW == images_NCHW[0]).all()):  # distances are relative to that of the pictures
+        raise UserError(
+            f"collision compares pictures, but all {len(rows_N)} of the test set of {run_dir.path} are equal; pass a "
+            "run on other data"
+        )
     index_N = test.index_N[rows_N].to(options.device)
     uses = powers_of_two(config.max_uses)
     transforms = {}

@@ -16,7 +16,7 @@ Shapes: K classes, N pictures of a class, V views of each, P values of a picture
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -30,6 +30,7 @@ from torch import Tensor
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
+from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import PositiveFactor, Schema
 from trainer.analyses.analysis import Analysis
 from trainer.analyses.loaded_run import AnalysisOptions, choose_rows, read_test_pictures, seed_of, write_result
@@ -74,7 +75,9 @@ class ConcentrationResult(Schema):
 
     pairs: the results by the letters of a pair. Pictures that do not have three channels have no pairs with c or d.
     order: for each delta the pairs from the smallest 1 - sigma (greedy clique, mean of the classes) to the largest.
-    ad_is_lowest: for each delta, if the paper's claim holds; None if all pairs are equal or (a, d) was not measured.
+    num_classes: the classes that have pictures.
+    ad_is_lowest: for each delta, if the paper's claim holds; None if another pair is as low as (a, d), or if (a, d) was
+        not measured.
     """
 
     config: ConcentrationConfig
@@ -127,16 +130,21 @@ def analyze_concentration(run_dir: RunDir, *, config: ConcentrationConfig, optio
         num_pictures=num_classes * num,
         pairs=pairs,
         order=tuple(tuple(sorted(values, key=lambda pair: values[pair])) for values in by_delta),
-        ad_is_lowest=tuple(
-            None if "ad" not in values or len(set(values.values())) == 1 else values["ad"] <= min(values.values())
-            for values in by_delta
-        ),
+        ad_is_lowest=tuple(_is_lowest("ad", values) for values in by_delta),
         test_manifest_sha256=test.manifest.sha256,
     )
     return write_result(run_dir, "concentration", result, _figure(result))
 
 
 ANALYSIS = Analysis(ConcentrationConfig, analyze_concentration)
+
+
+def _is_lowest(pair: str, values: Mapping[str, float]) -> bool | None:
+    """Return whether the value of a pair is below all others; None if another one is as low, or without the pair."""
+    if pair not in values:
+        return None
+    least = min(value for other, value in values.items() if other != pair)
+    return None if values[pair] == least else values[pair] < least
 
 
 def draw_views(policy: ExpertImage, images_NCHW: Tensor, index_N: Tensor, *, num_views: int, seed: int) -> Tensor:
@@ -214,18 +222,25 @@ def _concentration(distance_KNN: Tensor, delta: float) -> Concentration:
 
 
 def _rows_by_class(pictures: Pictures, num: int, *, seed: int) -> Tensor:
-    """Return rows (K, N) of `num` pictures of each class of the first label; fewer if the smallest class has fewer."""
+    """Return rows (K, N) of `num` pictures of each class of the first label; fewer if the smallest class has fewer.
+
+    Leaves out classes without pictures: tars with the labels 1 to 10 name a class 0 too.
+    """
     if not pictures.manifest.labels:
         raise UserError("concentration compares pictures of the same class, but the test set has no labels")
     space = next(iter(pictures.manifest.labels))
     label_N, names = pictures.labels(space), pictures.class_names(space)
-    by_class = [(label_N == number).nonzero()[:, 0] for number in range(len(names))]
+    present = torch.bincount(label_N[label_N != NO_LABEL], minlength=len(names)).nonzero()[:, 0].tolist()
+    if not present:
+        raise UserError(f"concentration compares pictures of the same class, but no test picture has label_{space}")
+    by_class = [(label_N == number).nonzero()[:, 0] for number in present]
+    for number, rows_N in zip(present, by_class, strict=True):
+        if len(rows_N) < 2:
+            raise UserError(
+                f"concentration compares pictures of the same class, but class {names[number]} of label_{space} has a "
+                "single one in the test set; build a larger test set"
+            )
     num = min(num, *(len(rows_N) for rows_N in by_class))
-    if num < 2:
-        raise UserError(
-            "concentration compares pictures of the same class, but a class of the test set has fewer than two; build "
-            "a larger test set"
-        )
     return torch.stack([rows_N[choose_rows(len(rows_N), num, seed=seed)] for rows_N in by_class])
 
 

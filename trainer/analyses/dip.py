@@ -19,6 +19,8 @@ from data_pipeline.core.randomness import generator
 
 Floats = NDArray[np.float64]
 
+_TINY = 1e-280  # smaller numbers count as 0: between them, slopes of the empirical function exceed float64
+
 
 def dip(x_N: Floats) -> float:
     """Return the dip of numbers (N,) in any order, equal ones allowed; at least 1 / (2 N).
@@ -38,7 +40,8 @@ def dip(x_N: Floats) -> float:
         raise ValueError(
             f"the dip needs finite numbers, at least one; got {x_N.size}, of which {np.isfinite(x_N).sum()} are finite"
         )
-    x_K, count_K = np.unique(x_N.astype(np.float64), return_counts=True)
+    x_N = x_N.astype(np.float64)
+    x_K, count_K = np.unique(np.where(np.abs(x_N) < _TINY, 0.0, x_N), return_counts=True)
     above_K = np.cumsum(count_K).astype(np.float64)  # the empirical function times N at each number, and just below it
     below_K = above_K - count_K
     least, low, high = 1.0, 0, len(x_K) - 1  # `least` is 2 N times the dip so far

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from pydantic import Field
@@ -57,7 +59,8 @@ class EmbeddingResult(Schema):
 def analyze_embedding(run_dir: RunDir, *, config: EmbeddingConfig, options: AnalysisOptions) -> list[Path]:
     """Write analysis/embedding.json and .png of a run, and return their paths.
 
-    Raises `UserError` if data is missing, if there are less than four samples, or if features are not finite.
+    Raises `UserError` if data is missing, if there are less than four samples, or if features are not finite or all
+    equal.
     """
     loaded = load_run(run_dir, options)
     rows_N = choose_rows(len(loaded.test), config.num_samples, seed=loaded.seed)
@@ -67,6 +70,11 @@ def analyze_embedding(run_dir: RunDir, *, config: EmbeddingConfig, options: Anal
     if not np.isfinite(unit_NC).all():
         raise UserError(
             f"the features of {run_dir.path} at step {loaded.modules.step} are not all finite; take an earlier --step"
+        )
+    if (unit_NC == unit_NC[0]).all():  # on which t-SNE divides by 0, and ends the process
+        raise UserError(
+            f"all {len(rows_N)} test samples of {run_dir.path} have the same features at step {loaded.modules.step}, "
+            "so there is nothing to map; the encoder has collapsed, or all samples are equal"
         )
     points_N2 = map_of(unit_NC, perplexity=config.perplexity, seed=loaded.seed)
     labels = {space: loaded.test.labels(space)[rows_N].numpy() for space in loaded.label_spaces()}
@@ -123,10 +131,16 @@ def map_of(x_NC: NDArray[np.float64], *, perplexity: float, seed: int) -> NDArra
     return points_N2
 
 
+def class_colors(num: int) -> list[str]:
+    """Return a color of its own for each of `num` classes."""
+    if num <= 10:
+        return [f"C{number}" for number in range(num)]
+    return [to_hex(colormaps["turbo"](number / (num - 1))) for number in range(num)]
+
+
 def _draw(axes: Axes, points_N2: NDArray[np.float64], label_N: NDArray[np.int64], *, names: tuple[str, ...]) -> None:
-    for number, name in enumerate(names):
+    for number, (name, color) in enumerate(zip(names, class_colors(len(names)), strict=True)):
         of_class = label_N == number
-        color = f"C{number}" if len(names) <= 10 else None
         axes.scatter(
             points_N2[of_class, 0], points_N2[of_class, 1], s=9, alpha=0.75, linewidths=0, color=color, label=name
         )

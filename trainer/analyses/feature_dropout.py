@@ -145,9 +145,15 @@ def analyze_feature_dropout(
     judges = [
         _Judge(name, loaded, heads_of(loaded)) for name, loaded in zip(_names(loaded_runs), loaded_runs, strict=True)
     ]
-    if not set.intersection(*(set(judge.heads.by_label) for judge in judges)):
+    common = set.intersection(*(set(judge.heads.by_label) for judge in judges))
+    if not common:
         raise UserError("the runs were not probed for a common label; run `python -m trainer.probe` on each of them")
     rows_N, index_N, name = _examples(first, config)
+    if all((first.test.labels(space)[rows_N] == NO_LABEL).all() for space in common):
+        lacking = " or ".join(f"label_{space}" for space in sorted(common))
+        raise UserError(
+            f"no example has {lacking}, so there is no right class; take another of_sample, or more samples"
+        )
     runs, judgements = [], []
     with Progress("views judged", total=len(judges) * len(rows_N)) as progress:
         for policy in judges:
@@ -174,10 +180,16 @@ def _examples(loaded: LoadedRun, config: FeatureDropoutConfig) -> tuple[Tensor, 
     if config.of_sample is None:
         rows_N = choose_rows(len(loaded.test), config.num_examples, seed=loaded.seed)
         return rows_N, loaded.test.index_N[rows_N], "feature_dropout"
-    if config.of_sample >= len(loaded.test):
-        raise UserError(f"of_sample={config.of_sample}, but the test set has the samples 0 to {len(loaded.test) - 1}")
+    indices_M = loaded.test.index_N  # not the numbers of the rows, because samples may be left out
+    rows = (indices_M == config.of_sample).nonzero()
+    if not len(rows):
+        least, most = int(indices_M.min()), int(indices_M.max())
+        left_out = ", except some that are left out" if least <= config.of_sample <= most else ""
+        raise UserError(
+            f"of_sample={config.of_sample}, but the test set has the samples {least} to {most}{left_out}; take another"
+        )
     index_N = torch.arange(config.num_examples)
-    return torch.full_like(index_N, config.of_sample), index_N, f"feature_dropout-of_sample_{config.of_sample}"
+    return torch.full_like(index_N, int(rows[0])), index_N, f"feature_dropout-of_sample_{config.of_sample}"
 
 
 def right_class_probability(head: LinearHead, features_NF: Tensor, label_N: Tensor) -> Tensor:

@@ -36,6 +36,11 @@ def readable_labels(
     if (difference := label_difference(train, test)) is not None:
         raise UserError(f"{difference}; {label_mend(train, test)}")
     found = {space: label.classes for space, label in train.labels.items() if len(label.classes) > 1}
+    if not found and train.labels:
+        names = " and ".join(f"label_{space}" for space in train.labels)
+        raise UserError(
+            f"the samples have only {names}, of a single class, so there is nothing to predict; add a class"
+        )
     if not found:
         raise UserError(
             "the samples have no labels, which a probe predicts; if the tars hold some, index them again with --label"

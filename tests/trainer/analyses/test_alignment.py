@@ -13,6 +13,7 @@ from sklearn.neighbors import NearestCentroid
 from torch.nn import functional as F
 
 from configs import debug
+from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import drawn
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.analyses.planted import DropBottom, plant, write_run
@@ -97,6 +98,16 @@ def test_planted_classes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert keeps.labels["overlay"].class_names == ("low", "middle", "high")
     assert base.nearest_centre_accuracy is not None
     assert base.nearest_centre_accuracy > 0.8
+
+
+def test_classes_in_another_order_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers of their classes do not mean the same, so the nearest centre would be that of another class."""
+    data = write_tiny_pair(tmp_path / "data", num_train=20, num_test=12)
+    manifest = data / "test" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('["dark","bright"]', '["bright","dark"]'))
+    plant(monkeypatch, "alignment", run=DropBottom(0.0))
+    with pytest.raises(UserError, match="label_base has classes dark, bright in the train set but bright, dark in the"):
+        analyze_alignment(write_run(tmp_path / "run", data), config=AlignmentConfig(), options=AnalysisOptions())
 
 
 def test_without_labels_there_are_no_class_centres(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from trainer.analyses.collision import (
     powers_of_two,
 )
 from trainer.analyses.loaded_run import AnalysisOptions
+from trainer.probes.features import Pictures
 from trainer.views.expert_image import ExpertImageConfig
 
 
@@ -99,3 +100,10 @@ def test_sounds_and_a_single_picture_are_refused(tmp_path: Path) -> None:
     one = write_tiny_pair(tmp_path / "one", num_train=4, num_test=1)
     with pytest.raises(UserError, match="has fewer than two"):
         analyze_collision(write_run(tmp_path / "b", one), config=CollisionConfig(), options=AnalysisOptions())
+
+
+def test_equal_pictures_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=5))
+    monkeypatch.setattr(Pictures, "images", lambda pictures, rows: torch.full((len(rows), 3, 16, 16), 7))
+    with pytest.raises(UserError, match=r"collision compares pictures, but all 5 of the test set of .* are equal"):
+        analyze_collision(run_dir, config=CollisionConfig(), options=AnalysisOptions())

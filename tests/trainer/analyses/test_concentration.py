@@ -12,11 +12,14 @@ from PIL import Image
 from configs import debug
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import NO_LABEL
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.analyses.planted import write_run
 from tests.trainer.probes.toy import toy_manifest
+from trainer.analyses import concentration
 from trainer.analyses.concentration import (
     PAIRS,
+    Concentration,
     ConcentrationConfig,
     ConcentrationResult,
     analyze_concentration,
@@ -134,5 +137,30 @@ def test_sounds_and_lonely_pictures_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"concentration needs pictures, but the samples of .* are sounds"):
         analyze_concentration(run_dir, config=ConcentrationConfig(), options=AnalysisOptions())
     few = write_tiny_pair(tmp_path / "few", num_train=4, num_test=2)
-    with pytest.raises(UserError, match="a class of the test set has fewer than two"):
+    with pytest.raises(UserError, match=r"class (dark|bright) of label_base has a single one in the test set"):
         analyze_concentration(write_run(tmp_path / "b", few), config=ConcentrationConfig(), options=AnalysisOptions())
+
+
+def test_a_class_without_pictures_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=6))
+    config = ConcentrationConfig(num_views=2, deltas=(10,))
+    monkeypatch.setattr(Pictures, "labels", lambda pictures, space: torch.ones(len(pictures), dtype=torch.int64))
+    _, json_path = analyze_concentration(run_dir, config=config, options=AnalysisOptions())
+    result = ConcentrationResult.parse(json.loads(json_path.read_text()), where="")
+    assert (result.num_classes, result.num_pictures) == (1, 6)
+    monkeypatch.setattr(Pictures, "labels", lambda pictures, space: torch.full((len(pictures),), NO_LABEL))
+    with pytest.raises(UserError, match="no test picture has label_base"):
+        analyze_concentration(run_dir, config=config, options=AnalysisOptions())
+
+
+def test_a_pair_that_shares_the_lowest_place_is_not_the_lowest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: all pictures are within delta by every pair with colour jitter, so (a, d) is no lower than (b, d)."""
+    planted = iter(
+        Concentration(delta=1, clique=clique, clique_worst=1, cover=1, cover_worst=1, at_least=0)
+        for clique in (0.0 if "d" in pair else 0.5 for pair in concentration.PAIRS)
+    )
+    monkeypatch.setattr(concentration, "_concentration", lambda distance_KNN, delta: next(planted))
+    run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=8))
+    config = ConcentrationConfig(num_views=2, num_per_class=2, deltas=(1,))
+    _, json_path = analyze_concentration(run_dir, config=config, options=AnalysisOptions())
+    assert json.loads(json_path.read_text())["ad_is_lowest"] == [None]

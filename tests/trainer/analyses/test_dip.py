@@ -85,6 +85,13 @@ def test_uniform_samples_have_the_published_dips(num: int, quantiles: dict[float
         assert abs((dips_D < published).mean() - share) < 4 * deviation
 
 
+def test_probabilities_near_the_smallest_float_are_zeros() -> None:
+    """A judge that is very sure gives them; the slopes between them are too large for a float."""
+    tiny_N = np.array([0.0, 5e-324, 1e-320, 1e-310, 1e-300])
+    for rest_N in (np.full(5, 1.0), np.linspace(0.3, 1, 7)):
+        assert dip(np.r_[tiny_N, rest_N]) == dip(np.r_[np.zeros(5), rest_N])
+
+
 def test_two_modes_are_told_from_one() -> None:
     draw = np.random.default_rng(2)
     uniform_D = uniform_dips(400, num_draws=499, seed=0)

@@ -10,7 +10,14 @@ from PIL import Image
 from data_pipeline.core.errors import UserError
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import DropBottom, plant, write_run
-from trainer.analyses.embedding import EmbeddingConfig, EmbeddingResult, analyze_embedding, map_of, silhouette
+from trainer.analyses.embedding import (
+    EmbeddingConfig,
+    EmbeddingResult,
+    analyze_embedding,
+    class_colors,
+    map_of,
+    silhouette,
+)
 from trainer.analyses.loaded_run import AnalysisOptions
 
 
@@ -62,3 +69,18 @@ def test_too_few_samples_are_said(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=3))
     with pytest.raises(UserError, match=r"needs at least four samples, but the test set of .* has 3"):
         analyze_embedding(run_dir, config=EmbeddingConfig(), options=AnalysisOptions(step=0))
+
+
+def test_features_that_are_all_equal_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """t-SNE ends the process on them with a segmentation fault, so that a test on the old code ends too."""
+    monkeypatch.setattr("trainer.analyses.embedding.map_of", lambda *args, **kwargs: pytest.fail("t-SNE was called"))
+    monkeypatch.setattr("trainer.analyses.embedding.unit_features", lambda loaded, rows_N: np.ones((len(rows_N), 3)))
+    plant(monkeypatch, "embedding", run=DropBottom(0.0))
+    run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=8))
+    with pytest.raises(UserError, match=r"all 8 test samples of .* have the same features at step 0"):
+        analyze_embedding(run_dir, config=EmbeddingConfig(), options=AnalysisOptions())
+
+
+@pytest.mark.parametrize("num", [1, 10, 11, 26])
+def test_every_class_has_a_color_of_its_own(num: int) -> None:
+    assert len(set(class_colors(num))) == num

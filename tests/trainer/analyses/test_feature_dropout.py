@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from trainer.analyses.feature_dropout import (
     describe,
     right_class_probability,
 )
-from trainer.analyses.loaded_run import AnalysisOptions, load_run
+from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, load_run
 from trainer.probed_runs.options import ProbeOptions
 from trainer.probed_runs.probing import probe_run
 from trainer.probes.features import Pictures, read_pictures
@@ -150,6 +151,29 @@ def test_all_views_may_be_of_one_sample(data: Path, tmp_path: Path, monkeypatch:
     config = CONFIG.model_copy(update={"of_sample": NUM_TEST})
     with pytest.raises(UserError, match=rf"of_sample={NUM_TEST}, but the test set has the samples 0 to {NUM_TEST - 1}"):
         analyze_feature_dropout(runs, config=config, options=AnalysisOptions())
+
+
+def test_the_one_sample_is_named_by_its_index(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples that are left out shift the rows. Planted: the first two were, and every view blackens the object."""
+    runs = plant_two_runs(data, tmp_path, monkeypatch, DropBottom(1.0))
+    whole = read_pictures(data / "test")
+    shifted = replace(whole, index_N=whole.index_N + 2)
+    monkeypatch.setattr(LoadedRun, "test", shifted)
+    is_dark = whole.labels("overlay") == 0  # what a black object is taken for
+    row = next(row for row in range(NUM_TEST - 2) if is_dark[row] and not is_dark[row + 2])
+    config = CONFIG.model_copy(update={"of_sample": row + 2, "num_examples": 10})
+    *_, path = analyze_feature_dropout(runs, config=config, options=AnalysisOptions())
+    result = FeatureDropoutResult.parse(json.loads(path.read_text()), where="")
+    assert {j.accuracy for j in result.judgements if (j.views_of, j.label) == ("drops", "overlay")} == {1.0}
+    with pytest.raises(UserError, match="of_sample=1, but the test set has the samples 2 to 301; take another"):
+        analyze_feature_dropout(runs, config=config.model_copy(update={"of_sample": 1}), options=AnalysisOptions())
+
+
+def test_examples_without_any_label_are_said(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = plant_two_runs(data, tmp_path, monkeypatch, DropBottom(0.5))
+    monkeypatch.setattr(Pictures, "labels", lambda pictures, space: torch.full((len(pictures),), NO_LABEL))
+    with pytest.raises(UserError, match="no example has label_base or label_overlay, so there is no right class"):
+        analyze_feature_dropout(runs, config=CONFIG, options=AnalysisOptions())
 
 
 def test_probabilities_are_those_of_scipy() -> None:

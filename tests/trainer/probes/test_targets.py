@@ -20,6 +20,7 @@ from data_pipeline.building.tar_scan import Fields
 from data_pipeline.core.errors import UserError
 from data_pipeline.sources.background import FILE_NAMES
 from data_pipeline.storage.manifest import Manifest, load_manifest
+from tests.tiny_data import write_tiny_dataset
 from trainer.probed_runs.options import ProbeOptions
 from trainer.probed_runs.probing import probe_run
 from trainer.probes.targets import option_difference, readable_labels
@@ -90,6 +91,14 @@ def test_a_test_set_without_a_class_is_refused_with_what_mends_it(tmp_path: Path
         readable_labels(*tars)
     with pytest.raises(UserError, match=r"; build both from the same source and dataset"):
         readable_labels(*reversed(tars))
+
+
+def test_labels_of_a_single_class_are_not_called_missing(tmp_path: Path) -> None:
+    manifest = load_manifest(write_tiny_dataset(tmp_path / "data", num_samples=4, overlay="none"))
+    names = manifest.label_names.model_copy(update={"base": ("dark",)})
+    single = manifest.model_copy(update={"label_names": names, "counts_base": (4,)})
+    with pytest.raises(UserError, match="the samples have only label_base, of a single class"):
+        readable_labels(single, single)
 
 
 def test_options_of_the_source_and_the_seed_of_chosen_digits_are_compared(tmp_path: Path) -> None:

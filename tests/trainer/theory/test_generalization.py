@@ -60,7 +60,12 @@ from trainer.theory.generalization.encoders import (
     new_encoders,
     train,
 )
-from trainer.theory.generalization.identities import IdentitySettings, centre_moment, measure_identities
+from trainer.theory.generalization.identities import (
+    IdentitySettings,
+    centre_moment,
+    linear_divergence,
+    measure_identities,
+)
 
 CPU = torch.device("cpu")
 TINY_ENCODERS = EncoderSettings(
@@ -114,6 +119,18 @@ def test_a_wrong_identity_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None
     assert wrong["moment of the centres"] == "does not hold"
     assert wrong["alignment from the cross-correlation loss"] == "does not hold"
     assert wrong["InfoNCE splits"] == wrong["the linear loss wants mean zero"] == "holds"
+
+
+def test_the_deviation_of_the_linear_loss_is_relative(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a second term that is half too large."""
+    z_a_BD, z_b_BD = random_units(12, 8), random_units(12, 8, seed=1)
+
+    def too_large(u_BD: Tensor, v_BD: Tensor, *, divergence_weight: float) -> Tensor:
+        return divergence_weight * (1.5 * len(u_BD) * u_BD.mean(0).square().sum() - 1) / (len(u_BD) - 1)
+
+    assert linear_divergence(z_a_BD, z_b_BD) < 1e-13
+    monkeypatch.setattr(generalization_identities, "linear_loss", too_large)
+    assert linear_divergence(z_a_BD, z_b_BD).item() == pytest.approx(0.5)
 
 
 def test_the_moment_of_the_centres_is_algebra() -> None:

@@ -306,6 +306,9 @@ def test_full_theta_formulas_of_the_default() -> None:
         ("growth_pixels=16", "growth_pixels"),
         ("label_counts=[64, 32]", "label_counts"),
         ("study=noises", "study"),
+        ("noise_variances=[]", "noise_variances"),
+        ("pixel_counts=[]", "pixel_counts"),
+        ("feature_counts=[]", "feature_counts"),
         ("nose_variance=1", "noise_variance"),
     ],
 )

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys
+from data_pipeline.core.errors import UserError
 from trainer.theory.framework.experiment import run_experiment
 from trainer.theory.sparse_coding import command as sparse_coding
-from trainer.theory.sparse_coding.claims import ArmMetrics, arm_claims, gap_claim, steps_to_reach
+from trainer.theory.sparse_coding.claims import ArmMetrics, arm_claims, gap_claim, growth_claims, steps_to_reach
 from trainer.theory.sparse_coding.command import EXPERIMENT, gather, parts
 from trainer.theory.sparse_coding.model import TRAINING, Trained, draw_atoms, new_learners
-from trainer.theory.sparse_coding.probes import measure, probe_curves
+from trainer.theory.sparse_coding.probes import measure, measure_growth, probe_curves
 from trainer.theory.sparse_coding.settings import MASK_BIAS, NONE_BIAS, SparseCodingSettings, problems
 
 CPU = torch.device("cpu")
@@ -131,12 +132,31 @@ def verdicts(arms: ArmMetrics) -> dict[str, str]:
 
 def test_verdicts_of_planted_metrics() -> None:
     found = verdicts(planted_arms(losses=SETTLED, r2=GOOD))
+    assert found["the mask makes the loss higher"] == "holds"
     assert found["low loss without mask"] == found["the lower loss has the worse features"] == "holds"
     assert found["good regression with mask"] == found["the subspace comes first"] == "holds"
     assert found["noise fires nothing with mask"] == "does not hold"  # planted: all neurons are active on noise
     swapped = GOOD | {"mask, growing bias": 0.3, "no mask, growing bias": 0.9}
     found = verdicts(planted_arms(losses=SETTLED, r2=swapped))
     assert found["the lower loss has the worse features"] == found["bad regression without mask"] == "does not hold"
+
+
+def test_a_mask_and_a_bias_that_change_nothing_are_not_said_to_help() -> None:
+    """Planted: equal arms, as with mask_share 0. With equal losses the mask does not make the loss higher either."""
+    equal = planted_arms(losses=dict.fromkeys(GOOD, HIGH), r2=dict.fromkeys(GOOD, 0.9))
+    cosine_log = equal.metrics["cosine_log"][:, :1].expand(3, 4, 4)
+    arms = ArmMetrics(equal.problem, 0.1, {**equal.metrics, "cosine_log": cosine_log})
+    found = verdicts(arms)
+    assert found["the mask makes the loss higher"] == found["the lower loss has the worse features"] == "does not hold"
+    assert found["single atoms need the bias"] == "does not hold"
+    assert gap_claim(arms, TINY).verdict == "does not hold"
+
+
+def test_growth_without_a_mask_is_not_the_growth_with_it() -> None:
+    settings = TINY.model_copy(update={"mask_share": 0.0})
+    growth = {masked: measure_growth(settings, CPU, masked=masked) for masked in (True, False)}
+    found = {result.claim.name: result.verdict for result in growth_claims(growth)}
+    assert found["growth with mask"] == "does not hold"
 
 
 def test_verdicts_compare_losses_on_the_scale_of_the_temperature() -> None:
@@ -233,5 +253,11 @@ def test_a_killed_run_goes_on_and_gives_the_same_result(tmp_path: Path, monkeypa
 def test_eight_steps_decide_nothing_on_training(tmp_path: Path) -> None:
     result = run_experiment("sparse_coding", EXPERIMENT, TINY, out=tmp_path, device=CPU, show_progress=False)
     trained = [claim for claim in result.claims if claim.claim.source != "Wen and Li 2021, feature decoupling"]
-    assert len(trained) == 13
+    assert len(trained) == 14
     assert {claim.verdict for claim in trained} == {"not decidable here"}
+
+
+def test_a_training_that_diverges_is_named(tmp_path: Path) -> None:
+    settings = TINY.model_copy(update={"learning_rate": 1e30})
+    with pytest.raises(UserError, match=r"the training diverged at learning_rate 1e\+30; set a lower one"):
+        run_experiment("sparse_coding", EXPERIMENT, settings, out=tmp_path, device=CPU, show_progress=False)

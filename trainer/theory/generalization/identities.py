@@ -65,7 +65,7 @@ def linear_divergence(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
     at_1, at_2 = (linear_loss(u_BD, u_BD, divergence_weight=weight) for weight in (1, 2))
     others, num = at_2 - at_1, len(u_BD)
     expected = u_BD.mean(0).square().sum()
-    return (((num - 1) * others + 1) / num - expected).abs()
+    return (((num - 1) * others + 1) / num - expected).abs() / expected
 
 
 def stacked_losses(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:

@@ -21,6 +21,9 @@ from data_pipeline.core.schema import (
 from trainer.theory.framework.experiment import Tensors, TheorySettings, TwoOrMore
 
 Angle = Annotated[float, Field(ge=0, le=90)]
+# At an angle of 0 or without a correlation, a feature does not turn. So it has no gain, which is relative to its speed.
+TurningAngle = Annotated[float, Field(gt=0, le=90)]
+SomeCorrelation = Annotated[float, Field(gt=0, lt=1)]
 Norm = Annotated[float, Field(gt=0, le=4)]
 
 Study = Literal["gradient", "theorem", "training", "error"]
@@ -45,15 +48,15 @@ class TheoremSettings(Schema):
 
     num_pairs: TwoOrMore = 32
     num_batches_a_seed: TwoOrMore = 200
-    point_weak_angle_degrees: Angle = 60
+    point_weak_angle_degrees: TurningAngle = 60
     point_weak_norm: Norm = 0.4
-    point_weak_correlation: ShareBelowOne = 0.5
+    point_weak_correlation: SomeCorrelation = 0.5
     point_other_angle_degrees: Angle = 15
     point_other_norm: Norm = 0.6
     point_other_correlations: tuple[ShareBelowOne, ...] = Field(default=(0, 0.2, 0.4, 0.6, 0.8, 0.95), min_length=2)
-    weak_angles_degrees: tuple[Angle, ...] = Field(default=(10, 30, 50, 70, 85), min_length=1)
+    weak_angles_degrees: tuple[TurningAngle, ...] = Field(default=(10, 30, 50, 70, 85), min_length=1)
     weak_norms: tuple[Norm, ...] = Field(default=(0.2, 0.5, 1), min_length=1)
-    weak_correlations: tuple[ShareBelowOne, ...] = Field(default=(0.2, 0.5, 0.8), min_length=1)
+    weak_correlations: tuple[SomeCorrelation, ...] = Field(default=(0.2, 0.5, 0.8), min_length=1)
     other_angles_degrees: tuple[Angle, ...] = Field(default=(10, 30, 50, 70), min_length=1)
     other_norms: tuple[Norm, ...] = Field(default=(0.3, 0.6, 1.2), min_length=1)
     other_correlations: tuple[ShareBelowOne, ...] = Field(default=(0, 0.3, 0.6, 0.9), min_length=2)

@@ -118,6 +118,7 @@ def arm_claims(arms: ArmMetrics, settings: SparseCodingSettings) -> list[ClaimRe
         "bad regression without mask": (of(NONE_BIAS, "r2") - arms.linear_ceiling, [NONE_BIAS]),
         "bad classification without mask": (of(NONE_LINEAR, "accuracy"), [NONE_LINEAR]),
         "atoms missed without mask": (of(NONE_BIAS, "coverage") / D, [NONE_BIAS]),
+        "the mask makes the loss higher": (of(MASK_BIAS, "loss") - of(NONE_BIAS, "loss"), [MASK_BIAS, NONE_BIAS]),
         "the lower loss has the worse features": (of(MASK_BIAS, "r2") - of(NONE_BIAS, "r2"), [MASK_BIAS, NONE_BIAS]),
         "signal decides with mask": (of(MASK_BIAS, "signal_cosine"), [MASK_BIAS]),
         "good regression with mask": (of(MASK_BIAS, "r2") - arms.linear_ceiling, [MASK_BIAS]),

@@ -16,7 +16,15 @@ from typing import Any
 
 import torch
 
-from trainer.theory.framework.experiment import Experiment, Outcome, Part, Tensors, join_seeds, seed_parts
+from trainer.theory.framework.experiment import (
+    Experiment,
+    Outcome,
+    Part,
+    Tensors,
+    join_seeds,
+    require_finite,
+    seed_parts,
+)
 from trainer.theory.framework.figures import Curve, Map, Panel, draw, mean_curve
 from trainer.theory.sparse_coding.claims import ArmMetrics, arm_claims, gap_claim, growth_claims
 from trainer.theory.sparse_coding.model import train
@@ -54,12 +62,16 @@ def _trained(problem: Problem, settings: SparseCodingSettings, seeds: Sequence[i
 
 
 def gather(settings: SparseCodingSettings, found: Mapping[str, Tensors]) -> list[ArmMetrics]:
-    """Return the grid of the study: every problem at every noise level."""
+    """Return the grid of the study: every problem at every noise level.
+
+    Raises `UserError` if a training diverged.
+    """
     grid = []
     for number, problem in enumerate(problems(settings)):
         joined = join_seeds(f"problem_{number}", found)
         for level, variance in enumerate(problem.noise_variances):
             metrics = {name: values[:, level].contiguous() for name, values in joined.items()}
+            require_finite(metrics["loss_log"], "learning_rate", settings.learning_rate)
             grid.append(ArmMetrics(problem, variance, metrics))
     return grid
 

@@ -142,7 +142,10 @@ def _scores(predicted_SATK: Tensor, target_SATK: Tensor) -> tuple[Tensor, Tensor
 
 
 def measure_growth(settings: SparseCodingSettings, device: torch.device, *, masked: bool) -> dict[str, Tensor]:
-    """Return the growth along the atoms and across them, (S,) each, in closed form and by Monte-Carlo over examples."""
+    """Return the growth along the atoms and across them, (S,) each, in closed form and by Monte-Carlo over examples.
+
+    The closed form is the paper's, for a mask on every example. The examples have the mask of the settings.
+    """
     D, P = settings.num_features, settings.growth_pixels
     probability = variance = settings.growth_variance
     share = settings.mask_share if masked else 0.0
@@ -155,7 +158,9 @@ def measure_growth(settings: SparseCodingSettings, device: torch.device, *, mask
         x_1TP = noise_1TP * variance**0.5 + z_1TD @ atoms_1DP.float()
         first, second = masked_views(x_1TP, keys, mask_share=share)
         sampled_1PP = (first.mT @ second).double() / settings.num_growth_samples
-        closed_1PP = growth_matrix(atoms_1DP, probability=probability, noise_variance=variance, mask_share=share)
+        closed_1PP = growth_matrix(
+            atoms_1DP, probability=probability, noise_variance=variance, mask_share=float(masked)
+        )
         for suffix, growth_1PP in (("", closed_1PP), ("_sampled", sampled_1PP)):
             along, across = growth_rates(growth_1PP, atoms_1DP)
             found["along" + suffix].append(along)

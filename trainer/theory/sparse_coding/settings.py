@@ -66,9 +66,9 @@ class SparseCodingSettings(TheorySettings):
     trained_loss_fall: float = Field(default=0.03, gt=0, lt=1)
     settled_share: float = Field(default=0.2, gt=0, lt=1)
     seeds_per_part: Count = 2
-    noise_variances: tuple[PositiveFactor, ...] = (0.03, 0.05, 0.07, 0.1041, 0.16)
-    pixel_counts: tuple[Count, ...] = (32, 64, 128, 256, 512)
-    feature_counts: tuple[Count, ...] = (16, 24, 32)
+    noise_variances: tuple[PositiveFactor, ...] = Field(default=(0.03, 0.05, 0.07, 0.1041, 0.16), min_length=1)
+    pixel_counts: tuple[Count, ...] = Field(default=(32, 64, 128, 256, 512), min_length=1)
+    feature_counts: tuple[Count, ...] = Field(default=(16, 24, 32), min_length=1)
     growth_pixels: Count = 256
     growth_variance: PositiveFactor = 0.1
     num_growth_samples: Count = 20_000
@@ -79,7 +79,7 @@ class SparseCodingSettings(TheorySettings):
             raise ValueError(f"growth_pixels {self.growth_pixels} must exceed num_features {self.num_features}")
         if tuple(sorted(set(self.label_counts))) != self.label_counts or not self.label_counts:
             raise ValueError(f"label_counts must ascend, got {list(self.label_counts)}")
-        if min(self.feature_counts, default=4) < 4:
+        if min(self.feature_counts) < 4:
             raise ValueError(f"feature_counts must be at least 4, got {list(self.feature_counts)}")
         for problem in problems(self):
             D, P = problem.num_features, problem.num_pixels
