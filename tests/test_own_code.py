@@ -30,6 +30,8 @@ from data_pipeline.building.catalogue import open_picture_overlay
 from data_pipeline.building.index_tars import DrawnOverlay, make_index
 from data_pipeline.building.tar_scan import Fields
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.imports import import_object
+from data_pipeline.core.kinds import check_kinds
 from data_pipeline.core.schema import difference
 from data_pipeline.overlays.registry import find_overlay
 from data_pipeline.storage.manifest import INDEX_NAME
@@ -45,7 +47,8 @@ from tests.trainer.probed_runs.test_probe_command import make_run
 from tests.trainer.test_tars import write_tars
 from trainer.config import RunConfig, read_config, read_run_config
 from trainer.distributed.engines.engine import ENGINES
-from trainer.models import load_encoder
+from trainer.exports.encoder import save_encoder
+from trainer.models import build_encoder, load_encoder
 from trainer.models.encoder import ENCODERS
 from trainer.objectives.objective import OBJECTIVES
 from trainer.own_code import check_same_code, files_to_copy, own_packages, read_own_code
@@ -289,6 +292,85 @@ def test_wrong_code_is_one_sentence(recipe: str, override: str | None, said: str
     if recipe != "bad:with_open_config":
         assert isinstance(raised.value, UserError)
         assert "\n" not in str(raised.value)
+
+
+DERIVED = """
+from configs import debug
+from trainer.config import RunConfig
+from trainer.models import ResNetConfig
+from trainer.objectives import NTXentConfig
+from trainer.views import ExpertImageConfig
+class Loss(NTXentConfig): pass
+class MoreSettings(NTXentConfig):
+    margin: float = 0.5
+class Views(ExpertImageConfig): pass
+class Network(ResNetConfig): pass
+class Named(NTXentConfig):
+    kind: str = ""
+def loss(): return RunConfig.model_validate(debug.image().model_dump() | {"objective": Loss()})
+def more(): return RunConfig.model_validate(debug.image().model_dump() | {"objective": MoreSettings()})
+def views(): return debug.image().model_copy(update={"views": Views()})
+def encoder(): return debug.image().model_copy(update={"encoder": Network(kind="resnet10", embedding_size=16)})
+def named(): return debug.image().model_copy(update={"objective": Named()})
+def study(): return [views()]
+"""
+
+
+@pytest.fixture
+def derived(tmp_path: Path) -> Iterator[None]:
+    """Put a module on the path whose classes are derived from those of this project."""
+    (tmp_path / "derived.py").write_text(DERIVED)
+    with on_path(tmp_path):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ("loss", 'derived:Loss has the kind "nt_xent", which names trainer.objectives.nt_xent:NTXentConfig'),
+        ("more", 'derived:MoreSettings has the kind "nt_xent", which names trainer.objectives.nt_xent:NTXentConfig'),
+        (
+            "views",
+            'derived:Views has the kind "expert_image", which names trainer.views.expert_image:ExpertImageConfig',
+        ),
+        ("encoder", 'derived:Network has the kind "resnet10", which names trainer.models.encoder:ResNetConfig'),
+    ],
+)
+@pytest.mark.usefixtures("derived")
+def test_a_class_that_has_the_kind_of_another_one_is_refused(recipe: str, said: str) -> None:
+    """The config of the run holds the kind alone, so the other class was built in its place."""
+    with pytest.raises(UserError, match=re.escape(said)):
+        resolve_recipe(f"derived:{recipe}")
+
+
+@pytest.mark.usefixtures("derived")
+def test_a_study_with_a_class_that_has_the_kind_of_another_one_is_refused() -> None:
+    with pytest.raises(UserError, match="derived:Views has the kind"):
+        resolve_study("derived:study")
+
+
+@pytest.mark.usefixtures("derived")
+def test_a_class_derived_from_another_one_with_a_kind_of_its_own_is_used() -> None:
+    assert type(resolve_recipe("derived:named").objective).__name__ == "Named"
+    assert resolve_recipe("debug:image", ["objective.kind=derived:Named"]).objective.kind == "derived:Named"
+
+
+@pytest.mark.usefixtures("derived")
+def test_an_encoder_whose_class_has_the_kind_of_another_one_is_not_exported(tmp_path: Path) -> None:
+    """`load_encoder` would build the other class from the file."""
+    network = import_object("derived:Network")
+    encoder = build_encoder(network(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.25,) * 3))
+    with pytest.raises(UserError, match='derived:Network has the kind "resnet10"'):
+        save_encoder(encoder, tmp_path / "encoder.safetensors")
+
+
+def test_a_name_that_no_entry_point_has_is_refused(site: Path) -> None:
+    from seaside.losses import NamedTripletConfig  # type: ignore[import-not-found]
+
+    for file in site.glob("*.dist-info/entry_points.txt"):
+        file.unlink()
+    with on_path(site), pytest.raises(UserError, match="which names no class of an entry point in the group overlay"):
+        check_kinds(resolve_recipe("debug:image").model_copy(update={"objective": NamedTripletConfig()}))
 
 
 def test_a_name_that_two_packages_claim_is_refused(site: Path) -> None:

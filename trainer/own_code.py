@@ -15,15 +15,13 @@ import logging
 import site
 import sys
 import sysconfig
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import BaseModel
-
 from data_pipeline.core.errors import UserError, printable
-from data_pipeline.core.kinds import KindConfig, import_code
+from data_pipeline.core.kinds import check_kinds, import_code, sections
 from trainer.config import RunConfig, read_run_config, read_settings
 from trainer.run_dir import RunDir
 
@@ -37,16 +35,8 @@ _NAME_DIGITS: Final = 12
 
 def own_packages(config: RunConfig) -> list[str]:
     """Return the packages, or single modules, of the config classes of a run that are not of this project; sorted."""
-    tops = {type(section).__module__.partition(".")[0] for section in _sections(config) if section.is_imported}
+    tops = {type(section).__module__.partition(".")[0] for section in sections(config) if section.is_imported}
     return sorted(tops - OF_THIS_PROJECT)
-
-
-def _sections(config: BaseModel) -> Iterator[KindConfig]:
-    if isinstance(config, KindConfig):
-        yield config
-    for _, value in config:
-        if isinstance(value, BaseModel):
-            yield from _sections(value)
 
 
 def source_files(package: str, *, suffixes: Collection[str] | None = _SUFFIXES) -> dict[str, Path]:
@@ -118,9 +108,11 @@ def check_same_code(run_dir: RunDir, config: RunConfig, *, step: int, accepted: 
     """Compare the code of a run's own with that of its last start, if it goes on from a checkpoint of `step`.
 
     `accepted` are names of changed code with which the run may go on, as this error gives them; then logs a warning.
-    Raises `UserError` for code that has changed and was not accepted, and for a class of the script that runs.
+    Raises `UserError` for code that has changed and was not accepted, for a class of the script that runs, and for a
+    class whose kind names another one.
     """
-    for section in _sections(config):
+    check_kinds(config)
+    for section in sections(config):
         if type(section).__module__ == "__main__":
             raise UserError(
                 f"{type(section).__qualname__} is a class of the script that runs, so no later command finds it; move "
