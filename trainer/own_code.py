@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from data_pipeline.core.errors import UserError, printable
-from data_pipeline.core.kinds import check_kinds, import_code, sections
+from data_pipeline.core.kinds import KindConfig, check_kinds, import_code, sections
 from trainer.config import RunConfig, read_run_config, read_settings
 from trainer.run_dir import RunDir
 
@@ -35,8 +35,16 @@ _NAME_DIGITS: Final = 12
 
 def own_packages(config: RunConfig) -> list[str]:
     """Return the packages, or single modules, of the config classes of a run that are not of this project; sorted."""
-    tops = {type(section).__module__.partition(".")[0] for section in sections(config) if section.is_imported}
-    return sorted(tops - OF_THIS_PROJECT)
+    return sorted({_package_of(section) for section in sections(config) if is_own(section)})
+
+
+def is_own(section: KindConfig) -> bool:
+    """Return whether the class of a section is of another package, and imported."""
+    return section.is_imported and _package_of(section) not in OF_THIS_PROJECT
+
+
+def _package_of(section: KindConfig) -> str:
+    return type(section).__module__.partition(".")[0]
 
 
 def source_files(package: str, *, suffixes: Collection[str] | None = _SUFFIXES) -> dict[str, Path]:

@@ -149,7 +149,7 @@ class Kinds(Names, Generic[Config]):
             base = f"{self.base.__module__}:{self.base.__qualname__}"
             raise UserError(
                 f'the class {import_path(own)} has the kind "{config.kind}", which names {named}, so it would not be '
-                f'used; derive it from {base}, or add the line `kind: str = ""` to it, which makes its import path its kind'
+                f'used; derive it from {base}, or add the line `kind: str = ""`, which makes its import path its kind'
             )
 
     def _config_of(self, found: object, kind: str) -> type[Config]:
