@@ -569,6 +569,27 @@ def test_code_that_has_changed_since_the_checkpoint_is_noticed(
 
 
 @pytest.mark.process
+def test_changed_code_of_an_online_overlay_is_noticed(site: Path, tmp_path: Path, run: Callable[..., Done]) -> None:
+    """No section of the config names it, but it draws each sample anew."""
+    data, run_dir = tmp_path / "waves", tmp_path / "run"
+    for split in ("train", "test"):
+        build_dataset("procedural_waves", data / split, split=split, overlay="online", limit=64, num_workers=1)
+    command = ["--config", "debug:image", *settings(data, num_epochs=1), "--set", "data.overlay=online"]
+    assert run(launch.train, *command, "--run-dir", run_dir).status == 0
+    assert list(RunDir(run_dir).read_provenance()["starts"][-1]["own_code"]) == ["seaside"]
+    assert run(trainer.probe, run_dir, "--views", "none", "--epochs", "1").status == 0
+    path = next(RunDir(run_dir).probes(4).glob("base*.json"))
+    assert list(read_result(path).own_code) == ["seaside"]
+    with (site / "seaside" / "overlays.py").open("a") as file:
+        file.write("\n# changed\n")
+    again = run(launch.train, *command, "--run-dir", run_dir)
+    assert again.status == 2
+    assert "the code of seaside (version 0.3.1, source" in again.stderr
+    analysed = run(trainer.analyze, "views", run_dir)
+    assert "warning: the code of seaside has changed since the training" in analysed.stderr
+
+
+@pytest.mark.process
 def test_commands_that_read_a_run_warn_of_code_that_has_changed_since_its_training(
     site: Path, data: Path, tmp_path: Path, run: Callable[..., Done]
 ) -> None:
