@@ -808,6 +808,14 @@ def test_an_overlay_of_code_that_is_not_imported_is_not_checked_and_no_problem(
     assert " is sound: 20 samples in " in done.stdout
 
 
+def test_reading_an_overlay_of_code_that_is_not_imported_says_what_helps(
+    overlaid: Path, tmp_path: Path, run: Callable[..., Done]
+) -> None:
+    done = run(data_pipeline.__main__, "preview", overlaid, "--out", tmp_path / "grid.png")
+    said = "register it by an entry point in the group overlay.overlays and build the dataset by that name"
+    assert (done.status, said in done.stderr) == (2, True), done
+
+
 def test_a_damaged_overlay_of_code_that_is_not_imported_is_a_problem(overlaid: Path, run: Callable[..., Done]) -> None:
     path = next(overlaid.rglob("overlay.safetensors"))
     path.write_bytes(path.read_bytes() + b" ")
