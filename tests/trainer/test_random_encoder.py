@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from configs import resolve_recipe
+from tests.own_package import on_path
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.test_recorded_step import CPU, batch_of
 from trainer.build import Training, build_training
@@ -94,6 +96,13 @@ def test_the_gradient_is_that_of_the_loss(overrides: list[str]) -> None:
             for name, gradient in gradients.items():
                 parameters[name].sub_(sign * length * gradient)
     torch.testing.assert_close((losses[0] - losses[1]) / (2 * length), expected, rtol=1e-5, atol=0)
+
+
+@pytest.fixture(autouse=True)
+def own_kinds() -> Iterator[None]:
+    """Forget the kinds of this file after each test, so that no later test finds them."""
+    with on_path():
+        yield
 
 
 class WithFunctionConfig(BaseEncoderConfig):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import numpy as np
@@ -13,12 +13,20 @@ from torch import Tensor, nn
 
 from configs import resolve_recipe
 from data_pipeline.core.counter_rng import DrawKeys, uniform
+from tests.own_package import on_path
 from tests.trainer.test_recorded_step import CPU, batch_of
 from trainer.build import build_training
 from trainer.objectives import BaseObjectiveConfig, Objective, ObjectiveInputs, ObjectiveOutput, ViewPair
 from trainer.views import BaseViewsConfig, ViewsInputs
 
 SAID = "draws from a global random generator"
+
+
+@pytest.fixture(autouse=True)
+def own_kinds() -> Iterator[None]:
+    """Forget the kinds of this file after each test, so that no later test finds them."""
+    with on_path():
+        yield
 
 
 class OwnViewsConfig(BaseViewsConfig):
