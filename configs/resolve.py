@@ -17,7 +17,7 @@ from typing import Any, Final
 from configs.base import NAME_OF_DATA
 from data_pipeline.core.errors import UserError, nearest, printable
 from data_pipeline.core.imports import find_in_working_directory, import_file, import_module, import_object
-from data_pipeline.core.kinds import GROUP_PREFIX, import_code, import_typed, unimported
+from data_pipeline.core.kinds import GROUP_PREFIX, check_kinds, import_code, import_typed, unimported
 from data_pipeline.core.overrides import merge, set_paths
 from data_pipeline.core.schema import flatten
 from data_pipeline.remote.cache import is_command, refuse_untyped_command
@@ -157,6 +157,8 @@ def resolve_study(name: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
     members: list[RunConfig] = _function_anywhere(name, known=studies(), what="study")()
     if not (members and isinstance(members, Sequence) and all(isinstance(each, RunConfig) for each in members)):
         raise UserError(f"the study {name} must return a list of RunConfigs, at least one")
+    for member in members:
+        check_kinds(member)
     resolved = [
         member.override(overrides, where=f"config {name} ({member.name}, seed {member.seed})") for member in members
     ]
@@ -237,6 +239,7 @@ def _recipe(name: str) -> Callable[[], RunConfig]:
         config = recipe()
         if not isinstance(config, RunConfig):
             raise UserError(f"the recipe {name} returns {type(config).__name__}; it must return a RunConfig")
+        check_kinds(config)
         return config
 
     return checked

@@ -28,7 +28,7 @@ from data_pipeline.core.arguments import program
 from data_pipeline.core.errors import UserError, run_command
 
 _LOCATION_HELP: Final = (
-    "A built dataset: a directory, http(s)://HOST/DIR or pipe:COMMAND {name}. Or tars that were indexed."
+    "A built dataset: a directory, http(s)://HOST/DIR, s3://BUCKET/DIR or pipe:COMMAND {name}. Or indexed tars."
 )
 
 

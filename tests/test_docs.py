@@ -204,6 +204,16 @@ def test_every_setting_and_file_that_is_named_is_there(page: Path) -> None:
                 assert f'"{extra}": [' in (REPOSITORY / "setup.py").read_text(), span
 
 
+def test_the_page_on_installing_names_every_extra() -> None:
+    page = (REPOSITORY / "docs" / "getting-started.md").read_text()
+    extras = re.search(r"extras_require=\{(.*?)\n    \}", (REPOSITORY / "setup.py").read_text(), flags=re.DOTALL)
+    assert extras is not None
+    named = {
+        name for row in re.findall(r"^\| (`.*?) \|", page, flags=re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
+    }
+    assert set(re.findall(r'^        "(\w+)": \[', extras[1], flags=re.MULTILINE)) == named
+
+
 def test_the_tree_of_the_architecture_page_is_that_of_the_code() -> None:
     text = (REPOSITORY / "docs" / "architecture.md").read_text()
     (tree,) = [block for block in code_blocks(text) if "data_pipeline/" in block and "trainer/" in block]

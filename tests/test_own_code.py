@@ -30,6 +30,8 @@ from data_pipeline.building.catalogue import open_picture_overlay
 from data_pipeline.building.index_tars import DrawnOverlay, make_index
 from data_pipeline.building.tar_scan import Fields
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.imports import import_object
+from data_pipeline.core.kinds import check_kinds
 from data_pipeline.core.schema import difference
 from data_pipeline.overlays.registry import find_overlay
 from data_pipeline.storage.manifest import INDEX_NAME
@@ -45,7 +47,8 @@ from tests.trainer.probed_runs.test_probe_command import make_run
 from tests.trainer.test_tars import write_tars
 from trainer.config import RunConfig, read_config, read_run_config
 from trainer.distributed.engines.engine import ENGINES
-from trainer.models import load_encoder
+from trainer.exports.encoder import save_encoder
+from trainer.models import build_encoder, load_encoder
 from trainer.models.encoder import ENCODERS
 from trainer.objectives.objective import OBJECTIVES
 from trainer.own_code import check_same_code, files_to_copy, own_packages, read_own_code
@@ -291,6 +294,85 @@ def test_wrong_code_is_one_sentence(recipe: str, override: str | None, said: str
         assert "\n" not in str(raised.value)
 
 
+DERIVED = """
+from configs import debug
+from trainer.config import RunConfig
+from trainer.models import ResNetConfig
+from trainer.objectives import NTXentConfig
+from trainer.views import ExpertImageConfig
+class Loss(NTXentConfig): pass
+class MoreSettings(NTXentConfig):
+    margin: float = 0.5
+class Views(ExpertImageConfig): pass
+class Network(ResNetConfig): pass
+class Named(NTXentConfig):
+    kind: str = ""
+def loss(): return RunConfig.model_validate(debug.image().model_dump() | {"objective": Loss()})
+def more(): return RunConfig.model_validate(debug.image().model_dump() | {"objective": MoreSettings()})
+def views(): return debug.image().model_copy(update={"views": Views()})
+def encoder(): return debug.image().model_copy(update={"encoder": Network(kind="resnet10", embedding_size=16)})
+def named(): return debug.image().model_copy(update={"objective": Named()})
+def study(): return [views()]
+"""
+
+
+@pytest.fixture
+def derived(tmp_path: Path) -> Iterator[None]:
+    """Put a module on the path whose classes are derived from those of this project."""
+    (tmp_path / "derived.py").write_text(DERIVED)
+    with on_path(tmp_path):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ("loss", 'derived:Loss has the kind "nt_xent", which names trainer.objectives.nt_xent:NTXentConfig'),
+        ("more", 'derived:MoreSettings has the kind "nt_xent", which names trainer.objectives.nt_xent:NTXentConfig'),
+        (
+            "views",
+            'derived:Views has the kind "expert_image", which names trainer.views.expert_image:ExpertImageConfig',
+        ),
+        ("encoder", 'derived:Network has the kind "resnet10", which names trainer.models.encoder:ResNetConfig'),
+    ],
+)
+@pytest.mark.usefixtures("derived")
+def test_a_class_that_has_the_kind_of_another_one_is_refused(recipe: str, said: str) -> None:
+    """The config of the run holds the kind alone, so the other class was built in its place."""
+    with pytest.raises(UserError, match=re.escape(said)):
+        resolve_recipe(f"derived:{recipe}")
+
+
+@pytest.mark.usefixtures("derived")
+def test_a_study_with_a_class_that_has_the_kind_of_another_one_is_refused() -> None:
+    with pytest.raises(UserError, match="derived:Views has the kind"):
+        resolve_study("derived:study")
+
+
+@pytest.mark.usefixtures("derived")
+def test_a_class_derived_from_another_one_with_a_kind_of_its_own_is_used() -> None:
+    assert type(resolve_recipe("derived:named").objective).__name__ == "Named"
+    assert resolve_recipe("debug:image", ["objective.kind=derived:Named"]).objective.kind == "derived:Named"
+
+
+@pytest.mark.usefixtures("derived")
+def test_an_encoder_whose_class_has_the_kind_of_another_one_is_not_exported(tmp_path: Path) -> None:
+    """`load_encoder` would build the other class from the file."""
+    network = import_object("derived:Network")
+    encoder = build_encoder(network(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.25,) * 3))
+    with pytest.raises(UserError, match='derived:Network has the kind "resnet10"'):
+        save_encoder(encoder, tmp_path / "encoder.safetensors")
+
+
+def test_a_name_that_no_entry_point_has_is_refused(site: Path) -> None:
+    from seaside.losses import NamedTripletConfig  # type: ignore[import-not-found]
+
+    for file in site.glob("*.dist-info/entry_points.txt"):
+        file.unlink()
+    with on_path(site), pytest.raises(UserError, match="which names no class of an entry point in the group overlay"):
+        check_kinds(resolve_recipe("debug:image").model_copy(update={"objective": NamedTripletConfig()}))
+
+
 def test_a_name_that_two_packages_claim_is_refused(site: Path) -> None:
     add_distribution(
         site, "harbour", "1.0", {"overlay.objectives": {"seaside_triplet": "seaside.losses:TripletConfig"}}
@@ -484,6 +566,27 @@ def test_code_that_has_changed_since_the_checkpoint_is_noticed(
     name = re.findall(r"--accept-code (\S+)", done.stderr)[0]
     assert run(*train, "--accept-code", "seaside:000000000000").status == 2
     assert run(*train, "--accept-code", name).status == 0
+
+
+@pytest.mark.process
+def test_changed_code_of_an_online_overlay_is_noticed(site: Path, tmp_path: Path, run: Callable[..., Done]) -> None:
+    """No section of the config names it, but it draws each sample anew."""
+    data, run_dir = tmp_path / "waves", tmp_path / "run"
+    for split in ("train", "test"):
+        build_dataset("procedural_waves", data / split, split=split, overlay="online", limit=64, num_workers=1)
+    command = ["--config", "debug:image", *settings(data, num_epochs=1), "--set", "data.overlay=online"]
+    assert run(launch.train, *command, "--run-dir", run_dir).status == 0
+    assert list(RunDir(run_dir).read_provenance()["starts"][-1]["own_code"]) == ["seaside"]
+    assert run(trainer.probe, run_dir, "--views", "none", "--epochs", "1").status == 0
+    path = next(RunDir(run_dir).probes(4).glob("base*.json"))
+    assert list(read_result(path).own_code) == ["seaside"]
+    with (site / "seaside" / "overlays.py").open("a") as file:
+        file.write("\n# changed\n")
+    again = run(launch.train, *command, "--run-dir", run_dir)
+    assert again.status == 2
+    assert "the code of seaside (version 0.3.1, source" in again.stderr
+    analysed = run(trainer.analyze, "views", run_dir)
+    assert "warning: the code of seaside has changed since the training" in analysed.stderr
 
 
 @pytest.mark.process
@@ -703,6 +806,14 @@ def test_an_overlay_of_code_that_is_not_imported_is_not_checked_and_no_problem(
     done = run(data_pipeline.__main__, "verify", overlaid, "--allow-code")
     assert (done.status, "not checked" in done.stdout) == (0, False), done
     assert " is sound: 20 samples in " in done.stdout
+
+
+def test_reading_an_overlay_of_code_that_is_not_imported_says_what_helps(
+    overlaid: Path, tmp_path: Path, run: Callable[..., Done]
+) -> None:
+    done = run(data_pipeline.__main__, "preview", overlaid, "--out", tmp_path / "grid.png")
+    said = "register it by an entry point in the group overlay.overlays and build the dataset by that name"
+    assert (done.status, said in done.stderr) == (2, True), done
 
 
 def test_a_damaged_overlay_of_code_that_is_not_imported_is_a_problem(overlaid: Path, run: Callable[..., Done]) -> None:

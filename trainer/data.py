@@ -163,6 +163,12 @@ class Manifests:
         )
 
     @property
+    def datasets(self) -> tuple[Manifest, ...]:
+        """Return the manifest of each dataset: of the train set or of its sources, and of the test set."""
+        train = tuple(self.train.sources.values()) if isinstance(self.train, MixtureManifest) else (self.train,)
+        return (*train, self.test)
+
+    @property
     def probed(self) -> Manifest:
         """Return the manifest of the train set of probes."""
         return self.train.sources[self.train.probed] if isinstance(self.train, MixtureManifest) else self.train

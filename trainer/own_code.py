@@ -1,8 +1,8 @@
 """The code of other packages that a run uses: which it is, where its source lies, and whether it has changed.
 
-A run uses the packages of the config classes in its sections. Each is recorded by its version and the SHA-256 of its
-source files. The package of a class is the first part of its import path, so its other modules count too, but not other
-packages that they import.
+A run uses the packages of the config classes in its sections, and of overlays that are drawn while samples are read.
+Each is recorded by its version and the SHA-256 of its source files. The package of a class is the first part of its
+import path, so its other modules count too, but not other packages that they import.
 
 Invariant: a run goes on with the same code of its own, or with new code that the user has accepted. Commands that only
 read a run warn of new code.
@@ -15,15 +15,16 @@ import logging
 import site
 import sys
 import sysconfig
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import BaseModel
-
 from data_pipeline.core.errors import UserError, printable
-from data_pipeline.core.kinds import KindConfig, import_code
+from data_pipeline.core.kinds import KindConfig, check_kinds, import_code, sections
+from data_pipeline.overlays.registry import NAMES as OVERLAY_NAMES
+from data_pipeline.overlays.registry import find_overlay
+from data_pipeline.storage.manifest import Manifest
 from trainer.config import RunConfig, read_run_config, read_settings
 from trainer.run_dir import RunDir
 
@@ -35,18 +36,33 @@ _SUFFIXES: Final = frozenset({".py", ".so"})
 _NAME_DIGITS: Final = 12
 
 
-def own_packages(config: RunConfig) -> list[str]:
-    """Return the packages, or single modules, of the config classes of a run that are not of this project; sorted."""
-    tops = {type(section).__module__.partition(".")[0] for section in _sections(config) if section.is_imported}
-    return sorted(tops - OF_THIS_PROJECT)
+def own_packages(config: RunConfig, manifests: Sequence[Manifest] = ()) -> list[str]:
+    """Return the packages, or single modules, that a run uses and that are not of this project; sorted.
+
+    They are those of its config classes, and of the online overlays of the datasets with these `manifests`.
+    """
+    of_config = {_package_of(section) for section in sections(config) if is_own(section)}
+    online = {each.overlay.kind for each in manifests if each.overlay is not None and each.overlay.drawn == "online"}
+    return sorted(of_config | {package for kind in online if (package := _package_of_overlay(kind)) is not None})
 
 
-def _sections(config: BaseModel) -> Iterator[KindConfig]:
-    if isinstance(config, KindConfig):
-        yield config
-    for _, value in config:
-        if isinstance(value, BaseModel):
-            yield from _sections(value)
+def is_own(section: KindConfig) -> bool:
+    """Return whether the class of a section is of another package, and imported."""
+    return section.is_imported and _package_of(section) not in OF_THIS_PROJECT
+
+
+def _package_of(section: KindConfig) -> str:
+    return type(section).__module__.partition(".")[0]
+
+
+def _package_of_overlay(kind: str) -> str | None:
+    """Return the package of an overlay, which is then imported; None if it is of this project or cannot be used."""
+    if kind in OVERLAY_NAMES.built_in:
+        return None
+    try:
+        return find_overlay(kind).__module__.partition(".")[0]
+    except (KeyError, UserError):  # the first reading of the data says what is wrong
+        return None
 
 
 def source_files(package: str, *, suffixes: Collection[str] | None = _SUFFIXES) -> dict[str, Path]:
@@ -88,22 +104,25 @@ def _is_installed(path: Path) -> bool:
     return any(path.resolve().is_relative_to(Path(folder).resolve()) for folder in installed)
 
 
-def read_own_code(config: RunConfig) -> dict[str, dict[str, str | None]]:
-    """Return the version (None if it is not installed) and the SHA-256 of the source of each package of a run."""
-    packages = own_packages(config)
+def read_own_code(config: RunConfig, manifests: Sequence[Manifest] = ()) -> dict[str, dict[str, str | None]]:
+    """Return the version (None if it is not installed) and the SHA-256 of the source of each package of a run.
+
+    `manifests` are those of its datasets, as in `own_packages`.
+    """
+    packages = own_packages(config, manifests)
     distributions: Mapping[str, Sequence[str]] = metadata.packages_distributions() if packages else {}
     return {
         package: {
             "version": metadata.version(distributions[package][0]) if package in distributions else None,
             "sha256": sha256,
         }
-        for package, sha256 in hashes_of_code(config).items()
+        for package, sha256 in hashes_of_code(config, manifests).items()
     }
 
 
-def hashes_of_code(config: RunConfig) -> dict[str, str]:
-    """Return the SHA-256 of the source of each package of a run."""
-    return {package: _hash_of(source_files(package)) for package in own_packages(config)}
+def hashes_of_code(config: RunConfig, manifests: Sequence[Manifest] = ()) -> dict[str, str]:
+    """Return the SHA-256 of the source of each package of a run; `manifests` are those of its datasets."""
+    return {package: _hash_of(source_files(package)) for package in own_packages(config, manifests)}
 
 
 def _hash_of(files: Mapping[str, Path]) -> str:
@@ -114,13 +133,22 @@ def _hash_of(files: Mapping[str, Path]) -> str:
     return digest.hexdigest()
 
 
-def check_same_code(run_dir: RunDir, config: RunConfig, *, step: int, accepted: Collection[str]) -> None:
+def check_same_code(
+    run_dir: RunDir,
+    config: RunConfig,
+    manifests: Sequence[Manifest] = (),
+    *,
+    step: int,
+    accepted: Collection[str],
+) -> None:
     """Compare the code of a run's own with that of its last start, if it goes on from a checkpoint of `step`.
 
-    `accepted` are names of changed code with which the run may go on, as this error gives them; then logs a warning.
-    Raises `UserError` for code that has changed and was not accepted, and for a class of the script that runs.
+    `manifests` are those of its datasets. `accepted` are names of changed code with which the run may go on, as this
+    error gives them; then logs a warning. Raises `UserError` for code that has changed and was not accepted, for a
+    class of the script that runs, and for a class whose kind names another one.
     """
-    for section in _sections(config):
+    check_kinds(config)
+    for section in sections(config):
         if type(section).__module__ == "__main__":
             raise UserError(
                 f"{type(section).__qualname__} is a class of the script that runs, so no later command finds it; move "
@@ -129,7 +157,7 @@ def check_same_code(run_dir: RunDir, config: RunConfig, *, step: int, accepted: 
     before = _recorded_code(run_dir) if step > 0 else {}
     if not before:
         return
-    for package, now in read_own_code(config).items():
+    for package, now in read_own_code(config, manifests).items():
         recorded = before.get(package)
         if recorded is None or recorded.get("sha256") == now["sha256"]:
             continue
@@ -150,11 +178,11 @@ def warn_of_changed_code(run_dirs: Sequence[RunDir]) -> None:
     read, because the command that reads them says so.
     """
     for run_dir in run_dirs:
+        before = _recorded_code(run_dir)
         try:
-            now = hashes_of_code(read_run_config(run_dir))
+            now = (hashes_of_code(read_run_config(run_dir)) | _hashes_of_overlays(before)) if before else {}
         except UserError:
             continue
-        before = _recorded_code(run_dir) if now else {}
         for package, sha256 in now.items():
             if package in before and before[package].get("sha256") != sha256:
                 print(
@@ -163,6 +191,12 @@ def warn_of_changed_code(run_dirs: Sequence[RunDir]) -> None:
                     file=sys.stderr,
                     flush=True,
                 )
+
+
+def _hashes_of_overlays(packages: Collection[str]) -> dict[str, str]:
+    """Return the SHA-256 of the source of those of the `packages` that register an overlay by an entry point."""
+    registered = {_package_of_overlay(name) for name in OVERLAY_NAMES.names()}
+    return {package: _hash_of(source_files(package)) for package in packages if package in registered}
 
 
 def _recorded_code(run_dir: RunDir) -> dict[str, dict[str, Any]]:

@@ -314,7 +314,7 @@ def claim(
         found = newest_state(run_dir)
         check_resumed(run_dir, config, manifests, found, accepted_data=accepted_data)
         _refuse_edited_config(run_dir, config, step=found.step, option=option)
-        check_same_code(run_dir, config, step=found.step, accepted=accepted_data)
+        check_same_code(run_dir, config, manifests.datasets, step=found.step, accepted=accepted_data)
     except UserError:
         held.close()
         raise

@@ -84,7 +84,7 @@ def write_provenance(
         "git_diff_sha256": hashlib.sha256(diff.encode()).hexdigest() if diff else None,
         **manifests.identity.model_dump(),
         **_weights(config),
-        **({RECORDED_CODE: own} if (own := read_own_code(config)) else {}),
+        **({RECORDED_CODE: own} if (own := read_own_code(config, manifests.datasets)) else {}),
     }
     if diff:
         run_dir.path.joinpath("uncommitted.diff").write_text(diff + "\n")

@@ -39,6 +39,7 @@ from trainer.models.random_layers import has_random_layers, seeded
 from trainer.objectives import Objective, ObjectiveOutput, ViewPair
 from trainer.objectives.health import embedding_health
 from trainer.optim.loss_scale import LossScale
+from trainer.own_code import is_own
 from trainer.profiling import stage
 from trainer.views import ViewPolicy
 from trainer.views.composed import Composed
@@ -180,7 +181,8 @@ class TrainingStep:
         self._group_sizes = (2, num_further) if num_further else (2,)
         self._memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
         self._recorded: RecordedMoment | None = None
-        self._has_random_layers = has_random_layers(self._encoder.module)
+        # A function such as F.dropout in an encoder of the user's own is no layer that could be found.
+        self._seeds_encoder = has_random_layers(self._encoder.module) or is_own(config.encoder)
         learned_views = [] if self._viewmaker is None else [self._viewmaker.module]
         self._snapshot = StateSnapshot([self._encoder.module, objective, *learned_views])
         device = next(self._encoder.module.parameters()).device
@@ -471,8 +473,11 @@ class TrainingStep:
             yield
 
     def _seeded(self, batch: Batch, spec: BackwardPass, part: int) -> AbstractContextManager[None]:
-        """Return a context in which random layers draw a function of seed, step, rank, part and update of the step."""
-        if not self._has_random_layers:
+        """Return a context in which the encoder draws a function of seed, step, rank, part and update of the step.
+
+        A recorded step cannot seed anything, so an encoder of the user's own must not draw in one.
+        """
+        if not self._seeds_encoder or self._recorded is not None:
             return contextlib.nullcontext()
         key = key_words(1, self._config.seed, "random layers", batch.step, rank(), part, spec.first_view)
         return seeded(int(key[0]), batch.index_B.device)

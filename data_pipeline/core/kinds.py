@@ -133,6 +133,25 @@ class Kinds(Names, Generic[Config]):
         except ValidationError as error:
             raise _inside(kind, error) from None
 
+    def check_named(self, config: KindConfig) -> None:
+        """Raise `UserError` if the kind of a config names another class than its own.
+
+        A command builds what the kind names. So a class that has inherited the kind of another one would be replaced.
+        """
+        own = type(config)
+        if not config.is_imported or config.kind == import_path(own):
+            return
+        try:
+            named = import_path(self.find(config.kind))
+        except KeyError:
+            named = f"no class of an entry point in the group {self.group}"
+        if named != import_path(own):
+            base = f"{self.base.__module__}:{self.base.__qualname__}"
+            raise UserError(
+                f'the class {import_path(own)} has the kind "{config.kind}", which names {named}, so it would not be '
+                f'used; derive it from {base}, or add the line `kind: str = ""`, which makes its import path its kind'
+            )
+
     def _config_of(self, found: object, kind: str) -> type[Config]:
         """Return the config class of what a kind names. Raises `UserError` if there is none."""
         config = found if self._is_config(found) else getattr(found, CONFIG, None)
@@ -243,6 +262,21 @@ def unimported(config: BaseModel) -> list[KindConfig]:
     sections = [value for _, value in config if isinstance(value, BaseModel)]
     own = [config] if isinstance(config, KindConfig) and not config.is_imported else []
     return [*own, *(found for section in sections for found in unimported(section))]
+
+
+def sections(config: BaseModel) -> Iterator[KindConfig]:
+    """Yield every section of a config that is chosen by its kind."""
+    if isinstance(config, KindConfig):
+        yield config
+    for _, value in config:
+        if isinstance(value, BaseModel):
+            yield from sections(value)
+
+
+def check_kinds(config: BaseModel) -> None:
+    """Raise `UserError` if the kind of a section names another class than that of the section."""
+    for section in sections(config):
+        section.kinds.check_named(section)
 
 
 def import_code(values: Any) -> None:

@@ -47,8 +47,9 @@ class OverlayNotImportedError(UserError):
 
     def __init__(self, kind: str) -> None:
         super().__init__(
-            f"the overlay {kind} is code that a dataset names, and reading data imports no code; give it a name by an "
-            f"entry point in the group {NAMES.group}, or import its module in the recipe"
+            f"the overlay {kind} is code that a dataset names, and reading data imports no code; register it by an "
+            f"entry point in the group {NAMES.group} and build the dataset by that name, which every command finds, or "
+            "import its module in the recipe, which training alone reads"
         )
         self.kind = kind
 

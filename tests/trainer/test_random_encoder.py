@@ -5,18 +5,23 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from configs import resolve_recipe
+from tests.own_package import on_path
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.test_recorded_step import CPU, batch_of
 from trainer.build import Training, build_training
 from trainer.config import RunConfig
+from trainer.models.encoder import BaseEncoderConfig
+from trainer.models.trunk import Trunk
 from trainer.run_dir import RunDir, write_json
 from trainer.train import train
 
@@ -93,16 +98,46 @@ def test_the_gradient_is_that_of_the_loss(overrides: list[str]) -> None:
     torch.testing.assert_close((losses[0] - losses[1]) / (2 * length), expected, rtol=1e-5, atol=0)
 
 
-def test_both_passes_of_a_part_draw_the_same() -> None:
-    first, second, first_again, second_again = embeddings_of(configure("memory.micro_batches=2"))
+@pytest.fixture(autouse=True)
+def own_kinds() -> Iterator[None]:
+    """Forget the kinds of this file after each test, so that no later test finds them."""
+    with on_path():
+        yield
+
+
+class WithFunctionConfig(BaseEncoderConfig):
+    """The config of an encoder of another package, which drops values without a layer for it."""
+
+    def build_trunk(self) -> WithFunction:
+        return WithFunction()
+
+
+class WithFunction(Trunk):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_channels = 4
+        self.layer = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        map_BCHW: Tensor = F.dropout(self.layer(x_BCHW), 0.5, self.training)
+        return map_BCHW
+
+
+OWN = f"encoder={{kind: '{__name__}:WithFunctionConfig', embedding_size: 16, mean: [0.5, 0.5, 0.5], std: [1, 1, 1]}}"
+
+
+@pytest.mark.parametrize("encoder", [ENCODER, OWN])
+def test_both_passes_of_a_part_draw_the_same(encoder: str) -> None:
+    first, second, first_again, second_again = embeddings_of(configure("memory.micro_batches=2", encoder))
     assert torch.equal(first, first_again)
     assert torch.equal(second, second_again)
 
 
+@pytest.mark.parametrize("encoder", [ENCODER, OWN])
 @pytest.mark.parametrize("recipe", ["debug:image", "debug:viewmaker"])
-def test_a_step_does_not_read_the_state_of_torchs_generator_nor_change_it(recipe: str) -> None:
+def test_a_step_does_not_read_the_state_of_torchs_generator_nor_change_it(recipe: str, encoder: str) -> None:
     alternating = ["adversary.update=alternating"] if recipe == "debug:viewmaker" else []
-    config = configure(*alternating, recipe=recipe)
+    config = configure(*alternating, encoder, recipe=recipe)
     found = embeddings_of(config, state=1)
     expected_state = torch.Generator().manual_seed(1).get_state()
     assert torch.equal(torch.get_rng_state(), expected_state)

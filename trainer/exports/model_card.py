@@ -12,6 +12,7 @@ from typing import Any
 
 from trainer.models.encoder import ResNetConfig, TimmConfig
 from trainer.modules import TrainedModules
+from trainer.objectives import BaseObjectiveConfig
 from trainer.open_settings import recorded_input_size
 from trainer.pretrained import HEADER_KEY, ExportHeader
 from trainer.probes.result import ProbeResult, read_result
@@ -27,6 +28,7 @@ tags:
 """
 _SELF_SUPERVISED = "self-supervised-learning"
 _TAGS = ("feature-extraction",)
+_NO_LABELS = "none"
 _SIZE_OF_AN_EXAMPLE = (32, 32)
 
 
@@ -98,7 +100,7 @@ def model_card_of_run(
     facts: list[tuple[str, object]] = [
         ("encoder", _encoder(header)),
         ("objective", config.objective.kind),
-        ("labels in training", "read by the objective" if config.objective.needs_labels else "none"),
+        ("labels in training", _labels_of(config.objective)),
         ("views", config.views.kind),
         ("steps", f"{header.step:,} of {config.global_batch_size:,} samples each"),
         ("optimizer", config.optimizer.kind),
@@ -110,7 +112,7 @@ def model_card_of_run(
         ("software", ", ".join(f"{name} {versions[name]}" for name in ("python", "torch") if name in versions)),
         ("trained on", provenance.get("gpu") or provenance.get("cpu")),
     ]
-    tags = _TAGS if config.objective.needs_labels else (_SELF_SUPERVISED, *_TAGS)
+    tags = (_SELF_SUPERVISED, *_TAGS) if _labels_of(config.objective) == _NO_LABELS else _TAGS
     inputs = _Inputs(size=recorded_input_size(provenance), sample_rate=config.data.sample_rate)
     sections = _sections(header, title=title or config.name, tags=tags, facts=facts, probes=probes, inputs=inputs)
     return "\n\n".join(sections) + "\n"
@@ -132,7 +134,7 @@ def _sections(
     yield _FRONT.format(library=library, task=task, tags="\n".join(f"- {tag}" for tag in tags)) + f"\n# {title}"
     what = "spectrograms of sounds" if is_sound else "pictures"
     yield f"An encoder. It turns {what} into features; it has no classifier."
-    table = [f"| {what} | {value} |" for what, value in facts if value]
+    table = [f"| {what} | {value} |" for what, value in facts if value not in (None, "")]
     if table:
         yield "## Training\n\n" + "\n".join(["| | |", "|---|---|", *table])
     if probes:
@@ -149,10 +151,15 @@ def _sections(
 
 
 def _code(header: ExportHeader, inputs: _Inputs) -> str:
-    """Return the lines that load the encoder and read the features of eight random inputs."""
+    """Return the lines that load the encoder and read the features of eight random inputs.
+
+    An encoder that is named by its import path is found only if its module was imported.
+    """
+    module, separator, _ = header.encoder.kind.partition(":")
+    own = f"import {module}  # the code of the encoder, which is not in this directory\n" if separator else ""
     if inputs.sample_rate is not None:
         return (
-            "import torch\nfrom data_pipeline.audio.log_mel import mel_config\n"
+            f"{own}import torch\nfrom data_pipeline.audio.log_mel import mel_config\n"
             "from trainer.models import load_encoder\n"
             "from trainer.views.expert_audio import clean_spectrogram\n\n"
             f'encoder = load_encoder("PATH OF THIS DIRECTORY")\nmel = mel_config({inputs.sample_rate})\n'
@@ -162,7 +169,7 @@ def _code(header: ExportHeader, inputs: _Inputs) -> str:
     height, width = inputs.size or _SIZE_OF_AN_EXAMPLE
     which = "of the size of the training" if inputs.size else "of the size that it was trained on"
     return (
-        "import torch\nfrom trainer.models import load_encoder\n\n"
+        f"{own}import torch\nfrom trainer.models import load_encoder\n\n"
         f'encoder = load_encoder("PATH OF THIS DIRECTORY")\n'
         f"pictures = torch.rand(8, {header.encoder.in_channels}, {height}, {width})  # in [0, 1], {which}\n"
         "with torch.no_grad():\n    pooled = encoder.pooled(pictures)  # the encoder normalises"
@@ -197,6 +204,12 @@ def _probes(run_dir: RunDir, modules: TrainedModules) -> list[ProbeResult]:
 def _encoder(header: ExportHeader) -> str:
     config = header.encoder
     return config.name + " (timm)" if isinstance(config, TimmConfig) else config.kind
+
+
+def _labels_of(objective: BaseObjectiveConfig) -> str:
+    if not objective.is_imported:
+        return "not known: the code of the objective was not imported"
+    return "read by the objective" if objective.needs_labels else _NO_LABELS
 
 
 def _manifest(sha256: str | None) -> str | None:

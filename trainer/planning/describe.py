@@ -54,7 +54,8 @@ def _not_counted(plan: TrainingPlan) -> list[str]:
     return [
         "These are the bytes of tensors. A GPU also holds the CUDA context, buffers of NCCL, workspaces of cuDNN and",
         f"memory that its allocator cannot use; {MARGIN:.0%} of the memory is left for them. Also not counted: making",
-        "expert views and spectrograms, batches that the stream has ready, and a checkpoint while it is copied.",
+        "expert views, views of your own and spectrograms, batches that the stream has ready, and a checkpoint while",
+        "it is copied.",
         *(
             ["ZeRO 3: all parameters count, because a rank may gather them all; the bytes sent are a lower bound."]
             if plan.engine.endswith("ZeRO 3")

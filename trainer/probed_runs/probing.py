@@ -225,10 +225,10 @@ def is_probed(run_dir: RunDir, options: ProbeOptions) -> bool:
     wanted += [(0, True)] if options.pixels else []
     try:
         own = read_run_config(run_dir, allow_pipe=options.allow_pipe, allow_code=options.allow_code)
-        code = hashes_of_code(own)
         identity = run_identity(own, run_dir.read_provenance())
         manifests = read_manifests(own.data, makes_index=False)
         train, test = manifests.probed, manifests.test
+        code = hashes_of_code(own, (train, test))
         for space in readable_labels(train, test, wanted=options.labels or own.probe.labels):
             for step, reads_pixels in wanted:
                 config = options.changed(own.probe, reads_pixels=reads_pixels)

@@ -18,14 +18,36 @@ from torch import Tensor, nn
 import trainer.exports.encoder
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import LayerSize
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.exports.test_export import CIFAR10, TINY, features_of, make_run, pictures
 from trainer.export import main
 from trainer.exports.encoder import export, export_onnx, save_encoder, save_pretrained
 from trainer.models import Encoder, ResNetConfig, TimmConfig, build_encoder, load_encoder
-from trainer.models.encoder import Normalization
+from trainer.models.encoder import BaseEncoderConfig, Normalization
+from trainer.models.trunk import Trunk
 from trainer.run_dir import RunDir, write_json
 from trainer.train import train
+
+
+class PatchesConfig(BaseEncoderConfig):
+    """The config of an encoder of another package: one convolution over patches, and batch norm."""
+
+    channels: LayerSize
+
+    def build_trunk(self) -> Trunk:
+        return Patches(self.channels)
+
+
+class Patches(Trunk):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.num_channels = channels
+        self.layers = nn.Sequential(nn.Conv2d(3, channels, 4, stride=4), nn.BatchNorm2d(channels))
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        map_BCHW: Tensor = self.layers(x_BCHW)
+        return map_BCHW
 
 
 def own_encoder(config: Any = TINY) -> Encoder:
@@ -169,6 +191,25 @@ def names_of_the_code(directory: Path) -> dict[str, Any]:
 def test_the_code_in_the_card_works(tmp_path: Path) -> None:
     save_pretrained(own_encoder(), tmp_path)
     assert names_of_the_code(tmp_path)["pooled"].shape == (8, 32)
+
+
+def test_the_card_of_an_encoder_of_another_package_imports_its_code(tmp_path: Path) -> None:
+    config = PatchesConfig(channels=4, embedding_size=8, mean=(0.5,) * 3, std=(0.25,) * 3)
+    save_pretrained(own_encoder(config), tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert f"import {__name__}  # the code of the encoder, which is not in this directory\nimport torch\n" in card
+    assert names_of_the_code(tmp_path)["pooled"].shape == (8, 4)
+
+
+def test_the_card_says_the_seed_0_and_labels_that_are_not_known(run_dir: RunDir, tmp_path: Path) -> None:
+    run = RunDir(shutil.copytree(run_dir.path, tmp_path / "run"))
+    values = json.loads(run_dir.config.read_text())
+    write_json(run.config, values | {"seed": 0, "objective": {"kind": "nowhere:Loss"}})
+    save_pretrained(run, tmp_path / "hub")
+    card = (tmp_path / "hub" / "README.md").read_text()
+    assert "| seed | 0 |" in card
+    assert "| labels in training | not known: the code of the objective was not imported |" in card
+    assert tags_of(tmp_path / "hub") == ["feature-extraction"]
 
 
 @pytest.mark.process

@@ -1,0 +1,89 @@
+"""Views and objectives of the user's own that draw from a global random generator are named in the log."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from configs import resolve_recipe
+from data_pipeline.core.counter_rng import DrawKeys, uniform
+from tests.own_package import on_path
+from tests.trainer.test_recorded_step import CPU, batch_of
+from trainer.build import build_training
+from trainer.objectives import BaseObjectiveConfig, Objective, ObjectiveInputs, ObjectiveOutput, ViewPair
+from trainer.views import BaseViewsConfig, ViewsInputs
+
+SAID = "draws from a global random generator"
+
+
+@pytest.fixture(autouse=True)
+def own_kinds() -> Iterator[None]:
+    """Forget the kinds of this file after each test, so that no later test finds them."""
+    with on_path():
+        yield
+
+
+class OwnViewsConfig(BaseViewsConfig):
+    """The config of views that are lightened by a number, which `draw` returns."""
+
+    draw: ClassVar[Callable[[DrawKeys], object]]
+
+    def build(self, given: ViewsInputs) -> nn.Module:
+        return OwnViews()
+
+
+class OwnViews(nn.Module):
+    def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
+        OwnViewsConfig.draw(keys)
+        return images_BCHW
+
+
+class OwnLossConfig(BaseObjectiveConfig):
+    """The config of a loss with noise."""
+
+    def build(self, given: ObjectiveInputs) -> Objective:
+        return OwnLoss()
+
+
+class OwnLoss(Objective):
+    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair) -> ObjectiveOutput:
+        return ObjectiveOutput((z_a_BD - z_b_BD + torch.randn_like(z_b_BD)).square().mean(), {})
+
+
+def said_in_two_steps(caplog: pytest.LogCaptureFixture, *overrides: str) -> list[str]:
+    training = build_training(resolve_recipe("debug:image", list(overrides)), num_samples=64, device=CPU)
+    for step in range(2):
+        training.step(batch_of(step), learning_rates=dict.fromkeys(training.engines, 0.0))
+    return [record.getMessage() for record in caplog.records if SAID in record.getMessage()]
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [lambda _: torch.rand(1), lambda _: np.random.rand(), lambda _: random.random()],  # noqa: NPY002
+    ids=["torch", "numpy", "python"],
+)
+def test_own_views_that_draw_from_a_global_generator_are_named_once(
+    draw: Callable[[DrawKeys], object], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OwnViewsConfig, "draw", draw, raising=False)
+    (said,) = said_in_two_steps(caplog, f"views.kind={__name__}:OwnViewsConfig")
+    assert said.startswith(f"the code of views.kind={__name__}:OwnViewsConfig {SAID}")
+    assert said.endswith("draw from the keys that the policy gets, by the functions of data_pipeline.core.counter_rng")
+
+
+def test_own_views_that_draw_from_keys_are_not_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OwnViewsConfig, "draw", lambda keys: uniform(keys, 1, purpose=0), raising=False)
+    assert said_in_two_steps(caplog, f"views.kind={__name__}:OwnViewsConfig") == []
+
+
+def test_an_own_objective_that_draws_from_a_global_generator_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    (said,) = said_in_two_steps(caplog, f"objective.kind={__name__}:OwnLossConfig")
+    assert said.startswith(f"the code of objective.kind={__name__}:OwnLossConfig {SAID}")
