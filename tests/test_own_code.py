@@ -299,6 +299,7 @@ from configs import debug
 from trainer.config import RunConfig
 from trainer.models import ResNetConfig
 from trainer.objectives import NTXentConfig
+from trainer.optim.optimizers import AdamConfig
 from trainer.views import ExpertImageConfig
 class Loss(NTXentConfig): pass
 class MoreSettings(NTXentConfig):
@@ -307,11 +308,13 @@ class Views(ExpertImageConfig): pass
 class Network(ResNetConfig): pass
 class Named(NTXentConfig):
     kind: str = ""
+class Optimizer(AdamConfig): pass
 def loss(): return RunConfig.model_validate(debug.image().model_dump() | {"objective": Loss()})
 def more(): return RunConfig.model_validate(debug.image().model_dump() | {"objective": MoreSettings()})
 def views(): return debug.image().model_copy(update={"views": Views()})
 def encoder(): return debug.image().model_copy(update={"encoder": Network(kind="resnet10", embedding_size=16)})
 def named(): return debug.image().model_copy(update={"objective": Named()})
+def optimizer(): return debug.image().model_copy(update={"optimizer": Optimizer()})
 def study(): return [views()]
 """
 
@@ -333,6 +336,7 @@ def derived(tmp_path: Path) -> Iterator[None]:
             "views",
             'derived:Views has the kind "expert_image", which names trainer.views.expert_image:ExpertImageConfig',
         ),
+        ("optimizer", "the section optimizer has the class derived:Optimizer, which is derived from AdamConfig, and"),
         ("encoder", 'derived:Network has the kind "resnet10", which names trainer.models.encoder:ResNetConfig'),
     ],
 )

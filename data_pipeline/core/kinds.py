@@ -23,7 +23,7 @@ from pydantic_core.core_schema import ErrorType
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.imports import find_in_working_directory, import_object
 from data_pipeline.core.overrides import parse_setting
-from data_pipeline.core.schema import Line, Schema
+from data_pipeline.core.schema import Line, Schema, types_in
 from data_pipeline.core.sections import CONFIG, KIND, has_path, import_path, kinds_of
 
 KEEP_UNKNOWN: Final = "keep unknown kinds"  # a context of `Schema.parse`, for the config of a run
@@ -274,9 +274,28 @@ def sections(config: BaseModel) -> Iterator[KindConfig]:
 
 
 def check_kinds(config: BaseModel) -> None:
-    """Raise `UserError` if the kind of a section names another class than that of the section."""
+    """Raise `UserError` if a run would build another class than that of a section.
+
+    The config of a run holds the kind of a section, or the values of one that has a class of this project.
+    """
     for section in sections(config):
         section.kinds.check_named(section)
+    for name, other in _of_other_classes(config):
+        own = type(other)
+        raise UserError(
+            f"the section {name} has the class {import_path(own)}, which is derived from {own.mro()[1].__name__}, and a "
+            "run would use that in its place; this section takes no class of your own"
+        )
+
+
+def _of_other_classes(config: BaseModel) -> Iterator[tuple[str, BaseModel]]:
+    """Yield the name and the value of each section without a kind whose class is not one of its field's annotation."""
+    for name, value in config:
+        field = type(config).model_fields.get(name)
+        if isinstance(value, BaseModel) and field is not None:
+            if not isinstance(value, KindConfig) and type(value) not in types_in(field.annotation):
+                yield name, value
+            yield from _of_other_classes(value)
 
 
 def import_code(values: Any) -> None:

@@ -138,7 +138,7 @@ def _number_for(value: Any, annotation: Any) -> str | None:
     """
     if not any(isinstance(each, bool) for each in (value if isinstance(value, list | tuple) else [value])):
         return None
-    types = _types_in(annotation)
+    types = types_in(annotation)
     numbers = [name for of, name in _NUMBERS.items() if of in types]
     if bool in types or not numbers:
         return None
@@ -146,10 +146,10 @@ def _number_for(value: Any, annotation: Any) -> str | None:
     return f"a list with {wanted} in each place" if isinstance(value, list | tuple) else wanted
 
 
-def _types_in(annotation: Any) -> list[Any]:
+def types_in(annotation: Any) -> list[Any]:
     """Return the types, and the texts of literals, of which an annotation consists."""
     inner = get_args(annotation)
-    return [each for part in inner for each in _types_in(part)] if inner else [annotation]
+    return [each for part in inner for each in types_in(part)] if inner else [annotation]
 
 
 class Schema(BaseModel):
