@@ -283,8 +283,8 @@ def check_kinds(config: BaseModel) -> None:
     for name, other in _of_other_classes(config):
         own = type(other)
         raise UserError(
-            f"the section {name} has the class {import_path(own)}, which is derived from {own.mro()[1].__name__}, and a "
-            "run would use that in its place; this section takes no class of your own"
+            f"the section {name} has the class {import_path(own)}, which is derived from {own.mro()[1].__name__}, and "
+            "a run would use that in its place; this section takes no class of your own"
         )
 
 
