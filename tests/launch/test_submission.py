@@ -24,7 +24,7 @@ from launch.slurm_checks import check_gpus, check_shared, check_time_limit, refu
 from launch.slurm_client import outside_any_job, refusal_reason
 from launch.slurm_command import chosen_runs
 from launch.submission import SubmissionPlan, _submit_here, sbatch_script
-from launch.submitted import Submission, record
+from launch.submitted import Submission, last_submission, record
 from tests.commands import Done, call
 from tests.tiny_data import write_tiny_pair
 from trainer.run_dir import RunDir, hold, write_json
@@ -398,6 +398,29 @@ def test_a_dry_run_refuses_what_a_submission_refuses_and_both_leave_nothing(
     assert len(done.stderr.splitlines()) == 1
     assert "#SBATCH" not in done.stdout
     assert sorted(runs.rglob("*")) == before
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_ctrl_c_while_sbatch_asks_loses_no_job(
+    accepts: bool,
+    slurm_py: Command,
+    fake_slurm: Path,
+    settings: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slurm may have accepted the job, which then needs its directory. Ctrl-C does not reach this sbatch either."""
+    monkeypatch.setattr("launch.slurm_checks.check_shared", lambda *_: None)
+    end = "echo Submitted batch job 12" if accepts else "echo 'sbatch: error: no' >&2; exit 1"
+    interrupted = f"[[ $* == *--test-only* ]] && exit 0; kill -INT $PPID $$; {end}"
+    (fake_slurm / "sbatch").write_text(f"#!/bin/bash\n{interrupted}\n")
+    run_dir = RunDir(tmp_path / "run")
+    done = slurm_py("--config", "debug:image", *settings, "--run-dir", run_dir.path)
+    assert done.status == 130
+    submission = last_submission(run_dir)
+    assert (submission is not None and submission.job_id == "12") == accepts
+    assert run_dir.path.exists() == accepts
+    assert ("job 12 was submitted before this; end it: scancel 12\n" in done.stderr) == accepts
 
 
 def test_a_dry_run_on_a_cluster_checks_and_leaves_all_as_it_was(
