@@ -26,7 +26,7 @@ from launch.resources import (
 from launch.runs import print_submitted, run_study_here, still_to_do, wait, wait_for_study
 from launch.slurm_client import has_slurm
 from launch.snapshot import read_snapshot
-from launch.submission import WARNING_SECONDS, SubmissionPlan, dry_run, gpus_of, submit
+from launch.submission import WARNING_SECONDS, SubmissionPlan, dry_run, gpus_of, refuse_for_logs, submit
 from launch.submitted import queue_for, refuse_if_active
 from launch.sweeps import check_runs, planned_sweep, refuse_replaced_data
 from trainer.provenance import command_line
@@ -105,6 +105,7 @@ def plan_from(arguments: argparse.Namespace, request: ResolvedRequest) -> Submis
         runs = chosen_runs(runs, arguments.only)
         refuse_other_configs(runs)
         refuse_replaced_data(home, runs, accepted_data=arguments.accept_data)
+    refuse_for_logs(home)
     is_local = arguments.executor == "local"
     at_a_time = min(arguments.at_a_time or (1 if is_local else len(runs)), len(runs))
     wanted = _with_part_of_cores(request.wanted, at_a_time=at_a_time) if is_local else request.wanted

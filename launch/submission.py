@@ -229,8 +229,7 @@ def _claimed(plan: SubmissionPlan, *, code: Path, is_dry_run: bool = False) -> I
     Unless the block sets `is_kept`, removes the files and directories that it has made, and restores configs. Raises
     `UserError` for a run that could never start.
     """
-    if not str(plan.home).isprintable():
-        raise UserError(f"the directory {str(plan.home)!r} cannot stand in a batch script; rename it")
+    refuse_for_logs(plan.home)
     manifests = [check_data(planned.config) for planned in plan.runs]
     if plan.executor == "slurm" and (has_slurm() or not is_dry_run):
         check_with_slurm(plan.resources, home=plan.home, script=sbatch_script(plan, code=code))
@@ -266,6 +265,18 @@ def _claimed(plan: SubmissionPlan, *, code: Path, is_dry_run: bool = False) -> I
             for path in new_parents:  # the innermost first; a directory that is not empty stays
                 with contextlib.suppress(OSError):
                     path.rmdir()
+
+
+def refuse_for_logs(home: Path) -> None:
+    """Raise `UserError` if Slurm or submitit would read another path for the logs, such as the rank for %t."""
+    path = str(home)
+    if not path.isprintable():
+        raise UserError(f"the directory {path!r} cannot stand in a batch script; rename it")
+    if "%" in path or "\\" in path:
+        raise UserError(
+            f"the directory {path} has a % or a backslash in its name, which Slurm replaces in the paths of logs; "
+            "rename it, or pass another --run-dir or --study-dir"
+        )
 
 
 def _sbatch(train_jobs: Sequence[TrainJob], plan: SubmissionPlan, code: Path) -> list[submitit.Job[None]]:

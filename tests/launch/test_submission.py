@@ -353,6 +353,7 @@ def test_without_slurm_it_says_so_and_leaves_nothing_behind(
         (["--run-dir", "QUEUED"], "job 7 is RUNNING for QUEUED already"),
         (["--run-dir", "/proc/none/run"], "/proc/none cannot be written"),
         (["--run-dir", "a\nb"], "cannot stand in a batch script"),
+        (["--run-dir", "10%train"], "10%train has a % or a backslash in its name"),
         (["--partition", "nope"], "sbatch refused the job (Invalid partition name specified)"),
         (["--partition", "a\nb"], '--partition: partition: "a\\nb" holds the character'),
         (["--partition", "gpu", "--nodes", "2"], "so 2 ranks would train on the CPU; add --gpus-per-node 8"),
