@@ -110,17 +110,16 @@ def plan_from(arguments: argparse.Namespace, request: ResolvedRequest) -> Submis
     at_a_time = min(arguments.at_a_time or (1 if is_local else len(runs)), len(runs))
     wanted = _with_part_of_cores(request.wanted, at_a_time=at_a_time) if is_local else request.wanted
     resources = resources_for(wanted, [planned.config for planned in runs], nodes=arguments.nodes)
-    if is_local:
-        if resources.nodes > 1:
-            raise UserError(
-                f"--executor local has one node, this machine, but --nodes is {resources.nodes}; "
-                f"use --tasks-per-node {resources.num_ranks} for as many ranks here"
-            )
-        if resources.time_minutes * 60 <= WARNING_SECONDS:
-            raise UserError(
-                f"--time-minutes {resources.time_minutes} leaves no time to train, because a run is warned "
-                f"{WARNING_SECONDS} seconds before its limit; allow {WARNING_SECONDS // 60 + 1} minutes or more"
-            )
+    if is_local and resources.nodes > 1:
+        raise UserError(
+            f"--executor local has one node, this machine, but --nodes is {resources.nodes}; "
+            f"use --tasks-per-node {resources.num_ranks} for as many ranks here"
+        )
+    if resources.time_minutes * 60 <= WARNING_SECONDS:  # each start would be warned in its first step
+        raise UserError(
+            f"--time-minutes {resources.time_minutes} leaves no time to train, because a run is warned "
+            f"{WARNING_SECONDS} seconds before its limit; allow {WARNING_SECONDS // 60 + 1} minutes or more"
+        )
     return SubmissionPlan(
         runs=runs,
         home=home,

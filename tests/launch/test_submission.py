@@ -311,6 +311,7 @@ def test_sbatchs_reason_is_found_in_what_it_says() -> None:
             ["--config", "debug:image", "--executor", "local", "--time-minutes", "2"],
             "error: --time-minutes 2 leaves no time to train, because a run is warned 120 seconds before its limit;",
         ),
+        (["--config", "debug:image", "--time-minutes", "2"], "allow 3 minutes or more"),
         (["--config", "debug:image", "--nodes", "0"], "'0' is not a positive whole number"),
         (["--study", "studies:tabel1"], 'unknown study "studies:tabel1"; did you mean "studies:table1"?'),
         (["--study", "studies:table1"], "a study has a directory for each run; pass --study-dir"),
