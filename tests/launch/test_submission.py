@@ -21,7 +21,7 @@ from launch.planned_run import PlannedRun
 from launch.resources import Resources, describe_origins, describe_request, resolve_request, resources_for
 from launch.slurm import main
 from launch.slurm_checks import check_gpus, check_shared, check_time_limit, refusal
-from launch.slurm_client import outside_any_job, refusal_reason
+from launch.slurm_client import outside_any_job, refusal_reason, refused
 from launch.slurm_command import chosen_runs
 from launch.submission import SubmissionPlan, _submit_here, sbatch_script
 from launch.submitted import Submission, last_submission, record
@@ -295,6 +295,21 @@ def test_sbatchs_reason_is_found_in_what_it_says() -> None:
         == "Batch job submission failed: No room"
     )
     assert refusal_reason("") == "it gave no reason"
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "Batch job submission failed: Socket timed out on send/recv operation",
+        "Batch job submission failed: Unable to contact slurm controller (connect failure)",
+    ],
+)
+def test_a_controller_that_does_not_answer_has_refused_nothing(reason: str) -> None:
+    """It may have taken the job. To change the request would not help."""
+    said = str(refused(refusal_reason(f"sbatch: error: {reason}\n")))
+    assert said == (
+        f"Slurm gave no answer ({reason}); when it does, end a job that squeue shows for this run, and submit again"
+    )
 
 
 @pytest.mark.parametrize(
