@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import submitit
 
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
@@ -31,7 +32,7 @@ from launch.outcome import ENDED_NAME, Ended, RankOutcome, note_end, outcome_pat
 from launch.planned_run import PlannedRun
 from launch.preloaded import PreloadedProcess
 from launch.resources import Resources
-from launch.runs import resubmit, run_study_here, runs_in, status_of, table, wait_for_study
+from launch.runs import resubmit, run_study_here, runs_in, status_of, table, wait, wait_for_study
 from launch.snapshot import Snapshot
 from launch.submission import SubmissionPlan
 from launch.submitted import RunStatus, Submission, last_submission, queue_for, record, refuse_if_active, run_status
@@ -439,6 +440,24 @@ def test_slurm_is_asked_only_about_its_own_jobs(tmp_path: Path, monkeypatch: pyt
     assert submission is not None
     record(on_slurm, submission.model_copy(update={"executor": "local"}))
     assert queue_for([never, on_slurm]) == {}
+
+
+def test_waiting_for_a_job_ends_with_the_reason_that_the_status_gives(
+    squeue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its ranks have left no outcome: it was cancelled, or a rank was killed before it could write."""
+    monkeypatch.setattr(runs_module, "POLL_SECONDS", 0)
+    run_dir = make_run(tmp_path, "a", job_id="8")
+    job = submitit.SlurmJob[None](submission_of(run_dir).logs_of(run_dir), "8", tasks=[0, 1])
+    for text, said in {
+        START + cancel_lines("8"): "job 8 stopped: cancelled",
+        START + "srun: error: n2: task 1: Killed\n": "job 8 failed: srun: error: n2: task 1: Killed",
+    }.items():
+        log(run_dir, text)
+        with pytest.raises(SystemExit) as end:
+            wait(PlannedRun(run_dir, read_config(run_dir.config)), job)
+        assert end.value.code == 1
+        assert capsys.readouterr().err == f"error: {said}; see {tmp_path}/logs/8_0_log.out\n"
 
 
 def test_waiting_for_a_study_tells_each_change_and_ends_with_status_1_if_a_run_failed(
