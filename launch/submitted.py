@@ -188,6 +188,8 @@ def _state(
 ) -> Standing:
     if submission is not None and (queued := in_queue(submission, queue)) is not None:
         if queued.startswith("PENDING"):
+            if is_held(run_dir):
+                return Standing("running", f"without job {submission.job_id}, which is {queued}")
             return Standing("waiting", queued)
         return Standing("running", "" if queued == "RUNNING" else queued)
     if is_held(run_dir):

@@ -101,6 +101,9 @@ def test_while_a_job_is_in_the_queue_squeue_is_right(tmp_path: Path) -> None:
     leave_outcome(run_dir, 0, "failed", "ValueError: of the start before")
     assert state_of(run_dir, {"7_0": "RUNNING"}) == ("running", "")
     assert state_of(run_dir, {"7_0": "PENDING (JobArrayTaskLimit)"}) == ("waiting", "PENDING (JobArrayTaskLimit)")
+    with hold(run_dir):
+        shown = state_of(run_dir, {"7_0": "PENDING (Priority)"})
+        assert shown == ("running", "without job 7_0, which is PENDING (Priority)")
     assert state_of(run_dir, {"7_0": "COMPLETING"}) == ("running", "COMPLETING")
     assert state_of(run_dir, {"7_1": "RUNNING"})[0] == "failed"
     assert state_of(run_dir, None)[0] == "unknown"
