@@ -162,7 +162,7 @@ class TrainJob:
         try:
             shown = _show_job(job.job_id)
             if "JobState=RUNNING" not in shown.split():  # it was cancelled, or is requeued already
-                print(f"{goes_on}: Slurm is ending it already, and is not asked for anything", flush=True)
+                print(f"{stopped}; Slurm ends this job already, and the next start goes on from there", flush=True)
                 return ""
             left = seconds_left(shown)
             timed_out = left is not None and left <= self.warning_seconds + EARLY_SECONDS
