@@ -31,10 +31,10 @@ from launch.resources import Resources
 from launch.slurm_checks import check_with_slurm
 from launch.slurm_client import has_slurm, outside_any_job, refusal_reason, refused
 from launch.snapshot import Snapshot, python_environment, read_snapshot, shell_lines, write_snapshot
-from launch.submitted import Submission, record
+from launch.submitted import Submission, queue_for, record, refuse_if_active
 from trainer.own_code import files_to_copy
 from trainer.preflight import check_data
-from trainer.run_dir import LOCK_NAME, RunDir
+from trainer.run_dir import LOCK_NAME, RunDir, hold
 
 MAX_TIMEOUTS = 20  # after so many time limits a job is not requeued again
 WARNING_SECONDS = 120  # between the warning signal and the time limit
@@ -151,7 +151,7 @@ def submit(
     """
     snapshot = snapshot or read_snapshot(own_files=plan.own_files)
     code = snapshot.folder(plan.home)
-    with _claimed(plan, code=code) as claim:
+    with _claimed(plan, code=code) as claim, _one_submission(plan, claim):
         write_snapshot(snapshot, into=plan.home)
         train_jobs = [
             TrainJob(
@@ -209,6 +209,29 @@ class _Claim:
 
     is_kept: bool = False
     job_id: str | None = None
+
+
+@contextlib.contextmanager
+def _one_submission(plan: SubmissionPlan, claim: _Claim) -> Iterator[None]:
+    """Let no other command submit these runs to Slurm meanwhile. On this machine the lock of a run is enough.
+
+    Raises `UserError` if another command does so, or has done so since the first look at the queue.
+    """
+    if plan.executor == "local":
+        yield
+        return
+    try:
+        lock = hold(RunDir(plan.logs))
+    except UserError:
+        claim.is_kept = True  # the other command uses the directories
+        raise UserError(f"another command submits {plan.home} at the moment; wait until it has ended") from None
+    with lock:
+        queue = queue_for([planned.run_dir for planned in plan.runs])
+        claim.is_kept = True  # if a run has a job now
+        for planned in plan.runs:
+            refuse_if_active(planned.run_dir, queue)
+        claim.is_kept = False
+        yield
 
 
 @contextlib.contextmanager

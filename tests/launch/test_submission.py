@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -90,6 +91,18 @@ def fake_slurm(slurm_py: Command, tmp_path: Path) -> Path:
         (folder / name).write_text(f"#!/bin/bash\nPATH=/usr/bin:/bin\n{body}\n")
         (folder / name).chmod(0o755)
     return folder
+
+
+def submission_of_job(job_id: str) -> Submission:
+    return Submission(
+        job_id=job_id,
+        executor="slurm",
+        home=".",
+        submitted_at=datetime.now(UTC),
+        at_a_time=1,
+        resources=RESOURCES,
+        host="login",
+    )
 
 
 @pytest.mark.process
@@ -395,16 +408,7 @@ def test_a_dry_run_refuses_what_a_submission_refuses_and_both_leave_nothing(
             other = config.model_copy(update={"seed": 5}) if name == "OTHER" else config
             write_json(RunDir(runs / name).config, other.model_dump(mode="json"))
     (runs / "FULL" / "thesis.tex").touch()
-    queued = Submission(
-        job_id="7",
-        executor="slurm",
-        home=".",
-        submitted_at=datetime.now(UTC),
-        at_a_time=1,
-        resources=RESOURCES,
-        host="login",
-    )
-    record(RunDir(runs / "QUEUED"), queued)
+    record(RunDir(runs / "QUEUED"), submission_of_job("7"))
     with hold(RunDir(runs / "HELD")):
         before = sorted(runs.rglob("*"))
         words = [str(runs / word) if word.isupper() else word for word in flags]
@@ -438,6 +442,29 @@ def test_ctrl_c_while_sbatch_asks_loses_no_job(
     assert (submission is not None and submission.job_id == "12") == accepts
     assert run_dir.path.exists() == accepts
     assert ("job 12 was submitted before this; end it: scancel 12\n" in done.stderr) == accepts
+
+
+def test_two_commands_at_once_submit_a_run_once(
+    slurm_py: Command, fake_slurm: Path, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second finds no job at first, and must not remove what the first has made meanwhile."""
+    monkeypatch.setattr("launch.slurm_checks.check_shared", lambda *_: None)
+    run_dir, other = RunDir(tmp_path / "run"), RunDir(tmp_path / "other")
+    arguments = ["--config", "debug:image", *settings, "--run-dir", run_dir.path]
+    with hold(RunDir(run_dir.path / "logs")):
+        write_json(run_dir.config, resolve_recipe("debug:image", settings[1::2]).model_dump(mode="json"))
+        done = slurm_py(*arguments)
+    assert done.status == 2
+    assert done.stderr.startswith(f"error: another command submits {run_dir.path} at the moment; ")
+    shutil.rmtree(run_dir.path)
+    record(other, submission_of_job("7"))
+    has_submitted = f"[[ $* != *--test-only* ]] || cp -r {other.path} {run_dir.path}"
+    (fake_slurm / "sbatch").write_text(f"#!/bin/bash\nPATH=/usr/bin:/bin\n{has_submitted}\n")
+    write_json(RunDir(other.path).config, resolve_recipe("debug:image", settings[1::2]).model_dump(mode="json"))
+    done = slurm_py(*arguments)
+    assert done.status == 2
+    assert done.stderr.startswith(f"error: job 7 is RUNNING for {run_dir.path} already; ")
+    assert last_submission(run_dir) is not None
 
 
 def test_a_dry_run_on_a_cluster_checks_and_leaves_all_as_it_was(
