@@ -513,6 +513,7 @@ def test_a_job_without_its_run_directory_says_so(tmp_path: Path, monkeypatch: py
         monkeypatch.setenv(f"SUBMITIT_{name}", value)
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setenv("SLURM_PROCID", "1")
+    (tmp_path / "logs").mkdir()  # of the submission
     with pytest.raises(UserError, match="is not a run directory"):
         TrainJob(run_dir=tmp_path, command="", local_port=1)()
     (outcome,) = outcomes_of_job(tmp_path / "logs", job_id="12", inside=tmp_path).items()
