@@ -50,7 +50,9 @@ MAX_TIMEOUTS_HERE = 5  # on one machine; submitit starts a job there six times a
 SCONTROL_SECONDS = 120  # scontrol tries again while the controller does not answer
 
 # Lines of the batch script before srun. Its shell survives warnings that also reach it (scancel --full), as ranks do.
-BEFORE_SRUN: Final = ("trap : TERM USR1 USR2",)
+# Without SLURM_EXPORT_ENV, ranks get the variables of this script also if sbatch got --export=NONE, which some clusters
+# ask for.
+BEFORE_SRUN: Final = ("trap : TERM USR1 USR2", "unset SLURM_EXPORT_ENV")
 # Lines of the batch script after srun, on the first node of the job. If a node dies, srun ends with an error before
 # Slurm notices, because the other ranks lose the connection or their watchdogs end them. The job is requeued only if
 # this node answers and another does not. If this node dies, Slurm requeues the job by itself.
@@ -162,7 +164,7 @@ class TrainJob:
         try:
             shown = _show_job(job.job_id)
             if "JobState=RUNNING" not in shown.split():  # it was cancelled, or is requeued already
-                print(f"{goes_on}: Slurm is ending it already, and is not asked for anything", flush=True)
+                print(f"{stopped}; Slurm ends this job already, and the next start goes on from there", flush=True)
                 return ""
             left = seconds_left(shown)
             timed_out = left is not None and left <= self.warning_seconds + EARLY_SECONDS

@@ -45,10 +45,12 @@ def outcome_path(logs: Path, *, job_id: str, rank: int) -> Path:
 def write_outcome(path: Path, ended: Ended, reason: str = "") -> None:
     """Write how a rank has ended now.
 
-    Ignores a failure to write, because the error that it would report matters more.
+    Ignores a failure to write, because the error that it would report matters more. Makes no directory: if it is gone,
+    the run directory was moved.
     """
-    with contextlib.suppress(OSError):
-        write_json(path, RankOutcome(ended=ended, at=time.time(), reason=reason[:_MAX_REASON]).model_dump())
+    if path.parent.is_dir():
+        with contextlib.suppress(OSError):
+            write_json(path, RankOutcome(ended=ended, at=time.time(), reason=reason[:_MAX_REASON]).model_dump())
 
 
 def read_outcome(path: Path, *, inside: Path) -> RankOutcome | None:

@@ -153,15 +153,14 @@ def wait(planned: PlannedRun, job: submitit.Job[None]) -> None:
                 file.seek(shown)
                 print(file.read(), end="", flush=True)
                 shown = file.tell()
-    outcomes = outcomes_of_job(log.parent, job_id=job.job_id, inside=log.parent)
-    missing = [rank for rank in range(job.num_tasks) if rank not in outcomes]
+    num_outcomes = len(outcomes_of_job(log.parent, job_id=job.job_id, inside=log.parent))
     if found := first_error(planned.run_dir, submission):
-        rank, problem = found[0], f"failed: {found[1].reason}"
-    elif missing:
-        rank, problem = missing[0], "left no result (it was killed, or its node died)"
+        rank, problem = found[0], f"rank {found[0]} of job {job.job_id} failed: {found[1].reason}"
+    elif num_outcomes < job.num_tasks and (status := status_of(planned.run_dir, {})).state != "finished":
+        rank, problem = 0, f"job {job.job_id} {status.state}: {status.reason}"  # in the log, or known to Slurm
     else:
         return
-    print(f"error: rank {rank} of job {job.job_id} {problem}; see {job.task(rank).paths.stdout}", file=sys.stderr)
+    print(f"error: {problem}; see {job.task(rank).paths.stdout}", file=sys.stderr)
     raise SystemExit(1)
 
 

@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         "--time-minutes",
         type=positive,
         metavar="N",
-        help="The time limit; then Slurm requeues it (default: 240).",
+        help="The time limit, 3 or more; then Slurm requeues it (default: 240).",
     )
     add("--mem-gb", type=positive, metavar="N", help="The memory of each node (default: that of the cluster).")
     add("--partition", metavar="NAME", help="The partition (default: that of the cluster).")

@@ -15,6 +15,8 @@ from data_pipeline.core.environment import variable
 from data_pipeline.core.errors import UserError
 
 SLURM_SECONDS = 120  # for one command of Slurm
+# Of the reasons of sbatch, those that come from a controller that does not answer.
+_SILENCE = re.compile(r"timed out|unable to contact|connect(?:ion)? failure|not responding|zero bytes", re.IGNORECASE)
 
 
 def has_slurm() -> bool:
@@ -30,12 +32,24 @@ def run_slurm(*command: str, text: str | None = None) -> subprocess.CompletedPro
 
 
 def refusal_reason(said: str) -> str:
-    """Return the reason that sbatch gives, in its own words."""
-    lines = [line for line in said.splitlines() if "error:" in line or "failure:" in line] or ["it gave no reason"]
-    return lines[-1].rpartition("error:")[2].rpartition("failure:")[2].strip()
+    """Return the reason that sbatch gives, in its own words: its last error, or its first line if it has none.
+
+    Examples:
+        >>> refusal_reason("sbatch: unrecognized option '--partion=a'\\nTry \\"sbatch --help\\" for more information")
+        "unrecognized option '--partion=a'"
+    """
+    lines = [line for line in said.splitlines() if line.strip()] or ["it gave no reason"]
+    errors = [line for line in lines if "error:" in line or "failure:" in line]
+    line = (errors[-1:] or lines)[0]
+    return line.rpartition("error:")[2].rpartition("failure:")[2].strip().removeprefix("sbatch: ")
 
 
 def refused(reason: str) -> UserError:
+    """Return the error for a job that sbatch did not take; after silence it may be in the queue all the same."""
+    if _SILENCE.search(reason):
+        return UserError(
+            f"Slurm gave no answer ({reason}); when it does, end a job that squeue shows for this run, and submit again"
+        )
     return UserError(f"sbatch refused the job ({reason}); change the request, or find out with sinfo what there is")
 
 

@@ -26,7 +26,7 @@ from launch.resources import (
 from launch.runs import print_submitted, run_study_here, still_to_do, wait, wait_for_study
 from launch.slurm_client import has_slurm
 from launch.snapshot import read_snapshot
-from launch.submission import WARNING_SECONDS, SubmissionPlan, dry_run, gpus_of, submit
+from launch.submission import WARNING_SECONDS, SubmissionPlan, dry_run, gpus_of, refuse_for_logs, submit
 from launch.submitted import queue_for, refuse_if_active
 from launch.sweeps import check_runs, planned_sweep, refuse_replaced_data
 from trainer.provenance import command_line
@@ -105,21 +105,21 @@ def plan_from(arguments: argparse.Namespace, request: ResolvedRequest) -> Submis
         runs = chosen_runs(runs, arguments.only)
         refuse_other_configs(runs)
         refuse_replaced_data(home, runs, accepted_data=arguments.accept_data)
+    refuse_for_logs(home)
     is_local = arguments.executor == "local"
     at_a_time = min(arguments.at_a_time or (1 if is_local else len(runs)), len(runs))
     wanted = _with_part_of_cores(request.wanted, at_a_time=at_a_time) if is_local else request.wanted
     resources = resources_for(wanted, [planned.config for planned in runs], nodes=arguments.nodes)
-    if is_local:
-        if resources.nodes > 1:
-            raise UserError(
-                f"--executor local has one node, this machine, but --nodes is {resources.nodes}; "
-                f"use --tasks-per-node {resources.num_ranks} for as many ranks here"
-            )
-        if resources.time_minutes * 60 <= WARNING_SECONDS:
-            raise UserError(
-                f"--time-minutes {resources.time_minutes} leaves no time to train, because a run is warned "
-                f"{WARNING_SECONDS} seconds before its limit; allow {WARNING_SECONDS // 60 + 1} minutes or more"
-            )
+    if is_local and resources.nodes > 1:
+        raise UserError(
+            f"--executor local has one node, this machine, but --nodes is {resources.nodes}; "
+            f"use --tasks-per-node {resources.num_ranks} for as many ranks here"
+        )
+    if resources.time_minutes * 60 <= WARNING_SECONDS:  # each start would be warned in its first step
+        raise UserError(
+            f"--time-minutes {resources.time_minutes} leaves no time to train, because a run is warned "
+            f"{WARNING_SECONDS} seconds before its limit; allow {WARNING_SECONDS // 60 + 1} minutes or more"
+        )
     return SubmissionPlan(
         runs=runs,
         home=home,

@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import submitit
 from submitit.core.utils import FailedJobError
 
 from data_pipeline.core.environment import variable
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.processes import signals_blocked
+from data_pipeline.core.processes import signals_deferred
 from launch.job import AFTER_SRUN, BEFORE_SRUN, MAX_TIMEOUTS_HERE, TrainJob
 from launch.planned_run import PlannedRun
 from launch.ports import free_ports
@@ -31,15 +31,24 @@ from launch.resources import Resources
 from launch.slurm_checks import check_with_slurm
 from launch.slurm_client import has_slurm, outside_any_job, refusal_reason, refused
 from launch.snapshot import Snapshot, python_environment, read_snapshot, shell_lines, write_snapshot
-from launch.submitted import Submission, record
+from launch.submitted import Submission, queue_for, record, refuse_if_active
 from trainer.own_code import files_to_copy
 from trainer.preflight import check_data
-from trainer.run_dir import LOCK_NAME, RunDir
+from trainer.run_dir import LOCK_NAME, RunDir, hold
 
 MAX_TIMEOUTS = 20  # after so many time limits a job is not requeued again
 WARNING_SECONDS = 120  # between the warning signal and the time limit
 
 Executor = Literal["slurm", "local"]
+
+# Signals that must not come between a submission and its record: the job would be in the queue, but not in its run
+# directory. sbatch inherits this, and so do the processes of a job on this machine. There only Ctrl-C waits, which in
+# a terminal reaches all processes and would make the controller of submitit kill its ranks. They unblock it when they
+# can save a checkpoint (`launch.job`).
+_DEFERRED: Final = {
+    "slurm": (signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+    "local": (signal.SIGINT,),
+}
 
 
 @dataclass(frozen=True)
@@ -142,7 +151,7 @@ def submit(
     """
     snapshot = snapshot or read_snapshot(own_files=plan.own_files)
     code = snapshot.folder(plan.home)
-    with _claimed(plan, code=code):
+    with _claimed(plan, code=code) as claim, _one_submission(plan, claim):
         write_snapshot(snapshot, into=plan.home)
         train_jobs = [
             TrainJob(
@@ -154,10 +163,19 @@ def submit(
             )
             for planned in plan.runs
         ]
-        if plan.executor == "local":
-            jobs = _submit_here(train_jobs, plan, code, preloaded)
-        else:
-            jobs = _sbatch(train_jobs, plan, code)
+        with _telling_of_a_job(claim), signals_deferred(_DEFERRED[plan.executor]):
+            if plan.executor == "local":
+                jobs = _submit_here(train_jobs, plan, code, preloaded)
+            else:
+                jobs = _sbatch(train_jobs, plan, code)
+                claim.job_id = jobs[0].job_id.partition("_")[0]
+            claim.is_kept = True
+            _record(jobs, plan)
+    return jobs
+
+
+def _record(jobs: Sequence[submitit.Job[None]], plan: SubmissionPlan) -> None:
+    """Record each job in its run directory."""
     for planned, job in zip(plan.runs, jobs, strict=True):
         submission = Submission(
             job_id=job.job_id,
@@ -169,7 +187,6 @@ def submit(
             host=socket.gethostname(),
         )
         record(planned.run_dir, submission)
-    return jobs
 
 
 def dry_run(plan: SubmissionPlan, *, snapshot: Snapshot) -> str:
@@ -182,15 +199,60 @@ def dry_run(plan: SubmissionPlan, *, snapshot: Snapshot) -> str:
         return sbatch_script(plan, code=code)
 
 
+@dataclass
+class _Claim:
+    """Run directories that are claimed.
+
+    is_kept: a job may use them, so that they must stay.
+    job_id: the job or the array that Slurm has accepted for them.
+    """
+
+    is_kept: bool = False
+    job_id: str | None = None
+
+
 @contextlib.contextmanager
-def _claimed(plan: SubmissionPlan, *, code: Path, is_dry_run: bool = False) -> Iterator[None]:
+def _one_submission(plan: SubmissionPlan, claim: _Claim) -> Iterator[None]:
+    """Let no other command submit these runs to Slurm meanwhile. On this machine the lock of a run is enough.
+
+    Raises `UserError` if another command does so, or has done so since the first look at the queue.
+    """
+    if plan.executor == "local":
+        yield
+        return
+    try:
+        lock = hold(RunDir(plan.logs))
+    except UserError:
+        claim.is_kept = True  # the other command uses the directories
+        raise UserError(f"another command submits {plan.home} at the moment; wait until it has ended") from None
+    with lock:
+        queue = queue_for([planned.run_dir for planned in plan.runs])
+        claim.is_kept = True  # if a run has a job now
+        for planned in plan.runs:
+            refuse_if_active(planned.run_dir, queue)
+        claim.is_kept = False
+        yield
+
+
+@contextlib.contextmanager
+def _telling_of_a_job(claim: _Claim) -> Iterator[None]:
+    """If the block raises although Slurm has accepted the job, print how to end it: nobody has seen its number."""
+    try:
+        yield
+    except BaseException:
+        if claim.job_id is not None:
+            print(f"job {claim.job_id} was submitted before this; end it: scancel {claim.job_id}", file=sys.stderr)
+        raise
+
+
+@contextlib.contextmanager
+def _claimed(plan: SubmissionPlan, *, code: Path, is_dry_run: bool = False) -> Iterator[_Claim]:
     """Make all checks that are possible before a submission, and claim the run directories.
 
-    After a dry run, or if the block raises, removes the files and directories that it has made, and restores configs.
-    Raises `UserError` for a run that could never start.
+    Unless the block sets `is_kept`, removes the files and directories that it has made, and restores configs. Raises
+    `UserError` for a run that could never start.
     """
-    if not str(plan.home).isprintable():
-        raise UserError(f"the directory {str(plan.home)!r} cannot stand in a batch script; rename it")
+    refuse_for_logs(plan.home)
     manifests = [check_data(planned.config) for planned in plan.runs]
     if plan.executor == "slurm" and (has_slurm() or not is_dry_run):
         check_with_slurm(plan.resources, home=plan.home, script=sbatch_script(plan, code=code))
@@ -200,14 +262,13 @@ def _claimed(plan: SubmissionPlan, *, code: Path, is_dry_run: bool = False) -> I
     new_files = [path / name for path in directories for name in names if path.exists() and not (path / name).exists()]
     new_parents = [parent for path in new for parent in path.parents if not parent.exists()]
     configs: dict[Path, bytes] = {}
-    is_kept = False
+    claim = _Claim()
     try:
         # A run on a mixture may go on with other weights; a dry run must not change them.
         configs = {path: path.read_bytes() for run in plan.runs if (path := run.run_dir.config).is_file()}
         for planned, found in zip(plan.runs, manifests, strict=True):
             planned.claim(found, accepted_data=plan.accepted_data)
-        yield
-        is_kept = not is_dry_run
+        yield claim
     except OSError as error:
         if error.errno == errno.ENOSPC:  # `storage_problem` has a sentence for it
             raise
@@ -215,7 +276,7 @@ def _claimed(plan: SubmissionPlan, *, code: Path, is_dry_run: bool = False) -> I
             f"{error.filename or plan.home} cannot be written ({error.strerror}); pass another --run-dir or --study-dir"
         ) from None
     finally:
-        if not is_kept:
+        if not claim.is_kept:
             for path in new:
                 shutil.rmtree(path, ignore_errors=True)
             for path in new_files:
@@ -227,6 +288,18 @@ def _claimed(plan: SubmissionPlan, *, code: Path, is_dry_run: bool = False) -> I
             for path in new_parents:  # the innermost first; a directory that is not empty stays
                 with contextlib.suppress(OSError):
                     path.rmdir()
+
+
+def refuse_for_logs(home: Path) -> None:
+    """Raise `UserError` if Slurm or submitit would read another path for the logs, such as the rank for %t."""
+    path = str(home)
+    if not path.isprintable():
+        raise UserError(f"the directory {path!r} cannot stand in a batch script; rename it")
+    if "%" in path or "\\" in path:
+        raise UserError(
+            f"the directory {path} has a % or a backslash in its name, which Slurm replaces in the paths of logs; "
+            "rename it, or pass another --run-dir or --study-dir"
+        )
 
 
 def _sbatch(train_jobs: Sequence[TrainJob], plan: SubmissionPlan, code: Path) -> list[submitit.Job[None]]:
@@ -260,9 +333,7 @@ def _submit_here(
         stderr_to_stdout=True,
     )
     os.environ["OMP_NUM_THREADS"] = variable("OMP_NUM_THREADS") or str(resources.threads_per_task)
-    # The processes inherit this. Else Ctrl-C in a terminal, which reaches all of them, would make the controller of
-    # submitit kill its ranks. They unblock it when they can save a checkpoint (`launch.job`).
-    with signals_blocked({signal.SIGINT}), outside_any_job(python_environment(code, os.environ)):
+    with outside_any_job(python_environment(code, os.environ)):
         return executor.submit_array(train_jobs)
 
 

@@ -12,7 +12,7 @@ import json
 import platform
 import re
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -37,7 +37,11 @@ _SAME_CAUSE_SECONDS = 300.0  # errors of several ranks within this time count as
 _LOG_END_BYTES = 20_000
 _RECORD_BYTES = 1_000_000
 _CANCELLED = "cancelled"
-_CANCEL_LINE = re.compile(r"slurmstepd: error: \*\*\* (?:JOB|STEP) \S+ ON \S+ CANCELLED AT \S+(.*?) \*\*\*")
+_CANCELLED_AGAIN = f"{_CANCELLED} while it waited to start again"
+# Slurm also writes such a line for the STEP, but then a rank may have ended, whose end ends the others.
+_CANCEL_LINE = re.compile(r"slurmstepd\S*: error: \*\*\* (JOB|STEP) \S+ ON \S+ CANCELLED AT \S+(.*?) \*\*\*")
+_START_LINE = "Starting with JobEnvironment("  # submitit's first line in the log of each start
+_RANK_DIED = re.compile(r"srun: error: \S+: tasks? [\d,-]+: ")
 
 
 class Submission(Schema):
@@ -184,6 +188,8 @@ def _state(
 ) -> Standing:
     if submission is not None and (queued := in_queue(submission, queue)) is not None:
         if queued.startswith("PENDING"):
+            if is_held(run_dir):
+                return Standing("running", f"without job {submission.job_id}, which is {queued}")
             return Standing("waiting", queued)
         return Standing("running", "" if queued == "RUNNING" else queued)
     if is_held(run_dir):
@@ -239,13 +245,17 @@ def _has_metrics(run_dir: RunDir) -> bool:
 
 def _how_the_job_ended(run_dir: RunDir, submission: Submission, start: _LastStart | None) -> Standing:
     """Return how the job of an unfinished run ended; `start` is when the run last started to train."""
+    home, log = submission.home_of(run_dir), submission.rank_log(run_dir, 0)
+    lines = _lines_of_last_start(read_end(log, inside=home, max_bytes=_LOG_END_BYTES) or "")
+    cancelled = _cancelled(lines)
+    if cancelled is not None and cancelled.reason == _CANCELLED_AGAIN:  # what ended the start before is past
+        return cancelled
     since = max(submission.submitted_at.timestamp(), start.at if start is not None else 0.0)
     if stalled := _stalled(run_dir, since=since):
         return Standing("failed", stalled)
     if found := first_error(run_dir, submission):
         rank, error = found
         return Standing(error.ended, error.reason if error.ended == "stopped" else f"rank {rank}: {error.reason}")
-    home, log = submission.home_of(run_dir), submission.rank_log(run_dir, 0)
     if not log.is_file():
         if submission.executor == "slurm" and was_cancelled(submission.job_id):
             return Standing("stopped", f"{_CANCELLED} while it waited")
@@ -254,15 +264,35 @@ def _how_the_job_ended(run_dir: RunDir, submission: Submission, start: _LastStar
         )
     if not is_inside(log, home):
         return Standing("failed", f"{log} leads out of {home}, and such a link is not followed; read it yourself")
-    text = read_end(log, inside=home, max_bytes=_LOG_END_BYTES) or ""
+    return cancelled or Standing("failed", _error_in_log(lines))
+
+
+def _lines_of_last_start(text: str) -> list[str]:
+    """Return the lines of a log that are not empty, from the last start of the job on."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    for line in reversed(lines):
-        if match := _CANCEL_LINE.search(line):
-            if "TIME LIMIT" in match[1]:
-                return Standing("failed", "its time limit was reached")
-            return Standing("stopped", f"{_CANCELLED}{match[1].lower()}")
+    starts = [number for number, line in enumerate(lines) if _START_LINE in line]
+    return lines[starts[-1] :] if starts else lines
+
+
+def _cancelled(lines: Sequence[str]) -> Standing | None:
+    """Return how Slurm ended the job, from its last line about that in the log; None if it did not."""
+    matches = [match for line in lines if (match := _CANCEL_LINE.search(line)) and match[1] == "JOB"]
+    if not matches:
+        return None
+    why = matches[-1][2].strip().lower()
+    if "time limit" in why:
+        return Standing("failed", "its time limit was reached")
+    if "requeue" in why:  # it is no longer in the queue
+        return Standing("stopped", _CANCELLED_AGAIN)
+    return Standing("stopped", f"{_CANCELLED} {why}".rstrip())
+
+
+def _error_in_log(lines: Sequence[str]) -> str:
+    """Return the line of a log that best says why the job failed: an error, or the first rank that died."""
     wrong = [line for line in lines if re.search(r"\b\w*(?:[Ee]rror|Exception)\b|Killed|oom", line)]
-    return Standing("failed", (wrong or lines or ["its log is empty"])[-1])
+    deaths = [line for line in wrong if _RANK_DIED.match(line)]
+    errors = [line for line in wrong if line not in deaths and not _CANCEL_LINE.search(line)]
+    return (errors[-1:] or deaths[:1] or lines[-1:] or ["its log is empty"])[0]
 
 
 def _stalled(run_dir: RunDir, *, since: float) -> str | None:

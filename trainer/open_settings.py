@@ -74,6 +74,12 @@ def decide_as_recorded(config: RunConfig, run_dir: RunDir) -> RunConfig:
     return _decided(config, _recorded_normalization(run_dir, config), _recorded_input_size(run_dir, config))
 
 
+def _refuse_unstarted(run_dir: RunDir) -> None:
+    """Raise `UserError` if the run has not begun to train, such as a job that waits: it has recorded nothing yet."""
+    if not run_dir.provenance.exists() and run_dir.latest_step() is None:
+        raise UserError(f"{run_dir.path} has not begun to train yet; `python launch/status.py {run_dir.path}` says why")
+
+
 def _decided(config: RunConfig, normalization: Normalization | None, size: tuple[int, int] | None) -> RunConfig:
     encoder = config.encoder
     if size is not None:
@@ -88,6 +94,7 @@ def _recorded_normalization(run_dir: RunDir, config: RunConfig) -> Normalization
         return None
     value = run_dir.read_provenance().get(RECORDED_NORMALIZATION)
     if not isinstance(value, dict):
+        _refuse_unstarted(run_dir)
         raise UserError(
             f'{run_dir.provenance} does not hold "{RECORDED_NORMALIZATION}", the mean and std by which the encoder '
             "normalises its input; restore that file, or set encoder.mean and encoder.std in "
@@ -101,6 +108,7 @@ def _recorded_input_size(run_dir: RunDir, config: RunConfig) -> tuple[int, int] 
         return None
     if (size := recorded_input_size(run_dir.read_provenance())) is not None:
         return size
+    _refuse_unstarted(run_dir)
     raise UserError(
         f'{run_dir.provenance} does not hold "{RECORDED_INPUT_SIZE}", the height and width of the pictures, on which '
         f"encoder.kind={config.encoder.kind} depends; restore that file"

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import submitit
 
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
@@ -31,7 +32,7 @@ from launch.outcome import ENDED_NAME, Ended, RankOutcome, note_end, outcome_pat
 from launch.planned_run import PlannedRun
 from launch.preloaded import PreloadedProcess
 from launch.resources import Resources
-from launch.runs import resubmit, run_study_here, runs_in, status_of, table, wait_for_study
+from launch.runs import resubmit, run_study_here, runs_in, status_of, table, wait, wait_for_study
 from launch.snapshot import Snapshot
 from launch.submission import SubmissionPlan
 from launch.submitted import RunStatus, Submission, last_submission, queue_for, record, refuse_if_active, run_status
@@ -83,6 +84,14 @@ def leave_outcome(run_dir: RunDir, rank: int, ended: Ended, reason: str, *, seco
     write_json(path, RankOutcome(ended=ended, at=time.time() - seconds_ago, reason=reason).model_dump())
 
 
+def cancel_lines(job_id: str, why: str = "") -> str:
+    """Return what Slurm writes into the log of rank 0 when it ends a job: a line for the ranks, one for the script."""
+    return "".join(
+        f"slurmstepd: error: *** {what} ON n1 CANCELLED AT 2026-11-21T10:00:00{why} ***\n"
+        for what in (f"STEP {job_id}.0", f"JOB {job_id}")
+    )
+
+
 def state_of(run_dir: RunDir, queue: Mapping[str, str] | None = NOTHING_QUEUED) -> tuple[str, str]:
     status = run_status(run_dir, queue)
     return status.state, status.reason
@@ -93,6 +102,9 @@ def test_while_a_job_is_in_the_queue_squeue_is_right(tmp_path: Path) -> None:
     leave_outcome(run_dir, 0, "failed", "ValueError: of the start before")
     assert state_of(run_dir, {"7_0": "RUNNING"}) == ("running", "")
     assert state_of(run_dir, {"7_0": "PENDING (JobArrayTaskLimit)"}) == ("waiting", "PENDING (JobArrayTaskLimit)")
+    with hold(run_dir):
+        shown = state_of(run_dir, {"7_0": "PENDING (Priority)"})
+        assert shown == ("running", "without job 7_0, which is PENDING (Priority)")
     assert state_of(run_dir, {"7_0": "COMPLETING"}) == ("running", "COMPLETING")
     assert state_of(run_dir, {"7_1": "RUNNING"})[0] == "failed"
     assert state_of(run_dir, None)[0] == "unknown"
@@ -105,7 +117,7 @@ def test_states_after_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     write_json(done.provenance, {"finished_step": 16, "starts": []})
     assert state_of(done, None) == ("finished", "")
     cancelled = make_run(tmp_path, "cancelled", job_id="2")
-    log(cancelled, "going on\nslurmstepd: error: *** STEP 2.0 ON n1 CANCELLED AT 2026-11-21T10:00:00 ***\n")
+    log(cancelled, "going on\n" + cancel_lines("2"))
     assert state_of(cancelled) == ("stopped", "cancelled")
     late = make_run(tmp_path, "late", job_id="3")
     log(late, "slurmstepd: error: *** JOB 3 ON n1 CANCELLED AT 2026-11-21T10:00:00 DUE TO TIME LIMIT ***\n")
@@ -145,6 +157,42 @@ def test_a_job_that_was_cancelled_while_it_waited_has_not_failed(
     shown, reason = state_of(run_dir)
     assert shown == state
     assert (reason == "cancelled while it waited") == (state == "stopped")
+
+
+START = "submitit INFO (2026-11-21 10:00:00,000) - Starting with JobEnvironment(job_id=7, hostname=n1)\n"
+REQUEUED = START + "stopped after step 5, as SIGUSR2 asked\n" + cancel_lines("7", " DUE TO JOB REQUEUE")
+
+
+def test_a_rank_that_was_killed_is_not_called_cancelled(tmp_path: Path) -> None:
+    """Its death ends the step of the other ranks, which Slurm logs as cancelled. The job is submitted again."""
+    run_dir = make_run(tmp_path, "a")
+    killed = (
+        "srun: error: n2: task 1: Killed\n"
+        "srun: launch/slurm: _step_signal: Terminating StepId=7.0\n"
+        "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-21T10:00:00 ***\n"
+        "srun: error: n1: task 0: Killed\n"
+    )
+    for text in (START + killed, REQUEUED + START + killed):
+        log(run_dir, text)
+        assert state_of(run_dir) == ("failed", "srun: error: n2: task 1: Killed")
+    log(run_dir, f"{START}ImportError: no module x\nsrun: error: n1: task 0: Exited with exit code 1\n")
+    assert state_of(run_dir) == ("failed", "ImportError: no module x")
+
+
+def test_a_job_that_was_cancelled_while_it_waited_to_start_again_has_not_failed(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, "a")
+    log(run_dir, REQUEUED + "srun: forcing job termination\n")
+    leave_outcome(run_dir, 1, "failed", "RuntimeError: Connection closed by peer", seconds_ago=9)
+    assert state_of(run_dir) == ("stopped", "cancelled while it waited to start again")
+    log(run_dir, REQUEUED + START + "step 6\n")
+    leave_outcome(run_dir, 1, "failed", "ValueError: the loss is nan")
+    assert state_of(run_dir) == ("failed", "rank 1: ValueError: the loss is nan")
+
+
+def test_a_daemon_for_each_node_of_one_machine_names_its_node(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, "a")
+    log(run_dir, START + cancel_lines("7").replace("slurmstepd:", "slurmstepd-n1:"))
+    assert state_of(run_dir) == ("stopped", "cancelled")
 
 
 def test_the_reason_is_that_of_the_rank_that_failed_first(tmp_path: Path) -> None:
@@ -419,6 +467,24 @@ def test_slurm_is_asked_only_about_its_own_jobs(tmp_path: Path, monkeypatch: pyt
     assert submission is not None
     record(on_slurm, submission.model_copy(update={"executor": "local"}))
     assert queue_for([never, on_slurm]) == {}
+
+
+def test_waiting_for_a_job_ends_with_the_reason_that_the_status_gives(
+    squeue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its ranks have left no outcome: it was cancelled, or a rank was killed before it could write."""
+    monkeypatch.setattr(runs_module, "POLL_SECONDS", 0)
+    run_dir = make_run(tmp_path, "a", job_id="8")
+    job = submitit.SlurmJob[None](submission_of(run_dir).logs_of(run_dir), "8", tasks=[0, 1])
+    for text, said in {
+        START + cancel_lines("8"): "job 8 stopped: cancelled",
+        START + "srun: error: n2: task 1: Killed\n": "job 8 failed: srun: error: n2: task 1: Killed",
+    }.items():
+        log(run_dir, text)
+        with pytest.raises(SystemExit) as end:
+            wait(PlannedRun(run_dir, read_config(run_dir.config)), job)
+        assert end.value.code == 1
+        assert capsys.readouterr().err == f"error: {said}; see {tmp_path}/logs/8_0_log.out\n"
 
 
 def test_waiting_for_a_study_tells_each_change_and_ends_with_status_1_if_a_run_failed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -21,10 +22,10 @@ from launch.planned_run import PlannedRun
 from launch.resources import Resources, describe_origins, describe_request, resolve_request, resources_for
 from launch.slurm import main
 from launch.slurm_checks import check_gpus, check_shared, check_time_limit, refusal
-from launch.slurm_client import outside_any_job, refusal_reason
+from launch.slurm_client import outside_any_job, refusal_reason, refused
 from launch.slurm_command import chosen_runs
 from launch.submission import SubmissionPlan, _submit_here, sbatch_script
-from launch.submitted import Submission, record
+from launch.submitted import Submission, last_submission, record
 from tests.commands import Done, call
 from tests.tiny_data import write_tiny_pair
 from trainer.run_dir import RunDir, hold, write_json
@@ -90,6 +91,18 @@ def fake_slurm(slurm_py: Command, tmp_path: Path) -> Path:
         (folder / name).write_text(f"#!/bin/bash\nPATH=/usr/bin:/bin\n{body}\n")
         (folder / name).chmod(0o755)
     return folder
+
+
+def submission_of_job(job_id: str) -> Submission:
+    return Submission(
+        job_id=job_id,
+        executor="slurm",
+        home=".",
+        submitted_at=datetime.now(UTC),
+        at_a_time=1,
+        resources=RESOURCES,
+        host="login",
+    )
 
 
 @pytest.mark.process
@@ -298,6 +311,21 @@ def test_sbatchs_reason_is_found_in_what_it_says() -> None:
 
 
 @pytest.mark.parametrize(
+    "reason",
+    [
+        "Batch job submission failed: Socket timed out on send/recv operation",
+        "Batch job submission failed: Unable to contact slurm controller (connect failure)",
+    ],
+)
+def test_a_controller_that_does_not_answer_has_refused_nothing(reason: str) -> None:
+    """It may have taken the job. To change the request would not help."""
+    said = str(refused(refusal_reason(f"sbatch: error: {reason}\n")))
+    assert said == (
+        f"Slurm gave no answer ({reason}); when it does, end a job that squeue shows for this run, and submit again"
+    )
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--config", "debug:imag"], 'error: unknown recipe "debug:imag"; did you mean "debug:image"?'),
@@ -311,6 +339,7 @@ def test_sbatchs_reason_is_found_in_what_it_says() -> None:
             ["--config", "debug:image", "--executor", "local", "--time-minutes", "2"],
             "error: --time-minutes 2 leaves no time to train, because a run is warned 120 seconds before its limit;",
         ),
+        (["--config", "debug:image", "--time-minutes", "2"], "allow 3 minutes or more"),
         (["--config", "debug:image", "--nodes", "0"], "'0' is not a positive whole number"),
         (["--study", "studies:tabel1"], 'unknown study "studies:tabel1"; did you mean "studies:table1"?'),
         (["--study", "studies:table1"], "a study has a directory for each run; pass --study-dir"),
@@ -353,6 +382,7 @@ def test_without_slurm_it_says_so_and_leaves_nothing_behind(
         (["--run-dir", "QUEUED"], "job 7 is RUNNING for QUEUED already"),
         (["--run-dir", "/proc/none/run"], "/proc/none cannot be written"),
         (["--run-dir", "a\nb"], "cannot stand in a batch script"),
+        (["--run-dir", "10%train"], "10%train has a % or a backslash in its name"),
         (["--partition", "nope"], "sbatch refused the job (Invalid partition name specified)"),
         (["--partition", "a\nb"], '--partition: partition: "a\\nb" holds the character'),
         (["--partition", "gpu", "--nodes", "2"], "so 2 ranks would train on the CPU; add --gpus-per-node 8"),
@@ -378,16 +408,7 @@ def test_a_dry_run_refuses_what_a_submission_refuses_and_both_leave_nothing(
             other = config.model_copy(update={"seed": 5}) if name == "OTHER" else config
             write_json(RunDir(runs / name).config, other.model_dump(mode="json"))
     (runs / "FULL" / "thesis.tex").touch()
-    queued = Submission(
-        job_id="7",
-        executor="slurm",
-        home=".",
-        submitted_at=datetime.now(UTC),
-        at_a_time=1,
-        resources=RESOURCES,
-        host="login",
-    )
-    record(RunDir(runs / "QUEUED"), queued)
+    record(RunDir(runs / "QUEUED"), submission_of_job("7"))
     with hold(RunDir(runs / "HELD")):
         before = sorted(runs.rglob("*"))
         words = [str(runs / word) if word.isupper() else word for word in flags]
@@ -398,6 +419,52 @@ def test_a_dry_run_refuses_what_a_submission_refuses_and_both_leave_nothing(
     assert len(done.stderr.splitlines()) == 1
     assert "#SBATCH" not in done.stdout
     assert sorted(runs.rglob("*")) == before
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_ctrl_c_while_sbatch_asks_loses_no_job(
+    accepts: bool,
+    slurm_py: Command,
+    fake_slurm: Path,
+    settings: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slurm may have accepted the job, which then needs its directory. Ctrl-C does not reach this sbatch either."""
+    monkeypatch.setattr("launch.slurm_checks.check_shared", lambda *_: None)
+    end = "echo Submitted batch job 12" if accepts else "echo 'sbatch: error: no' >&2; exit 1"
+    interrupted = f"[[ $* == *--test-only* ]] && exit 0; kill -INT $PPID $$; {end}"
+    (fake_slurm / "sbatch").write_text(f"#!/bin/bash\n{interrupted}\n")
+    run_dir = RunDir(tmp_path / "run")
+    done = slurm_py("--config", "debug:image", *settings, "--run-dir", run_dir.path)
+    assert done.status == 130
+    submission = last_submission(run_dir)
+    assert (submission is not None and submission.job_id == "12") == accepts
+    assert run_dir.path.exists() == accepts
+    assert ("job 12 was submitted before this; end it: scancel 12\n" in done.stderr) == accepts
+
+
+def test_two_commands_at_once_submit_a_run_once(
+    slurm_py: Command, fake_slurm: Path, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second finds no job at first, and must not remove what the first has made meanwhile."""
+    monkeypatch.setattr("launch.slurm_checks.check_shared", lambda *_: None)
+    run_dir, other = RunDir(tmp_path / "run"), RunDir(tmp_path / "other")
+    arguments = ["--config", "debug:image", *settings, "--run-dir", run_dir.path]
+    with hold(RunDir(run_dir.path / "logs")):
+        write_json(run_dir.config, resolve_recipe("debug:image", settings[1::2]).model_dump(mode="json"))
+        done = slurm_py(*arguments)
+    assert done.status == 2
+    assert done.stderr.startswith(f"error: another command submits {run_dir.path} at the moment; ")
+    shutil.rmtree(run_dir.path)
+    record(other, submission_of_job("7"))
+    has_submitted = f"[[ $* != *--test-only* ]] || cp -r {other.path} {run_dir.path}"
+    (fake_slurm / "sbatch").write_text(f"#!/bin/bash\nPATH=/usr/bin:/bin\n{has_submitted}\n")
+    write_json(RunDir(other.path).config, resolve_recipe("debug:image", settings[1::2]).model_dump(mode="json"))
+    done = slurm_py(*arguments)
+    assert done.status == 2
+    assert done.stderr.startswith(f"error: job 7 is RUNNING for {run_dir.path} already; ")
+    assert last_submission(run_dir) is not None
 
 
 def test_a_dry_run_on_a_cluster_checks_and_leaves_all_as_it_was(
@@ -446,6 +513,7 @@ def test_a_job_without_its_run_directory_says_so(tmp_path: Path, monkeypatch: py
         monkeypatch.setenv(f"SUBMITIT_{name}", value)
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setenv("SLURM_PROCID", "1")
+    (tmp_path / "logs").mkdir()  # of the submission
     with pytest.raises(UserError, match="is not a run directory"):
         TrainJob(run_dir=tmp_path, command="", local_port=1)()
     (outcome,) = outcomes_of_job(tmp_path / "logs", job_id="12", inside=tmp_path).items()

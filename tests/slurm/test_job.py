@@ -106,13 +106,21 @@ class StoppedJob:
     ],
 )
 def test_the_first_rank_asks_once_while_the_job_runs(
-    shown: str, rank: int, asked: list[str], timeouts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shown: str,
+    rank: int,
+    asked: list[str],
+    timeouts: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     job = StoppedJob(tmp_path, monkeypatch, shown=shown, rank=rank, timeouts=3)
     assert job() == 0, "an error would end the others"
     assert job.asked == asked
     assert job.timeouts == timeouts, "only time limits count"
     assert not list(tmp_path.glob("*outcome*")), "it has not ended"
+    will_start = "it goes on from there when the job starts again" in capsys.readouterr().out
+    assert will_start == bool(asked), "a job that is cancelled does not start again"
 
 
 def test_the_last_time_limit_is_one_sentence(

@@ -129,6 +129,7 @@ def test_a_job_runs_the_code_of_its_submission(slurm: dict[str, str], settings: 
         shutil.copytree(ROOT / package, repository / package, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, str(repository / "launch" / "slurm.py"), "--config", "debug:image", *settings]
     command += ["--run-dir", str(tmp_path / "run"), "--nodes", "1", "--cpus-per-task", "4", "--sbatch", "hold"]
+    command += ["--sbatch", "export=NONE"]  # as some clusters ask for
     environ = slurm | {"PYTHONPATH": str(repository)}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -146,6 +146,15 @@ def test_a_lost_record_is_said_in_one_sentence(
     assert "\n" not in str(refusal.value)
 
 
+def test_a_run_that_has_not_begun_has_lost_nothing(trained: RunDir, tmp_path: Path) -> None:
+    """Its config must not be edited: its job may wait in the queue."""
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.path.mkdir()
+    shutil.copy(trained.config, run_dir.config)
+    with pytest.raises(UserError, match=r"/run has not begun to train yet; `python launch/status\.py .*/run` says why"):
+        load_modules(run_dir, step=0)
+
+
 def test_a_plan_needs_no_data() -> None:
     plans = [
         plan(resolve_recipe("debug:image", settings), world_size=1, num_samples=64, device_gigabytes=None)

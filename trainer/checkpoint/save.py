@@ -121,6 +121,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, run_dir: RunDir, *, keep: int) -> None:
+        run_dir.path.mkdir(parents=True, exist_ok=True)  # if it is gone later, it was moved
         self._run_dir = run_dir
         self._keep = keep
         self._memory = HostMemory()
@@ -253,6 +254,15 @@ def refuse_link(run_dir: RunDir) -> None:
         )
 
 
+def _refuse_moved(run_dir: RunDir, *, step: int) -> None:
+    """Raise `UserError` if the run directory is gone, in place of a new one with a part of the run."""
+    if not run_dir.path.is_dir():
+        raise UserError(
+            f"{run_dir.path} was moved or removed while the run trained in it, so there is no place for the checkpoint "
+            f"of step {step}; start it again with its new path as --run-dir, and it goes on from its newest checkpoint"
+        )
+
+
 def _write(
     run_dir: RunDir, *, step: int, states: Mapping[str, Mapping[str, Tensor]], run: RunState | None, keep: int
 ) -> int:
@@ -264,6 +274,7 @@ def _write(
     final = run_dir.checkpoint(step)
     partial = final.with_name(f".{final.name}.partial")
     refuse_link(run_dir)
+    _refuse_moved(run_dir, step=step)
     _check_finite(run_dir, step, states)
     try:
         partial.parent.mkdir(parents=True, exist_ok=True)

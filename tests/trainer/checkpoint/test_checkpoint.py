@@ -247,6 +247,21 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
     assert not torch.equal(before["weight"], engines["encoder"].module_state()["weight"])
 
 
+def test_a_run_directory_that_was_moved_is_not_made_anew(tmp_path: Path) -> None:
+    """Its checkpoints would be in two places, and the newest ones without a config."""
+    run_dir, moved, engines = RunDir(tmp_path / "run"), RunDir(tmp_path / "moved"), tiny()
+    writer = CheckpointWriter(run_dir, keep=2)
+    writer.save(1, engines=engines, objective_state={})
+    while run_dir.latest_step() != 1:
+        time.sleep(0.01)
+    run_dir.path.rename(moved.path)
+    writer.save(2, engines=engines, objective_state={})
+    with pytest.raises(UserError, match=r"/run was moved or removed .* of step 2; start it again with its new path"):
+        writer.close()
+    assert not run_dir.path.exists()
+    assert moved.latest_step() == 1
+
+
 def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     monkeypatch.setattr("trainer.checkpoint.save._WAIT_SECONDS", 0.02)
