@@ -111,6 +111,11 @@ class _Rise:
         return [gain, f"{self.mean_step:,.0f}{spread} steps ({self.mean_step * self.batch_size:,.0f} samples)"]
 
 
+def _accuracies(run: Run, key: str) -> dict[int, float]:
+    """Return the logged accuracies by step. Leaves out numbers that are none, as in a line that somebody has edited."""
+    return {step: value for step, value in run.logged(key).items() if 0 <= value <= 1}
+
+
 def _rises(arm: Arm, space: LabelSpace, methods: Iterable[str]) -> list[_Rise]:
     rises = []
     num_test = {
@@ -122,7 +127,7 @@ def _rises(arm: Arm, space: LabelSpace, methods: Iterable[str]) -> list[_Rise]:
         for run in arm.runs
     }
     for method in methods:
-        of_runs = {run.config.seed: run.logged(f"probe/{space}/{method}") for run in arm.runs}
+        of_runs = {run.config.seed: _accuracies(run, f"probe/{space}/{method}") for run in arm.runs}
         curves = {
             seed: curve_of(space, "online_knn", [Point(step=step, epoch=0, accuracy=y) for step, y in points.items()])
             for seed, points in of_runs.items()

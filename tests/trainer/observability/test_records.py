@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from configs import debug, resolve_recipe
@@ -302,6 +302,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(
     max_examples=200, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
+@example(lines=[b'{"probe/base/knn": -1.0, "step": 0}'], provenance=b"", ended=False)
 @given(lines=st.lists(LINES, max_size=6), provenance=PROVENANCES, ended=st.booleans())
 def test_no_record_of_a_run_stops_a_command_or_gets_into_the_page(
     lines: list[bytes], provenance: bytes, ended: bool, fuzzed: Path
