@@ -22,7 +22,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from configs.resolve import recipes, studies
+from configs.resolve import recipes, resolve_recipe, resolve_study, studies
 from data_pipeline.building.catalogue import DATASETS
 from data_pipeline.core.sections import models_at
 from data_pipeline.overlays.registry import OVERLAYS
@@ -263,6 +263,32 @@ def test_the_new_overlay_builds_and_verifies(drawn: str, tmp_path: Path) -> None
     assert "40 samples" in run("verify", "data")
     run("preview", "data", "--out", "grid.png")
     assert (tmp_path / "grid.png").stat().st_size > 10_000
+
+
+def test_the_probes_of_the_small_recipes_are_those_of_the_page() -> None:
+    rows = re.findall(
+        r"^\| (`\w+:.*?) \| (\d+) \| (.*?) \|$",
+        (REPOSITORY / "docs" / "reading-out.md").read_text(),
+        flags=re.MULTILINE,
+    )
+    documented = {
+        name: (int(epochs), "none" if fitted_on == "samples without views" else "policy")
+        for names, epochs, fitted_on in rows
+        for name in re.findall(r"`(\w+:\w+)`", names)
+    }
+    small = [name for name in recipes() if name.endswith("_small") or name.startswith("demo:")]
+    assert {*small, "studies:table1_small", "debug:image"} == documented.keys()
+    for name, probe in documented.items():
+        configs = resolve_study(name) if name.startswith("studies:") else [resolve_recipe(name)]
+        assert {(config.probe.num_epochs, config.probe.views) for config in configs} == {probe}
+
+
+def test_a_command_that_unpacks_results_makes_its_directory_first() -> None:
+    """The folder runs/ is not in git, and `tar -C` does not make it."""
+    for path in [*PAGES, REPOSITORY / "trainer" / "export.py", REPOSITORY / "trainer" / "reports" / "archive.py"]:
+        text = path.read_text()
+        for match in re.finditer(r"tar -xf \S+ -C (\w+)", text):
+            assert f"mkdir -p {match[1]}" in text[max(0, match.start() - 150) : match.start()], path.name
 
 
 def test_each_error_that_troubleshooting_quotes_is_one_of_the_code() -> None:
