@@ -26,6 +26,7 @@ from configs.resolve import recipes, resolve_recipe, resolve_study, studies
 from data_pipeline.building.catalogue import DATASETS
 from data_pipeline.core.sections import models_at
 from data_pipeline.overlays.registry import OVERLAYS
+from launch.resources import RequestedResources, describe_request, resources_for
 from tests.nursery import run_python
 from tests.real_data import REPOSITORY
 from trainer.analyze import ANALYSES
@@ -291,11 +292,35 @@ def test_a_command_that_unpacks_results_makes_its_directory_first() -> None:
             assert f"mkdir -p {match[1]}" in text[max(0, match.start() - 150) : match.start()], path.name
 
 
+def code_in_one_line() -> str:
+    sources = [path.read_text() for top in TOPS[:4] for path in (REPOSITORY / top).rglob("*.py")]
+    return " ".join(re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources)).split())
+
+
 def test_each_error_that_troubleshooting_quotes_is_one_of_the_code() -> None:
     """A quote may leave out values, by `...` or as N."""
     quotes = re.findall(r'"([^"]+)"', (REPOSITORY / "docs" / "troubleshooting.md").read_text())
     assert len(quotes) > 10
-    sources = [path.read_text() for top in TOPS[:4] for path in (REPOSITORY / top).rglob("*.py")]
-    code = " ".join(re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources)).split())
+    code = code_in_one_line()
     fragments = [part.strip() for quote in quotes for part in re.split(r"\.\.\.|\bN\b", quote) if part.strip()]
     assert not [fragment for fragment in fragments if fragment not in code]
+
+
+def test_each_error_of_ours_that_the_cluster_page_quotes_is_one_of_the_code() -> None:
+    """A quote may leave out values, by `...` or in capitals."""
+    of_slurm = re.compile(r"PENDING|\(|srun:|oom-kill|Node failure|Connection ")
+    table = (REPOSITORY / "docs" / "cluster.md").read_text().partition("## What an error means")[2]
+    cells = re.findall(r"^\| (`.*?) \| ", table, flags=re.MULTILINE)
+    quotes = [quote for cell in cells for quote in re.findall(r"`([^`]+)`", cell) if not of_slurm.match(quote)]
+    assert len(quotes) > 12
+    code = code_in_one_line()
+    values = r"\.\.\.|\b(?:[A-Z]|HOST|PORT|RUN_DIR|RUNNING|SIG\w+ asked|/tmp)\b|/tmp"
+    fragments = [part.strip(" ,:()") for quote in quotes for part in re.split(values, quote)]
+    assert not [fragment for fragment in fragments if fragment not in code]
+
+
+def test_the_cluster_page_shows_the_request_of_its_command() -> None:
+    resources = resources_for(RequestedResources(gpus_per_node=8), [resolve_recipe("viewmaker:digits")], nodes=4)
+    page = (REPOSITORY / "docs" / "cluster.md").read_text()
+    assert "--nodes 4 --gpus-per-node 8 --config viewmaker:digits" in page
+    assert f"`asks for {describe_request(resources)}`" in page
