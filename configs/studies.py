@@ -227,7 +227,7 @@ def suppression_small() -> list[RunConfig]:
 
 
 def suppression_quick() -> list[RunConfig]:
-    """Feature suppression in ten minutes: RandBit with three cures and one seed; 9 runs."""
+    """Feature suppression in five minutes: RandBit with three cures and one seed; 9 runs."""
     cures = ("SimCLR", "temperature 0.05", "viewmaker")
     runs = benchmark(scale="small", settings=("randbit",), cures=cures, seeds=(0,), with_ceilings=False)
     return _study("suppression_quick", runs)

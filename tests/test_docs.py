@@ -22,10 +22,11 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from configs.resolve import recipes, studies
+from configs.resolve import recipes, resolve_recipe, resolve_study, studies
 from data_pipeline.building.catalogue import DATASETS
 from data_pipeline.core.sections import models_at
 from data_pipeline.overlays.registry import OVERLAYS
+from launch.resources import RequestedResources, describe_request, resources_for
 from tests.nursery import run_python
 from tests.real_data import REPOSITORY
 from trainer.analyze import ANALYSES
@@ -265,11 +266,61 @@ def test_the_new_overlay_builds_and_verifies(drawn: str, tmp_path: Path) -> None
     assert (tmp_path / "grid.png").stat().st_size > 10_000
 
 
+def test_the_probes_of_the_small_recipes_are_those_of_the_page() -> None:
+    rows = re.findall(
+        r"^\| (`\w+:.*?) \| (\d+) \| (.*?) \|$",
+        (REPOSITORY / "docs" / "reading-out.md").read_text(),
+        flags=re.MULTILINE,
+    )
+    documented = {
+        name: (int(epochs), "none" if fitted_on == "samples without views" else "policy")
+        for names, epochs, fitted_on in rows
+        for name in re.findall(r"`(\w+:\w+)`", names)
+    }
+    small = [name for name in recipes() if name.endswith("_small") or name.startswith("demo:")]
+    assert {*small, "studies:table1_small", "debug:image"} == documented.keys()
+    for name, probe in documented.items():
+        configs = resolve_study(name) if name.startswith("studies:") else [resolve_recipe(name)]
+        assert {(config.probe.num_epochs, config.probe.views) for config in configs} == {probe}
+
+
+def test_a_command_that_unpacks_results_makes_its_directory_first() -> None:
+    """The folder runs/ is not in git, and `tar -C` does not make it."""
+    for path in [*PAGES, REPOSITORY / "trainer" / "export.py", REPOSITORY / "trainer" / "reports" / "archive.py"]:
+        text = path.read_text()
+        for match in re.finditer(r"tar -xf \S+ -C (\w+)", text):
+            assert f"mkdir -p {match[1]}" in text[max(0, match.start() - 150) : match.start()], path.name
+
+
+def code_in_one_line() -> str:
+    sources = [path.read_text() for top in TOPS[:4] for path in (REPOSITORY / top).rglob("*.py")]
+    return " ".join(re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources)).split())
+
+
 def test_each_error_that_troubleshooting_quotes_is_one_of_the_code() -> None:
     """A quote may leave out values, by `...` or as N."""
     quotes = re.findall(r'"([^"]+)"', (REPOSITORY / "docs" / "troubleshooting.md").read_text())
     assert len(quotes) > 10
-    sources = [path.read_text() for top in TOPS[:4] for path in (REPOSITORY / top).rglob("*.py")]
-    code = " ".join(re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources)).split())
+    code = code_in_one_line()
     fragments = [part.strip() for quote in quotes for part in re.split(r"\.\.\.|\bN\b", quote) if part.strip()]
     assert not [fragment for fragment in fragments if fragment not in code]
+
+
+def test_each_error_of_ours_that_the_cluster_page_quotes_is_one_of_the_code() -> None:
+    """A quote may leave out values, by `...` or in capitals."""
+    of_slurm = re.compile(r"PENDING|\(|srun:|oom-kill|Node failure|Connection ")
+    table = (REPOSITORY / "docs" / "cluster.md").read_text().partition("## What an error means")[2]
+    cells = re.findall(r"^\| (`.*?) \| ", table, flags=re.MULTILINE)
+    quotes = [quote for cell in cells for quote in re.findall(r"`([^`]+)`", cell) if not of_slurm.match(quote)]
+    assert len(quotes) > 12
+    code = code_in_one_line()
+    values = r"\.\.\.|\b(?:[A-Z]|HOST|PORT|RUN_DIR|RUNNING|SIG\w+ asked|/tmp)\b|/tmp"
+    fragments = [part.strip(" ,:()") for quote in quotes for part in re.split(values, quote)]
+    assert not [fragment for fragment in fragments if fragment not in code]
+
+
+def test_the_cluster_page_shows_the_request_of_its_command() -> None:
+    resources = resources_for(RequestedResources(gpus_per_node=8), [resolve_recipe("viewmaker:digits")], nodes=4)
+    page = (REPOSITORY / "docs" / "cluster.md").read_text()
+    assert "--nodes 4 --gpus-per-node 8 --config viewmaker:digits" in page
+    assert f"`asks for {describe_request(resources)}`" in page

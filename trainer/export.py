@@ -47,7 +47,8 @@ def _parser() -> argparse.ArgumentParser:
         "--results",
         type=Path,
         metavar="FILE.tar.xz",
-        help="The file for the configs, logs and results of all finished runs; `tar -xf FILE -C runs` unpacks it.",
+        help="The file for the configs, logs and results of all finished runs; `mkdir -p runs && tar -xf FILE -C runs` "
+        "unpacks it.",
     )
     add(
         "--without-logs",

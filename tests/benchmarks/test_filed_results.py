@@ -1,9 +1,12 @@
-"""The filed results of the suppression study: they are of the runs that it trains, each of them is probed, and the page
-of the docs is made from them.
+"""Filed results: of the suppression study, and the numbers that pages of the docs take from them.
+
+The filed runs are those that the study trains, and each of them is probed. docs/suppression.md is made from them.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import tarfile
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from data_pipeline.storage.files import unpack_tar
 from launch.planned_run import default_run_dir
 from tests.trainer.reports.test_report_suppression import report
 from trainer.config import RunConfig, read_run_config
-from trainer.probes.result import labels_in
+from trainer.probes.result import labels_in, read_result
 from trainer.run_dir import RunDir, runs_of
 
 ROOT = Path(__file__).parents[2]
@@ -68,3 +71,29 @@ def test_the_page_of_the_docs_is_made_from_the_filed_results(
     monkeypatch.chdir(tmp_path)
     report("--study", "suppression_small", "runs/suppression_small", "--out", "page/suppression.md")
     assert (tmp_path / "page/suppression.md").read_text() == (ROOT / "docs/suppression.md").read_text()
+
+
+@pytest.mark.parametrize(("row", "cure"), [("none", "simclr"), ("channel dropout", "channel-dropout")])
+def test_the_table_of_channel_dropout_has_the_filed_accuracies(runs: list[RunDir], row: str, cure: str) -> None:
+    page = (ROOT / "docs/cures.md").read_text()
+    (cells,) = re.findall(rf"^\| {row} \| 160 \| ([\d., ]+) \| ([\d., ]+) \|", page, flags=re.MULTILINE)
+    found = {run.path.name: run.probes(160) for run in runs}
+    for text, label in zip(cells, ("base", "overlay"), strict=True):
+        for seed, number in enumerate(text.split(", ")):
+            result = read_result(found[f"randbit-10-{cure}-seed{seed}"] / f"{label}.json")
+            assert float(number) == pytest.approx(100 * result.linear.accuracy, abs=0.0501), (label, seed)
+
+
+def test_the_shares_of_the_page_on_the_dropout_rate_are_those_of_its_records() -> None:
+    names = ("dropout_rate_cpu.json", "dropout_rate_budget_0.2_cpu.json")
+    results = [one for name in names for one in json.loads((ROOT / "benchmarks/results" / name).read_text())["results"]]
+    kept = {True: [], False: []}  # type: dict[bool, list[str]]
+    for one in results:
+        share = one["base_kept_where_overlay_destroyed"]
+        if share is not None and one["setting"]["trained"] != "not at all":
+            kept[one["setting"]["budget"] >= 0.2].append(f"{100 * share:.0f}")
+    page = " ".join((ROOT / "docs/dropout_rate.md").read_text().split())
+    lowest, highest = (of(map(int, kept[True])) for of in (min, max))
+    assert f"{lowest} to {highest} % kept the kind" in page
+    small, larger = kept[False]
+    assert f"{small} % kept the kind at budget 0.05, and {larger} % at 0.1" in page

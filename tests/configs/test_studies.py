@@ -135,6 +135,13 @@ def test_views_of_the_huang_tables_are_those_of_their_rows() -> None:
     assert objectives["split-t0.2-400epochs"] == SplitLossConfig(temperature=0.2)
 
 
+def test_the_studies_of_huang_vote_on_all_pictures_after_every_tenth_epoch() -> None:
+    for name in ("richness", "colour", "temperatures", "pairs"):
+        for run in resolve_study(f"studies:{name}"):
+            assert run.probe.online_every_steps == 10 * (50_000 // run.global_batch_size)
+            assert (run.probe.online_num_train, run.probe.online_num_test) == (50_000, 10_000)
+
+
 def test_an_ablation_changes_one_thing() -> None:
     runs = {run.name: run.model_dump() for run in studies.ablations()}
     bases = [name for name in runs if name.endswith(("_shapes", "_digits"))]

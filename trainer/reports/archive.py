@@ -1,8 +1,8 @@
 """Pack what was measured in runs into one small file, without checkpoints.
 
-The file is a tar of the configs, the provenance, the logs and the results. `tar -xf FILE -C runs` makes run directories
-of it on any machine. Reports read them, `launch/slurm.py --study` counts the finished ones as done, and
-`trainer.probe --missing` counts the probed ones.
+The file is a tar of the configs, the provenance, the logs and the results. `mkdir -p runs && tar -xf FILE -C runs`
+makes run directories of it on any machine. Reports read them, `launch/slurm.py --study` counts the finished ones as
+done, and `trainer.probe --missing` counts the probed ones.
 
 Guarantees: the same runs give the same bytes. No file of code, weights or pictures is packed.
 """

@@ -514,6 +514,19 @@ def test_the_monitors_do_not_see_what_the_probe_sees(tmp_path: Path) -> None:
     assert "| cure 2 | 30.0" in page[page.index("| RandBit, 10 bits | digit, % |") :].split("\n\n")[0]
 
 
+def test_the_table_of_monitors_says_how_many_seeds_have_them(tmp_path: Path) -> None:
+    for number in range(5):
+        right = {"base": samples(0.9 - 0.1 * number, num_test=200, seed=number)}
+        for seed in range(3):
+            rank_me = None if seed > min(number, 1) else 10.0 + number
+            make_run(tmp_path / "runs", factors(f"cure {number}"), seed=seed, right=right, rank_me=rank_me)
+    report("--study", "suppression", tmp_path / "runs", "--out", tmp_path / "page.md")
+    assert (
+        "mean over the seeds that have them (1 to 2 of 3); the accuracy is that of all"
+        in (tmp_path / "page.md").read_text()
+    )
+
+
 def test_monitors_of_few_cures_are_no_order(tmp_path: Path) -> None:
     for number in range(4):
         right = {"base": samples(0.9 - 0.1 * number, num_test=200, seed=number)}

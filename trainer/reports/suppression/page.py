@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -517,10 +517,12 @@ def _correlation(found: Correlation | None) -> Cell:
 
 def _monitor_table(setting: Setting, difficulty: str, order: Sequence[str]) -> Table:
     label = setting.hard[0]
-    rows = []
+    rows: list[Row] = []
+    num_seeds: set[int] = set()
     for cure in order:
         of_cure = monitors_of(setting, difficulty, cure)
         if of_cure:
+            num_seeds.add(len(of_cure))
             numbers = [[value for one in of_cure if (value := getattr(one, name)) is not None] for name in MONITORS]
             cells = [Cell(f"{statistics.fmean(values):.2f}" if values else NONE) for values in numbers]
             readings = list(setting.readings(difficulty, cure, label).values())
@@ -528,8 +530,14 @@ def _monitor_table(setting: Setting, difficulty: str, order: Sequence[str]) -> T
     return Table(
         [f"{setting.name}{setting.at(difficulty)}", f"{setting.title(label)}, %", *MONITORS.values()],
         rows,
-        caption="Monitors of the pooled features, mean over seeds.",
+        caption=f"Monitors of the pooled features, mean over the seeds that have them ({_from_to(num_seeds)} of "
+        f"{len(setting.seeds)}); the accuracy is that of all seeds.",
     )
+
+
+def _from_to(numbers: Collection[int]) -> str:
+    """Return "1 to 3", or "3" if all are equal."""
+    return " to ".join(dict.fromkeys(str(of(numbers)) for of in (min, max)))
 
 
 def _published(setting: Setting) -> list[Block]:
