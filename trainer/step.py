@@ -45,6 +45,7 @@ from trainer.views import ViewPolicy
 from trainer.views.composed import Composed
 from trainer.views.expert_audio import clean_spectrogram
 from trainer.views.health import view_health
+from trainer.views.viewmaker import Viewmaker
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,10 @@ class StepOutput:
         views_a_BCHW, views_b_BCHW: this rank's views; the second is None if the two views have different inputs.
         masks_BHW: the masks of the first inputs; None if there are none.
         z_a_BD, z_b_BD: the embeddings of the views.
-        viewmaker_change: if the viewmaker is part of a composition, the pictures or waveforms that it got, and its
-            views of them, from which these views were made; otherwise None. With micro batches, only those of the last
-            one, which takes less memory.
+        viewmaker_change: if the viewmaker is part of a composition, or gets waveforms that were changed before, the
+            pictures or waveforms that it got, and its views of them, from which these views were made; otherwise None.
+            Only those of the last call of the policy, which takes less memory: with micro batches of the last one, and
+            of sounds on a CPU of the second view.
     """
 
     metrics: dict[str, Tensor]
@@ -431,7 +433,7 @@ class TrainingStep:
         return StepResult(output.loss.detach(), metrics, views_a, views_b, z_a_BD, z_b_BD, change), loss
 
     def _taken_change(self) -> tuple[Tensor, Tensor] | None:
-        return self._policy.take_change() if isinstance(self._policy, Composed) else None
+        return self._policy.take_change() if isinstance(self._policy, Composed | Viewmaker) else None
 
     def _output(self, batch: Batch, result: StepResult, skip: Tensor) -> StepOutput:
         self._taken_change()  # of the second pass of micro batches, so that the policy keeps no tensors

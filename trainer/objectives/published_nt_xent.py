@@ -39,9 +39,10 @@ class PublishedNTXentConfig(ContrastiveConfig):
         num_candidates = 2 * global_batch_size
         return (
             "the published NT-Xent is negative by design: it keeps the anchor's similarity with itself in the "
-            f"denominator and subtracts log(2B) = {math.log(num_candidates):.3f}; its floor at temperature "
-            f"{self.temperature:g} and batch {global_batch_size} is "
-            f"{floor_of_loss(temperature=self.temperature, num_candidates=num_candidates):.3f}, not 0"
+            f"denominator and subtracts log(2B) = {math.log(num_candidates):.3f}; if the views of each picture "
+            f"coincide, at right angles to all others, the loss at temperature {self.temperature:g} and batch "
+            f"{global_batch_size} is {floor_of_loss(temperature=self.temperature, num_candidates=num_candidates):.3f}, "
+            "not 0, and it can fall a little lower"
         )
 
     def build(self, given: ObjectiveInputs) -> Objective:
@@ -50,6 +51,8 @@ class PublishedNTXentConfig(ContrastiveConfig):
 
 def floor_of_loss(*, temperature: float, num_candidates: int) -> float:
     """Return the loss if both views of every picture coincide, orthogonal to the embeddings of all other pictures.
+
+    It can fall a little lower, because the cosines of two pictures can be negative: in a batch of B, all -1 / (B - 1).
 
     Examples:
         >>> round(floor_of_loss(temperature=0.07, num_candidates=512), 4)

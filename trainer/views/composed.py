@@ -248,7 +248,7 @@ class Composed(nn.Module):
         if isinstance(part, Composed | Viewmaker):
             view = part(inputs, keys, masks_BHW)
             if isinstance(part, Viewmaker):
-                self._own_change = (inputs.detach(), view.detach())
+                self._own_change = part.take_change() or (inputs.detach(), view.detach())
         else:
             given = inputs.float() if isinstance(part, RandomMask) else inputs
             with without_autocast(inputs.device):

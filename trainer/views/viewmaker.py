@@ -335,6 +335,13 @@ class Viewmaker(nn.Module):
         views_BCHW = images_BCHW + self.deltas(images_BCHW, keys, masks_BHW)
         return views_BCHW.clamp(0, 1) if self.config.clamp else views_BCHW
 
+    def take_change(self) -> tuple[Tensor, Tensor] | None:
+        """Return what the network got in the last call and what it made of it, and drop both here.
+
+        Returns None if the network got the inputs of the call, or if there was no call since then.
+        """
+        return None
+
     def deltas(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
         """Return the perturbations before any clamp.
 
@@ -425,15 +432,23 @@ class SoundViewmaker(Viewmaker):
         super().__init__(config, image_channels=1)
         self.mel = mel
         self.waveform = None if config.waveform is None else Waveform(config.waveform, mel)
+        self._own_change: tuple[Tensor, Tensor] | None = None
 
     def forward(self, waveforms_BT: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
         """Return views (B, 1, M, N) of waveforms (B, T), in their dtype. Ignores masks, because sounds have none.
 
         Raises `ValueError` if the number of points T is not `mel.num_points`.
         """
-        if self.waveform is not None:
-            waveforms_BT = self.waveform.augment(waveforms_BT, keys)
-        return super().forward(clean_spectrogram(waveforms_BT, self.mel), keys)
+        if self.waveform is None:
+            return super().forward(clean_spectrogram(waveforms_BT, self.mel), keys)
+        changed_BT = self.waveform.augment(waveforms_BT, keys)
+        views_BCHW = super().forward(clean_spectrogram(changed_BT, self.mel), keys)
+        self._own_change = changed_BT, views_BCHW.detach()
+        return views_BCHW
+
+    def take_change(self) -> tuple[Tensor, Tensor] | None:
+        change, self._own_change = self._own_change, None
+        return change
 
 
 def _outside(masks_BHW: Tensor | None, mask: Literal["box", "object"], *, like_BCHW: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from configs import resolve_recipe
+from data_pipeline.audio.log_mel import FSDD
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.sample import Batch
 from trainer.build import build_training
@@ -211,6 +212,21 @@ def test_the_change_of_a_viewmaker_in_a_composition_is_that_of_the_views_of_the_
     assert torch.equal(given, (pictures[last] / 255).repeat(2, 1, 1, 1))
     assert torch.equal(made, torch.cat([output.views_a_BCHW[last], output.views_b_BCHW[last]]))
     assert [module for module in training.modules.view_policy.modules() if getattr(module, "_own_change", None)] == []
+
+
+SOUND = "{kind: viewmaker, base_width: 4, num_res_blocks: 1, budget: 0.125, clamp: false, waveform: {}}"
+
+
+@pytest.mark.parametrize("views", [SOUND, f"{{kind: pair, first: {SOUND}, second: {{kind: waveform}}}}"])
+def test_crop_and_noise_on_the_waveform_do_not_count_as_the_change_of_the_viewmaker_behind_them(views: str) -> None:
+    config = resolve_recipe("debug:audio_viewmaker", [f"views={views}"])
+    training = build_training(config, num_samples=4, device=torch.device("cpu"))
+    waveforms = 0.1 * torch.randn(4, FSDD.num_points, generator=torch.Generator().manual_seed(0))
+    batch = Batch(0, 0, torch.arange(4), waveforms, waveforms, None, None, {})
+    metrics = training.step(batch, learning_rates=dict.fromkeys(training.engines, 0.0)).read()
+    assert float(metrics["views/budget_spent"]) == pytest.approx(0.125, rel=2e-3)
+    policies = training.modules.view_policy.modules()
+    assert all(getattr(module, "_own_change", None) is None for module in policies)  # no tensors are kept
 
 
 def test_a_random_mask_does_not_hide_that_a_viewmaker_is_clamped() -> None:
