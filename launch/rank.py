@@ -30,6 +30,13 @@ _INTERRUPTED: Final = (
     "interrupted by a second Ctrl-C, which saves no checkpoint; start it again with the same command and it goes on "
     "from its newest one"
 )
+# Why a data worker is killed by a signal, by the signal's name in torch's message.
+_CAUSES: Final = {
+    "Bus error": "a shard was cut short while it was read, or /dev/shm is full; check `python -m data_pipeline verify "
+    "DIR` of the training data and `df /dev/shm`, then start again: the run goes on from its newest checkpoint",
+    "Killed": "the machine had no memory left, or somebody ended it; free some or lower data.num_workers, then start "
+    "again: the run goes on from its newest checkpoint",
+}
 
 
 @contextlib.contextmanager
@@ -55,7 +62,10 @@ def run(config: RunConfig, run_dir: Path, *, command: str, accepted_data: Collec
 def train_on(
     device: torch.device, config: RunConfig, run_dir: Path, *, command: str, accepted_data: Collection[str] = ()
 ) -> None:
-    """Train as one of the joined ranks. Raises the errors of `train`, and `UserError` if the GPU's memory is full."""
+    """Train as one of the joined ranks.
+
+    Raises the errors of `train`, and `UserError` if the GPU's memory is full or a data worker was killed.
+    """
     try:
         train(config, RunDir(run_dir), device=device, command=command, accepted_data=accepted_data)
     except torch.OutOfMemoryError as error:
@@ -63,6 +73,21 @@ def train_on(
             f"rank {read_env(os.environ).rank} has not enough memory on {device} "
             f"({str(error).partition('. GPU')[0]}); {_memory_advice(config, device)}"
         ) from error
+    except RuntimeError as error:
+        # If torch waited for the worker, the error that names the signal is the cause of another one.
+        problem = _killed_worker_problem(str(error)) or _killed_worker_problem(str(error.__cause__))
+        if problem is None:
+            raise
+        raise UserError(problem) from error
+
+
+def _killed_worker_problem(message: str) -> str | None:
+    """Return one sentence for an error of torch's DataLoader whose worker was killed; None for any other error."""
+    if not message.startswith("DataLoader worker") or "is killed by signal: " not in message:
+        return None
+    name = message.partition("is killed by signal: ")[2].partition(".")[0]
+    cause = _CAUSES.get(name)
+    return None if cause is None else f"a data worker was killed by a signal ({name}): {cause}"
 
 
 def _memory_advice(config: RunConfig, device: torch.device) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 import errno
 import logging
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from data_pipeline.core.garbage import search_modules_rarely
+from data_pipeline.core.standard_streams import drop_stdout, guard_standard_streams, reader_of_stdout_has_ended
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 # Errors of a file system that refuses a path. ENOENT is not here, because commands first check whether a file exists.
@@ -99,15 +101,17 @@ def run_command(main: Callable[[], None]) -> None:
     """Run the `main` of a command; print an error of the user's input as one line, without a traceback.
 
     A `UserError`, or an `OSError` that `storage_problem` can explain, becomes one line on stderr and exit status 2.
-    Ctrl-C ends with exit status 130, as in a shell.
+    Ctrl-C ends with exit status 130, and a pipe that nothing reads any more with 141, as in a shell.
 
     A `main` should parse its arguments before it imports heavy modules, so that --help answers at once.
     """
     if logging.lastResort is not None:  # it prints warnings if a command has set up no log
         logging.lastResort.setFormatter(PrintableFormatter())
+    guard_standard_streams()
     search_modules_rarely()
     try:
         main()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
@@ -115,6 +119,11 @@ def run_command(main: Callable[[], None]) -> None:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
     except OSError as error:
+        if (
+            isinstance(error, BrokenPipeError) and reader_of_stdout_has_ended()
+        ):  # as in `launch/status.py RUNS | head -1`
+            drop_stdout()
+            raise SystemExit(128 + signal.SIGPIPE) from None
         problem = storage_problem(error)
         if problem is None:
             raise

@@ -8,12 +8,28 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import IO, ClassVar, Self, cast
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
+from data_pipeline.core.standard_streams import UncheckedStream
+
 SECONDS_BETWEEN_LINES = 10.0
+
+
+def _bar_on_stderr() -> RichProgress:
+    return RichProgress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=Console(file=cast(IO[str], UncheckedStream(sys.stderr))),
+        redirect_stdout=sys.stdout.isatty(),  # what goes to a file or a pipe stays out of the terminal
+    )
 
 
 class Progress:
@@ -36,10 +52,7 @@ class Progress:
         self._bar: RichProgress | None = None
         self._is_inner = Progress._shown is not None
         if enabled and sys.stderr.isatty():
-            columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-            self._bar = Progress._shown or RichProgress(
-                TextColumn("{task.description}"), *columns, TextColumn("{task.fields[note]}")
-            )
+            self._bar = Progress._shown or _bar_on_stderr()
             self._task = self._bar.add_task(title, total=total, completed=start, note="")
 
     @classmethod

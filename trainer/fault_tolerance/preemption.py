@@ -16,8 +16,9 @@ from typing import Any, Final, Self
 
 from trainer.distributed.collectives import AnyRank, rank
 
-# Batch systems, torchrun and `kill` send SIGTERM, submitit SIGUSR2, many clusters SIGUSR1, and Ctrl-C SIGINT.
-WARNINGS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+# Batch systems, torchrun and `kill` send SIGTERM, submitit SIGUSR2, many clusters SIGUSR1, Ctrl-C SIGINT, and a
+# terminal that closes SIGHUP.
+WARNINGS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 _ON_CTRL_C: Final = b"\nCtrl-C: stopping after the step at hand, with a checkpoint; press it again to stop at once\n"
 # Variables of launchers that are the parent of their ranks, and that leave them running if they are killed. A shell is
 # not a launcher: it may end before its run (nohup). Slurm's daemon ends its ranks itself.
@@ -41,6 +42,11 @@ def launcher_of(environ: Mapping[str, str]) -> str | None:
     return next((launcher for name, launcher in _LAUNCHERS.items() if name in environ), None)
 
 
+def _is_nohup(number: signal.Signals) -> bool:
+    """Return whether the run shall go on after its terminal has closed, because `nohup` started it."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+
+
 class StopRequests:
     """A context manager that notes warning signals to this process, so that they do not end it.
 
@@ -58,7 +64,7 @@ class StopRequests:
         self._launcher, self._parent = launcher_of(environ), os.getppid()
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._note) for number in WARNINGS}
+        self._before = {number: signal.signal(number, self._note) for number in WARNINGS if not _is_nohup(number)}
         return self
 
     def __exit__(

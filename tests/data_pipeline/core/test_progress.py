@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import time
 
 import pytest
@@ -71,3 +73,38 @@ def test_a_progress_within_another_is_a_line_below_it(monkeypatch: pytest.Monkey
     with Progress("report", total=1) as after:
         after.advance()
         assert after._bar is not outer._bar
+
+
+class ClosedTerminal(io.StringIO):
+    """A terminal whose window is gone: the kernel refuses each write."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str, /) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def flush(self) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_terminal_that_has_closed_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", ClosedTerminal())
+    monkeypatch.setattr("sys.stderr", ClosedTerminal())
+    with Progress("train", total=2) as outer, Progress("encode", total=1) as inner:
+        inner.advance()
+        outer.advance(2)
+    assert outer._bar is not None
+    assert outer._done == 2
+
+
+def test_a_bar_and_the_output_of_a_command_do_not_mix(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)  # as in `python -m trainer.probe RUN > FILE`
+    with Progress("probe", total=1) as progress:
+        progress.advance()
+        print("the output")
+    captured = capsys.readouterr()
+    assert captured.out == "the output\n"
+    assert "probe" in captured.err

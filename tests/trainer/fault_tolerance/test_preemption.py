@@ -58,3 +58,23 @@ def test_a_signal_is_the_reason_even_if_the_launcher_ends_by_it_too(monkeypatch:
         monkeypatch.setattr(os, "getppid", lambda: 1)
         assert requests.agreed()
         assert requests.reason == "as SIGTERM asked"
+
+
+def test_a_terminal_that_closes_asks_to_stop() -> None:
+    with StopRequests({}) as requests:
+        assert not requests.agreed()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert requests.agreed()
+        assert requests.reason == "as SIGHUP asked"
+
+
+def test_a_run_under_nohup_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequests({}) as requests:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not requests.agreed()
+            assert not requests.agreed()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
