@@ -185,10 +185,15 @@ def _load_modules(directory: Path, modules: Mapping[str, nn.Module]) -> None:
 
 
 def _check_modules(directory: Path, names: Collection[str]) -> None:
-    """Raise `DamagedError` if these modules cannot be read. An old checkpoint has no index, so check its headers."""
+    """Raise `DamagedError` if these modules cannot be read.
+
+    An old checkpoint has no index, so only the headers of its files are checked, with a warning.
+    """
     files = [f"{name}{SUFFIX}" for name in names]
     if (directory / INDEX_NAME).is_file():
         check_whole(directory, only=files)
+    else:
+        logger.warning("%s has no %s, so nothing shows whether its weights are those of the run", directory, INDEX_NAME)
     for name in files:
         check_readable(directory / name)
 

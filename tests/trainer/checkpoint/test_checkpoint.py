@@ -26,7 +26,7 @@ from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
 from trainer.build import build_training
 from trainer.checkpoint.files import FORMAT_VERSION, read_tensors, write_files, write_tensors
-from trainer.checkpoint.restore import restore
+from trainer.checkpoint.restore import load_weights, restore
 from trainer.checkpoint.save import CheckpointWriter, HostMemory
 from trainer.config import RunConfig
 from trainer.distributed.collectives import all_gather_object, rank
@@ -374,6 +374,17 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_log_says_why(
     act(run_dir.checkpoint(30))
     with pytest.raises(UserError, match=r"no checkpoint in .* is whole .*pass another --run-dir"):
         restore_tiny(run_dir)
+
+
+def test_weights_without_an_index_are_read_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_dir, engines = RunDir(tmp_path), tiny()
+    save(run_dir, 10, engines=engines)
+    modules = {"encoder": engines["encoder"].module}
+    assert load_weights(run_dir, modules)[0] == 10
+    assert not caplog.text
+    (run_dir.checkpoint(10) / "checkpoint.json").unlink()
+    assert load_weights(run_dir, modules)[0] == 10
+    assert "step_00000010 has no checkpoint.json, so nothing shows whether its weights are those of" in caplog.text
 
 
 def test_a_damaged_checkpoint_takes_no_place_of_a_whole_one(tmp_path: Path) -> None:
