@@ -119,9 +119,8 @@ def run_command(main: Callable[[], None]) -> None:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
     except OSError as error:
-        if (
-            isinstance(error, BrokenPipeError) and reader_of_stdout_has_ended()
-        ):  # as in `launch/status.py RUNS | head -1`
+        # As in `launch/status.py RUNS | head -1`.
+        if isinstance(error, BrokenPipeError) and reader_of_stdout_has_ended():
             drop_stdout()
             raise SystemExit(128 + signal.SIGPIPE) from None
         problem = storage_problem(error)

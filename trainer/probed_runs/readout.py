@@ -55,9 +55,8 @@ def probe(
     one of the labels.
     """
     started = time.monotonic()
-    own_code = hashes_of_code(
-        modules.config, (train.manifest, test.manifest)
-    )  # now, because the user may edit it meanwhile
+    # Now, because the user may edit it meanwhile.
+    own_code = hashes_of_code(modules.config, (train.manifest, test.manifest))
     targets = label_targets(train, test, wanted=labels)
     pairs = pairs_of(readable_labels(train.manifest, test.manifest), (config or modules.config.probe).groups)
     modules = modules.to(device)
