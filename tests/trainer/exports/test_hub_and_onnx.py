@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import trainer.exports.encoder
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import LayerSize
+from tests.own_package import on_path
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.exports.test_export import CIFAR10, TINY, features_of, make_run, pictures
 from trainer.export import main
@@ -28,6 +29,13 @@ from trainer.models.encoder import BaseEncoderConfig, Normalization
 from trainer.models.trunk import Trunk
 from trainer.run_dir import RunDir, write_json
 from trainer.train import train
+
+
+@pytest.fixture(autouse=True)
+def own_kinds() -> Iterator[None]:
+    """Forget the kinds of this file after each test, so that no later test finds them."""
+    with on_path():
+        yield
 
 
 class PatchesConfig(BaseEncoderConfig):
