@@ -364,7 +364,7 @@ def _unread(facts: Sequence[TarFacts], label: str) -> str:
 
 
 def _apart(facts: Sequence[TarFacts]) -> str:
-    """Return how many files lie apart from the picture of their name, and what to do; "" if all lie beside it."""
+    """Return how many samples without a picture share its name with one elsewhere, and what to do; "" if none does."""
     num = sum(each.num_apart for each in facts)
     first = next((key for each in facts for key in each.apart), "")
     return (

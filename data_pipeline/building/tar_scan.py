@@ -87,7 +87,7 @@ class TarFacts(Schema):
         sha256: of a remote tar; empty for a local one.
         num_samples: with a picture.
         num_without_picture: samples that are left out.
-        num_apart, apart: those of them that share their key with a picture of the tar, and the key of the first.
+        num_apart, apart: how many of these have the key of a picture elsewhere in the tar, and the key of the first.
         num_links, links: links in the tar, which are not read, and the name of the first.
         end: where the tar ends. A local tar may be cut short or damaged; what is before is used.
         fields: how many samples have each extension.

@@ -259,9 +259,7 @@ def import_typed(overrides: Sequence[str]) -> None:
 
 def unimported(config: BaseModel) -> list[KindConfig]:
     """Return the sections of a config whose classes were not imported."""
-    sections = [value for _, value in config if isinstance(value, BaseModel)]
-    own = [config] if isinstance(config, KindConfig) and not config.is_imported else []
-    return [*own, *(found for section in sections for found in unimported(section))]
+    return [section for section in sections(config) if not section.is_imported]
 
 
 def sections(config: BaseModel) -> Iterator[KindConfig]:

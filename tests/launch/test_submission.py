@@ -74,6 +74,12 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture
+def tmp_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let /tmp count as shared. It is, for all nodes of this cluster."""
+    monkeypatch.setattr("launch.slurm_checks.check_shared", lambda *_: None)
+
+
+@pytest.fixture
 def fake_slurm(slurm_py: Command, tmp_path: Path) -> Path:
     """Put programs with the names of Slurm's on the PATH: two nodes with eight GPUs, two without; no jobs."""
     programs = {
@@ -389,6 +395,7 @@ def test_without_slurm_it_says_so_and_leaves_nothing_behind(
         (["--mem-gb", "9999999"], "--mem-gb: mem_gb is 9999999; it must be at most 1,000,000"),
     ],
 )
+@pytest.mark.usefixtures("tmp_is_shared")
 def test_a_dry_run_refuses_what_a_submission_refuses_and_both_leave_nothing(
     flags: list[str],
     message: str,
@@ -399,7 +406,6 @@ def test_a_dry_run_refuses_what_a_submission_refuses_and_both_leave_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("launch.slurm_checks.check_shared", lambda *_: None)  # /tmp is, for all nodes of this cluster
     runs = tmp_path / "runs"
     config = resolve_recipe("debug:image", settings[1::2])
     for name in ("OTHER", "FULL", "HELD", "QUEUED"):
@@ -422,16 +428,15 @@ def test_a_dry_run_refuses_what_a_submission_refuses_and_both_leave_nothing(
 
 
 @pytest.mark.parametrize("accepts", [True, False])
+@pytest.mark.usefixtures("tmp_is_shared")
 def test_ctrl_c_while_sbatch_asks_loses_no_job(
     accepts: bool,
     slurm_py: Command,
     fake_slurm: Path,
     settings: list[str],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Slurm may have accepted the job, which then needs its directory. Ctrl-C does not reach this sbatch either."""
-    monkeypatch.setattr("launch.slurm_checks.check_shared", lambda *_: None)
     end = "echo Submitted batch job 12" if accepts else "echo 'sbatch: error: no' >&2; exit 1"
     interrupted = f"[[ $* == *--test-only* ]] && exit 0; kill -INT $PPID $$; {end}"
     (fake_slurm / "sbatch").write_text(f"#!/bin/bash\n{interrupted}\n")
@@ -444,11 +449,11 @@ def test_ctrl_c_while_sbatch_asks_loses_no_job(
     assert ("job 12 was submitted before this; end it: scancel 12\n" in done.stderr) == accepts
 
 
+@pytest.mark.usefixtures("tmp_is_shared")
 def test_two_commands_at_once_submit_a_run_once(
-    slurm_py: Command, fake_slurm: Path, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm_py: Command, fake_slurm: Path, settings: list[str], tmp_path: Path
 ) -> None:
     """The second finds no job at first, and must not remove what the first has made meanwhile."""
-    monkeypatch.setattr("launch.slurm_checks.check_shared", lambda *_: None)
     run_dir, other = RunDir(tmp_path / "run"), RunDir(tmp_path / "other")
     arguments = ["--config", "debug:image", *settings, "--run-dir", run_dir.path]
     with hold(RunDir(run_dir.path / "logs")):
@@ -467,10 +472,10 @@ def test_two_commands_at_once_submit_a_run_once(
     assert last_submission(run_dir) is not None
 
 
+@pytest.mark.usefixtures("tmp_is_shared")
 def test_a_dry_run_on_a_cluster_checks_and_leaves_all_as_it_was(
-    slurm_py: Command, fake_slurm: Path, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm_py: Command, fake_slurm: Path, settings: list[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("launch.slurm_checks.check_shared", lambda *_: None)
     (tmp_path / "empty_run").mkdir()
     before = sorted(tmp_path.rglob("*"))
     flags = ["--partition", "gpu", "--nodes", "2", "--gpus-per-node", "8", "--dry-run"]

@@ -28,7 +28,7 @@ from trainer.objectives.health import effective_rank, uniformity
 from trainer.observability.figures import to_png
 from trainer.probes.features import LabelSpace, Pictures, extract, frozen
 from trainer.probes.linear import accuracy, best_classes
-from trainer.probes.targets import label_difference
+from trainer.probes.targets import label_difference, label_mend
 from trainer.probes.view_batches import view_batches
 from trainer.run_dir import RunDir
 
@@ -102,7 +102,7 @@ def analyze_alignment(run_dir: RunDir, *, config: AlignmentConfig, options: Anal
     """
     loaded = load_run(run_dir, options)
     if (difference := label_difference(loaded.train.manifest, loaded.test.manifest)) is not None:
-        raise UserError(f"{difference}; build both from the same dataset")
+        raise UserError(f"{difference}; {label_mend(loaded.train.manifest, loaded.test.manifest)}")
     rows = [choose_rows(len(part), config.num_samples, seed=loaded.seed) for part in (loaded.train, loaded.test)]
     total = config.num_views * sum(map(len, rows))
     with Progress("views encoded", total=total) as progress:
