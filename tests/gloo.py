@@ -68,7 +68,7 @@ def run_ranks(function: Callable[..., T], world_size: int, *args: Any, timeout_s
             for rank, pipe in enumerate(ours):
                 pipe.send((state, str(Path(directory) / "store"), rank, world_size, timeout_s))
                 pipe.send_bytes(call)
-            results = _collect(ours, world_size=world_size, timeout_s=timeout_s)
+            results = collect(ours, world_size=world_size, timeout_s=timeout_s)
         finally:
             server.kill(pids)
             for pipe in ours:
@@ -106,7 +106,8 @@ def _server() -> _Server:
     return _Server()
 
 
-def _collect(pipes: list[Connection], *, world_size: int, timeout_s: float) -> dict[int, Any]:
+def collect(pipes: list[Connection], *, world_size: int, timeout_s: float) -> dict[int, Any]:
+    """Return what each rank sent through its pipe, by rank. Raises `RankError`."""
     deadline = time.monotonic() + timeout_s
     results: dict[int, Any] = {}
     raised: dict[int, str] = {}  # in the order in which they came

@@ -39,6 +39,7 @@ _TEST_FILES: Final = (
     "tests/trainer/optim/test_optim.py",
     "tests/trainer/checkpoint/test_checkpoint.py",
     "tests/trainer/test_on_a_gpu.py",
+    "tests/trainer/distributed/test_ranks_on_a_gpu.py",
 )
 # Masks have the same bits on every device; in float32, expert views do not.
 _SAME_VIEWS: Final = {"simclr:digits": ("views={kind: random_mask}",), "viewmaker:digits": ()}

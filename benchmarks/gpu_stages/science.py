@@ -49,16 +49,18 @@ def tasks(setting: Setting, *, overlay: str) -> Mapping[str, Task]:
     needs = 0 if setting.is_tiny else 60 + _SECONDS_OF_A_PROBE + _SECONDS_OF_PACKING
     recipes = [f"{family}:{overlay}" for family in ("simclr", "viewmaker")]
     shares = range(len(recipes), 0, -1)  # the first gets half of the time, the second what is left
+    suffix = f", {setting.num_epochs} epochs" if setting.num_epochs is not None else ""
     return {
-        recipe: Task(partial(train_and_probe, setting, recipe, share=share), needs, None)
+        f"{recipe}{suffix}": Task(partial(train_and_probe, setting, recipe, share=share), needs, None)
         for recipe, share in zip(recipes, shares, strict=True)
     }
 
 
 def train_and_probe(setting: Setting, recipe: str, *, share: int = 1) -> Outcome:
     """Train a recipe until it ends, or one of `share` equal parts of the session; pack it, probe it, pack it again."""
-    setting = replace(setting, ends_at=time.time() + setting.seconds_left / share)
-    name = recipe.replace(":", "-")
+    if not setting.only:  # else the other one may not run in this session
+        setting = replace(setting, ends_at=time.time() + setting.seconds_left / share)
+    name = recipe.replace(":", "-") + (f"-{setting.num_epochs}" if setting.num_epochs is not None else "")
     run_dir = RunDir(setting.runs / name)
     if not run_dir.config.is_file():
         unpack(name, setting.out, run_dir.path)
@@ -92,7 +94,8 @@ def train_and_probe(setting: Setting, recipe: str, *, share: int = 1) -> Outcome
 def config_of(setting: Setting, recipe: str, run_dir: RunDir) -> RunConfig:
     """Return the config of the run, or of a new one: the recipe in bfloat16, its step recorded unless a check failed.
 
-    Raises `UserError` if a dataset is missing.
+    A viewmaker is compiled as well if a check has shown that this changes nothing: it saves more than it costs. Raises
+    `UserError` if a dataset is missing.
     """
     overlay = recipe.partition(":")[2]
     train, test = published(setting, overlay)
@@ -101,14 +104,18 @@ def config_of(setting: Setting, recipe: str, run_dir: RunDir) -> RunConfig:
     records = [read_record(path) for path in (setting.record, *setting.known)]
     checks = [record.measurement("checks", f"captured against eager, {recipe}") for record in records]
     is_wrong = any(check is not None and (check.failed or check.holds is False) for check in checks)
+    compiled = [record.measurement("compiled", f"recorded against compiled, {recipe}") for record in records]
+    is_compiled = recipe.startswith("viewmaker") and any(check is not None and check.is_done for check in compiled)
+    is_compiled &= not setting.is_tiny  # on a CPU, to compile takes longer than all the rest of a dry run
     settings = [
         f"data.train_dir={train}",
         f"data.test_dir={test}",
         "tracking.wandb=disabled",
         "precision=bfloat16",
         "channels_last=true",
-        f"compile={'false' if is_wrong else 'step'}",
+        f"compile={'false' if is_wrong else 'both' if is_compiled else 'step'}",
         "keep_checkpoints=1",
+        *([] if setting.num_epochs is None else [f"num_epochs={setting.num_epochs}"]),
         *(_TINY if setting.is_tiny else ()),
         *(["views.base_width=4"] if setting.is_tiny and recipe.startswith("viewmaker") else []),
     ]

@@ -47,6 +47,8 @@ class Setting:
         digits: the digits to draw, as in `python -m data_pipeline build --digits`.
         is_tiny: whether this is a dry run, with tiny sizes.
         ends_at: the end of the session, in seconds of `time.time`.
+        only: parts of names; measurements with none of them in their names are left out. Empty for all.
+        num_epochs: the epochs of the runs of `science`; None for those of their recipes.
         known: the records of earlier sessions, which this session does not write.
     """
 
@@ -58,6 +60,8 @@ class Setting:
     digits: str = "mnist"
     is_tiny: bool = False
     ends_at: float = float("inf")
+    only: tuple[str, ...] = ()
+    num_epochs: int | None = None
     known: tuple[Path, ...] = ()
 
     @property
@@ -236,8 +240,9 @@ def run_stage(stage: Stage, setting: Setting, *, session: int, is_isolated: bool
         )
 
     tasks = stage.tasks(setting)
-    names = [name for name in tasks if again or not is_done(name)]
-    tally = Tally(earlier=[name for name in tasks if name not in names])
+    wanted = [name for name in tasks if not setting.only or any(part in name for part in setting.only)]
+    names = [name for name in wanted if again or not is_done(name)]
+    tally = Tally(earlier=[name for name in wanted if name not in names])
     attempt = _attempt_elsewhere if is_isolated else _attempt
     open_names = list(names)
     while open_names:

@@ -90,6 +90,13 @@ def sound_tasks(_: Setting) -> Mapping[str, Task]:
     return {name: task(succeed, needs_seconds=0) for name in ("a", "b", "c")}
 
 
+def test_a_session_can_be_about_some_measurements_only(tmp_path: Path) -> None:
+    setting = dataclasses.replace(setting_at(tmp_path), only=("c", "a"))
+    session = begin_session(setting, {})
+    tally = run_stage(Stage("sound", sound_tasks), setting, session=session, is_isolated=False)
+    assert (tally.done, tally.left) == (["a", "c"], [])
+
+
 def test_a_session_repeats_nothing_but_what_failed_or_is_unfinished(tmp_path: Path) -> None:
     setting = setting_at(tmp_path)
     stage = Stage("sound", sound_tasks)

@@ -28,6 +28,7 @@ from trainer.config import RunConfig
 from trainer.distributed.collectives import all_reduce_mean_scalars, rank, world_size
 from trainer.models.batch_norm import average_running_statistics
 
+CPU = torch.device("cpu")
 BATCH_SIZE = 8
 OBJECTIVES = {
     "nt_xent": [],
@@ -118,10 +119,10 @@ def own_part() -> Batch:
     return Batch(3, 1, index_B, pictures, pictures, None, None, labels)
 
 
-def one_step(config: RunConfig) -> dict[str, torch.Tensor]:
+def one_step(config: RunConfig, device: torch.device = CPU) -> dict[str, torch.Tensor]:
     """Return the loss, every gradient, every buffer and every frozen parameter after one step on this rank's part."""
     classes = {"digit": 3}
-    training = build_training(config, num_samples=BATCH_SIZE, num_classes=classes, device=torch.device("cpu"))
+    training = build_training(config, num_samples=BATCH_SIZE, num_classes=classes, device=device)
     engines = training.engines
     found: dict[str, torch.Tensor] = {}
 
@@ -135,17 +136,17 @@ def one_step(config: RunConfig) -> dict[str, torch.Tensor]:
 
     for name, engine in engines.items():
         engine.step = functools.partial(note_gradients, name)  # type: ignore[method-assign]
-    output = training.step(own_part(), learning_rates=dict.fromkeys(engines, 0.0))
+    output = training.step(own_part().to(device), learning_rates=dict.fromkeys(engines, 0.0))
     assert not output.skipped
     average_running_statistics(training.modules.encoder)  # of split batch norm, as before each save
     found["loss"] = torch.tensor(all_reduce_mean_scalars({"": output.metrics["train/loss"]})[""])
     found |= {f"encoder/{name}": buffer.clone() for name, buffer in training.modules.encoder.named_buffers()}
     found |= {f"objective state/{name}": tensor.clone() for name, tensor in training.objective.saved_state().items()}
-    return found
+    return {name: tensor.cpu() for name, tensor in found.items()}
 
 
-def steps(configs: list[RunConfig]) -> list[dict[str, torch.Tensor]]:
-    return [one_step(config) for config in configs]
+def steps(configs: list[RunConfig], device: torch.device = CPU) -> list[dict[str, torch.Tensor]]:
+    return [one_step(config, device) for config in configs]
 
 
 def assert_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], cell: object) -> None:

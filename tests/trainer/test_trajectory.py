@@ -25,6 +25,7 @@ from trainer.provenance import RECORDED_CONFIG, add_to_provenance
 from trainer.run_dir import RunDir
 from trainer.train import train
 
+CPU = torch.device("cpu")
 NUM_STEPS, HALF = 10, 5  # two epochs
 IN_FLOAT64 = ["precision=float64", f"checkpoint_every_steps={HALF}"]  # the same for all, so that they share runs
 CONVNET_OF_32 = convnet(32)
@@ -91,8 +92,8 @@ def configure(data: Path, recipe: str, overrides: list[str]) -> RunConfig:
     )
 
 
-def train_on_rank(config: RunConfig, run_dir: Path) -> None:
-    train(config, RunDir(run_dir), device=torch.device("cpu"), command="test")
+def train_on_rank(config: RunConfig, run_dir: Path, device: torch.device = CPU) -> None:
+    train(config, RunDir(run_dir), device=device, command="test")
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +123,23 @@ def has_no_effect(player: str, name: str) -> bool:
     return player == "viewmaker" and name.endswith("second.norm.bias")
 
 
+def assert_same_runs(together: Path, one: Path, config: RunConfig) -> None:
+    """Compare the losses of two runs, and how far each of their parameters has moved."""
+    curves = {
+        path: np.array([entry["train/loss"] for entry in RunDir(path).read_metrics()]) for path in (one, together)
+    }
+    assert len(curves[one]) == NUM_STEPS
+    assert np.ptp(curves[one]) > 0.1  # the runs moved
+    np.testing.assert_allclose(curves[together], curves[one], rtol=1e-9)
+    for player in config.module_optimizers:
+        expected, found = final_state(one, player), final_state(together, player)
+        untrained = build_modules(config).trained_modules[player].state_dict()
+        for name, tensor in expected.items():
+            if not has_no_effect(player, name):
+                moved = (tensor - untrained[name]).double().norm()
+                assert (found[name] - tensor).double().norm() <= 1e-8 * moved, name
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(("kind", "world_size"), [(kind, 2) for kind in STEPS] + [("simultaneous", 4)])
 def test_ranks_follow_one_process(
@@ -143,19 +161,7 @@ def test_ranks_follow_one_process(
     config = configure(where, recipe, [*IN_FLOAT64, *overrides])
     one, together = alone(config), tmp_path / "together"
     run_ranks(train_on_rank, world_size, config, together)
-    curves = {
-        path: np.array([entry["train/loss"] for entry in RunDir(path).read_metrics()]) for path in (one, together)
-    }
-    assert len(curves[one]) == NUM_STEPS
-    assert np.ptp(curves[one]) > 0.1  # the runs moved
-    np.testing.assert_allclose(curves[together], curves[one], rtol=1e-9)
-    for player in config.module_optimizers:
-        expected, found = final_state(one, player), final_state(together, player)
-        untrained = build_modules(config).trained_modules[player].state_dict()
-        for name, tensor in expected.items():
-            if not has_no_effect(player, name):
-                moved = (tensor - untrained[name]).double().norm()
-                assert (found[name] - tensor).double().norm() <= 1e-8 * moved, name
+    assert_same_runs(together, one, config)
 
 
 def test_an_overlay_is_new_in_every_epoch_unless_it_is_baked_in(data: Path, online_data: Path) -> None:

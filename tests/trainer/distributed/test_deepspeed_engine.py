@@ -31,6 +31,7 @@ from trainer.distributed.engines.deepspeed_engine import DeepSpeedConfig, DeepSp
 from trainer.modules import build_modules, build_run_objective
 from trainer.optim.optimizers import AdamConfig, AdamWConfig, OptimizerConfig, SGDConfig, build_optimizer
 
+CPU = torch.device("cpu")
 BATCH_SIZE = 8
 NUM_STEPS = 10
 RATES = {"encoder": 0.02, "viewmaker": 2e-3}
@@ -155,10 +156,10 @@ def optimizer_of(case: Case, player: str) -> OptimizerConfig:
     return case.optimizer if player == "encoder" else ADAM
 
 
-def deepspeed_engines(case: Case, *, seed: int = 0) -> dict[str, Any]:
+def deepspeed_engines(case: Case, *, seed: int = 0, device: torch.device = CPU) -> dict[str, Any]:
     return {
         name: DeepSpeedEngine(
-            module.to(memory_format=case.memory_format),  # type: ignore[call-overload]
+            module.to(device, memory_format=case.memory_format),  # type: ignore[call-overload]
             optimizer=optimizer_of(case, name),
             config=case.config,
             global_batch_size=BATCH_SIZE,
@@ -190,8 +191,9 @@ def play(engines: Mapping[str, Any], game: Game, *, first: int = 0, last: int = 
     """Take steps `first` to `last`; return this rank's losses and the lengths of the encoder's gradient."""
     losses, norms = [], []
     encoder, viewmaker = engines["encoder"], engines["encoder" if game == "encoder" else "viewmaker"]
+    device = next(encoder.module.parameters()).device
     for step in range(first, last):
-        x = pictures(step)
+        x = pictures(step).to(device)
         with viewmaker.frozen() if game == "alternating" else ExitStack():
             loss = loss_of(engines, x, reverses=game == "simultaneous")
             encoder.backward(loss)
@@ -203,12 +205,12 @@ def play(engines: Mapping[str, Any], game: Game, *, first: int = 0, last: int = 
                 viewmaker.backward(-0.5 * loss_of(engines, x))
         if game != "encoder":
             viewmaker.step(learning_rate=RATES["viewmaker"])
-    return torch.stack(losses), torch.stack(norms)
+    return torch.stack(losses).cpu(), torch.stack(norms).cpu()
 
 
 def states_of(engines: Mapping[str, Any]) -> dict[str, tuple[State, State]]:
     return {
-        name: tuple({key: value.clone() for key, value in state.items()} for state in both)  # type: ignore[misc]
+        name: tuple({key: value.to("cpu", copy=True) for key, value in state.items()} for state in both)  # type: ignore[misc]
         for name, engine in engines.items()
         for both in [(engine.module_state(), engine.optimizer_state())]
     }
@@ -222,8 +224,8 @@ def same_bits(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(same_bits(*pair) for pair in zip(a, b, strict=True))
 
 
-def train_on_rank(case: Case) -> dict[str, Any]:
-    engines = deepspeed_engines(case)
+def train_on_rank(case: Case, device: torch.device = CPU) -> dict[str, Any]:
+    engines = deepspeed_engines(case, device=device)
     losses, norms = play(engines, case.game)
     return {"losses": losses, "norms": norms, "states": states_of(engines)}
 
@@ -343,21 +345,24 @@ REAL_RUNS: dict[str, tuple[str, list[str], Literal[0, 1, 2, 3]]] = {
 }
 
 
-def real_steps(run: RealRun, *, engine: Literal["ddp", "deepspeed"]) -> dict[str, Any]:
+def real_steps(run: RealRun, *, engine: Literal["ddp", "deepspeed"], device: torch.device = CPU) -> dict[str, Any]:
     """Take the first steps of a run on its data, as the loop does."""
     engines = {"ddp": DDPConfig(), "deepspeed": DeepSpeedConfig(zero_stage=run.stage)}
     config = run.config.model_copy(update={"engine": engines[engine], "global_batch_size": 16})
-    modules = build_modules(config)
-    objective = build_run_objective(config, modules.encoder, num_samples=40, device=torch.device("cpu"))
+    modules = build_modules(config).to(device)
+    objective = build_run_objective(config, modules.encoder, num_samples=40, device=device)
     trained = modules.trained_modules
     if any(parameter.requires_grad for parameter in objective.parameters()):
         trained["objective"] = objective
-    start = {name: {key: value.clone() for key, value in m.state_dict().items()} for name, m in trained.items()}
+    start = {
+        name: {key: value.to("cpu", copy=True) for key, value in module.state_dict().items()}
+        for name, module in trained.items()
+    }
     training = assemble(config, modules, objective)
-    stream = open_stream(config.data, global_batch_size=16, seed=0, end_step=3)
+    stream = open_stream(config.data, global_batch_size=16, seed=0, end_step=3, device=device)
     rates = {"encoder": 0.01, "objective": 0.01, "viewmaker": 1e-4}
     losses = [training.step(batch, learning_rates=rates).metrics["train/loss"] for batch in stream]
-    return {"losses": torch.stack(losses), "states": states_of(training.engines), "start": start}
+    return {"losses": torch.stack(losses).cpu(), "states": states_of(training.engines), "start": start}
 
 
 @contextmanager
@@ -439,12 +444,9 @@ def assert_follows(found: State, expected: State, start: Mapping[str, Tensor], *
         assert (found[name] - tensor).norm() <= rtol * way, name
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("name", CASES)
-def test_ranks_follow_one_plain_process(name: str, ranks: list[dict[str, Any]]) -> None:
-    """10 steps in float32 on two ranks: losses, gradient lengths, both players' parameters and optimizer states."""
-    case = CASES[name]
-    expected, found = reference(case), [result["trained"][name] for result in ranks]
+def assert_follow_one_process(found: list[dict[str, Any]], case: Case) -> None:
+    """Compare what the ranks of a case return with plain torch in one process."""
+    expected = reference(case)
     together = torch.stack([result["losses"] for result in found]).mean(0)
     assert (expected["losses"] - expected["losses"][0]).abs().max() > 0.1  # the run moved
     torch.testing.assert_close(together, expected["losses"], rtol=1e-5, atol=0)
@@ -455,6 +457,13 @@ def test_ranks_follow_one_plain_process(name: str, ranks: list[dict[str, Any]]) 
             found_module, found_optimizer = result["states"][player]
             assert_follows(found_module, module_state, start[player], rtol=1e-4)
             assert_follows(found_optimizer, optimizer_state, {}, rtol=1e-4)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_follow_one_plain_process(name: str, ranks: list[dict[str, Any]]) -> None:
+    """10 steps in float32 on two ranks: losses, gradient lengths, both players' parameters and optimizer states."""
+    assert_follow_one_process([result["trained"][name] for result in ranks], CASES[name])
 
 
 @pytest.mark.ranks

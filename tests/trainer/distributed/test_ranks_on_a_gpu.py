@@ -1,0 +1,206 @@
+"""Ranks that exchange their messages by NCCL, on one GPU: what gloo shows on CPUs holds there too.
+
+Each test needs a GPU and no more than one (`tests.nccl`). Two ranks, each with its own part of the batch, are compared
+with one process on the same GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from configs import resolve_recipe
+from tests.nccl import machine_of, run_nccl_ranks
+from tests.small_encoder import CONVNET
+from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
+from tests.trainer import test_exactness as exactness
+from tests.trainer import test_trajectory as trajectory
+from tests.trainer.distributed import test_deepspeed_engine as deepspeed
+from trainer.config import RunConfig
+from trainer.run_dir import RunDir
+
+ROOT = Path(__file__).parents[3]
+CUDA = torch.device("cuda", 0)
+WORLD_SIZE = 2
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+IN_PARTS = ["memory.micro_batches=2", "memory.encoder_checkpointing=1"]
+# The rows of the matrix of test_exactness.py: objectives, composed views, and what only a GPU does in another way.
+STEPS: dict[str, RunConfig] = {
+    **{objective: exactness.configure(objective, [CONVNET]) for objective in exactness.OBJECTIVES},
+    **{name: exactness.configure("nt_xent", overrides) for name, overrides in exactness.RESNET.items()},
+    "micro_batches": exactness.configure("nt_xent", ["objective.chunk_size=3", *IN_PARTS]),
+    "channels_last": exactness.configure("moco", ["objective.queue_size=16", "channels_last=true"]),
+    "one_forward": exactness.configure("nt_xent", ["view_forwards=one"]),
+    "multi_crop": exactness.configure_multi_crop("dino", []),
+}
+CUT = {  # by FSDP
+    name: build(objective, [*overrides, "engine.kind=fsdp"])
+    for name, (build, objective, overrides) in exactness.FSDP.items()
+}
+WHOLE = {name: build(objective, overrides) for name, (build, objective, overrides) in exactness.FSDP.items()}
+
+
+def plain(config: RunConfig) -> RunConfig:
+    """Return the config without recording, which reads its learning rates in float32."""
+    return config.model_copy(update={"compile": False})
+
+
+@pytest.fixture(scope="module")
+def steps() -> dict[str, list[dict[str, torch.Tensor]]]:
+    configs = STEPS | {f"fsdp {name}": config for name, config in CUT.items()}
+    by_rank = run_nccl_ranks(exactness.steps, WORLD_SIZE, list(map(plain, configs.values())), CUDA)
+    return dict(zip(configs, map(list, zip(*by_rank, strict=True)), strict=True))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_of_ranks_on_a_gpu_is_that_of_one_process(
+    name: str, steps: dict[str, list[dict[str, torch.Tensor]]]
+) -> None:
+    """The loss, every gradient and every buffer, in float64."""
+    expected = exactness.one_step(plain(STEPS[name]), CUDA)
+    for found in steps[name]:
+        exactness.assert_equal(found, expected, name)
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_step_in_pieces_on_a_gpu_is_that_of_one_process(
+    name: str, steps: dict[str, list[dict[str, torch.Tensor]]]
+) -> None:
+    expected = exactness.one_step(plain(WHOLE[name]), CUDA)
+    for found in steps[f"fsdp {name}"]:
+        exactness.assert_equal(found, expected, name)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    pictures, online, sounds = (tmp_path_factory.mktemp(name) for name in ("pictures", "online", "sounds"))
+    return {
+        "pictures": write_tiny_pair(pictures, num_train=83, num_test=20),
+        "online": write_tiny_pair(online, num_train=83, num_test=20, overlay="online"),
+        "sounds": write_tiny_sound_pair(sounds, num_train=43, num_test=20),
+    }
+
+
+RUNS = ("simultaneous", "moco", "byol", "composed", "online_per_view", "sounds_waveform", "sounds_viewmaker")
+
+
+def config_of(kind: str, data: dict[str, Path]) -> RunConfig:
+    recipe, overrides = trajectory.STEPS[kind]
+    where = data.get(kind.partition("_")[0], data["pictures"])
+    return trajectory.configure(where, recipe, [*trajectory.IN_FLOAT64, *overrides, "compile=false"])
+
+
+def train_all(configs: list[RunConfig], run_dirs: list[Path]) -> None:
+    for config, run_dir in zip(configs, run_dirs, strict=True):
+        trajectory.train_on_rank(config, run_dir, CUDA)
+
+
+@pytest.fixture(scope="module")
+def runs(data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    run_dirs = {kind: tmp_path_factory.mktemp("runs") / kind for kind in RUNS}
+    run_nccl_ranks(train_all, WORLD_SIZE, [config_of(kind, data) for kind in RUNS], list(run_dirs.values()))
+    return run_dirs
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_run_of_ranks_on_a_gpu_is_that_of_one_process(
+    kind: str, data: dict[str, Path], runs: dict[str, Path], tmp_path: Path
+) -> None:
+    """Two epochs from the shards, with the checkpoints that a run writes."""
+    config = config_of(kind, data)
+    trajectory.train_on_rank(config, tmp_path / "alone", CUDA)
+    trajectory.assert_same_runs(runs[kind], tmp_path / "alone", config)
+
+
+def deepspeed_on_rank(real_runs: dict[str, deepspeed.RealRun]) -> dict[str, Any]:
+    return {
+        "trained": {name: deepspeed.train_on_rank(case, CUDA) for name, case in deepspeed.CASES.items()},
+        "real": {name: deepspeed.real_steps(run, engine="deepspeed", device=CUDA) for name, run in real_runs.items()},
+        "real_ddp": {name: deepspeed.real_steps(run, engine="ddp", device=CUDA) for name, run in real_runs.items()},
+    }
+
+
+@pytest.fixture(scope="module")
+def real_runs(data: dict[str, Path]) -> dict[str, deepspeed.RealRun]:
+    given = [f"data.{split}_dir={data['pictures'] / split}" for split in ("train", "test")]
+    given += ["data.num_workers=0", "global_batch_size=16", "compile=false"]
+    return {
+        name: deepspeed.RealRun(resolve_recipe(recipe, [*given, *overrides]), stage)
+        for name, (recipe, overrides, stage) in deepspeed.REAL_RUNS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def of_deepspeed(real_runs: dict[str, deepspeed.RealRun]) -> list[dict[str, Any]]:
+    pytest.importorskip("deepspeed")
+    return run_nccl_ranks(deepspeed_on_rank, WORLD_SIZE, real_runs)
+
+
+@pytest.mark.parametrize("name", deepspeed.CASES)
+def test_deepspeed_on_a_gpu_follows_one_plain_process(name: str, of_deepspeed: list[dict[str, Any]]) -> None:
+    deepspeed.assert_follow_one_process([result["trained"][name] for result in of_deepspeed], deepspeed.CASES[name])
+
+
+@pytest.mark.parametrize("name", deepspeed.REAL_RUNS)
+def test_a_real_run_of_deepspeed_on_a_gpu_follows_ddp(name: str, of_deepspeed: list[dict[str, Any]]) -> None:
+    """Kernels may sum in another order each time, so the last digits of float32 may differ."""
+    for result in of_deepspeed:
+        found, expected = result["real"][name], result["real_ddp"][name]
+        torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-4, atol=1e-5)
+        start = expected["start"]["encoder"]
+        for key, tensor in expected["states"]["encoder"][0].items():
+            moved = (tensor - start[key]).double().norm()
+            assert (found["states"]["encoder"][0][key] - tensor).double().norm() <= 1e-2 * moved, key
+
+
+def test_started_as_by_slurm_ranks_on_a_gpu_train_and_go_on(data: dict[str, Path], tmp_path: Path) -> None:
+    """`launch/train.py` as two tasks, each of which sees one GPU; and once more, from the first checkpoint on."""
+    config = config_of("simultaneous", data)
+    run_dir, config_file = RunDir(tmp_path / "run"), tmp_path / "config.json"
+    config_file.write_text(config.model_dump_json())
+    command = [sys.executable, "launch/train.py", "--config", str(config_file), "--run-dir", str(run_dir.path)]
+    start_as_by_slurm(command, port=29_417)
+    trajectory.train_on_rank(config, tmp_path / "alone", CUDA)
+    trajectory.assert_same_runs(run_dir.path, tmp_path / "alone", config)
+    shutil.rmtree(run_dir.checkpoint(trajectory.NUM_STEPS))
+    run_dir.latest.write_text(run_dir.checkpoint(trajectory.HALF).name + "\n")
+    start_as_by_slurm(command, port=29_418)
+    trajectory.assert_same_runs(run_dir.path, tmp_path / "alone", config)
+
+
+def start_as_by_slurm(command: list[str], *, port: int) -> None:
+    """Start two tasks of a step of Slurm, and wait for their end."""
+    step = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_NODEID": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    tasks = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | step | machine_of(rank) | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [task.communicate(timeout=200)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], said
