@@ -1,7 +1,8 @@
-"""`make demo`: build data, train two encoders on two processes, and write a report that compares them.
+"""`make demo`: build data, train two encoders, and write a report that compares them.
 
 The data are drawn pictures with digits on them. One encoder trains on expert views, the other with a viewmaker. Both
-are probed on both labels, as is the untrained encoder. Every stage is a command that a user could type, and is printed.
+are probed on both labels, as is the untrained encoder. They are trained by two processes, or by one where there is one
+GPU, which two processes may not share. Every stage is a command that a user could type, and is printed.
 An interrupted demo goes on with the stage that it had not finished.
 """
 
@@ -14,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 DIRECTORY = Path("demo")
 REPORT = DIRECTORY / "report.html"
 RECIPES = {"demo:expert": DIRECTORY / "expert", "demo:viewmaker": DIRECTORY / "viewmaker"}
@@ -24,7 +27,8 @@ def stages() -> list[tuple[str, list[str]]]:
     """Return the title and the command of each stage."""
     python = [sys.executable]
     build = [*python, "-m", "data_pipeline", "build", "procedural_digits", "--overlay", "online"]
-    torchrun = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "launch.train"]
+    torchrun = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    torchrun += ["1" if torch.cuda.device_count() == 1 else "2", "-m", "launch.train"]
     data = DIRECTORY / "data"
     return [
         ("draw the training pictures", [*build, "--out", str(data / "train"), "--limit", "5000"]),
