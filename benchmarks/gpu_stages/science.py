@@ -115,8 +115,8 @@ def config_of(setting: Setting, recipe: str, run_dir: RunDir) -> RunConfig:
         "channels_last=true",
         f"compile={'false' if is_wrong else 'both' if is_compiled else 'step'}",
         "keep_checkpoints=1",
-        *([] if setting.num_epochs is None else [f"num_epochs={setting.num_epochs}"]),
         *(_TINY if setting.is_tiny else ()),
+        *([] if setting.num_epochs is None else [f"num_epochs={setting.num_epochs}"]),
         *(["views.base_width=4"] if setting.is_tiny and recipe.startswith("viewmaker") else []),
     ]
     return resolve_recipe(recipe, settings)
