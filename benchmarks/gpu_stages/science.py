@@ -35,7 +35,7 @@ from trainer.probed_runs.probing import probe_run
 from trainer.provenance import command_line
 from trainer.run_dir import LOCK_NAME, RunDir
 
-_SECONDS_OF_A_PROBE: Final = 120
+_SECONDS_OF_A_PROBE: Final = 150  # 130 with a viewmaker on an H200
 _SECONDS_OF_PACKING: Final = 15
 _NUM_POINTS: Final = 40  # of the curve of the loss in the record
 _TINY: Final = (
