@@ -12,8 +12,8 @@ The stages, in the order of their worth:
 - probe: a linear probe and kNN on features in the memory of the GPU;
 - throughput-1024, throughput-4096: as throughput-256, with larger batches;
 - jpeg: JPEG files to crops, by nvJPEG on the GPU against our decoder on one core and on all;
-- digits, shapes: the recipes of Table 1 at their published size, expert views and a viewmaker, with probes. Both
-  recipes of a stage get a part of the time that is left.
+- digits, shapes, cifar10: the recipes of Table 1 at their published size, expert views and a viewmaker, with probes.
+  Both recipes of a stage get a part of the time that is left.
 
 DIR/gpu.json gets each result at once. A run that did not end lies in DIR in pieces below 16 MB; copy DIR to the next
 machine, and the run goes on. What DIR or benchmarks/results/gpu*.json holds is not measured again. Without a network,
@@ -82,7 +82,7 @@ def main() -> None:
     add("--budget-minutes", type=_minutes, default=25.0, metavar="M", help="when the session ends (default: 25)")
     add("--stages", metavar="A,B", help="only these stages (default: all)")
     add("--only", metavar="A,B", help="only measurements with A or B in their names")
-    add("--epochs", type=int, metavar="N", help="the epochs of digits and shapes (default: 200, as published)")
+    add("--epochs", type=int, metavar="N", help="the epochs of digits, shapes and cifar10 (default: 200)")
     add("--data", type=Path, default=Path("data"), metavar="DIR", help="the built datasets (default: data)")
     add("--root", type=Path, metavar="DIR", help="the pictures and MNIST/raw from which missing datasets are built")
     add("--digits", metavar="KIND", default="mnist", help="the digits that are drawn (default: mnist)")

@@ -12,7 +12,7 @@ from benchmarks.record import rounded
 from benchmarks.training_throughput import GAME, LIGHTLY, OURS
 
 _PUBLISHED_BATCH: Final = 256
-_RUNS: Final = ("digits", "shapes")
+_RUNS: Final = ("digits", "shapes", "cifar10")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from benchmarks.gpu_stages.session import Setting
 from data_pipeline.core.errors import UserError
 
 ROOT = Path(__file__).parents[2]
+PLAIN: Final = "cifar10"  # without an overlay
 _NUM_PROCEDURAL: Final = 20_000  # pictures for throughput, whose content does not matter
 
 
@@ -22,30 +23,30 @@ def pictures_without_overlay(setting: Setting) -> Path:
 
 def procedural_pair(setting: Setting, overlay: str) -> tuple[Path, Path]:
     """Return a small train set and test set of procedural pictures, drawn on online; build them if needed."""
-    return _pair(setting, f"procedural_{overlay}", "--limit", "64" if setting.is_tiny else "4096")
+    return _pair(
+        setting, f"procedural_{overlay}", "--overlay", "online", "--limit", "64" if setting.is_tiny else "4096"
+    )
 
 
 def published(setting: Setting, overlay: str) -> tuple[Path, Path]:
     """Return the train set and the test set of CIFAR-10 with an overlay that is drawn online; build them if needed.
 
-    The pictures of a dry run are procedural. Raises `UserError` if they have to be built and `root` is not given.
+    `overlay` is "cifar10" for the pictures alone. The pictures of a dry run are procedural, and have an overlay. Raises
+    `UserError` if they have to be built and `root` is not given.
     """
     if setting.is_tiny:
-        return procedural_pair(setting, overlay)
-    options = []
+        return procedural_pair(setting, "digits" if overlay == PLAIN else overlay)
+    options = [] if overlay == PLAIN else ["--overlay", "online"]
     if setting.root is not None:
         is_folder = (setting.root / "train").is_dir()
         options += ["--source", "folder" if is_folder else "torchvision", "--root", str(setting.root)]
         if overlay == "digits":
             options += ["--digits-root", str(setting.root), "--digits", setting.digits]
-    return _pair(setting, f"cifar10_{overlay}", *options)
+    return _pair(setting, PLAIN if overlay == PLAIN else f"cifar10_{overlay}", *options)
 
 
 def _pair(setting: Setting, dataset: str, *options: str) -> tuple[Path, Path]:
-    train, test = (
-        _built(setting, dataset, split, "--overlay", "online", *options, name=f"{dataset}_online")
-        for split in ("train", "test")
-    )
+    train, test = (_built(setting, dataset, split, *options, name=f"{dataset}_online") for split in ("train", "test"))
     return train, test
 
 

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.gpu_stages.data import published
+from benchmarks.gpu_stages.data import PLAIN, published
 from benchmarks.gpu_stages.pieces import pack, unpack
 from benchmarks.gpu_stages.session import Interrupted, Outcome, Setting, Stage, Task, read_record
 from benchmarks.record import rounded
@@ -220,4 +220,6 @@ def _pack(setting: Setting, run_dir: RunDir, name: str, *, is_finished: bool) ->
     pack(run_dir.path, files, setting.out, name=name, step=step)
 
 
-STAGES = tuple(Stage(overlay, partial(tasks, overlay=overlay), is_of_the_gpu=False) for overlay in ("digits", "shapes"))
+STAGES = tuple(
+    Stage(overlay, partial(tasks, overlay=overlay), is_of_the_gpu=False) for overlay in ("digits", "shapes", PLAIN)
+)
