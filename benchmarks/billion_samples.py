@@ -61,7 +61,7 @@ def make_dataset(directory: Path, *, num_samples: int, num_tars: int) -> Path:
     status = tar.stat()
     ends = per_tar * np.arange(1, num_tars + 1, dtype=np.int64)
     numbers_S3 = np.stack([ends, np.full(num_tars, status.st_size), np.full(num_tars, status.st_mtime_ns)], axis=1)
-    (index / TARS_NAME).write_text("".join(f"{path}\n" for path in paths))
+    (index / TARS_NAME).write_text("".join(f"{path}\n" for path in paths), encoding="utf-8")
     (index / TAR_NUMBERS_NAME).write_bytes(numbers_S3.astype("<i8").tobytes())
     once = (index / SAMPLES_NAME).read_bytes()
     with (index / SAMPLES_NAME).open("wb") as file_of_all:
@@ -73,13 +73,13 @@ def make_dataset(directory: Path, *, num_samples: int, num_tars: int) -> Path:
         update={"num_tars": num_tars, "num_bytes": num_tars * status.st_size, "sha256": sha256}
     )
     whole = manifest.model_copy(update={"num_samples": per_tar * num_tars, "tars": tars})
-    (index / MANIFEST_NAME).write_text(whole.model_dump_json())
+    (index / MANIFEST_NAME).write_text(whole.model_dump_json(), encoding="utf-8")
     return index
 
 
 def peak_bytes() -> int:
     """Return the peak memory of this process. `ru_maxrss` would begin with that of its parent."""
-    (line,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    (line,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
     return 1024 * int(line)
 
 
@@ -87,7 +87,7 @@ def first_batch(index: Path, *, share: float, shuffle_shards: int | None) -> dic
     """Open the dataset and make the batch of one rank at a share of the first epoch, in this process."""
     before = peak_bytes()
     started = time.perf_counter()
-    num_samples = json.loads((index / MANIFEST_NAME).read_text())["num_samples"]
+    num_samples = json.loads((index / MANIFEST_NAME).read_text(encoding="utf-8"))["num_samples"]
     step = int(share * (num_samples // BATCH_SIZE))
     stream = Stream(
         index,

@@ -110,7 +110,7 @@ def local_lines(directory: Path, *, seconds: float) -> Iterator[Line]:
 def http_server(directory: Path) -> Iterator[str]:
     """Serves a directory on the loopback address by Python's own server, in its own process; yields the address."""
     command = [sys.executable, "-u", "-m", "http.server", "--bind", "127.0.0.1", "--directory", str(directory), "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8") as server:
         try:
             assert server.stdout is not None
             port = int(server.stdout.readline().partition(" port ")[2].split()[0])
@@ -231,7 +231,7 @@ def write_many_shards(directory: Path, *, num_shards: int, num_samples_per_shard
     shards = write_shards(map(encode, samples), directory, num_samples_per_shard=num_samples_per_shard)
     changes = {"num_samples": num_samples, "input_shape": (3, 8, 8), "shards": shards}
     changed = manifest.model_copy(update=changes | {"counts_base": (num_samples // 10,) * 10})
-    (directory / MANIFEST_NAME).write_text(changed.model_dump_json())
+    (directory / MANIFEST_NAME).write_text(changed.model_dump_json(), encoding="utf-8")
     return directory
 
 

@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[1]
 
 def missing_packages() -> list[str]:
     """Return the packages of setup.py that are not installed, by their requirement."""
-    tree = ast.parse((ROOT / "setup.py").read_text())
+    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
     (required,) = (
         ast.literal_eval(node.value)
         for node in ast.walk(tree)

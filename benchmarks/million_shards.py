@@ -85,7 +85,7 @@ def make_dataset(directory: Path, *, num_shards: int) -> Path:
     counts = (num_samples, *(0,) * (len(manifest.counts_base) - 1))
     changed = {"format_version": TABLE_FORMAT_VERSION, "num_samples": num_samples, "counts_base": counts}
     changed |= {"shards": (), "shard_table": table, "source_digests_sha256": None}
-    (dataset / MANIFEST_NAME).write_text(manifest.model_copy(update=changed).model_dump_json())
+    (dataset / MANIFEST_NAME).write_text(manifest.model_copy(update=changed).model_dump_json(), encoding="utf-8")
     return dataset
 
 

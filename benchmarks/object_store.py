@@ -94,7 +94,7 @@ def serve(directory: Path) -> None:
 def object_store(directory: Path) -> Iterator[str]:
     """Serve a directory in a process of its own; yield the address. Clients find it in AWS_ENDPOINT_URL."""
     command = [sys.executable, "-m", "benchmarks.object_store", "--serve", str(directory)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as server:
         try:
             assert server.stdout is not None
             address = f"http://127.0.0.1:{int(server.stdout.readline())}"

@@ -94,7 +94,7 @@ def _one_pass(name: str, batch_size: int, chunk_size: int) -> Passed:
     embeddings = _embeddings(num)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak is what is held now
     held_before = _status_bytes("VmRSS")
     seconds, loss = _forward_and_backward(name, embeddings, chunk_size)
     return Passed(seconds, _status_bytes("VmHWM") - held_before, loss)
@@ -115,7 +115,7 @@ def _forward_and_backward(name: str, embeddings: tuple[Tensor, Tensor], chunk_si
 
 
 def _status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
 
 

@@ -97,7 +97,7 @@ def save(path: Path | None, contents: Mapping[str, Any]) -> None:
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(contents, indent=1) + "\n")
+    path.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
 
 
 def print_rates(
@@ -177,7 +177,8 @@ def _version(package: str) -> str | None:
 def _asked_and_stolen() -> tuple[int, int] | None:
     """Processor time since the machine started, in ticks: of user, nice, system and stolen, and of stolen alone."""
     with contextlib.suppress(OSError):
-        user, nice, system, _, _, _, _, stolen, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
+        ticks = Path("/proc/stat").read_text(encoding="utf-8").split()[1:11]
+        user, nice, system, _, _, _, _, stolen, *_ = map(int, ticks)
         return user + nice + system + stolen, stolen
     return None
 
@@ -196,7 +197,7 @@ def _git(*arguments: str) -> str | None:
     """Return what git prints; None on a machine to which the code came without its repository."""
     command = ["git", "-c", "safe.directory=*", *arguments]
     try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, encoding="utf-8", check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()

@@ -45,8 +45,9 @@ def rooms() -> list[Room]:
             files = sorted(path for path in init.parent.glob("*.py") if path != init)
             name = ".".join(init.parent.relative_to(ROOT).parts)
             modules = tuple(f"{name}.{path.stem}" for path in files if not path.stem.startswith("_"))
-            num_lines = sum(len(path.read_text().splitlines()) for path in [init, *files])
-            reexports = "__all__" in init.read_text() and not re.search("^class ", init.read_text(), re.MULTILINE)
+            num_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in [init, *files])
+            code = init.read_text(encoding="utf-8")
+            reexports = "__all__" in code and not re.search("^class ", code, re.MULTILINE)
             found.append(Room(name, _first_sentence(init), modules, num_lines, reexports))
     return found
 
@@ -60,8 +61,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are not files in docs/."""
-    readme = (ROOT / "README.md").read_text().replace("](docs/", "](").replace("](CHANGELOG.md", "](changelog.md")
-    changelog = (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "](")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = readme.replace("](docs/", "](").replace("](CHANGELOG.md", "](changelog.md")
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")
     generated: dict[str, str | bytes] = {"index.md": readme, "changelog.md": changelog}
     for path in NOTEBOOKS:
         generated |= _notebook(path)
@@ -87,7 +89,7 @@ def _notebook(path: Path) -> dict[str, str | bytes]:
     """Return the page of a notebook with the outputs that it holds, and its pictures, by file name."""
     parts: list[str] = []
     pictures: dict[str, str | bytes] = {}
-    for cell in json.loads(path.read_text())["cells"]:
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
         parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
         for output in cell.get("outputs", ()):
@@ -114,5 +116,5 @@ def _page_of(room: Room) -> str:
 
 
 def _first_sentence(init: Path) -> str:
-    text = " ".join((ast.get_docstring(ast.parse(init.read_text())) or "").split("\n\n")[0].split())
+    text = " ".join((ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or "").split("\n\n")[0].split())
     return re.split(r"(?<=\.)\s", text, maxsplit=1)[0]

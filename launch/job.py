@@ -264,7 +264,8 @@ def parse_seconds(text: str) -> int | None:
 
 def _show_job(job_id: str) -> str:
     command = ["scontrol", "show", "job", job_id]
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=SCONTROL_SECONDS).stdout
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=SCONTROL_SECONDS)
+    return done.stdout.decode(errors="replace")
 
 
 def _send_again(number: int, _: FrameType | None) -> None:

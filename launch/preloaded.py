@@ -50,7 +50,7 @@ class PreloadedProcess:
         pipe = subprocess.PIPE
         if self._process is None:
             command = [sys.executable, "-u", "-m", "launch.preloaded"]
-            self._process = subprocess.Popen(command, env=environ, stdin=pipe, stdout=pipe, text=True)
+            self._process = subprocess.Popen(command, env=environ, stdin=pipe, stdout=pipe, encoding="utf-8")
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -128,7 +128,7 @@ def _run(folder: str, environ: Mapping[str, str]) -> None:
     """Do the work of submitit's two processes of a job, as two forks. Returns in the process that trained."""
     os.environ.clear()
     os.environ.update(environ, SUBMITIT_LOCAL_JOB_ID=str(os.getpid()))
-    with Path(os.devnull).open() as nothing:
+    with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
     _control(Path(folder))
@@ -159,7 +159,7 @@ def _control(folder: Path) -> None:
 def _become_a_run(paths: JobPaths) -> None:
     """Set the handlers of signals, the output and the random state of a new process. Wait until the job is written."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with paths.stdout.open("a") as file:
+    with paths.stdout.open("a", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     random.seed()

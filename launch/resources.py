@@ -260,7 +260,7 @@ def _words(text: str, *, where: str) -> list[str]:
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        value = parse_yaml(path.read_text())
+        value = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from None
     if value is None:

@@ -149,7 +149,7 @@ def wait(planned: PlannedRun, job: submitit.Job[None]) -> None:
         if state is not None and state != before:
             print(f"job {job.job_id}: {state}", flush=True)
         if log.is_file():
-            with log.open(errors="replace") as file:
+            with log.open(encoding="utf-8", errors="replace") as file:
                 file.seek(shown)
                 print(file.read(), end="", flush=True)
                 shown = file.tell()

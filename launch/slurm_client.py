@@ -26,7 +26,14 @@ def has_slurm() -> bool:
 def run_slurm(*command: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command of Slurm with `text` as its input. Raises `UserError` if it gives no answer."""
     try:
-        return subprocess.run(command, input=text, capture_output=True, text=True, timeout=SLURM_SECONDS)
+        return subprocess.run(
+            command,
+            input=text,
+            capture_output=True,
+            timeout=SLURM_SECONDS,
+            encoding="utf-8",
+            errors="surrogateescape",  # a path keeps its bytes
+        )
     except subprocess.TimeoutExpired:
         raise UserError(f"{command[0]} gave no answer within {SLURM_SECONDS} s; try again when Slurm answers") from None
 

@@ -315,6 +315,70 @@ def test_nothing_runs_code_of_the_files_that_it_reads() -> None:
     assert found == MAY_UNPICKLE
 
 
+OPENS_A_FILE = {"open", "fdopen", "read_text", "write_text"}
+# These have names of functions that open text, but open none.
+OPENS_NO_TEXT = {"Image.open", "memory.open", "os.open", "pulse.write_text", "tarfile.open"}
+
+
+def texts_of_no_encoding(source: str) -> Iterator[str]:
+    """Yield the name of each call that reads or writes text in the encoding of the machine."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or "encoding" in {keyword.arg for keyword in node.keywords}:
+            continue
+        name = dotted_name(node.func)
+        last = name.rpartition(".")[2]
+        if last in OPENS_A_FILE and name not in OPENS_NO_TEXT:
+            if last.endswith("_text") or is_text_mode(node, number=int(name in {"open", "os.fdopen"})):
+                yield name
+        elif any(keyword.arg == "text" for keyword in node.keywords) and name.startswith("subprocess."):
+            yield name
+
+
+def is_text_mode(call: ast.Call, *, number: int) -> bool:
+    """Return whether a call of `open`, whose mode is argument `number`, opens text. A mode in a variable does not."""
+    given = [*call.args[number:], *(keyword.value for keyword in call.keywords if keyword.arg == "mode")]
+    if not given:
+        return True
+    mode = given[0].value if isinstance(given[0], ast.Constant) else None
+    return isinstance(mode, str) and set(mode) <= set("rwaxt+")
+
+
+def test_the_scanner_of_encodings_sees_every_form() -> None:
+    bad = (
+        "open(path)",
+        "open(path, 'a')",
+        "os.fdopen(number, mode='w')",
+        "path.open()",
+        "path.open('r+', errors='replace')",
+        "run_dir.log.read_text(errors='replace')",
+        "(folder / 'a').write_text(text)",
+        "subprocess.run(command, text=True)",
+    )
+    for source in bad:
+        assert list(texts_of_no_encoding(source)), source
+    good = (
+        "open(path, encoding='utf-8')",
+        "open(path, 'rb')",
+        "path.open(mode='wb')",
+        "shards.open(number)",
+        "path.read_text(encoding='utf-8')",
+        "subprocess.run(command)",
+    )
+    for source in good:
+        assert not list(texts_of_no_encoding(source)), source
+
+
+@pytest.mark.slow
+def test_text_is_in_utf_8_on_every_machine() -> None:
+    """Without an encoding, Python takes that of the locale."""
+    found = {
+        f"{path}: {name}"
+        for path in python_files(*ROOMS, "benchmarks", "docs")
+        for name in texts_of_no_encoding((ROOT / path).read_text(encoding="utf-8"))
+    }
+    assert found == {"benchmarks/object_store.py: ?.open"}  # of fsspec, which opens bytes
+
+
 def test_the_training_loop_can_be_held_in_the_head() -> None:
     assert len((ROOT / "trainer" / "train.py").read_text().splitlines()) < 200
 

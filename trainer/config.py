@@ -277,7 +277,7 @@ def parse_file(path: Path, *, what: str, is_yaml: bool) -> Any:
     """
     parse, language = (parse_yaml, "YAML") if is_yaml else (parse_json, "JSON")
     try:
-        return parse(path.read_text())
+        return parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read the {what} {path}: {error.strerror}") from None
     except ValueError as error:

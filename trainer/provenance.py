@@ -54,7 +54,7 @@ def this_code() -> Code:
     """Return the running code. A snapshot records its origin, because the repository may have changed since."""
     snapshot = REPOSITORY / SNAPSHOT_FILE
     if snapshot.is_file():
-        return Code(**json.loads(snapshot.read_text()))
+        return Code(**json.loads(snapshot.read_text(encoding="utf-8")))
     return Code(git_commit=_git("rev-parse", "HEAD"), git_diff=_git("diff", "HEAD"))
 
 
@@ -87,7 +87,7 @@ def write_provenance(
         **({RECORDED_CODE: own} if (own := read_own_code(config, manifests.datasets)) else {}),
     }
     if diff:
-        run_dir.path.joinpath("uncommitted.diff").write_text(diff + "\n")
+        run_dir.path.joinpath("uncommitted.diff").write_text(diff + "\n", encoding="utf-8")
     first = earlier or {
         **{
             name: start[name]
@@ -176,7 +176,7 @@ def cpu_name() -> str:
     """Return the processor's model name, or its architecture if the system has no name."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
@@ -196,7 +196,7 @@ def _git(*arguments: str) -> str | None:
         return None
     try:
         done = subprocess.run(
-            ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True, errors="replace"
+            ["git", *arguments], cwd=REPOSITORY, capture_output=True, check=True, encoding="utf-8", errors="replace"
         )
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -145,7 +145,7 @@ def hold(run_dir: RunDir) -> TextIO:
     lock: two processes that train in one directory would mix their checkpoints.
     """
     run_dir.path.mkdir(parents=True, exist_ok=True)
-    file = (run_dir.path / LOCK_NAME).open("a+", errors="replace")
+    file = (run_dir.path / LOCK_NAME).open("a+", encoding="utf-8", errors="replace")
     try:
         _lock(file)
     except BlockingIOError:

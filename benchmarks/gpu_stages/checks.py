@@ -229,10 +229,10 @@ def run_tests(setting: Setting, file: str) -> Outcome:
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", wanted]
-        done = subprocess.run([*command, f"--junitxml={report}"], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run([*command, f"--junitxml={report}"], cwd=ROOT, capture_output=True, encoding="utf-8")
         if not report.is_file():
             raise RuntimeError(f"pytest ended with status {done.returncode}: {done.stdout[-200:]}{done.stderr[-200:]}")
-        return counted(report.read_text())
+        return counted(report.read_text(encoding="utf-8"))
 
 
 def counted(report: str) -> Outcome:

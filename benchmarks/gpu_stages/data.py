@@ -62,7 +62,7 @@ def _built(setting: Setting, dataset: str, split: str, *options: str, name: str 
             f"{out} is not built, and nothing says where its pictures are; pass --root DIR with CIFAR-10 and MNIST/raw"
         )
     command = [sys.executable, "-m", "data_pipeline", "build", dataset, "--split", split, "--out", str(out)]
-    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, encoding="utf-8")
     if done.returncode != 0:
         raise UserError(f"{dataset} could not be built: {done.stderr.strip()[-300:]}")
     return out

@@ -194,7 +194,7 @@ def _probes(run_dir: RunDir) -> list[dict[str, Any]]:
     path = run_dir.all_probes / "curves.json"
     if not path.is_file():
         return []
-    curves = json.loads(path.read_text())["curves"]
+    curves = json.loads(path.read_text(encoding="utf-8"))["curves"]
     return [
         {
             "label": curve["label"],

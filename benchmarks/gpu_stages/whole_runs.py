@@ -78,7 +78,7 @@ def _go_back(run_dir: RunDir) -> int:
     first, *later = steps_in(run_dir.checkpoints)
     for step in later:
         shutil.rmtree(run_dir.checkpoint(step))
-    run_dir.latest.write_text(f"{run_dir.checkpoint(first).name}\n")
+    run_dir.latest.write_text(f"{run_dir.checkpoint(first).name}\n", encoding="utf-8")
     kept = [entry for entry in run_dir.read_metrics() if entry["step"] <= first]
-    run_dir.metrics.write_text("".join(f"{json.dumps(entry)}\n" for entry in kept))
+    run_dir.metrics.write_text("".join(f"{json.dumps(entry)}\n" for entry in kept), encoding="utf-8")
     return first

@@ -380,7 +380,7 @@ def _kept_shards(plan: BuildPlan, directory: Path, *, num_workers: int) -> set[i
     kept: set[int] = set()
     if arguments.is_file():
         wait_for_orphans(arguments)
-        if arguments.read_text() == plan.arguments:
+        if arguments.read_text(encoding="utf-8") == plan.arguments:
             kept = {number for number in range(len(plan.shard_sizes)) if finished_shard(directory, number) is not None}
             if not _are_from_same_data(plan, directory, sorted(kept), num_workers=num_workers):
                 logger.warning("%s holds shards of other data; all are built again", directory)
@@ -397,7 +397,7 @@ def _kept_shards(plan: BuildPlan, directory: Path, *, num_workers: int) -> set[i
         else:
             path.unlink()
     if not kept:
-        arguments.write_text(plan.arguments)
+        arguments.write_text(plan.arguments, encoding="utf-8")
     return kept
 
 
@@ -467,7 +467,7 @@ def _write_manifest(plan: BuildPlan, directory: Path) -> Manifest:
         shard_table=table,
         source_digests_sha256=source_digests_sha256,
     )
-    with (directory / MANIFEST_NAME).open("w") as file:
+    with (directory / MANIFEST_NAME).open("w", encoding="utf-8") as file:
         file.write(manifest.model_dump_json(indent=2) + "\n")
         file.flush()
         os.fsync(file.fileno())

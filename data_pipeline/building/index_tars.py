@@ -216,7 +216,7 @@ def write_index(
     }
     title_base = titles.get(BASE, BASE)
     stored = [_stored(path, out) for path in paths]
-    _partial(out, TARS_NAME).write_text("".join(f"{name}\n" for name in stored))
+    _partial(out, TARS_NAME).write_text("".join(f"{name}\n" for name in stored), encoding="utf-8")
     _partial(out, TAR_NUMBERS_NAME).write_bytes(numbers_S3.astype("<i8").tobytes())
     hashes = "".join(each.sha256 for each in facts)
     _partial(out, TAR_HASHES_NAME).write_bytes(bytes.fromhex(hashes))

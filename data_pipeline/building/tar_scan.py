@@ -451,10 +451,10 @@ def begin_scan(out: Path, settings: ScanInputs) -> None:
     try:
         (out / PARTS).mkdir(parents=True, exist_ok=True)
         note, wanted = out / PARTS / "settings", repr((settings.fields, settings.size, settings.num_measured))
-        if not note.is_file() or note.read_text() != wanted:
+        if not note.is_file() or note.read_text(encoding="utf-8") != wanted:
             for old in (out / PARTS).glob("*.part"):
                 old.unlink()
-            note.write_text(wanted)
+            note.write_text(wanted, encoding="utf-8")
     except OSError as error:
         raise unwritable(out, error) from None
 

@@ -113,7 +113,7 @@ def make_shard(inputs: BuildInputs, task: ShardTask, *, directory: Path) -> int:
     finished = FinishedShard(entry=entry, sums=totals.sums, digests=b"".join(digests).hex())
     path = finished_path(directory, task.number)
     being_written = path.with_name(f"{path.name}.partial")
-    being_written.write_text(finished.model_dump_json())
+    being_written.write_text(finished.model_dump_json(), encoding="utf-8")
     being_written.replace(path)
     return len(task.records_B)
 
@@ -180,7 +180,7 @@ def finished_shard(directory: Path, number: int) -> FinishedShard | None:
     """Return the `FinishedShard` that was written for a shard; None if the shard is not whole."""
     shard = directory / shard_name(number)
     try:
-        finished = FinishedShard.model_validate_json(finished_path(directory, number).read_text())
+        finished = FinishedShard.model_validate_json(finished_path(directory, number).read_text(encoding="utf-8"))
         is_there = shard.stat().st_size == finished.entry.num_bytes and index_path(shard).is_file()
     except (OSError, ValueError):
         return None
@@ -197,7 +197,7 @@ def _start_worker(inputs: bytes, lock: Path | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     if lock is not None:
-        _lock_of_worker = lock.open()
+        _lock_of_worker = lock.open(encoding="utf-8")
         with suppress(OSError):  # a file system without locks
             fcntl.flock(_lock_of_worker, fcntl.LOCK_SH)
     end_with_parent()  # else it would wait for work forever when its build is killed
@@ -252,7 +252,7 @@ def run_all(
 def wait_for_orphans(lock: Path) -> None:
     """Wait until the workers of a killed build release `lock`; they may be writing until then."""
     deadline = time.monotonic() + _SECONDS_FOR_ORPHANS
-    with lock.open() as file:
+    with lock.open(encoding="utf-8") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -241,9 +241,9 @@ def _shortage(num_bytes: int, device: torch.device) -> str:
 
 def free_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the bytes that this process can still allocate, by the machine and by its cgroups (versions 1 and 2)."""
-    fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+    fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text(encoding="utf-8").splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
-    for line in (proc / "self/cgroup").read_text().splitlines():
+    for line in (proc / "self/cgroup").read_text(encoding="utf-8").splitlines():
         _, controllers, group = line.split(":", 2)
         if controllers == "":
             root, names = cgroups, ("memory.max", "memory.current", "inactive_file")
@@ -261,8 +261,8 @@ def free_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
 def _free_in_group(directory: Path, limit: str, used: str, cached: str) -> float:
     """Return the free bytes of a cgroup, including cached files; infinity if it has no limit."""
     try:
-        most, now = (directory / limit).read_text().strip(), int((directory / used).read_text())
-        stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+        most, now, stat = ((directory / name).read_text(encoding="utf-8") for name in (limit, used, "memory.stat"))
+        cached_bytes = int(dict(line.split() for line in stat.splitlines()).get(cached, 0))
     except OSError:
         return math.inf
-    return math.inf if most == "max" else int(most) - now + int(stat.get(cached, 0))
+    return math.inf if most.strip() == "max" else int(most) - int(now) + cached_bytes

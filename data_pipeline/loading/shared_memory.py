@@ -44,7 +44,7 @@ class NodeShare:
 def shared_memory_identity() -> str:
     """Return a text that is equal in two processes only if they see the same `SHARED`."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {SHARED.stat().st_dev}"
     except OSError:
         return f"{os.uname().nodename} {os.getpid()}"

@@ -77,7 +77,7 @@ def write_files(
     files = {f"{name}{SUFFIX}": write_tensors(directory / f"{name}{SUFFIX}", state) for name, state in states.items()}
     index = CheckpointIndex(format_version=FORMAT_VERSION, step=step, files=files, run=run)
     text = index.model_dump_json(indent=2) + "\n"
-    with (directory / INDEX_NAME).open("w") as file:
+    with (directory / INDEX_NAME).open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -58,9 +58,9 @@ class BadSamples:
         return len(self._found)
 
     def _write(self, fresh: list[BadSample]) -> None:
-        text = self._path.read_text(errors="replace") if self._path.exists() else ""
+        text = self._path.read_text(encoding="utf-8", errors="replace") if self._path.exists() else ""
         listed = _listed(text)
-        with self._path.open("a") as file:
+        with self._path.open("a", encoding="utf-8") as file:
             if text and not text.endswith("\n"):
                 file.write("\n")
             for sample in fresh:

@@ -188,9 +188,11 @@ class Rank:
 def _stat(directory: str) -> list[str]:
     """Return the fields of the `stat` of a process or thread, from the state on; none if it is gone."""
     try:
-        return Path(f"{directory}/stat").read_text().rpartition(")")[2].split()
+        # Linux cuts the name of a process after 15 bytes, also inside a character.
+        text = Path(f"{directory}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
+    return text.rpartition(")")[2].split()
 
 
 def _processor_seconds(fields: Sequence[str]) -> float:
@@ -218,7 +220,7 @@ def _forks(pid: int) -> list[int]:
 def _handles_signal(pid: int, number: int) -> bool:
     """Return whether a process has a handler for a signal, so that the signal does not end it."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
     caught = re.search(r"^SigCgt:\s*(\w+)", status, flags=re.M)
@@ -339,7 +341,7 @@ class Sidecar:
                 while time.monotonic() < deadline + MERGE_SECONDS and not (self._directory / "all.txt").exists():
                     time.sleep(0.1)
                 return
-            reports = [RankReport.parse(self._path(rank).read_text()) for rank in self._written()]
+            reports = [RankReport.parse(self._path(rank).read_text(encoding="utf-8")) for rank in self._written()]
             text = merge(reports, world_size=self._world_size)
             _write(self._merged, text)
             print(summary(reports, world_size=self._world_size), file=sys.stderr)
@@ -375,7 +377,7 @@ class Sidecar:
 
 def _write(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 

@@ -117,7 +117,7 @@ def read_record(run_dir: RunDir, step: int) -> tuple[NonFiniteRecord, dict[str, 
         have = f"it has records of steps {', '.join(map(str, steps))}" if steps else "none of its steps was skipped"
         raise UserError(f"{run_dir.path} has no record of step {step}; {have}")
     try:
-        record = NonFiniteRecord.model_validate_json((directory / _RECORD_NAME).read_text())
+        record = NonFiniteRecord.model_validate_json((directory / _RECORD_NAME).read_text(encoding="utf-8"))
         states = {path.stem: safetensors.torch.load_file(path) for path in directory.glob("*.safetensors")}
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise UserError(f"cannot read {directory} ({str(error).splitlines()[0]}); remove it") from None

@@ -31,7 +31,7 @@ def busy_cores(stat: Path = Path("/proc/stat")) -> float:
 def _ticks(stat: Path) -> list[tuple[int, int]]:
     """Return for each core all ticks since the machine started, and those in which it did nothing."""
     try:
-        lines = [line.split() for line in stat.read_text().splitlines()]
+        lines = [line.split() for line in stat.read_text(encoding="utf-8").splitlines()]
         fields = [list(map(int, words[1:])) for words in lines if words[0].startswith("cpu") and words[0] != "cpu"]
         return [(sum(ticks), sum(ticks[number] for number in _IDLE)) for ticks in fields]
     except (OSError, ValueError, IndexError):

@@ -35,7 +35,7 @@ class Tracker:
     ) -> None:
         _drop_steps_after(run_dir, start_step)
         self._path = run_dir.metrics
-        self._file = run_dir.metrics.open("a")
+        self._file = run_dir.metrics.open("a", encoding="utf-8")
         self._tensorboard = _tensorboard_writer(run_dir, start_step) if config.tensorboard else None
         self._wandb = _wandb_run(run_dir, config, name, settings) if uses_wandb(config) else None
         self._trackio = TrackioRun(run_dir, config, name=name, settings=settings) if config.trackio else None

@@ -52,7 +52,7 @@ class TrackioRun:
         kept = run_dir.path / "trackio_run"
         if not kept.is_file():  # directories of one name must not share a run
             write_atomically(kept, f"{run_dir.path.name}-{secrets.token_hex(3)}\n")
-        run_name = kept.read_text().strip()
+        run_name = kept.read_text(encoding="utf-8").strip()
         found = storage.get_max_step_for_run(config.wandb_project, run_name)
         self._last_step = -1 if found is None else found
         self._run = trackio.init(

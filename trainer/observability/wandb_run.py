@@ -86,7 +86,7 @@ class WandbRun:
             self._run = wandb.init(
                 dir=self._run_dir.path,
                 project=self._config.wandb_project,
-                id=self._run_dir.wandb_run_id.read_text().strip(),
+                id=self._run_dir.wandb_run_id.read_text(encoding="utf-8").strip(),
                 name=self._run_dir.path.name,
                 group=self._config.group or self._name,
                 job_type="train",
@@ -158,7 +158,7 @@ def _mode(config: TrackingConfig) -> Literal["online", "offline"]:
 
 def _last_offline_step(run_dir: RunDir) -> int:
     """Return the last step in W&B's files; -1 if there is none. The newest file may have no step yet."""
-    run_id = run_dir.wandb_run_id.read_text().strip()
+    run_id = run_dir.wandb_run_id.read_text(encoding="utf-8").strip()
     files = run_dir.path.glob(f"wandb/*run-*/run-{run_id}.wandb")  # online starts too
     for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
         if steps := offline_steps(path):
@@ -188,7 +188,7 @@ def summarize(run_dir: RunDir, config: TrackingConfig, numbers: Mapping[str, flo
         with wandb.init(
             dir=run_dir.path,
             project=config.wandb_project,
-            id=run_dir.wandb_run_id.read_text().strip(),
+            id=run_dir.wandb_run_id.read_text(encoding="utf-8").strip(),
             mode=_mode(config),
             resume="allow",
             settings=_settings(x_disable_stats=True),
@@ -201,6 +201,6 @@ def summarize(run_dir: RunDir, config: TrackingConfig, numbers: Mapping[str, flo
 def offline_steps(path: Path) -> list[int]:
     """Return the steps in a file of RUN_DIR/wandb, which may be incomplete."""
     command = [get_core_path(), "leet", "inspect", "-no-observability", "-json", "-run-file", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_READ_SECONDS)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=True, timeout=_READ_SECONDS)
     lines = (line for line in done.stdout.splitlines() if '"type":"history"' in line[:_HEAD_CHARACTERS])
     return [int(json.loads(line)["history"]["item"]["_step"]) for line in lines]

@@ -54,7 +54,7 @@ def page(arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
         _templates()
         .get_template("page.html")
         .render(
-            css=Markup(STYLE.read_text()),
+            css=Markup(STYLE.read_text(encoding="utf-8")),
             title=title_of(arms, sheet),
             subtitle=_subtitle(arms),
             section=None if sheet is None else study_section(sheet),
@@ -90,14 +90,14 @@ def page(arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
 def _page_of_many(arms: Sequence[Arm], sheet: Sheet | None) -> str:
     """Return the page of so many runs that none has a section of its own: tables to filter and sort."""
     runs = runs_of_arms(arms)
-    script = SCRIPT.read_text()
+    script = SCRIPT.read_text(encoding="utf-8")
     tables = overview.tables(arms)
     digest = hashlib.sha256(script.encode()).digest()
     return (
         _templates()
         .get_template("overview.html")
         .render(
-            css=Markup(STYLE.read_text()),
+            css=Markup(STYLE.read_text(encoding="utf-8")),
             script=Markup(script),
             script_hash=f"sha256-{base64.b64encode(digest).decode()}",
             title=title_of(arms, sheet),

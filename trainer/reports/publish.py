@@ -92,7 +92,7 @@ def report_run_id(runs: Sequence[Run]) -> str:
 
 def _run_id(run: Run) -> str | None:
     path = RunDir(run.path).wandb_run_id
-    return path.read_text(errors="replace").strip() if path.is_file() else None
+    return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else None
 
 
 def _log_run(
@@ -118,7 +118,7 @@ def _log_run(
         ),
     ) as run:
         media: dict[str, Any] = {name: wandb.Image(image) for name, image in pictures(runs).items()}
-        run.log({"report": wandb.Html(page.read_text(), inject=False)} | media)
+        run.log({"report": wandb.Html(page.read_text(encoding="utf-8"), inject=False)} | media)
         return run.entity, run.project, run.id
 
 

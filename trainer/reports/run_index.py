@@ -91,7 +91,7 @@ def _write(entry: Path, value: dict[str, Any]) -> None:
     entry.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     partial = entry.with_suffix(f".{os.getpid()}.partial")
     try:
-        partial.write_text(json.dumps(value, separators=(",", ":")))
+        partial.write_text(json.dumps(value, separators=(",", ":")), encoding="utf-8")
         partial.replace(entry)
     finally:
         partial.unlink(missing_ok=True)

@@ -34,7 +34,7 @@ from tests.tiny_data import write_tiny_pair
 from tests.trainer import toy_ranks
 from tests.trainer.toy_ranks import BAD_STEP, CULPRIT, LIMIT_SECONDS, NUM_RANKS, SHARDS
 from trainer.fault_tolerance.pulse import Pulse, read_pulse
-from trainer.fault_tolerance.sidecar import Activity, Rank, SilenceTimer
+from trainer.fault_tolerance.sidecar import Activity, Rank, SilenceTimer, _stat
 from trainer.fault_tolerance.stall_report import RankReport, describe_culprits
 from trainer.fault_tolerance.watchdog import Watchdog, WatchdogConfig
 from trainer.profiling import stage
@@ -56,6 +56,11 @@ def wait_until(condition: Callable[[], bool], *, seconds: float) -> float:
         assert time.monotonic() - started < seconds
         time.sleep(0.02)
     return time.monotonic() - started
+
+
+def test_the_sidecar_reads_a_process_whose_name_is_cut_inside_a_character(tmp_path: Path) -> None:
+    (tmp_path / "stat").write_bytes("7 (fourteen-bytesé".encode()[:-1] + b") S 1 7 7")
+    assert _stat(str(tmp_path)) == ["S", "1", "7", "7"]
 
 
 @contextmanager

@@ -88,7 +88,7 @@ class ClaimRow(Schema):
 
 def read_claims(module: str) -> tuple[ClaimRow, ...]:
     """Read claims.yaml, a mapping from names to rows, from the folder of the Python file `module`."""
-    table = parse_yaml(Path(module).with_name("claims.yaml").read_text())
+    table = parse_yaml(Path(module).with_name("claims.yaml").read_text(encoding="utf-8"))
     return tuple(ClaimRow.parse({"name": name, **row}, where=f"claim {name}") for name, row in table.items())
 
 

@@ -207,7 +207,7 @@ def _write_or_check_settings(name: str, settings: TheorySettings, out: Path) -> 
         write_json(path, wanted)
         return
     try:
-        held = json.loads(path.read_text())
+        held = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         held = None
     if not isinstance(held, dict) or held.get("experiment") != name:
