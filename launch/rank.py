@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from data_pipeline.core.errors import UserError, log_to_terminal
+from data_pipeline.core.errors import UserError, log_to_terminal, show_info_of
 from launch.outcome import last_line, note_end
 from trainer.config import RunConfig
 from trainer.data import read_manifests
@@ -20,6 +20,7 @@ from trainer.distributed.environment import choose_device, process_group, read_e
 from trainer.fault_tolerance.preemption import StoppedError
 from trainer.memory import keep_freed_memory
 from trainer.mixture import num_classes
+from trainer.own_code import own_packages
 from trainer.planning.describe import describe
 from trainer.planning.fit import plan, what_fits
 from trainer.preflight import check_batch, train_sizes
@@ -66,6 +67,7 @@ def train_on(
 
     Raises the errors of `train`, and `UserError` if the GPU's memory is full or a data worker was killed.
     """
+    show_info_of(own_packages(config))
     try:
         train(config, RunDir(run_dir), device=device, command=command, accepted_data=accepted_data)
     except torch.OutOfMemoryError as error:

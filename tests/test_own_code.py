@@ -29,6 +29,7 @@ from data_pipeline.building.build import build_dataset
 from data_pipeline.building.catalogue import open_picture_overlay
 from data_pipeline.building.index_tars import DrawnOverlay, make_index
 from data_pipeline.building.tar_scan import Fields
+from data_pipeline.core import errors
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.imports import import_object
 from data_pipeline.core.kinds import check_kinds
@@ -36,6 +37,7 @@ from data_pipeline.core.schema import difference
 from data_pipeline.overlays.registry import find_overlay
 from data_pipeline.storage.manifest import INDEX_NAME
 from data_pipeline.storage.store import SampleStore
+from launch.rank import train_on
 from launch.snapshot import read_snapshot
 from tests.commands import Done, call
 from tests.nursery import PythonProcess
@@ -619,6 +621,15 @@ def test_commands_that_read_a_run_warn_of_code_that_has_changed_since_its_traini
         assert run(command, *words).stderr.count(said) == 1
     assert read_result(result).own_code["seaside"] != trained
     assert "1 of 1 run(s) are probed already" in run(*(probe[0], *probe[1])).stdout
+
+
+def test_the_terminal_shows_what_ones_own_code_logs(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors, "_SHOWN_PACKAGES", set())
+    monkeypatch.setattr("launch.rank.train", lambda *_, **__: None)
+    train_on(torch.device("cpu"), resolve_recipe(MINE), tmp_path, command="")
+    assert {"seaside"} == errors._SHOWN_PACKAGES
 
 
 def test_a_class_of_the_script_itself_is_refused(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 from data_pipeline.core.garbage import search_modules_rarely
 from data_pipeline.core.standard_streams import drop_stdout, guard_standard_streams, reader_of_stdout_has_ended
@@ -90,11 +91,28 @@ class PrintableFormatter(logging.Formatter):
         return "\n".join(printable(line) for line in super().format(record).split("\n"))
 
 
+# The packages whose records of level INFO are for the user. Some users call `logging.info`, which logs as "root".
+_SHOWN_PACKAGES: Final = {"configs", "data_pipeline", "launch", "trainer", "root", "__main__"}
+
+
+def show_info_of(packages: Iterable[str]) -> None:
+    """Let `log_to_terminal` also log the records of level INFO of these packages."""
+    _SHOWN_PACKAGES.update(packages)
+
+
 def log_to_terminal() -> None:
-    """Log to stderr from level INFO on, only the message of each record."""
+    """Log to stderr, only the message of each record: from level INFO on of our packages, and warnings of libraries.
+
+    matplotlib, for example, says at level INFO that it has built its cache of fonts.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter("%(message)s"))
+    handler.addFilter(_is_for_the_user)
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def _is_for_the_user(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING or record.name.partition(".")[0] in _SHOWN_PACKAGES
 
 
 def run_command(main: Callable[[], None]) -> None:

@@ -5,13 +5,32 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from data_pipeline.core.errors import PrintableFormatter, UserError, filename_in_errors, printable, run_command
 
+LOGS = """
+import logging
+from data_pipeline.core.errors import log_to_terminal, show_info_of
+
+log_to_terminal()
+show_info_of(["my_ssl"])
+for name in ("trainer.train", "my_ssl.views", "matplotlib.font_manager", None):
+    logging.getLogger(name).info("info of %s", name)
+    logging.getLogger(name).warning("warning of %s", name)
+"""
 HOSTILE = "runs/\x1b[2J\r\n\x07\u202eexe.png\ud800"
+
+
+@pytest.mark.process
+def test_the_terminal_shows_information_of_our_packages_and_warnings_of_all() -> None:
+    done = subprocess.run([sys.executable, "-c", LOGS], capture_output=True, text=True, check=True)
+    assert [line for line in done.stderr.splitlines() if "matplotlib" in line] == ["warning of matplotlib.font_manager"]
+    assert len(done.stderr.splitlines()) == 7
 
 
 def fails_with(error: Exception) -> None:
