@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import submitit
@@ -549,6 +550,7 @@ def test_a_job_inherits_nothing_of_the_job_that_submits_it(monkeypatch: pytest.M
         ("GPU-1a2b,GPU-3c4d", 0, "CUDA_VISIBLE_DEVICES=GPU-1a2b,GPU-3c4d does not number the GPUs"),
     ],
 )
+@mock.patch.dict(os.environ)  # puts back what the submission changes
 def test_runs_on_this_machine_share_the_gpus_that_their_user_may_use(
     visible: str | None, slot: int, expected: list[int] | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -563,7 +565,7 @@ def test_runs_on_this_machine_share_the_gpus_that_their_user_may_use(
         return []
 
     monkeypatch.setattr(submitit.LocalExecutor, "submit_array", submit_array)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setenv("SLURM_CONF", "cluster.conf")  # hidden and set again during the submission
     resources = RESOURCES.model_copy(update={"nodes": 1, "gpus_per_node": 2})
     plan = SubmissionPlan([], tmp_path, resources, at_a_time=2, name="study", executor="local", slot=slot)
     if isinstance(expected, str):
