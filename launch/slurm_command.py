@@ -46,6 +46,10 @@ def run(arguments: argparse.Namespace) -> None:
     if is_one:
         (planned,) = runs
         refuse_if_active(planned.run_dir, queue_for([planned.run_dir]))
+        if planned.is_finished:
+            planned.refuse_other_config()
+            print(f"{planned.run_dir.path} is finished already; nothing was submitted")
+            return
     else:
         left, notes = still_to_do(plan)
         plan = replace(plan, runs=left, at_a_time=max(1, min(plan.at_a_time, len(left))))

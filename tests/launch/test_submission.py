@@ -428,6 +428,24 @@ def test_a_dry_run_refuses_what_a_submission_refuses_and_both_leave_nothing(
     assert sorted(runs.rglob("*")) == before
 
 
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
+@pytest.mark.usefixtures("fake_slurm", "tmp_is_shared")
+def test_a_finished_run_is_not_submitted_again(
+    dry_run: list[str], slurm_py: Command, settings: list[str], tmp_path: Path
+) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.path.mkdir()
+    write_json(run_dir.config, resolve_recipe("debug:image", settings[1::2]).model_dump(mode="json"))
+    write_json(run_dir.provenance, {"finished_step": 4, "starts": []})
+    flags = ["--config", "debug:image", *settings, "--run-dir", run_dir.path, *dry_run]
+    done = slurm_py(*flags)
+    assert done.status == 0, done.stderr
+    assert done.stdout == f"{run_dir.path} is finished already; nothing was submitted\n"
+    other = slurm_py(*flags, "--set", "seed=5")
+    assert other.status == 2
+    assert "holds a run with another config (it differs in seed)" in other.stderr
+
+
 @pytest.mark.parametrize("accepts", [True, False])
 @pytest.mark.usefixtures("tmp_is_shared")
 def test_ctrl_c_while_sbatch_asks_loses_no_job(
