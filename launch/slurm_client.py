@@ -91,12 +91,14 @@ def parse_queue(text: str) -> dict[str, str]:
     return found
 
 
-def was_cancelled(job_id: str) -> bool:
-    """Tell whether a job was cancelled.
+def was_cancelled(job_id: str) -> bool | None:
+    """Tell whether a job was cancelled; None if nothing knows it.
 
     Asks slurmctld, which forgets a job some minutes after its end, and then the accounting, which many clusters lack.
+    slurmctld forgets a waiting member of an array at once if it is cancelled alone.
     """
     ways = (("scontrol", "show", "job"), ("sacct", "--noheader", "--allocations", "--format=State", "--jobs"))
+    was_known = False
     for command in ways:
         if shutil.which(command[0]) is None:
             continue
@@ -104,9 +106,11 @@ def was_cancelled(job_id: str) -> bool:
             done = run_slurm(*command, job_id)
         except UserError:
             continue
-        if re.search(r"^\s*(?:JobState=)?CANCELLED\b", done.stdout, re.MULTILINE):
+        states = re.findall(r"^\s*(?:JobState=)?([A-Z_]+)\b", done.stdout, re.MULTILINE)
+        if "CANCELLED" in states:
             return True
-    return False
+        was_known = was_known or bool(states)
+    return False if was_known else None
 
 
 @contextlib.contextmanager

@@ -257,7 +257,8 @@ def _how_the_job_ended(run_dir: RunDir, submission: Submission, start: _LastStar
         rank, error = found
         return Standing(error.ended, error.reason if error.ended == "stopped" else f"rank {rank}: {error.reason}")
     if not log.is_file():
-        if submission.executor == "slurm" and was_cancelled(submission.job_id):
+        was_it = was_cancelled(submission.job_id) if submission.executor == "slurm" else False
+        if was_it or (was_it is None and _others_have_logs(submission, log)):
             return Standing("stopped", f"{_CANCELLED} while it waited")
         return Standing(
             "failed", f"no log: it was cancelled while it waited, or the nodes cannot write to {log.parent}"
@@ -265,6 +266,12 @@ def _how_the_job_ended(run_dir: RunDir, submission: Submission, start: _LastStar
     if not is_inside(log, home):
         return Standing("failed", f"{log} leads out of {home}, and such a link is not followed; read it yourself")
     return cancelled or Standing("failed", _error_in_log(lines))
+
+
+def _others_have_logs(submission: Submission, log: Path) -> bool:
+    """Tell whether another job of an array has a log, so that the nodes can write logs."""
+    array, is_member, _ = submission.job_id.partition("_")
+    return bool(is_member) and any(log.parent.glob(f"{array}_*_{log.name.removeprefix(f'{submission.job_id}_')}"))
 
 
 def _lines_of_last_start(text: str) -> list[str]:

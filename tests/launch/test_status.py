@@ -159,6 +159,20 @@ def test_a_job_that_was_cancelled_while_it_waited_has_not_failed(
     assert (reason == "cancelled while it waited") == (state == "stopped")
 
 
+@pytest.mark.parametrize(("says", "state"), [("", "stopped"), ("   JobState=NODE_FAIL Reason=None", "failed")])
+def test_a_member_of_an_array_that_was_cancelled_while_it_waited_has_not_failed(
+    says: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm forgets it at once, so the log of another member says that the nodes can write logs."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "scontrol").write_text(f"#!/bin/bash\necho '{says}'; [[ -n '{says}' ]]\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    run_dir, other = make_run(tmp_path, "a", job_id="7_1"), make_run(tmp_path, "b", job_id="7_10")
+    assert state_of(run_dir)[0] == "failed", "perhaps the nodes cannot write"
+    log(other, "step 6\n")
+    assert state_of(run_dir)[0] == state
+
+
 START = "submitit INFO (2026-11-21 10:00:00,000) - Starting with JobEnvironment(job_id=7, hostname=n1)\n"
 REQUEUED = START + "stopped after step 5, as SIGUSR2 asked\n" + cancel_lines("7", " DUE TO JOB REQUEUE")
 
