@@ -188,11 +188,7 @@ def _index(parser: argparse.ArgumentParser) -> None:
 
 def _verify(parser: argparse.ArgumentParser) -> None:
     _add_location(parser)
-    parser.add_argument(
-        "--allow-code",
-        action="store_true",
-        help="Import the code of the overlay that the dataset names. Use it only for datasets of people you trust.",
-    )
+    _add_allow_code(parser)
 
 
 def _preview(parser: argparse.ArgumentParser) -> None:
@@ -201,6 +197,7 @@ def _preview(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samples", metavar="N", type=int, default=60, help="The number of samples (default: %(default)s)."
     )
+    _add_allow_code(parser)
 
 
 def _trace(parser: argparse.ArgumentParser) -> None:
@@ -229,6 +226,7 @@ def _trace(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Read no samples, which is much faster; unreadable ones are then not replaced.",
     )
+    _add_allow_code(parser)
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
@@ -252,6 +250,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="Stream in the order of windows of N shards, and say how much that differs from a shuffle of all samples.",
     )
+    _add_allow_code(parser)
 
 
 def _suppression(parser: argparse.ArgumentParser) -> None:
@@ -280,6 +279,14 @@ def _suppression(parser: argparse.ArgumentParser) -> None:
 
 def _add_location(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("location", metavar="DIR", help=_LOCATION_HELP)
+
+
+def _add_allow_code(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--allow-code",
+        action="store_true",
+        help="Import the code of the overlay that the dataset names. Use it only for datasets of people you trust.",
+    )
 
 
 @dataclass(frozen=True)

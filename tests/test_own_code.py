@@ -829,6 +829,26 @@ def test_reading_an_overlay_of_code_that_is_not_imported_says_what_helps(
     done = run(data_pipeline.__main__, "preview", overlaid, "--out", tmp_path / "grid.png")
     said = "register it by an entry point in the group overlay.overlays and build the dataset by that name"
     assert (done.status, said in done.stderr) == (2, True), done
+    assert "commands of data_pipeline take --allow-code" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["preview", "--out", "grid.png"],
+        ["trace", "--batch-size", "10"],
+        ["bench", "--batch-size", "10", "--max-workers", "0", "--seconds", "0.01"],
+    ],
+)
+def test_every_command_that_reads_data_imports_an_overlay_on_request(
+    words: list[str], overlaid: Path, tmp_path: Path, run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_pipeline.tools.bench.WARM_UP_SECONDS", 0.0)
+    monkeypatch.chdir(tmp_path)
+    command, *options = words
+    assert run(data_pipeline.__main__, command, overlaid, *options).status == 2
+    done = run(data_pipeline.__main__, command, overlaid, *options, "--allow-code")
+    assert done.status == 0, done.stderr
 
 
 def test_a_damaged_overlay_of_code_that_is_not_imported_is_a_problem(overlaid: Path, run: Callable[..., Done]) -> None:

@@ -49,7 +49,8 @@ class OverlayNotImportedError(UserError):
         super().__init__(
             f"the overlay {kind} is code that a dataset names, and reading data imports no code; register it by an "
             f"entry point in the group {NAMES.group} and build the dataset by that name, which every command finds, or "
-            "import its module in the recipe, which training alone reads"
+            "import its module in the recipe, which training alone reads; if you trust the writer of the dataset, "
+            "commands of data_pipeline take --allow-code"
         )
         self.kind = kind
 
