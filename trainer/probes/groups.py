@@ -148,8 +148,10 @@ def measure_groups(
     )
 
 
-def worst_of_equal(groups: Sequence[Groups], method: str) -> float:
+def worst_of_equal(groups: Sequence[Groups], method: str) -> float | None:
     """Return the accuracy of the worst group that would be expected if all groups were equally hard.
+
+    None if a single group counts, which is both the worst and the best.
 
     It is the median of the least of binomial shares, with the sizes of all counted groups of `groups`, as if they were
     independent, and with the accuracy over all of them. Raises `ValueError` if no group counts.
@@ -160,6 +162,8 @@ def worst_of_equal(groups: Sequence[Groups], method: str) -> float:
     right_G = np.concatenate([np.ravel(one.right[method])[np.ravel(one.num_test) >= one.min_size] for one in groups])
     if not num_G.size:
         raise ValueError("every group is too small to be the worst")
+    if num_G.size == 1:
+        return None
     accuracy = right_G.sum() / num_G.sum()
     size_S, count_S = np.unique(num_G, return_counts=True)
 
@@ -176,12 +180,16 @@ def _rows(table_KL: NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(row) for row in table_KL.tolist())
 
 
+def _expected(groups: Groups, method: str) -> str:
+    expected = worst_of_equal([groups], method)
+    return "no other group counts" if expected is None else f"{100 * expected:.1f} if all were equally hard"
+
+
 def describe_groups(groups: Groups) -> str:
     """Return a line about the worst group of each method, and about the groups and samples that do not count."""
     one, other = groups.labels
     parts = [
-        f"{name} {100 * worst.accuracy:.1f} ({worst.name}, {worst.num_test} samples; "
-        f"{100 * worst_of_equal([groups], method):.1f} if all were equally hard)"
+        f"{name} {100 * worst.accuracy:.1f} ({worst.name}, {worst.num_test} samples; {_expected(groups, method)})"
         for method, name in (("linear", "linear"), ("knn", "kNN"))
         if (worst := groups.worst.get(method)) is not None
     ]

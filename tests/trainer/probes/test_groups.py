@@ -85,7 +85,24 @@ def test_the_worst_of_equal_groups_is_the_median_of_draws(share: float) -> None:
     drawn_DG = draw.binomial(num_G, right_G.sum() / num_G.sum(), (20_000, len(num_G))) / num_G
     assert worst_of_equal([groups], "linear") == pytest.approx(np.median(drawn_DG.min(1)), abs=0.006)
     pair = [groups, groups.model_copy(update={"labels": ("base", "other")})]
-    assert worst_of_equal(pair, "linear") <= worst_of_equal([groups], "linear")
+    assert (worst_of_equal(pair, "linear") or 0) <= (worst_of_equal([groups], "linear") or 0)
+
+
+def test_a_single_group_that_counts_is_not_compared_with_itself() -> None:
+    pictures, labels = random_case(0)
+    predicted = {"linear": torch.zeros(200, dtype=torch.int64)}
+
+    def groups_from(min_size: int) -> Groups:
+        pair = ("base", "overlay")
+        return measure_groups(
+            "base", predicted, pair=pair, labels=labels, manifest=pictures.manifest, min_size=min_size
+        )
+
+    largest = max(max(row) for row in groups_from(1).num_test)
+    groups = groups_from(largest)
+    assert sum(num >= largest for row in groups.num_test for num in row) == 1
+    assert worst_of_equal([groups], "linear") is None
+    assert f"{largest} samples; no other group counts)" in describe_groups(groups)
 
 
 def test_if_all_groups_are_small_none_is_the_worst() -> None:

@@ -331,6 +331,14 @@ def test_worst_groups_are_shown(tmp_path: Path) -> None:
     assert "The worst of many groups is low by chance alone" in page
 
 
+def test_a_worst_group_that_alone_counts_has_no_expected_accuracy(tmp_path: Path) -> None:
+    home, right = tmp_path / "runs", {"base": samples(0.5, num_test=200, seed=0)}
+    groups = worst_groups(0.2).model_copy(update={"num_test": ((9, 9), (9, 40))})
+    make_run(home, factors("plain"), right=right, groups={"base": groups})
+    report("--study", "suppression", home, "--out", tmp_path / "page.md")
+    assert "| 20.0, the only one that counts (cat · 3, 40 samples) |" in (tmp_path / "page.md").read_text()
+
+
 def test_the_worst_group_is_the_worst_of_all_pairs_and_its_size_is_its_own(tmp_path: Path) -> None:
     right = {"base": samples(0.5, num_test=200, seed=0)}
     for seed, (name, worst, size) in enumerate((("cat", 0.2, 40), ("cat", 0.3, 40), ("dog", 0.1, 12))):

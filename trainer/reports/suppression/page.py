@@ -398,7 +398,7 @@ def _worst_groups(setting: Setting, cures: Sequence[str]) -> Table | None:
 
 
 def _worst(worst: WorstGroup) -> str:
-    expected = f"expected {100 * worst.of_equal:.1f}"
+    expected = "the only one that counts" if worst.of_equal is None else f"expected {100 * worst.of_equal:.1f}"
     return f"{100 * worst.accuracy:.1f}, {expected} ({worst.classes}, {worst.num_test} samples)"
 
 

@@ -237,11 +237,12 @@ def kept_of_easy(column: Column, cure: str) -> float | None:
 class WorstGroup:
     """The mean over seeds of the accuracy in the worst group; the classes and the size of the worst group of most.
 
-    of_equal: the mean over seeds of that accuracy if all groups were equally hard: `worst_of_equal` over all pairs.
+    of_equal: the mean over seeds of that accuracy if all groups were equally hard: `worst_of_equal` over all pairs;
+        None if a single group counts in a run.
     """
 
     accuracy: float
-    of_equal: float
+    of_equal: float | None
     classes: str
     num_test: int
 
@@ -261,7 +262,12 @@ def worst_group(setting: Setting, difficulty: str, cure: str, label: LabelSpace)
     if not found:
         return None
     usual = statistics.mode((one.name, one.num_test) for one in found)
-    return WorstGroup(statistics.fmean(one.accuracy for one in found), statistics.fmean(of_equal), *usual)
+    expected = [each for each in of_equal if each is not None]
+    return WorstGroup(
+        statistics.fmean(one.accuracy for one in found),
+        statistics.fmean(expected) if len(expected) == len(found) else None,
+        *usual,
+    )
 
 
 def halving(difficulties: Sequence[float], accuracies: Sequence[float], *, chance: float) -> float | None:
