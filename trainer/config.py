@@ -201,6 +201,12 @@ class RunConfig(Schema):
         freezes = self.adversary is not None and step == self.adversary.freeze_step
         return self.compiles_networks and (freezes or (self.views.changes_with_epoch and step % steps_per_epoch == 0))
 
+    def viewmaker_learns(self, *, step: int, epoch: int) -> bool:
+        """Return whether there is a viewmaker that learns in a step."""
+        if self.adversary is None or not self.views.learns_in(epoch):
+            return False
+        return self.adversary.freeze_step is None or step < self.adversary.freeze_step
+
     @property
     def objective_optimizer(self) -> OptimizerConfig:
         """Return the optimizer of the objective's own parameters."""

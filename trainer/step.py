@@ -200,11 +200,9 @@ class TrainingStep:
 
     def viewmaker_is_frozen(self, batch: Batch) -> bool:
         """Return whether there is a viewmaker that does not learn from a batch."""
-        adversary = self._config.adversary
-        if adversary is None:
+        if self._config.adversary is None:
             return False
-        is_over = adversary.freeze_step is not None and batch.step >= adversary.freeze_step
-        return is_over or not self._config.views.learns_in(batch.epoch)
+        return not self._config.viewmaker_learns(step=batch.step, epoch=batch.epoch)
 
     def run(
         self,

@@ -107,6 +107,8 @@ class TrainingLog:
         num_done, note = batch.step + 1, ""
         metrics: dict[str, float] = {}
         if self._is_logged(num_done):
+            if "viewmaker" in learning_rates and not self._config.viewmaker_learns(step=batch.step, epoch=batch.epoch):
+                learning_rates = {**learning_rates, "viewmaker": 0.0}
             metrics = self._metrics(output, learning_rates, num_done, epoch=batch.epoch)
             note = f"loss {metrics.get('train/loss', math.nan):.4f}, slowest {slowest(metrics)}"
         if self._probe is not None and self._is_probed(num_done):

@@ -105,6 +105,28 @@ def test_a_weight_that_the_optimizer_divides_away_is_told(config: OptimizerConfi
         assert ("next to nothing but the steps of biases and norms;" in note) == isinstance(config, LARSConfig)
 
 
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("more", "learns"),
+    [
+        ("adversary.freeze_step=2", [True, True, False, False]),
+        ("views={kind: by_epoch, policies: [{kind: expert_image}, {kind: viewmaker, base_width: 4}]}", [0, 0, 1, 1]),
+    ],
+)
+def test_the_logged_learning_rate_of_a_viewmaker_that_does_not_learn_is_0(
+    more: str, learns: list[bool], tmp_path: Path
+) -> None:
+    data = write_tiny_pair(tmp_path / "data", num_train=32, num_test=16)
+    given = [f"data.train_dir={data}/train", f"data.test_dir={data}/test", "data.num_workers=0", "num_epochs=2"]
+    given += ["global_batch_size=16", "log_every_steps=1", "tracking.wandb=disabled", "adversary.optimizer.kind=sgd"]
+    run_dir = RunDir(tmp_path / "run")
+    train(resolve_recipe("debug:viewmaker", [*given, more]), run_dir, device=torch.device("cpu"), command="test")
+    metrics = run_dir.read_metrics()
+    assert [line["optim/viewmaker_learning_rate"] > 0 for line in metrics] == learns
+    assert ["train/viewmaker_loss" in line for line in metrics] == learns
+    assert all(line["optim/encoder_learning_rate"] > 0 for line in metrics)
+
+
 def train_with_a_viewmaker_that_diverges(data: Path, directory: Path, update: str) -> str:
     """Train, and return the error message."""
     settings = {
