@@ -40,6 +40,7 @@ MAX_TIMEOUTS = 20  # after so many time limits a job is not requeued again
 WARNING_SECONDS = 120  # between the warning signal and the time limit
 
 Executor = Literal["slurm", "local"]
+_SUBMITTING: Final = "submitting"
 
 # Signals that must not come between a submission and its record: the job would be in the queue, but not in its run
 # directory. sbatch inherits this, and so do the processes of a job on this machine. There only Ctrl-C waits, which in
@@ -163,7 +164,7 @@ def submit(
             )
             for planned in plan.runs
         ]
-        with _telling_of_a_job(claim), signals_deferred(_DEFERRED[plan.executor]):
+        with _telling_of_a_job(claim), signals_deferred(_DEFERRED[plan.executor]), _marked(plan):
             if plan.executor == "local":
                 jobs = _submit_here(train_jobs, plan, code, preloaded)
             else:
@@ -230,8 +231,25 @@ def _one_submission(plan: SubmissionPlan, claim: _Claim) -> Iterator[None]:
         claim.is_kept = True  # if a run has a job now
         for planned in plan.runs:
             refuse_if_active(planned.run_dir, queue)
+        if (marker := plan.logs / _SUBMITTING).exists():
+            raise UserError(
+                f"a command that submitted {plan.home} was killed before it recorded its job; look for the job with "
+                f"squeue --me --name {shlex.quote(plan.name)}, end it with scancel if it is there, and remove {marker}"
+            )
         claim.is_kept = False
         yield
+
+
+@contextlib.contextmanager
+def _marked(plan: SubmissionPlan) -> Iterator[None]:
+    """Keep a file in the logs during the block, between whose sbatch and records the process may be killed."""
+    marker = plan.logs / _SUBMITTING
+    if plan.executor == "slurm":
+        marker.touch()
+    try:
+        yield
+    finally:
+        marker.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

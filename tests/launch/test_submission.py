@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -466,6 +467,37 @@ def test_ctrl_c_while_sbatch_asks_loses_no_job(
     assert (submission is not None and submission.job_id == "12") == accepts
     assert run_dir.path.exists() == accepts
     assert ("job 12 was submitted before this; end it: scancel 12\n" in done.stderr) == accepts
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("tmp_is_shared")
+def test_a_command_that_was_killed_before_it_recorded_its_job_is_not_repeated_unseen(
+    slurm_py: Command, fake_slurm: Path, settings: list[str], tmp_path: Path
+) -> None:
+    sbatch, run_dir = fake_slurm / "sbatch", RunDir(tmp_path / "run")
+    sbatch.write_text("#!/bin/bash\n[[ $* == *--test-only* ]] || kill -KILL $PPID\n")
+    flags = ["--config", "debug:image", *settings, "--run-dir", run_dir.path]
+    child = os.fork()
+    if child == 0:
+        try:
+            slurm_py(*flags)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    sbatch.write_text("#!/bin/bash\n[[ $* == *--test-only* ]] || echo Submitted batch job 12\n")
+    done = slurm_py(*flags)
+    marker = run_dir.path / "logs" / "submitting"
+    assert done.status == 2
+    assert (
+        f"look for the job with squeue --me --name debug-image, end it with scancel if it is there, and remove {marker}"
+        in done.stderr
+    )
+    marker.unlink()
+    assert slurm_py(*flags).status == 0
+    submission = last_submission(run_dir)
+    assert submission is not None
+    assert submission.job_id == "12"
+    assert not marker.exists()
 
 
 @pytest.mark.usefixtures("tmp_is_shared")
