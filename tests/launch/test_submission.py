@@ -615,7 +615,6 @@ def test_runs_on_this_machine_share_the_gpus_that_their_user_may_use(
         return []
 
     monkeypatch.setattr(submitit.LocalExecutor, "submit_array", submit_array)
-    monkeypatch.setenv("SLURM_CONF", "cluster.conf")  # hidden and set again during the submission
     resources = RESOURCES.model_copy(update={"nodes": 1, "gpus_per_node": 2})
     plan = SubmissionPlan([], tmp_path, resources, at_a_time=2, name="study", executor="local", slot=slot)
     if isinstance(expected, str):
