@@ -678,10 +678,8 @@ def test_offloaded_gradients_are_read_when_their_copies_have_ended(monkeypatch: 
     engine = object.__new__(DeepSpeedEngine)
     with FakeTensorMode():
         module = nn.Linear(1, 1, device=torch.device("cuda", 0))
-    monkeypatch.setattr(engine, "module", module, raising=False)
-    for name, value in {"_stage": 1, "_offloads": True, "_is_averaged": False, "_engine": Deepspeed()}.items():
-        monkeypatch.setattr(engine, name, value, raising=False)
-    monkeypatch.setattr(engine, "_optimizer", SimpleNamespace(state={flat: {}}), raising=False)
+    vars(engine).update(module=module, _engine=Deepspeed(), _optimizer=SimpleNamespace(state={flat: {}}))
+    vars(engine).update(_stage=1, _offloads=True, _is_averaged=False)
     engine._average_gradients()
     (gradient,) = engine._gradients()
     assert gradient.tolist() == [2.0, 2.0, 2.0]

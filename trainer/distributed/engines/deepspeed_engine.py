@@ -335,7 +335,7 @@ class DeepSpeedEngine:
             self._is_averaged = True
 
     def _wait_for_copies(self) -> None:
-        """Wait until the gradients are in host memory. DeepSpeed only starts to copy them, and waits in its own step."""
+        """Wait until the gradients are in host memory. DeepSpeed starts to copy them, and waits only in its step."""
         device = next(self.module.parameters()).device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
