@@ -233,10 +233,19 @@ def _read_shared(store: SampleStore, share: NodeShare, *, show_progress: bool) -
 def _shortage(num_bytes: int, device: torch.device) -> str:
     """Return why a dataset of that size does not fit into the memory of a device; an empty text if it fits."""
     if device.type == "cuda":
-        free, where = torch.cuda.mem_get_info(device)[0], f"on {device}"
+        free, where = free_device_bytes(device), f"on {device}"
     else:
         free, where = free_host_bytes(), "in host memory"
     return f"only {free / 1e9:.3g} GB are free {where}, of which it may use half" if 2 * num_bytes > free else ""
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Return the bytes that this process can still allocate on a GPU, with what its allocator keeps of freed tensors.
+
+    The driver counts those as used: after one probe or run in a process, the GPU would look full for the next.
+    """
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def free_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

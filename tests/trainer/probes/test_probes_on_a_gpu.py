@@ -154,6 +154,14 @@ def test_features_go_to_the_host_if_the_gpu_has_no_room(monkeypatch: pytest.Monk
             assert MemoryLimit().empty((10, 10), dtype=torch.float32, device=CUDA).device == device
 
 
+def test_memory_that_the_allocator_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second run that a process probes finds what the first has freed."""
+    free_on_the_gpu(monkeypatch, 200)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 900)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300)
+    assert [MemoryLimit().holds(num_bytes, CUDA) for num_bytes in (400, 401)] == [True, False]
+
+
 def test_samples_stay_on_the_host_if_the_gpu_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = write_tiny_pair(tmp_path, num_train=8, num_test=4)
     train = read_pictures(data / "train")
