@@ -66,6 +66,8 @@ def train_on(
 
     Raises the errors of `train`, and `UserError` if the GPU's memory is full or a data worker was killed.
     """
+    if device.type == "cuda":  # else the log of a run would count the memory of the runs before it in this process
+        torch.cuda.reset_peak_memory_stats(device)
     try:
         train(config, RunDir(run_dir), device=device, command=command, accepted_data=accepted_data)
     except torch.OutOfMemoryError as error:
