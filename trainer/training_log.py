@@ -230,8 +230,8 @@ def log_start(
     is_on_gpu = device.type == "cuda"
     if config.precision == "bfloat16" and is_on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
         logger.warning(
-            "%s has no instructions for bfloat16: a step may take longer than with precision=float32; precision=float16 "
-            "may be faster, in another --run-dir",
+            "%s has no instructions for bfloat16: a step may take longer than with precision=float32; in another "
+            "--run-dir, precision=float16 may be faster",
             torch.cuda.get_device_name(device),
         )
     num_threads = torch.get_num_threads()
