@@ -19,8 +19,9 @@ def has_gpu() -> bool:
         return True
     if num_gpus := torch.cuda.device_count():  # by the driver's own library, which works with any torch
         raise UserError(
-            f"{socket.gethostname()} has {num_gpus} GPU(s), but torch {torch.__version__} can use none; see in nvidia-smi "
-            f"whether the driver has CUDA {torch.version.cuda} or newer, or set CUDA_VISIBLE_DEVICES= for the CPU"
+            f"{socket.gethostname()} has {num_gpus} GPU(s), but torch {torch.__version__} can use none; see in "
+            f"nvidia-smi whether the driver is new enough for CUDA {torch.version.cuda}, or set CUDA_VISIBLE_DEVICES= "
+            "for the CPU"
         )
     return False
 
@@ -38,8 +39,8 @@ def named_device(name: str | None) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         if device is not None and device.type == "cuda" and (device.index or 0) < torch.cuda.device_count():
             raise UserError(
-                f"--device {name}: this GPU cannot be used now ({why_unusable(error)}); see in nvidia-smi what else uses "
-                'it, or take "cpu"'
+                f"--device {name}: this GPU cannot be used now ({why_unusable(error)}); see in nvidia-smi what else "
+                'uses it, or take "cpu"'
             ) from error
         device = None
     if device is None or device.type == "meta":  # a meta device computes nothing

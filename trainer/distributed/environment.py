@@ -173,7 +173,8 @@ def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds
     if device.type == "cuda":
         try:
             reason = why_gpu_is_unusable(device)
-            torch.cuda.set_device(device)
+            if reason is None:
+                torch.cuda.set_device(device)
         except (RuntimeError, AssertionError) as error:  # its memory is full, another process has it for itself
             raise UserError(
                 f"{device} on {socket.gethostname()} cannot be used ({why_unusable(error)}); see in nvidia-smi what "

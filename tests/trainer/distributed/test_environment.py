@@ -229,9 +229,7 @@ def test_a_gpu_that_another_process_has_is_one_sentence(monkeypatch: pytest.Monk
 
     pretend_gpus(monkeypatch, 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", busy)
-    with pytest.raises(
-        UserError, match=r"^cuda:0 on \S+ cannot be used \(CUDA error: .* unavailable\); see in nvidia-"
-    ):
+    with pytest.raises(UserError, match=r"^cuda:0 on \S+ cannot be used \(CUDA error: .* unavailable\); see in "):
         init_process_group(read_env({}), torch.device("cuda", 0))
     monkeypatch.setattr(torch, "empty", busy)
     with pytest.raises(UserError, match=r"--device cuda: this GPU cannot be used now \(CUDA error: .* unavailable\)"):
@@ -244,7 +242,6 @@ def pretend_capability(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, i
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90", "sm_90a"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla P100")
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -437,7 +434,6 @@ def test_nccl_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPatc
             "NCCL error in: NCCLUtils.cpp\nLast error:\nDuplicate GPU detected : ranks 1 and 0\n"
         )
 
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     pretend_capability(monkeypatch, (9, 0))
     monkeypatch.setattr(dist, "init_process_group", refuse)
     said = r"rank 5 of 8 on \S+ could not start NCCL on cuda:0 \(Duplicate GPU detected : ranks 1 and 0\); check that"
