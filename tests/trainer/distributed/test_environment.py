@@ -435,6 +435,7 @@ def test_nccl_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPatc
         )
 
     pretend_capability(monkeypatch, (9, 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(dist, "init_process_group", refuse)
     said = r"rank 5 of 8 on \S+ could not start NCCL on cuda:0 \(Duplicate GPU detected : ranks 1 and 0\); check that"
     with pytest.raises(UserError, match=said):
