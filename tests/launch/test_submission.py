@@ -211,6 +211,8 @@ def test_what_is_asked_for_fits_every_run_of_a_study() -> None:
     assert resources_for(wanted, [few], nodes=1).threads_per_task == 11
     with pytest.raises(UserError, match="3 ranks do not divide the global batch of 32 of debug-image"):
         resources_for(wanted.model_copy(update={"tasks_per_node": 1}), [few, many], nodes=3)
+    with pytest.raises(UserError, match=r"2 ranks a node cannot share 1 GPU\(s\).* ask for --gpus-per-node 2"):
+        resources_for(wanted.model_copy(update={"gpus_per_node": 1}), [few], nodes=1)
 
 
 def test_without_any_wish_the_cluster_decides() -> None:
