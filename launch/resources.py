@@ -233,7 +233,7 @@ def resources_for(wanted: RequestedResources, configs: Sequence[RunConfig], *, n
     )
     if resources.gpus_per_node and resources.tasks_per_node > resources.gpus_per_node:
         raise UserError(
-            f"{resources.tasks_per_node} ranks a node cannot share {resources.gpus_per_node} GPU(s), because each takes "
+            f"{resources.tasks_per_node} ranks a node cannot share {resources.gpus_per_node} GPU(s), because a rank takes "
             f"one; leave out --tasks-per-node, or ask for --gpus-per-node {resources.tasks_per_node}"
         )
     for config in configs:
