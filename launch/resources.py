@@ -233,8 +233,8 @@ def resources_for(wanted: RequestedResources, configs: Sequence[RunConfig], *, n
     )
     if resources.gpus_per_node and resources.tasks_per_node > resources.gpus_per_node:
         raise UserError(
-            f"{resources.tasks_per_node} ranks a node cannot share {resources.gpus_per_node} GPU(s), because a rank takes "
-            f"one; leave out --tasks-per-node, or ask for --gpus-per-node {resources.tasks_per_node}"
+            f"{resources.tasks_per_node} ranks a node cannot share {resources.gpus_per_node} GPU(s): each takes one; "
+            f"leave out --tasks-per-node, or ask for --gpus-per-node {resources.tasks_per_node}"
         )
     for config in configs:
         if config.global_batch_size % resources.num_ranks:
