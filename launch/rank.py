@@ -107,8 +107,8 @@ def _memory_advice(config: RunConfig, device: torch.device) -> str:
             )
             return f"{advice}, or set compile=false, which needs less" if config.records_step else advice
     return (
-        "raise memory.micro_batches, set memory.encoder_checkpointing=whole, or find out with `--plan "
-        "--gpu-gigabytes` which batch fits"
+        "in another --run-dir, raise memory.micro_batches or set memory.encoder_checkpointing=whole; `--plan "
+        "--gpu-gigabytes` tells which batch fits"
     )
 
 

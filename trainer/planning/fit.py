@@ -126,11 +126,17 @@ def what_fits(
 def _advice(fit: Fit | None, config: RunConfig, *, gigabytes: float) -> str:
     """Return the micro batches of a fit in words, beside those of the config."""
     if fit is None or fit.micro_batches is None or fit.peak_bytes is None:
-        return f"no number of micro batches fits its {gigabytes:.1f} GB; use more ranks or a smaller global_batch_size"
+        return (
+            f"no number of micro batches fits its {gigabytes:.1f} GB; use more ranks or, in another --run-dir, a smaller "
+            "global_batch_size"
+        )
     needs = f"{fit.peak_bytes / 1e9:.1f} of its {gigabytes:.1f} GB"
     if fit.micro_batches <= config.memory.micro_batches:
-        return f"its plan says {needs}, so see in nvidia-smi what else uses the GPU, or raise memory.micro_batches"
-    return f"set memory.micro_batches={fit.micro_batches}, with which it needs {needs}"
+        return (
+            f"its plan says {needs}, so see in nvidia-smi what else uses the GPU, or raise memory.micro_batches in "
+            "another --run-dir"
+        )
+    return f"set memory.micro_batches={fit.micro_batches} in another --run-dir, with which it needs {needs}"
 
 
 def room_on(device_bytes: int) -> int:

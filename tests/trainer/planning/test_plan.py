@@ -261,7 +261,7 @@ def test_the_advice_for_a_full_memory_is_what_fits() -> None:
     def advice(config: RunConfig, device_bytes: int) -> str:
         return what_fits(config, device_bytes=device_bytes, num_samples=NUM_SAMPLES, input_shape=SHAPE)
 
-    assert advice(config, between).startswith("set memory.micro_batches=2, with which it needs ")
+    assert advice(config, between).startswith("set memory.micro_batches=2 in another --run-dir, with which it needs ")
     assert "see in nvidia-smi what else uses the GPU" in advice(config, 100 * between)
     assert advice(config, 1000).startswith("no number of micro batches fits its 0.0 GB; use more ranks")
 
@@ -291,7 +291,7 @@ def test_data_in_the_memory_of_the_device_count() -> None:
     assert "data on the device" in describe(beside)
     assert "data on the device" not in describe(without)
     said = what_fits(config, device_bytes=room, num_samples=NUM_SAMPLES, input_shape=SHAPE, data_bytes=room // 20)
-    assert said.startswith("set memory.micro_batches=2, ")
+    assert said.startswith("set memory.micro_batches=2 in another --run-dir, ")
     assert said.endswith(", or set data.placement=host, which frees the 0.0 GB of the data")
 
 
