@@ -127,8 +127,8 @@ def _advice(fit: Fit | None, config: RunConfig, *, gigabytes: float) -> str:
     """Return the micro batches of a fit in words, beside those of the config."""
     if fit is None or fit.micro_batches is None or fit.peak_bytes is None:
         return (
-            f"no number of micro batches fits its {gigabytes:.1f} GB; use more ranks or, in another --run-dir, a smaller "
-            "global_batch_size"
+            f"no number of micro batches fits its {gigabytes:.1f} GB; use more ranks or, in another --run-dir, a "
+            "smaller global_batch_size"
         )
     needs = f"{fit.peak_bytes / 1e9:.1f} of its {gigabytes:.1f} GB"
     if fit.micro_batches <= config.memory.micro_batches:
