@@ -326,6 +326,22 @@ def test_a_step_that_could_be_recorded_says_so(
     assert [record.getMessage().removesuffix(": docs/performance.md") for record in caplog.records] == said
 
 
+def test_building_and_loading_modules_leave_the_generators_of_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop of the user's own may draw there, such as dropout, while it loads an encoder."""
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    config = resolve_recipe("debug:viewmaker", ["objective.kind=moco", "objective.queue_size=32"])
+    before = torch.get_rng_state()
+    first, again = build_modules(config), build_modules(config)
+    build_run_objective(config, first.encoder, num_samples=64, num_classes={}, device=torch.device("cpu"))
+    assert seeds == []
+    assert torch.equal(torch.get_rng_state(), before)
+    both = zip(first.encoder.parameters(), again.encoder.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in both)
+    torch.manual_seed(0)
+    assert seeds == [0]
+
+
 class Copies(TorchDispatchMode):
     """Notes whether the host waits for each copy to another device."""
 
