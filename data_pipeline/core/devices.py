@@ -35,7 +35,7 @@ def named_device(name: str | None) -> torch.device:
     device = None
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.ones(1, device=device)  # by a kernel, which a torch for other GPUs does not have
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         if device is not None and device.type == "cuda" and (device.index or 0) < torch.cuda.device_count():
             raise UserError(

@@ -72,8 +72,8 @@ def place_data(
 ) -> DataPlacement:
     """Read a dataset into memory if `wanted` says so, or if `wanted` is `auto` and the dataset fits.
 
-    `auto` keeps at most `resident_gigabytes` (10^9 bytes), and never more than half of the free memory. If a GPU has too
-    little, it keeps them on the host. With a `share`, every rank of the run must call this with the same arguments.
+    `auto` keeps at most `resident_gigabytes` (10^9 bytes), and never more than half of the free memory; what a GPU has
+    no room for is kept on the host. With a `share`, every rank of the run must call this with the same arguments.
 
     Raises `UserError` if `host` or `device` is wanted and memory is too small, or if a shard cannot be fetched.
     """

@@ -231,7 +231,7 @@ def test_a_gpu_that_another_process_has_is_one_sentence(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "get_device_capability", busy)
     with pytest.raises(UserError, match=r"^cuda:0 on \S+ cannot be used \(CUDA error: .* unavailable\); see in "):
         init_process_group(read_env({}), torch.device("cuda", 0))
-    monkeypatch.setattr(torch, "empty", busy)
+    monkeypatch.setattr(torch, "ones", busy)
     with pytest.raises(UserError, match=r"--device cuda: this GPU cannot be used now \(CUDA error: .* unavailable\)"):
         named_device(None)
     with pytest.raises(UserError, match="--device cuda:1: this machine has no such device"):
