@@ -193,12 +193,10 @@ def test_a_full_gpu_does_not_stop_the_analyses_of_other_runs(
 ) -> None:
     analysis, both = load_analysis("monitors"), [make_run(tmp_path / f"run{number}", run_dir.path) for number in (0, 1)]
 
-    def analyze(runs: list[RunDir], **_: object) -> list[Path]:
-        if runs[0].path.name == "run0":
-            raise torch.OutOfMemoryError(
-                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of"
-            )
-        return [runs[0].path]
+    def analyze(run: RunDir, **_: object) -> list[Path]:
+        if run.path.name == "run0":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of")
+        return [run.path]
 
     fake = SimpleNamespace(settings=analysis.settings, groups=analysis.groups, analyze=analyze)
     monkeypatch.setattr("trainer.analyze.load_analysis", lambda _: fake)
