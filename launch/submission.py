@@ -363,7 +363,9 @@ def gpus_of(resources: Resources, *, slot: int) -> list[int]:
             raise UserError(
                 f"CUDA_VISIBLE_DEVICES={visible} names {len(words)} GPU(s), {needed}; ask for fewer, or unset it"
             )
-    if (num_there := torch.cuda.device_count()) < end:
+    # With CUDA_VISIBLE_DEVICES=0,0 a user lets two runs share a GPU. torch counts no GPU in such a list.
+    are_shared = len(set(words[:end])) < end
+    if not are_shared and (num_there := torch.cuda.device_count()) < end:
         among = "" if visible is None else f" of CUDA_VISIBLE_DEVICES={visible}"
         raise UserError(f"torch sees {num_there} GPU(s){among} on {socket.gethostname()}, {needed}; ask for fewer")
     return [int(word) for word in words[first:end]]
