@@ -227,6 +227,13 @@ def log_start(
         logger.warning(
             "this processor has no instructions for bfloat16: a step may take longer than with precision=float32"
         )
+    is_on_gpu = device.type == "cuda"
+    if config.precision == "bfloat16" and is_on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+        logger.warning(
+            "%s has no instructions for bfloat16: a step may take longer than with precision=float32; in another "
+            "--run-dir, precision=float16 may be faster",
+            torch.cuda.get_device_name(device),
+        )
     num_threads = torch.get_num_threads()
     if device.type == "cpu" and num_threads > 1 and world_size() == 1:
         hint = busy_hint(num_threads, cpus=os.cpu_count() or 1, num_busy=busy_cores())

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TextIO
 
 import pytest
@@ -70,6 +71,26 @@ def test_bfloat16_on_a_processor_without_it_is_called_slow(
     manifest = load_manifest(pair / "train")
     log_start(config, build_modules(config), manifest, device=torch.device("cpu"), start_step=0, num_steps=1)
     assert ("no instructions for bfloat16" in caplog.text) is is_slow
+
+
+@pytest.mark.parametrize(("capability", "is_slow"), [((7, 5), True), ((8, 0), False)])
+def test_bfloat16_on_a_gpu_without_it_is_called_slow(
+    capability: tuple[int, int],
+    is_slow: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=capability[0]))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
+    pair = write_tiny_pair(tmp_path, num_train=16, num_test=16)
+    config = resolve_recipe("debug:image", ["precision=bfloat16"])
+    manifest = load_manifest(pair / "train")
+    log_start(config, build_modules(config), manifest, device=torch.device("cuda", 0), start_step=0, num_steps=1)
+    assert ("Tesla T4 has no instructions for bfloat16" in caplog.text) is is_slow
 
 
 @pytest.mark.parametrize(("objective", "lines"), [(PublishedNTXentConfig(), 1), (NTXentConfig(), 0)])
