@@ -27,6 +27,7 @@ from data_pipeline.core.schema import difference
 from data_pipeline.storage.manifest import MANIFEST_NAME, load_manifest
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
+from trainer import training_log
 from trainer.config import RunConfig, read_config
 from trainer.data import read_manifests
 from trainer.distributed.collectives import on_first_rank, rank
@@ -91,6 +92,17 @@ def test_bfloat16_on_a_gpu_without_it_is_called_slow(
     manifest = load_manifest(pair / "train")
     log_start(config, build_modules(config), manifest, device=torch.device("cuda", 0), start_step=0, num_steps=1)
     assert ("Tesla T4 has no instructions for bfloat16" in caplog.text) is is_slow
+
+
+@pytest.mark.parametrize(("num_gpus", "num_ranks", "is_said"), [(8, 1, True), (1, 1, False), (8, 8, False)])
+def test_a_single_process_says_how_it_would_use_all_gpus(
+    num_gpus: int, num_ranks: int, is_said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(training_log, "world_size", lambda: num_ranks)
+    note = training_log._idle_gpus(torch.device("cuda", 0))
+    assert ("--nproc-per-node 8 launch/train.py" in (note or "")) is is_said
+    assert training_log._idle_gpus(CPU) is None
 
 
 @pytest.mark.parametrize(("objective", "lines"), [(PublishedNTXentConfig(), 1), (NTXentConfig(), 0)])
