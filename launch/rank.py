@@ -22,7 +22,7 @@ from trainer.memory import keep_freed_memory
 from trainer.mixture import num_classes
 from trainer.own_code import own_packages
 from trainer.planning.describe import describe
-from trainer.planning.fit import plan, what_fits
+from trainer.planning.fit import bytes_of_data, plan, what_fits
 from trainer.preflight import check_batch, train_sizes
 from trainer.run_dir import RunDir
 from trainer.train import train
@@ -68,6 +68,8 @@ def train_on(
     Raises the errors of `train`, and `UserError` if the GPU's memory is full or a data worker was killed.
     """
     show_info_of(own_packages(config))
+    if device.type == "cuda":  # else the log of a run would count the memory of the runs before it in this process
+        torch.cuda.reset_peak_memory_stats(device)
     try:
         train(config, RunDir(run_dir), device=device, command=command, accepted_data=accepted_data)
     except torch.OutOfMemoryError as error:
@@ -97,16 +99,18 @@ def _memory_advice(config: RunConfig, device: torch.device) -> str:
     if read_env(os.environ).world_size == 1 and device.type == "cuda":
         with contextlib.suppress(UserError):
             manifest = read_manifests(config.data, makes_index=False).train
+            device_bytes = torch.cuda.get_device_properties(device).total_memory
             advice = what_fits(
                 config,
-                device_bytes=torch.cuda.get_device_properties(device).total_memory,
+                device_bytes=device_bytes,
                 num_samples=manifest.num_samples,
                 input_shape=manifest.batch_shape,
+                data_bytes=bytes_of_data(config, manifest, device_bytes=device_bytes),
             )
             return f"{advice}, or set compile=false, which needs less" if config.records_step else advice
     return (
-        "raise memory.micro_batches, set memory.encoder_checkpointing=whole, or find out with `--plan "
-        "--gpu-gigabytes` which batch fits"
+        "in another --run-dir, raise memory.micro_batches or set memory.encoder_checkpointing=whole; `--plan "
+        "--gpu-gigabytes` tells which batch fits"
     )
 
 
@@ -143,6 +147,9 @@ def print_plan(config: RunConfig, *, world_size: int, device_gigabytes: float | 
         manifest = None
     if manifest is not None:
         check_batch(config, num_samples=train_sizes(manifest), num_ranks=world_size)
+    data_bytes = 0
+    if manifest is not None and device_gigabytes is not None:
+        data_bytes = bytes_of_data(config, manifest, device_bytes=int(device_gigabytes * 1e9))
     planned = plan(
         config,
         world_size=world_size,
@@ -150,6 +157,7 @@ def print_plan(config: RunConfig, *, world_size: int, device_gigabytes: float | 
         num_classes=None if manifest is None else num_classes(manifest),
         input_shape=None if manifest is None else manifest.batch_shape,
         device_gigabytes=device_gigabytes,
+        data_bytes=data_bytes,
     )
     print(describe(planned))
     settings = config.engine.library_settings(global_batch_size=config.global_batch_size, num_ranks=world_size)

@@ -123,6 +123,8 @@ def describe_request(resources: Resources, *, num_runs: int = 1) -> str:
         '4 nodes x 1 rank, no GPU: it trains on the CPU (add --gpus-per-node N for GPUs), 2 cores a rank, 240 minutes'
         >>> describe_request(few.model_copy(update={"gpus_per_node": 8, "tasks_per_node": 8}), num_runs=3)
         '3 runs of 4 nodes x 8 ranks, 8 GPUs a node, 2 cores a rank, 240 minutes'
+        >>> describe_request(few.model_copy(update={"gpus_per_node": 8}))
+        '4 nodes x 1 rank, 8 GPUs a node (7 of them idle: a rank takes one), 2 cores a rank, 240 minutes'
     """
 
     def count(number: int, noun: str) -> str:
@@ -130,6 +132,8 @@ def describe_request(resources: Resources, *, num_runs: int = 1) -> str:
 
     if resources.gpus_per_node:
         gpus = f"{count(resources.gpus_per_node, 'GPU')} a node"
+        if num_idle := resources.gpus_per_node - resources.tasks_per_node:
+            gpus += f" ({num_idle} of them idle: a rank takes one)"
     elif resources.asks_for_gpus:
         gpus = "GPUs by " + ", ".join(f"{name}={resources.sbatch[name]}" for name in sorted(resources._gpu_fields))
     else:
@@ -216,7 +220,7 @@ def resources_for(wanted: RequestedResources, configs: Sequence[RunConfig], *, n
     """Return resources with which each of `configs` can run.
 
     By default there is one rank for each GPU, and a rank has one core for itself and one for each data worker. Raises
-    `UserError` if the number of ranks does not divide a global batch.
+    `UserError` if ranks would have to share a GPU, or if their number does not divide a global batch.
     """
     num_workers = max(config.data.num_workers for config in configs)
     cpus_per_task = wanted.cpus_per_task or 1 + num_workers
@@ -227,6 +231,11 @@ def resources_for(wanted: RequestedResources, configs: Sequence[RunConfig], *, n
         threads_per_task=max(1, cpus_per_task - num_workers),
         **wanted.model_dump(exclude={"tasks_per_node", "cpus_per_task"}),
     )
+    if resources.gpus_per_node and resources.tasks_per_node > resources.gpus_per_node:
+        raise UserError(
+            f"{resources.tasks_per_node} ranks a node cannot share {resources.gpus_per_node} GPU(s): each takes one; "
+            f"leave out --tasks-per-node, or ask for --gpus-per-node {resources.tasks_per_node}"
+        )
     for config in configs:
         if config.global_batch_size % resources.num_ranks:
             raise UserError(

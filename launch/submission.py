@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import submitit
+import torch
 from submitit.core.utils import FailedJobError
 
 from data_pipeline.core.environment import variable
@@ -358,23 +359,31 @@ def _submit_here(
 def gpus_of(resources: Resources, *, slot: int) -> list[int]:
     """Return the GPUs of the run in `slot` on this machine, by the numbers of CUDA_VISIBLE_DEVICES.
 
-    If that variable is set, the GPUs are among those that it names. Raises `UserError` if it names too few, or if it
-    does not use numbers.
+    If that variable is set, the GPUs are among those that it names. Raises `UserError` if it names too few, if it does
+    not use numbers, or if this machine has too few GPUs: a run without its GPU would fail at once, and so would all
+    runs that follow it in its slot.
     """
     num_gpus = resources.gpus_per_node or 0
     first, end = slot * num_gpus, (slot + 1) * num_gpus
+    if not num_gpus:
+        return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None or not num_gpus:
-        return list(range(first, end))
-    words = [word.strip() for word in visible.partition("-1")[0].split(",") if word.strip()]  # CUDA stops at -1
-    if not all(word.isdecimal() for word in words):
-        raise UserError(
-            f"CUDA_VISIBLE_DEVICES={visible} does not number the GPUs, as --executor local needs it; set it to the "
-            "numbers that nvidia-smi shows"
-        )
-    if len(words) < end:
-        raise UserError(
-            f"CUDA_VISIBLE_DEVICES={visible} names {len(words)} GPU(s), but {end} are needed here (--gpus-per-node for "
-            "each of --at-a-time runs); ask for fewer, or unset it"
-        )
+    needed = f"but {end} {'is' if end == 1 else 'are'} needed here (--gpus-per-node for each of --at-a-time runs)"
+    words = [str(number) for number in range(end)]
+    if visible is not None:
+        words = [word.strip() for word in visible.partition("-1")[0].split(",") if word.strip()]  # CUDA stops at -1
+        if not all(word.isdecimal() for word in words):
+            raise UserError(
+                f"CUDA_VISIBLE_DEVICES={visible} does not number the GPUs, as --executor local needs it; set it to the "
+                "numbers that nvidia-smi shows, or start the runs by launch/train.py, which takes names too"
+            )
+        if len(words) < end:
+            raise UserError(
+                f"CUDA_VISIBLE_DEVICES={visible} names {len(words)} GPU(s), {needed}; ask for fewer, or unset it"
+            )
+    # With CUDA_VISIBLE_DEVICES=0,0 a user lets two runs share a GPU. torch counts no GPU in such a list.
+    are_shared = len(set(words[:end])) < end
+    if not are_shared and (num_there := torch.cuda.device_count()) < end:
+        among = "" if visible is None else f" of CUDA_VISIBLE_DEVICES={visible}"
+        raise UserError(f"torch sees {num_there} GPU(s){among} on {socket.gethostname()}, {needed}; ask for fewer")
     return [int(word) for word in words[first:end]]

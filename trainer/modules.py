@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -62,10 +63,20 @@ def build_run_objective(
 ) -> Objective:
     """Return the objective of a run, on the `device` of its encoder. Draws its weights with the config's seed."""
     given = objective_inputs(config, encoder, num_samples=num_samples, num_classes=num_classes)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
+    with _drawing_from(config.seed):
         objective = build_objective(config.objective, given)
     return objective.to(device, config.parameter_dtype)
+
+
+@contextlib.contextmanager
+def _drawing_from(seed: int) -> Iterator[None]:
+    """Let draws on the CPU start from `seed` inside the block. No generator is another one after it.
+
+    `torch.manual_seed` would also seed every GPU, where a loop of the user's own may draw.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def objective_inputs(
@@ -89,8 +100,7 @@ def build_modules(config: RunConfig) -> TrainedModules:
     Spectrograms are normalised already.
     """
     normalization = None if config.data.mel is None else Normalization(mean=(0.0,), std=(1.0,))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
+    with _drawing_from(config.seed):
         encoder = build_encoder(config.encoder, normalization=normalization)
         view_policy = build_view_policy(config.views, image_channels=config.encoder.in_channels, mel=config.data.mel)
     encoder.trunk.checkpointing = config.memory.encoder_checkpointing

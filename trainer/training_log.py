@@ -229,6 +229,15 @@ def log_start(
         logger.warning(
             "this processor has no instructions for bfloat16: a step may take longer than with precision=float32"
         )
+    is_on_gpu = device.type == "cuda"
+    if config.precision == "bfloat16" and is_on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+        logger.warning(
+            "%s has no instructions for bfloat16: a step may take longer than with precision=float32; in another "
+            "--run-dir, precision=float16 may be faster",
+            torch.cuda.get_device_name(device),
+        )
+    if (note := _idle_gpus(device)) is not None:
+        logger.info("%s", note)
     num_threads = torch.get_num_threads()
     if device.type == "cpu" and num_threads > 1 and world_size() == 1:
         hint = busy_hint(num_threads, cpus=os.cpu_count() or 1, num_busy=busy_cores())
@@ -250,6 +259,17 @@ def log_start(
         logger.info("already at its last step %d; nothing to do", num_steps)
     elif start_step:
         logger.info("going on from step %d of %d", start_step, num_steps)
+
+
+def _idle_gpus(device: torch.device) -> str | None:
+    """Return a sentence if a single process trains on one of several GPUs; else None."""
+    num_gpus = torch.cuda.device_count() if device.type == "cuda" and world_size() == 1 else 1
+    if num_gpus == 1:
+        return None
+    return (
+        f"this process trains on {device}, and {num_gpus} GPUs are visible here; `torchrun --standalone "
+        f"--nproc-per-node {num_gpus} launch/train.py` with the same options trains on all of them"
+    )
 
 
 def _never_learns(config: RunConfig, *, steps_per_epoch: int) -> str | None:

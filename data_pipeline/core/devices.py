@@ -1,10 +1,29 @@
-"""Read the option --device of a command."""
+"""Find the device of a command: the GPU if there is one, or that of the option --device."""
 
 from __future__ import annotations
+
+import socket
 
 import torch
 
 from data_pipeline.core.errors import UserError
+
+
+def has_gpu() -> bool:
+    """Return whether this process sees a GPU.
+
+    Raises `UserError` if there are GPUs that torch cannot use, for example because their driver is too old for it. The
+    work would be done on the CPU without a word.
+    """
+    if torch.cuda.is_available():
+        return True
+    if num_gpus := torch.cuda.device_count():  # by the driver's own library, which works with any torch
+        raise UserError(
+            f"{socket.gethostname()} has {num_gpus} GPU(s), but torch {torch.__version__} can use none; see in "
+            f"nvidia-smi whether the driver is new enough for CUDA {torch.version.cuda}, or set CUDA_VISIBLE_DEVICES= "
+            "for the CPU"
+        )
+    return False
 
 
 def named_device(name: str | None) -> torch.device:
@@ -12,12 +31,24 @@ def named_device(name: str | None) -> torch.device:
 
     Raises `UserError` if the device cannot be used.
     """
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    name = name or ("cuda" if has_gpu() else "cpu")
+    device = None
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError):
+        torch.ones(1, device=device)  # by a kernel, which a torch for other GPUs does not have
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        if device is not None and device.type == "cuda" and (device.index or 0) < torch.cuda.device_count():
+            raise UserError(
+                f"--device {name}: this GPU cannot be used now ({why_unusable(error)}); see in nvidia-smi what else "
+                'uses it, or take "cpu"'
+            ) from error
         device = None
     if device is None or device.type == "meta":  # a meta device computes nothing
         raise UserError(f'--device {name}: this machine has no such device; take "cpu" or leave it out')
     return device
+
+
+def why_unusable(error: Exception) -> str:
+    """Return the first sentence of torch about a device that it cannot use."""
+    lines = str(error).strip().splitlines()
+    return lines[0].partition(". ")[0] if lines else type(error).__name__

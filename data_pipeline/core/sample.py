@@ -140,7 +140,8 @@ class Batch:
         return self._map(torch.Tensor.pin_memory)
 
     def to(self, device: torch.device) -> Batch:
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        """Return the batch on a device. The host waits only for a copy to itself, which could be read too early."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"))
 
     def copy(self) -> Batch:
         """Return a batch in new memory."""

@@ -72,8 +72,8 @@ def place_data(
 ) -> DataPlacement:
     """Read a dataset into memory if `wanted` says so, or if `wanted` is `auto` and the dataset fits.
 
-    `auto` keeps at most `resident_gigabytes` (10^9 bytes), and never more than half of the free memory. With a `share`,
-    every rank of the run must call this with the same arguments.
+    `auto` keeps at most `resident_gigabytes` (10^9 bytes), and never more than half of the free memory; what a GPU has
+    no room for is kept on the host. With a `share`, every rank of the run must call this with the same arguments.
 
     Raises `UserError` if `host` or `device` is wanted and memory is too small, or if a shard cannot be fetched.
     """
@@ -84,25 +84,30 @@ def place_data(
     if wanted == "auto" and num_bytes > resident_gigabytes * 1e9:
         return DataPlacement("stream", f"{size} are more than the {resident_gigabytes:g} of data.resident_gigabytes")
     on_device = device.type != "cpu" if wanted == "auto" else wanted == "device"
-    target = device if on_device else _CPU
     # Until `_read_shared` has ended, nothing may depend on the memory of this machine: all ranks of the run must reach
     # its barriers.
     shared = None if share is None else _read_shared(store, share, show_progress=show_progress)
+    of_device = _shortage(num_bytes, device) if on_device else ""
+    if of_device and wanted == "auto":
+        on_device = False
+    target = device if on_device else _CPU
     shortage = "" if isinstance(shared, DecodedSamples) and not on_device else _shortage(num_bytes, target)
     if isinstance(shared, str) and not on_device:
         shortage = shared
     if shortage:
         if wanted == "auto":
             return DataPlacement("stream", f"{size}, and {shortage}")
+        instead = "host or stream" if on_device else "stream"
         raise UserError(
-            f"{store.location} needs {size}, but {shortage}; set data.placement to stream, or free some memory"
+            f"{store.location} needs {size}, but {shortage}; set data.placement to {instead}, or free some memory"
         )
     if isinstance(shared, DecodedSamples):
         samples, how = shared.to(target), ", read once for all ranks of the machine"
     else:
         samples, how = read_whole(store, target, show_progress=show_progress), ""
     reason = "data.placement says so" if wanted != "auto" else f"within data.resident_gigabytes {resident_gigabytes:g}"
-    return DataPlacement("device" if on_device else "host", f"{size}, {reason}{how}", samples)
+    why_not_there = f", because {of_device}" if of_device else ""
+    return DataPlacement("device" if on_device else "host", f"{size}, {reason}{how}{why_not_there}", samples)
 
 
 def read_whole(store: SampleStore, device: torch.device, *, show_progress: bool = False) -> DecodedSamples:
@@ -233,10 +238,19 @@ def _read_shared(store: SampleStore, share: NodeShare, *, show_progress: bool) -
 def _shortage(num_bytes: int, device: torch.device) -> str:
     """Return why a dataset of that size does not fit into the memory of a device; an empty text if it fits."""
     if device.type == "cuda":
-        free, where = torch.cuda.mem_get_info(device)[0], f"on {device}"
+        free, where = free_device_bytes(device), f"on {device}"
     else:
         free, where = free_host_bytes(), "in host memory"
     return f"only {free / 1e9:.3g} GB are free {where}, of which it may use half" if 2 * num_bytes > free else ""
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Return the bytes that this process can still allocate on a GPU, with what its allocator keeps of freed tensors.
+
+    The driver counts those as used: after one probe or run in a process, the GPU would look full for the next.
+    """
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def free_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

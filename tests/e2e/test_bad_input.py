@@ -226,11 +226,14 @@ def test_a_device_without_room_is_one_sentence(train: Run, monkeypatch: pytest.M
     monkeypatch.setattr("launch.rank.train", out_of_memory)
     monkeypatch.setattr("launch.rank.what_fits", lambda *_, device_bytes, **__: f"set what fits {device_bytes}")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=8))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    monkeypatch.setattr("launch.rank.bytes_of_data", lambda *_, **__: 0)
     monkeypatch.setattr("launch.rank.read_manifests", lambda *_, **__: SimpleNamespace(train=Mock()))
     for settings, more in ([], ", or set compile=false, which needs less"), (["compile=false"], ""):
         with pytest.raises(UserError, match=rf"not enough memory on cuda:0 \(.* 2\.00 GiB\); set what fits 8{more}$"):
             train_on(torch.device("cuda", 0), resolve_recipe("debug:image", settings), Path("none"), command="")
     said = train("--config", "debug:image")
     assert (
-        "not enough memory on cpu (CUDA out of memory. Tried to allocate 2.00 GiB); raise memory.micro_batches" in said
+        "not enough memory on cpu (CUDA out of memory. Tried to allocate 2.00 GiB); in another --run-dir, raise memory"
+        in said
     )

@@ -50,3 +50,14 @@ def test_another_error_of_a_worker_keeps_its_traceback(tmp_path: Path, monkeypat
     monkeypatch.setattr(rank, "train", train)
     with pytest.raises(RuntimeError, match="Segmentation fault"):
         rank.train_on(torch.device("cpu"), debug.image(), tmp_path, command="")
+
+
+def test_each_run_of_a_process_counts_its_own_memory_of_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: events.append(f"reset {device}"))
+    monkeypatch.setattr(rank, "train", lambda *_, **__: events.append("trained"))
+    for device in (torch.device("cuda", 1), torch.device("cpu")):
+        rank.train_on(device, debug.image(), tmp_path, command="")
+    assert events == ["reset cuda:1", "trained", "trained"]

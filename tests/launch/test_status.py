@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import submitit
+import torch
 
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
@@ -704,6 +705,11 @@ def test_a_study_on_this_machine_starts_nothing_where_one_run_could_not(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     on_gpus = plan.resources.model_copy(update={"gpus_per_node": 2})
     with pytest.raises(UserError, match=r"names 3 GPU\(s\), but 4 are needed"):
+        run_study_here(replace(plan, runs=[runs[0]] * 2, at_a_time=3, resources=on_gpus), command="train")
+    assert not (tmp_path / "study").exists()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(UserError, match=r"torch sees 3 GPU\(s\) on \S+, but 4 are needed"):
         run_study_here(replace(plan, runs=[runs[0]] * 2, at_a_time=3, resources=on_gpus), command="train")
     assert not (tmp_path / "study").exists()
 

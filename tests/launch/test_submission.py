@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import submitit
+import torch
 
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
@@ -212,6 +213,8 @@ def test_what_is_asked_for_fits_every_run_of_a_study() -> None:
     assert resources_for(wanted, [few], nodes=1).threads_per_task == 11
     with pytest.raises(UserError, match="3 ranks do not divide the global batch of 32 of debug-image"):
         resources_for(wanted.model_copy(update={"tasks_per_node": 1}), [few, many], nodes=3)
+    with pytest.raises(UserError, match=r"2 ranks a node cannot share 1 GPU\(s\).* ask for --gpus-per-node 2"):
+        resources_for(wanted.model_copy(update={"gpus_per_node": 1}), [few], nodes=1)
 
 
 def test_without_any_wish_the_cluster_decides() -> None:
@@ -598,6 +601,9 @@ def test_a_job_inherits_nothing_of_the_job_that_submits_it(monkeypatch: pytest.M
         ("4,6,7", 1, "CUDA_VISIBLE_DEVICES=4,6,7 names 3 GPU(s), but 4 are needed here"),
         ("", 0, "CUDA_VISIBLE_DEVICES= names 0 GPU(s), but 2 are needed here"),
         ("GPU-1a2b,GPU-3c4d", 0, "CUDA_VISIBLE_DEVICES=GPU-1a2b,GPU-3c4d does not number the GPUs"),
+        ("3,5,3,5", 1, [3, 5]),
+        (None, 2, "torch sees 4 GPU(s) on "),
+        ("0,1,2,3,4,5", 2, "torch sees 4 GPU(s) of CUDA_VISIBLE_DEVICES=0,1,2,3,4,5 on "),
     ],
 )
 @mock.patch.dict(os.environ)  # puts back what the submission changes
@@ -608,6 +614,7 @@ def test_runs_on_this_machine_share_the_gpus_that_their_user_may_use(
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0 if visible == "3,5,3,5" else 4)
     given: list[list[int]] = []
 
     def submit_array(self: submitit.LocalExecutor, _: object) -> list[object]:

@@ -326,6 +326,49 @@ def test_a_step_that_could_be_recorded_says_so(
     assert [record.getMessage().removesuffix(": docs/performance.md") for record in caplog.records] == said
 
 
+def test_building_and_loading_modules_leave_the_generators_of_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop of the user's own may draw there, such as dropout, while it loads an encoder."""
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    config = resolve_recipe("debug:viewmaker", ["objective.kind=moco", "objective.queue_size=32"])
+    before = torch.get_rng_state()
+    first, again = build_modules(config), build_modules(config)
+    build_run_objective(config, first.encoder, num_samples=64, num_classes={}, device=torch.device("cpu"))
+    assert seeds == []
+    assert torch.equal(torch.get_rng_state(), before)
+    both = zip(first.encoder.parameters(), again.encoder.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in both)
+    torch.manual_seed(0)
+    assert seeds == [0]
+
+
+class Copies(TorchDispatchMode):
+    """Notes whether the host waits for each copy to another device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.waits: list[bool] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is aten._to_copy.default:
+            self.waits.append(not (kwargs or {}).get("non_blocking", False))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_for_the_copy_of_a_batch_to_itself_and_for_no_other() -> None:
+    """torch gives such a copy pinned memory, which can be read before the GPU has written to it."""
+    with tensors_without_data(), Copies() as copies:
+        on_the_gpu = batch(resolve_recipe("debug:image", []))
+        copies.waits.clear()
+        on_the_host = on_the_gpu.to(torch.device("cpu"))
+        assert copies.waits == [True] * len(copies.waits) != []
+        copies.waits.clear()
+        on_the_host.to(CUDA)
+        assert copies.waits == [False] * len(copies.waits) != []
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_pixels_have_the_bits_of_a_cpu() -> None:
     levels = torch.arange(256, dtype=torch.uint8)

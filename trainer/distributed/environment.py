@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from data_pipeline.core.devices import has_gpu, why_unusable
 from data_pipeline.core.environment import set_variables
 from data_pipeline.core.errors import UserError
 from trainer.distributed import rendezvous
@@ -102,10 +103,10 @@ def choose_device(world: WorldEnv) -> torch.device:
     """Return cuda:local_rank if there are GPUs, else the CPU.
 
     Slurm may show each task only its own GPU (--gpus-per-task), which is cuda:0 for every local rank. Raises
-    `UserError` if ranks would have to share a GPU, or if the environment names GPUs but torch sees none, because
-    training would be unexpectedly slow on the CPU.
+    `UserError` if ranks would have to share a GPU, or if the environment names GPUs or the machine has some but torch
+    can use none, because training would be unexpectedly slow on the CPU.
     """
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_gpus = torch.cuda.device_count() if has_gpu() else 0
     if num_gpus == 0:
         for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS"):
             if os.environ.get(name, "") not in {"", "-1", "NoDevFiles"}:
@@ -170,9 +171,17 @@ def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds
     in use, if not all ranks connect in time, or if NCCL does not start.
     """
     if device.type == "cuda":
-        if (reason := why_gpu_is_unusable(device)) is not None:
+        try:
+            reason = why_gpu_is_unusable(device)
+            if reason is None:
+                torch.cuda.set_device(device)
+        except (RuntimeError, AssertionError) as error:  # its memory is full, another process has it for itself
+            raise UserError(
+                f"{device} on {socket.gethostname()} cannot be used ({why_unusable(error)}); see in nvidia-smi what "
+                "else uses it, choose another one by CUDA_VISIBLE_DEVICES, or set CUDA_VISIBLE_DEVICES= for the CPU"
+            ) from error
+        if reason is not None:
             raise UserError(reason)
-        torch.cuda.set_device(device)
     if world.world_size > 1:
         try:
             store = _join_store(world, timeout_seconds=timeout_seconds) if world.start else None

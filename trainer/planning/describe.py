@@ -21,6 +21,7 @@ def describe(plan: TrainingPlan) -> str:
         ("  kept by the engine", _bytes(plan.engine_bytes)),
         ("  optimizer", _bytes(plan.optimizer_bytes)),
         ("  batch and last output", _bytes(plan.batch_bytes + plan.output_bytes)),
+        *([("  data on the device", _bytes(plan.data_bytes))] if plan.data_bytes else []),
         ("  step, at most", _bytes(plan.step_bytes)),
         ("    gradients", _bytes(plan.gradient_bytes)),
         ("    activations", _bytes(plan.activation_bytes)),

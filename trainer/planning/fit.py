@@ -6,14 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.loading.placement import resident_bytes
 from trainer.config import RunConfig
 from trainer.distributed.engines.engine import Backend
+from trainer.mixture import MixtureManifest, TrainManifest
 from trainer.models.encoder import decide_form
 from trainer.open_settings import input_size
+from trainer.original_crops import original_crops
 from trainer.planning.measure import Fit, TrainingPlan, measure
 from trainer.preflight import check_batch, check_batch_norm, check_input_shape
 
 MARGIN = 0.15  # the share of a device's memory that is left for what a plan does not count
+_MUCH_DATA = 0.02  # the share of a device's memory from which on it helps to keep the data elsewhere
 _ASSUMED_SIZE = 32  # height and width of pictures if there is no manifest
 
 
@@ -25,6 +29,7 @@ def plan(
     num_classes: Mapping[str, int] | None = None,
     device_gigabytes: float | None,
     input_shape: tuple[int, ...] | None = None,
+    data_bytes: int = 0,
     backend: Backend = "nccl",
 ) -> TrainingPlan:
     """Return the memory and messages of the run of `config` on `world_size` ranks.
@@ -36,6 +41,7 @@ def plan(
         num_classes: the number of classes of each label of the train set; None if it is not built yet.
         device_gigabytes: the memory of a device in 10^9 bytes, for which to find micro batches; None finds none.
         input_shape: the shape of a sample, as in the manifest; None assumes pictures of 32 x 32. Not used for sounds.
+        data_bytes: the result of `bytes_of_data` for the device.
         backend: the backend of the collectives, which changes their names but not their bytes.
 
     Raises:
@@ -56,7 +62,7 @@ def plan(
 
     def at(micro_batches: int) -> TrainingPlan:
         memory = config.memory.model_copy(update={"micro_batches": micro_batches})
-        return measure(
+        measured = measure(
             config.model_copy(update={"memory": memory, "encoder": encoder}),
             world_size,
             num_samples=num_samples,
@@ -64,6 +70,7 @@ def plan(
             shape=shape,
             backend=backend,
         )
+        return replace(measured, data_bytes=data_bytes)
 
     found = at(config.memory.micro_batches)
     found = replace(found, input_shape_is_known=input_shape is not None or config.data.mel is not None)
@@ -73,22 +80,63 @@ def plan(
     return replace(found, device_bytes=device_bytes, fit=_find_fit(found, config, at, room=room_on(device_bytes)))
 
 
+def bytes_of_data(config: RunConfig, train: TrainManifest, *, device_bytes: int) -> int:
+    """Return the bytes of the train set that a GPU with so much memory keeps there, by `data.placement`.
+
+    As `place_data` decides when all memory is free.
+    """
+    if config.data.placement in {"stream", "host"} or original_crops(config, train) is not None:
+        return 0
+    room, kept = config.data.resident_gigabytes * 1e9, 0
+    for manifest in train.sources.values() if isinstance(train, MixtureManifest) else [train]:
+        num_bytes = resident_bytes(manifest)
+        if config.data.placement == "device" or (num_bytes <= room and 2 * num_bytes <= device_bytes - kept):
+            room -= num_bytes
+            kept += num_bytes
+    return kept
+
+
 def what_fits(
-    config: RunConfig, *, device_bytes: int, num_samples: int | None = None, input_shape: tuple[int, ...] | None = None
+    config: RunConfig,
+    *,
+    device_bytes: int,
+    num_samples: int | None = None,
+    input_shape: tuple[int, ...] | None = None,
+    data_bytes: int = 0,
 ) -> str:
     """Return advice for a run on one rank whose memory was full: the micro batches that fit, by its plan.
 
     The arguments and errors are those of `plan`.
     """
     gigabytes = device_bytes / 1e9
-    planned = plan(config, world_size=1, num_samples=num_samples, device_gigabytes=gigabytes, input_shape=input_shape)
-    fit = planned.fit
+    planned = plan(
+        config,
+        world_size=1,
+        num_samples=num_samples,
+        device_gigabytes=gigabytes,
+        input_shape=input_shape,
+        data_bytes=data_bytes,
+    )
+    advice = _advice(planned.fit, config, gigabytes=gigabytes)
+    if data_bytes < _MUCH_DATA * device_bytes:
+        return advice
+    return f"{advice}, or set data.placement=host, which frees the {data_bytes / 1e9:.1f} GB of the data"
+
+
+def _advice(fit: Fit | None, config: RunConfig, *, gigabytes: float) -> str:
+    """Return the micro batches of a fit in words, beside those of the config."""
     if fit is None or fit.micro_batches is None or fit.peak_bytes is None:
-        return f"no number of micro batches fits its {gigabytes:.1f} GB; use more ranks or a smaller global_batch_size"
+        return (
+            f"no number of micro batches fits its {gigabytes:.1f} GB; use more ranks or, in another --run-dir, a "
+            "smaller global_batch_size"
+        )
     needs = f"{fit.peak_bytes / 1e9:.1f} of its {gigabytes:.1f} GB"
     if fit.micro_batches <= config.memory.micro_batches:
-        return f"its plan says {needs}, so see in nvidia-smi what else uses the GPU, or raise memory.micro_batches"
-    return f"set memory.micro_batches={fit.micro_batches}, with which it needs {needs}"
+        return (
+            f"its plan says {needs}, so see in nvidia-smi what else uses the GPU, or raise memory.micro_batches in "
+            "another --run-dir"
+        )
+    return f"set memory.micro_batches={fit.micro_batches} in another --run-dir, with which it needs {needs}"
 
 
 def room_on(device_bytes: int) -> int:

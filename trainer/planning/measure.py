@@ -64,6 +64,7 @@ class TrainingPlan:
         step_bytes: the most bytes alive at once in a step, including gradients, activations and loss.
         sent_bytes: the bytes that a rank sends in a step, by collective.
         device_bytes, fit: the memory of the requested device, and the micro batches that fit it.
+        data_bytes: the samples that this device keeps in its memory; 0 without a device.
     """
 
     name: str
@@ -93,11 +94,13 @@ class TrainingPlan:
     num_steps: int | None
     device_bytes: int | None = None
     fit: Fit | None = None
+    data_bytes: int = 0
 
     @property
     def resident_bytes(self) -> int:
         """Return the bytes that are in use all the time."""
-        return self.module_bytes + self.engine_bytes + self.optimizer_bytes + self.batch_bytes + self.output_bytes
+        of_training = self.module_bytes + self.engine_bytes + self.optimizer_bytes
+        return of_training + self.batch_bytes + self.output_bytes + self.data_bytes
 
     @property
     def peak_bytes(self) -> int:

@@ -155,6 +155,8 @@ class _ProbedRun:
     def read_out(self, modules: TrainedModules, *, reads_pixels: bool = False) -> Readout:
         """Probe one checkpoint, or the raw pixels, and write the results. Every rank calls this."""
         config = self.options.changed(self.config.probe, reads_pixels=reads_pixels)
+        suffix = self.options.suffix(self.config.probe, reads_pixels=reads_pixels)
+        unfinished_at = self.run_dir.all_probes / f"unfinished_step_{modules.step:08d}{suffix}.safetensors"
         try:
             readout = probe(
                 modules,
@@ -166,6 +168,7 @@ class _ProbedRun:
                 other_draws=self.other_draws,
                 num_shared=self.num_shared,
                 run=self.identity,
+                unfinished_at=unfinished_at,
             )
         except torch.OutOfMemoryError as error:
             raise UserError(
@@ -173,8 +176,8 @@ class _ProbedRun:
                 f"({str(error).partition('. GPU')[0]}); keep samples and features on the host with a small "
                 "--memory-gigabytes, see in nvidia-smi what else uses the GPU, or set CUDA_VISIBLE_DEVICES= for the CPU"
             ) from error
-        suffix = self.options.suffix(self.config.probe, reads_pixels=reads_pixels)
         on_first_rank(partial(_write, self.run_dir, modules.step, readout, suffix=suffix))
+        on_first_rank(partial(unfinished_at.unlink, missing_ok=True))
         return readout
 
     def summarize(self, results: Mapping[LabelSpace, ProbeResult]) -> None:

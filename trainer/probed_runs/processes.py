@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
+import torch
+
 from data_pipeline.core.environment import variable
 from data_pipeline.core.errors import UserError, printable, storage_problem
 from data_pipeline.core.processes import end_with_parent
@@ -42,11 +44,20 @@ class _Answer:
     problem: str
 
 
+@dataclass(frozen=True)
+class _Running:
+    """The process that probes the run with a number, in one of the slots for processes at the same time."""
+
+    number: int
+    slot: int
+    process: BaseProcess
+
+
 def probe_in_processes(run_dirs: Sequence[RunDir], options: ProbeOptions, *, at_a_time: int) -> list[Results | None]:
     """Call `probe_run` for each run, `at_a_time` of them at once, and print what each one prints.
 
-    The processes share the cores of this machine, unless OMP_NUM_THREADS is set. Returns the results of each run. Those
-    of a run that failed are None, and the reason is printed.
+    The processes share the cores of this machine, unless OMP_NUM_THREADS is set, and take turns with its GPUs. Returns
+    the results of each run. Those of a run that failed are None, and the reason is printed.
     """
     num_threads = max(1, len(os.sched_getaffinity(0)) // at_a_time)
     os.environ["OMP_NUM_THREADS"] = variable("OMP_NUM_THREADS") or str(num_threads)
@@ -54,26 +65,30 @@ def probe_in_processes(run_dirs: Sequence[RunDir], options: ProbeOptions, *, at_
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "torchvision.models"])  # networks import it late, and so torch._dynamo
     waiting = deque(enumerate(run_dirs))
-    running: dict[Connection, tuple[int, BaseProcess]] = {}
+    free_slots = list(range(at_a_time))
+    running: dict[Connection, _Running] = {}
     found: list[Results | None] = [None] * len(run_dirs)
     with Progress("probed runs", total=len(run_dirs)) as progress:
         try:
             while waiting or running:
-                while waiting and len(running) < at_a_time:
+                while waiting and free_slots:
                     number, run_dir = waiting.popleft()
+                    slot = free_slots.pop(0)
                     receiver, sender = context.Pipe(duplex=False)
-                    process = context.Process(target=_probe, args=(run_dir, options, sender))
+                    process = context.Process(target=_probe, args=(run_dir, options, slot, sender))
                     process.start()
                     sender.close()  # so that the end of the process is the end of the pipe
-                    running[receiver] = number, process
+                    running[receiver] = _Running(number, slot, process)
                 for ready in wait(list(running)):
                     assert isinstance(ready, Connection)
-                    number, ended = running.pop(ready)
-                    found[number] = _print_answer(run_dirs[number], ready, ended)
-                    progress.advance(note=printable(run_dirs[number].path.name))
+                    ended = running.pop(ready)
+                    free_slots.append(ended.slot)
+                    run_dir = run_dirs[ended.number]
+                    found[ended.number] = _print_answer(run_dir, ready, ended.process)
+                    progress.advance(note=printable(run_dir.path.name))
         finally:
-            for _, left in running.values():
-                left.kill()
+            for left in running.values():
+                left.process.kill()
     return found
 
 
@@ -93,7 +108,12 @@ def _print_answer(run_dir: RunDir, receiver: Connection, process: BaseProcess) -
     return answer.results
 
 
-def _probe(run_dir: RunDir, options: ProbeOptions, sender: Connection) -> None:
+def device_of_slot(slot: int, device: torch.device) -> torch.device:
+    """Return the device for the process in a slot, which is alone and would take `device`: the GPUs take turns."""
+    return device if device.type != "cuda" else torch.device("cuda", slot % torch.cuda.device_count())
+
+
+def _probe(run_dir: RunDir, options: ProbeOptions, slot: int, sender: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the command ends this one
     end_with_parent()
     Progress.hide()
@@ -101,7 +121,7 @@ def _probe(run_dir: RunDir, options: ProbeOptions, sender: Connection) -> None:
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
         try:
             world = read_env(os.environ)
-            device = choose_device(world)
+            device = device_of_slot(slot, choose_device(world))
             with process_group(world, device):
                 results = probe_run(run_dir, options, device=device)
         except UserError as error:

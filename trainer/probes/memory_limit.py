@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.loading.placement import free_host_bytes
+from data_pipeline.loading.placement import free_device_bytes, free_host_bytes
 from trainer.distributed.collectives import any_rank, world_size
 
 _CPU: Final = torch.device("cpu")
@@ -46,7 +46,8 @@ class MemoryLimit:
         """
         most = self.max_bytes
         if most is None and device.type == "cuda":
-            most = torch.cuda.mem_get_info(device)[0] // 2 // self.num_processes
+            num_sharing = -(-self.num_processes // torch.cuda.device_count())  # the processes take turns with the GPUs
+            most = free_device_bytes(device) // 2 // num_sharing
         elif most is None:
             most = free_host_bytes() // 2 // (world_size() * self.num_processes)
         return not any_rank(num_bytes > most)

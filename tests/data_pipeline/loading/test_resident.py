@@ -164,6 +164,31 @@ def test_memory_that_is_not_free_is_not_taken(datasets: dict[str, Path], monkeyp
     assert stream(datasets["baked"]).placement == "host"
 
 
+def test_data_that_a_gpu_has_no_room_for_are_kept_on_the_host(
+    datasets: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As beside another run on the same GPU."""
+    store = SampleStore(datasets["baked"])
+    num_bytes = resident_bytes(store.manifest)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * num_bytes - 1, 1 << 40))
+
+    def placed(wanted: Literal["auto", "device"]) -> placement.DataPlacement:
+        gpu = torch.device("cuda", 0)
+        return placement.place_data(
+            store, wanted=wanted, resident_gigabytes=4, device=gpu, share=None, show_progress=False
+        )
+
+    held = placed("auto")
+    assert held.kind == "host"
+    assert held.samples is not None
+    assert held.samples.index_B.device == torch.device("cpu")
+    assert "GB are free on cuda:0, of which it may use half" in held.reason
+    with pytest.raises(UserError, match=r"free on cuda:0.*; set data.placement to host or stream, or free some memory"):
+        placed("device")
+    monkeypatch.setattr(placement, "free_host_bytes", lambda: 2 * num_bytes - 1)
+    assert placed("auto").kind == "stream"
+
+
 def test_free_memory_is_that_of_the_jobs_cgroups(tmp_path: Path) -> None:
     assert 0 < free_host_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 from unittest import mock
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
@@ -655,3 +657,31 @@ def test_without_deepspeed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -
 def test_stage_0_has_nothing_to_offload() -> None:
     with pytest.raises(ValidationError, match="offload_optimizer needs zero_stage 1, 2 or 3"):
         DeepSpeedConfig(zero_stage=0, offload_optimizer=True)
+
+
+def test_offloaded_gradients_are_read_when_their_copies_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: its copies to pinned memory are queued, and reading before their end gives older numbers."""
+    events: list[str] = []
+    flat = nn.Parameter(torch.zeros(3))
+    flat.grad = torch.zeros(3)
+
+    class Deepspeed:
+        def allreduce_gradients(self) -> None:
+            events.append("copies are queued")
+
+    def synchronize(device: torch.device) -> None:
+        events.append(f"waited for {device}")
+        assert flat.grad is not None
+        flat.grad.fill_(2.0)  # what the copy brings
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    engine = object.__new__(DeepSpeedEngine)
+    with FakeTensorMode():
+        module = nn.Linear(1, 1, device=torch.device("cuda", 0))
+    vars(engine).update(module=module, _engine=Deepspeed(), _optimizer=SimpleNamespace(state={flat: {}}))
+    vars(engine).update(_stage=1, _offloads=True, _is_averaged=False)
+    engine._average_gradients()
+    (gradient,) = engine._gradients()
+    assert gradient.tolist() == [2.0, 2.0, 2.0]
+    engine._average_gradients()
+    assert events == ["copies are queued", "waited for cuda:0"]

@@ -8,12 +8,14 @@ import re
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from data_pipeline.core.devices import named_device
 from data_pipeline.core.errors import UserError
 from launch.ports import free_ports
 from tests.nursery import PythonProcess
@@ -209,6 +211,31 @@ def test_gpus_that_are_promised_but_not_there_are_no_silent_cpu(monkeypatch: pyt
     monkeypatch.setenv("SLURM_JOB_GPUS", "7")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the user's own word for the CPU
     assert choose_device(alone) == torch.device("cpu")
+
+
+def test_gpus_that_torch_cannot_use_are_no_silent_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a driver that is older than the CUDA of this torch: the driver's library counts the GPUs all the same."""
+    pretend_gpus(monkeypatch, 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for find in (partial(choose_device, read_env({})), partial(named_device, None)):
+        with pytest.raises(UserError, match=r"has 2 GPU\(s\), but torch \S+ can use none; see in nvidia-smi"):
+            find()
+    assert named_device("cpu") == torch.device("cpu")
+
+
+def test_a_gpu_that_another_process_has_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might be")
+
+    pretend_gpus(monkeypatch, 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", busy)
+    with pytest.raises(UserError, match=r"^cuda:0 on \S+ cannot be used \(CUDA error: .* unavailable\); see in "):
+        init_process_group(read_env({}), torch.device("cuda", 0))
+    monkeypatch.setattr(torch, "ones", busy)
+    with pytest.raises(UserError, match=r"--device cuda: this GPU cannot be used now \(CUDA error: .* unavailable\)"):
+        named_device(None)
+    with pytest.raises(UserError, match="--device cuda:1: this machine has no such device"):
+        named_device("cuda:1")
 
 
 def pretend_capability(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
@@ -407,8 +434,8 @@ def test_nccl_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPatc
             "NCCL error in: NCCLUtils.cpp\nLast error:\nDuplicate GPU detected : ranks 1 and 0\n"
         )
 
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     pretend_capability(monkeypatch, (9, 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(dist, "init_process_group", refuse)
     said = r"rank 5 of 8 on \S+ could not start NCCL on cuda:0 \(Duplicate GPU detected : ranks 1 and 0\); check that"
     with pytest.raises(UserError, match=said):

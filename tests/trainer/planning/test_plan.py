@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +15,19 @@ import torch
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL, Batch
+from data_pipeline.loading.placement import resident_bytes
+from data_pipeline.storage.manifest import Manifest
 from tests.gloo import run_ranks
+from tests.tiny_data import write_tiny_pair
 from trainer.build import build_training
 from trainer.config import RunConfig
+from trainer.data import read_manifests
 from trainer.distributed.collectives import is_distributed, rank, world_size
 from trainer.distributed.engines.deepspeed_engine import DeepSpeedConfig
 from trainer.modules import build_modules
 from trainer.planning.accounting import Accounts
 from trainer.planning.describe import describe
-from trainer.planning.fit import MARGIN, plan, room_on, what_fits
+from trainer.planning.fit import MARGIN, bytes_of_data, plan, room_on, what_fits
 from trainer.planning.measure import TrainingPlan
 from trainer.views.composed import ByEpochConfig
 
@@ -256,9 +261,54 @@ def test_the_advice_for_a_full_memory_is_what_fits() -> None:
     def advice(config: RunConfig, device_bytes: int) -> str:
         return what_fits(config, device_bytes=device_bytes, num_samples=NUM_SAMPLES, input_shape=SHAPE)
 
-    assert advice(config, between).startswith("set memory.micro_batches=2, with which it needs ")
+    assert advice(config, between).startswith("set memory.micro_batches=2 in another --run-dir, with which it needs ")
     assert "see in nvidia-smi what else uses the GPU" in advice(config, 100 * between)
     assert advice(config, 1000).startswith("no number of micro batches fits its 0.0 GB; use more ranks")
+
+
+@pytest.mark.slow
+def test_data_in_the_memory_of_the_device_count() -> None:
+    config, halves = configure("chunked"), configure("chunked", "memory.micro_batches=2")
+    whole = planned(config).peak_bytes
+    room = int((whole + 1000) / (1 - MARGIN))
+
+    def fit(data_bytes: int) -> TrainingPlan:
+        return plan(
+            config,
+            world_size=1,
+            num_samples=NUM_SAMPLES,
+            device_gigabytes=room / 1e9,
+            input_shape=SHAPE,
+            data_bytes=data_bytes,
+            backend="gloo",
+        )
+
+    without, beside = fit(0), fit(room // 20)
+    assert without.fit is not None
+    assert beside.fit is not None
+    assert (without.fit.micro_batches, beside.fit.micro_batches) == (1, 2)
+    assert beside.fit.peak_bytes == planned(halves).peak_bytes + room // 20
+    assert "data on the device" in describe(beside)
+    assert "data on the device" not in describe(without)
+    said = what_fits(config, device_bytes=room, num_samples=NUM_SAMPLES, input_shape=SHAPE, data_bytes=room // 20)
+    assert said.startswith("set memory.micro_batches=2 in another --run-dir, ")
+    assert said.endswith(", or set data.placement=host, which frees the 0.0 GB of the data")
+
+
+def test_data_are_kept_on_a_device_as_the_stream_does(tmp_path: Path) -> None:
+    data = write_tiny_pair(tmp_path, num_train=8, num_test=4)
+    settings = [f"data.{split}_dir={data / split}" for split in ("train", "test")]
+    train = read_manifests(resolve_recipe("debug:image", settings).data, makes_index=False).train
+    assert isinstance(train, Manifest)
+    size = resident_bytes(train)
+
+    def kept(*more: str, device_bytes: int = 2 * size) -> int:
+        return bytes_of_data(resolve_recipe("debug:image", [*settings, *more]), train, device_bytes=device_bytes)
+
+    assert (kept(), kept(device_bytes=2 * size - 1)) == (size, 0)
+    assert kept("data.resident_gigabytes=0.000001") == 0
+    assert kept("data.placement=device", "data.resident_gigabytes=0.000001", device_bytes=1) == size
+    assert (kept("data.placement=host"), kept("data.placement=stream")) == (0, 0)
 
 
 @pytest.mark.slow

@@ -330,7 +330,15 @@ class DeepSpeedEngine:
         """Finish the last backward pass of a step; later calls in the same step do nothing."""
         if not self._is_averaged:
             self._engine.allreduce_gradients()
+            if self._offloads:
+                self._wait_for_copies()
             self._is_averaged = True
+
+    def _wait_for_copies(self) -> None:
+        """Wait until the gradients are in host memory. DeepSpeed starts to copy them, and waits only in its step."""
+        device = next(self.module.parameters()).device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def _gradients(self) -> list[Tensor]:
         """Return the averaged gradients that this rank keeps: all gradients in stage 0, else only of its pieces."""
