@@ -17,6 +17,7 @@ from data_pipeline.loading.mixture import SAME_INPUTS, check_mixture
 from data_pipeline.loading.order import check_batch_size, check_ranks
 from data_pipeline.storage.manifest import Manifest
 from trainer.build import Training
+from trainer.checkpoint.files import refuse_other_run
 from trainer.checkpoint.restore import Restored, newest_state, restore
 from trainer.checkpoint.run_state import check_same_data
 from trainer.checkpoint.save import refuse_link
@@ -327,9 +328,10 @@ def check_resumed(
     """Return whether a run goes on from the checkpoint `found` with new data, which the user has accepted.
 
     The position of a run is its step. With new data, the run therefore goes on with the epoch, the order and the
-    learning rate of the new data at this step. Raises `UserError` if the new data were not accepted, or if a run on
-    them would have ended before this step.
+    learning rate of the new data at this step. Raises `UserError` if the checkpoint is of another run, if the new data
+    were not accepted, or if a run on them would have ended before this step.
     """
+    refuse_other_run(run_dir, found.step, found.run_id)
     is_new = check_same_data(
         run_dir,
         step=found.step,

@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 import sys
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,6 +25,7 @@ from data_pipeline.core.arguments import SCRIPT_PREFIX
 from data_pipeline.core.environment import variable
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.kinds import KEEP_UNKNOWN
+from trainer.checkpoint.restore import Restored
 from trainer.config import RunConfig, parse_config
 from trainer.data import Manifests
 from trainer.mixture import weights_of
@@ -59,9 +61,17 @@ def this_code() -> Code:
 
 
 def write_provenance(
-    run_dir: RunDir, config: RunConfig, manifests: Manifests, *, command: str, world_size: int, start_step: int
+    run_dir: RunDir,
+    config: RunConfig,
+    manifests: Manifests,
+    *,
+    command: str,
+    world_size: int,
+    restored: Restored,
 ) -> None:
     """Write provenance.json; a restart keeps the facts of the first start and adds itself to `starts`.
+
+    A run gets a random id once. If provenance.json was lost, the run keeps the id of the checkpoint `restored`.
 
     Each start has the hashes of its manifests. The hashes at the top level, the config and the numbers of samples
     belong to the newest start.
@@ -73,7 +83,7 @@ def write_provenance(
     diff = code.git_diff
     start = {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "start_step": start_step,
+        "start_step": restored.step,
         "command": command,
         "world_size": world_size,
         "host": platform.node(),
@@ -101,6 +111,7 @@ def write_provenance(
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
     }
     now = manifests.identity.model_dump() | {
+        "run_id": earlier.get("run_id") or restored.run_id or uuid.uuid4().hex,
         RECORDED_CONFIG: config.model_dump(mode="json"),
         RECORDED_NUM_SAMPLES: manifests.train.num_samples,
         RECORDED_NUM_TEST_SAMPLES: manifests.test.num_samples,

@@ -113,6 +113,10 @@ class RunDir:
         """Return the facts of provenance.json. Logs the damaged facts, which are left out."""
         return _logged(read_provenance(self.provenance)).facts
 
+    def run_id(self) -> str | None:
+        """Return the id of the run in provenance.json; None if it has none, like a run of an earlier version."""
+        return read_provenance(self.provenance).facts.get("run_id")
+
 
 def steps_in(directory: Path) -> list[int]:
     """Return the steps with a directory such as step_00000500 in `directory`, ascending.

@@ -115,7 +115,7 @@ def _train(
     watch = _watch_run(config, watchdog, stream, device=device)
     counters = build_counters(run_dir, training, manifests, restored, device=device, command=command)
     if rank() == 0:
-        write_provenance(run_dir, config, manifests, command=command, world_size=world_size(), start_step=start)
+        write_provenance(run_dir, config, manifests, command=command, world_size=world_size(), restored=restored)
         if ratios := stream.shard_pair_ratios():
             add_to_provenance(run_dir, shard_pair_ratios=ratios)
     log = TrainingLog(

@@ -28,6 +28,7 @@ from data_pipeline.storage.manifest import MANIFEST_NAME, load_manifest
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer import training_log
+from trainer.checkpoint.restore import Restored
 from trainer.config import RunConfig, read_config
 from trainer.data import read_manifests
 from trainer.distributed.collectives import on_first_rank, rank
@@ -567,7 +568,7 @@ def test_a_run_without_a_checkpoint_may_begin_with_an_edited_config(config: RunC
     run_dir = RunDir(tmp_path / "run")
     take(run_dir, config).close()
     manifests = read_manifests(config.data)
-    write_provenance(run_dir, config, manifests, command="train", world_size=1, start_step=0)
+    write_provenance(run_dir, config, manifests, command="train", world_size=1, restored=Restored(0, None))
     edited = config.override(["optimizer.learning_rate=0.5"], where="x")
     write_json(run_dir.config, edited.model_dump(mode="json"))
     take(run_dir, edited).close()

@@ -24,7 +24,7 @@ from data_pipeline.core.schema import Schema
 from trainer.checkpoint.run_state import RunState
 from trainer.run_dir import RunDir, steps_in
 
-FORMAT_VERSION = 2  # format 1 had no `run` in its index
+FORMAT_VERSION = 3  # format 1 had no `run` in its index, format 2 no `run_id`
 INDEX_NAME = "checkpoint.json"
 SUFFIX = ".safetensors"
 OBJECTIVE, RUN = "objective", "run"  # file names, besides the names of the trained modules
@@ -54,13 +54,14 @@ class FileRecord(Schema):
 class CheckpointIndex(Schema):
     """The content of `checkpoint.json`; `files` holds the files of the same directory by name.
 
-    `run` is None in format 1, and if the caller has no such state.
+    `run` is None in format 1, and if the caller has no such state. `run_id` is None before format 3.
     """
 
     format_version: PositiveInt
     step: NonNegativeInt
     files: dict[str, FileRecord]
     run: RunState | None = None
+    run_id: str | None = None
 
 
 class DamagedError(Exception):
@@ -68,14 +69,19 @@ class DamagedError(Exception):
 
 
 def write_files(
-    directory: Path, *, step: int, states: Mapping[str, Mapping[str, Tensor]], run: RunState | None = None
+    directory: Path,
+    *,
+    step: int,
+    states: Mapping[str, Mapping[str, Tensor]],
+    run: RunState | None = None,
+    run_id: str | None = None,
 ) -> int:
     """Write each state as `NAME.safetensors`, then the index, and flush them to the disk; return the number of bytes.
 
     Tensors must be contiguous and on the CPU.
     """
     files = {f"{name}{SUFFIX}": write_tensors(directory / f"{name}{SUFFIX}", state) for name, state in states.items()}
-    index = CheckpointIndex(format_version=FORMAT_VERSION, step=step, files=files, run=run)
+    index = CheckpointIndex(format_version=FORMAT_VERSION, step=step, files=files, run=run, run_id=run_id)
     text = index.model_dump_json(indent=2) + "\n"
     with (directory / INDEX_NAME).open("w", encoding="utf-8") as file:
         file.write(text)
@@ -138,6 +144,16 @@ def read_index(directory: Path) -> CheckpointIndex:
     if odd := [name for name in index.files if Path(name).name != name]:
         raise DamagedError(f"{INDEX_NAME} names {odd[0]!r}, which is not a file beside it")
     return index
+
+
+def refuse_other_run(run_dir: RunDir, step: int, run_id: str | None) -> None:
+    """Raise `UserError` if the checkpoint of `step`, with this id, is of another run; pass if one has no id."""
+    own = run_dir.run_id()
+    if run_id is not None and own is not None and run_id != own:
+        raise UserError(
+            f"{run_dir.checkpoint(step)} is a checkpoint of another run (its run_id is {run_id[:12]}, but "
+            f"{run_dir.provenance} has {own[:12]}); put the run's own checkpoints back, or remove this one"
+        )
 
 
 def check_sizes(directory: Path) -> CheckpointIndex:

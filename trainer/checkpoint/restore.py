@@ -24,6 +24,7 @@ from trainer.checkpoint.files import (
     latest_step,
     read_index,
     read_tensors,
+    refuse_other_run,
 )
 from trainer.checkpoint.run_state import DataIdentity, RunState, identity_in_provenance
 from trainer.distributed.collectives import all_gather_object, broadcast_object, rank
@@ -41,10 +42,12 @@ class Restored:
     """The checkpoint from which a run goes on: its step, and the state of the run besides tensors.
 
     At the start of a run, the step is 0 and there is no state. A checkpoint of format 1 has no state either.
+    `run_id` is the id of the run that wrote it; None before format 3.
     """
 
     step: int
     run: RunState | None
+    run_id: str | None = None
 
     def trained_on(self, run_dir: RunDir) -> DataIdentity | None:
         """Return the datasets that the checkpoint was trained on; None if there is no checkpoint, or if unknown."""
@@ -68,8 +71,13 @@ def newest_state(run_dir: RunDir) -> Restored:
     """Return the step and state of the newest checkpoint with a readable index; does not check its tensors."""
     for step in _steps_by_preference(run_dir):
         with contextlib.suppress(DamagedError):
-            return Restored(step, read_index(run_dir.checkpoint(step)).run)
+            return _restored(run_dir, step)
     return Restored(0, None)
+
+
+def _restored(run_dir: RunDir, step: int) -> Restored:
+    index = read_index(run_dir.checkpoint(step))
+    return Restored(step, index.run, index.run_id)
 
 
 def restore(
@@ -96,7 +104,7 @@ def restore(
 
     def find() -> Restored | None:
         step = _newest_whole(run_dir) if rank() == 0 else None
-        return None if step is None else Restored(step, read_index(run_dir.checkpoint(step)).run)
+        return None if step is None else _restored(run_dir, step)
 
     found = broadcast_object(_together(find))
     if found is None:
@@ -146,7 +154,7 @@ def load_weights(
             steps = ", ".join(map(str, [0, *all_steps(run_dir)]))
             raise UserError(f"{run_dir.path} has no checkpoint of step {step}; it has checkpoints of steps {steps}")
         try:
-            _check_modules(run_dir.checkpoint(step), modules)
+            _check_modules(run_dir, step, modules)
             _load_modules(run_dir.checkpoint(step), modules)
         except DamagedError as error:
             raise UserError(_cannot_load(run_dir.checkpoint(step), str(error))) from None
@@ -184,14 +192,15 @@ def _load_modules(directory: Path, modules: Mapping[str, nn.Module]) -> None:
         module.load_state_dict(state)
 
 
-def _check_modules(directory: Path, names: Collection[str]) -> None:
-    """Raise `DamagedError` if these modules cannot be read.
+def _check_modules(run_dir: RunDir, step: int, names: Collection[str]) -> None:
+    """Raise `DamagedError` if these modules cannot be read, and `UserError` if they are of another run.
 
     An old checkpoint has no index, so only the headers of its files are checked, with a warning.
     """
+    directory = run_dir.checkpoint(step)
     files = [f"{name}{SUFFIX}" for name in names]
     if (directory / INDEX_NAME).is_file():
-        check_whole(directory, only=files)
+        refuse_other_run(run_dir, step, check_whole(directory, only=files).run_id)
     else:
         logger.warning("%s has no %s, so nothing shows whether its weights are those of the run", directory, INDEX_NAME)
     for name in files:
@@ -219,7 +228,7 @@ def _newest_whole(run_dir: RunDir, *, only: Collection[str] | None = None) -> in
             if only is None:
                 check_whole(directory)
             else:
-                _check_modules(directory, only)
+                _check_modules(run_dir, step, only)
         except DamagedError as error:
             skipped.append(f"step {step} is damaged: {error}")
             continue

@@ -127,6 +127,7 @@ class CheckpointWriter:
         self._memory = HostMemory()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._in_flight: Future[None] | None = None
+        self._run_id = run_dir.run_id()  # `write_provenance` has made it
         self._step = 0  # of the checkpoint in flight
 
     def save(
@@ -217,7 +218,7 @@ class CheckpointWriter:
     def _write(self, step: int, copy: HostCopy, run: RunState | None, waited_seconds: float) -> None:
         copy.wait()
         began = time.perf_counter()
-        num_bytes = _write(self._run_dir, step=step, states=copy.states, run=run, keep=self._keep)
+        num_bytes = _write(self._run_dir, step=step, states=copy.states, run=run, keep=self._keep, run_id=self._run_id)
         logger.info(
             "checkpoint of step %d: %s MB, training waited %.2f s, written in %.2f s",
             step,
@@ -264,7 +265,13 @@ def _refuse_moved(run_dir: RunDir, *, step: int) -> None:
 
 
 def _write(
-    run_dir: RunDir, *, step: int, states: Mapping[str, Mapping[str, Tensor]], run: RunState | None, keep: int
+    run_dir: RunDir,
+    *,
+    step: int,
+    states: Mapping[str, Mapping[str, Tensor]],
+    run: RunState | None,
+    keep: int,
+    run_id: str | None,
 ) -> int:
     """Write a checkpoint, put its name into `LATEST`, and prune; return its number of bytes.
 
@@ -281,7 +288,7 @@ def _write(
         for left in partial.parent.glob(".step_*"):  # left by a kill
             _delete(left)
         partial.mkdir()
-        num_bytes = write_files(partial, step=step, states=states, run=run)
+        num_bytes = write_files(partial, step=step, states=states, run=run, run_id=run_id)
         _remove(final)  # left by a kill between the rename and LATEST, or damaged
         partial.replace(final)
         flush(final.parent)

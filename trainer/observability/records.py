@@ -195,6 +195,7 @@ _START_FACTS: Mapping[str, Callable[[Any], bool]] = {
 }
 _FACTS: Mapping[str, Callable[[Any], bool]] = {
     **_START_FACTS,
+    "run_id": _is(str),
     "git_dirty": _is(bool),
     "seed": _is_count,
     "cpu": _is(str),

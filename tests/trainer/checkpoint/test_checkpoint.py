@@ -25,8 +25,8 @@ from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
 from trainer.build import build_training
-from trainer.checkpoint.files import FORMAT_VERSION, read_tensors, write_files, write_tensors
-from trainer.checkpoint.restore import load_weights, restore
+from trainer.checkpoint.files import FORMAT_VERSION, read_tensors, refuse_other_run, write_files, write_tensors
+from trainer.checkpoint.restore import load_weights, newest_state, restore
 from trainer.checkpoint.save import CheckpointWriter, HostMemory
 from trainer.config import RunConfig
 from trainer.distributed.collectives import all_gather_object, rank
@@ -133,6 +133,32 @@ def test_load_encoder_gives_the_trained_encoder_in_eval_mode(config: RunConfig, 
     pictures = torch.rand(2, 3, 32, 32)
     engines["encoder"].module.eval()
     torch.testing.assert_close(encoder(pictures), engines["encoder"].module(pictures), rtol=0, atol=0)
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_one_without_an_id_is_not(
+    config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs = [RunDir(tmp_path / name) for name in ("a", "b")]
+    for run_dir in runs:
+        engines = start(run_dir, config)
+        write_json(run_dir.provenance, {"run_id": run_dir.path.name * 32})
+        save(run_dir, 1, engines=engines)
+    one, other = runs
+    shutil.copytree(one.path, tmp_path / "copy")
+    assert load_modules(RunDir(tmp_path / "copy")).step == 1, "a copy of the whole directory"
+    shutil.rmtree(one.checkpoints)
+    shutil.copytree(other.checkpoints, one.checkpoints)
+    for step in (None, 1):
+        with pytest.raises(UserError, match="step_00000001 is a checkpoint of another run"):
+            load_modules(one, step=step)
+    found = newest_state(one)
+    with pytest.raises(UserError, match=r"its run_id is bbb.*has aaa.*put the run's own checkpoints back"):
+        refuse_other_run(one, found.step, found.run_id)
+    one.provenance.unlink()
+    assert load_modules(one).step == 1, "provenance.json is lost"
+    write_json(other.provenance, {"seed": 0})
+    assert load_modules(other).step == 1, "a run of an earlier version"
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone"])
@@ -410,7 +436,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused_whatever_else_it_says(tmp_pa
     save(run_dir, 10, 20, engines=tiny())
     index = {"format_version": FORMAT_VERSION + 1, "layers": []}
     (run_dir.checkpoint(20) / "checkpoint.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"step_00000020 was written by a newer version of this project .*format 3;"):
+    with pytest.raises(UserError, match=r"step_00000020 was written by a newer version of this project .*format 4;"):
         restore_tiny(run_dir)
 
 

@@ -21,6 +21,7 @@ from tests.tiny_data import write_tiny_pair
 from tests.trainer.observability.tracked import open_tracker
 from tests.trainer.reports.test_report import Page, make_run, probe_result, report
 from trainer.checkpoint.files import all_steps
+from trainer.checkpoint.restore import Restored
 from trainer.data import read_manifests
 from trainer.observability.records import read_metrics, read_provenance
 from trainer.probed_runs.probing import checkpoint_steps
@@ -153,7 +154,9 @@ def test_a_damaged_provenance_is_named_and_what_is_whole_of_it_is_used(
             )
         }
     )
-    write_provenance(run_dir, config, read_manifests(config.data), command="again", world_size=1, start_step=3)
+    write_provenance(
+        run_dir, config, read_manifests(config.data), command="again", world_size=1, restored=Restored(3, None)
+    )
     add_to_provenance(run_dir, finished_step=9)
     facts = read_provenance(run_dir.provenance)
     assert facts.problems == ()
