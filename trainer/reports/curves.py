@@ -68,9 +68,7 @@ class Chart:
 
 def metric_titles(runs: Sequence[Run], titles: Mapping[LabelSpace, str]) -> dict[str, str]:
     """Return the metrics that are drawn with their titles, which name the labels by `titles`."""
-    logged = label_order(
-        space for run in runs for space in online_labels({key for entry in run.metrics for key in entry})
-    )
+    logged = label_order(space for run in runs for space in online_labels(run.metrics.names))
     knn = {f"probe/{space}/knn": titles.get(space, f"{space} label") for space in logged}
     return METRICS | {key: f"kNN of the {title} while training, on some samples" for key, title in knn.items()}
 

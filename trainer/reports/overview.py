@@ -189,7 +189,7 @@ def _progress(arm: Arm) -> list[Cell]:
     """Return the last loss, the last step, the speed (medians over the seeds), and the number of runs."""
     runs = arm.runs
     losses = [values[max(values)] for run in runs if (values := run.logged("train/loss"))]
-    steps = [float(run.metrics[-1]["step"]) for run in runs if run.metrics]
+    steps = [float(run.metrics.last_step) for run in runs if run.metrics.last_step is not None]
     speeds = [value for run in runs for value in run.logged("perf/samples_per_second").values()]
     finished = all("finished_step" in run.provenance for run in runs)
     step = None if not steps else f"{min(steps):.0f}{'' if finished else ' …'}"

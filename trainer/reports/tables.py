@@ -289,7 +289,7 @@ def speed_grid(arms: Sequence[Arm]) -> Grid:
 def _speed(runs: Sequence[Run]) -> list[str | None]:
     stages = {
         name: median
-        for name in sorted({key for run in runs for entry in run.metrics for key in entry if _is_stage(key)})
+        for name in sorted({key for run in runs for key in run.metrics.names if _is_stage(key)})
         if (median := _median_of(runs, name)) is not None
     }
     slowest = max(stages, key=lambda name: stages[name], default=None)
