@@ -758,6 +758,16 @@ def test_thinned_curves_keep_level_and_order() -> None:
     assert thin([1, 2], [3, 4]) == ([1, 2], [3, 4])
 
 
+def test_a_page_says_that_its_curves_are_means_of_many_logged_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, sentence = make_run(tmp_path / "run"), "a point is the mean of up to 4 of them"
+    assert "a point is the mean of" not in report(monkeypatch, tmp_path / "short.html", run)
+    lines = [json.dumps({"step": step, "train/loss": 1.0}) for step in range(3 * MAX_POINTS + 1)]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert sentence in " ".join(report(monkeypatch, tmp_path / "long.html", run).split())
+
+
 def test_the_machine_of_a_run_with_several_starts_is_that_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
