@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import matplotlib as mpl
@@ -60,17 +61,19 @@ Points = Mapping[int, float]  # y by x, of one run
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart as an `<svg>` element that can stand in a page as it is, and its title."""
+    """A chart as an `<svg>` element that can stand in a page as it is, and its title.
+
+    num_averaged: the most values whose mean is one drawn point; 1 if every value is drawn.
+    """
 
     title: str
     svg: Markup
+    num_averaged: int = 1
 
 
 def metric_titles(runs: Sequence[Run], titles: Mapping[LabelSpace, str]) -> dict[str, str]:
     """Return the metrics that are drawn with their titles, which name the labels by `titles`."""
-    logged = label_order(
-        space for run in runs for space in online_labels({key for entry in run.metrics for key in entry})
-    )
+    logged = label_order(space for run in runs for space in online_labels(run.metrics.names))
     knn = {f"probe/{space}/knn": titles.get(space, f"{space} label") for space in logged}
     return METRICS | {key: f"kNN of the {title} while training, on some samples" for key, title in knn.items()}
 
@@ -152,7 +155,8 @@ def line_chart(title: str, lines: Sequence[Line], *, x_label: str) -> Chart:
                 band.set_gid(_GROUP + line.group if line.group else None)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
 
-    return chart(title, draw, x_label=x_label)
+    drawn = chart(title, draw, x_label=x_label)
+    return replace(drawn, num_averaged=max((num_averaged(len(line.x)) for line in lines), default=1))
 
 
 def chart(title: str, draw: Callable[[Axes], None], *, x_label: str) -> Chart:
@@ -181,6 +185,11 @@ def thin(x: Sequence[float], y: Sequence[float], *, most: int = MAX_POINTS) -> t
     return tuple(  # type: ignore[return-value]  # mypy does not count the two
         [float(part.mean()) for part in np.array_split(np.asarray(values, dtype=np.float64), most)] for values in (x, y)
     )
+
+
+def num_averaged(num_points: int, *, most: int = MAX_POINTS) -> int:
+    """Return the size of the largest group whose mean `thin` makes one point; 1 if it changes nothing."""
+    return max(1, math.ceil(num_points / most))
 
 
 def _fit(probe: ProbeResult) -> Points:

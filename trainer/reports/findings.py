@@ -342,7 +342,7 @@ def _num_epochs(run: Run, num_train: int) -> float:
     """Return the epochs that a run has trained, from its last step if it has not ended."""
     if "finished_step" in run.provenance:
         return run.config.num_epochs
-    step = max([*(entry["step"] for entry in run.metrics[-1:]), *run.probes], default=0)
+    step = max([run.metrics.last_step or 0, *run.probes])
     return min(run.config.num_epochs, step * run.config.global_batch_size / num_train)
 
 

@@ -15,7 +15,16 @@ from typing import Any, Final
 from data_pipeline.core.schema import as_typed
 from data_pipeline.core.sections import KIND
 from trainer.probes.features import LabelSpace
-from trainer.reports.curves import Chart, Line, color_of, line_chart, lines_of, metric_titles, thin
+from trainer.reports.curves import (
+    Chart,
+    Line,
+    color_of,
+    line_chart,
+    lines_of,
+    metric_titles,
+    num_averaged,
+    thin,
+)
 from trainer.reports.findings import (
     join_some,
     outcome,
@@ -189,7 +198,7 @@ def _progress(arm: Arm) -> list[Cell]:
     """Return the last loss, the last step, the speed (medians over the seeds), and the number of runs."""
     runs = arm.runs
     losses = [values[max(values)] for run in runs if (values := run.logged("train/loss"))]
-    steps = [float(run.metrics[-1]["step"]) for run in runs if run.metrics]
+    steps = [float(run.metrics.last_step) for run in runs if run.metrics.last_step is not None]
     speeds = [value for run in runs for value in run.logged("perf/samples_per_second").values()]
     finished = all("finished_step" in run.provenance for run in runs)
     step = None if not steps else f"{min(steps):.0f}{'' if finished else ' …'}"
@@ -236,13 +245,16 @@ def charts(arms: Sequence[Arm]) -> list[Chart]:
     most = max(_FEWEST_POINTS, _POINTS_OF_CHART // len(arms))
     drawn = []
     for key, title in metric_titles(runs_of_arms(arms), titles).items():
-        lines = [
-            _thinned(line, group=f"arm{number}", most=most)
+        whole = [
+            (number, line)
             for number, arm in enumerate(arms)
             for line in lines_of([run.logged(key) for run in arm.runs], color_of(number))
         ]
-        if lines:
-            drawn.append(line_chart(title, lines, x_label="training step"))
+        if whole:
+            lines = [_thinned(line, group=f"arm{number}", most=most) for number, line in whole]
+            drawn_lines = line_chart(title, lines, x_label="training step")  # thins the lines once more
+            before = max(num_averaged(len(line.x), most=most) for _, line in whole)
+            drawn.append(replace(drawn_lines, num_averaged=before * drawn_lines.num_averaged))
     return drawn
 
 

@@ -196,7 +196,7 @@ def _curve_blocks(arms: Sequence[Arm], *, entity: str) -> list[Any]:
         if (run_id := _run_id(run)) is not None:
             by_project.setdefault(run.config.tracking.wandb_project, []).append(run_id)
     plotted = metric_titles(runs, titles) | {"perf/samples_per_second": "perf/samples_per_second"}
-    logged = [name for name in plotted if any(name in entry for run in runs for entry in run.metrics)]
+    logged = [name for name in plotted if any(name in run.metrics.names for run in runs)]
     if not by_project or not logged:
         return []
     runsets = [

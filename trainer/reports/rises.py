@@ -32,7 +32,7 @@ def rise_grid(arms: Sequence[Arm]) -> Grid:
     titles, methods = label_titles(arms), {"kNN": "knn", "ridge": "ridge"}
     rows = []
     for arm in arms:
-        logged = label_order(space for run in arm.runs for entry in run.metrics for space in online_labels(entry))
+        logged = label_order(space for run in arm.runs for space in online_labels(run.metrics.names))
         of_arm = [(_rises(arm, space, methods.values()), titles.get(space, f"{space} label")) for space in logged]
         of_arm.sort(key=lambda row: min(rise.mean_step for rise in row[0]))
         rows += [[arm.name, title, *(cell for rise in rises for cell in rise.cells())] for rises, title in of_arm]
@@ -42,7 +42,7 @@ def rise_grid(arms: Sequence[Arm]) -> Grid:
 
 def rise_notes(arms: Sequence[Arm]) -> list[str]:
     """Return sentences on what the means of `rise_grid` mix: runs that have not ended, and probes of unlike size."""
-    probed = [replace(arm, runs=tuple(run for run in arm.runs if any(map(online_labels, run.metrics)))) for arm in arms]
+    probed = [replace(arm, runs=tuple(run for run in arm.runs if online_labels(run.metrics.names))) for arm in arms]
     unended = [f"{run.name} at {run.stands_at}" for run in runs_of_arms(probed) if run.stands_at]
     notes = [f"Not all curves go to the end of a training: {join_some(unended)}."] if unended else []
     for arm in probed:

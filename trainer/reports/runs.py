@@ -21,6 +21,7 @@ from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult, labels_in, read_result
 from trainer.provenance import train_sets
 from trainer.reports.config_identity import config_identity, run_identity
+from trainer.reports.logged_metrics import LoggedMetrics
 from trainer.reports.run_index import RunIndex
 from trainer.run_dir import RunDir, open_run, places_of_probes, read_object
 
@@ -65,7 +66,7 @@ class Run:
     path: Path
     config: RunConfig
     provenance: Mapping[str, Any]
-    metrics: Sequence[Mapping[str, Any]]
+    metrics: LoggedMetrics
     readouts: Mapping[ProbeConfig, Probes]
     protocol: ProbeConfig
     views: Views
@@ -110,16 +111,16 @@ class Run:
     @property
     def stands_at(self) -> str | None:
         """Return the last logged step in words if the run has not ended; None if it has, or has logged nothing."""
-        if "finished_step" in self.provenance or not self.metrics:
+        if "finished_step" in self.provenance or self.metrics.last_step is None:
             return None
-        return f"step {self.metrics[-1]['step']} of a run that has not ended"
+        return f"step {self.metrics.last_step} of a run that has not ended"
 
     def untrained_probe(self, space: LabelSpace) -> ProbeResult | None:
         return self.probes.get(0, {}).get(space)
 
     def logged(self, key: str) -> dict[int, float]:
         """Return the values of a metric by step."""
-        return {entry["step"]: entry[key] for entry in self.metrics if key in entry}
+        return self.metrics.by_step(key)
 
     @property
     def replaced_train_sets(self) -> tuple[str, ...]:
@@ -414,7 +415,7 @@ def _read_run(
         path=run_dir.path,
         config=config,
         provenance=provenance.facts,
-        metrics=metrics.entries,
+        metrics=LoggedMetrics.of(metrics.entries),
         readouts=readouts,
         protocol=protocol_of(config.probe),
         views=_read_views(run_dir, options, test_set=test_set),

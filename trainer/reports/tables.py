@@ -289,7 +289,7 @@ def speed_grid(arms: Sequence[Arm]) -> Grid:
 def _speed(runs: Sequence[Run]) -> list[str | None]:
     stages = {
         name: median
-        for name in sorted({key for run in runs for entry in run.metrics for key in entry if _is_stage(key)})
+        for name in sorted({key for run in runs for key in run.metrics.names if _is_stage(key)})
         if (median := _median_of(runs, name)) is not None
     }
     slowest = max(stages, key=lambda name: stages[name], default=None)
@@ -376,6 +376,19 @@ def _processor(run: Run) -> str | None:
     return _text(f"{cpu}, {num} CPUs" if cpu and num else cpu)
 
 
+def _of_first_start(run: Run, fact: str | None) -> str | None:
+    """Return a fact of the machine, which only the first start records, and say so if there are later starts.
+
+    A later start may be on another machine: a run that began on a GPU can go on without one.
+    """
+    is_only = len(run.provenance.get("starts", ())) < 2
+    return fact if fact is None or is_only else f"{fact}, at the first start"
+
+
+def _gpu(run: Run) -> str | None:
+    return _text(run.provenance.get("gpu") or ("none" if "gpu" in run.provenance else None))
+
+
 def _versions(run: Run) -> str | None:
     versions = run.provenance.get("versions")
     if not isinstance(versions, dict) or not versions:
@@ -409,14 +422,14 @@ _FACTS: Mapping[str, Callable[[Run], str | None]] = {
     "commit": _commit,
     "seed": lambda run: str(run.config.seed),
     "started": lambda run: _text(run.provenance.get("started_at")),
-    "processor": _processor,
-    "GPU": lambda run: _text(run.provenance.get("gpu") or ("none" if "gpu" in run.provenance else None)),
+    "processor": lambda run: _of_first_start(run, _processor(run)),
+    "GPU": lambda run: _of_first_start(run, _gpu(run)),
     "ranks": _ranks,
     "wall time": lambda run: _duration(_wall_seconds(run)),
     "samples a second": lambda run: _formatted(_median_of([run], "perf/samples_per_second"), "{:,.0f}"),
     "waiting for data": lambda run: _formatted(_median_of([run], "perf/data_wait_fraction"), "{:.1%} of the time"),
     "train manifest": lambda run: _manifest(run, "train_manifest_sha256"),
     "test manifest": lambda run: _manifest(run, "test_manifest_sha256"),
-    "versions": _versions,
+    "versions": lambda run: _of_first_start(run, _versions(run)),
 }
 CODE_FACTS = frozenset({"directory", "command", "commit", "train manifest", "test manifest"})

@@ -758,6 +758,27 @@ def test_thinned_curves_keep_level_and_order() -> None:
     assert thin([1, 2], [3, 4]) == ([1, 2], [3, 4])
 
 
+def test_a_page_says_that_its_curves_are_means_of_many_logged_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, sentence = make_run(tmp_path / "run"), "a point is the mean of up to 4 of them"
+    assert "a point is the mean of" not in report(monkeypatch, tmp_path / "short.html", run)
+    lines = [json.dumps({"step": step, "train/loss": 1.0}) for step in range(3 * MAX_POINTS + 1)]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert sentence in " ".join(report(monkeypatch, tmp_path / "long.html", run).split())
+
+
+def test_the_machine_of_a_run_with_several_starts_is_that_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = [{"start_step": 0, "host": "a"}, {"start_step": 4, "host": "b"}]
+    run = make_run(tmp_path / "run", provenance=PROVENANCE | {"gpu": "NVIDIA H200", "starts": starts})
+    page = Page(report(monkeypatch, tmp_path / "out.html", run))
+    assert page.row("GPU")[1] == "NVIDIA H200, at the first start"
+    assert page.row("processor")[1] == "A Processor, 2 CPUs, at the first start"
+    assert page.row("versions")[1] == "python 3.11.9, torch 2.11.0, at the first start"
+
+
 def test_the_caption_says_which_features_the_linear_probes_read(tmp_path: Path) -> None:
     encoder = debug.image().encoder.model_dump() | {"probe_reads": "pooled"}
     paths = [make_run(tmp_path / "map"), make_run(tmp_path / "pooled", name="small-vit", encoder=encoder)]
