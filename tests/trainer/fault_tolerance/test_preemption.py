@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -60,7 +63,16 @@ def test_a_signal_is_the_reason_even_if_the_launcher_ends_by_it_too(monkeypatch:
         assert requests.reason == "as SIGTERM asked"
 
 
-def test_a_terminal_that_closes_asks_to_stop() -> None:
+@pytest.fixture
+def set_hangup() -> Iterator[Callable[[Any], Any]]:
+    """Give the function that sets what SIGHUP does, which depends on how the tests were started, until their end."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield functools.partial(signal.signal, signal.SIGHUP)
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_terminal_that_closes_asks_to_stop(set_hangup: Callable[[Any], Any]) -> None:
+    set_hangup(signal.SIG_DFL)
     with StopRequests({}) as requests:
         assert not requests.agreed()
         os.kill(os.getpid(), signal.SIGHUP)
@@ -68,13 +80,10 @@ def test_a_terminal_that_closes_asks_to_stop() -> None:
         assert requests.reason == "as SIGHUP asked"
 
 
-def test_a_run_under_nohup_outlives_its_terminal() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with StopRequests({}) as requests:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not requests.agreed()
-            assert not requests.agreed()
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
+def test_a_run_under_nohup_outlives_its_terminal(set_hangup: Callable[[Any], Any]) -> None:
+    set_hangup(signal.SIG_IGN)
+    with StopRequests({}) as requests:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not requests.agreed()
+        assert not requests.agreed()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
