@@ -168,7 +168,8 @@ def serve_ranks() -> NoReturn:
 
 def _run_rank(pipe: Connection) -> None:
     state, store, rank, world_size, timeout_s = pipe.recv()
-    try:
+
+    def work() -> Any:
         import torch
         import torch.distributed as dist
 
@@ -186,8 +187,16 @@ def _run_rank(pipe: Connection) -> None:
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
         )
+        return function(*args)
+
+    answer(pipe, work, timeout_s=timeout_s)
+
+
+def answer(pipe: Connection, work: Callable[[], Any], *, timeout_s: float) -> None:
+    """Do the work of a rank, and send its result, or its traceback, to `collect`."""
+    try:
         # Plain pickle instead of `pipe.send`: torch would pass tensors in shared memory that dies with this process.
-        reply = pickle.dumps((False, function(*args)))
+        reply = pickle.dumps((False, work()))
     except BaseException:
         reply = pickle.dumps((True, traceback.format_exc()))
     pipe.send_bytes(reply)

@@ -12,14 +12,13 @@ import os
 import pickle
 import socket
 import sys
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from tests import tiers
-from tests.gloo import collect
+from tests.gloo import answer, collect
 
 T = TypeVar("T")
 
@@ -67,7 +66,7 @@ def run_nccl_ranks(function: Callable[..., T], world_size: int, *args: Any, time
 def _run_rank(
     pipe: Connection, path: list[str], call: bytes, rank: int, world_size: int, port: int, timeout_s: float
 ) -> None:
-    try:
+    def work() -> Any:
         sys.path[:] = path
         os.environ.update(machine_of(rank))
         import torch
@@ -86,8 +85,6 @@ def _run_rank(
             timeout=timedelta(seconds=timeout_s),
             device_id=device,
         )
-        reply = pickle.dumps((False, function(*args)))
-    except BaseException:
-        reply = pickle.dumps((True, traceback.format_exc()))
-    pipe.send_bytes(reply)
-    pipe.poll(timeout_s)  # until killed: a rank that leaves early makes the others fail, and hides the cause
+        return function(*args)
+
+    answer(pipe, work, timeout_s=timeout_s)

@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib import metadata
@@ -248,6 +248,14 @@ RUNS_WHAT_IT_READS = {
 MAY_UNPICKLE = {"data_pipeline/building/workers.py: pickle", "launch/job.py: DelayedSubmission"}
 
 
+def assert_tells_apart(scanner: Callable[[str], Iterable[str]], *, bad: Iterable[str], good: Iterable[str]) -> None:
+    """Check that a scanner finds something in each bad source, and nothing in a good one."""
+    for source in bad:
+        assert list(scanner(source)), source
+    for source in good:
+        assert not list(scanner(source)), source
+
+
 def calls_that_could_run_what_they_read(source: str) -> Iterator[str]:
     """Pickles under any name, evaluated text, YAML that builds objects, arrays of objects, and shells."""
     for node in ast.walk(ast.parse(source)):
@@ -293,16 +301,13 @@ def test_the_scanner_of_what_runs_code_sees_every_form() -> None:
         "os.system(text)",
         "subprocess.run(text, shell=True)",
     )
-    for source in bad:
-        assert list(calls_that_could_run_what_they_read(source)), source
     good = (
         "numpy.load(path, allow_pickle=False)",
         "yaml.safe_load(text)",
         "module.eval()",
         "safetensors.torch.load(data)",
     )
-    for source in good:
-        assert not list(calls_that_could_run_what_they_read(source)), source
+    assert_tells_apart(calls_that_could_run_what_they_read, bad=bad, good=good)
 
 
 @pytest.mark.slow
@@ -354,8 +359,6 @@ def test_the_scanner_of_encodings_sees_every_form() -> None:
         "(folder / 'a').write_text(text)",
         "subprocess.run(command, text=True)",
     )
-    for source in bad:
-        assert list(texts_of_no_encoding(source)), source
     good = (
         "open(path, encoding='utf-8')",
         "open(path, 'rb')",
@@ -364,8 +367,7 @@ def test_the_scanner_of_encodings_sees_every_form() -> None:
         "path.read_text(encoding='utf-8')",
         "subprocess.run(command)",
     )
-    for source in good:
-        assert not list(texts_of_no_encoding(source)), source
+    assert_tells_apart(texts_of_no_encoding, bad=bad, good=good)
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ class Setting:
         is_tiny: whether this is a dry run, with tiny sizes.
         ends_at: the end of the session, in seconds of `time.time`.
         only: parts of names; measurements with none of them in their names are left out. Empty for all.
-        num_epochs: the epochs of the runs of `science`; None for those of their recipes.
+        num_epochs: how many epochs the runs of `science` train; None for as many as their recipes say.
         known: the records of earlier sessions, which this session does not write.
     """
 

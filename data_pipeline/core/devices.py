@@ -1,4 +1,4 @@
-"""Find the device of a command: the GPU if there is one, or that of the option --device."""
+"""Choose the device of a command: what --device names, else the GPU if there is one, else the CPU."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -176,8 +177,7 @@ class _ProbedRun:
                 f"({str(error).partition('. GPU')[0]}); keep samples and features on the host with a small "
                 "--memory-gigabytes, see in nvidia-smi what else uses the GPU, or set CUDA_VISIBLE_DEVICES= for the CPU"
             ) from error
-        on_first_rank(partial(_write, self.run_dir, modules.step, readout, suffix=suffix))
-        on_first_rank(partial(unfinished_at.unlink, missing_ok=True))
+        on_first_rank(partial(_write, self.run_dir, modules.step, readout, suffix=suffix, unfinished_at=unfinished_at))
         return readout
 
     def summarize(self, results: Mapping[LabelSpace, ProbeResult]) -> None:
@@ -268,12 +268,13 @@ def _refuse_place_of_other_run(run_dir: RunDir, identity: str | None) -> None:
             )
 
 
-def _write(run_dir: RunDir, step: int, readout: Readout, *, suffix: str) -> None:
-    """Write the heads and results of one checkpoint."""
+def _write(run_dir: RunDir, step: int, readout: Readout, *, suffix: str, unfinished_at: Path) -> None:
+    """Write the heads and results of one checkpoint, and remove the file of the fit while it was not finished."""
     directory = run_dir.probes(step)
     write_heads(directory / f"heads{suffix}.safetensors", readout.heads)
     for space, result in readout.results.items():
         write_json(directory / f"{space}{suffix}.json", result.model_dump(mode="json"))
+    unfinished_at.unlink(missing_ok=True)
 
 
 def checkpoint_steps(run_dir: RunDir) -> list[int | None]:
