@@ -40,7 +40,7 @@ _SECONDS_OF_PACKING: Final = 15
 _NUM_POINTS: Final = 40  # of the curve of the loss in the record
 _TINY: Final = (
     *("encoder.kind=resnet10", "encoder.width=4", "global_batch_size=16", "num_epochs=2", "data.num_workers=0"),
-    *("probe.num_epochs=1", "precision=float32", "log_every_steps=1"),
+    *("probe.num_epochs=1", "precision=float32", "log_every_steps=1", "probe.online_every_steps=2"),
 )
 
 
@@ -115,6 +115,7 @@ def config_of(setting: Setting, recipe: str, run_dir: RunDir) -> RunConfig:
         "channels_last=true",
         f"compile={'false' if is_wrong else 'both' if is_compiled else 'step'}",
         "keep_checkpoints=1",
+        "probe.online_every_steps=975",  # 5 epochs of 50,000 samples
         *(_TINY if setting.is_tiny else ()),
         *([] if setting.num_epochs is None else [f"num_epochs={setting.num_epochs}"]),
         *(["views.base_width=4"] if setting.is_tiny and recipe.startswith("viewmaker") else []),
