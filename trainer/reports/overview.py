@@ -46,7 +46,7 @@ from trainer.reports.runs import (
     labels_of,
     runs_of_arms,
 )
-from trainer.reports.tables import Grid
+from trainer.reports.tables import Grid, speed_notes
 
 MOST_IN_FULL: Final = 40  # runs; a report of more has this form
 MAX_SETTINGS: Final = 10  # columns of settings; those of a sweep come first
@@ -132,6 +132,7 @@ def _table(
     notes = [f"Settings that differ too, and have no column: {', '.join(left_out)}."] if left_out else []
     notes += [f"Accuracies are of a {title}."] if title and spaces else []
     notes += [note for other in others if (note := _left_out(other, dataset.numbers))]
+    notes += speed_notes(arms)
     return OverviewTable(
         "" if is_only else dataset.name,
         tuple(row.key for row in settings),
@@ -199,7 +200,7 @@ def _progress(arm: Arm) -> list[Cell]:
     runs = arm.runs
     losses = [values[max(values)] for run in runs if (values := run.logged("train/loss"))]
     steps = [float(run.metrics.last_step) for run in runs if run.metrics.last_step is not None]
-    speeds = [value for run in runs for value in run.logged("perf/samples_per_second").values()]
+    speeds = [value for run in runs for value in run.logged_on_one_machine("perf/samples_per_second")]
     finished = all("finished_step" in run.provenance for run in runs)
     step = None if not steps else f"{min(steps):.0f}{'' if finished else ' …'}"
     return [

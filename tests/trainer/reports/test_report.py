@@ -31,7 +31,7 @@ from trainer.reports.curves import MAX_POINTS, lines_of, thin
 from trainer.reports.findings import Score, least_difference, limits, outcome, resolution, verdict
 from trainer.reports.page import page, what_probes_read
 from trainer.reports.runs import Views, arms_of, config_differences, read_runs
-from trainer.reports.tables import commands_for_missing_probes
+from trainer.reports.tables import commands_for_missing_probes, speed_grid
 from trainer.run_dir import RunDir, write_json
 
 Accuracies = Mapping[str, Sequence[float]]  # label -> linear accuracy by epoch; kNN is 0.01 below the last
@@ -777,6 +777,33 @@ def test_the_machine_of_a_run_with_several_starts_is_that_of_the_first(
     assert page.row("GPU")[1] == "NVIDIA H200, at the first start"
     assert page.row("processor")[1] == "A Processor, 2 CPUs, at the first start"
     assert page.row("versions")[1] == "python 3.11.9, torch 2.11.0, at the first start"
+
+
+@pytest.mark.parametrize(
+    ("second_start", "speed", "memory", "which"),
+    [(8, "900", "40.00 GB on the GPU", "at the first start"), (0, "30", "2.00 GB", "after the first start")],
+)
+def test_speed_and_memory_of_a_run_that_went_on_elsewhere_are_of_one_machine(
+    second_start: int, speed: str, memory: str, which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run on a GPU goes on without one, where it logs most of its steps, from step 8 or from the beginning."""
+    starts = [{"start_step": 0}, {"start_step": second_start}]
+    run = make_run(tmp_path / "run", provenance=PROVENANCE | {"gpu": "NVIDIA H200", "starts": starts})
+    on_gpu = {"perf/samples_per_second": 900.0, "memory/gpu_gigabytes": 40.0, "memory/resident_gigabytes": 5.0}
+    on_cpu = {"perf/samples_per_second": 30.0, "memory/resident_gigabytes": 2.0}
+    steps = range(1, 41)
+    lines = [json.dumps({"step": step, **(on_gpu if step <= second_start else on_cpu)}) for step in steps]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    html = report(monkeypatch, tmp_path / "out.html", run)
+    assert Page(html).row("samples a second")[1] == f"{speed}, {which}"
+    (arm,) = arms_of(read_runs([run]))
+    (row,) = speed_grid([arm]).rows
+    assert (row[1], row[5]) == (speed, memory)
+    said = "speed and memory are those of its first start"
+    assert said in html
+    assert said in as_markdown([arm])
+    assert said in overview.tables([arm])[0].notes[-1]
+    assert said not in report(monkeypatch, tmp_path / "other.html", make_run(tmp_path / "other"))
 
 
 def test_the_caption_says_which_features_the_linear_probes_read(tmp_path: Path) -> None:
