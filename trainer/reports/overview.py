@@ -16,6 +16,7 @@ from data_pipeline.core.schema import as_typed
 from data_pipeline.core.sections import KIND
 from trainer.probes.features import LabelSpace
 from trainer.reports.curves import (
+    MAX_POINTS,
     Chart,
     Line,
     color_of,
@@ -243,7 +244,7 @@ def _best(arms: Sequence[Arm], space: LabelSpace) -> str:
 def charts(arms: Sequence[Arm]) -> list[Chart]:
     """Draw the training metrics. The lines of configuration N are in the group "armN", by which the page hides them."""
     titles = label_titles(arms)
-    most = max(_FEWEST_POINTS, _POINTS_OF_CHART // len(arms))
+    most = min(MAX_POINTS, max(_FEWEST_POINTS, _POINTS_OF_CHART // len(arms)))
     drawn = []
     for key, title in metric_titles(runs_of_arms(arms), titles).items():
         whole = [
@@ -253,14 +254,13 @@ def charts(arms: Sequence[Arm]) -> list[Chart]:
         ]
         if whole:
             lines = [_thinned(line, group=f"arm{number}", most=most) for number, line in whole]
-            drawn_lines = line_chart(title, lines, x_label="training step")  # thins the lines once more
-            before = max(num_averaged(len(line.x), most=most) for _, line in whole)
-            drawn.append(replace(drawn_lines, num_averaged=before * drawn_lines.num_averaged))
+            averaged = max(num_averaged(len(line.x), most=most) for _, line in whole)
+            drawn.append(replace(line_chart(title, lines, x_label="training step"), num_averaged=averaged))
     return drawn
 
 
 def _thinned(line: Line, *, group: str, most: int) -> Line:
-    """Return a line of fewer points without its band, which hundreds of lines would hide."""
+    """Return a line of fewer points without its bands, which hundreds of lines would hide."""
     x, y = thin(line.x, line.y, most=most)
     return replace(line, x=x, y=y, deviation=None, group=group)
 

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -27,7 +27,7 @@ from trainer.report import main
 from trainer.reports import overview
 from trainer.reports import runs as runs_module
 from trainer.reports.as_markdown import as_markdown
-from trainer.reports.curves import MAX_POINTS, lines_of, thin
+from trainer.reports.curves import MAX_POINTS, Chart, Line, line_chart, lines_of, thin
 from trainer.reports.findings import Score, least_difference, limits, outcome, resolution, verdict
 from trainer.reports.page import page, what_probes_read
 from trainer.reports.runs import Views, arms_of, config_differences, read_runs
@@ -766,6 +766,42 @@ def test_a_page_says_that_its_curves_are_means_of_many_logged_steps(
     lines = [json.dumps({"step": step, "train/loss": 1.0}) for step in range(3 * MAX_POINTS + 1)]
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert sentence in " ".join(report(monkeypatch, tmp_path / "long.html", run).split())
+
+
+def long_chart(values: Iterable[float]) -> Chart:
+    y = [float(value) for value in values]
+    return line_chart("loss", [Line(range(len(y)), y, "#3b82d6")], x_label="step")
+
+
+def bands(chart: Chart) -> list[list[tuple[float, float]]]:
+    """Return the corners of each band of extreme values in a chart, in points; y grows downwards."""
+    paths = re.findall(r' d="([^"]*)"[^>]*stroke-opacity: 0\.2;', chart.svg)
+    return [[(float(x), float(y)) for x, y in re.findall(r"[ML] (\S+) (\S+)", path)] for path in paths]
+
+
+@pytest.mark.parametrize("size", [1.5, 1000.0])
+def test_the_peak_of_one_step_is_seen_in_a_long_curve_and_does_not_flatten_it(size: float) -> None:
+    steps = np.arange(1000 * MAX_POINTS)
+    smooth = np.linspace(5, 4, len(steps))
+    peak = np.where(steps == len(steps) // 2, 4.5 + size, smooth)
+    assert not bands(long_chart(smooth)), "the values of a point cannot be told apart"
+    (corners,) = bands(long_chart(peak))
+    assert len(corners) < 20, "only where it is seen"
+    heights = [y for _, y in corners]
+    assert max(heights) - min(heights) > 70, "the curve alone is 130 points high"
+    drawn = re.findall(r' d="([^"]*)"[^>]*stroke-opacity: 0\.9', long_chart(peak).svg)
+    of_line = [float(y) for _, y in re.findall(r"[ML] (\S+) (\S+)", drawn[0])]
+    assert max(of_line) - min(of_line) > 60, "the peak takes at most half of the chart"
+
+
+def test_a_curve_of_noise_has_no_band_that_fills_the_chart_and_a_chart_with_a_band_is_small() -> None:
+    noise = np.random.default_rng(0).normal(size=100 * MAX_POINTS)
+    assert not bands(long_chart(noise))
+    chart = long_chart(noise + np.linspace(0, 50, len(noise)))
+    assert len(bands(chart)) == 1
+    assert len(chart.svg) < 1.5 * 18_000  # its size with the line alone, in numbers of six decimals
+    assert chart.has_extremes
+    assert not long_chart(noise[:MAX_POINTS]).has_extremes
 
 
 def test_the_machine_of_a_run_with_several_starts_is_that_of_the_first(
