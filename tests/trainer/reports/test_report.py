@@ -776,7 +776,11 @@ def long_chart(values: Iterable[float]) -> Chart:
 def bands(chart: Chart) -> list[list[tuple[float, float]]]:
     """Return the corners of each band of extreme values in a chart, in points; y grows downwards."""
     paths = re.findall(r' d="([^"]*)"[^>]*stroke-opacity: 0\.2;', chart.svg)
-    return [[(float(x), float(y)) for x, y in re.findall(r"[ML] (\S+) (\S+)", path)] for path in paths]
+    return [_corners(path) for path in paths]
+
+
+def _corners(path: str) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in re.findall(r"[ML](\S+) (-?[\d.]+)", path)]
 
 
 @pytest.mark.parametrize("size", [1.5, 1000.0])
@@ -790,7 +794,7 @@ def test_the_peak_of_one_step_is_seen_in_a_long_curve_and_does_not_flatten_it(si
     heights = [y for _, y in corners]
     assert max(heights) - min(heights) > 70, "the curve alone is 130 points high"
     drawn = re.findall(r' d="([^"]*)"[^>]*stroke-opacity: 0\.9', long_chart(peak).svg)
-    of_line = [float(y) for _, y in re.findall(r"[ML] (\S+) (\S+)", drawn[0])]
+    of_line = [y for _, y in _corners(drawn[0])]
     assert max(of_line) - min(of_line) > 60, "the peak takes at most half of the chart"
 
 
