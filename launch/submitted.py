@@ -153,7 +153,7 @@ def refuse_if_active(run_dir: RunDir, queue: Mapping[str, str] | None) -> None:
 def run_status(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
     """Return the status of a run; `queue` is from `queued_jobs`. Raises `UserError` if a file of the run is damaged."""
     config = read_run_config(run_dir)
-    metrics = run_dir.read_metrics()
+    metrics = run_dir.read_last_metrics("train/loss")
     losses = [line["train/loss"] for line in metrics if "train/loss" in line]
     provenance = run_dir.read_provenance()
     ended = _state(run_dir, last_submission(run_dir), queue, provenance)

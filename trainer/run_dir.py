@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from data_pipeline.core.errors import UserError, filename_in_errors, printable
-from trainer.observability.records import Metrics, Provenance, read_metrics, read_provenance
+from trainer.observability.records import Metrics, Provenance, read_last_metrics, read_metrics, read_provenance
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +108,13 @@ class RunDir:
         Logs the damaged lines, which are left out.
         """
         return _logged(read_metrics(self.metrics)).entries
+
+    def read_last_metrics(self, name: str) -> list[dict[str, Any]]:
+        """Return the last entries of metrics.jsonl, from one with the metric `name` on, without reading all of it.
+
+        Logs the damaged lines among them, which are left out. Damaged lines before them are not noticed.
+        """
+        return _logged(read_last_metrics(self.metrics, name)).entries
 
     def read_provenance(self) -> dict[str, Any]:
         """Return the facts of provenance.json. Logs the damaged facts, which are left out."""

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 import launch.slurm
 from launch.ports import free_ports
@@ -112,6 +113,25 @@ def test_ranks_of_this_machine_share_its_cores(
     words = [*what, "--executor", "local", *(flag for flag in flags if flag != "--study")]
     arguments = launch.slurm._parser().parse_args(words)
     assert plan_from(arguments, request_from(arguments)).resources.cpus_per_task == expected
+
+
+@pytest.mark.parametrize(("gpus", "said"), [("2", "trains on GPU 4, GPU-1a of this machine"), ("0", None)])
+def test_a_submission_says_which_gpus_of_this_machine_it_takes(
+    gpus: str,
+    said: str | None,
+    slurm_py: Callable[..., Done],
+    recipe: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another submission at the same time would take the same ones."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-1a,7")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr("launch.slurm_command._submit_one", lambda plan, then_wait: None)
+    done = slurm_py("--executor", "local", "--gpus-per-node", gpus, *recipe, "--run-dir", tmp_path / "run")
+    assert done.status == 0, done.stderr
+    assert said is None or said in done.stdout
+    assert ("trains on GPU" in done.stdout) == (said is not None)
 
 
 @pytest.mark.process

@@ -35,6 +35,7 @@ from trainer.reports.tables import (
     provenance_grids,
     results,
     speed_grid,
+    speed_notes,
 )
 
 MOST_NAMES = 4  # that stand under the title; the tables have all
@@ -80,6 +81,7 @@ def page(arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
             describe_views=describe_views,
             analyses=_analyses(runs),
             speed=speed_grid(arms),
+            speed_notes=speed_notes(arms),
             differences=differences(arms),
             provenance=provenance_grids(runs),
             code_facts=CODE_FACTS,
