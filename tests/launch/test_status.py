@@ -39,6 +39,8 @@ from launch.submission import SubmissionPlan
 from launch.submitted import RunStatus, Submission, last_submission, queue_for, record, refuse_if_active, run_status
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer import analyze, export, probe
+from trainer.checkpoint import restore as restore_module
+from trainer.checkpoint.files import INDEX_NAME, check_sizes, check_whole, write_files
 from trainer.config import read_config
 from trainer.fault_tolerance.preemption import StoppedError
 from trainer.run_dir import LOCK_NAME, RunDir, hold, left_out_of, write_json
@@ -65,6 +67,16 @@ def make_run(home: Path, name: str, *, job_id: str | None = "7_0", train_dir: Pa
         )
         record(run_dir, submission)
     return run_dir
+
+
+def write_checkpoint(run_dir: RunDir, step: int, *, is_latest: bool = True) -> Path:
+    """Write a small whole checkpoint, and name it in LATEST; return its directory."""
+    directory = run_dir.checkpoint(step)
+    directory.mkdir(parents=True)
+    write_files(directory, step=step, states={"encoder": {"weight": torch.zeros(3)}})
+    if is_latest:
+        run_dir.latest.write_text(f"{directory.name}\n")
+    return directory
 
 
 def submission_of(run_dir: RunDir) -> Submission:
@@ -844,7 +856,7 @@ def test_a_run_without_a_job_is_known_by_its_lock_and_by_what_it_left(tmp_path: 
         assert not (run_dir.path / ENDED_NAME).exists(), "that was the end of another process"
     killed = "it ended without a message; start it again with the same command and it goes on from "
     assert state_of(run_dir) == ("killed", f"{killed}the start")
-    run_dir.latest.write_text("step_00000020\n")
+    write_checkpoint(run_dir, 20)
     assert state_of(run_dir) == ("killed", f"{killed}step 20")
     note_end(run_dir, resolve_recipe("debug:image", ["seed=5"]), "failed", "holds a run with another config")
     assert state_of(run_dir)[0] == "killed", "the directory is of another config"
@@ -868,7 +880,7 @@ def test_a_run_that_has_begun_is_not_called_pending_if_its_provenance_is_damaged
     )
     logged, saved = (make_run(tmp_path, name, job_id=None) for name in ("logged", "saved"))
     logged.metrics.write_text('{"step": 1, "train/loss": 0.5}\n')
-    saved.latest.write_text("step_00000020\n")
+    write_checkpoint(saved, 20)
     for run_dir in (logged, saved):
         if content is not None:
             run_dir.provenance.write_text(content)
@@ -876,6 +888,116 @@ def test_a_run_that_has_begun_is_not_called_pending_if_its_provenance_is_damaged
     assert state_of(saved) == ("unknown", f"{said}goes on from step 20")
     note_end(saved, read_config(saved.config), "stopped", "stopped after step 20")
     assert state_of(saved) == ("stopped", "stopped after step 20"), "it has said so itself"
+
+
+def cut(checkpoint: Path) -> str:
+    path = checkpoint / "encoder.safetensors"
+    path.write_bytes(path.read_bytes()[:5])
+    return "encoder.safetensors has 5 bytes, but 84 were written"
+
+
+def remove_index(checkpoint: Path) -> str:
+    (checkpoint / INDEX_NAME).unlink()
+    return "checkpoint.json is missing"
+
+
+def nest_index(checkpoint: Path) -> str:
+    (checkpoint / INDEX_NAME).write_text("[" * 100_000)
+    return "checkpoint.json cannot be read"
+
+
+def make_index_a_pipe(checkpoint: Path) -> str:
+    """Reading a pipe would block for ever."""
+    (checkpoint / INDEX_NAME).unlink()
+    os.mkfifo(checkpoint / INDEX_NAME)
+    return "checkpoint.json cannot be read"
+
+
+def make_tensors_a_pipe(checkpoint: Path) -> str:
+    (checkpoint / "encoder.safetensors").unlink()
+    os.mkfifo(checkpoint / "encoder.safetensors")
+    return "encoder.safetensors is not a regular file"
+
+
+def remove(checkpoint: Path) -> str:
+    shutil.rmtree(checkpoint)
+    return "it is missing"
+
+
+@pytest.mark.parametrize("damage", [cut, remove_index, nest_index, make_index_a_pipe, make_tensors_a_pipe, remove])
+def test_the_newest_whole_checkpoint_counts_and_not_the_one_that_latest_names(
+    damage: Callable[[Path], str], tmp_path: Path
+) -> None:
+    run_dir = make_run(tmp_path, "a", job_id=None)
+    begin(run_dir)
+    write_checkpoint(run_dir, 5)
+    write_checkpoint(run_dir, 10)
+    reason = damage(write_checkpoint(run_dir, 20))
+    status = run_status(run_dir, {})
+    said = "it ended without a message; start it again with the same command and it goes on from step 10"
+    assert (status.state, status.step, status.reason) == ("killed", 10, said)
+    problem = f"LATEST names step 20, whose checkpoint is not whole ({reason}); a restart goes on from step 10"
+    assert status.problem == problem
+    assert table({"a": status}).splitlines()[2:] == [f"a: {problem}"]
+    planned = PlannedRun(run_dir, read_config(run_dir.config))
+    assert planned.state == "at step 10"
+    for step in (5, 10):
+        shutil.rmtree(run_dir.checkpoint(step))
+    refused = run_status(run_dir, {})
+    assert refused.step == 0
+    assert refused.reason == "it ended without a message; it cannot go on, because no checkpoint can be used"
+    assert refused.problem.endswith(f"so a restart is refused until you copy a whole one to {run_dir.checkpoints}")
+    assert planned.state == "damaged"
+
+
+def test_a_newer_checkpoint_than_latest_names_and_a_link_to_another_disk_are_no_problem(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "study", "a", job_id=None)
+    begin(run_dir)
+    write_checkpoint(run_dir, 20).rename(tmp_path / "elsewhere")
+    run_dir.checkpoint(20).symlink_to(tmp_path / "elsewhere")
+    write_checkpoint(run_dir, 30, is_latest=False)
+    status = run_status(run_dir, {})
+    assert (status.step, status.problem) == (20, ""), "a restart takes the one in LATEST"
+
+
+def test_a_checkpoint_of_a_newer_version_does_not_hide_the_state(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, "a", job_id=None)
+    index = write_checkpoint(run_dir, 20) / INDEX_NAME
+    write_json(index, json.loads(index.read_text()) | {"format_version": 99})
+    with hold(run_dir):
+        status = run_status(run_dir, {})
+    assert status.state == "running"
+    assert "was written by a newer version of this project" in status.problem
+
+
+def test_a_finished_run_without_checkpoints_has_no_problem(tmp_path: Path) -> None:
+    packed, tidied, damaged = (make_run(tmp_path, name, job_id=None) for name in ("packed", "tidied", "damaged"))
+    for run_dir in (packed, tidied, damaged):
+        write_json(run_dir.provenance, {"finished_step": 20, "starts": []})
+    remove(write_checkpoint(tidied, 20))
+    write_checkpoint(damaged, 10)
+    cut(write_checkpoint(damaged, 20))
+    statuses = [run_status(run_dir, {}) for run_dir in (packed, tidied, damaged)]
+    assert [(status.state, status.step) for status in statuses] == [("finished", 20)] * 3
+    assert [status.problem for status in statuses[:2]] == ["", ""]
+    assert statuses[2].problem.startswith("LATEST names step 20, whose checkpoint is not whole")
+
+
+def test_a_status_and_a_restart_take_the_same_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if training saves the next checkpoint, and removes the oldest one, while they look."""
+    run_dir = make_run(tmp_path, "a", job_id=None)
+    write_checkpoint(run_dir, 10)
+
+    def check_late(directory: Path) -> object:
+        if directory == run_dir.checkpoint(10) and directory.is_dir():
+            write_checkpoint(run_dir, 20)
+            shutil.rmtree(directory)
+        return check_sizes(directory)
+
+    monkeypatch.setattr(restore_module, "check_sizes", check_late)
+    status = run_status(run_dir, {})
+    assert (status.step, status.problem) == (20, "")
+    assert restore_module.first_whole(run_dir, lambda step: check_whole(run_dir.checkpoint(step))).step == 20
 
 
 def test_a_run_of_another_machine_is_not_called_killed(tmp_path: Path) -> None:
