@@ -27,7 +27,7 @@ from data_pipeline.core.schema import Line, Schema
 from data_pipeline.remote.cache import is_remote
 from data_pipeline.storage.manifest import load_manifest
 from launch.going_on import GoingOn, going_on
-from launch.outcome import ENDED_NAME, RankOutcome, is_inside, outcomes_of_job, read_end, read_outcome
+from launch.outcome import RankOutcome, cause, how_it_ended, is_inside, outcomes_of_job, read_end
 from launch.resources import Resources
 from launch.slurm_client import queued_jobs, was_cancelled
 from trainer.config import RunConfig, read_run_config
@@ -35,7 +35,6 @@ from trainer.run_dir import RunDir, is_held, write_json
 
 State = Literal["pending", "waiting", "running", "finished", "failed", "stopped", "killed", "unknown"]
 
-_SAME_CAUSE_SECONDS = 300.0  # errors of several ranks within this time count as consequences of the first
 _LOG_END_BYTES = 20_000
 _RECORD_BYTES = 1_000_000
 _CANCELLED = "cancelled"
@@ -227,10 +226,12 @@ def _is_newer(start: _LastStart | None, submission: Submission, run_dir: RunDir)
 def _how_it_ended_without_a_job(run_dir: RunDir, start: _LastStart | None, newest: GoingOn) -> Standing:
     """Return the standing of an unfinished run of python or torchrun that no process trains any more."""
     since = start.at if start is not None else 0.0
+    rank, outcome = how_it_ended(run_dir, since=since) or (0, None)
+    if outcome is not None and rank > 0:  # a stall comes from waiting for this rank
+        return Standing(outcome.ended, f"rank {rank}: {outcome.reason}")
     if stalled := _stalled(run_dir, since=since):
         return Standing("failed", stalled)
-    outcome = read_outcome(run_dir.path / ENDED_NAME, inside=run_dir.path)
-    if outcome is not None and outcome.at >= since and outcome.ended != "finished":
+    if outcome is not None:
         return Standing(outcome.ended, outcome.reason)
     if start is None and (newest.has_begun or _has_metrics(run_dir)):
         return Standing("unknown", f"provenance.json is damaged or missing, though the run has begun; {newest.advice}")
@@ -326,17 +327,10 @@ def _last_start(provenance: Mapping[str, Any]) -> _LastStart | None:
 
 
 def first_error(run_dir: RunDir, submission: Submission) -> tuple[int, RankOutcome] | None:
-    """Return the first exception or stop, which caused the others, after the lowest rank that has it; None if none."""
-    outcomes = outcomes_of_job(
-        submission.logs_of(run_dir), job_id=submission.job_id, inside=submission.home_of(run_dir)
+    """Return what `cause` finds in the outcomes of a job: the error that caused the others, after its rank."""
+    return cause(
+        outcomes_of_job(submission.logs_of(run_dir), job_id=submission.job_id, inside=submission.home_of(run_dir))
     )
-    errors = {rank: outcome for rank, outcome in sorted(outcomes.items()) if outcome.ended != "finished"}
-    if not errors:
-        return None
-    newest = max(error.at for error in errors.values())
-    recent = [error for error in errors.values() if newest - error.at <= _SAME_CAUSE_SECONDS]
-    first = min(recent, key=lambda error: error.at)
-    return next(rank for rank, error in errors.items() if error.reason == first.reason), first
 
 
 def _num_steps(config: RunConfig) -> int | None:
