@@ -93,6 +93,30 @@ def test_a_failing_rank_is_named_with_status_1(
     assert "in a row" in done.stderr
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("launcher", ["torchrun", "local"])
+def test_a_status_shows_the_error_of_rank_1_and_not_that_of_rank_0_which_lost_it(
+    launcher: str, recipe: list[str], tmp_path: Path
+) -> None:
+    words = {
+        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "launch/train.py"],
+        "local": ["launch/slurm.py", "--executor", "local", "--tasks-per-node", "2", "--wait"],
+    }[launcher]
+    command = [sys.executable, *words, *recipe, "--set", "views.kind=failing_views:FailingConfig"]
+    command += ["--run-dir", str(tmp_path / "run")]
+    environ = pausing(0, os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "FAILING_RANK": "1"})
+    done = run_python(command, cwd=ROOT, env=environ)
+    assert done.returncode == 1
+    status = run_status(RunDir(tmp_path / "run"), {})
+    assert (status.state, status.reason) == ("failed", "rank 1: KeyError: 'a label that only rank 1 has'")
+    if launcher == "local":
+        assert re.search(r"^error: rank 1 of job \d+ failed: KeyError: ", done.stderr, re.MULTILINE)
+        return
+    done = run_python(command, cwd=ROOT, env=environ | {"FAILING_RANK": ""})
+    assert done.returncode == 0, done.stderr
+    assert RunDir(tmp_path / "run").ends() == {}, "they are removed at the next start"
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
