@@ -532,6 +532,13 @@ def test_limits_follow_from_the_sizes(two_runs: tuple[Path, Path], tmp_path: Pat
     assert "not committed" in notes
 
 
+def test_limits_of_sounds_speak_of_sounds(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", recipe=debug.audio, trained={"base": [0.4]})
+    notes = " ".join(limits(arms_of(read_runs([run]))))
+    assert "so a difference that the test sounds resolve may still be chance" in notes
+    assert "test pictures" not in notes
+
+
 def test_the_size_of_a_training_is_not_the_number_of_labelled_samples(tmp_path: Path) -> None:
     finished = PROVENANCE | {"num_train_samples": 9000, "finished_step": 11}
     known = make_run(tmp_path / "known", trained={"base": [0.4]}, provenance=finished)
