@@ -795,6 +795,15 @@ def test_the_caption_says_which_features_the_linear_probes_read(tmp_path: Path) 
     assert what_probes_read(both) == "the flattened map before pooling (of small-vit: the pooled features)"
 
 
+@pytest.mark.parametrize("views", ["policy", "none"])
+def test_the_caption_speaks_of_an_untrained_policy_only_if_the_probes_are_fitted_on_views(
+    views: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", trained={"base": [0.4]}, probe=ProbeConfig.model_validate({"views": views}))
+    page = report(monkeypatch, tmp_path / "out.html", run)
+    assert ("(for the untrained encoder, with the untrained policy)" in page) == (views == "policy")
+
+
 def test_code_and_ranks_of_all_starts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     second = {"start_step": 4, "git_commit": PROVENANCE["git_commit"], "git_diff_sha256": "d" * 64, "world_size": 1}
     starts = [{"start_step": 0, "git_commit": PROVENANCE["git_commit"], "git_diff_sha256": None}, second, second]
