@@ -391,15 +391,16 @@ def _worst_groups(setting: Setting, cures: Sequence[str]) -> Table | None:
         [f"worst group{setting.at(at)}", *(f"{setting.title(label)}, %" for label in setting.labels)],
         rows,
         caption="Test accuracy in the worst group, mean over seeds. A group is a class of one label with a class of "
-        "another; in brackets the group that is the worst for most seeds, and its number of test samples. The worst of "
-        "many groups is low by chance alone: expected is what it would be if all groups were equally hard (the "
-        "median). An accuracy near it says nothing of this group.",
+        "another; in brackets the group that is the worst in more than half of the seeds (the first of several), and "
+        "its number of test samples. The worst of many groups is low by chance alone: expected is what it would be if "
+        "all groups were equally hard (the median). An accuracy near it says nothing of this group.",
     )
 
 
 def _worst(worst: WorstGroup) -> str:
     expected = "the only one that counts" if worst.of_equal is None else f"expected {100 * worst.of_equal:.1f}"
-    return f"{100 * worst.accuracy:.1f}, {expected} ({worst.classes}, {worst.num_test} samples)"
+    group = "differs between seeds" if worst.usual is None else f"{worst.usual[0]}, {worst.usual[1]} samples"
+    return f"{100 * worst.accuracy:.1f}, {expected} ({group})"
 
 
 def _rises(benchmark: Benchmark) -> list[Block]:
