@@ -219,7 +219,7 @@ def _overview(columns: Columns, settings: Sequence[Setting], cures: Sequence[str
         text(
             "Linear probe, test accuracy in %, mean over seeds, each setting at its middle difficulty. Bold: the "
             f"{'best' if has_few else 'highest mean'}. ≈: not told from it. ○: not told to be above the untrained "
-            "encoder. Rows by their mean lead over the other cures on the hard labels."
+            "encoder. Rows by how far a cure is above the mean of all cures, on average over the hard labels."
             + (_FEW_SEEDS if has_few else "")
         )
     )
