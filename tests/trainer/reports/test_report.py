@@ -462,9 +462,11 @@ def test_the_untrained_encoder_of_an_arm_with_other_views_counts_only_for_a_prob
     said = " ".join(verdict(arms))
     assert ("learned 50.0 % against 20.0 %" in said) == is_shared
     assert any(f"{learned} --step 0" in command for command in commands_for_missing_probes(arms)) != is_shared
-    assert overview.sentences(arms)[-2].endswith(
-        f"and {1 + is_shared} of {1 + is_shared} are above their untrained encoder."
+    of_both, of_one = (
+        "2 of 2 are above their untrained encoder",
+        "1 of the 1 with a probed untrained encoder are above it",
     )
+    assert overview.sentences(arms)[-2].endswith(f"and {of_both if is_shared else of_one}.")
 
 
 def test_arms_of_one_name_are_told_apart_by_their_directories(tmp_path: Path) -> None:
