@@ -237,7 +237,9 @@ def _best(arms: Sequence[Arm], space: LabelSpace) -> str:
     known = [(one, base) for one, arm in scores if (base := baselines.get(untrained_like(arm)))]
     if known:
         above = sum(outcome(one, base) == "above" for one, base in known)
-        text += f", and {above} of {len(known)} are above their untrained encoder"
+        of_all = f"{len(known)} are above their untrained encoder"
+        of_some = f"the {len(known)} with a probed untrained encoder are above it"
+        text += f", and {above} of {of_all if len(known) == len(scores) else of_some}"
     return f"{text}."
 
 

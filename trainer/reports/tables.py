@@ -75,11 +75,15 @@ class ResultTable:
 
 @dataclass(frozen=True)
 class ProtocolResults:
-    """The tables of one probe protocol, one for each dataset, with the protocol in words, and what its probes read."""
+    """The tables of one probe protocol, one for each dataset, with the protocol in words, and what its probes read.
+
+    `on_views` says whether the probes are fitted on views, and not on samples without views.
+    """
 
     description: str
     tables: Sequence[ResultTable]
     reads: str
+    on_views: bool
 
     @property
     def is_measured(self) -> bool:
@@ -95,7 +99,12 @@ def results(arms: Sequence[Arm]) -> list[ProtocolResults]:
         for dataset in datasets:
             title = " · ".join(part for part in (group.title, dataset.name if len(datasets) > 1 else "") if part)
             tables.append(_result_table(dataset, title=title[:1].upper() + title[1:], protocol=group.protocol))
-        found.append(ProtocolResults(describe_protocol(group.protocol), tables, group.protocol.reads))
+        protocol = group.protocol
+        found.append(
+            ProtocolResults(
+                describe_protocol(protocol), tables, reads=protocol.reads, on_views=protocol.views == "policy"
+            )
+        )
     return found
 
 

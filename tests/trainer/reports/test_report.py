@@ -462,9 +462,11 @@ def test_the_untrained_encoder_of_an_arm_with_other_views_counts_only_for_a_prob
     said = " ".join(verdict(arms))
     assert ("learned 50.0 % against 20.0 %" in said) == is_shared
     assert any(f"{learned} --step 0" in command for command in commands_for_missing_probes(arms)) != is_shared
-    assert overview.sentences(arms)[-2].endswith(
-        f"and {1 + is_shared} of {1 + is_shared} are above their untrained encoder."
+    of_both, of_one = (
+        "2 of 2 are above their untrained encoder",
+        "1 of the 1 with a probed untrained encoder are above it",
     )
+    assert overview.sentences(arms)[-2].endswith(f"and {of_both if is_shared else of_one}.")
 
 
 def test_arms_of_one_name_are_told_apart_by_their_directories(tmp_path: Path) -> None:
@@ -530,6 +532,13 @@ def test_limits_follow_from_the_sizes(two_runs: tuple[Path, Path], tmp_path: Pat
     assert "One seed of debug-image on the overlay label and debug-viewmaker:" in notes
     assert "2 seeds:" in notes
     assert "not committed" in notes
+
+
+def test_limits_of_sounds_speak_of_sounds(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", recipe=debug.audio, trained={"base": [0.4]})
+    notes = " ".join(limits(arms_of(read_runs([run]))))
+    assert "so a difference that the test sounds resolve may still be chance" in notes
+    assert "test pictures" not in notes
 
 
 def test_the_size_of_a_training_is_not_the_number_of_labelled_samples(tmp_path: Path) -> None:
@@ -853,6 +862,15 @@ def test_the_caption_says_which_features_the_linear_probes_read(tmp_path: Path) 
     assert what_probes_read(both[:1]) == "the flattened map before pooling"
     assert what_probes_read(both[1:]) == "the pooled features"
     assert what_probes_read(both) == "the flattened map before pooling (of small-vit: the pooled features)"
+
+
+@pytest.mark.parametrize("views", ["policy", "none"])
+def test_the_caption_speaks_of_an_untrained_policy_only_if_the_probes_are_fitted_on_views(
+    views: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", trained={"base": [0.4]}, probe=ProbeConfig.model_validate({"views": views}))
+    page = report(monkeypatch, tmp_path / "out.html", run)
+    assert ("(for the untrained encoder, with the untrained policy)" in page) == (views == "policy")
 
 
 def test_code_and_ranks_of_all_starts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
