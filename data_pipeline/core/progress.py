@@ -46,6 +46,7 @@ class Progress:
         self._stop_reporting = threading.Event()
         self._reporter: threading.Thread | None = None
         self._title, self._total, self._done, self._first = title, total, start, start
+        self._points: list[tuple[float, int]] = []  # when how much was done: at the first advance, and at each line
         self._started = self._last_line = self._last_advance = time.monotonic()
         self._enabled = enabled = enabled and not Progress._is_hidden
         self._note = ""
@@ -70,11 +71,21 @@ class Progress:
         now = time.monotonic()
         if self._enabled and (now - self._last_line > SECONDS_BETWEEN_LINES or self._done == self._total):
             self._last_line = now
-            rate = (self._done - self._first) / max(now - self._started, 1e-9)
-            left = (self._total - self._done) / max(rate, 1e-9)
+            left = (self._total - self._done) / max(self._rate(now), 1e-9)
             ending = f", {left:.0f} s left" if self._done < self._total else f" in {now - self._started:.0f} s"
             tail = f", {self._note}" if self._note else ""
             self._print(f"{ending}{tail}")
+            self._points.append((now, self._done))
+        elif not self._points:
+            self._points.append((now, self._done))
+
+    def _rate(self, now: float) -> float:
+        """Return the speed of the last half of the time, without the first advance, which may hold a compilation."""
+        if not self._points:
+            return (self._done - self._first) / max(now - self._started, 1e-9)
+        middle = (self._points[0][0] + now) / 2
+        began, done = [point for point in self._points if point[0] <= middle][-1]
+        return (self._done - done) / max(now - began, 1e-9)
 
     def show_while_waiting(self, status: Callable[[], str]) -> None:
         """From now on, print `status()` when nothing has advanced for ten seconds.

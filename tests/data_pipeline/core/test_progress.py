@@ -35,6 +35,28 @@ def test_a_slow_job_says_how_long_it_will_take(
     assert lines == ["build: 61/100, 39 s left"]
 
 
+def test_a_slow_beginning_does_not_count_for_the_time_that_is_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step of a compiled network takes a minute, and the others a hundredth of a second."""
+    now = 0.0
+    monkeypatch.setattr("data_pipeline.core.progress.time.monotonic", lambda: now)
+    with Progress("train", total=1_000) as bar:
+        bar.show_while_waiting(lambda: "compiling")
+        bar._last_line = 60.0  # what was printed while it compiled
+        now = 67.0
+        bar.advance()
+        for _ in range(40):
+            now += 1.0
+            bar.advance(10)
+        for _ in range(20):  # now half as fast
+            now += 1.0
+            bar.advance(5)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["train: 41/1000, 96 s left", "train: 151/1000, 85 s left"]
+    assert lines[-1] == "train: 496/1000, 71 s left"  # 235 in the last 33 s
+
+
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress("train", total=1, enabled=False) as bar:
         bar.advance(note="loss 1.0")
