@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_argument(
         "--precision",
         choices=["float32", "bfloat16"],
-        help="Compute views and features in this precision; bfloat16 is faster on a GPU.",
+        help="Compute views and features in this precision; bfloat16 is meant for GPUs.",
     )
     fit.add_argument("--epochs", type=positive, metavar="N", help="The number of epochs of the fit.")
     return parser
