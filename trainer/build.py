@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -87,6 +88,8 @@ def assemble(config: RunConfig, modules: TrainedModules, objective: Objective) -
     """
     engines = _build_engines(config, modules, objective)
     if config.compiles_networks:
+        # Products of matrices stay in float32 on purpose: most of them are in the loss.
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         modules.encoder.compile()
         if modules.viewmaker is not None:
             # Learned views of one's own need no such method.
