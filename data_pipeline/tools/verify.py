@@ -373,11 +373,6 @@ class Verification:
             return b""
 
 
-def find_problems(location: str | Path) -> Iterator[DatasetProblem]:
-    """Yield every problem of a dataset, as `Verification.problems` does."""
-    return Verification(location).problems()
-
-
 def _without_overlay(manifest: Manifest) -> Manifest:
     """Return the manifest of the same tars without their online overlay, which gives labels too."""
     stored = manifest.stored_labels

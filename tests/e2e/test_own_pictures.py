@@ -12,7 +12,7 @@ from PIL import Image
 from configs import resolve_recipe
 from data_pipeline.core.sample import Layout
 from data_pipeline.tools.preview import draw_grid
-from data_pipeline.tools.verify import find_problems
+from tests.data_pipeline.stored_samples import find_problems
 from tests.photos import build_photos
 from trainer.analyses.loaded_run import AnalysisOptions
 from trainer.analyze import ANALYSES, load_analysis

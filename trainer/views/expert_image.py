@@ -48,7 +48,6 @@ Aspect = Annotated[float, Field(ge=0.01, le=100)]
 Sigma = Annotated[float, Field(ge=0.01, le=1_000)]  # pixels; twice its square is a denominator
 
 HUANG_LETTERS = "abcde"  # crop, blur, grayscale, jitter, flip: the letters of the paper's tables
-CROP_ATTEMPTS = 10
 _VALUES_ON_CPU: Final = 1 << 20  # of the pictures that one thread changes at once: 6 of 224 x 224, 341 of 32 x 32
 _SIMCLR_BLUR: Final = 20  # its kernel is a tenth of the picture wide, so a twentieth to either side
 
