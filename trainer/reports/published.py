@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Literal
@@ -128,21 +129,14 @@ def _small(full: Study) -> Study:
     return replace(full, name=full.name + SMALL_STUDY, columns=columns, cells=cells, contrasts=contrasts, is_small=True)
 
 
-@dataclass(frozen=True)
-class _Setup:
-    """The fields of `Study` that several tables of a paper share."""
-
-    measure: Measure
-    num_train: int
-    batch_size: int
-    encoder: str
-
-
 def _table(
-    setup: _Setup,
     name: str,
     title: str,
     *,
+    measure: Measure,
+    num_train: int,
+    batch_size: int,
+    encoder: str,
     source: str,
     row_title: str,
     columns: Sequence[tuple[Column, str]],
@@ -188,15 +182,15 @@ def _table(
         name=name,
         title=title,
         source=source,
-        measure=setup.measure,
+        measure=measure,
         row_title=row_title,
         rows=titles,
         columns=heads,
         cells=MappingProxyType(cells),
         contrasts=_contrasts(cells, pairs),
-        num_train=setup.num_train,
-        batch_size=setup.batch_size,
-        encoder=setup.encoder,
+        num_train=num_train,
+        batch_size=batch_size,
+        encoder=encoder,
         num_small_columns=num_small_columns,
     )
 
@@ -218,8 +212,8 @@ def _contrasts(
 
 
 _TAMKIN = "Tamkin et al. 2022"
-_PICTURES = _Setup(measure="linear", num_train=50_000, batch_size=256, encoder="resnet18_small")
-_SOUNDS = _Setup(measure="linear", num_train=24_000, batch_size=128, encoder="resnet18")
+_pictures = partial(_table, measure="linear", num_train=50_000, batch_size=256, encoder="resnet18_small")
+_sounds = partial(_table, measure="linear", num_train=24_000, batch_size=128, encoder="resnet18")
 _OBJECT_SETS = {"C+Shapes": "cifar10_shapes", "C+Digits": "cifar10_digits", "C+Letters": "cifar10_letters"}
 
 
@@ -229,8 +223,7 @@ def _both_labels(base: str, overlay: str, runs: Mapping[str, str]) -> list[tuple
     return [(Column(group, policy, label), run) for group, label in groups for policy, run in runs.items()]
 
 
-_TABLE_1 = _table(
-    _PICTURES,
+_TABLE_1 = _pictures(
     "table1",
     "Expert views and a viewmaker on pictures with two features",
     source=f"{_TAMKIN}, Table 1",
@@ -247,8 +240,7 @@ _TABLE_1 = _table(
     compare="along rows",
     further_pairs=[(row, "CIFAR-10") for row in _OBJECT_SETS],  # the cost of an object
 )
-_TABLE_2 = _table(
-    _SOUNDS,
+_TABLE_2 = _sounds(
     "table2",
     "Expert views and a viewmaker on spoken digits with a background",
     source=f"{_TAMKIN}, Table 2",
@@ -266,8 +258,7 @@ _TABLE_2 = _table(
     compare="along rows",
     further_pairs=[("speech + sound", "speech"), ("speech + sound", "sound")],  # the cost of mixing
 )
-_TABLE_3 = _table(
-    _PICTURES,
+_TABLE_3 = _pictures(
     "table3",
     "A viewmaker that may not change the object",
     source=f"{_TAMKIN}, Table 3",
@@ -286,7 +277,7 @@ _TABLE_3 = _table(
 )
 
 _HUANG = "Huang et al. 2023"
-_VOTES = _Setup(measure="knn_best", num_train=50_000, batch_size=512, encoder="resnet18_small")
+_votes = partial(_table, measure="knn_best", num_train=50_000, batch_size=512, encoder="resnet18_small")
 _METHODS = {"SimCLR": "simclr-huang", "Barlow Twins": "barlow_twins", "MoCo": "moco", "SimSiam": "simsiam"}
 
 
@@ -299,8 +290,7 @@ def _methods(ending: str) -> list[tuple[Column, str]]:
     ]
 
 
-_RICHNESS = _table(
-    _VOTES,
+_RICHNESS = _votes(
     "richness",
     "Richer views",
     source=f"{_HUANG}, richer views",
@@ -318,8 +308,7 @@ _RICHNESS = _table(
     further_pairs=[("abcde", "a")],
     num_small_columns=len(_METHODS),
 )
-_COLOUR = _table(
-    _VOTES,
+_COLOUR = _votes(
     "colour",
     "Strength of the colours",
     source=f"{_HUANG}, strength of the colours",
@@ -336,8 +325,7 @@ _COLOUR = _table(
     further_pairs=[("1", "0.125")],
     num_small_columns=len(_METHODS),
 )
-_TEMPERATURES = _table(
-    _VOTES,
+_TEMPERATURES = _votes(
     "temperatures",
     "Alignment and divergence weighted apart, against SimCLR",
     source=f'{_HUANG}, table of "Ours" (which names no data set; by its level CIFAR-10)',
@@ -355,8 +343,7 @@ PAIRS = ("ab", "ac", "ad", "ae", "bc", "bd", "be", "cd", "ce", "de")
 # The figure shows which pair is better, without numbers.
 _BETTER_PAIRS = [("ad", other) for other in PAIRS if other != "ad"] + [("ac", "ae"), ("ac", "ab")]
 _PAIRS = replace(
-    _table(
-        _VOTES,
+    _votes(
         "pairs",
         "Transforms composed in pairs",
         source=f"{_HUANG}, the figure of composed pairs, which has no numbers",
