@@ -38,7 +38,7 @@ from torch.nn import functional as F
 
 from benchmarks.record import on_one_core, rounded, save
 from configs import demo
-from configs.base import CIFAR10_MEAN, CIFAR10_STD
+from configs.base import CIFAR10_MEAN, CIFAR10_STD, changed
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError, run_command
@@ -230,17 +230,15 @@ def line_through(knobs: Sequence[float], shares: Sequence[float]) -> dict[str, f
 def run_config(setting: Setting, *, seed: int, num_epochs: int, directories: Mapping[str, str]) -> RunConfig:
     """Return `demo:viewmaker` with an encoder of half its width."""
     recipe = demo.viewmaker()
-    return RunConfig.model_validate(
-        recipe.model_dump()
-        | {
-            "name": f"budget {setting.budget:g}, rate {setting.dropout_rate}",
-            "seed": seed,
-            "data": recipe.data.model_copy(update=directories),
-            "views": setting.views,
-            "encoder": ResNetConfig(kind="resnet10", width=8, batch_norm="local"),
-            "num_epochs": num_epochs,
-            "tracking": {"wandb": "disabled"},
-        }
+    return changed(
+        recipe,
+        name=f"budget {setting.budget:g}, rate {setting.dropout_rate}",
+        seed=seed,
+        data=recipe.data.model_copy(update=directories),
+        views=setting.views,
+        encoder=ResNetConfig(kind="resnet10", width=8, batch_norm="local"),
+        num_epochs=num_epochs,
+        tracking={"wandb": "disabled"},
     )
 
 
