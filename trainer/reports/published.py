@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.imports import import_object
@@ -130,22 +130,14 @@ def _small(full: Study) -> Study:
 
 
 def _table(
-    name: str,
-    title: str,
     *,
-    measure: Measure,
-    num_train: int,
-    batch_size: int,
-    encoder: str,
-    source: str,
-    row_title: str,
     columns: Sequence[tuple[Column, str]],
     rows: Mapping[str, str],
     row_runs: Mapping[str, str] | None = None,
     num_epochs: int | None = None,
     compare: Literal["along rows", "along columns"],
     further_pairs: Sequence[tuple[str, str]] = (),
-    num_small_columns: int | None = None,
+    **fields: Any,
 ) -> Study:
     """Build a study from its table as text.
 
@@ -155,6 +147,7 @@ def _table(
     num_epochs: of all runs; None if the title of each row is the number.
     compare: each cell is compared with the one before it, in its row (within a group of columns) or in its column.
     further_pairs: rows that are compared too, in every column.
+    fields: the other fields of the study.
     """
     cells = {
         (row, number): Cell(
@@ -179,19 +172,11 @@ def _table(
         pairs = [((above, number), (row, number)) for above, row in pairwise(titles) for number in numbers]
     pairs += [((row, number), (other, number)) for row, other in further_pairs for number in numbers]
     return Study(
-        name=name,
-        title=title,
-        source=source,
-        measure=measure,
-        row_title=row_title,
         rows=titles,
         columns=heads,
         cells=MappingProxyType(cells),
         contrasts=_contrasts(cells, pairs),
-        num_train=num_train,
-        batch_size=batch_size,
-        encoder=encoder,
-        num_small_columns=num_small_columns,
+        **fields,
     )
 
 
@@ -224,8 +209,8 @@ def _both_labels(base: str, overlay: str, runs: Mapping[str, str]) -> list[tuple
 
 
 _TABLE_1 = _pictures(
-    "table1",
-    "Expert views and a viewmaker on pictures with two features",
+    name="table1",
+    title="Expert views and a viewmaker on pictures with two features",
     source=f"{_TAMKIN}, Table 1",
     row_title="data",
     columns=_both_labels("CIFAR-10", "object", {"expert views": "simclr-{row}", "viewmaker": "viewmaker-{row}"}),
@@ -241,8 +226,8 @@ _TABLE_1 = _pictures(
     further_pairs=[(row, "CIFAR-10") for row in _OBJECT_SETS],  # the cost of an object
 )
 _TABLE_2 = _sounds(
-    "table2",
-    "Expert views and a viewmaker on spoken digits with a background",
+    name="table2",
+    title="Expert views and a viewmaker on spoken digits with a background",
     source=f"{_TAMKIN}, Table 2",
     row_title="data",
     columns=_both_labels(
@@ -259,8 +244,8 @@ _TABLE_2 = _sounds(
     further_pairs=[("speech + sound", "speech"), ("speech + sound", "sound")],  # the cost of mixing
 )
 _TABLE_3 = _pictures(
-    "table3",
-    "A viewmaker that may not change the object",
+    name="table3",
+    title="A viewmaker that may not change the object",
     source=f"{_TAMKIN}, Table 3",
     row_title="data",
     columns=_both_labels(
@@ -291,8 +276,8 @@ def _methods(ending: str) -> list[tuple[Column, str]]:
 
 
 _RICHNESS = _votes(
-    "richness",
-    "Richer views",
+    name="richness",
+    title="Richer views",
     source=f"{_HUANG}, richer views",
     row_title="transforms",
     columns=_methods("-{row}"),
@@ -309,8 +294,8 @@ _RICHNESS = _votes(
     num_small_columns=len(_METHODS),
 )
 _COLOUR = _votes(
-    "colour",
-    "Strength of the colours",
+    name="colour",
+    title="Strength of the colours",
     source=f"{_HUANG}, strength of the colours",
     row_title="strength",
     columns=_methods("-ad-strength{row}"),
@@ -326,8 +311,8 @@ _COLOUR = _votes(
     num_small_columns=len(_METHODS),
 )
 _TEMPERATURES = _votes(
-    "temperatures",
-    "Alignment and divergence weighted apart, against SimCLR",
+    name="temperatures",
+    title="Alignment and divergence weighted apart, against SimCLR",
     source=f'{_HUANG}, table of "Ours" (which names no data set; by its level CIFAR-10)',
     row_title="epochs",
     columns=[
@@ -344,8 +329,8 @@ PAIRS = ("ab", "ac", "ad", "ae", "bc", "bd", "be", "cd", "ce", "de")
 _BETTER_PAIRS = [("ad", other) for other in PAIRS if other != "ad"] + [("ac", "ae"), ("ac", "ab")]
 _PAIRS = replace(
     _votes(
-        "pairs",
-        "Transforms composed in pairs",
+        name="pairs",
+        title="Transforms composed in pairs",
         source=f"{_HUANG}, the figure of composed pairs, which has no numbers",
         row_title="transforms",
         columns=[(Column("CIFAR-10", "SimCLR"), "simclr-huang-cifar10-{row}-200epochs")],
