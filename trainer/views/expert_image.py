@@ -31,7 +31,7 @@ from data_pipeline.core.schema import PositiveShare, Share
 from trainer.views.colour import HUE, LUMA, NUM_COLOURS, JitterDraws, jitter_colour_, luma
 from trainer.views.expert_draws import ExpertDraws
 from trainer.views.few_kernels import apply_draws_in_few_kernels
-from trainer.views.inputs import check_pictures, without_autocast
+from trainer.views.inputs import check_pictures, rows_of, without_autocast
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
 from trainer.views.resampling import (
     CropDraws,
@@ -222,7 +222,7 @@ class ExpertImage(nn.Module):
             views_BCHW = torch.empty_like(images_BCHW, memory_format=torch.contiguous_format)
             for first in range(0, B, size):
                 rows = slice(first, first + size)
-                views_BCHW[rows] = apply_draws(images_BCHW[rows], draws.rows(rows))
+                views_BCHW[rows] = apply_draws(images_BCHW[rows], rows_of(draws, rows))
             return views_BCHW
 
 
