@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.overrides import apply_overrides
+from data_pipeline.core.overrides import apply_settings, parse_setting
 from data_pipeline.core.sections import KIND
 from data_pipeline.core.validation import describe
 
@@ -193,7 +193,8 @@ class Schema(BaseModel):
         Raises `UserError` if a mapping and a setting inside it disagree, or if a setting is unknown; the error names
         the nearest valid setting.
         """
-        values = apply_overrides(self.model_dump(mode="json"), overrides, model=type(self))
+        settings = [parse_setting(text) for text in overrides]
+        values = apply_settings(self.model_dump(mode="json"), settings, model=type(self))
         given = "".join(f" --set {override}" for override in overrides)
         return self.parse(values, where=f"{where} with{given}" if given else where)
 

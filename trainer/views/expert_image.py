@@ -107,10 +107,6 @@ class ExpertImageConfig(BaseViewsConfig):
     def jitters(self) -> bool:
         return self.jitter_probability > 0 and any((self.brightness, self.contrast, self.saturation, self.hue))
 
-    @property
-    def changes_colours(self) -> bool:
-        return self.jitters or self.grayscale_probability > 0
-
     @classmethod
     def of(cls, views: BaseViewsConfig) -> ExpertImageConfig:
         """Return `views` if they are expert views of pictures, otherwise the default ones."""
@@ -120,7 +116,8 @@ class ExpertImageConfig(BaseViewsConfig):
         return ExpertImage(self)
 
     def check_channels(self, num_channels: int, *, where: str = "views") -> None:
-        if self.changes_colours and num_channels != NUM_COLOURS:
+        changes_colours = self.jitters or self.grayscale_probability > 0
+        if changes_colours and num_channels != NUM_COLOURS:
             raise ValueError(
                 f"colour jitter and grayscale need pictures of {NUM_COLOURS} channels, got {num_channels}; set "
                 f"{where}.jitter_probability=0 and {where}.grayscale_probability=0"
