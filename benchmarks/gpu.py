@@ -75,7 +75,13 @@ def main() -> None:
     add("--out", type=Path, required=True, metavar="DIR", help="the record, and the pieces of unfinished runs")
     add("--budget-minutes", type=_minutes, default=25.0, metavar="M", help="when the session ends (default: 25)")
     add("--stages", metavar="A,B", help="only these stages (default: all)")
-    add("--only", metavar="A,B", help="only measurements with A or B in their names")
+    add(
+        "--only",
+        action="append",
+        default=[],
+        metavar="A",
+        help="only measurements with A in their names; may be repeated",
+    )
     add("--epochs", type=int, metavar="N", help="the epochs of digits, shapes and cifar10 (default: 200)")
     add("--data", type=Path, default=Path("data"), metavar="DIR", help="the built datasets (default: data)")
     add("--root", type=Path, metavar="DIR", help="the pictures and MNIST/raw from which missing datasets are built")
@@ -103,7 +109,7 @@ def main() -> None:
         digits=arguments.digits,
         is_tiny=is_tiny,
         ends_at=ends_at,
-        only=tuple(arguments.only.split(",")) if arguments.only else (),
+        only=tuple(arguments.only),
         num_epochs=arguments.epochs,
         known=() if is_tiny else tuple(sorted(RESULTS.glob("gpu*.json"))),
     )

@@ -1,8 +1,12 @@
 """Write and read how training ended, in small JSON files that the ranks write themselves.
 
 A rank of a submitted job leaves LOGS/JOB_RANK_outcome.json. A run that was started by python or torchrun leaves
-RUN_DIR/ended.json, written by its first rank. Invariant: reading a file of a run directory runs no code, follows no
-link out of that directory and never blocks, even if a stranger wrote the directory.
+RUN_DIR/ended.json, written by its first rank, and RUN_DIR/ended_rank_K.json, written by rank K if an error of its own
+ended it. The next start removes both. Invariant: reading a file of a run directory runs no code, follows no link out of
+that directory and never blocks, even if a stranger wrote the directory.
+
+If a rank fails, the others lose the connection to it and fail too. The times of the errors do not show which came
+first, because the clocks of nodes differ, and because a rank notes its end after its connections are closed.
 """
 
 from __future__ import annotations
@@ -17,12 +21,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Schema, difference
 from data_pipeline.storage.files import open_regular
 from trainer.config import RunConfig, read_run_config
 from trainer.run_dir import RunDir, is_held, write_json
 
-ENDED_NAME = "ended.json"
+_SAME_CAUSE_SECONDS = 300.0  # errors of several ranks within this time belong to one start; clocks differ by less
+# The errors of a rank that has lost another one: by gloo, by torch.distributed, by NCCL in the last line of an error.
+_LOST_ANOTHER = re.compile(
+    r"(?:RuntimeError: (?!DataLoader worker)|Dist\w*Error: |(?!UserError: ).*\b[Cc]onnection (?:closed|reset)\b)"
+)
 _MAX_REASON = 4_000  # characters, because an exception may quote a whole tensor
 _MAX_BYTES = 64_000
 
@@ -86,14 +95,51 @@ def last_line(error: BaseException) -> str:
     return text.splitlines()[-1].strip().removeprefix(f"{type(error).__module__}.")
 
 
-def note_end(run_dir: RunDir, config: RunConfig, ended: Ended, reason: str = "") -> None:
-    """Write RUN_DIR/ended.json for a run that was started without a job.
+def cause(outcomes: Mapping[int, RankOutcome]) -> tuple[int, RankOutcome] | None:
+    """Return the error or stop that most likely caused the others, after the lowest rank that has it; None if none.
 
-    Writes nothing if the directory belongs to another config, or if another process trains there. In these cases this
-    process was refused, and the run itself has not ended.
+    It is the earliest that is not the loss of another rank, or else the earliest. Errors that are much older than the
+    newest do not count.
     """
-    if run_dir.config.is_file() and not difference(read_run_config(run_dir), config) and not is_held(run_dir):
-        write_outcome(run_dir.path / ENDED_NAME, ended, reason)
+    errors = {rank: outcome for rank, outcome in sorted(outcomes.items()) if outcome.ended != "finished"}
+    if not errors:
+        return None
+    newest = max(error.at for error in errors.values())
+    recent = [error for error in errors.values() if newest - error.at <= _SAME_CAUSE_SECONDS]
+    own = [error for error in recent if not _LOST_ANOTHER.match(error.reason)]
+    first = min(own or recent, key=lambda error: error.at)
+    return next(rank for rank, error in errors.items() if error.reason == first.reason), first
+
+
+def note_end(run_dir: RunDir, config: RunConfig, ended: Ended, reason: str = "", *, rank: int = 0) -> None:
+    """Write RUN_DIR/ended.json, or ended_rank_K.json for another rank, for a run that was started without a job.
+
+    Writes nothing if the directory belongs to another config. Rank 0 writes nothing if another process trains there. In
+    these cases this process was refused, and the run itself has not ended.
+    """
+    is_own = run_dir.config.is_file() and not difference(read_run_config(run_dir), config)
+    if is_own and not (rank == 0 and is_held(run_dir)):  # rank 0 of the same run may hold it while another rank ends
+        write_outcome(run_dir.ended(rank), ended, reason)
+
+
+def how_it_ended(run_dir: RunDir, *, since: float) -> tuple[int, RankOutcome] | None:
+    """Return how the last start of a run without a job ended early, and which rank says so; None if no rank does.
+
+    `since` is when it started, by the clock of rank 0. The error of another rank comes before that of rank 0, which is
+    mostly its consequence, unless rank 0 was stopped, has a `UserError` of its own, or has the same error.
+    """
+    found = {rank: read_outcome(path, inside=run_dir.path) for rank, path in run_dir.ends().items()}
+    ends = {rank: end for rank, end in found.items() if end is not None and end.ended != "finished"}
+    first = ends.pop(0, None)
+    if first is not None and first.at < since:
+        first = None
+    oldest = (since if first is None else first.at) - _SAME_CAUSE_SECONDS
+    others = {rank: end for rank, end in ends.items() if end.at >= oldest}
+    if first is not None:
+        is_its_own = first.ended == "stopped" or first.reason.startswith(f"{UserError.__name__}: ")
+        if is_its_own or first.reason in {end.reason for end in others.values()}:
+            return 0, first
+    return cause(others) or (None if first is None else (0, first))
 
 
 def read_end(path: Path, *, inside: Path, max_bytes: int) -> str | None:

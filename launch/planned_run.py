@@ -9,6 +9,7 @@ from typing import Literal, Self
 
 from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.schema import as_typed, value_at
+from launch.going_on import going_on
 from trainer.config import RunConfig, keep_order_version
 from trainer.data import Manifests
 from trainer.preflight import claim, refuse_other_config
@@ -56,13 +57,18 @@ class PlannedRun:
 
     @property
     def state(self) -> str:
-        """Return "new", "running", "finished" or the step of the newest checkpoint, without asking Slurm."""
+        """Return "new", "running", "finished" or the step of the newest whole checkpoint, without asking Slurm.
+
+        Returns "damaged" if there are checkpoints but none that can be used.
+        """
         if is_held(self.run_dir):
             return "running"
         if self.is_finished:
             return "finished"
-        step = self.run_dir.latest_step()
-        return "new" if step is None else f"at step {step}"
+        newest = going_on(self.run_dir)
+        if newest.step is not None:
+            return f"at step {newest.step}"
+        return "damaged" if newest.has_begun else "new"
 
 
 def refuse_other_configs(runs: Sequence[PlannedRun]) -> None:

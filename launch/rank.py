@@ -24,7 +24,7 @@ from trainer.own_code import own_packages
 from trainer.planning.describe import describe
 from trainer.planning.fit import bytes_of_data, plan, what_fits
 from trainer.preflight import check_batch, train_sizes
-from trainer.run_dir import RunDir
+from trainer.run_dir import RunDir, is_held
 from trainer.train import train
 
 _INTERRUPTED: Final = (
@@ -122,20 +122,32 @@ def run_noting_its_end(config: RunConfig, run_dir: Path, *, command: str, accept
 
 @contextlib.contextmanager
 def noting_its_end(config: RunConfig, run_dir: Path) -> Iterator[None]:
-    """If the block ends early, the first rank writes the reason into the run directory, for launch/status.py."""
-    is_first = read_env(os.environ).rank == 0
+    """If the block ends early, write the reason into the run directory, for launch/status.py.
+
+    The first rank always writes it. Another rank leaves out what mostly follows from the end of another one.
+    """
+    rank, directory = read_env(os.environ).rank, RunDir(run_dir)
+    # The first rank of this start does not hold it yet, because it waits for this rank before.
+    is_held_by_others = rank > 0 and is_held(directory)
     try:
         yield
     except KeyboardInterrupt:
-        if is_first:
-            note_end(RunDir(run_dir), config, "stopped", _INTERRUPTED)
+        if rank == 0:
+            note_end(directory, config, "stopped", _INTERRUPTED)
         raise
     except Exception as error:
-        if is_first and isinstance(error, StoppedError):
-            note_end(RunDir(run_dir), config, "stopped", str(error))
-        elif is_first:
-            note_end(RunDir(run_dir), config, "failed", last_line(error))
+        if rank == 0 and isinstance(error, StoppedError):
+            note_end(directory, config, "stopped", str(error))
+        elif rank == 0 or not (is_held_by_others or _mostly_follows(error)):
+            note_end(directory, config, "failed", last_line(error), rank=rank)
         raise
+
+
+def _mostly_follows(error: Exception) -> bool:
+    """Tell whether an error mostly follows from the end of another rank, such as "connection closed by peer"."""
+    return isinstance(error, StoppedError) or (
+        isinstance(error, RuntimeError) and "DataLoader worker" not in str(error)
+    )
 
 
 def print_plan(config: RunConfig, *, world_size: int, device_gigabytes: float | None) -> None:

@@ -188,6 +188,12 @@ def wait_for_study(runs: Sequence[PlannedRun]) -> None:
 
 def _print_status(run_dir: Path, status: RunStatus) -> None:
     print(f"{run_dir.name}: {status.state} {status.reason}".rstrip(), flush=True)
+    if status.problem:
+        print(_problem_line(run_dir.name, status), flush=True)
+
+
+def _problem_line(name: str, status: RunStatus) -> str:
+    return f"{printable(name)}: {printable(status.problem)[:MAX_REASON]}"
 
 
 def _state_in_queue(submission: Submission) -> str | None:
@@ -209,16 +215,18 @@ def runs_in(directory: Path) -> list[RunDir]:
 
 
 def table(statuses: Mapping[str, RunStatus]) -> str:
-    """Return a table with a line for each run. A step is shown as "logged/all", or "logged/?" if all is not known."""
+    """Return a table with a line for each run, and below it a line for each whose newest checkpoint is not whole.
+
+    A step is shown as "done/all", or "done/?" if all is not known.
+    """
     rows = [HEADER]
     for name, status in statuses.items():
         step = "" if status.step is None else f"{status.step}/{'?' if status.num_steps is None else status.num_steps}"
         loss = "" if status.loss is None else f"{status.loss:.4f}"
         rows.append((printable(name), status.state, step, loss, printable(status.reason)[:MAX_REASON]))
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines + [_problem_line(name, status) for name, status in statuses.items() if status.problem])
 
 
 def status_of(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:

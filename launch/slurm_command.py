@@ -26,7 +26,7 @@ from launch.resources import (
 from launch.runs import print_submitted, run_study_here, still_to_do, wait, wait_for_study
 from launch.slurm_client import has_slurm
 from launch.snapshot import read_snapshot
-from launch.submission import WARNING_SECONDS, SubmissionPlan, dry_run, gpus_of, refuse_for_logs, submit
+from launch.submission import WARNING_SECONDS, SubmissionPlan, all_gpus_of, dry_run, refuse_for_logs, submit
 from launch.submitted import queue_for, refuse_if_active
 from launch.sweeps import check_runs, planned_sweep, refuse_replaced_data
 from trainer.provenance import command_line
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
     notes: list[str] = []
     is_one = arguments.study is None and not arguments.sweep and arguments.sweep_file is None
     if arguments.dry_run and plan.executor == "local":
-        gpus_of(plan.resources, slot=plan.at_a_time - 1)
+        all_gpus_of(plan)
         print(check_runs(runs, accepted_data=plan.accepted_data))
         return
     if is_one:
@@ -57,6 +57,11 @@ def run(arguments: argparse.Namespace) -> None:
         notes.append(f"asks for {describe_request(plan.resources, num_runs=len(plan.runs))}")
     if plan.executor == "local" and plan.resources.says_nothing_of_gpus and (num_gpus := torch.cuda.device_count()):
         notes.append(f"the {num_gpus} GPU(s) of this machine stay idle; --gpus-per-node 0 says that this is meant")
+    if plan.executor == "local" and plan.runs and (gpus := all_gpus_of(plan)):
+        notes.append(
+            f"trains on GPU {', '.join(gpus)} of this machine, and does not look whether other programs use them; give "
+            "another submission at the same time a CUDA_VISIBLE_DEVICES of its own"
+        )
     if arguments.dry_run:
         _print_dry_run(plan, notes if is_one else [*table_of_runs(runs).splitlines(), *notes], request)
         return

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -342,7 +344,7 @@ def _submit_here(
     if preloaded is not None and resources.num_ranks == 1 and not resources.gpus_per_node:
         executor = ForkingExecutor(plan.logs, preloaded=preloaded, max_num_timeout=MAX_TIMEOUTS_HERE)
     else:
-        executor = submitit.LocalExecutor(plan.logs, max_num_timeout=MAX_TIMEOUTS_HERE)
+        executor = _LocalExecutor(plan.logs, max_num_timeout=MAX_TIMEOUTS_HERE)
     executor.update_parameters(
         tasks_per_node=resources.tasks_per_node,
         gpus_per_node=resources.gpus_per_node or 0,
@@ -356,12 +358,26 @@ def _submit_here(
         return executor.submit_array(train_jobs)
 
 
-def gpus_of(resources: Resources, *, slot: int) -> list[int]:
-    """Return the GPUs of the run in `slot` on this machine, by the numbers of CUDA_VISIBLE_DEVICES.
+class _LocalExecutor(submitit.LocalExecutor):
+    """Submitit's local executor, which takes the names of GPUs too, and not only their numbers."""
 
-    If that variable is set, the GPUs are among those that it names. Raises `UserError` if it names too few, if it does
-    not use numbers, or if this machine has too few GPUs: a run without its GPU would fail at once, and so would all
-    runs that follow it in its slot.
+    def _internal_update_parameters(self, *, visible_gpus: Sequence[str] = (), **parameters: Any) -> None:
+        super()._internal_update_parameters(**parameters)
+        self.parameters["visible_gpus"] = visible_gpus
+
+
+def all_gpus_of(plan: SubmissionPlan) -> list[str]:
+    """Return the GPUs of the runs of a plan that train at the same time. Raises the errors of `gpus_of`."""
+    used = [gpu for slot in range(plan.at_a_time) for gpu in gpus_of(plan.resources, slot=slot)]
+    return list(dict.fromkeys(used))
+
+
+def gpus_of(resources: Resources, *, slot: int) -> list[str]:
+    """Return the GPUs of the run in `slot` on this machine, as CUDA_VISIBLE_DEVICES has them: by numbers or names.
+
+    If that variable is set, the GPUs are among those that it holds. Raises `UserError` if it holds too few or something
+    else, or if this machine has too few GPUs: a run without its GPU would fail at once, and so would all runs that
+    follow it in its slot.
     """
     num_gpus = resources.gpus_per_node or 0
     first, end = slot * num_gpus, (slot + 1) * num_gpus
@@ -371,19 +387,28 @@ def gpus_of(resources: Resources, *, slot: int) -> list[int]:
     needed = f"but {end} {'is' if end == 1 else 'are'} needed here (--gpus-per-node for each of --at-a-time runs)"
     words = [str(number) for number in range(end)]
     if visible is not None:
-        words = [word.strip() for word in visible.partition("-1")[0].split(",") if word.strip()]  # CUDA stops at -1
-        if not all(word.isdecimal() for word in words):
-            raise UserError(
-                f"CUDA_VISIBLE_DEVICES={visible} does not number the GPUs, as --executor local needs it; set it to the "
-                "numbers that nvidia-smi shows, or start the runs by launch/train.py, which takes names too"
-            )
+        given = (word.strip() for word in visible.split(","))
+        words = [word for word in takewhile(lambda word: word != "-1", given) if word]  # CUDA stops at -1
+        for word in words:
+            if not re.fullmatch(r"[0-9]+|(GPU|MIG)-\S+", word):
+                raise UserError(
+                    f"CUDA_VISIBLE_DEVICES={visible} holds {word}, which is no GPU; set it to numbers of GPUs, or to "
+                    "names such as GPU-..., both of which `nvidia-smi -L` shows"
+                )
         if len(words) < end:
             raise UserError(
                 f"CUDA_VISIBLE_DEVICES={visible} names {len(words)} GPU(s), {needed}; ask for fewer, or unset it"
             )
+    are_parts = any(word.startswith("MIG-") for word in words[:end])
+    if are_parts and num_gpus > 1:
+        raise UserError(
+            f"CUDA_VISIBLE_DEVICES={visible} names parts of a GPU (MIG), and a run can use only one of them, but "
+            f"--gpus-per-node is {num_gpus}; ask for 1"
+        )
     # With CUDA_VISIBLE_DEVICES=0,0 a user lets two runs share a GPU. torch counts no GPU in such a list.
     are_shared = len(set(words[:end])) < end
-    if not are_shared and (num_there := torch.cuda.device_count()) < end:
+    num_seen = 1 if are_parts else end  # of a list of parts, a process sees the first one only
+    if not are_shared and (num_there := torch.cuda.device_count()) < num_seen:
         among = "" if visible is None else f" of CUDA_VISIBLE_DEVICES={visible}"
         raise UserError(f"torch sees {num_there} GPU(s){among} on {socket.gethostname()}, {needed}; ask for fewer")
-    return [int(word) for word in words[first:end]]
+    return words[first:end]

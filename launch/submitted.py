@@ -2,7 +2,8 @@
 
 RUN_DIR/job.json names the job of a submitted run. Invariant: a run is never called failed while its job is in the queue
 or a process trains in it. Invariant: no file of a run directory is trusted, because it may come from a stranger. Its
-code is not run, no file outside of it (or of its study) is read, and every value is checked before it is used.
+code is not run, no file outside of it (or of its study) is read, and every value is checked before it is used. Only a
+checkpoint may lie elsewhere, behind a link to another disk: of it, only the index and the sizes of files are read.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Line, Schema
 from data_pipeline.remote.cache import is_remote
 from data_pipeline.storage.manifest import load_manifest
-from launch.outcome import ENDED_NAME, RankOutcome, is_inside, outcomes_of_job, read_end, read_outcome
+from launch.going_on import GoingOn, going_on
+from launch.outcome import RankOutcome, cause, how_it_ended, is_inside, outcomes_of_job, read_end
 from launch.resources import Resources
 from launch.slurm_client import queued_jobs, was_cancelled
 from trainer.config import RunConfig, read_run_config
@@ -33,7 +35,6 @@ from trainer.run_dir import RunDir, is_held, write_json
 
 State = Literal["pending", "waiting", "running", "finished", "failed", "stopped", "killed", "unknown"]
 
-_SAME_CAUSE_SECONDS = 300.0  # errors of several ranks within this time count as consequences of the first
 _LOG_END_BYTES = 20_000
 _RECORD_BYTES = 1_000_000
 _CANCELLED = "cancelled"
@@ -78,9 +79,10 @@ class Submission(Schema):
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The state of a run and the reason for it, its last logged step of all its steps, and the last loss.
+    """The state of a run and the reason for it, its last step of all its steps, and the last loss.
 
-    A value that is not known is None.
+    The last step is that of the log or of the newest whole checkpoint. A value that is not known is None.
+    `problem` is one sentence if the newest checkpoint is not whole, else "".
     """
 
     state: State
@@ -88,6 +90,7 @@ class RunStatus:
     num_steps: int | None
     loss: float | None
     reason: str
+    problem: str = ""
 
 
 def record(run_dir: RunDir, submission: Submission) -> None:
@@ -153,17 +156,19 @@ def refuse_if_active(run_dir: RunDir, queue: Mapping[str, str] | None) -> None:
 def run_status(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
     """Return the status of a run; `queue` is from `queued_jobs`. Raises `UserError` if a file of the run is damaged."""
     config = read_run_config(run_dir)
-    metrics = run_dir.read_metrics()
+    metrics = run_dir.read_last_metrics("train/loss")
     losses = [line["train/loss"] for line in metrics if "train/loss" in line]
     provenance = run_dir.read_provenance()
-    ended = _state(run_dir, last_submission(run_dir), queue, provenance)
-    known = (metrics[-1]["step"] if metrics else 0, run_dir.latest_step(), provenance.get("finished_step"))
+    newest = going_on(run_dir)
+    ended = _state(run_dir, last_submission(run_dir), queue, provenance, newest)
+    known = (metrics[-1]["step"] if metrics else 0, newest.step, provenance.get("finished_step"))
     return RunStatus(
         state=ended.state,
         step=max(step or 0 for step in known),
         num_steps=_num_steps(config),
         loss=losses[-1] if losses else None,
         reason=ended.reason,
+        problem="" if ended.state == "finished" and not newest.has_directories else newest.problem,
     )
 
 
@@ -184,7 +189,11 @@ class _LastStart:
 
 
 def _state(
-    run_dir: RunDir, submission: Submission | None, queue: Mapping[str, str] | None, provenance: Mapping[str, Any]
+    run_dir: RunDir,
+    submission: Submission | None,
+    queue: Mapping[str, str] | None,
+    provenance: Mapping[str, Any],
+    newest: GoingOn,
 ) -> Standing:
     if submission is not None and (queued := in_queue(submission, queue)) is not None:
         if queued.startswith("PENDING"):
@@ -198,7 +207,7 @@ def _state(
         return Standing("finished")
     start = _last_start(provenance)
     if submission is None or _is_newer(start, submission, run_dir):
-        return _how_it_ended_without_a_job(run_dir, start)
+        return _how_it_ended_without_a_job(run_dir, start, newest)
     if submission.executor == "slurm" and queue is None:
         return Standing("unknown", "there is no squeue on this machine; ask on a login node of the cluster")
     if submission.is_elsewhere:
@@ -214,29 +223,23 @@ def _is_newer(start: _LastStart | None, submission: Submission, run_dir: RunDir)
     return not log.is_file() or log.stat().st_mtime < start.at
 
 
-def _how_it_ended_without_a_job(run_dir: RunDir, start: _LastStart | None) -> Standing:
+def _how_it_ended_without_a_job(run_dir: RunDir, start: _LastStart | None, newest: GoingOn) -> Standing:
     """Return the standing of an unfinished run of python or torchrun that no process trains any more."""
     since = start.at if start is not None else 0.0
+    rank, outcome = how_it_ended(run_dir, since=since) or (0, None)
+    if outcome is not None and rank > 0:  # a stall comes from waiting for this rank
+        return Standing(outcome.ended, f"rank {rank}: {outcome.reason}")
     if stalled := _stalled(run_dir, since=since):
         return Standing("failed", stalled)
-    outcome = read_outcome(run_dir.path / ENDED_NAME, inside=run_dir.path)
-    if outcome is not None and outcome.at >= since and outcome.ended != "finished":
+    if outcome is not None:
         return Standing(outcome.ended, outcome.reason)
-    step = run_dir.latest_step()
-    going_on = "from the start" if step is None else f"from step {step}"
-    if start is None and (step is not None or _has_metrics(run_dir)):
-        return Standing(
-            "unknown",
-            "provenance.json is damaged or missing, though the run has begun; start it again with the same command and "
-            f"it goes on {going_on}",
-        )
+    if start is None and (newest.has_begun or _has_metrics(run_dir)):
+        return Standing("unknown", f"provenance.json is damaged or missing, though the run has begun; {newest.advice}")
     if start is None:
         return Standing("pending", "not started")
     if start.host != platform.node():
         return Standing("unknown", f"it was started on {start.host}, another machine; ask there")
-    return Standing(
-        "killed", f"it ended without a message; start it again with the same command and it goes on {going_on}"
-    )
+    return Standing("killed", f"it ended without a message; {newest.advice}")
 
 
 def _has_metrics(run_dir: RunDir) -> bool:
@@ -325,17 +328,10 @@ def _last_start(provenance: Mapping[str, Any]) -> _LastStart | None:
 
 
 def first_error(run_dir: RunDir, submission: Submission) -> tuple[int, RankOutcome] | None:
-    """Return the first exception or stop, which caused the others, after the lowest rank that has it; None if none."""
-    outcomes = outcomes_of_job(
-        submission.logs_of(run_dir), job_id=submission.job_id, inside=submission.home_of(run_dir)
+    """Return what `cause` finds in the outcomes of a job: the error that caused the others, after its rank."""
+    return cause(
+        outcomes_of_job(submission.logs_of(run_dir), job_id=submission.job_id, inside=submission.home_of(run_dir))
     )
-    errors = {rank: outcome for rank, outcome in sorted(outcomes.items()) if outcome.ended != "finished"}
-    if not errors:
-        return None
-    newest = max(error.at for error in errors.values())
-    recent = [error for error in errors.values() if newest - error.at <= _SAME_CAUSE_SECONDS]
-    first = min(recent, key=lambda error: error.at)
-    return next(rank for rank, error in errors.items() if error.reason == first.reason), first
 
 
 def _num_steps(config: RunConfig) -> int | None:

@@ -28,6 +28,7 @@ from trainer.fault_tolerance.preemption import StoppedError
 from trainer.preflight import check_data, check_resumed
 from trainer.run_dir import RunDir, is_held, runs_of
 
+_STATES: Final = ("finished", "running", "begun", "damaged", "new")  # of `PlannedRun.state`, in the order of the count
 _MAX_GROUP: Final = 128  # characters that W&B allows
 
 
@@ -140,7 +141,7 @@ def check_runs(runs: Sequence[PlannedRun], *, accepted_data: Collection[str]) ->
             )
     num = f"{len(runs)} runs" if len(runs) > 1 else "1 run"
     states = Counter("begun" if state.startswith("at step") else state for state in (run.state for run in runs))
-    counts = ", ".join(f"{states[state]} {state}" for state in ("finished", "running", "begun", "new") if states[state])
+    counts = ", ".join(f"{states[state]} {state}" for state in _STATES if states[state])
     home = runs[0].run_dir.path.parent
     return f"{table_of_runs(runs)}\n{num} in {printable(str(home))}" + (f": {counts}" if set(states) != {"new"} else "")
 

@@ -278,7 +278,7 @@ def test_the_probes_of_the_small_recipes_are_those_of_the_page() -> None:
         for name in re.findall(r"`(\w+:\w+)`", names)
     }
     small = [name for name in recipes() if name.endswith("_small") or name.startswith("demo:")]
-    assert {*small, "studies:table1_small", "debug:image"} == documented.keys()
+    assert {*small, "studies:table1_small", "studies:suppression", "debug:image"} == documented.keys()
     for name, probe in documented.items():
         configs = resolve_study(name) if name.startswith("studies:") else [resolve_recipe(name)]
         assert {(config.probe.num_epochs, config.probe.views) for config in configs} == {probe}

@@ -115,6 +115,11 @@ def _parser() -> argparse.ArgumentParser:
         choices=["features", "embedding", "pixels"],
         help="The input of the probes: the features of the encoder, its embedding, or the raw pixels.",
     )
+    fit.add_argument(
+        "--precision",
+        choices=["float32", "bfloat16"],
+        help="Compute views and features in this precision; bfloat16 is faster on a GPU.",
+    )
     fit.add_argument("--epochs", type=positive, metavar="N", help="The number of epochs of the fit.")
     return parser
 
@@ -140,6 +145,7 @@ def main() -> None:
         "batch_norm": arguments.batch_norm,
         "num_epochs": arguments.epochs,
         "reads": arguments.reads,
+        "precision": arguments.precision,
     }
     options = ProbeOptions(
         steps="all" if arguments.all_steps else arguments.step,
@@ -198,7 +204,19 @@ def _probe_together(arguments: argparse.Namespace, run_dirs: Sequence[RunDir], *
     from trainer.distributed.collectives import world_size
     from trainer.probed_runs.side_by_side import probe_side_by_side, side_by_side_table
 
-    others = ["step", "all_steps", "missing", "untrained", "pixels", "at_a_time", "out", "views", "batch_norm", "reads"]
+    others = [
+        "step",
+        "all_steps",
+        "missing",
+        "untrained",
+        "pixels",
+        "at_a_time",
+        "out",
+        "views",
+        "batch_norm",
+        "reads",
+        "precision",
+    ]
     others += ["memory_gigabytes", "scratch"]
     given = [name for name in others if getattr(arguments, name) is not None and getattr(arguments, name) is not False]
     given += ["overlay_draws"] if arguments.overlay_draws > 1 else []

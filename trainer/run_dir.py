@@ -1,7 +1,8 @@
 """The run directory: the only link from training to probe, analysis, report and restart.
 
 RUN_DIR/ config.json  provenance.json  metrics.jsonl  bad_samples.jsonl  nonfinite/  stalled.txt  wandb/  wandb_run_id
-         job.json  code/  logs/  (submitted jobs only)  ended.json  (other runs, if they ended early)
+         job.json  code/  logs/  (submitted jobs only)
+         ended.json  ended_rank_1.json ...  (other runs, if they ended early)
          checkpoints/step_00010000/ ...  LATEST  analysis/*.json *.png  report.html
          probes/step_00010000/base.json overlay.json heads.safetensors ...  probes/curves.json
 """
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from data_pipeline.core.errors import UserError, filename_in_errors, printable
-from trainer.observability.records import Metrics, Provenance, read_metrics, read_provenance
+from trainer.observability.records import Metrics, Provenance, read_last_metrics, read_metrics, read_provenance
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,19 @@ class RunDir:
     def report(self) -> Path:
         return self.path / "report.html"
 
+    def ended(self, rank: int) -> Path:
+        """Return the path of the file in which a rank notes how it ended early, in a run without a job."""
+        return self.path / ("ended.json" if rank == 0 else f"ended_rank_{rank}.json")
+
+    def ends(self) -> dict[int, Path]:
+        """Return the present files of `ended` by rank, ascending."""
+        try:
+            names = [path.name for path in self.path.iterdir()]
+        except OSError:
+            return {}
+        matches = [re.fullmatch(r"ended(?:_rank_([1-9][0-9]{0,6}))?\.json", name) for name in names]
+        return {rank: self.ended(rank) for rank in sorted(int(match[1] or 0) for match in matches if match)}
+
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:08d}"
 
@@ -108,6 +122,13 @@ class RunDir:
         Logs the damaged lines, which are left out.
         """
         return _logged(read_metrics(self.metrics)).entries
+
+    def read_last_metrics(self, name: str) -> list[dict[str, Any]]:
+        """Return the last entries of metrics.jsonl, from one with the metric `name` on, without reading all of it.
+
+        Logs the damaged lines among them, which are left out. Damaged lines before them are not noticed.
+        """
+        return _logged(read_last_metrics(self.metrics, name)).entries
 
     def read_provenance(self) -> dict[str, Any]:
         """Return the facts of provenance.json. Logs the damaged facts, which are left out."""
@@ -169,6 +190,13 @@ def hold(run_dir: RunDir) -> TextIO:
         file.flush()
     _held.add(file)
     return file
+
+
+def forget_ends(run_dir: RunDir) -> None:
+    """Remove what the ranks of earlier starts have noted about their ends. Call it where the lock is held."""
+    for path in run_dir.ends().values():
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def is_held(run_dir: RunDir) -> bool:

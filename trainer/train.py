@@ -33,7 +33,7 @@ from trainer.models.batch_norm import average_running_statistics
 from trainer.neighbours import NeighbourGroups
 from trainer.open_settings import decide
 from trainer.original_crops import leave_out_crops, original_crops
-from trainer.preflight import check_channels_last, claim, resume
+from trainer.preflight import begin, check_channels_last, resume
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.run_dir import RunDir
 from trainer.training_log import TrainingLog, log_start
@@ -44,7 +44,7 @@ def train(
 ) -> None:
     """Train to the end of the config, or go on from the newest checkpoint in `run_dir`.
 
-    Every rank must call this after the process group is made. `accepted_data` has the meaning of `claim`.
+    Every rank must call this after the process group is made. `accepted_data` has the meaning of `begin`.
 
     Raises:
         UserError: if training is not possible with this input.
@@ -52,7 +52,7 @@ def train(
             `trainer.fault_tolerance.preemption`.
     """
     manifests = read_agreed_manifests(config.data)
-    take = partial(claim, run_dir, config, manifests, accepted_data=accepted_data)
+    take = partial(begin, run_dir, config, manifests, accepted_data=accepted_data)
     with (
         local_rank_restored(),
         on_first_rank(take) or contextlib.nullcontext(),

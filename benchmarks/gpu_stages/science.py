@@ -40,7 +40,7 @@ _SECONDS_OF_PACKING: Final = 15
 _NUM_POINTS: Final = 40  # of the curve of the loss in the record
 _TINY: Final = (
     *("encoder.kind=resnet10", "encoder.width=4", "global_batch_size=16", "num_epochs=2", "data.num_workers=0"),
-    *("probe.num_epochs=1", "precision=float32", "log_every_steps=1"),
+    *("probe.num_epochs=1", "precision=float32", "log_every_steps=1", "probe.online_every_steps=2"),
 )
 
 
@@ -115,6 +115,7 @@ def config_of(setting: Setting, recipe: str, run_dir: RunDir) -> RunConfig:
         "channels_last=true",
         f"compile={'false' if is_wrong else 'both' if is_compiled else 'step'}",
         "keep_checkpoints=1",
+        "probe.online_every_steps=975",  # 5 epochs of 50,000 samples
         *(_TINY if setting.is_tiny else ()),
         *([] if setting.num_epochs is None else [f"num_epochs={setting.num_epochs}"]),
         *(["views.base_width=4"] if setting.is_tiny and recipe.startswith("viewmaker") else []),
@@ -167,7 +168,10 @@ def _signal_after(seconds: float, *, then: Callable[..., None]) -> Iterator[thre
 
 
 def _progress(config: RunConfig, run_dir: RunDir) -> dict[str, Any]:
-    """Return how far a run is, the curve of its loss, and its speed."""
+    """Return how far a run is, its speed, and the curves of its loss and of its online probe.
+
+    The last is here too because a probe of the checkpoint, which writes all curves, may be interrupted.
+    """
     manifest = read_manifests(config.data).train
     steps_per_epoch = config.data.num_steps_per_epoch(manifest.num_samples, config.global_batch_size)
     entries = [entry for entry in run_dir.read_metrics() if "train/loss" in entry]
@@ -183,10 +187,21 @@ def _progress(config: RunConfig, run_dir: RunDir) -> dict[str, Any]:
         "num_steps": config.num_epochs * steps_per_epoch,
         "epochs": rounded(step / steps_per_epoch),
         "loss": [[entry["step"], rounded(entry["train/loss"])] for entry in entries[::every]],
+        "online_probe": _online_curves(run_dir),
         "samples_per_second": median("perf/samples_per_second"),
         "data_wait_fraction": median("perf/data_wait_fraction"),
         "gpu_gigabytes": median("memory/gpu_gigabytes"),
     }
+
+
+def _online_curves(run_dir: RunDir) -> dict[str, list[list[float]]]:
+    """Return pairs of step and accuracy by the names of the online probe in the log."""
+    curves: dict[str, list[list[float]]] = {}
+    for entry in run_dir.read_metrics():
+        for name, value in entry.items():
+            if name.startswith("probe/") and name != "probe/seconds":
+                curves.setdefault(name, []).append([entry["step"], rounded(value)])
+    return curves
 
 
 def _probes(run_dir: RunDir) -> list[dict[str, Any]]:

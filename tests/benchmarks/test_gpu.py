@@ -77,6 +77,7 @@ def test_a_dry_run_goes_through_every_stage(tmp_path: Path) -> None:
     runs = [measured.values for stage in science.STAGES for measured in record.stages[stage.name].values()]
     assert [run["step"] for run in runs] == [run["num_steps"] for run in runs] == [4] * 6
     assert all({probe["label"] for probe in run["probes"]} >= {"base", "overlay"} for run in runs)
+    assert all(len(run["online_probe"]["probe/base/knn"]) == 3 for run in runs)
     assert all(len(trace.values["slowest"]) == 20 for trace in record.stages["trace"].values())
     assert setting.record.stat().st_size < 200_000
 

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 import launch.slurm
 from launch.ports import free_ports
@@ -92,6 +93,30 @@ def test_a_failing_rank_is_named_with_status_1(
     assert "in a row" in done.stderr
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("launcher", ["torchrun", "local"])
+def test_a_status_shows_the_error_of_rank_1_and_not_that_of_rank_0_which_lost_it(
+    launcher: str, recipe: list[str], tmp_path: Path
+) -> None:
+    words = {
+        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "launch/train.py"],
+        "local": ["launch/slurm.py", "--executor", "local", "--tasks-per-node", "2", "--wait"],
+    }[launcher]
+    command = [sys.executable, *words, *recipe, "--set", "views.kind=failing_views:FailingConfig"]
+    command += ["--run-dir", str(tmp_path / "run")]
+    environ = pausing(0, os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "FAILING_RANK": "1"})
+    done = run_python(command, cwd=ROOT, env=environ)
+    assert done.returncode == 1
+    status = run_status(RunDir(tmp_path / "run"), {})
+    assert (status.state, status.reason) == ("failed", "rank 1: KeyError: 'a label that only rank 1 has'")
+    if launcher == "local":
+        assert re.search(r"^error: rank 1 of job \d+ failed: KeyError: ", done.stderr, re.MULTILINE)
+        return
+    done = run_python(command, cwd=ROOT, env=environ | {"FAILING_RANK": ""})
+    assert done.returncode == 0, done.stderr
+    assert RunDir(tmp_path / "run").ends() == {}, "they are removed at the next start"
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
@@ -112,6 +137,25 @@ def test_ranks_of_this_machine_share_its_cores(
     words = [*what, "--executor", "local", *(flag for flag in flags if flag != "--study")]
     arguments = launch.slurm._parser().parse_args(words)
     assert plan_from(arguments, request_from(arguments)).resources.cpus_per_task == expected
+
+
+@pytest.mark.parametrize(("gpus", "said"), [("2", "trains on GPU 4, GPU-1a of this machine"), ("0", None)])
+def test_a_submission_says_which_gpus_of_this_machine_it_takes(
+    gpus: str,
+    said: str | None,
+    slurm_py: Callable[..., Done],
+    recipe: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another submission at the same time would take the same ones."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-1a,7")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr("launch.slurm_command._submit_one", lambda plan, then_wait: None)
+    done = slurm_py("--executor", "local", "--gpus-per-node", gpus, *recipe, "--run-dir", tmp_path / "run")
+    assert done.status == 0, done.stderr
+    assert said is None or said in done.stdout
+    assert ("trains on GPU" in done.stdout) == (said is not None)
 
 
 @pytest.mark.process

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from launch import rank as rank_module
 from launch import runs as runs_module
 from launch import status as status_module
 from launch import submitted as submitted_module
-from launch.outcome import ENDED_NAME, Ended, RankOutcome, note_end, outcome_path
+from launch.outcome import Ended, RankOutcome, note_end, outcome_path
 from launch.planned_run import PlannedRun
 from launch.preloaded import PreloadedProcess
 from launch.resources import Resources
@@ -39,9 +40,11 @@ from launch.submission import SubmissionPlan
 from launch.submitted import RunStatus, Submission, last_submission, queue_for, record, refuse_if_active, run_status
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer import analyze, export, probe
+from trainer.checkpoint import restore as restore_module
+from trainer.checkpoint.files import INDEX_NAME, check_sizes, check_whole, write_files
 from trainer.config import read_config
 from trainer.fault_tolerance.preemption import StoppedError
-from trainer.run_dir import LOCK_NAME, RunDir, hold, left_out_of, write_json
+from trainer.run_dir import LOCK_NAME, RunDir, forget_ends, hold, left_out_of, write_json
 
 RESOURCES = Resources(nodes=2, tasks_per_node=1, cpus_per_task=2, threads_per_task=1, time_minutes=60)
 
@@ -65,6 +68,16 @@ def make_run(home: Path, name: str, *, job_id: str | None = "7_0", train_dir: Pa
         )
         record(run_dir, submission)
     return run_dir
+
+
+def write_checkpoint(run_dir: RunDir, step: int, *, is_latest: bool = True) -> Path:
+    """Write a small whole checkpoint, and name it in LATEST; return its directory."""
+    directory = run_dir.checkpoint(step)
+    directory.mkdir(parents=True)
+    write_files(directory, step=step, states={"encoder": {"weight": torch.zeros(3)}})
+    if is_latest:
+        run_dir.latest.write_text(f"{directory.name}\n")
+    return directory
 
 
 def submission_of(run_dir: RunDir) -> Submission:
@@ -841,10 +854,10 @@ def test_a_run_without_a_job_is_known_by_its_lock_and_by_what_it_left(tmp_path: 
         begin(run_dir)
         assert state_of(run_dir) == ("running", "")
         note_end(run_dir, config, "failed", "another process is training")
-        assert not (run_dir.path / ENDED_NAME).exists(), "that was the end of another process"
+        assert not run_dir.ended(0).exists(), "that was the end of another process"
     killed = "it ended without a message; start it again with the same command and it goes on from "
     assert state_of(run_dir) == ("killed", f"{killed}the start")
-    run_dir.latest.write_text("step_00000020\n")
+    write_checkpoint(run_dir, 20)
     assert state_of(run_dir) == ("killed", f"{killed}step 20")
     note_end(run_dir, resolve_recipe("debug:image", ["seed=5"]), "failed", "holds a run with another config")
     assert state_of(run_dir)[0] == "killed", "the directory is of another config"
@@ -868,7 +881,7 @@ def test_a_run_that_has_begun_is_not_called_pending_if_its_provenance_is_damaged
     )
     logged, saved = (make_run(tmp_path, name, job_id=None) for name in ("logged", "saved"))
     logged.metrics.write_text('{"step": 1, "train/loss": 0.5}\n')
-    saved.latest.write_text("step_00000020\n")
+    write_checkpoint(saved, 20)
     for run_dir in (logged, saved):
         if content is not None:
             run_dir.provenance.write_text(content)
@@ -876,6 +889,193 @@ def test_a_run_that_has_begun_is_not_called_pending_if_its_provenance_is_damaged
     assert state_of(saved) == ("unknown", f"{said}goes on from step 20")
     note_end(saved, read_config(saved.config), "stopped", "stopped after step 20")
     assert state_of(saved) == ("stopped", "stopped after step 20"), "it has said so itself"
+
+
+def leave_end(run_dir: RunDir, rank: int, reason: str, *, ended: Ended = "failed", seconds_ago: float = 0) -> None:
+    """Write how a rank of a run without a job ended."""
+    outcome = RankOutcome(ended=ended, at=time.time() - seconds_ago, reason=reason)
+    write_json(run_dir.ended(rank), outcome.model_dump())
+
+
+CLOSED = "RuntimeError: [pair.cc:534] Connection closed by peer [127.0.0.1]:28131"
+
+
+def test_the_error_of_another_rank_comes_before_that_of_rank_0_which_lost_it(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, "a", job_id=None)
+    begin(run_dir, at=datetime.now(UTC) - timedelta(seconds=60))
+    leave_end(run_dir, 0, CLOSED)
+    assert state_of(run_dir) == ("failed", CLOSED)
+    leave_end(run_dir, 2, "KeyError: 'b'", seconds_ago=2)
+    leave_end(run_dir, 10, "KeyError: 'a'", seconds_ago=3)
+    assert state_of(run_dir) == ("failed", "rank 10: KeyError: 'a'"), "the first of them"
+    (run_dir.path / "stalled.txt").write_text("rank 0 waits for rank 10\n")
+    assert state_of(run_dir) == ("failed", "rank 10: KeyError: 'a'"), "the stall comes from it"
+    (run_dir.path / "stalled.txt").unlink()
+    ends: dict[Ended, str] = {"failed": "UserError: the disk is full", "stopped": "stopped after step 5"}
+    for ended, own in ends.items():
+        leave_end(run_dir, 0, own, ended=ended)
+        assert state_of(run_dir) == (ended, own)
+    leave_end(run_dir, 0, "KeyError: 'a'")
+    assert state_of(run_dir) == ("failed", "KeyError: 'a'"), "all ranks have it"
+    run_dir.ended(0).unlink()
+    assert state_of(run_dir) == ("failed", "rank 10: KeyError: 'a'"), "rank 0 was killed"
+    with hold(run_dir):
+        assert state_of(run_dir)[0] == "running"
+
+
+@pytest.mark.parametrize("seconds_ahead", [-100, 100])
+def test_clocks_of_nodes_that_differ_do_not_hide_the_rank_that_failed(seconds_ahead: int, tmp_path: Path) -> None:
+    here, job = make_run(tmp_path, "here", job_id=None), make_run(tmp_path, "job")
+    begin(here)
+    leave_end(here, 0, CLOSED)
+    leave_end(here, 1, "KeyError: 'a'", seconds_ago=-seconds_ahead)
+    leave_outcome(job, 0, "failed", CLOSED)
+    leave_outcome(job, 1, "failed", "KeyError: 'a'", seconds_ago=-seconds_ahead)
+    leave_outcome(job, 2, "failed", "DistBackendError: NCCL error", seconds_ago=500)
+    for run_dir in (here, job):
+        assert state_of(run_dir) == ("failed", "rank 1: KeyError: 'a'")
+
+
+def test_the_end_of_a_rank_of_an_earlier_start_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = make_run(tmp_path, "a", job_id=None)
+    config = read_config(run_dir.config)
+    begin(run_dir)
+    leave_end(run_dir, 1, "KeyError: 'a'", seconds_ago=1_000)
+    assert state_of(run_dir)[0] == "killed", "no start has removed it, and it is too old"
+    leave_end(run_dir, 0, CLOSED)
+    assert state_of(run_dir) == ("failed", CLOSED)
+    (run_dir.path / "ended_rank_notes.json").write_text("{}")
+    forget_ends(run_dir)
+    assert run_dir.ends() == {}
+    assert (run_dir.path / "ended_rank_notes.json").exists(), "it is of somebody else"
+    monkeypatch.setattr(rank_module, "read_env", lambda _: SimpleNamespace(rank=1))
+    with hold(run_dir), pytest.raises(KeyError), rank_module.noting_its_end(config, run_dir.path):
+        raise KeyError("of a second start, which is refused")
+    assert run_dir.ends() == {}
+    with pytest.raises(KeyError), rank_module.noting_its_end(config, run_dir.path), hold(run_dir):
+        raise KeyError("of this start, whose rank 0 has the lock")
+    assert list(run_dir.ends()) == [1]
+
+
+def test_a_pipe_and_a_link_in_place_of_the_end_of_a_rank_are_not_followed(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "study", "a", job_id=None)
+    begin(run_dir)
+    leave_end(run_dir, 3, "KeyError: 'secret'")
+    run_dir.ended(3).rename(tmp_path / "secret.json")
+    run_dir.ended(3).symlink_to(tmp_path / "secret.json")
+    os.mkfifo(run_dir.ended(1))
+    run_dir.ended(2).write_text("[" * 100_000)
+    assert state_of(run_dir)[0] == "killed"
+
+
+def cut(checkpoint: Path) -> str:
+    path = checkpoint / "encoder.safetensors"
+    path.write_bytes(path.read_bytes()[:5])
+    return "encoder.safetensors has 5 bytes, but 84 were written"
+
+
+def remove_index(checkpoint: Path) -> str:
+    (checkpoint / INDEX_NAME).unlink()
+    return "checkpoint.json is missing"
+
+
+def nest_index(checkpoint: Path) -> str:
+    (checkpoint / INDEX_NAME).write_text("[" * 100_000)
+    return "checkpoint.json cannot be read"
+
+
+def make_index_a_pipe(checkpoint: Path) -> str:
+    """Reading a pipe would block for ever."""
+    (checkpoint / INDEX_NAME).unlink()
+    os.mkfifo(checkpoint / INDEX_NAME)
+    return "checkpoint.json cannot be read"
+
+
+def make_tensors_a_pipe(checkpoint: Path) -> str:
+    (checkpoint / "encoder.safetensors").unlink()
+    os.mkfifo(checkpoint / "encoder.safetensors")
+    return "encoder.safetensors is not a regular file"
+
+
+def remove(checkpoint: Path) -> str:
+    shutil.rmtree(checkpoint)
+    return "it is missing"
+
+
+@pytest.mark.parametrize("damage", [cut, remove_index, nest_index, make_index_a_pipe, make_tensors_a_pipe, remove])
+def test_the_newest_whole_checkpoint_counts_and_not_the_one_that_latest_names(
+    damage: Callable[[Path], str], tmp_path: Path
+) -> None:
+    run_dir = make_run(tmp_path, "a", job_id=None)
+    begin(run_dir)
+    write_checkpoint(run_dir, 5)
+    write_checkpoint(run_dir, 10)
+    reason = damage(write_checkpoint(run_dir, 20))
+    status = run_status(run_dir, {})
+    said = "it ended without a message; start it again with the same command and it goes on from step 10"
+    assert (status.state, status.step, status.reason) == ("killed", 10, said)
+    problem = f"LATEST names step 20, whose checkpoint is not whole ({reason}); a restart goes on from step 10"
+    assert status.problem == problem
+    assert table({"a": status}).splitlines()[2:] == [f"a: {problem}"]
+    planned = PlannedRun(run_dir, read_config(run_dir.config))
+    assert planned.state == "at step 10"
+    for step in (5, 10):
+        shutil.rmtree(run_dir.checkpoint(step))
+    refused = run_status(run_dir, {})
+    assert refused.step == 0
+    assert refused.reason == "it ended without a message; it cannot go on, because no checkpoint can be used"
+    assert refused.problem.endswith(f"so a restart is refused until you copy a whole one to {run_dir.checkpoints}")
+    assert planned.state == "damaged"
+
+
+def test_a_newer_checkpoint_than_latest_names_and_a_link_to_another_disk_are_no_problem(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "study", "a", job_id=None)
+    begin(run_dir)
+    write_checkpoint(run_dir, 20).rename(tmp_path / "elsewhere")
+    run_dir.checkpoint(20).symlink_to(tmp_path / "elsewhere")
+    write_checkpoint(run_dir, 30, is_latest=False)
+    status = run_status(run_dir, {})
+    assert (status.step, status.problem) == (20, ""), "a restart takes the one in LATEST"
+
+
+def test_a_checkpoint_of_a_newer_version_does_not_hide_the_state(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, "a", job_id=None)
+    index = write_checkpoint(run_dir, 20) / INDEX_NAME
+    write_json(index, json.loads(index.read_text()) | {"format_version": 99})
+    with hold(run_dir):
+        status = run_status(run_dir, {})
+    assert status.state == "running"
+    assert "was written by a newer version of this project" in status.problem
+
+
+def test_a_finished_run_without_checkpoints_has_no_problem(tmp_path: Path) -> None:
+    packed, tidied, damaged = (make_run(tmp_path, name, job_id=None) for name in ("packed", "tidied", "damaged"))
+    for run_dir in (packed, tidied, damaged):
+        write_json(run_dir.provenance, {"finished_step": 20, "starts": []})
+    remove(write_checkpoint(tidied, 20))
+    write_checkpoint(damaged, 10)
+    cut(write_checkpoint(damaged, 20))
+    statuses = [run_status(run_dir, {}) for run_dir in (packed, tidied, damaged)]
+    assert [(status.state, status.step) for status in statuses] == [("finished", 20)] * 3
+    assert [status.problem for status in statuses[:2]] == ["", ""]
+    assert statuses[2].problem.startswith("LATEST names step 20, whose checkpoint is not whole")
+
+
+def test_a_status_and_a_restart_take_the_same_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if training saves the next checkpoint, and removes the oldest one, while they look."""
+    run_dir = make_run(tmp_path, "a", job_id=None)
+    write_checkpoint(run_dir, 10)
+
+    def check_late(directory: Path) -> object:
+        if directory == run_dir.checkpoint(10) and directory.is_dir():
+            write_checkpoint(run_dir, 20)
+            shutil.rmtree(directory)
+        return check_sizes(directory)
+
+    monkeypatch.setattr(restore_module, "check_sizes", check_late)
+    status = run_status(run_dir, {})
+    assert (status.step, status.problem) == (20, "")
+    assert restore_module.first_whole(run_dir, lambda step: check_whole(run_dir.checkpoint(step))).step == 20
 
 
 def test_a_run_of_another_machine_is_not_called_killed(tmp_path: Path) -> None:
@@ -922,7 +1122,12 @@ def test_only_what_was_submitted_can_be_submitted_again(
             "stopped",
             "interrupted by a second Ctrl-C, which saves no checkpoint; start it again",
         ),
-        (ValueError("of this rank"), 1, "killed", "it ended without a message"),
+        (ValueError("of this rank"), 1, "failed", "rank 1: ValueError: of this rank"),
+        (UserError("of this rank"), 1, "failed", "rank 1: UserError: of this rank"),
+        (RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"), 1, "failed", "rank 1: RuntimeError: DataLo"),
+        (RuntimeError("Connection closed by peer"), 1, "killed", "it ended without a message"),
+        (StoppedError(5, "as SIGTERM asked"), 1, "killed", "it ended without a message"),
+        (KeyboardInterrupt(), 1, "killed", "it ended without a message"),
     ],
 )
 def test_a_run_of_train_py_notes_why_it_ended(

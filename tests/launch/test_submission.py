@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -27,7 +28,7 @@ from launch.slurm import main
 from launch.slurm_checks import check_gpus, check_shared, check_time_limit, refusal
 from launch.slurm_client import outside_any_job, refusal_reason, refused
 from launch.slurm_command import chosen_runs
-from launch.submission import SubmissionPlan, _submit_here, sbatch_script
+from launch.submission import SubmissionPlan, _submit_here, all_gpus_of, sbatch_script
 from launch.submitted import Submission, last_submission, record
 from tests.commands import Done, call
 from tests.tiny_data import write_tiny_pair
@@ -594,42 +595,74 @@ def test_a_job_inherits_nothing_of_the_job_that_submits_it(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("visible", "slot", "expected"),
     [
-        (None, 0, [0, 1]),
-        (None, 1, [2, 3]),
-        ("4,6, 7,1", 1, [7, 1]),
-        ("4,6,-1,1", 0, [4, 6]),
+        (None, 0, "0,1"),
+        (None, 1, "2,3"),
+        ("4,6, 7,1", 1, "7,1"),
+        ("4,6,-1,1", 0, "4,6"),
         ("4,6,7", 1, "CUDA_VISIBLE_DEVICES=4,6,7 names 3 GPU(s), but 4 are needed here"),
         ("", 0, "CUDA_VISIBLE_DEVICES= names 0 GPU(s), but 2 are needed here"),
-        ("GPU-1a2b,GPU-3c4d", 0, "CUDA_VISIBLE_DEVICES=GPU-1a2b,GPU-3c4d does not number the GPUs"),
-        ("3,5,3,5", 1, [3, 5]),
+        ("GPU-1-1a,GPU-1-1b,GPU-1-1c,GPU-1-1d", 1, "GPU-1-1c,GPU-1-1d"),
+        ("GPU-1a2b,gpu1", 0, "CUDA_VISIBLE_DEVICES=GPU-1a2b,gpu1 holds gpu1, which is no GPU"),
+        (
+            "MIG-1a,MIG-1b",
+            0,
+            "names parts of a GPU (MIG), and a run can use only one of them, but --gpus-per-node is 2",
+        ),
+        ("3,5,3,5", 1, "3,5"),
         (None, 2, "torch sees 4 GPU(s) on "),
         ("0,1,2,3,4,5", 2, "torch sees 4 GPU(s) of CUDA_VISIBLE_DEVICES=0,1,2,3,4,5 on "),
     ],
 )
 @mock.patch.dict(os.environ)  # puts back what the submission changes
 def test_runs_on_this_machine_share_the_gpus_that_their_user_may_use(
-    visible: str | None, slot: int, expected: list[int] | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    visible: str | None, slot: int, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0 if visible == "3,5,3,5" else 4)
-    given: list[list[int]] = []
-
-    def submit_array(self: submitit.LocalExecutor, _: object) -> list[object]:
-        given.append(self.parameters["visible_gpus"])
-        return []
-
-    monkeypatch.setattr(submitit.LocalExecutor, "submit_array", submit_array)
+    given = record_gpus(monkeypatch)
     resources = RESOURCES.model_copy(update={"nodes": 1, "gpus_per_node": 2})
     plan = SubmissionPlan([], tmp_path, resources, at_a_time=2, name="study", executor="local", slot=slot)
-    if isinstance(expected, str):
+    if " " in expected:
         with pytest.raises(UserError, match=re.escape(expected)):
             _submit_here([], plan, code=tmp_path)
     else:
         _submit_here([], plan, code=tmp_path)
         assert given == [expected]
+
+
+def record_gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Start no process for a job. Return the list that gets the CUDA_VISIBLE_DEVICES of each one."""
+    given: list[str] = []
+
+    def submit_array(self: submitit.LocalExecutor, _: object) -> list[object]:
+        self._submit_command("true")
+        return []
+
+    def start_controller(*_: object, cuda_devices: str, **__: object) -> SimpleNamespace:
+        given.append(cuda_devices)
+        return SimpleNamespace(pid=1)
+
+    monkeypatch.setattr(submitit.LocalExecutor, "submit_array", submit_array)
+    monkeypatch.setattr("submitit.local.local.start_controller", start_controller)
+    return given
+
+
+@pytest.mark.parametrize(("slot", "expected"), [(0, "MIG-1a"), (1, "MIG-1b")])
+@mock.patch.dict(os.environ)
+def test_each_run_on_this_machine_may_have_a_part_of_a_gpu(
+    slot: int, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1a,MIG-1b")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    given = record_gpus(monkeypatch)
+    resources = RESOURCES.model_copy(update={"nodes": 1, "gpus_per_node": 1})
+    plan = SubmissionPlan([], tmp_path, resources, at_a_time=2, name="study", executor="local", slot=slot)
+    _submit_here([], plan, code=tmp_path)
+    assert given == [expected]
+    assert all_gpus_of(plan) == ["MIG-1a", "MIG-1b"]
 
 
 def test_only_the_runs_of_a_study_that_fit_a_pattern_are_chosen(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 import launch.slurm
 import launch.slurm_command
@@ -27,6 +28,7 @@ from tests.commands import Done, call
 from tests.nursery import PythonProcess, run_python
 from tests.slow_steps import SLOW_STEPS, pausing
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
+from trainer.checkpoint.files import write_files
 from trainer.data import read_manifests
 from trainer.observability.wandb_run import offline_steps
 from trainer.run_dir import RunDir, write_json
@@ -238,6 +240,8 @@ def test_a_dry_run_of_a_study_here_says_which_runs_are_finished_begun_or_new(
         run_dir = RunDir(home / name)
         run_dir.path.mkdir(parents=True)
         write_json(run_dir.config, configs[name].model_dump(mode="json"))
+        run_dir.checkpoint(1).mkdir(parents=True)
+        write_files(run_dir.checkpoint(1), step=1, states={"encoder": {"weight": torch.zeros(3)}})
         run_dir.latest.write_text("step_00000001\n")
         if is_finished:
             write_json(run_dir.provenance, {"finished_step": 1, "starts": []})

@@ -38,7 +38,7 @@ def heads_of(loaded: LoadedRun) -> Heads:
     """
     run, own = loaded.run_dir.path, loaded.modules.config.probe
     # With another probe in its config, heads.safetensors of a run does not fit. These options write the other name.
-    needed = {"batch_norm": "eval", "reads": "features"}
+    needed = {"batch_norm": "eval", "reads": "features", "precision": "float32"}
     needed = {name: value for name, value in needed.items() if getattr(own, name) != value}
     name = "heads" + "".join(f"-{name}_{value}" for name, value in needed.items())
     flags = (f"--{name.replace('_', '-')} {value}" for name, value in needed.items())

@@ -68,8 +68,10 @@ class FiltersResult(Schema):
 
     colour_r2: the share of the pooled features' variance that a linear function of the picture's mean colour explains.
     shown: the channels of the figure, those that vary most first.
-    gain: for each of them, its value on the found picture over its highest value on a real picture.
-    colourfulness: the share of the found picture's contrast that lies between colours, not between light and dark.
+    gain: for each of them, its value on the found picture over its highest value on a real picture. 0 if no start of
+        the gradient ascent drives the channel, so that nothing was found; None if no real picture drives it.
+    colourfulness: the share of the found picture's contrast that lies between colours, not between light and dark; None
+        if nothing was found.
     """
 
     config: FiltersConfig
@@ -108,7 +110,7 @@ def analyze_filters(run_dir: RunDir, *, config: FiltersConfig, options: Analysis
     )
     with frozen(loaded.modules.encoder):
         driven_F = loaded.modules.encoder.pooled(found_FCHW).double().gather(1, shown_F[:, None])[:, 0]
-    highest_F = pooled.amax(0)[shown_F]
+    gain_F, colourfulness_F = describe_found(found_FCHW, driven_F, highest_F=pooled.amax(0)[shown_F])
     result = FiltersResult(
         config=config,
         seed=loaded.seed,
@@ -119,8 +121,8 @@ def analyze_filters(run_dir: RunDir, *, config: FiltersConfig, options: Analysis
         colour_r2=explained_share(colour_NC, pooled),
         silhouette={space: silhouette(unit, test.labels(space)[rows_N].numpy()) for space in loaded.label_spaces()},
         shown=tuple(shown_F.tolist()),
-        gain=tuple((driven_F / highest_F.clamp_min(1e-12)).tolist()),
-        colourfulness=tuple(colourfulness(found_FCHW).tolist()),
+        gain=tuple(gain_F.tolist()),
+        colourfulness=tuple(colourfulness_F.tolist()),
         test_manifest_sha256=test.manifest.sha256,
     )
     return write_result(run_dir, "filters", result, _picture(found_FCHW, result))
@@ -166,6 +168,16 @@ def colourfulness(pictures_NCHW: Tensor) -> Tensor:
     total_N = centred.square().mean((1, 2, 3))
     common_N = centred.mean(1).square().mean((1, 2))
     return torch.where(total_N > _CONTRAST, 1 - common_N / total_N.clamp_min(_CONTRAST), 0.0)
+
+
+def describe_found(found_FCHW: Tensor, driven_F: Tensor, *, highest_F: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `gain` and `colourfulness` of found pictures (see `FiltersResult`), (F,) each, with nan for None.
+
+    driven_F, highest_F: the values of the channels on the found pictures, and their highest values on real ones.
+    """
+    gain_F = torch.where(highest_F > 0, driven_F / highest_F, torch.nan)
+    # A channel that is silent has no gradient, so its picture is still the cloud that the ascent started from.
+    return gain_F, torch.where(driven_F == 0, torch.nan, colourfulness(found_FCHW))
 
 
 def activating_pictures(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Schema
+from data_pipeline.storage.files import open_regular
 from trainer.checkpoint.run_state import RunState
 from trainer.run_dir import RunDir, steps_in
 
@@ -121,13 +123,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
 
 
 def read_index(directory: Path) -> CheckpointIndex:
-    """Return the index of a checkpoint.
+    """Return the index of a checkpoint. Never blocks, even if a pipe lies in its place.
 
     Raises `DamagedError` if it is missing or cannot be read, and `UserError` if a newer version wrote it.
     """
     path = directory / INDEX_NAME
     try:
-        value = json.loads(path.read_bytes())
+        with open_regular(path) as file:
+            value = json.loads(file.read())
         version = value["format_version"]
         if isinstance(version, int) and version > FORMAT_VERSION:
             raise UserError(
@@ -139,7 +142,7 @@ def read_index(directory: Path) -> CheckpointIndex:
         raise DamagedError(f"{INDEX_NAME} is missing" if directory.is_dir() else "it is missing") from None
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise DamagedError(f"{INDEX_NAME} cannot be read") from None
     if odd := [name for name in index.files if Path(name).name != name]:
         raise DamagedError(f"{INDEX_NAME} names {odd[0]!r}, which is not a file beside it")
@@ -161,9 +164,12 @@ def check_sizes(directory: Path) -> CheckpointIndex:
     index = read_index(directory)
     for name, record in index.files.items():
         try:
-            num_bytes = (directory / name).stat().st_size
+            found = (directory / name).stat()
         except OSError:
             raise DamagedError(f"{name} is missing") from None
+        if not stat.S_ISREG(found.st_mode):
+            raise DamagedError(f"{name} is not a regular file")
+        num_bytes = found.st_size
         if num_bytes != record.num_bytes:
             raise DamagedError(f"{name} has {num_bytes:,} bytes, but {record.num_bytes:,} were written")
     return index

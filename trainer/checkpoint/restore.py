@@ -20,6 +20,7 @@ from trainer.checkpoint.files import (
     DamagedError,
     all_steps,
     check_readable,
+    check_sizes,
     check_whole,
     latest_step,
     read_index,
@@ -214,37 +215,72 @@ def _steps_by_preference(run_dir: RunDir) -> list[int]:
     return others if latest is None else [latest, *others]
 
 
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """The checkpoint from which a run goes on.
+
+    step: None if no checkpoint is whole, or if there is none.
+    skipped: the steps of the checkpoints that would have come first but are not whole, each with the reason.
+    """
+
+    step: int | None
+    skipped: Mapping[int, str]
+
+
+def first_whole(run_dir: RunDir, check: Callable[[int], object]) -> FoundCheckpoint:
+    """Return the checkpoint in `LATEST` if it is whole, else the newest of the other whole ones.
+
+    `check` takes a step, and raises `DamagedError` if its checkpoint is not whole; its other errors are passed on. If
+    training saves a checkpoint meanwhile, which may remove others, this looks again.
+    """
+    latest = latest_step(run_dir)
+    skipped: dict[int, str] = {}
+    for step in _steps_by_preference(run_dir):
+        try:
+            check(step)
+        except DamagedError as error:
+            skipped[step] = str(error)
+            continue
+        found = FoundCheckpoint(step, skipped)
+        break
+    else:
+        found = FoundCheckpoint(None, skipped)
+    if skipped and latest_step(run_dir) != latest:
+        return first_whole(run_dir, check)
+    return found
+
+
+def first_of_full_size(run_dir: RunDir) -> FoundCheckpoint:
+    """Return what `first_whole` finds by the sizes of the files alone, without reading tensors.
+
+    Raises `UserError` if a newer version of this project wrote the checkpoint.
+    """
+    return first_whole(run_dir, lambda step: check_sizes(run_dir.checkpoint(step)))
+
+
 def _newest_whole(run_dir: RunDir, *, only: Collection[str] | None = None) -> int | None:
     """Return the step of the first whole checkpoint by preference; None if there are no checkpoints.
 
     `only` limits the check to these modules. Logs the skipped checkpoints with the reasons. Raises `UserError` if no
     checkpoint is whole, or if a newer version of this project wrote the first one.
     """
-    latest = latest_step(run_dir)
-    skipped: list[str] = []
-    for step in _steps_by_preference(run_dir):
-        directory = run_dir.checkpoint(step)
-        try:
-            if only is None:
-                check_whole(directory)
-            else:
-                _check_modules(run_dir, step, only)
-        except DamagedError as error:
-            skipped.append(f"step {step} is damaged: {error}")
-            continue
-        break
-    else:
-        step = 0
-    if skipped and latest_step(run_dir) != latest:  # training has replaced it since
-        return _newest_whole(run_dir, only=only)
-    if skipped and not step:
+
+    def check(step: int) -> None:
+        if only is None:
+            check_whole(run_dir.checkpoint(step))
+        else:
+            _check_modules(run_dir, step, only)
+
+    found = first_whole(run_dir, check)
+    reasons = "; ".join(f"step {step} is damaged: {reason}" for step, reason in found.skipped.items())
+    if reasons and not found.step:
         raise UserError(
-            f"no checkpoint in {run_dir.checkpoints} is whole ({'; '.join(skipped)}); copy a whole one there, or pass "
-            "another --run-dir to start again"
+            f"no checkpoint in {run_dir.checkpoints} is whole ({reasons}); copy a whole one there, or pass another "
+            "--run-dir to start again"
         )
-    if skipped:
-        logger.warning("taking the checkpoint of step %d, because %s", step, "; ".join(skipped))
-    return step or None
+    if reasons:
+        logger.warning("taking the checkpoint of step %d, because %s", found.step, reasons)
+    return found.step or None
 
 
 def _read_explained(directory: Path, name: str) -> dict[str, Tensor]:

@@ -87,6 +87,10 @@ class StopRequests:
 
         Every rank must call this after each step. Only the first call may wait for other ranks.
         """
+        # Triton's compiler, in the first step of a compiled network on a GPU, puts handlers of its own in the place of
+        # all these, behind Python's back. SIGUSR1 would have no effect from then on.
+        for number in self._before:
+            signal.signal(number, self._note)
         if self._any_rank is None:
             self._any_rank = AnyRank()
         return self._any_rank.next(self._warned_by is not None or self._has_lost_its_launcher())

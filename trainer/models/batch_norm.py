@@ -445,21 +445,19 @@ class _GroupedBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, grad_BCHW: Tensor) -> tuple[Tensor | None, ...]:
         x_BCHW, weight_C, *saved = ctx.saved_tensors
         num_groups = len(saved) // 2
-        parts = zip(x_BCHW.chunk(num_groups), grad_BCHW.chunk(num_groups), saved[::2], saved[1::2], strict=True)
-        grads = [
-            torch.ops.aten.native_batch_norm_backward(
+        grad_x_BCHW = torch.empty_like(x_BCHW)
+        chunks = (each.chunk(num_groups) for each in (x_BCHW, grad_BCHW, grad_x_BCHW))
+        total_2C: list[Tensor] = []
+        for x, grad, into, mean_C, invstd_C in zip(*chunks, saved[::2], saved[1::2], strict=True):
+            grad_x, *grads_2C = torch.ops.aten.native_batch_norm_backward(
                 grad, x, weight_C, None, None, mean_C, invstd_C, True, ctx.eps, [True, True, True]
             )
-            for x, grad, mean_C, invstd_C in parts
-        ]
-        (grad_x, *total_2C), *others = (
-            (grad_x, grad_weight_C, grad_bias_C) for grad_x, grad_weight_C, grad_bias_C in grads
-        )
-        grads_x = [grad_x]
-        for grad_x, *grads_2C in others:
-            grads_x.append(grad_x)
-            torch._foreach_add_(total_2C, grads_2C)
-        return torch.cat(grads_x), *total_2C, *([None] * 5)
+            into.copy_(grad_x)  # on a GPU, torch.cat takes longer than copies
+            if total_2C:
+                torch._foreach_add_(total_2C, grads_2C)
+            else:
+                total_2C = grads_2C
+        return grad_x_BCHW, *total_2C, *([None] * 5)
 
 
 def _normalise(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,6 +17,7 @@ from typing import Any
 MOST = 2**53  # for a step and other counts: above it, a float does not hold every whole number
 _LARGEST = 1e100  # for a metric: larger numbers cannot be drawn, and count as not finite
 _NUM_NAMED = 5  # damaged lines in a message
+_END_BYTES = 2**16  # of a metrics.jsonl, read at first by `read_last_metrics`
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,38 @@ def read_metrics(path: Path) -> Metrics:
 
     A last line that a kill cut short is not damage. If a restart repeated a step, its last line counts.
     """
+    return _metrics_in(path.read_bytes(), path) if path.is_file() else Metrics([], ())
+
+
+def read_last_metrics(path: Path, name: str) -> Metrics:
+    """Read the end of a metrics.jsonl, from its last entry with the metric `name` on or from an earlier one.
+
+    The steps of the file ascend, as the tracker writes them, so its last step and the last value of `name` are those of
+    `read_metrics`. Reads more if it does not find an entry with `name`. Reads the whole file if there is none, or if a
+    line at the end is damaged: the message says the number of the line.
+    """
     if not path.is_file():
         return Metrics([], ())
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)  # a training may write more meanwhile
+        num_bytes = _END_BYTES
+        while num_bytes < size:
+            file.seek(size - num_bytes)
+            _, _, lines = file.read(num_bytes).partition(b"\n")
+            found = _metrics_in(lines, path)
+            if found.problems:
+                break
+            if any(name in entry for entry in found.entries):
+                return found
+            num_bytes *= 8  # so that the bytes of all attempts are few more than those of the last one
+    return read_metrics(path)
+
+
+def _metrics_in(data: bytes, path: Path) -> Metrics:
+    """Return the entries in lines of a metrics.jsonl, of which the last one may be cut short."""
     by_step: dict[int, dict[str, Any]] = {}
     damaged: list[str] = []
-    *lines, rest = path.read_bytes().split(b"\n")
+    *lines, rest = data.split(b"\n")
     for number, line in enumerate([*lines, rest], 1):
         if not line.strip():
             continue

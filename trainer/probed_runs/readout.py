@@ -19,12 +19,12 @@ from data_pipeline.core.sample import NO_LABEL
 from trainer.distributed.collectives import rank
 from trainer.modules import TrainedModules
 from trainer.own_code import hashes_of_code
-from trainer.probes.features import FrozenFeatures, LabelSpace, Pictures
+from trainer.probes.features import FeatureEncoder, FrozenFeatures, LabelSpace, Pictures, ViewFunction
 from trainer.probes.groups import measure_groups, pairs_of
 from trainer.probes.heads import Heads
 from trainer.probes.knn import probe_knn
 from trainer.probes.linear import ProbeConfig, Target, num_labelled, probe_linear
-from trainer.probes.reads import reader
+from trainer.probes.reads import InBfloat16, reader
 from trainer.probes.result import ProbeResult
 from trainer.probes.right_samples import pack_right
 from trainer.probes.targets import label_targets, readable_labels
@@ -67,7 +67,10 @@ def probe(
     modules = modules.to(device)
     config = modules.config.probe if config is None else config
     title = f"probe of step {modules.step}"
-    encoder = reader(modules.encoder, config.reads)
+    encoder: FeatureEncoder = reader(modules.encoder, config.reads)
+    view_policy: ViewFunction = modules.view_policy
+    if config.precision == "bfloat16":
+        encoder, view_policy = InBfloat16(encoder), InBfloat16(view_policy)
     without_views = FrozenFeatures(encoder, device=device)
     known, asked = train.on(device), test.on(device)
     unfinished = UnfinishedFit(unfinished_at, lambda: _identity(modules, config, targets, own_code, (train, test)))
@@ -80,7 +83,7 @@ def probe(
 
         linear = probe_linear(
             encoder,
-            view_policy=modules.view_policy,
+            view_policy=view_policy,
             train=known,
             test=asked,
             targets=targets,

@@ -76,7 +76,8 @@ def probe_side_by_side(
     warn_of_changed_code(run_dirs)
     data, manifests = configs[0].data, _read_same_manifests(run_dirs, configs)
     count_shared(configs[0], manifests, allowed=allow_shared)
-    changes: dict[str, object] = {"views": "none", "batch_norm": "eval", "allow_shared": 1.0}  # they are counted above
+    changes: dict[str, object] = {"views": "none", "batch_norm": "eval", "precision": "float32"}
+    changes["allow_shared"] = 1.0  # they are counted above
     changes |= {} if num_epochs is None else {"num_epochs": num_epochs}
     config = configs[0].probe.model_copy(update=changes)
     train = SampleStore(data.probed_dir, remote=data.remote, manifest=manifests.probed)

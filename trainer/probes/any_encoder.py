@@ -138,6 +138,11 @@ def _check_settings(config: ProbeConfig, batch_size: int, labels: Sequence[str] 
             f"probe(encoder, train, test) reads what the encoder returns, but the config has reads={config.reads}; in "
             "place of the encoder, pass a function that returns the embedding, or nn.Flatten() for the pixels"
         )
+    if config.precision != "float32":
+        raise UserError(
+            f"probe(encoder, train, test) computes features as the encoder does, but the config has precision="
+            f"{config.precision}; in place of the encoder, pass a function with an autocast of its own"
+        )
     if config.views != "none" or config.batch_norm != "eval":
         raise UserError(
             f"probe(encoder, train, test) encodes each picture once, but the config has views={config.views} and "

@@ -74,6 +74,8 @@ class ProbeConfig(Schema):
         single process.
     reads: the input of the probes: the features of the encoder, its embedding (the output of the projector), or the
         pixels without any encoder. See `trainer.probes.reads`. The online probe always reads the features.
+    precision: "bfloat16" computes views and features under autocast to bfloat16; heads are fitted in float32 all the
+        same. The online probe has the precision of the training.
     online_every_steps, online_num_train, online_num_test: the steps between two measurements of kNN and ridge
         regression during training (None: never), and the number of samples they use at most. See
         `trainer.probes.online`.
@@ -92,6 +94,7 @@ class ProbeConfig(Schema):
     views: Literal["policy", "none"] = "policy"
     batch_norm: Literal["eval", "train"] = "eval"
     reads: Literal["features", "embedding", "pixels"] = "features"
+    precision: Literal["float32", "bfloat16"] = "float32"
     seed: Seed = 0
     online_every_steps: Count | None = None
     online_num_train: Count = 4096

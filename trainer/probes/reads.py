@@ -1,4 +1,4 @@
-"""Choose what probes read: the features of an encoder, its embedding, or the pixels as a floor.
+"""Choose what probes read, and in which precision: features of an encoder, its embedding, or the pixels as a floor.
 
 Shapes: B pictures, C channels, H by W pixels, D embedding size.
 """
@@ -6,7 +6,9 @@ Shapes: B pictures, C channels, H by W pixels, D embedding size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trainer.models.encoder import Encoder
@@ -41,3 +43,29 @@ class _Reader(nn.Module):
 
     def pooled(self, views_BCHW: Tensor) -> Tensor:
         return self.features(views_BCHW)
+
+
+class InBfloat16(nn.Module):
+    """A module for probes, computed under autocast to bfloat16 and returned in float32.
+
+    Its `features` and `pooled` are those of an encoder, and a call is one of a view policy.
+    """
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def features(self, views_BCHW: Tensor) -> Tensor:
+        return _in_bfloat16(self.module.features, views_BCHW)
+
+    def pooled(self, views_BCHW: Tensor) -> Tensor:
+        return _in_bfloat16(self.module.pooled, views_BCHW)
+
+    def forward(self, inputs: Tensor, *others: object) -> Tensor:
+        return _in_bfloat16(self.module, inputs, *others)
+
+
+def _in_bfloat16(function: Callable[..., Any], inputs: Tensor, *others: object) -> Tensor:
+    with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
+        result: Tensor = function(inputs, *others)
+    return result.float()

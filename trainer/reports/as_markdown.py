@@ -12,7 +12,15 @@ from trainer.reports.rises import rise_grid, rise_notes
 from trainer.reports.runs import Arm, runs_of_arms
 from trainer.reports.study_sheet import Sheet
 from trainer.reports.study_tables import study_section
-from trainer.reports.tables import Grid, ResultTable, difference_grid, provenance_grids, results, speed_grid
+from trainer.reports.tables import (
+    Grid,
+    ResultTable,
+    difference_grid,
+    provenance_grids,
+    results,
+    speed_grid,
+    speed_notes,
+)
 
 RESULTS_CAPTION = (
     "Test accuracy in %: linear probe on the frozen encoder after the probe's last epoch, and weighted kNN vote; mean "
@@ -50,7 +58,7 @@ def sections(arms: Sequence[Arm], sheet: Sheet | None = None) -> list[tuple[str,
     if (rises := rise_grid(arms)).rows:
         found.append(("Which label rises first", [to_markdown(rises), *map(markdown_text, rise_notes(arms))]))
     found += _limits(arms)
-    found.append(("Speed and memory", [to_markdown(speed_grid(arms))]))
+    found.append(("Speed and memory", [to_markdown(speed_grid(arms)), *map(markdown_text, speed_notes(arms))]))
     differing = difference_grid(arms)
     found.append(("Differences between the configs", [to_markdown(differing) if differing.rows else "None."]))
     found.append(("Where the numbers come from", [to_markdown(grid) for grid in provenance_grids(runs)]))

@@ -34,6 +34,8 @@ METRICS = {
     "train/alignment": "Alignment of the two views (cosine)",
 }
 MAX_POINTS = 300
+_SEEN = 0.02  # of the height of a chart: a band of the values of a point is drawn if it is higher
+_MOST_HIGHER = 0.5  # of the height of a chart without these bands, by which they may extend it on each side
 
 
 def color_of(number: int) -> str:
@@ -64,11 +66,13 @@ class Chart:
     """A chart as an `<svg>` element that can stand in a page as it is, and its title.
 
     num_averaged: the most values whose mean is one drawn point; 1 if every value is drawn.
+    has_extremes: whether bands show the smallest and the largest of these values.
     """
 
     title: str
     svg: Markup
     num_averaged: int = 1
+    has_extremes: bool = False
 
 
 def metric_titles(runs: Sequence[Run], titles: Mapping[LabelSpace, str]) -> dict[str, str]:
@@ -141,7 +145,11 @@ def _line_of(points: Points, color: str, style: Literal["-", "--"]) -> Line:
 
 
 def line_chart(title: str, lines: Sequence[Line], *, x_label: str) -> Chart:
-    """Draw the lines in one chart. A line of more than `MAX_POINTS` points is thinned."""
+    """Draw the lines in one chart. A line of more than `MAX_POINTS` points is thinned.
+
+    A faint band then holds all of its values. It may be cut at the edge of the chart, so that a line beside a high peak
+    is no flat line.
+    """
 
     def draw(axes: Axes) -> None:
         for line in lines:
@@ -153,10 +161,36 @@ def line_chart(title: str, lines: Sequence[Line], *, x_label: str) -> Chart:
                 deviation = np.array(thin(line.x, line.deviation)[1])
                 band = axes.fill_between(x, y - deviation, y + deviation, color=line.color, alpha=0.18, linewidth=0)
                 band.set_gid(_GROUP + line.group if line.group else None)
+        _draw_extremes(axes, [line for line in lines if num_averaged(len(line.x)) > 1])
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
 
     drawn = chart(title, draw, x_label=x_label)
-    return replace(drawn, num_averaged=max((num_averaged(len(line.x)) for line in lines), default=1))
+    averaged = max((num_averaged(len(line.x)) for line in lines), default=1)
+    return replace(drawn, num_averaged=averaged, has_extremes=averaged > 1)
+
+
+def _draw_extremes(axes: Axes, lines: Sequence[Line]) -> None:
+    """Draw bands from the smallest to the largest value of each two points of the lines, if they can be seen and fit.
+
+    A corner for each two points keeps a page small. The bands make the range of the chart larger by at most
+    `_MOST_HIGHER` of it on each side, and are cut where they are higher. A line most of whose band would be higher than
+    the chart has none, because it would only be a background.
+    """
+    low, high = axes.get_ylim()
+    height = high - low
+    bottom, top = low, high
+    for line in lines:
+        x, _ = thin(line.x, line.y, most=MAX_POINTS // 2)
+        parts = np.array_split(np.asarray(line.y, dtype=np.float64), len(x))
+        lowest, highest = np.array([part.min() for part in parts]), np.array([part.max() for part in parts])
+        if np.median(highest - lowest) > (1 + 2 * _MOST_HIGHER) * height:
+            continue
+        is_seen = highest - lowest > _SEEN * height
+        is_seen |= np.roll(is_seen, 1) | np.roll(is_seen, -1)  # a single point has no width
+        # Its edge shows the peak of a single step, which is narrower than a pixel.
+        axes.fill_between(x, lowest, highest, where=is_seen.tolist(), color=line.color, alpha=0.2, linewidth=0.8)
+        bottom, top = min(bottom, lowest.min()), max(top, highest.max())
+    axes.set_ylim(max(bottom, low - _MOST_HIGHER * height), min(top, high + _MOST_HIGHER * height))
 
 
 def chart(title: str, draw: Callable[[Axes], None], *, x_label: str) -> Chart:
@@ -213,4 +247,15 @@ def _inline(svg: str, title: str) -> Markup:
     svg = re.sub(r"(<svg[^>]*?) width=\"[^\"]*\"", r"\1", svg, count=1)
     label = f' role="img" aria-label="{escape(title)}"'
     svg = re.sub(r"(<svg[^>]*?) height=\"[^\"]*\"", lambda match: match[1] + label, svg, count=1)
+    svg = re.sub(r' d="([^"]*)"', lambda match: f' d="{_short(match[1])}"', svg)
     return Markup(svg.replace(INK, "currentColor").strip())
+
+
+def _short(path: str) -> str:
+    """Return a path of an SVG in half as many characters: a hundredth of a point cannot be seen.
+
+    Examples:
+        >>> _short("M 0 180.125 \\nL 331.256789 -3 \\nz\\n")
+        'M0 180.12L331.25 -3z'
+    """
+    return re.sub(r"\s*([A-Za-z])\s*", r"\1", re.sub(r"(\.\d\d)\d+", r"\1", path))

@@ -270,7 +270,7 @@ def limits(arms: Sequence[Arm]) -> list[str]:
             which = f"{len(single)} of {len(arms)} configurations"
         notes.append(
             f"One seed of {which}: how much a result varies from seed to seed is not measured, so a difference "
-            "that the test pictures resolve may still be chance."
+            f"that the test {samples_of(runs)} resolve may still be chance."
         )
     if few := _of_one_untrained_seed(main):
         notes.append(

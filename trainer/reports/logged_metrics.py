@@ -37,6 +37,10 @@ class LoggedMetrics:
         return cls(columns, steps[-1] if entries else None)
 
     @property
+    def first_step(self) -> int | None:
+        return self.columns["step"][0][0] if self.columns else None
+
+    @property
     def names(self) -> Sequence[str]:
         """Return the names of the metrics that were logged at least once."""
         return tuple(self.columns)

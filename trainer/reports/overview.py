@@ -16,6 +16,7 @@ from data_pipeline.core.schema import as_typed
 from data_pipeline.core.sections import KIND
 from trainer.probes.features import LabelSpace
 from trainer.reports.curves import (
+    MAX_POINTS,
     Chart,
     Line,
     color_of,
@@ -46,7 +47,7 @@ from trainer.reports.runs import (
     datasets_of,
     runs_of_arms,
 )
-from trainer.reports.tables import Grid
+from trainer.reports.tables import Grid, speed_notes
 
 MOST_IN_FULL: Final = 40  # runs; a report of more has this form
 MAX_SETTINGS: Final = 10  # columns of settings; those of a sweep come first
@@ -128,6 +129,7 @@ def _table(
     notes = [f"Settings that differ too, and have no column: {', '.join(left_out)}."] if left_out else []
     notes += [f"Accuracies are of a {title}."] if title and spaces else []
     notes += [note for other in others if (note := _left_out(other, dataset.numbers))]
+    notes += speed_notes(arms)
     return OverviewTable(
         "" if is_only else dataset.name,
         tuple(row.key for row in settings),
@@ -195,7 +197,7 @@ def _progress(arm: Arm) -> list[Cell]:
     runs = arm.runs
     losses = [values[max(values)] for run in runs if (values := run.logged("train/loss"))]
     steps = [float(run.metrics.last_step) for run in runs if run.metrics.last_step is not None]
-    speeds = [value for run in runs for value in run.logged("perf/samples_per_second").values()]
+    speeds = [value for run in runs for value in run.logged_on_one_machine("perf/samples_per_second")]
     finished = all("finished_step" in run.provenance for run in runs)
     step = None if not steps else f"{min(steps):.0f}{'' if finished else ' …'}"
     return [
@@ -231,14 +233,16 @@ def _best(arms: Sequence[Arm], space: LabelSpace) -> str:
     known = [(one, base) for one, arm in scores if (base := baselines.get(untrained_like(arm)))]
     if known:
         above = sum(outcome(one, base) == "above" for one, base in known)
-        text += f", and {above} of {len(known)} are above their untrained encoder"
+        of_all = f"{len(known)} are above their untrained encoder"
+        of_some = f"the {len(known)} with a probed untrained encoder are above it"
+        text += f", and {above} of {of_all if len(known) == len(scores) else of_some}"
     return f"{text}."
 
 
 def charts(arms: Sequence[Arm]) -> list[Chart]:
     """Draw the training metrics. The lines of configuration N are in the group "armN", by which the page hides them."""
     titles = label_titles(arms)
-    most = max(_FEWEST_POINTS, _POINTS_OF_CHART // len(arms))
+    most = min(MAX_POINTS, max(_FEWEST_POINTS, _POINTS_OF_CHART // len(arms)))
     drawn = []
     for key, title in metric_titles(runs_of_arms(arms), titles).items():
         whole = [
@@ -248,14 +252,13 @@ def charts(arms: Sequence[Arm]) -> list[Chart]:
         ]
         if whole:
             lines = [_thinned(line, group=f"arm{number}", most=most) for number, line in whole]
-            drawn_lines = line_chart(title, lines, x_label="training step")  # thins the lines once more
-            before = max(num_averaged(len(line.x), most=most) for _, line in whole)
-            drawn.append(replace(drawn_lines, num_averaged=before * drawn_lines.num_averaged))
+            averaged = max(num_averaged(len(line.x), most=most) for _, line in whole)
+            drawn.append(replace(line_chart(title, lines, x_label="training step"), num_averaged=averaged))
     return drawn
 
 
 def _thinned(line: Line, *, group: str, most: int) -> Line:
-    """Return a line of fewer points without its band, which hundreds of lines would hide."""
+    """Return a line of fewer points without its bands, which hundreds of lines would hide."""
     x, y = thin(line.x, line.y, most=most)
     return replace(line, x=x, y=y, deviation=None, group=group)
 

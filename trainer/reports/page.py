@@ -36,6 +36,7 @@ from trainer.reports.tables import (
     provenance_grids,
     results,
     speed_grid,
+    speed_notes,
 )
 
 MOST_NAMES = 4  # that stand under the title; the tables have all
@@ -70,6 +71,7 @@ def page(arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
         has_seeds=any(len(arm.runs) > 1 for arm in arms),
         analyses=_analyses(runs),
         speed=speed_grid(arms),
+        speed_notes=speed_notes(arms),
         differences=differences(arms),
     )
 

@@ -1,8 +1,9 @@
 """Group probe results by protocol. Invariant: results of two protocols never share a column or a sentence.
 
 A protocol is all settings of a probe except its seed. Most reports have only the protocol of the runs' configs. The
-options `--views`, `--batch-norm`, `--epochs` and `--reads` of `python -m trainer.probe` make others. A probe of pixels
-is a floor of the protocols that differ from its own in `reads` alone, and so no protocol of its own beside them.
+options `--views`, `--batch-norm`, `--epochs`, `--reads` and `--precision` of `python -m trainer.probe` make others. A
+probe of pixels is a floor of the protocols that differ from its own in `reads` alone, and so no protocol of its own
+beside them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from trainer.probes.linear import ProbeConfig
 from trainer.reports.runs import Arm, Run, labels_of, runs_of_arms
 
 _PLAIN = {"num_epochs", "views", "batch_norm"}  # settings that the description of a protocol always gives
-_OPTIONS = {"views": "--views", "batch_norm": "--batch-norm", "num_epochs": "--epochs", "reads": "--reads"}
+_OPTIONS = {
+    "views": "--views",
+    "batch_norm": "--batch-norm",
+    "num_epochs": "--epochs",
+    "reads": "--reads",
+    "precision": "--precision",
+}
 
 
 @dataclass(frozen=True)

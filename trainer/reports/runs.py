@@ -123,6 +123,30 @@ class Run:
         return self.metrics.by_step(key)
 
     @property
+    def has_several_starts(self) -> bool:
+        return len(self.provenance.get("starts", ())) > 1
+
+    @property
+    def has_steps_of_first_start(self) -> bool:
+        """Tell whether steps of the first start are logged. A later start that began before them replaced them."""
+        first = self.metrics.first_step
+        return first is not None and first <= self._end_of_first_start
+
+    def logged_on_one_machine(self, key: str) -> list[float]:
+        """Return the values of a metric of speed or memory at the first start, whose machine provenance.json names.
+
+        A later start may be on another machine. Its values count only if no steps of the first start are logged.
+        """
+        end, is_first = self._end_of_first_start, self.has_steps_of_first_start
+        return [value for step, value in self.logged(key).items() if (step <= end) == is_first]
+
+    @property
+    def _end_of_first_start(self) -> float:
+        """Return the last step of the first start that no later start took again; infinity without a later start."""
+        later = (start.get("start_step") for start in self.provenance.get("starts", ())[1:])
+        return min((step for step in later if isinstance(step, int)), default=math.inf)
+
+    @property
     def replaced_train_sets(self) -> tuple[str, ...]:
         """Return the hashes of all train sets of the training if one is not that of the probes; empty if none is.
 

@@ -75,11 +75,15 @@ class ResultTable:
 
 @dataclass(frozen=True)
 class ProtocolResults:
-    """The tables of one probe protocol, one for each dataset, with the protocol in words, and what its probes read."""
+    """The tables of one probe protocol, one for each dataset, with the protocol in words, and what its probes read.
+
+    `on_views` says whether the probes are fitted on views, and not on samples without views.
+    """
 
     description: str
     tables: Sequence[ResultTable]
     reads: str
+    on_views: bool
 
     @property
     def is_measured(self) -> bool:
@@ -95,7 +99,12 @@ def results(arms: Sequence[Arm]) -> list[ProtocolResults]:
         for dataset in datasets:
             title = " · ".join(part for part in (group.title, dataset.name if len(datasets) > 1 else "") if part)
             tables.append(_result_table(dataset, title=title[:1].upper() + title[1:], protocol=group.protocol))
-        found.append(ProtocolResults(describe_protocol(group.protocol), tables, group.protocol.reads))
+        protocol = group.protocol
+        found.append(
+            ProtocolResults(
+                describe_protocol(protocol), tables, reads=protocol.reads, on_views=protocol.views == "policy"
+            )
+        )
     return found
 
 
@@ -281,9 +290,19 @@ def _plain(value: Any) -> str:
 
 
 def speed_grid(arms: Sequence[Arm]) -> Grid:
-    """Return speed and memory of each arm: medians over the logged steps of all its runs."""
+    """Return speed and memory of each arm: medians over the logged steps of all its runs, as `speed_notes` says."""
     head = ["", "samples a second", "ranks", "waiting for data", "most time goes to", "memory of a rank", "wall time"]
     return Grid(head, [[arm.name, *_speed(arm.runs)] for arm in arms])
+
+
+def speed_notes(arms: Sequence[Arm]) -> list[str]:
+    """Return a sentence on the steps whose speed and memory count, if a run has several starts."""
+    if not any(run.has_several_starts for run in runs_of_arms(arms)):
+        return []
+    return [
+        "Of a run with several starts, speed and memory are those of its first start, because only its processor and "
+        "GPU are recorded. If none of its steps are logged, they are those of the later starts."
+    ]
 
 
 def _speed(runs: Sequence[Run]) -> list[str | None]:
@@ -321,14 +340,14 @@ def _is_stage(key: str) -> bool:
 
 
 def _median_of(runs: Sequence[Run], key: str) -> float | None:
-    values = [value for run in runs for value in run.logged(key).values()]
+    values = [value for run in runs for value in run.logged_on_one_machine(key)]
     return statistics.median(values) if values else None
 
 
 def _largest_of(runs: Sequence[Run], keys: Sequence[str]) -> str | None:
     """Return the largest value, in gigabytes, of the first of `keys` that was measured."""
     for key in keys:
-        values = [value for run in runs for value in run.logged(key).values()]
+        values = [value for run in runs for value in run.logged_on_one_machine(key)]
         if max(values, default=0) > 0:
             return f"{max(values):.2f} GB{' on the GPU' if 'gpu' in key else ''}"
     return None
@@ -377,8 +396,13 @@ def _of_first_start(run: Run, fact: str | None) -> str | None:
 
     A later start may be on another machine: a run that began on a GPU can go on without one.
     """
-    is_only = len(run.provenance.get("starts", ())) < 2
-    return fact if fact is None or is_only else f"{fact}, at the first start"
+    return f"{fact}, at the first start" if fact is not None and run.has_several_starts else fact
+
+
+def _of_logged_start(run: Run, fact: str | None) -> str | None:
+    """Return a fact of `Run.logged_on_one_machine`, and say of which start it is if there are later ones."""
+    is_of_first = not run.has_several_starts or run.has_steps_of_first_start
+    return _of_first_start(run, fact) if fact is None or is_of_first else f"{fact}, after the first start"
 
 
 def _gpu(run: Run) -> str | None:
@@ -422,8 +446,12 @@ _FACTS: Mapping[str, Callable[[Run], str | None]] = {
     "GPU": lambda run: _of_first_start(run, _gpu(run)),
     "ranks": _ranks,
     "wall time": lambda run: _duration(_wall_seconds(run)),
-    "samples a second": lambda run: _formatted(_median_of([run], "perf/samples_per_second"), "{:,.0f}"),
-    "waiting for data": lambda run: _formatted(_median_of([run], "perf/data_wait_fraction"), "{:.1%} of the time"),
+    "samples a second": lambda run: _of_logged_start(
+        run, _formatted(_median_of([run], "perf/samples_per_second"), "{:,.0f}")
+    ),
+    "waiting for data": lambda run: _of_logged_start(
+        run, _formatted(_median_of([run], "perf/data_wait_fraction"), "{:.1%} of the time")
+    ),
     "train manifest": lambda run: _manifest(run, "train_manifest_sha256"),
     "test manifest": lambda run: _manifest(run, "test_manifest_sha256"),
     "versions": lambda run: _of_first_start(run, _versions(run)),

@@ -23,6 +23,7 @@ from trainer.analyses.filters import (
     activating_pictures,
     analyze_filters,
     colourfulness,
+    describe_found,
     explained_share,
     sparsity_of,
 )
@@ -64,6 +65,20 @@ def test_colourfulness_of_grey_and_of_pure_colour() -> None:
     colour = 0.5 + torch.stack([pattern_HW, -pattern_HW / 2, -pattern_HW / 2])
     found = colourfulness(torch.stack([grey, colour, torch.full((3, 4, 4), 0.2)]))
     torch.testing.assert_close(found, torch.tensor([0.0, 1.0, 0.0]), atol=1e-5, rtol=0)
+
+
+def test_a_picture_that_drives_nothing_has_no_colourfulness_and_a_channel_that_never_fires_no_gain() -> None:
+    pattern_HW = torch.linspace(-0.3, 0.3, 16).view(4, 4)
+    colour = 0.5 + torch.stack([pattern_HW, -pattern_HW / 2, -pattern_HW / 2])
+    gain_F, colourfulness_F = describe_found(
+        colour.expand(3, 3, 4, 4),
+        torch.tensor([3.0, 0.0, 3.0], dtype=torch.float64),
+        highest_F=torch.tensor([2.0, 2.0, 0.0], dtype=torch.float64),
+    )
+    torch.testing.assert_close(gain_F, torch.tensor([1.5, 0.0, torch.nan], dtype=torch.float64), equal_nan=True)
+    torch.testing.assert_close(
+        colourfulness_F, torch.tensor([1.0, torch.nan, 1.0]), atol=1e-5, rtol=0, equal_nan=True, check_dtype=False
+    )
 
 
 def test_what_drives_a_known_feature_is_found() -> None:

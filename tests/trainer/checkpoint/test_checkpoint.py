@@ -373,11 +373,26 @@ def spoil_index(directory: Path) -> None:
     (directory / "checkpoint.json").write_text('{"format_version": 1, ')
 
 
+def make_a_pipe(path: Path) -> None:
+    """Put a named pipe in place of a file; opening it to read would block."""
+    path.unlink()
+    os.mkfifo(path)
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut": (cut, "encoder.safetensors has 100 bytes, but"),
     "lost": (lose, "encoder_optimizer.safetensors is missing"),
     "flipped": (flip, "encoder_optimizer.safetensors has changed since it was written"),
     "index_spoilt": (spoil_index, "checkpoint.json cannot be read"),
+    "index_nested": (
+        lambda directory: (directory / "checkpoint.json").write_text("[" * 100_000),
+        "checkpoint.json cannot",
+    ),
+    "index_a_pipe": (lambda directory: make_a_pipe(directory / "checkpoint.json"), "checkpoint.json cannot be read"),
+    "a_pipe": (
+        lambda directory: make_a_pipe(directory / "encoder.safetensors"),
+        "encoder.safetensors is not a regular",
+    ),
     "index_lost": (lambda directory: (directory / "checkpoint.json").unlink(), "checkpoint.json is missing"),
     "gone": (shutil.rmtree, "it is missing"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import signal
@@ -61,6 +62,20 @@ def test_a_signal_is_the_reason_even_if_the_launcher_ends_by_it_too(monkeypatch:
         monkeypatch.setattr(os, "getppid", lambda: 1)
         assert requests.agreed()
         assert requests.reason == "as SIGTERM asked"
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
+def test_a_compiler_that_takes_the_signals_is_not_noticed_after_a_step(number: signal.Signals) -> None:
+    """Triton replaces the handlers in C, so that Python still believes in its own."""
+    with StopRequests({}) as requests:
+        ours = signal.getsignal(number)
+        ctypes.CDLL(None).signal(int(number), ctypes.c_void_p(1))  # SIG_IGN
+        assert signal.getsignal(number) == ours
+        os.kill(os.getpid(), number)
+        assert not requests.agreed()  # the end of the step that was compiled
+        os.kill(os.getpid(), number)
+        assert requests.agreed()
+        assert requests.reason == f"as {number.name} asked"
 
 
 @pytest.fixture

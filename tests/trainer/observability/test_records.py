@@ -8,6 +8,7 @@ from collections.abc import Callable
 from html import unescape
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -23,7 +24,8 @@ from tests.trainer.reports.test_report import Page, make_run, probe_result, repo
 from trainer.checkpoint.files import all_steps
 from trainer.checkpoint.restore import Restored
 from trainer.data import read_manifests
-from trainer.observability.records import read_metrics, read_provenance
+from trainer.observability import records
+from trainer.observability.records import read_last_metrics, read_metrics, read_provenance
 from trainer.probed_runs.probing import checkpoint_steps
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.reports.as_markdown import as_markdown
@@ -91,6 +93,53 @@ def test_of_many_damaged_lines_some_are_named_and_the_others_counted(tmp_path: P
     assert "line 5 holds" in problem
     assert "line 6" not in problem
     assert problem.endswith("and 995 more; going on without it")
+
+
+def last(entries: list[dict[str, Any]]) -> tuple[int | None, float | None]:
+    """Return the last step, and the last loss."""
+    losses = [entry["train/loss"] for entry in entries if "train/loss" in entry]
+    return (entries[-1]["step"] if entries else None, losses[-1] if losses else None)
+
+
+@pytest.mark.parametrize(
+    ("after", "end"),
+    [
+        ([], b"\n"),
+        ([], b'\n{"step": 9999, "train/lo'),  # cut short by a kill
+        ([], b'\n{"step": 9999, "train/loss": 0.25}'),  # the end of the line is not written yet
+        ([b'{"step": 9999, "probe/base/knn": 0.5}'], b"\n"),
+        ([b'{"step": 9999, "train/loss": NaN}'] * 9000, b"\n"),
+        ([b'{"step": 9999, "train/loss": 0.5}', b'{"step": 9999, "note": 1}'], b"\n"),
+        ([b'{"step": 9999, "train/loss": 0.5' + b" " * 10**6 + b"}"], b"\n"),
+        ([b"", b" " * 10**5], b"\n\n"),
+        ([b"null"], b"\n"),
+        ([b'{"step": 9999, "train/loss": "low"}'], b"\n"),
+    ],
+)
+def test_the_end_of_a_file_has_the_last_values_of_the_whole(after: list[bytes], end: bytes, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    write_metrics(run_dir, *(good(step) for step in range(1, 2001)), *after, end=end)
+    whole, found = read_metrics(run_dir.metrics), read_last_metrics(run_dir.metrics, "train/loss")
+    assert run_dir.metrics.stat().st_size > 2**16
+    assert last(found.entries) == last(whole.entries)
+    assert found.problems == whole.problems, "a damaged line is called by its number in the file"
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2000])
+def test_the_whole_of_a_file_is_read_if_no_entry_has_the_metric(num_steps: int, tmp_path: Path) -> None:
+    write_metrics(RunDir(tmp_path), *(good(step) for step in range(num_steps)))
+    path = tmp_path / "metrics.jsonl"
+    assert read_last_metrics(path, "never logged") == read_metrics(path)
+    assert read_last_metrics(tmp_path / "none.jsonl", "train/loss") == read_metrics(tmp_path / "none.jsonl")
+
+
+def test_the_status_of_a_run_reads_only_the_end_of_a_long_log(tmp_path: Path) -> None:
+    run_dir = RunDir(make_run(tmp_path / "run"))
+    write_metrics(run_dir, *(good(step) for step in range(1, 20_001)))
+    with mock.patch.object(records, "_parse", wraps=records._parse) as parse:
+        status = run_status(run_dir, {})
+    assert (status.step, status.loss) == (20_000, 1.5)
+    assert parse.call_count < 2000
 
 
 def restart(run_dir: RunDir) -> None:

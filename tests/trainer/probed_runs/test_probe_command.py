@@ -283,6 +283,31 @@ def test_the_embedding_and_the_pixels_are_filed_under_their_names(
 
 
 @pytest.mark.slow
+def test_features_in_bfloat16_are_those_of_an_autocast_and_filed_under_their_name(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = make_run(tmp_path / "run", data)
+    call(monkeypatch, run_dir.path, "--views", "none", "--epochs", 2, "--precision", "bfloat16")
+    suffix = "-views_none-num_epochs_2-precision_bfloat16"
+    names = {path.name for path in run_dir.probes(10).iterdir()}
+    assert names == {f"base{suffix}.json", f"overlay{suffix}.json", f"heads{suffix}.safetensors"}
+    encoder = load_modules(run_dir, step=10).encoder.eval()
+
+    def features(pictures: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return encoder.features(pictures).float()
+
+    config = debug.image().probe.model_copy(update={"views": "none", "num_epochs": 2})
+    expected = probe_any(features, data / "train", data / "test", config=config)
+    for space, accuracy in expected.items():
+        result = read_result(run_dir.probes(10) / f"{space}{suffix}.json")
+        assert result.probe_config == config.model_copy(update={"precision": "bfloat16"}).protocol
+        assert result.linear.accuracy == accuracy.linear
+    assert "precision bfloat16" in read_heads(run_dir.probes(10) / f"heads{suffix}.safetensors").made_by
+    with pytest.raises(UserError, match=r"the config has precision=bfloat16; .* an autocast of its own"):
+        probe_any(encoder, data / "train", data / "test", config=config.model_copy(update={"precision": "bfloat16"}))
+
+
 def test_all_checkpoints_make_a_curve_with_its_last_and_its_best(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

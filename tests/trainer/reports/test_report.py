@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -27,11 +27,11 @@ from trainer.report import main
 from trainer.reports import overview
 from trainer.reports import runs as runs_module
 from trainer.reports.as_markdown import as_markdown
-from trainer.reports.curves import MAX_POINTS, lines_of, thin
+from trainer.reports.curves import MAX_POINTS, Chart, Line, line_chart, lines_of, thin
 from trainer.reports.findings import Score, least_difference, limits, outcome, resolution, verdict
 from trainer.reports.page import page, what_probes_read
 from trainer.reports.runs import Views, arms_of, config_differences, read_runs
-from trainer.reports.tables import commands_for_missing_probes
+from trainer.reports.tables import commands_for_missing_probes, speed_grid
 from trainer.run_dir import RunDir, write_json
 
 Accuracies = Mapping[str, Sequence[float]]  # label -> linear accuracy by epoch; kNN is 0.01 below the last
@@ -462,9 +462,11 @@ def test_the_untrained_encoder_of_an_arm_with_other_views_counts_only_for_a_prob
     said = " ".join(verdict(arms))
     assert ("learned 50.0 % against 20.0 %" in said) == is_shared
     assert any(f"{learned} --step 0" in command for command in commands_for_missing_probes(arms)) != is_shared
-    assert overview.sentences(arms)[-2].endswith(
-        f"and {1 + is_shared} of {1 + is_shared} are above their untrained encoder."
+    of_both, of_one = (
+        "2 of 2 are above their untrained encoder",
+        "1 of the 1 with a probed untrained encoder are above it",
     )
+    assert overview.sentences(arms)[-2].endswith(f"and {of_both if is_shared else of_one}.")
 
 
 def test_arms_of_one_name_are_told_apart_by_their_directories(tmp_path: Path) -> None:
@@ -530,6 +532,13 @@ def test_limits_follow_from_the_sizes(two_runs: tuple[Path, Path], tmp_path: Pat
     assert "One seed of debug-image on the overlay label and debug-viewmaker:" in notes
     assert "2 seeds:" in notes
     assert "not committed" in notes
+
+
+def test_limits_of_sounds_speak_of_sounds(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", recipe=debug.audio, trained={"base": [0.4]})
+    notes = " ".join(limits(arms_of(read_runs([run]))))
+    assert "so a difference that the test sounds resolve may still be chance" in notes
+    assert "test pictures" not in notes
 
 
 def test_the_size_of_a_training_is_not_the_number_of_labelled_samples(tmp_path: Path) -> None:
@@ -768,6 +777,46 @@ def test_a_page_says_that_its_curves_are_means_of_many_logged_steps(
     assert sentence in " ".join(report(monkeypatch, tmp_path / "long.html", run).split())
 
 
+def long_chart(values: Iterable[float]) -> Chart:
+    y = [float(value) for value in values]
+    return line_chart("loss", [Line(range(len(y)), y, "#3b82d6")], x_label="step")
+
+
+def bands(chart: Chart) -> list[list[tuple[float, float]]]:
+    """Return the corners of each band of extreme values in a chart, in points; y grows downwards."""
+    paths = re.findall(r' d="([^"]*)"[^>]*stroke-opacity: 0\.2;', chart.svg)
+    return [_corners(path) for path in paths]
+
+
+def _corners(path: str) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in re.findall(r"[ML](\S+) (-?[\d.]+)", path)]
+
+
+@pytest.mark.parametrize("size", [1.5, 1000.0])
+def test_the_peak_of_one_step_is_seen_in_a_long_curve_and_does_not_flatten_it(size: float) -> None:
+    steps = np.arange(1000 * MAX_POINTS)
+    smooth = np.linspace(5, 4, len(steps))
+    peak = np.where(steps == len(steps) // 2, 4.5 + size, smooth)
+    assert not bands(long_chart(smooth)), "the values of a point cannot be told apart"
+    (corners,) = bands(long_chart(peak))
+    assert len(corners) < 20, "only where it is seen"
+    heights = [y for _, y in corners]
+    assert max(heights) - min(heights) > 70, "the curve alone is 130 points high"
+    drawn = re.findall(r' d="([^"]*)"[^>]*stroke-opacity: 0\.9', long_chart(peak).svg)
+    of_line = [y for _, y in _corners(drawn[0])]
+    assert max(of_line) - min(of_line) > 60, "the peak takes at most half of the chart"
+
+
+def test_a_curve_of_noise_has_no_band_that_fills_the_chart_and_a_chart_with_a_band_is_small() -> None:
+    noise = np.random.default_rng(0).normal(size=100 * MAX_POINTS)
+    assert not bands(long_chart(noise))
+    chart = long_chart(noise + np.linspace(0, 50, len(noise)))
+    assert len(bands(chart)) == 1
+    assert len(chart.svg) < 1.5 * 18_000  # its size with the line alone, in numbers of six decimals
+    assert chart.has_extremes
+    assert not long_chart(noise[:MAX_POINTS]).has_extremes
+
+
 def test_the_machine_of_a_run_with_several_starts_is_that_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -779,6 +828,33 @@ def test_the_machine_of_a_run_with_several_starts_is_that_of_the_first(
     assert page.row("versions")[1] == "python 3.11.9, torch 2.11.0, at the first start"
 
 
+@pytest.mark.parametrize(
+    ("second_start", "speed", "memory", "which"),
+    [(8, "900", "40.00 GB on the GPU", "at the first start"), (0, "30", "2.00 GB", "after the first start")],
+)
+def test_speed_and_memory_of_a_run_that_went_on_elsewhere_are_of_one_machine(
+    second_start: int, speed: str, memory: str, which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run on a GPU goes on without one, where it logs most of its steps, from step 8 or from the beginning."""
+    starts = [{"start_step": 0}, {"start_step": second_start}]
+    run = make_run(tmp_path / "run", provenance=PROVENANCE | {"gpu": "NVIDIA H200", "starts": starts})
+    on_gpu = {"perf/samples_per_second": 900.0, "memory/gpu_gigabytes": 40.0, "memory/resident_gigabytes": 5.0}
+    on_cpu = {"perf/samples_per_second": 30.0, "memory/resident_gigabytes": 2.0}
+    steps = range(1, 41)
+    lines = [json.dumps({"step": step, **(on_gpu if step <= second_start else on_cpu)}) for step in steps]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    html = report(monkeypatch, tmp_path / "out.html", run)
+    assert Page(html).row("samples a second")[1] == f"{speed}, {which}"
+    (arm,) = arms_of(read_runs([run]))
+    (row,) = speed_grid([arm]).rows
+    assert (row[1], row[5]) == (speed, memory)
+    said = "speed and memory are those of its first start"
+    assert said in html
+    assert said in as_markdown([arm])
+    assert said in overview.tables([arm])[0].notes[-1]
+    assert said not in report(monkeypatch, tmp_path / "other.html", make_run(tmp_path / "other"))
+
+
 def test_the_caption_says_which_features_the_linear_probes_read(tmp_path: Path) -> None:
     encoder = debug.image().encoder.model_dump() | {"probe_reads": "pooled"}
     paths = [make_run(tmp_path / "map"), make_run(tmp_path / "pooled", name="small-vit", encoder=encoder)]
@@ -786,6 +862,15 @@ def test_the_caption_says_which_features_the_linear_probes_read(tmp_path: Path) 
     assert what_probes_read(both[:1]) == "the flattened map before pooling"
     assert what_probes_read(both[1:]) == "the pooled features"
     assert what_probes_read(both) == "the flattened map before pooling (of small-vit: the pooled features)"
+
+
+@pytest.mark.parametrize("views", ["policy", "none"])
+def test_the_caption_speaks_of_an_untrained_policy_only_if_the_probes_are_fitted_on_views(
+    views: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", trained={"base": [0.4]}, probe=ProbeConfig.model_validate({"views": views}))
+    page = report(monkeypatch, tmp_path / "out.html", run)
+    assert ("(for the untrained encoder, with the untrained policy)" in page) == (views == "policy")
 
 
 def test_code_and_ranks_of_all_starts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

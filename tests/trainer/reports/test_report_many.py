@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from configs import debug
 from tests.browser import Tab, browser, needs_chromium
 from tests.trainer.reports.many_runs import multiply, train_one
-from tests.trainer.reports.test_report import Page
+from tests.trainer.reports.test_report import Page, make_run
 from trainer.report import main
 from trainer.reports import overview
 from trainer.reports.as_markdown import as_markdown
@@ -95,6 +96,19 @@ def test_the_sentences_name_the_best_and_how_many_cannot_be_told_from_it(fifty: 
     )
     assert second.startswith("On the object, ")
     assert optimistic.startswith("The best of many is optimistic")
+
+
+def test_the_sentences_say_of_how_many_the_untrained_encoder_is_known(tmp_path: Path) -> None:
+    wide = debug.image().encoder.model_dump() | {"embedding_size": 48}
+    paths = [
+        make_run(tmp_path / "a", name="a", trained={"base": [0.6]}, untrained={"base": [0.2]}),
+        make_run(tmp_path / "b", name="b", global_batch_size=16, trained={"base": [0.5]}),
+        make_run(tmp_path / "c", name="c", encoder=wide, trained={"base": [0.5]}),
+    ]
+    every, *_ = overview.sentences(arms_of(read_runs(paths[:2])))
+    assert every.endswith(", and 2 of 2 are above their untrained encoder.")
+    some, *_ = overview.sentences(arms_of(read_runs(paths)))
+    assert some.endswith(", and 2 of the 2 with a probed untrained encoder are above it.")
 
 
 def test_markdown_of_many_has_a_row_for_each_configuration(fifty: list[Path]) -> None:

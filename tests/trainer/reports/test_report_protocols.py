@@ -181,6 +181,7 @@ def test_every_setting_of_a_protocol_is_in_its_words() -> None:
         "views": "none",
         "batch_norm": "train",
         "reads": "embedding",
+        "precision": "bfloat16",
     }
     assert set(others) == ProbeConfig().fit_settings.keys() - {"seed"}
     told = [describe_protocol(ProbeConfig(**{name: value})) for name, value in others.items()]

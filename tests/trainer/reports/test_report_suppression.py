@@ -354,7 +354,17 @@ def test_the_worst_group_is_the_worst_of_all_pairs_and_its_size_is_its_own(tmp_p
     found = worst_group(setting, "10", "plain", "base")
     assert found is not None
     assert found.accuracy == pytest.approx(0.2)
-    assert (found.classes, found.num_test) == ("cat · 3", 40)
+    assert found.usual == ("cat · 3", 40)
+
+
+def test_a_worst_group_that_differs_between_the_seeds_is_not_named(tmp_path: Path) -> None:
+    home, right = tmp_path / "runs", {"base": samples(0.5, num_test=200, seed=0)}
+    for seed, name in enumerate(("cat", "dog")):
+        make_run(home, factors("plain"), seed=seed, right=right, groups={"base": worst_groups(0.2, name=name)})
+    report("--study", "suppression", home, "--out", tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert re.search(r"\| plain \| 20.0, expected 6\d.\d \(differs between seeds\) \|", page)
+    assert "the group that is the worst in more than half of the seeds" in page
 
 
 def test_the_page_says_which_setting_has_which_seeds(tmp_path: Path) -> None:

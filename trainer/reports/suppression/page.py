@@ -219,7 +219,7 @@ def _overview(columns: Columns, settings: Sequence[Setting], cures: Sequence[str
         text(
             "Linear probe, test accuracy in %, mean over seeds, each setting at its middle difficulty. Bold: the "
             f"{'best' if has_few else 'highest mean'}. ≈: not told from it. ○: not told to be above the untrained "
-            "encoder. Rows by their mean lead over the other cures on the hard labels."
+            "encoder. Rows by how far a cure is above the mean of all cures, on average over the hard labels."
             + (_FEW_SEEDS if has_few else "")
         )
     )
@@ -391,15 +391,16 @@ def _worst_groups(setting: Setting, cures: Sequence[str]) -> Table | None:
         [f"worst group{setting.at(at)}", *(f"{setting.title(label)}, %" for label in setting.labels)],
         rows,
         caption="Test accuracy in the worst group, mean over seeds. A group is a class of one label with a class of "
-        "another; in brackets the group that is the worst for most seeds, and its number of test samples. The worst of "
-        "many groups is low by chance alone: expected is what it would be if all groups were equally hard (the "
-        "median). An accuracy near it says nothing of this group.",
+        "another; in brackets the group that is the worst in more than half of the seeds (the first of several), and "
+        "its number of test samples. The worst of many groups is low by chance alone: expected is what it would be if "
+        "all groups were equally hard (the median). An accuracy near it says nothing of this group.",
     )
 
 
 def _worst(worst: WorstGroup) -> str:
     expected = "the only one that counts" if worst.of_equal is None else f"expected {100 * worst.of_equal:.1f}"
-    return f"{100 * worst.accuracy:.1f}, {expected} ({worst.classes}, {worst.num_test} samples)"
+    group = "differs between seeds" if worst.usual is None else f"{worst.usual[0]}, {worst.usual[1]} samples"
+    return f"{100 * worst.accuracy:.1f}, {expected} ({group})"
 
 
 def _rises(benchmark: Benchmark) -> list[Block]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -235,16 +236,17 @@ def kept_of_easy(column: Column, cure: str) -> float | None:
 
 @dataclass(frozen=True)
 class WorstGroup:
-    """The mean over seeds of the accuracy in the worst group; the classes and the size of the worst group of most.
+    """The mean over seeds of the accuracy in the worst group, and which group that is.
 
     of_equal: the mean over seeds of that accuracy if all groups were equally hard: `worst_of_equal` over all pairs;
         None if a single group counts in a run.
+    usual: the classes and the number of test samples of the group that is the worst in more than half of the seeds;
+        None if there is none.
     """
 
     accuracy: float
     of_equal: float | None
-    classes: str
-    num_test: int
+    usual: tuple[str, int] | None
 
 
 def worst_group(setting: Setting, difficulty: str, cure: str, label: LabelSpace) -> WorstGroup | None:
@@ -261,12 +263,12 @@ def worst_group(setting: Setting, difficulty: str, cure: str, label: LabelSpace)
             of_equal.append(worst_of_equal(pairs, "linear"))
     if not found:
         return None
-    usual = statistics.mode((one.name, one.num_test) for one in found)
+    ((usual, count),) = Counter((one.name, one.num_test) for one in found).most_common(1)
     expected = [each for each in of_equal if each is not None]
     return WorstGroup(
         statistics.fmean(one.accuracy for one in found),
         statistics.fmean(expected) if len(expected) == len(found) else None,
-        *usual,
+        usual if 2 * count > len(found) else None,
     )
 
 
