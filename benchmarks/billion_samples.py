@@ -146,10 +146,8 @@ def lines_of(index: Path, *, num_samples: int) -> list[Line]:
 
 def options(description: str, *, space: str) -> argparse.ArgumentParser:
     """Return a parser of the options that do not depend on the dataset. `space` is the free space that it needs."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = record.benchmark_parser(description, rounds=3)
     parser.add_argument("--directory", type=Path, metavar="DIR", help=f"with {space} free; default: in /tmp")
-    parser.add_argument("--rounds", type=int, default=3, metavar="R")
-    parser.add_argument("--out", type=Path, metavar="JSON", help="where to file what was measured")
     return parser
 
 

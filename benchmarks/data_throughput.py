@@ -11,7 +11,6 @@ the machine.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import subprocess
 import sys
@@ -41,7 +40,6 @@ from data_pipeline.storage.manifest import MANIFEST_NAME, Manifest, load_manifes
 from data_pipeline.storage.shards import encode, write_shards
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.tools.bench import encoded_counts, rate, stream_counts
-from trainer.memory import keep_freed_memory
 
 BATCH_SIZE = 256
 NUM_SOUNDS = 64  # in a batch
@@ -269,19 +267,15 @@ def lines(group: str, directories: Sequence[Path], work: Path, *, seconds: float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="reading and preparing data, against WebDataset, torchvision, librosa")
+    parser = record.benchmark_parser("reading and preparing data, against WebDataset, torchvision, librosa", rounds=5)
     parser.add_argument("directories", nargs="*", type=Path, metavar="DIR", help="built datasets of pictures")
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS, metavar="GROUP", help=", ".join(GROUPS))
-    parser.add_argument("--rounds", type=int, default=5, metavar="R", help="measurements of each peer")
     parser.add_argument("--seconds", type=float, default=2.0, metavar="T", help="length of one measurement of a rate")
-    parser.add_argument("--out", type=Path, metavar="JSON", help="where to file what was measured")
     args = parser.parse_args()
     for directory in args.directories:
         if load_manifest(directory).medium != "picture":
             raise UserError(f"{directory} holds sounds; give a dataset of pictures")
-    torch.set_num_threads(1)
-    keep_freed_memory()  # as a training process does; it serves the peers as well
-    before = record.circumstances(packages=PACKAGES)
+    before = record.on_one_core(packages=PACKAGES)
     results = []
     with tempfile.TemporaryDirectory(prefix="data_throughput-") as name:
         work = Path(name)

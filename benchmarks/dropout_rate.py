@@ -36,9 +36,9 @@ from scipy.stats import linregress
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.record import circumstances, rounded, save
+from benchmarks.record import on_one_core, rounded, save
 from configs import demo
-from configs.base import CIFAR10_MEAN, CIFAR10_STD
+from configs.base import CIFAR10_MEAN, CIFAR10_STD, changed
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError, run_command
@@ -48,7 +48,6 @@ from data_pipeline.loading.order import num_steps_per_epoch
 from data_pipeline.storage.manifest import load_manifest
 from trainer.config import RunConfig
 from trainer.data import open_stream
-from trainer.memory import keep_freed_memory
 from trainer.models.encoder import Encoder, ResNetConfig, build_encoder
 from trainer.pretrained import load_modules
 from trainer.probes.features import LabelSpace, Pictures, frozen, read_pictures, to_float
@@ -231,17 +230,15 @@ def line_through(knobs: Sequence[float], shares: Sequence[float]) -> dict[str, f
 def run_config(setting: Setting, *, seed: int, num_epochs: int, directories: Mapping[str, str]) -> RunConfig:
     """Return `demo:viewmaker` with an encoder of half its width."""
     recipe = demo.viewmaker()
-    return RunConfig.model_validate(
-        recipe.model_dump()
-        | {
-            "name": f"budget {setting.budget:g}, rate {setting.dropout_rate}",
-            "seed": seed,
-            "data": recipe.data.model_copy(update=directories),
-            "views": setting.views,
-            "encoder": ResNetConfig(kind="resnet10", width=8, batch_norm="local"),
-            "num_epochs": num_epochs,
-            "tracking": {"wandb": "disabled"},
-        }
+    return changed(
+        recipe,
+        name=f"budget {setting.budget:g}, rate {setting.dropout_rate}",
+        seed=seed,
+        data=recipe.data.model_copy(update=directories),
+        views=setting.views,
+        encoder=ResNetConfig(kind="resnet10", width=8, batch_norm="local"),
+        num_epochs=num_epochs,
+        tracking={"wandb": "disabled"},
     )
 
 
@@ -416,9 +413,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="JSON")
     parser.add_argument("--figure", type=Path, metavar="PNG")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    before, start = circumstances(packages=PACKAGES), time.process_time()
+    before, start = on_one_core(packages=PACKAGES), time.process_time()
     with data_directories(args.train_dir, args.test_dir) as directories, tempfile.TemporaryDirectory() as run_dirs:
         judge, *results = run_all(args, directories, Path(run_dirs))
     lines = fits(results)

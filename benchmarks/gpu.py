@@ -31,6 +31,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
+from data_pipeline.core.arguments import number
 from data_pipeline.core.errors import UserError, run_command
 
 ROOT = Path(__file__).parents[1]
@@ -65,14 +66,7 @@ def check_packages() -> None:
         )
 
 
-def _minutes(text: str) -> float:
-    try:
-        minutes = float(text)
-    except ValueError:
-        minutes = -1.0
-    if not 0 < minutes <= 10_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of minutes")
-    return minutes
+_minutes = number("a positive number of minutes", lambda minutes: 0 < minutes <= 10_000)
 
 
 def main() -> None:

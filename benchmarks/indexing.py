@@ -9,7 +9,6 @@ sample, which decides for small pictures. For large ones, the disk does.
 
 from __future__ import annotations
 
-import argparse
 import io
 import shutil
 import tarfile
@@ -86,12 +85,10 @@ def lines_of(location: str, out: Path, *, num_samples: int) -> list[Line]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="time of indexing the tars of others")
+    parser = record.benchmark_parser("time of indexing the tars of others", rounds=5)
     parser.add_argument("--samples", type=int, default=100_000, metavar="N")
     parser.add_argument("--tars", type=int, default=10, metavar="S")
     parser.add_argument("--directory", type=Path, metavar="DIR", help="with 4 kB a sample free; default: in /tmp")
-    parser.add_argument("--rounds", type=int, default=5, metavar="R")
-    parser.add_argument("--out", type=Path, metavar="JSON", help="where to file what was measured")
     args = parser.parse_args()
     before = record.circumstances(packages=["webdataset", "numpy"])
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:

@@ -54,9 +54,7 @@ def main() -> None:
         passes[size] = one_pass(OURS, size, args.chunk_size)
         peak, seconds = passes[size].peak_bytes, passes[size].seconds
         print(f"{size:>8,}{peak / 1e6:>10,.1f}{peak / (2 * size):>20,.0f}{seconds:>10,.1f}", flush=True)
-    results = [record.measure(line, num_rounds=1) for line in lines_of(passes)]
-    for result in results:
-        print(record.table(result))
+    results = record.measure_each(lines_of(passes), num_rounds=1)
     settings = {"chunk_size": args.chunk_size, "dimension": EMBEDDING_SIZE, "warm_up_batch": WARM_UP_SIZE}
     seconds_of = {f"{size}": record.rounded(passed.seconds) for size, passed in passes.items()}
     record.save(args.out, {**before, **settings, "seconds": seconds_of, "lines": results})

@@ -30,7 +30,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
-import torch
 from webdataset.gopen import gopen_schemes
 
 from benchmarks import record
@@ -39,7 +38,6 @@ from benchmarks.record import Line
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import run_command
 from data_pipeline.storage.manifest import MANIFEST_NAME
-from trainer.memory import keep_freed_memory
 
 PACKAGES = ("torch", "webdataset", "s3fs", "fsspec", "aiobotocore", "numpy", "pillow")
 BUCKET = "benchmark"
@@ -126,18 +124,14 @@ def lines(directory: Path, address: str) -> Iterator[Line]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="reading from an S3-compatible server, against plain WebDataset")
+    parser = record.benchmark_parser("reading from an S3-compatible server, against plain WebDataset", rounds=5)
     parser.add_argument("directory", nargs="?", type=Path, metavar="DIR", help="a built dataset of pictures")
-    parser.add_argument("--rounds", type=int, default=5, metavar="R", help="measurements of each peer")
-    parser.add_argument("--out", type=Path, metavar="JSON", help="where to file what was measured")
     parser.add_argument("--serve", type=Path, metavar="DIR", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve is not None:
         serve(args.serve)
-    torch.set_num_threads(1)
-    keep_freed_memory()  # as a training process does; it serves the peers as well
     read_s3_through_fsspec()
-    before = record.circumstances(packages=PACKAGES)
+    before = record.on_one_core(packages=PACKAGES)
     work = Path(tempfile.mkdtemp(prefix="object_store-"))
     try:
         directory = args.directory

@@ -15,7 +15,6 @@ round; one thread, and its processor time. Memory is read from /proc, so this ru
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import importlib
@@ -143,11 +142,9 @@ def lines_of(batch_size: int, passes: Mapping[str, Sequence[Passed]]) -> list[Li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="time and memory of NT-Xent against lightly's, of open_clip's loss")
+    parser = record.benchmark_parser("time and memory of NT-Xent against lightly's, of open_clip's loss", rounds=3)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[4096], metavar="B", help="pictures a batch")
     parser.add_argument("--chunk-size", type=int, default=512, metavar="N", help="rows of a tile")
-    parser.add_argument("--rounds", type=int, default=3, metavar="R", help="measurements of each")
-    parser.add_argument("--out", type=Path, metavar="JSON", help="where to file what was measured")
     args = parser.parse_args()
     torch.set_num_threads(1)
     has_open_clip = importlib.util.find_spec("open_clip") is not None

@@ -14,7 +14,6 @@ have quality 97, with which a file of 500x400 is about as large as the average o
 
 from __future__ import annotations
 
-import argparse
 import io
 import tarfile
 import tempfile
@@ -43,7 +42,6 @@ from data_pipeline.core.errors import run_command
 from data_pipeline.core.random_crop import Crop, random_resized_crops
 from data_pipeline.loading.picture_decode import decode_crops, picture_size
 from data_pipeline.tools.bench import rate
-from trainer.memory import keep_freed_memory
 
 SIZE = 224
 BATCH_SIZE = 64
@@ -171,16 +169,12 @@ def lines(work: Path, photos: Sequence[Image.Image], *, num: int, seconds: float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="JPEG files to crops, against WebDataset, Pillow and torchvision")
+    parser = record.benchmark_parser("JPEG files to crops, against WebDataset, Pillow and torchvision", rounds=5)
     parser.add_argument("--pictures", type=Path, metavar="DIR", help="photographs; default: those of scikit-learn")
     parser.add_argument("--num", type=int, default=128, metavar="N", help="pictures of 500x400")
-    parser.add_argument("--rounds", type=int, default=5, metavar="R", help="measurements of each peer")
     parser.add_argument("--seconds", type=float, default=2.0, metavar="T", help="length of one measurement")
-    parser.add_argument("--out", type=Path, metavar="JSON", help="where to file what was measured")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    keep_freed_memory()  # as a training process does; it serves the peers as well
-    before = record.circumstances(packages=PACKAGES)
+    before = record.on_one_core(packages=PACKAGES)
     with tempfile.TemporaryDirectory(prefix="picture_decoding-") as name:
         results = record.measure_each(
             lines(Path(name), photographs(args.pictures), num=args.num, seconds=args.seconds), num_rounds=args.rounds

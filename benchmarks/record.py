@@ -6,6 +6,7 @@ figure of a line is the median over the rounds of what is judged within each.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -55,6 +56,21 @@ class Line:
 def ratio_line(title: str, peers: Peers, *, against: str, target: float | None = None) -> Line:
     """A line of rates, of which the figure is ours over that of the peer `against`."""
     return Line(title, "samples/s", peers, lambda measured: measured["ours"] / measured[against], "ratio", target)
+
+
+def benchmark_parser(description: str | None, *, rounds: int) -> argparse.ArgumentParser:
+    """Return a parser with the number of rounds, by default `rounds`, and the file to write."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds, metavar="R", help="measurements of each peer")
+    parser.add_argument("--out", type=Path, metavar="JSON", help="where to file what was measured")
+    return parser
+
+
+def on_one_core(*, packages: Sequence[str]) -> dict[str, Any]:
+    """Compute on one thread, and keep freed memory as a training process does; return the `circumstances`."""
+    torch.set_num_threads(1)
+    keep_freed_memory()  # it serves the peers as well
+    return circumstances(packages=packages)
 
 
 def replayed(values: Sequence[float]) -> Callable[[], float]:
@@ -112,7 +128,7 @@ def print_rates(
     for title, peers in groups.items():
         for call in peers.values():
             call()
-        rounds = [{name: _seconds(call) for name, call in peers.items()} for _ in range(num_rounds)]
+        rounds = [{name: cpu_seconds(call) for name, call in peers.items()} for _ in range(num_rounds)]
         print(f"{title:<40}{unit:>12}{'ratio':>8}")
         first = next(iter(peers))
         for name in peers:
@@ -121,7 +137,8 @@ def print_rates(
             print(f"  {name:<38}{rate:>12,.0f}{ratio:>8.2f}")
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def cpu_seconds(call: Callable[[], object]) -> float:
+    """Return the processor time of one call."""
     start = time.process_time()
     call()
     return time.process_time() - start

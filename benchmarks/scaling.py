@@ -17,7 +17,6 @@ norm and view, both forward and backward, with one for the size of the batch.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import multiprocessing
 import os
@@ -138,10 +137,8 @@ def least_bytes(size: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = record.benchmark_parser(__doc__, rounds=5)
     parser.add_argument("--batch-size", type=int, default=128, metavar="B", help="samples of a process; default: 128")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, metavar="JSON")
     arguments = parser.parse_args()
     size = arguments.batch_size
     cores = sorted(os.sched_getaffinity(0))

@@ -12,11 +12,8 @@ processor time. Changes of pitch and of speed, off by default, are timed against
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 
 import librosa
 import numpy as np
@@ -28,7 +25,6 @@ from benchmarks.sounds import NUM_POINTS, Sound, librosa_log_mel
 from data_pipeline.audio.log_mel import AUDIOMNIST
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import run_command
-from trainer.memory import keep_freed_memory
 from trainer.views.expert_audio import Spectral, SpectralConfig, Waveform, WaveformConfig, clean_spectrogram
 
 
@@ -116,9 +112,7 @@ def rates(calls: Mapping[str, Callable[[], object]], num_sounds: int) -> record.
     """Each call as a measurement: sounds in a second of processor time. It is made once before, unmeasured."""
 
     def rate(call: Callable[[], object]) -> float:
-        start = time.process_time()
-        call()
-        return num_sounds / (time.process_time() - start)
+        return num_sounds / record.cpu_seconds(call)
 
     for call in calls.values():
         call()
@@ -126,14 +120,10 @@ def rates(calls: Mapping[str, Callable[[], object]], num_sounds: int) -> record.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="expert views of sounds against NumPy and librosa one by one")
+    parser = record.benchmark_parser("expert views of sounds against NumPy and librosa one by one", rounds=7)
     parser.add_argument("--batch-size", type=int, default=128, metavar="B")
-    parser.add_argument("--rounds", type=int, default=7, metavar="R", help="measurements of each")
-    parser.add_argument("--out", type=Path, metavar="JSON", help="where to file what was measured")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    keep_freed_memory()  # as a training process does
-    before = record.circumstances(packages=["torch", "librosa", "numpy", "soxr"])
+    before = record.on_one_core(packages=["torch", "librosa", "numpy", "soxr"])
     waveforms_BT = 0.1 * torch.randn(args.batch_size, NUM_POINTS, generator=torch.Generator().manual_seed(0))
     keys = DrawKeys(seed=0, epoch=0, index_B=torch.arange(args.batch_size), view=0)
     groups = {
@@ -142,11 +132,11 @@ def main() -> None:
         "change of pitch": (pitch_peers(waveforms_BT, keys), "librosa one by one", None),
         "change of speed": (speed_peers(waveforms_BT, keys), "librosa one by one", None),
     }
-    results = []
-    for title, (calls, against, target) in groups.items():
-        line = record.ratio_line(title, rates(calls, args.batch_size), against=against, target=target)
-        results.append(record.measure(line, num_rounds=args.rounds))
-        print(record.table(results[-1]), flush=True)
+    lines = (
+        record.ratio_line(title, rates(calls, args.batch_size), against=against, target=target)
+        for title, (calls, against, target) in groups.items()
+    )
+    results = record.measure_each(lines, num_rounds=args.rounds)
     settings = {"rounds": args.rounds, "batch_size": args.batch_size}
     record.save(args.out, {**before, **settings, "lines": results})
 

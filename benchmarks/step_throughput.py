@@ -15,7 +15,6 @@ The peers take turns, round by round. On a GPU the same command measures there.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -156,12 +155,10 @@ def checkpointing_line(train_dir: Path, device: torch.device) -> tuple[Line, dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = record.benchmark_parser(__doc__, rounds=5)
     parser.add_argument("train_dir", type=Path, metavar="TRAIN_DIR")
     parser.add_argument("--only", nargs="+", choices=LINES, default=LINES, metavar="LINE", help=", ".join(LINES))
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--out", type=Path, metavar="JSON")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     keep_freed_memory()

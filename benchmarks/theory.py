@@ -9,12 +9,10 @@ to the faster of the two loops. Rates are per second of processor time of one th
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,7 +20,6 @@ from torch import Tensor
 from benchmarks import record
 from benchmarks.record import Line, Measured
 from data_pipeline.core.errors import run_command
-from trainer.memory import keep_freed_memory
 from trainer.theory.linear_contrastive.model import (
     angular_speed_at_a_point,
     angular_speeds,
@@ -83,17 +80,13 @@ def against_the_faster_loop(measured: Measured) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare a grid of the linear model with a loop over its points.")
+    parser = record.benchmark_parser("Compare a grid of the linear model with a loop over its points.", rounds=5)
     parser.add_argument(
         "--points", type=int, default=1000, metavar="N", help="points of the grid, rounded up to a square"
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 64], metavar="R", help="batches at each point")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N")
-    parser.add_argument("--out", type=Path, metavar="JSON", help="where to save the measurements")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    before = record.circumstances(packages=["torch"])
+    before = record.on_one_core(packages=["torch"])
     weak, other = states(args.points)
     results = []
     for num_batches in args.batches:

@@ -14,7 +14,6 @@ that tensors took, and, for ours, the share of the time in which the device wait
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import statistics
@@ -227,7 +226,7 @@ def measure(peer: Peer, *, num_steps: int, batch_size: int, device: torch.device
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = record.benchmark_parser(__doc__, rounds=5)
     parser.add_argument("train_dir", type=Path, metavar="TRAIN_DIR")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--batch-size", type=int, default=64, metavar="B")
@@ -235,9 +234,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="torch.compile of our encoder")
     parser.add_argument("--num-workers", type=int, default=len(os.sched_getaffinity(0)), help="of lightly's DataLoader")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="of a round")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=PEERS, default=PEERS, metavar="PEER", help="; ".join(PEERS))
-    parser.add_argument("--out", type=Path, metavar="JSON")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     form = Form(

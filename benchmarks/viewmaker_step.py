@@ -15,11 +15,8 @@ what prepares the pictures.
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +35,6 @@ from data_pipeline.core.sample import NO_LABEL, Batch
 from tests.trainer.views.viewmaker_as_written import AsWritten
 from trainer.build import build_training
 from trainer.config import RunConfig
-from trainer.memory import keep_freed_memory
 from trainer.modules import TrainedModules, build_modules
 from trainer.objectives import PublishedNTXentConfig
 from trainer.optim.optimizers import AdamConfig, SGDConfig
@@ -172,9 +168,7 @@ def check_equal(losses: Mapping[str, float]) -> None:
 
 def rate(step: Step, batch: Batch) -> float:
     """Pictures a second of processor time."""
-    start = time.process_time()
-    step(batch)
-    return len(batch.index_B) / (time.process_time() - start)
+    return len(batch.index_B) / record.cpu_seconds(partial(step, batch))
 
 
 def lines_of(rates: Mapping[str, Sequence[float]]) -> list[Line]:
@@ -250,15 +244,11 @@ def descendants(event: Any) -> list[Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="a step of the viewmaker's game in one pass, against two passes")
+    parser = record.benchmark_parser("a step of the viewmaker's game in one pass, against two passes", rounds=5)
     parser.add_argument("--batch-size", type=int, default=64, metavar="B")
-    parser.add_argument("--rounds", type=int, default=5, metavar="R", help="steps of each")
     parser.add_argument("--only", nargs="+", choices=PEERS, default=PEERS, metavar="PEER", help="; ".join(PEERS))
-    parser.add_argument("--out", type=Path, metavar="JSON", help="where to file what was measured")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    keep_freed_memory()  # as a training process does; it serves the peers as well
-    before = record.circumstances(packages=["torch", "torchvision"])
+    before = record.on_one_core(packages=["torch", "torchvision"])
     batch = batch_of(args.batch_size)
     built = {name: build(name, args.batch_size) for name in args.only}
     check_equal({name: step(batch) for name, (step, _) in built.items()})

@@ -22,7 +22,7 @@ of the paper, and its numbers differ.
 
 from __future__ import annotations
 
-from configs.base import PUBLISHED_ADAM, PUBLISHED_SGD, data
+from configs.base import PUBLISHED_ADAM, PUBLISHED_SGD, data, named
 from trainer.adversary import AdversaryConfig
 from trainer.config import RunConfig
 from trainer.models.encoder import ResNetConfig
@@ -108,12 +108,12 @@ def _on(dataset: str, recipe: RunConfig) -> RunConfig:
     """Return the recipe on another dataset of sounds, without a background for each view if there is only speech."""
     overlay = "online" if dataset == "spoken" else recipe.data.overlay
     shards = data(dataset, overlay=overlay, sample_rate=recipe.data.sample_rate)
-    return RunConfig.model_validate(recipe.model_dump() | {"name": f"{recipe.name}-{dataset}", "data": shards})
+    return named(recipe, dataset, data=shards)
 
 
 def _per_item(recipe: RunConfig) -> RunConfig:
     shared = recipe.data.model_copy(update={"overlay": "online"})
-    return RunConfig.model_validate(recipe.model_dump() | {"name": f"{recipe.name}-per-item", "data": shared})
+    return named(recipe, "per-item", data=shared)
 
 
 def _published(name: str, views: ViewsConfig) -> RunConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from trainer.config import RunConfig
 from trainer.data import DataConfig
@@ -35,6 +35,16 @@ def data(
         overlay=overlay,
         sample_rate=sample_rate,
     )
+
+
+def changed(recipe: RunConfig, **settings: Any) -> RunConfig:
+    """Return the recipe with other settings."""
+    return RunConfig.model_validate(recipe.model_dump() | settings)
+
+
+def named(recipe: RunConfig, ending: str, **settings: Any) -> RunConfig:
+    """Return the recipe with other settings and an ending of its name that says so."""
+    return changed(recipe, name=f"{recipe.name}-{ending}", **settings)
 
 
 HuangMethod = Literal["simclr-huang", "barlow_twins", "moco", "simsiam"]

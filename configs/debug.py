@@ -12,7 +12,7 @@ torchrun --standalone --nproc-per-node 2 launch/train.py --config debug:audio
 
 from __future__ import annotations
 
-from configs.base import CIFAR10_MEAN, CIFAR10_STD, data
+from configs.base import CIFAR10_MEAN, CIFAR10_STD, changed, data
 from trainer.adversary import AdversaryConfig
 from trainer.config import RunConfig
 from trainer.models.encoder import ResNetConfig
@@ -41,35 +41,26 @@ def image() -> RunConfig:
 
 def viewmaker() -> RunConfig:
     """SimCLR with a tiny viewmaker instead of expert views, 16 steps; about 10 seconds on 2 cores."""
-    return RunConfig.model_validate(
-        image().model_dump()
-        | {"name": "debug-viewmaker"}
-        | {"views": ViewmakerConfig(base_width=4, num_res_blocks=1), "adversary": AdversaryConfig()}
-    )
+    views = ViewmakerConfig(base_width=4, num_res_blocks=1)
+    return changed(image(), name="debug-viewmaker", views=views, adversary=AdversaryConfig())
 
 
 def audio() -> RunConfig:
     """SimCLR on sounds with views of their spectrograms, a tiny encoder, 16 steps; about 10 seconds on 2 cores."""
-    return RunConfig.model_validate(
-        image().model_dump()
-        | {
-            "name": "debug-audio",
-            "data": data("debug_audio", num_workers=1, overlay="online_per_view", sample_rate=8_000),
-            "views": SpectralConfig(),
-            "encoder": ResNetConfig(
-                kind="resnet10", width=4, embedding_size=16, in_channels=1, mean=(0.0,), std=(1.0,)
-            ),
-        }
+    return changed(
+        image(),
+        name="debug-audio",
+        data=data("debug_audio", num_workers=1, overlay="online_per_view", sample_rate=8_000),
+        views=SpectralConfig(),
+        encoder=ResNetConfig(kind="resnet10", width=4, embedding_size=16, in_channels=1, mean=(0.0,), std=(1.0,)),
     )
 
 
 def audio_viewmaker() -> RunConfig:
     """SimCLR on sounds with a tiny viewmaker on their spectrograms, 16 steps; about 30 seconds on 2 cores."""
-    return RunConfig.model_validate(
-        audio().model_dump()
-        | {
-            "name": "debug-audio-viewmaker",
-            "views": ViewmakerConfig(base_width=4, num_res_blocks=1, budget=0.125, clamp=False),
-            "adversary": AdversaryConfig(),
-        }
+    return changed(
+        audio(),
+        name="debug-audio-viewmaker",
+        views=ViewmakerConfig(base_width=4, num_res_blocks=1, budget=0.125, clamp=False),
+        adversary=AdversaryConfig(),
     )

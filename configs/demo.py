@@ -8,7 +8,7 @@ two processes, it would send 48 messages in each step, which take as long as the
 
 from __future__ import annotations
 
-from configs.base import PUBLISHED_ADAM, PUBLISHED_SGD
+from configs.base import PUBLISHED_ADAM, PUBLISHED_SGD, changed
 from trainer.adversary import AdversaryConfig
 from trainer.config import RunConfig
 from trainer.data import DataConfig
@@ -37,11 +37,9 @@ def expert() -> RunConfig:
 
 def viewmaker() -> RunConfig:
     """SimCLR with a small viewmaker. Measured, 3 seeds: 32 % on the picture, 85 % on the digit."""
-    return RunConfig.model_validate(
-        expert().model_dump()
-        | {
-            "name": "demo-viewmaker",
-            "views": ViewmakerConfig(base_width=8, num_res_blocks=1),
-            "adversary": AdversaryConfig(optimizer=PUBLISHED_ADAM),
-        }
+    return changed(
+        expert(),
+        name="demo-viewmaker",
+        views=ViewmakerConfig(base_width=8, num_res_blocks=1),
+        adversary=AdversaryConfig(optimizer=PUBLISHED_ADAM),
     )

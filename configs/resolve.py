@@ -19,7 +19,7 @@ from data_pipeline.core.errors import UserError, nearest, printable
 from data_pipeline.core.imports import find_in_working_directory, import_file, import_module, import_object
 from data_pipeline.core.kinds import GROUP_PREFIX, check_kinds, import_code, import_typed, unimported
 from data_pipeline.core.overrides import merge, set_paths
-from data_pipeline.core.schema import flatten
+from data_pipeline.core.schema import flatten, given_settings
 from data_pipeline.remote.cache import is_command, refuse_untyped_command
 from data_pipeline.storage.manifest import INDEX_NAME
 from data_pipeline.storage.tar_lists import is_tars
@@ -182,7 +182,7 @@ def explain(name: str, overrides: Sequence[str] = (), *, allow_code: bool = Fals
     recipe = flatten(resolve_recipe(name, allow_pipe=True, allow_code=allow_code))
     layers = _layers(name, allow_code=allow_code)
     by_hand = {".".join(path) for path in set_paths(overrides)}
-    given = _given(config)
+    given = given_settings(config)
     lines = []
     for path, value in flatten(config).items():
         is_given = any(f"{path}.".startswith(f"{given_path}.") for given_path in given)  # a mapping is given as a whole
@@ -309,22 +309,3 @@ def _function(name: str) -> Callable[[], Any]:
 def _summary(function: Callable[[], Any]) -> str:
     """Return the first paragraph of a docstring on one line."""
     return " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
-
-
-def _given(config: RunConfig) -> set[str]:
-    """Return the dotted paths whose value is not the default of the field."""
-
-    def walk(model: Any, path: str) -> set[str]:
-        found: set[str] = set()
-        for field_name, field in type(model).model_fields.items():
-            value, default = getattr(model, field_name), field.get_default(call_default_factory=True)
-            here = f"{path}{field_name}"
-            if hasattr(type(value), "model_fields"):
-                found |= walk(value, f"{here}.")
-                if type(value) is not type(default):  # the recipe sets the kind
-                    found.add(f"{here}.kind")
-            elif value != default:
-                found.add(here)
-        return found
-
-    return walk(config, "")

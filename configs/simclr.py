@@ -13,7 +13,7 @@ Build the shards first, for example
 
 from __future__ import annotations
 
-from configs.base import CIFAR10_MEAN, CIFAR10_STD, NAME_OF_DATA, PUBLISHED_SGD, data, huang
+from configs.base import CIFAR10_MEAN, CIFAR10_STD, NAME_OF_DATA, PUBLISHED_SGD, changed, data, huang
 from trainer.config import RunConfig
 from trainer.models.encoder import ResNetConfig
 from trainer.objectives import PublishedNTXentConfig
@@ -88,17 +88,15 @@ def folder() -> RunConfig:
 
 def folder_small() -> RunConfig:
     """Your own pictures for a CPU: ResNet-10 of width 16, small batches and fewer epochs; best with 32 to 64 pixels."""
-    return RunConfig.model_validate(
-        folder().model_dump()
-        | {
-            "name": f"simclr-{NAME_OF_DATA}-small",
-            "data": data("folder", num_workers=0, overlay="online"),
-            "encoder": ResNetConfig(kind="resnet10", width=16),
-            "global_batch_size": 64,
-            "num_epochs": 20,
-            "channels_last": True,
-            "probe": ProbeConfig(views="none", num_epochs=30),
-        }
+    return changed(
+        folder(),
+        name=f"simclr-{NAME_OF_DATA}-small",
+        data=data("folder", num_workers=0, overlay="online"),
+        encoder=ResNetConfig(kind="resnet10", width=16),
+        global_batch_size=64,
+        num_epochs=20,
+        channels_last=True,
+        probe=ProbeConfig(views="none", num_epochs=30),
     )
 
 

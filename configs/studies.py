@@ -35,7 +35,7 @@ from types import MappingProxyType
 from typing import Any
 
 from configs import audio, barlow_twins, debug, moco, simclr, simsiam, viewmaker
-from configs.base import data
+from configs.base import changed, data, named
 from configs.suppression import benchmark
 from trainer.config import RunConfig
 from trainer.models.encoder import ResNetConfig, WideResNet34x5Config
@@ -92,7 +92,7 @@ def richness() -> list[RunConfig]:
 
     With three seeds these are 120 runs of 800 epochs.
     """
-    runs = [_named(recipe, letters, views=huang_views(letters)) for recipe in _huang() for letters in _ADDED]
+    runs = [named(recipe, letters, views=huang_views(letters)) for recipe in _huang() for letters in _ADDED]
     return _study("richness", _seeded(runs, _SEEDS))
 
 
@@ -104,7 +104,7 @@ def richness_small() -> list[RunConfig]:
 def colour() -> list[RunConfig]:
     """The table of colour strengths of Huang et al. (2023): crop and jitter of four strengths; 96 runs."""
     runs = [
-        _named(recipe, f"ad-strength{strength:g}", views=huang_views("ad", strength=strength, jitter_probability=1.0))
+        named(recipe, f"ad-strength{strength:g}", views=huang_views("ad", strength=strength, jitter_probability=1.0))
         for recipe in _huang()
         for strength in _STRENGTHS
     ]
@@ -129,7 +129,7 @@ def temperatures() -> list[RunConfig]:
         "split-t0.2": SplitLossConfig(),
     }
     runs = [
-        _changed(base, name=f"{name}-{epochs}epochs", objective=loss, num_epochs=epochs)
+        changed(base, name=f"{name}-{epochs}epochs", objective=loss, num_epochs=epochs)
         for name, loss in losses.items()
         for epochs in (200, 400, 600, 800)
     ]
@@ -143,8 +143,8 @@ def temperatures_small() -> list[RunConfig]:
 
 def pairs() -> list[RunConfig]:
     """The figure of pairs of transforms of Huang et al. (2023): SimCLR with two transforms, 200 epochs; 30 runs."""
-    base = _changed(_with_knn([simclr.huang_cifar10()])[0], num_epochs=200)
-    runs = [_named(base, f"{letters}-200epochs", views=huang_views(letters)) for letters in _PAIRS]
+    base = changed(_with_knn([simclr.huang_cifar10()])[0], num_epochs=200)
+    runs = [named(base, f"{letters}-200epochs", views=huang_views(letters)) for letters in _PAIRS]
     return _study("pairs", _seeded(runs, _SEEDS))
 
 
@@ -187,8 +187,8 @@ def ablations() -> list[RunConfig]:
             "unclamped": {"views": learned.views.model_copy(update={"clamp": False})},
             "alternating": {"adversary": learned.adversary.model_copy(update={"update": "alternating"})},
         }
-        runs += [expert, *(_named(expert, name, **change) for name, change in losses.items())]
-        runs += [learned, *(_named(learned, name, **change) for name, change in (losses | as_in_code).items())]
+        runs += [expert, *(named(expert, name, **change) for name, change in losses.items())]
+        runs += [learned, *(named(learned, name, **change) for name, change in (losses | as_in_code).items())]
     return _study("ablations", _seeded(runs, _SEEDS))
 
 
@@ -207,7 +207,7 @@ def firing() -> list[RunConfig]:
         base.encoder.model_dump(exclude={"kind", "stem_relu", "init", "width"})
     )
     views = {"none": NO_VIEWS, "crop": huang_views("a"), "crop-colour": huang_views("ad")}
-    runs = [_named(base, name, views=chosen, encoder=network, num_epochs=200) for name, chosen in views.items()]
+    runs = [named(base, name, views=chosen, encoder=network, num_epochs=200) for name, chosen in views.items()]
     return _study("firing", _seeded(runs, _SEEDS))
 
 
@@ -240,15 +240,7 @@ def debug_seeds() -> list[RunConfig]:
 
 def _study(name: str, runs: Sequence[RunConfig]) -> list[RunConfig]:
     """Return the runs with the study's name as their tag and group, so that W&B can find them."""
-    return [_changed(run, tracking=run.tracking.model_copy(update={"tags": (name,), "group": name})) for run in runs]
-
-
-def _changed(recipe: RunConfig, **settings: Any) -> RunConfig:
-    return RunConfig.model_validate(recipe.model_dump() | settings)
-
-
-def _named(recipe: RunConfig, ending: str, **settings: Any) -> RunConfig:
-    return _changed(recipe, name=f"{recipe.name}-{ending}", **settings)
+    return [changed(run, tracking=run.tracking.model_copy(update={"tags": (name,), "group": name})) for run in runs]
 
 
 def _seeded(runs: Sequence[RunConfig], seeds: Sequence[int]) -> list[RunConfig]:
@@ -265,7 +257,7 @@ def _huang() -> list[RunConfig]:
 def _with_knn(runs: Sequence[RunConfig]) -> list[RunConfig]:
     """Return the runs with regular kNN evaluations on all train and test pictures; the paper reports the best one."""
     every = {"online_every_steps": _HUANG_EVERY_STEPS, "online_num_train": 50_000, "online_num_test": 10_000}
-    return [_changed(run, probe=run.probe.model_copy(update=every)) for run in runs]
+    return [changed(run, probe=run.probe.model_copy(update=every)) for run in runs]
 
 
 def _of_cifar10(runs: Sequence[RunConfig]) -> list[RunConfig]:
@@ -289,7 +281,7 @@ def _small_run(run: RunConfig, *, num_epochs: int) -> RunConfig:
         views = views.model_copy(update={"base_width": 8, "num_res_blocks": 1})
     narrow = tuple(min(size, 256) for size in encoder.head.hidden_sizes)
     dataset = run.data.probed_dir.split("/")[-2]
-    return _named(
+    return named(
         run,
         "small",
         data=data(

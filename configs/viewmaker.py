@@ -11,7 +11,7 @@ trained with Adam against the encoder. Two settings differ from the published co
 from __future__ import annotations
 
 from configs import simclr
-from configs.base import PUBLISHED_ADAM
+from configs.base import PUBLISHED_ADAM, changed, named
 from trainer.adversary import AdversaryConfig
 from trainer.config import RunConfig
 from trainer.views.viewmaker import ViewmakerConfig
@@ -44,7 +44,7 @@ def digits_dropout() -> RunConfig:
     """
     recipe = digits()
     views = ViewmakerConfig(budget=0.4, dropout_rate=0.25)
-    return RunConfig.model_validate(recipe.model_dump() | {"name": f"{recipe.name}-dropout", "views": views})
+    return named(recipe, "dropout", views=views)
 
 
 def shapes_masked() -> RunConfig:
@@ -84,17 +84,15 @@ def folder_small() -> RunConfig:
 def _masked(recipe: RunConfig) -> RunConfig:
     """Return the recipe with a viewmaker that changes nothing inside the boxes around the drawn objects."""
     views = recipe.views.model_copy(update={"mask": "box"})
-    return RunConfig.model_validate(recipe.model_dump() | {"name": f"{recipe.name}-masked", "views": views})
+    return named(recipe, "masked", views=views)
 
 
 def _against(recipe: RunConfig, views: ViewmakerConfig) -> RunConfig:
     """Return the recipe with learned views and seed 2, as published."""
-    return RunConfig.model_validate(
-        recipe.model_dump()
-        | {
-            "name": recipe.name.replace("simclr", "viewmaker"),
-            "seed": 2,
-            "views": views,
-            "adversary": AdversaryConfig(optimizer=PUBLISHED_ADAM),
-        }
+    return changed(
+        recipe,
+        name=recipe.name.replace("simclr", "viewmaker"),
+        seed=2,
+        views=views,
+        adversary=AdversaryConfig(optimizer=PUBLISHED_ADAM),
     )

@@ -7,7 +7,6 @@ that is named after their content. Invariant: a job never runs a mixture of two 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shlex
 import shutil
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from data_pipeline.core.errors import UserError
+from trainer.own_code import hash_of_files
 from trainer.provenance import REPOSITORY, SNAPSHOT_FILE, this_code
 from trainer.run_dir import write_json
 
@@ -32,12 +32,7 @@ class Snapshot:
 
     @property
     def sha256(self) -> str:
-        """The hash of all names and contents; it does not depend on the directory of the code."""
-        digest = hashlib.sha256()
-        for name, content in sorted(self.files.items()):
-            for part in (name.encode(), content):
-                digest.update(len(part).to_bytes(8, "big") + part)
-        return digest.hexdigest()
+        return hash_of_files(self.files)
 
     def folder(self, into: Path) -> Path:
         """Return the directory of the copy below `into`."""

@@ -311,7 +311,8 @@ def _stalled(run_dir: RunDir, *, since: float) -> str | None:
     text = read_end(path, inside=run_dir.path, max_bytes=_RECORD_BYTES)
     if text is None or path.stat().st_mtime < since:
         return None
-    return f"{_first_line(text)} (see {path})"
+    first_line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return f"{first_line} (see {path})"
 
 
 def _last_start(provenance: Mapping[str, Any]) -> _LastStart | None:
@@ -343,7 +344,3 @@ def _num_steps(config: RunConfig) -> int | None:
     except UserError:
         return None
     return config.num_epochs * config.data.num_steps_per_epoch(num_samples, config.global_batch_size)
-
-
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")

@@ -8,16 +8,15 @@ python launch/train.py --config debug:image --sweep objective.temperature=0.1,0.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.core.arguments import positive
+from data_pipeline.core.arguments import number, positive
 from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.core.overrides import SET_HELP
 
-_MAX_GIGABYTES = 10**9
+_gigabytes = number("a positive number up to 1,000,000,000", lambda size: 0 < size <= 10**9)
 CONFIG_HELP = (
     "The recipe: module:function in configs/, package.module:function of your own package, ./FILE.py:function, or a "
     "config file."
@@ -39,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="The ranks on each node (default: 1).",
     )
-    add("--gpu-gigabytes", type=gigabytes, metavar="GB", help="The device memory that the plan fits a batch into.")
+    add("--gpu-gigabytes", type=_gigabytes, metavar="GB", help="The device memory that the plan fits a batch into.")
     return parser
 
 
@@ -99,17 +98,6 @@ def run_parser(description: str | None, instead_of_config: str, **options: Any) 
         help="Go on with code of your own that has changed. The refusal says its NAME. May be repeated.",
     )
     return parser
-
-
-def gigabytes(text: str) -> float:
-    """Return the memory of a device, from the command line."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number <= _MAX_GIGABYTES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number up to {_MAX_GIGABYTES:,}")
-    return number
 
 
 def main() -> None:

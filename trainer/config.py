@@ -208,11 +208,6 @@ class RunConfig(Schema):
         return self.adversary.freeze_step is None or step < self.adversary.freeze_step
 
     @property
-    def objective_optimizer(self) -> OptimizerConfig:
-        """Return the optimizer of the objective's own parameters."""
-        return self.objective.own_optimizer(self.optimizer)
-
-    @property
     def module_optimizers(self) -> dict[str, OptimizerConfig]:
         """Return the optimizers of encoder and viewmaker, by name."""
         viewmaker = {} if self.adversary is None else {"viewmaker": self.adversary.optimizer}
@@ -221,7 +216,7 @@ class RunConfig(Schema):
     @property
     def engine_optimizers(self) -> dict[str, OptimizerConfig]:
         """Return the optimizers of all engines that a run may have, by name."""
-        return self.module_optimizers | {"objective": self.objective_optimizer}
+        return self.module_optimizers | {"objective": self.objective.own_optimizer(self.optimizer)}
 
 
 @functools.cache

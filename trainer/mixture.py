@@ -40,13 +40,11 @@ class WeightChange(Schema):
     weights: Annotated[dict[Name, Factor], Field(max_length=MAX_SOURCES)]
 
 
-def _by_name(sources: dict[str, SourceConfig]) -> dict[str, SourceConfig]:
-    return dict(sorted(sources.items()))
-
-
 # In the order of the names, so that a run does not depend on the order in which they were written.
 SourceConfigs = Annotated[
-    dict[Name, SourceConfig], Field(min_length=1, max_length=MAX_SOURCES), AfterValidator(_by_name)
+    dict[Name, SourceConfig],
+    Field(min_length=1, max_length=MAX_SOURCES),
+    AfterValidator(lambda sources: dict(sorted(sources.items()))),
 ]
 Schedule = Annotated[tuple[WeightChange, ...], Field(max_length=MAX_CHANGES)]
 

@@ -122,13 +122,14 @@ def read_own_code(config: RunConfig, manifests: Sequence[Manifest] = ()) -> dict
 
 def hashes_of_code(config: RunConfig, manifests: Sequence[Manifest] = ()) -> dict[str, str]:
     """Return the SHA-256 of the source of each package of a run; `manifests` are those of its datasets."""
-    return {package: _hash_of(source_files(package)) for package in own_packages(config, manifests)}
+    return {package: hash_of_files(source_files(package)) for package in own_packages(config, manifests)}
 
 
-def _hash_of(files: Mapping[str, Path]) -> str:
+def hash_of_files(files: Mapping[str, bytes | Path]) -> str:
+    """Return the SHA-256 of all names and contents; it does not depend on the directory of the files."""
     digest = hashlib.sha256()
-    for name, path in sorted(files.items()):
-        for part in (name.encode(), path.read_bytes()):
+    for name, content in sorted(files.items()):
+        for part in (name.encode(), content.read_bytes() if isinstance(content, Path) else content):
             digest.update(len(part).to_bytes(8, "big") + part)
     return digest.hexdigest()
 
@@ -196,7 +197,7 @@ def warn_of_changed_code(run_dirs: Sequence[RunDir]) -> None:
 def _hashes_of_overlays(packages: Collection[str]) -> dict[str, str]:
     """Return the SHA-256 of the source of those of the `packages` that register an overlay by an entry point."""
     registered = {_package_of_overlay(name) for name in OVERLAY_NAMES.names()}
-    return {package: _hash_of(source_files(package)) for package in packages if package in registered}
+    return {package: hash_of_files(source_files(package)) for package in packages if package in registered}
 
 
 def _recorded_code(run_dir: RunDir) -> dict[str, dict[str, Any]]:

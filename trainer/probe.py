@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_pipeline.core.arguments import positive, program, whole
+from data_pipeline.core.arguments import number, positive, program, whole
 from data_pipeline.core.errors import UserError, run_command
 from trainer.run_dir import (
     ALLOW_CODE_HELP,
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--allow-shared",
-        type=_share,
+        type=number("a share from 0 to 1", lambda given: 0 <= given <= 1),
         metavar="P",
         help="The share of test samples that may also be in the train set (default: probe.allow_shared of the run).",
     )
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--allow-code", action="store_true", help=ALLOW_CODE_HELP)
     add(
         "--memory-gigabytes",
-        type=_gigabytes,
+        type=number("a number of 10^9 bytes", lambda given: 0 <= given < 1e9),
         metavar="G",
         help="Stream a dataset that takes more than G x 10^9 bytes in memory, and keep its features in a file if they "
         "take more (default: half of the free memory).",
@@ -233,26 +233,6 @@ def _probe_together(arguments: argparse.Namespace, run_dirs: Sequence[RunDir], *
         allow_pipe=arguments.allow_pipe,
     )
     print(side_by_side_table(found))
-
-
-def _gigabytes(text: str) -> float:
-    try:
-        gigabytes = float(text)
-    except ValueError:
-        gigabytes = -1.0
-    if not 0 <= gigabytes < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 10^9 bytes")
-    return gigabytes
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1")
-    return share
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def write_provenance(
         "world_size": world_size,
         "host": platform.node(),
         "slurm_job_id": variable("SLURM_JOB_ID"),
-        "slurm_restart_count": _slurm_restart_count(),
+        "slurm_restart_count": int(variable("SLURM_RESTART_COUNT") or 0) if variable("SLURM_JOB_ID") else None,
         "git_commit": code.git_commit,
         "snapshot_sha256": code.snapshot_sha256,
         "git_diff_sha256": hashlib.sha256(diff.encode()).hexdigest() if diff else None,
@@ -191,11 +191,6 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _slurm_restart_count() -> int | None:
-    """Return the number of restarts of this job by Slurm; None outside of Slurm."""
-    return int(variable("SLURM_RESTART_COUNT") or 0) if variable("SLURM_JOB_ID") else None
 
 
 def _git(*arguments: str) -> str | None:

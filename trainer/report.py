@@ -47,10 +47,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _is_suppression(study: str) -> bool:
-    return study.removeprefix("studies:").startswith("suppression")
-
-
 def _write_suppression(arguments: argparse.Namespace, paths: Sequence[Path]) -> None:
     """Write the page of the suppression benchmark, which has a form of its own."""
     from trainer.reports.suppression.as_markdown import write_markdown
@@ -81,7 +77,7 @@ def main() -> None:
     paths = runs_of(arguments.run_dirs)
     if arguments.allow_code:
         import_code_of([open_run(path) for path in paths])
-    if arguments.study is not None and _is_suppression(arguments.study):
+    if (arguments.study or "").removeprefix("studies:").startswith("suppression"):
         _write_suppression(arguments, paths)
         return
     chosen = None if arguments.study is None else study(arguments.study)

@@ -49,17 +49,6 @@ from trainer.views.viewmaker import Viewmaker
 
 
 @dataclass(frozen=True)
-class InputPair:
-    """The inputs of the two views: pictures (B, C, H, W) in [0, 1], or waveforms (B, T).
-
-    Both are the same tensor, unless the overlay is drawn for each view.
-    """
-
-    a: Tensor
-    b: Tensor
-
-
-@dataclass(frozen=True)
 class RecordedMoment:
     """The step and the epoch of a batch as 0-d int64 tensors, for a step that is recorded once and replayed later."""
 
@@ -112,7 +101,8 @@ class StepOutput:
         metrics: scalars of this rank's part of the batch.
         skipped: a bool scalar, equal on all ranks: whether a gradient was not finite, so that nothing was learned or
             changed. With alternating updates, this update and the later updates of the step were skipped.
-        inputs: a function that returns the inputs of the views.
+        inputs: a function that returns the inputs of the two views: pictures (B, C, H, W) in [0, 1], or waveforms
+            (B, T). Both are the same tensor, unless the overlay is drawn for each view.
         mel: the config of the spectrogram of waveforms; None for pictures.
         bounded: whether the views are pictures in [0, 1].
         views_a_BCHW, views_b_BCHW: this rank's views; the second is None if the two views have different inputs.
@@ -126,7 +116,7 @@ class StepOutput:
 
     metrics: dict[str, Tensor]
     skipped: Tensor
-    inputs: Callable[[], InputPair]
+    inputs: Callable[[], tuple[Tensor, Tensor]]
     mel: MelConfig | None
     bounded: bool
     views_a_BCHW: Tensor
@@ -141,7 +131,7 @@ class StepOutput:
 
         They take some time to compute, so only logged steps do it.
         """
-        inputs = self.inputs().a
+        inputs, _ = self.inputs()
         images_BCHW = inputs if self.mel is None else clean_spectrogram(inputs, self.mel)
         health = view_health(self.views_a_BCHW, self.views_b_BCHW, images_BCHW, self.masks_BHW, bounded=self.bounded)
         if self.viewmaker_change is not None:  # what the other policies change says nothing of the viewmaker
@@ -353,7 +343,7 @@ class TrainingStep:
         is of the further views, in the same form. They are views of the first input.
         """
         with stage("views"):
-            inputs = self._to_inputs(batch)
+            inputs_a, inputs_b = self._to_inputs(batch)
             keys = batch.draw_keys(seed=self._config.seed, view=first_view)
             if self._recorded is not None:
                 keys = dataclasses.replace(keys, step=self._recorded.step)
@@ -363,16 +353,16 @@ class TrainingStep:
             if batch.masks_BHW is not None and batch.masks_b_BHW is not None:
                 masks = torch.cat([batch.masks_BHW, batch.masks_b_BHW])
             # Autocast is only for networks: an expert crop in bfloat16 would lose shades of the picture.
-            with self._autocast(inputs.a.device) if self._viewmaker is not None else contextlib.nullcontext():
+            with self._autocast(inputs_a.device) if self._viewmaker is not None else contextlib.nullcontext():
                 views: Tensor
-                if self._mel is not None and inputs.a.device.type == "cpu":  # whose cache holds fewer spectrograms
+                if self._mel is not None and inputs_a.device.type == "cpu":  # whose cache holds fewer spectrograms
                     keys_b = dataclasses.replace(keys, view=first_view + 1)
-                    views = torch.cat([self._views(inputs.a, keys), self._views(inputs.b, keys_b)])
+                    views = torch.cat([self._views(inputs_a, keys), self._views(inputs_b, keys_b)])
                 else:
-                    views = self._views(torch.cat([inputs.a, inputs.b]), keys.two_views(), masks)
+                    views = self._views(torch.cat([inputs_a, inputs_b]), keys.two_views(), masks)
                 further = [
                     self._policy.further_view(  # type: ignore[operator]
-                        inputs.a, dataclasses.replace(keys, view=first_view + 2 + number), batch.masks_BHW
+                        inputs_a, dataclasses.replace(keys, view=first_view + 2 + number), batch.masks_BHW
                     )
                     for number in range(self._config.views.num_further)
                 ]
@@ -449,7 +439,7 @@ class TrainingStep:
             viewmaker_change=result.viewmaker_change,
         )
 
-    def _to_inputs(self, batch: Batch) -> InputPair:
+    def _to_inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         is_expert_image = self._viewmaker is None and self._mel is None  # expert views of pictures are float32
         dtype = torch.float32 if is_expert_image else self._config.parameter_dtype
 
@@ -461,7 +451,7 @@ class TrainingStep:
             return pictures.to(memory_format=self._memory_format) if self._viewmaker is not None else pictures
 
         a = to_input(batch.inputs_a)
-        return InputPair(a, a if batch.inputs_b is batch.inputs_a else to_input(batch.inputs_b))
+        return a, a if batch.inputs_b is batch.inputs_a else to_input(batch.inputs_b)
 
     @contextlib.contextmanager
     def _accumulating(self, more_to_come: bool) -> Iterator[None]:

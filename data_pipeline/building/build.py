@@ -26,7 +26,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal, Unpack, cast
+from typing import Any, Final, Literal, Unpack, cast
 
 import numpy as np
 import torch
@@ -611,6 +611,9 @@ def run(args: argparse.Namespace) -> None:
         _run_keep(args)
         return
     existed = (args.out / MANIFEST_NAME).is_file()
+    choices: dict[str, Any] = {name: getattr(args, name, None) for name in Choices.__annotations__}
+    choices["overlay_options"] = parse_words(args.overlay_option or (), flag=OVERLAY_OPTION)
+    choices["source_options"] = parse_words(args.source_option or (), flag=SOURCE_OPTION)
     manifest = build_dataset(
         args.dataset,
         args.out,
@@ -621,20 +624,7 @@ def run(args: argparse.Namespace) -> None:
         overlay=args.overlay,
         num_samples_per_shard=args.samples_per_shard,
         num_workers=args.workers,
-        source=args.source,
-        root=args.root,
-        image_size=args.image_size,
-        test_share=args.test_share,
-        labels=args.labels,
-        overlay_layout=args.overlay_layout,
-        digits=args.digits,
-        digits_root=args.digits_root,
-        noise_root=args.noise_root,
-        noise_volume=args.noise_volume,
-        noise_crop=args.noise_crop,
-        test_speaker=args.test_speaker,
-        overlay_options=parse_words(args.overlay_option or (), flag=OVERLAY_OPTION),
-        source_options=parse_words(args.source_option or (), flag=SOURCE_OPTION),
+        **choices,
     )
     done = "exists already, built from the same data with the same arguments" if existed else "built"
     print(f"{args.out} {done}: {manifest.num_samples} samples in {manifest.num_shards} shards, {manifest.sha256[:12]}")

@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final, Literal, Required, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,47 +96,37 @@ class DrawnOverlay:
     split: Literal["train", "test"]
 
 
-def make_index(
-    location: str,
-    out: Path,
-    *,
-    fields: Fields,
-    size: int = TAR_PICTURE_SIZE,
-    classes_of: Path | None = None,
-    classes: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
-    titles: Mapping[str, str] = MappingProxyType({}),
-    overlay: DrawnOverlay | None = None,
-    num_workers: int = 1,
-    show_progress: bool = False,
-) -> tuple[Manifest, list[TarFacts]]:
-    """Index the tars of a location into the directory `out`. Return its manifest, and the facts of each tar.
+class IndexSettings(TypedDict, total=False):
+    """The settings of an index.
 
-    Args:
+    Attributes:
         size: width and height in pixels to which pictures are brought when they are read.
         classes_of: an index whose class numbers are used; for a test set, the index of its train set.
         classes: the names of the classes in their order, of the labels for which they are known.
         titles: what a label is about, for reports, of the labels for which it is not their name.
         overlay: what is drawn on the pictures when they are read; its size is `size`.
+    """
+
+    fields: Required[Fields]
+    size: int
+    classes_of: Path | None
+    classes: Mapping[str, tuple[str, ...]]
+    titles: Mapping[str, str]
+    overlay: DrawnOverlay | None
+    num_workers: int
+    show_progress: bool
+
+
+def make_index(location: str, out: Path, **settings: Unpack[IndexSettings]) -> tuple[Manifest, list[TarFacts]]:
+    """Index the tars of a location into the directory `out`. Return its manifest, and the facts of each tar.
 
     Waits while another process makes an index there. Raises `UserError` if the location names no tars, no sample has a
     picture, a named label is in no sample, or a value of a label is none of `classes_of` or `classes`.
     """
-    check_at_least(("--size", size, 1), ("--workers", num_workers, 1))
+    check_at_least(("--size", settings.get("size"), 1), ("--workers", settings.get("num_workers"), 1))
     paths = expand(location)
     with _locked(out):
-        return write_index(
-            location,
-            paths,
-            out,
-            fields=fields,
-            size=size,
-            classes_of=classes_of,
-            classes=classes,
-            titles=titles,
-            overlay=overlay,
-            num_workers=num_workers,
-            show_progress=show_progress,
-        )
+        return write_index(location, paths, out, **settings)
 
 
 @contextmanager
@@ -171,7 +161,7 @@ def write_index(
     out: Path,
     *,
     fields: Fields,
-    size: int,
+    size: int = TAR_PICTURE_SIZE,
     classes_of: Path | None = None,
     classes: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
     titles: Mapping[str, str] = MappingProxyType({}),

@@ -45,7 +45,6 @@ from data_pipeline.storage.tar_headers import (
     TarMember,
     compression,
     read_contents,
-    read_headers,
     tar_end,
 )
 from data_pipeline.storage.tar_index import MAX_PICTURE_BYTES, pack, split_name
@@ -322,8 +321,8 @@ def _local(inputs: ScanInputs, task: TarTask) -> Iterator[tuple[Path, str]]:
 def _tar_problem(file: BinaryIO) -> str | None:
     """Return what is wrong with a file that must be a whole tar with at least one file; None if it is."""
     with map_regular(Path(file.name)) as data:
-        members, end = read_headers(data)
-        if members and tar_end(data, end=end).is_whole:
+        contents = read_contents(data)
+        if contents.members and tar_end(data, end=contents.end).is_whole:
             return None
         found = compression(bytes(data[:HEAD_BYTES]))
         how = "" if found is None else f", but compressed by {found[0]}"

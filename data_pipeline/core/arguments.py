@@ -1,9 +1,11 @@
-"""Types of whole numbers for the arguments of `argparse`, and the name of a program in its help."""
+"""Types of numbers for the arguments of `argparse`, and the name of a program in its help."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 SCRIPT_PREFIX = "overlay-"  # of the scripts that setup.py installs
@@ -29,3 +31,15 @@ def whole(text: str) -> int:
     if not text.isdecimal() or len(text) > len(str(2**63)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
     return int(text)
+
+
+def number(meaning: str, is_valid: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return a type of numbers, such as "a share from 0 to 1". It raises `ArgumentTypeError` for any other text."""
+
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            if is_valid(found := float(text)):
+                return found
+        raise argparse.ArgumentTypeError(f"{text!r} is not {meaning}")
+
+    return parse

@@ -50,14 +50,6 @@ def set_paths(overrides: Sequence[str]) -> set[Path]:
     return {path for text in overrides for setting in [parse_setting(text)] for path, _ in _inside(setting)}
 
 
-def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str], *, model: type[BaseModel]) -> dict[str, Any]:
-    """Return the `values` of a `model` with `overrides` applied, outer settings first: see `Schema.override`.
-
-    Raises the errors of `parse_setting` and `apply_settings`.
-    """
-    return apply_settings(values, [parse_setting(text) for text in overrides], model=model)
-
-
 def merge(
     values: Mapping[str, Any], changes: Mapping[str, Any], *, where: str, model: type[BaseModel]
 ) -> dict[str, Any]:

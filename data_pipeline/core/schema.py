@@ -24,7 +24,8 @@ from pydantic import (
 )
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.overrides import apply_overrides
+from data_pipeline.core.overrides import apply_settings, parse_setting
+from data_pipeline.core.sections import KIND
 from data_pipeline.core.validation import describe
 
 MAX_SEED = 2**63 - 1  # an int64
@@ -192,7 +193,8 @@ class Schema(BaseModel):
         Raises `UserError` if a mapping and a setting inside it disagree, or if a setting is unknown; the error names
         the nearest valid setting.
         """
-        values = apply_overrides(self.model_dump(mode="json"), overrides, model=type(self))
+        settings = [parse_setting(text) for text in overrides]
+        values = apply_settings(self.model_dump(mode="json"), settings, model=type(self))
         given = "".join(f" --set {override}" for override in overrides)
         return self.parse(values, where=f"{where} with{given}" if given else where)
 
@@ -206,6 +208,20 @@ def flatten(config: Schema) -> dict[str, Any]:
         return {name: leaf for key, inner in value.items() for name, leaf in walk(inner, f"{path}.{key}").items()}
 
     return {path.removeprefix("."): leaf for path, leaf in walk(config.model_dump(mode="json"), "").items()}
+
+
+def given_settings(model: BaseModel, path: str = "") -> set[str]:
+    """Return the dotted names of the settings that are not the defaults of their fields."""
+    found: set[str] = set()
+    for name, field in type(model).model_fields.items():
+        value, default = getattr(model, name), field.get_default(call_default_factory=True)
+        if isinstance(value, BaseModel):
+            found |= given_settings(value, f"{path}{name}.")
+            if type(value) is not type(default):
+                found.add(f"{path}{name}.{KIND}")
+        elif value != default:
+            found.add(f"{path}{name}")
+    return found
 
 
 def value_at(config: Schema, path: str) -> Any:

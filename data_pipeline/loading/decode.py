@@ -24,7 +24,7 @@ from data_pipeline.audio.waveform import decode_wav
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.random_crop import Crop, CropLaw, random_resized_crops
-from data_pipeline.core.sample import BASE, MASK_OUTSIDE, NO_LABEL, OVERLAY, BadSample, Sample, sample_key
+from data_pipeline.core.sample import BASE, MASK_OUTSIDE, NO_LABEL, OVERLAY, BadSample, sample_key
 from data_pipeline.loading.picture_decode import decode_crops, decode_square, picture_size
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.png import decode_pngs
@@ -209,30 +209,6 @@ def _decode_crops(
         except ValueError as error:
             errors[row] = str(error)
     return (views_VBCHW[0], views_VBCHW[1]), errors
-
-
-def decode_sample(store: SampleStore, index: int) -> Sample:
-    """Read and decode one sample; a negative index counts from the end.
-
-    Raises `IndexError` if there is no such sample, and `UserError` if it cannot be read.
-    """
-    decoded = decode(store, np.array([range(len(store))[index]], dtype=np.int64))
-    for bad in decoded.bad.values():
-        raise UserError(
-            f"{store.location}: sample {bad.key} in {bad.shard} cannot be read ({bad.reason}); find all problems with "
-            "`python -m data_pipeline verify`, then copy it again or build the dataset again"
-        )
-    content: NDArray[Any]
-    if decoded.pictures_BCHW is None:
-        content = decoded.sound(0).numpy()
-    else:
-        content = decoded.pictures_BCHW[0].permute(1, 2, 0).contiguous().numpy()
-    return Sample(
-        index=int(decoded.index_B[0]),
-        content=content,
-        mask=None if decoded.masks_BHW is None else decoded.masks_BHW[0].numpy(),
-        labels={name: int(label_B[0]) for name, label_B in decoded.labels.items()},
-    )
 
 
 def decode_ahead(

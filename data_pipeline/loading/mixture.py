@@ -318,10 +318,6 @@ class MixtureOrder:
     def num_steps_per_epoch(self) -> int:
         return num_steps_per_mixture_epoch(self._epoch_samples, self._size)
 
-    def epoch_of(self, step: int) -> int:
-        """Return the epoch of the mixture in which a step lies."""
-        return step // self.num_steps_per_epoch
-
     @cached_property
     def _draws_at_changes(self) -> list[list[int]]:
         """Return the draws from each source before each change of the weights."""

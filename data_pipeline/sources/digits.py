@@ -19,7 +19,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,6 @@ from PIL import Image
 from data_pipeline.core.errors import UserError
 
 MnistKind = Literal["mnist", "mnist_test_for_test", "mnist_t10k"]
-MNIST_KINDS: Final = get_args(MnistKind)
 NUM_T10K_FOR_TRAIN: Final = 8_000
 NUM_SKLEARN_FOR_TRAIN: Final = 1_437  # four fifths; the set is ordered by writer, so the splits share few writers
 SMALLEST_SIZE: Final = 8  # pixels, of a digit that can be read

@@ -134,7 +134,8 @@ class ImageFolder:
 
     def _keep_split(self, split: str, *, test_share: float, seed: int) -> None:
         """Keep the records of one split."""
-        in_test_N = in_test_split(self._digests(), self.labels, test_share=test_share, seed=seed, carry_rounding=False)
+        digests = picture_digests(self.path, len(self.labels), title=f"splitting {self.root.name} into train and test")
+        in_test_N = in_test_split(digests, self.labels, test_share=test_share, seed=seed, carry_rounding=False)
         self.description += describe_draw(in_test_N, test_share=test_share, seed=seed)
         chosen_N = in_test_N == (split == "test")
         counts = np.bincount(self.labels[chosen_N], minlength=len(self.class_names))
@@ -145,10 +146,6 @@ class ImageFolder:
             )
         self.labels = self.labels[chosen_N]
         self._name_starts, self._name_ends = self._name_starts[chosen_N], self._name_ends[chosen_N]
-
-    def _digests(self) -> list[bytes]:
-        """Return the digest of each picture."""
-        return picture_digests(self.path, len(self.labels), title=f"splitting {self.root.name} into train and test")
 
     def path(self, number: int) -> Path:
         """Return the file of a record."""

@@ -37,7 +37,7 @@ from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY, Sample, sample_ke
 from data_pipeline.storage.files import map_regular, read_regular, regular_size
 from data_pipeline.storage.manifest import ShardEntry
 from data_pipeline.storage.png import encode_png
-from data_pipeline.storage.tar_headers import BLOCK, TarMember, padded, read_headers
+from data_pipeline.storage.tar_headers import BLOCK, TarMember, padded, read_contents
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +208,7 @@ def index_shard(path: Path, *, members: Sequence[str], due: range) -> NDArray[np
     `path` is not a regular file.
     """
     with map_regular(path) as data:
-        return index_members(read_headers(data)[0], members=members, due=due)
+        return index_members(read_contents(data).members, members=members, due=due)
 
 
 def index_members(found: Iterable[TarMember], *, members: Sequence[str], due: range) -> NDArray[np.int64]:

@@ -54,18 +54,12 @@ class TarContents:
     links: list[str]
 
 
-def read_headers(data: memoryview) -> tuple[list[TarMember], int]:
+def read_contents(data: memoryview) -> TarContents:
     """Read the headers of a tar. Return its files in stored order, and the position after the last of them.
 
     Ends before the first block that is not a header, or whose content is cut short. Links, devices and folders are left
-    out.
+    out, but the names of hard and symbolic links are returned.
     """
-    found = read_contents(data)
-    return found.members, found.end
-
-
-def read_contents(data: memoryview) -> TarContents:
-    """Read the headers of a tar as `read_headers` does, and also return the names of its hard and symbolic links."""
     headers: list[int] = []  # positions
     offsets: list[int] = []  # of the contents of files; negative for other headers
     sizes: list[int] = []

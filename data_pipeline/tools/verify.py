@@ -55,7 +55,7 @@ from data_pipeline.storage.shard_list import ListedShards, ShardList, ShardTable
 from data_pipeline.storage.shards import index_content, index_members, index_num_bytes, index_path
 from data_pipeline.storage.source_digests import check_source_digests, num_digest_bytes
 from data_pipeline.storage.store import SampleStore
-from data_pipeline.storage.tar_headers import TarMember, read_headers, tar_end
+from data_pipeline.storage.tar_headers import TarMember, read_contents, tar_end
 from data_pipeline.storage.tar_index import has_remote_tars, tar_ranges
 from data_pipeline.storage.totals import Totals
 
@@ -201,8 +201,7 @@ class Verification:
             return
         for name in tar_ranges(index):
             with map_regular(Path(name)) as data:
-                _, end = read_headers(data)
-                if (problem := tar_end(data, end=end).problem) is not None:
+                if (problem := tar_end(data, end=read_contents(data).end).problem) is not None:
                     yield DatasetProblem(Path(name).name, None, problem)
 
     def _store_of_tars(self) -> SampleStore:
@@ -326,10 +325,10 @@ class Verification:
             yield None, f"has {len(data)} bytes, but {MANIFEST_NAME} says {entry.num_bytes}"
         if (sha256 := hashlib.sha256(data).hexdigest()) != entry.sha256:
             yield None, f"has the sha256 {sha256}, but {MANIFEST_NAME} says {entry.sha256}"
-        found, end = read_headers(data)
+        contents = read_contents(data)
         samples: dict[str, dict[str, TarMember]] = {}
         last_key = None
-        for member in found:
+        for member in contents.members:
             key, _, extension = member.name.partition(".")
             if key != last_key and key in samples:
                 yield key, f"its members are not side by side: {member.name} comes after members of {last_key}"
@@ -337,7 +336,7 @@ class Verification:
                 yield key, f"{member.name} is there twice"
             samples[key][extension] = member
             last_key = key
-        if not _ends_in_zeros(data, end):
+        if not _ends_in_zeros(data, contents.end):
             yield None, f"is cut short or damaged after sample {last_key}"
         keys = [sample_key(index) for index in due]
         for key in sorted(samples.keys() ^ set(keys)):
@@ -354,7 +353,7 @@ class Verification:
             else:
                 totals.add(sample)
                 self.num_sound += key in keys
-        index = index_content(index_members(found, members=self.manifest.members, due=due))
+        index = index_content(index_members(contents.members, members=self.manifest.members, due=due))
         if sha256 == entry.sha256 and hashlib.sha256(index).hexdigest() != entry.index_sha256:
             yield None, f"the offsets of its members do not match {MANIFEST_NAME} (index_sha256)"
 
@@ -371,11 +370,6 @@ class Verification:
             return None
         except OSError:
             return b""
-
-
-def find_problems(location: str | Path) -> Iterator[DatasetProblem]:
-    """Yield every problem of a dataset, as `Verification.problems` does."""
-    return Verification(location).problems()
 
 
 def _without_overlay(manifest: Manifest) -> Manifest:

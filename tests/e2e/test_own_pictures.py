@@ -12,7 +12,7 @@ from PIL import Image
 from configs import resolve_recipe
 from data_pipeline.core.sample import Layout
 from data_pipeline.tools.preview import draw_grid
-from data_pipeline.tools.verify import find_problems
+from tests.data_pipeline.stored_samples import find_problems
 from tests.photos import build_photos
 from trainer.analyses.loaded_run import AnalysisOptions
 from trainer.analyze import ANALYSES, load_analysis
@@ -64,9 +64,10 @@ def test_runs_on_own_pictures_are_probed_analysed_and_reported(
     for name in ANALYSES if size < 224 else ("views", "feature_dropout"):  # the others take long there
         analysis = load_analysis(name)
         settings = analysis.settings().override(FEW.get(name, []), where=name)
-        for path in analysis.run(run_dirs, settings, AnalysisOptions()):
-            if path.suffix == ".png":
-                assert min(Image.open(path).size) > 100
+        for taken in analysis.groups(run_dirs):
+            for path in analysis.analyze(taken, config=settings, options=AnalysisOptions()):
+                if path.suffix == ".png":
+                    assert min(Image.open(path).size) > 100
     masked = json.loads((run_dirs[1].analysis / "views.json").read_text())
     assert masked["change_in_box"] == 0
     assert masked["change"] > 0

@@ -278,7 +278,10 @@ def test_each_analysis_takes_pictures_of_any_number_of_channels(
     _, runs = runs_of_channels
     analysis = load_analysis(name)
     config = analysis.settings.parse(SMALL[name], where=name)
-    paths = list(analysis.run(runs, config, AnalysisOptions(step=0)))
+    options = AnalysisOptions(step=0)
+    paths = [
+        path for taken in analysis.groups(runs) for path in analysis.analyze(taken, config=config, options=options)
+    ]
     assert len(paths) == 4
     assert all(path.is_file() for path in paths)
     if name == "concentration":  # without grayscale and colour jitter

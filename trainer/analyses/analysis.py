@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.core.schema import Schema
-from trainer.analyses.loaded_run import AnalysisOptions
 from trainer.run_dir import RunDir
 
 
@@ -26,8 +25,3 @@ class Analysis:
     def groups(self, run_dirs: Sequence[RunDir]) -> Sequence[Any]:
         """Return what `analyze` takes, one call after the other: each run, or all of them together."""
         return [run_dirs] if self.compares_runs else run_dirs
-
-    def run(self, run_dirs: Sequence[RunDir], config: Any, options: AnalysisOptions) -> Iterator[Path]:
-        """Analyse the runs, one after the other or together, and yield the paths of the files."""
-        for taken in self.groups(run_dirs):
-            yield from self.analyze(taken, config=config, options=options)

@@ -65,20 +65,16 @@ def dip(x_N: Floats) -> float:
     return least / (2 * x_N.size)
 
 
+@cache
 def uniform_dips(num: int, *, num_draws: int, seed: int) -> Floats:
     """Return dips of samples of `num` uniform numbers, (D,) ascending: the largest of any unimodal distribution."""
-    return _uniform_dips(num, num_draws, seed)
+    draw = generator(seed, "dip of uniform numbers", num)
+    return np.sort([dip(draw.random(num)) for _ in range(num_draws)])
 
 
 def dip_p_value(value: float, uniform_D: Floats) -> float:
     """Return the probability of a dip this large or larger with one mode; at least 1 / (D + 1)."""
     return float((1 + (uniform_D >= value).sum()) / (1 + uniform_D.size))
-
-
-@cache
-def _uniform_dips(num: int, num_draws: int, seed: int) -> Floats:
-    draw = generator(seed, "dip of uniform numbers", num)
-    return np.sort([dip(draw.random(num)) for _ in range(num_draws)])
 
 
 def _hull(x_K: Floats, y_K: Floats, *, increasing: bool) -> tuple[Floats, NDArray[np.int64]]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.models.encoder import ResNetConfig, TimmConfig
+from trainer.models.encoder import EncoderConfig, ResNetConfig, TimmConfig
 from trainer.modules import TrainedModules
 from trainer.objectives import BaseObjectiveConfig
 from trainer.open_settings import recorded_input_size
@@ -54,7 +54,7 @@ def config_of_the_hub(header: ExportHeader, *, input_size: tuple[int, int] | Non
     """
     config = header.encoder
     values: dict[str, Any] = {HEADER_KEY: header.model_dump(mode="json")}
-    name, options = timm_architecture(header)
+    name, options = timm_architecture(config)
     if name is None:
         return values
     cfg: dict[str, Any] = {"mean": config.mean, "std": config.std, "num_classes": 0, "license": "unknown"}
@@ -71,9 +71,9 @@ def config_of_the_hub(header: ExportHeader, *, input_size: tuple[int, int] | Non
     }
 
 
-def timm_architecture(header: ExportHeader) -> tuple[str | None, dict[str, Any]]:
+def timm_architecture(config: EncoderConfig | None) -> tuple[str | None, dict[str, Any]]:
     """Return the name and the options by which timm builds this network; no name if timm does not have it."""
-    match header.encoder:
+    match config:
         case TimmConfig(name=name, options=options):
             return name, dict(options)
         case ResNetConfig(form="standard", stem_relu=True, kind=kind):
@@ -127,7 +127,7 @@ def _sections(
     probes: Sequence[ProbeResult],
     inputs: _Inputs,
 ) -> Iterable[str]:
-    name, _ = timm_architecture(header)
+    name, _ = timm_architecture(header.encoder)
     library = "timm" if name else "feature-dropout"
     is_sound = inputs.sample_rate is not None
     task = "feature-extraction" if is_sound else "image-feature-extraction"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchvision.models.resnet import ResNet
 
 from data_pipeline.core.errors import UserError
+from trainer.exports.model_card import timm_architecture
 from trainer.models.encoder import Encoder, ResNetConfig, TimmConfig
 from trainer.models.resnet import blocks_of_depth
 from trainer.models.timm_trunk import load_timm
@@ -61,11 +62,8 @@ def to_timm(encoder: nn.Module) -> nn.Module:
     """
     encoder = unwrapped(encoder)
     config = encoder.config
-    if isinstance(config, TimmConfig):
-        name, options = config.name, dict(config.options)
-    elif isinstance(config, ResNetConfig) and config.form == "standard" and config.stem_relu:
-        name, options = config.kind, {}
-    else:
+    name, options = timm_architecture(config)
+    if config is None or name is None:
         raise UserError(
             f"timm has no network like {_name_of(encoder)}; only encoders of timm, and resnet18, 34 and 50 in their "
             "standard form, are also its"

@@ -49,7 +49,8 @@ def resnet_trunk(
     code of Huang et al. 2023. `init` is the distribution of the initial weights.
     """
     small = form == "small"
-    stem = nn.Conv2d(in_channels, width, 3, padding=1, bias=False) if small else _large_stem(in_channels, width)
+    kernel_size, stride, padding = (3, 1, 1) if small else (7, 2, 3)
+    stem = nn.Conv2d(in_channels, width, kernel_size, stride, padding, bias=False)
     layers: OrderedDict[str, nn.Module] = OrderedDict(conv1=stem, bn1=nn.BatchNorm2d(width))
     if stem_relu:
         layers["relu"] = nn.ReLU(inplace=True)
@@ -70,7 +71,3 @@ def resnet_trunk(
     if init == "torchvision":
         draw_convolutions(trunk, except_for=() if in_channels == 3 else (stem,))
     return trunk
-
-
-def _large_stem(in_channels: int, width: int) -> nn.Conv2d:
-    return nn.Conv2d(in_channels, width, 7, stride=2, padding=3, bias=False)

@@ -53,8 +53,9 @@ class TimmTrunk(Trunk):
                 name, pretrained=False, num_classes=0, in_chans=in_channels, **options
             )
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
             given = ", ".join(f"{key}={value!r}" for key, value in options.items())
-            raise UserError(f'timm cannot build "{name}" with options ({given}): {_one_line(error)}') from None
+            raise UserError(f'timm cannot build "{name}" with options ({given}): {reason}') from None
         self.num_channels = self.model.head_hidden_size
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
@@ -132,7 +133,3 @@ def load_timm() -> ModuleType:
         if error.name != "timm":
             raise
         raise UserError("this encoder needs the package timm; install it with pip install -e '.[timm]'") from None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

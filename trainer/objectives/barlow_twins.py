@@ -16,7 +16,7 @@ from torch import Tensor
 
 from data_pipeline.core.schema import PositiveFactor
 from trainer.distributed.collectives import all_gather_rows, rank, world_size
-from trainer.objectives.contrast import check_pair
+from trainer.objectives.contrast import ConfiguredObjective, check_pair
 from trainer.objectives.objective import (
     BaseObjectiveConfig,
     Objective,
@@ -70,15 +70,11 @@ def barlow_twins_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, off_diagonal_weight: fl
     return invariance + off_diagonal_weight * redundancy
 
 
-class BarlowTwins(Objective):
+class BarlowTwins(ConfiguredObjective[BarlowTwinsConfig]):
     """The objective of Barlow Twins.
 
     Also logs the two parts without weights: `invariance`, the sum of (1 - C_ii)^2, and `redundancy`, the sum of C_ij^2.
     """
-
-    def __init__(self, config: BarlowTwinsConfig) -> None:
-        super().__init__()
-        self._config = config
 
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
         invariance, redundancy = _invariance_and_redundancy(z_a_BD, z_b_BD)

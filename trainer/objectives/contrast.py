@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from pydantic import model_validator
@@ -18,7 +18,9 @@ from torch.nn import functional as F
 
 from data_pipeline.core.schema import BatchSize, Temperature
 from trainer.distributed.collectives import all_gather_rows, rank
-from trainer.objectives.objective import BaseObjectiveConfig
+from trainer.objectives.objective import BaseObjectiveConfig, Objective
+
+Config = TypeVar("Config", bound=BaseObjectiveConfig)
 
 # Tiles are summed without subtracting a maximum, which saves a pass over each tile. Similarities lie in
 # [-1 / t, 1 / t]. exp(50) times a million candidates, its inverse, and the gradient of such a sum all fit into float32.
@@ -51,6 +53,14 @@ class ContrastiveConfig(BaseObjectiveConfig):
     def _tiles_need_a_high_temperature(self) -> Self:
         scale_of(self.temperature, chunk_size=self.chunk_size)
         return self
+
+
+class ConfiguredObjective(Objective, Generic[Config]):
+    """An objective that holds nothing but its config."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self._config = config
 
 
 def check_pair(z_a_BD: Tensor, z_b_BD: Tensor) -> None:

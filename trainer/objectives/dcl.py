@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.core.schema import Temperature
-from trainer.objectives.contrast import AnchorChunks, margins
+from trainer.objectives.contrast import AnchorChunks, ConfiguredObjective, margins
 from trainer.objectives.objective import Objective, ObjectiveInputs, ObjectiveOutput, ViewPair, contrastive_output
 
 
@@ -51,12 +51,8 @@ def dcl_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, temperature: float | Tensor, chu
     return -margins(z_a_BD, z_b_BD, temperature=temperature, chunk_size=chunk_size).mean()
 
 
-class DCL(Objective):
+class DCL(ConfiguredObjective[DCLConfig]):
     """The objective of the decoupled contrastive loss."""
-
-    def __init__(self, config: DCLConfig) -> None:
-        super().__init__()
-        self._config = config
 
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
         config = self._config

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.core.schema import PositiveFactor, Temperature
-from trainer.objectives.contrast import AnchorChunks, margins
+from trainer.objectives.contrast import AnchorChunks, ConfiguredObjective, margins
 from trainer.objectives.objective import Objective, ObjectiveInputs, ObjectiveOutput, ViewPair, contrastive_output
 
 # Cosines lie in [-1, 1], so a positive that is lowered and negatives that are raised by 1 can change places.
@@ -73,12 +73,8 @@ def ifm_loss(
     return _loss(margin_N, 2 * epsilon / temperature, perturbed_weight)
 
 
-class IFM(Objective):
+class IFM(ConfiguredObjective[IFMConfig]):
     """The objective of implicit feature modification. Its logged probability is the probability of the plain loss."""
-
-    def __init__(self, config: IFMConfig) -> None:
-        super().__init__()
-        self._config = config
 
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
         config = self._config

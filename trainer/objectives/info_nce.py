@@ -36,7 +36,7 @@ class InfoNCEConfig(BaseObjectiveConfig):
     kind: Literal["info_nce"] = "info_nce"
 
     def build(self, given: ObjectiveInputs) -> Objective:
-        return InfoNCE(self)
+        return InfoNCE()
 
 
 def info_nce_loss(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
@@ -86,9 +86,6 @@ class InfoNCE(Objective):
 
     Also logs `divergence`, one part of the loss. The other part is minus the logged alignment.
     """
-
-    def __init__(self, config: InfoNCEConfig) -> None:
-        super().__init__()
 
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
         positive_B, negative_B = _similarities(z_a_BD, z_b_BD)

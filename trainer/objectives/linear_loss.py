@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.core.schema import PositiveFactor
-from trainer.objectives.contrast import candidates, unit_pair
+from trainer.objectives.contrast import ConfiguredObjective, candidates, unit_pair
 from trainer.objectives.objective import BaseObjectiveConfig, Objective, ObjectiveInputs, ObjectiveOutput, ViewPair
 
 
@@ -59,12 +59,8 @@ def linear_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, divergence_weight: float) -> 
     return divergence_weight * negative_B.mean() - positive_B.mean()
 
 
-class LinearLoss(Objective):
+class LinearLoss(ConfiguredObjective[LinearLossConfig]):
     """The objective of the linear loss. Logs the mean cosine of positives as alignment, of negatives as divergence."""
-
-    def __init__(self, config: LinearLossConfig) -> None:
-        super().__init__()
-        self._config = config
 
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
         positive_B, negative_B = _similarities(z_a_BD, z_b_BD)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from data_pipeline.core.schema import Share, Temperature
 from trainer.distributed.collectives import all_reduce_sum, world_size
-from trainer.objectives.contrast import AnchorChunks, margins, scale_of, unit_pair
+from trainer.objectives.contrast import AnchorChunks, ConfiguredObjective, margins, scale_of, unit_pair
 from trainer.objectives.objective import Objective, ObjectiveInputs, ObjectiveOutput, ViewPair, contrastive_output
 
 _LEAST = 1e-8  # the smallest 1 - p that a loss is divided by
@@ -90,12 +90,8 @@ def macl_loss(
     return _loss(margins(z_a_BD, z_b_BD, temperature=now, chunk_size=chunk_size))
 
 
-class MACL(Objective):
+class MACL(ConfiguredObjective[MACLConfig]):
     """The objective of model-aware contrastive learning. Also logs `temperature`."""
-
-    def __init__(self, config: MACLConfig) -> None:
-        super().__init__()
-        self._config = config
 
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
         config = self._config

@@ -16,7 +16,7 @@ from pydantic import model_validator
 from torch import Tensor
 
 from data_pipeline.core.schema import BatchSize, Count, Temperature
-from trainer.objectives.contrast import scale_of
+from trainer.objectives.contrast import ConfiguredObjective, scale_of
 from trainer.objectives.nt_xent import NTXent, NTXentConfig
 from trainer.objectives.objective import BaseObjectiveConfig, Objective, ObjectiveInputs, ObjectiveOutput, ViewPair
 
@@ -73,12 +73,8 @@ def cycled_temperature(epoch: int, *, lowest: float, highest: float, period_epoc
     return lowest + (highest - lowest) * share
 
 
-class NTXentCycle(Objective):
+class NTXentCycle(ConfiguredObjective[NTXentCycleConfig]):
     """The objective of NT-Xent with a cycle of temperatures: a function of the epoch alone. Also logs `temperature`."""
-
-    def __init__(self, config: NTXentCycleConfig) -> None:
-        super().__init__()
-        self._config = config
 
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair) -> ObjectiveOutput:
         config = self._config

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.core.schema import PositiveFactor, Temperature
-from trainer.objectives.contrast import AnchorChunks, candidates, log_sums, scale_of, unit_pair
+from trainer.objectives.contrast import AnchorChunks, ConfiguredObjective, candidates, log_sums, scale_of, unit_pair
 from trainer.objectives.objective import Objective, ObjectiveInputs, ObjectiveOutput, ViewPair, contrastive_output
 
 Negatives = Literal["second_view", "both_views"]
@@ -81,15 +81,11 @@ def split_loss(
     return distance_B.mean() + divergence_weight * log_sum_B.mean()
 
 
-class SplitLoss(Objective):
+class SplitLoss(ConfiguredObjective[SplitLossConfig]):
     """The objective of the split loss.
 
     Also logs `divergence`, the mean log sum. The distance is 2 - 2 * the logged alignment.
     """
-
-    def __init__(self, config: SplitLossConfig) -> None:
-        super().__init__()
-        self._config = config
 
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
         config = self._config

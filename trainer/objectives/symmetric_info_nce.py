@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.core.schema import Temperature
-from trainer.objectives.contrast import AnchorChunks, candidates, log_sums, scale_of, unit_pair
+from trainer.objectives.contrast import AnchorChunks, ConfiguredObjective, candidates, log_sums, scale_of, unit_pair
 from trainer.objectives.objective import Objective, ObjectiveInputs, ObjectiveOutput, ViewPair, contrastive_output
 
 Total = Literal["sum", "mean"]
@@ -76,12 +76,8 @@ def symmetric_info_nce_loss(
     return -log_probability_2B.mean() * (2 if total == "sum" else 1)
 
 
-class SymmetricInfoNCE(Objective):
+class SymmetricInfoNCE(ConfiguredObjective[SymmetricInfoNCEConfig]):
     """The objective of symmetric InfoNCE."""
-
-    def __init__(self, config: SymmetricInfoNCEConfig) -> None:
-        super().__init__()
-        self._config = config
 
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
         config = self._config

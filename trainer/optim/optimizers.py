@@ -163,12 +163,9 @@ def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.O
             optimizer: torch.optim.Optimizer = torch.optim.SGD(
                 groups, lr=config.learning_rate, momentum=config.momentum, fused=fused, foreach=not fused
             )
-        case AdamConfig():
-            optimizer = torch.optim.Adam(
-                groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=fused, foreach=not fused
-            )
-        case AdamWConfig():
-            optimizer = torch.optim.AdamW(
+        case AdamConfig() | AdamWConfig():
+            adam = torch.optim.Adam if isinstance(config, AdamConfig) else torch.optim.AdamW
+            optimizer = adam(
                 groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=fused, foreach=not fused
             )
         case LARSConfig():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 
 from torch import Tensor, nn
 
@@ -21,15 +20,14 @@ class PassCounter:
         module.register_forward_hook(self._passed)
 
     def _passed(self, module: nn.Module, _: object, output: object) -> None:
-        self._add(Passes(forward=1, backward=0, trained=0))
+        self._add(1, 0, 0)
         if isinstance(output, Tensor) and output.requires_grad:
             trained = int(any(parameter.requires_grad for parameter in module.parameters()))
-            count = partial(self._add, Passes(forward=0, backward=1, trained=trained))
-            output.register_hook(lambda _: count())  # type: ignore[no-untyped-call]
+            output.register_hook(lambda _: self._add(0, 1, trained))  # type: ignore[no-untyped-call]
 
-    def _add(self, more: Passes) -> None:
+    def _add(self, forward: int, backward: int, trained: int) -> None:
         now = self.passes
-        self.passes = Passes(now.forward + more.forward, now.backward + more.backward, now.trained + more.trained)
+        self.passes = Passes(now.forward + forward, now.backward + backward, now.trained + trained)
 
 
 def sent_by_engines(

@@ -23,20 +23,11 @@ def reader(encoder: Encoder, reads: str) -> FeatureEncoder:
     """
     match reads:
         case "embedding":
-            return _Reader(encoder, _embedding)
+            return _Reader(encoder, Encoder.__call__)
         case "pixels":
-            return _Reader(encoder, _pixels)
+            return _Reader(encoder, lambda encoder, views_BCHW: encoder.normalise(views_BCHW).flatten(1))
         case _:
             return encoder
-
-
-def _embedding(encoder: Encoder, views_BCHW: Tensor) -> Tensor:
-    embedding_BD: Tensor = encoder(views_BCHW)
-    return embedding_BD
-
-
-def _pixels(encoder: Encoder, views_BCHW: Tensor) -> Tensor:
-    return encoder.normalise(views_BCHW).flatten(1)
 
 
 class _Reader(nn.Module):

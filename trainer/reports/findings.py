@@ -154,7 +154,7 @@ def say_of_each(arms: Sequence[Arm], say: Callable[[Sequence[Arm]], list[str]]) 
 
     A dataset without results is named only under the first protocol.
     """
-    measured = [group for group in by_protocol(arms) if _measured(group.arms)]
+    measured = [group for group in by_protocol(arms) if measured_labels(group.arms)]
     if not measured:
         return ["No trained encoder has been probed yet, so this report cannot say what was learned."]
     datasets = datasets_of(arms)
@@ -174,18 +174,18 @@ def say_of_each(arms: Sequence[Arm], say: Callable[[Sequence[Arm]], list[str]]) 
         title = group.title[:1].upper() + group.title[1:] if len(measured) > 1 else ""
         for dataset in datasets_of(group.arms):
             where = " · ".join(part for part in (title, dataset.name if len(datasets) > 1 else "") if part)
-            if group is measured[0] or _measured(dataset.arms):
+            if group is measured[0] or measured_labels(dataset.arms):
                 sentences += [f"{where}: {text}" if where else text for text in say(dataset.arms)]
     return sentences
 
 
-def _measured(arms: Sequence[Arm]) -> list[LabelSpace]:
+def measured_labels(arms: Sequence[Arm]) -> list[LabelSpace]:
     """Return the labels on which some trained encoder was probed."""
     return [space for space in labels_of(runs_of_arms(arms)) if any(arm.trained(space) for arm in arms)]
 
 
 def _verdict_of_one(arms: Sequence[Arm]) -> list[str]:
-    measured, titles = _measured(arms), label_titles(arms)
+    measured, titles = measured_labels(arms), label_titles(arms)
     if not measured:
         return ["No trained encoder has been probed yet, so none is compared."]
     sentences = [_against_untrained(arms, space, titles[space]) for space in measured]

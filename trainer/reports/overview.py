@@ -28,6 +28,7 @@ from trainer.reports.curves import (
 )
 from trainer.reports.findings import (
     join_some,
+    measured_labels,
     outcome,
     probed_steps,
     say_of_each,
@@ -44,7 +45,6 @@ from trainer.reports.runs import (
     Run,
     config_differences,
     datasets_of,
-    labels_of,
     runs_of_arms,
 )
 from trainer.reports.tables import Grid, speed_notes
@@ -105,17 +105,13 @@ def tables(arms: Sequence[Arm]) -> list[OverviewTable]:
     return [_table(dataset, titles, groups, is_only=len(datasets) == 1) for dataset in datasets]
 
 
-def _measured(arms: Sequence[Arm]) -> list[LabelSpace]:
-    return [space for space in labels_of(runs_of_arms(arms)) if any(arm.trained(space) for arm in arms)]
-
-
 def _table(
     dataset: DatasetArms, titles: Mapping[LabelSpace, str], groups: Sequence[ProtocolArms], *, is_only: bool
 ) -> OverviewTable:
     """Return the table of a dataset, whose arms have the results of the first of `groups`."""
     title, others = groups[0].title, groups[1:]
     arms = dataset.arms
-    spaces = _measured(arms)
+    spaces = measured_labels(arms)
     settings, left_out = _settings(arms)
     measures = [f"{titles[space]}, {method}" for space in spaces for method in ("linear", "kNN")]
     measures += ["probed at"] if spaces else []
@@ -182,7 +178,7 @@ def _result_cells(arm: Arm, space: LabelSpace, elsewhere: Sequence[Arm]) -> list
 
 def _left_out(other: ProtocolArms, numbers: Sequence[int]) -> str:
     """Return a sentence on the arms with results of a protocol that the table leaves out; empty if there are none."""
-    names = [arm.name for arm in (other.arms[number] for number in numbers) if _measured([arm])]
+    names = [arm.name for arm in (other.arms[number] for number in numbers) if measured_labels([arm])]
     if not names:
         return ""
     return (
@@ -214,13 +210,13 @@ def _progress(arm: Arm) -> list[Cell]:
 
 def sentences(arms: Sequence[Arm]) -> list[str]:
     """Return for each protocol, dataset and label the best configuration, and how many cannot be told from it."""
-    num_compared = max(sum(bool(_measured([arm])) for arm in group.arms) for group in by_protocol(arms))
+    num_compared = max(sum(bool(measured_labels([arm])) for arm in group.arms) for group in by_protocol(arms))
     return [*say_of_each(arms, _sentences_of_one), *([_BEST_OF_MANY] if num_compared > 1 else [])]
 
 
 def _sentences_of_one(arms: Sequence[Arm]) -> list[str]:
     titles = label_titles(arms)
-    found = [f"On the {titles[space]}, {_best(arms, space)}" for space in _measured(arms)]
+    found = [f"On the {titles[space]}, {_best(arms, space)}" for space in measured_labels(arms)]
     return [*found, *probed_steps(arms)] if found else ["No trained encoder has been probed yet, so none is compared."]
 
 

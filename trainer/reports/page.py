@@ -13,6 +13,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -51,72 +52,70 @@ def page(arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
     runs = runs_of_arms(arms)
     labels = labels_of(runs)
     with_data = [arm for group in by_protocol(arms) for arm in group.arms]
-    return (
-        _templates()
-        .get_template("page.html")
-        .render(
-            css=Markup(STYLE.read_text(encoding="utf-8")),
-            title=title_of(arms, sheet),
-            subtitle=_subtitle(arms),
-            section=None if sheet is None else study_section(sheet),
-            verdict=overview.sentences(arms) if len(arms) > MOST_COMPARED else verdict(arms),
-            contents=CONTENTS[samples_of(runs)],
-            label_titles=label_titles(arms),
-            has_usual_labels=not labels or not {BASE, OVERLAY}.isdisjoint(labels),
-            other_labels=[label for label in labels if label not in (BASE, OVERLAY)],
-            results=results(arms),
-            what_probes_read=what_probes_read(runs),
-            sweeps=sweep_sections(arms),
-            commands_for_missing_probes=commands_for_missing_probes(arms),
-            limits=limits(arms),
-            charts=charts(arms),
-            rises=rise_grid(arms),
-            rise_notes=rise_notes(arms),
-            legend=[(arm.name, color_of(number)) for number, arm in enumerate(arms)],
-            has_untrained=any(arm.untrained(space) for arm in with_data for space in labels),
-            has_seeds=any(len(arm.runs) > 1 for arm in arms),
-            loss_notes=_loss_notes(runs),
-            arms=arms,
-            runs=runs,
-            describe_views=describe_views,
-            analyses=_analyses(runs),
-            speed=speed_grid(arms),
-            speed_notes=speed_notes(arms),
-            differences=differences(arms),
-            provenance=provenance_grids(runs),
-            code_facts=CODE_FACTS,
-        )
+    return _render(
+        "page.html",
+        arms,
+        sheet,
+        verdict=overview.sentences(arms) if len(arms) > MOST_COMPARED else verdict(arms),
+        contents=CONTENTS[samples_of(runs)],
+        label_titles=label_titles(arms),
+        has_usual_labels=not labels or not {BASE, OVERLAY}.isdisjoint(labels),
+        other_labels=[label for label in labels if label not in (BASE, OVERLAY)],
+        results=results(arms),
+        commands_for_missing_probes=commands_for_missing_probes(arms),
+        charts=charts(arms),
+        rises=rise_grid(arms),
+        rise_notes=rise_notes(arms),
+        legend=[(arm.name, color_of(number)) for number, arm in enumerate(arms)],
+        has_untrained=any(arm.untrained(space) for arm in with_data for space in labels),
+        has_seeds=any(len(arm.runs) > 1 for arm in arms),
+        analyses=_analyses(runs),
+        speed=speed_grid(arms),
+        speed_notes=speed_notes(arms),
+        differences=differences(arms),
     )
 
 
 def _page_of_many(arms: Sequence[Arm], sheet: Sheet | None) -> str:
     """Return the page of so many runs that none has a section of its own: tables to filter and sort."""
-    runs = runs_of_arms(arms)
     script = SCRIPT.read_text(encoding="utf-8")
     tables = overview.tables(arms)
     digest = hashlib.sha256(script.encode()).digest()
+    return _render(
+        "overview.html",
+        arms,
+        sheet,
+        script=Markup(script),
+        script_hash=f"sha256-{base64.b64encode(digest).decode()}",
+        verdict=overview.sentences(arms),
+        tables=tables,
+        commands_for_missing_probes=commands_for_missing_probes(arms)[:MOST_COMMANDS],
+        charts=overview.charts(arms),
+        views=overview.shown_views(arms, tables),
+    )
+
+
+def _render(template: str, arms: Sequence[Arm], sheet: Sheet | None, **content: Any) -> str:
+    """Return a page of `content`, and of what every page has."""
+    runs = runs_of_arms(arms)
     return (
         _templates()
-        .get_template("overview.html")
+        .get_template(template)
         .render(
             css=Markup(STYLE.read_text(encoding="utf-8")),
-            script=Markup(script),
-            script_hash=f"sha256-{base64.b64encode(digest).decode()}",
             title=title_of(arms, sheet),
             subtitle=_subtitle(arms),
             section=None if sheet is None else study_section(sheet),
-            verdict=overview.sentences(arms),
             what_probes_read=what_probes_read(runs),
             sweeps=sweep_sections(arms),
-            tables=tables,
-            commands_for_missing_probes=commands_for_missing_probes(arms)[:MOST_COMMANDS],
             limits=limits(arms),
-            charts=overview.charts(arms),
             loss_notes=_loss_notes(runs),
-            views=overview.shown_views(arms, tables),
             describe_views=describe_views,
             provenance=provenance_grids(runs),
             code_facts=CODE_FACTS,
+            arms=arms,
+            runs=runs,
+            **content,
         )
     )
 

@@ -51,13 +51,13 @@ def publish(page: Path, arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
     runs = runs_of_arms(arms)
     offline = variable("WANDB_MODE") == "offline"
     written = f"the report itself is written: {page}"
-    title = title_of(arms, sheet)[:MAX_TITLE]
+    title, tags = title_of(arms, sheet)[:MAX_TITLE], () if sheet is None else (sheet.study.name,)
     try:
         if not offline:
             _workspaces()
         if not offline and not wandb.login(prompt=False):
             raise UserError("--wandb needs a login: run `wandb login` or set WANDB_API_KEY, then repeat the command")
-        entity, project, run_id = _log_run(page, runs, title=title, tags=_tags(sheet), offline=offline)
+        entity, project, run_id = _log_run(page, runs, title=title, tags=tags, offline=offline)
         if offline:
             return (
                 f"kept for `wandb sync {page.parent / 'wandb'}/offline-run-*-{run_id}`; offline there is no W&B report"
@@ -78,10 +78,6 @@ def _workspaces() -> Any:
         raise UserError(
             "--wandb makes a report with wandb-workspaces, which is not installed; `pip install -e '.[reports]'`"
         ) from None
-
-
-def _tags(sheet: Sheet | None) -> tuple[str, ...]:
-    return () if sheet is None else (sheet.study.name,)
 
 
 def report_run_id(runs: Sequence[Run]) -> str:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.imports import import_object
@@ -128,30 +129,15 @@ def _small(full: Study) -> Study:
     return replace(full, name=full.name + SMALL_STUDY, columns=columns, cells=cells, contrasts=contrasts, is_small=True)
 
 
-@dataclass(frozen=True)
-class _Setup:
-    """The fields of `Study` that several tables of a paper share."""
-
-    measure: Measure
-    num_train: int
-    batch_size: int
-    encoder: str
-
-
 def _table(
-    setup: _Setup,
-    name: str,
-    title: str,
     *,
-    source: str,
-    row_title: str,
     columns: Sequence[tuple[Column, str]],
     rows: Mapping[str, str],
     row_runs: Mapping[str, str] | None = None,
     num_epochs: int | None = None,
     compare: Literal["along rows", "along columns"],
     further_pairs: Sequence[tuple[str, str]] = (),
-    num_small_columns: int | None = None,
+    **fields: Any,
 ) -> Study:
     """Build a study from its table as text.
 
@@ -161,6 +147,7 @@ def _table(
     num_epochs: of all runs; None if the title of each row is the number.
     compare: each cell is compared with the one before it, in its row (within a group of columns) or in its column.
     further_pairs: rows that are compared too, in every column.
+    fields: the other fields of the study.
     """
     cells = {
         (row, number): Cell(
@@ -185,19 +172,11 @@ def _table(
         pairs = [((above, number), (row, number)) for above, row in pairwise(titles) for number in numbers]
     pairs += [((row, number), (other, number)) for row, other in further_pairs for number in numbers]
     return Study(
-        name=name,
-        title=title,
-        source=source,
-        measure=setup.measure,
-        row_title=row_title,
         rows=titles,
         columns=heads,
         cells=MappingProxyType(cells),
         contrasts=_contrasts(cells, pairs),
-        num_train=setup.num_train,
-        batch_size=setup.batch_size,
-        encoder=setup.encoder,
-        num_small_columns=num_small_columns,
+        **fields,
     )
 
 
@@ -218,8 +197,8 @@ def _contrasts(
 
 
 _TAMKIN = "Tamkin et al. 2022"
-_PICTURES = _Setup(measure="linear", num_train=50_000, batch_size=256, encoder="resnet18_small")
-_SOUNDS = _Setup(measure="linear", num_train=24_000, batch_size=128, encoder="resnet18")
+_pictures = partial(_table, measure="linear", num_train=50_000, batch_size=256, encoder="resnet18_small")
+_sounds = partial(_table, measure="linear", num_train=24_000, batch_size=128, encoder="resnet18")
 _OBJECT_SETS = {"C+Shapes": "cifar10_shapes", "C+Digits": "cifar10_digits", "C+Letters": "cifar10_letters"}
 
 
@@ -229,10 +208,9 @@ def _both_labels(base: str, overlay: str, runs: Mapping[str, str]) -> list[tuple
     return [(Column(group, policy, label), run) for group, label in groups for policy, run in runs.items()]
 
 
-_TABLE_1 = _table(
-    _PICTURES,
-    "table1",
-    "Expert views and a viewmaker on pictures with two features",
+_TABLE_1 = _pictures(
+    name="table1",
+    title="Expert views and a viewmaker on pictures with two features",
     source=f"{_TAMKIN}, Table 1",
     row_title="data",
     columns=_both_labels("CIFAR-10", "object", {"expert views": "simclr-{row}", "viewmaker": "viewmaker-{row}"}),
@@ -247,10 +225,9 @@ _TABLE_1 = _table(
     compare="along rows",
     further_pairs=[(row, "CIFAR-10") for row in _OBJECT_SETS],  # the cost of an object
 )
-_TABLE_2 = _table(
-    _SOUNDS,
-    "table2",
-    "Expert views and a viewmaker on spoken digits with a background",
+_TABLE_2 = _sounds(
+    name="table2",
+    title="Expert views and a viewmaker on spoken digits with a background",
     source=f"{_TAMKIN}, Table 2",
     row_title="data",
     columns=_both_labels(
@@ -266,10 +243,9 @@ _TABLE_2 = _table(
     compare="along rows",
     further_pairs=[("speech + sound", "speech"), ("speech + sound", "sound")],  # the cost of mixing
 )
-_TABLE_3 = _table(
-    _PICTURES,
-    "table3",
-    "A viewmaker that may not change the object",
+_TABLE_3 = _pictures(
+    name="table3",
+    title="A viewmaker that may not change the object",
     source=f"{_TAMKIN}, Table 3",
     row_title="data",
     columns=_both_labels(
@@ -286,7 +262,7 @@ _TABLE_3 = _table(
 )
 
 _HUANG = "Huang et al. 2023"
-_VOTES = _Setup(measure="knn_best", num_train=50_000, batch_size=512, encoder="resnet18_small")
+_votes = partial(_table, measure="knn_best", num_train=50_000, batch_size=512, encoder="resnet18_small")
 _METHODS = {"SimCLR": "simclr-huang", "Barlow Twins": "barlow_twins", "MoCo": "moco", "SimSiam": "simsiam"}
 
 
@@ -299,10 +275,9 @@ def _methods(ending: str) -> list[tuple[Column, str]]:
     ]
 
 
-_RICHNESS = _table(
-    _VOTES,
-    "richness",
-    "Richer views",
+_RICHNESS = _votes(
+    name="richness",
+    title="Richer views",
     source=f"{_HUANG}, richer views",
     row_title="transforms",
     columns=_methods("-{row}"),
@@ -318,10 +293,9 @@ _RICHNESS = _table(
     further_pairs=[("abcde", "a")],
     num_small_columns=len(_METHODS),
 )
-_COLOUR = _table(
-    _VOTES,
-    "colour",
-    "Strength of the colours",
+_COLOUR = _votes(
+    name="colour",
+    title="Strength of the colours",
     source=f"{_HUANG}, strength of the colours",
     row_title="strength",
     columns=_methods("-ad-strength{row}"),
@@ -336,10 +310,9 @@ _COLOUR = _table(
     further_pairs=[("1", "0.125")],
     num_small_columns=len(_METHODS),
 )
-_TEMPERATURES = _table(
-    _VOTES,
-    "temperatures",
-    "Alignment and divergence weighted apart, against SimCLR",
+_TEMPERATURES = _votes(
+    name="temperatures",
+    title="Alignment and divergence weighted apart, against SimCLR",
     source=f'{_HUANG}, table of "Ours" (which names no data set; by its level CIFAR-10)',
     row_title="epochs",
     columns=[
@@ -355,10 +328,9 @@ PAIRS = ("ab", "ac", "ad", "ae", "bc", "bd", "be", "cd", "ce", "de")
 # The figure shows which pair is better, without numbers.
 _BETTER_PAIRS = [("ad", other) for other in PAIRS if other != "ad"] + [("ac", "ae"), ("ac", "ab")]
 _PAIRS = replace(
-    _table(
-        _VOTES,
-        "pairs",
-        "Transforms composed in pairs",
+    _votes(
+        name="pairs",
+        title="Transforms composed in pairs",
         source=f"{_HUANG}, the figure of composed pairs, which has no numbers",
         row_title="transforms",
         columns=[(Column("CIFAR-10", "SimCLR"), "simclr-huang-cifar10-{row}-200epochs")],

@@ -370,10 +370,6 @@ def provenance_grids(runs: Sequence[Run]) -> list[Grid]:
     return [Grid(["", "all runs"], shared), Grid(["", *differing], own)]
 
 
-def _commit(run: Run) -> str | None:
-    return _of_all_starts(run, _commit_of)
-
-
 def _commit_of(start: Mapping[str, Any]) -> str | None:
     commit = start.get("git_commit")
     changed = " with uncommitted changes" if start.get("git_diff_sha256") else ""
@@ -443,7 +439,7 @@ def _text(value: Any) -> str | None:
 _FACTS: Mapping[str, Callable[[Run], str | None]] = {
     "directory": lambda run: str(run.path),
     "command": lambda run: _of_all_starts(run, lambda start: _text(start.get("command"))),
-    "commit": _commit,
+    "commit": lambda run: _of_all_starts(run, _commit_of),
     "seed": lambda run: str(run.config.seed),
     "started": lambda run: _text(run.provenance.get("started_at")),
     "processor": lambda run: _of_first_start(run, _processor(run)),

@@ -71,8 +71,8 @@ class _ComposedConfig(BaseViewsConfig):
 
     def check_medium(self, mel: MelConfig | None) -> None:
         super().check_medium(mel)
-        for single in self.singles:
-            single.check_medium(mel)
+        for member in self.members.values():
+            member.check_medium(mel)
 
     def check_image_size(self, *, height: int, width: int) -> None:
         for single in self.singles:
@@ -82,9 +82,11 @@ class _ComposedConfig(BaseViewsConfig):
         for name, member in self.members.items():
             member.check_channels(num_channels, where=f"{where}.{name}")
 
-    def _refuse_two_viewmakers(self) -> None:
+    @model_validator(mode="after")
+    def _has_one_viewmaker(self) -> Self:
         if (num := sum(map(_is_viewmaker, self.singles))) > 1:
             raise ValueError(f'views of kind "{self.kind}" hold {num} viewmakers, but a run trains one; leave one')
+        return self
 
 
 class SequenceConfig(_ComposedConfig):
@@ -106,7 +108,6 @@ class SequenceConfig(_ComposedConfig):
 
     @model_validator(mode="after")
     def _each_part_works_in_its_place(self) -> Self:
-        self._refuse_two_viewmakers()
         for number, part in enumerate(self.parts):
             before = self.parts[:number]
             where = f"views.parts[{number}]"
@@ -163,15 +164,6 @@ class PairConfig(_ComposedConfig):
                 "not train the second view, so the viewmaker would never learn; put it into views.first"
             )
 
-    def check_medium(self, mel: MelConfig | None) -> None:
-        self.first.check_medium(mel)
-        self.second.check_medium(mel)
-
-    @model_validator(mode="after")
-    def _has_one_viewmaker(self) -> Self:
-        self._refuse_two_viewmakers()
-        return self
-
     @model_validator(mode="after")
     def _both_views_share_a_draw(self) -> Self:
         first, second = _places_of_shared_draws(self.first), _places_of_shared_draws(self.second)
@@ -213,15 +205,6 @@ class ByEpochConfig(_ComposedConfig):
                 f"views.policies has {len(self.policies)} policies, each for an epoch, but num_epochs is "
                 f"{run.num_epochs}; set num_epochs={len(self.policies)} or more"
             )
-
-    def check_medium(self, mel: MelConfig | None) -> None:
-        for policy in self.policies:
-            policy.check_medium(mel)
-
-    @model_validator(mode="after")
-    def _has_one_viewmaker(self) -> Self:
-        self._refuse_two_viewmakers()
-        return self
 
 
 class Composed(nn.Module):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from data_pipeline.audio.log_mel import MelConfig, audible_frames, frames_that_hear, log_mel, power_mel
 from data_pipeline.core.counter_rng import DrawKeys, normal_pairs, uniform
 from data_pipeline.core.schema import CountOrZero, Deviation, PositiveShare
-from trainer.views.inputs import check_keys
+from trainer.views.inputs import check_keys, rows_of
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
 from trainer.views.speed_and_pitch import change_pitch, change_speed
 
@@ -123,16 +123,6 @@ class WaveformDraws:
     length_B: Tensor
     crops_last_B: Tensor
 
-    def rows(self, rows: slice) -> WaveformDraws:
-        """Return the draws of some of the waveforms."""
-        return WaveformDraws(
-            speed_B=None if self.speed_B is None else self.speed_B[rows],
-            semitones_B=None if self.semitones_B is None else self.semitones_B[rows],
-            first_B=self.first_B[rows],
-            length_B=self.length_B[rows],
-            crops_last_B=self.crops_last_B[rows],
-        )
-
 
 class Spectral(nn.Module):
     """A view policy on spectrograms: a module `policy(waveforms_BT, keys, masks_BHW) -> views_B1MN` without parameters.
@@ -226,7 +216,7 @@ class Waveform(nn.Module):
         size = max(1, _POINTS_ON_CPU // waveforms_BT.shape[1])
         for first in range(0, len(waveforms_BT), size):
             rows = slice(first, first + size)
-            part_keys, part_draws = keys.rows(rows), draws.rows(rows)
+            part_keys, part_draws = keys.rows(rows), rows_of(draws, rows)
             part_BT = views_BT[rows]
             noise_BT = self._noise(part_keys, waveforms_BT.dtype, out_BT=part_BT)
             crop_and_add_by_row(self._change(waveforms_BT[rows], part_draws), noise_BT, part_draws, out_BT=part_BT)

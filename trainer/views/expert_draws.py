@@ -5,9 +5,7 @@ Legend: B samples.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -35,13 +33,3 @@ class ExpertDraws:
     sigma_B: Tensor | None
     reach: int | None
     constant_blur_B: Tensor | None
-
-    def rows(self, rows: slice) -> ExpertDraws:
-        """Return the draws of some of the pictures."""
-
-        def some(value: Any) -> Any:
-            if isinstance(value, CropDraws | JitterDraws):
-                return type(value)(*(some(getattr(value, field.name)) for field in dataclasses.fields(value)))
-            return value[rows] if isinstance(value, Tensor) else value
-
-        return ExpertDraws(*(some(getattr(self, field.name)) for field in dataclasses.fields(self)))

@@ -31,7 +31,7 @@ from data_pipeline.core.schema import PositiveShare, Share
 from trainer.views.colour import HUE, LUMA, NUM_COLOURS, JitterDraws, jitter_colour_, luma
 from trainer.views.expert_draws import ExpertDraws
 from trainer.views.few_kernels import apply_draws_in_few_kernels
-from trainer.views.inputs import check_pictures, without_autocast
+from trainer.views.inputs import check_pictures, rows_of, without_autocast
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
 from trainer.views.resampling import (
     CropDraws,
@@ -48,7 +48,6 @@ Aspect = Annotated[float, Field(ge=0.01, le=100)]
 Sigma = Annotated[float, Field(ge=0.01, le=1_000)]  # pixels; twice its square is a denominator
 
 HUANG_LETTERS = "abcde"  # crop, blur, grayscale, jitter, flip: the letters of the paper's tables
-CROP_ATTEMPTS = 10
 _VALUES_ON_CPU: Final = 1 << 20  # of the pictures that one thread changes at once: 6 of 224 x 224, 341 of 32 x 32
 _SIMCLR_BLUR: Final = 20  # its kernel is a tenth of the picture wide, so a twentieth to either side
 
@@ -108,10 +107,6 @@ class ExpertImageConfig(BaseViewsConfig):
     def jitters(self) -> bool:
         return self.jitter_probability > 0 and any((self.brightness, self.contrast, self.saturation, self.hue))
 
-    @property
-    def changes_colours(self) -> bool:
-        return self.jitters or self.grayscale_probability > 0
-
     @classmethod
     def of(cls, views: BaseViewsConfig) -> ExpertImageConfig:
         """Return `views` if they are expert views of pictures, otherwise the default ones."""
@@ -121,7 +116,8 @@ class ExpertImageConfig(BaseViewsConfig):
         return ExpertImage(self)
 
     def check_channels(self, num_channels: int, *, where: str = "views") -> None:
-        if self.changes_colours and num_channels != NUM_COLOURS:
+        changes_colours = self.jitters or self.grayscale_probability > 0
+        if changes_colours and num_channels != NUM_COLOURS:
             raise ValueError(
                 f"colour jitter and grayscale need pictures of {NUM_COLOURS} channels, got {num_channels}; set "
                 f"{where}.jitter_probability=0 and {where}.grayscale_probability=0"
@@ -223,7 +219,7 @@ class ExpertImage(nn.Module):
             views_BCHW = torch.empty_like(images_BCHW, memory_format=torch.contiguous_format)
             for first in range(0, B, size):
                 rows = slice(first, first + size)
-                views_BCHW[rows] = apply_draws(images_BCHW[rows], draws.rows(rows))
+                views_BCHW[rows] = apply_draws(images_BCHW[rows], rows_of(draws, rows))
             return views_BCHW
 
 

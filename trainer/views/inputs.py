@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,10 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.pixels import from_bytes
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Draws = TypeVar("Draws", bound="DataclassInstance")
 _LOUDEST: Final = 2  # a sound with another behind it is not clipped
 
 
@@ -36,6 +41,17 @@ def check_keys(inputs: Tensor, keys: DrawKeys) -> None:
     """Raise `ValueError` if there is not one key for each row of the inputs; a single key would be broadcast."""
     if len(keys.index_B) != len(inputs):
         raise ValueError(f"there are {len(keys.index_B)} keys for a batch of {len(inputs)}; pass one for each sample")
+
+
+def rows_of(draws: Draws, rows: slice) -> Draws:
+    """Return the draws of some of the samples: a dataclass with these rows of its tensors, and of those in it."""
+
+    def some(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value[rows]
+        return rows_of(value, rows) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+
+    return dataclasses.replace(draws, **{name: some(value) for name, value in vars(draws).items()})
 
 
 def to_floating(inputs: Tensor) -> Tensor:

@@ -46,16 +46,11 @@ class RandomMaskConfig(BaseViewsConfig):
         return RandomMask(self)
 
     def check_image_size(self, *, height: int, width: int) -> None:
-        check_image_size(self, height=height, width=width)
-
-
-def check_image_size(config: RandomMaskConfig, *, height: int, width: int) -> None:
-    """Raise `ValueError` if the patches do not cover a picture of that size."""
-    if height % config.patch_size or width % config.patch_size:
-        raise ValueError(
-            f"views.patch_size={config.patch_size} needs a height and width that are multiples of it, "
-            f"got {height} x {width}"
-        )
+        if height % self.patch_size or width % self.patch_size:
+            raise ValueError(
+                f"views.patch_size={self.patch_size} needs a height and width that are multiples of it, "
+                f"got {height} x {width}"
+            )
 
 
 class RandomMask(nn.Module):
@@ -80,7 +75,7 @@ class RandomMask(nn.Module):
         check_pictures(images_BCHW, keys)
         config = self.config
         _, C, H, W = images_BCHW.shape
-        check_image_size(config, height=H, width=W)
+        config.check_image_size(height=H, width=W)
         shape = (1 if config.unit == "pixel" else C, H, W)
         keep_BCHW = draw_mask(keys.of_pair(), shape=shape, patch_size=config.patch_size)
         if keys.is_next_B is not None:

@@ -127,24 +127,20 @@ class ViewmakerConfig(BaseViewsConfig):
             )
 
     def check_image_size(self, *, height: int, width: int) -> None:
-        check_image_size(self, height=height, width=width)
+        size = f"{height} x {width}"
+        if not (_is_possible(height) and _is_possible(width)):
+            raise ValueError(
+                f"the viewmaker needs a height and width that are multiples of {_STRIDE}, at least {_MIN_SIZE}, got "
+                f"{size}"
+            )
+        if self.downsample_to is not None and (height % self.downsample_to or width % self.downsample_to):
+            raise ValueError(
+                f"downsample_to={self.downsample_to} needs a height and width that are multiples of it, got {size}"
+            )
 
     @property
     def protects(self) -> str | None:
         return None if self.mask == "none" else f"views.mask={self.mask}"
-
-
-def check_image_size(config: ViewmakerConfig, *, height: int, width: int) -> None:
-    """Raise `ValueError` if a viewmaker of this config cannot work on pictures of that size."""
-    size = f"{height} x {width}"
-    if not (_is_possible(height) and _is_possible(width)):
-        raise ValueError(
-            f"the viewmaker needs a height and width that are multiples of {_STRIDE}, at least {_MIN_SIZE}, got {size}"
-        )
-    if config.downsample_to is not None and (height % config.downsample_to or width % config.downsample_to):
-        raise ValueError(
-            f"downsample_to={config.downsample_to} needs a height and width that are multiples of it, got {size}"
-        )
 
 
 def _is_possible(size: int) -> bool:
@@ -353,7 +349,7 @@ class Viewmaker(nn.Module):
         check_pictures(images_BCHW, keys)
         config = self.config
         H, W = images_BCHW.shape[2:]
-        check_image_size(config, height=H, width=W)
+        config.check_image_size(height=H, width=W)
         outside_B1HW = None if config.mask == "none" else _outside(masks_BHW, config.mask, like_BCHW=images_BCHW)
 
         x_BCHW = images_BCHW

@@ -33,7 +33,6 @@ from data_pipeline.building.catalogue import open_dataset
 from data_pipeline.building.locks import take_lock
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_OUTSIDE, Sample
-from data_pipeline.loading.decode import decode_sample
 from data_pipeline.loading.stream import read_all
 from data_pipeline.overlays import Overlay, baked_keys, evaluation_keys
 from data_pipeline.overlays.registry import save_overlay
@@ -43,7 +42,7 @@ from data_pipeline.storage.files import unpack_tar
 from data_pipeline.storage.manifest import Manifest, load_manifest
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.totals import Totals
-from data_pipeline.tools.verify import find_problems
+from tests.data_pipeline.stored_samples import decode_sample, find_problems
 from tests.real_data import REPOSITORY, archive
 
 

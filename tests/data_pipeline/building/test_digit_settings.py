@@ -26,7 +26,7 @@ from data_pipeline.overlays.tiled_digit import TiledDigit, choose_digits, defaul
 from data_pipeline.sources.digits import DigitSource, resize, sklearn_digits
 from data_pipeline.sources.placed_digits import PlacedDigits
 from data_pipeline.storage.manifest import OVERLAY_NAME, Manifest
-from data_pipeline.tools.verify import find_problems
+from tests.data_pipeline.stored_samples import find_problems
 
 NUM = 2_000
 # The chi-square value that uniform draws exceed once in 10,000 times, for 9 degrees of freedom.

@@ -25,15 +25,15 @@ from data_pipeline.building.tar_scan import Fields
 from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_OBJECT, NO_LABEL
-from data_pipeline.loading.decode import decode, decode_sample
+from data_pipeline.loading.decode import decode
 from data_pipeline.loading.placement import place_data, read_whole
 from data_pipeline.loading.stream import read_all
 from data_pipeline.overlays import FIRST_PURPOSE, LabelClasses, Layer, PictureOverlay
 from data_pipeline.sources.picture_table import PictureTable
 from data_pipeline.storage.manifest import INDEX_NAME, LABELS_FORMAT_VERSION, load_manifest
 from data_pipeline.storage.store import SampleStore
-from data_pipeline.tools.verify import find_problems
 from tests.commands import call
+from tests.data_pipeline.stored_samples import decode_sample, find_problems
 
 SEX, SITES = ("f", "m"), ("Bonn", "Kiel", "Ulm")
 

@@ -17,7 +17,6 @@ from sklearn.linear_model import LogisticRegression
 
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
-from data_pipeline.loading.decode import decode_sample
 from data_pipeline.sources import digits
 from data_pipeline.sources.cifar import Cifar
 from data_pipeline.sources.digits import MnistKind, mnist_digits, sklearn_digits
@@ -25,7 +24,7 @@ from data_pipeline.sources.folder import _MOST_SCALED_PIXELS, ImageFolder, middl
 from data_pipeline.sources.procedural import Procedural
 from data_pipeline.storage.files import unpack_tar
 from data_pipeline.storage.store import SampleStore
-from data_pipeline.tools.verify import find_problems
+from tests.data_pipeline.stored_samples import decode_sample, find_problems
 from tests.real_data import archive
 
 

@@ -32,7 +32,7 @@ from data_pipeline.sources.digits import resize, sklearn_digits
 from data_pipeline.storage.manifest import Manifest, load_manifest
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.tools.preview import draw_grid
-from data_pipeline.tools.verify import find_problems
+from tests.data_pipeline.stored_samples import find_problems
 
 # The chi-square value that uniform draws exceed once in 10,000 times, by degrees of freedom.
 CHI_SQUARE = {1: 15.1, 9: 33.7, 31: 70.8, 99: 161.3}

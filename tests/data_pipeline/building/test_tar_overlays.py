@@ -19,7 +19,7 @@ from data_pipeline.core.sample import Batch, Layout
 from data_pipeline.loading.stream import ReadConfig, Stream, read_all
 from data_pipeline.storage.manifest import INDEX_NAME, OVERLAY_NAME, load_manifest
 from data_pipeline.storage.store import SampleStore
-from data_pipeline.tools.verify import find_problems
+from tests.data_pipeline.stored_samples import find_problems
 from tests.photos import build_photos, write_photos
 
 NAMES = {"digits": tuple("0123456789"), "letters": tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")}

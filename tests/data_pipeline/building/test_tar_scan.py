@@ -22,7 +22,7 @@ from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.loading.decode import decode
 from data_pipeline.storage.manifest import INDEX_NAME
 from data_pipeline.storage.store import SampleStore
-from data_pipeline.storage.tar_headers import read_headers
+from data_pipeline.storage.tar_headers import read_contents
 from tests.commands import call
 from tests.tars import Member, by_tarfile, by_webdataset, indexed, number_of, numbers_in, picture, simple
 
@@ -325,7 +325,7 @@ def test_a_tar_that_is_cut_short_or_damaged_gives_what_is_before_and_is_not_soun
     path = simple(tmp_path, [6]) / "train-0000.tar"
     content = damage(path.read_bytes())
     path.write_bytes(content)
-    end = read_headers(memoryview(content))[1]
+    end = read_contents(memoryview(content)).end
     done = call(main, "index", path, "--workers", "1", monkeypatch=monkeypatch, capsys=capsys)
     assert f"1 tars are cut short or damaged; {len(content) - end:,} bytes behind the cuts are not used" in done.stdout
     said = f"is cut short or damaged at byte {end:,}; the {len(content) - end:,} bytes behind are not used"
@@ -349,7 +349,7 @@ def test_what_is_behind_the_end_mark_of_a_tar_is_told(
     first, second = (path.read_bytes() for path in sorted((tmp_path / "two").glob("*.tar")))
     path = tmp_path / "x.tar"
     path.write_bytes(first + second)
-    end = read_headers(memoryview(first))[1]
+    end = read_contents(memoryview(first)).end
     num_behind = len(first) + len(second) - end
     done = call(main, "index", path, "--workers", "1", monkeypatch=monkeypatch, capsys=capsys)
     assert f"1 tars go on behind their end marks; {num_behind:,} bytes there are not used" in done.stdout

@@ -13,11 +13,10 @@ import pytest
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.randomness import generator
-from data_pipeline.loading.decode import decode_sample
 from data_pipeline.sources import labels_of
 from data_pipeline.sources.trifeature import COLOURS, SHAPES, TEXTURES, Trifeature, draw
 from data_pipeline.storage.store import SampleStore
-from data_pipeline.tools.verify import find_problems
+from tests.data_pipeline.stored_samples import decode_sample, find_problems
 
 NUM = 4_000
 BACKGROUND = 128

@@ -28,7 +28,7 @@ from data_pipeline.audio.waveform import crop_last
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample, Batch, Sample
-from data_pipeline.loading.decode import decode, decode_sample
+from data_pipeline.loading.decode import decode
 from data_pipeline.loading.order import ShardWindows, batch_indices, num_steps_per_epoch
 from data_pipeline.loading.stream import ReadConfig, Stream, check_bad_share, read_all
 from data_pipeline.overlays import evaluation_keys
@@ -37,6 +37,7 @@ from data_pipeline.overlays.shapes import Shapes
 from data_pipeline.remote.cache import RemoteConfig
 from data_pipeline.storage.store import SampleStore
 from tests.data_pipeline.random_shards import random_shard_sizes, write_dataset
+from tests.data_pipeline.stored_samples import decode_sample
 from tests.tiny_data import NUM_POINTS, damage, write_tiny_dataset, write_tiny_sounds
 
 SHARDS = (3, 5, 17)

@@ -24,7 +24,8 @@ from data_pipeline.storage.manifest import MANIFEST_NAME, SHARD_TABLE_NAME, Shar
 from data_pipeline.storage.shard_list import ListedShards, ShardTable, open_shard_list, write_shard_table
 from data_pipeline.storage.shards import shard_name
 from data_pipeline.storage.store import SampleStore
-from data_pipeline.tools.verify import Verification, find_problems
+from data_pipeline.tools.verify import Verification
+from tests.data_pipeline.stored_samples import find_problems
 
 NUM_SHARDS = 6
 STREAMED = ReadConfig(num_workers=0, placement="stream", max_bad_share=1)

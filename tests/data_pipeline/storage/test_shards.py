@@ -26,7 +26,7 @@ from data_pipeline.storage.shards import (
     write_shard,
     write_shards,
 )
-from data_pipeline.storage.tar_headers import is_member_at, read_headers
+from data_pipeline.storage.tar_headers import is_member_at, read_contents
 from tests.data_pipeline.random_shards import random_samples, write_dataset, write_manifest
 
 NUM_SAMPLES = 23
@@ -338,7 +338,7 @@ def test_the_header_before_a_member_names_it(tmp_path: Path, tar_format: int) ->
     members = some_members(4)
     write_tar(path, members, tar_format=tar_format)
     data = memoryview(path.read_bytes())
-    for member in read_headers(data)[0]:
+    for member in read_contents(data).members:
         name = member.name.encode()
         assert is_member_at(data, name=name, offset=member.offset, size=member.size)
         assert not is_member_at(data, name=name, offset=member.offset, size=member.size + 1)

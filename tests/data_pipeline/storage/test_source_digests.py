@@ -12,14 +12,13 @@ from PIL import Image
 
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
-from data_pipeline.loading.decode import decode_sample
 from data_pipeline.remote.cache import RemoteConfig
 from data_pipeline.sources.folder import ImageFolder, in_test_split
 from data_pipeline.sources.picture_table import PictureTable
 from data_pipeline.storage.manifest import SOURCE_DIGESTS_NAME, load_manifest
 from data_pipeline.storage.source_digests import content_digest, read_source_digests, shared_sources
 from data_pipeline.storage.store import SampleStore
-from data_pipeline.tools.verify import find_problems
+from tests.data_pipeline.stored_samples import decode_sample, find_problems
 
 REMOTE = RemoteConfig()
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL, Sample
-from data_pipeline.loading.decode import decode, decode_sample
+from data_pipeline.loading.decode import decode
 from data_pipeline.overlays.noise import Noise
 from data_pipeline.overlays.shapes import Shapes
 from data_pipeline.remote.cache import RemoteConfig
@@ -27,6 +27,7 @@ from data_pipeline.storage.manifest import MANIFEST_NAME, OVERLAY_NAME, load_man
 from data_pipeline.storage.shards import encode, index_content, index_path, index_shard, write_shards
 from data_pipeline.storage.store import SampleStore
 from tests.data_pipeline.random_shards import random_samples, write_dataset, write_manifest
+from tests.data_pipeline.stored_samples import decode_sample
 from tests.tiny_data import NUM_POINTS, write_tiny_dataset, write_tiny_sounds
 
 

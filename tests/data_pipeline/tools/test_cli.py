@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -24,13 +25,13 @@ from data_pipeline.building.datasets import (
     TEST_SPEAKER,
 )
 from data_pipeline.core.errors import UserError, run_command
-from data_pipeline.loading.decode import decode_sample
 from data_pipeline.overlays import PixelOverlay
 from data_pipeline.overlays.registry import OVERLAYS, find_overlay
 from data_pipeline.sources.audiomnist import TEST_SPEAKERS
-from data_pipeline.sources.digits import MNIST_KINDS
+from data_pipeline.sources.digits import MnistKind
 from data_pipeline.sources.fsdd import DEFAULT_TEST_SPEAKER
 from data_pipeline.storage.store import SampleStore
+from tests.data_pipeline.stored_samples import decode_sample
 from tests.nursery import PythonProcess, run_python
 from tests.real_data import REPOSITORY, archive
 
@@ -324,5 +325,5 @@ def test_the_current_directory_cannot_be_built_anew(
 def test_the_help_names_what_the_overlays_and_sources_offer() -> None:
     """The names stand apart from the code that they name, so that the help needs none of it."""
     assert [kind for kind in OVERLAYS if issubclass(find_overlay(kind), PixelOverlay)] == [*PICTURE_OVERLAYS]
-    assert (*MNIST_KINDS, "sklearn") == DIGITS
+    assert (*get_args(MnistKind), "sklearn") == DIGITS
     assert TEST_SPEAKER == DEFAULT_TEST_SPEAKER

@@ -11,13 +11,14 @@ from PIL import Image
 from data_pipeline.__main__ import main
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
-from data_pipeline.loading.decode import decode, decode_sample
+from data_pipeline.loading.decode import decode
 from data_pipeline.overlays import evaluation_keys
 from data_pipeline.overlays.noise import Noise
 from data_pipeline.overlays.shapes import Shapes
 from data_pipeline.sources.background import procedural_sounds
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.tools.preview import colour_spectrograms, draw_cell, draw_grid
+from tests.data_pipeline.stored_samples import decode_sample
 from tests.tiny_data import NUM_POINTS, SAMPLE_RATE, write_tiny_dataset, write_tiny_sounds
 
 PINK, GREY = (255, 0, 200), (40, 40, 40)

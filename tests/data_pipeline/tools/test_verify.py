@@ -26,9 +26,10 @@ from data_pipeline.storage.manifest import Manifest, load_manifest
 from data_pipeline.storage.png import encode_png
 from data_pipeline.storage.shards import index_content, index_path, index_shard
 from data_pipeline.storage.store import SampleStore
-from data_pipeline.tools.verify import Verification, find_problems
+from data_pipeline.tools.verify import Verification
 from tests.data_pipeline.limits import memory_limit
 from tests.data_pipeline.remote.http_server import serve
+from tests.data_pipeline.stored_samples import find_problems
 from tests.tiny_data import SAMPLE_RATE, write_tiny_dataset, write_tiny_sounds
 
 Members = list[tuple[str, bytes]]

@@ -80,7 +80,7 @@ def test_low_precision_and_autocast_change_nothing() -> None:
 
 def test_the_objective_gives_the_loss_and_logs_its_parts() -> None:
     z_VBD = related_views(8, 16, dtype=torch.float32).requires_grad_()
-    output = InfoNCE(InfoNCEConfig())(*z_VBD)
+    output = InfoNCE()(*z_VBD)
     torch.testing.assert_close(output.loss, info_nce_loss(*z_VBD))
     torch.testing.assert_close(output.metrics["divergence"], divergence(*z_VBD).detach())
     torch.testing.assert_close(output.metrics["alignment"], -alignment(*z_VBD).detach())

@@ -46,6 +46,7 @@ from trainer.views.expert_image import (
     huang_views,
 )
 from trainer.views.few_kernels import apply_draws_in_few_kernels
+from trainer.views.inputs import rows_of
 from trainer.views.resampling import (
     CONSTANT_BLUR_REACH,
     CropDraws,
@@ -377,7 +378,7 @@ def test_pictures_that_are_changed_a_few_at_a_time_are_those_of_the_whole_batch(
     x = pictures(num, size=size)
     draws = draw(config, keys(num), size=size)
     assert torch.equal(ExpertImage(config)(x, keys(num)), apply_draws(x, draws))
-    alone = torch.cat([apply_draws(x[i : i + 1], draws.rows(slice(i, i + 1))) for i in range(num)])
+    alone = torch.cat([apply_draws(x[i : i + 1], rows_of(draws, slice(i, i + 1))) for i in range(num)])
     assert torch.equal(alone, apply_draws(x, draws))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from data_pipeline.audio.log_mel import FSDD
 from data_pipeline.core.counter_rng import DrawKeys
 from trainer.views import ViewsConfig, build_view_policy
-from trainer.views.random_mask import RandomMask, RandomMaskConfig, check_image_size, draw_mask
+from trainer.views.random_mask import RandomMask, RandomMaskConfig, draw_mask
 
 CONFIGS = [
     RandomMaskConfig(),
@@ -152,10 +152,10 @@ def test_views_are_made_without_waiting_for_the_device() -> None:
 def test_patches_that_do_not_divide_the_picture_are_refused(height: int, width: int) -> None:
     config, message = RandomMaskConfig(patch_size=4), f"patch_size=4 needs .* multiples of it, got {height} x {width}"
     with pytest.raises(ValueError, match=message):
-        check_image_size(config, height=height, width=width)
+        config.check_image_size(height=height, width=width)
     with pytest.raises(ValueError, match=message):
         RandomMask(config)(torch.rand(2, 3, height, width), keys(2))
-    check_image_size(config, height=8, width=12)
+    config.check_image_size(height=8, width=12)
 
 
 @pytest.mark.parametrize("wrong", [{"patch_size": 0}, {"unit": "patch"}, {"probability": 0.5}])

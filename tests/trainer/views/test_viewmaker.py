@@ -25,7 +25,6 @@ from trainer.views.viewmaker import (
     Viewmaker,
     ViewmakerConfig,
     attacked_views,
-    check_image_size,
     cosine_transform,
     draw_noise,
     inverse_cosine_transform,
@@ -460,7 +459,7 @@ def test_the_gradient_comes_from_attacked_views_alone() -> None:
 )
 def test_pictures_that_do_not_divide_are_refused(config: dict[str, Any], height: int, width: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_image_size(ViewmakerConfig.model_validate(config), height=height, width=width)
+        ViewmakerConfig.model_validate(config).check_image_size(height=height, width=width)
     with pytest.raises(ValueError, match=message):
         make(base_width=4, **config)(torch.rand(2, 3, height, width), keys(2))
 
@@ -468,7 +467,7 @@ def test_pictures_that_do_not_divide_are_refused(config: dict[str, Any], height:
 @pytest.mark.parametrize(("height", "width"), [(8, 8), (64, 32)])
 def test_pictures_that_divide_are_taken(height: int, width: int) -> None:
     viewmaker = make(base_width=4, downsample_to=8)
-    check_image_size(viewmaker.config, height=height, width=width)
+    viewmaker.config.check_image_size(height=height, width=width)
     assert viewmaker(torch.rand(2, 3, height, width), keys(2)).shape == (2, 3, height, width)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from data_pipeline.core.schema import Schema, as_typed
+from data_pipeline.core.schema import as_typed, given_settings
 from data_pipeline.core.sections import KIND
 from trainer.config import RunConfig
 from trainer.reports.config_identity import identity_settings
@@ -79,7 +79,7 @@ def changed_settings(plain: RunConfig, config: RunConfig) -> dict[str, Any]:
 
     Of settings that `plain` does not have, those with the default of their kind are left out.
     """
-    before, after, given = identity_settings(plain), identity_settings(config), _given(config)
+    before, after, given = identity_settings(plain), identity_settings(config), given_settings(config)
     changed: dict[str, Any] = {}
     for key, value in after.items():
         if key in before:
@@ -100,20 +100,6 @@ def changed_settings(plain: RunConfig, config: RunConfig) -> dict[str, Any]:
 
 def _is_in(key: str, section: str) -> bool:
     return f"{key}.".startswith(f"{section}.")
-
-
-def _given(model: Schema, path: str = "") -> set[str]:
-    """Return the dotted names of the settings that are not the defaults of their fields."""
-    found: set[str] = set()
-    for name, field in type(model).model_fields.items():
-        value, default = getattr(model, name), field.get_default(call_default_factory=True)
-        if isinstance(value, Schema):
-            found |= _given(value, f"{path}{name}.")
-            if type(value) is not type(default):
-                found.add(f"{path}{name}.{KIND}")
-        elif value != default:
-            found.add(f"{path}{name}")
-    return found
 
 
 def _short(value: Any) -> str:
