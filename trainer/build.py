@@ -107,6 +107,11 @@ def _recorded(
     reason = why_not_recorded(config, device=device, num_ranks=world_size(), has_random_layers=is_random)
     by_default = why_not_by_default(config)
     if config.records_step and reason is None and (config.compile != "auto" or by_default is None):
+        if rank() == 0 and modules.viewmaker is not None and not config.compiles_networks:
+            logger.info(
+                "compile=both compiles the networks too: it takes a minute at each start, and a viewmaker may then train "
+                "1.5 times as fast: docs/performance.md"
+            )
         return RecordedStep(step, CudaGraphs(), stateful=[*modules.trained_modules.values(), objective])
     if rank() == 0:
         _say_why_not_recorded(config, reason, by_default, is_one_gpu=device.type == "cuda" and world_size() == 1)
