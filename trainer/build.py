@@ -109,7 +109,7 @@ def _recorded(
     if config.records_step and reason is None and (config.compile != "auto" or by_default is None):
         if rank() == 0 and modules.viewmaker is not None and not config.compiles_networks:
             logger.info(
-                "compile=both compiles the networks too: it takes a minute at each start, and a viewmaker may then train "
+                "compile=both compiles the networks too: it takes a minute at each start, and a viewmaker may train "
                 "1.5 times as fast: docs/performance.md"
             )
         return RecordedStep(step, CudaGraphs(), stateful=[*modules.trained_modules.values(), objective])

@@ -316,7 +316,7 @@ def test_every_overlay_is_tried() -> None:
             "viewmaker",
             [],
             [
-                "compile=both compiles the networks too: it takes a minute at each start, and a viewmaker may then train "
+                "compile=both compiles the networks too: it takes a minute at each start, and a viewmaker may train "
                 "1.5 times as fast"
             ],
         ),
