@@ -375,6 +375,12 @@ class Encoder(nn.Module):
             return self.pooled(views_BCHW)
         return _at_least_float32(self._map(views_BCHW)).flatten(1)
 
+    def features_and_pooled(self, views_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the results of `features` and of `pooled`, (B, F) and (B, C), by one pass through the trunk."""
+        map_BCHW = self._map(views_BCHW)
+        pooled_BC = self._pool(map_BCHW)
+        return pooled_BC if self._probe_reads == "pooled" else _at_least_float32(map_BCHW).flatten(1), pooled_BC
+
     def pooled(self, views_BCHW: Tensor) -> Tensor:
         """Return one vector for each picture, (B, C), the input of kNN.
 

@@ -43,11 +43,17 @@ class SideBySide(nn.Module):
 
     def features(self, views_BCHW: Tensor) -> Tensor:
         """Return the features of all encoders, (B, sum of F)."""
-        return torch.cat([encoder.features(views_BCHW).flatten(1) for encoder in self._encoders], dim=1)
+        return self.features_and_pooled(views_BCHW)[0]
 
     def pooled(self, views_BCHW: Tensor) -> Tensor:
         """Return the pooled features of all encoders, (B, sum of D)."""
-        return torch.cat([F.normalize(encoder.pooled(views_BCHW), dim=1) for encoder in self._encoders], dim=1)
+        return self.features_and_pooled(views_BCHW)[1]
+
+    def features_and_pooled(self, views_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the results of `features` and of `pooled`, by one pass of each encoder."""
+        both = [encoder.features_and_pooled(views_BCHW) for encoder in self._encoders]
+        features, pooled = ([each[number] for each in both] for number in (0, 1))
+        return torch.cat(features, dim=1), torch.cat([F.normalize(each, dim=1) for each in pooled], dim=1)
 
 
 def probe_side_by_side(

@@ -29,7 +29,7 @@ from data_pipeline.loading.stream import read_all
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
 from trainer.data import DataConfig
-from trainer.probes.features import TRAIN_DRAW, FeatureEncoder, LabelSpace, frozen, frozen_calls
+from trainer.probes.features import TRAIN_DRAW, FeatureEncoder, LabelSpace, features_and_pooled, frozen, frozen_calls
 from trainer.probes.knn import knn_accuracies
 from trainer.probes.linear import ProbeConfig, Target, fit_linear_probe, num_labelled, stored_batches
 from trainer.probes.shared import check_shared, find_shared
@@ -207,8 +207,9 @@ def _encode(encoder: object, data: _OpenData, *, which: str, batch_size: int) ->
         with nullcontext() if isinstance(encoder, nn.Module) else frozen_calls():
             if normalises:
                 of_encoder = cast(FeatureEncoder, encoder)
-                features.append(_rows(of_encoder.features(x_BCHW), len(inputs)))
-                pooled.append(_rows(of_encoder.pooled(x_BCHW), len(inputs)))
+                features_BF, pooled_BD = features_and_pooled(of_encoder, x_BCHW)
+                features.append(_rows(features_BF, len(inputs)))
+                pooled.append(_rows(pooled_BD, len(inputs)))
             else:
                 features.append(_rows(cast(Callable[[Tensor], Tensor], encoder)(x_BCHW), len(inputs)))
         for name, label_B in label_of.items():

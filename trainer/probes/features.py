@@ -83,6 +83,12 @@ class FeatureEncoder(Protocol):
     def eval(self) -> object: ...
 
 
+def features_and_pooled(encoder: FeatureEncoder, views_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the results of `features` and of `pooled`, by one pass if the encoder has a method of this name."""
+    both: Callable[[Tensor], tuple[Tensor, Tensor]] | None = getattr(encoder, "features_and_pooled", None)
+    return both(views_BCHW) if both is not None else (encoder.features(views_BCHW), encoder.pooled(views_BCHW))
+
+
 class ViewFunction(Protocol):
     """A view policy as probes call it.
 
@@ -465,7 +471,7 @@ def extract(
 class FrozenFeatures:
     """The features of a frozen encoder, without views, for two probes of the same pictures.
 
-    Streamed pictures are read once for both kinds of features. Every rank calls the methods in the same order.
+    Pictures are read and encoded once for both kinds of features. Every rank calls the methods in the same order.
     """
 
     def __init__(self, encoder: FeatureEncoder, *, device: torch.device) -> None:
@@ -474,12 +480,9 @@ class FrozenFeatures:
 
     def features(self, pictures: Pictures) -> Tensor:
         """Return `encoder.features` of all pictures, (N, F)."""
-        if pictures.streamed is None:
-            return extract(self._encoder.features, pictures, device=self._device)
 
         def both(part: Tensor) -> Sequence[Tensor]:
-            images = to_float(part, self._device)
-            return self._encoder.features(images), self._encoder.pooled(images)
+            return features_and_pooled(self._encoder, to_float(part, self._device))
 
         with torch.no_grad():
             features_NF, pooled_NC = _shared_rows_of_each(both, pictures, chunk_size=_ENCODED_AT_ONCE)

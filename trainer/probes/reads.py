@@ -6,6 +6,7 @@ Shapes: B pictures, C channels, H by W pixels, D embedding size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -44,6 +45,10 @@ class _Reader(nn.Module):
     def pooled(self, views_BCHW: Tensor) -> Tensor:
         return self.features(views_BCHW)
 
+    def features_and_pooled(self, views_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+        reading = self.features(views_BCHW)
+        return reading, reading
+
 
 class InBfloat16(nn.Module):
     """A module for probes, computed under autocast to bfloat16 and returned in float32.
@@ -56,16 +61,21 @@ class InBfloat16(nn.Module):
         self.module = module
 
     def features(self, views_BCHW: Tensor) -> Tensor:
-        return _in_bfloat16(self.module.features, views_BCHW)
+        return self.features_and_pooled(views_BCHW)[0]
 
     def pooled(self, views_BCHW: Tensor) -> Tensor:
-        return _in_bfloat16(self.module.pooled, views_BCHW)
+        return self.features_and_pooled(views_BCHW)[1]
+
+    def features_and_pooled(self, views_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+        with _bfloat16(views_BCHW):
+            features_BF, pooled_BC = self.module.features_and_pooled(views_BCHW)
+        return features_BF.float(), pooled_BC.float()
 
     def forward(self, inputs: Tensor, *others: object) -> Tensor:
-        return _in_bfloat16(self.module, inputs, *others)
+        with _bfloat16(inputs):
+            result: Tensor = self.module(inputs, *others)
+        return result.float()
 
 
-def _in_bfloat16(function: Callable[..., Any], inputs: Tensor, *others: object) -> Tensor:
-    with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
-        result: Tensor = function(inputs, *others)
-    return result.float()
+def _bfloat16(inputs: Tensor) -> AbstractContextManager[None]:
+    return torch.autocast(inputs.device.type, dtype=torch.bfloat16)

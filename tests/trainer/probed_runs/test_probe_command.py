@@ -37,7 +37,7 @@ from trainer.probed_runs.readout import majority_share, probe
 from trainer.probed_runs.tables import runs_table
 from trainer.probes.any_encoder import probe as probe_any
 from trainer.probes.curve import Curves, Point, ProbeCurve, curve_of, read_curves
-from trainer.probes.features import Pictures, read_pictures
+from trainer.probes.features import Pictures, frozen, read_pictures
 from trainer.probes.groups import describe_groups
 from trainer.probes.heads import read_heads
 from trainer.probes.linear import ProbeConfig, Target
@@ -283,6 +283,23 @@ def test_the_embedding_and_the_pixels_are_filed_under_their_names(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_each_sample_passes_the_encoder_once_for_both_probes(precision: str, data: Path, tmp_path: Path) -> None:
+    """Without views; and both kinds of features have the bits of their own methods."""
+    modules = load_modules(make_run(tmp_path / "run", data))
+    passed: list[int] = []
+    modules.encoder.trunk.register_forward_pre_hook(lambda _, inputs: passed.append(len(inputs[0])))
+    train, test = (read_pictures(data / split) for split in ("train", "test"))
+    config = ProbeConfig.model_validate({"views": "none", "num_epochs": 2, "precision": precision})
+    probe(modules, train=train, test=test, device=torch.device("cpu"), config=config)
+    assert sum(passed) == len(train) + len(test)
+    pictures_BCHW = torch.rand(4, 3, 16, 16)
+    with frozen(modules.encoder):
+        both = modules.encoder.features_and_pooled(pictures_BCHW)
+        apart = modules.encoder.features(pictures_BCHW), modules.encoder.pooled(pictures_BCHW)
+    assert all(map(torch.equal, both, apart))
+
+
 def test_features_in_bfloat16_are_those_of_an_autocast_and_filed_under_their_name(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
