@@ -77,7 +77,7 @@ def probe(
     start = unfinished.load()
     num_done = 0 if start is None else start.num_epochs
     with Progress(title, total=config.num_epochs, start=num_done, enabled=rank() == 0) as progress:
-        progress.show_while_waiting(lambda: "encoding samples")
+        progress.show_while_waiting(lambda: "encoding samples and fitting heads")
 
         def on_epoch(epoch: int, accuracy: Mapping[LabelSpace, float]) -> None:
             progress.advance(note=", ".join(f"label_{name} {100 * value:.1f} %" for name, value in accuracy.items()))
