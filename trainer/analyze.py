@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # The modules of trainer/analyses by name, and the question that each answers.
 ANALYSES: Mapping[str, str] = {
     "views": "What does the view policy do to pictures, and where?",
-    "feature_dropout": "How often do the views of one run destroy what another can read? (Takes two runs or more.)",
+    "feature_dropout": "How often do the views of a run destroy what its encoder, or that of another, can read?",
     "alignment": "Are views of a sample close, and classes far apart?",
     "concentration": "Which pair of transforms brings pictures of a class together?",
     "embedding": "Do the features form clusters?",

@@ -1,4 +1,4 @@
-"""Measure how often the views of one run destroy a feature that another encoder can read (Tamkin et al. 2022).
+"""Measure how often the views of a run destroy a feature that its own or another encoder reads (Tamkin et al. 2022).
 
 Each run's policy makes one view of each of some test samples. Every run's encoder and linear classifier then give the
 probability of the right class. A policy that drops a feature completely leaves two groups of views: probabilities near
@@ -127,13 +127,11 @@ def analyze_feature_dropout(
 ) -> list[Path]:
     """Write analysis/feature_dropout.json and .png into every run, and return their paths.
 
-    With `of_sample` the files have names of their own. Raises `UserError` unless there are two different runs of one
-    test set or more, or if a checkpoint is missing.
+    Every run judges the views of all, also its own. With `of_sample` the files have names of their own. Raises
+    `UserError` if a run is given twice, if the runs have different test sets, or if a checkpoint is missing.
     """
-    if len({run_dir.path.resolve() for run_dir in run_dirs}) < max(2, len(run_dirs)):
-        raise UserError(
-            "feature_dropout lets runs judge one another's views; name two different run directories or more"
-        )
+    if len({run_dir.path.resolve() for run_dir in run_dirs}) < len(run_dirs):
+        raise UserError("feature_dropout lets runs judge one another's views; name each run directory once")
     loaded_runs = [load_run(run_dir, options) for run_dir in run_dirs]
     first = loaded_runs[0]
     for loaded in loaded_runs[1:]:
@@ -315,7 +313,7 @@ def _figure(result: FeatureDropoutResult) -> bytes:
     by_place = {(j.views_of, j.judged_by, j.label): j for j in result.judgements}
     spaces = [j.label for j in result.judgements if (j.views_of, j.judged_by) == (names[0], names[0])]
     figure = Figure(figsize=(3.6 * len(names) + 0.4, 2.7 * len(names) + 0.5), layout="constrained")
-    grid = figure.subplots(len(names), len(names), sharex=True, sharey=True)
+    grid = figure.subplots(len(names), len(names), sharex=True, sharey=True, squeeze=False)
     edges = np.linspace(0, 1, result.config.num_bins + 1)
     for row, views_of in enumerate(names):
         for column, judged_by in enumerate(names):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -280,12 +281,24 @@ def test_one_run_twice_or_of_other_data_is_refused(data: Path, tmp_path: Path) -
     other_data = write_tiny_pair(tmp_path / "other", num_train=20, num_test=20)
     one, other = write_run(tmp_path / "one", data), write_run(tmp_path / "two", other_data)
     for runs, message in (
-        ([one], "name two different run directories"),
-        ([one, RunDir(tmp_path / "two" / ".." / "one")], "name two different run directories"),
+        ([one, RunDir(tmp_path / "two" / ".." / "one")], "name each run directory once"),
         ([one, other], "different test sets; feature_dropout compares runs of one dataset"),
     ):
         with pytest.raises(UserError, match=message):
             analyze_feature_dropout(runs, config=CONFIG, options=AnalysisOptions(step=0))
+
+
+def test_a_run_alone_judges_its_own_views_as_it_does_beside_others(data: Path, tmp_path: Path) -> None:
+    one, two = write_run(tmp_path / "one", data), write_run(tmp_path / "two", data, name="two")
+
+    def judgements(*runs: RunDir) -> list[dict[str, Any]]:
+        paths = analyze_feature_dropout(runs, config=CONFIG, options=AnalysisOptions(step=0))
+        found: list[dict[str, Any]] = json.loads(paths[1].read_text())["judgements"]
+        return [each for each in found if each["views_of"] == each["judged_by"]]
+
+    alone = judgements(one)
+    assert {each["label"] for each in alone} == {"base", "overlay"}
+    assert alone == [each for each in judgements(one, two) if each["views_of"] == alone[0]["views_of"]]
 
 
 def test_real_encoders_judge_sounds(tmp_path: Path) -> None:
