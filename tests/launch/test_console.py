@@ -100,3 +100,11 @@ def test_torchrun_takes_the_module(tmp_path: Path) -> None:
     words += ["--set", f"data.test_dir={data / 'test'}", "--set", "tracking.wandb=disabled", "--run-dir", "run"]
     output(*torchrun, "-m", "launch.train", *words, cwd=tmp_path)
     assert RunDir(tmp_path / "run").read_provenance()["world_size"] == 2
+
+
+def test_only_linux_installs_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **settings: given.update(settings))
+    exec(compile((ROOT / "setup.py").read_text(), "setup.py", "exec"), {})
+    wanted = [each for group in [given["install_requires"], *given["extras_require"].values()] for each in group]
+    assert {each.partition(";")[2] for each in wanted if "deepspeed" in each} == {' sys_platform == "linux"'}
