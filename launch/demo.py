@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from data_pipeline.core.errors import run_command
+
 DIRECTORY = Path("demo")
 REPORT = DIRECTORY / "report.html"
 RECIPES = {"demo:expert": DIRECTORY / "expert", "demo:viewmaker": DIRECTORY / "viewmaker"}
@@ -63,4 +65,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)
