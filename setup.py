@@ -2,6 +2,8 @@
 
 from setuptools import find_packages, setup
 
+DEEPSPEED = 'deepspeed==0.19.8; sys_platform == "linux"'  # there is no wheel of it for macOS
+
 setup(
     name="feature-dropout",
     version="0.1.0",
@@ -50,7 +52,7 @@ setup(
     ],
     extras_require={
         "test": [
-            "deepspeed==0.19.8",
+            DEEPSPEED,
             "hypothesis>=6.100",
             "ipykernel>=6.29",
             "librosa>=0.10.2",
@@ -71,7 +73,7 @@ setup(
             "wandb-workspaces>=0.4.13",
         ],
         "benchmarks": ["lightly", "librosa>=0.10.2", "open_clip_torch", "soxr"],
-        "deepspeed": ["deepspeed==0.19.8"],
+        "deepspeed": [DEEPSPEED],
         "onnx": ["onnx>=1.17", "onnxscript>=0.5"],
         "s3": ["s3fs>=2024.6"],
         "reports": ["wandb-workspaces>=0.4.13"],

@@ -26,6 +26,7 @@ from data_pipeline.building.datasets import (
 )
 from data_pipeline.core.arguments import program
 from data_pipeline.core.errors import UserError, run_command
+from data_pipeline.core.system import num_cores
 
 _LOCATION_HELP: Final = (
     "A built dataset: a directory, http(s)://HOST/DIR, s3://BUCKET/DIR or pipe:COMMAND {name}. Or indexed tars."
@@ -132,8 +133,7 @@ def _build(parser: argparse.ArgumentParser) -> None:
         default=NUM_SAMPLES_PER_SHARD,
         help="The number of samples in a shard (default: %(default)s).",
     )
-    num_cpus = len(os.sched_getaffinity(0))
-    add("--workers", metavar="N", type=int, default=num_cpus, help="The number of processes (default: one per CPU).")
+    add("--workers", metavar="N", type=int, default=num_cores(), help="The number of processes (default: one per CPU).")
 
 
 def _index(parser: argparse.ArgumentParser) -> None:
@@ -182,8 +182,7 @@ def _index(parser: argparse.ArgumentParser) -> None:
     add("--digits", metavar="|".join(DIGITS), help="The digits to draw (default: mnist).")
     add("--digits-root", metavar="PATH", type=Path, help="The directory that holds MNIST/raw.")
     add("--split", metavar="|".join(SPLITS), default="train", help="The split of the digits (default: train).")
-    num_cpus = len(os.sched_getaffinity(0))
-    add("--workers", metavar="N", type=int, default=num_cpus, help="The number of processes (default: one per CPU).")
+    add("--workers", metavar="N", type=int, default=num_cores(), help="The number of processes (default: one per CPU).")
 
 
 def _verify(parser: argparse.ArgumentParser) -> None:

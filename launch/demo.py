@@ -1,8 +1,8 @@
 """`make demo`: build data, train two encoders, and write a report that compares them.
 
 The data are drawn pictures with digits on them. One encoder trains on expert views, the other with a viewmaker. Both
-are probed on both labels, as is the untrained encoder. They are trained by two processes, or by one where there is one
-GPU, which two processes may not share. Every stage is a command that a user could type, and is printed.
+are probed on both labels, as is the untrained encoder. They are trained by two processes, or by one on macOS and where
+there is one GPU, which two processes may not share. Every stage is a command that a user could type, and is printed.
 An interrupted demo goes on with the stage that it had not finished.
 """
 
@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from data_pipeline.core.errors import run_command
+
 DIRECTORY = Path("demo")
 REPORT = DIRECTORY / "report.html"
 RECIPES = {"demo:expert": DIRECTORY / "expert", "demo:viewmaker": DIRECTORY / "viewmaker"}
@@ -27,14 +29,15 @@ def stages() -> list[tuple[str, list[str]]]:
     """Return the title and the command of each stage."""
     python = [sys.executable]
     build = [*python, "-m", "data_pipeline", "build", "procedural_digits", "--overlay", "online"]
-    torchrun = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    torchrun += ["1" if torch.cuda.device_count() == 1 else "2", "-m", "launch.train"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    torchrun += ["1" if torch.cuda.device_count() == 1 else "2"]
+    train = [*python, *([] if sys.platform == "darwin" else torchrun), "-m", "launch.train"]
     data = DIRECTORY / "data"
     return [
         ("draw the training pictures", [*build, "--out", str(data / "train"), "--limit", "5000"]),
         ("draw the test pictures", [*build, "--out", str(data / "test"), "--split", "test", "--limit", "2000"]),
         *(
-            (f"train {recipe}", [*torchrun, "--config", recipe, "--run-dir", str(run_dir)])
+            (f"train {recipe}", [*train, "--config", recipe, "--run-dir", str(run_dir)])
             for recipe, run_dir in RECIPES.items()
         ),
         ("probe both encoders, and the untrained ones", [*python, "-m", "trainer.probe", *RUNS, "--untrained"]),
@@ -62,4 +65,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

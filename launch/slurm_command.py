@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -13,6 +12,7 @@ import torch
 
 from configs import resolve_recipe, resolve_study
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.system import num_cores
 from launch.planned_run import PlannedRun, default_run_dir, refuse_other_configs, table_of_runs
 from launch.resources import (
     RequestedResources,
@@ -157,7 +157,7 @@ def chosen_runs(runs: list[PlannedRun], pattern: str | None) -> list[PlannedRun]
 def _with_part_of_cores(wanted: RequestedResources, *, at_a_time: int) -> RequestedResources:
     """Give each rank on this machine an equal share of the cores, unless another number is asked for."""
     num_ranks = at_a_time * (wanted.tasks_per_node or wanted.gpus_per_node or 1)
-    part = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    part = max(1, num_cores() // num_ranks)
     return wanted if wanted.cpus_per_task else wanted.model_copy(update={"cpus_per_task": part})
 
 

@@ -341,7 +341,8 @@ def _submit_here(
     """Start the ranks as detached processes on this machine."""
     resources = plan.resources
     executor: submitit.LocalExecutor
-    if preloaded is not None and resources.num_ranks == 1 and not resources.gpus_per_node:
+    can_fork = sys.platform != "darwin"  # see `worker_context`
+    if preloaded is not None and can_fork and resources.num_ranks == 1 and not resources.gpus_per_node:
         executor = ForkingExecutor(plan.logs, preloaded=preloaded, max_num_timeout=MAX_TIMEOUTS_HERE)
     else:
         executor = _LocalExecutor(plan.logs, max_num_timeout=MAX_TIMEOUTS_HERE)

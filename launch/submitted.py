@@ -24,6 +24,7 @@ from submitit.core.utils import JobPaths
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Line, Schema
+from data_pipeline.core.system import command_of
 from data_pipeline.remote.cache import is_remote
 from data_pipeline.storage.manifest import load_manifest
 from launch.going_on import GoingOn, going_on
@@ -134,11 +135,8 @@ def in_queue(submission: Submission, queue: Mapping[str, str] | None) -> str | N
 
 def is_job_here(job_id: str) -> bool:
     """Tell whether a job of this machine runs. Its id is the process id of its controller."""
-    try:
-        command_line = Path("/proc", job_id, "cmdline").read_bytes()
-    except OSError:
-        return False
-    return b"submitit" in command_line or b"launch.preloaded" in command_line
+    command_line = command_of(job_id)
+    return "submitit" in command_line or "launch.preloaded" in command_line
 
 
 def refuse_if_active(run_dir: RunDir, queue: Mapping[str, str] | None) -> None:

@@ -287,12 +287,15 @@ def _open_train_set(data: DataConfig, manifest: TrainManifest | None) -> SampleS
 
 
 def _node_share() -> NodeShare | None:
-    """Return how the ranks of one machine share data in memory; None if there is one rank only.
+    """Return how the ranks of one machine share data in memory; None if there is one rank only, or no such memory.
 
-    Ranks are on one machine if they see the same /dev/shm, whatever the launcher calls a node.
+    Ranks are on one machine if they see the same `SHARED`, whatever the launcher calls a node. On macOS there is none,
+    so each rank reads the data for itself.
     """
     if world_size() == 1:
         return None
     machines = all_gather_object(shared_memory_identity())
+    if "" in machines:
+        return None
     token = broadcast_object(f"feature-dropout-{secrets.token_hex(8)}")
     return NodeShare(local_rank=machines[: rank()].count(machines[rank()]), barrier=barrier, token=token)

@@ -14,7 +14,6 @@ sums) counts only while the computation waits for it.
 
 from __future__ import annotations
 
-import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +23,7 @@ from typing import Literal
 import torch
 
 from data_pipeline.core.sample import Batch
+from data_pipeline.core.system import peak_memory_bytes
 from trainer.fault_tolerance import liveness
 
 Stage = Literal[
@@ -201,7 +201,7 @@ def memory_in_use(device: torch.device) -> dict[str, float]:
 
     On a GPU, also returns the largest memory of its tensors.
     """
-    metrics = {"memory/resident_gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
+    metrics = {"memory/resident_gigabytes": peak_memory_bytes() / 1e9}
     if device.type == "cuda":
         metrics["memory/gpu_gigabytes"] = torch.cuda.max_memory_allocated(device) / 1e9
     return metrics

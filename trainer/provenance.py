@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import platform
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from data_pipeline.core.arguments import SCRIPT_PREFIX
 from data_pipeline.core.environment import variable
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.kinds import KEEP_UNKNOWN
+from data_pipeline.core.system import PROC, num_cores
 from trainer.checkpoint.restore import Restored
 from trainer.config import RunConfig, parse_config
 from trainer.data import Manifests
@@ -106,7 +106,7 @@ def write_provenance(
         "git_dirty": bool(diff),
         "seed": config.seed,
         "cpu": cpu_name(),
-        "num_cpus": len(os.sched_getaffinity(0)),
+        "num_cpus": num_cores(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
     }
@@ -185,7 +185,7 @@ def command_line() -> str:
 
 def cpu_name() -> str:
     """Return the processor's model name, or its architecture if the system has no name."""
-    cpuinfo = Path("/proc/cpuinfo")
+    cpuinfo = PROC / "cpuinfo"
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

@@ -34,7 +34,7 @@ LOCK_NAME = ".lock"
 _LOCK_TRIES, _LOCK_SECONDS = 10, 0.02
 ALLOW_CODE_HELP = "Import the code that the config of the run names. Use it only for runs of people you trust."
 ALLOW_PIPE_HELP = "Execute the pipe: locations in the config of the run. Use it only for runs of people you trust."
-_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # the answers of a file system without locks
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}  # the answers of a file system without locks
 
 
 @dataclass(frozen=True)

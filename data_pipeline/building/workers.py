@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.audio.waveform import crop_last, fit_length, to_float
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.processes import end_with_parent
+from data_pipeline.core.processes import end_with_parent, worker_context
 from data_pipeline.core.sample import Record, Sample
 from data_pipeline.core.schema import Schema
 from data_pipeline.overlays import Overlay, baked_keys
@@ -227,9 +227,7 @@ def run_all(
     if num_workers == 1:
         yield from (work(inputs, task) for task in tasks)
         return
-    # Forks a server that has imported this module and has no threads: a fork of this process could copy a held lock.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context = worker_context(__name__)
     # Pickled here, to bytes: multiprocessing itself would share the overlay's tensors through files in memory.
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(pickle.dumps(inputs), lock))
     under_way: deque[Future[T]] = deque()

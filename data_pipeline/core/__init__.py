@@ -1,4 +1,4 @@
-"""Errors, config schemas, random keys, progress and the sample: what every other room needs."""
+"""Errors, config schemas, random keys, progress, the sample and the system: what every other room needs."""
 
 from typing import TYPE_CHECKING
 

@@ -51,7 +51,7 @@ def reader_of_stdout_has_ended() -> bool:
     """Return whether stdout is a pipe that nothing reads any more, as after `| head -1`."""
     poll = select.poll()
     poll.register(1, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def drop_stdout() -> None:

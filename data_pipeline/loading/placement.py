@@ -10,11 +10,8 @@ Shapes: B batch, N all samples, C channels, H height, W width, X points of all s
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Literal
 
 import numpy as np
@@ -25,6 +22,7 @@ from torch import Tensor
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import BadSample
+from data_pipeline.core.system import free_host_bytes, num_cores
 from data_pipeline.loading.decode import DecodedSamples, decode_ahead, sound_dtype
 from data_pipeline.loading.shared_memory import NodeShare, SharedHeader, SharedTensors, TensorLayout
 from data_pipeline.storage.manifest import Manifest
@@ -49,11 +47,6 @@ class DataPlacement:
     kind: Literal["stream", "host", "device"]
     reason: str
     samples: DecodedSamples | None = None
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
 
 
 def resident_bytes(manifest: Manifest) -> int:
@@ -251,32 +244,3 @@ def free_device_bytes(device: torch.device) -> int:
     """
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
-
-
-def free_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes that this process can still allocate, by the machine and by its cgroups (versions 1 and 2)."""
-    fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text(encoding="utf-8").splitlines())
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    for line in (proc / "self/cgroup").read_text(encoding="utf-8").splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers == "":
-            root, names = cgroups, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            root, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        directory = root / group.lstrip("/")
-        while directory.is_relative_to(root):
-            free = int(min(free, _free_in_group(directory, *names)))
-            directory = directory.parent
-    return max(free, 0)
-
-
-def _free_in_group(directory: Path, limit: str, used: str, cached: str) -> float:
-    """Return the free bytes of a cgroup, including cached files; infinity if it has no limit."""
-    try:
-        most, now, stat = ((directory / name).read_text(encoding="utf-8") for name in (limit, used, "memory.stat"))
-        cached_bytes = int(dict(line.split() for line in stat.splitlines()).get(cached, 0))
-    except OSError:
-        return math.inf
-    return math.inf if most.strip() == "max" else int(most) - int(now) + cached_bytes

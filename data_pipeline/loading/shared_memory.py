@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -19,8 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from data_pipeline.core.schema import Schema
-
-SHARED: Final = Path("/dev/shm")  # files in memory, of one machine or container
+from data_pipeline.core.system import PROC, SHARED, reserve_room
 
 _ALIGNMENT: Final = 64  # bytes; tensors begin at multiples of it
 _MAX_REASON_BYTES: Final = 200  # in the header, of the reason why a sample is bad
@@ -42,9 +40,11 @@ class NodeShare:
 
 
 def shared_memory_identity() -> str:
-    """Return a text that is equal in two processes only if they see the same `SHARED`."""
+    """Return a text that is equal in two processes only if they see the same `SHARED`; empty if there is none."""
+    if not SHARED.is_dir():
+        return ""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        boot = (PROC / "sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {SHARED.stat().st_dev}"
     except OSError:
         return f"{os.uname().nodename} {os.getpid()}"
@@ -123,7 +123,7 @@ class SharedTensors:
         """
         self._path.unlink()
         try:
-            os.posix_fallocate(self._file, 0, self.num_bytes)
+            reserve_room(self._file, self.num_bytes)
         except OSError as error:
             return f"{self._path.parent} has no room for it ({error.strerror})"
         return ""

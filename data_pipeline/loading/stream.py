@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,10 +29,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.processes import leave_signals_to_parent, signals_blocked
+from data_pipeline.core.processes import keep_files_from_programs, leave_signals_to_parent, signals_blocked
 from data_pipeline.core.random_crop import CropLaw
 from data_pipeline.core.sample import BadSample, Batch
 from data_pipeline.core.schema import Count, Gigabytes, NumWorkers, Schema, Share
+from data_pipeline.core.system import num_cores
 from data_pipeline.loading.collate import BatchMaker, join_parts
 from data_pipeline.loading.decode import DecodedSamples, decode, decode_ahead
 from data_pipeline.loading.mixture import Mixture, MixtureOrder
@@ -43,7 +45,7 @@ from data_pipeline.loading.order import (
     ShardWindows,
     check_batch_size,
 )
-from data_pipeline.loading.placement import DataPlacement, num_cores, place_data, resident_bytes, stored_order
+from data_pipeline.loading.placement import DataPlacement, place_data, resident_bytes, stored_order
 from data_pipeline.loading.reading_order import DatasetOrder, GroupedOrder, ReadingOrder, Rows, SourcesOrder
 from data_pipeline.loading.shared_memory import NodeShare
 from data_pipeline.loading.shuffle_quality import shard_pair_ratio
@@ -266,12 +268,16 @@ def _training_keys(seed: int, index_B: torch.Tensor, epoch: int, view: int) -> D
     return DrawKeys(seed=seed, epoch=epoch, index_B=index_B, view=view)
 
 
-def _leave_signals_to_the_trainer(worker_id: int) -> None:
+def _start_worker(worker_id: int) -> None:
     """Ignore the signals that warn the training process, such as those of a batch system and Ctrl-C.
 
     The training process ends its workers with SIGTERM when it ends, if it still holds an iterator of batches then.
     """
     leave_signals_to_parent()
+    if sys.platform == "darwin":
+        # torch starts a program beside each worker there, which outlives it. If it had the worker's files, the
+        # training process would not notice that the worker has ended.
+        keep_files_from_programs()
 
 
 class Stream:
@@ -656,11 +662,12 @@ class Stream:
             sampler=steps,
             num_workers=self._read.num_workers,
             pin_memory=self._device.type == "cuda",
-            worker_init_fn=_leave_signals_to_the_trainer,
+            worker_init_fn=_start_worker,
             generator=torch.Generator(),  # without its own, a DataLoader draws from the caller's random state
         )
-        # W&B starts threads in every process that is forked, before `worker_init_fn`. They inherit this.
-        with signals_blocked({signal.SIGTERM}):
+        # W&B starts threads in every process that is forked, before `worker_init_fn`. They inherit this. On macOS a
+        # worker takes seconds to import torch before it can ignore Ctrl-C.
+        with signals_blocked({signal.SIGTERM, signal.SIGINT}):
             batches = iter(loader)
         try:
             for item in batches:

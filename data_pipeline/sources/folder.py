@@ -22,6 +22,7 @@ from PIL import Image
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import Record
+from data_pipeline.core.system import num_cores
 from data_pipeline.sources import SourceInputs
 from data_pipeline.sources.picture_file import read_rgb
 from data_pipeline.storage.source_digests import content_digest
@@ -189,7 +190,7 @@ def picture_digests(path: Callable[[int], Path], num: int, *, title: str) -> lis
     """
     digests: list[bytes] = []
     with (
-        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+        ThreadPoolExecutor(num_cores()) as pool,
         Progress(title, total=num) as progress,
     ):
         for start in range(0, num, _NUM_AT_ONCE):

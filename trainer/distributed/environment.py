@@ -25,6 +25,7 @@ import torch.distributed as dist
 from data_pipeline.core.devices import has_gpu, why_unusable
 from data_pipeline.core.environment import set_variables
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.system import num_cores
 from trainer.distributed import rendezvous
 
 logger = logging.getLogger(__name__)
@@ -207,7 +208,7 @@ def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds
         host=socket.gethostname(),
         local_rank=world.local_rank,
         device=str(device),
-        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpus=num_cores(),
         cpus_asked_for=world.cpus_asked_for,
         sources=_describe(world.sources),
     )

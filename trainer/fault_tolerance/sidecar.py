@@ -29,7 +29,8 @@ from typing import Literal
 from trainer.fault_tolerance.pulse import MEMORY_BYTES, Pulse, read_pulse
 from trainer.fault_tolerance.stall_report import RankReport, merge, summary
 
-DUMP_SIGNAL = signal.SIGRTMIN + 5  # batch systems send USR1, USR2 and TERM
+# Batch systems send USR1, USR2 and TERM. macOS has no such signals, and starts no sidecar.
+DUMP_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 5
 COLLECT_SECONDS = 6.0  # for all sidecars to report after an alarm
 MERGE_SECONDS = 3.0  # for the first sidecar to join the reports
 DUMP_SECONDS = 2.0  # for a process to write its stacks

@@ -89,7 +89,8 @@ class Watchdog:
         if not config.enabled:
             return
         if sys.platform != "linux":
-            logger.info("no watchdog on %s: a rank that freezes will not be reported", sys.platform)
+            if rank == 0:
+                logger.info("no watchdog on %s: a rank that freezes will not be reported", sys.platform)
             return
         # Anonymous memory is freed when the last process that holds it ends, and needs no file system, which may hang.
         memory, self._stacks = os.memfd_create("watchdog"), os.memfd_create("stacks")

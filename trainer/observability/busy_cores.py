@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from data_pipeline.core.system import PROC
+
 _SECONDS = 0.05
-_IDLE = (3, 4)  # fields of a line of /proc/stat: idle, and waiting for a disk
+_IDLE = (3, 4)  # fields of a line of PROC/stat: idle, and waiting for a disk
 
 
-def busy_cores(stat: Path = Path("/proc/stat")) -> float:
+def busy_cores(stat: Path = PROC / "stat") -> float:
     """Return how many cores of this machine are busy while this process sleeps for a moment; 0 if that is unknown."""
     before = _ticks(stat)
     time.sleep(_SECONDS)

@@ -6,7 +6,6 @@ Guarantees: a run that fails, or whose process dies, costs no other run its resu
 from __future__ import annotations
 
 import io
-import multiprocessing
 import os
 import signal
 import sys
@@ -22,8 +21,9 @@ import torch
 
 from data_pipeline.core.environment import variable
 from data_pipeline.core.errors import UserError, printable, storage_problem
-from data_pipeline.core.processes import end_with_parent
+from data_pipeline.core.processes import end_with_parent, worker_context
 from data_pipeline.core.progress import Progress
+from data_pipeline.core.system import num_cores
 from trainer.distributed.environment import choose_device, process_group, read_env
 from trainer.probed_runs.options import ProbeOptions
 from trainer.probed_runs.probing import print_not_probed, probe_run
@@ -59,11 +59,10 @@ def probe_in_processes(run_dirs: Sequence[RunDir], options: ProbeOptions, *, at_
     The processes share the cores of this machine, unless OMP_NUM_THREADS is set, and take turns with its GPUs. Returns
     the results of each run. Those of a run that failed are None, and the reason is printed.
     """
-    num_threads = max(1, len(os.sched_getaffinity(0)) // at_a_time)
+    num_threads = max(1, num_cores() // at_a_time)
     os.environ["OMP_NUM_THREADS"] = variable("OMP_NUM_THREADS") or str(num_threads)
-    # Forks a server that has imported this module and has computed nothing: this process may have touched a GPU.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torchvision.models"])  # networks import it late, and so torch._dynamo
+    # Not forks of this process, which may have touched a GPU. Networks import torchvision late, and so torch._dynamo.
+    context = worker_context(__name__, "torchvision.models")
     waiting = deque(enumerate(run_dirs))
     free_slots = list(range(at_a_time))
     running: dict[Connection, _Running] = {}

@@ -7,7 +7,6 @@ after kill -9.
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -20,7 +19,8 @@ import torch
 from torch import Tensor
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.loading.placement import free_device_bytes, free_host_bytes
+from data_pipeline.core.system import free_host_bytes, reserve_room
+from data_pipeline.loading.placement import free_device_bytes
 from trainer.distributed.collectives import any_rank, world_size
 
 _CPU: Final = torch.device("cpu")
@@ -65,7 +65,7 @@ class MemoryLimit:
         try:
             with tempfile.TemporaryFile(dir=directory) as file:
                 # Without room, writing to a mapped file would end the process without a word.
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
+                reserve_room(file.fileno(), num_bytes)
                 mapped = np.memmap(file, dtype=np.uint8, mode="r+", shape=(num_bytes,))
         except OSError as error:
             free = f", where {shutil.disk_usage(directory).free / 1e9:.3g} GB are free" if directory.is_dir() else ""

@@ -19,8 +19,9 @@ from torch import Tensor
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import BadSample
+from data_pipeline.core.system import num_cores
 from data_pipeline.loading.decode import DecodedSamples, decode, decode_ahead
-from data_pipeline.loading.placement import num_cores, stored_order
+from data_pipeline.loading.placement import stored_order
 from data_pipeline.storage.store import SampleStore
 from trainer.distributed.collectives import all_gather_object, rank, world_size
 

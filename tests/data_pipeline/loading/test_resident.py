@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Batch
+from data_pipeline.core.system import SHARED, free_host_bytes
 from data_pipeline.loading import placement, shared_memory
-from data_pipeline.loading.placement import free_host_bytes, resident_bytes
-from data_pipeline.loading.shared_memory import SHARED, NodeShare, shared_memory_identity
+from data_pipeline.loading.placement import resident_bytes
+from data_pipeline.loading.shared_memory import NodeShare, shared_memory_identity
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.overlays.noise import Noise
 from data_pipeline.storage.store import SampleStore
@@ -346,4 +347,9 @@ def test_a_killed_rank_leaves_nothing_behind(datasets: dict[str, Path], monkeypa
 
 def test_processes_know_whether_they_see_the_same_memory() -> None:
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        assert pool.apply(shared_memory_identity) == shared_memory_identity()
+        assert pool.apply(shared_memory_identity) == shared_memory_identity() != ""
+
+
+def test_without_shared_memory_there_is_none_to_identify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "SHARED", tmp_path / "nowhere")
+    assert shared_memory_identity() == ""

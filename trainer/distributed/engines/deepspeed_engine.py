@@ -166,7 +166,10 @@ def check(
             "pieces; set engine.zero_stage=0, engine.kind=ddp or another optimizer"
         )
     if importlib.util.find_spec("deepspeed") is None:
-        raise UserError("engine.kind=deepspeed needs DeepSpeed, which is not installed: pip install -e '.[deepspeed]'")
+        raise UserError(
+            "engine.kind=deepspeed needs DeepSpeed, which is not installed: on Linux pip install -e '.[deepspeed]', on "
+            "macOS take engine.kind=ddp"
+        )
 
 
 def deepspeed_dictionary(config: DeepSpeedConfig, *, global_batch_size: int, num_ranks: int) -> dict[str, Any]:

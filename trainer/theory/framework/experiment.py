@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +31,7 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.schema import Schema, Seed, difference
+from data_pipeline.core.system import num_cores
 from trainer.provenance import command_line, cpu_name, this_code
 from trainer.run_dir import write_atomically, write_json
 from trainer.theory.framework.claim import ClaimResult
@@ -223,4 +223,4 @@ def _write_or_check_settings(name: str, settings: TheorySettings, out: Path) -> 
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores"
+    return f"{cpu_name()}, {num_cores()} cores"
