@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator, Field
 
-from data_pipeline.core.environment import set_variables
+from data_pipeline.core.environment import home_directory, set_variables
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.plain_text import parse_yaml
 from data_pipeline.core.schema import Line, NumProcesses, Schema
@@ -201,8 +201,12 @@ def _sources(
 
 def default_files(environ: Mapping[str, str]) -> list[Path]:
     """Return ./slurm.yaml and the user's own file, the stronger first, as far as they exist."""
-    home = Path(environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser())
-    return [path for path in (Path(FILE_NAME), home / "feature-dropout" / FILE_NAME) if path.is_file()]
+    files = [Path(FILE_NAME)]
+    if configs := environ.get("XDG_CONFIG_HOME"):
+        files.append(Path(configs) / "feature-dropout" / FILE_NAME)
+    elif (home := home_directory()) is not None:
+        files.append(home / ".config" / "feature-dropout" / FILE_NAME)
+    return [path for path in files if path.is_file()]
 
 
 def parse_fields(words: Sequence[str]) -> dict[str, str | bool]:

@@ -230,11 +230,14 @@ def table(statuses: Mapping[str, RunStatus]) -> str:
 
 
 def status_of(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
-    """Return the status of a run; its state is `unknown` if one of its files is damaged."""
+    """Return the status of a run; its state is `unknown` if one of its files is damaged or cannot be read."""
     try:
         return run_status(run_dir, queue)
     except UserError as error:
-        return RunStatus("unknown", step=None, num_steps=None, loss=None, reason=str(error))
+        reason = str(error)
+    except OSError as error:  # such as a file of a colleague, or a lock that the file system does not answer for
+        reason = f"{error.filename or run_dir.path} cannot be read ({error.strerror})"
+    return RunStatus("unknown", step=None, num_steps=None, loss=None, reason=reason)
 
 
 def resubmit(

@@ -46,6 +46,7 @@ from data_pipeline.building.tar_scan import (
     scan_all,
     unwritable,
 )
+from data_pipeline.core.environment import with_home
 from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.options import OVERLAY_OPTION, parse_words
 from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY
@@ -506,7 +507,7 @@ def check_index(location: str, *, classes_of: str | None = None) -> None:
         words += ["--overlay", entry.kind, "--overlay-layout", entry.layout, "--split", manifest.how_made.split]
         options = ", with the --overlay-option and --digits of before"
     again = f"run `python -m data_pipeline index {shlex.join(words)}`{options}"
-    if difference.has_only_new and Path(location).expanduser().is_dir():
+    if difference.has_only_new and with_home(location).is_dir():
         logger.warning("%s; those of the index are read. To read all, %s", difference.words, again)
         return
     raise UserError(

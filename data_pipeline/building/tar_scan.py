@@ -30,6 +30,7 @@ from pydantic import NonNegativeInt
 
 from data_pipeline.building.datasets import PICTURE_FIELDS
 from data_pipeline.building.workers import run_all
+from data_pipeline.core.environment import with_home
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.randomness import generator
@@ -144,7 +145,7 @@ def expand(location: str) -> list[str]:
     if is_remote(location):
         return _expand_remote(location)
     paths = listed_tars(location)
-    _warn_of_compressed(Path(location).expanduser())
+    _warn_of_compressed(with_home(location))
     _refuse_repeated(location, paths, [str(Path(name).resolve()) for name in paths])
     for name in paths:
         if "\n" in name or not name.isprintable():

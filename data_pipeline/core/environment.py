@@ -1,4 +1,4 @@
-"""Read environment variables; an empty variable counts as unset.
+"""Read environment variables and find the user's home directory; an empty variable counts as unset.
 
 Many scripts unset a variable by `NAME= command` or `export NAME=`. CUDA_VISIBLE_DEVICES is not read here, because to
 CUDA an empty value means "no GPU".
@@ -6,8 +6,10 @@ CUDA an empty value means "no GPU".
 
 from __future__ import annotations
 
+import getpass
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 
 def set_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -30,3 +32,30 @@ def unset_empty_variables(prefix: str) -> None:
     for name, value in list(os.environ.items()):
         if name.startswith(prefix) and not value:
             del os.environ[name]
+
+
+def name_unknown_user() -> None:
+    """Set LOGNAME if nothing names the user, as in a container that runs under a user id without an account.
+
+    The import of torchvision needs a name, because torch calls a directory after the user.
+    """
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):  # OSError from Python 3.13 on
+        os.environ["LOGNAME"] = f"uid-{os.getuid()}"
+
+
+def home_directory() -> Path | None:
+    """Return the home directory of the user; None if neither HOME nor an account names one."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return None
+
+
+def with_home(path: str | Path) -> Path:
+    """Replace a leading `~` or `~user` by the home directory. As in a shell, it stays if there is no such directory."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from data_pipeline.core.environment import name_unknown_user
 from data_pipeline.core.garbage import search_modules_rarely
 from data_pipeline.core.standard_streams import drop_stdout, guard_standard_streams, reader_of_stdout_has_ended
 
@@ -126,6 +127,7 @@ def run_command(main: Callable[[], None]) -> None:
     if logging.lastResort is not None:  # it prints warnings if a command has set up no log
         logging.lastResort.setFormatter(PrintableFormatter())
     guard_standard_streams()
+    name_unknown_user()
     search_modules_rarely()
     try:
         main()

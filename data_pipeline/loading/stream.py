@@ -16,7 +16,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,7 @@ from data_pipeline.loading.order import (
 )
 from data_pipeline.loading.placement import DataPlacement, place_data, resident_bytes, stored_order
 from data_pipeline.loading.reading_order import DatasetOrder, GroupedOrder, ReadingOrder, Rows, SourcesOrder
-from data_pipeline.loading.shared_memory import NodeShare
+from data_pipeline.loading.shared_memory import SHARED, NodeShare
 from data_pipeline.loading.shuffle_quality import shard_pair_ratio
 from data_pipeline.overlays import evaluation_keys
 from data_pipeline.remote.cache import RemoteConfig
@@ -228,7 +228,10 @@ class _StreamedBatches(Dataset[list[Batch | None] | UserError]):
         try:
             for prefetcher in self._prefetchers:
                 prefetcher.before(step)
-            return [self._read(source, bad, step) for source, bad in zip(self._sources, self._bad, strict=True)]
+            batches = [self._read(source, bad, step) for source, bad in zip(self._sources, self._bad, strict=True)]
+            if torch.utils.data.get_worker_info() is not None:
+                _move_to_shared_memory(batches)
+            return batches
         except UserError as error:
             # Returned and not raised, because a DataLoader turns a worker's exception into a page of traceback.
             return error
@@ -261,6 +264,22 @@ class _StreamedBatches(Dataset[list[Batch | None] | UserError]):
             bad |= {sample.index: sample for sample in decode(source.store, indices_B).bad.values()}
             self._check_bad(bad.values())
         self._all_known.add(source.number)
+
+
+def _move_to_shared_memory(batches: Iterable[Batch | None]) -> None:
+    """Move the tensors of a worker to shared memory, which torch would do in the thread that sends them.
+
+    An error of that thread never reaches the training process, which would wait for the batch. Raises `UserError` if
+    there is no room.
+    """
+    try:
+        for tensor in (tensor for batch in batches if batch is not None for tensor in batch.tensors()):
+            tensor.share_memory_()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:  # its reason is not to be relied on: it may be "Success (0)"
+        raise UserError(
+            f"a data worker could not put a batch into shared memory; see `df {SHARED}`: give it more room, in a "
+            "container for example by `docker run --shm-size=8g`, or use data.num_workers=0"
+        ) from error
 
 
 def _training_keys(seed: int, index_B: torch.Tensor, epoch: int, view: int) -> DrawKeys:

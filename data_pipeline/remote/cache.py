@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from data_pipeline.core.environment import with_home
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Gigabytes, Line, Schema, Seconds
 from data_pipeline.remote.fetch import OBJECT_STORES, Expected, Limits, fetch, json_problem
@@ -222,7 +223,7 @@ class FileCache:
         dataset = sha256[:16]
         gigabytes = config.cache_gigabytes
         if config.cache_dir is not None:
-            self._root = Path(config.cache_dir).expanduser().absolute()
+            self._root = with_home(config.cache_dir).absolute()
         else:
             self._root = Path(tempfile.gettempdir(), f"feature-dropout-{os.getuid()}-{dataset}")
             gigabytes = gigabytes or _SPOOL_GIGABYTES

@@ -34,6 +34,7 @@ from pydantic import (
     model_validator,
 )
 
+from data_pipeline.core.environment import with_home
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BASE, OVERLAY, Layout, Medium
 from data_pipeline.core.schema import LabelName, Line, Schema, Share
@@ -513,7 +514,7 @@ def dataset_directory(location: str | Path) -> Path:
 
     That is `location` itself, or the index of the tars that `location` names (see `index_directory`) if there is one.
     """
-    path = Path(location).expanduser()
+    path = with_home(location)
     try:
         if not (path / MANIFEST_NAME).is_file() and ((index := index_directory(path)) / MANIFEST_NAME).is_file():
             return index
@@ -528,7 +529,7 @@ def index_directory(location: str | Path) -> Path:
     It has the name of the location in letters and digits. If other locations could have the same, it ends in a hash of
     the name, unless it is an index from before there were hashes.
     """
-    path = Path(location).expanduser().absolute()
+    path = with_home(location).absolute()
     if path.is_dir():
         return path / INDEX_NAME
     words = re.sub(r"[^A-Za-z0-9]+", "-", path.name).strip("-")
@@ -557,7 +558,7 @@ def names_tars(location: str | Path) -> bool:
 
     Shards that `build` has not finished are a dataset: indexes lie beside them.
     """
-    path = Path(location).expanduser()
+    path = with_home(location)
     if path.is_dir():
         is_built = (path / MANIFEST_NAME).exists() or any(path.glob("*.index")) or any(path.glob(".shard-*"))
         return not is_built and any(tars_in(path))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -121,12 +123,24 @@ def open_before_eviction(open_once: Callable[[], OpenShard], *, what: str, mend:
 
 
 def map_file(path: Path) -> memoryview:
-    """Map a file copy-on-write, so that writing to the memory does not change the file. Leaves no descriptor open."""
+    """Map a file copy-on-write, so that writing to the memory does not change the file. Leaves no descriptor open.
+
+    Raises `FileNotFoundError` if the file has been removed, and `UserError` if it cannot be mapped for another reason.
+    """
     num_bytes = path.stat().st_size
     if num_bytes == 0:
         return memoryview(bytearray())
     try:
         mapped = torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
     except RuntimeError as error:
-        raise FileNotFoundError(str(error)) from None
+        raise _why_not_mapped(path, str(error)) from None
     return mapped.numpy().data
+
+
+def _why_not_mapped(path: Path, problem: str) -> OSError | UserError:
+    """Return the error for a message of torch, such as "unable to open file <a.tar>: Permission denied (13)"."""
+    found = re.search(r": ([^:]+) \((\d+)\)$", problem)
+    if found is not None and int(found[2]) == errno.ENOENT:
+        return FileNotFoundError(errno.ENOENT, found[1], str(path))
+    reason = problem if found is None else found[1]
+    return UserError(f"{path} cannot be mapped into memory ({reason}); mend that, or read another copy of the dataset")

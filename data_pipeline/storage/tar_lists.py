@@ -12,6 +12,7 @@ from typing import Final
 
 from braceexpand import braceexpand
 
+from data_pipeline.core.environment import with_home
 from data_pipeline.core.errors import UserError
 from data_pipeline.storage.files import open_regular, read_regular
 from data_pipeline.storage.tar_headers import compression
@@ -30,7 +31,7 @@ def listed_tars(location: str | Path) -> list[str]:
     names a tar in each line. No tar is opened. Raises `UserError` if a directory or a text file names none, or if a
     file is neither a tar by its name nor a text file.
     """
-    path = Path(location).expanduser()
+    path = with_home(location)
     if path.is_dir():
         paths = sorted(map(str, tars_in(path.absolute())))
         if not paths:
@@ -44,7 +45,7 @@ def listed_tars(location: str | Path) -> list[str]:
             raise UserError(f"{location} names no tars; write the path of one in each line")
     else:
         try:
-            paths = [str(Path(each).expanduser().absolute()) for each in braceexpand(str(path))]
+            paths = [str(with_home(each).absolute()) for each in braceexpand(str(path))]
         except ValueError as error:
             raise UserError(
                 f"{location} is not a pattern ({error}); write braces as in train-{{0000..0099}}.tar"

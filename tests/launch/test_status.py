@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import pickle
@@ -732,6 +734,38 @@ def test_a_damaged_record_is_one_sentence(tmp_path: Path) -> None:
     (run_dir.path / "job.json").write_text("{")
     with pytest.raises(UserError, match=r"job\.json is no valid JSON"):
         last_submission(run_dir)
+
+
+def test_a_file_that_may_not_be_read_hides_no_other_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, other = make_run(tmp_path, "a", job_id=None), make_run(tmp_path, "b", job_id=None)
+    closed.metrics.write_text("{}\n")
+    opened = Path.open
+
+    def refuse(path: Path, *arguments: Any, **keywords: Any) -> Any:
+        if path == closed.metrics:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *arguments, **keywords)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    statuses = {run_dir.path.name: status_of(run_dir, {}) for run_dir in runs_in(tmp_path)}
+    assert statuses["a"].state == "unknown"
+    assert statuses["a"].reason == f"{closed.metrics} cannot be read (Permission denied)"
+    assert statuses["b"] == status_of(other, {})
+    assert statuses["b"].state == "pending"
+
+
+def test_a_lock_that_the_file_system_does_not_answer_for_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = make_run(tmp_path, "a", job_id=None)
+    (run_dir.path / LOCK_NAME).touch()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    status = status_of(run_dir, {})
+    assert (status.state, status.reason) == ("unknown", f"{run_dir.path} cannot be read (Input/output error)")
 
 
 class Trap:

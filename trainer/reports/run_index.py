@@ -18,18 +18,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from data_pipeline.core.environment import variable
+from data_pipeline.core.environment import home_directory, variable
 from trainer.observability.records import Metrics, read_metrics
 
+_PLACE: Final = "feature-dropout/report"
 _VERSION: Final = 1  # of the entries, and of the checks that made them
 _SETTLED_SECONDS: Final = 2.0  # a file that was changed so recently may change again without another time of change
 _KEPT_SECONDS: Final = 30 * 24 * 3600.0
 _FEWEST_BYTES: Final = 10_000  # of a metrics.jsonl; a smaller one is read as fast as its entry
 
 
-def default_directory() -> Path:
-    """Return the directory of the index: feature-dropout/report in the user's cache directory."""
-    return Path(variable("XDG_CACHE_HOME") or Path.home() / ".cache") / "feature-dropout" / "report"
+def default_directory() -> Path | None:
+    """Return the directory of the index: feature-dropout/report in the user's cache directory; None without a home."""
+    if cache := variable("XDG_CACHE_HOME"):
+        return Path(cache) / _PLACE
+    home = home_directory()
+    return None if home is None else home / ".cache" / _PLACE
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,19 @@
-"""An empty environment variable counts as unset."""
+"""An empty environment variable counts as unset; a user without an account or a home directory has neither."""
 
 from __future__ import annotations
 
+import getpass
 import os
+import pwd
+from pathlib import Path
 
 import pytest
 
-from data_pipeline.core.environment import set_variables, unset_empty_variables, variable
+from data_pipeline.core.environment import set_variables, unset_empty_variables, variable, with_home
+from data_pipeline.core.errors import run_command
+from data_pipeline.storage.manifest import dataset_directory, names_tars
+from launch.resources import default_files
+from trainer.reports.run_index import default_directory
 
 
 def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,3 +33,44 @@ def test_only_the_empty_variables_of_a_prefix_are_forgotten(monkeypatch: pytest.
     assert "FEATURE_DROPOUT_TEST_EMPTY" not in os.environ
     assert os.environ["FEATURE_DROPOUT_TEST_FULL"] == "x"
     assert os.environ["OTHER_FEATURE_DROPOUT_TEST"] == ""
+
+
+@pytest.fixture
+def without_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave this process without a name and a home directory, as in a container under a user id of its own."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME", "HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, "")  # so that it is put back, also if the test sets it
+        monkeypatch.delenv(name)
+
+    def unknown(user: object) -> None:
+        raise KeyError(f"uid not found: {user}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+
+
+@pytest.mark.usefixtures("without_account")
+def test_a_command_under_a_user_id_without_an_account_has_a_name() -> None:
+    """The import of torchvision asks for the user's name."""
+    names = []
+    run_command(lambda: names.append(getpass.getuser()))
+    assert names == [f"uid-{os.getuid()}"]
+
+
+def test_the_name_of_a_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGNAME", "ada")
+    run_command(lambda: None)
+    assert os.environ["LOGNAME"] == "ada"
+
+
+@pytest.mark.usefixtures("without_account")
+def test_without_a_home_directory_no_file_there_is_looked_for() -> None:
+    assert default_directory() is None
+    assert default_files({}) == []
+
+
+def test_a_home_that_does_not_exist_is_a_folder_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert with_home("~/data") == Path.home() / "data"
+    assert with_home("~nobody_of_this_name/data") == Path("~nobody_of_this_name/data")
+    assert dataset_directory("~nobody_of_this_name/data") == Path("~nobody_of_this_name/data")
+    assert not names_tars("~nobody_of_this_name/data")

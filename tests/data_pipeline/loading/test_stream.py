@@ -551,6 +551,18 @@ def test_a_killed_worker_ends_in_an_error(datasets: dict[int, tuple[Path, list[S
     assert_ended(before)
 
 
+def test_a_worker_without_room_in_shared_memory_ends_in_a_sentence_and_not_in_a_wait(
+    datasets: dict[int, tuple[Path, list[Sample]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", refuse)  # inherited by the worker, which is forked
+    directory, _ = datasets[17]
+    with time_limit(10), pytest.raises(UserError, match="into shared memory; see `df /dev/shm`: give"):
+        list(stream(directory, end_step=3, num_workers=1))
+
+
 @pytest.mark.parametrize("error", [ConnectionResetError(), EOFError(), FileNotFoundError()])
 def test_a_worker_killed_while_it_hands_over_a_batch_is_told_alike(
     datasets: dict[int, tuple[Path, list[Sample]]], monkeypatch: pytest.MonkeyPatch, error: Exception

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import tarfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -501,6 +502,24 @@ def test_a_remote_shard_that_another_process_evicted_is_fetched_again(tmp_path: 
     assert_same(decode_sample(store, 10), samples[10])
     assert not any("(deleted)" in name for name in mapped_files() if str(cache) in name)
     assert_same(decode_sample(store, 2), samples[2])
+
+
+def test_a_shard_that_may_not_be_read_is_not_called_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = build(tmp_path, random_samples(3)) / "shard-00000.tar"
+
+    def refuse(file: str, **_: object) -> Tensor:
+        raise RuntimeError(f"unable to open file <{file}> in read-only mode: Permission denied (13)")
+
+    monkeypatch.setattr(torch, "from_file", refuse)
+    with pytest.raises(UserError, match=re.escape(f"{path} cannot be mapped into memory (Permission denied); mend")):
+        decode_sample(SampleStore(tmp_path), 0)
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_not_called_removed(tmp_path: Path) -> None:
+    directory = tmp_path / os.fsdecode(b"data \xff")
+    build(directory, random_samples(3))
+    with pytest.raises(UserError, match=r"shard-00000\.tar cannot be mapped into memory \(.*utf-8\); mend"):
+        decode_sample(SampleStore(directory), 0)
 
 
 @pytest.mark.parametrize(
