@@ -33,7 +33,7 @@ from data_pipeline.core.processes import keep_files_from_programs, leave_signals
 from data_pipeline.core.random_crop import CropLaw
 from data_pipeline.core.sample import BadSample, Batch
 from data_pipeline.core.schema import Count, Gigabytes, NumWorkers, Schema, Share
-from data_pipeline.core.system import num_cores
+from data_pipeline.core.system import SHARED, num_cores
 from data_pipeline.loading.collate import BatchMaker, join_parts
 from data_pipeline.loading.decode import DecodedSamples, decode, decode_ahead
 from data_pipeline.loading.mixture import Mixture, MixtureOrder
@@ -47,7 +47,7 @@ from data_pipeline.loading.order import (
 )
 from data_pipeline.loading.placement import DataPlacement, place_data, resident_bytes, stored_order
 from data_pipeline.loading.reading_order import DatasetOrder, GroupedOrder, ReadingOrder, Rows, SourcesOrder
-from data_pipeline.loading.shared_memory import SHARED, NodeShare
+from data_pipeline.loading.shared_memory import NodeShare
 from data_pipeline.loading.shuffle_quality import shard_pair_ratio
 from data_pipeline.overlays import evaluation_keys
 from data_pipeline.remote.cache import RemoteConfig
