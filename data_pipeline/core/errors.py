@@ -60,7 +60,7 @@ def storage_problem(error: OSError) -> str | None:
 
     Examples:
         >>> storage_problem(OSError(errno.EROFS, "Read-only file system", "/archive/run/report.html"))
-        '/archive/run/report.html: read-only file system; mend that, or choose another place for what is written'
+        '/archive/run/report.html: read-only file system; mend that, or choose another place'
         >>> storage_problem(OSError(errno.EINVAL, "Invalid argument", "report.html")) is None
         True
     """
@@ -69,7 +69,7 @@ def storage_problem(error: OSError) -> str | None:
         where = f" for {error.filename}" if error.filename else ""
         return f"no room on the disk{where} ({reason}); free some, or choose another place for what is written"
     if error.errno in _REFUSED and error.filename:
-        return f"{error.filename}: {reason}; mend that, or choose another place for what is written"
+        return f"{error.filename}: {reason}; mend that, or choose another place"
     return None
 
 
