@@ -49,7 +49,10 @@ def test_the_command_of_a_process_is_known_while_it_runs(
     if is_macos:
         monkeypatch.setattr(system, "PROC", tmp_path / "nowhere")
     words = ["x" * 300, "submitit"]
-    with subprocess.Popen(["sh", "-c", "read line", *words], stdin=subprocess.PIPE) as process:
+    command, pipe = ["sh", "-c", "echo begun; read line", *words], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"  # the system knows the words a moment after the start
         assert "submitit" in command_of(str(process.pid))
         process.kill()
     assert command_of(str(process.pid)) == ""
