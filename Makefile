@@ -9,7 +9,7 @@ COMPILED := deepspeed hypothesis matplotlib networkx numba numpy scipy sklearn s
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick lint docs clean
+.PHONY: help demo test quick lint docs sizes clean
 
 help:
 	@echo 'make demo    train with expert views and with a viewmaker, and compare them in one report (minutes on 2 cores)'
@@ -17,6 +17,7 @@ help:
 	@echo 'make quick   run the tests that start no other process and take no long time'
 	@echo 'make lint    formatting, ruff, mypy --strict'
 	@echo 'make docs    build/docs/index.html: these docs and an API reference; a broken link is an error'
+	@echo 'make sizes   the lines of each room of the code and the words of the docs, beside their budgets'
 	@echo 'make clean   remove .venv, the demo and all caches'
 	@echo 'Each makes .venv first where it is missing or older than setup.py; PYTHON=python3.12 picks the interpreter.'
 
@@ -36,6 +37,9 @@ lint: $(INSTALLED)
 
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .mkdocs.yml
+
+sizes:
+	@$(PYTHON) .ci/sizes
 
 clean:
 	rm -rf .venv demo build .mypy_cache .pytest_cache .ruff_cache *.egg-info
