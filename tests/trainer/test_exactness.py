@@ -119,8 +119,9 @@ def own_part() -> Batch:
     return Batch(3, 1, index_B, pictures, pictures, None, None, labels)
 
 
-def one_step(config: RunConfig, device: torch.device = CPU) -> dict[str, torch.Tensor]:
+def one_step(config: RunConfig, device: torch.device = CPU, batch: Batch | None = None) -> dict[str, torch.Tensor]:
     """Return the loss, every gradient, every buffer and every frozen parameter after one step on this rank's part."""
+    batch = own_part() if batch is None else batch
     classes = {"digit": 3}
     training = build_training(config, num_samples=BATCH_SIZE, num_classes=classes, device=device)
     engines = training.engines
@@ -136,7 +137,7 @@ def one_step(config: RunConfig, device: torch.device = CPU) -> dict[str, torch.T
 
     for name, engine in engines.items():
         engine.step = functools.partial(note_gradients, name)  # type: ignore[method-assign]
-    output = training.step(own_part().to(device), learning_rates=dict.fromkeys(engines, 0.0))
+    output = training.step(batch.to(device), learning_rates=dict.fromkeys(engines, 0.0))
     assert not output.skipped
     average_running_statistics(training.modules.encoder)  # of split batch norm, as before each save
     found["loss"] = torch.tensor(all_reduce_mean_scalars({"": output.metrics["train/loss"]})[""])
