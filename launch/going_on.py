@@ -40,7 +40,7 @@ def going_on(run_dir: RunDir) -> GoingOn:
     """Return where a run would go on, by the sizes of the files of its checkpoints. Raises nothing for damaged ones."""
     try:
         found = first_of_full_size(run_dir)
-    except UserError as error:  # a newer version of this project wrote it
+    except UserError as error:  # another version of this project wrote it
         return GoingOn(None, str(error))
     except OSError as error:
         return GoingOn(None, f"{run_dir.checkpoints} cannot be read ({error.strerror}), so no step is known")

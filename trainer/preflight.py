@@ -342,7 +342,7 @@ def check_resumed(
     is_new = check_same_data(
         run_dir,
         step=found.step,
-        trained_on=found.trained_on(run_dir),
+        trained_on=found.trained_on,
         now=manifests.identity,
         train_locations=config.data.train_locations,
         test_dir=config.data.test_dir,

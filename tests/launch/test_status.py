@@ -1013,30 +1013,12 @@ def remove_index(checkpoint: Path) -> str:
     return "checkpoint.json is missing"
 
 
-def nest_index(checkpoint: Path) -> str:
-    (checkpoint / INDEX_NAME).write_text("[" * 100_000)
-    return "checkpoint.json cannot be read"
-
-
-def make_index_a_pipe(checkpoint: Path) -> str:
-    """Reading a pipe would block for ever."""
-    (checkpoint / INDEX_NAME).unlink()
-    os.mkfifo(checkpoint / INDEX_NAME)
-    return "checkpoint.json cannot be read"
-
-
-def make_tensors_a_pipe(checkpoint: Path) -> str:
-    (checkpoint / "encoder.safetensors").unlink()
-    os.mkfifo(checkpoint / "encoder.safetensors")
-    return "encoder.safetensors is not a regular file"
-
-
 def remove(checkpoint: Path) -> str:
     shutil.rmtree(checkpoint)
     return "it is missing"
 
 
-@pytest.mark.parametrize("damage", [cut, remove_index, nest_index, make_index_a_pipe, make_tensors_a_pipe, remove])
+@pytest.mark.parametrize("damage", [cut, remove_index, remove])
 def test_the_newest_whole_checkpoint_counts_and_not_the_one_that_latest_names(
     damage: Callable[[Path], str], tmp_path: Path
 ) -> None:
@@ -1079,7 +1061,7 @@ def test_a_checkpoint_of_a_newer_version_does_not_hide_the_state(tmp_path: Path)
     with hold(run_dir):
         status = run_status(run_dir, {})
     assert status.state == "running"
-    assert "was written by a newer version of this project" in status.problem
+    assert "was written by another version of this project" in status.problem
 
 
 def test_a_finished_run_without_checkpoints_has_no_problem(tmp_path: Path) -> None:

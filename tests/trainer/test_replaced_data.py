@@ -92,24 +92,13 @@ def stopped_run(data: Path, directory: Path, *, step: int = 2) -> RunDir:
     return run_dir
 
 
-def as_older_version(run_dir: RunDir, step: int) -> None:
-    """Take from a checkpoint what its format 1 did not have."""
-    path = run_dir.checkpoint(step) / INDEX_NAME
-    index = json.loads(path.read_text())
-    del index["run"]
-    path.write_text(json.dumps(index | {"format_version": 1}))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "test"])
-@pytest.mark.parametrize("is_old", [False, True])
 def test_replaced_data_are_refused_and_a_named_replacement_is_accepted(
-    split: str, is_old: bool, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    split: str, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_dir, config = stopped_run(data, tmp_path / "run"), configure(data, "keep_checkpoints=9")
     before = read_manifests(config.data).identity
-    if is_old:
-        as_older_version(run_dir, 2)
     state = (run_dir.checkpoint(2) / INDEX_NAME).read_bytes()
     provenance = run_dir.provenance.read_bytes()
     new = replace(data, split, num_samples=40 if split == "train" else 20)
@@ -214,16 +203,6 @@ def test_a_memory_bank_starts_anew_with_accepted_data(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_which_no_data_are_known_is_taken(data: Path, tmp_path: Path) -> None:
-    run_dir = stopped_run(data, tmp_path / "run")
-    as_older_version(run_dir, 2)
-    run_dir.provenance.unlink()
-    replace(data, "train", num_samples=40)
-    go_on(run_dir, configure(data, "keep_checkpoints=9"))
-    assert run_dir.latest_step() == 4
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]", b'{"starts": 3}'])
 def test_a_damaged_provenance_is_written_anew(
     content: bytes, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -316,8 +295,6 @@ def test_whoever_reads_the_data_of_a_run_is_warned_and_the_report_names_both(
 
     assert warnings(2) == [warning, warning]  # of the analysis and of the probe
     assert warnings(0) == []  # untrained
-    as_older_version(run_dir, 2)
-    assert warnings(2) == [warning, warning]
 
     go_on(run_dir, config, new.name)
     assert warnings(4) == []

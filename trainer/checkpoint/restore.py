@@ -13,13 +13,11 @@ from torch import Tensor, nn
 
 from data_pipeline.core.errors import UserError
 from trainer.checkpoint.files import (
-    INDEX_NAME,
     OBJECTIVE,
     RUN,
     SUFFIX,
     DamagedError,
     all_steps,
-    check_readable,
     check_sizes,
     check_whole,
     latest_step,
@@ -27,7 +25,7 @@ from trainer.checkpoint.files import (
     read_tensors,
     refuse_other_run,
 )
-from trainer.checkpoint.run_state import DataIdentity, RunState, identity_in_provenance
+from trainer.checkpoint.run_state import DataIdentity, RunState
 from trainer.distributed.collectives import all_gather_object, broadcast_object, rank
 from trainer.distributed.engines.engine import Engine
 from trainer.objectives import Objective
@@ -42,29 +40,25 @@ T = TypeVar("T")
 class Restored:
     """The checkpoint from which a run goes on: its step, and the state of the run besides tensors.
 
-    At the start of a run, the step is 0 and there is no state. A checkpoint of format 1 has no state either.
-    `run_id` is the id of the run that wrote it; None before format 3.
+    At the start of a run, the step is 0, and there is no state. `run_id` is the id of the run that wrote it.
     """
 
     step: int
     run: RunState | None
     run_id: str | None = None
 
-    def trained_on(self, run_dir: RunDir) -> DataIdentity | None:
-        """Return the datasets that the checkpoint was trained on; None if there is no checkpoint, or if unknown."""
-        if self.step == 0:
-            return None
-        return identity_in_provenance(run_dir) if self.run is None else self.run.data
+    @property
+    def trained_on(self) -> DataIdentity | None:
+        """Return the datasets that the checkpoint was trained on; None if there is no checkpoint."""
+        return None if self.run is None else self.run.data
 
     @property
-    def wall_seconds(self) -> float | None:
+    def wall_seconds(self) -> float:
         """Return the seconds of training up to the checkpoint, as in `RunState`."""
-        if self.step == 0:
-            return 0.0
-        return None if self.run is None else self.run.wall_seconds
+        return 0.0 if self.run is None else self.run.wall_seconds
 
     def has_other_train_set(self, now: DataIdentity) -> bool:
-        """Return whether the checkpoint was trained on another train set than the present one; False if unknown."""
+        """Return whether the checkpoint was trained on another train set than the present one."""
         return self.run is not None and self.run.data.train_manifest_sha256 != now.train_manifest_sha256
 
 
@@ -98,7 +92,7 @@ def restore(
             was trained on another train set, that state belongs to other samples; then the objective starts anew.
 
     Raises:
-        UserError: on one rank, if no checkpoint is whole, or if the newest one is from a newer version of this project
+        UserError: on one rank, if no checkpoint is whole, or if the newest one is from another version of this project
             or has another architecture.
         SystemExit: with status 2, on the other ranks in these cases, so that only one rank reports.
     """
@@ -145,7 +139,7 @@ def load_weights(
 ) -> tuple[int, DataIdentity | None]:
     """Load the weights of modules at `step` (None: the newest whole checkpoint); step 0 does not change them.
 
-    Returns the step, and the datasets that it was trained on (None if unknown). Training may go on at the same time.
+    Returns the step, and the datasets that it was trained on (None at step 0). Training may go on at the same time.
     Raises `UserError` if there is no such step, or if it cannot be loaded.
     """
     if step is None:
@@ -163,11 +157,13 @@ def load_weights(
 
 
 def _trained_on(run_dir: RunDir, step: int) -> DataIdentity | None:
-    """Return the datasets that a checkpoint was trained on; None if unknown, or if training has pruned it."""
+    """Return the datasets that a checkpoint was trained on; None at step 0, or if training has pruned it."""
+    if step == 0:
+        return None
     try:
-        return Restored(step, read_index(run_dir.checkpoint(step)).run if step > 0 else None).trained_on(run_dir)
-    except DamagedError:  # an old checkpoint without an index
-        return identity_in_provenance(run_dir)
+        return _restored(run_dir, step).trained_on
+    except DamagedError:
+        return None
 
 
 def _load_newest(run_dir: RunDir, modules: Mapping[str, nn.Module]) -> int:
@@ -194,18 +190,9 @@ def _load_modules(directory: Path, modules: Mapping[str, nn.Module]) -> None:
 
 
 def _check_modules(run_dir: RunDir, step: int, names: Collection[str]) -> None:
-    """Raise `DamagedError` if these modules cannot be read, and `UserError` if they are of another run.
-
-    An old checkpoint has no index, so only the headers of its files are checked, with a warning.
-    """
-    directory = run_dir.checkpoint(step)
-    files = [f"{name}{SUFFIX}" for name in names]
-    if (directory / INDEX_NAME).is_file():
-        refuse_other_run(run_dir, step, check_whole(directory, only=files).run_id)
-    else:
-        logger.warning("%s has no %s, so nothing shows whether its weights are those of the run", directory, INDEX_NAME)
-    for name in files:
-        check_readable(directory / name)
+    """Raise `DamagedError` if these modules are not whole, and `UserError` if they are of another run."""
+    index = check_whole(run_dir.checkpoint(step), only=[f"{name}{SUFFIX}" for name in names])
+    refuse_other_run(run_dir, step, index.run_id)
 
 
 def _steps_by_preference(run_dir: RunDir) -> list[int]:
@@ -253,7 +240,7 @@ def first_whole(run_dir: RunDir, check: Callable[[int], object]) -> FoundCheckpo
 def first_of_full_size(run_dir: RunDir) -> FoundCheckpoint:
     """Return what `first_whole` finds by the sizes of the files alone, without reading tensors.
 
-    Raises `UserError` if a newer version of this project wrote the checkpoint.
+    Raises `UserError` if another version of this project wrote the checkpoint.
     """
     return first_whole(run_dir, lambda step: check_sizes(run_dir.checkpoint(step)))
 
@@ -262,7 +249,7 @@ def _newest_whole(run_dir: RunDir, *, only: Collection[str] | None = None) -> in
     """Return the step of the first whole checkpoint by preference; None if there are no checkpoints.
 
     `only` limits the check to these modules. Logs the skipped checkpoints with the reasons. Raises `UserError` if no
-    checkpoint is whole, or if a newer version of this project wrote the first one.
+    checkpoint is whole, or if another version of this project wrote the first one.
     """
 
     def check(step: int) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample
@@ -28,12 +28,6 @@ class DataIdentity(Schema):
     train_manifest_sha256: str
     test_manifest_sha256: str
     train_sources: dict[str, str] = Field(default_factory=dict)
-
-    @model_serializer(mode="wrap")
-    def _without_no_sources(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out empty `train_sources`, so that a run on one dataset is written as before there were mixtures."""
-        values: dict[str, Any] = handler(self)
-        return values if self.train_sources else {name: values[name] for name in values if name != "train_sources"}
 
     @property
     def name(self) -> str:
@@ -54,18 +48,17 @@ class RunState(Schema):
 
     bad_samples: all bad samples up to the step of the checkpoint, sorted by index.
     wall_seconds: the seconds of training up to this checkpoint in all starts of the run. The time of steps that a start
-        has lost does not count, but the time in which they are repeated does. None if an earlier version of the code
-        has trained a part of the run, which did not count them.
+        has lost does not count, but the time in which they are repeated does.
     """
 
     data: DataIdentity
     skipped: SkipCounts = SkipCounts()
     bad_samples: tuple[BadSample, ...] = ()
-    wall_seconds: NonNegativeFloat | None = None
+    wall_seconds: NonNegativeFloat
 
 
 def identity_in_provenance(run_dir: RunDir) -> DataIdentity | None:
-    """Return the datasets in provenance.json; None if it names none. Checkpoints of format 1 do not hold them."""
+    """Return the datasets in provenance.json; None if it names none."""
     facts = run_dir.read_provenance()
     named = {name: facts[name] for name in DataIdentity.model_fields if facts.get(name)}
     needed = {name for name, field in DataIdentity.model_fields.items() if field.is_required()}
@@ -84,9 +77,9 @@ def check_same_data(
 ) -> bool:
     """Return whether the datasets have changed since the checkpoint of `step`, and the user has accepted the new ones.
 
-    `trained_on` None means that the old datasets are unknown; then any datasets are accepted. `train_locations` holds
-    the location of the train set, or of each source of a mixture by name. Raises `UserError` if the datasets have
-    changed and the new ones are not in `accepted`.
+    `trained_on` None means that there is no checkpoint yet. `train_locations` holds the location of the train set, or
+    of each source of a mixture by name. Raises `UserError` if the datasets have changed and the new ones are not in
+    `accepted`.
     """
     if trained_on is None or trained_on == now:
         return False

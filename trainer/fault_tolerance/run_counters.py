@@ -20,9 +20,7 @@ class RunCounters:
     accepted a new one, no longer count.
     """
 
-    def __init__(
-        self, skipped: SkippedSteps, bad: BadSamples, *, data: DataIdentity, seconds_before: float | None
-    ) -> None:
+    def __init__(self, skipped: SkippedSteps, bad: BadSamples, *, data: DataIdentity, seconds_before: float) -> None:
         self._skipped, self._bad, self._data = skipped, bad, data
         self._seconds_before, self._started = seconds_before, time.perf_counter()
 
@@ -52,10 +50,8 @@ class RunCounters:
         )
 
     @property
-    def wall_seconds(self) -> float | None:
+    def wall_seconds(self) -> float:
         """Return the seconds of training up to now, as in `RunState.wall_seconds`."""
-        if self._seconds_before is None:
-            return None
         return round(self._seconds_before + time.perf_counter() - self._started, 1)
 
     @property

@@ -26,7 +26,7 @@ from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
 from trainer.build import build_training
 from trainer.checkpoint.files import FORMAT_VERSION, read_tensors, refuse_other_run, write_files, write_tensors
-from trainer.checkpoint.restore import load_weights, newest_state, restore
+from trainer.checkpoint.restore import newest_state, restore
 from trainer.checkpoint.save import CheckpointWriter, HostMemory
 from trainer.config import RunConfig
 from trainer.distributed.collectives import all_gather_object, rank
@@ -135,9 +135,7 @@ def test_load_encoder_gives_the_trained_encoder_in_eval_mode(config: RunConfig, 
     torch.testing.assert_close(encoder(pictures), engines["encoder"].module(pictures), rtol=0, atol=0)
 
 
-def test_a_checkpoint_of_another_run_is_refused_and_one_without_an_id_is_not(
-    config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_of_another_run_is_refused(config: RunConfig, tmp_path: Path) -> None:
     runs = [RunDir(tmp_path / name) for name in ("a", "b")]
     for run_dir in runs:
         engines = start(run_dir, config)
@@ -156,9 +154,6 @@ def test_a_checkpoint_of_another_run_is_refused_and_one_without_an_id_is_not(
         refuse_other_run(one, found.step, found.run_id)
     one.provenance.unlink()
     assert load_modules(one).step == 1, "provenance.json is lost"
-    write_json(other.provenance, {"seed": 0})
-    assert load_modules(other).step == 1, "a run of an earlier version"
-    assert not caplog.records
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone"])
@@ -370,13 +365,7 @@ def flip(directory: Path) -> None:
 
 
 def spoil_index(directory: Path) -> None:
-    (directory / "checkpoint.json").write_text('{"format_version": 1, ')
-
-
-def make_a_pipe(path: Path) -> None:
-    """Put a named pipe in place of a file; opening it to read would block."""
-    path.unlink()
-    os.mkfifo(path)
+    (directory / "checkpoint.json").write_text('{"format_version": 3, ')
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -384,15 +373,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "lost": (lose, "encoder_optimizer.safetensors is missing"),
     "flipped": (flip, "encoder_optimizer.safetensors has changed since it was written"),
     "index_spoilt": (spoil_index, "checkpoint.json cannot be read"),
-    "index_nested": (
-        lambda directory: (directory / "checkpoint.json").write_text("[" * 100_000),
-        "checkpoint.json cannot",
-    ),
-    "index_a_pipe": (lambda directory: make_a_pipe(directory / "checkpoint.json"), "checkpoint.json cannot be read"),
-    "a_pipe": (
-        lambda directory: make_a_pipe(directory / "encoder.safetensors"),
-        "encoder.safetensors is not a regular",
-    ),
     "index_lost": (lambda directory: (directory / "checkpoint.json").unlink(), "checkpoint.json is missing"),
     "gone": (shutil.rmtree, "it is missing"),
 }
@@ -417,17 +397,6 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_log_says_why(
         restore_tiny(run_dir)
 
 
-def test_weights_without_an_index_are_read_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run_dir, engines = RunDir(tmp_path), tiny()
-    save(run_dir, 10, engines=engines)
-    modules = {"encoder": engines["encoder"].module}
-    assert load_weights(run_dir, modules)[0] == 10
-    assert not caplog.text
-    (run_dir.checkpoint(10) / "checkpoint.json").unlink()
-    assert load_weights(run_dir, modules)[0] == 10
-    assert "step_00000010 has no checkpoint.json, so nothing shows whether its weights are those of" in caplog.text
-
-
 def test_a_damaged_checkpoint_takes_no_place_of_a_whole_one(tmp_path: Path) -> None:
     run_dir, engines = RunDir(tmp_path), tiny()
     save(run_dir, 10, 20, engines=engines)
@@ -446,12 +415,12 @@ def test_without_a_good_latest_the_newest_whole_one_is_taken(latest: str | None,
     assert restore_tiny(run_dir) == 20
 
 
-def test_a_checkpoint_of_a_newer_version_is_refused_whatever_else_it_says(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_version_is_refused_whatever_else_it_says(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     save(run_dir, 10, 20, engines=tiny())
     index = {"format_version": FORMAT_VERSION + 1, "layers": []}
     (run_dir.checkpoint(20) / "checkpoint.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"step_00000020 was written by a newer version of this project .*format 4;"):
+    with pytest.raises(UserError, match=r"step_00000020 was written by another version of this project .*format 4;"):
         restore_tiny(run_dir)
 
 
@@ -546,10 +515,6 @@ def test_a_strangers_code_is_not_run(form: str, config: RunConfig, tmp_path: Pat
     ):
         with pytest.raises(UserError, match=r"\.safetensors cannot be read"):
             load()
-    index["files"]["../../secret"] = {"num_bytes": 0, "sha256": ""}
-    (run_dir.checkpoint(1) / "checkpoint.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"names '\.\./\.\./secret', which is not a file beside it"):
-        restored_step(run_dir, config)
     (run_dir.checkpoint(1) / "checkpoint.json").write_bytes(pickle.dumps(Trap(canary)))
     with pytest.raises(UserError, match=r"checkpoint\.json cannot be read"):
         restored_step(run_dir, config)

@@ -13,7 +13,6 @@ from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from launch.submitted import run_status
 from tests.tiny_data import write_tiny_pair
-from trainer.checkpoint.files import INDEX_NAME
 from trainer.checkpoint.restore import newest_state
 from trainer.config import RunConfig
 from trainer.fault_tolerance.preemption import StoppedError, StopRequests
@@ -117,20 +116,3 @@ def test_the_wall_time_of_a_run_is_that_of_all_its_starts(
         assert newest_state(run_dir).step == number
     start(run_dir, config)
     assert run_dir.read_provenance()["total_wall_seconds"] == NUM_STEPS * 50
-
-
-def test_the_wall_time_of_a_run_that_was_begun_by_earlier_code_is_unknown(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    with monkeypatch.context() as stopping:
-        stopping.setattr(StopRequests, "agreed", lambda _: True)
-        with pytest.raises(StoppedError):
-            start(run_dir, config)
-    (index,) = run_dir.checkpoints.glob("step_*/" + INDEX_NAME)
-    kept = json.loads(index.read_text())
-    assert kept["run"].pop("wall_seconds") >= 0
-    index.write_text(json.dumps(kept))
-    start(run_dir, config)
-    facts = run_dir.read_provenance()
-    assert (facts["finished_step"], facts["total_wall_seconds"]) == (NUM_STEPS, None)
