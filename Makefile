@@ -4,6 +4,8 @@ PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# In pytest-xdist 3.8, a new worker in place of one that crashed crashes in the same test, and the end is never reached.
+WORKERS := --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 COMPILED := deepspeed hypothesis matplotlib networkx numba numpy scipy sklearn sympy timm torch torchvision wandb
 # Containers often set this. Without saved bytecode, every process that a test starts compiles all modules again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -25,10 +27,10 @@ demo: $(INSTALLED)
 	$(BIN)/python launch/demo.py
 
 test: $(INSTALLED)
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/pytest -n 3 $(WORKERS) $(ARGS)
 
 quick: $(INSTALLED)
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not (ranks or process or slurm or slow)' $(ARGS)
+	$(BIN)/pytest -n 2 $(WORKERS) -m 'not (ranks or process or slurm or slow)' $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
