@@ -249,8 +249,6 @@ def lines(group: str, directories: Sequence[Path], work: Path, *, seconds: float
                 yield from local_lines(directory, seconds=seconds)
         case "remote":
             first = directories[0].resolve()
-            pipe = f"pipe:cat {first}/{{name}}"
-            yield from remote_lines(first, kind="pipe:cat", location=pipe, url=pipe)
             with http_server(first) as address:
                 yield from remote_lines(first, kind="http", location=address, url=f"{address}/{{name}}")
         case "opening":

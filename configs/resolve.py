@@ -20,7 +20,7 @@ from data_pipeline.core.imports import find_in_working_directory, import_file, i
 from data_pipeline.core.kinds import GROUP_PREFIX, check_kinds, import_code, import_typed, unimported
 from data_pipeline.core.overrides import merge, set_paths
 from data_pipeline.core.schema import flatten, given_settings
-from data_pipeline.remote.cache import is_command, refuse_untyped_command
+from data_pipeline.remote.cache import refuse_untyped_command
 from data_pipeline.storage.manifest import INDEX_NAME
 from data_pipeline.storage.tar_lists import is_tars
 from trainer.config import RunConfig, parse_config, read_settings
@@ -136,13 +136,14 @@ def _name_of(location: str) -> str:
     Tars, lists of tars and indexes get the name of their folder.
 
     Examples:
-        >>> _name_of("data/My photos/train"), _name_of("https://host/birds/train/"), _name_of("pipe:cat {name}")
-        ('My-photos', 'birds', 'data')
+        >>> _name_of("data/My photos/train"), _name_of("https://host/birds/train/")
+        ('My-photos', 'birds')
         >>> _name_of("imagenet/train-{0000..0009}.tar"), _name_of("imagenet/train/.tar_index")
         ('imagenet', 'imagenet')
     """
-    parts = [] if is_command(location) else location.split("/")
-    folders = [part for part in parts if part not in ("", "train", "..", INDEX_NAME) and not is_tars(part)]
+    folders = [
+        part for part in location.split("/") if part not in ("", "train", "..", INDEX_NAME) and not is_tars(part)
+    ]
     letters = re.sub(r"[^A-Za-z0-9._+=-]+", "-", folders[-1]).strip("-.") if folders else ""
     return letters[:_MAX_DATA_CHARACTERS] or "data"
 

@@ -28,9 +28,7 @@ from data_pipeline.core.arguments import program
 from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.core.system import num_cores
 
-_LOCATION_HELP: Final = (
-    "A built dataset: a directory, http(s)://HOST/DIR, s3://BUCKET/DIR or pipe:COMMAND {name}. Or indexed tars."
-)
+_LOCATION_HELP: Final = "A built dataset: a directory, http(s)://HOST/DIR or s3://BUCKET/DIR. Or indexed tars."
 
 
 class Parser(argparse.ArgumentParser):

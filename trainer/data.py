@@ -43,7 +43,7 @@ _CPU = torch.device("cpu")
 class DataConfig(ReadConfig):
     """The locations of the datasets, and the settings for reading them.
 
-    train_dir, test_dir: a directory, `http(s)://...` or `pipe:COMMAND {name}`.
+    train_dir, test_dir: a directory, `http(s)://...`, `s3://...` or another scheme of fsspec.
     mixture: several train sets in place of one, by name, each with its location and weight. `train_dir` is then null.
     mixture_schedule: changes of the weights, each from a step on; it names all sources.
     mixture_epoch: the number of samples that count as an epoch of a mixture. None means as many as its sources hold.

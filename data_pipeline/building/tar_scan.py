@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 import numpy as np
 from braceexpand import braceexpand
@@ -37,7 +37,7 @@ from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import BASE, NO_LABEL
 from data_pipeline.core.schema import MAX_CHARACTERS, LabelName, Line, Schema
 from data_pipeline.loading.picture_decode import decode_square
-from data_pipeline.remote.cache import RemoteConfig, file_url, is_command, is_remote
+from data_pipeline.remote.cache import RemoteConfig, is_remote
 from data_pipeline.remote.fetch import Expected, Limits, fetch
 from data_pipeline.storage.files import map_regular, regular_size
 from data_pipeline.storage.tar_headers import (
@@ -56,7 +56,6 @@ LABEL_FIELDS: Final = ("cls", "label", "label.txt", "class", "cls.txt")  # tried
 PARTS: Final = ".parts"  # of an index that is being made: a file for each tar
 _MAX_LABEL_BYTES: Final = 1 << 20
 _REMOTE: Final = RemoteConfig()
-_MAX_TAR_BYTES: Final = 1 << 44
 _MAX_FIELDS: Final = 50  # that are counted in a tar
 _METADATA: Final = re.compile(r"__[^/]*__($|/)")  # names of members that WebDataset passes over
 _FINE: Final = 1 << 20  # places of a draw in a piece of a tar
@@ -168,11 +167,6 @@ def _warn_of_compressed(location: Path) -> None:
 
 
 def _expand_remote(location: str) -> list[str]:
-    if is_command(location):
-        raise UserError(
-            f"{location} is a command, which an index does not keep; mount the tars, or serve them by http or from an "
-            "object store"
-        )
     try:
         urls = list(braceexpand(location))
     except ValueError as error:
@@ -183,7 +177,6 @@ def _expand_remote(location: str) -> list[str]:
                 f"{url} is a directory, which is not listed if it is remote; name its tars, as in "
                 f"{url}train-{{0000..0099}}.tar"
             )
-        file_url(url.rpartition("/")[0], url.rpartition("/")[2])  # refuses what cannot be fetched
     _refuse_repeated(location, urls, urls)
     return urls
 
@@ -308,20 +301,20 @@ def _local(inputs: ScanInputs, task: TarTask) -> Iterator[tuple[Path, str]]:
         stall_seconds=config.stall_seconds,
         num_attempts=config.num_attempts,
         deadline=time.monotonic() + config.file_seconds,
-        must_answer=True,
     )
     with tempfile.TemporaryDirectory(dir=inputs.directory / PARTS) as directory:
         path = Path(directory, "copy.tar")
-        with path.open("w+b") as file:
-            fetch(task.path, file, expected=Expected(problem=_tar_problem, max_bytes=_MAX_TAR_BYTES), limits=limits)
-            file.seek(0)
+        fetch(task.path, path, expected=Expected(), limits=limits)
+        if (wrong := _tar_problem(path)) is not None:
+            raise UserError(f"{task.path}: {wrong}; check the location and the server that holds it")
+        with path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         yield path, sha256
 
 
-def _tar_problem(file: BinaryIO) -> str | None:
+def _tar_problem(path: Path) -> str | None:
     """Return what is wrong with a file that must be a whole tar with at least one file; None if it is."""
-    with map_regular(Path(file.name)) as data:
+    with map_regular(path) as data:
         contents = read_contents(data)
         if contents.members and tar_end(data, end=contents.end).is_whole:
             return None

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL, BadSample
-from data_pipeline.remote.cache import FileCache, RemoteConfig, RemoteFile, RemoteShards, is_command
+from data_pipeline.remote.cache import FileCache, RemoteConfig, RemoteFile, RemoteShards
 from data_pipeline.remote.fetch import Expected
 from data_pipeline.storage.files import read_regular, regular_size
 from data_pipeline.storage.manifest import MANIFEST_NAME, Manifest
@@ -129,7 +129,7 @@ class TarShards:
             raise self._contradiction(TAR_NUMBERS_NAME)
         self._cache: FileCache | None = None
         if hashes:
-            if len(hashes) != 32 * len(self._paths) or any(is_command(path) for path in self._paths):
+            if len(hashes) != 32 * len(self._paths):
                 raise self._contradiction(TAR_HASHES_NAME)
             self._cache = FileCache(
                 manifest.tars.location,

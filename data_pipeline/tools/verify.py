@@ -259,8 +259,8 @@ class Verification:
         if self._directory is not None:
             yield self._directory / name
         else:
-            with fetched(str(self.location), name, expected=expected, config=self._remote) as file:
-                yield Path(f"/dev/fd/{file.fileno()}")
+            with fetched(str(self.location), name, expected=expected, config=self._remote) as path:
+                yield path
 
     def _overlay_problem(self) -> str | None:
         manifest = self.manifest
@@ -361,7 +361,7 @@ class Verification:
         """Return the index beside a shard; None if there is none, which is no problem because readers rebuild it."""
         name, num_bytes = index_path(Path(entry.name)).name, index_num_bytes(entry, self.manifest.members)
         try:
-            with self._file(name, Expected(max_bytes=num_bytes + _SLACK)) as path:
+            with self._file(name, Expected()) as path:
                 return read_regular(path, max_bytes=num_bytes + _SLACK)
         except FileNotFoundError:
             return None

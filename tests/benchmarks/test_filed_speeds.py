@@ -53,7 +53,7 @@ def span(values: list[float], digits: str) -> str:
     return least if least == greatest else f"{least} to {greatest}"
 
 
-BATCHES, HTTP, PIPE = "batches of 256, one core", "batches of 250 by http", "batches of 250 by pipe:cat"
+BATCHES, HTTP = "batches of 256, one core", "batches of 250 by http"
 OPENING, RESUMING, SCALING = "opening to the first batch", "resuming at 90 %", "two processes of 128 samples"
 XEON, LOCAL = "data_throughput_cpu_xeon", "data_throughput_local_cpu_xeon"
 ROWS: dict[str, Callable[[], list[str]]] = {
@@ -63,7 +63,6 @@ ROWS: dict[str, Callable[[], list[str]]] = {
     ],
     "decoded batches with masks": lambda: [f"{span(ratios(BATCHES, *BOTH, ending='baked)'), '.1f')} times"],
     "decoded batches, digits drawn online": lambda: [f"{span(ratios(BATCHES, *BOTH, ending='online)'), '.1f')} times"],
-    "one epoch through `pipe:cat`": lambda: [f"{span(ratios(PIPE, *BOTH), '.1f')} times"],
     "one epoch through http": lambda: [f"{span(ratios(HTTP, *BOTH), '.1f')} times"],
     "first batch out of 1,000 shards": lambda: [
         f"{span(medians(OPENING, 'ours', *BOTH), '.2f')} s",

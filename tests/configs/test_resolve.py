@@ -124,7 +124,6 @@ def test_recipes_for_own_pictures_take_their_numbers_and_their_name_from_the_dat
         ("data/photos/train", "photos"),
         ("/mnt/a b/photos.v2/", "photos.v2"),
         ("https://host:8000/birds/train/", "birds"),
-        ("pipe:cat /data/{name}", "data"),
         ("../写真/train", "data"),
         ("train", "data"),
         ("x" * 200, "x" * 60),

@@ -452,8 +452,7 @@ def test_remote_sources_in_windows_give_the_batches_of_local_ones(sources: Path,
         config = RemoteConfig(cache_dir=str(tmp_path / "cache"), cache_gigabytes=gigabytes)
         mixture = Mixture(
             tuple(
-                MixtureSource(name, SampleStore(f"pipe:cat {sources / name}/{{name}}", remote=config))
-                for name in ("few", "many")
+                MixtureSource(name, SampleStore(f"file://{sources / name}", remote=config)) for name in ("few", "many")
             ),
             WEIGHTS_OF_STREAM,
         )

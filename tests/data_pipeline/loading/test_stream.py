@@ -675,7 +675,7 @@ def remote_dataset(tmp_path: Path, *, num_cached: int) -> tuple[Path, str, Remot
     shards = SampleStore(directory).manifest.shards
     largest = max(shard.num_bytes for shard in shards) + 2048 + 6 * 16 * 3
     config = RemoteConfig(cache_dir=str(tmp_path / "cache"), cache_gigabytes=(num_cached + 0.5) * largest / 1e9)
-    return directory, f"pipe:cat {directory}/{{name}}", config
+    return directory, f"file://{directory}", config
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -103,7 +103,7 @@ def test_digests_of_another_number_of_samples_are_refused(tmp_path: Path) -> Non
 
 def test_digests_of_a_remote_dataset_are_fetched_and_checked(tmp_path: Path) -> None:
     manifest = build_dataset("procedural", tmp_path / "built", limit=20)
-    location = f"pipe:cat {tmp_path}/built/{{name}}"
+    location = f"file://{tmp_path}/built"
     remote = RemoteConfig(cache_dir=str(tmp_path / "cache"), num_attempts=1)
     fetched = read_source_digests(location, manifest, remote=remote)
     np.testing.assert_array_equal(fetched, digests_of(tmp_path / "built"))

@@ -85,25 +85,19 @@ def test_the_command_prints_each_run_and_all_together(
     assert not any(run.all_probes.exists() for run in runs)
 
 
-def test_a_pipe_is_only_executed_with_leave(
+def test_data_that_are_fetched_give_the_accuracies_of_the_files(
     tmp_path: Path, data: Path, runs: list[RunDir], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Data that come through a pipe and a cache give the accuracies of the files."""
     copies = []
     for run in runs:
         copies.append(RunDir(tmp_path / run.path.name))
         shutil.copytree(run.path, copies[-1].path)
         config = json.loads(run.config.read_text())
         for name in ("train", "test"):
-            config["data"][f"{name}_dir"] = f"pipe:cat {data / name}/{{name}}"
+            config["data"][f"{name}_dir"] = f"file://{data / name}"
         config["data"]["remote"]["cache_dir"] = str(tmp_path / "cache")
         write_json(copies[-1].config, config)
-    paths = [copy.path for copy in copies]
-    refused = command(*paths, monkeypatch=monkeypatch, capsys=capsys)
-    assert refused.status == 2
-    assert "--allow-pipe" in refused.stderr
-    assert not (tmp_path / "cache").exists()
-    done = command(*paths, "--allow-pipe", monkeypatch=monkeypatch, capsys=capsys)
+    done = command(*(copy.path for copy in copies), monkeypatch=monkeypatch, capsys=capsys)
     plain = command(*(run.path for run in runs), monkeypatch=monkeypatch, capsys=capsys)
     assert (done.status, done.stdout.splitlines()[2:]) == (0, plain.stdout.splitlines()[2:])
 

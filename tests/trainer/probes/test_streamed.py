@@ -239,7 +239,7 @@ def test_too_many_bad_samples_are_refused_as_in_memory(tmp_path: Path) -> None:
 def test_a_cache_that_is_too_small_for_an_epoch_in_another_order_is_named(tmp_path: Path) -> None:
     directory = write_tiny_dataset(tmp_path / "data", num_samples=64, num_samples_per_shard=8)
     remote = RemoteConfig(cache_dir=str(tmp_path / "cache"), cache_gigabytes=1e-4)
-    streamed = read_pictures(f"pipe:cat {directory}/{{name}}", read=ReadConfig(remote=remote), memory=NOTHING)
+    streamed = read_pictures(f"file://{directory}", read=ReadConfig(remote=remote), memory=NOTHING)
     features_NF = extract(lambda x_BCHW: x_BCHW.flatten(1), streamed, device=CPU)
     assert torch.equal(features_NF, read(directory, PLENTY).images_NCHW.flatten(1).float() / 255)
     with pytest.raises(UserError, match=r"raise data.remote.cache_gigabytes, or probe with --views none"):
