@@ -136,18 +136,20 @@ def _launches_of_lists(lists: Sequence[Sequence[Tensor]]) -> int:
 class _Stages:
     """A listener that tells a counter the phase of the step: `trainer.profiling.stage` names most of them."""
 
-    stage = ""
-
     def __init__(self, counter: KernelCounter) -> None:
         self._counter = counter
+        self._stages = [""]
 
     def sign(self) -> None:
         pass
 
-    def enter(self, stage: str, *, waits: bool) -> bool:
-        self.stage = stage
+    def enter(self, stage: str) -> None:
+        self._stages.append(stage)
         self._counter.phase = stage if stage in PHASES else "bookkeeping"
-        return False
+
+    def leave(self) -> None:
+        self._stages.pop()
+        self._counter.phase = self._stages[-1] if self._stages[-1] in PHASES else "bookkeeping"
 
 
 def count_kernels(config: RunConfig, *, num_ranks: int = 1, batch_size: int | None = None) -> KernelCounter:

@@ -32,6 +32,7 @@ from launch.outcome import RankOutcome, cause, how_it_ended, is_inside, outcomes
 from launch.resources import Resources
 from launch.slurm_client import queued_jobs, was_cancelled
 from trainer.config import RunConfig, read_run_config
+from trainer.fault_tolerance.stalls import describe_stall
 from trainer.run_dir import RunDir, is_held, write_json
 
 State = Literal["pending", "waiting", "running", "finished", "failed", "stopped", "killed", "unknown"]
@@ -225,10 +226,10 @@ def _how_it_ended_without_a_job(run_dir: RunDir, start: _LastStart | None, newes
     """Return the standing of an unfinished run of python or torchrun that no process trains any more."""
     since = start.at if start is not None else 0.0
     rank, outcome = how_it_ended(run_dir, since=since) or (0, None)
-    if outcome is not None and rank > 0:  # a stall comes from waiting for this rank
-        return Standing(outcome.ended, f"rank {rank}: {outcome.reason}")
-    if stalled := _stalled(run_dir, since=since):
+    if stalled := describe_stall(run_dir, since=since):
         return Standing("failed", stalled)
+    if outcome is not None and rank > 0:
+        return Standing(outcome.ended, f"rank {rank}: {outcome.reason}")
     if outcome is not None:
         return Standing(outcome.ended, outcome.reason)
     if start is None and (newest.has_begun or _has_metrics(run_dir)):
@@ -252,7 +253,7 @@ def _how_the_job_ended(run_dir: RunDir, submission: Submission, start: _LastStar
     if cancelled is not None and cancelled.reason == _CANCELLED_AGAIN:  # what ended the start before is past
         return cancelled
     since = max(submission.submitted_at.timestamp(), start.at if start is not None else 0.0)
-    if stalled := _stalled(run_dir, since=since):
+    if stalled := describe_stall(run_dir, since=since):
         return Standing("failed", stalled)
     if found := first_error(run_dir, submission):
         rank, error = found
@@ -301,16 +302,6 @@ def _error_in_log(lines: Sequence[str]) -> str:
     deaths = [line for line in wrong if _RANK_DIED.match(line)]
     errors = [line for line in wrong if line not in deaths and not _CANCEL_LINE.search(line)]
     return (errors[-1:] or deaths[:1] or lines[-1:] or ["its log is empty"])[0]
-
-
-def _stalled(run_dir: RunDir, *, since: float) -> str | None:
-    """Return the first line that the watchdogs wrote; None if they wrote nothing after `since`."""
-    path = run_dir.path / "stalled.txt"
-    text = read_end(path, inside=run_dir.path, max_bytes=_RECORD_BYTES)
-    if text is None or path.stat().st_mtime < since:
-        return None
-    first_line = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    return f"{first_line} (see {path})"
 
 
 def _last_start(provenance: Mapping[str, Any]) -> _LastStart | None:

@@ -325,7 +325,7 @@ def test_nothing_runs_code_of_the_files_that_it_reads() -> None:
 
 OPENS_A_FILE = {"open", "fdopen", "read_text", "write_text"}
 # These have names of functions that open text, but open none.
-OPENS_NO_TEXT = {"Image.open", "memory.open", "os.open", "pulse.write_text", "tarfile.open"}
+OPENS_NO_TEXT = {"Image.open", "memory.open", "os.open", "tarfile.open"}
 
 
 def texts_of_no_encoding(source: str) -> Iterator[str]:
@@ -391,8 +391,6 @@ MAY_NEED_LINUX = {
     "data_pipeline/remote/fetch.py": "makes a pipe larger if the system can",
     "launch/rank.py": "names /dev/shm in an error that Linux alone has",
     "launch/slurm_checks.py": "is for clusters",
-    "trainer/fault_tolerance/sidecar.py": "is not started on macOS",
-    "trainer/fault_tolerance/watchdog.py": "starts nothing on macOS",
 }
 
 

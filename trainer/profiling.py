@@ -47,7 +47,7 @@ _clocks: list[Clock] = []  # the running clock, if there is one
 @contextmanager
 def stage(name: Stage) -> Iterator[None]:
     """Time the code inside as `name`, if a clock is running."""
-    with liveness.inside(name, waits=name == "communication"):
+    with liveness.inside(name):
         if not _clocks:
             yield
             return

@@ -1,6 +1,6 @@
 """The run directory: the only link from training to probe, analysis, report and restart.
 
-RUN_DIR/ config.json  provenance.json  metrics.jsonl  bad_samples.jsonl  nonfinite/  stalled.txt  wandb/  wandb_run_id
+RUN_DIR/ config.json  provenance.json  metrics.jsonl  bad_samples.jsonl  nonfinite/  stalled/  wandb/  wandb_run_id
          job.json  code/  logs/  (submitted jobs only)
          ended.json  ended_rank_1.json ...  (other runs, if they ended early)
          checkpoints/step_00010000/ ...  LATEST  analysis/*.json *.png  report.html
@@ -66,6 +66,10 @@ class RunDir:
     @property
     def wandb_run_id(self) -> Path:
         return self.path / "wandb_run_id"
+
+    @property
+    def stalled(self) -> Path:
+        return self.path / "stalled"
 
     @property
     def checkpoints(self) -> Path:

@@ -17,17 +17,16 @@ from functools import partial
 import torch
 
 from data_pipeline.core.progress import Progress
-from data_pipeline.loading.stream import Stream
 from trainer.build import Training, build_counters, build_training
 from trainer.checkpoint.save import CheckpointWriter
 from trainer.config import RunConfig
 from trainer.data import Manifests, open_stream, read_agreed_manifests
 from trainer.distributed.collectives import on_first_rank, rank, world_size
 from trainer.distributed.environment import local_rank_restored
+from trainer.fault_tolerance import liveness
 from trainer.fault_tolerance.preemption import StoppedError, StopRequests
 from trainer.fault_tolerance.run_counters import RunCounters
-from trainer.fault_tolerance.run_watch import RunWatch, follow_networks
-from trainer.fault_tolerance.watchdog import Watchdog, start_watchdog
+from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.mixture import num_classes
 from trainer.models.batch_norm import average_running_statistics
 from trainer.neighbours import NeighbourGroups
@@ -57,7 +56,7 @@ def train(
         local_rank_restored(),
         on_first_rank(take) or contextlib.nullcontext(),
         StopRequests() as stop_requests,
-        start_watchdog(run_dir, config.watchdog) as watchdog,
+        Watchdog(run_dir, config.watchdog, rank=rank(), fetch_seconds=config.data.fetch_seconds) as watchdog,
     ):
         stopped_after = _train(
             config,
@@ -90,7 +89,10 @@ def _train(
     decided = leave_out_crops(decide(config, manifests.train), manifests.train)
     training = build_training(decided, num_samples=num_samples, num_classes=num_classes(manifests.train), device=device)
     check_channels_last(decided, training.modules.encoder, manifests.probed, device=device)
-    follow_networks(training.modules, training.objective)
+    liveness.follow(training.objective)
+    if not decided.compiles_networks:  # a compiled network runs as a single operation
+        for network in training.modules.trained_modules.values():
+            liveness.follow(network)
     restored = resume(run_dir, config, manifests, training, accepted_data=accepted_data)
     start = restored.step
     log_start(config, training.modules, manifests.train, device=device, start_step=start, num_steps=num_steps)
@@ -112,7 +114,7 @@ def _train(
     encoder, mel = training.modules.encoder, config.data.mel
     is_new = restored.has_other_train_set(manifests.identity)
     groups = NeighbourGroups(config.neighbours, run_dir.path, stream, encoder, mel=mel, is_new=is_new)
-    watch = _watch_run(config, watchdog, stream, device=device)
+    may_compile = partial(config.may_compile_again, steps_per_epoch=stream.num_steps_per_epoch)
     counters = build_counters(run_dir, training, manifests, restored, device=device, command=command)
     if rank() == 0:
         write_provenance(run_dir, config, manifests, command=command, world_size=world_size(), restored=restored)
@@ -123,7 +125,7 @@ def _train(
         run_dir,
         training,
         counters,
-        watch,
+        watchdog,
         start_step=start,
         num_steps=num_steps,
         device=device,
@@ -135,27 +137,28 @@ def _train(
         Progress(f"train {config.name}", total=num_steps, start=start, enabled=rank() == 0) as progress,
     ):
         log.before(start)
-        groups.before(start, patience=watch.finding_neighbours())
-        watch.reading(start)
+        groups.before(start, patience=watchdog.patience("finding neighbours"))
+        watchdog.beat(start, doing="reading", shards=stream.shards_of(start))
         for batch in log.timed(stream):
             # Not before the first batch, which may fork data workers: this starts a thread.
             progress.show_while_waiting(watchdog.describe_step)
             rates, num_done = training.learning_rates(batch.step, num_steps=num_steps), batch.step + 1
-            with watch.training(batch.step):
+            watchdog.beat(batch.step, doing="training")
+            with watchdog.patience("compiling") if may_compile(batch.step) else contextlib.nullcontext():
                 output = training.step(batch, learning_rates=rates)
-            with watch.waiting_for_device():
+            with liveness.inside("waiting for GPU"):
                 counters.add(batch, output, rates)
             note = log.add(batch, output, rates)
             stops = stop_requests.agreed() and num_done < num_steps
             if num_done % config.checkpoint_every_steps == 0 or num_done == num_steps or stops:
-                _save(training, counters, checkpoints, watch, num_done, num_steps=num_steps)
+                _save(training, counters, checkpoints, watchdog, num_done, num_steps=num_steps)
             progress.advance(note=note)
             if stops:
                 break
             if num_done < num_steps:
-                groups.before(num_done, patience=watch.finding_neighbours())
-                watch.reading(num_done)
-        with watch.saving():
+                groups.before(num_done, patience=watchdog.patience("finding neighbours"))
+                watchdog.beat(num_done, doing="reading", shards=stream.shards_of(num_done))
+        with watchdog.patience("writing a checkpoint"):
             checkpoints.close()
         if num_done == num_steps and rank() == 0:
             # Before the log is closed, which may take long: a kill meanwhile would leave a finished run unmarked.
@@ -164,22 +167,11 @@ def _train(
     return None if num_done == num_steps else counters.saved_step
 
 
-def _watch_run(config: RunConfig, watchdog: Watchdog, stream: Stream, *, device: torch.device) -> RunWatch:
-    return RunWatch(
-        watchdog,
-        stream=stream,
-        device=device,
-        fetch_seconds=config.data.fetch_seconds,
-        may_compile=partial(config.may_compile_again, steps_per_epoch=stream.num_steps_per_epoch),
-        compile_seconds=config.watchdog.startup_seconds,
-    )
-
-
 def _save(
     training: Training,
     counters: RunCounters,
     checkpoints: CheckpointWriter,
-    watch: RunWatch,
+    watchdog: Watchdog,
     num_done: int,
     *,
     num_steps: int,
@@ -189,7 +181,7 @@ def _save(
     if run is None:
         return
     average_running_statistics(training.modules.encoder)
-    with watch.saving():
+    with watchdog.patience("writing a checkpoint"):
         checkpoints.save(
             num_done,
             engines=training.engines,

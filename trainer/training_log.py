@@ -19,8 +19,9 @@ from data_pipeline.core.schema import Schema
 from trainer.build import Training
 from trainer.config import RunConfig
 from trainer.distributed.collectives import all_reduce_mean_scalars, rank, world_size
+from trainer.fault_tolerance import liveness
 from trainer.fault_tolerance.run_counters import RunCounters
-from trainer.fault_tolerance.run_watch import RunWatch
+from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.mixture import TrainManifest
 from trainer.modules import TrainedModules
 from trainer.observability.alarms import Alarms
@@ -60,14 +61,14 @@ class TrainingLog:
         run_dir: RunDir,
         training: Training,
         counters: RunCounters,
-        watch: RunWatch,
+        watchdog: Watchdog,
         *,
         start_step: int,
         num_steps: int,
         device: torch.device,
         source_metrics: Callable[[int], dict[str, float]],
     ) -> None:
-        self._config, self._counters, self._watch, self._device = config, counters, watch, device
+        self._config, self._counters, self._watchdog, self._device = config, counters, watchdog, device
         self._source_metrics = source_metrics
         self._alarms = Alarms(config.alarms)
         self._pictures = _pictures(config, training, device) if rank() == 0 else None
@@ -90,7 +91,7 @@ class TrainingLog:
         """Log the online probe of the untrained encoder, from which each label rises, if training starts at step 0."""
         if self._probe is None or start_step > 0:
             return
-        with self._watch.probing(), self._clock.paused():
+        with self._watchdog.patience("probing"), self._clock.paused():
             metrics = self._probe()
         if self._tracker is not None:
             self._tracker.log(0, {"epoch": 0} | metrics)
@@ -112,7 +113,7 @@ class TrainingLog:
             metrics = self._metrics(output, learning_rates, num_done, epoch=batch.epoch)
             note = f"loss {metrics.get('train/loss', math.nan):.4f}, slowest {slowest(metrics)}"
         if self._probe is not None and self._is_probed(num_done):
-            with self._watch.probing(), self._clock.paused():
+            with self._watchdog.patience("probing"), self._clock.paused():
                 metrics |= self._probe()
         if self._tracker is not None and metrics:
             self._tracker.log(num_done, {"epoch": batch.epoch} | metrics)
@@ -134,13 +135,13 @@ class TrainingLog:
     def close(self, *, failed: bool = False) -> None:
         """Close the files and servers to which the first rank writes. `failed` says whether training has failed."""
         if self._tracker is not None:
-            with self._watch.closing_log():
+            with self._watchdog.patience("closing the log"):
                 self._tracker.close(failed=failed)
 
     def _metrics(
         self, output: StepOutput, learning_rates: Mapping[str, float], num_done: int, *, epoch: int
     ) -> dict[str, float]:
-        with self._watch.waiting_for_device():
+        with liveness.inside("waiting for GPU"):
             values = all_reduce_mean_scalars(output.read())
         metrics = {name: value for name, value in values.items() if math.isfinite(value)}
         if self._tracker is not None:

@@ -119,7 +119,6 @@ def test_a_mac_builds_trains_stops_goes_on_and_reads_out_as_linux_does(tmp_path:
     train = [*TRAIN, *(word for setting in settings for word in ("--set", setting))]
     stopped = stop_at_the_first_checkpoint(mac, *train, "--run-dir", on_mac)
     assert "as Ctrl-C asked; start it again and it goes on from there" in stopped
-    assert stopped.count("no watchdog on darwin: a rank that freezes will not be reported") == 1
     assert "Traceback" not in stopped
     run(mac, *train, "--run-dir", on_mac)
     said = run_all(
@@ -163,4 +162,3 @@ def test_ranks_of_a_mac_read_the_data_each_for_itself(tmp_path: Path) -> None:
     said = run(environment(tmp_path / "site"), *words, "--run-dir", str(tmp_path / "run"))
     assert "placement host (" in said
     assert "read once for all ranks" not in said
-    assert said.count("no watchdog on darwin") == 1

@@ -242,21 +242,31 @@ def test_the_reason_is_that_of_the_rank_that_failed_first(tmp_path: Path) -> Non
     assert state_of(run_dir) == ("failed", closed), "only its log is left to ask"
 
 
+def leave_stacks(run_dir: RunDir) -> Path:
+    """Write what the watchdog of a frozen rank leaves."""
+    path = run_dir.stalled / "rank_2.txt"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(
+        'rank 2 on n2\nTimeout (0:01:00)!\nThread 0x1 (most recent call first):\n  File "a.py", line 1 in b\n'
+    )
+    return path
+
+
 def test_without_an_outcome_the_log_and_the_watchdog_speak(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, "a")
     log(run_dir, "step 1\nslurmstepd: error: Detected 1 oom_kill event in StepId=7.0\nsrun: terminating\n")
     assert state_of(run_dir) == ("failed", "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0")
     log(run_dir, "step 1\nstep 2\n\n")
     assert state_of(run_dir) == ("failed", "step 2")
-    stalled = run_dir.path / "stalled.txt"
-    stalled.write_text("rank 2 on n2 is stuck\n\nmore\n")
-    assert state_of(run_dir) == ("failed", f"rank 2 on n2 is stuck (see {stalled})")
+    stalled = leave_stacks(run_dir)
+    stuck = state_of(run_dir)
+    assert stuck[1].startswith("rank 2 on n2")
     os.utime(stalled, (time.time() - 30,) * 2)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     write_json(run_dir.provenance, {"starts": [{"started_at": now}]})
     assert state_of(run_dir) == ("failed", "step 2"), "the same job was started again after that"
     run_dir.provenance.unlink()
-    assert state_of(run_dir) == ("failed", f"rank 2 on n2 is stuck (see {stalled})")
+    assert state_of(run_dir) == stuck
     os.utime(stalled, (0, 0))
     assert state_of(run_dir) == ("failed", "step 2"), "a report of an earlier job says nothing about this one"
 
@@ -840,7 +850,6 @@ def test_files_that_are_none_and_links_that_lead_out_are_not_followed(tmp_path: 
     logs = submission_of(run_dir).logs_of(run_dir)
     os.mkfifo(logs / "7_0_0_outcome.json")
     (logs / "7_0_1_outcome.json").symlink_to("/dev/zero")
-    (run_dir.path / "stalled.txt").symlink_to(secret)
     os.mkfifo(run_dir.path / LOCK_NAME)
     assert state_of(run_dir) == ("failed", "ValueError: no")
     (logs / "7_0_0_log.out").unlink()
@@ -900,8 +909,8 @@ def test_a_run_without_a_job_is_known_by_its_lock_and_by_what_it_left(tmp_path: 
     begin(run_dir, at=datetime.now(UTC) + timedelta(seconds=5))
     assert state_of(run_dir)[0] == "killed", "it was started again after that"
     begin(run_dir, at=datetime.now(UTC) - timedelta(seconds=5))
-    (run_dir.path / "stalled.txt").write_text("rank 1 on n1 is stuck\n")
-    assert state_of(run_dir) == ("failed", f"rank 1 on n1 is stuck (see {run_dir.path}/stalled.txt)")
+    leave_stacks(run_dir)
+    assert state_of(run_dir)[1].startswith("rank 2 on n2")
     write_json(run_dir.provenance, {"starts": [], "finished_step": 20})
     assert state_of(run_dir) == ("finished", "")
 
@@ -942,9 +951,6 @@ def test_the_error_of_another_rank_comes_before_that_of_rank_0_which_lost_it(tmp
     leave_end(run_dir, 2, "KeyError: 'b'", seconds_ago=2)
     leave_end(run_dir, 10, "KeyError: 'a'", seconds_ago=3)
     assert state_of(run_dir) == ("failed", "rank 10: KeyError: 'a'"), "the first of them"
-    (run_dir.path / "stalled.txt").write_text("rank 0 waits for rank 10\n")
-    assert state_of(run_dir) == ("failed", "rank 10: KeyError: 'a'"), "the stall comes from it"
-    (run_dir.path / "stalled.txt").unlink()
     ends: dict[Ended, str] = {"failed": "UserError: the disk is full", "stopped": "stopped after step 5"}
     for ended, own in ends.items():
         leave_end(run_dir, 0, own, ended=ended)

@@ -6,11 +6,7 @@ The cases share what the compiler has made, so that only the first case of each 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -30,11 +26,8 @@ from tests.trainer.test_recorded_step import (
     train,
 )
 from trainer.build import Training, build_training
-from trainer.fault_tolerance.run_watch import RunWatch
-from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.objectives.objective import OBJECTIVES as KINDS
 from trainer.recorded_step import RecordedStep
-from trainer.run_dir import RunDir
 from trainer.views.policy import VIEWS
 from trainer.views.viewmaker import Viewmaker
 
@@ -159,42 +152,24 @@ BY_EPOCH = f"views={{kind: by_epoch, policies: [{{kind: expert_image}}, {SMALL},
     [(BY_EPOCH, {2, 4}, {4, 8, 12}), ("adversary.freeze_step=3", {2, 3}, {3}), ("seed=0", {2}, set())],
     ids=str,
 )
-def test_networks_are_compiled_again_where_the_watchdog_has_patience(
-    override: str, compiles_in: set[int], patient_in: set[int], tmp_path: Path
+def test_networks_are_compiled_again_in_steps_for_which_the_watchdog_has_patience(
+    override: str, compiles_in: set[int], patient_in: set[int]
 ) -> None:
     """Compiling gives no sign of life. Random masks come last: the encoder sees them as it sees the expert views."""
     torch._dynamo.reset()
     config = configure("debug:viewmaker", [override, CONVNET, "num_epochs=3", "watchdog.enabled=false"])
     training = build_training(config, num_samples=64, num_classes=NUM_CLASSES, device=CPU)
-    backend, patience = CountingBackend(), {}
-
-    class Patient(Watchdog):
-        @contextmanager
-        def patience(self, seconds: float, doing: str) -> Iterator[None]:
-            patience[self._step] = (seconds, doing)
-            yield
-
-    watchdog = Patient(RunDir(tmp_path), config.watchdog, rank=0, world_size=1, start="0")
-    watch = RunWatch(
-        watchdog,
-        stream=mock.Mock(),
-        device=CPU,
-        fetch_seconds=1,
-        may_compile=partial(
-            config.model_copy(update={"compile": True}).may_compile_again, steps_per_epoch=STEPS_OF_AN_EPOCH
-        ),
-        compile_seconds=500,
-    )
+    backend = CountingBackend()
     compiled(training, backend)
     graphs = {}
     for step in range(2, 14):
         before = backend.num_graphs
-        with watch.training(step):
-            training.step(batch_of(step), learning_rates=training.learning_rates(step, num_steps=20))
+        training.step(batch_of(step), learning_rates=training.learning_rates(step, num_steps=20))
         graphs[step] = backend.num_graphs - before
     assert {step for step, number in graphs.items() if number} == compiles_in
-    assert patience == dict.fromkeys(patient_in, (500, "compiling"))
-    assert patience.keys() >= compiles_in - {2}  # the first step of a start has its own patience
+    may_compile = config.model_copy(update={"compile": True}).may_compile_again
+    assert {step for step in range(2, 14) if may_compile(step, steps_per_epoch=STEPS_OF_AN_EPOCH)} == patient_in
+    assert patient_in >= compiles_in - {2}  # the first step of a start has its own patience
 
 
 @pytest.mark.process

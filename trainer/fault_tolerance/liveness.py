@@ -1,8 +1,7 @@
 """Report signs of life from inside a training step: the stage, and that the step goes on.
 
 `trainer.profiling.stage` reports every stage. `follow` makes a network report every block, forward and backward. The
-watchdog listens to both, and the progress line shows them. A sign is a few bytes written to memory. It makes no system
-call, reads no tensor and never waits for a device.
+watchdog listens to both, and the progress line shows them. A sign reads no tensor and never waits for a device.
 """
 
 from __future__ import annotations
@@ -17,16 +16,18 @@ _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Linear)
 
 
 class Listener(Protocol):
-    """A receiver of the signs of life of this process. `stage` is the innermost stage; "" outside of all stages."""
-
-    stage: str
+    """A receiver of the signs of life of this process."""
 
     def sign(self) -> None:
         """Note that the step goes on."""
         ...
 
-    def enter(self, stage: str, *, waits: bool) -> bool:
-        """Note that `stage` begins; if `waits`, the rank waits in it for others. Return the previous `waits`."""
+    def enter(self, stage: str) -> None:
+        """Note that `stage` begins, which may be inside of another one."""
+        ...
+
+    def leave(self) -> None:
+        """Note that the innermost stage ends."""
         ...
 
 
@@ -45,24 +46,23 @@ def stop_listening(listener: Listener) -> None:
 
 
 def sign() -> None:
-    """Give a sign of life. Takes well below a microsecond."""
+    """Give a sign of life. Takes about a microsecond."""
     for listener in _listeners:
         listener.sign()
 
 
 @contextmanager
-def inside(stage: str, *, waits: bool = False) -> Iterator[None]:
-    """Report the block inside as `stage`. `waits` says that it waits for other ranks or for the device."""
+def inside(stage: str) -> Iterator[None]:
+    """Report the block inside as `stage`."""
     if not _listeners:
         yield
         return
     listener = _listeners[-1]
-    before = listener.stage
-    waited = listener.enter(stage, waits=waits)
+    listener.enter(stage)
     try:
         yield
     finally:
-        listener.enter(before, waits=waited)
+        listener.leave()
 
 
 def follow(network: nn.Module) -> None:

@@ -20,20 +20,22 @@ from trainer.views.viewmaker import Viewmaker
 
 
 class Heard:
-    """A listener that keeps what it hears: the stage at each sign, and whether the rank waited."""
+    """A listener that keeps what it hears: the stages at each sign."""
 
     def __init__(self) -> None:
-        self.stage = ""
-        self.waits = False
-        self.signs: list[tuple[str, bool]] = []
+        self.stages: list[str] = []
+        self.signs: list[str] = []
 
     def sign(self) -> None:
-        self.signs.append((self.stage, self.waits))
+        self.signs.append("/".join(self.stages))
 
-    def enter(self, stage: str, *, waits: bool) -> bool:
-        before, self.stage, self.waits = self.waits, stage, waits
+    def enter(self, stage: str) -> None:
+        self.stages.append(stage)
         self.sign()
-        return before
+
+    def leave(self) -> None:
+        self.stages.pop()
+        self.sign()
 
 
 @contextmanager
@@ -107,7 +109,7 @@ def test_a_transformer_of_timm_gives_signs_too() -> None:
 def test_a_stage_gives_a_sign_when_it_begins_and_when_it_ends() -> None:
     with listening() as heard, stage("forward"), stage("communication"):
         pass
-    assert heard.signs == [("forward", False), ("communication", True), ("forward", False), ("", False)]
+    assert heard.signs == ["forward", "forward/communication", "forward", ""]
 
 
 def test_without_a_listener_a_sign_is_nothing() -> None:
