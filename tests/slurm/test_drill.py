@@ -475,8 +475,8 @@ def test_after_all_that_it_is_the_run_that_nothing_disturbed(stories: dict[str, 
 @pytest.mark.parametrize(
     ("number", "culprit", "found"),
     [
-        (0, r"2 on \S+", ""),
-        (1, r"1 on \S+", ""),
+        (0, "", r"task 2: Killed"),
+        (1, "rank 1 on ", ""),
         (2, "", r"RuntimeError: DataLoader worker .* (is killed|exited unexpectedly)"),
     ],
     ids=["killed", "frozen", "exception"],
@@ -494,12 +494,13 @@ def test_what_nobody_warned_of_ends_the_job(number: int, culprit: str, found: st
     again = stories["deaths"].moment(number + 1)
     assert again.starts[-1]["start_step"] == moment.saved_step, "submitted again, it goes on from there"
     logs = stories["deaths"].training.run_dir.path / "logs"
-    assert re.search(found, (logs / f"{moment.job['JobId']}_3_log.out").read_text())
+    assert re.search(found, moment.log + (logs / f"{moment.job['JobId']}_3_log.out").read_text())
     if culprit:
-        print(moment.stalled, *moment.stacks, moment.log, sep="\n----\n")
         assert moment.stalled is not None
-        assert re.match(rf"rank {culprit}.*, in step \d+ \(\w+\), reading shard-\d+\.tar", moment.stalled)
-        assert sum('File "' in own for own in moment.stacks) == 3
+        assert culprit in moment.stalled
+        for own in moment.stacks:
+            assert re.match(r"rank \d on .*, in step \d+ \(\w+\), reading shard-\d+\.tar", own)
+            assert 'File "' in own or own.startswith(culprit)
 
 
 def test_what_is_cancelled_is_saved_and_stays_cancelled(stories: dict[str, Story], undisturbed: RunDir) -> None:

@@ -3,7 +3,8 @@
 The training loop calls `beat` when it begins to read a batch and when it begins to train on it. Inside a step, every
 stage and every block of a network gives a sign of life (`trainer.fault_tolerance.liveness`). Each sign sets the timer
 of `faulthandler` anew, at most once a second. If none comes in time, a thread in C, which needs no interpreter, writes
-the stacks to RUN_DIR/stalled/rank_N.txt and ends the process. The launcher then ends the other ranks.
+the stacks to RUN_DIR/stalled/rank_N.txt. A moment later, when the other ranks have written theirs, SIGALRM ends the
+process, and the launcher ends the other ranks.
 
 A rank that waits for a frozen one gives no signs either, so all ranks leave their stacks.
 `trainer.fault_tolerance.stalls` names the rank that did not wait, or that left no stacks.
@@ -17,6 +18,7 @@ import contextlib
 import faulthandler
 import os
 import platform
+import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +30,7 @@ from trainer.fault_tolerance import liveness
 from trainer.run_dir import RunDir
 
 _TIMES: Final = 20  # the longest gap so far
+_GRACE_SECONDS: Final = 3.0  # from the stacks to the end of the process
 _ARM_SECONDS: Final = 1.0  # between two settings of the timer, each of which starts a thread
 _HEADER_BYTES: Final = 1024
 _NUM_SHARDS_NAMED: Final = 8
@@ -154,6 +157,7 @@ class Watchdog:
         if self._file < 0:
             return
         faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
         if error is None:
             self._path.unlink(missing_ok=True)
         else:
@@ -197,7 +201,8 @@ class Watchdog:
     def _arm(self) -> None:
         self._armed_at, self._armed_seconds = self._last, self._seconds()
         if self._file >= 0:
-            faulthandler.dump_traceback_later(self._armed_seconds, exit=True, file=self._file)
+            faulthandler.dump_traceback_later(self._armed_seconds, file=self._file)
+            signal.setitimer(signal.ITIMER_REAL, self._armed_seconds + _GRACE_SECONDS)
 
     def _write_header(self) -> None:
         if self._file >= 0:

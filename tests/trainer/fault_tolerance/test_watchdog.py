@@ -100,6 +100,7 @@ class Timer:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.ends_at = 0.0, 0.0
         monkeypatch.setattr(faulthandler, "dump_traceback_later", self._arm)
+        monkeypatch.setattr(signal, "setitimer", lambda *_: None)
 
     def _arm(self, seconds: float, **_: object) -> None:
         self.ends_at = self.now + seconds
@@ -125,7 +126,7 @@ def take_step(watchdog: Watchdog, timer: Timer, step: int, seconds: float) -> No
         timer.sleep(seconds / 5)
     watchdog.beat(step, doing="training")
     for name in ("forward", "backward"):
-        with stage(name):  # type: ignore[arg-type]
+        with stage(name):
             for _ in range(4):
                 timer.sleep(seconds / 10)
                 watchdog.sign()
