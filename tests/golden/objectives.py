@@ -17,37 +17,22 @@ from trainer.objectives import ObjectiveInputs, ViewPair, build_objective
 NUM_STEPS, NUM_SAMPLES, SIZE = 2, 8, 6
 VIEWS = ("a", "b", "further")
 
+IN_CHUNKS = ("nt_xent", "nt_xent_published", "split", "dcl", "macl", "ifm")
+
 # Settings by the name of a case, whose first word is the kind.
-CASES = {
-    "nt_xent": [],
-    "nt_xent in chunks": ["chunk_size=3"],
-    "nt_xent_published": [],
-    "nt_xent_published in chunks": ["chunk_size=3"],
-    "info_nce": [],
-    "split": [],
-    "split in chunks": ["chunk_size=3"],
-    "linear": [],
-    "barlow_twins": [],
-    "moco": ["queue_size=16"],
-    "moco one way": ["queue_size=16", "direction=one_way"],
-    "simsiam": [],
-    "instance_discrimination": ["num_negatives=5"],
-    "symmetric_info_nce": [],
-    "symmetric_info_nce mean": ["total=mean", "chunk_size=3"],
-    "dcl": [],
-    "dcl in chunks": ["chunk_size=3"],
-    "macl": [],
-    "macl in chunks": ["chunk_size=3"],
-    "ifm": [],
-    "ifm in chunks": ["chunk_size=3"],
-    "nt_xent_cycle": ["period_epochs=3"],
-    "nt_xent_decoder": ["decoder.hidden_sizes=[8]", "target_size=4"],
-    "vicreg": [],
-    "byol": ["predictor.hidden_sizes=[8]"],
-    "dino": ["num_prototypes=12"],
-    "dino of three views": ["num_prototypes=12"],
-    "supervised": ["label=digit"],
-    "supervised of three views": ["label=digit"],
+CASES: dict[str, str] = {
+    **dict.fromkeys(("nt_xent", "nt_xent_published", "info_nce", "split", "linear", "barlow_twins", "simsiam"), ""),
+    **dict.fromkeys(("symmetric_info_nce", "dcl", "macl", "ifm", "vicreg"), ""),
+    **{f"{kind} in chunks": "chunk_size=3" for kind in IN_CHUNKS},
+    "symmetric_info_nce mean": "total=mean chunk_size=3",
+    "moco": "queue_size=16",
+    "moco one way": "queue_size=16 direction=one_way",
+    "instance_discrimination": "num_negatives=5",
+    "nt_xent_cycle": "period_epochs=3",
+    "nt_xent_decoder": "decoder.hidden_sizes=[8] target_size=4",
+    "byol": "predictor.hidden_sizes=[8]",
+    **dict.fromkeys(("dino", "dino of three views"), "num_prototypes=12"),
+    **dict.fromkeys(("supervised", "supervised of three views"), "label=digit"),
 }
 
 
@@ -61,7 +46,7 @@ def one_case(case: str) -> Numbers:
     Gradients of embeddings are those of all samples; gradients of parameters are means over the ranks, as in training.
     """
     kind = case.split()[0]
-    overrides = [f"objective.kind={kind}", *(f"objective.{setting}" for setting in CASES[case])]
+    overrides = [f"objective.kind={kind}", *(f"objective.{setting}" for setting in CASES[case].split())]
     config = resolve_recipe("debug:image", [*overrides, f"global_batch_size={NUM_SAMPLES}"]).objective
     with _in_float64():
         encoder = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, SIZE))
@@ -83,15 +68,8 @@ def one_case(case: str) -> Numbers:
         labels = {"digit": torch.tensor([1, 0, 2, -1, -1, -1, 2, -1])[own]}
         z_a, z_b, *further = embeddings.values()
         further = further if "three views" in case else []
-        pair = ViewPair(
-            pictures[0],
-            pictures[1],
-            index_B[own],
-            step,
-            epoch=step,
-            labels=labels,
-            further_views=tuple(pictures[2:] if further else ()),
-        )
+        seen = tuple(pictures[2:]) if further else ()
+        pair = ViewPair(*pictures[:2], index_B[own], step, epoch=step, labels=labels, further_views=seen)
         loss = objective(z_a, z_b, pair, *further).loss
         found[f"loss of step {step}"] = [_mean(loss).item()]
         leaves |= embeddings
