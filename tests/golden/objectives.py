@@ -68,8 +68,9 @@ def one_case(case: str) -> Numbers:
         labels = {"digit": torch.tensor([1, 0, 2, -1, -1, -1, 2, -1])[own]}
         z_a, z_b, *further = embeddings.values()
         further = further if "three views" in case else []
-        seen = tuple(pictures[2:]) if further else ()
-        pair = ViewPair(*pictures[:2], index_B[own], step, epoch=step, labels=labels, further_views=seen)
+        a, b, *others = pictures
+        seen = tuple(others) if further else ()
+        pair = ViewPair(a, b, index_B[own], step, epoch=step, labels=labels, further_views=seen)
         loss = objective(z_a, z_b, pair, *further).loss
         found[f"loss of step {step}"] = [_mean(loss).item()]
         leaves |= embeddings

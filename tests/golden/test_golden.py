@@ -71,7 +71,7 @@ def test_contents_and_labels(case: str, tmp_path: Path) -> None:
     assert found == golden
 
 
-@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", runs.CASES)
 def test_losses_and_probes_of_a_run(recipe: str, tmp_path: Path) -> None:
     run = runs.one_run(recipe, tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -40,7 +42,7 @@ def one_case(case: str) -> Numbers:
     mel = config.data.mel
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        policy = build_view_policy(config.views, image_channels=config.encoder.in_channels, mel=mel)
+        policy: Any = build_view_policy(config.views, image_channels=config.encoder.in_channels, mel=mel)
     inputs = _pictures() if mel is None else _sounds()
     index_B = torch.tensor([7, 3, 11, 2_000_000])
     found: Numbers = {}
