@@ -11,7 +11,6 @@ The stages, in the order of their worth:
 - trace: the 20 kernels that take most of the time;
 - probe: a linear probe and kNN on features in the memory of the GPU;
 - throughput-1024, throughput-4096: as throughput-256, with larger batches;
-- jpeg: JPEG files to crops, by nvJPEG on the GPU against our decoder on one core and on all;
 - digits, shapes, cifar10: the recipes of Table 1 at their published size, expert views and a viewmaker, with probes.
   Both recipes of a stage get a part of the time that is left.
 
@@ -25,6 +24,7 @@ from __future__ import annotations
 import argparse
 import ast
 import platform
+import re
 import shlex
 import signal
 import time
@@ -47,7 +47,7 @@ def missing_packages() -> list[str]:
     )
     missing = []
     for requirement in required:
-        name = requirement.partition("=")[0].partition(">")[0]
+        name = re.split(r"[\[=>]", requirement)[0]
         try:
             metadata.version(name)
         except metadata.PackageNotFoundError:

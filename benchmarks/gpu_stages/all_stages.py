@@ -10,8 +10,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks import record
-from benchmarks.gpu_stages import checks, jpeg, kernel_trace, probe, science, throughput
-from benchmarks.gpu_stages.aims import aims
+from benchmarks.gpu_stages import checks, kernel_trace, probe, science, throughput
 from benchmarks.gpu_stages.session import Setting, Stage, begin_session, read_record, run_stage
 from data_pipeline.core.errors import UserError, nearest
 from trainer.distributed.environment import why_gpu_is_unusable
@@ -19,7 +18,7 @@ from trainer.distributed.environment import why_gpu_is_unusable
 _MACHINE, *_THROUGHPUT, _COMPILED = throughput.STAGES
 STAGES: Final[tuple[Stage, ...]] = (
     *(_MACHINE, checks.STAGE, _THROUGHPUT[0], _COMPILED, kernel_trace.STAGE),
-    *(probe.STAGE, *_THROUGHPUT[1:], jpeg.STAGE, *science.STAGES),
+    *(probe.STAGE, *_THROUGHPUT[1:], *science.STAGES),
 )
 _PACKAGES: Final = ("torch", "torchvision", "triton", "numpy", "lightly", "simplejpeg")
 
@@ -76,7 +75,7 @@ def run_session(
     is_isolated: bool = True,
     again: bool = False,
 ) -> None:
-    """Run the stages, and print a line for each, the aims of the project, and where the record is."""
+    """Run the stages, and print a line for each, and where the record is."""
     began = time.time()
     session = begin_session(setting, circumstances(setting, commit=commit))
     for stage in stages:
@@ -88,6 +87,4 @@ def run_session(
         minutes, seconds = divmod(round(time.time() - began), 60)
         print(f"[{minutes:2d}:{seconds:02d}] {stage.name}: {said}", flush=True)
     measured = read_record(setting.record)
-    for aim in () if setting.is_tiny else aims(measured):
-        print(aim)
     print(f"{setting.record} holds {sum(len(of_stage) for of_stage in measured.stages.values())} measurements")

@@ -14,21 +14,16 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.gpu_stages import all_stages, checks, jpeg, science, throughput
-from benchmarks.gpu_stages.aims import aims
+from benchmarks.gpu_stages import all_stages, checks, science, throughput
 from benchmarks.gpu_stages.kernel_trace import Kernel, Trace, busy_microseconds, summary
 from benchmarks.gpu_stages.pieces import PIECE_BYTES, pack, unpack
 from benchmarks.gpu_stages.session import (
     Measurement,
-    Record,
     Setting,
     add_measurement,
-    begin_session,
     read_record,
-    run_stage,
 )
-from benchmarks.picture_decoding import crops_of, jpeg_files, photographs, views_of
-from benchmarks.training_throughput import GAME, LIGHTLY, OURS, Form, Peer
+from benchmarks.training_throughput import Form, Peer
 from data_pipeline.core.errors import UserError
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.run_dir import RunDir
@@ -234,32 +229,6 @@ def test_tests_are_counted_from_their_report() -> None:
     assert checks.counted('<testsuites><testcase name="a"/></testsuites>').holds is True
 
 
-def test_without_a_gpu_the_stage_jpeg_measures_the_cpu_and_says_so(tmp_path: Path) -> None:
-    setting = setting_at(tmp_path)
-    tally = run_stage(jpeg.STAGE, setting, session=begin_session(setting, {}), is_isolated=False)
-    assert tally.done == ["500x400", "4000x3000"]
-    for measured in read_record(setting.record).stages["jpeg"].values():
-        assert measured.values["left_out"] == jpeg.LEFT_OUT
-        assert measured.values["pictures_per_second_on_one_core"] > 0
-        assert measured.values["pictures_per_second_on_all_cores"] > 0
-        assert "pictures_per_second_on_the_gpu" not in measured.values
-
-
-def test_the_crops_that_the_gpu_would_make_are_those_of_our_decoder() -> None:
-    contents = list(jpeg_files(photographs(None), height=300, width=400, num=2))  # our decoder keeps the full size
-    files = [memoryview(content) for content in contents]
-    crops = crops_of(files)
-    stored = [torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in contents]
-    expected = torch.stack([views_of(file, of_file) for file, of_file in zip(files, crops, strict=True)])
-    found = jpeg.two_crops(stored, crops, device=CPU)
-    assert found.shape == expected.shape == (2, 2, 3, 224, 224)
-    assert (found.int() - expected.int()).abs().max() <= 1
-    pictures = jpeg.decoded(stored, CPU)
-    assert jpeg.largest_difference(contents, pictures) <= 1
-    pictures[1][0, 7, 9] ^= 128
-    assert jpeg.largest_difference(contents, pictures) >= 127
-
-
 def test_a_trace_tells_the_slowest_kernels_and_the_idle_share() -> None:
     kernels = [Kernel("gemm", 0, 6), Kernel("add", 6, 7), Kernel("gemm", 9, 10)]
     found = summary(Trace(kernels, ["cudaLaunchKernel"] * 3), num_steps=1)
@@ -293,35 +262,6 @@ def test_every_test_that_needs_a_gpu_is_run_by_the_checks() -> None:
 
 def measured(**values: object) -> Measurement:
     return Measurement(session=0, seconds=1, values=values)
-
-
-def test_aims_are_judged_by_what_was_measured() -> None:
-    of_ours = {"data_wait_fraction": 0.02, "peak_over_plan": 1.05, "share_of_matrix_rate": 0.3}
-    at_256 = {
-        f"{OURS}, eager": measured(samples_per_second=900, **of_ours),
-        f"{OURS}, recorded": measured(samples_per_second=1200, **{**of_ours, "peak_over_plan": None}),
-        f"{GAME}, recorded": measured(samples_per_second=790, **{**of_ours, "peak_over_plan": 0.95}),
-        f"{throughput.AS_WRITTEN}, float32": measured(samples_per_second=100, peak_over_plan=9),
-        LIGHTLY: measured(samples_per_second=200),
-    }
-    compiled = {f"{GAME}, compiled, batch 1024": measured(samples_per_second=5000, batch_size=1024, **of_ours)}
-    runs = {
-        "simclr:digits": measured(probes=[1], seconds_in_this_session={"probe": 61}),
-        "viewmaker:digits": measured(probes=[], seconds_in_this_session={"probe": 100}),
-    }
-    found = aims(Record(stages={"throughput-256": at_256, "compiled": compiled, "digits": runs}))
-    assert [(aim.figure, aim.is_met) for aim in found] == [
-        (7.9, False),
-        (6, True),
-        (0.02, False),
-        (0.95, True),
-        (1.05, True),
-        (0.3, False),
-        (61, False),
-    ]
-    assert list(aims(Record())) == []
-    broken = {name: each.model_copy(update={"failed": "x"}) for name, each in at_256.items()}
-    assert list(aims(Record(stages={"throughput-256": broken}))) == []
 
 
 @pytest.mark.slow
