@@ -14,59 +14,58 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
+from pydantic import ValidationError
+
 from configs.base import NAME_OF_DATA
 from data_pipeline.core.errors import UserError, nearest, printable
-from data_pipeline.core.imports import find_in_working_directory, import_file, import_module, import_object
-from data_pipeline.core.kinds import GROUP_PREFIX, check_kinds, import_code, import_typed, unimported
+from data_pipeline.core.imports import (
+    PYTHON_SUFFIX,
+    find_in_working_directory,
+    import_code,
+    import_module,
+    import_object,
+)
+from data_pipeline.core.kinds import GROUP_PREFIX
 from data_pipeline.core.overrides import merge, set_paths
 from data_pipeline.core.schema import flatten, given_settings
-from data_pipeline.remote.cache import refuse_untyped_command
+from data_pipeline.core.validation import describe
 from data_pipeline.storage.manifest import INDEX_NAME
 from data_pipeline.storage.tar_lists import is_tars
-from trainer.config import RunConfig, parse_config, read_settings
+from trainer.config import RunConfig, read_settings
+from trainer.config_rules import check, check_classes
 from trainer.data import DataConfig
 
 CONFIG_SUFFIXES = {".json", ".yaml", ".yml"}
 STUDIES = "studies"
 BASE: Final = "base"  # the key of a config file that holds only what differs
-PYTHON_SUFFIX: Final = ".py"
 RECIPE_GROUP: Final = f"{GROUP_PREFIX}recipes"  # of entry points: modules with recipes
 _ABSENT: Final = object()
 _MAX_DATA_CHARACTERS = 60
 
 
-def resolve_recipe(
-    name: str, overrides: Sequence[str] = (), *, allow_pipe: bool = False, allow_code: bool = False
-) -> RunConfig:
+def resolve_recipe(name: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the RunConfig of a recipe with overrides such as "a.b=c"; the value is YAML.
 
     name: `module:function` in configs/, such as "viewmaker:digits"; the import path of a function that returns a
         RunConfig, such as "my_package.recipes:mine"; a function in a file, such as "./mine.py:big"; or the path of a
         .json or .yaml file with the fields of a RunConfig. With a line `base: NAME`, such a file holds only what
         differs from the recipe or the file NAME; a relative path is relative to the file.
-    allow_pipe: whether a file may name a `pipe:` location, which runs a command. A recipe may always name one.
-    allow_code: whether a file may name import paths, which run the code of their modules. A recipe and an override may
-        always name them.
 
     `NAME_OF_DATA` in the name of a recipe becomes the name of the train set, unless an override gives another name.
 
     Raises `UserError`; for an unknown name or key, it names the nearest valid one.
     """
-    import_typed(overrides)
-    layers = _layers(name, allow_code=allow_code)
+    layers = _layers(name)
     where = f"config {name}"
-    from_file = parse_config(_merged(layers), Path(name), allow_pipe=allow_pipe) if is_config_file(name) else None
-    recipe = layers[-1].config if from_file is None else from_file
-    assert recipe is not None
+    recipe = layers[-1].config if len(layers) == 1 else None
+    if recipe is None:
+        recipe = RunConfig.parse(_merged(layers), where=name)
     config = recipe.override(overrides, where=where)
     if layers[-1].config is not None and config.name == recipe.name:
         own_name = recipe.name.replace(NAME_OF_DATA, _name_of_data(config.data))
         config = config.model_copy(update={"name": own_name})
-    for section in unimported(config):
-        section.require_import()
-    if from_file is not None:
-        for location in {*from_file.data.locations} & {*config.data.locations}:
-            refuse_untyped_command(location, from_file.data.remote)
+    given = "".join(f" --set {override}" for override in overrides)
+    check(config, where=f"{where} with{given}" if given else where)
     return config
 
 
@@ -84,10 +83,10 @@ class _Layer:
     config: RunConfig | None = None
 
 
-def _layers(name: str, *, allow_code: bool, above: tuple[Path, ...] = ()) -> list[_Layer]:
+def _layers(name: str, *, above: tuple[Path, ...] = ()) -> list[_Layer]:
     """Return the layers of a recipe or a file, the file of `name` first, then that of its `base`, and so on.
 
-    Raises `UserError` if a file is its own base, or if it names code and `allow_code` is false.
+    Raises `UserError` if a file is its own base, or if its base is a recipe that is not of this project.
     """
     if not is_config_file(name):
         config = _recipe(name)()
@@ -98,8 +97,6 @@ def _layers(name: str, *, allow_code: bool, above: tuple[Path, ...] = ()) -> lis
         raise UserError(f"{path} is its own base ({chain}); leave out one of these lines")
     values = read_settings(path)
     base = values.pop(BASE, None)
-    if allow_code:
-        import_code(values)
     layer = _Layer(name, values)
     if base is None:
         return [layer]
@@ -107,12 +104,9 @@ def _layers(name: str, *, allow_code: bool, above: tuple[Path, ...] = ()) -> lis
         raise UserError(f"{path}: {BASE} is {base!r}; it must be the name of a recipe or the path of a config file")
     if is_config_file(base):
         base = str(path.parent / base)
-    elif base not in recipes() and not allow_code:
-        raise UserError(
-            f"{path}: {BASE} is {base}, which is not a recipe of this project, and reading a file imports no other "
-            "code; pass --allow-code if you trust the writer of that file"
-        )
-    return [layer, *_layers(base, allow_code=allow_code, above=(*above, path.resolve()))]
+    elif base not in recipes():
+        raise UserError(f"{path}: {BASE} is {base}, which is not a recipe of this project{nearest(base, recipes())}")
+    return [layer, *_layers(base, above=(*above, path.resolve()))]
 
 
 def _merged(layers: Sequence[_Layer]) -> dict[str, Any]:
@@ -154,12 +148,11 @@ def resolve_study(name: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
     Raises `UserError` if two runs have the same name and seed; for an unknown name or key, it names the nearest valid
     one.
     """
-    import_typed(overrides)
     members: list[RunConfig] = _function_anywhere(name, known=studies(), what="study")()
     if not (members and isinstance(members, Sequence) and all(isinstance(each, RunConfig) for each in members)):
         raise UserError(f"the study {name} must return a list of RunConfigs, at least one")
     for member in members:
-        check_kinds(member)
+        check_classes(member)
     resolved = [
         member.override(overrides, where=f"config {name} ({member.name}, seed {member.seed})") for member in members
     ]
@@ -170,18 +163,19 @@ def resolve_study(name: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
                 f"{name} has two runs called {member.name} with seed {member.seed}; give them different names or seeds"
             )
         seen.add((member.name, member.seed))
+        check(member, where=f"{name} ({member.name}, seed {member.seed})")
     return resolved
 
 
-def explain(name: str, overrides: Sequence[str] = (), *, allow_code: bool = False) -> str:
+def explain(name: str, overrides: Sequence[str] = ()) -> str:
     """Return one line for each setting: its name, its value, and its origin.
 
     The origin is --set, the recipe, the config file (or the file or recipe that is its base), or the default. If a
     section has another kind than below, its other values are defaults. Raises `UserError` like `resolve_recipe`.
     """
-    config = resolve_recipe(name, overrides, allow_pipe=True, allow_code=allow_code)  # no data are read
-    recipe = flatten(resolve_recipe(name, allow_pipe=True, allow_code=allow_code))
-    layers = _layers(name, allow_code=allow_code)
+    config = resolve_recipe(name, overrides)
+    recipe = flatten(resolve_recipe(name))
+    layers = _layers(name)
     by_hand = {".".join(path) for path in set_paths(overrides)}
     given = given_settings(config)
     lines = []
@@ -237,10 +231,13 @@ def _recipe(name: str) -> Callable[[], RunConfig]:
     recipe = _function_anywhere(name, known=recipes(), what="recipe")
 
     def checked() -> RunConfig:
-        config = recipe()
+        try:
+            config = recipe()
+        except ValidationError as error:
+            raise UserError(f"the recipe {name}: {describe(error, RunConfig)}") from error
         if not isinstance(config, RunConfig):
             raise UserError(f"the recipe {name} returns {type(config).__name__}; it must return a RunConfig")
-        check_kinds(config)
+        check_classes(config)
         return config
 
     return checked
@@ -253,8 +250,7 @@ def _function_anywhere(name: str, *, known: Sequence[str], what: str) -> Callabl
         return _function(name)
     if not separator or not _is_of_others(module_name):
         raise UserError(f'unknown {what} "{name}"{nearest(name, known)}')
-    if module_name.endswith(PYTHON_SUFFIX):
-        module_name = import_file(Path(module_name))
+    (module_name,) = import_code([module_name])
     found = import_object(f"{module_name}:{function_name}")
     if not inspect.isfunction(found) or any(_is_needed(each) for each in inspect.signature(found).parameters.values()):
         raise UserError(f"{name} is not a function without arguments, so it is no {what}; name one that is")

@@ -156,8 +156,6 @@ def resolve_sweep(
     *,
     overrides: Sequence[str] = (),
     group: str | None = None,
-    allow_pipe: bool = False,
-    allow_code: bool = False,
 ) -> Sweep:
     """Return the runs of a sweep of the recipe or file `config`, each with `overrides` applied.
 
@@ -167,12 +165,9 @@ def resolve_sweep(
     same name and seed.
     """
     keys = space.keys
-    resolved = [
-        resolve_recipe(config, [*overrides, *_as_overrides(values)], allow_pipe=allow_pipe, allow_code=allow_code)
-        for values in space.points()
-    ]
+    resolved = [resolve_recipe(config, [*overrides, *_as_overrides(values)]) for values in space.points()]
     points = [{key: value_at(run, key) for key in values} for run, values in zip(resolved, space.points(), strict=True)]
-    short = short_names(keys, _settings_of(config, overrides, allow_pipe=allow_pipe, allow_code=allow_code))
+    short = short_names(keys, _settings_of(config, overrides))
     name = _cut("-".join([resolved[0].name, "sweep", *(short[key] for key in sorted(keys))]))
     recorded = {"group": group or name, "axes": keys}
     runs = [
@@ -188,16 +183,16 @@ def resolve_sweep(
     return Sweep(name, keys, tuple(runs), tuple(points))
 
 
-def _settings_of(config: str, overrides: Sequence[str], *, allow_pipe: bool, allow_code: bool) -> list[str]:
+def _settings_of(config: str, overrides: Sequence[str]) -> list[str]:
     """Return the settings and sections of a recipe with `overrides`, in their order.
 
     They do not depend on the values of a sweep, so that more values rename no run. If `overrides` are valid only
     together with the sweep, these are the settings of the recipe alone.
     """
     try:
-        resolved = resolve_recipe(config, overrides, allow_pipe=allow_pipe, allow_code=allow_code)
+        resolved = resolve_recipe(config, overrides)
     except UserError:
-        resolved = resolve_recipe(config, allow_pipe=allow_pipe, allow_code=allow_code)
+        resolved = resolve_recipe(config)
     paths = [setting.split(".") for setting in flatten(resolved)]
     return list(dict.fromkeys(".".join(path[:end]) for path in paths for end in range(1, len(path) + 1)))
 
@@ -289,9 +284,7 @@ def _cut(text: str, most: int = _MAX_NAME) -> str:
     return f"{text[: most - _HASH_DIGITS - 1]}-{hashlib.sha256(text.encode()).hexdigest()[:_HASH_DIGITS]}"
 
 
-def explain_sweep(
-    config: str, sweep: Sweep, space: SweepSpace, *, overrides: Sequence[str] = (), allow_code: bool = False
-) -> str:
+def explain_sweep(config: str, sweep: Sweep, space: SweepSpace, *, overrides: Sequence[str] = ()) -> str:
     """Return the lines of `explain`, with all values of the sweep for the settings that it decides.
 
     Other settings are those of the first run.
@@ -302,7 +295,7 @@ def explain_sweep(
         for axis, value in point.items():
             values[axis].append(as_typed(value))
     lines = []
-    for line in explain(config, [*overrides, *first], allow_code=allow_code).splitlines():
+    for line in explain(config, [*overrides, *first]).splitlines():
         path, gap, _ = re.split(r"(\s+)", line, maxsplit=1)
         swept = path in values
         lines.append(f"{path}{gap}{', '.join(dict.fromkeys(values[path]))}  --sweep" if swept else line)

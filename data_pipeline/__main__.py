@@ -26,6 +26,7 @@ from data_pipeline.building.datasets import (
 )
 from data_pipeline.core.arguments import program
 from data_pipeline.core.errors import UserError, run_command
+from data_pipeline.core.imports import add_code_argument, import_code
 from data_pipeline.core.system import num_cores
 
 _LOCATION_HELP: Final = "A built dataset: a directory, http(s)://HOST/DIR or s3://BUCKET/DIR. Or indexed tars."
@@ -185,7 +186,6 @@ def _index(parser: argparse.ArgumentParser) -> None:
 
 def _verify(parser: argparse.ArgumentParser) -> None:
     _add_location(parser)
-    _add_allow_code(parser)
 
 
 def _preview(parser: argparse.ArgumentParser) -> None:
@@ -194,7 +194,6 @@ def _preview(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samples", metavar="N", type=int, default=60, help="The number of samples (default: %(default)s)."
     )
-    _add_allow_code(parser)
 
 
 def _trace(parser: argparse.ArgumentParser) -> None:
@@ -223,7 +222,6 @@ def _trace(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Read no samples, which is much faster; unreadable ones are then not replaced.",
     )
-    _add_allow_code(parser)
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
@@ -247,7 +245,6 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="Stream in the order of windows of N shards, and say how much that differs from a shuffle of all samples.",
     )
-    _add_allow_code(parser)
 
 
 def _suppression(parser: argparse.ArgumentParser) -> None:
@@ -276,14 +273,6 @@ def _suppression(parser: argparse.ArgumentParser) -> None:
 
 def _add_location(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("location", metavar="DIR", help=_LOCATION_HELP)
-
-
-def _add_allow_code(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--allow-code",
-        action="store_true",
-        help="Import the code of the overlay that the dataset names. Use it only for datasets of people you trust.",
-    )
 
 
 @dataclass(frozen=True)
@@ -319,8 +308,11 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = Parser(prog=program("data_pipeline"), description="Build, check, show and measure datasets.")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for name, command in COMMANDS.items():
-        command.add_arguments(commands.add_parser(name, help=command.summary, description=command.summary))
+        own = commands.add_parser(name, help=command.summary, description=command.summary)
+        command.add_arguments(own)
+        add_code_argument(own)
     arguments = parser.parse_args(words)
+    import_code(arguments.code)
     importlib.import_module(COMMANDS[arguments.command].module).run(arguments)
 
 

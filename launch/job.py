@@ -35,6 +35,7 @@ from data_pipeline.core.garbage import search_modules_rarely
 
 search_modules_rarely()  # before the imports that every rank waits for
 
+from data_pipeline.core.imports import import_code  # noqa: E402
 from launch.outcome import last_line, outcome_path, write_outcome  # noqa: E402
 from launch.rank import run  # noqa: E402
 from trainer.config import read_run_config  # noqa: E402
@@ -76,7 +77,8 @@ class TrainJob:
     """A job that trains the run in `run_dir` as one rank.
 
     Under Slurm the ranks find each other by the variables of Slurm, and on one machine (the local executor of submitit)
-    at `local_port`. The job is warned `warning_seconds` before its time limit.
+    at `local_port`. The job is warned `warning_seconds` before its time limit. It imports the modules in `code` first,
+    as `--code` does.
     """
 
     run_dir: Path
@@ -84,6 +86,7 @@ class TrainJob:
     local_port: int
     warning_seconds: int = 120
     accepted_data: tuple[str, ...] = ()
+    code: tuple[str, ...] = ()
 
     def __call__(self) -> None:
         """Train in every task of submitit. A run that was interrupted goes on from its LATEST checkpoint.
@@ -103,8 +106,8 @@ class TrainJob:
         write_outcome(outcome, "finished")
 
     def _train(self, job: JobEnvironment, *, start: float) -> None:
-        # A pipe: location in the config was allowed, or typed, when the job was submitted.
-        config = read_run_config(open_run(self.run_dir), allow_pipe=True, allow_code=True)
+        import_code(self.code)
+        config = read_run_config(open_run(self.run_dir))
         for number in WARNINGS:
             signal.signal(number, _send_again)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)  # blocked by launch/block_signals.py

@@ -29,7 +29,7 @@ from launch.submitted import (
     refuse_if_active,
     run_status,
 )
-from trainer.config import read_run_config, refuse_commands
+from trainer.config import read_run_config
 from trainer.preflight import check_data
 from trainer.run_dir import RunDir, is_held, runs_of
 
@@ -240,19 +240,16 @@ def status_of(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
     return RunStatus("unknown", step=None, num_steps=None, loss=None, reason=reason)
 
 
-def resubmit(
-    runs: Sequence[RunDir], *, command: str, allow_pipe: bool = False, accepted_data: Collection[str] = ()
-) -> None:
+def resubmit(runs: Sequence[RunDir], *, command: str, accepted_data: Collection[str] = ()) -> None:
     """Submit runs again with the resources of their last job. Each goes on from its newest checkpoint.
 
     Runs of one study are submitted together. They use the present code, not the earlier snapshot, because most
     failures are mended in the code. Raises `UserError` if a run has a job that waits or runs, and SystemExit(1) at the
     end if a run on this machine did not finish.
     """
-    configs = {run_dir: read_run_config(run_dir, allow_pipe=allow_pipe, allow_code=True) for run_dir in runs}
+    configs = {run_dir: read_run_config(run_dir) for run_dir in runs}
     queue = queue_for(runs)
-    for run_dir, config in configs.items():
-        refuse_commands(config)
+    for run_dir in runs:
         refuse_if_active(run_dir, queue)
     groups: dict[str, list[tuple[RunDir, Submission]]] = {}
     for run_dir in runs:

@@ -16,6 +16,7 @@ import argparse
 
 from data_pipeline.core.arguments import positive, whole
 from data_pipeline.core.errors import run_command
+from data_pipeline.core.imports import import_code
 from launch.train import run_parser
 
 
@@ -86,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     arguments = _parser().parse_args()
+    import_code(arguments.code)
     from launch.slurm_command import run
 
     run(arguments)

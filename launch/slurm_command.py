@@ -99,9 +99,7 @@ def plan_from(arguments: argparse.Namespace, request: ResolvedRequest) -> Submis
     elif arguments.study is None:
         if arguments.study_dir is not None or arguments.at_a_time is not None:
             raise UserError("--study-dir and --at-a-time belong to --study and --sweep; use --run-dir for one run")
-        config = resolve_recipe(
-            arguments.config, arguments.set, allow_pipe=arguments.allow_pipe, allow_code=arguments.allow_code
-        )
+        config = resolve_recipe(arguments.config, arguments.set)
         home = (arguments.run_dir or default_run_dir(config)).absolute()
         runs, name = [PlannedRun.at(home, config)], config.name
     else:

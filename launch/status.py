@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 
 from data_pipeline.core.errors import printable, run_command
+from data_pipeline.core.imports import add_code_argument, import_code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -17,7 +18,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("directory", type=Path, metavar="DIR", help="A run directory, or the directory of a study.")
     add("--resubmit-failed", action="store_true", help="Submit the runs that failed again, and no others.")
-    add("--allow-pipe", action="store_true", help="Also resubmit runs with pipe: locations.")
+    add_code_argument(parser)
     add(
         "--accept-code",
         action="append",
@@ -30,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     arguments = _parser().parse_args()
+    import_code(arguments.code)
     from launch.runs import resubmit, runs_in, status_of, table
     from launch.submitted import last_submission, queue_for
     from trainer.provenance import command_line
@@ -50,7 +52,6 @@ def main() -> None:
             resubmit(
                 submitted,
                 command=command_line(),
-                allow_pipe=arguments.allow_pipe,
                 accepted_data=arguments.accept_code,
             )
         elif not failed:

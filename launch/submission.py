@@ -25,6 +25,7 @@ from submitit.core.utils import FailedJobError
 
 from data_pipeline.core.environment import variable
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.imports import given_code
 from data_pipeline.core.processes import signals_deferred
 from launch.job import AFTER_SRUN, BEFORE_SRUN, MAX_TIMEOUTS_HERE, TrainJob
 from launch.planned_run import PlannedRun
@@ -164,6 +165,7 @@ def submit(
                 local_port=free_ports(1)[0],
                 warning_seconds=WARNING_SECONDS,
                 accepted_data=plan.accepted_data,
+                code=given_code(),
             )
             for planned in plan.runs
         ]

@@ -31,7 +31,7 @@ from launch.going_on import GoingOn, going_on
 from launch.outcome import RankOutcome, cause, how_it_ended, is_inside, outcomes_of_job, read_end
 from launch.resources import Resources
 from launch.slurm_client import queued_jobs, was_cancelled
-from trainer.config import RunConfig, read_run_config
+from trainer.data import DataConfig
 from trainer.fault_tolerance.stalls import describe_stall
 from trainer.run_dir import RunDir, is_held, write_json
 
@@ -154,7 +154,7 @@ def refuse_if_active(run_dir: RunDir, queue: Mapping[str, str] | None) -> None:
 
 def run_status(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
     """Return the status of a run; `queue` is from `queued_jobs`. Raises `UserError` if a file of the run is damaged."""
-    config = read_run_config(run_dir)
+    config = run_dir.read_config()  # as data, because the code that registers its kinds may not be imported
     metrics = run_dir.read_last_metrics("train/loss")
     losses = [line["train/loss"] for line in metrics if "train/loss" in line]
     provenance = run_dir.read_provenance()
@@ -323,13 +323,15 @@ def first_error(run_dir: RunDir, submission: Submission) -> tuple[int, RankOutco
     )
 
 
-def _num_steps(config: RunConfig) -> int | None:
+def _num_steps(config: Mapping[str, Any]) -> int | None:
     """Return the number of steps of a run; None if its data are not here, such as data on a network."""
-    locations = config.data.train_locations.values()
-    if any(map(is_remote, locations)):
-        return None
     try:
+        data = DataConfig.parse(config["data"], where="data")
+        locations = data.train_locations.values()
+        if any(map(is_remote, locations)):
+            return None
         num_samples = sum(load_manifest(Path(location)).num_samples for location in locations)
-    except UserError:
+        num_steps = config["num_epochs"] * data.num_steps_per_epoch(num_samples, config["global_batch_size"])
+    except (KeyError, TypeError, UserError):
         return None
-    return config.num_epochs * config.data.num_steps_per_epoch(num_samples, config.global_batch_size)
+    return int(num_steps)

@@ -21,7 +21,6 @@ from launch.planned_run import PlannedRun, refuse_other_configs, table_of_runs
 from launch.rank import joined_ranks, noting_its_end, train_on
 from trainer.checkpoint.restore import newest_state
 from trainer.checkpoint.run_state import DataIdentity, identity_in_provenance
-from trainer.config import read_run_config
 from trainer.data import DataConfig, read_manifests
 from trainer.distributed.environment import read_env
 from trainer.fault_tolerance.preemption import StoppedError
@@ -62,8 +61,6 @@ def planned_sweep(arguments: argparse.Namespace) -> PlannedSweep | None:
         space,
         overrides=arguments.set,
         group=None if study_dir is None else printable(study_dir.absolute().name)[:_MAX_GROUP],
-        allow_pipe=arguments.allow_pipe,
-        allow_code=arguments.allow_code,
     )
     home = (study_dir or Path("runs") / sweep.name).absolute()
     runs = tuple(PlannedRun.within(home, config) for config in sweep.runs)
@@ -99,7 +96,6 @@ def run_sweep(planned: PlannedSweep, arguments: argparse.Namespace, *, command: 
                 planned.sweep,
                 planned.space,
                 overrides=arguments.set,
-                allow_code=arguments.allow_code,
             )
         )
         return
@@ -158,7 +154,7 @@ def refuse_replaced_data(home: Path, runs: Sequence[PlannedRun], *, accepted_dat
         trained_on = identity_in_provenance(run_dir)
         if trained_on is None or not run_dir.config.is_file():
             continue
-        where = read_run_config(run_dir).data.locations
+        where = DataConfig.parse(run_dir.read_config().get("data", {}), where=str(run_dir.config)).locations
         if where not in now:
             now[where] = _identity_now(planned[where]) if where in planned else None
         found = now[where]

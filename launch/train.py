@@ -14,6 +14,7 @@ from typing import Any
 
 from data_pipeline.core.arguments import number, positive
 from data_pipeline.core.errors import UserError, run_command
+from data_pipeline.core.imports import add_code_argument, import_code
 from data_pipeline.core.overrides import SET_HELP
 
 _gigabytes = number("a positive number up to 1,000,000,000", lambda size: 0 < size <= 10**9)
@@ -75,8 +76,7 @@ def run_parser(description: str | None, instead_of_config: str, **options: Any) 
         metavar="DIR",
         help="The directory of all runs of a sweep or a study (default: runs/NAME, with the name of the sweep).",
     )
-    add("--allow-pipe", action="store_true", help="Execute the pipe: locations of a config file.")
-    add("--allow-code", action="store_true", help="Import the code that a config file names.")
+    add_code_argument(parser)
     add(
         "--run-dir",
         type=Path,
@@ -102,6 +102,7 @@ def run_parser(description: str | None, instead_of_config: str, **options: Any) 
 
 def main() -> None:
     arguments = _parser().parse_args()
+    import_code(arguments.code)
     from configs import describe_recipes, explain, resolve_recipe
     from launch.planned_run import PlannedRun, default_run_dir
     from launch.rank import print_plan, run_noting_its_end
@@ -119,11 +120,9 @@ def main() -> None:
     if arguments.study_dir is not None:
         raise UserError("--study-dir belongs to --sweep; use --run-dir for one run")
     if arguments.explain:
-        print(explain(arguments.config, arguments.set, allow_code=arguments.allow_code))
+        print(explain(arguments.config, arguments.set))
         return
-    config = resolve_recipe(
-        arguments.config, arguments.set, allow_pipe=arguments.allow_pipe, allow_code=arguments.allow_code
-    )
+    config = resolve_recipe(arguments.config, arguments.set)
     if arguments.plan:
         print_plan(
             config, world_size=arguments.nodes * arguments.tasks_per_node, device_gigabytes=arguments.gpu_gigabytes

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from data_pipeline.core import kinds
+from data_pipeline.core import imports, kinds
+from data_pipeline.overlays.registry import NAMES as OVERLAYS
+from data_pipeline.sources.registry import NAMES as SOURCES
 from tests.real_data import REPOSITORY
 from trainer.distributed.engines import BaseEngineConfig
 from trainer.models.encoder import BaseEncoderConfig
@@ -46,11 +48,11 @@ def add_distribution(site: Path, name: str, version: str, entry_points: dict[str
 
 @contextmanager
 def on_path(*directories: Path) -> Iterator[None]:
-    """Put directories on the path. At the end, forget what was imported from there and which kinds were found.
+    """Put directories on the path. At the end, forget what was imported from there, with its kinds.
 
     The working directory counts as one of them, unless it is this repository.
     """
-    path, modules = list(sys.path), set(sys.modules)
+    path, modules, given = list(sys.path), set(sys.modules), list(imports._given)
     own = {each.resolve() for each in (*directories, Path.cwd())} - {REPOSITORY}
     _forget_kinds()
     sys.path[:0] = map(str, directories)
@@ -62,10 +64,13 @@ def on_path(*directories: Path) -> Iterator[None]:
             file = getattr(sys.modules[name], "__file__", None)
             if file is not None and any(Path(file).resolve().is_relative_to(each) for each in own):
                 del sys.modules[name]
+        imports._given[:] = given
         _forget_kinds()
 
 
 def _forget_kinds() -> None:
     kinds._entry_points.cache_clear()
-    for room in ROOMS:
-        room.kinds._found.clear()
+    for names in (*(room.kinds for room in ROOMS), OVERLAYS, SOURCES):
+        for name, found in list(names._registered.items()):
+            if found.__module__ not in sys.modules:
+                del names._registered[name]

@@ -1,6 +1,6 @@
 """Let a run that waits for a fault pause in each step, so that it does not end before and leaves the cores to others.
 
-Pass SLOW_STEPS with `--set` and `pausing(SECONDS)` as variables of the environment. Numbers and draws stay the same.
+Pass the words SLOW_STEPS, and `pausing(SECONDS)` as variables of the environment. Numbers and draws stay the same.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-SLOW_STEPS = "views.kind=slow_views:SlowConfig"
+SLOW_STEPS = ("--code", "slow_views", "--set", "views.kind=slow")
 _MODULES = Path(__file__).parent / "own_modules"
 
 

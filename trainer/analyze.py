@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from data_pipeline.core.arguments import program
 from data_pipeline.core.errors import UserError, nearest, run_command
+from data_pipeline.core.imports import add_code_argument, import_code
 from data_pipeline.core.overrides import SET_HELP
 from data_pipeline.core.schema import MAX_SEED, Schema
-from trainer.run_dir import ALLOW_CODE_HELP, ALLOW_PIPE_HELP, RunDir, open_run, runs_of, say_what_is_left_out
+from trainer.run_dir import RunDir, open_run, runs_of, say_what_is_left_out
 
 if TYPE_CHECKING:
     from trainer.analyses.analysis import Analysis
@@ -71,8 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, help="The seed of all random draws (default: the seed of the run).")
     add("--device", help="The device: cpu, cuda, cuda:1, ... (default: cuda if there is a GPU).")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help=SET_HELP)
-    add("--allow-pipe", action="store_true", help=ALLOW_PIPE_HELP)
-    add("--allow-code", action="store_true", help=ALLOW_CODE_HELP)
+    add_code_argument(parser)
     return parser
 
 
@@ -90,18 +90,16 @@ def main() -> None:
         return
     from data_pipeline.core.devices import named_device
     from trainer.analyses.loaded_run import AnalysisOptions
-    from trainer.own_code import import_code_of, warn_of_changed_code
+    from trainer.own_code import warn_of_changed_code
 
     options = AnalysisOptions(
         step=arguments.step,
         device=named_device(arguments.device),
         seed=arguments.seed,
-        allow_pipe=arguments.allow_pipe,
     )
     say_what_is_left_out(arguments.run_dirs)
     runs = [open_run(path) for path in runs_of(arguments.run_dirs)]  # check all before the first is analysed
-    if arguments.allow_code:
-        import_code_of(runs)
+    import_code(arguments.code)
     warn_of_changed_code(runs)
     groups = analysis.groups(runs)
     failed = []

@@ -136,7 +136,7 @@ def _build_engines(config: RunConfig, modules: TrainedModules, objective: Object
     if any(parameter.requires_grad for parameter in objective.parameters()):
         trained["objective"] = objective
     optimizers = config.engine_optimizers
-    engine = config.engine.require_import()
+    engine = config.engine
     blocks = {"encoder": modules.encoder.trunk.blocks()}
     return {
         name: engine.of_module(name).build(

@@ -1,5 +1,7 @@
 """RunConfig: every setting that affects the result of a run. The config of a section is beside the class that uses it.
 
+Rules between sections are in `trainer.config_rules`, which training checks. A run is read without them.
+
 A recipe (a function in configs/) returns a RunConfig. It is resolved to RUN_DIR/config.json. A run that has begun goes
 on with the same config, except for settings that change no result (`trainer.preflight.MAY_CHANGE`, and whether a step
 is recorded). Values that depend
@@ -8,19 +10,15 @@ on the machine, such as the batch of a rank, are computed from the config and th
 
 from __future__ import annotations
 
-import functools
-import logging
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import Field
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.kinds import KEEP_UNKNOWN, import_code
 from data_pipeline.core.plain_text import parse_json, parse_yaml
 from data_pipeline.core.schema import Count, Name, Schema, Seed
-from data_pipeline.remote.cache import is_command, refuse_untyped_command
 from trainer.adversary import AdversaryConfig
 from trainer.data import DataConfig
 from trainer.distributed.engines import DDPConfig, EngineConfig
@@ -35,8 +33,6 @@ from trainer.optim.optimizers import OptimizerConfig, SGDConfig
 from trainer.probes.linear import ProbeConfig
 from trainer.run_dir import RunDir
 from trainer.views import ViewsConfig
-
-logger = logging.getLogger(__name__)
 
 
 class RunConfig(Schema):
@@ -86,98 +82,6 @@ class RunConfig(Schema):
     tracking: TrackingConfig = TrackingConfig()
     neighbours: NeighboursConfig | None = None
 
-    @model_validator(mode="after")
-    def _sections_fit(self, info: ValidationInfo) -> Self:
-        """Check the sections against each other.
-
-        A run is read as it was trained, with a warning: a rule that is newer than the run must not hide its weights.
-        """
-        try:
-            self._adversary_belongs_to_the_viewmaker()
-            self._the_encoder_takes_the_data()
-            self._each_section_fits_the_others()
-            self._the_objective_takes_all_views()
-            self._batch_norm_can_split_all_views()
-            self._batches_can_be_grouped()
-            self._the_batch_can_be_cut()
-            self._the_views_can_be_checkpointed()
-        except ValueError as error:
-            if info.context != KEEP_UNKNOWN:
-                raise
-            _warn_once(f"the run {self.name} has settings with which this version does not train: {error}")
-        return self
-
-    def _adversary_belongs_to_the_viewmaker(self) -> None:
-        if self.views.is_imported and self.views.is_learned != (self.adversary is not None):
-            raise ValueError(
-                f'views of kind "{self.views.kind}" {"need" if self.adversary is None else "take no"} section '
-                "`adversary`, which holds the training of learned views, such as a viewmaker"
-            )
-
-    def _the_encoder_takes_the_data(self) -> None:
-        if self.data.mel is not None and self.encoder.in_channels != 1:
-            raise ValueError(
-                f"spectrograms have one channel, but encoder.in_channels is {self.encoder.in_channels}; set "
-                "encoder.in_channels=1, and encoder.mean and encoder.std to null"
-            )
-
-    def _each_section_fits_the_others(self) -> None:
-        for section in (self.views, self.encoder, self.objective, self.engine):
-            section.check(self)
-
-    def _the_objective_takes_all_views(self) -> None:
-        if self.views.num_further == 0 or not self.objective.is_imported:
-            return
-        num = 2 + self.views.num_further
-        if not self.objective.takes_further_views:
-            raise ValueError(
-                f"objective.kind={self.objective.kind} takes two views of a sample, but views.kind={self.views.kind} "
-                f"makes {num}; set objective.kind=dino, or another views.kind"
-            )
-        if self.views.is_learned:
-            raise ValueError(f"views.kind={self.views.kind} is learned and makes {num} views; learned views are two")
-
-    def _batch_norm_can_split_all_views(self) -> None:
-        if self.encoder.batch_norm == "split" and self.view_forwards == "one" and self.views.num_further > 1:
-            raise ValueError(
-                "encoder.batch_norm=split with view_forwards=one cuts the further views of "
-                f"views.kind={self.views.kind} into other groups on another number of ranks; set view_forwards=two"
-            )
-
-    def _batches_can_be_grouped(self) -> None:
-        if self.neighbours is None:
-            return
-        size = self.neighbours.group_size
-        if self.objective.is_imported and not self.objective.compares_in_groups:
-            raise ValueError(
-                f"objective.kind={self.objective.kind} does not compare samples in groups, which neighbours needs; set "
-                "objective.kind=symmetric_info_nce, or leave out the section neighbours"
-            )
-        if self.data.mixture is not None:
-            raise ValueError(
-                "neighbours are found in one train set, but data.mixture has several; train on one of them"
-            )
-        if self.global_batch_size % size:
-            raise ValueError(f"neighbours.group_size {size} does not divide global_batch_size {self.global_batch_size}")
-        if self.neighbours.from_epoch >= self.num_epochs:
-            raise ValueError(
-                f"neighbours.from_epoch is {self.neighbours.from_epoch}, but the last epoch is {self.num_epochs - 1}"
-            )
-
-    def _the_batch_can_be_cut(self) -> None:
-        if self.global_batch_size % self.memory.micro_batches:
-            raise ValueError(
-                f"memory.micro_batches {self.memory.micro_batches} does not divide global_batch_size "
-                f"{self.global_batch_size}"
-            )
-
-    def _the_views_can_be_checkpointed(self) -> None:
-        if self.adversary is None and self.memory.viewmaker_checkpointing != "none":
-            raise ValueError(
-                f'memory.viewmaker_checkpointing needs a viewmaker, but the views have kind "{self.views.kind}"; '
-                "set it to none"
-            )
-
     @property
     def parameter_dtype(self) -> torch.dtype:
         return torch.float64 if self.precision == "float64" else torch.float32
@@ -219,46 +123,31 @@ class RunConfig(Schema):
         return self.module_optimizers | {"objective": self.objective.own_optimizer(self.optimizer)}
 
 
-@functools.cache
-def _warn_once(text: str) -> None:
-    logger.warning("%s", text)
+def read_config(path: Path) -> RunConfig:
+    """Return the RunConfig in a .json or .yaml file.
 
-
-def read_config(path: Path, *, allow_pipe: bool = False, allow_code: bool = False) -> RunConfig:
-    """Return the RunConfig in a .json or .yaml file, such as the config.json of an earlier run.
-
-    The file may come from a stranger. Without `allow_pipe`, reading data from one of its `pipe:` locations therefore
-    raises `UserError`; everything else works. Without `allow_code`, the modules of its import paths are not imported;
-    then building what they name raises `UserError`, unless this process has imported them already.
-
-    Raises `UserError` if the file cannot be read or is not a config, or if such a module cannot be found.
+    Raises `UserError` if the file cannot be read or is not a config. A kind is not known if the code that registers it
+    was not imported, such as by `--code`.
     """
-    value = read_settings(path)
-    if allow_code:
-        import_code(value)
-    return parse_config(value, path, allow_pipe=allow_pipe)
+    return RunConfig.parse(read_settings(path), where=str(path))
 
 
-def read_run_config(run_dir: RunDir, *, allow_pipe: bool = False, allow_code: bool = False) -> RunConfig:
+def read_run_config(run_dir: RunDir) -> RunConfig:
     """Return the config of a run, as `read_config` does.
 
-    A run that does not name the version of its order began before there were two, so its order is of version 1. A kind
-    that is not known here is that of a package which is not installed; building what it names raises `UserError`.
-    Sections that do not fit each other are read as they are, with a warning: an earlier version has trained with them.
+    A run that does not name the version of its order began before there were two, so its order is of version 1.
     """
     value = read_settings(run_dir.config)
-    if allow_code:
-        import_code(value)
     if isinstance(value.get("data"), dict):
         value["data"].setdefault("order_version", 1)
-    return parse_config(value, run_dir.config, allow_pipe=allow_pipe, context=KEEP_UNKNOWN)
+    return RunConfig.parse(value, where=str(run_dir.config))
 
 
 def keep_order_version(config: RunConfig, run_dir: RunDir) -> RunConfig:
     """Return `config` with the version of the order with which the run in `run_dir` began, if there is such a run."""
     if not run_dir.config.is_file():
         return config
-    version = read_run_config(run_dir, allow_pipe=True).data.order_version
+    version = read_run_config(run_dir).data.order_version
     return config.model_copy(update={"data": config.data.model_copy(update={"order_version": version})})
 
 
@@ -283,23 +172,3 @@ def parse_file(path: Path, *, what: str, is_yaml: bool) -> Any:
         raise UserError(f"cannot read the {what} {path}: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"{path} is not valid {language}: {error}") from None
-
-
-def parse_config(value: dict[str, Any], path: Path, *, allow_pipe: bool, context: str | None = None) -> RunConfig:
-    """Return the RunConfig of the values in a file: see `read_config`, which reads them."""
-    config = RunConfig.parse(value, where=str(path), context=context)
-    has_command = any(map(is_command, config.data.locations))
-    return _with_origin(config, str(path) if has_command and not allow_pipe else None)
-
-
-def refuse_commands(config: RunConfig) -> None:
-    """Raise `UserError` if a location in the config is a command from a file that was read without `allow_pipe`."""
-    for location in config.data.locations:
-        refuse_untyped_command(location, config.data.remote)
-
-
-def _with_origin(config: RunConfig, path: str | None) -> RunConfig:
-    if config.data.remote.read_back_from == path:
-        return config
-    remote = config.data.remote.model_copy(update={"read_back_from": path})
-    return config.model_copy(update={"data": config.data.model_copy(update={"remote": remote})})

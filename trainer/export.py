@@ -20,7 +20,8 @@ from pathlib import Path
 
 from data_pipeline.core.arguments import positive, program
 from data_pipeline.core.errors import UserError, run_command
-from trainer.run_dir import ALLOW_CODE_HELP, open_run, runs_of, say_what_is_left_out
+from data_pipeline.core.imports import add_code_argument, import_code
+from trainer.run_dir import open_run, runs_of, say_what_is_left_out
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         help="The size of the inputs of an ONNX file in pixels, such as 32 or 128x51 (height x width).",
     )
     add("--step", type=int, help="The checkpoint to export; 0 is the untrained encoder (default: the newest).")
-    add("--allow-code", action="store_true", help=ALLOW_CODE_HELP)
+    add_code_argument(parser)
     return parser
 
 
@@ -96,11 +97,10 @@ def main() -> None:
     if len(arguments.run_dirs) > 1:
         raise UserError(f"one call exports the encoder of one run, and {len(arguments.run_dirs)} are given; pass one")
     from trainer.exports.encoder import export, save_pretrained
-    from trainer.own_code import import_code_of, warn_of_changed_code
+    from trainer.own_code import warn_of_changed_code
 
     run_dir = open_run(arguments.run_dirs[0])
-    if arguments.allow_code:
-        import_code_of([run_dir])
+    import_code(arguments.code)
     warn_of_changed_code([run_dir])
     if arguments.hub is None:
         export(run_dir, arguments.out, step=arguments.step, image_size=arguments.image_size)

@@ -1,8 +1,8 @@
 """The code of other packages that a run uses: which it is, where its source lies, and whether it has changed.
 
 A run uses the packages of the config classes in its sections, and of overlays that are drawn while samples are read.
-Each is recorded by its version and the SHA-256 of its source files. The package of a class is the first part of its
-import path, so its other modules count too, but not other packages that they import.
+The package of a class is the first part of its import path, so its other modules count too, but not other packages that
+they import. A start of a run records the SHA-256 of the source of each.
 
 Invariant: a run goes on with the same code of its own, or with new code that the user has accepted. Commands that only
 read a run warn of new code.
@@ -16,16 +16,16 @@ import site
 import sys
 import sysconfig
 from collections.abc import Collection, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 from data_pipeline.core.errors import UserError, printable
-from data_pipeline.core.kinds import KindConfig, check_kinds, import_code, sections
+from data_pipeline.core.imports import given_code
+from data_pipeline.core.kinds import KindConfig, sections
 from data_pipeline.overlays.registry import NAMES as OVERLAY_NAMES
 from data_pipeline.overlays.registry import find_overlay
 from data_pipeline.storage.manifest import Manifest
-from trainer.config import RunConfig, read_run_config, read_settings
+from trainer.config import RunConfig, read_run_config
 from trainer.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -41,28 +41,20 @@ def own_packages(config: RunConfig, manifests: Sequence[Manifest] = ()) -> list[
 
     They are those of its config classes, and of the online overlays of the datasets with these `manifests`.
     """
-    of_config = {_package_of(section) for section in sections(config) if is_own(section)}
+    of_config = {_package_of(type(section)) for section in sections(config) if is_own(section)}
     online = {each.overlay.kind for each in manifests if each.overlay is not None and each.overlay.drawn == "online"}
-    return sorted(of_config | {package for kind in online if (package := _package_of_overlay(kind)) is not None})
+    known = set(OVERLAY_NAMES.names()) - OVERLAY_NAMES.built_in.keys()
+    of_overlays = {_package_of(find_overlay(kind)) for kind in online & known}
+    return sorted(of_config | of_overlays)
 
 
 def is_own(section: KindConfig) -> bool:
-    """Return whether the class of a section is of another package, and imported."""
-    return section.is_imported and _package_of(section) not in OF_THIS_PROJECT
+    """Return whether the class of a section is of another package."""
+    return _package_of(type(section)) not in OF_THIS_PROJECT
 
 
-def _package_of(section: KindConfig) -> str:
-    return type(section).__module__.partition(".")[0]
-
-
-def _package_of_overlay(kind: str) -> str | None:
-    """Return the package of an overlay, which is then imported; None if it is of this project or cannot be used."""
-    if kind in OVERLAY_NAMES.built_in:
-        return None
-    try:
-        return find_overlay(kind).__module__.partition(".")[0]
-    except (KeyError, UserError):  # the first reading of the data says what is wrong
-        return None
+def _package_of(found: type) -> str:
+    return found.__module__.partition(".")[0]
 
 
 def source_files(package: str, *, suffixes: Collection[str] | None = _SUFFIXES) -> dict[str, Path]:
@@ -86,12 +78,14 @@ def source_files(package: str, *, suffixes: Collection[str] | None = _SUFFIXES) 
 def files_to_copy(configs: Sequence[RunConfig]) -> dict[str, Path]:
     """Return the files of all code of the user's own that a copy of the code for jobs must hold.
 
-    Installed packages are left out, because a job finds them where it finds torch. A package that is installed for
-    editing is copied, because it may be edited while the job waits.
+    These are the code of the `configs`, and what `--code` has imported. Installed packages are left out, because a job
+    finds them where it finds torch. A package that is installed for editing is copied, because it may be edited while
+    the job waits.
     """
-    packages = sorted({package for config in configs for package in own_packages(config)})
+    packages = {package for config in configs for package in own_packages(config)}
+    packages |= {module.partition(".")[0] for module in given_code()} - OF_THIS_PROJECT
     files: dict[str, Path] = {}
-    for package in packages:
+    for package in sorted(packages):
         found = source_files(package, suffixes=None)
         if not any(_is_installed(path) for path in found.values()):
             files |= found
@@ -102,22 +96,6 @@ def _is_installed(path: Path) -> bool:
     paths = sysconfig.get_paths()
     installed = [paths["purelib"], paths["platlib"], *site.getsitepackages(), site.getusersitepackages()]
     return any(path.resolve().is_relative_to(Path(folder).resolve()) for folder in installed)
-
-
-def read_own_code(config: RunConfig, manifests: Sequence[Manifest] = ()) -> dict[str, dict[str, str | None]]:
-    """Return the version (None if it is not installed) and the SHA-256 of the source of each package of a run.
-
-    `manifests` are those of its datasets, as in `own_packages`.
-    """
-    packages = own_packages(config, manifests)
-    distributions: Mapping[str, Sequence[str]] = metadata.packages_distributions() if packages else {}
-    return {
-        package: {
-            "version": metadata.version(distributions[package][0]) if package in distributions else None,
-            "sha256": sha256,
-        }
-        for package, sha256 in hashes_of_code(config, manifests).items()
-    }
 
 
 def hashes_of_code(config: RunConfig, manifests: Sequence[Manifest] = ()) -> dict[str, str]:
@@ -145,29 +123,17 @@ def check_same_code(
     """Compare the code of a run's own with that of its last start, if it goes on from a checkpoint of `step`.
 
     `manifests` are those of its datasets. `accepted` are names of changed code with which the run may go on, as this
-    error gives them; then logs a warning. Raises `UserError` for code that has changed and was not accepted, for a
-    class of the script that runs, and for a class whose kind names another one.
+    error gives them; then logs a warning. Raises `UserError` for code that has changed and was not accepted.
     """
-    check_kinds(config)
-    for section in sections(config):
-        if type(section).__module__ == "__main__":
-            raise UserError(
-                f"{type(section).__qualname__} is a class of the script that runs, so no later command finds it; move "
-                "it to a module, and import it from there"
-            )
     before = _recorded_code(run_dir) if step > 0 else {}
-    if not before:
-        return
-    for package, now in read_own_code(config, manifests).items():
-        recorded = before.get(package)
-        if recorded is None or recorded.get("sha256") == now["sha256"]:
+    for package, now in hashes_of_code(config, manifests).items():
+        if before.get(package, now) == now:
             continue
-        name = f"{package}:{str(now['sha256'])[:_NAME_DIGITS]}"
+        name = f"{package}:{now[:_NAME_DIGITS]}"
         if name not in accepted:
             raise UserError(
-                f"the code of {package} ({_version(recorded)}) with which {run_dir.path} was trained up to step {step} "
-                f"has changed ({_version(now)}); put it back, pass --accept-code {name} to go on with the new code, or "
-                "pass another --run-dir"
+                f"the code of {package} with which {run_dir.path} was trained up to step {step} has changed; put it "
+                f"back, pass --accept-code {name} to go on with the new code, or pass another --run-dir"
             )
         logger.warning("the code of %s was changed after step %d: going on with it, as you accepted", package, step)
 
@@ -175,8 +141,7 @@ def check_same_code(
 def warn_of_changed_code(run_dirs: Sequence[RunDir]) -> None:
     """Print a warning for each package of each run whose code has changed since the newest start of the run.
 
-    Import the code of the runs first: packages that are not imported are left out. So are runs whose config cannot be
-    read, because the command that reads them says so.
+    Leaves out runs whose config cannot be read, because the command that reads them says so.
     """
     for run_dir in run_dirs:
         before = _recorded_code(run_dir)
@@ -185,7 +150,7 @@ def warn_of_changed_code(run_dirs: Sequence[RunDir]) -> None:
         except UserError:
             continue
         for package, sha256 in now.items():
-            if package in before and before[package].get("sha256") != sha256:
+            if before.get(package, sha256) != sha256:
                 print(
                     f"warning: the code of {package} has changed since the training of {printable(str(run_dir.path))}; "
                     "the results are those of the code of now",
@@ -195,29 +160,14 @@ def warn_of_changed_code(run_dirs: Sequence[RunDir]) -> None:
 
 
 def _hashes_of_overlays(packages: Collection[str]) -> dict[str, str]:
-    """Return the SHA-256 of the source of those of the `packages` that register an overlay by an entry point."""
-    registered = {_package_of_overlay(name) for name in OVERLAY_NAMES.names()}
+    """Return the SHA-256 of the source of those of the `packages` that have registered an overlay."""
+    names = set(OVERLAY_NAMES.names()) - OVERLAY_NAMES.built_in.keys()
+    registered = {_package_of(find_overlay(name)) for name in names}
     return {package: hash_of_files(source_files(package)) for package in packages if package in registered}
 
 
-def _recorded_code(run_dir: RunDir) -> dict[str, dict[str, Any]]:
-    """Return what the newest start of a run has recorded of each of its packages."""
+def _recorded_code(run_dir: RunDir) -> Mapping[str, Any]:
+    """Return the SHA-256 of each package that the newest start of a run has recorded."""
     starts = run_dir.read_provenance().get("starts") or []
     recorded = starts[-1].get(RECORDED_CODE) if starts else None
-    if not isinstance(recorded, dict):
-        return {}
-    return {package: code for package, code in recorded.items() if isinstance(code, dict)}
-
-
-def _version(code: Mapping[str, Any]) -> str:
-    version = code.get("version")
-    return f"{f'version {version}, ' if version else ''}source {str(code.get('sha256'))[:_NAME_DIGITS]}"
-
-
-def import_code_of(run_dirs: Sequence[RunDir]) -> None:
-    """Import the code that the configs of runs name. Raises `UserError` if a module of theirs cannot be found.
-
-    Call it only if the user trusts the writers of these files.
-    """
-    for run_dir in run_dirs:
-        import_code(read_settings(run_dir.config))
+    return recorded if isinstance(recorded, dict) else {}

@@ -22,6 +22,7 @@ from trainer.checkpoint.restore import Restored, newest_state, restore
 from trainer.checkpoint.run_state import check_same_data
 from trainer.checkpoint.save import refuse_link
 from trainer.config import RunConfig, read_run_config
+from trainer.config_rules import check
 from trainer.data import Manifests, read_manifests
 from trainer.distributed.collectives import on_first_rank, world_size
 from trainer.mixture import MixtureManifest, TrainManifest, num_classes, same_until, weights_of
@@ -65,11 +66,12 @@ def check_data(config: RunConfig) -> Manifests:
 
 
 def check_manifests(config: RunConfig, manifests: Manifests) -> None:
-    """Check the data against the config.
+    """Check the sections of the config against each other, and the data against the config.
 
-    Raises `UserError` if the two datasets do not belong together or share too many sources, if they do not fit the
-    config, or if the ranks do not divide the global batch.
+    Raises `UserError` if sections do not fit, if the two datasets do not belong together or share too many sources, if
+    they do not fit the config, or if the ranks do not divide the global batch.
     """
+    check(config, where=f"the config {config.name}")
     train, test = manifests.probed, manifests.test
     train_dir, test_dir = config.data.probed_dir, config.data.test_dir
     for name, what in SAME_INPUTS.items():

@@ -76,13 +76,13 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def load_modules(run_dir: RunDir, *, step: int | None = None, allow_pipe: bool = False) -> TrainedModules:
+def load_modules(run_dir: RunDir, *, step: int | None = None) -> TrainedModules:
     """Return the modules of a run in eval mode on the CPU, at `step` or the newest whole checkpoint.
 
-    Step 0 is the untrained modules, rebuilt from the config and its seed. Training may go on meanwhile. `allow_pipe` is
-    that of `read_config`. Raises `UserError` if there is no such step, or if it cannot be loaded.
+    Step 0 is the untrained modules, rebuilt from the config and its seed. Training may go on meanwhile.
+    Raises `UserError` if there is no such step, or if it cannot be loaded.
     """
-    config = read_run_config(run_dir, allow_pipe=allow_pipe)
+    config = read_run_config(run_dir)
     modules = build_modules(decide_as_recorded(config, run_dir))
     step, trained_on = load_weights(run_dir, modules.trained_modules, step=step)
     for module in modules.trained_modules.values():
@@ -125,7 +125,6 @@ class NoHead(nn.Module):
 
 def _load_export(path: Path) -> Encoder:
     header, weights = _read_export(path)
-    header.encoder.require_import()
     try:
         with torch.random.fork_rng(devices=[]):
             encoder = build_encoder(header.encoder)

@@ -20,15 +20,8 @@ from typing import TYPE_CHECKING
 
 from data_pipeline.core.arguments import number, positive, program, whole
 from data_pipeline.core.errors import UserError, run_command
-from trainer.run_dir import (
-    ALLOW_CODE_HELP,
-    ALLOW_PIPE_HELP,
-    RunDir,
-    open_run,
-    places_of_probes,
-    runs_of,
-    say_what_is_left_out,
-)
+from data_pipeline.core.imports import add_code_argument, given_code, import_code
+from trainer.run_dir import RunDir, open_run, places_of_probes, runs_of, say_what_is_left_out
 
 if TYPE_CHECKING:
     import torch
@@ -87,8 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         "in this process).",
     )
     add("--out", type=Path, metavar="DIR", help="Write to DIR/NAME, and nothing into the run directory NAME.")
-    add("--allow-pipe", action="store_true", help=ALLOW_PIPE_HELP)
-    add("--allow-code", action="store_true", help=ALLOW_CODE_HELP)
+    add_code_argument(parser)
     add(
         "--memory-gigabytes",
         type=number("a number of 10^9 bytes", lambda given: 0 <= given < 1e9),
@@ -126,9 +118,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     arguments = _parser().parse_args()
+    import_code(arguments.code)
     from trainer.distributed.collectives import broadcast_object, on_first_rank, rank
     from trainer.distributed.environment import choose_device, process_group, read_env
-    from trainer.own_code import import_code_of
     from trainer.probed_runs.options import ProbeOptions
     from trainer.probed_runs.probing import is_probed, probe_each
     from trainer.probed_runs.processes import Results, probe_in_processes
@@ -155,8 +147,7 @@ def main() -> None:
         untrained=arguments.untrained,
         pixels=arguments.pixels,
         allow_shared=arguments.allow_shared,
-        allow_pipe=arguments.allow_pipe,
-        allow_code=arguments.allow_code,
+        code=given_code(),
         memory=MemoryLimit(max_bytes, arguments.scratch, num_processes=arguments.at_a_time or 1),
     )
     device = choose_device(world)
@@ -175,8 +166,6 @@ def main() -> None:
         if arguments.out is not None:
             run_dirs = places_of_probes(run_dirs, arguments.out)
         if arguments.side_by_side:
-            if arguments.allow_code:
-                import_code_of(run_dirs)
             _probe_together(arguments, run_dirs, device=device)
             return
         if arguments.missing:
@@ -230,7 +219,6 @@ def _probe_together(arguments: argparse.Namespace, run_dirs: Sequence[RunDir], *
         num_epochs=arguments.epochs,
         device=device,
         allow_shared=arguments.allow_shared,
-        allow_pipe=arguments.allow_pipe,
     )
     print(side_by_side_table(found))
 

@@ -23,14 +23,13 @@ import torch
 from data_pipeline.core.arguments import SCRIPT_PREFIX
 from data_pipeline.core.environment import variable
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.kinds import KEEP_UNKNOWN
 from data_pipeline.core.system import PROC, num_cores
 from trainer.checkpoint.restore import Restored
-from trainer.config import RunConfig, parse_config
+from trainer.config import RunConfig
 from trainer.data import Manifests
 from trainer.mixture import weights_of
 from trainer.open_settings import decisions_to_record
-from trainer.own_code import RECORDED_CODE, read_own_code
+from trainer.own_code import RECORDED_CODE, hashes_of_code
 from trainer.run_dir import RunDir, write_json
 
 logger = logging.getLogger(__name__)
@@ -94,7 +93,7 @@ def write_provenance(
         "git_diff_sha256": hashlib.sha256(diff.encode()).hexdigest() if diff else None,
         **manifests.identity.model_dump(),
         **_weights(config),
-        **({RECORDED_CODE: own} if (own := read_own_code(config, manifests.datasets)) else {}),
+        **({RECORDED_CODE: own} if (own := hashes_of_code(config, manifests.datasets)) else {}),
     }
     if diff:
         run_dir.path.joinpath("uncommitted.diff").write_text(diff + "\n", encoding="utf-8")
@@ -126,7 +125,7 @@ def config_in_provenance(run_dir: RunDir) -> RunConfig | None:
     if value is None:
         return None
     try:
-        return parse_config(value, run_dir.provenance, allow_pipe=True, context=KEEP_UNKNOWN)
+        return RunConfig.parse(value, where=str(run_dir.provenance))
     except UserError:
         return None
 

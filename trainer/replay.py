@@ -7,7 +7,8 @@ from pathlib import Path
 
 from data_pipeline.core.arguments import program
 from data_pipeline.core.errors import run_command
-from trainer.run_dir import ALLOW_CODE_HELP, ALLOW_PIPE_HELP, open_run
+from data_pipeline.core.imports import add_code_argument, import_code
+from trainer.run_dir import open_run
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -19,8 +20,7 @@ def _parser() -> argparse.ArgumentParser:
     add("run_dir", type=Path, metavar="RUN_DIR", help="The run directory.")
     add("--step", type=int, required=True, metavar="N", help="A step that has a record under RUN_DIR/nonfinite.")
     add("--device", choices=("cpu", "cuda"), help="The device (default: cuda if there is a GPU).")
-    add("--allow-pipe", action="store_true", help=ALLOW_PIPE_HELP)
-    add("--allow-code", action="store_true", help=ALLOW_CODE_HELP)
+    add_code_argument(parser)
     return parser
 
 
@@ -28,16 +28,15 @@ def main() -> None:
     arguments = _parser().parse_args()
     from data_pipeline.core.devices import named_device
     from trainer.fault_tolerance.step_record import read_record
-    from trainer.own_code import import_code_of, warn_of_changed_code
+    from trainer.own_code import warn_of_changed_code
     from trainer.step_replay import explain, replay
 
     device = named_device(arguments.device).type
     run_dir = open_run(arguments.run_dir)
-    if arguments.allow_code:
-        import_code_of([run_dir])
+    import_code(arguments.code)
     warn_of_changed_code([run_dir])
     record, states = read_record(run_dir, arguments.step)
-    result = replay(run_dir, record, states, device=device, allow_pipe=arguments.allow_pipe)
+    result = replay(run_dir, record, states, device=device)
     for line in explain(record, result, device=device):
         print(line)
 

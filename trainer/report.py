@@ -14,15 +14,8 @@ from pathlib import Path
 
 from data_pipeline.core.arguments import program
 from data_pipeline.core.errors import UserError, run_command
-from trainer.run_dir import (
-    ALLOW_CODE_HELP,
-    ALLOW_PIPE_HELP,
-    RunDir,
-    open_run,
-    runs_of,
-    say_what_is_left_out,
-    write_atomically,
-)
+from data_pipeline.core.imports import add_code_argument, import_code
+from trainer.run_dir import RunDir, runs_of, say_what_is_left_out, write_atomically
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -39,8 +32,7 @@ def _parser() -> argparse.ArgumentParser:
         help="Compare the runs with a published table, such as table1, or write the page of suppression_small.",
     )
     add("--probes", type=Path, metavar="DIR", help="Also read the results that `trainer.probe --out DIR` has written.")
-    add("--allow-pipe", action="store_true", help=ALLOW_PIPE_HELP)
-    add("--allow-code", action="store_true", help=ALLOW_CODE_HELP)
+    add_code_argument(parser)
     add("--markdown", action="store_true", help="Also write the report as Markdown, beside the page.")
     add("--no-index", action="store_true", help="Read every file, and do not use the index of earlier reports.")
     add("--wandb", action="store_true", help="Also make the report at Weights & Biases, which needs a login.")
@@ -57,14 +49,13 @@ def _write_suppression(arguments: argparse.Namespace, paths: Sequence[Path]) -> 
         raise UserError("--wandb makes no page of the suppression benchmark; leave out --wandb or --study")
     out = arguments.out or Path("suppression.md")
     study = arguments.study if ":" in arguments.study else f"studies:{arguments.study}"
-    benchmark = read_benchmark(paths, probes_at=arguments.probes, allow_pipe=arguments.allow_pipe)
+    benchmark = read_benchmark(paths, probes_at=arguments.probes)
     write_markdown(make_page(benchmark, study=study, paths=arguments.run_dirs), out)
     print(out)
 
 
 def main() -> None:
     arguments = _parser().parse_args()
-    from trainer.own_code import import_code_of
     from trainer.reports.as_markdown import as_markdown
     from trainer.reports.overview import MOST_IN_FULL
     from trainer.reports.page import page
@@ -75,8 +66,7 @@ def main() -> None:
 
     say_what_is_left_out(arguments.run_dirs)
     paths = runs_of(arguments.run_dirs)
-    if arguments.allow_code:
-        import_code_of([open_run(path) for path in paths])
+    import_code(arguments.code)
     if (arguments.study or "").removeprefix("studies:").startswith("suppression"):
         _write_suppression(arguments, paths)
         return
@@ -85,7 +75,6 @@ def main() -> None:
     runs = read_runs(
         paths,
         probes_at=arguments.probes,
-        allow_pipe=arguments.allow_pipe,
         make_views=len(paths) <= MOST_IN_FULL,
         index=index,
     )

@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".lock"
 _LOCK_TRIES, _LOCK_SECONDS = 10, 0.02
-ALLOW_CODE_HELP = "Import the code that the config of the run names. Use it only for runs of people you trust."
-ALLOW_PIPE_HELP = "Execute the pipe: locations in the config of the run. Use it only for runs of people you trust."
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}  # the answers of a file system without locks
 
 
@@ -119,6 +117,10 @@ class RunDir:
         text = self.latest.read_bytes() if self.latest.is_file() else b""
         match = re.fullmatch(rb"step_([0-9]{1,18})\s*", text)
         return int(match[1]) if match else None
+
+    def read_config(self) -> dict[str, Any]:
+        """Return the config as data, without its classes. Raises `UserError` if the file holds no JSON object."""
+        return read_object(self.config, mend="restore the file")
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the entries of metrics.jsonl by ascending step; see `trainer.observability.records`.

@@ -63,10 +63,9 @@ def replay(
     states: Mapping[str, Mapping[str, Tensor]],
     *,
     device: str,
-    allow_pipe: bool = False,
 ) -> Replay:
     """Repeat the recorded step in one process. Raises `UserError` if the dataset or the state do not fit the run."""
-    config = read_run_config(run_dir, allow_pipe=allow_pipe)
+    config = read_run_config(run_dir)
     config = config.model_copy(update={"engine": DDPConfig(), "compile": False})  # one process needs no more
     where = torch.device(device)
     train = read_train_manifest(config.data)

@@ -27,7 +27,6 @@ from data_pipeline.building.datasets import (
     datasets_with,
 )
 from data_pipeline.core.errors import UserError, nearest
-from data_pipeline.core.imports import find_in_working_directory, import_object
 from data_pipeline.core.options import (
     SOURCE_OPTION,
     NoOptions,
@@ -157,28 +156,24 @@ def open_dataset(
 def find_dataset(name: str) -> Dataset | None:
     """Return the dataset of a name; None if there is none.
 
-    Besides `DATASETS`, these are the bases of pictures with an overlay of another package, by its name or import path:
-    `procedural_stripes`, or `procedural_my_package.overlays:Stripes`.
+    Besides `DATASETS`, these are the bases of pictures with an overlay of other code, such as `procedural_stripes`.
     """
     if name in DATASETS:
         return DATASETS[name]
     for base in PICTURES:
         overlay = name.removeprefix(f"{base}_")
-        if overlay != name and (":" in overlay or overlay in OVERLAY_NAMES.names()):
+        if overlay != name and overlay in OVERLAY_NAMES.names():
             return Dataset(base, overlay, f"{PICTURES[base]} with {overlay} on each")
     return None
 
 
 def _is_own_source(name: str) -> bool:
-    """Return whether a source of pictures is of another package."""
-    return ":" in name or (name not in SOURCE_NAMES.built_in and name in SOURCE_NAMES.names())
+    """Return whether a source of pictures is of other code."""
+    return name not in SOURCE_NAMES.built_in and name in SOURCE_NAMES.names()
 
 
 def _picture_overlay(name: str) -> type[PixelOverlay]:
-    """Return the class of an overlay of pictures. Imports the module of an import path, which the user has typed."""
-    if ":" in name:
-        find_in_working_directory()
-        import_object(name)
+    """Return the class of an overlay of pictures."""
     found = find_overlay(name)
     if not issubclass(found, PixelOverlay):
         raise UserError(f"{name} is no overlay of pictures; name a subclass of data_pipeline.overlays.PictureOverlay")
@@ -187,9 +182,9 @@ def _picture_overlay(name: str) -> type[PixelOverlay]:
 
 def needs_digits(overlay: str | None) -> bool:
     """Return whether an overlay draws digits, which the user chooses by `--digits`."""
-    if overlay is None or (":" not in overlay and overlay not in OVERLAY_NAMES.names()):
+    if overlay is None or overlay not in OVERLAY_NAMES.names():
         return False
-    found = _picture_overlay(overlay) if ":" in overlay else find_overlay(overlay)
+    found = find_overlay(overlay)
     return issubclass(found, PixelOverlay) and found.needs_digits
 
 
@@ -311,7 +306,7 @@ def open_picture_overlay(
     None stands for the default layout, and for `mnist`. Raises `UserError` if a name or an option is unknown, if the
     digits are missing, or if the overlay cannot be drawn on such pictures.
     """
-    if ":" not in kind and kind not in OVERLAY_NAMES.names():
+    if kind not in OVERLAY_NAMES.names():
         raise UserError(f'unknown overlay "{kind}"{nearest(kind, OVERLAY_NAMES.names())}')
     overlay = _picture_overlay(kind)
     if split not in SPLITS:

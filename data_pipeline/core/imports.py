@@ -1,18 +1,54 @@
-"""Import code by its import path `package.module:Name`, or from a file. Runs the code of the module.
+"""Import code by its import path `package.module:Name`, from a file, or by `--code`. Runs the code of the module.
 
-Only a path that the user has typed, or that the user's own code holds, may come here: see docs/trust.md.
+Invariant: only a path that the user has typed, or that this project or an installed package holds, comes here.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from data_pipeline.core.errors import UserError, nearest
+
+PYTHON_SUFFIX: Final = ".py"
+_given: list[str] = []  # the modules of `import_code`, in their order
+
+
+def add_code_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option --code. A command passes its values to `import_code` before it reads a config or a dataset."""
+    parser.add_argument(
+        "--code",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="Import your own FILE.py or module first, which registers objectives, views, encoders, engines, overlays "
+        "or sources. May be repeated.",
+    )
+
+
+def import_code(given: Sequence[str]) -> list[str]:
+    """Import the files and modules of `--code`, and return their names. Raises `UserError` if one is not found."""
+    names = []
+    for each in given:
+        if each.endswith(PYTHON_SUFFIX):
+            name = import_file(Path(each))
+        else:
+            find_in_working_directory()
+            import_module(name := each, wanted=each)
+        names.append(name)
+    _given.extend(name for name in names if name not in _given)
+    return names
+
+
+def given_code() -> tuple[str, ...]:
+    """Return the modules that `import_code` has imported, which the processes of a job or a probe import as well."""
+    return tuple(_given)
 
 
 def import_object(path: str) -> Any:
@@ -53,7 +89,7 @@ def import_file(path: Path) -> str:
     there is no such file, or if its name is that of another module.
     """
     if not path.is_file():
-        raise UserError(f"{path} is not a file; name a Python file and a function in it, such as ./mine.py:big")
+        raise UserError(f"{path} is not a file; name a Python file")
     name, path = path.stem, path.resolve()
     if not name.isidentifier():
         raise UserError(f"{path} cannot be imported, because {name} is not a name in Python; rename the file")

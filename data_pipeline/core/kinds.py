@@ -1,39 +1,38 @@
-"""Find the config of a section by its `kind`: a name of this project, of an installed package, or an import path.
+"""Find the config of a section by its `kind`, a plain name.
 
 A room with several classes to choose from (objectives, views, encoders, engines) has a base class of configs, with one
-`Kinds`. The kinds of this project are in its table. Another package adds a name by an entry point of the same group.
-Any other class is named by its import path, such as `my_package.losses:TripletConfig`.
+`Kinds`. A config class declares its kind, as in `kind: Literal["triplet"] = "triplet"`, and is known from then on.
 
-Guarantees: a config class is imported when its kind is first asked for. Reading values imports no module for an import
-path in them; see `import_paths`.
+The classes of this project are in a table, and those of an installed package in its entry points. They are imported
+when their kind is first asked for. Other code is imported by `--code`, see `data_pipeline.core.imports.import_code`.
+
+Invariant: a config is data. Reading one imports nothing that only the config names.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, cached_property
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, ClassVar, Final, Generic, Self, TypeVar, cast, get_args
+from typing import Any, ClassVar, Final, Generic, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
+from pydantic import BaseModel, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError
 from pydantic_core.core_schema import ErrorType
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.imports import find_in_working_directory, import_object
-from data_pipeline.core.overrides import parse_setting
-from data_pipeline.core.schema import Line, Schema, types_in
-from data_pipeline.core.sections import CONFIG, KIND, has_path, import_path, kinds_of
+from data_pipeline.core.imports import import_object
+from data_pipeline.core.schema import Line, Schema
+from data_pipeline.core.sections import KIND, kinds_of
 
-KEEP_UNKNOWN: Final = "keep unknown kinds"  # a context of `Schema.parse`, for the config of a run
 GROUP_PREFIX: Final = "overlay."  # of the groups of entry points
 
 Config = TypeVar("Config", bound="KindConfig")
+Class = TypeVar("Class", bound=type)
 
 
 class Names:
-    """The names of the classes of one room: of this project, of installed packages, and import paths.
+    """The names of the classes of one room: of this project, of installed packages, and of code that was imported.
 
     Args:
         section: what a class of this room is, in a sentence, such as "objective".
@@ -45,35 +44,42 @@ class Names:
         self.section = section
         self.group = f"{GROUP_PREFIX}{group}"
         self.built_in = built_in
+        self._registered: dict[str, type] = {}
 
     def names(self) -> list[str]:
-        """Return every name of this project and of installed packages."""
-        return [*self.built_in, *(name for name in _entry_points(self.group) if name not in self.built_in)]
+        """Return every name of this project, of installed packages and of registered classes."""
+        return list(dict.fromkeys([*self.built_in, *_entry_points(self.group), *self._registered]))
 
-    def find_object(self, name: str) -> Any | None:
-        """Return what a name or an import path names; None for an import path whose module is not imported.
+    def register(self, name: str) -> Callable[[Class], Class]:
+        """Return a decorator that makes a class known by a name."""
 
-        Raises `KeyError` if there is no such name, and `UserError` if two packages claim it.
+        def add(found: Class) -> Class:
+            self._registered[name] = found
+            return found
+
+        return add
+
+    def find_object(self, name: str) -> Any:
+        """Return the class of a name.
+
+        Raises:
+            KeyError: if there is no such name.
+            UserError: if two classes claim it.
         """
-        if ":" not in name:
-            return import_object(self.path_of(name))
-        return import_object(name) if name.partition(":")[0] in sys.modules else None
-
-    def path_of(self, name: str) -> str:
-        """Return the import path of a name. Raises `KeyError`, or `UserError` if two packages claim it."""
-        claims = _entry_points(self.group).get(name, ())
-        packages = [_package(each) for each in claims]
-        if claims and name in self.built_in:
+        registered = self._registered.get(name)
+        paths = {each.value for each in _entry_points(self.group).get(name, ())}
+        if name in self.built_in:
+            paths.add(self.built_in[name])
+        if registered is not None:
+            paths.add(path_of(registered))
+        if not paths:
+            raise KeyError(name)
+        if len(paths) > 1:
             raise UserError(
-                f'the package {packages[0]} has an entry point "{name}" in the group {self.group}, but this '
-                f"{self.section} is built in; give that entry point another name"
+                f'{" and ".join(sorted(paths))} both claim the name "{name}" of an {self.section}; give one of them '
+                "another name, or uninstall its package"
             )
-        if len(claims) > 1:
-            raise UserError(
-                f'the packages {" and ".join(packages)} both have an entry point "{name}" in the group {self.group}; '
-                f"uninstall one of them, or name the class by its import path, such as {claims[0].value}"
-            )
-        return claims[0].value if claims else self.built_in[name]
+        return import_object(*paths) if registered is None else registered
 
 
 class Kinds(Names, Generic[Config]):
@@ -81,38 +87,30 @@ class Kinds(Names, Generic[Config]):
 
     base: type[Config]
 
-    def __init__(self, section: str, *, group: str, built_in: Mapping[str, str]) -> None:
-        super().__init__(section, group=group, built_in=built_in)
-        self._found: dict[str, type[Config]] = {}
-
     def __set_name__(self, owner: type[Config], name: str) -> None:
         self.base = owner
 
     def configs(self) -> list[type[Config]]:
-        """Return the config classes of this project, and those of other packages that were found already."""
-        return list(dict.fromkeys([*map(self.find, self.built_in), *self._found.values()]))
+        """Return the config classes of this project, and those that were registered already."""
+        return list(dict.fromkeys(map(self.find, [*self.built_in, *self._registered])))
 
     def find(self, kind: str) -> type[Config]:
-        """Return the config class of a kind; for an import path whose module is not imported, a class of bare values.
+        """Return the config class of a kind.
 
         Raises:
             KeyError: if there is no such kind.
-            UserError: if two packages claim the name, or if the class has no config that can be used.
+            UserError: if two classes claim it, or if an entry point names no config class of that kind.
         """
-        if kind not in self._found:
-            found = self.find_object(kind)
-            if found is None:
-                return self._not_imported
-            self._found[kind] = self._config_of(found, kind)
-        return self._found[kind]
+        found = self.find_object(kind)
+        if not (isinstance(found, type) and issubclass(found, self.base) and kind in kinds_of(found)):
+            raise UserError(
+                f"{path_of(found)} is no {self.section} of the kind {kind}; name a subclass of {path_of(self.base)} "
+                f'that declares `kind: Literal["{kind}"] = "{kind}"`'
+            )
+        return found
 
-    def parse(self, value: Any, info: ValidationInfo) -> Any:
-        """Return the config of a section's values: a pydantic validator, before the check for the base class.
-
-        In the context `KEEP_UNKNOWN`, an unknown kind gives a class of bare values.
-        """
-        if isinstance(value, self.base):
-            check_usable(type(value))
+    def parse(self, value: Any) -> Any:
+        """Return the config of a section's values: a pydantic validator, before the check for the base class."""
         if not isinstance(value, dict):
             return value
         if KIND not in value:
@@ -121,145 +119,49 @@ class Kinds(Names, Generic[Config]):
         try:
             config = self.find(kind if isinstance(kind, str) else repr(kind))
         except KeyError:
-            if info.context == KEEP_UNKNOWN:
-                return self._not_imported.model_validate(value)
             expected = ", ".join(map(repr, self.names()))
             tag = {"discriminator": "'kind'", "tag": str(kind), "expected_tags": expected}
             raise PydanticKnownError("union_tag_invalid", tag) from None
-        if config.is_imported and has_path(config):
-            value = value | {KIND: import_path(config)}  # a class has one name in the configs of all runs
         try:
             return config.model_validate(value)
         except ValidationError as error:
             raise _inside(kind, error) from None
 
-    def check_named(self, config: KindConfig) -> None:
-        """Raise `UserError` if the kind of a config names another class than its own.
-
-        A command builds what the kind names. So a class that has inherited the kind of another one would be replaced.
-        """
-        own = type(config)
-        if not config.is_imported or config.kind == import_path(own):
-            return
-        try:
-            named = import_path(self.find(config.kind))
-        except KeyError:
-            named = f"no class of an entry point in the group {self.group}"
-        if named != import_path(own):
-            base = f"{self.base.__module__}:{self.base.__qualname__}"
-            raise UserError(
-                f'the class {import_path(own)} has the kind "{config.kind}", which names {named}, so it would not be '
-                f'used; derive it from {base}, or add the line `kind: str = ""`, which makes its import path its kind'
-            )
-
-    def _config_of(self, found: object, kind: str) -> type[Config]:
-        """Return the config class of what a kind names. Raises `UserError` if there is none."""
-        config = found if self._is_config(found) else getattr(found, CONFIG, None)
-        if not self._is_config(config):
-            base = f"{self.base.__module__}:{self.base.__qualname__}"
-            raise UserError(
-                f"{kind} has no config, so it is no {self.section}; name a subclass of {base}, or set its "
-                f"attribute {CONFIG} to one"
-            )
-        config = cast(type[Config], config)
-        check_usable(config)
-        if not has_path(config) and kind not in kinds_of(config):
-            declared = " or ".join(kinds_of(config))
-            raise UserError(
-                f"the class {import_path(config)} declares the kind {declared}, so it cannot be named {kind}; leave "
-                f"the field `kind` out of that class, or register it as {declared} by an entry point in the group "
-                f"{self.group}"
-            )
-        return config
-
-    def _is_config(self, found: object) -> bool:
-        return isinstance(found, type) and issubclass(found, self.base) and found is not self.base
-
-    @cached_property
-    def _not_imported(self) -> type[Config]:
-        """Return a class that keeps any values, for a config that is only read, compared and shown."""
-        name = f"NotImported{self.base.__name__}"
-        members = {"model_config": ConfigDict(extra="allow"), "is_imported": False, "__module__": __name__}
-        metaclass: Any = type(self.base)
-        return cast(type[Config], metaclass(name, (self.base,), members))
-
 
 class KindConfig(Schema):
-    """The base of a config that is chosen by its `kind`. A subclass beside its class may leave `kind` out.
-
-    The kind of such a subclass is its import path.
+    """The base of a config that is chosen by its `kind`. Defining a subclass that declares kinds registers it.
 
     Attributes:
         kinds: where the configs of this room are found.
-        is_imported: False for the values of a class whose module was not imported.
     """
 
     kinds: ClassVar[Kinds[Any]]
-    is_imported: ClassVar[bool] = True
 
     kind: Line = ""
 
-    @model_validator(mode="before")
     @classmethod
-    def _is_named_by_its_path(cls, values: Any) -> Any:
-        if isinstance(values, dict) and has_path(cls):
-            return {KIND: import_path(cls)} | values
-        return values
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        if KIND in cls.__annotations__:
+            for kind in kinds_of(cls):
+                cls.kinds.register(kind)(cls)
+
+    @model_validator(mode="after")
+    def _is_the_class_of_its_kind(self) -> Self:
+        """Refuse a class that has inherited its kind: a command that reads the config would build the other class."""
+        if self.kind not in self.kinds.names() or self.kinds.find(self.kind) is not type(self):
+            raise ValueError(
+                f"the class {path_of(type(self))} has no kind of its own; declare one in it, such as `kind: "
+                'Literal["mine"] = "mine"`'
+            )
+        return self
 
     def check(self, run: Any) -> None:
         """Raise `UserError` if this section does not fit the other settings of `run`, a `trainer.config.RunConfig`."""
 
-    def require_import(self) -> Self:
-        """Return this config. Raises `UserError` if it only holds the values of a class that was not imported."""
-        if not self.is_imported and ":" not in self.kind:
-            raise UserError(
-                f"the {self.kinds.section} {self.kind} is of a package that is not installed here; install the package "
-                "with which the run was trained"
-            )
-        if not self.is_imported:
-            raise UserError(
-                f"the {self.kinds.section} {self.kind} is code that a file names, and reading a file imports no code; "
-                "if you trust the writer of that file, pass --allow-code, or import the module first"
-            )
-        return self
 
-
-def check_usable(config: type[KindConfig]) -> None:
-    """Raise `UserError` if a config class is not frozen, or if it accepts unknown keys."""
-    for option, wanted in (("frozen", True), ("extra", "forbid")):
-        if config.is_imported and (found := config.model_config.get(option)) != wanted:
-            raise UserError(
-                f"the config {config.__module__}:{config.__qualname__} has {option}={found!r}, but the config of a run "
-                f"must be frozen and refuse unknown keys; leave {option} out of its model_config"
-            )
-
-
-def import_paths(values: Any) -> Iterator[str]:
-    """Yield the import paths among the kinds in the values of a config.
-
-    Only its user may decide that these are imported; a file may come from a stranger.
-    """
-    if isinstance(values, Mapping):
-        kind = values.get(KIND)
-        if isinstance(kind, str) and ":" in kind:
-            yield kind
-        for inner in values.values():
-            yield from import_paths(inner)
-
-
-def import_typed(overrides: Sequence[str]) -> None:
-    """Import the modules of the import paths that the user has typed in overrides such as "objective.kind=a.b:C".
-
-    Raises `UserError` like `import_object`.
-    """
-    for text in overrides:
-        setting = parse_setting(text)
-        import_code({setting.path[-1]: setting.value})
-
-
-def unimported(config: BaseModel) -> list[KindConfig]:
-    """Return the sections of a config whose classes were not imported."""
-    return [section for section in sections(config) if not section.is_imported]
+def path_of(found: Any) -> str:
+    """Return the import path of a class."""
+    return f"{found.__module__}:{found.__qualname__}"
 
 
 def sections(config: BaseModel) -> Iterator[KindConfig]:
@@ -271,38 +173,6 @@ def sections(config: BaseModel) -> Iterator[KindConfig]:
             yield from sections(value)
 
 
-def check_kinds(config: BaseModel) -> None:
-    """Raise `UserError` if a run would build another class than that of a section.
-
-    The config of a run holds the kind of a section, or the values of one that has a class of this project.
-    """
-    for section in sections(config):
-        section.kinds.check_named(section)
-    for name, other in _of_other_classes(config):
-        own = type(other)
-        raise UserError(
-            f"the section {name} has the class {import_path(own)}, which is derived from {own.mro()[1].__name__}, and "
-            "a run would use that in its place; this section takes no class of your own"
-        )
-
-
-def _of_other_classes(config: BaseModel) -> Iterator[tuple[str, BaseModel]]:
-    """Yield the name and the value of each section without a kind whose class is not one of its field's annotation."""
-    for name, value in config:
-        field = type(config).model_fields.get(name)
-        if isinstance(value, BaseModel) and field is not None:
-            if not isinstance(value, KindConfig) and type(value) not in types_in(field.annotation):
-                yield name, value
-            yield from _of_other_classes(value)
-
-
-def import_code(values: Any) -> None:
-    """Import the modules of the import paths among the kinds in `values`. Raises `UserError` like `import_object`."""
-    find_in_working_directory()
-    for path in import_paths(values):
-        import_object(path)
-
-
 @cache
 def _entry_points(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
     """Return the entry points of a group by their names."""
@@ -310,10 +180,6 @@ def _entry_points(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
     for each in entry_points(group=group):
         found[each.name] = (*found.get(each.name, ()), each)
     return found
-
-
-def _package(entry_point: EntryPoint) -> str:
-    return entry_point.value.partition(":")[0] if entry_point.dist is None else entry_point.dist.name
 
 
 _KNOWN_ERRORS: Final = frozenset(get_args(ErrorType))

@@ -173,13 +173,10 @@ class Schema(BaseModel):
         return hash((type(self), *(frozenset(each.items()) if isinstance(each, dict) else each for each in values)))
 
     @classmethod
-    def parse(cls, value: dict[str, Any], *, where: str, context: str | None = None) -> Self:
-        """Return the model of `value`. Raises `UserError` that names `where`, the key and the valid values.
-
-        `context` is for validators, such as `data_pipeline.core.kinds.KEEP_UNKNOWN`.
-        """
+    def parse(cls, value: dict[str, Any], *, where: str) -> Self:
+        """Return the model of `value`. Raises `UserError` that names `where`, the key and the valid values."""
         try:
-            return cls.model_validate(value, context=context)
+            return cls.model_validate(value)
         except ValidationError as error:
             raise UserError(f"{where}: {describe(error, cls)}") from None
 

@@ -2,7 +2,7 @@
 
 A section is given by its annotations, such as `SGDConfig | AdamConfig | None`. The models of one section differ in
 their field `kind`, a literal of one or several names. A base class with `Kinds` (`data_pipeline.core.kinds`) stands for
-all models that its kinds name; a model of another package may have its import path as its kind.
+all models that its kinds name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pydantic import BaseModel
 
 KIND: Final = "kind"
 KINDS: Final = "kinds"  # the attribute of a base class that holds its `Kinds`
-CONFIG: Final = "Config"  # the attribute of a class that holds its config class
 
 
 def members_of(annotations: Iterable[Any]) -> list[Any]:
@@ -51,19 +50,7 @@ def field_of(models: Iterable[type[BaseModel]], name: str) -> list[Any]:
 
 def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:
     """Return the kinds of a model; an empty tuple if it has no field `kind`."""
-    if KIND not in model.model_fields:
-        return ()
-    return get_args(model.model_fields[KIND].annotation) or ((import_path(model),) if has_path(model) else ())
-
-
-def has_path(model: type[BaseModel]) -> bool:
-    """Return whether the kind of a model is its import path, because it could declare a kind and does not."""
-    return hasattr(model, KINDS) and model.model_fields[KIND].annotation is str
-
-
-def import_path(model: type[BaseModel]) -> str:
-    """Return the import path of a model, without an ending `.Config`."""
-    return f"{model.__module__}:{model.__qualname__}".removesuffix(f".{CONFIG}")
+    return get_args(model.model_fields[KIND].annotation) if KIND in model.model_fields else ()
 
 
 def models_of_kind(models: list[type[BaseModel]], values: Mapping[str, Any]) -> list[type[BaseModel]]:

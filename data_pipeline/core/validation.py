@@ -14,6 +14,7 @@ from data_pipeline.core.sections import KIND, field_of, kinds_of, members_of, mo
 
 _MAX_SHOWN = 80  # characters of a value
 
+_OTHER_KINDS = "; others are registered by --code FILE or an installed package"
 _TYPES = {
     "int": "a whole number",
     "float": "a number",
@@ -85,7 +86,9 @@ def _sentence(path: str, problems: list[tuple[Mapping[str, Any], list[Any]]]) ->
             kinds = names_at(annotations)
             given = value.get(KIND) if isinstance(value, dict) else getattr(value, KIND, None)
             stated = f"is {_shown(given)}" if problem["type"] == "union_tag_invalid" else "is missing"
-            return f"{_join(path, KIND)} {stated}{nearest(str(given), kinds)}"
+            near = nearest(str(given), kinds)
+            others = "" if near.startswith("; did") else _OTHER_KINDS
+            return f"{_join(path, KIND)} {stated}{near}{others}"
         case "value_error" | "assertion_error":
             message = str(context.get("error", problem["msg"]))
             if message.startswith("it must") and path:

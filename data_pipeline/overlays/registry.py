@@ -17,8 +17,8 @@ import pydantic_core
 import safetensors
 import safetensors.torch
 
-from data_pipeline.core.errors import UserError, nearest
-from data_pipeline.core.kinds import Names
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.kinds import Names, path_of
 from data_pipeline.core.schema import Schema
 from data_pipeline.overlays import Overlay
 from data_pipeline.storage.files import read_regular
@@ -42,41 +42,30 @@ MAX_OVERLAY_BYTES: Final = 1 << 30
 _HEADER_KEY: Final = "overlay"
 
 
-class OverlayNotImportedError(UserError):
-    """The error of a dataset whose overlay `kind` is an import path of a module that is not imported."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__(
-            f"the overlay {kind} is code that a dataset names, and reading data imports no code; register it by an "
-            f"entry point in the group {NAMES.group} and build the dataset by that name, which every command finds, or "
-            "import its module in the recipe, which training alone reads; if you trust the writer of the dataset, "
-            "commands of data_pipeline take --allow-code"
-        )
-        self.kind = kind
-
-
 class OverlayHeader(Schema):
-    """The header of an overlay file: the overlay's name or import path, and its options."""
+    """The header of an overlay file: the overlay's name and its options."""
 
     kind: str
     options: dict[str, str | int | float]
 
 
 def kind_of(overlay: Overlay) -> str:
-    """Return the name of an overlay's class, or its import path if it has no name."""
-    path = f"{type(overlay).__module__}:{type(overlay).__qualname__}"
-    return next((name for name in NAMES.names() if NAMES.path_of(name) == path), path)
+    """Return the name of an overlay's class. Raises `UserError` if it has none."""
+    for name in NAMES.names():
+        if NAMES.find_object(name) is type(overlay):
+            return name
+    raise UserError(
+        f"{path_of(type(overlay))} has no name; register it by `@data_pipeline.overlays.registry.NAMES.register(...)`"
+    )
 
 
 def find_overlay(kind: str) -> type[Overlay]:
-    """Return the class of a name, or of an import path whose module is imported already.
+    """Return the class of a name.
 
-    Raises `KeyError` if there is no such name, `OverlayNotImportedError` if the module is not imported, and `UserError`
-    if what it names is no overlay, or if two packages claim the name.
+    Raises `KeyError` if there is no such name, and `UserError` if what it names is no overlay, or if two classes claim
+    the name.
     """
     found = NAMES.find_object(kind)
-    if found is None:
-        raise OverlayNotImportedError(kind)
     if not (isinstance(found, type) and issubclass(found, Overlay)):
         raise UserError(f"{kind} is no overlay; name a subclass of {Overlay.__module__}.{Overlay.__qualname__}")
     return found
@@ -103,8 +92,8 @@ def save_overlay(overlay: Overlay, path: Path) -> str:
 def load_overlay(path: Path, *, sha256: str | None) -> Overlay:
     """Load the overlay that `save_overlay` wrote, on the CPU.
 
-    Raises `UserError` if the file is missing or damaged, if its digest is not `sha256` (None accepts any), or if this
-    version does not know the overlay; `OverlayNotImportedError` if the file is sound so far, and names other code.
+    Raises `UserError` if the file is missing or damaged, if its digest is not `sha256` (None accepts any), or if the
+    overlay is not known; it may need `--code`.
     """
     try:
         data = read_regular(path, max_bytes=MAX_OVERLAY_BYTES)
@@ -121,7 +110,9 @@ def load_overlay(path: Path, *, sha256: str | None) -> Overlay:
     try:
         overlay_class = find_overlay(kind)
     except KeyError:
-        raise UserError(f'{path} holds an unknown overlay "{kind}"{nearest(kind, NAMES.names())}') from None
+        raise UserError(
+            f'{path} holds an unknown overlay "{kind}"; it is registered by --code FILE or an installed package'
+        ) from None
     try:
         return overlay_class(**buffers, **header.options)
     except (ValueError, TypeError) as error:

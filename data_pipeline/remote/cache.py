@@ -62,8 +62,6 @@ class RemoteConfig(Schema):
         stall_seconds: an attempt that receives no byte for this time is given up.
         file_seconds: the time for all attempts at one file together.
         num_attempts: the number of attempts at a file, with pauses of 0.5, 1, 2, ... up to 16 seconds between them.
-        read_back_from: the file from which the location was read; None if the user typed it. Not a setting:
-            `trainer.config.read_config` sets it, whatever the file says, for `refuse_untyped_command`.
     """
 
     cache_dir: Line | None = None
@@ -71,7 +69,6 @@ class RemoteConfig(Schema):
     stall_seconds: Seconds = 30.0
     file_seconds: Seconds = 600.0
     num_attempts: Annotated[int, Field(ge=1, le=1_000)] = 10
-    read_back_from: Line | None = Field(default=None, exclude=True)
 
 
 def is_remote(location: str | Path) -> bool:
@@ -82,17 +79,6 @@ def is_remote(location: str | Path) -> bool:
         (True, True, False)
     """
     return isinstance(location, str) and re.match(r"[a-z][a-z0-9+.-]*://", location) is not None
-
-
-def is_command(location: str) -> bool:
-    """Return whether a location is a `pipe:` command, which nothing reads."""
-    return location.startswith("pipe:")
-
-
-def refuse_untyped_command(location: str, config: RemoteConfig) -> None:
-    """Raise `UserError` if `location` is a command from a file."""
-    if is_command(location) and config.read_back_from is not None:
-        raise UserError(f"{config.read_back_from} names the location {location!r}, a command, which nothing reads")
 
 
 def file_url(location: str, name: str) -> str:

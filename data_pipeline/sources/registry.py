@@ -1,4 +1,4 @@
-"""Find sources of pictures by name: those of this project, of installed packages, and import paths."""
+"""Find sources of pictures by name: those of this project, of installed packages, and of code that was imported."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from types import MappingProxyType
 from typing import Final
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.imports import find_in_working_directory, import_object
 from data_pipeline.core.kinds import Names
 from data_pipeline.sources import PictureSource
 
@@ -25,14 +24,12 @@ NAMES: Final = Names("source", group="sources", built_in=PICTURE_SOURCES)
 
 
 def find_source(name: str) -> type[PictureSource]:
-    """Return the class of a source of pictures. Imports the module of an import path, so the user must have typed it.
+    """Return the class of a source of pictures.
 
-    Raises `KeyError` if there is no such name, and `UserError` if two packages claim it, if a module cannot be found,
-    or if what it names cannot be opened.
+    Raises `KeyError` if there is no such name, and `UserError` if two classes claim it, or if what it names cannot be
+    opened.
     """
-    if ":" in name:
-        find_in_working_directory()
-    found = import_object(name) if ":" in name else NAMES.find_object(name)
+    found = NAMES.find_object(name)
     if not (isinstance(found, type) and callable(getattr(found, "open", None))):
         raise UserError(f"{name} is no source of pictures; name a class with a class method open(given: SourceInputs)")
     return found

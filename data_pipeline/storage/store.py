@@ -23,9 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.core.errors import UserError, printable
-from data_pipeline.core.kinds import import_code
 from data_pipeline.core.sample import BadSample, sample_key
-from data_pipeline.core.sections import KIND
 from data_pipeline.overlays import Overlay
 from data_pipeline.overlays.registry import load_overlay
 from data_pipeline.remote.cache import RemoteConfig, RemoteShards, is_remote
@@ -70,9 +68,8 @@ class SampleStore:
         known_bad: samples that are not whole in local shards whose size is not that in the manifest; () if remote.
         shard_ends: (num_shards,) int64, the index after the last sample of each shard.
 
-    A `manifest` that was read already is not read again. `allow_code` imports the module of an online overlay that is
-    named by an import path. Raises `UserError` if the manifest, a shard or the overlay of a local dataset is missing,
-    if there is no such module, or if fewer than a tenth of its bytes or of its samples are there.
+    A `manifest` that was read already is not read again. Raises `UserError` if the manifest, a shard or the overlay of
+    a local dataset is missing, or if fewer than a tenth of its bytes or of its samples are there.
     """
 
     def __init__(
@@ -81,7 +78,6 @@ class SampleStore:
         *,
         remote: RemoteConfig = _REMOTE,
         manifest: Manifest | None = None,
-        allow_code: bool = False,
     ) -> None:
         self.remote = remote
         self.location: str | Path = str(location) if is_remote(location) else dataset_directory(location)
@@ -94,8 +90,6 @@ class SampleStore:
             self.manifest = files.manifest
         self.overlay: Overlay | None = None
         if self.manifest.overlay is not None and self.manifest.is_online:
-            if allow_code:
-                import_code({KIND: self.manifest.overlay.kind})
             path = files / OVERLAY_NAME if isinstance(files, Path) else files.path(OVERLAY_NAME)
             self.overlay = load_overlay(path, sha256=self.manifest.overlay.sha256)
         self._shards: Shards

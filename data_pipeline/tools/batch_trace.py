@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> None:
     """Print one line for each batch. Steps count from the start of training, as in metrics and checkpoints."""
     try:
         for line in trace(
-            _opened(args.locations, args.weights, allow_code=args.allow_code),
+            _opened(args.locations, args.weights),
             num_ranks=args.ranks,
             num_workers=args.workers,
             global_batch_size=args.batch_size,
@@ -46,13 +46,13 @@ def run(args: argparse.Namespace) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _opened(locations: Sequence[str], weights: Sequence[float] | None, *, allow_code: bool) -> SampleStore | Mixture:
+def _opened(locations: Sequence[str], weights: Sequence[float] | None) -> SampleStore | Mixture:
     """Open a dataset, or several as a mixture.
 
     Raises `UserError` if there is not a positive weight for each, if a directory is given twice, or as `Mixture` does.
     """
     if len(locations) == 1:
-        return SampleStore(locations[0], allow_code=allow_code)
+        return SampleStore(locations[0])
     weights = [1.0] * len(locations) if weights is None else weights
     if len(weights) != len(locations) or not all(0 < weight < math.inf for weight in weights):
         raise UserError(f"--weights must be {len(locations)} positive numbers, one for each DIR, got {weights}")
@@ -61,7 +61,7 @@ def _opened(locations: Sequence[str], weights: Sequence[float] | None, *, allow_
         if (path := Path(location).resolve()) in first:
             raise UserError(f"{first[path]} and {location} are the same directory; name each once")
         first[path] = location
-    sources = tuple(MixtureSource(location, SampleStore(location, allow_code=allow_code)) for location in locations)
+    sources = tuple(MixtureSource(location, SampleStore(location)) for location in locations)
     return Mixture(sources, (WeightsFrom(0, tuple(weights)),))
 
 

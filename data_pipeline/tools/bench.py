@@ -201,7 +201,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("--batch-size and --seconds must be above 0 and --max-workers at least 0")
     if args.shuffle_shards is not None and args.shuffle_shards < 1:
         raise UserError(f"--shuffle-shards must be at least 1, got {args.shuffle_shards}")
-    device, store = named_device(args.device), SampleStore(args.location, allow_code=args.allow_code)
+    device, store = named_device(args.device), SampleStore(args.location)
     if args.batch_size > len(store):
         raise UserError(
             f"--batch-size is {args.batch_size}, but {args.location} has {len(store)} samples; give {len(store)} or "

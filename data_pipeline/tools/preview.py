@@ -38,9 +38,9 @@ Point = TypeVar("Point", np.uint8, np.bool_)
 Caption = tuple[str, tuple[int, int, int]]  # a line of text and its colour
 
 
-def draw_grid(location: str, *, num_samples: int, allow_code: bool = False) -> Image.Image:
+def draw_grid(location: str, *, num_samples: int) -> Image.Image:
     """Draw the first `num_samples` samples, up to ten in a row. Samples of all classes come first in a build."""
-    store = SampleStore(location, allow_code=allow_code)
+    store = SampleStore(location)
     manifest = store.manifest
     batch = next(read_all(store, batch_size=min(num_samples, manifest.num_samples)))
     pictures = pictures_of(batch, manifest)
@@ -169,7 +169,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--samples must be at least 1, got {args.samples}")
     if args.out.suffix.lower() != ".png":
         raise UserError(f"--out {args.out} does not end in .png; a preview is written as PNG")
-    grid = draw_grid(args.location, num_samples=args.samples, allow_code=args.allow_code)
+    grid = draw_grid(args.location, num_samples=args.samples)
     try:
         grid.save(args.out)
     except (FileNotFoundError, PermissionError) as error:

@@ -29,14 +29,12 @@ import torch
 from numpy.typing import NDArray
 
 from data_pipeline.audio.waveform import decode_wav
-from data_pipeline.core.errors import UserError, printable
-from data_pipeline.core.kinds import import_code
+from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Sample, sample_key
-from data_pipeline.core.sections import KIND
 from data_pipeline.loading.decode import decode, decode_label, label_ranges
 from data_pipeline.overlays import PixelOverlay
-from data_pipeline.overlays.registry import OverlayNotImportedError, kind_of, load_overlay
+from data_pipeline.overlays.registry import kind_of, load_overlay
 from data_pipeline.remote.cache import RemoteConfig, fetch_manifest, fetched, is_remote
 from data_pipeline.remote.fetch import Expected
 from data_pipeline.storage.files import map_regular, read_regular
@@ -89,13 +87,11 @@ class Verification:
         location: the location as given.
         manifest: the manifest of the dataset.
         num_problems, num_sound, num_bytes: the number of problems, intact samples, and bytes of shards so far.
-        not_checked: a sentence for each part that cannot be checked here so far, which is no problem of the dataset.
 
-    `allow_code` imports the module of an overlay that is named by an import path. The constructor raises `UserError` if
-    `location` holds no dataset, if the table of its shards is wrong, or if there is no such module.
+    The constructor raises `UserError` if `location` holds no dataset, or if the table of its shards is wrong.
     """
 
-    def __init__(self, location: str | Path, *, remote: RemoteConfig = _REMOTE, allow_code: bool = False) -> None:
+    def __init__(self, location: str | Path, *, remote: RemoteConfig = _REMOTE) -> None:
         self.location = location
         self._remote = remote
         self._directory = None if is_remote(location) else Path(location)
@@ -107,9 +103,6 @@ class Verification:
             with self._file(SHARD_TABLE_NAME, Expected(sha256=table.sha256)) as path:
                 self._shards = ShardTable(path, self.manifest)
         self.num_problems = self.num_sound = self.num_bytes = 0
-        self.not_checked: list[str] = []
-        if allow_code and self.manifest.overlay is not None:
-            import_code({KIND: self.manifest.overlay.kind})
 
     def problems(self) -> Iterator[DatasetProblem]:
         """Yield every problem, in the order of the shards. If there is none, each byte is as it was built.
@@ -120,15 +113,13 @@ class Verification:
         - Each tar is whole and holds the expected samples in order, each with its members side by side.
         - Pictures or sounds, masks and labels decode and fit the manifest.
         - Counts, mean and std in the manifest agree with the samples.
-        - The source digests and the online overlay are right. An overlay of code that is not imported is only compared
-          with its hash, and then in `not_checked`.
+        - The source digests and the online overlay are right.
 
         For tars of others: each has the size that it had when it was indexed, and a local one is whole and holds
         nothing behind its end mark. Its own headers confirm the place of each picture, each picture decodes, and the
         counts of the labels agree with the manifest.
         """
         self.num_problems = self.num_sound = self.num_bytes = 0
-        self.not_checked = []
         for problem in self._problems() if self.manifest.tars is None else self._problems_of_tars():
             self.num_problems += 1
             yield problem
@@ -171,7 +162,7 @@ class Verification:
         manifest = self.manifest
         assert manifest.tars is not None
         try:
-            store = self._store_of_tars()
+            store = SampleStore(self.location, remote=self._remote)
         except UserError as error:
             yield DatasetProblem(str(self.location), None, str(error))
             return
@@ -204,28 +195,11 @@ class Verification:
                 if (problem := tar_end(data, end=read_contents(data).end).problem) is not None:
                     yield DatasetProblem(Path(name).name, None, problem)
 
-    def _store_of_tars(self) -> SampleStore:
-        """Open the tars, without their overlay if it is of code that is not imported. Raises like `SampleStore`."""
-        try:
-            return SampleStore(self.location, remote=self._remote)
-        except OverlayNotImportedError as error:
-            self._leave_out_overlay(error.kind)
-            return SampleStore(self.location, remote=self._remote, manifest=_without_overlay(self.manifest))
-
-    def _leave_out_overlay(self, kind: str) -> None:
-        """Note that the online overlay is not checked, because its code is not imported."""
-        self.not_checked.append(
-            f"{OVERLAY_NAME}: not checked beyond its hash: the overlay {printable(kind)} is code that the dataset "
-            "names, and reading data imports no code; if you trust its writer, pass --allow-code"
-        )
-
     @property
     def summary(self) -> str:
         """Return one line about the result: samples, shards, bytes, sizes and classes."""
         manifest = self.manifest
         found = f"has {self.num_problems} problem{'s' * (self.num_problems > 1)}" if self.num_problems else "is sound"
-        if self.not_checked:
-            found += f" ({len(self.not_checked)} part not checked)"
         samples = f"{manifest.num_samples} samples"
         if self.num_problems:
             samples = f"{self.num_sound} of {manifest.num_samples} samples sound"
@@ -268,11 +242,6 @@ class Verification:
         try:
             with self._file(OVERLAY_NAME, Expected(sha256=manifest.overlay.sha256)) as path:
                 overlay = load_overlay(path, sha256=manifest.overlay.sha256)
-        except OverlayNotImportedError as error:
-            if error.kind != manifest.overlay.kind:
-                return f"holds the overlay {error.kind}, but {MANIFEST_NAME} says {manifest.overlay.kind}"
-            self._leave_out_overlay(error.kind)
-            return None
         except UserError as error:
             return str(error) if self._directory is None else str(error).removeprefix(f"{path} ")
         more = {name: label for name, label in manifest.more_labels.items() if label.given_by == "overlay"}
@@ -372,14 +341,6 @@ class Verification:
             return b""
 
 
-def _without_overlay(manifest: Manifest) -> Manifest:
-    """Return the manifest of the same tars without their online overlay, which gives labels too."""
-    stored = manifest.stored_labels
-    more = {name: label for name, label in manifest.more_labels.items() if name in stored}
-    names = manifest.label_names.model_copy(update={"overlay": ()})
-    return manifest.model_copy(update={"overlay": None, "label_names": names, "more_labels": more})
-
-
 def _ends_in_zeros(data: memoryview, end: int) -> bool:
     """Return whether a tar has its end marker after the last member, so that it is not cut short or overwritten."""
     starts = range(end, len(data), _BLOCK)
@@ -444,11 +405,9 @@ def _decode_png(name: str, data: bytes, shape: tuple[int, int, int]) -> torch.Te
 
 
 def run(args: argparse.Namespace) -> None:
-    verification = Verification(args.location, allow_code=args.allow_code)
+    verification = Verification(args.location)
     for problem in verification.problems():
         print(problem)
-    for sentence in verification.not_checked:
-        print(sentence)
     print(verification.summary)
     if verification.num_problems:
         print(verification.remedy, file=sys.stderr)

@@ -102,7 +102,7 @@ def test_a_status_shows_the_error_of_rank_1_and_not_that_of_rank_0_which_lost_it
         "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "launch/train.py"],
         "local": ["launch/slurm.py", "--executor", "local", "--tasks-per-node", "2", "--wait"],
     }[launcher]
-    command = [sys.executable, *words, *recipe, "--set", "views.kind=failing_views:FailingConfig"]
+    command = [sys.executable, *words, *recipe, "--code", "failing_views", "--set", "views.kind=failing"]
     command += ["--run-dir", str(tmp_path / "run")]
     environ = pausing(0, os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "FAILING_RANK": "1"})
     done = run_python(command, cwd=ROOT, env=environ)
@@ -162,7 +162,7 @@ def test_a_submission_says_which_gpus_of_this_machine_it_takes(
 def test_ctrl_c_in_a_terminal_saves_a_run_of_two_ranks(recipe: list[str], tmp_path: Path) -> None:
     """It reaches the launcher, the controller of submitit and the ranks."""
     words = [sys.executable, "launch/slurm.py", "--executor", "local", "--tasks-per-node", "2", "--wait", *recipe]
-    words += ["--set", "num_epochs=10000", "--set", SLOW_STEPS, "--run-dir", str(tmp_path / "run")]
+    words += ["--set", "num_epochs=10000", *SLOW_STEPS, "--run-dir", str(tmp_path / "run")]
     environ = pausing(0.1, os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     pipe = subprocess.PIPE
     process = PythonProcess(words, cwd=ROOT, env=environ, stdout=pipe, stderr=pipe, text=True, start_new_session=True)

@@ -65,8 +65,8 @@ def outcome(run_dir: RunDir) -> RankOutcome:
 @contextlib.contextmanager
 def study_here(data: Path, home: Path) -> Iterator[subprocess.Popen[str]]:
     """Start a study on this machine that would take long, in a session of its own."""
-    long = ["num_epochs=1000", "checkpoint_every_steps=10000", SLOW_STEPS]
-    words = [sys.executable, "launch/slurm.py", *recipe(data, *long), *TWO_AT_A_TIME, str(home)]
+    long = ["num_epochs=1000", "checkpoint_every_steps=10000"]
+    words = [sys.executable, "launch/slurm.py", *recipe(data, *long), *SLOW_STEPS, *TWO_AT_A_TIME, str(home)]
     environ = pausing(0.1, os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     pipe = subprocess.PIPE
     process = PythonProcess(words, cwd=ROOT, env=environ, stdout=pipe, stderr=pipe, text=True, start_new_session=True)

@@ -151,7 +151,7 @@ def test_the_first_ctrl_c_saves_and_stops_the_sweep_and_the_same_command_goes_on
         str(tmp_path / "study"),
     ]
     words += ["--set", "num_epochs=10", "--set", "checkpoint_every_steps=1000", "--set", "log_every_steps=1"]
-    words += ["--set", SLOW_STEPS]
+    words += SLOW_STEPS
     environ = pausing(0.2, os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     run_dirs = [tmp_path / "study" / f"debug-image-seed{seed}" for seed in (0, 1)]
     process = PythonProcess(words, cwd=ROOT, env=environ, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

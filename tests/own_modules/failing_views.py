@@ -18,7 +18,7 @@ _VIEWS_BEFORE = 2  # of the first step
 class FailingConfig(ExpertImageConfig):
     """The config of the default views under a name of its own."""
 
-    kind: Literal["failing_views:FailingConfig"] = "failing_views:FailingConfig"  # type: ignore[assignment]
+    kind: Literal["failing"] = "failing"  # type: ignore[assignment]
 
     def build(self, given: ViewsInputs) -> FailingViews:
         return FailingViews(self)

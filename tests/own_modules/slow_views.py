@@ -16,7 +16,7 @@ from trainer.views.policy import ViewsInputs
 class SlowConfig(ExpertImageConfig):
     """The config of the default views under a name of its own."""
 
-    kind: Literal["slow_views:SlowConfig"] = "slow_views:SlowConfig"  # type: ignore[assignment]
+    kind: Literal["slow"] = "slow"  # type: ignore[assignment]
 
     def build(self, given: ViewsInputs) -> SlowViews:
         return SlowViews(self)

@@ -121,7 +121,7 @@ class Training:
         self._last_step = self.step()
         command = [sys.executable, "launch/slurm.py", "--nodes", str(NUM_RANKS), "--config", RECIPE, *self._flags]
         command += ["--run-dir", str(self.run_dir.path)]
-        command += [word for setting in [*self._settings, SLOW_STEPS] for word in ("--set", setting)]
+        command += [*SLOW_STEPS, *(word for setting in self._settings for word in ("--set", setting))]
         done = run_python(command, cwd=ROOT, env=self._environ)
         assert done.returncode == 0, done.stderr
         (self.job_id,) = re.findall(r"^job (\d+): 4 rank\(s\) on 4 node\(s\)$", done.stdout, re.MULTILINE)

@@ -194,10 +194,10 @@ def test_on_one_machine_a_warning_stops_with_a_checkpoint(tmp_path: Path) -> Non
     data = write_tiny_pair(tmp_path / "data", num_train=64, num_test=20)
     run_dir = RunDir(tmp_path / "run")
     settings = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}", "data.num_workers=0"]
-    settings += ["global_batch_size=16", "num_epochs=1000", "tracking.wandb=disabled", SLOW_STEPS]
+    settings += ["global_batch_size=16", "num_epochs=1000", "tracking.wandb=disabled"]
     command = [sys.executable, "launch/slurm.py", "--executor", "local", "--tasks-per-node", "2", "--wait"]
     command += ["--config", "debug:image", "--run-dir", str(run_dir.path)]
-    command += [word for setting in settings for word in ("--set", setting)]
+    command += [*SLOW_STEPS, *(word for setting in settings for word in ("--set", setting))]
     environ = pausing(0.1, os.environ | {"OMP_NUM_THREADS": "1"})
     process = PythonProcess(command, cwd=ROOT, env=environ, text=True, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 120

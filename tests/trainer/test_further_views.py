@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import pytest
 import torch
@@ -35,6 +35,7 @@ class Spread(Objective):
 class SpreadConfig(BaseObjectiveConfig):
     """The config of `Spread`."""
 
+    kind: Literal["further_spread"] = "further_spread"
     takes_further_views: ClassVar[bool] = True
 
     def build(self, given: ObjectiveInputs) -> Spread:

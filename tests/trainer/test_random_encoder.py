@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from configs import resolve_recipe
-from tests.own_package import on_path
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.test_recorded_step import CPU, batch_of
 from trainer.build import Training, build_training
@@ -98,15 +96,10 @@ def test_the_gradient_is_that_of_the_loss(overrides: list[str]) -> None:
     torch.testing.assert_close((losses[0] - losses[1]) / (2 * length), expected, rtol=1e-5, atol=0)
 
 
-@pytest.fixture(autouse=True)
-def own_kinds() -> Iterator[None]:
-    """Forget the kinds of this file after each test, so that no later test finds them."""
-    with on_path():
-        yield
-
-
 class WithFunctionConfig(BaseEncoderConfig):
     """The config of an encoder of another package, which drops values without a layer for it."""
+
+    kind: Literal["with_function"] = "with_function"
 
     def build_trunk(self) -> WithFunction:
         return WithFunction()
@@ -123,7 +116,7 @@ class WithFunction(Trunk):
         return map_BCHW
 
 
-OWN = f"encoder={{kind: '{__name__}:WithFunctionConfig', embedding_size: 16, mean: [0.5, 0.5, 0.5], std: [1, 1, 1]}}"
+OWN = "encoder={kind: with_function, embedding_size: 16, mean: [0.5, 0.5, 0.5], std: [1, 1, 1]}"
 
 
 @pytest.mark.parametrize("encoder", [ENCODER, OWN])

@@ -38,13 +38,11 @@ class AnalysisOptions:
 
     step: the checkpoint (None: the newest; 0: untrained).
     seed: of all draws (None: the seed of the run).
-    allow_pipe: execute the `pipe:` locations in the run's config.
     """
 
     step: int | None = None
     device: torch.device = CPU
     seed: int | None = None
-    allow_pipe: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class LoadedRun:
 
 def load_run(run_dir: RunDir, options: AnalysisOptions) -> LoadedRun:
     """Load the modules of a run. Raises `UserError` if there is no such checkpoint."""
-    modules = load_modules(run_dir, step=options.step, allow_pipe=options.allow_pipe).to(options.device)
+    modules = load_modules(run_dir, step=options.step).to(options.device)
     return LoadedRun(run_dir, modules, options.device, seed_of(modules.config, options))
 
 
@@ -90,7 +88,7 @@ def read_test_pictures(run_dir: RunDir, options: AnalysisOptions, *, what_for: s
 
     Raises `UserError` if they are sounds; the message begins with `what_for`.
     """
-    config = read_run_config(run_dir, allow_pipe=options.allow_pipe)
+    config = read_run_config(run_dir)
     test = read_pictures(config.data.test_dir, read=config.data)
     refuse_sounds(test, run_dir, what_for=what_for)
     return config, test

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.kinds import check_kinds
 from trainer.exports.model_card import config_of_the_hub, model_card, model_card_of_run
 from trainer.models.encoder import Encoder
 from trainer.modules import TrainedModules
@@ -136,7 +135,6 @@ def _header_of(encoder: Encoder, *, name: str, step: int, git_commit: str | None
             "the encoder has no mean and std by which it normalises pictures; set them in its config, or pass "
             "normalization= to build_encoder"
         )
-    check_kinds(encoder.config)
     return ExportHeader(run=name, step=step, git_commit=git_commit, encoder=encoder.config)
 
 

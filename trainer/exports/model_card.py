@@ -14,6 +14,7 @@ from trainer.models.encoder import EncoderConfig, ResNetConfig, TimmConfig
 from trainer.modules import TrainedModules
 from trainer.objectives import BaseObjectiveConfig
 from trainer.open_settings import recorded_input_size
+from trainer.own_code import is_own
 from trainer.pretrained import HEADER_KEY, ExportHeader
 from trainer.probes.result import ProbeResult, read_result
 from trainer.provenance import RECORDED_NUM_SAMPLES
@@ -153,10 +154,14 @@ def _sections(
 def _code(header: ExportHeader, inputs: _Inputs) -> str:
     """Return the lines that load the encoder and read the features of eight random inputs.
 
-    An encoder that is named by its import path is found only if its module was imported.
+    The kind of an encoder of other code is known only if its module was imported.
     """
-    module, separator, _ = header.encoder.kind.partition(":")
-    own = f"import {module}  # the code of the encoder, which is not in this directory\n" if separator else ""
+    module = type(header.encoder).__module__
+    own = (
+        f"import {module}  # the code of the encoder, which is not in this directory\n"
+        if is_own(header.encoder)
+        else ""
+    )
     if inputs.sample_rate is not None:
         return (
             f"{own}import torch\nfrom data_pipeline.audio.log_mel import mel_config\n"
@@ -207,8 +212,6 @@ def _encoder(header: ExportHeader) -> str:
 
 
 def _labels_of(objective: BaseObjectiveConfig) -> str:
-    if not objective.is_imported:
-        return "not known: the code of the objective was not imported"
     return "read by the objective" if objective.needs_labels else _NO_LABELS
 
 

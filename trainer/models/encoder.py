@@ -459,7 +459,7 @@ def build_encoder(config: EncoderConfig, *, normalization: Normalization | None 
     if the config only holds the values of a class that was not imported. Raises `ValueError` if its form is not
     decided, or if `normalization` has another number of channels.
     """
-    trunk = config.require_import().build_trunk()
+    trunk = config.build_trunk()
     if config.batch_norm == "split":
         trunk.split_batch_norm(config.batch_norm_splits)
     elif config.batch_norm == "synchronized":

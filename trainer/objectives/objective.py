@@ -221,11 +221,8 @@ def contrastive_output(
 
 
 def build_objective(config: BaseObjectiveConfig, given: ObjectiveInputs) -> Objective:
-    """Return the objective of a config, with its weights from torch's default generator.
-
-    Raises `UserError` if the config only holds the values of a class that was not imported.
-    """
-    return config.require_import().build(given)
+    """Return the objective of a config, with its weights from torch's default generator."""
+    return config.build(given)
 
 
 # The type of a section `objective`: the config of any objective, found by its kind.

@@ -22,7 +22,7 @@ from trainer.data import Manifests, read_agreed_manifests, read_manifests
 from trainer.distributed.collectives import FirstRankExit, broadcast_object, is_known_to_all, on_first_rank, rank
 from trainer.modules import TrainedModules
 from trainer.observability.wandb_run import summarize
-from trainer.own_code import hashes_of_code, import_code_of, warn_of_changed_code
+from trainer.own_code import hashes_of_code, warn_of_changed_code
 from trainer.preflight import edited_config
 from trainer.pretrained import load_modules
 from trainer.probed_runs.options import ProbeOptions
@@ -73,10 +73,7 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
     Raises `UserError` if a checkpoint or a dataset is missing, if the datasets share too many samples, if the results
     would be written beside those of another run, or if the memory of the GPU is full.
     """
-    if options.allow_code:
-        on_first_rank(partial(import_code_of, [run_dir]))
-        import_code_of([run_dir])
-    read = partial(read_run_config, run_dir, allow_pipe=options.allow_pipe)
+    read = partial(read_run_config, run_dir)
     config = on_first_rank(read) or read()
     if rank() == 0:
         warn_of_changed_code([run_dir])
@@ -216,7 +213,7 @@ def is_probed(run_dir: RunDir, options: ProbeOptions) -> bool:
     """Tell whether a run has all results that `probe_run` would write with these options.
 
     A result counts if it is newer than its checkpoint, and has the settings and the data of the run. It must not be
-    known to be of another run, or of other code of the user's own than that of now, which `allow_code` imports. If the
+    known to be of another run, or of other code of the user's own than that of now. If the
     data are not at hand, the records of the run stand for them. A run with damaged files has none, so that `probe_run`
     says what is wrong. A finished run without checkpoints, such as an unpacked one, needs the results of its last step.
     """
@@ -229,7 +226,7 @@ def is_probed(run_dir: RunDir, options: ProbeOptions) -> bool:
     wanted = [(step or 0, False) for step in steps]
     wanted += [(0, True)] if options.pixels else []
     try:
-        own = read_run_config(run_dir, allow_pipe=options.allow_pipe, allow_code=options.allow_code)
+        own = read_run_config(run_dir)
         identity = run_identity(own, run_dir.read_provenance())
         data = _data_to_probe(run_dir, own, wanted=options.labels or own.probe.labels)
         for space in data.labels:

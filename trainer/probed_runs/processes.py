@@ -21,6 +21,7 @@ import torch
 
 from data_pipeline.core.environment import variable
 from data_pipeline.core.errors import UserError, printable, storage_problem
+from data_pipeline.core.imports import import_code
 from data_pipeline.core.processes import end_with_parent, worker_context
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.system import num_cores
@@ -116,6 +117,7 @@ def _probe(run_dir: RunDir, options: ProbeOptions, slot: int, sender: Connection
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the command ends this one
     end_with_parent()
     Progress.hide()
+    import_code(options.code)
     results, problem = None, ""
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
         try:

@@ -63,14 +63,12 @@ def probe_side_by_side(
     num_epochs: int | None = None,
     device: torch.device,
     allow_shared: float | None = None,
-    allow_pipe: bool = False,
 ) -> dict[str, dict[str, Accuracy]]:
     """Return the accuracies of each run, by its path, and of all side by side, by "side by side"; each by label.
 
     The encoders are those of the newest checkpoints. The probe is that of the first run, without views.
 
     labels, num_epochs, allow_shared: replace those of the first run's probe.
-    allow_pipe: as in `read_config`.
 
     Prints a warning if a run was trained on other data or with other code. Raises `UserError` for fewer than two runs,
     if a run is given twice, if the runs do not have the same train and test sets, or if these share too many samples.
@@ -78,7 +76,7 @@ def probe_side_by_side(
     if len(run_dirs) < 2:
         raise UserError(f"--side-by-side joins the features of two runs or more, and {len(run_dirs)} is given")
     _refuse_same(run_dirs)
-    configs = [read_run_config(run_dir, allow_pipe=allow_pipe) for run_dir in run_dirs]
+    configs = [read_run_config(run_dir) for run_dir in run_dirs]
     warn_of_changed_code(run_dirs)
     data, manifests = configs[0].data, _read_same_manifests(run_dirs, configs)
     count_shared(configs[0], manifests, allowed=allow_shared)
@@ -90,7 +88,7 @@ def probe_side_by_side(
     test = SampleStore(data.test_dir, remote=data.remote, manifest=manifests.test)
     by_name: dict[str, Encoder | SideBySide] = {}
     for run_dir in run_dirs:
-        modules = load_modules(run_dir, allow_pipe=allow_pipe)
+        modules = load_modules(run_dir)
         warn_of_other_data(modules, train=manifests.probed, test=manifests.test)
         by_name[str(run_dir.path)] = modules.encoder.to(device)
     by_name[TOGETHER] = SideBySide([encoder for encoder in by_name.values() if isinstance(encoder, Encoder)])

@@ -251,14 +251,12 @@ def read_runs(
     paths: Sequence[Path],
     *,
     probes_at: Path | None = None,
-    allow_pipe: bool = False,
     make_views: bool = True,
     index: RunIndex = _NO_INDEX,
 ) -> list[Run]:
     """Read every run, and make its grid of views if there is none of the newest checkpoint, and if the data are there.
 
     probes_at: a directory with further probe results, by the name of each run directory. They replace the run's own.
-    allow_pipe: as in `read_config`.
     make_views: whether to make grids of views, which takes seconds for each run.
     index: where metrics are read that did not change since the last report.
 
@@ -283,7 +281,7 @@ def read_runs(
             config,
             name,
             probe_places=of_run,
-            options=AnalysisOptions(allow_pipe=allow_pipe) if make_views else None,
+            options=AnalysisOptions() if make_views else None,
             index=index,
         )
         for run_dir, config, name, of_run in zip(directories, configs, names, places, strict=True)

@@ -145,10 +145,9 @@ def build_view_policy(config: BaseViewsConfig, *, image_channels: int, mel: MelC
     it (`MASK_OUTSIDE`, `MASK_BOX` and `MASK_OBJECT` of `data_pipeline.core.sample`). Every policy accepts it. Only a
     masked viewmaker reads it, and raises `ValueError` if it is None or of another type or shape.
 
-    Raises `ValueError` like `BaseViewsConfig.check_medium`, and `UserError` if the config only holds the values of a
-    class that was not imported.
+    Raises `ValueError` like `BaseViewsConfig.check_medium`.
     """
-    config.require_import().check_medium(mel)
+    config.check_medium(mel)
     return config.build(ViewsInputs(image_channels, mel))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -11,6 +13,7 @@ from trainer.models.trunk import Trunk
 
 
 class PatchesConfig(BaseEncoderConfig):
+    kind: Literal["seaside_patches"] = "seaside_patches"
     channels: LayerSize = 16
     patch_size: LayerSize = 4
 

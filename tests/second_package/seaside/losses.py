@@ -15,21 +15,14 @@ from trainer.objectives.objective import mean_cosine
 
 
 class TripletConfig(BaseObjectiveConfig):
+    kind: Literal["seaside_triplet"] = "seaside_triplet"
     margin: PositiveFactor = 0.5
 
     def build(self, given: ObjectiveInputs) -> Triplet:
         return Triplet(self)
 
 
-class NamedTripletConfig(TripletConfig):
-    """The same with a name, for an entry point."""
-
-    kind: Literal["seaside_triplet"] = "seaside_triplet"
-
-
 class Triplet(Objective):
-    Config = TripletConfig
-
     def __init__(self, config: TripletConfig) -> None:
         super().__init__()
         self.margin = config.margin

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +13,7 @@ from trainer.views import BaseViewsConfig, ViewsInputs
 
 
 class LightConfig(BaseViewsConfig):
+    kind: Literal["seaside_light"] = "seaside_light"
     darkest: PositiveShare = 0.5
 
     def build(self, given: ViewsInputs) -> Light:

@@ -622,9 +622,7 @@ def make_damaged_study(home: Path, data: Path) -> list[RunDir]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), ("--allow-code",)])
 def test_runs_that_cannot_be_probed_are_named_and_the_others_are_probed(
-    more: tuple[str, ...],
     data: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -632,7 +630,7 @@ def test_runs_that_cannot_be_probed_are_named_and_the_others_are_probed(
 ) -> None:
     study = make_damaged_study(tmp_path / "study", data)
     with pytest.raises(SystemExit) as end:
-        call(monkeypatch, tmp_path / "study", *more)
+        call(monkeypatch, tmp_path / "study")
     assert end.value.code == 1
     printed = capsys.readouterr()
     named = [line for line in printed.err.splitlines() if ": not probed: " in line]

@@ -232,7 +232,7 @@ def reading(result: ProbeResult) -> Reading:
     return Reading(result.linear.accuracy, result.num_test, right_N)
 
 
-def read_benchmark(paths: Sequence[Path], *, probes_at: Path | None = None, allow_pipe: bool = False) -> Benchmark:
+def read_benchmark(paths: Sequence[Path], *, probes_at: Path | None = None) -> Benchmark:
     """Read the run directories of a suppression study.
 
     probes_at: a directory with further probe results, as for `trainer.reports.runs.read_runs`.
@@ -241,7 +241,7 @@ def read_benchmark(paths: Sequence[Path], *, probes_at: Path | None = None, allo
     """
     directories = [open_run(path) for path in paths]
     elsewhere = directories if probes_at is None else places_of_probes(directories, probes_at)
-    runs = [_read(own, other, allow_pipe=allow_pipe) for own, other in zip(directories, elsewhere, strict=True)]
+    runs = [_read(own, other) for own, other in zip(directories, elsewhere, strict=True)]
     placed = [run for run in runs if all(name in run.factors for name in FACTORS)]
     if not placed:
         raise UserError(
@@ -285,8 +285,8 @@ def _with_alike_monitors(runs: Sequence[StudyRun]) -> tuple[list[StudyRun], list
     return kept, problems
 
 
-def _read(run_dir: RunDir, probes_of: RunDir, *, allow_pipe: bool) -> StudyRun:
-    config = read_run_config(run_dir, allow_pipe=allow_pipe)
+def _read(run_dir: RunDir, probes_of: RunDir) -> StudyRun:
+    config = read_run_config(run_dir)
     provenance = read_provenance(run_dir.provenance).facts
     finished = provenance.get("finished_step")
     identity = run_identity(config, provenance)

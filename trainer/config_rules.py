@@ -1,0 +1,116 @@
+"""The rules between the sections of a config. Training checks them before it starts; a run is read without them."""
+
+from __future__ import annotations
+
+from data_pipeline.core.errors import UserError
+from trainer.config import RunConfig
+
+
+def check(config: RunConfig, *, where: str) -> None:
+    """Raise `UserError` that begins with `where` if sections do not fit each other, or like `check_classes`."""
+    check_classes(config)
+    try:
+        for rule in _RULES:
+            rule(config)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def check_classes(config: RunConfig) -> None:
+    """Raise `UserError` if config.json would be read as a config with other classes, such as without a derived one."""
+    again = RunConfig.parse(config.model_dump(mode="json"), where=f"the config {config.name}")
+    changed = [name for name in RunConfig.model_fields if getattr(again, name) != getattr(config, name)]
+    if changed:
+        raise UserError(
+            f"the config {config.name} has a class of your own in the section {changed[0]}, which config.json cannot "
+            "name; use a class of this project there"
+        )
+
+
+def _adversary_belongs_to_the_viewmaker(config: RunConfig) -> None:
+    if config.views.is_learned != (config.adversary is not None):
+        raise ValueError(
+            f'views of kind "{config.views.kind}" {"need" if config.adversary is None else "take no"} section '
+            "`adversary`, which holds the training of learned views, such as a viewmaker"
+        )
+
+
+def _the_encoder_takes_the_data(config: RunConfig) -> None:
+    if config.data.mel is not None and config.encoder.in_channels != 1:
+        raise ValueError(
+            f"spectrograms have one channel, but encoder.in_channels is {config.encoder.in_channels}; set "
+            "encoder.in_channels=1, and encoder.mean and encoder.std to null"
+        )
+
+
+def _each_section_fits_the_others(config: RunConfig) -> None:
+    for section in (config.views, config.encoder, config.objective, config.engine):
+        section.check(config)
+
+
+def _the_objective_takes_all_views(config: RunConfig) -> None:
+    if config.views.num_further == 0:
+        return
+    num = 2 + config.views.num_further
+    if not config.objective.takes_further_views:
+        raise ValueError(
+            f"objective.kind={config.objective.kind} takes two views of a sample, but views.kind={config.views.kind} "
+            f"makes {num}; set objective.kind=dino, or another views.kind"
+        )
+    if config.views.is_learned:
+        raise ValueError(f"views.kind={config.views.kind} is learned and makes {num} views; learned views are two")
+
+
+def _batch_norm_can_split_all_views(config: RunConfig) -> None:
+    if config.encoder.batch_norm == "split" and config.view_forwards == "one" and config.views.num_further > 1:
+        raise ValueError(
+            "encoder.batch_norm=split with view_forwards=one cuts the further views of "
+            f"views.kind={config.views.kind} into other groups on another number of ranks; set view_forwards=two"
+        )
+
+
+def _batches_can_be_grouped(config: RunConfig) -> None:
+    if config.neighbours is None:
+        return
+    size = config.neighbours.group_size
+    if not config.objective.compares_in_groups:
+        raise ValueError(
+            f"objective.kind={config.objective.kind} does not compare samples in groups, which neighbours needs; set "
+            "objective.kind=symmetric_info_nce, or leave out the section neighbours"
+        )
+    if config.data.mixture is not None:
+        raise ValueError("neighbours are found in one train set, but data.mixture has several; train on one of them")
+    if config.global_batch_size % size:
+        raise ValueError(f"neighbours.group_size {size} does not divide global_batch_size {config.global_batch_size}")
+    if config.neighbours.from_epoch >= config.num_epochs:
+        raise ValueError(
+            f"neighbours.from_epoch is {config.neighbours.from_epoch}, but the last epoch is {config.num_epochs - 1}"
+        )
+
+
+def _the_batch_can_be_cut(config: RunConfig) -> None:
+    if config.global_batch_size % config.memory.micro_batches:
+        raise ValueError(
+            f"memory.micro_batches {config.memory.micro_batches} does not divide global_batch_size "
+            f"{config.global_batch_size}"
+        )
+
+
+def _the_views_can_be_checkpointed(config: RunConfig) -> None:
+    if config.adversary is None and config.memory.viewmaker_checkpointing != "none":
+        raise ValueError(
+            f'memory.viewmaker_checkpointing needs a viewmaker, but the views have kind "{config.views.kind}"; '
+            "set it to none"
+        )
+
+
+_RULES = (
+    _adversary_belongs_to_the_viewmaker,
+    _the_encoder_takes_the_data,
+    _each_section_fits_the_others,
+    _the_objective_takes_all_views,
+    _batch_norm_can_split_all_views,
+    _batches_can_be_grouped,
+    _the_batch_can_be_cut,
+    _the_views_can_be_checkpointed,
+)
