@@ -32,6 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks import record
 from benchmarks.record import ratio_line
@@ -43,10 +45,29 @@ from trainer.distributed.collectives import barrier
 from trainer.distributed.environment import WorldEnv, destroy_process_group, init_process_group
 from trainer.memory import keep_freed_memory
 from trainer.modules import build_modules
-from trainer.planning.accounting import Accounts
 
 NUM_PROCESSES = 2
 NUM_STEPS = 8
+
+
+class SentBytes(TorchDispatchMode):
+    """Counts the bytes that this process puts into collectives, by collective."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.by_collective: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            name = func.overloadpacket.__name__.strip("_").removesuffix("_base")
+            takes_output_first = any(word in name for word in ("gather", "alltoall", "scatter"))
+            given = [each for each in tree_leaves(args[int(takes_output_first)]) if isinstance(each, Tensor)]
+            # gloo's gather of a few numbers has an input with a copy for each rank.
+            copies = NUM_PROCESSES if name == "alltoall" else 1
+            self.by_collective[name] += sum(each.nbytes for each in given) // copies
+        return func(*args, **(kwargs or {}))
 
 
 def held_batch(rank: int, size: int) -> Batch:
@@ -111,9 +132,9 @@ def worker(rank: int, core: int, size: int, start: Barrier, pipe: Connection, ot
             run(batch)
             run(batch)  # DDP puts its buckets in order after the first
             if asked == "count":
-                with Accounts() as accounts:
+                with SentBytes() as sent:
                     run(batch)
-                pipe.send(dict(accounts.sent_bytes))
+                pipe.send(dict(sent.by_collective))
             else:
                 start.wait()
                 began = time.perf_counter()

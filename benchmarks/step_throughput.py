@@ -34,7 +34,7 @@ from trainer.config import RunConfig
 from trainer.data import open_stream
 from trainer.memory import keep_freed_memory
 from trainer.models.encoder import ResNetConfig
-from trainer.planning.accounting import Accounts
+from trainer.planning.live_bytes import LiveBytes
 
 LINES = ("data", "micro batches", "checkpointing")
 
@@ -132,9 +132,9 @@ def checkpointing_line(train_dir: Path, device: torch.device) -> tuple[Line, dic
     peaks = {}
     for name, run in runs.items():
         run(batch)
-        with Accounts() as accounts:
+        with LiveBytes() as live:
             run(batch)
-        peaks[name] = accounts.peak_bytes
+        peaks[name] = live.peak_bytes
     line = ratio_line(
         "gradient checkpointing of every block, ResNet-18, batch 64",
         {

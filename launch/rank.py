@@ -21,8 +21,7 @@ from trainer.fault_tolerance.preemption import StoppedError
 from trainer.memory import keep_freed_memory
 from trainer.mixture import num_classes
 from trainer.own_code import own_packages
-from trainer.planning.describe import describe
-from trainer.planning.fit import bytes_of_data, plan, what_fits
+from trainer.planning.plan import bytes_of_data, describe, plan
 from trainer.preflight import check_batch, train_sizes
 from trainer.run_dir import RunDir, is_held
 from trainer.train import train
@@ -75,7 +74,8 @@ def train_on(
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"rank {read_env(os.environ).rank} has not enough memory on {device} "
-            f"({str(error).partition('. GPU')[0]}); {_memory_advice(config, device)}"
+            f"({str(error).partition('. GPU')[0]}); in another --run-dir, raise "
+            "memory.micro_batches or set memory.encoder_checkpointing=whole; `--plan --gpu-gigabytes` tells what fits"
         ) from error
     except RuntimeError as error:
         # If torch waited for the worker, the error that names the signal is the cause of another one.
@@ -92,26 +92,6 @@ def _killed_worker_problem(message: str) -> str | None:
     name = message.partition("is killed by signal: ")[2].partition(".")[0]
     cause = _CAUSES.get(name)
     return None if cause is None else f"a data worker was killed by a signal ({name}): {cause}"
-
-
-def _memory_advice(config: RunConfig, device: torch.device) -> str:
-    """Return what mends a full memory: for a single rank what fits, by its plan, else the settings to try."""
-    if read_env(os.environ).world_size == 1 and device.type == "cuda":
-        with contextlib.suppress(UserError):
-            manifest = read_manifests(config.data, makes_index=False).train
-            device_bytes = torch.cuda.get_device_properties(device).total_memory
-            advice = what_fits(
-                config,
-                device_bytes=device_bytes,
-                num_samples=manifest.num_samples,
-                input_shape=manifest.batch_shape,
-                data_bytes=bytes_of_data(config, manifest, device_bytes=device_bytes),
-            )
-            return f"{advice}, or set compile=false, which needs less" if config.records_step else advice
-    return (
-        "in another --run-dir, raise memory.micro_batches or set memory.encoder_checkpointing=whole; `--plan "
-        "--gpu-gigabytes` tells which batch fits"
-    )
 
 
 def run_noting_its_end(config: RunConfig, run_dir: Path, *, command: str, accepted_data: Collection[str] = ()) -> None:
@@ -171,7 +151,7 @@ def print_plan(config: RunConfig, *, world_size: int, device_gigabytes: float | 
         device_gigabytes=device_gigabytes,
         data_bytes=data_bytes,
     )
-    print(describe(planned))
+    print(describe(planned, config, device_gigabytes=device_gigabytes))
     settings = config.engine.library_settings(global_batch_size=config.global_batch_size, num_ranks=world_size)
     if settings is not None:
         print(f"\n{config.engine.kind} gets\n{json.dumps(settings, indent=2)}")

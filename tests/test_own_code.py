@@ -555,7 +555,7 @@ NAMED_BY = {
     "DDPConfig": {
         "trainer/config.py",
         "trainer/distributed/engines/fsdp_engine.py",
-        "trainer/planning/measure.py",
+        "trainer/planning/plan.py",
         "trainer/step_replay.py",
     },
 }

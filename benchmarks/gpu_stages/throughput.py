@@ -41,7 +41,7 @@ from data_pipeline.storage.manifest import load_manifest
 from trainer.config import RunConfig
 from trainer.data import open_stream
 from trainer.modules import build_modules
-from trainer.planning.fit import plan
+from trainer.planning.plan import plan
 from trainer.profiling import Clock
 from trainer.recorded_step import RecordedStep
 

@@ -21,7 +21,7 @@ from data_pipeline.storage.manifest import load_manifest
 from tests.real_data import archive
 from trainer.config import RunConfig
 from trainer.objectives.nt_xent_cycle import NTXentCycleConfig, cycled_temperature
-from trainer.planning.fit import plan
+from trainer.planning.plan import plan
 
 PICTURES = [name for name, setting in SETTINGS.items() if not setting.is_sound]
 _THAT_MEET_THE_PICTURE = ("SimCLR", "decoder", "masked viewmaker", "crop, then viewmaker", "expert against viewmaker")

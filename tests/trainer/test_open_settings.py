@@ -23,7 +23,7 @@ from trainer.models import Encoder, Normalization, ResNetConfig, build_encoder, 
 from trainer.models.encoder import decide_form
 from trainer.modules import build_modules
 from trainer.open_settings import normalization_of
-from trainer.planning.fit import plan
+from trainer.planning.plan import plan
 from trainer.pretrained import load_modules
 from trainer.run_dir import RunDir
 from trainer.train import train

@@ -1,3 +1,3 @@
-"""Predict the needs of a run before it starts: memory, messages, and the fewest micro batches that fit."""
+"""Predict the memory of a run before it starts, and the fewest micro batches that fit."""
 
 __all__: list[str] = []

@@ -1,13 +1,10 @@
-"""Compare a plan with real steps: bytes of tensors in one process, bytes of collectives on two gloo ranks."""
+"""Compare a plan with real steps: bytes of tensors in one process."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,19 +14,15 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL, Batch
 from data_pipeline.loading.placement import resident_bytes
 from data_pipeline.storage.manifest import Manifest
-from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_pair
 from trainer.build import build_training
 from trainer.config import RunConfig
 from trainer.data import read_manifests
-from trainer.distributed.collectives import is_distributed, rank, world_size
+from trainer.distributed.collectives import is_distributed
 from trainer.distributed.engines.deepspeed_engine import DeepSpeedConfig
 from trainer.modules import build_modules
-from trainer.planning.accounting import Accounts
-from trainer.planning.describe import describe
-from trainer.planning.fit import MARGIN, bytes_of_data, plan, room_on, what_fits
-from trainer.planning.measure import TrainingPlan
-from trainer.views.composed import ByEpochConfig
+from trainer.planning.live_bytes import LiveBytes, bytes_of
+from trainer.planning.plan import MARGIN, TrainingPlan, bytes_of_data, describe, plan
 
 BATCH_SIZE, NUM_SAMPLES, SHAPE = 16, 40, (3, 16, 16)
 NUM_CLASSES = {"base": 2, "overlay": 3}
@@ -45,7 +38,6 @@ RUNS = {
     "supervised": ("debug:image", ["objective.kind=supervised"]),
     "multi-crop": ("debug:image", ["objective.kind=dino", "objective.num_prototypes=64", "views.kind=multi_crop"]),
     "bank": ("debug:viewmaker", ["objective.kind=instance_discrimination", "objective.num_negatives=5"]),
-    "autocast": ("debug:image", ["precision=bfloat16", "objective.kind=barlow_twins", "channels_last=true"]),
 }
 
 
@@ -67,94 +59,35 @@ def _planned(config: str, ranks: int, device_gigabytes: float | None) -> Trainin
         num_classes=NUM_CLASSES,
         device_gigabytes=device_gigabytes,
         input_shape=SHAPE,
-        backend="gloo",
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Real:
-    """Bytes of a real run: `resident_bytes` before its first step, the others in it."""
-
-    resident_bytes: int
-    step_bytes: int
-    output_bytes: int
-    sent_bytes: dict[str, int]
-
-
-def measured(config: RunConfig, num_before: int = 0) -> Real:
-    """Measure a step as `trainer.train` takes it, after `num_before` others."""
-    size = config.global_batch_size // world_size()
-    draw = torch.Generator().manual_seed(rank())
-    pictures = torch.randint(0, 256, (size, *SHAPE), dtype=torch.uint8, generator=draw)
-    masks = torch.zeros(size, *SHAPE[1:], dtype=torch.uint8)
-    labels = {name: torch.full((size,), NO_LABEL) for name in ("base", "overlay")}
-    index_B = torch.arange(size) + rank() * size
+def measured(config: RunConfig) -> tuple[int, int]:
+    """Return the bytes before the first real step, and the most that it adds."""
+    pictures = torch.randint(0, 256, (BATCH_SIZE, *SHAPE), dtype=torch.uint8)
+    masks = torch.zeros(BATCH_SIZE, *SHAPE[1:], dtype=torch.uint8)
+    labels = {name: torch.full((BATCH_SIZE,), NO_LABEL) for name in NUM_CLASSES}
+    index_B = torch.arange(BATCH_SIZE)
     batch = Batch(0, 0, index_B, pictures, pictures, masks, masks, labels)
-
     training = build_training(config, num_samples=NUM_SAMPLES, num_classes=NUM_CLASSES, device=torch.device("cpu"))
     modules = [*training.modules.trained_modules.values(), training.objective]
-    state: list[Any] = [
+    state = [
         *(tensor for module in modules for tensor in [*module.parameters(), *module.buffers()]),
         *(tensor for engine in training.engines.values() for tensor in engine.optimizer_state().values()),
         *(pictures, masks, *labels.values(), index_B),
     ]
-    for _ in range(num_before):
+    with LiveBytes() as live:
         training.step(batch, learning_rates=defaultdict(float))
-    with Accounts() as accounts:
-        output = training.step(batch, learning_rates=defaultdict(float))
-        assert not output.skipped
-        at_the_end = accounts.live_bytes
-        del output
-        output_bytes = at_the_end - accounts.live_bytes
-    state = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in state]  # of FSDP
-    resident = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in state}
-    sent_bytes = {name: num for name, num in accounts.sent_bytes.items() if num}
-    return Real(sum(resident.values()), accounts.peak_bytes, output_bytes, sent_bytes)
+    return bytes_of(state), live.peak_bytes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 def test_memory_is_that_of_a_real_step(run: str) -> None:
-    found, real = planned(configure(run)), measured(configure(run))
-    assert found.step_bytes == real.step_bytes
-    assert found.module_bytes + found.optimizer_bytes + found.batch_bytes == real.resident_bytes
-    assert found.output_bytes == real.output_bytes
-    assert found.engine_bytes == found.host_bytes == 0
-    assert found.sent_bytes == {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("update", ["simultaneous", "alternating"])
-def test_a_plan_counts_what_is_kept_for_the_metrics_of_a_viewmaker_in_a_composition(update: str) -> None:
-    views = ("{kind: viewmaker}", "{kind: sequence, parts: [{kind: viewmaker}]}")
-    alone, composed = (
-        planned(configure("viewmaker", f"views={each}", f"adversary.update={update}")).output_bytes for each in views
-    )
-    assert composed - alone == 2 * BATCH_SIZE * math.prod(SHAPE) * 4  # both inputs; its views are there in any case
-
-
-DDP = ("viewmaker in turns", "micro batches", "moco", "simsiam", "supervised", "multi-crop", "bank")
-FSDP = ("viewmaker in turns", "micro batches")
-
-
-def sent_bytes(configs: dict[str, RunConfig], num_before: dict[str, int]) -> dict[str, dict[str, int]]:
-    """Return what a step of each config sends, after `num_before` others."""
-    return {name: measured(config, num_before.get(name, 0)).sent_bytes for name, config in configs.items()}
-
-
-@pytest.fixture(scope="module")
-def sent_by_ddp() -> list[dict[str, dict[str, int]]]:
-    """Return what each of two ranks sends in every run of `DDP`."""
-    # DDP plans its buckets anew, once, when a module is called again after its first backward.
-    num_before = {"viewmaker in turns": 2}
-    return run_ranks(sent_bytes, 2, {run: configure(run) for run in DDP}, num_before, timeout_s=300)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("run", DDP)
-def test_what_is_sent_is_what_two_ranks_send(run: str, sent_by_ddp: list[dict[str, dict[str, int]]]) -> None:
-    found = planned(configure(run), ranks=2)
-    assert [of_rank[run] for of_rank in sent_by_ddp] == [found.sent_bytes] * 2
+    found = planned(configure(run))
+    resident_bytes, step_bytes = measured(configure(run))
+    assert found.step_bytes == step_bytes
+    assert found.peak_bytes == resident_bytes + step_bytes
 
 
 def zero(stage: int, *, offload: bool = False) -> RunConfig:
@@ -162,51 +95,12 @@ def zero(stage: int, *, offload: bool = False) -> RunConfig:
     return configure("chunked").model_copy(update={"engine": engine})
 
 
-@pytest.mark.ranks
-def test_what_is_sent_is_what_two_ranks_of_zero_send() -> None:
-    pytest.importorskip("deepspeed")
-    configs = {f"stage {stage}": zero(stage) for stage in (1, 2)}
-    found = {name: planned(config, ranks=2).sent_bytes for name, config in configs.items()}
-    assert run_ranks(sent_bytes, 2, configs, dict.fromkeys(configs, 1), timeout_s=300) == [found] * 2
-
-
-@pytest.mark.ranks
-def test_what_is_sent_is_what_two_ranks_of_fsdp_send() -> None:
-    configs = {run: configure(run, "engine.kind=fsdp") for run in FSDP}
-    plans = {run: planned(config, ranks=2) for run, config in configs.items()}
-    sent = {run: found.sent_bytes for run, found in plans.items()}
-    assert run_ranks(sent_bytes, 2, configs, dict.fromkeys(configs, 2), timeout_s=300) == [sent] * 2
-    for run, found in plans.items():
-        of_ddp = planned(configure(run), ranks=2)
-        encoder = found.num_parameters["encoder"] * 4
-        assert of_ddp.gradient_bytes - found.gradient_bytes == encoder // 2
-        assert "all parameters count" in describe(found)
-
-
 @pytest.mark.slow
-def test_zero_cuts_what_its_stage_says() -> None:
-    of_ddp, *by_stage = (planned(config, ranks=4) for config in (configure("chunked"), *map(zero, range(4))))
-    gradient, optimizer = of_ddp.gradient_bytes, of_ddp.optimizer_bytes
-    assert [of_stage.gradient_bytes for of_stage in by_stage] == [gradient, gradient, gradient // 4, gradient // 4]
-    assert [of_stage.optimizer_bytes for of_stage in by_stage] == [optimizer, *[optimizer // 4] * 3]
-    assert {of_stage.output_bytes for of_stage in by_stage} == {of_ddp.output_bytes}
-    assert by_stage[2].step_bytes <= by_stage[1].step_bytes == of_ddp.step_bytes
-    offloaded = planned(zero(2, offload=True), ranks=4)
-    assert (offloaded.optimizer_bytes, offloaded.host_bytes) == (0, optimizer // 4 + gradient // 4)
-    assert "lower bound" in describe(by_stage[3])
-
-
-def test_a_plan_of_policies_by_epoch_counts_an_epoch_in_which_a_viewmaker_learns() -> None:
-    first = configure("by epoch")
-    assert isinstance(first.views, ByEpochConfig)
-    second = first.model_copy(update={"views": ByEpochConfig(policies=first.views.policies[::-1])})
-    assert planned(second).step_bytes == planned(first).step_bytes
-
-
-def test_the_parts_of_a_step_are_within_it() -> None:
-    found = planned(configure("viewmaker"))
-    assert 0 < found.loss_bytes < found.step_bytes
-    assert found.gradient_bytes < found.activation_bytes < found.step_bytes
+def test_each_rank_keeps_its_share_of_the_optimizer() -> None:
+    fsdp = configure("chunked", "engine.kind=fsdp")
+    configs = (configure("chunked"), zero(0), zero(1), zero(3), fsdp, zero(2, offload=True))
+    whole, *others = (planned(config, ranks=4).optimizer_bytes for config in configs)
+    assert others == [whole, whole // 4, whole // 4, whole // 4, 0]
 
 
 @pytest.mark.slow
@@ -224,6 +118,7 @@ def test_a_whole_matrix_of_similarities_is_in_the_loss() -> None:
     matrix = (2 * 128) ** 2 * 4
     assert matrix < whole.loss_bytes < 4 * matrix
     assert chunked.loss_bytes < matrix / 2
+    assert whole.loss_bytes < whole.activation_bytes < whole.step_bytes
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
@@ -236,63 +131,15 @@ def test_the_optimizer_keeps_its_states(optimizer: str) -> None:
 
 @pytest.mark.slow
 def test_the_cut_that_fits_is_the_least_that_does() -> None:
-    whole, halves, quarters = (configure("chunked", f"memory.micro_batches={number}") for number in (1, 2, 4))
+    whole, halves = configure("chunked"), configure("chunked", "memory.micro_batches=2")
     too_much, enough = planned(whole).peak_bytes, planned(halves).peak_bytes
     gigabytes = (too_much + enough) / 2 / (1 - MARGIN) / 1e9
-    assert enough <= room_on(int(gigabytes * 1e9)) < too_much
-    for config in (whole, quarters):  # wherever the search starts
-        fit = planned(config, device_gigabytes=gigabytes).fit
-        assert fit is not None
-        assert (fit.micro_batches, fit.peak_bytes) == (2, enough)
-
-
-def test_what_does_not_fit_is_said_to() -> None:
-    found = planned(configure("viewmaker"), device_gigabytes=1e-5)
-    assert found.fit is not None
-    assert found.fit.micro_batches is None
-    assert "does not fit" in describe(found)
-
-
-@pytest.mark.slow
-def test_the_advice_for_a_full_memory_is_what_fits() -> None:
-    config, halves = configure("chunked"), configure("chunked", "memory.micro_batches=2")
-    between = int((planned(config).peak_bytes + planned(halves).peak_bytes) / 2 / (1 - MARGIN))
-
-    def advice(config: RunConfig, device_bytes: int) -> str:
-        return what_fits(config, device_bytes=device_bytes, num_samples=NUM_SAMPLES, input_shape=SHAPE)
-
-    assert advice(config, between).startswith("set memory.micro_batches=2 in another --run-dir, with which it needs ")
-    assert "see in nvidia-smi what else uses the GPU" in advice(config, 100 * between)
-    assert advice(config, 1000).startswith("no number of micro batches fits its 0.0 GB; use more ranks")
-
-
-@pytest.mark.slow
-def test_data_in_the_memory_of_the_device_count() -> None:
-    config, halves = configure("chunked"), configure("chunked", "memory.micro_batches=2")
-    whole = planned(config).peak_bytes
-    room = int((whole + 1000) / (1 - MARGIN))
-
-    def fit(data_bytes: int) -> TrainingPlan:
-        return plan(
-            config,
-            world_size=1,
-            num_samples=NUM_SAMPLES,
-            device_gigabytes=room / 1e9,
-            input_shape=SHAPE,
-            data_bytes=data_bytes,
-            backend="gloo",
-        )
-
-    without, beside = fit(0), fit(room // 20)
-    assert without.fit is not None
-    assert beside.fit is not None
-    assert (without.fit.micro_batches, beside.fit.micro_batches) == (1, 2)
-    assert beside.fit.peak_bytes == planned(halves).peak_bytes + room // 20
-    assert "data on the device" in describe(beside)
-    assert "data on the device" not in describe(without)
-    said = what_fits(config, device_bytes=room, num_samples=NUM_SAMPLES, input_shape=SHAPE, data_bytes=room // 20)
-    assert said.startswith("set memory.micro_batches=2 in another --run-dir, ")
-    assert said.endswith(", or set data.placement=host, which frees the 0.0 GB of the data")
+    found = planned(whole, device_gigabytes=gigabytes)
+    assert found.fit == (2, enough)
+    assert "memory.micro_batches=2" in describe(found, whole, device_gigabytes=gigabytes)
+    found = planned(whole, device_gigabytes=1e-5)
+    assert found.fit is None
+    assert "does not fit" in describe(found, whole, device_gigabytes=1e-5)
 
 
 def test_data_are_kept_on_a_device_as_the_stream_does(tmp_path: Path) -> None:
@@ -312,35 +159,17 @@ def test_data_are_kept_on_a_device_as_the_stream_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_share_the_batch() -> None:
-    one, four = planned(configure("viewmaker")), planned(configure("viewmaker"), ranks=4)
+def test_ranks_share_the_batch_and_unknown_sizes_are_said_to_be() -> None:
+    config = configure("viewmaker", "num_epochs=3")
+    one, four = planned(config), planned(config, ranks=4)
     assert (one.rank_batch_size, four.rank_batch_size) == (BATCH_SIZE, BATCH_SIZE // 4)
     assert four.activation_bytes < one.activation_bytes / 2
-    assert four.engine_bytes == four.gradient_bytes == one.gradient_bytes
+    assert one.num_steps == 6
     assert not is_distributed()
-
-
-@pytest.mark.slow
-def test_nccl_reduces_what_gloo_gathers() -> None:
-    config = configure("viewmaker")
-    gloo = planned(config, ranks=2)
-    nccl = plan(config, world_size=2, num_samples=NUM_SAMPLES, device_gigabytes=None, input_shape=SHAPE)
-    assert sum(gloo.sent_bytes.values()) == sum(nccl.sent_bytes.values())
-    assert nccl.sent_bytes["allreduce"] > nccl.gradient_bytes
-    assert "allreduce" not in gloo.sent_bytes
-
-
-@pytest.mark.slow
-def test_steps_are_known_with_the_samples() -> None:
-    config = configure("viewmaker", "num_epochs=3")
-    found = planned(config)
-    assert (found.num_samples, found.steps_per_epoch, found.num_steps) == (NUM_SAMPLES, 2, 6)
     unknown = plan(config, world_size=1, num_samples=None, device_gigabytes=None)
-    assert unknown.num_steps is None
-    assert unknown.input_shape == (3, 32, 32)
-    assert "not known" in describe(unknown)
-    assert "assumed" in describe(unknown)
-    assert "assumed" not in describe(found)
+    assert (unknown.num_steps, unknown.input_shape) == (None, (3, 32, 32))
+    assert "assumed" in describe(unknown, config, device_gigabytes=None)
+    assert "assumed" not in describe(one, config, device_gigabytes=None)
 
 
 @pytest.mark.slow
@@ -352,21 +181,18 @@ def test_sounds_are_planned_by_their_spectrograms(recipe: str) -> None:
     assert mel is not None
     assert found.batch_bytes == 2 * (2 * mel.num_points * 4) + 3 * 2 * 8
     assert found.activation_bytes > 2 * 2 * mel.num_mels * mel.num_frames * 4
-    assert found.input_shape_is_known
 
 
 @pytest.mark.parametrize(
-    ("run", "more", "ranks", "samples", "reason"),
+    ("run", "ranks", "samples", "reason"),
     [
-        ("viewmaker", [], 3, NUM_SAMPLES, "cannot be divided by 3 ranks"),
-        ("bank", [], 1, None, "build"),
-        ("supervised", [], 1, None, "reads labels, but those of data/debug/train are not known; build it first"),
-        ("micro batches", [], 16, NUM_SAMPLES, "micro_batches 2 does not divide the 1 samples"),
+        ("viewmaker", 3, NUM_SAMPLES, "cannot be divided by 3 ranks"),
+        ("bank", 1, None, "build it first"),
+        ("supervised", 1, None, "build it first"),
+        ("micro batches", 16, NUM_SAMPLES, "micro_batches 2 does not divide"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(
-    run: str, more: list[str], ranks: int, samples: int | None, reason: str
-) -> None:
+def test_what_cannot_be_planned_is_refused(run: str, ranks: int, samples: int | None, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        plan(configure(run, *more), world_size=ranks, num_samples=samples, device_gigabytes=None)
+        plan(configure(run), world_size=ranks, num_samples=samples, device_gigabytes=None)
     assert not is_distributed()

@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import logging
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,11 +24,8 @@ from torch import Tensor, nn
 from data_pipeline.core.errors import UserError
 from trainer.distributed.collectives import all_reduce_sum, rank, world_size
 from trainer.distributed.engines.engine import (
-    Backend,
     BaseEngineConfig,
     EngineInputs,
-    KeptBytes,
-    Passes,
     without_gradients,
 )
 from trainer.fault_tolerance.skipping import step_unless
@@ -81,52 +77,13 @@ class DeepSpeedConfig(BaseEngineConfig):
             module, optimizer=given.optimizer, config=self, global_batch_size=given.global_batch_size
         )
 
-    @property
-    def cuts_gradients(self) -> bool:
-        return self.zero_stage >= 2
-
-    @property
-    def title(self) -> str:
-        return f"{self.kind}, ZeRO {self.zero_stage}"
-
     def library_settings(self, *, global_batch_size: int, num_ranks: int) -> dict[str, Any]:
         return deepspeed_dictionary(self, global_batch_size=global_batch_size, num_ranks=num_ranks)
 
-    def kept_bytes(
-        self, gradient_bytes: int, optimizer_bytes: int, *, world_size: int, itemsize: int, global_batch_size: int
-    ) -> KeptBytes:
-        """Return the bytes that ZeRO keeps on each rank.
-
-        ZeRO 0 is like DDP. ZeRO 1 to 3 cut the optimizer's state into pieces; each rank has a copy of its piece of the
-        parameters, and a bucket. ZeRO 1 keeps all gradients and a piece of them, ZeRO 2 and 3 only the piece. ZeRO 3
-        also keeps a piece of the parameters.
-        """
-        if self.zero_stage == 0:
-            return super().kept_bytes(
-                gradient_bytes,
-                optimizer_bytes,
-                world_size=world_size,
-                itemsize=itemsize,
-                global_batch_size=global_batch_size,
-            )
-        settings = self.library_settings(global_batch_size=global_batch_size, num_ranks=world_size)
-        bucket: int = settings["zero_optimization"]["reduce_bucket_size"] * itemsize
-        piece, state = -(-gradient_bytes // world_size), -(-optimizer_bytes // world_size)
-        return KeptBytes(
-            engine_bytes=bucket + (0 if self.offload_optimizer else piece) + (0 if self.zero_stage == 2 else piece),
-            optimizer_bytes=0 if self.offload_optimizer else state,
-            host_bytes=state + piece if self.offload_optimizer else 0,
-            gradient_bytes=gradient_bytes if self.zero_stage == 1 else piece,
-        )
-
-    def sent_bytes(self, gradient_bytes: int, *, world_size: int, backend: Backend, passes: Passes) -> Counter[str]:
-        """Return the bytes of the gradients, and with ZeRO 1 to 3 of the parameters and a number for the norm."""
-        collective = ("allreduce", "reduce", "reduce", "reduce_scatter")[self.zero_stage]
-        sent = Counter({collective: gradient_bytes})
-        if self.zero_stage > 0:
-            sent["allgather"] += -(-gradient_bytes // world_size)
-            sent["allgather" if backend == "gloo" else "allreduce"] += 4
-        return sent
+    def optimizer_share(self, world_size: int) -> float:
+        if self.offload_optimizer:
+            return 0.0
+        return 1 / world_size if self.zero_stage > 0 else 1.0
 
 
 def check(

@@ -8,20 +8,17 @@ named by parameter, so any kind of engine on any number of ranks can load it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Final, Protocol
 
 from pydantic import BeforeValidator, SerializeAsAny
 from torch import Tensor, nn
 
 from data_pipeline.core.kinds import KindConfig, Kinds
 from trainer.optim.optimizers import OptimizerConfig
-
-Backend = Literal["gloo", "nccl"]
 
 # The config class of each kind. A new engine of this project needs a line here and its own file.
 ENGINES: Final = MappingProxyType(
@@ -31,31 +28,6 @@ ENGINES: Final = MappingProxyType(
         "fsdp": "trainer.distributed.engines.fsdp_engine:FSDPConfig",
     }
 )
-
-
-@dataclass(frozen=True)
-class KeptBytes:
-    """The bytes that a rank keeps for its engines, including the gradients."""
-
-    engine_bytes: int
-    optimizer_bytes: int
-    host_bytes: int
-    gradient_bytes: int
-
-
-@dataclass(frozen=True)
-class Passes:
-    """The number of passes of a module in a step.
-
-    Attributes:
-        forward: its forward passes, with or without gradients.
-        backward: its backward passes, also while it is frozen.
-        trained: the backward passes that compute its gradients.
-    """
-
-    forward: int
-    backward: int
-    trained: int
 
 
 @dataclass(frozen=True)
@@ -152,12 +124,9 @@ def without_gradients(parameters: Collection[Tensor]) -> Iterator[None]:
 
 
 class BaseEngineConfig(KindConfig):
-    """The base of the configs of engines. Builds the engine of a module, and says what it keeps and sends.
-
-    The numbers of a plan are those of DDP, unless a subclass has others.
+    """The base of the configs of engines. Builds the engine of a module.
 
     Attributes:
-        cuts_gradients: whether a rank keeps only its piece of each finished gradient.
         can_be_recorded: whether a step can be recorded as one CUDA graph (`compile`).
     """
 
@@ -165,14 +134,9 @@ class BaseEngineConfig(KindConfig):
 
     can_be_recorded: ClassVar[bool] = False
 
-    @property
-    def cuts_gradients(self) -> bool:
-        return False
-
-    @property
-    def title(self) -> str:
-        """Return the name of the engine in a plan."""
-        return self.kind
+    def optimizer_share(self, world_size: int) -> float:
+        """Return the share of the optimizer's state that a rank keeps on its device."""
+        return 1.0
 
     def of_module(self, name: str) -> BaseEngineConfig:
         """Return the config of the engine of a module: "encoder", "viewmaker" or "objective"; by default this one."""
@@ -185,26 +149,6 @@ class BaseEngineConfig(KindConfig):
     def library_settings(self, *, global_batch_size: int, num_ranks: int) -> dict[str, Any] | None:
         """Return the settings that another library gets, to be printed with a plan; None if there is none."""
         return None
-
-    def kept_bytes(
-        self, gradient_bytes: int, optimizer_bytes: int, *, world_size: int, itemsize: int, global_batch_size: int
-    ) -> KeptBytes:
-        """Return the bytes that the engines of a run keep on each rank. DDP holds gradients again, in its buckets.
-
-        Args:
-            gradient_bytes: the bytes of the gradients of all modules.
-            optimizer_bytes: the bytes of the whole state of their optimizers.
-            itemsize: the bytes of a number of a parameter.
-        """
-        buckets = gradient_bytes if world_size > 1 else 0
-        return KeptBytes(buckets, optimizer_bytes, host_bytes=0, gradient_bytes=gradient_bytes)
-
-    def sent_bytes(self, gradient_bytes: int, *, world_size: int, backend: Backend, passes: Passes) -> Counter[str]:
-        """Return the bytes that a rank sends for one module and one update, by collective; several ranks only.
-
-        DDP sends the gradients.
-        """
-        return Counter({"allgather" if backend == "gloo" else "allreduce": gradient_bytes})
 
 
 # The type of a section `engine`: the config of any engine, found by its kind.

@@ -9,7 +9,6 @@ draws views with the viewmaker alone, so they are trained with DDP. In a single 
 from __future__ import annotations
 
 import importlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,11 +21,8 @@ from data_pipeline.core.errors import UserError
 from trainer.distributed.collectives import all_reduce_sum, rank, world_size
 from trainer.distributed.engines.ddp_engine import DDPConfig, DDPEngine, step_and_clear
 from trainer.distributed.engines.engine import (
-    Backend,
     BaseEngineConfig,
     EngineInputs,
-    KeptBytes,
-    Passes,
     without_gradients,
 )
 from trainer.optim.optimizers import OptimizerConfig, build_optimizer
@@ -70,38 +66,8 @@ class FSDPConfig(BaseEngineConfig):
             return DDPEngine(module, optimizer=given.optimizer)
         return FSDPEngine(module, optimizer=given.optimizer, blocks=given.blocks)
 
-    @property
-    def cuts_gradients(self) -> bool:
-        return True
-
-    def kept_bytes(
-        self, gradient_bytes: int, optimizer_bytes: int, *, world_size: int, itemsize: int, global_batch_size: int
-    ) -> KeptBytes:
-        """Return the bytes that a rank keeps: a piece of the optimizer state, of the gradients and of the parameters.
-
-        A plan counts the whole parameters as well, because a rank holds them when it builds the encoder.
-        """
-        piece = -(-gradient_bytes // world_size)
-        return KeptBytes(
-            engine_bytes=piece if world_size > 1 else 0,
-            optimizer_bytes=-(-optimizer_bytes // world_size),
-            host_bytes=0,
-            gradient_bytes=piece,
-        )
-
-    def sent_bytes(self, gradient_bytes: int, *, world_size: int, backend: Backend, passes: Passes) -> Counter[str]:
-        """Return the bytes of the parameters and gradients in every pass, and of the norm.
-
-        An objective's momentum copy gathers the parameters once more, which is not counted.
-        """
-        sent = Counter(
-            {
-                "allgather": (passes.forward + passes.backward) * -(-gradient_bytes // world_size),
-                "reduce_scatter": passes.trained * gradient_bytes,
-            }
-        )
-        sent["allgather" if backend == "gloo" else "allreduce"] += _NORM_BYTES
-        return sent
+    def optimizer_share(self, world_size: int) -> float:
+        return 1 / world_size
 
 
 class FSDPEngine:
