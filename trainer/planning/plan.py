@@ -182,8 +182,8 @@ def describe(planned: TrainingPlan, config: RunConfig, *, device_gigabytes: floa
     lines = [config.name, *(f"{name:26}{value}" for name, value in rows)]
     not_counted = (
         f"These are the bytes of tensors; {MARGIN:.0%} of a GPU are left for its allocator, CUDA, cuDNN and NCCL.\n"
-        "Whole gradients and parameters count, also where an engine cuts them. Making expert views and spectrograms, and\n"
-        "batches that the stream has ready, do not count."
+        "Whole gradients and parameters count, also where an engine cuts them. Making expert views and\n"
+        "spectrograms, and batches that the stream has ready, do not count."
     )
     return "\n".join([*lines, "", not_counted])
 
