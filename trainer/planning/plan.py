@@ -306,7 +306,7 @@ def _fake_policy(policy: ViewPolicy, mel: MelConfig | None, views: BaseViewsConf
     return _on_spectrograms(policy, mel, views)
 
 
-def _on_spectrograms(policy: Any, mel: MelConfig | None, views: BaseViewsConfig) -> Any:
+def _on_spectrograms(policy: ViewPolicy, mel: MelConfig | None, views: BaseViewsConfig) -> ViewPolicy:
     """Return the policy; for sounds, one that gets a spectrogram without data in the place of each waveform."""
     if mel is None:
         return policy
