@@ -77,7 +77,6 @@ setup(
         "reports": ["wandb-workspaces>=0.4.13"],
         "tensorboard": ["tensorboard>=2.16"],
         "timm": ["timm>=1.0"],
-        "trackio": ["trackio>=0.43"],
         "lint": ["mypy", "ruff", "types-PyYAML", "types-setuptools"],
         "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"],
     },

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Self
 
@@ -15,7 +14,6 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from data_pipeline.core.sample import Batch
-from data_pipeline.core.schema import Schema
 from trainer.build import Training
 from trainer.config import RunConfig
 from trainer.distributed.collectives import all_reduce_mean_scalars, rank, world_size
@@ -25,14 +23,11 @@ from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.mixture import TrainManifest
 from trainer.modules import TrainedModules
 from trainer.observability.alarms import Alarms
-from trainer.observability.busy_cores import busy_cores, busy_hint
 from trainer.observability.step_pictures import step_pictures
 from trainer.observability.tracker import Tracker
 from trainer.observability.tracking import StepPictures
 from trainer.open_settings import input_size, normalization_of
 from trainer.optim.learning_rates import scaled_learning_rate
-from trainer.optim.optimizers import LAMBConfig, LARSConfig, OptimizerConfig
-from trainer.optim.schedules import ConstantConfig, ScheduleConfig
 from trainer.original_crops import cuts_squares
 from trainer.probes.online import online_probe
 from trainer.profiling import Clock, memory_in_use, slowest
@@ -186,7 +181,7 @@ def log_start(
     start_step: int,
     num_steps: int,
 ) -> None:
-    """Log the settings of the run, with advice on probable mistakes. Only rank 0 logs."""
+    """Log the settings of the run, and warn of probable mistakes. Only rank 0 logs."""
     if rank() > 0:
         return
     sizes = ", ".join(
@@ -224,26 +219,8 @@ def log_start(
         logger.warning("%s", note)
     if (note := _never_learns(config, steps_per_epoch=steps_per_epoch)) is not None:
         logger.warning("%s", note)
-    for note in settings_without_effect(config, num_steps=num_steps):
+    if (note := config.objective.not_reached(num_epochs=config.num_epochs)) is not None:
         logger.warning("%s", note)
-    if config.precision == "bfloat16" and device.type == "cpu" and _lacks_bfloat16(torch.cpu.get_capabilities()):
-        logger.warning(
-            "this processor has no instructions for bfloat16: a step may take longer than with precision=float32"
-        )
-    is_on_gpu = device.type == "cuda"
-    if config.precision == "bfloat16" and is_on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
-        logger.warning(
-            "%s has no instructions for bfloat16: a step may take longer than with precision=float32; in another "
-            "--run-dir, precision=float16 may be faster",
-            torch.cuda.get_device_name(device),
-        )
-    if (note := _idle_gpus(device)) is not None:
-        logger.info("%s", note)
-    num_threads = torch.get_num_threads()
-    if device.type == "cpu" and num_threads > 1 and world_size() == 1:
-        hint = busy_hint(num_threads, cpus=os.cpu_count() or 1, num_busy=busy_cores())
-        if hint:
-            logger.warning("%s", hint)
     _warn_of_foreign_normalization(config, manifest)
     if cuts_squares(config, manifest):
         logger.info(
@@ -262,17 +239,6 @@ def log_start(
         logger.info("going on from step %d of %d", start_step, num_steps)
 
 
-def _idle_gpus(device: torch.device) -> str | None:
-    """Return a sentence if a single process trains on one of several GPUs; else None."""
-    num_gpus = torch.cuda.device_count() if device.type == "cuda" and world_size() == 1 else 1
-    if num_gpus == 1:
-        return None
-    return (
-        f"this process trains on {device}, and {num_gpus} GPUs are visible here; `torchrun --standalone "
-        f"--nproc-per-node {num_gpus} launch/train.py` with the same options trains on all of them"
-    )
-
-
 def _never_learns(config: RunConfig, *, steps_per_epoch: int) -> str | None:
     """Return a sentence if the viewmaker is frozen before the first epoch in which it would learn; else None."""
     freeze_step = None if config.adversary is None else config.adversary.freeze_step
@@ -283,58 +249,6 @@ def _never_learns(config: RunConfig, *, steps_per_epoch: int) -> str | None:
         f"the viewmaker never learns: adversary.freeze_step={freeze_step} comes before its first epoch, which begins "
         f"at step {first * steps_per_epoch}; set a later adversary.freeze_step, or null"
     )
-
-
-def settings_without_effect(config: RunConfig, *, num_steps: int) -> list[str]:
-    """Return a sentence for each setting that has no effect.
-
-    That is, a setting that was changed, although nothing reads it beside the other settings, or one whose time does not
-    come in a run of `num_steps`.
-    """
-    found = []
-    optimizers = {"optimizer": config.optimizer}
-    if config.adversary is not None:
-        optimizers["adversary.optimizer"] = config.adversary.optimizer
-    for section, optimizer in optimizers.items():
-        if optimizer.scaling == "none" and _is_changed(optimizer, "reference_batch_size"):
-            found.append((f"{section}.reference_batch_size", f"{section}.scaling=none", f"{section}.scaling=linear"))
-        if _lacks_decay(optimizer) and _is_changed(optimizer, "decay"):
-            found.append((f"{section}.decay", f"{section}.weight_decay=0", f"{section}.weight_decay=0.0001"))
-        share = optimizer.schedule.warmup_fraction
-        if share > 0 and not _warms_up(optimizer.schedule, num_steps=num_steps):
-            name = f"{section}.schedule.warmup_fraction"
-            # Two steps, because the only step of a warm-up has the full rate.
-            least = f"{2 / num_steps:.2g} or more" if num_steps > 2 else "0"
-            found.append((f"{name}={share:g}", f"a run of {num_steps} steps", f"{name}={least}"))
-    freeze_step = None if config.adversary is None else config.adversary.freeze_step
-    if freeze_step is not None and freeze_step >= num_steps:
-        name = "adversary.freeze_step"
-        found.append((f"{name}={freeze_step}", f"a run of {num_steps} steps", f"{name} to fewer steps, or to null"))
-    if config.encoder.batch_norm != "split" and _is_changed(config.encoder, "batch_norm_splits"):
-        is_now = f"encoder.batch_norm={config.encoder.batch_norm}"
-        found.append(("encoder.batch_norm_splits", is_now, "encoder.batch_norm=split"))
-    if config.probe.online_every_steps is None:
-        for name in ("online_num_train", "online_num_test"):
-            if _is_changed(config.probe, name):
-                every = "probe.online_every_steps"
-                found.append((f"probe.{name}", f"{every}=null", f"{every} to a number of steps"))
-    not_reached = config.objective.not_reached(num_epochs=config.num_epochs)
-    sentences = [f"{name} has no effect with {is_now}; set {mends}" for name, is_now, mends in found]
-    return sentences if not_reached is None else [*sentences, not_reached]
-
-
-def _lacks_decay(optimizer: OptimizerConfig) -> bool:
-    """Return whether `decay` chooses nothing. For LARS and LAMB it also chooses the parameters that are adapted."""
-    return optimizer.weight_decay == 0 and not isinstance(optimizer, LARSConfig | LAMBConfig)
-
-
-def _warms_up(schedule: ScheduleConfig, *, num_steps: int) -> bool:
-    """Return whether the warm-up of a run changes a rate: one step of it only delays the fall of another schedule."""
-    return round(schedule.warmup_fraction * num_steps) >= (2 if isinstance(schedule, ConstantConfig) else 1)
-
-
-def _is_changed(section: Schema, name: str) -> bool:
-    return bool(getattr(section, name) != type(section).model_fields[name].default)
 
 
 def _warn_of_foreign_normalization(config: RunConfig, train: TrainManifest) -> None:
@@ -353,9 +267,3 @@ def _warn_of_foreign_normalization(config: RunConfig, train: TrainManifest) -> N
             config.data.train_name,
             *(", ".join(f"{number:.3f}" for number in numbers) for numbers in (own.mean, own.std)),
         )
-
-
-def _lacks_bfloat16(capabilities: Mapping[str, bool | int | str]) -> bool:
-    """Return whether an x86 processor emulates products of bfloat16; False for other processors, which may not."""
-    instructions = ("avx512_bf16", "amx_bf16")
-    return capabilities.get("architecture") == "x86_64" and not any(capabilities.get(name) for name in instructions)

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TextIO
 
 import pytest
@@ -27,7 +26,6 @@ from data_pipeline.core.schema import difference
 from data_pipeline.storage.manifest import MANIFEST_NAME, load_manifest
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
-from trainer import training_log
 from trainer.checkpoint.restore import Restored
 from trainer.config import RunConfig, read_config
 from trainer.data import read_manifests
@@ -48,62 +46,6 @@ from trainer.training_log import log_start
 
 CPU = torch.device("cpu")
 X86 = {"architecture": "x86_64"}
-
-
-@pytest.mark.parametrize(
-    ("precision", "processor", "is_slow"),
-    [
-        ("bfloat16", X86 | {"avx512_bf16": False, "amx_bf16": False}, True),
-        ("bfloat16", X86 | {"avx512_bf16": True, "amx_bf16": False}, False),
-        ("bfloat16", {"architecture": "aarch64"}, False),
-        ("float32", X86 | {"avx512_bf16": False, "amx_bf16": False}, False),
-    ],
-)
-def test_bfloat16_on_a_processor_without_it_is_called_slow(
-    precision: str,
-    processor: dict[str, bool | str],
-    is_slow: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: processor)
-    pair = write_tiny_pair(tmp_path, num_train=16, num_test=16)
-    config = resolve_recipe("debug:image", [f"precision={precision}"])
-    manifest = load_manifest(pair / "train")
-    log_start(config, build_modules(config), manifest, device=torch.device("cpu"), start_step=0, num_steps=1)
-    assert ("no instructions for bfloat16" in caplog.text) is is_slow
-
-
-@pytest.mark.parametrize(("capability", "is_slow"), [((7, 5), True), ((8, 0), False)])
-def test_bfloat16_on_a_gpu_without_it_is_called_slow(
-    capability: tuple[int, int],
-    is_slow: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=capability[0]))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
-    pair = write_tiny_pair(tmp_path, num_train=16, num_test=16)
-    config = resolve_recipe("debug:image", ["precision=bfloat16"])
-    manifest = load_manifest(pair / "train")
-    log_start(config, build_modules(config), manifest, device=torch.device("cuda", 0), start_step=0, num_steps=1)
-    assert ("Tesla T4 has no instructions for bfloat16" in caplog.text) is is_slow
-
-
-@pytest.mark.parametrize(("num_gpus", "num_ranks", "is_said"), [(8, 1, True), (1, 1, False), (8, 8, False)])
-def test_a_single_process_says_how_it_would_use_all_gpus(
-    num_gpus: int, num_ranks: int, is_said: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    monkeypatch.setattr(training_log, "world_size", lambda: num_ranks)
-    note = training_log._idle_gpus(torch.device("cuda", 0))
-    assert ("--nproc-per-node 8 launch/train.py" in (note or "")) is is_said
-    assert training_log._idle_gpus(CPU) is None
 
 
 @pytest.mark.parametrize(("objective", "lines"), [(PublishedNTXentConfig(), 1), (NTXentConfig(), 0)])

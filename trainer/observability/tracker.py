@@ -1,4 +1,4 @@
-"""Write metrics to RUN_DIR/metrics.jsonl, and to W&B, TensorBoard and Trackio if the config asks for them."""
+"""Write metrics to RUN_DIR/metrics.jsonl, and to W&B and TensorBoard if the config asks for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from data_pipeline.core.errors import filename_in_errors
 from trainer.observability.tracking import StepPictures, TrackingConfig, uses_wandb
-from trainer.observability.trackio_run import TrackioRun
 from trainer.run_dir import RunDir, write_atomically
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ class Tracker:
         self._file = run_dir.metrics.open("a", encoding="utf-8")
         self._tensorboard = _tensorboard_writer(run_dir, start_step) if config.tensorboard else None
         self._wandb = _wandb_run(run_dir, config, name, settings) if uses_wandb(config) else None
-        self._trackio = TrackioRun(run_dir, config, name=name, settings=settings) if config.trackio else None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics after `step` steps as one line of metrics.jsonl; names are paths such as train/loss."""
@@ -50,8 +48,6 @@ class Tracker:
                 self._tensorboard.add_scalar(name, value, step)
         if self._wandb is not None:
             self._wandb.log(step, metrics)
-        if self._trackio is not None:
-            self._trackio.log(step, metrics)
 
     def log_pictures(self, step: int, pictures: StepPictures) -> None:
         """Send pictures to W&B and TensorBoard. Call it after `log` of the same step."""
@@ -67,8 +63,6 @@ class Tracker:
     def close(self, *, failed: bool = False) -> None:
         """Close everything, also if a part cannot be closed. W&B shows the run as failed if `failed`."""
         with contextlib.ExitStack() as stack:
-            if self._trackio is not None:
-                stack.callback(self._trackio.close)
             if self._wandb is not None:
                 stack.callback(self._wandb.close, failed=failed)
             if self._tensorboard is not None:

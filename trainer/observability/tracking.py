@@ -1,4 +1,4 @@
-"""Where metrics and pictures of a training go besides metrics.jsonl: Weights & Biases, TensorBoard and Trackio."""
+"""Where metrics and pictures of a training go besides metrics.jsonl: Weights & Biases and TensorBoard."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ class TrackingConfig(Schema):
     factors: the level of this run in each factor of an experiment's design, such as {"setting": "RandBit", "cure":
         "viewmaker"}. They change no result. Reports build their tables from them, and W&B gets them with the config.
     tensorboard: also write RUN_DIR/tensorboard (needs the extra "tensorboard").
-    trackio: also write to Trackio, without pictures (needs the extra "trackio"). Its project is `wandb_project`.
     pictures_every_steps: the steps between two grids of views with histograms of their changes; None means never.
     """
 
@@ -52,7 +51,6 @@ class TrackingConfig(Schema):
     axes: Annotated[tuple[Line, ...], Field(max_length=100)] = ()
     factors: Annotated[dict[FactorName, Level], Field(max_length=20)] = Field(default_factory=dict)
     tensorboard: bool = False
-    trackio: bool = False
     pictures_every_steps: Count | None = 500
 
 
