@@ -5,8 +5,7 @@ RUN_DIR/probes/step_00010000/ a result for each label, such as base.json and, if
 overlay.json, and the trained heads in heads.safetensors. RUN_DIR/probes/curves.json has all checkpoints. With
 `--out DIR` it writes into DIR/NAME instead, NAME being the name of the run directory, which may then be read-only.
 
-It runs in one process. `torchrun --standalone --nproc-per-node 8 -m trainer.probe RUN_DIR`, or srun, is faster. So is
-`--at-a-time N` for many runs on one machine.
+It runs in one process. `torchrun --standalone --nproc-per-node 8 -m trainer.probe RUN_DIR`, or srun, is faster.
 """
 
 from __future__ import annotations
@@ -14,17 +13,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from data_pipeline.core.arguments import number, positive, program, whole
-from data_pipeline.core.errors import UserError, run_command
-from data_pipeline.core.imports import add_code_argument, given_code, import_code
+from data_pipeline.core.errors import run_command
+from data_pipeline.core.imports import add_code_argument, import_code
 from trainer.run_dir import RunDir, open_run, places_of_probes, runs_of, say_what_is_left_out
-
-if TYPE_CHECKING:
-    import torch
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,12 +37,6 @@ def _parser() -> argparse.ArgumentParser:
         "--missing",
         action="store_true",
         help="Leave out the runs that have all results asked for, and only count them.",
-    )
-    add(
-        "--side-by-side",
-        action="store_true",
-        help="Join the features of all runs, and probe them as if one encoder had computed them. Prints the accuracies "
-        "beside those of each run, and writes no file.",
     )
     add("--untrained", action="store_true", help="Also probe the untrained encoder, for comparison.")
     add("--pixels", action="store_true", help="Also probe the raw pixels, for comparison.")
@@ -71,13 +59,6 @@ def _parser() -> argparse.ArgumentParser:
         type=number("a share from 0 to 1", lambda given: 0 <= given <= 1),
         metavar="P",
         help="The share of test samples that may also be in the train set (default: probe.allow_shared of the run).",
-    )
-    add(
-        "--at-a-time",
-        type=positive,
-        metavar="N",
-        help="Probe N runs at the same time, each in a process with its share of the cores (default: one after another "
-        "in this process).",
     )
     add("--out", type=Path, metavar="DIR", help="Write to DIR/NAME, and nothing into the run directory NAME.")
     add_code_argument(parser)
@@ -123,13 +104,10 @@ def main() -> None:
     from trainer.distributed.environment import choose_device, process_group, read_env
     from trainer.probed_runs.options import ProbeOptions
     from trainer.probed_runs.probing import is_probed, probe_each
-    from trainer.probed_runs.processes import Results, probe_in_processes
     from trainer.probed_runs.tables import runs_table
     from trainer.probes.memory_limit import MemoryLimit
 
     world = read_env(os.environ)
-    if arguments.at_a_time is not None and world.launcher != "none":
-        raise UserError(f"--at-a-time starts processes itself, but {world.launcher} has started several; leave one out")
     gigabytes = arguments.memory_gigabytes
     max_bytes = None if gigabytes is None else int(gigabytes * 1e9)
     changes = {
@@ -147,8 +125,7 @@ def main() -> None:
         untrained=arguments.untrained,
         pixels=arguments.pixels,
         allow_shared=arguments.allow_shared,
-        code=given_code(),
-        memory=MemoryLimit(max_bytes, arguments.scratch, num_processes=arguments.at_a_time or 1),
+        memory=MemoryLimit(max_bytes, arguments.scratch),
     )
     device = choose_device(world)
     with process_group(world, device):
@@ -165,20 +142,13 @@ def main() -> None:
         on_first_rank(check)  # check all before the first is probed
         if arguments.out is not None:
             run_dirs = places_of_probes(run_dirs, arguments.out)
-        if arguments.side_by_side:
-            _probe_together(arguments, run_dirs, device=device)
-            return
         if arguments.missing:
             left = on_first_rank(lambda: [run_dir for run_dir in run_dirs if not is_probed(run_dir, options)])
             left = broadcast_object(left) or []
             if rank() == 0 and len(left) < len(run_dirs):
                 print(f"{len(run_dirs) - len(left)} of {len(run_dirs)} run(s) are probed already")
             run_dirs = left
-        if arguments.at_a_time is None:
-            of_runs: list[Results | None] = probe_each(run_dirs, options, device=device)
-        else:
-            of_runs = probe_in_processes(run_dirs, options, at_a_time=arguments.at_a_time)
-        both = zip(run_dirs, of_runs, strict=True)
+        both = zip(run_dirs, probe_each(run_dirs, options, device=device), strict=True)
         probed = {run_dir.path: results for run_dir, results in both if results is not None}
         if len(probed) > 1 and rank() == 0:
             print(runs_table(list(probed), list(probed.values())))
@@ -187,40 +157,6 @@ def main() -> None:
                 num_failed = len(run_dirs) - len(probed)
                 print(f"error: {num_failed} of {len(run_dirs)} run(s) were not probed", file=sys.stderr)
             raise SystemExit(1)
-
-
-def _probe_together(arguments: argparse.Namespace, run_dirs: Sequence[RunDir], *, device: torch.device) -> None:
-    from trainer.distributed.collectives import world_size
-    from trainer.probed_runs.side_by_side import probe_side_by_side, side_by_side_table
-
-    others = [
-        "step",
-        "all_steps",
-        "missing",
-        "untrained",
-        "pixels",
-        "at_a_time",
-        "out",
-        "views",
-        "batch_norm",
-        "reads",
-        "precision",
-    ]
-    others += ["memory_gigabytes", "scratch"]
-    given = [name for name in others if getattr(arguments, name) is not None and getattr(arguments, name) is not False]
-    given += ["overlay_draws"] if arguments.overlay_draws > 1 else []
-    if given:
-        raise UserError(f"--side-by-side cannot be used with --{given[0].replace('_', '-')}; leave one of them out")
-    if world_size() > 1:
-        raise UserError("--side-by-side probes in one process; start it without torchrun")
-    found = probe_side_by_side(
-        run_dirs,
-        labels=arguments.label,
-        num_epochs=arguments.epochs,
-        device=device,
-        allow_shared=arguments.allow_shared,
-    )
-    print(side_by_side_table(found))
 
 
 if __name__ == "__main__":

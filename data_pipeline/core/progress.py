@@ -40,7 +40,6 @@ class Progress:
     """
 
     _shown: ClassVar[RichProgress | None] = None  # on the terminal, which takes one at a time
-    _is_hidden: ClassVar[bool] = False
 
     def __init__(self, title: str, *, total: int, start: int = 0, enabled: bool = True) -> None:
         self._stop_reporting = threading.Event()
@@ -48,18 +47,13 @@ class Progress:
         self._title, self._total, self._done, self._first = title, total, start, start
         self._points: list[tuple[float, int]] = []  # when how much was done: at the first advance, and at each line
         self._started = self._last_line = self._last_advance = time.monotonic()
-        self._enabled = enabled = enabled and not Progress._is_hidden
+        self._enabled = enabled
         self._note = ""
         self._bar: RichProgress | None = None
         self._is_inner = Progress._shown is not None
         if enabled and sys.stderr.isatty():
             self._bar = Progress._shown or _bar_on_stderr()
             self._task = self._bar.add_task(title, total=total, completed=start, note="")
-
-    @classmethod
-    def hide(cls) -> None:
-        """Show no progress of this process, because the one that started it shows its own."""
-        cls._is_hidden = True
 
     def advance(self, num: int = 1, *, note: str = "") -> None:
         self._done += num

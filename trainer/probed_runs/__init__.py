@@ -1,4 +1,4 @@
-"""Runs are probed: the checkpoints of one, several in processes of their own, and the features of several together.
+"""Probe the checkpoints of runs.
 
 Input: run directories. Output: RUN_DIR/probes/step_*/*.json and tables. The probes themselves are in `trainer.probes`.
 """

@@ -22,7 +22,6 @@ class ProbeOptions:
     untrained: probe the untrained encoder too, before the others.
     pixels: probe the raw pixels too, before the others. Their results are those of step 0.
     allow_shared: replaces the share in the config if it is given.
-    code: the modules of `--code`, which other processes import.
     memory: pictures that take more are streamed.
     """
 
@@ -33,7 +32,6 @@ class ProbeOptions:
     untrained: bool = False
     pixels: bool = False
     allow_shared: float | None = None
-    code: Sequence[str] = ()
     memory: MemoryLimit = field(default_factory=MemoryLimit)
 
     def changed(self, own: ProbeConfig, *, reads_pixels: bool = False) -> ProbeConfig:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -156,7 +155,6 @@ class _ProbedRun:
         """Probe one checkpoint, or the raw pixels, and write the results. Every rank calls this."""
         config = self.options.changed(self.config.probe, reads_pixels=reads_pixels)
         suffix = self.options.suffix(self.config.probe, reads_pixels=reads_pixels)
-        unfinished_at = self.run_dir.all_probes / f"unfinished_step_{modules.step:08d}{suffix}.safetensors"
         try:
             readout = probe(
                 modules,
@@ -168,7 +166,6 @@ class _ProbedRun:
                 other_draws=self.other_draws,
                 num_shared=self.num_shared,
                 run=self.identity,
-                unfinished_at=unfinished_at,
             )
         except torch.OutOfMemoryError as error:
             raise UserError(
@@ -176,7 +173,7 @@ class _ProbedRun:
                 f"({str(error).partition('. GPU')[0]}); keep samples and features on the host with a small "
                 "--memory-gigabytes, see in nvidia-smi what else uses the GPU, or set CUDA_VISIBLE_DEVICES= for the CPU"
             ) from error
-        on_first_rank(partial(_write, self.run_dir, modules.step, readout, suffix=suffix, unfinished_at=unfinished_at))
+        on_first_rank(partial(_write, self.run_dir, modules.step, readout, suffix=suffix))
         return readout
 
     def summarize(self, results: Mapping[LabelSpace, ProbeResult]) -> None:
@@ -301,13 +298,12 @@ def _refuse_place_of_other_run(run_dir: RunDir, identity: str | None) -> None:
             )
 
 
-def _write(run_dir: RunDir, step: int, readout: Readout, *, suffix: str, unfinished_at: Path) -> None:
-    """Write the heads and results of one checkpoint, and remove the file of the fit while it was not finished."""
+def _write(run_dir: RunDir, step: int, readout: Readout, *, suffix: str) -> None:
+    """Write the heads and results of one checkpoint."""
     directory = run_dir.probes(step)
     write_heads(directory / f"heads{suffix}.safetensors", readout.heads)
     for space, result in readout.results.items():
         write_json(directory / f"{space}{suffix}.json", result.model_dump(mode="json"))
-    unfinished_at.unlink(missing_ok=True)
 
 
 def checkpoint_steps(run_dir: RunDir) -> list[int | None]:

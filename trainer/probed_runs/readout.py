@@ -8,8 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +26,6 @@ from trainer.probes.reads import InBfloat16, reader
 from trainer.probes.result import ProbeResult
 from trainer.probes.right_samples import pack_right
 from trainer.probes.targets import label_targets, readable_labels
-from trainer.probes.unfinished import UnfinishedFit, digest_of_weights
 
 
 @dataclass(frozen=True)
@@ -50,14 +47,12 @@ def probe(
     other_draws: Sequence[Pictures] = (),
     num_shared: int | None = None,
     run: str | None = None,
-    unfinished_at: Path | None = None,
 ) -> Readout:
     """Probe `labels` (default: all that the pictures have) by `config` (default: of the run). Every rank calls this.
 
     `num_shared` and `run` are only copied into the results: the number of test samples that are in the train set too,
-    and the identity of the run. In the file `unfinished_at` the fit is kept from time to time; a later call with the
-    same arguments goes on from there, and the caller removes the file in the end. Raises `UserError` if the train set
-    and the test set have different classes, or lack one of the labels.
+    and the identity of the run. Raises `UserError` if the train set and the test set have different classes, or lack
+    one of the labels.
     """
     started = time.monotonic()
     # Now, because the user may edit it meanwhile.
@@ -73,10 +68,7 @@ def probe(
         encoder, view_policy = InBfloat16(encoder), InBfloat16(view_policy)
     without_views = FrozenFeatures(encoder, device=device)
     known, asked = train.on(device), test.on(device)
-    unfinished = UnfinishedFit(unfinished_at, lambda: _identity(modules, config, targets, own_code, (train, test)))
-    start = unfinished.load()
-    num_done = 0 if start is None else start.num_epochs
-    with Progress(title, total=config.num_epochs, start=num_done, enabled=rank() == 0) as progress:
+    with Progress(title, total=config.num_epochs, enabled=rank() == 0) as progress:
         progress.show_while_waiting(lambda: "encoding samples and fitting heads")
 
         def on_epoch(epoch: int, accuracy: Mapping[LabelSpace, float]) -> None:
@@ -93,8 +85,6 @@ def probe(
             other_draws=other_draws,
             without_views=without_views,
             on_epoch=on_epoch,
-            start=start,
-            keep=unfinished.keep,
         )
     knn = probe_knn(
         encoder,
@@ -146,24 +136,6 @@ def probe(
     settings = (f"{name} {value}" for name, value in config.fit_settings.items())
     made_by = f"probe with {', '.join(settings)}"
     return Readout(results, Heads({space: one.head for space, one in linear.items()}, made_by, train.manifest.sha256))
-
-
-def _identity(
-    modules: TrainedModules,
-    config: ProbeConfig,
-    targets: Mapping[LabelSpace, Target],
-    own_code: Mapping[str, str],
-    pictures: Sequence[Pictures],
-) -> dict[str, Any]:
-    """Return everything that a fit depends on, as JSON: the same fit has the same bits."""
-    return {
-        "weights": digest_of_weights({"encoder": modules.encoder, "views": modules.view_policy}),
-        "run": modules.config.model_dump(mode="json"),
-        "probe": config.model_dump(mode="json"),
-        "classes": {space: target.num_classes for space, target in targets.items()},
-        "samples": [(each.manifest.sha256, len(each)) for each in pictures],
-        "own_code": dict(own_code),
-    }
 
 
 def _right_samples(linear_N: Tensor, knn_N: Tensor, target: Target) -> dict[str, str]:

@@ -253,24 +253,6 @@ def finite_accuracy(class_N: Tensor, label_N: Tensor, *, name: str) -> float:
 
 
 @dataclass(frozen=True)
-class FitState:
-    """A fit between two epochs, from which it can go on with the same bits.
-
-    heads: by label, the tensors of its head: "weight" (K, F), "bias" (K,), and the velocities of both.
-    test_accuracy, train_accuracy: by label, of each epoch so far.
-    """
-
-    heads: Mapping[LabelSpace, Mapping[str, Tensor]]
-    test_accuracy: Mapping[LabelSpace, Sequence[float]]
-    train_accuracy: Mapping[LabelSpace, Sequence[float]]
-
-    @property
-    def num_epochs(self) -> int:
-        """Return how many epochs are done."""
-        return min(map(len, self.test_accuracy.values()), default=0)
-
-
-@dataclass(frozen=True)
 class FeatureBatch:
     """The input of the heads in one step: features (B, F) float32, and by label the classes (B,) int64."""
 
@@ -309,29 +291,24 @@ def fit_linear_probe(
     targets: Mapping[LabelSpace, Target],
     config: ProbeConfig,
     on_epoch: Callable[[int, Mapping[LabelSpace, float]], None] = lambda epoch, accuracies: None,
-    start: FitState | None = None,
-    keep: Callable[[FitState], None] = lambda state: None,
 ) -> dict[LabelSpace, LinearProbe]:
     """Train a head for each target by SGD on the cross entropy, all in one pass over the features.
 
     `batches(epoch)` yields the steps of an epoch. `test_features()` returns (N_test, F) and is called after each epoch.
-    `on_epoch` gets the epoch, from 1, and the test accuracies. `keep` gets the state between two epochs; its tensors
-    change in the next one. `start` is such a state of an earlier call with the same arguments. Raises `UserError` if a
-    head diverges, or if features are not finite.
+    `on_epoch` gets the epoch, from 1, and the test accuracies. Raises `UserError` if a head diverges, or if features
+    are not finite.
     """
     heads: dict[LabelSpace, _Head] = {}
     predicted: dict[LabelSpace, Tensor] = {}
-    test_accuracy = {name: [] if start is None else list(start.test_accuracy[name]) for name in targets}
-    train_accuracy = {name: [] if start is None else list(start.train_accuracy[name]) for name in targets}
-    for epoch in range(0 if start is None else start.num_epochs, config.num_epochs):
+    test_accuracy: dict[LabelSpace, list[float]] = {name: [] for name in targets}
+    train_accuracy: dict[LabelSpace, list[float]] = {name: [] for name in targets}
+    for epoch in range(config.num_epochs):
         learning_rate = config.learning_rate * 0.1 ** sum(
             epoch >= int(fraction * config.num_epochs) for fraction in config.milestones
         )
         for batch in batches(epoch):
             if not heads:
                 heads = {name: _Head(target, batch.features_BF, config) for name, target in targets.items()}
-                for name, state in ({} if start is None else start.heads).items():
-                    heads[name].load(state)
             for name, head in heads.items():
                 head.step(batch.features_BF, batch.labels[name], learning_rate=learning_rate)
         test_NF = test_features()
@@ -340,8 +317,6 @@ def fit_linear_probe(
             predicted[name] = head.frozen.classes(test_NF)
             test_accuracy[name].append(finite_accuracy(predicted[name], targets[name].test_N, name=name))
         on_epoch(epoch + 1, {name: curve[-1] for name, curve in test_accuracy.items()})
-        if epoch + 1 < config.num_epochs:
-            keep(FitState({name: head.state() for name, head in heads.items()}, test_accuracy, train_accuracy))
     return {
         name: LinearProbe(_result(test_accuracy[name], train_accuracy[name]), head.frozen, predicted[name])
         for name, head in heads.items()
@@ -360,8 +335,6 @@ def probe_linear(
     other_draws: Sequence[Pictures] = (),
     without_views: FrozenFeatures | None = None,
     on_epoch: Callable[[int, Mapping[LabelSpace, float]], None] = lambda epoch, accuracy: None,
-    start: FitState | None = None,
-    keep: Callable[[FitState], None] = lambda state: None,
 ) -> dict[LabelSpace, LinearProbe]:
     """Fit linear probes of a frozen encoder for every target. The encoder and the policy are not changed.
 
@@ -369,13 +342,10 @@ def probe_linear(
     global random states of torch and numpy are not used. Overlays are drawn again in every epoch, as in training.
     Without views, features are computed once. `without_views` has the features of `encoder`, for another probe too.
 
-    The heads of the last epoch are also tested on `other_draws`, the test pictures with other overlays. `start` and
-    `keep` are those of `fit_linear_probe`; without effect for `batch_norm="train"`, whose encoder changes too. Every
-    rank calls this with the same arguments. Raises `UserError` for `batch_norm="train"` on several ranks.
+    The heads of the last epoch are also tested on `other_draws`, the test pictures with other overlays. Every rank
+    calls this with the same arguments. Raises `UserError` for `batch_norm="train"` on several ranks.
     """
     check_ranks(config)
-    if config.batch_norm == "train":
-        start, keep = None, lambda state: None
     live = copy.deepcopy(encoder) if config.batch_norm == "train" else encoder
     if without_views is None or config.batch_norm == "train":
         without_views = FrozenFeatures(live, device=device)
@@ -419,13 +389,7 @@ def probe_linear(
 
         batches = drawn if cached is None else stored_batches(cached, targets, config=config, device=device)
         probes = fit_linear_probe(
-            batches,
-            test_features=test_features,
-            targets=targets,
-            config=config,
-            on_epoch=on_epoch,
-            start=start,
-            keep=keep,
+            batches, test_features=test_features, targets=targets, config=config, on_epoch=on_epoch
         )
         accuracies = {space: [one.result.accuracy] for space, one in probes.items()}
         for test_again in other_draws:
@@ -548,16 +512,6 @@ class _Head:
         self._loss.zero_()
         self._num_seen = 0
         return share
-
-    def state(self) -> dict[str, Tensor]:
-        """Return what a head keeps from one epoch to the next, without copies."""
-        names = ("weight", "bias", "weight_velocity", "bias_velocity")
-        return dict(zip(names, (*(each.detach() for each in self._parameters), *self._velocities), strict=True))
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take up a `state`."""
-        for name, tensor in self.state().items():
-            tensor.copy_(state[name])
 
     @property
     def frozen(self) -> LinearHead:

@@ -32,12 +32,10 @@ class MemoryLimit:
 
     max_bytes: on each rank; None stands for half of the memory that is free when it is asked for, shared by all ranks.
     scratch: a directory on a local disk; None stands for the one of `tempfile`, which the variable TMPDIR sets.
-    num_processes: the number of processes that are started apart from each other, and share the free memory too.
     """
 
     max_bytes: int | None = None
     scratch: Path | None = None
-    num_processes: int = 1
 
     def holds(self, num_bytes: int, device: torch.device = _CPU) -> bool:
         """Return whether `num_bytes` may be kept in the memory of a device.
@@ -46,10 +44,9 @@ class MemoryLimit:
         """
         most = self.max_bytes
         if most is None and device.type == "cuda":
-            num_sharing = -(-self.num_processes // torch.cuda.device_count())  # the processes take turns with the GPUs
-            most = free_device_bytes(device) // 2 // num_sharing
+            most = free_device_bytes(device) // 2
         elif most is None:
-            most = free_host_bytes() // 2 // (world_size() * self.num_processes)
+            most = free_host_bytes() // 2 // world_size()
         return not any_rank(num_bytes > most)
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 from PIL import Image
+from torch import Tensor
 
 from configs import debug
 from data_pipeline.building.build import build_dataset
@@ -26,6 +28,7 @@ from tests.tiny_data import share_sources, write_tiny_pair
 from tests.trainer.probes.toy import toy_pictures
 from tests.trainer.reports.test_report import make_run as make_reported_run
 from tests.trainer.reports.test_report import probe_result
+from trainer.checkpoint.files import write_files
 from trainer.config import RunConfig
 from trainer.distributed.collectives import rank
 from trainer.modules import build_modules
@@ -52,13 +55,17 @@ def make_run(directory: Path, data: Path, **settings: Any) -> RunDir:
     config = debug.image().model_dump() | settings
     config["data"] |= {"train_dir": str(data / "train"), "test_dir": str(data / "test")}
     run_dir = RunDir(directory)
-    run_dir.checkpoint(10).mkdir(parents=True)
+    run_dir.path.mkdir(parents=True)
     run_dir.config.write_text(json.dumps(config))
     state = build_modules(RunConfig.model_validate(config)).encoder.state_dict()
-    doubled = {name: 2 * tensor for name, tensor in state.items()}
-    safetensors.torch.save_file(doubled, run_dir.checkpoint(10) / "encoder.safetensors")
-    run_dir.latest.write_text("step_00000010\n")
+    write_checkpoint(run_dir, 10, {name: 2 * tensor for name, tensor in state.items()})
     return run_dir
+
+
+def write_checkpoint(run_dir: RunDir, step: int, encoder: Mapping[str, Tensor]) -> None:
+    run_dir.checkpoint(step).mkdir(parents=True, exist_ok=True)
+    write_files(run_dir.checkpoint(step), step=step, states={"encoder": encoder})
+    run_dir.latest.write_text(f"step_{step:08d}\n")
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +76,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def add_checkpoint(run_dir: RunDir, step: int, factor: float) -> None:
     """Add a checkpoint with all weights of the first one times `factor`."""
     state = safetensors.torch.load_file(run_dir.checkpoint(10) / "encoder.safetensors")
-    run_dir.checkpoint(step).mkdir()
-    other = {name: (factor * tensor).to(tensor.dtype) for name, tensor in state.items()}
-    safetensors.torch.save_file(other, run_dir.checkpoint(step) / "encoder.safetensors")
-    run_dir.latest.write_text(f"step_{step:08d}\n")
+    write_checkpoint(run_dir, step, {name: (factor * tensor).to(tensor.dtype) for name, tensor in state.items()})
 
 
 def read_curves_file(path: Path) -> dict[tuple[str, str], ProbeCurve]:

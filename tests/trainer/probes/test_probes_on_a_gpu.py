@@ -23,7 +23,6 @@ from tests.trainer.test_on_a_gpu import CUDA, Waits, on_the_gpu, tensors_without
 from trainer.modules import build_modules
 from trainer.probed_runs import probing
 from trainer.probed_runs.options import ProbeOptions
-from trainer.probed_runs.processes import device_of_slot
 from trainer.probes import features, linear
 from trainer.probes.features import Pictures, extract, read_pictures
 from trainer.probes.knn import knn_classes
@@ -132,19 +131,8 @@ def test_features_and_votes_wait_for_nothing() -> None:
     assert waits.found == []
 
 
-def free_on_the_gpu(monkeypatch: pytest.MonkeyPatch, num_bytes: int, num_gpus: int = 1) -> None:
+def free_on_the_gpu(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (num_bytes, 1 << 40))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-
-
-def test_processes_at_the_same_time_take_turns_with_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    for num_gpus, expected, holds in ((1, [0, 0, 0], 100), (2, [0, 1, 0], 150), (8, [0, 1, 2], 300)):
-        free_on_the_gpu(monkeypatch, 600, num_gpus)
-        devices = [device_of_slot(slot, CUDA) for slot in range(3)]
-        assert devices == [torch.device("cuda", index) for index in expected]
-        limit = MemoryLimit(num_processes=3)
-        assert [limit.holds(num_bytes, CUDA) for num_bytes in (holds, holds + 1)] == [True, False]
-    assert device_of_slot(2, CPU) == CPU
 
 
 def test_features_go_to_the_host_if_the_gpu_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,7 +230,7 @@ def test_a_half_finished_study_gives_an_honest_half_page(tmp_path: Path) -> None
     assert "python launch/slurm.py --executor local --study studies:suppression_small --at-a-time 2" in page
     assert "2 finished runs have no probe of their last step." in page
     unprobed = f"{home}/RandBit-0-plain-bits-seed0 {home}/RandBit-10-IFM-bits-seed0"
-    assert f"python -m trainer.probe {unprobed} --at-a-time 2 --missing" in page
+    assert f"python -m trainer.probe {unprobed} --missing" in page
     assert "are measured for no cure of these runs" in page
     assert "| kept, % |" not in page
 
@@ -415,7 +415,7 @@ def test_runs_that_lack_a_label_are_counted_and_cells_of_fewer_seeds_are_marked(
     assert row(easy, "viewmaker")[0].endswith("(1 of 3 seeds)**")
     assert "seeds)" not in row(easy, "plain")[0]
     assert "2 runs have no probe of overlay at their last step, although others" in page
-    assert f"{home}/RandBit-0-viewmaker-bits-seed2 --label overlay --at-a-time 2 --missing" in page
+    assert f"{home}/RandBit-0-viewmaker-bits-seed2 --label overlay --missing" in page
     (setting,) = read_benchmark(sorted(home.iterdir())).settings
     assert kept_of_easy(column_of(setting, "0", "overlay"), "plain") == pytest.approx(0.4 / 0.45)
 

@@ -596,15 +596,13 @@ def _missing(gaps: Gaps, *, study: str, paths: Sequence[Path]) -> list[Block]:
         commands.append(f"python launch/slurm.py --executor local --study {shlex.quote(study)} --at-a-time 2")
     if gaps.unprobed:
         told.append(f"{len(gaps.unprobed)} finished runs have no probe of their last step.")
-        commands.append(f"python -m trainer.probe {_some(gaps.unprobed, where)} --at-a-time 2 --missing")
+        commands.append(f"python -m trainer.probe {_some(gaps.unprobed, where)} --missing")
     for label, lacking in gaps.without_label.items():
         told.append(
             f"{len(lacking)} runs have no probe of {label} at their last step, although others of their setting and "
             "difficulty have one."
         )
-        commands.append(
-            f"python -m trainer.probe {_some(lacking, where)} --label {shlex.quote(label)} --at-a-time 2 --missing"
-        )
+        commands.append(f"python -m trainer.probe {_some(lacking, where)} --label {shlex.quote(label)} --missing")
     if gaps.without_untrained:
         told.append(
             f"{len(gaps.without_untrained)} times a setting, a difficulty and a seed have no probe of an untrained "
