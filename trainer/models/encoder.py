@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias, get_args
 
 import torch
 from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator, model_validator
@@ -32,9 +32,6 @@ from trainer.models.timm_trunk import OWN_ARGUMENTS, TimmTrunk, check_timm_name
 from trainer.models.trunk import Trunk
 from trainer.models.weight_casts import cast_together, weights_of
 from trainer.models.wide_resnet import wide_resnet_trunk
-
-if TYPE_CHECKING:
-    from trainer.config import RunConfig
 
 _Decided = Literal["resnet18_small", "resnet34_small", "resnet50_small", "resnet18", "resnet34", "resnet50", "resnet10"]
 _Open = Literal["resnet18_by_size", "resnet34_by_size", "resnet50_by_size"]
@@ -285,7 +282,7 @@ class TimmConfig(BaseEncoderConfig):
             )
         return options
 
-    def check(self, run: RunConfig) -> None:
+    def check(self, run: Any) -> None:
         if isinstance(run.memory.encoder_checkpointing, int):
             raise ValueError("a timm encoder counts as one block; set memory.encoder_checkpointing to whole or none")
 

@@ -14,7 +14,7 @@ Shapes: B pictures of this rank, G = B W pictures of all W ranks, Q keys in the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,6 @@ from trainer.objectives.objective import (
     ViewPair,
     contrastive_output,
 )
-
-if TYPE_CHECKING:
-    from trainer.config import RunConfig
 
 _ORDER_PURPOSE = 200  # `purpose` in `data_pipeline.core.counter_rng`
 
@@ -64,10 +61,10 @@ class MoCoConfig(BaseObjectiveConfig):
     def trains_second_view(self) -> bool:
         return self.direction == "symmetric"
 
-    def check(self, run: RunConfig) -> None:
+    def check(self, run: Any) -> None:
         check(self, run.global_batch_size)
 
-    def why_not_recorded(self, run: RunConfig) -> str | None:
+    def why_not_recorded(self, run: Any) -> str | None:
         if run.encoder.batch_norm == "synchronized":
             return None
         return "objective moco shuffles its batch anew at each step; set encoder.batch_norm=synchronized"

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import BeforeValidator, SerializeAsAny
 from torch import Tensor, nn
@@ -14,9 +14,6 @@ from torch.nn import functional as F
 
 from data_pipeline.core.kinds import KindConfig, Kinds
 from trainer.optim.optimizers import OptimizerConfig
-
-if TYPE_CHECKING:
-    from trainer.config import RunConfig
 
 # The config class of each kind. A new objective of this project needs a line here and its own file.
 OBJECTIVES: Final = MappingProxyType(
@@ -149,7 +146,7 @@ class BaseObjectiveConfig(KindConfig):
         """Return whether the embeddings of the second view get a gradient, without which no viewmaker learns there."""
         return True
 
-    def why_not_recorded(self, run: RunConfig) -> str | None:
+    def why_not_recorded(self, run: Any) -> str | None:
         """Return the reason for which a step with this objective cannot be recorded; None if it can."""
         if self.can_be_recorded:
             return None

@@ -11,7 +11,7 @@ Shapes: B samples of this rank, N views of each, M = N B views, D dimensions, K 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,6 @@ from trainer.objectives.objective import (
 )
 from trainer.objectives.simsiam import predict
 
-if TYPE_CHECKING:
-    from trainer.config import RunConfig
-
 
 class SupervisedConfig(BaseObjectiveConfig):
     """The config of supervised training.
@@ -49,7 +46,7 @@ class SupervisedConfig(BaseObjectiveConfig):
     kind: Literal["supervised"] = "supervised"
     label: LabelName = BASE
 
-    def check(self, run: RunConfig) -> None:
+    def check(self, run: Any) -> None:
         if run.data.overlay == "online_per_view" and self.label != BASE:
             raise ValueError(
                 f"objective.label={self.label} is a label of the first view only with data.overlay=online_per_view, "

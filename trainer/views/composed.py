@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -31,9 +31,6 @@ from trainer.views.inputs import without_autocast
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
 from trainer.views.random_mask import RandomMask, RandomMaskConfig
 from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
-
-if TYPE_CHECKING:
-    from trainer.config import RunConfig
 
 MOST_TURNS: Final = 8  # policies of a `by_epoch`
 _VIEWS_OF_A_PART = 1 << 20  # the numbers of views that a part has for itself; even, so first views stay first
@@ -156,7 +153,7 @@ class PairConfig(_ComposedConfig):
     def build(self, given: ViewsInputs) -> Pair:
         return Pair(self.first.build(given), self.second.build(given))
 
-    def check(self, run: RunConfig) -> None:
+    def check(self, run: Any) -> None:
         super().check(run)
         if self.second.is_learned and not run.objective.trains_second_view:
             raise ValueError(
@@ -198,7 +195,7 @@ class ByEpochConfig(_ComposedConfig):
     def build(self, given: ViewsInputs) -> ByEpoch:
         return ByEpoch(policy.build(given) for policy in self.policies)
 
-    def check(self, run: RunConfig) -> None:
+    def check(self, run: Any) -> None:
         super().check(run)
         if run.num_epochs < len(self.policies):
             raise ValueError(

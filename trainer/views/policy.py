@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, Self, TypeAlias
 
 from pydantic import BeforeValidator, SerializeAsAny
 from torch import nn
@@ -13,9 +13,6 @@ from torch import nn
 from data_pipeline.audio.log_mel import MelConfig
 from data_pipeline.core.kinds import KindConfig, Kinds
 from data_pipeline.core.random_crop import CropLaw
-
-if TYPE_CHECKING:
-    from trainer.config import RunConfig
 
 # The config class of each kind. A new view of this project needs a line here and its own file.
 VIEWS: Final = MappingProxyType(
@@ -71,7 +68,7 @@ class BaseViewsConfig(KindConfig):
         """Return the policy, with its weights, if it has any, from torch's default generator."""
         raise NotImplementedError(f"{type(self).__qualname__} has no method build")
 
-    def check(self, run: RunConfig) -> None:
+    def check(self, run: Any) -> None:
         self.check_medium(run.data.mel)
         if self.changes_with_epoch and run.data.mixture is not None:
             raise ValueError(

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,6 @@ from trainer.distributed.engines.engine import (
 )
 from trainer.fault_tolerance.skipping import step_unless
 from trainer.optim.optimizers import OptimizerConfig, build_optimizer
-
-if TYPE_CHECKING:
-    from trainer.config import RunConfig
 
 _STEP_COUNT = "step"  # the only optimizer state that is a single number for each parameter
 
@@ -50,7 +47,7 @@ class DeepSpeedConfig(BaseEngineConfig):
             raise ValueError("offload_optimizer needs zero_stage 1, 2 or 3; set one of them")
         return self
 
-    def check(self, run: RunConfig) -> None:
+    def check(self, run: Any) -> None:
         if self.zero_stage == 3 and run.neighbours is not None:
             raise UserError("neighbours needs a whole encoder on each rank; set engine.zero_stage=2")
         check(

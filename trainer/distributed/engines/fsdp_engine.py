@@ -30,8 +30,6 @@ from trainer.optim.optimizers import OptimizerConfig, build_optimizer
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-    from trainer.config import RunConfig
-
 _NORM_BYTES = 8  # the square of a gradient's norm in float64, which the ranks add up
 
 
@@ -40,7 +38,7 @@ class FSDPConfig(BaseEngineConfig):
 
     kind: Literal["fsdp"] = "fsdp"
 
-    def check(self, run: RunConfig) -> None:
+    def check(self, run: Any) -> None:
         """Raise `UserError` for a run that needs the whole encoder on a rank. A `MomentumCopy` does not."""
         if (kind := run.engine_optimizers["encoder"].kind) in {"lars", "lamb"}:
             raise UserError(
