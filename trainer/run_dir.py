@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from data_pipeline.core.errors import UserError, filename_in_errors, printable
-from trainer.observability.records import Metrics, Provenance, read_last_metrics, read_metrics, read_provenance
+from trainer.records import Metrics, Provenance, read_last_metrics, read_metrics, read_provenance
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class RunDir:
         return read_object(self.config, mend="restore the file")
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the entries of metrics.jsonl by ascending step; see `trainer.observability.records`.
+        """Return the entries of metrics.jsonl by ascending step; see `trainer.records`.
 
         Logs the damaged lines, which are left out.
         """

@@ -32,13 +32,13 @@ from trainer.adversary import AdversaryConfig, reverse_gradient
 from trainer.config import RunConfig
 from trainer.distributed.collectives import rank
 from trainer.distributed.engines.engine import Engine
-from trainer.fault_tolerance.skipping import StateSnapshot, any_not_finite
 from trainer.memory import interleave
 from trainer.models.activation_checkpointing import buffers_untouched
 from trainer.models.random_layers import has_random_layers, seeded
 from trainer.objectives import Objective, ObjectiveOutput, ViewPair
 from trainer.objectives.health import embedding_health
 from trainer.optim.loss_scale import LossScale
+from trainer.optim.skipping import StateSnapshot, any_not_finite
 from trainer.own_code import is_own
 from trainer.profiling import stage
 from trainer.views import ViewPolicy

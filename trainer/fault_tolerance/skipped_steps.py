@@ -1,6 +1,6 @@
 """Count skipped steps, record the first few for replay, and end a run that skips too many.
 
-`trainer.fault_tolerance.skipping` decides which steps are skipped. All ranks must make the same calls in the same
+`trainer.optim.skipping` decides which steps are skipped. All ranks must make the same calls in the same
 order, so a run that fails raises `UserError` on every rank at the same step.
 """
 

@@ -152,7 +152,7 @@ def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.O
     tensors for each parameter: "momentum_buffer", "step", "exp_avg", "exp_avg_sq".
 
     On a GPU, SGD, Adam and AdamW have fused kernels, which can skip a step by a flag that the host need not read. LARS
-    and LAMB do not; see `trainer.fault_tolerance.skipping.step_unless`. Every other step computes with lists of
+    and LAMB do not; see `trainer.optim.skipping.step_unless`. Every other step computes with lists of
     tensors, and gives the bits of a loop over the parameters.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]

@@ -20,7 +20,7 @@ class LoggedMetrics:
 
     @classmethod
     def of(cls, entries: Sequence[Mapping[str, Any]]) -> LoggedMetrics:
-        """Return the numbers of the entries of `trainer.observability.records.read_metrics`."""
+        """Return the numbers of the entries of `trainer.records.read_metrics`."""
         steps = array("q", [entry["step"] for entry in entries])
         steps_of: dict[str, array[int]] = {}
         values_of: dict[str, array[float]] = {}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from data_pipeline.core.environment import home_directory, variable
-from trainer.observability.records import Metrics, read_metrics
+from trainer.records import Metrics, read_metrics
 
 _PLACE: Final = "feature-dropout/report"
 _VERSION: Final = 1  # of the entries, and of the checks that made them
@@ -43,7 +43,7 @@ class RunIndex:
     directory: Path | None
 
     def read_metrics(self, path: Path) -> Metrics:
-        """Return what `trainer.observability.records.read_metrics` returns for this file."""
+        """Return what `trainer.records.read_metrics` returns for this file."""
         stamp = _stamp(path)
         if self.directory is None or stamp is None or stamp[0] < _FEWEST_BYTES:
             return read_metrics(path)

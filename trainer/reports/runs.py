@@ -14,12 +14,12 @@ from data_pipeline.core.schema import flatten
 from trainer.analyses.loaded_run import AnalysisOptions, write_result
 from trainer.analyses.views import ViewsResult, measure_views
 from trainer.config import RunConfig, read_run_config
-from trainer.observability.records import read_provenance
 from trainer.preflight import edited_config
 from trainer.probes.features import LabelSpace, label_order
 from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult, labels_in, read_result
 from trainer.provenance import train_sets
+from trainer.records import read_provenance
 from trainer.reports.config_identity import config_identity, run_identity
 from trainer.reports.logged_metrics import LoggedMetrics
 from trainer.reports.run_index import RunIndex

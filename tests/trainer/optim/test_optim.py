@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from data_pipeline.core.errors import UserError
 from trainer.distributed.engines.ddp_engine import DDPEngine
-from trainer.fault_tolerance import skipping
+from trainer.optim import skipping
 from trainer.optim.learning_rates import learning_rate_at, scaled_learning_rate
 from trainer.optim.loss_scale import LossScale
 from trainer.optim.optimizers import (

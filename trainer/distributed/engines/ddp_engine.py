@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed.collectives import sum_in_rank_order, world_size
 from trainer.distributed.engines.engine import BaseEngineConfig, EngineInputs, without_gradients
-from trainer.fault_tolerance.skipping import step_unless
 from trainer.optim.optimizers import OptimizerConfig, build_optimizer
+from trainer.optim.skipping import step_unless
 
 
 class DDPConfig(BaseEngineConfig):

@@ -28,8 +28,8 @@ from trainer.distributed.engines.engine import (
     EngineInputs,
     without_gradients,
 )
-from trainer.fault_tolerance.skipping import step_unless
 from trainer.optim.optimizers import OptimizerConfig, build_optimizer
+from trainer.optim.skipping import step_unless
 
 _STEP_COUNT = "step"  # the only optimizer state that is a single number for each parameter
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from data_pipeline.core.errors import UserError
 from trainer.analyses.monitors import MonitorsResult
 from trainer.config import RunConfig, read_run_config
-from trainer.observability.records import read_provenance
 from trainer.probes.curve import online_readings
 from trainer.probes.features import LabelSpace
 from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult, labels_in, read_result
 from trainer.probes.right_samples import unpack_right
 from trainer.provenance import RECORDED_NUM_TEST_SAMPLES, train_sets
+from trainer.records import read_provenance
 from trainer.reports.config_identity import config_identity, run_identity
 from trainer.reports.paired import Reading
 from trainer.reports.rises import online_num_test

@@ -21,13 +21,13 @@ from launch.submitted import run_status
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.observability.tracked import open_tracker
 from tests.trainer.reports.test_report import Page, make_run, probe_result, report
+from trainer import records
 from trainer.checkpoint.files import all_steps
 from trainer.checkpoint.restore import Restored
 from trainer.data import read_manifests
-from trainer.observability import records
-from trainer.observability.records import read_last_metrics, read_metrics, read_provenance
 from trainer.probed_runs.probing import checkpoint_steps
 from trainer.provenance import add_to_provenance, write_provenance
+from trainer.records import read_last_metrics, read_metrics, read_provenance
 from trainer.reports.as_markdown import as_markdown
 from trainer.reports.page import page
 from trainer.reports.runs import arms_of, read_runs
