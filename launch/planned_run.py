@@ -10,7 +10,7 @@ from typing import Literal, Self
 from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.schema import as_typed, value_at
 from launch.going_on import going_on
-from trainer.config import RunConfig, keep_order_version
+from trainer.config import RunConfig
 from trainer.data import Manifests
 from trainer.preflight import claim, refuse_other_config
 from trainer.run_dir import RunDir, is_held
@@ -29,9 +29,8 @@ class PlannedRun:
 
     @classmethod
     def at(cls, path: Path, config: RunConfig) -> Self:
-        """Return the run in a directory; if it has begun there, with the version of the order that it began with."""
-        run_dir = RunDir(path)
-        return cls(run_dir, keep_order_version(config, run_dir))
+        """Return the run in a directory."""
+        return cls(RunDir(path), config)
 
     @classmethod
     def within(cls, home: Path, config: RunConfig) -> Self:

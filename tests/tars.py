@@ -14,7 +14,7 @@ from PIL import Image
 
 from data_pipeline.building.index_tars import make_index
 from data_pipeline.building.tar_scan import Fields
-from data_pipeline.loading.stream import read_all
+from data_pipeline.loading.read_all import read_all
 from data_pipeline.storage.store import SampleStore
 
 Member = tuple[str, bytes]  # name and content

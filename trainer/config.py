@@ -133,22 +133,8 @@ def read_config(path: Path) -> RunConfig:
 
 
 def read_run_config(run_dir: RunDir) -> RunConfig:
-    """Return the config of a run, as `read_config` does.
-
-    A run that does not name the version of its order began before there were two, so its order is of version 1.
-    """
-    value = read_settings(run_dir.config)
-    if isinstance(value.get("data"), dict):
-        value["data"].setdefault("order_version", 1)
-    return RunConfig.parse(value, where=str(run_dir.config))
-
-
-def keep_order_version(config: RunConfig, run_dir: RunDir) -> RunConfig:
-    """Return `config` with the version of the order with which the run in `run_dir` began, if there is such a run."""
-    if not run_dir.config.is_file():
-        return config
-    version = read_run_config(run_dir).data.order_version
-    return config.model_copy(update={"data": config.data.model_copy(update={"order_version": version})})
+    """Return the config of a run, as `read_config` does."""
+    return RunConfig.parse(read_settings(run_dir.config), where=str(run_dir.config))
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -249,12 +249,11 @@ def open_stream(
     device: torch.device = _CPU,
     manifest: TrainManifest | None = None,
     crops: CropLaw | None = None,
-    in_groups: bool = False,
 ) -> Stream:
     """Return this rank's batches of the train set. Every rank calls this at the same time.
 
-    `manifest` is that of the train set if it was read already; it is then not read again. `crops` and `in_groups` are
-    those of `Stream`, whose errors are raised.
+    `manifest` is that of the train set if it was read already; it is then not read again. `crops` are those
+    of `Stream`, whose errors are raised.
     """
     return Stream(
         _open_train_set(data, manifest),
@@ -269,7 +268,6 @@ def open_stream(
         overlay_draw=data.overlay_draw,
         share=_node_share(),
         crops=crops,
-        in_groups=in_groups,
     )
 
 

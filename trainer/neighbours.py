@@ -18,7 +18,9 @@ Shapes: N samples of the train set, B batch, F features, G samples in a group, C
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -31,8 +33,12 @@ from torch.nn import functional as F
 
 from data_pipeline.audio.log_mel import MelConfig
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import BadSample
 from data_pipeline.core.schema import Count, Schema
+from data_pipeline.loading.order import NoReplacementError
+from data_pipeline.loading.reading_order import DatasetOrder, Rows
 from data_pipeline.loading.stream import Stream
+from trainer.data import DataConfig
 from trainer.distributed.collectives import all_gather_rows, broadcast_object, on_first_rank
 from trainer.models.batch_norm import average_running_statistics
 from trainer.models.encoder import Encoder
@@ -84,51 +90,125 @@ def nearest_neighbours(features_NF: Tensor, known_N: Tensor, *, group_size: int)
     return neighbours
 
 
-class NeighbourGroups:
-    """The groups of a run. Every rank calls its methods at the same time.
+@dataclass(frozen=True)
+class NeighbourOrder(DatasetOrder):
+    """The order of one dataset in groups of samples, which stand together in a batch and never on two ranks.
+
+    The first samples of the epoch's order are read, each followed by the rest of its group. A sample may come twice in
+    a batch, in two groups.
+
+    `groups` returns the groups of a step, (N, G) int64, one for each of the N samples; None for a step without groups.
+    Samples that were bad when the groups were found are in none. The group of a sample that cannot be read since then
+    is replaced by the nearest whole group of a sample before it in stored order, or of the last sample; on all ranks
+    alike, whatever each of them has met.
+    """
+
+    groups: Callable[[int], NDArray[np.int64] | None]
+
+    def rows(self, number: int, step: int, *, bad: Mapping[int, BadSample], all_known: bool = False) -> Rows:
+        if (groups_NG := self.groups(step)) is None:
+            return super().rows(number, step, bad=bad, all_known=all_known)
+        order, group_size = self.order, groups_NG.shape[1]
+        epoch, step_in_epoch = divmod(step, self.num_steps_per_epoch)
+        num_groups = order.global_batch_size // group_size
+        num_own = num_groups // order.world_size
+        first = step_in_epoch * num_groups + order.rank * num_own
+        samples = order.of_epoch(epoch)(np.arange(first, first + num_own, dtype=np.int64))
+        groups_KG = groups_NG[samples]
+        met = {index: bad[index] for index in groups_KG.ravel().tolist() if index in bad} if bad else {}
+        if met:
+            is_bad_N = np.isin(groups_NG, list(bad))
+            whole = np.flatnonzero(~is_bad_N.any(axis=1))
+            if not len(whole):
+                raise NoReplacementError(
+                    f"sample {next(iter(met.values())).key} cannot be read, and each group of neighbours holds such a "
+                    "sample; build or copy the dataset again"
+                )
+            groups_KG = groups_NG[whole[np.searchsorted(whole, samples, side="right") - 1]]
+        indices_R = groups_KG.reshape(-1)
+        return Rows(indices_R, indices_R, epoch, tuple(met.values()), group_size=group_size)
+
+
+def in_memory(data: DataConfig, device: torch.device) -> DataConfig:
+    """Return settings that keep the samples in memory, among which neighbours are found, if `data` leaves it open."""
+    if data.placement != "auto":
+        return data
+    return data.model_copy(update={"placement": "device" if device.type == "cuda" else "host"})
+
+
+def neighbour_order(
+    config: NeighboursConfig,
+    directory: Path,
+    stream: Stream,
+    encoder: Encoder,
+    *,
+    mel: MelConfig | None,
+    is_new: bool,
+    patience: Callable[[], AbstractContextManager[None]],
+) -> NeighbourOrder:
+    """Return the order of a stream in groups of neighbours, which are found when the first of their steps is read.
+
+    Every rank reads the same steps. The arguments are those of `_Groups`. Raises `UserError` if the samples are not in
+    memory, or if the groups do not divide the batch of a rank.
+    """
+    assert isinstance(stream.order, DatasetOrder)
+    if stream.placement == "stream":
+        raise UserError(
+            f"neighbours are found among all samples, so they must be in memory, but {stream.location} is streamed "
+            f"({stream.placement_reason}); set data.placement=host, or leave out the section neighbours"
+        )
+    own = stream.order.order.global_batch_size // stream.order.order.world_size
+    if own % config.group_size:
+        raise UserError(
+            f"neighbours.group_size {config.group_size} does not divide the {own} samples of a batch on each rank; set "
+            "another group_size, global_batch_size or number of ranks"
+        )
+    groups = _Groups(config, directory, stream, encoder, mel=mel, is_new=is_new, patience=patience)
+    return NeighbourOrder(stream.order.order, groups)
+
+
+class _Groups:
+    """The groups of a run by step.
 
     Args:
-        config: None for a run without groups; then nothing happens here.
         directory: the directory of the run, which holds `neighbours/epoch_NNNNN.npy`.
         mel: the spectrogram of sounds; None for pictures.
         is_new: whether the run goes on with another train set, to which no group in the directory belongs. Its groups
             are then found before the first step that needs them.
-
-    Raises `UserError` if the stream cannot be read in groups.
+        patience: is entered while groups are found, which takes longer than a step.
     """
 
     def __init__(
         self,
-        config: NeighboursConfig | None,
+        config: NeighboursConfig,
         directory: Path,
         stream: Stream,
         encoder: Encoder,
         *,
         mel: MelConfig | None,
-        is_new: bool = False,
+        is_new: bool,
+        patience: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        if config is not None:
-            stream.check_groups(config.group_size)
         self._config, self._directory = config, directory
         self._stream, self._encoder, self._mel = stream, encoder, mel
-        self._is_new = is_new
-        self._found_in: int | None = None  # the epoch in which the groups that the stream reads were found
+        self._is_new, self._patience = is_new, patience
+        self._found_in: int | None = None  # the epoch in which `_groups_NG` were found
+        self._groups_NG: NDArray[np.int64] | None = None
 
-    def before(self, step: int, *, patience: AbstractContextManager[None]) -> None:
-        """Give the stream its groups before it reads a step, if these are others than before."""
+    def __call__(self, step: int) -> NDArray[np.int64] | None:
+        """Return the groups of a step, (N, G) int64; find them if the step is the first that needs them."""
         epoch, in_epoch = divmod(step, self._stream.num_steps_per_epoch)
-        found_in = None if self._config is None else self._config.found_in(epoch)
-        if self._config is None or found_in is None or found_in == self._found_in:
-            return
-        with patience:
+        found_in = self._config.found_in(epoch)
+        if found_in is None or found_in == self._found_in:
+            return self._groups_NG if found_in is not None else None
+        with self._patience():
             if (in_epoch == 0 and found_in == epoch) or self._is_new:
                 features_NF, known_N = self._features(epoch)
                 size = self._config.group_size
                 on_first_rank(lambda: self._find(features_NF, known_N, found_in, group_size=size))
-            groups_NG = broadcast_object(on_first_rank(lambda: read_groups(self._directory, found_in)))
-            assert groups_NG is not None
-            self._stream.read_in_groups(groups_NG)
+            self._groups_NG = broadcast_object(on_first_rank(lambda: read_groups(self._directory, found_in)))
         self._found_in, self._is_new = found_in, False
+        return self._groups_NG
 
     def _find(self, features_NF: Tensor, known_N: Tensor, epoch: int, *, group_size: int) -> None:
         content = io.BytesIO()
@@ -140,10 +220,10 @@ class NeighbourGroups:
         encoder = self._encoder
         average_running_statistics(encoder)  # as before a checkpoint, from which the run may go on
         parameter = next(encoder.parameters())
-        num_samples = self._stream.num_samples
+        num_samples, num_steps = self._stream.num_samples, self._stream.num_steps_per_epoch
         features_NF, known_N = torch.empty(0), torch.zeros(num_samples, dtype=torch.bool, device=parameter.device)
         with frozen(encoder):
-            for batch in self._stream.epoch_batches(epoch):
+            for batch in self._stream.batches(range(epoch * num_steps, (epoch + 1) * num_steps)):
                 inputs = to_float(batch.inputs_a, parameter.device)
                 inputs = inputs if self._mel is None else clean_spectrogram(inputs, self._mel)
                 features_BF = all_gather_rows(encoder.pooled(inputs.to(parameter.dtype)))

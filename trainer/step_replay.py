@@ -18,6 +18,7 @@ from torch import Tensor
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Batch
+from data_pipeline.loading.reading_order import DatasetOrder
 from trainer.build import build_training
 from trainer.config import read_run_config
 from trainer.data import open_stream, read_train_manifest
@@ -25,7 +26,7 @@ from trainer.distributed.engines import DDPConfig
 from trainer.fault_tolerance.first_nonfinite import Inspector, Length, num_bad
 from trainer.fault_tolerance.step_record import NonFiniteRecord
 from trainer.mixture import num_classes
-from trainer.neighbours import read_groups
+from trainer.neighbours import NeighbourOrder, read_groups
 from trainer.open_settings import decide_as_recorded
 from trainer.optim.loss_scale import LossScale
 from trainer.original_crops import leave_out_crops, original_crops
@@ -81,9 +82,12 @@ def replay(
     )
     epoch = record.step // stream.num_steps_per_epoch
     found_in = None if config.neighbours is None else config.neighbours.found_in(epoch)
+    order = stream.order
     if found_in is not None:
-        stream.read_in_groups(read_groups(run_dir.path, found_in))
-    batch = next(iter(stream))
+        assert isinstance(order, DatasetOrder)
+        groups_NG = read_groups(run_dir.path, found_in)
+        order = NeighbourOrder(order.order, lambda _: groups_NG)
+    batch = next(stream.batches(range(record.step, record.step + 1), order=order))
     if batch.keys != record.keys or record.train_manifest_sha256 != train.sha256:
         raise UserError(
             f"{config.data.train_name} is not the dataset from which step {record.step} was recorded; put it back"

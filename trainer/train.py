@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from data_pipeline.core.progress import Progress
+from data_pipeline.loading.reading_order import ReadingOrder
 from trainer.build import Training, build_counters, build_training
 from trainer.checkpoint.save import CheckpointWriter
 from trainer.config import RunConfig
@@ -29,7 +30,7 @@ from trainer.fault_tolerance.run_counters import RunCounters
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.mixture import num_classes
 from trainer.models.batch_norm import average_running_statistics
-from trainer.neighbours import NeighbourGroups
+from trainer.neighbours import in_memory, neighbour_order
 from trainer.open_settings import decide
 from trainer.original_crops import leave_out_crops, original_crops
 from trainer.preflight import begin, check_channels_last, resume
@@ -100,8 +101,9 @@ def _train(
         if rank() == 0 and "finished_step" not in run_dir.read_provenance():  # killed after the last checkpoint
             add_to_provenance(run_dir, finished_step=num_steps)
         return None
+    data = config.data if config.neighbours is None else in_memory(config.data, device)
     stream = open_stream(
-        config.data,
+        data,
         global_batch_size=config.global_batch_size,
         seed=config.seed,
         start_step=start,
@@ -109,11 +111,18 @@ def _train(
         device=device,
         manifest=manifests.train,
         crops=original_crops(config, manifests.train),
-        in_groups=config.neighbours is not None,
     )
-    encoder, mel = training.modules.encoder, config.data.mel
-    is_new = restored.has_other_train_set(manifests.identity)
-    groups = NeighbourGroups(config.neighbours, run_dir.path, stream, encoder, mel=mel, is_new=is_new)
+    order: ReadingOrder = stream.order
+    if config.neighbours is not None:
+        order = neighbour_order(
+            config.neighbours,
+            run_dir.path,
+            stream,
+            training.modules.encoder,
+            mel=config.data.mel,
+            is_new=restored.has_other_train_set(manifests.identity),
+            patience=partial(watchdog.patience, "finding neighbours"),
+        )
     may_compile = partial(config.may_compile_again, steps_per_epoch=stream.num_steps_per_epoch)
     counters = build_counters(run_dir, training, manifests, restored, device=device, command=command)
     if rank() == 0:
@@ -137,9 +146,8 @@ def _train(
         Progress(f"train {config.name}", total=num_steps, start=start, enabled=rank() == 0) as progress,
     ):
         log.before(start)
-        groups.before(start, patience=watchdog.patience("finding neighbours"))
         watchdog.beat(start, doing="reading", shards=stream.shards_of(start))
-        for batch in log.timed(stream):
+        for batch in log.timed(stream.batches(range(start, num_steps), order=order)):
             # Not before the first batch, which may fork data workers: this starts a thread.
             progress.show_while_waiting(watchdog.describe_step)
             rates, num_done = training.learning_rates(batch.step, num_steps=num_steps), batch.step + 1
@@ -156,7 +164,6 @@ def _train(
             if stops:
                 break
             if num_done < num_steps:
-                groups.before(num_done, patience=watchdog.patience("finding neighbours"))
                 watchdog.beat(num_done, doing="reading", shards=stream.shards_of(num_done))
         with watchdog.patience("writing a checkpoint"):
             checkpoints.close()

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.randomness import key_words
 from data_pipeline.core.sample import BadSample
-from data_pipeline.loading.order import ORDER_VERSION, EpochOrder, OrderVersion, check_ranks, epoch_order
+from data_pipeline.loading.order import EpochOrder, check_ranks, epoch_order
 from data_pipeline.loading.permutation import KeyedPermutation
 from data_pipeline.storage.store import SampleStore
 
@@ -174,11 +174,10 @@ class SourceEpochs:
         reach: int,
         shard_ends: NDArray[np.int64] | None = None,
         shuffle_shards: int | None = None,
-        version: OrderVersion = ORDER_VERSION,
     ) -> None:
         assert 0 <= 3 * reach <= num_samples
         self.num_samples, self.seed, self._reach = num_samples, seed, reach
-        self._shard_ends, self._shuffle_shards, self._version = shard_ends, shuffle_shards, version
+        self._shard_ends, self._shuffle_shards = shard_ends, shuffle_shards
         self._unchanged: dict[int, EpochOrder] = {}
         self._exchanged: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
@@ -208,7 +207,6 @@ class SourceEpochs:
                 epoch=epoch,
                 shard_ends=self._shard_ends,
                 shuffle_shards=self._shuffle_shards,
-                version=self._version,
             )
             for older in list(self._unchanged)[:-3]:
                 del self._unchanged[older]
@@ -270,8 +268,8 @@ class _Draws:
 class MixtureOrder:
     """The samples that a rank reads at each step of a mixture.
 
-    `sizes` holds the number of samples of each source, and `names` its name for messages. `shard_ends`,
-    `shuffle_shards` and `version` mean the same as in `epoch_order`, with the shards of each source.
+    `sizes` holds the number of samples of each source, and `names` its name for messages. `shard_ends` and
+    `shuffle_shards` mean the same as in `epoch_order`, with the shards of each source.
 
     Raises `UserError` if the ranks cannot get equal parts of each global batch, or if the weights ask for more than a
     third of a source in one global batch.
@@ -290,7 +288,6 @@ class MixtureOrder:
         epoch_samples: int | None = None,
         shard_ends: Sequence[NDArray[np.int64]] | None = None,
         shuffle_shards: int | None = None,
-        version: OrderVersion = ORDER_VERSION,
     ) -> None:
         check_mixture(sizes, weights, names=names, global_batch_size=global_batch_size, world_size=world_size)
         assert [each.step for each in weights] == sorted({each.step for each in weights})
@@ -308,7 +305,6 @@ class MixtureOrder:
                 reach=_reach(size, global_batch_size),
                 shard_ends=None if shard_ends is None else shard_ends[number],
                 shuffle_shards=shuffle_shards,
-                version=version,
             )
             for number, size in enumerate(sizes)
         )

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from itertools import pairwise
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +22,6 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import BadSample
 from data_pipeline.loading.permutation import KeyedPermutation
-
-OrderVersion = Literal[1, 2]
-ORDER_VERSION: Final = 2  # of new runs
 
 EpochOrder = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # from positions in an epoch, (X,), to samples, (X,)
 
@@ -88,24 +83,18 @@ def epoch_order(
     epoch: int,
     shard_ends: NDArray[np.int64] | None = None,
     shuffle_shards: int | None = None,
-    version: OrderVersion = ORDER_VERSION,
 ) -> EpochOrder:
     """Return the order of one epoch: a permutation of all samples, as a function of positions in the epoch.
 
     With `shuffle_shards`, the shards are shuffled and cut into windows of that many. The samples of a window are
     shuffled among themselves, and come before those of the next window. `shard_ends`, (num_shards,), holds the index
-    after the last sample of each shard.
-
-    Version 2 computes what it is asked for, and holds a few numbers for each shard at most. Version 1 holds an array of
-    all samples; runs that began with it go on with it.
+    after the last sample of each shard. It computes what it is asked for, and holds a few numbers for each shard at
+    most.
     """
     if shuffle_shards is None:
-        if version == 1:
-            return _shuffled(num_samples, seed, epoch).take
         return KeyedPermutation(num_samples, seed, "epoch permutation", epoch)
     assert shard_ends is not None
-    windows = ShardWindows(shard_ends, shuffle_shards, seed=seed, epoch=epoch)
-    return _shuffled_by_windows(windows).take if version == 1 else windows
+    return ShardWindows(shard_ends, shuffle_shards, seed=seed, epoch=epoch)
 
 
 class ShardWindows:
@@ -139,11 +128,6 @@ class ShardWindows:
         """Return the number of the window in which a position lies."""
         return int(np.searchsorted(self.ends, position, side="right"))
 
-    def samples(self, positions_X: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples at positions of the windows before they are shuffled: shard by shard, as stored."""
-        samples_X: NDArray[np.int64] = positions_X + self._shift[np.searchsorted(self._ends, positions_X, side="right")]
-        return samples_X
-
     def __call__(self, positions_X: NDArray[np.int64]) -> NDArray[np.int64]:
         shuffled_X = np.empty_like(positions_X)
         windows_X = np.searchsorted(self.ends, positions_X, side="right")
@@ -153,22 +137,8 @@ class ShardWindows:
             size = int(self.ends[number]) - start
             permutation = KeyedPermutation(size, self.seed, "window permutation", self.epoch, number)
             shuffled_X[rows] = start + permutation(positions_X[rows] - start)
-        return self.samples(shuffled_X)
-
-
-@lru_cache(maxsize=2)  # the present epoch and the next
-def _shuffled(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return the order of version 1, (num_samples,) int64."""
-    return generator(seed, "epoch order", epoch).permutation(num_samples).astype(np.int64, copy=False)
-
-
-def _shuffled_by_windows(windows: ShardWindows) -> NDArray[np.int64]:
-    """Return the order of version 1 for windows of shards, (num_samples,) int64."""
-    parts = [np.empty(0, dtype=np.int64)]
-    for number, (start, end) in enumerate(pairwise([0, *windows.ends.tolist()])):
-        samples = windows.samples(np.arange(start, end))
-        parts.append(generator(windows.seed, "window order", windows.epoch, number).permutation(samples))
-    return np.concatenate(parts)
+        samples_X: NDArray[np.int64] = shuffled_X + self._shift[np.searchsorted(self._ends, shuffled_X, side="right")]
+        return samples_X
 
 
 def batch_indices(
@@ -188,7 +158,7 @@ def batch_indices(
 class BatchOrder:
     """The samples that a rank reads at each step.
 
-    `shard_ends`, `shuffle_shards` and `version` mean the same as in `epoch_order`.
+    `shard_ends` and `shuffle_shards` mean the same as in `epoch_order`.
     """
 
     num_samples: int
@@ -198,7 +168,6 @@ class BatchOrder:
     world_size: int = 1
     shard_ends: NDArray[np.int64] | None = None
     shuffle_shards: int | None = None
-    version: OrderVersion = ORDER_VERSION
     _orders: dict[int, EpochOrder] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -216,7 +185,6 @@ class BatchOrder:
                 epoch=epoch,
                 shard_ends=self.shard_ends,
                 shuffle_shards=self.shuffle_shards,
-                version=self.version,
             )
         return self._orders[epoch]
 

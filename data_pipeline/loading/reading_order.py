@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.core.sample import BadSample
-from data_pipeline.loading.mixture import MixtureOrder
-from data_pipeline.loading.order import BatchOrder, NoReplacementError
+from data_pipeline.loading.mixture import Mixture, MixtureOrder
+from data_pipeline.loading.order import BatchOrder, check_batch_size
+from data_pipeline.storage.store import SampleStore
 
 
 @dataclass(frozen=True)
@@ -27,16 +28,22 @@ class Rows:
         indices_R: the samples, in the dataset.
         key_index_R, key_epoch: the numbers in the keys of their draws; see `DrawKeys`.
         bad: the bad samples that were replaced.
+        group_size: the number of rows that stand together as a group; None if rows are not grouped.
     """
 
     indices_R: NDArray[np.int64]
     key_index_R: NDArray[np.int64]
     key_epoch: int
     bad: tuple[BadSample, ...]
+    group_size: int | None = None
 
 
 class ReadingOrder(Protocol):
-    """The rows that a rank reads at each step; `number` counts the datasets from 0."""
+    """The rows that a rank reads at each step; `number` counts the datasets from 0.
+
+    A function of the step alone: iterators of one stream share it. It is asked for a step when the step is read, which
+    for data in memory is when the batch is asked for.
+    """
 
     @property
     def num_steps_per_epoch(self) -> int: ...
@@ -107,42 +114,6 @@ class DatasetOrder:
 
 
 @dataclass(frozen=True)
-class GroupedOrder(DatasetOrder):
-    """The order of one dataset in groups of samples, which stand together in a batch and never on two ranks.
-
-    The first samples of the epoch's order are read, each followed by the rest of its group. A sample may come twice in
-    a batch, in two groups.
-
-    `groups_NG`, (N, G) int64, holds the group of each of the N samples. Samples that were bad when the groups were
-    found are in none. The group of a sample that cannot be read since then is replaced by the nearest whole group of a
-    sample before it in stored order, or of the last sample; on all ranks alike, whatever each of them has met.
-    """
-
-    groups_NG: NDArray[np.int64]
-
-    def rows(self, number: int, step: int, *, bad: Mapping[int, BadSample], all_known: bool = False) -> Rows:
-        order = self.order
-        epoch, step_in_epoch = divmod(step, self.num_steps_per_epoch)
-        num_groups = order.global_batch_size // self.groups_NG.shape[1]
-        num_own = num_groups // order.world_size
-        first = step_in_epoch * num_groups + order.rank * num_own
-        samples = order.of_epoch(epoch)(np.arange(first, first + num_own, dtype=np.int64))
-        groups_KG = self.groups_NG[samples]
-        met = {index: bad[index] for index in groups_KG.ravel().tolist() if index in bad} if bad else {}
-        if met:
-            is_bad_N = np.isin(self.groups_NG, list(bad))
-            whole = np.flatnonzero(~is_bad_N.any(axis=1))
-            if not len(whole):
-                raise NoReplacementError(
-                    f"sample {next(iter(met.values())).key} cannot be read, and each group of neighbours holds such a "
-                    "sample; build or copy the dataset again"
-                )
-            groups_KG = self.groups_NG[whole[np.searchsorted(whole, samples, side="right") - 1]]
-        indices_R = groups_KG.reshape(-1)
-        return Rows(indices_R, indices_R, epoch, tuple(met.values()))
-
-
-@dataclass(frozen=True)
 class SourcesOrder:
     """The order of the sources of a mixture."""
 
@@ -178,3 +149,43 @@ class SourcesOrder:
         first = int(self.order.offsets[number])
         shard = f"{self.order.names[number]}/{bad.shard}"
         return replace(bad, index=first + bad.index, shard=shard, first=first)
+
+
+def reading_order(
+    dataset: SampleStore | Mixture,
+    *,
+    shuffle_shards: int | None,
+    seed: int,
+    global_batch_size: int,
+    rank: int,
+    world_size: int,
+) -> ReadingOrder:
+    """Return the order of a dataset or of a mixture. Raises `UserError` if the batch size does not fit it."""
+    if isinstance(dataset, Mixture):
+        stores = [source.store for source in dataset.sources]
+        return SourcesOrder(
+            MixtureOrder(
+                [len(store) for store in stores],
+                dataset.weights,
+                names=[source.name for source in dataset.sources],
+                seed=seed,
+                global_batch_size=global_batch_size,
+                rank=rank,
+                world_size=world_size,
+                epoch_samples=dataset.epoch_samples,
+                shard_ends=[store.shard_ends for store in stores],
+                shuffle_shards=shuffle_shards,
+            )
+        )
+    check_batch_size(len(dataset), global_batch_size=global_batch_size, world_size=world_size)
+    return DatasetOrder(
+        BatchOrder(
+            len(dataset),
+            seed,
+            global_batch_size,
+            rank,
+            world_size,
+            shard_ends=dataset.shard_ends,
+            shuffle_shards=shuffle_shards,
+        )
+    )

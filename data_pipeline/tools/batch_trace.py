@@ -20,8 +20,8 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import sample_key
 from data_pipeline.loading.mixture import Mixture, MixtureSource, WeightsFrom
 from data_pipeline.loading.order import check_ranks
-from data_pipeline.loading.reading_order import ReadingOrder
-from data_pipeline.loading.stream import ReadConfig, Stream, reading_order
+from data_pipeline.loading.reading_order import ReadingOrder, reading_order
+from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.storage.store import SampleStore
 
 
@@ -111,7 +111,9 @@ def trace(
         )
 
     check_ranks(global_batch_size, world_size=num_ranks)
-    order = reading_order(opened, read, seed=seed, global_batch_size=global_batch_size, rank=0, world_size=1)
+    order = reading_order(
+        opened, shuffle_shards=shuffle_shards, seed=seed, global_batch_size=global_batch_size, rank=0, world_size=1
+    )
     num_steps = order.num_steps_per_epoch
     if from_step >= num_steps:
         raise UserError(f"--from-step {from_step} is past the epoch's {num_steps} steps; use 0 to {num_steps - 1}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,15 @@ from configs.resolve import resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample
 from data_pipeline.loading.order import BatchOrder
-from data_pipeline.loading.reading_order import GroupedOrder
+from data_pipeline.loading.reading_order import DatasetOrder
 from data_pipeline.loading.stream import ReadConfig, Stream
 from tests.gloo import run_ranks
 from tests.small_encoder import CONVNET
 from tests.tiny_data import damage, write_tiny_dataset, write_tiny_pair
 from trainer.config import RunConfig
 from trainer.data import read_manifests
-from trainer.neighbours import NeighboursConfig, nearest_neighbours, read_groups
+from trainer.modules import build_modules
+from trainer.neighbours import NeighbourOrder, NeighboursConfig, nearest_neighbours, neighbour_order, read_groups
 from trainer.objectives import SymmetricInfoNCEConfig, symmetric_info_nce_loss
 from trainer.objectives.objective import ViewPair
 from trainer.objectives.symmetric_info_nce import SymmetricInfoNCE
@@ -84,9 +86,10 @@ def test_a_batch_consists_of_whole_groups_of_other_samples_in_each_epoch(world_s
     groups = np.random.default_rng(0).integers(NUM_SAMPLES, size=(NUM_SAMPLES, GROUP_SIZE))
     groups[:, 0] = np.arange(NUM_SAMPLES)
     orders = [
-        GroupedOrder(BatchOrder(NUM_SAMPLES, 3, BATCH_SIZE, rank, world_size), groups) for rank in range(world_size)
+        NeighbourOrder(BatchOrder(NUM_SAMPLES, 3, BATCH_SIZE, rank, world_size), lambda _: groups)
+        for rank in range(world_size)
     ]
-    whole = GroupedOrder(BatchOrder(NUM_SAMPLES, 3, BATCH_SIZE), groups)
+    whole = NeighbourOrder(BatchOrder(NUM_SAMPLES, 3, BATCH_SIZE), lambda _: groups)
     first_of_epochs = []
     for epoch in range(2):
         first: list[int] = []
@@ -106,7 +109,7 @@ def test_a_batch_consists_of_whole_groups_of_other_samples_in_each_epoch(world_s
 def test_a_group_with_a_sample_that_went_bad_is_replaced_alike_on_all_ranks_whatever_they_have_met() -> None:
     groups = np.stack([np.arange(12), (np.arange(12) + 1) % 12], axis=1)
     bad = {index: BadSample(index, "shard", "torn") for index in (0, 4, 5)}
-    order = GroupedOrder(BatchOrder(12, 3, 12), groups)
+    order = NeighbourOrder(BatchOrder(12, 3, 12), lambda _: groups)
     leaders = groups[order.order.of_epoch(0)(np.arange(6))][:, 0].tolist()
     # The groups of 0, 3, 4, 5 and 11 hold a bad sample. Those of 2 and 10 are the nearest whole ones before them.
     expected = [{0: 10, 3: 2, 4: 2, 5: 2, 11: 10}.get(leader, leader) for leader in leaders]
@@ -114,7 +117,7 @@ def test_a_group_with_a_sample_that_went_bad_is_replaced_alike_on_all_ranks_what
         found, replaced = [], set()
         for rank in range(world_size):
             known: dict[int, BadSample] = {}
-            part = GroupedOrder(BatchOrder(12, 3, 12, rank, world_size), groups)
+            part = NeighbourOrder(BatchOrder(12, 3, 12, rank, world_size), lambda _: groups)
             while met := {i: bad[i] for i in part.rows(0, 0, bad=known).indices_R.tolist() if i in bad}:
                 known |= met
             rows = part.rows(0, 0, bad=known)
@@ -134,9 +137,9 @@ def test_a_sample_that_went_bad_since_its_group_was_found_is_not_read(placement:
     groups_NG = np.stack([np.arange(16), np.arange(1, 17) % 16], axis=1)
     groups_NG[:10, 1] = 5
     read = ReadConfig(placement=placement, num_workers=0, max_bad_share=0.1)
-    stream = Stream(directory, read=read, global_batch_size=12, seed=0, in_groups=True)
-    stream.read_in_groups(groups_NG)
-    (batch,) = stream
+    stream = Stream(directory, read=read, global_batch_size=12, seed=0)
+    assert isinstance(stream.order, DatasetOrder)
+    (batch,) = stream.batches(range(1), order=NeighbourOrder(stream.order.order, lambda _: groups_NG))
     assert len(batch) == 12
     assert 5 not in batch.index_B.tolist()
     assert [sample.index for sample in batch.bad] == [5]
@@ -308,28 +311,33 @@ def test_encoders_that_differ_between_ranks_find_no_neighbours(data: Path) -> No
         check_batch(fits, num_samples=[NUM_SAMPLES], num_ranks=2)
 
 
-def test_groups_that_a_stream_cannot_read_are_refused(data: Path) -> None:
-    groups_NG = np.stack([np.arange(NUM_SAMPLES)] * 3, axis=1)
-    in_memory = Stream(data / "train", global_batch_size=16, seed=0, in_groups=True)
-    with pytest.raises(UserError, match="groups of 3 do not divide the 16 samples of a batch on each rank"):
-        in_memory.read_in_groups(groups_NG)
-    pairs_NG = groups_NG[:, :2]
-    streamed = Stream(data / "train", read=ReadConfig(placement="stream", num_workers=0), global_batch_size=16, seed=0)
-    streamed.read_in_groups(pairs_NG)
-    batches = [iter(in_memory), iter(streamed)]
-    assert next(batches[1]).group_size == 2
-    next(batches[0])
-    in_memory.read_in_groups(pairs_NG)
-    assert next(batches[0]).group_size == 2
-    with pytest.raises(
-        UserError, match=r"are read ahead \(.*\), so they cannot .*; call read_in_groups before the first"
-    ):
-        streamed.read_in_groups(pairs_NG)
+def test_an_order_of_groups_leaves_other_iterators_of_the_stream_alone(data: Path) -> None:
+    """As when the features of an epoch are read between two batches of training."""
+    groups_NG = np.stack([np.arange(NUM_SAMPLES), np.arange(1, NUM_SAMPLES + 1) % NUM_SAMPLES], axis=1)
+    stream = Stream(data / "train", global_batch_size=16, seed=0)
+    assert isinstance(stream.order, DatasetOrder)
+    order = NeighbourOrder(stream.order.order, lambda step: None if step == 0 else groups_NG)
+    plain = [batch.keys for batch in stream.batches(range(2))]
+    grouped = [batch.keys for batch in stream.batches(range(2), order=order)]
+    assert plain[0] == grouped[0]
+    assert plain[1] != grouped[1]
+    pairs = zip(stream.batches(range(2)), stream.batches(range(2), order=order), strict=True)
+    assert [(a.keys, b.keys, b.group_size) for a, b in pairs] == [
+        (plain[0], grouped[0], None),
+        (plain[1], grouped[1], 2),
+    ]
 
 
 def test_a_stream_that_cannot_have_groups_is_refused(data: Path) -> None:
     streamed = configure(data, "data.placement=stream", "data.num_workers=0").data
-    with pytest.raises(UserError, match=r"so they must be in memory, .*; set data.placement=host"):
-        Stream(data / "train", read=streamed, global_batch_size=16, seed=0).check_groups(4)
-    with pytest.raises(UserError, match="4 does not divide the 6 samples of a batch on each rank"):
-        Stream(data / "train", global_batch_size=12, seed=0, world_size=2).check_groups(4)
+
+    def grouped(stream: Stream) -> None:
+        encoder = build_modules(configure(data)).encoder
+        neighbour_order(
+            NeighboursConfig(group_size=4), data, stream, encoder, mel=None, is_new=False, patience=nullcontext
+        )
+
+    with pytest.raises(UserError, match="in memory"):
+        grouped(Stream(data / "train", read=streamed, global_batch_size=16, seed=0))
+    with pytest.raises(UserError, match="does not divide"):
+        grouped(Stream(data / "train", global_batch_size=12, seed=0, world_size=2))

@@ -20,7 +20,8 @@ from data_pipeline.building.index_tars import DrawnOverlay, make_index
 from data_pipeline.building.tar_scan import Fields
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
-from data_pipeline.loading.stream import ReadConfig, Stream, read_all
+from data_pipeline.loading.read_all import read_all
+from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.storage.manifest import INDEX_NAME, load_manifest
 from tests.commands import call
 from trainer import probe, report

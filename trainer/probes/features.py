@@ -42,7 +42,8 @@ from data_pipeline.loading.collate import BatchMaker
 from data_pipeline.loading.decode import DecodedSamples, decode
 from data_pipeline.loading.permutation import KeyedPermutation
 from data_pipeline.loading.placement import place_data, read_whole, resident_bytes
-from data_pipeline.loading.stream import ReadConfig, check_bad_share
+from data_pipeline.loading.sources import check_bad_share
+from data_pipeline.loading.stream import ReadConfig
 from data_pipeline.overlays import Overlay, PixelOverlay, evaluation_keys
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore

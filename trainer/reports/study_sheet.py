@@ -43,7 +43,6 @@ _FREE = (
     "memory.viewmaker_checkpointing.",
     "objective.chunk_size.",
     "data.shuffle_shards.",
-    "data.order_version.",
     "data.max_bad_share.",
     "probe.",  # that of the results counts
 )

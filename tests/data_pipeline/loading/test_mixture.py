@@ -424,7 +424,8 @@ def test_the_ratio_of_a_windowed_shuffle_is_what_a_simulation_finds(sizes: list[
 
     rng = np.random.default_rng(0)
     in_windows = ShardWindows(ends, windows, seed=1, epoch=0)
-    stored = in_windows.samples(np.arange(num_samples))
+    starts_S, ends_S = np.concatenate([[0], ends[:-1]])[in_windows.shards], ends[in_windows.shards]
+    stored = np.concatenate([np.arange(a, b) for a, b in zip(starts_S, ends_S, strict=True)])
     starts = [0, *in_windows.ends.tolist()]
     windowed, whole = [], []
     for _ in range(3_000):

@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 from scipy.stats import chisquare
 
 from data_pipeline.core.sample import BadSample
-from data_pipeline.loading.order import BatchOrder, NoReplacementError, OrderVersion, ShardWindows, epoch_order
+from data_pipeline.loading.order import BatchOrder, NoReplacementError, ShardWindows, epoch_order
 from data_pipeline.loading.permutation import KeyedPermutation
 
 EXAMPLES = settings(deadline=None, database=None, max_examples=60)
 SHARD_SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=17)
-VERSIONS = pytest.mark.parametrize("version", [1, 2])
 
 
 def whole_order(num_samples: int, **options: Any) -> NDArray[np.int64]:
@@ -43,7 +42,6 @@ def worlds(draw: st.DrawFn) -> tuple[dict[str, Any], int, int, int]:
     options = {
         "shard_ends": np.cumsum(sizes),
         "shuffle_shards": shuffle_shards,
-        "version": draw(st.sampled_from([1, 2])),
     }
     return options, num_samples, world_size, per_rank * world_size
 
@@ -152,13 +150,11 @@ def test_continued_on_other_ranks_sees_the_rest_of_the_epoch(
 
 
 @EXAMPLES
-@given(sizes=SHARD_SIZES, version=st.sampled_from([1, 2]), data=st.data())
-def test_windows_hold_whole_shards_one_after_another(
-    sizes: list[int], version: OrderVersion, data: st.DataObject
-) -> None:
+@given(sizes=SHARD_SIZES, data=st.data())
+def test_windows_hold_whole_shards_one_after_another(sizes: list[int], data: st.DataObject) -> None:
     ends = np.cumsum(sizes)
     num = data.draw(st.integers(1, len(sizes)))
-    order = whole_order(int(ends[-1]), seed=1, epoch=4, shard_ends=ends, shuffle_shards=num, version=version)
+    order = whole_order(int(ends[-1]), seed=1, epoch=4, shard_ends=ends, shuffle_shards=num)
     assert sorted(order.tolist()) == list(range(ends[-1]))
     shards = np.searchsorted(ends, order, side="right").tolist()
     windows = ShardWindows(ends, num, seed=1, epoch=4)
@@ -174,13 +170,12 @@ def test_windows_hold_whole_shards_one_after_another(
         assert windows.ends[number] == at
 
 
-@VERSIONS
 @pytest.mark.parametrize("shuffle_shards", [None, 1, 8])
-def test_order_is_shuffled_anew_by_epoch_and_seed(shuffle_shards: int | None, version: OrderVersion) -> None:
+def test_order_is_shuffled_anew_by_epoch_and_seed(shuffle_shards: int | None) -> None:
     stored = np.arange(20_000)
     ends = np.arange(20, 20_001, 20)
     orders = [
-        whole_order(20_000, seed=seed, epoch=epoch, shard_ends=ends, shuffle_shards=shuffle_shards, version=version)
+        whole_order(20_000, seed=seed, epoch=epoch, shard_ends=ends, shuffle_shards=shuffle_shards)
         for seed in (0, 1)
         for epoch in (0, 1)
     ]
@@ -188,37 +183,31 @@ def test_order_is_shuffled_anew_by_epoch_and_seed(shuffle_shards: int | None, ve
         assert abs(rank_correlation(stored, order)) < 0.1
         for other in orders[:number]:
             assert abs(rank_correlation(order, other)) < 0.1
-    again = whole_order(20_000, seed=0, epoch=0, shard_ends=ends, shuffle_shards=shuffle_shards, version=version)
+    again = whole_order(20_000, seed=0, epoch=0, shard_ends=ends, shuffle_shards=shuffle_shards)
     np.testing.assert_array_equal(orders[0], again)
 
 
-@VERSIONS
-def test_samples_of_one_window_are_shuffled_anew_by_epoch(version: OrderVersion) -> None:
+def test_samples_of_one_window_are_shuffled_anew_by_epoch() -> None:
     first, second = (
-        whole_order(500, seed=0, epoch=epoch, shard_ends=np.array([500]), shuffle_shards=1, version=version)
-        for epoch in (0, 1)
+        whole_order(500, seed=0, epoch=epoch, shard_ends=np.array([500]), shuffle_shards=1) for epoch in (0, 1)
     )
     assert abs(rank_correlation(first, second)) < 0.2
 
 
 RECORDED = {
-    (1, None, 1_000): [921, 155, 683, 317, 548, 327, 637, 150],
-    (1, 3, 1_000): [180, 134, 160, 401, 130, 149, 414, 119],
-    (2, None, 1_000): [415, 987, 616, 310, 763, 915, 315, 96],
-    (2, 3, 1_000): [149, 133, 445, 193, 176, 418, 187, 195],
-    (2, None, 50_000): [39570, 37421, 12860, 28414, 16176, 9668, 42638, 28831],
-    (2, 3, 50_000): [8046, 7825, 7460, 20301, 22340, 9394, 5115, 20475],
+    (None, 1_000): [415, 987, 616, 310, 763, 915, 315, 96],
+    (3, 1_000): [149, 133, 445, 193, 176, 418, 187, 195],
+    (None, 50_000): [39570, 37421, 12860, 28414, 16176, 9668, 42638, 28831],
+    (3, 50_000): [8046, 7825, 7460, 20301, 22340, 9394, 5115, 20475],
 }
 
 
-@pytest.mark.parametrize(("version", "shuffle_shards", "num_samples"), RECORDED)
-def test_the_order_of_a_version_never_changes(
-    version: OrderVersion, shuffle_shards: int | None, num_samples: int
-) -> None:
-    """Runs that have begun with a version go on with it, so its numbers are recorded here."""
+@pytest.mark.parametrize(("shuffle_shards", "num_samples"), RECORDED)
+def test_the_order_never_changes(shuffle_shards: int | None, num_samples: int) -> None:
+    """Runs that have begun go on with it, so its numbers are recorded here."""
     ends = np.arange(num_samples // 20, num_samples + 1, num_samples // 20)
-    order = epoch_order(num_samples, seed=3, epoch=2, shard_ends=ends, shuffle_shards=shuffle_shards, version=version)
-    assert order(np.arange(8)).tolist() == RECORDED[version, shuffle_shards, num_samples]
+    order = epoch_order(num_samples, seed=3, epoch=2, shard_ends=ends, shuffle_shards=shuffle_shards)
+    assert order(np.arange(8)).tolist() == RECORDED[shuffle_shards, num_samples]
 
 
 def rank_correlation(order_a: NDArray[np.int64], order_b: NDArray[np.int64]) -> float:

@@ -30,7 +30,9 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample, Batch, Sample
 from data_pipeline.loading.decode import decode
 from data_pipeline.loading.order import ShardWindows, batch_indices, num_steps_per_epoch
-from data_pipeline.loading.stream import ReadConfig, Stream, check_bad_share, read_all
+from data_pipeline.loading.read_all import read_all
+from data_pipeline.loading.sources import check_bad_share
+from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.overlays import evaluation_keys
 from data_pipeline.overlays.noise import Noise
 from data_pipeline.overlays.shapes import Shapes
@@ -290,6 +292,19 @@ def test_iterating_twice_gives_the_same_batches(datasets: dict[int, tuple[Path, 
     batches = stream(directory, start_step=1, end_step=4)
     assert len(batches) == 3
     assert keys(batches) == keys(batches)
+
+
+@pytest.mark.parametrize("placement", ["stream", "host"])
+def test_iterators_of_one_stream_do_not_disturb_each_other(
+    placement: str, datasets: dict[int, tuple[Path, list[Sample]]]
+) -> None:
+    path, _ = datasets[17]
+    both = stream(path, end_step=6, placement=placement)
+    alone = keys(both)
+    last = both.batches(range(3, 6))
+    pairs = [(one.keys, next(last).keys) for one, _ in zip(both, range(3), strict=False)]
+    assert [one for one, _ in pairs] == alone[:3]
+    assert [other for _, other in pairs] == alone[3:]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -573,7 +588,7 @@ def test_a_worker_killed_while_it_hands_over_a_batch_is_told_alike(
     def hand_over(_: int) -> Batch:
         raise error
 
-    monkeypatch.setattr("data_pipeline.loading.stream.DataLoader", lambda *_, **__: map(hand_over, [0]))
+    monkeypatch.setattr("data_pipeline.loading.streamed.DataLoader", lambda *_, **__: map(hand_over, [0]))
     monkeypatch.setattr(time, "sleep", lambda _: None)
     with pytest.raises(RuntimeError, match="DataLoader worker exited"):
         list(stream(directory, end_step=1))
@@ -591,7 +606,7 @@ def test_workers_can_get_their_dataset_pickled(
     def pickled(dataset: Any, **options: Any) -> Any:
         return loader(pickle.loads(pickle.dumps(dataset)), **options)
 
-    monkeypatch.setattr("data_pipeline.loading.stream.DataLoader", pickled)
+    monkeypatch.setattr("data_pipeline.loading.streamed.DataLoader", pickled)
     read: dict[str, Any] = {"remote": remote} if is_remote else {}
     batches = list(stream(location if is_remote else directory, end_step=2, shuffle_shards=2, **read))
     assert all(torch.equal(a.inputs_a, b.inputs_a) for a, b in zip(batches, expected, strict=True))

@@ -1,0 +1,114 @@
+"""The datasets of a stream, and what is checked of them before the first step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.sample import BadSample, Batch
+from data_pipeline.loading.collate import BatchMaker
+from data_pipeline.loading.decode import DecodedSamples
+from data_pipeline.loading.placement import DataPlacement
+from data_pipeline.loading.reading_order import Rows
+from data_pipeline.remote.cache import RemoteConfig
+from data_pipeline.storage.store import SampleStore
+
+_NOT_PLACED: Final = DataPlacement("stream", "not decided yet")
+
+
+@dataclass
+class StreamSource:
+    """A dataset of a stream: its samples, the maker of its batches, and the samples in memory if they are there.
+
+    `number` counts the datasets of the stream. `name` is that of a source of a mixture, or else the location.
+    """
+
+    number: int
+    name: str
+    store: SampleStore
+    maker: BatchMaker
+    placed: DataPlacement = _NOT_PLACED
+
+    def collate(self, samples: DecodedSamples, rows: Rows, *, step: int, index_B: torch.Tensor) -> Batch:
+        """Return a batch without the online overlay. `index_B` holds `rows.key_index_R`, beside the samples."""
+        named = replace(samples, index_B=index_B)
+        clean = self.maker.collate(named, step=step, epoch=rows.key_epoch, bad=rows.bad)
+        return clean if rows.group_size is None else replace(clean, group_size=rows.group_size)
+
+
+def check_bad_share(bad: Collection[BadSample], *, num_samples: int, max_share: float, where: str | Path) -> None:
+    """Raise `UserError`, with the first bad samples, if more than `max_share` (0 to 1) of all samples are `bad`.
+
+    `where` is the dataset as the user named it. A sample that is listed twice counts once.
+    """
+    by_index = {sample.index: sample for sample in bad}
+    if len(by_index) <= max_share * num_samples:
+        return
+    first = [by_index[index] for index in sorted(by_index)[:3]]
+    named = ", ".join(f"{sample.key} in {sample.shard} ({sample.reason})" for sample in first)
+    raise UserError(
+        f"{where}: {len(by_index)} of {num_samples} samples ({len(by_index) / num_samples:.2%}) cannot be read, more "
+        f"than the {max_share:.2%} of data.max_bad_share, the first being {named}; run "
+        "`python -m data_pipeline verify` on it, then build or copy it again"
+    )
+
+
+def check_crops(stores: Sequence[SampleStore]) -> None:
+    """Raise `UserError` if a dataset is read as whole pictures, so that no crop can be cut when one is decoded."""
+    for store in stores:
+        if store.manifest.tars is None or store.overlay is not None:
+            why = "it is no dataset of tars" if store.overlay is None else "its overlay is drawn on whole pictures"
+            raise UserError(
+                f"no crops can be cut out of the stored pictures of {store.location}, because {why}; leave out `crops` "
+                "and let the views crop"
+            )
+
+
+def fits_cache(store: SampleStore, *, shuffle_shards: int | None) -> bool:
+    """Return whether the cache of a remote dataset is large enough for its reading order."""
+    return store.max_shards is None or _num_shards_needed(store, shuffle_shards) <= store.max_shards
+
+
+def _num_shards_needed(store: SampleStore, shuffle_shards: int | None) -> int:
+    """Return the number of shards that must be cached at once: all, or the window being read and the next one."""
+    num_shards = len(store.shard_ends)
+    return num_shards if shuffle_shards is None else min(2 * shuffle_shards, num_shards)
+
+
+def _gigabytes_needed(store: SampleStore, shuffle_shards: int | None) -> float:
+    """Return the size of a cache that is large enough for a reading order, in 10^9 bytes."""
+    largest = np.sort(store.shard_bytes)[::-1][: _num_shards_needed(store, shuffle_shards)]
+    return math.ceil(1.05 * int(largest.sum()) / 1e7) / 100  # with the indexes of the shards
+
+
+def check_cache(store: SampleStore, *, shuffle_shards: int | None) -> None:
+    """Raise `UserError`, with settings that would fit, if the cache is too small for the reading order."""
+    if store.max_shards is None or fits_cache(store, shuffle_shards=shuffle_shards):
+        return
+    num_shards, needed = len(store.shard_ends), _num_shards_needed(store, shuffle_shards)
+    gigabytes = _gigabytes_needed(store, shuffle_shards)
+    smaller = f"set data.shuffle_shards to {store.max_shards // 2}, or " if store.max_shards > 1 else "set "
+    raise UserError(
+        f"{store.location}: its shuffling needs {needed} of its {num_shards} shards at once, but the cache holds "
+        f"{store.max_shards}; {smaller}data.remote.cache_gigabytes to {gigabytes:g}"
+    )
+
+
+def check_shared_cache(stores: Sequence[SampleStore], remote: RemoteConfig, *, shuffle_shards: int | None) -> None:
+    """Raise `UserError` if one cache directory is too small for the sources of a mixture together."""
+    limit = remote.cache_gigabytes
+    if remote.cache_dir is None or limit is None or len(stores) < 2:  # each has a cache of its own
+        return
+    needed = sum(_gigabytes_needed(store, shuffle_shards) for store in stores)
+    if needed > limit:
+        raise UserError(
+            f"the {len(stores)} remote sources of the mixture need {needed:.3g} GB of {remote.cache_dir} at once, "
+            f"but data.remote.cache_gigabytes is {limit:g}; raise it, or lower data.shuffle_shards"
+        )

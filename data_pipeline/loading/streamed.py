@@ -1,0 +1,197 @@
+"""Read batches from disk as they are needed, in worker processes that decode whole batches in turn.
+
+Shapes: B batch.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.processes import leave_signals_to_parent, signals_blocked
+from data_pipeline.core.sample import BadSample, Batch
+from data_pipeline.core.system import SHARED
+from data_pipeline.loading.decode import decode
+from data_pipeline.loading.order import NoReplacementError, ShardWindows
+from data_pipeline.loading.placement import stored_order
+from data_pipeline.loading.reading_order import ReadingOrder
+from data_pipeline.loading.sources import StreamSource
+
+
+def streamed_batches(
+    sources: Sequence[StreamSource],
+    order: ReadingOrder,
+    steps: range,
+    *,
+    num_workers: int,
+    shuffle_shards: int | None,
+    rank: int,
+    world_size: int,
+    pin_memory: bool,
+    check_bad: Callable[[Collection[BadSample]], None],
+) -> Iterator[list[Batch | None]]:
+    """Yield the batches of some steps, one from each source, without the online overlay.
+
+    Raises `UserError` if a sample and all its replacements are bad, and `RuntimeError` if a worker was killed.
+    """
+    prefetchers = [
+        _ShardPrefetcher(source, order, shuffle_shards=shuffle_shards, rank=rank, world_size=world_size)
+        for source in sources
+        if source.store.is_remote
+    ]
+    loader: DataLoader[list[Batch | None] | UserError] = DataLoader(
+        _StreamedBatches(sources, order, prefetchers, check_bad=check_bad),
+        batch_size=None,  # the dataset makes whole batches, and its keys are steps
+        sampler=steps,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        worker_init_fn=_start_worker,
+        generator=torch.Generator(),  # without its own, a DataLoader draws from the caller's random state
+    )
+    # W&B starts threads in every process that is forked, before `worker_init_fn`. They inherit this.
+    with signals_blocked({signal.SIGTERM, signal.SIGINT}):
+        batches = iter(loader)
+    try:
+        for item in batches:
+            if isinstance(item, UserError):
+                raise item
+            yield item
+    except (ConnectionError, EOFError, FileNotFoundError) as error:
+        # A worker was killed while it handed over a batch. The DataLoader's handler of SIGCHLD raises too, a moment
+        # later. Wait for it, because it must not interrupt the clean-up.
+        time.sleep(1)
+        raise RuntimeError(
+            "a DataLoader worker exited while it handed over a batch; was it killed for lack of memory?"
+        ) from error
+    finally:
+        # The traceback of an error holds this frame. Workers of an iterator that Python's search for garbage finds
+        # do not hear that they shall end, and torch waits five seconds for each.
+        del batches
+
+
+class _ShardPrefetcher:
+    """A prefetcher of a remote dataset's shards, for the window being read and the next one."""
+
+    def __init__(
+        self, source: StreamSource, order: ReadingOrder, *, shuffle_shards: int | None, rank: int, world_size: int
+    ) -> None:
+        self._store, self._number, self._order = source.store, source.number, order
+        self._shuffle_shards, self._rank, self._world_size = shuffle_shards, rank, world_size
+        self._epoch, self._window = 0, -1
+        self._windows, self._windows_after = self._windows_of(0), self._windows_of(1)
+
+    def _windows_of(self, epoch: int) -> ShardWindows:
+        ends = self._store.shard_ends
+        seed = self._order.seed_of(self._number)
+        return ShardWindows(ends, self._shuffle_shards or len(ends), seed=seed, epoch=epoch)
+
+    def before(self, step: int) -> None:
+        """Request shards if a window begins at `step`. Call this before each step."""
+        epoch, position = self._order.position_at(self._number, step)
+        if epoch != self._epoch:
+            self._epoch, self._window = epoch, -1
+            self._windows, self._windows_after = self._windows_of(epoch), self._windows_of(epoch + 1)
+        window = self._windows.number_at(position)
+        if window == self._window:
+            return
+        self._window = window
+        now = self._windows.window(window)
+        is_last = window + 1 == len(self._windows)
+        following = self._windows_after.window(0) if is_last else self._windows.window(window + 1)
+        # All processes need the same shards. Each starts at another shard, so that they fetch in parallel.
+        worker = torch.utils.data.get_worker_info()
+        num_workers, worker_id = (1, 0) if worker is None else (worker.num_workers, worker.id)
+        shift = (self._rank * num_workers + worker_id) * len(now) // (self._world_size * num_workers)
+        self._store.prefetch(np.concatenate([np.roll(now, -shift), following]))
+
+
+class _StreamedBatches(Dataset[list[Batch | None] | UserError]):
+    """The clean batches of one rank, by step: one from each streamed source, None if a step has no row of it.
+
+    Worker processes share the index of the opened stores.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[StreamSource],
+        order: ReadingOrder,
+        prefetchers: Sequence[_ShardPrefetcher],
+        *,
+        check_bad: Callable[[Collection[BadSample]], None],
+    ) -> None:
+        self._sources, self._order, self._prefetchers, self._check_bad = sources, order, prefetchers, check_bad
+        # Grows in each process when it finds bad samples. No batch depends on the bad samples found before.
+        self._bad = [{sample.index: sample for sample in source.store.known_bad} for source in sources]
+        self._all_known: set[int] = set()  # the numbers of the sources of which `_bad` holds all bad samples
+
+    def __getitem__(self, step: int) -> list[Batch | None] | UserError:
+        try:
+            for prefetcher in self._prefetchers:
+                prefetcher.before(step)
+            batches = [self._read(source, bad, step) for source, bad in zip(self._sources, self._bad, strict=True)]
+            if torch.utils.data.get_worker_info() is not None:
+                _move_to_shared_memory(batches)
+            return batches
+        except UserError as error:
+            # Returned and not raised, because a DataLoader turns a worker's exception into a page of traceback.
+            return error
+
+    def _read(self, source: StreamSource, bad: dict[int, BadSample], step: int) -> Batch | None:
+        """Read the rows of one source. Adds the bad samples that it finds to `bad`."""
+        while True:
+            began = time.perf_counter()
+            all_known = source.number in self._all_known
+            try:
+                rows = self._order.rows(source.number, step, bad=bad, all_known=all_known)
+            except NoReplacementError:
+                if all_known:
+                    raise
+                self._find_all_bad(source, bad)
+                continue
+            if not len(rows.indices_R):
+                return None
+            crops = source.maker.crop_draws(rows.key_index_R, epoch=rows.key_epoch)
+            samples = decode(source.store, rows.indices_R, crops=crops)
+            if not samples.bad:
+                clean = source.collate(samples, rows, step=step, index_B=torch.from_numpy(rows.key_index_R))
+                seconds = time.perf_counter() - began
+                return replace(clean, seconds={"read": samples.read_seconds, "decode": seconds - samples.read_seconds})
+            bad |= {sample.index: sample for sample in samples.bad.values()}
+
+    def _find_all_bad(self, source: StreamSource, bad: dict[int, BadSample]) -> None:
+        """Decode a whole dataset, which is hardly more than a global batch here, and add its bad samples to `bad`."""
+        for indices_B in stored_order(source.store, range(len(source.store.shard_ends))):
+            bad |= {sample.index: sample for sample in decode(source.store, indices_B).bad.values()}
+            self._check_bad(bad.values())
+        self._all_known.add(source.number)
+
+
+def _move_to_shared_memory(batches: Iterable[Batch | None]) -> None:
+    """Move the tensors of a worker to shared memory, which torch would do in the thread that sends them.
+
+    An error of that thread never reaches the training process, which would wait for the batch. Raises `UserError` if
+    there is no room.
+    """
+    try:
+        for tensor in (tensor for batch in batches if batch is not None for tensor in batch.tensors()):
+            tensor.share_memory_()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:  # its reason is not to be relied on: it may be "Success (0)"
+        raise UserError(
+            f"a data worker could not put a batch into shared memory; see `df {SHARED}`: give it more room, in a "
+            "container for example by `docker run --shm-size=8g`, or use data.num_workers=0"
+        ) from error
+
+
+def _start_worker(worker_id: int) -> None:
+    """Ignore the signals that warn the training process, such as those of a batch system and Ctrl-C.
+
+    The training process ends its workers with SIGTERM when it ends, if it still holds an iterator of batches then.
+    """
+    leave_signals_to_parent()
