@@ -13,6 +13,7 @@ setup(
     package_data={
         "": ["py.typed"],  # the types are for users too (PEP 561)
         "data_pipeline": ["overlays/assets/*"],
+        "launch": ["job.sh"],
         "trainer": ["reports/report.css", "reports/report.js", "reports/templates/*.html", "theory/*/claims.yaml"],
     },
     entry_points={

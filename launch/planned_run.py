@@ -7,13 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
 
-from data_pipeline.core.errors import UserError, printable
-from data_pipeline.core.schema import as_typed, value_at
-from launch.going_on import going_on
+from data_pipeline.core.errors import UserError
 from trainer.config import RunConfig
 from trainer.data import Manifests
 from trainer.preflight import claim, refuse_other_config
-from trainer.run_dir import RunDir, is_held
+from trainer.run_dir import RunDir
 
 
 @dataclass(frozen=True)
@@ -50,25 +48,6 @@ class PlannedRun:
     def name(self) -> str:
         return self.run_dir.path.name
 
-    @property
-    def is_finished(self) -> bool:
-        return self.run_dir.config.is_file() and "finished_step" in self.run_dir.read_provenance()
-
-    @property
-    def state(self) -> str:
-        """Return "new", "running", "finished" or the step of the newest whole checkpoint, without asking Slurm.
-
-        Returns "damaged" if there are checkpoints but none that can be used.
-        """
-        if is_held(self.run_dir):
-            return "running"
-        if self.is_finished:
-            return "finished"
-        newest = going_on(self.run_dir)
-        if newest.step is not None:
-            return f"at step {newest.step}"
-        return "damaged" if newest.has_begun else "new"
-
 
 def refuse_other_configs(runs: Sequence[PlannedRun]) -> None:
     """Raise `UserError` if runs of a study or a sweep have begun with other configs. It names the first of them."""
@@ -85,14 +64,3 @@ def refuse_other_configs(runs: Sequence[PlannedRun]) -> None:
 
 def default_run_dir(config: RunConfig) -> Path:
     return Path("runs") / f"{config.name}-seed{config.seed}"
-
-
-def table_of_runs(runs: Sequence[PlannedRun]) -> str:
-    """Return a table with a line for each run: its directory, its state, and the settings that its sweep varies."""
-    axes = list(dict.fromkeys(axis for planned in runs for axis in planned.config.tracking.axes))
-    rows = [["run", "state", *axes]]
-    for planned in runs:
-        values = [as_typed(value_at(planned.config, axis)) for axis in axes]
-        rows.append([printable(planned.name), planned.state, *map(printable, values)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -1,4 +1,4 @@
-"""The resources that a job asks for, and the origin of each value: a flag, the environment, a file, or a default.
+"""The resources that a job asks for: by a flag, else by a file of the cluster's settings, else a default.
 
 No value is guessed from the name of a host. To move to another cluster, edit one small file.
 """
@@ -7,41 +7,24 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator, Field
 
-from data_pipeline.core.environment import home_directory, set_variables
+from data_pipeline.core.environment import home_directory
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.plain_text import parse_yaml
 from data_pipeline.core.schema import Line, NumProcesses, Schema
 from trainer.config import RunConfig
 
-PREFIX = "FEATURE_DROPOUT_SLURM_"
 FILE_NAME = "slurm.yaml"
-# Variables of Slurm that a site may set for its users. submitit hides them from sbatch, so they are read here.
-SLURM_NAMES = ("partition", "account", "qos", "constraint")
-# Fields of sbatch that have a flag here, and fields that launch/slurm.py decides.
-OWN_FLAGS = {
-    "partition": "--partition",
-    "account": "--account",
-    "qos": "--qos",
-    "constraint": "--constraint",
-    "time": "--time-minutes",
-    "nodes": "--nodes",
-    "ntasks-per-node": "--tasks-per-node",
-    "ntasks": "--tasks-per-node",
-    "cpus-per-task": "--cpus-per-task",
-    "gpus-per-node": "--gpus-per-node",
-    "mem": "--mem-gb",
-}
-DECIDED = {"array", "error", "job-name", "no-requeue", "open-mode", "output", "requeue", "signal"}
-# Fields of sbatch that ask for GPUs in another way than --gpus-per-node.
-_GPU_FIELDS = {"gres", "gpus", "gpus-per-socket", "gpus-per-task", "tres-per-job", "tres-per-node", "tres-per-task"}
+# Fields of sbatch that have a flag here, and those that launch/slurm.py decides.
+_OWN_FLAGS = {"partition", "account", "qos", "constraint", "time", "nodes", "ntasks-per-node", "cpus-per-task", "mem"}
+_OWN_FLAGS |= {"ntasks", "gpus-per-node"}
+_DECIDED = {"array", "error", "job-name", "no-requeue", "open-mode", "output", "requeue", "signal"}
 
 
 def _fields(fields: dict[Line, SbatchValue]) -> dict[Line, SbatchValue]:
@@ -49,10 +32,8 @@ def _fields(fields: dict[Line, SbatchValue]) -> dict[Line, SbatchValue]:
     for name in fields:
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
             raise ValueError(f"{name!r} is no field of sbatch; write it as in `man sbatch`, without the dashes")
-        if name in OWN_FLAGS:
-            raise ValueError(f"{name} has a setting of its own; use {OWN_FLAGS[name]}")
-        if name in DECIDED:
-            raise ValueError(f"{name} is decided by launch/slurm.py itself; leave it out")
+        if name in _OWN_FLAGS | _DECIDED:
+            raise ValueError(f"{name} has a flag of its own or is decided by launch/slurm.py; see --help")
     return fields
 
 
@@ -67,7 +48,6 @@ SbatchFields = Annotated[dict[Line, SbatchValue], AfterValidator(_fields)]
 class RequestedResources(Schema):
     """The resources that flags, the environment or a file may ask for; None leaves the default.
 
-    gpus_per_node: 0 says that the job is meant for the CPU; None says nothing about GPUs.
     sbatch: any other field of sbatch.
     """
 
@@ -100,19 +80,6 @@ class Resources(RequestedResources):
     def num_ranks(self) -> int:
         return self.nodes * self.tasks_per_node
 
-    @property
-    def asks_for_gpus(self) -> bool:
-        return bool(self.gpus_per_node) or any("gpu" in f"{name}={self.sbatch[name]}" for name in self._gpu_fields)
-
-    @property
-    def says_nothing_of_gpus(self) -> bool:
-        """Tell whether the request does not mention GPUs; --gpus-per-node 0 does mention them."""
-        return self.gpus_per_node is None and not self.asks_for_gpus
-
-    @property
-    def _gpu_fields(self) -> set[str]:
-        return _GPU_FIELDS & self.sbatch.keys()
-
 
 def describe_request(resources: Resources, *, num_runs: int = 1) -> str:
     """Describe the resources in words.
@@ -123,8 +90,6 @@ def describe_request(resources: Resources, *, num_runs: int = 1) -> str:
         '4 nodes x 1 rank, no GPU: it trains on the CPU (add --gpus-per-node N for GPUs), 2 cores a rank, 240 minutes'
         >>> describe_request(few.model_copy(update={"gpus_per_node": 8, "tasks_per_node": 8}), num_runs=3)
         '3 runs of 4 nodes x 8 ranks, 8 GPUs a node, 2 cores a rank, 240 minutes'
-        >>> describe_request(few.model_copy(update={"gpus_per_node": 8}))
-        '4 nodes x 1 rank, 8 GPUs a node (7 of them idle: a rank takes one), 2 cores a rank, 240 minutes'
     """
 
     def count(number: int, noun: str) -> str:
@@ -132,13 +97,10 @@ def describe_request(resources: Resources, *, num_runs: int = 1) -> str:
 
     if resources.gpus_per_node:
         gpus = f"{count(resources.gpus_per_node, 'GPU')} a node"
-        if num_idle := resources.gpus_per_node - resources.tasks_per_node:
-            gpus += f" ({num_idle} of them idle: a rank takes one)"
-    elif resources.asks_for_gpus:
-        gpus = "GPUs by " + ", ".join(f"{name}={resources.sbatch[name]}" for name in sorted(resources._gpu_fields))
+    elif any("gpu" in f"{name}={value}" for name, value in resources.sbatch.items()):
+        gpus = "GPUs as --sbatch says"
     else:
-        more = " (add --gpus-per-node N for GPUs)" if resources.says_nothing_of_gpus else ""
-        gpus = f"no GPU: it trains on the CPU{more}"
+        gpus = "no GPU: it trains on the CPU (add --gpus-per-node N for GPUs)"
     runs = f"{num_runs} runs of " if num_runs > 1 else ""
     return (
         f"{runs}{count(resources.nodes, 'node')} x {count(resources.tasks_per_node, 'rank')}, {gpus}, "
@@ -154,49 +116,29 @@ class ResolvedRequest:
     origins: Mapping[str, str]
 
 
-def resolve_request(
-    flags: Mapping[str, Any], *, environ: Mapping[str, str] | None = None, files: Sequence[Path] | None = None
-) -> ResolvedRequest:
-    """Resolve a request: a flag overrides the environment, then comes ./slurm.yaml, and last the user's own file.
+def resolve_request(flags: Mapping[str, Any], *, files: Sequence[Path] | None = None) -> ResolvedRequest:
+    """Resolve a request: a flag overrides ./slurm.yaml, which overrides the user's own file.
 
     flags: by name; None means that the flag was not given.
-    environ: FEATURE_DROPOUT_SLURM_PARTITION and so on override SBATCH_PARTITION, _ACCOUNT, _QOS and _CONSTRAINT of
-        Slurm itself. An empty variable counts as unset.
 
-    The fields under `sbatch` are merged from all sources. Raises `UserError` that names the source, for an unknown name
-    or a wrong value.
+    The fields under `sbatch` are merged from all of them. Raises `UserError` that names the flag or the file, for an
+    unknown name or a wrong value.
     """
-    environ = set_variables(os.environ if environ is None else environ)
+    sources = [
+        (str(path), _read_file(path)) for path in reversed(default_files(os.environ) if files is None else files)
+    ]
+    sources += [(f"--{name.replace('_', '-')}", {name: value}) for name, value in flags.items() if value is not None]
     values: dict[str, Any] = {}
     fields: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for given, origin, where in _sources(flags, environ, default_files(environ) if files is None else files):
-        checked = RequestedResources.parse(given, where=where)  # here, so that an error names the source
+    for origin, given in sources:
+        checked = RequestedResources.parse(given, where=origin)  # here, so that an error names its place
         fields |= checked.sbatch
         origins |= {f"sbatch.{field}": origin for field in checked.sbatch}
         for name in given.keys() - {"sbatch"}:
             values[name], origins[name] = getattr(checked, name), origin
     wanted = RequestedResources.parse(values | {"sbatch": fields}, where="the cluster's settings")
     return ResolvedRequest(wanted, origins)
-
-
-def _sources(
-    flags: Mapping[str, Any], environ: Mapping[str, str], files: Sequence[Path]
-) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Yield the values of each source, the weakest first, with the name of the source and its name in an error."""
-    for path in reversed(files):
-        yield _read_file(path), str(path), str(path)
-    for name in SLURM_NAMES:
-        if text := environ.get(variable := f"SBATCH_{name.upper()}"):
-            yield {name: text}, variable, f"the environment variable {variable}"
-    for variable, text in environ.items():
-        if variable.startswith(PREFIX):
-            name, where = variable.removeprefix(PREFIX).lower(), f"the environment variable {variable}"
-            yield {name: parse_fields(_words(text, where=where)) if name == "sbatch" else text}, variable, where
-    for name, value in flags.items():
-        if value is not None:
-            flag = f"--{name.replace('_', '-')}"
-            yield {name: value}, flag, flag
 
 
 def default_files(environ: Mapping[str, str]) -> list[Path]:
@@ -261,14 +203,6 @@ def describe_origins(request: ResolvedRequest) -> list[str]:
     return lines + [
         f"{name}: {value} from {request.origins[f'sbatch.{name}']}" for name, value in request.wanted.sbatch.items()
     ]
-
-
-def _words(text: str, *, where: str) -> list[str]:
-    """Split the text as a shell would."""
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise UserError(f"{where}: {error} in {text}; write it as for a shell, such as nice=7 comment='a b'") from None
 
 
 def _read_file(path: Path) -> dict[str, Any]:

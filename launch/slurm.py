@@ -1,4 +1,4 @@
-"""Train on a Slurm cluster, or as several ranks on this machine, through submitit.
+"""Train on a Slurm cluster, or on this machine as several ranks or several runs at a time.
 
 python launch/slurm.py --nodes 4 --config viewmaker:digits --gpus-per-node 8 --partition gpu
 python launch/slurm.py --study studies:table1 --at-a-time 4 --gpus-per-node 8
@@ -6,13 +6,14 @@ python launch/slurm.py --executor local --tasks-per-node 2 --config debug:image 
 python launch/slurm.py --executor local --study studies:table1_small --at-a-time 2
 python launch/slurm.py --config debug:image --sweep objective.temperature=0.1,0.5 --sweep seed=0,1,2
 
-Settings of your cluster can stand in ./slurm.yaml or ~/.config/feature-dropout/slurm.yaml (a line such as
-`partition: gpu`), or in the environment (FEATURE_DROPOUT_SLURM_PARTITION=gpu).
+Settings of your cluster can stand in ./slurm.yaml or ~/.config/feature-dropout/slurm.yaml, as lines such as
+`partition: gpu`.
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from data_pipeline.core.arguments import positive, whole
 from data_pipeline.core.errors import run_command
@@ -27,6 +28,27 @@ def _parser() -> argparse.ArgumentParser:
         "--only",
         metavar="PATTERN",
         help='Train only the runs of a study whose names fit, such as "randbit-*-seed0".',
+    )
+    add(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="a.b=c,d",
+        help="Make a run for each of these values of a setting. May be repeated for other settings: then there is a "
+        "run for each combination. Values are as for --set; commas in brackets do not split.",
+    )
+    add(
+        "--sweep-file",
+        type=Path,
+        metavar="FILE",
+        help="Make a run for each entry of this YAML list of mappings, such as '- {objective.temperature: 0.1}'.",
+    )
+    add("--max-runs", type=positive, metavar="N", help="The most runs that a sweep may have (default: 100).")
+    add(
+        "--study-dir",
+        type=Path,
+        metavar="DIR",
+        help="The directory of all runs of a sweep or a study (default: runs/NAME, with the name of the sweep).",
     )
     add(
         "--at-a-time",
@@ -58,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         "--time-minutes",
         type=positive,
         metavar="N",
-        help="The time limit, 3 or more; then Slurm requeues it (default: 240).",
+        help="Slurm's time limit, 3 or more; a run that is not finished is then requeued (default: 240).",
     )
     add("--mem-gb", type=positive, metavar="N", help="The memory of each node (default: that of the cluster).")
     add("--partition", metavar="NAME", help="The partition (default: that of the cluster).")
@@ -80,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--wait",
         action="store_true",
-        help="Show the log of rank 0 until the end; exit with 1 if a rank fails.",
+        help="Show the states until the end, and the log of rank 0 of a single run; exit with 1 if a run fails.",
     )
     return parser
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from submitit.helpers import clean_env
 
-from data_pipeline.core.environment import variable
 from data_pipeline.core.errors import UserError
 
 SLURM_SECONDS = 120  # for one command of Slurm
@@ -91,38 +90,50 @@ def parse_queue(text: str) -> dict[str, str]:
     return found
 
 
-def was_cancelled(job_id: str) -> bool | None:
-    """Tell whether a job was cancelled; None if nothing knows it.
+def ended_state(job_id: str) -> str | None:
+    """Return the state in which a job has ended, such as CANCELLED or OUT_OF_MEMORY; None if Slurm does not know.
 
     Asks slurmctld, which forgets a job some minutes after its end, and then the accounting, which many clusters lack.
-    slurmctld forgets a waiting member of an array at once if it is cancelled alone.
     """
-    ways = (("scontrol", "show", "job"), ("sacct", "--noheader", "--allocations", "--format=State", "--jobs"))
-    was_known = False
-    for command in ways:
+    for command in (
+        ("scontrol", "show", "job", job_id),
+        ("sacct", "--noheader", "--allocations", "--format=State%30", "--jobs", job_id),
+    ):
         if shutil.which(command[0]) is None:
             continue
-        try:
-            done = run_slurm(*command, job_id)
-        except UserError:
-            continue
-        states = re.findall(r"^\s*(?:JobState=)?([A-Z_]+)\b", done.stdout, re.MULTILINE)
-        if "CANCELLED" in states:
-            return True
-        was_known = was_known or bool(states)
-    return False if was_known else None
+        with contextlib.suppress(UserError):
+            states = re.findall(r"^\s*(?:JobState=)?([A-Z_]{4,})\b", run_slurm(*command).stdout, re.MULTILINE)
+            if states:
+                return str(states[0])
+    return None
+
+
+def check_script(script: str) -> None:
+    """Ask Slurm, without submitting, whether it would take this batch script. Raises `UserError` if it refuses.
+
+    Passes over nodes that are down at the moment, for which a job may wait.
+    """
+    if not has_slurm():
+        raise UserError(
+            "there is no Slurm on this machine (no sbatch and srun on PATH); run this on a login node of the cluster, "
+            "add --dry-run to see the script, or --executor local to train here"
+        )
+    with outside_any_job():
+        done = run_slurm("sbatch", "--test-only", text=script)
+    reason = refusal_reason(done.stderr)
+    if done.returncode and "down, drained or reserved" not in reason:
+        raise refused(reason)
 
 
 @contextlib.contextmanager
 def outside_any_job(more: Mapping[str, str] | None = None) -> Iterator[None]:
     """Hide the variables of a Slurm job or of torchrun, which a new job would inherit, and set `more` instead."""
     before = dict(os.environ)
-    slurm_conf = variable("SLURM_CONF")
+    # SLURM_CONF says which cluster, not which job; a site sets SBATCH_... for its users.
+    kept = {name: value for name, value in before.items() if name == "SLURM_CONF" or name.startswith("SBATCH_")}
     try:
         with clean_env(extra_names=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")):
-            if slurm_conf is not None:  # says which cluster, not which job
-                os.environ["SLURM_CONF"] = slurm_conf
-            os.environ.update(more or {})
+            os.environ.update(kept | dict(more or {}))
             yield
     finally:
         for name in more or {}:

@@ -1,7 +1,7 @@
 """Copy the code for a job, so that later edits do not change a job that waits in the queue.
 
 The copy has the four packages of the working tree, and the user's own code that the runs use. It lies in a directory
-that is named after their content. Invariant: a job never runs a mixture of two states of the code.
+that is named after their content.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from data_pipeline.core.errors import UserError
 from trainer.own_code import hash_of_files
 from trainer.provenance import REPOSITORY, SNAPSHOT_FILE, this_code
 from trainer.run_dir import write_json
 
 PACKAGES = ("data_pipeline", "trainer", "configs", "launch")
-_MAX_READS = 10
 
 
 @dataclass(frozen=True)
@@ -40,17 +38,18 @@ class Snapshot:
 
 
 def read_snapshot(root: Path = REPOSITORY, *, own_files: Mapping[str, Path] = MappingProxyType({})) -> Snapshot:
-    """Read the code below `root`, and `own_files` by their paths in the copy, until two readings agree.
-
-    An editor may be saving. Raises `UserError` if they never agree.
-    """
-    files = _read(root, own_files)
-    for _ in range(_MAX_READS):
-        again = _read(root, own_files)
-        if again == files:
-            return Snapshot(files)
-        files = again
-    raise UserError(f"the code in {root} changes all the time; submit again when no process writes there")
+    """Read the code below `root`, and `own_files` by their paths in the copy."""
+    paths = {
+        str(path.relative_to(root)): path
+        for package in PACKAGES
+        for path in sorted((root / package).rglob("*"))
+        if "__pycache__" not in path.parts and path.is_file()
+    }
+    files = {}
+    for name, path in {**paths, **own_files}.items():
+        with contextlib.suppress(FileNotFoundError):  # a temporary file of an editor
+            files[name] = path.read_bytes()
+    return Snapshot(files)
 
 
 def write_snapshot(snapshot: Snapshot, *, into: Path) -> Path:
@@ -84,17 +83,3 @@ def python_environment(folder: Path, environ: Mapping[str, str]) -> dict[str, st
 def shell_lines(folder: Path) -> list[str]:
     """Return the same variables as lines of a batch script. Its PYTHONPATH is known only when it runs."""
     return [f"export PYTHONPATH={shlex.quote(str(folder))}${{PYTHONPATH:+:$PYTHONPATH}}", "export PYTHONSAFEPATH=1"]
-
-
-def _read(root: Path, own_files: Mapping[str, Path]) -> dict[str, bytes]:
-    paths = {
-        str(path.relative_to(root)): path
-        for package in PACKAGES
-        for path in sorted((root / package).rglob("*"))
-        if "__pycache__" not in path.parts and path.is_file()
-    }
-    files = {}
-    for name, path in {**paths, **own_files}.items():
-        with contextlib.suppress(FileNotFoundError):  # a temporary file of an editor
-            files[name] = path.read_bytes()
-    return files

@@ -1,7 +1,8 @@
-"""Print the state of a run, or of all runs of a study, and submit the failed ones again.
+"""Print the state of a run, or of all runs of a study.
 
 python launch/status.py runs/table1
-python launch/status.py runs/table1 --resubmit-failed
+
+Repeat the command that submitted a study to submit those of its runs again that have failed or stopped.
 """
 
 from __future__ import annotations
@@ -9,53 +10,25 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from data_pipeline.core.errors import printable, run_command
-from data_pipeline.core.imports import add_code_argument, import_code
+from data_pipeline.core.errors import run_command
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("directory", type=Path, metavar="DIR", help="A run directory, or the directory of a study.")
-    add("--resubmit-failed", action="store_true", help="Submit the runs that failed again, and no others.")
-    add_code_argument(parser)
-    add(
-        "--accept-code",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="Go on with code of your own that has changed. The refusal says its NAME. May be repeated.",
-    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="A run directory, or the directory of a study.")
     return parser
 
 
 def main() -> None:
     arguments = _parser().parse_args()
-    import_code(arguments.code)
-    from launch.runs import resubmit, runs_in, status_of, table
-    from launch.submitted import last_submission, queue_for
-    from trainer.provenance import command_line
+    from launch.states import runs_in, status_of, table
+    from launch.submitted import queue_for
     from trainer.run_dir import say_what_is_left_out
 
     say_what_is_left_out([arguments.directory])
     runs = runs_in(arguments.directory.absolute())
     queue = queue_for(runs)
-    statuses = {run_dir: status_of(run_dir, queue) for run_dir in runs}
-    print(table({run_dir.path.name: status for run_dir, status in statuses.items()}))
-    if arguments.resubmit_failed:
-        failed = [run_dir for run_dir, status in statuses.items() if status.state == "failed"]
-        submitted = [run_dir for run_dir in failed if last_submission(run_dir) is not None]
-        for run_dir in failed:
-            if run_dir not in submitted:
-                print(f"{printable(run_dir.path.name)} was never submitted; start it again with its own command")
-        if submitted:
-            resubmit(
-                submitted,
-                command=command_line(),
-                accepted_data=arguments.accept_code,
-            )
-        elif not failed:
-            print("nothing has failed")
+    print(table({run_dir.path.name: status_of(run_dir, queue) for run_dir in runs}))
 
 
 if __name__ == "__main__":

@@ -1,59 +1,44 @@
-"""Submit runs: claim their directories, copy the code, and give them to Slurm or start them on this machine."""
+"""Submit runs to Slurm, or start one run on this machine as several ranks."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import os
-import re
 import shlex
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import takewhile
+from importlib import resources as package_files
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import submitit
 import torch
-from submitit.core.utils import FailedJobError
+from submitit.core.utils import FailedJobError, JobPaths
 
 from data_pipeline.core.environment import variable
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.imports import given_code
 from data_pipeline.core.processes import signals_deferred
-from launch.job import AFTER_SRUN, BEFORE_SRUN, MAX_TIMEOUTS_HERE, TrainJob
+from launch.job import TrainJob
 from launch.planned_run import PlannedRun
 from launch.ports import free_ports
-from launch.preloaded import ForkingExecutor, PreloadedProcess
 from launch.resources import Resources
-from launch.slurm_checks import check_with_slurm
-from launch.slurm_client import has_slurm, outside_any_job, refusal_reason, refused
+from launch.slurm_client import check_script, outside_any_job, refusal_reason, refused
 from launch.snapshot import Snapshot, python_environment, read_snapshot, shell_lines, write_snapshot
-from launch.submitted import Submission, queue_for, record, refuse_if_active
+from launch.submitted import Submission, record
 from trainer.own_code import files_to_copy
 from trainer.preflight import check_data
-from trainer.run_dir import LOCK_NAME, RunDir, hold
+from trainer.run_dir import RunDir
 
-MAX_TIMEOUTS = 20  # after so many time limits a job is not requeued again
 WARNING_SECONDS = 120  # between the warning signal and the time limit
+_NO_TIME_LIMIT_MINUTES = 60 * 24 * 365  # submitit's local executor needs a limit
 
 Executor = Literal["slurm", "local"]
-_SUBMITTING: Final = "submitting"
-
-# Signals that must not come between a submission and its record: the job would be in the queue, but not in its run
-# directory. sbatch inherits this, and so do the processes of a job on this machine. There only Ctrl-C waits, which in
-# a terminal reaches all processes and would make the controller of submitit kill its ranks. They unblock it when they
-# can save a checkpoint (`launch.job`).
-_DEFERRED: Final = {
-    "slurm": (signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
-    "local": (signal.SIGINT,),
-}
 
 
 @dataclass(frozen=True)
@@ -62,7 +47,6 @@ class SubmissionPlan:
 
     home: the directory of the logs and the code: the run directory itself, or the directory of the study.
     at_a_time: the number of runs that train at the same time.
-    slot: on this machine, the number of this run among them; each slot has its own GPUs.
     accepted_data: as in `trainer.train`.
     """
 
@@ -72,7 +56,6 @@ class SubmissionPlan:
     at_a_time: int
     name: str
     executor: Executor = "slurm"
-    slot: int = 0
     accepted_data: tuple[str, ...] = ()
 
     @property
@@ -84,10 +67,20 @@ class SubmissionPlan:
     def logs(self) -> Path:
         return self.home / "logs"
 
+    def claim(self) -> None:
+        """Write the config of each run into its directory. Raises `UserError` if a run could never start there."""
+        for planned, manifests in zip(self.runs, [check_data(planned.config) for planned in self.runs], strict=True):
+            planned.claim(manifests, accepted_data=self.accepted_data)
+            planned.run_dir.ended.unlink(missing_ok=True)
 
-def slurm_parameters(plan: SubmissionPlan, *, code: Path) -> dict[str, Any]:
-    """Return the parameters of submitit for a plan and the code in `code`."""
+
+def slurm_executor(plan: SubmissionPlan, *, code: Path, executor: type[submitit.SlurmExecutor]) -> Any:
+    """Return submitit's executor, whose batch script ends with launch/job.sh, which starts the ranks."""
     resources = plan.resources
+    output = str(JobPaths(plan.logs).stdout).replace("%j", "%A_%a" if len(plan.runs) > 1 else "%j")
+    # Since 22.05 Slurm does not pass --cpus-per-task from sbatch to srun. A rank that dies ends the others, which would
+    # otherwise wait for it.
+    ranks = ["srun", "--unbuffered", f"--output={output}", f"--cpus-per-task={resources.cpus_per_task}"]
     parameters = {
         "job_name": plan.name,
         "nodes": resources.nodes,
@@ -103,34 +96,30 @@ def slurm_parameters(plan: SubmissionPlan, *, code: Path) -> dict[str, Any]:
         "array_parallelism": plan.at_a_time,
         "signal_delay_s": WARNING_SECONDS,
         "stderr_to_stdout": True,
+        "use_srun": False,
         "setup": [
-            *BEFORE_SRUN,
             f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{resources.threads_per_task}}}",
             *shell_lines(code),
+            f"run_dirs=({shlex.join(str(planned.run_dir.path) for planned in plan.runs)})",
+            f"ranks=({shlex.join([*ranks, '--kill-on-bad-exit=1'])})",
+            package_files.files("launch").joinpath("job.sh").read_text(encoding="utf-8"),
         ],
-        # Since 22.05 Slurm does not pass --cpus-per-task from sbatch to srun. A rank that dies ends the others, which
-        # would otherwise wait for it.
-        "srun_args": [f"--cpus-per-task={resources.cpus_per_task}", "--kill-on-bad-exit=1"],
-        "teardown": list(AFTER_SRUN),
         "additional_parameters": {"requeue": True}
         | {name: value for name, value in resources.sbatch.items() if value is not False},
     }
-    return {name: value for name, value in parameters.items() if value is not None}
+    python = shlex.join([sys.executable, "-I", "-S", str(code / "launch" / "block_signals.py"), sys.executable])
+    made = executor(plan.logs, python=f"train {python}")
+    made.update_parameters(**{name: value for name, value in parameters.items() if value is not None})
+    return made
 
 
 def sbatch_script(plan: SubmissionPlan, *, code: Path) -> str:
     """Return the batch script that `submit` gives to sbatch. This needs no Slurm."""
-    executor = _ScriptWriter(plan.logs, python=_python(code))
-    executor.update_parameters(**slurm_parameters(plan, code=code))
+    executor = slurm_executor(plan, code=code, executor=_ScriptWriter)
     if len(plan.runs) > 1:
         executor.parameters["map_count"] = len(plan.runs)
-    return executor._make_submission_file_text(executor._submitit_command_str, "")
-
-
-def _python(code: Path) -> str:
-    """Return the command that starts Python on a rank, with warning signals blocked until the rank can handle them."""
-    start = code / "launch" / "block_signals.py"
-    return shlex.join([sys.executable, "-I", "-S", str(start), sys.executable])
+    text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
+    return text
 
 
 class _ScriptWriter(submitit.SlurmExecutor):
@@ -141,224 +130,92 @@ class _ScriptWriter(submitit.SlurmExecutor):
         return 1
 
 
-def submit(
-    plan: SubmissionPlan,
-    *,
-    command: str,
-    snapshot: Snapshot | None = None,
-    preloaded: PreloadedProcess | None = None,
-) -> list[submitit.Job[None]]:
-    """Claim the run directories, copy the code, submit the jobs or start them here, and record each job in its run.
+def check(plan: SubmissionPlan, *, snapshot: Snapshot, asks_slurm: bool) -> str:
+    """Make the checks of a submission that write nothing, and return the batch script.
 
-    The jobs run the code of `snapshot`, by default the present code. On this machine, jobs of one rank without GPUs are
-    forked from `preloaded` if it is given. Raises `UserError` for a run that could never
-    start; then nothing is submitted, and no new directory is left.
+    Raises `UserError` for a job that could never run.
     """
-    snapshot = snapshot or read_snapshot(own_files=plan.own_files)
-    code = snapshot.folder(plan.home)
-    with _claimed(plan, code=code) as claim, _one_submission(plan, claim):
-        write_snapshot(snapshot, into=plan.home)
-        train_jobs = [
-            TrainJob(
-                run_dir=planned.run_dir.path,
-                command=command,
-                local_port=free_ports(1)[0],
-                warning_seconds=WARNING_SECONDS,
-                accepted_data=plan.accepted_data,
-                code=given_code(),
-            )
-            for planned in plan.runs
-        ]
-        with _telling_of_a_job(claim), signals_deferred(_DEFERRED[plan.executor]), _marked(plan):
-            if plan.executor == "local":
-                jobs = _submit_here(train_jobs, plan, code, preloaded)
-            else:
-                jobs = _sbatch(train_jobs, plan, code)
-                claim.job_id = jobs[0].job_id.partition("_")[0]
-            claim.is_kept = True
-            _record(jobs, plan)
-    return jobs
+    refuse_for_logs(plan.home)
+    for planned in plan.runs:
+        check_data(planned.config)
+        planned.refuse_other_config()
+    script = sbatch_script(plan, code=snapshot.folder(plan.home))
+    if asks_slurm:
+        check_script(script)
+    return script
 
 
-def _record(jobs: Sequence[submitit.Job[None]], plan: SubmissionPlan) -> None:
-    """Record each job in its run directory."""
-    for planned, job in zip(plan.runs, jobs, strict=True):
-        submission = Submission(
-            job_id=job.job_id,
-            executor=plan.executor,
-            home="." if plan.home == planned.run_dir.path else "..",
-            submitted_at=datetime.now(UTC),
-            at_a_time=plan.at_a_time,
-            resources=plan.resources,
-            host=socket.gethostname(),
-        )
-        record(planned.run_dir, submission)
+def submit(plan: SubmissionPlan, *, command: str) -> list[str]:
+    """Claim the run directories, copy the code, submit the jobs to Slurm, and return their ids, one for each run.
 
-
-def dry_run(plan: SubmissionPlan, *, snapshot: Snapshot) -> str:
-    """Make every check of `submit`, leave no files, and return the batch script.
-
-    Asks Slurm only if there is one on this machine. Raises the errors of `submit`.
+    The jobs run the present code. Raises `UserError` for a run that could never start; then nothing is submitted, and
+    no new directory is left.
     """
-    code = snapshot.folder(plan.home)
-    with _claimed(plan, code=code, is_dry_run=True):
-        return sbatch_script(plan, code=code)
+    snapshot = read_snapshot(own_files=plan.own_files)
+    check(plan, snapshot=snapshot, asks_slurm=True)
+    with _removed_on_error([plan.home, *(planned.run_dir.path for planned in plan.runs)]):
+        plan.claim()
+        code = write_snapshot(snapshot, into=plan.home)
+        executor = slurm_executor(plan, code=code, executor=submitit.SlurmExecutor)
+        jobs = [_job(planned.run_dir, plan, command=command) for planned in plan.runs]
+        stderr = io.StringIO()
+        try:
+            with outside_any_job(), contextlib.redirect_stderr(stderr):
+                job_ids = [job.job_id for job in executor.submit_array(jobs)]
+        except FailedJobError:
+            raise refused(refusal_reason(stderr.getvalue())) from None
+    for planned, job_id in zip(plan.runs, job_ids, strict=True):
+        log = JobPaths(plan.logs, job_id=job_id, task_id=0).stdout
+        record(planned.run_dir, Submission(job_id=job_id, submitted_at=datetime.now(UTC), log=log))
+    return job_ids
 
 
-@dataclass
-class _Claim:
-    """Run directories that are claimed.
-
-    is_kept: a job may use them, so that they must stay.
-    job_id: the job or the array that Slurm has accepted for them.
-    """
-
-    is_kept: bool = False
-    job_id: str | None = None
+def _job(run_dir: RunDir, plan: SubmissionPlan, *, command: str) -> TrainJob:
+    return TrainJob(
+        run_dir.path, command, local_port=free_ports(1)[0], accepted_data=plan.accepted_data, code=given_code()
+    )
 
 
 @contextlib.contextmanager
-def _one_submission(plan: SubmissionPlan, claim: _Claim) -> Iterator[None]:
-    """Let no other command submit these runs to Slurm meanwhile. On this machine the lock of a run is enough.
-
-    Raises `UserError` if another command does so, or has done so since the first look at the queue.
-    """
-    if plan.executor == "local":
-        yield
-        return
-    try:
-        lock = hold(RunDir(plan.logs))
-    except UserError:
-        claim.is_kept = True  # the other command uses the directories
-        raise UserError(f"another command submits {plan.home} at the moment; wait until it has ended") from None
-    with lock:
-        queue = queue_for([planned.run_dir for planned in plan.runs])
-        claim.is_kept = True  # if a run has a job now
-        for planned in plan.runs:
-            refuse_if_active(planned.run_dir, queue)
-        if (marker := plan.logs / _SUBMITTING).exists():
-            raise UserError(
-                f"a command that submitted {plan.home} was killed before it recorded its job; look for the job with "
-                f"squeue --me --name {shlex.quote(plan.name)}, end it with scancel if it is there, and remove {marker}"
-            )
-        claim.is_kept = False
-        yield
-
-
-@contextlib.contextmanager
-def _marked(plan: SubmissionPlan) -> Iterator[None]:
-    """Keep a file in the logs during the block, between whose sbatch and records the process may be killed."""
-    marker = plan.logs / _SUBMITTING
-    if plan.executor == "slurm":
-        marker.touch()
-    try:
-        yield
-    finally:
-        marker.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _telling_of_a_job(claim: _Claim) -> Iterator[None]:
-    """If the block raises although Slurm has accepted the job, print how to end it: nobody has seen its number."""
+def _removed_on_error(paths: Sequence[Path]) -> Iterator[None]:
+    """Remove those of the directories that were not there before, if the block raises."""
+    new = [path for path in paths if not path.exists()]
     try:
         yield
     except BaseException:
-        if claim.job_id is not None:
-            print(f"job {claim.job_id} was submitted before this; end it: scancel {claim.job_id}", file=sys.stderr)
+        for path in new:
+            shutil.rmtree(path, ignore_errors=True)
         raise
-
-
-@contextlib.contextmanager
-def _claimed(plan: SubmissionPlan, *, code: Path, is_dry_run: bool = False) -> Iterator[_Claim]:
-    """Make all checks that are possible before a submission, and claim the run directories.
-
-    Unless the block sets `is_kept`, removes the files and directories that it has made, and restores configs. Raises
-    `UserError` for a run that could never start.
-    """
-    refuse_for_logs(plan.home)
-    manifests = [check_data(planned.config) for planned in plan.runs]
-    if plan.executor == "slurm" and (has_slurm() or not is_dry_run):
-        check_with_slurm(plan.resources, home=plan.home, script=sbatch_script(plan, code=code))
-    directories = [plan.home, *(planned.run_dir.path for planned in plan.runs)]
-    new = [path for path in directories if not path.exists()]
-    names = (RunDir(plan.home).config.name, LOCK_NAME)
-    new_files = [path / name for path in directories for name in names if path.exists() and not (path / name).exists()]
-    new_parents = [parent for path in new for parent in path.parents if not parent.exists()]
-    configs: dict[Path, bytes] = {}
-    claim = _Claim()
-    try:
-        # A run on a mixture may go on with other weights; a dry run must not change them.
-        configs = {path: path.read_bytes() for run in plan.runs if (path := run.run_dir.config).is_file()}
-        for planned, found in zip(plan.runs, manifests, strict=True):
-            planned.claim(found, accepted_data=plan.accepted_data)
-        yield claim
-    except OSError as error:
-        if error.errno == errno.ENOSPC:  # `storage_problem` has a sentence for it
-            raise
-        raise UserError(
-            f"{error.filename or plan.home} cannot be written ({error.strerror}); pass another --run-dir or --study-dir"
-        ) from None
-    finally:
-        if not claim.is_kept:
-            for path in new:
-                shutil.rmtree(path, ignore_errors=True)
-            for path in new_files:
-                with contextlib.suppress(OSError):
-                    path.unlink()
-            for path, content in configs.items():
-                if path.read_bytes() != content:
-                    path.write_bytes(content)
-            for path in new_parents:  # the innermost first; a directory that is not empty stays
-                with contextlib.suppress(OSError):
-                    path.rmdir()
 
 
 def refuse_for_logs(home: Path) -> None:
     """Raise `UserError` if Slurm or submitit would read another path for the logs, such as the rank for %t."""
-    path = str(home)
-    if not path.isprintable():
-        raise UserError(f"the directory {path!r} cannot stand in a batch script; rename it")
-    if "%" in path or "\\" in path:
+    if not str(home).isprintable() or "%" in str(home) or "\\" in str(home):
         raise UserError(
-            f"the directory {path} has a % or a backslash in its name, which Slurm replaces in the paths of logs; "
-            "rename it, or pass another --run-dir or --study-dir"
+            f"the directory {str(home)!r} has a %, a backslash or an unprintable character in its name, which cannot "
+            "stand in a batch script; rename it, or pass another --run-dir or --study-dir"
         )
 
 
-def _sbatch(train_jobs: Sequence[TrainJob], plan: SubmissionPlan, code: Path) -> list[submitit.Job[None]]:
-    """Submit the jobs to Slurm. Raises `UserError` with the reason of sbatch if it refuses."""
-    executor = submitit.SlurmExecutor(plan.logs, max_num_timeout=MAX_TIMEOUTS, python=_python(code))
-    executor.update_parameters(**slurm_parameters(plan, code=code))
-    stderr = io.StringIO()
-    try:
-        with outside_any_job(), contextlib.redirect_stderr(stderr):
-            return executor.submit_array(train_jobs)
-    except FailedJobError:
-        raise refused(refusal_reason(stderr.getvalue())) from None
-
-
-def _submit_here(
-    train_jobs: Sequence[TrainJob], plan: SubmissionPlan, code: Path, preloaded: PreloadedProcess | None = None
-) -> list[submitit.Job[None]]:
-    """Start the ranks as detached processes on this machine."""
+def start_here(plan: SubmissionPlan, *, command: str) -> submitit.Job[None]:
+    """Start the ranks of one run as processes on this machine, which go on without this one."""
+    (planned,) = plan.runs
     resources = plan.resources
-    executor: submitit.LocalExecutor
-    can_fork = sys.platform != "darwin"  # see `worker_context`
-    if preloaded is not None and can_fork and resources.num_ranks == 1 and not resources.gpus_per_node:
-        executor = ForkingExecutor(plan.logs, preloaded=preloaded, max_num_timeout=MAX_TIMEOUTS_HERE)
-    else:
-        executor = _LocalExecutor(plan.logs, max_num_timeout=MAX_TIMEOUTS_HERE)
+    plan.claim()
+    code = write_snapshot(read_snapshot(own_files=plan.own_files), into=plan.home)
+    executor = _LocalExecutor(plan.logs)
     executor.update_parameters(
         tasks_per_node=resources.tasks_per_node,
         gpus_per_node=resources.gpus_per_node or 0,
-        visible_gpus=gpus_of(resources, slot=plan.slot),
-        timeout_min=resources.time_minutes,
-        signal_delay_s=WARNING_SECONDS,
+        visible_gpus=gpus_here(resources, at_a_time=1)[0],
+        timeout_min=_NO_TIME_LIMIT_MINUTES,
         stderr_to_stdout=True,
     )
     os.environ["OMP_NUM_THREADS"] = variable("OMP_NUM_THREADS") or str(resources.threads_per_task)
-    with outside_any_job(python_environment(code, os.environ)):
-        return executor.submit_array(train_jobs)
+    # Ctrl-C in a terminal reaches all processes, and would make the controller of submitit kill its ranks. They inherit
+    # that it is blocked, and unblock it when they can save a checkpoint.
+    with signals_deferred([signal.SIGINT]), outside_any_job(python_environment(code, os.environ)):
+        return executor.submit(_job(planned.run_dir, plan, command=command))
 
 
 class _LocalExecutor(submitit.LocalExecutor):
@@ -369,49 +226,21 @@ class _LocalExecutor(submitit.LocalExecutor):
         self.parameters["visible_gpus"] = visible_gpus
 
 
-def all_gpus_of(plan: SubmissionPlan) -> list[str]:
-    """Return the GPUs of the runs of a plan that train at the same time. Raises the errors of `gpus_of`."""
-    used = [gpu for slot in range(plan.at_a_time) for gpu in gpus_of(plan.resources, slot=slot)]
-    return list(dict.fromkeys(used))
+def gpus_here(resources: Resources, *, at_a_time: int) -> list[list[str]]:
+    """Return the GPUs of each of the runs that train at the same time, as CUDA_VISIBLE_DEVICES has them.
 
-
-def gpus_of(resources: Resources, *, slot: int) -> list[str]:
-    """Return the GPUs of the run in `slot` on this machine, as CUDA_VISIBLE_DEVICES has them: by numbers or names.
-
-    If that variable is set, the GPUs are among those that it holds. Raises `UserError` if it holds too few or something
-    else, or if this machine has too few GPUs: a run without its GPU would fail at once, and so would all runs that
-    follow it in its slot.
+    They are among those of that variable if it is set; a GPU that it names twice is shared. Raises `UserError` if
+    there are too few.
     """
-    num_gpus = resources.gpus_per_node or 0
-    first, end = slot * num_gpus, (slot + 1) * num_gpus
-    if not num_gpus:
-        return []
+    each = resources.gpus_per_node or 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    needed = f"but {end} {'is' if end == 1 else 'are'} needed here (--gpus-per-node for each of --at-a-time runs)"
-    words = [str(number) for number in range(end)]
-    if visible is not None:
-        given = (word.strip() for word in visible.split(","))
-        words = [word for word in takewhile(lambda word: word != "-1", given) if word]  # CUDA stops at -1
-        for word in words:
-            if not re.fullmatch(r"[0-9]+|(GPU|MIG)-\S+", word):
-                raise UserError(
-                    f"CUDA_VISIBLE_DEVICES={visible} holds {word}, which is no GPU; set it to numbers of GPUs, or to "
-                    "names such as GPU-..., both of which `nvidia-smi -L` shows"
-                )
-        if len(words) < end:
-            raise UserError(
-                f"CUDA_VISIBLE_DEVICES={visible} names {len(words)} GPU(s), {needed}; ask for fewer, or unset it"
-            )
-    are_parts = any(word.startswith("MIG-") for word in words[:end])
-    if are_parts and num_gpus > 1:
+    if visible is None:
+        there = [str(number) for number in range(torch.cuda.device_count() if each else 0)]
+    else:
+        there = [word.strip() for word in visible.split(",") if word.strip() not in {"", "-1"}]
+    if len(there) < each * at_a_time:
         raise UserError(
-            f"CUDA_VISIBLE_DEVICES={visible} names parts of a GPU (MIG), and a run can use only one of them, but "
-            f"--gpus-per-node is {num_gpus}; ask for 1"
+            f"this machine shows {len(there)} GPU(s) (CUDA_VISIBLE_DEVICES={visible}), but {each * at_a_time} are "
+            "needed (--gpus-per-node for each of --at-a-time runs); ask for fewer"
         )
-    # With CUDA_VISIBLE_DEVICES=0,0 a user lets two runs share a GPU. torch counts no GPU in such a list.
-    are_shared = len(set(words[:end])) < end
-    num_seen = 1 if are_parts else end  # of a list of parts, a process sees the first one only
-    if not are_shared and (num_there := torch.cuda.device_count()) < num_seen:
-        among = "" if visible is None else f" of CUDA_VISIBLE_DEVICES={visible}"
-        raise UserError(f"torch sees {num_there} GPU(s){among} on {socket.gethostname()}, {needed}; ask for fewer")
-    return words[first:end]
+    return [there[slot * each : (slot + 1) * each] for slot in range(at_a_time)]

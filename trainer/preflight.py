@@ -34,7 +34,7 @@ from trainer.probes.groups import pairs_of
 from trainer.probes.shared import check_shared, find_shared
 from trainer.probes.targets import label_difference, label_mend, option_difference, readable_labels
 from trainer.provenance import RECORDED_CONFIG, config_in_provenance
-from trainer.run_dir import LOCK_NAME, RunDir, forget_ends, hold, write_json
+from trainer.run_dir import LOCK_NAME, RunDir, hold, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -327,7 +327,7 @@ def claim(
 def begin(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_data: Collection[str] = ()) -> TextIO:
     """Take the run directory for a start of the training as `claim` does, and forget how an earlier start ended."""
     held = claim(run_dir, config, manifests, accepted_data=accepted_data)
-    forget_ends(run_dir)
+    run_dir.ended.unlink(missing_ok=True)
     return held
 
 

@@ -2,7 +2,7 @@
 
 RUN_DIR/ config.json  provenance.json  metrics.jsonl  bad_samples.jsonl  nonfinite/  stalled/  wandb/  wandb_run_id
          job.json  code/  logs/  (submitted jobs only)
-         ended.json  ended_rank_1.json ...  (other runs, if they ended early)
+         ended.json  (if the last start ended early)
          checkpoints/step_00010000/ ...  LATEST  analysis/*.json *.png  report.html
          probes/step_00010000/base.json overlay.json heads.safetensors ...  probes/curves.json
 """
@@ -85,18 +85,10 @@ class RunDir:
     def report(self) -> Path:
         return self.path / "report.html"
 
-    def ended(self, rank: int) -> Path:
-        """Return the path of the file in which a rank notes how it ended early, in a run without a job."""
-        return self.path / ("ended.json" if rank == 0 else f"ended_rank_{rank}.json")
-
-    def ends(self) -> dict[int, Path]:
-        """Return the present files of `ended` by rank, ascending."""
-        try:
-            names = [path.name for path in self.path.iterdir()]
-        except OSError:
-            return {}
-        matches = [re.fullmatch(r"ended(?:_rank_([1-9][0-9]{0,6}))?\.json", name) for name in names]
-        return {rank: self.ended(rank) for rank in sorted(int(match[1] or 0) for match in matches if match)}
+    @property
+    def ended(self) -> Path:
+        """Return the path of the file that says why the last start ended early."""
+        return self.path / "ended.json"
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:08d}"
@@ -196,13 +188,6 @@ def hold(run_dir: RunDir) -> TextIO:
         file.flush()
     _held.add(file)
     return file
-
-
-def forget_ends(run_dir: RunDir) -> None:
-    """Remove what the ranks of earlier starts have noted about their ends. Call it where the lock is held."""
-    for path in run_dir.ends().values():
-        with contextlib.suppress(OSError):
-            path.unlink()
 
 
 def is_held(run_dir: RunDir) -> bool:

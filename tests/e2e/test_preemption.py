@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from launch.submitted import run_status
+from launch.states import run_status
 from tests.nursery import PythonProcess
 from tests.processes import kill_tree
 from tests.small_encoder import CONVNET

@@ -1,52 +1,131 @@
-"""The batch script's end, a rank's end and its time limit on one machine; tests/slurm has the rest of `launch.job`."""
+"""The end of the batch script, with fake programs of Slurm, and the end of a rank; the drill has the real ones."""
 
 from __future__ import annotations
 
-import inspect
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import submitit
-from submitit.core.utils import pickle_load
-from submitit.helpers import DelayedSubmission
-from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, Controller
-
-import launch.job
-from data_pipeline.core.errors import UserError
-from launch.job import AFTER_SRUN, EARLY_SECONDS, MAX_TIMEOUTS_HERE, TrainJob
-from launch.outcome import outcome_path, read_outcome, write_outcome
-from launch.submission import WARNING_SECONDS
-from trainer.fault_tolerance.preemption import WARNINGS
 
 ROOT = Path(__file__).parents[2]
-TIME_LIMIT_SECONDS = 600
+JOB = ROOT / "launch" / "job.sh"
 
 
-@pytest.mark.parametrize(
-    ("array", "name"),
-    [({}, "12"), ({"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}, "12_3")],
-)
-def test_the_batch_script_speaks_of_one_member_of_an_array(array: dict[str, str], name: str, tmp_path: Path) -> None:
+class Batch:
+    """The end of a batch script, with a `srun` whose starts of the ranks do what `starts` says, one after another."""
+
+    def __init__(self, path: Path, *, state: str = "RUNNING", dead_node: bool = False) -> None:
+        self._bin, self.run_dir, self._asked = path / "bin", path / "run", path / "asked"
+        self._dead_node, self._path = dead_node, path
+        for directory in (self._bin, self.run_dir):
+            directory.mkdir()
+        asks_a_node = '[[ "$*" == *--nodelist=n0* ]]' if dead_node else "true"
+        self._write(
+            "scontrol", f'if [[ $1 == show ]]; then echo "JobState={state} "; else echo "$@" >> {self._asked}; fi'
+        )
+        self._write("srun", f'if [[ "$*" == *--overlap* ]]; then {asks_a_node}; else exec {path}/ranks; fi')
+
+    def _write(self, name: str, body: str) -> None:
+        (self._bin / name).write_text(f"#!/bin/bash\n{body}\n")
+        (self._bin / name).chmod(0o755)
+
+    def run(self, *starts: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        """Run it. Each start is a piece of bash in the run directory; one more would be an error."""
+        cases = "\n".join(f"{number}) {start};;" for number, start in enumerate([*starts, "touch ../too_often"]))
+        count = self._path / "count"
+        count.write_text("0")
+        ranks = self._path / "ranks"
+        ranks.write_text(
+            f"#!/bin/bash\ncd {self.run_dir}\nn=$(<{count}); echo $((n + 1)) > {count}\ncase $n in {cases} esac\n"
+        )
+        ranks.chmod(0o755)
+        lines = [
+            f"run_dirs=(/else {self.run_dir})",
+            "ranks=(srun --kill-on-bad-exit=1)",
+            JOB.read_text(),
+            "train python",
+        ]
+        slurm = {"SLURM_JOB_ID": "12", "SLURM_JOB_NUM_NODES": "2", "SLURMD_NODENAME": "n0", "SLURM_RESTART_COUNT": "0"}
+        slurm |= {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1", "PATH": f"{self._bin}:/usr/bin:/bin"}
+        done = subprocess.run(
+            ["bash", "-c", "\n".join(lines)], env=slurm | environ, capture_output=True, text=True, timeout=60
+        )
+        assert done.stderr == ""
+        assert not (self._path / "too_often").exists()
+        assert int(count.read_text()) == len(starts), "as often as it should"
+        return done
+
+    @property
+    def asked(self) -> Sequence[str]:
+        return self._asked.read_text().splitlines() if self._asked.exists() else []
+
+
+def ended(how: str) -> str:
+    """Return the bash that leaves the reason for an end, as a rank does."""
+    return f"echo '{json.dumps({'ended': how, 'at': 0.0, 'rank': 0, 'reason': 'x'})}' > ended.json"
+
+
+SAVES = "echo . >> LATEST"
+KILLED = "exit 137"
+
+
+def test_a_run_that_ends_or_raises_is_not_started_again(tmp_path: Path) -> None:
+    batch = Batch(tmp_path)
+    assert batch.run("true").returncode == 0
+    assert batch.run(f"{SAVES}; {ended('failed')}; exit 1").returncode == 1
+    assert batch.run(f"{SAVES}; mkdir stalled; echo 'Timeout (0:01:00)!' > stalled/rank_2.txt; exit 1").returncode == 1
+    assert batch.asked == []
+
+
+def test_a_run_that_stopped_is_requeued_as_one_member_of_its_array(tmp_path: Path) -> None:
     """The last member of an array has the array's number as its own, and that number would start all members again."""
-    programs = {
-        "scontrol": f'echo "$@" >> {tmp_path}/asked; echo JobState=RUNNING',
-        "srun": '[[ "$*" == *--nodelist=n0* ]]',
-    }
-    for program, body in programs.items():
-        (tmp_path / program).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / program).chmod(0o755)
-    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "12", "SLURM_JOB_NUM_NODES": "2"}
-    script = "\n".join(["(exit 7)", *AFTER_SRUN])
-    done = subprocess.run(["bash", "-c", script], env=environ | {"SLURMD_NODENAME": "n0"} | array)
-    assert done.returncode == 7
-    shown = f"show job {name}"
-    assert (tmp_path / "asked").read_text().splitlines() == [shown, shown, f"requeue {name}"]
+    batch = Batch(tmp_path)
+    assert batch.run(ended("stopped")).returncode == 0
+    assert batch.asked == ["requeue 12_1"]
+
+
+def test_a_run_that_was_cancelled_is_not_started_again(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, state="COMPLETING")
+    assert batch.run(ended("stopped")).returncode == 0
+    assert batch.run(f"{SAVES}; {KILLED}").returncode == 137
+    assert batch.asked == []
+
+
+def test_a_rank_that_died_without_a_word_is_started_again_while_checkpoints_are_gained(tmp_path: Path) -> None:
+    batch = Batch(tmp_path)
+    assert batch.run(f"{SAVES}; {KILLED}", f"{SAVES}; {KILLED}", "true").returncode == 0
+    assert batch.run(f"{SAVES}; {KILLED}", KILLED).returncode == 137
+    assert batch.run(*[f"{SAVES}; {KILLED}"] * 11).returncode == 137, "not for ever"
+    (batch.run_dir / "ended.json").write_text('{"ended": "failed"}')
+    assert batch.run(f"{SAVES}; {KILLED}", "true").returncode == 0, "of a start before"
+    assert batch.asked == []
+
+
+def test_a_dead_node_is_replaced_by_slurm(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, dead_node=True)
+    assert batch.run(f"{SAVES}; {KILLED}").returncode == 137
+    assert batch.asked == ["requeue 12_1"]
+    batch.run(KILLED, SLURM_RESTART_COUNT="100")
+    assert len(batch.asked) == 1, "not for ever"
+
+
+@pytest.mark.process
+def test_a_warning_during_the_imports_waits() -> None:
+    listener = "import os, signal; print('up', flush=True); input(); signal.signal(signal.SIGUSR2, lambda *_: None); "
+    listener += "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2]); print('listens')"
+    command = [sys.executable, "launch/block_signals.py", sys.executable, "-c", listener]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGUSR2)
+    said, _ = process.communicate("\n", timeout=30)
+    assert (process.returncode, said) == (0, "listens\n")
 
 
 RANK = """
@@ -92,7 +171,8 @@ def test_a_rank_leaves_no_temporary_files_no_worker_and_always_ends(kind: str, t
     spool = tmp_path / "spool"
     spool.touch()
     command = [sys.executable, "-c", RANK, kind, str(spool)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
     if kind == "stuck":
         assert done.returncode == 1, done.stderr
         assert "take_lock_twice" in done.stderr
@@ -104,80 +184,3 @@ def test_a_rank_leaves_no_temporary_files_no_worker_and_always_ends(kind: str, t
     while Path("/proc", worker, "cmdline").exists() and Path("/proc", worker, "cmdline").read_bytes():
         assert time.monotonic() < deadline, "a worker lives on"
         time.sleep(0.1)
-
-
-@pytest.fixture
-def local_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainJob:
-    """Return a job of submitit's local executor, whose rank is this process."""
-    for name, value in {
-        "SUBMITIT_EXECUTOR": "local",
-        "SUBMITIT_FOLDER": str(tmp_path),
-        "SUBMITIT_LOCAL_JOB_ID": "12",
-        "SUBMITIT_LOCAL_TIMEOUT_S": str(TIME_LIMIT_SECONDS),
-        "SUBMITIT_LOCAL_SIGNAL_DELAY_S": str(WARNING_SECONDS),
-    }.items():
-        monkeypatch.setenv(name, value)
-    job = TrainJob(run_dir=tmp_path, command="", local_port=1)
-    delayed = DelayedSubmission(job)
-    delayed.set_timeout(TIME_LIMIT_SECONDS // 60, MAX_TIMEOUTS_HERE)
-    delayed.dump(tmp_path / "12_submitted.pkl")
-    return job
-
-
-def test_on_one_machine_the_time_limit_counts_from_before_the_imports(
-    local_job: TrainJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The warning comes after `at_warning` seconds of the clock that starts in `__call__`, and some more."""
-    at_warning = TIME_LIMIT_SECONDS - WARNING_SECONDS
-    job = submitit.JobEnvironment()
-    early = local_job._start_again(job, seconds=at_warning - EARLY_SECONDS - 1.0, stopped="stopped")
-    assert early == "on one machine only the time limit starts it again by itself"
-    for left in reversed(range(MAX_TIMEOUTS_HERE)):
-        with pytest.raises(SystemExit) as end:
-            local_job._start_again(job, seconds=at_warning - 20.0, stopped="stopped")
-        assert end.value.code == LOCAL_REQUEUE_RETURN_CODE
-        assert f"started again ({left} time limits more at most)" in capsys.readouterr().out
-        assert pickle_load(tmp_path / "12_submitted.pkl")._timeout_countdown == left
-    assert "as often as it may" in local_job._start_again(job, seconds=float(at_warning), stopped="stopped")
-
-
-def test_on_one_machine_no_more_starts_are_announced_than_submitit_makes() -> None:
-    assert inspect.signature(Controller.run).parameters["max_retry"].default == 1 + MAX_TIMEOUTS_HERE
-
-
-def test_a_start_takes_away_the_outcome_of_the_start_before_and_leaves_its_own(
-    local_job: TrainJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If this start is cancelled, the earlier outcome would be taken for its reason."""
-    own, other = (outcome_path(tmp_path, job_id="12", rank=rank) for rank in (0, 1))
-    for path in (own, other):
-        write_outcome(path, "failed", "RuntimeError: Connection closed by peer")
-    (tmp_path / "config.json").touch()
-    monkeypatch.setattr(launch.job, "read_run_config", lambda _, **__: None)
-    monkeypatch.setattr(launch.job, "Ending", lambda: SimpleNamespace(status=1))  # this process must not end
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    before = {number: signal.getsignal(number) for number in WARNINGS}
-    seen: list[bool] = []
-
-    def fail(*_: object, **__: object) -> None:
-        seen.append(own.exists())
-        raise UserError("the loss was not finite\nin 10 steps in a row")
-
-    try:
-        monkeypatch.setattr(launch.job, "run", lambda *_, **__: seen.append(own.exists()))
-        local_job()
-        finished = read_outcome(own, inside=tmp_path)
-        monkeypatch.setattr(launch.job, "run", fail)
-        with pytest.raises(UserError):
-            local_job()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    assert seen == [False, False]
-    assert finished is not None
-    assert (finished.ended, finished.reason) == ("finished", "")
-    failed = read_outcome(own, inside=tmp_path)
-    assert failed is not None
-    assert (failed.ended, failed.reason) == ("failed", "in 10 steps in a row")
-    assert other.exists(), "another rank's own"
-    assert not list(tmp_path.glob("*_result.pkl")), "submitit's own is all that is pickled"

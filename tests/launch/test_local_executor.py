@@ -15,17 +15,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 import launch.slurm
 from launch.ports import free_ports
 from launch.slurm_command import plan_from, request_from
-from launch.submitted import is_job_here, run_status
+from launch.states import run_status
 from tests.commands import Done, call, float64_recipe
 from tests.nursery import PythonProcess, run_python
 from tests.processes import kill_tree
 from tests.slow_steps import SLOW_STEPS, pausing
-from trainer.run_dir import RunDir
+from trainer.run_dir import RunDir, is_held
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,20 +76,8 @@ def test_every_launcher_gives_the_same_curve_and_a_port_that_is_taken_meanwhile_
         assert world_size == (1 if name == "alone" else 2)
         assert RunDir(tmp_path / name).latest_step() == 8
 
-    (job_id,) = re.findall(r"^job (\d+): 2 rank\(s\) on this machine$", local.stdout, re.MULTILINE)
     assert re.search(r"^1 +0 +\S+ +1 +cpu +\d+$", local.stdout, re.MULTILINE), "rank 1 is not in the rank table"
-    assert (tmp_path / "local" / "logs" / f"{job_id}_1_log.out").is_file()
-
-
-@pytest.mark.process
-def test_a_failing_rank_is_named_with_status_1(
-    slurm_py: Callable[..., Done], recipe: list[str], tmp_path: Path
-) -> None:
-    diverges = ["--set", "optimizer.learning_rate=1e30", "--set", "max_skipped_in_a_row=2"]
-    done = slurm_py("--executor", "local", "--wait", *recipe, *diverges, "--run-dir", tmp_path / "run")
-    assert done.status == 1, done.stdout + done.stderr
-    assert re.search(r"^error: rank 0 of job \d+ failed: .*UserError: \S", done.stderr, re.MULTILINE)
-    assert "in a row" in done.stderr
+    assert len(list((tmp_path / "local" / "logs").glob("*_1_log.out"))) == 1
 
 
 @pytest.mark.process
@@ -110,11 +97,11 @@ def test_a_status_shows_the_error_of_rank_1_and_not_that_of_rank_0_which_lost_it
     status = run_status(RunDir(tmp_path / "run"), {})
     assert (status.state, status.reason) == ("failed", "rank 1: KeyError: 'a label that only rank 1 has'")
     if launcher == "local":
-        assert re.search(r"^error: rank 1 of job \d+ failed: KeyError: ", done.stderr, re.MULTILINE)
+        assert re.search(r"^error: run failed: rank 1: KeyError: ", done.stderr, re.MULTILINE)
         return
     done = run_python(command, cwd=ROOT, env=environ | {"FAILING_RANK": ""})
     assert done.returncode == 0, done.stderr
-    assert RunDir(tmp_path / "run").ends() == {}, "they are removed at the next start"
+    assert not RunDir(tmp_path / "run").ended.exists(), "it is removed at the next start"
 
 
 @pytest.mark.parametrize(
@@ -139,28 +126,12 @@ def test_ranks_of_this_machine_share_its_cores(
     assert plan_from(arguments, request_from(arguments)).resources.cpus_per_task == expected
 
 
-@pytest.mark.parametrize(("gpus", "said"), [("2", "trains on GPU 4, GPU-1a of this machine"), ("0", None)])
-def test_a_submission_says_which_gpus_of_this_machine_it_takes(
-    gpus: str,
-    said: str | None,
-    slurm_py: Callable[..., Done],
-    recipe: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Another submission at the same time would take the same ones."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-1a,7")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr("launch.slurm_command._submit_one", lambda plan, then_wait: None)
-    done = slurm_py("--executor", "local", "--gpus-per-node", gpus, *recipe, "--run-dir", tmp_path / "run")
-    assert done.status == 0, done.stderr
-    assert said is None or said in done.stdout
-    assert ("trains on GPU" in done.stdout) == (said is not None)
-
-
 @pytest.mark.process
-def test_ctrl_c_in_a_terminal_saves_a_run_of_two_ranks(recipe: list[str], tmp_path: Path) -> None:
-    """It reaches the launcher, the controller of submitit and the ranks."""
+@pytest.mark.parametrize(("number", "who", "status"), [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGUSR2, "rank", 1)])
+def test_a_request_saves_a_run_of_two_ranks(
+    number: signal.Signals, who: str, status: int, recipe: list[str], tmp_path: Path
+) -> None:
+    """Ctrl-C in a terminal reaches the launcher, the controller of submitit and the ranks; SIGUSR2 only rank 1."""
     words = [sys.executable, "launch/slurm.py", "--executor", "local", "--tasks-per-node", "2", "--wait", *recipe]
     words += ["--set", "num_epochs=10000", *SLOW_STEPS, "--run-dir", str(tmp_path / "run")]
     environ = pausing(0.1, os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
@@ -171,34 +142,35 @@ def test_ctrl_c_in_a_terminal_saves_a_run_of_two_ranks(recipe: list[str], tmp_pa
         while len(run_dir.read_metrics()) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGINT)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)
+        else:
+            os.kill(local_rank(run_dir, 1), number)
         _, stderr = process.communicate(timeout=60)
+        while is_held(run_dir) or not run_dir.ended.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
     finally:
         kill_tree(process)
-    assert process.returncode == 130
+    assert process.returncode == status
     assert "Traceback" not in stderr
-    while is_job_here(str(json.loads((run_dir.path / "job.json").read_text())["job_id"])):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    status = run_status(run_dir, {})
-    assert (status.state, "as Ctrl-C asked" in status.reason) == ("stopped", True)
+    shown = run_status(run_dir, {})
+    assert (shown.state, f"{who} asked" in shown.reason) == ("stopped", True)
     assert (run_dir.latest_step() or 0) > 1
 
 
-@pytest.mark.process
-def test_a_study_runs_here_and_is_not_run_twice(
-    slurm_py: Callable[..., Done], recipe: list[str], tmp_path: Path
-) -> None:
-    settings = recipe[recipe.index("--set") :]
-    flags = ["--executor", "local", "--study", "studies:debug_seeds", *settings]
-    flags += ["--set", "num_epochs=1", "--at-a-time", "2", "--study-dir", str(tmp_path / "study")]
-    first = slurm_py(*flags)
-    assert first.status == 0, first.stdout + first.stderr
-    names = sorted(path.name for path in (tmp_path / "study").iterdir() if RunDir(path).config.is_file())
-    assert len(names) == 4
-    for name in names:
-        assert f"\n{name}: finished\n" in first.stdout
-        assert len(losses(tmp_path / "study" / name)) == 4
-    assert len(list((tmp_path / "study" / "code").iterdir())) == 1, "all by the same code"
-    again = slurm_py(*flags)
-    assert [f"{name} is finished already" for name in names] == sorted(again.stdout.splitlines()[:-1])
+def local_rank(run_dir: RunDir, number: int) -> int:
+    """Return the process id of a rank that submitit's local executor has started."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "cmdline").read_bytes().split(b"\0")
+            environ = (path / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if (
+            b"submitit.core._submit" in words
+            and str(run_dir.path / "logs").encode() in words
+            and f"SUBMITIT_LOCAL_GLOBALID={number}".encode() in environ
+        ):
+            return int(path.name)
+    raise AssertionError(f"no rank {number}")

@@ -1,4 +1,4 @@
-"""A study on a real Slurm of four nodes: one job array, its table, failed runs submitted again, and refusals."""
+"""A study on a real Slurm of four nodes: one job array, its table, a failed run submitted again, and refusals."""
 
 from __future__ import annotations
 
@@ -102,16 +102,10 @@ def test_a_study_runs_as_one_array_and_what_failed_alone_runs_again(
     assert "IsADirectoryError:" in shown[broken.name]
 
     (broken / "metrics.jsonl").rmdir()
-    again = command("status.py", study, "--resubmit-failed")
-    assert again.status == 0, again.stderr
-    (job_id,) = re.findall(rf"^job (\d+): {broken}$", again.stdout, re.MULTILINE)
-    assert "\n1 run(s) of 1 rank(s), 1 at a time" in again.stdout
-    refused = command("slurm.py", "--config", broken / "config.json", "--run-dir", broken)
-    assert refused.status == 2
-    assert re.fullmatch(rf"error: job {job_id} is \w+.* for {broken} already; .*\n", refused.stderr)
     waited = command("slurm.py", *words, "--wait")
     assert waited.status == 0, waited.stderr
     assert f"{NAMES[0]} is finished already" in waited.stdout
+    assert re.findall(r"^job (\d+): (\S+)$", waited.stdout, re.MULTILINE)[0][1] == str(broken)
     assert f"{broken.name}: finished\n" in waited.stdout
     assert {words[0] for words in states(command, study).values()} == {"finished"}
 
@@ -158,20 +152,15 @@ def test_a_job_that_is_cancelled_while_it_waits(
     subprocess.run(["scancel", job_id], env=slurm, check=True, timeout=60)
     wait_for(lambda: job_id not in squeue(slurm))
     shown = command("status.py", tmp_path / "run").stdout.splitlines()
-    assert re.fullmatch(r"run +stopped +0/2 +cancelled while it waited", shown[1])
-    assert "nothing has failed" in command("status.py", tmp_path / "run", "--resubmit-failed").stdout
+    assert shown[1].split() == ["run", "stopped", "0/2", "cancelled"]
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--partition", "nope"], "sbatch refused the job (Invalid partition name specified)"),
-        (["--nodes", "16"], "--nodes 16, but the partition debug has 4)"),
+        (["--nodes", "16"], "sbatch refused the job ("),
         (["--cpus-per-task", "99"], "sbatch refused the job (Requested node configuration is not available)"),
-        (
-            ["--partition", "other", "--time-minutes", "1441"],
-            "1441, but the partition other allows 1440; ask for no more",
-        ),
         (["--sbatch", "reservation=none"], "sbatch refused the job (Requested reservation is invalid)"),
         (["--set", "num_epoch=1"], 'unknown key "num_epoch"'),
         (["--run-dir", "/proc/none/run"], "/proc/none cannot be written"),
@@ -187,15 +176,3 @@ def test_what_cannot_run_is_one_sentence_and_leaves_nothing(
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "run").exists()
     assert squeue(slurm) == before
-
-
-def test_a_sweep_runs_as_one_array(command: Command, settings: list[str], tmp_path: Path) -> None:
-    words = ["--config", "debug:image", *settings, "--sweep", "objective.temperature=0.1,0.5", "--sweep", "seed=1"]
-    done = command("slurm.py", *words, "--study-dir", tmp_path / "sweep", "--at-a-time", "2", "--wait")
-    assert done.status == 0, done.stdout + done.stderr
-    jobs = re.findall(r"^job (\d+)_(\d): \S+/(debug-image-temperature=\S+)$", done.stdout, re.MULTILINE)
-    assert [member for _, member, _ in jobs] == ["0", "1"]
-    assert len({array for array, _, _ in jobs}) == 1
-    assert all(f"{name}: finished\n" in done.stdout for _, _, name in jobs)
-    again = command("slurm.py", *words, "--study-dir", tmp_path / "sweep")
-    assert again.stdout.count(" is finished already\n") == 2

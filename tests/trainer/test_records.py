@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from configs import debug, resolve_recipe
 from data_pipeline.core.errors import UserError
-from launch.runs import table
-from launch.submitted import run_status
+from launch.states import run_status, table
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.observability.tracked import open_tracker
 from tests.trainer.reports.test_report import Page, make_run, probe_result, report

@@ -19,8 +19,6 @@ import launch.train
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.storage.manifest import load_manifest
-from launch import submission
-from launch.job import TrainJob
 from launch.slurm_command import plan_from, request_from
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
@@ -252,22 +250,13 @@ def test_the_flag_reaches_training_and_jobs(
     match = re.search(r"--accept-data (\w+)$", capsys.readouterr().err, re.MULTILINE)
     assert match is not None
 
-    submitted: list[TrainJob] = []
-
-    def submit_here(jobs: list[TrainJob], *_: object) -> list[Any]:
-        submitted.extend(jobs)
-        return []
-
-    monkeypatch.setattr(submission, "_submit_here", submit_here)
     words = [*recipe, "--executor", "local", *match[0].split(), "--accept-data", "0" * 12]
     arguments = launch.slurm._parser().parse_args(words)
     plan = plan_from(arguments, request_from(arguments))
-    with contextlib.suppress(ValueError):  # of jobs that were not started
-        submission.submit(plan, command="slurm")
-    assert [job.accepted_data for job in submitted] == [(match[1], "0" * 12)]
-    refused = dataclasses.replace(plan, accepted_data=())
+    assert plan.accepted_data == (match[1], "0" * 12)
+    plan.claim()
     with pytest.raises(UserError, match="holds another dataset"):
-        submission.submit(refused, command="slurm")
+        dataclasses.replace(plan, accepted_data=()).claim()
 
     monkeypatch.setattr(sys, "argv", ["train.py", *recipe, *match[0].split()])
     run_command(launch.train.main)

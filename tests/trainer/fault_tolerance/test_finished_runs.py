@@ -11,7 +11,7 @@ import torch
 
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
-from launch.submitted import run_status
+from launch.states import run_status
 from tests.tiny_data import write_tiny_pair
 from trainer.checkpoint.restore import newest_state
 from trainer.config import RunConfig

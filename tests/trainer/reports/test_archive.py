@@ -11,7 +11,7 @@ import pytest
 import trainer.export
 from data_pipeline.core.errors import UserError
 from data_pipeline.storage.files import unpack_tar
-from launch.submitted import run_status
+from launch.states import run_status
 from tests.commands import Done, call
 from tests.trainer.reports.suppression_runs import STEP, make_run, samples
 from tests.trainer.reports.test_report_suppression import factors, make_study, report

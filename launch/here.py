@@ -1,0 +1,159 @@
+"""Train the runs of a study on this machine, several at a time, each in processes of its own.
+
+The processes are forked by the forkserver of multiprocessing, which has imported what a run needs, from the copy of the
+code. It computes nothing, so no thread is at work and no GPU is in use when it forks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.context
+import os
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from data_pipeline.core.environment import variable
+from data_pipeline.core.errors import run_command
+from data_pipeline.core.imports import given_code, import_code
+from launch.ended import noting_its_end
+from launch.job import Ending, rank_here
+from launch.planned_run import PlannedRun
+from launch.ports import free_ports
+from launch.rank import run
+from launch.snapshot import python_environment, read_snapshot, write_snapshot
+from launch.states import LEFT_ALONE, status_of
+from launch.submission import SubmissionPlan, gpus_here
+from trainer.config import read_run_config
+from trainer.fault_tolerance.preemption import StoppedError
+from trainer.run_dir import RunDir
+
+# torchvision is imported late by a run, for its networks, and imports much.
+_PRELOADED: Final = ["launch.here", "torchvision.models"]
+_POLL_SECONDS = 0.2
+
+
+def run_study_here(plan: SubmissionPlan, *, command: str) -> None:
+    """Train the runs on this machine, `at_a_time` at once, with the present code, and print each start and end.
+
+    Leaves out the runs that another process finishes or trains meanwhile. If a run fails or cannot be started, the
+    others go on, and this raises SystemExit(1) at the end. Raises `UserError` before any run starts if a run cannot use
+    its data or its directory, or if there are too few GPUs.
+    """
+    gpus = gpus_here(plan.resources, at_a_time=plan.at_a_time)
+    plan.claim()
+    context = _forkserver(plan)
+    plan.logs.mkdir(exist_ok=True)
+    waiting = deque(plan.runs)
+    running: dict[int, tuple[PlannedRun, list[BaseProcess]]] = {}
+    num_failed = 0
+
+    def stop(number: int, _: FrameType | None) -> None:
+        """Start no more runs, and let those that train save and stop."""
+        waiting.clear()
+        for process in (each for _, ranks in running.values() for each in ranks if each.pid is not None):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid or 0, number)
+
+    signal.signal(signal.SIGTERM, stop)
+    while waiting or running:
+        for slot in range(plan.at_a_time):
+            if slot in running and not any(process.is_alive() for process in running[slot][1]):
+                ended, _ = running.pop(slot)
+                status = status_of(ended.run_dir, {})
+                num_failed += status.state not in LEFT_ALONE
+                print(f"{ended.name}: {status.state} {status.reason}".rstrip(), flush=True)
+            while slot not in running and waiting:
+                planned = waiting.popleft()
+                if (state := status_of(planned.run_dir, {}).state) in LEFT_ALONE:
+                    print(f"{planned.name} is {state} already", flush=True)
+                    continue
+                ranks = _start(planned.run_dir, plan, context, gpus=gpus[slot], command=command)
+                running[slot] = planned, list(ranks)
+                print(f"{planned.name}: started, {len(waiting)} to come", flush=True)
+        time.sleep(_POLL_SECONDS)
+    if num_failed:
+        print(
+            f"error: {num_failed} of {len(plan.runs)} run(s) did not finish; repeat the command to go on with them",
+            file=sys.stderr,
+        )
+        raise SystemExit(1)
+
+
+def _forkserver(plan: SubmissionPlan) -> multiprocessing.context.ForkServerContext:
+    """Return a context whose server, and the processes that it forks, have the copy of the code first on their path."""
+    code = write_snapshot(read_snapshot(own_files=plan.own_files), into=plan.home)
+    os.environ.update(python_environment(code, os.environ))
+    os.environ["OMP_NUM_THREADS"] = variable("OMP_NUM_THREADS") or str(plan.resources.threads_per_task)
+    sys.path.insert(0, str(code))  # multiprocessing passes it on
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
+def _start(
+    run_dir: RunDir,
+    plan: SubmissionPlan,
+    context: multiprocessing.context.ForkServerContext,
+    *,
+    gpus: Sequence[str],
+    command: str,
+) -> Iterator[BaseProcess]:
+    """Start the ranks of a run. Each writes into a log of its own."""
+    num_ranks = plan.resources.num_ranks
+    port = free_ports(1)[0] if num_ranks > 1 else 0
+    for rank in range(num_ranks):
+        environ = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        if num_ranks > 1:
+            environ |= rank_here(rank, of=num_ranks, port=port, start=f"here/{os.getpid()}/{run_dir.path}")
+        log = plan.logs / f"{run_dir.path.name}_{rank}_log.out"
+        process = context.Process(
+            target=_train, args=(run_dir.path, environ, log, command, plan.accepted_data, given_code())
+        )
+        process.start()
+        yield process
+
+
+def _train(
+    path: Path,
+    environ: Mapping[str, str],
+    log: Path,
+    command: str,
+    accepted_data: tuple[str, ...],
+    code: tuple[str, ...],
+) -> None:
+    """Train as one rank, in a process of its own. Ends the process."""
+    os.environ.update(environ)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    ending = Ending()
+
+    def train() -> None:
+        import_code(code)
+        config = read_run_config(RunDir(path))
+        try:
+            with noting_its_end(config, path):
+                run(config, path, command=command, accepted_data=accepted_data)
+        except StoppedError as stopped:
+            if stopped.is_first_rank:
+                print(stopped, flush=True)
+            raise SystemExit(1) from None
+
+    try:
+        run_command(train)
+        ending.status = 0
+    except SystemExit as end:
+        ending.status = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        ending.leave()

@@ -1,0 +1,176 @@
+"""Find out the state of a run: from squeue, its lock, its ended.json, and the last sign of life in metrics.jsonl."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.remote.cache import is_remote
+from data_pipeline.storage.manifest import load_manifest
+from launch.ended import read_end
+from launch.slurm_client import ended_state
+from launch.submitted import Submission, last_submission
+from trainer.data import DataConfig
+from trainer.fault_tolerance.stalls import describe_stall
+from trainer.run_dir import RunDir, is_held, runs_of
+
+State = Literal["pending", "waiting", "running", "finished", "failed", "stopped", "killed", "unknown"]
+
+LEFT_ALONE: Final = frozenset({"finished", "waiting", "running"})  # states of runs that are not started again
+HEADER = ("run", "state", "step", "loss", "reason")
+_QUIET_SECONDS = 600.0  # after so long without a logged step, the state of a running run says so
+_MAX_REASON = 500  # characters that are shown
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """The state of a run and the reason for it, its last step of all its steps, and the last loss.
+
+    The last step is that of the log or of the newest checkpoint. A value that is not known is None.
+    """
+
+    state: State
+    step: int | None = None
+    num_steps: int | None = None
+    loss: float | None = None
+    reason: str = ""
+
+
+def run_status(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
+    """Return the status of a run; `queue` is from `queued_jobs`. Raises `UserError` if a file of the run is damaged."""
+    if not run_dir.config.is_file():
+        return RunStatus("pending", reason="not started")
+    config = run_dir.read_config()  # as data, because the code that registers its kinds may not be imported
+    metrics = run_dir.read_last_metrics("train/loss")
+    losses = [line["train/loss"] for line in metrics if "train/loss" in line]
+    state, reason = _state(run_dir, queue)
+    return RunStatus(
+        state,
+        step=max(metrics[-1]["step"] if metrics else 0, run_dir.latest_step() or 0),
+        num_steps=_num_steps(config),
+        loss=losses[-1] if losses else None,
+        reason=reason,
+    )
+
+
+def status_of(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
+    """Return the status of a run; its state is `unknown` if one of its files is damaged or cannot be read."""
+    try:
+        return run_status(run_dir, queue)
+    except (UserError, OSError) as error:
+        return RunStatus("unknown", reason=str(error))
+
+
+def _state(run_dir: RunDir, queue: Mapping[str, str] | None) -> tuple[State, str]:
+    """Return the state and the reason for it. A run has not failed while its job is queued or a process trains it."""
+    submission = last_submission(run_dir)
+    queued = "" if submission is None or queue is None else queue.get(submission.job_id, "")
+    if is_held(run_dir) or (queued and not queued.startswith("PENDING")):
+        return "running", _quiet(run_dir)
+    if queued:
+        return "waiting", queued
+    provenance = run_dir.read_provenance()
+    if "finished_step" in provenance:
+        return "finished", ""
+    if submission is not None and queue is None:
+        return "unknown", "there is no squeue on this machine; ask on a login node of the cluster"
+    if (end := read_end(run_dir)) is not None:
+        return end.ended, end.reason if end.rank == 0 else f"rank {end.rank}: {end.reason}"
+    start = _last_start(provenance)
+    if start and (stalled := describe_stall(run_dir, since=_started_at(start).timestamp())) is not None:
+        return "failed", stalled
+    if submission is not None and not _was_started_by_hand(start, submission):
+        return _how_the_job_ended(submission)
+    if not start:
+        return "pending", "not started"
+    if start.get("host") != platform.node():
+        return "unknown", f"it was started on {start.get('host')}, and its last sign of life came {_age(run_dir)} ago"
+    return "killed", f"it ended without a message {_age(run_dir)} ago; the same command goes on{_step_of(run_dir)}"
+
+
+def _how_the_job_ended(submission: Submission) -> tuple[State, str]:
+    """Return how the job ended of which no rank has said why: it was cancelled, or a rank was killed."""
+    said, log = ended_state(submission.job_id), submission.log
+    if said == "CANCELLED":
+        return "stopped", "cancelled"
+    if not log.is_file():
+        return "failed", f"no log: it was cancelled while it waited, or the nodes cannot write to {log.parent}"
+    slurm = "" if said is None else f" (Slurm says {said})"
+    return "failed", f"a rank died without a message, such as one that was killed{slurm}; see the end of {log}"
+
+
+def _was_started_by_hand(start: Mapping[str, Any], submission: Submission) -> bool:
+    """Tell whether the run was started after its job, without Slurm."""
+    return bool(start) and start.get("slurm_job_id") is None and _started_at(start) > submission.submitted_at
+
+
+def _started_at(start: Mapping[str, Any]) -> datetime:
+    return datetime.fromisoformat(str(start["started_at"]))
+
+
+def _last_start(provenance: Mapping[str, Any]) -> Mapping[str, Any]:
+    return next(reversed(provenance.get("starts", [])), {})
+
+
+def _quiet(run_dir: RunDir) -> str:
+    seconds = _seconds_since_a_step(run_dir)
+    return "" if seconds is None or seconds < _QUIET_SECONDS else f"its last sign of life came {_age(run_dir)} ago"
+
+
+def _age(run_dir: RunDir) -> str:
+    minutes = int((_seconds_since_a_step(run_dir) or 0) / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h"
+
+
+def _seconds_since_a_step(run_dir: RunDir) -> float | None:
+    """Return the time since the last step was logged, or since the start; None if there is neither."""
+    beats = [path.stat().st_mtime for path in (run_dir.metrics, run_dir.provenance) if path.is_file()]
+    return time.time() - max(beats) if beats else None
+
+
+def _step_of(run_dir: RunDir) -> str:
+    step = run_dir.latest_step()
+    return " from the start" if step is None else f" from step {step}"
+
+
+def _num_steps(config: Mapping[str, Any]) -> int | None:
+    """Return the number of steps of a run; None if its data are not here, such as data on a network."""
+    try:
+        data = DataConfig.parse(config["data"], where="data")
+        locations = data.train_locations.values()
+        if any(map(is_remote, locations)):
+            return None
+        num_samples = sum(load_manifest(Path(location)).num_samples for location in locations)
+        return int(config["num_epochs"] * data.num_steps_per_epoch(num_samples, config["global_batch_size"]))
+    except (KeyError, TypeError, UserError):
+        return None
+
+
+def runs_in(directory: Path) -> list[RunDir]:
+    """Return the run at `directory`, or the runs in it by name. Raises `UserError` if there is none."""
+    found = [RunDir(path) for path in runs_of([directory]) if RunDir(path).config.is_file()]
+    if not found:
+        raise UserError(f"{directory} holds no run; pass a --run-dir or --study-dir of launch/slurm.py")
+    return found
+
+
+def table(statuses: Mapping[str, RunStatus]) -> str:
+    """Return a table with a line for each run. A step is shown as "done/all", or "done/?" if all is not known."""
+    rows = [list(HEADER)]
+    for name, status in statuses.items():
+        step = "" if status.step is None else f"{status.step}/{'?' if status.num_steps is None else status.num_steps}"
+        loss = "" if status.loss is None else f"{status.loss:.4f}"
+        rows.append([name, status.state, step, loss, " ".join(status.reason.split())[:_MAX_REASON]])
+    return "\n".join(in_columns(rows))
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows of a table as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

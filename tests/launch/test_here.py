@@ -1,0 +1,150 @@
+"""The runs of a study on this machine are forked from one process, and are otherwise runs of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from launch.states import run_status
+from tests.nursery import PythonProcess, run_python
+from tests.processes import kill_tree
+from tests.slow_steps import SLOW_STEPS, pausing
+from tests.tiny_data import write_tiny_pair
+from trainer.run_dir import RunDir, is_held
+
+ROOT = Path(__file__).parents[2]
+NAMES = [f"debug-image-seed{seed}" for seed in range(3)]
+ENVIRON = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+LONG = ["num_epochs=1000", "checkpoint_every_steps=10000"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=64, num_test=20)
+
+
+def recipe(data: Path, *more: str) -> list[str]:
+    """Return the arguments of a small recipe, with further settings."""
+    settings = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}", "data.num_workers=0"]
+    settings += ["num_epochs=2", "tracking.wandb=disabled", "log_every_steps=1", *more]
+    return ["--config", "debug:image", *(word for one in settings for word in ("--set", one))]
+
+
+def study(data: Path, home: Path, *more: str) -> list[str]:
+    words = [sys.executable, "launch/slurm.py", *recipe(data, *more), "--sweep", "seed=0,1,2"]
+    return [*words, "--executor", "local", "--at-a-time", "2", "--study-dir", str(home)]
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def trains(run_dir: RunDir) -> bool:
+    return len(run_dir.read_metrics()) > 1
+
+
+def process_of(run_dir: RunDir) -> int:
+    """Return the process that trains a run, from its lock."""
+    return int((run_dir.path / ".lock").read_text().split()[0])
+
+
+@contextlib.contextmanager
+def long_study(data: Path, home: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start a study on this machine that would take long, in a session of its own."""
+    pipe = subprocess.PIPE
+    process = PythonProcess(
+        [*study(data, home, *LONG), *SLOW_STEPS],
+        cwd=ROOT,
+        env=pausing(0.1, ENVIRON),
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        kill_tree(process)
+
+
+@pytest.mark.process
+def test_forked_runs_have_the_bits_of_a_new_process_and_are_not_run_twice(data: Path, tmp_path: Path) -> None:
+    done = run_python(study(data, tmp_path / "forked"), cwd=ROOT, env=ENVIRON)
+    assert done.returncode == 0, done.stdout + done.stderr
+    again = run_python(study(data, tmp_path / "forked"), cwd=ROOT, env=ENVIRON)
+    assert again.stdout.splitlines()[:-1] == [f"{name} is finished already" for name in NAMES]
+    forked, alone = (RunDir(tmp_path / way / NAMES[0]) for way in ("forked", "alone"))
+    words = [sys.executable, "launch/train.py", *recipe(data, "seed=0"), "--run-dir", str(alone.path)]
+    new = subprocess.run(words, cwd=ROOT, env=ENVIRON, capture_output=True, text=True)
+    assert new.returncode == 0, new.stderr
+    step = forked.latest_step()
+    assert step == alone.latest_step() == 4
+    weights = [(run.checkpoint(step) / "encoder.safetensors").read_bytes() for run in (forked, alone)]
+    assert weights[0] == weights[1]
+    losses = [[line["train/loss"] for line in run.read_metrics()] for run in (forked, alone)]
+    assert losses[0] == losses[1]
+    assert "loss" in (tmp_path / "forked" / "logs" / f"{NAMES[0]}_0_log.out").read_text()
+    (code,) = (tmp_path / "forked" / "code").iterdir()
+    start = json.loads(forked.provenance.read_text())["starts"][0]
+    assert start["snapshot_sha256"].startswith(code.name)
+
+
+@pytest.mark.process
+def test_two_ranks_of_each_run(data: Path, tmp_path: Path) -> None:
+    words = [*study(data, tmp_path / "study"), "--tasks-per-node", "2"]
+    done = run_python(words, cwd=ROOT, env=ENVIRON)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in NAMES:
+        provenance = json.loads(RunDir(tmp_path / "study" / name).provenance.read_text())
+        assert (provenance["world_size"], provenance["finished_step"]) == (2, 4)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("number", "name", "status"), [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGTERM, "SIGTERM", 1)])
+def test_a_request_to_stop_saves_each_run(
+    number: signal.Signals, name: str, status: int, data: Path, tmp_path: Path
+) -> None:
+    run_dirs = [RunDir(tmp_path / "study" / name) for name in NAMES[:2]]
+    with long_study(data, tmp_path / "study") as process:
+        wait_until(lambda: all(map(trains, run_dirs)))
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal does
+        else:
+            process.send_signal(number)
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == status, stderr
+    wait_until(lambda: not any(map(is_held, run_dirs)))
+    for run_dir in run_dirs:
+        state = run_status(run_dir, {})
+        assert (state.state, f"as {name} asked" in state.reason) == ("stopped", True)
+        assert (run_dir.latest_step() or 0) > 0
+    assert not RunDir(tmp_path / "study" / NAMES[2]).metrics.exists()
+
+
+@pytest.mark.process
+def test_a_killed_run_does_no_harm_to_the_others(data: Path, tmp_path: Path) -> None:
+    first, second, third = (RunDir(tmp_path / "study" / name) for name in NAMES)
+    with long_study(data, tmp_path / "study") as process:
+        wait_until(lambda: trains(first) and trains(second))
+        os.kill(process_of(first), signal.SIGKILL)
+        wait_until(lambda: trains(third))
+        assert is_held(second)
+        for run_dir in (second, third):
+            os.kill(process_of(run_dir), signal.SIGTERM)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "3 of 3 run(s) did not finish" in stderr
+    assert f"{NAMES[0]}: killed" in stdout
+    assert stdout.count("as SIGTERM asked") == 2
