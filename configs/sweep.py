@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from configs.resolve import explain, resolve_recipe
+from configs.resolve import resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.overrides import parse_setting, set_paths
 from data_pipeline.core.schema import as_typed, flatten, value_at
@@ -282,21 +282,3 @@ def _cut(text: str, most: int = _MAX_NAME) -> str:
     if len(text) <= most:
         return text
     return f"{text[: most - _HASH_DIGITS - 1]}-{hashlib.sha256(text.encode()).hexdigest()[:_HASH_DIGITS]}"
-
-
-def explain_sweep(config: str, sweep: Sweep, space: SweepSpace, *, overrides: Sequence[str] = ()) -> str:
-    """Return the lines of `explain`, with all values of the sweep for the settings that it decides.
-
-    Other settings are those of the first run.
-    """
-    first = _as_overrides(next(space.points()))
-    values: dict[str, list[str]] = {axis: [] for axis in sweep.axes}
-    for point in sweep.points:
-        for axis, value in point.items():
-            values[axis].append(as_typed(value))
-    lines = []
-    for line in explain(config, [*overrides, *first]).splitlines():
-        path, gap, _ = re.split(r"(\s+)", line, maxsplit=1)
-        swept = path in values
-        lines.append(f"{path}{gap}{', '.join(dict.fromkeys(values[path]))}  --sweep" if swept else line)
-    return "\n".join(lines)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.resolve import resolve_recipe
-from configs.sweep import explain_sweep, read_space, resolve_sweep, run_name, short_names, split_values
+from configs.sweep import read_space, resolve_sweep, run_name, short_names, split_values
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import difference, flatten
 from launch.planned_run import default_run_dir
@@ -214,16 +214,3 @@ def test_a_wrong_sweep_file_is_one_sentence(text: str, said: str, tmp_path: Path
 def test_a_million_runs_are_counted_without_being_made() -> None:
     space = read_space([f"{key}={','.join(map(str, range(100)))}" for key in ("seed", "a", "b")], None, overrides=[])
     assert space.num_runs == 1_000_000
-
-
-def test_explain_names_the_values_of_the_sweep() -> None:
-    space = read_space(["objective.temperature=0.1,0.5", "seed=0,1"], None, overrides=["num_epochs=3"])
-    sweep = resolve_sweep("debug:image", space, overrides=["num_epochs=3"])
-    lines = {
-        line.split()[0]: line.split()[1:]
-        for line in explain_sweep("debug:image", sweep, space, overrides=["num_epochs=3"]).splitlines()
-    }
-    assert lines["objective.temperature"] == ["0.1,", "0.5", "--sweep"]
-    assert lines["seed"] == ["0,", "1", "--sweep"]
-    assert lines["num_epochs"] == ["3", "--set"]
-    assert lines["global_batch_size"] == ["32", "debug:image"]
