@@ -39,7 +39,7 @@ _SECONDS_OF_A_PROBE: Final = 150  # 130 with a viewmaker on an H200
 _SECONDS_OF_PACKING: Final = 15
 _NUM_POINTS: Final = 40  # of the curve of the loss in the record
 _TINY: Final = (
-    *("encoder.kind=resnet10", "encoder.width=4", "global_batch_size=16", "num_epochs=2", "data.num_workers=0"),
+    *("encoder.kind=resnet10", "encoder.width=16", "global_batch_size=16", "num_epochs=2", "data.num_workers=0"),
     *("probe.num_epochs=1", "precision=float32", "log_every_steps=1", "probe.online_every_steps=2"),
 )
 

@@ -56,7 +56,7 @@ _NUM_WARM_UP, _NUM_ROUNDS, _NUM_WORKERS = 10, 5, 16
 _SECONDS_OF_A_ROUND = 0.6  # a GPU is steady: the rounds show how far
 _TINY_MATRIX = 64  # rows and columns
 _TINY_ENCODER = (
-    *("encoder.kind=resnet10", "encoder.width=4"),
+    *("encoder.kind=resnet10", "encoder.width=16"),
     *("encoder.mean=[0.5, 0.5, 0.5]", "encoder.std=[0.25, 0.25, 0.25]"),
 )
 

@@ -63,8 +63,9 @@ def test_a_loss_that_is_negative_by_design_is_explained(
 @pytest.mark.parametrize(
     ("settings", "size", "device", "is_refused"),
     [
-        (["channels_last=true"], 48, "cpu", True),
-        (["channels_last=true"], 32, "cpu", False),
+        (["channels_last=true"], 32, "cpu", True),
+        (["channels_last=true", "precision=bfloat16"], 48, "cpu", True),
+        (["channels_last=true", "precision=bfloat16"], 32, "cpu", False),
         (["channels_last=true"], 48, "cuda", False),
         (["channels_last=true", "encoder.width=16"], 48, "cpu", False),
         ([], 48, "cpu", False),
