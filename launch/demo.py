@@ -1,8 +1,8 @@
 """`make demo`: build data, train two encoders, and write a report that compares them.
 
 The data are drawn pictures with digits on them. One encoder trains on expert views, the other with a viewmaker. Both
-are probed on both labels, as is the untrained encoder. They are trained by two processes, or by one on macOS and where
-there is one GPU, which two processes may not share. Every stage is a command that a user could type, and is printed.
+are probed on both labels, as is the untrained encoder. They are trained by two processes, or by one where there is one
+GPU, which two processes may not share. Every stage is a command that a user could type, and is printed.
 An interrupted demo goes on with the stage that it had not finished.
 """
 
@@ -31,7 +31,7 @@ def stages() -> list[tuple[str, list[str]]]:
     build = [*python, "-m", "data_pipeline", "build", "procedural_digits", "--overlay", "online"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     torchrun += ["1" if torch.cuda.device_count() == 1 else "2"]
-    train = [*python, *([] if sys.platform == "darwin" else torchrun), "-m", "launch.train"]
+    train = [*python, *torchrun, "-m", "launch.train"]
     data = DIRECTORY / "data"
     return [
         ("draw the training pictures", [*build, "--out", str(data / "train"), "--limit", "5000"]),

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
-from contextlib import ExitStack
 
-from data_pipeline.core.errors import UserError
 from trainer.distributed.rendezvous import PORTS
 
 
 def free_ports(count: int) -> list[int]:
-    """Return `count` different free ports.
+    """Return different free ports, `count` if there are so many.
 
-    They are drawn at random, so that two callers at the same time hardly ever get the same. Raises `UserError`
-    if there are fewer.
+    They are drawn at random, so that two callers at the same time hardly ever get the same.
     """
     found: list[int] = []
-    with ExitStack() as stack:
-        for port in random.sample(PORTS, len(PORTS)):
-            if len(found) == count:
-                return found
-            probe = stack.enter_context(socket.socket())
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
+    for port in random.sample(PORTS, len(PORTS)):
+        if len(found) == count:
+            break
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
             found.append(port)
-    raise UserError(
-        f"there are not {count} free ports from {PORTS.start} to {PORTS.stop - 1} on this machine; end a process that "
-        "holds some"
-    )
+    return found

@@ -14,8 +14,6 @@ from submitit.helpers import clean_env
 from data_pipeline.core.errors import UserError
 
 SLURM_SECONDS = 120  # for one command of Slurm
-# Of the reasons of sbatch, those that come from a controller that does not answer.
-_SILENCE = re.compile(r"timed out|unable to contact|connect(?:ion)? failure|not responding|zero bytes", re.IGNORECASE)
 
 
 def has_slurm() -> bool:
@@ -37,26 +35,20 @@ def run_slurm(*command: str, text: str | None = None) -> subprocess.CompletedPro
         raise UserError(f"{command[0]} gave no answer within {SLURM_SECONDS} s; try again when Slurm answers") from None
 
 
-def refusal_reason(said: str) -> str:
-    """Return the reason that sbatch gives, in its own words: its last error, or its first line if it has none.
+def refused(said: str) -> UserError:
+    """Return the error for a job that sbatch did not take, with its reason: its last error, or its first line.
 
     Examples:
-        >>> refusal_reason("sbatch: unrecognized option '--partion=a'\\nTry \\"sbatch --help\\" for more information")
-        "unrecognized option '--partion=a'"
+        >>> str(refused("sbatch: error: Batch job submission failed: No room")).partition(";")[0]
+        'sbatch refused the job (Batch job submission failed: No room)'
     """
     lines = [line for line in said.splitlines() if line.strip()] or ["it gave no reason"]
-    errors = [line for line in lines if "error:" in line or "failure:" in line]
-    line = (errors[-1:] or lines)[0]
-    return line.rpartition("error:")[2].rpartition("failure:")[2].strip().removeprefix("sbatch: ")
-
-
-def refused(reason: str) -> UserError:
-    """Return the error for a job that sbatch did not take; after silence it may be in the queue all the same."""
-    if _SILENCE.search(reason):
-        return UserError(
-            f"Slurm gave no answer ({reason}); when it does, end a job that squeue shows for this run, and submit again"
-        )
-    return UserError(f"sbatch refused the job ({reason}); change the request, or find out with sinfo what there is")
+    line = ([line for line in lines if "error:" in line or "failure:" in line][-1:] or lines)[0]
+    reason = re.sub(r"^.*\b(?:error|failure):|^sbatch:", "", line).strip()
+    return UserError(
+        f"sbatch refused the job ({reason}); change the request, or find out with sinfo what there is. If Slurm did "
+        "not answer, look with squeue whether it has taken the job all the same"
+    )
 
 
 def queued_jobs(job_ids: Iterable[str]) -> dict[str, str] | None:
@@ -73,18 +65,8 @@ def queued_jobs(job_ids: Iterable[str]) -> dict[str, str] | None:
         return {}
     if done.returncode:
         raise UserError(f"squeue failed ({' '.join(done.stderr.split())}); try again when Slurm answers")
-    return parse_queue(done.stdout)
-
-
-def parse_queue(text: str) -> dict[str, str]:
-    """Parse lines of `%i|%T|%r`.
-
-    Examples:
-        >>> parse_queue("12_0|RUNNING|None\\n12_1|PENDING|JobArrayTaskLimit\\n")
-        {'12_0': 'RUNNING', '12_1': 'PENDING (JobArrayTaskLimit)'}
-    """
     found = {}
-    for line in text.splitlines():
+    for line in done.stdout.splitlines():
         job_id, state, reason = (part.strip() for part in line.split("|", 2))
         found[job_id] = state if reason == "None" else f"{state} ({reason})"
     return found
@@ -120,9 +102,8 @@ def check_script(script: str) -> None:
         )
     with outside_any_job():
         done = run_slurm("sbatch", "--test-only", text=script)
-    reason = refusal_reason(done.stderr)
-    if done.returncode and "down, drained or reserved" not in reason:
-        raise refused(reason)
+    if done.returncode and "down, drained or reserved" not in done.stderr:
+        raise refused(done.stderr)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from launch.job import TrainJob
 from launch.planned_run import PlannedRun
 from launch.ports import free_ports
 from launch.resources import Resources
-from launch.slurm_client import check_script, outside_any_job, refusal_reason, refused
+from launch.slurm_client import check_script, outside_any_job, refused
 from launch.snapshot import Snapshot, python_environment, read_snapshot, shell_lines, write_snapshot
 from launch.submitted import Submission, record
 from trainer.own_code import files_to_copy
@@ -163,7 +163,7 @@ def submit(plan: SubmissionPlan, *, command: str) -> list[str]:
             with outside_any_job(), contextlib.redirect_stderr(stderr):
                 job_ids = [job.job_id for job in executor.submit_array(jobs)]
         except FailedJobError:
-            raise refused(refusal_reason(stderr.getvalue())) from None
+            raise refused(stderr.getvalue()) from None
     for planned, job_id in zip(plan.runs, job_ids, strict=True):
         log = JobPaths(plan.logs, job_id=job_id, task_id=0).stdout
         record(planned.run_dir, Submission(job_id=job_id, submitted_at=datetime.now(UTC), log=log))

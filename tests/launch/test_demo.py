@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
@@ -19,9 +17,3 @@ def test_the_processes_of_the_demo_never_share_a_gpu(
     assert len(training) == 2
     for command in training:
         assert command[command.index("--nproc-per-node") + 1] == num_processes
-
-
-def test_on_macos_the_demo_trains_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    training = [command for title, command in stages() if title.startswith("train")]
-    assert [command[1:4] for command in training] == [["-m", "launch.train", "--config"]] * 2

@@ -19,7 +19,7 @@ from launch.job import TrainJob
 from launch.planned_run import PlannedRun
 from launch.resources import Resources, describe_origins, resolve_request, resources_for
 from launch.slurm import main
-from launch.slurm_client import outside_any_job, parse_queue, queued_jobs, refusal_reason, refused
+from launch.slurm_client import outside_any_job, queued_jobs, refused
 from launch.submission import SubmissionPlan, gpus_here, sbatch_script
 from launch.submitted import Submission, last_submission, record
 from tests.commands import Done, call
@@ -206,18 +206,18 @@ def test_a_mistake_is_named_where_it_stands(flags: dict[str, object], text: str,
 
 def test_sbatchs_reason_is_found_in_what_it_says() -> None:
     said = "sbatch: error: invalid partition specified: x\nallocation failure: Invalid partition name specified\n"
-    assert refusal_reason(said) == "Invalid partition name specified"
-    assert refusal_reason("") == "it gave no reason"
-    assert "may be" not in str(refused("Invalid partition name specified"))
-    assert "gave no answer" in str(refused("Unable to contact slurm controller (connect failure)"))
+    assert "(Invalid partition name specified)" in str(refused(said))
+    assert "(it gave no reason)" in str(refused(""))
+    assert "(unrecognized option)" in str(refused("sbatch: unrecognized option\nTry --help"))
 
 
 def test_the_queue_is_read_from_squeue(slurm_py: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parse_queue("12_0|RUNNING|None\n7|PENDING|Priority\n") == {"12_0": "RUNNING", "7": "PENDING (Priority)"}
     assert queued_jobs(["7"]) is None, "there is no squeue"
     squeue = tmp_path / "empty" / "squeue"
     squeue.parent.mkdir()
-    for body, found in (("echo '7|RUNNING|None'", {"7": "RUNNING"}), ("echo Invalid job id >&2; exit 1", {})):
+    waits, is_over = "echo '7|PENDING|Priority'", "echo Invalid job id >&2; exit 1"
+    expected: list[tuple[str, dict[str, str]]] = [(waits, {"7": "PENDING (Priority)"}), (is_over, {})]
+    for body, found in expected:
         squeue.write_text(f"#!/bin/bash\n{body}\n")
         squeue.chmod(0o755)
         assert queued_jobs(["7"]) == found
