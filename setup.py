@@ -14,7 +14,7 @@ setup(
         "": ["py.typed"],  # the types are for users too (PEP 561)
         "data_pipeline": ["overlays/assets/*"],
         "launch": ["job.sh"],
-        "trainer": ["reports/report.css", "reports/report.js", "reports/templates/*.html", "theory/*/claims.yaml"],
+        "trainer": ["reports/report.css", "reports/templates/*", "reports/published/*.csv", "theory/*/claims.yaml"],
     },
     entry_points={
         "console_scripts": [

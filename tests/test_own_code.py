@@ -544,7 +544,6 @@ NAMED_BY = {
     "WaveformConfig": {"trainer/views/viewmaker.py", COMPOSED},
     "ExpertImageConfig": {
         "trainer/analyses/collision.py",
-        "trainer/reports/suppression/published.py",
         "trainer/views/multi_crop.py",
         COMPOSED,
     },

@@ -1,87 +1,88 @@
 """Filed results: of the suppression study, and the numbers that pages of the docs take from them.
 
-The filed runs are those that the study trains, and each of them is probed. docs/suppression.md is made from them.
+The filed accuracies are of the runs that the study trains. docs/suppression.md is made from them.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import tarfile
 from pathlib import Path
 
 import pytest
 
 from configs.resolve import resolve_study
-from data_pipeline.storage.files import unpack_tar
-from launch.planned_run import default_run_dir
-from tests.trainer.reports.test_report_suppression import report
-from trainer.config import RunConfig, read_run_config
-from trainer.probes.result import labels_in, read_result
-from trainer.run_dir import RunDir, runs_of
+from tests.trainer.reports.made_runs import report
+from trainer.reports.page import accuracy
+from trainer.reports.suppression import column_of, settings_of
+from trainer.reports.table import Measurement, read_csv
 
 ROOT = Path(__file__).parents[2]
-FILED = ROOT / "benchmarks/results/suppression_small.tar.xz"
+FILED = "docs/suppression/accuracies.csv.gz"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunDir]:
-    home = tmp_path_factory.mktemp("runs")
-    with tarfile.open(FILED) as tar:
-        unpack_tar(tar, home)
-    return [RunDir(path) for path in runs_of([home / "suppression_small"])]
+def rows() -> list[Measurement]:
+    return [row for row in read_csv(ROOT / FILED) if row.readout == "linear"]
 
 
-@pytest.fixture(scope="module")
-def configs(runs: list[RunDir]) -> list[RunConfig]:
-    return [read_run_config(run) for run in runs]
+def test_filed_results_are_of_the_runs_that_the_study_trains(rows: list[Measurement]) -> None:
+    study = [
+        (config.name, config.seed, config.tracking.factors) for config in resolve_study("studies:suppression_small")
+    ]
+    filed = {(row.encoder, row.seed): row.factors for row in rows}
+    assert len(filed) == len(study)
+    for name, seed, factors in study:
+        assert filed[name, seed] == {factor: level for factor, level in factors.items() if level}
 
 
-@pytest.mark.slow
-def test_filed_results_are_of_the_runs_that_the_study_trains(runs: list[RunDir], configs: list[RunConfig]) -> None:
-    study = {default_run_dir(config).name: config for config in resolve_study("studies:suppression_small")}
-    for run, config in zip(runs, configs, strict=True):
-        # These runs are older than compile=auto, which does nothing on the CPUs that trained them.
-        assert config == study[run.path.name].model_copy(update={"compile": False}), run.path.name
-
-
-def test_every_filed_run_is_finished_and_probed_for_every_label(runs: list[RunDir], configs: list[RunConfig]) -> None:
-    assert runs
-    for run, config in zip(runs, configs, strict=True):
-        wanted = config.probe.labels
-        assert wanted is not None
-        assert set(wanted) <= set(labels_in(run.probes(run.read_provenance()["finished_step"]))), run.path.name
-
-
-def test_every_filed_setting_has_its_floors(runs: list[RunDir], configs: list[RunConfig]) -> None:
+def test_every_filed_run_is_finished_and_every_setting_has_its_floors(rows: list[Measurement]) -> None:
+    assert {row.run for row in rows} == {row.run for row in rows if row.is_final}
     floors: dict[tuple[str, str, int], set[str]] = {}
-    for run, config in zip(runs, configs, strict=True):
-        factors = config.tracking.factors
-        found = floors.setdefault((factors["setting"], factors["difficulty"], config.seed), set())
-        found |= {path.stem for path in run.probes(0).glob("*.json")}
-    assert all({"base", "base-reads_pixels"} <= found for found in floors.values()), floors
+    for row in rows:
+        found = floors.setdefault((row.factors["setting"], row.factors["difficulty"], row.seed), set())
+        if row.step == 0 and row.label == "base":
+            found.add(row.reads)
+    assert all(found == {"features", "pixels"} for found in floors.values())
 
 
 @pytest.mark.slow
-def test_the_page_of_the_docs_is_made_from_the_filed_results(
-    runs: list[RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_page_of_the_docs_is_made_from_the_filed_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made again with the command that the page ends with, it has the same text and pictures."""
+    monkeypatch.chdir(ROOT)
+    page = report(monkeypatch, tmp_path / "suppression.md", "--study", "suppression_small", FILED)
+    assert page == (ROOT / "docs/suppression.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("setting", "label", "cure", "number", "is_best", "is_floor"),
+    [
+        ("RandBit", "base", "channel dropout", "74.8 ± 8.6", True, False),
+        ("RandBit", "base", "near neighbours", "59.9 ± 10.7", True, False),
+        ("RandBit", "base", "BYOL", "10.5 ± 1.2", False, True),
+        ("C+Digits", "base", "viewmaker, rate 0.25", "21.6 ± 7.2", False, True),
+        ("Coloured digits", "overlay", "viewmaker", "68.8 ± 35.2", True, False),
+        ("Speech and noise", "base", "near neighbours", "15.4 ± 4.1", False, True),
+    ],
+)
+def test_numbers_intervals_and_what_is_told_are_those_that_were_published_first(
+    setting: str, label: str, cure: str, number: str, is_best: bool, is_floor: bool, rows: list[Measurement]
 ) -> None:
-    """Made again with the command that the page ends with, it has the same text."""
-    (tmp_path / "runs").symlink_to(runs[0].path.parents[1])
-    monkeypatch.chdir(tmp_path)
-    report("--study", "suppression_small", "runs/suppression_small", "--out", "page/suppression.md")
-    assert (tmp_path / "page/suppression.md").read_text() == (ROOT / "docs/suppression.md").read_text()
+    found = next(one for one in settings_of(rows)[0] if one.name == setting)
+    column = column_of(found, found.middle, label)
+    assert accuracy(column.of_cure[cure]) == number
+    assert (column.is_best(cure), cure in column.floor) == (is_best, is_floor)
 
 
-@pytest.mark.parametrize(("row", "cure"), [("none", "simclr"), ("channel dropout", "channel-dropout")])
-def test_the_table_of_channel_dropout_has_the_filed_accuracies(runs: list[RunDir], row: str, cure: str) -> None:
+@pytest.mark.parametrize(("row", "cure"), [("none", "SimCLR"), ("channel dropout", "channel dropout")])
+def test_the_table_of_channel_dropout_has_the_filed_accuracies(rows: list[Measurement], row: str, cure: str) -> None:
     page = (ROOT / "docs/cures.md").read_text()
     (cells,) = re.findall(rf"^\| {row} \| 160 \| ([\d., ]+) \| ([\d., ]+) \|", page, flags=re.MULTILINE)
-    found = {run.path.name: run.probes(160) for run in runs}
+    wanted = {"setting": "RandBit", "difficulty": "10", "cure": cure}
+    found = {(one.label, one.seed): one.value for one in rows if one.is_final and wanted.items() <= one.factors.items()}
     for text, label in zip(cells, ("base", "overlay"), strict=True):
         for seed, number in enumerate(text.split(", ")):
-            result = read_result(found[f"randbit-10-{cure}-seed{seed}"] / f"{label}.json")
-            assert float(number) == pytest.approx(100 * result.linear.accuracy, abs=0.0501), (label, seed)
+            assert float(number) == pytest.approx(100 * found[label, seed], abs=0.0501), (label, seed)
 
 
 def test_the_shares_of_the_page_on_the_dropout_rate_are_those_of_its_records() -> None:

@@ -15,10 +15,11 @@ from trainer.data import open_stream
 from trainer.models.encoder import build_encoder
 from trainer.objectives import SplitLossConfig
 from trainer.preflight import check_data
-from trainer.reports.published import PAIRS, SMALL_RUN, STUDIES, Cell, Value, _contrasts, study
+from trainer.reports.studies import SMALL_RUN, read_published, study
 from trainer.views.expert_image import ExpertImageConfig, huang_views
 from trainer.views.viewmaker import ViewmakerConfig
 
+STUDIES = [line["study"] for line in read_published("studies")]
 EVERY = [*STUDIES, "sharing", "firing", "ablations"]
 FORMS = [form for name in STUDIES for form in (name, f"{name}_small")]
 
@@ -26,18 +27,29 @@ FORMS = [form for name in STUDIES for form in (name, f"{name}_small")]
 @pytest.mark.parametrize("name", FORMS)
 def test_a_study_fills_every_cell_of_its_table_and_no_other(name: str) -> None:
     table, runs = study(name), resolve_study(f"studies:{name}")
-    assert {cell.run for cell in table.cells.values()} == {run.name for run in runs}
+    assert {cell.run for cell in table.cells} == {run.name for run in runs}
     assert all((run.tracking.tags, run.tracking.group) == ((name,), name) for run in runs)
 
 
-@pytest.mark.parametrize("name", STUDIES)
-def test_at_paper_scale_a_run_is_what_the_table_takes_for_the_papers(name: str) -> None:
-    table = study(name)
-    by_name = {run.name: run for run in resolve_study(f"studies:{name}")}
-    for cell in table.cells.values():
-        run = by_name[cell.run]
-        assert (run.num_epochs, run.global_batch_size) == (cell.num_epochs, table.batch_size)
-        assert run.encoder.kind == table.encoder
+@pytest.mark.parametrize(
+    ("name", "encoder", "batch_size", "num_epochs"),
+    [
+        ("table1", "resnet18_small", 256, {200}),
+        ("table2", "resnet18", 128, {200}),
+        ("table3", "resnet18_small", 256, {200}),
+        ("richness", "resnet18_small", 512, {800}),
+        ("colour", "resnet18_small", 512, {800}),
+        ("temperatures", "resnet18_small", 512, {200, 400, 600, 800}),
+        ("pairs", "resnet18_small", 512, {200}),
+    ],
+)
+def test_at_paper_scale_runs_have_the_papers_encoder_batch_and_epochs(
+    name: str, encoder: str, batch_size: int, num_epochs: set[int]
+) -> None:
+    runs = resolve_study(f"studies:{name}")
+    assert {(run.encoder.kind, run.global_batch_size) for run in runs} == {(encoder, batch_size)}
+    assert {run.num_epochs for run in runs} == num_epochs
+    assert all(str(run.num_epochs) in run.name for run in runs if name == "temperatures")
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -113,26 +125,6 @@ def test_every_run_of_a_small_study_can_start_on_its_data(
         assert len(next(iter(stream))) == config.global_batch_size
 
 
-def test_the_tables_have_the_published_numbers() -> None:
-    def published(name: str, row: str, column: int) -> tuple[float, float | None]:
-        value = study(name).cells[row, column].published
-        assert value is not None
-        return value.mean, value.deviation
-
-    assert published("table1", "C+Digits", 0) == (58.8, None)
-    assert published("table1", "C+Digits", 1) == (69.3, None)
-    assert published("table1", "C+Letters", 3) == (96.9, None)
-    assert published("table2", "sound", 3) == (32.64, None)
-    assert published("table2", "speech + sound", 2) == (60.8, None)
-    assert published("table3", "C+Letters", 1) == (23.2, None)
-    assert published("richness", "abcde", 2) == (90.12, 0.12)
-    assert published("richness", "a", 5) == (34.05, 1.13)
-    assert published("colour", "1", 7) == (49.94, 2.01)
-    assert published("temperatures", "800", 2) == (90.3, None)
-    assert all(cell.published is None for cell in study("pairs").cells.values())
-    assert len(PAIRS) == len(set(PAIRS)) == math.comb(5, 2)
-
-
 def test_views_of_the_huang_tables_are_those_of_their_rows() -> None:
     def views(name: str, run: str) -> ExpertImageConfig:
         (found,) = {config.views for config in resolve_study(f"studies:{name}") if config.name == run}  # of three seeds
@@ -165,32 +157,17 @@ def test_an_ablation_changes_one_thing() -> None:
         assert len(changed) == (0 if name == base else 1)
 
 
-def test_published_differences_within_their_deviation_are_no_directions() -> None:
-    table = study("richness")
-    compared = {(contrast.first, contrast.second) for contrast in table.contrasts}
-    assert (("abcde", 0), ("abcd", 0)) in compared
-    assert (("abcde", 6), ("a", 6)) in compared  # the ends of the order, which few runs may tell apart first
-    assert (("ab", 1), ("a", 1)) not in compared  # 67.83 ± 0.94 and 67.77 ± 0.69
-    assert all(contrast.points is not None and contrast.points > 0 for contrast in table.contrasts)
-    letters = next(one for one in study("table1").contrasts if one.first == ("C+Letters", 1))
-    assert (letters.sign, letters.points) == (-1, -2.9)
-
-
-def test_a_published_deviation_is_that_of_a_population_of_three_seeds() -> None:
-    """The standard error of a mean is the deviation over the square root of 2, and of a difference the deviation."""
-    cells = {(row, 0): Cell(row, 800, Value(mean, 1.0)) for row, mean in (("a", 51.9), ("b", 50.0), ("c", 47.9))}
-    contrasts = _contrasts(cells, [(("a", 0), ("b", 0)), (("b", 0), ("c", 0))])
-    assert [contrast.points for contrast in contrasts] == [2.1]
-
-
-def test_what_a_second_feature_costs_is_compared_beside_the_feature_alone() -> None:
-    costs = {
-        (name, contrast.first, contrast.second[0]): contrast.points
-        for name in ("table1", "table2")
-        for contrast in study(name).contrasts
-        if contrast.first[0] != contrast.second[0]
-    }
-    assert len(costs) == 2 * 3 + 2 * 3
-    assert costs["table1", ("C+Digits", 0), "CIFAR-10"] == -27.4  # expert views: 86.2 % without digits, 58.8 % with
-    assert costs["table2", ("speech + sound", 0), "speech"] == -86.9  # spectral views, of the digit
-    assert costs["table2", ("speech + sound", 5), "sound"] == -3.0  # the viewmaker, of the background
+def test_published_differences_are_those_of_the_cells_and_larger_than_their_deviation() -> None:
+    """A published deviation is that of a population of three seeds: the error of a mean is a root of 2 smaller."""
+    cells = {(cell["study"], cell["label"], cell["run"]): cell for cell in read_published("cells")}
+    for line in read_published("differences"):
+        if line["study"] == "pairs":  # a figure without numbers
+            assert line["points"] == "+"
+            continue
+        a, b = (cells[line["study"], line["label"], line[name]] for name in ("first", "second"))
+        assert float(line["points"]) == pytest.approx(float(a["mean"]) - float(b["mean"]), abs=1e-6)
+        error = math.hypot(float(a["deviation"] or 0), float(b["deviation"] or 0)) / math.sqrt(2)
+        assert abs(float(line["points"])) > 2 * error
+    compared = {(line["first"], line["second"]) for line in read_published("differences")}
+    assert ("barlow_twins-cifar10-ab", "barlow_twins-cifar10-a") not in compared  # 67.83 ± 0.94 and 67.77 ± 0.69
+    assert ("simclr-cifar10_digits", "simclr-cifar10") in compared  # the cost of a second feature

@@ -19,7 +19,8 @@ from trainer.analyze import ANALYSES, load_analysis
 from trainer.probed_runs.options import ProbeOptions
 from trainer.probed_runs.probing import probe_run
 from trainer.reports.page import page
-from trainer.reports.runs import arms_of, read_runs
+from trainer.reports.runs import read_runs
+from trainer.reports.table import measure
 from trainer.run_dir import RunDir
 from trainer.train import train
 
@@ -71,5 +72,6 @@ def test_runs_on_own_pictures_are_probed_analysed_and_reported(
     masked = json.loads((run_dirs[1].analysis / "views.json").read_text())
     assert masked["change_in_box"] == 0
     assert masked["change"] > 0
-    html = page(arms_of(read_runs([run_dir.path for run_dir in run_dirs])))
+    runs = read_runs([run_dir.path for run_dir in run_dirs])
+    html = page(runs, measure(runs))
     assert "viewmaker-birds" in html

@@ -27,7 +27,7 @@ from launch.planned_run import PlannedRun
 from launch.states import RunStatus, State, run_status, runs_in, status_of, table
 from launch.submitted import Submission, queue_for, record
 from tests.tiny_data import write_tiny_dataset
-from trainer import analyze, export, probe
+from trainer import analyze, probe
 from trainer.config import read_config
 from trainer.fault_tolerance.preemption import StoppedError
 from trainer.run_dir import RunDir, hold, left_out_of, write_json
@@ -220,7 +220,6 @@ def test_a_run_and_a_link_to_it_are_one_run(tmp_path: Path) -> None:
         (status_module.main, ["{}"]),
         (probe.main, ["{}", "--out", "{}/probes", "--label", "of_no_dataset"]),
         (analyze.main, ["views", "{}"]),
-        (export.main, ["{}", "--results", "{}/results.tar.xz"]),
     ],
 )
 def test_commands_that_take_studies_name_what_they_leave_out(

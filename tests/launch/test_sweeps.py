@@ -75,7 +75,7 @@ def test_a_dry_run_here_prints_the_runs_and_writes_nothing(command: Command, dat
 
 
 def finished_study(words: Sequence[str | Path], *, only: int) -> list[str]:
-    """Leave the first `only` runs of a study as `trainer.export --results` packs them; return the names of all runs."""
+    """Leave the first `only` runs of a study as finished; return the names of all runs."""
     runs = study_runs(words)
     for planned in runs[:only]:
         planned.run_dir.path.mkdir(parents=True)

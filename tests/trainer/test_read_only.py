@@ -20,7 +20,7 @@ import trainer.report
 from data_pipeline.core.errors import run_command
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.probed_runs.test_probe_command import make_run
-from tests.trainer.reports.test_report import Page
+from tests.trainer.reports.made_runs import Page
 from trainer.reports.runs import read_runs
 from trainer.run_dir import RunDir, write_atomically, write_json
 
@@ -105,7 +105,7 @@ def test_a_read_only_run_is_probed_and_reported_elsewhere(
     assert call(trainer.report, run, "--probes", tmp_path / "probes", "--out", out) == f"{out}\n"
     html = out.read_text()
     result = json.loads((tmp_path / "probes/run/step_00000010/base.json").read_text())
-    row = Page(html).row("debug-image (step 10 of a run that has not ended)")
+    row = Page(html).row("debug-image")
     assert row[1].startswith(f"{100 * result['linear']['accuracy']:.1f}")
     assert 'alt="Views of' in html  # which were made for this report alone
     assert content(run) == before
@@ -149,9 +149,9 @@ def test_results_elsewhere_belong_to_their_run_and_not_to_a_name(
         refusal = call(trainer.probe, other, "--epochs", "1", "--out", place, *options)
         assert f"{place}/run holds probe results of another run (debug-image, seed 0, started at" in refusal
     of_other, of_run = (read_runs([path], probes_at=place, make_views=False)[0] for path in (other, run))
-    assert of_run.readouts
+    assert of_run.results
     assert not of_run.problems
-    assert not of_other.readouts
+    assert not of_other.results
     (problem,) = of_other.problems
     assert problem.startswith(f"Left out: {place}/run holds probe results of another run (debug-image, seed 0, ")
 

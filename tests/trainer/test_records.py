@@ -19,7 +19,7 @@ from data_pipeline.core.errors import UserError
 from launch.states import run_status, table
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.observability.tracked import open_tracker
-from tests.trainer.reports.test_report import Page, make_run, probe_result, report
+from tests.trainer.reports.made_runs import Page, make_run, probe_result, report
 from trainer import records
 from trainer.checkpoint.files import all_steps
 from trainer.checkpoint.restore import Restored
@@ -27,9 +27,9 @@ from trainer.data import read_manifests
 from trainer.probed_runs.probing import checkpoint_steps
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.records import read_last_metrics, read_metrics, read_provenance
-from trainer.reports.as_markdown import as_markdown
 from trainer.reports.page import page
-from trainer.reports.runs import arms_of, read_runs
+from trainer.reports.runs import read_runs
+from trainer.reports.table import measure
 from trainer.run_dir import RunDir, write_atomically, write_json
 
 GOOD = {"step": 3, "epoch": 0, "train/loss": 1.5}
@@ -308,6 +308,7 @@ TAGS = (
         "details",
         "summary",
         "b",
+        "i",
         "strong",
         "small",
         "figure",
@@ -361,11 +362,10 @@ def test_no_record_of_a_run_stops_a_command_or_gets_into_the_page(
     run_dir = RunDir(fuzzed)
     write_metrics(run_dir, *lines, end=b"\n" if ended else b"")
     run_dir.provenance.write_bytes(provenance)
-    arms = arms_of(read_runs([fuzzed]))
-    html = page(arms)
+    runs = read_runs([fuzzed])
+    html = page(runs, measure(runs))
     write_atomically(fuzzed / "r.html", html)
     check_page((fuzzed / "r.html").read_text())
-    as_markdown(arms)
     table({"run": run_status(run_dir, {})})
     restart(run_dir)
     add_to_provenance(run_dir, finished_step=9)
@@ -386,13 +386,12 @@ def test_no_name_gets_into_the_page_as_markup(name: str, titles: tuple[str, str]
     (run_dir.analysis / "sides.png").write_bytes((run_dir.analysis / "views.png").read_bytes())
     write_json(run_dir.analysis / "sides.json", {name: value, titles[0]: titles[1]})
     try:
-        arms = arms_of(read_runs([fuzzed]))
+        runs = read_runs([fuzzed])
     except UserError:  # a name that no config may have
         write_json(run_dir.config, config | {"name": "fine"})
         return
-    write_atomically(fuzzed / "r.html", page(arms))
+    write_atomically(fuzzed / "r.html", page(runs, measure(runs)))
     check_page((fuzzed / "r.html").read_text())
-    as_markdown(arms)
 
 
 def write_file(path: Path) -> None:

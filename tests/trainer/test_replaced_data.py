@@ -32,8 +32,9 @@ from trainer.distributed.collectives import rank
 from trainer.preflight import claim
 from trainer.probed_runs.probing import warn_of_other_data
 from trainer.provenance import train_sets
+from trainer.reports.page import _FACTS
 from trainer.reports.runs import read_runs
-from trainer.reports.tables import _FACTS
+from trainer.reports.table import data_of
 from trainer.run_dir import RunDir, write_json
 from trainer.train import train
 
@@ -292,9 +293,9 @@ def test_whoever_reads_the_data_of_a_run_is_warned_and_the_report_names_both(
         f"{new.train_manifest_sha256[:12]} (in place of {old.train_manifest_sha256[:12]})"
     )
     assert _FACTS["test manifest"](run) == new.test_manifest_sha256[:12]
-    assert run.replaced_train_sets == (old.train_manifest_sha256, new.train_manifest_sha256)
-    assert run.data_key[2:] == run.replaced_train_sets  # so it is no seed of runs on the new set alone
-    assert "trained on several train sets, one after the other" in " ".join(run.problems)
+    assert run.trained_on == (old.train_manifest_sha256, new.train_manifest_sha256)
+    assert "trained on" in data_of(run)  # so it is no seed of runs on the new set alone
+    assert "trained on another train set" in " ".join(run.problems)
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,14 @@
-"""The report compares runs: from run directories it makes one self-contained HTML file.
+"""The report compares runs: from run directories it makes one table, and of the table a page.
 
-    run directories -> runs -> findings, study_sheet -> tables, study_tables, curves -> page -> report.html
+    run directories -> runs -> table -> comparison -> page, studies, suppression -> templates/ -> report.html, NAME.md
 
-`runs` reads run directories, and `config_identity` finds the runs that repeat one configuration. `findings` turns
-accuracies into comparisons and sentences. `published` holds the papers' tables, and `study_sheet` puts runs into their
-cells. `tables`, `study_tables` and `curves` prepare the tables and charts, `sweeps` the figures over the settings of a
-sweep, and `overview` the tables of hundreds of runs, whose metrics `run_index` keeps. `page` puts them into the HTML of
-`templates/`, `as_markdown` writes them as text, and `publish` sends them to W&B.
+`runs` reads run directories, and `config_identity` finds those that repeat one configuration. `table` makes the tidy
+table, one row for each accuracy. `paired` tells differences from chance, and `comparison` summarises the rows. `page`
+is the HTML page with its `charts`, `studies` sets the tables of `published/` beside ours, `suppression` is the
+benchmark of suppression, and `publish` sends a page to W&B.
 
-`suppression` is the page of the suppression benchmark, and `paired` its statistics.
-
-Guarantees: every number was measured. Every sentence follows from the numbers. A table holds accuracies on one dataset
-only. The page needs no network. Equal run directories give an equal file.
+Guarantees: every number was measured. Only accuracies on one dataset and by one protocol are compared. The page needs
+no network. Equal run directories give an equal file.
 """
 
 __all__: list[str] = []

@@ -1,226 +1,303 @@
-"""The report as one HTML page without network or other files. Equal input gives equal bytes.
+"""The report as one HTML page without network, scripts or other files. Equal input gives equal bytes.
 
-A page of few runs has no script. On a page of many, `report.js` filters and sorts the tables, and the page's own policy
-lets the browser run nothing else. `templates/` holds the words and the structure, `report.css` the style. The templates
-escape every text that they get, so a name from a config or a manifest cannot become markup.
+`templates/` holds the words and the structure, `report.css` the style. The templates escape every text that they get,
+so a name from a config or a manifest cannot become markup.
 """
 
 from __future__ import annotations
 
 import base64
 import functools
-import hashlib
+import json
+import math
 import re
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from data_pipeline.core.sample import BASE, OVERLAY
-from trainer.reports import overview
-from trainer.reports.curves import charts, color_of
-from trainer.reports.findings import limits, samples_of, verdict
-from trainer.reports.protocols import by_protocol, label_titles
-from trainer.reports.rises import rise_grid, rise_notes
-from trainer.reports.runs import NO_NUMBER, Arm, Run, labels_of, runs_of_arms
-from trainer.reports.study_sheet import Sheet
-from trainer.reports.study_tables import study_section
-from trainer.reports.sweeps import sweep_sections
-from trainer.reports.tables import (
-    CODE_FACTS,
-    Grid,
-    commands_for_missing_probes,
-    differences,
-    provenance_grids,
-    results,
-    speed_grid,
-    speed_notes,
-)
+from data_pipeline.core.schema import flatten
+from trainer.provenance import facts_of_starts
+from trainer.reports.charts import color_of, curves, sweep_charts
+from trainer.reports.comparison import Comparison, Encoder, Score, compare
+from trainer.reports.paired import Estimate
+from trainer.reports.runs import Picture, Run
+from trainer.reports.table import Measurement, encoder_names
 
-MOST_NAMES = 4  # that stand under the title; the tables have all
-MOST_COMPARED = 8  # configurations in a sentence each; of more, only the best is named
-MOST_COMMANDS = 10  # that fill gaps, on a page of many runs
-STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("report.css", "report.js"))
+CODE = frozenset({"directory", "command", "commit", "train manifest", "test manifest"})
+_STYLE = Path(__file__).with_name("report.css")
+_TOPS = (0.1, 0.25, 0.5, 1.0)  # ends of the scale of a panel
+_NOT_COMPARED = ("name", "seed")
 
 
-def page(arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
-    """Return the whole page. `arms` keep their order; `sheet` is the published table to compare them with."""
-    if overview.is_large(arms):
-        return _page_of_many(arms, sheet)
-    runs = runs_of_arms(arms)
-    labels = labels_of(runs)
-    with_data = [arm for group in by_protocol(arms) for arm in group.arms]
-    return _render(
-        "page.html",
-        arms,
-        sheet,
-        verdict=overview.sentences(arms) if len(arms) > MOST_COMPARED else verdict(arms),
-        contents=CONTENTS[samples_of(runs)],
-        label_titles=label_titles(arms),
-        has_usual_labels=not labels or not {BASE, OVERLAY}.isdisjoint(labels),
-        other_labels=[label for label in labels if label not in (BASE, OVERLAY)],
-        results=results(arms),
-        commands_for_missing_probes=commands_for_missing_probes(arms),
-        charts=charts(arms),
-        rises=rise_grid(arms),
-        rise_notes=rise_notes(arms),
-        legend=[(arm.name, color_of(number)) for number, arm in enumerate(arms)],
-        has_untrained=any(arm.untrained(space) for arm in with_data for space in labels),
-        has_seeds=any(len(arm.runs) > 1 for arm in arms),
-        analyses=_analyses(runs),
-        speed=speed_grid(arms),
-        speed_notes=speed_notes(arms),
-        differences=differences(arms),
-    )
+@dataclass(frozen=True)
+class Table:
+    """A table of text with a title."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
-def _page_of_many(arms: Sequence[Arm], sheet: Sheet | None) -> str:
-    """Return the page of so many runs that none has a section of its own: tables to filter and sort."""
-    script = SCRIPT.read_text(encoding="utf-8")
-    tables = overview.tables(arms)
-    digest = hashlib.sha256(script.encode()).digest()
-    return _render(
-        "overview.html",
-        arms,
-        sheet,
-        script=Markup(script),
-        script_hash=f"sha256-{base64.b64encode(digest).decode()}",
-        verdict=overview.sentences(arms),
-        tables=tables,
-        commands_for_missing_probes=commands_for_missing_probes(arms)[:MOST_COMMANDS],
-        charts=overview.charts(arms),
-        views=overview.shown_views(arms, tables),
-    )
-
-
-def _render(template: str, arms: Sequence[Arm], sheet: Sheet | None, **content: Any) -> str:
-    """Return a page of `content`, and of what every page has."""
-    runs = runs_of_arms(arms)
+def page(runs: Sequence[Run], rows: Sequence[Measurement], problems: Sequence[str] = ()) -> str:
+    """Return the page of runs and their rows of the table. `problems` are sentences on what was left out."""
+    names = encoder_names(runs)
+    comparisons = compare(rows)
+    probed = {row.run for row in rows if row.step > 0 and not row.readout.startswith("online")}
+    axes = list(dict.fromkeys(axis for run in runs for axis in run.config.tracking.axes if axis != "seed"))
+    pictures = [(run, picture) for run in runs for picture in run.pictures]
+    notes = (run.config.objective.note(global_batch_size=run.config.global_batch_size) for run in runs)
     return (
-        _templates()
-        .get_template(template)
+        templates()
+        .get_template("page.html")
         .render(
-            css=Markup(STYLE.read_text(encoding="utf-8")),
-            title=title_of(arms, sheet),
-            subtitle=_subtitle(arms),
-            section=None if sheet is None else study_section(sheet),
-            what_probes_read=what_probes_read(runs),
-            sweeps=sweep_sections(arms),
-            limits=limits(arms),
-            loss_notes=_loss_notes(runs),
-            describe_views=describe_views,
-            provenance=provenance_grids(runs),
-            code_facts=CODE_FACTS,
-            arms=arms,
-            runs=runs,
-            **content,
+            css=Markup(_STYLE.read_text(encoding="utf-8")),
+            title=title_of(runs),
+            comparisons=comparisons,
+            colors={name: color_of(number) for number, name in enumerate(dict.fromkeys(names.values()))},
+            without_probes=[run.name for run in runs if run.name not in probed],
+            problems=list(dict.fromkeys([*problems, *(problem for run in runs for problem in run.problems)])),
+            sweeps=sweep_charts(comparisons[0], rows, axes) if axes and comparisons else [],
+            views=_views(pictures, names),
+            curves=curves(runs, rows, names),
+            loss_notes=list(dict.fromkeys(note for note in notes if note is not None)),
+            analyses=_analyses(pictures),
+            differences=differences(runs),
+            provenance=provenance(runs),
+            code=CODE,
         )
     )
 
 
+def title_of(runs: Sequence[Run]) -> str:
+    return f"Comparison of {len(runs)} runs" if len(runs) > 1 else f"Run {runs[0].name}"
+
+
 @functools.cache  # it compiles each template once
-def _templates() -> Environment:
-    templates = Environment(
+def templates() -> Environment:
+    """Return the templates of pages; only those of HTML escape what they get."""
+    found = Environment(
         loader=PackageLoader("trainer.reports"),
-        autoescape=True,
+        autoescape=lambda name: name is not None and name.endswith(".html"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    templates.filters["base64"] = lambda content: base64.b64encode(content).decode()
-    templates.filters["unbroken"] = unbroken
-    templates.filters["last_part"] = lambda key: key.removesuffix(".kind").rpartition(".")[2]
-    return templates
-
-
-def unbroken(text: str) -> str:
-    """Return the text with no-break spaces between a number and its unit or its deviation."""
-    return re.sub(r"(?<=\S) (?=%)|(?<=\d) (?=±)|(?<=±) (?=\d)", "\u00a0", text)
-
-
-def title_of(arms: Sequence[Arm], sheet: Sheet | None) -> str:
-    if sheet is not None:
-        return sheet.study.title + (" (CPU scale)" if sheet.study.is_small else "")
-    runs = runs_of_arms(arms)
-    return f"Comparison of {len(runs)} runs" if len(runs) > 1 else f"Run {runs[0].name}"
-
-
-# The content of a sample for each label, by kind of sample.
-CONTENTS = {
-    "pictures": {"sample": "picture", "base": "a photo", "overlay": "if one was drawn, an object"},
-    "sounds": {"sample": "sound", "base": "speech", "overlay": "if one was mixed in, a background"},
-    "samples": {"sample": "sample", "base": "its own content", "overlay": "if something was added, that too"},
-}
-
-
-def _subtitle(arms: Sequence[Arm]) -> str:
-    every = [arm for group in by_protocol(arms) for arm in group.arms]
-    labels = labels_of(runs_of_arms(arms))
-    probes = [one for arm in every for space in labels for one in [*arm.trained(space), *arm.untrained(space)]]
-    names, titles = list(dict.fromkeys(arm.name for arm in arms)), label_titles(arms)
-    num_runs = sum(len(arm.runs) for arm in arms)
-    is_short = len(names) <= MOST_NAMES
-    parts = [", ".join(names) if is_short else f"{len(names)} configurations, {num_runs} runs"]
-    for space in labels:
-        sizes = sorted({len(probe.class_names) for probe in probes if probe.label == space})
-        if sizes:
-            parts.append(f"{titles[space]} of {' or '.join(map(str, sizes))} classes")
-    sizes_of_data = sorted({(probe.num_train, probe.num_test) for probe in probes})
-    samples = samples_of(runs_of_arms(arms))
-    parts += [f"probes of {num_train:,} train and {num_test:,} test {samples}" for num_train, num_test in sizes_of_data]
-    return " · ".join(parts)
-
-
-def _loss_notes(runs: Sequence[Run]) -> list[str]:
-    """Return the notes that readers of the losses need, each once, in order."""
-    notes = (run.config.objective.note(global_batch_size=run.config.global_batch_size) for run in runs)
-    return list(dict.fromkeys(note for note in notes if note is not None))
-
-
-def what_probes_read(runs: Sequence[Run]) -> str:
-    """Return which features the linear probes of the runs read, with the names of runs that differ."""
-    pooled = [run.name for run in runs if run.config.encoder.probe_reads == "pooled"]
-    if len(pooled) == len(runs):
-        return "the pooled features"
-    of_some = f" (of {', '.join(dict.fromkeys(pooled))}: the pooled features)" if pooled else ""
-    return f"the flattened map before pooling{of_some}"
-
-
-def describe_views(run: Run) -> str:
-    """Return the caption of a grid of views: how much they change, and on which pixels. The run must have a result."""
-    result = run.views.result
-    assert result is not None
-    samples = samples_of([run])
-    number = NO_NUMBER if result.change is None else f"{result.change:.4f}"
-    change = (
-        f"Mean change of a pixel: {number} of the range from black to white"
-        if samples == "pictures"
-        else f"Mean change of a point of the normalised spectrogram: {number}"
-    )
-    sentences = [f"{change}, over {result.num_pictures:,} test {samples}."]
-    if result.selectivity_box is not None and result.selectivity_object is not None:
-        sentences.append(
-            f"Divided by that, the change is {result.selectivity_object:.2f} on the drawn pixels and "
-            f"{result.selectivity_box:.2f} in the box around them; 1 means no preference."
-        )
-    if result.views == "expert_image":
-        sentences.append("Views that crop and flip also move pixels, which counts as change.")
-    sentences.append(f"Differences are drawn × {result.difference_gain} around middle grey.")
-    return " ".join(sentences)
-
-
-def _analyses(runs: Sequence[Run]) -> list[tuple[str, bytes, Grid]]:
-    """Return title, PNG and numbers of each analysis except the views. Runs with the same picture share one entry."""
-    shown: dict[tuple[str, bytes], list[Run]] = {}
-    for run in runs:
-        for picture in run.pictures:
-            shown.setdefault((picture.name, picture.png), []).append(run)
-    found = []
-    for (name, png), sharing in shown.items():
-        numbers = next(picture.numbers for picture in sharing[0].pictures if picture.name == name)
-        title = f"{name.replace('_', ' ')}: {', '.join(run.name for run in sharing)}"
-        found.append((title, png, Grid(["number", "value"], list(numbers.items()))))
+    found.filters |= {
+        "accuracy": accuracy,
+        "any_score": _any_score,
+        "base64": lambda content: base64.b64encode(content).decode(),
+        "cell": _cell,
+        "encoder_named": lambda comparison, name: next(one for one in comparison.encoders if one.name == name),
+        "interval": lambda estimate: accuracy(estimate).removeprefix(percent(estimate.mean)),
+        "percent": percent,
+        "place": _place,
+        "points": points,
+        "span": _span,
+        "top_of": _top_of,
+        "worst_groups": _worst_groups,
+    }
     return found
+
+
+def _cell(text: object) -> str:
+    """Return a text for a cell of a table in Markdown, in which nothing is markup."""
+    shown = "not measured" if text is None else " ".join(str(text).split())
+    return re.sub(r"([|`*_<\[\\])", r"\\\1", shown)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
+def accuracy(estimate: Estimate) -> str:
+    """Return an accuracy in per cent with half of its 95 % interval."""
+    if not math.isfinite(estimate.half_width):
+        return percent(estimate.mean)
+    return f"{percent(estimate.mean)} ± {percent(min(estimate.half_width, 1.0))}"
+
+
+def points(lead: Estimate) -> str:
+    """Return a difference of accuracies in percentage points, with half of its 95 % interval.
+
+    Examples:
+        >>> points(Estimate(-0.0125, 0.0, 1.0, 2))
+        '−1.2 ± 0.0'
+    """
+    return accuracy(lead).replace("-", "−")
+
+
+def _top_of(comparison: Comparison) -> float:
+    """Return the end of the scale of the panels, in [0, 1]."""
+    scores = [score for one in comparison.encoders for of in (one.trained, one.untrained) for score in of.values()]
+    highest = [score.estimate.mean + min(score.estimate.half_width, 1.0) for score in scores]
+    highest += [label.chance for label in comparison.labels]
+    return next((top for top in _TOPS if max(highest) <= top), 1.0)
+
+
+def _place(share: float, top: float) -> str:
+    return f"{100 * min(max(share / top, 0.0), 1.0):.2f}%"
+
+
+def _span(estimate: Estimate, top: float) -> str:
+    half = min(estimate.half_width, 1.0)
+    low, high = (min(max((estimate.mean + sign * half) / top, 0.0), 1.0) for sign in (-1, 1))
+    return f"left:{100 * low:.2f}%;width:{100 * (high - low):.2f}%"
+
+
+def _any_score(encoder: Encoder) -> Score | None:
+    return next(iter([*encoder.trained.values(), *encoder.untrained.values()]), None)
+
+
+def _worst_groups(comparison: Comparison) -> list[list[str]]:
+    titles = {label.name: label.title for label in comparison.labels}
+    return [
+        [encoder.name, titles[label], percent(worst.accuracy), worst.group, str(worst.num_samples)]
+        for encoder in comparison.encoders
+        for label, worst in encoder.worst.items()
+    ]
+
+
+def _views(pictures: Sequence[tuple[Run, Picture]], names: Mapping[str, str]) -> list[tuple[Run, Picture]]:
+    """Return the views of the first seed of each encoder."""
+    first: dict[str, tuple[Run, Picture]] = {}
+    for run, picture in pictures:
+        if picture.name == "views":
+            first.setdefault(names[run.name], (run, picture))
+    return list(first.values())
+
+
+def _analyses(pictures: Sequence[tuple[Run, Picture]]) -> list[tuple[str, Picture]]:
+    """Return title and picture of each analysis except the views. Runs with the same picture share one entry."""
+    shown: dict[tuple[str, bytes], list[tuple[Run, Picture]]] = {}
+    for run, picture in pictures:
+        if picture.name != "views":
+            shown.setdefault((picture.name, picture.png), []).append((run, picture))
+    return [
+        (f"{name.replace('_', ' ')}: {', '.join(run.name for run, _ in sharing)}", sharing[0][1])
+        for (name, _), sharing in shown.items()
+    ]
+
+
+def differences(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+    """Return a table of the settings that differ between encoders; with more encoders than settings, a row for each.
+
+    A section that some configs have other settings in is one row.
+    """
+    names = encoder_names(runs)
+    flat = {run.name: {key: _plain(value) for key, value in flatten(run.config).items()} for run in runs}
+    keys = [key for key in dict.fromkeys(key for one in flat.values() for key in one) if key not in _NOT_COMPARED]
+    differing = [key for key in keys if len({one.get(key) for one in flat.values()}) > 1]
+    sections = {key.partition(".")[0] for key in differing if not all(key in one for one in flat.values())}
+    groups: dict[str, list[str]] = {}
+    for key in differing:
+        section = key.partition(".")[0]
+        groups.setdefault(section if section in sections else key, []).append(key)
+    rows = []
+    for title, group in groups.items():
+        texts: dict[str, dict[str, None]] = {}
+        for run in runs:
+            values = {key.removeprefix(f"{title}."): flat[run.name][key] for key in group if key in flat[run.name]}
+            text = ", ".join(value if name == title else f"{name} {value}" for name, value in values.items())
+            texts.setdefault(names[run.name], {})[text or "–"] = None
+        rows.append([title, *(" / ".join(of_encoder) for of_encoder in texts.values())])
+    head = ["setting", *dict.fromkeys(names.values())]
+    if len(head) > len(rows) + 1 and rows:
+        head, *rows = (list(column) for column in zip(*[["encoder", *head[1:]], *rows], strict=True))
+    return head, rows
+
+
+def _plain(value: Any) -> str:
+    """Return a setting as a user would type it; numbers have six digits."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_plain, value))}]"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def provenance(runs: Sequence[Run]) -> list[tuple[list[str], list[list[str | None]]]]:
+    """Return where the numbers come from: what all runs share, and what differs with a row for each run."""
+    facts: dict[str, list[str | None]] = {title: [fact(run) for run in runs] for title, fact in _FACTS.items()}
+    shared: list[list[str | None]] = [[title, texts[0]] for title, texts in facts.items() if len(set(texts)) == 1]
+    differing = {title: texts for title, texts in facts.items() if len(set(texts)) > 1}
+    if not differing:
+        return [(["", runs[0].name], shared)]
+    own = [[run.name, *(texts[number] for texts in differing.values())] for number, run in enumerate(runs)]
+    return [(["", "all runs"], shared), (["", *differing], own)]
+
+
+def _of_starts(text: Callable[[Mapping[str, Any]], Any]) -> Callable[[Run], str | None]:
+    """Return what `text` says of each start of a run, without repetitions: "1, then 2"."""
+
+    def fact(run: Run) -> str | None:
+        found = [str(one) for start in facts_of_starts(run.provenance) if (one := text(start)) is not None]
+        return ", then ".join(dict.fromkeys(found)) or None
+
+    return fact
+
+
+def _commit(start: Mapping[str, Any]) -> str | None:
+    changed = " with uncommitted changes" if start.get("git_diff_sha256") else ""
+    return f"{str(start['git_commit'])[:12]}{changed}" if start.get("git_commit") else None
+
+
+def _processor(run: Run) -> str | None:
+    cpu, num = run.provenance.get("cpu"), run.provenance.get("num_cpus")
+    return None if cpu is None else f"{cpu}, {num} CPUs" if num else str(cpu)
+
+
+def _wall_time(run: Run) -> str | None:
+    seconds = run.provenance.get("total_wall_seconds")
+    if seconds is None:
+        return None
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
+
+
+def _median(metric: str, form: str) -> Callable[[Run], str | None]:
+    def fact(run: Run) -> str | None:
+        values = run.by_step(metric).values()
+        return form.format(statistics.median(values)) if values else None
+
+    return fact
+
+
+def _versions(run: Run) -> str | None:
+    versions = run.provenance.get("versions")
+    return ", ".join(f"{name} {one}" for name, one in versions.items()) if versions else None
+
+
+def _manifest(name: str) -> Callable[[Run], str | None]:
+    """Return the hash of the present manifest, and earlier hashes if the data were replaced."""
+
+    def fact(run: Run) -> str | None:
+        now, starts = run.provenance.get(name), run.provenance.get("starts", ())
+        earlier = dict.fromkeys(start[name][:12] for start in starts if start.get(name) not in {None, now})
+        replaced = f" (in place of {', '.join(earlier)})" if earlier else ""
+        return str(now)[:12] + replaced if now else None
+
+    return fact
+
+
+_FACTS: Mapping[str, Callable[[Run], str | None]] = {
+    "directory": lambda run: str(run.path),
+    "command": _of_starts(lambda start: start.get("command")),
+    "commit": _of_starts(_commit),
+    "seed": lambda run: str(run.config.seed),
+    "started": lambda run: run.provenance.get("started_at"),
+    "processor": _processor,
+    "GPU": lambda run: run.provenance.get("gpu") or ("none" if "gpu" in run.provenance else None),
+    "ranks": _of_starts(lambda start: start.get("world_size")),
+    "wall time": _wall_time,
+    "samples a second": _median("perf/samples_per_second", "{:,.0f}"),
+    "waiting for data": _median("perf/data_wait_fraction", "{:.1%} of the time"),
+    "train manifest": _manifest("train_manifest_sha256"),
+    "test manifest": _manifest("test_manifest_sha256"),
+    "versions": _versions,
+}

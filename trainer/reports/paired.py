@@ -200,55 +200,6 @@ def leads_over(base: Mapping[int, Reading], others: Mapping[str, Mapping[int, Re
 _Name = TypeVar("_Name")
 
 
-def below_best(readings: Mapping[_Name, Sequence[Reading]]) -> list[_Name]:
-    """Return the names that are told to be below the one of the highest mean, which was chosen by that mean.
-
-    `readings` has the seeds of each name, at least one. For hundreds of names: nothing is paired, so the error of the
-    samples is that of two test sets, and the time grows with the number of names, not of pairs. All seeds lend each
-    other degrees of freedom. Holm's correction is over the comparisons with the best. Any of the K names could have
-    been the best, and each pair of names would then be compared once, so the p-values are multiplied by K / 2 before.
-    """
-    found = {name: _mean(of_name) for name, of_name in readings.items()}
-    prior = _prior([one for one in found.values() if one.num_seeds > 1])
-    best = max(found, key=lambda name: found[name].mean)
-    others = [name for name in found if name != best]
-    adjusted = holm([min(1.0, len(found) / 2 * _unpaired(found[best], found[name], prior).p) for name in others])
-    return [name for name, p in zip(others, adjusted, strict=True) if p < LEVEL]
-
-
-def _mean(readings: Sequence[Reading]) -> _Variances:
-    """Return the mean accuracy over seeds, without the single samples, and its variances."""
-    accuracy_S = np.array([one.accuracy for one in readings])
-    return _variances(accuracy_S, None, num_test=min(one.num_test for one in readings), largest=_binomial(readings))
-
-
-def _unpaired(a: _Variances, b: _Variances, prior: _Prior | None) -> Estimate:
-    """Return `a` minus `b`, which share neither seeds nor samples.
-
-    With a prior, the variance of one seed is the same for both, because both have it from the same seeds. Otherwise it
-    is that of each, with the degrees of freedom of Welch (1947).
-    """
-    num_seeds = min(a.num_seeds, b.num_seeds)
-    variances = [a.samples, b.samples]
-    degrees = [float(max(one.num_test - 1, 1)) for one in (a, b)]
-    if prior is None:
-        variances += [a.seeds, b.seeds]
-        degrees += [float(max(one.num_seeds - 1, 1)) for one in (a, b)]
-    else:
-        own = [one.num_seeds - 1 for one in (a, b)]
-        weighted = sum(one.seeds * one.num_seeds * weight for one, weight in zip((a, b), own, strict=True))
-        of_seed, of_seed_degrees = prior.shrunk(weighted / max(sum(own), 1), sum(own))
-        variances.append(of_seed * (1 / a.num_seeds + 1 / b.num_seeds))
-        degrees.append(of_seed_degrees)
-    return Estimate(a.mean - b.mean, math.sqrt(sum(variances)), _satterthwaite(variances, degrees), num_seeds)
-
-
-def _satterthwaite(variances: Sequence[float], degrees: Sequence[float]) -> float:
-    """Return the degrees of freedom of a sum of independent variances; infinite if all are 0."""
-    parts = sum(variance**2 / of for variance, of in zip(variances, degrees, strict=True))
-    return sum(variances) ** 2 / parts if parts else math.inf
-
-
 def _leads(readings: Mapping[_Name, Mapping[int, Reading]]) -> dict[tuple[_Name, _Name], Estimate]:
     """Return the lead of the first over the second, of all pairs in the order of `readings` that share a seed."""
     pairs = combinations(readings, 2)

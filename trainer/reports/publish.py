@@ -1,7 +1,7 @@
 """Publish the report at Weights & Biases, which needs a login. The local file never depends on it.
 
 Two things are made there. A run of job type "report" holds the page and its pictures. A W&B report has the same
-sentences and tables, live curves of the runs, and the pictures. Publishing the same runs again updates both. Invariant:
+table, live curves of the runs, and the pictures. Publishing the same runs again updates both. Invariant:
 the same runs never get a second report.
 """
 
@@ -21,12 +21,11 @@ from PIL import Image
 from data_pipeline.core.environment import unset_empty_variables, variable
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Schema
-from trainer.reports.as_markdown import sections
-from trainer.reports.curves import metric_titles
-from trainer.reports.page import title_of
-from trainer.reports.protocols import label_titles
-from trainer.reports.runs import Arm, Run, runs_of_arms
-from trainer.reports.study_sheet import Sheet
+from trainer.reports.charts import LOSSES
+from trainer.reports.comparison import compare
+from trainer.reports.page import differences, provenance, templates, title_of
+from trainer.reports.runs import Run
+from trainer.reports.table import Measurement
 from trainer.run_dir import RunDir, read_object, write_json
 
 MAX_TITLE = 128  # characters that W&B allows
@@ -41,28 +40,27 @@ class PublishedReport(Schema):
     url: str
 
 
-def publish(page: Path, arms: Sequence[Arm], sheet: Sheet | None = None) -> str:
+def publish(page: Path, runs: Sequence[Run], rows: Sequence[Measurement]) -> str:
     """Publish or update the report, and return its address.
 
     With WANDB_MODE=offline this makes only the run, in the `wandb` directory beside the page, for `wandb sync`. Raises
     `UserError` without a login, without wandb-workspaces, or if the server refuses the report.
     """
     unset_empty_variables("WANDB_")
-    runs = runs_of_arms(arms)
     offline = variable("WANDB_MODE") == "offline"
     written = f"the report itself is written: {page}"
-    title, tags = title_of(arms, sheet)[:MAX_TITLE], () if sheet is None else (sheet.study.name,)
+    title = title_of(runs)[:MAX_TITLE]
     try:
         if not offline:
             _workspaces()
         if not offline and not wandb.login(prompt=False):
             raise UserError("--wandb needs a login: run `wandb login` or set WANDB_API_KEY, then repeat the command")
-        entity, project, run_id = _log_run(page, runs, title=title, tags=tags, offline=offline)
+        entity, project, run_id = _log_run(page, runs, title=title, offline=offline)
         if offline:
             return (
                 f"kept for `wandb sync {page.parent / 'wandb'}/offline-run-*-{run_id}`; offline there is no W&B report"
             )
-        return _save_report(page, arms, sheet, entity=entity, project=project, run_id=run_id, title=title)
+        return _save_report(page, runs, rows, entity=entity, project=project, run_id=run_id, title=title)
     except UserError as error:
         raise UserError(f"{error} ({written})") from None
     except (wandb.errors.Error, ValueError, OSError, RuntimeError) as error:
@@ -91,15 +89,12 @@ def _run_id(run: Run) -> str | None:
     return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else None
 
 
-def _log_run(
-    page: Path, runs: Sequence[Run], *, title: str, tags: Sequence[str], offline: bool
-) -> tuple[str, str, str]:
+def _log_run(page: Path, runs: Sequence[Run], *, title: str, offline: bool) -> tuple[str, str, str]:
     """Log the page and its pictures as a run. Return its entity, its project and its id."""
     with wandb.init(
         project=runs[0].config.tracking.wandb_project,
         id=report_run_id(runs),
         name=title,
-        tags=tags,
         job_type="report",
         dir=page.parent,
         resume="allow",
@@ -123,11 +118,10 @@ def pictures(runs: Sequence[Run]) -> dict[str, Image.Image]:
     found: dict[str, Image.Image] = {}
     seen: set[bytes] = set()
     for run in runs:
-        pngs = [("views", run.views.png)] + [(picture.name, picture.png) for picture in run.pictures]
-        for name, png in pngs:
-            if png is not None and png not in seen:
-                seen.add(png)
-                found[f"{name}/{_media_name(run.name)}"] = Image.open(io.BytesIO(png))
+        for picture in run.pictures:
+            if picture.png not in seen:
+                seen.add(picture.png)
+                found[f"{picture.name}/{_media_name(run.name)}"] = Image.open(io.BytesIO(picture.png))
     return found
 
 
@@ -138,8 +132,8 @@ def _media_name(name: str) -> str:
 
 def _save_report(
     page: Path,
-    arms: Sequence[Arm],
-    sheet: Sheet | None,
+    runs: Sequence[Run],
+    rows: Sequence[Measurement],
     *,
     entity: str,
     project: str,
@@ -149,13 +143,12 @@ def _save_report(
     """Save the report at W&B and return its address. Writes its id beside the page, for the next time."""
     wr = _workspaces()
     kept = page.with_name(f"{page.name}.wandb.json")
-    runs = runs_of_arms(arms)
     report = wr.Report(
         entity=entity,
         project=project,
         title=title,
         description=f"Runs: {', '.join(run.name for run in runs)}",
-        blocks=blocks(arms, sheet, entity=entity, project=project, run_id=run_id),
+        blocks=blocks(runs, rows, entity=entity, project=project, run_id=run_id),
         width="fluid",
     )
     if kept.is_file():
@@ -170,29 +163,30 @@ def _save_report(
     return published.url
 
 
-def blocks(arms: Sequence[Arm], sheet: Sheet | None, *, entity: str, project: str, run_id: str) -> list[Any]:
+def blocks(runs: Sequence[Run], rows: Sequence[Measurement], *, entity: str, project: str, run_id: str) -> list[Any]:
     """Return the blocks of the report at W&B. Asks the server for the projects of the runs."""
     wr = _workspaces()
-    runs = runs_of_arms(arms)
-    found: list[Any] = []
-    for title, body in sections(arms, sheet):
-        found += [wr.H2(text=title), wr.MarkdownBlock(text="\n\n".join(body))]
-        if title == "Results":
-            found += _curve_blocks(arms, entity=entity)
-            found += _picture_blocks(runs, entity=entity, project=project, run_id=run_id)
-    return found
+    text = (
+        templates()
+        .get_template("wandb.md")
+        .render(comparisons=compare(rows), tables=[differences(runs), *provenance(runs)])
+    )
+    return [
+        wr.MarkdownBlock(text=text),
+        *_curve_blocks(runs, rows, entity=entity),
+        *_picture_blocks(runs, entity=entity, project=project, run_id=run_id),
+    ]
 
 
-def _curve_blocks(arms: Sequence[Arm], *, entity: str) -> list[Any]:
+def _curve_blocks(runs: Sequence[Run], rows: Sequence[Measurement], *, entity: str) -> list[Any]:
     """Return blocks with live curves of the runs that W&B has, as means over seeds."""
     wr = _workspaces()
-    runs, titles = runs_of_arms(arms), label_titles(arms)
     by_project: dict[str, list[str]] = {}
     for run in runs:
         if (run_id := _run_id(run)) is not None:
             by_project.setdefault(run.config.tracking.wandb_project, []).append(run_id)
-    plotted = metric_titles(runs, titles) | {"perf/samples_per_second": "perf/samples_per_second"}
-    logged = [name for name in plotted if any(name in run.metrics.names for run in runs)]
+    plotted = {name: name for name in dict.fromkeys(name for run in runs for name in run.logged or {})} | LOSSES
+    logged = [name for name in plotted if any(run.by_step(name) for run in runs) and name != "probe/seconds"]
     if not by_project or not logged:
         return []
     runsets = [

@@ -13,7 +13,6 @@ from data_pipeline.core.environment import set_variables, unset_empty_variables,
 from data_pipeline.core.errors import run_command
 from data_pipeline.storage.manifest import dataset_directory, names_tars
 from launch.resources import default_files
-from trainer.reports.run_index import default_directory
 
 
 def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +63,6 @@ def test_the_name_of_a_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_account")
 def test_without_a_home_directory_no_file_there_is_looked_for() -> None:
-    assert default_directory() is None
     assert default_files({}) == []
 
 

@@ -26,8 +26,8 @@ from data_pipeline.core.errors import UserError
 from tests.gloo import RankError, run_ranks
 from tests.tiny_data import share_sources, write_tiny_pair
 from tests.trainer.probes.toy import toy_pictures
-from tests.trainer.reports.test_report import make_run as make_reported_run
-from tests.trainer.reports.test_report import probe_result
+from tests.trainer.reports.made_runs import make_run as make_reported_run
+from tests.trainer.reports.made_runs import probe_result
 from trainer.checkpoint.files import write_files
 from trainer.config import RunConfig
 from trainer.distributed.collectives import rank

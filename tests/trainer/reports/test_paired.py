@@ -11,7 +11,6 @@ from trainer.reports.paired import (
     _Prior,
     _prior,
     _Variances,
-    below_best,
     best_of,
     difference_of,
     holm,
@@ -253,20 +252,3 @@ def test_the_true_accuracy_lies_in_its_interval_also_near_one(share: float) -> N
         found = mean_of(list(readings(rng.random((1, 1000)) < share).values()))
         inside += abs(found.mean - share) <= found.half_width
     assert inside > 370  # 380 are expected
-
-
-@pytest.mark.parametrize(("num_names", "num_seeds"), [(3, 2), (5, 2), (10, 3), (50, 3), (10, 1)])
-def test_of_equal_configurations_few_reports_put_one_below_the_best_which_was_chosen_by_its_mean(
-    num_names: int, num_seeds: int
-) -> None:
-    rng = np.random.default_rng(0)
-    of_seeds = 0.03 if num_seeds > 1 else 0.0  # the scatter of one seed is not known
-    draws = rng.normal(0.5, of_seeds, (200, num_names, num_seeds)) + rng.normal(0, 0.005, (200, num_names, num_seeds))
-
-    def num_below(means_AS: NDArray[np.float64]) -> int:
-        return len(below_best({a: [Reading(float(one), 10_000) for one in of_a] for a, of_a in enumerate(means_AS)}))
-
-    # 10 are expected at most, with a deviation of 3.1. With two seeds, up to 14 are.
-    assert sum(num_below(of_report) > 0 for of_report in draws) <= 18
-    draws[:, 1:] -= 0.5 if num_seeds == 2 else 0.3
-    assert np.mean([num_below(of_report) == num_names - 1 for of_report in draws]) > 0.95

@@ -1,0 +1,312 @@
+"""The page of a report: the picture, the sentence, what it holds, and the command that writes it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs import debug
+from configs.sweep import read_space, resolve_sweep
+from data_pipeline.core.errors import UserError
+from tests.trainer.observability.stand_in_wandb import StandIn, stand_in_server
+from tests.trainer.reports.made_runs import PROVENANCE, Page, make_run, probe_result, report, samples
+from trainer.analyses.views import ViewsResult
+from trainer.report import main
+from trainer.reports import runs as runs_module
+from trainer.reports.runs import read_runs
+from trainer.run_dir import RunDir, write_json
+
+TITLES = {"base": "picture", "overlay": "digit"}
+HOSTILE = '"><img src=x onerror=alert(1)>|`*_[a](javascript:1)'
+
+
+@pytest.fixture
+def two_encoders(tmp_path: Path) -> list[Path]:
+    """Return the runs of two encoders with two seeds; the viewmaker reads the digit better, and not the picture."""
+    return [
+        make_run(
+            tmp_path / f"{recipe.__name__}{seed}",
+            recipe=recipe,
+            seed=seed,
+            titles=TITLES,
+            right={
+                "base": samples(0.45, num_test=1000, seed=seed),
+                "overlay": samples(digit, num_test=1000, seed=10 + seed),
+            },
+            untrained={"base": [0.215], "overlay": [0.33]},
+        )
+        for recipe, digit in ((debug.image, 0.57), (debug.viewmaker, 0.71))
+        for seed in (0, 1)
+    ]
+
+
+def text_of(html: str) -> str:
+    """Return the words of a page."""
+    return " ".join(unescape(re.sub(r"<style>.*?</style>|<[^>]*>", " ", html, flags=re.DOTALL)).split())
+
+
+def test_first_comes_a_picture_with_every_accuracy_and_then_one_sentence(
+    two_encoders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    html = report(monkeypatch, tmp_path / "r.html", *two_encoders)
+    first = html[: html.index("<h2>")]
+    panels = re.findall(r'<figure class="panel">.*?</figure>', first, flags=re.DOTALL)
+    assert [re.findall(r"<b>([\d.]+)</b>", panel) for panel in panels] == [["45.0", "45.0"], ["57.0", "71.0"]]
+    for panel, untrained in zip(panels, ("21.50%", "33.00%"), strict=True):
+        assert panel.count(f'class="dot ring" style="left:{untrained}"') == 2
+        assert panel.count('class="chance" style="left:10.00%"') == 2
+        assert panel.count('class="interval"') == 4
+    (sentence,) = re.findall(r'<p class="verdict">(.*?)</p>', first, flags=re.DOTALL)
+    assert text_of(sentence).count(".") - len(re.findall(r"\d\.\d", sentence)) == 1
+    assert "no encoder is told from debug-image" in text_of(sentence)
+    assert re.search(r"on the digit, debug-viewmaker is ahead of debug-image by 14\.0 ± \d", text_of(sentence))
+
+
+def test_the_table_has_means_deviations_and_floors(
+    two_encoders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = Page(report(monkeypatch, tmp_path / "r.html", *two_encoders))
+    row = page.row("debug-viewmaker")
+    assert re.fullmatch(r"71\.0 ± \d\.\d sd 0\.0", row[4])
+    assert row[5].startswith("33.0 ±")
+    assert row[6] == "70.0"
+    assert row[-2:] == ["0, 1", "11"]
+    assert page.row("chance")[1:] == ["10.0", "", "", "10.0", "", "", "", ""]
+    assert page.row("commonest class")[1] == "11.3"
+
+
+def test_one_file_that_needs_nothing_else_and_is_the_same_again(
+    two_encoders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {path: path.read_bytes() for run in two_encoders for path in run.rglob("*") if path.is_file()}
+    html = report(monkeypatch, tmp_path / "first.html", *two_encoders)
+    page = Page(html)
+    assert page.references
+    assert all(reference.startswith(("data:image/png;base64,", "#")) for reference in page.references)
+    assert not {"script", "link", "iframe", "object", "embed", "base"} & set(page.tags)
+    assert "@import" not in html
+    assert set(re.findall(r"url\(([^)]?)", html)) <= {"#"}
+    assert page.tags.count("img") == 2  # the views of each encoder
+    assert page.tags.count("svg") == 1  # the loss
+    assert report(monkeypatch, tmp_path / "second.html", *two_encoders) == html
+    assert {path: path.read_bytes() for run in two_encoders for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_settings_and_commits_that_differ_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make_run(tmp_path / "a", trained={"base": [0.4]}, name="a", num_epochs=2, global_batch_size=8)
+    start = {"git_commit": "fedcba9876543210", "git_diff_sha256": "1" * 64, "world_size": 4, "command": "go on"}
+    provenance = PROVENANCE | {"starts": [{"command": "begin", "world_size": 2}, start]}
+    second = make_run(
+        tmp_path / "b", trained={"base": [0.5]}, name="b", num_epochs=7, global_batch_size=4, provenance=provenance
+    )
+    page = Page(report(monkeypatch, tmp_path / "r.html", first, second))
+    assert page.row("num_epochs")[1:] == ["2", "7"]
+    assert not [row for row in page.rows if row and row[0].strip() == "objective.temperature"]
+    rows = [[" ".join(cell.split()) for cell in row] for row in page.rows]
+    head = next(row for row in rows if "commit" in row)
+    of_second = dict(zip(head, next(row for row in rows if row[0] == "b" and len(row) == len(head)), strict=True))
+    assert of_second["commit"] == "0123456789ab, then fedcba987654 with uncommitted changes"
+    assert (of_second["ranks"], of_second["command"]) == ("2, then 4", "begin, then go on")
+    assert page.row("processor")[1] == "A Processor, 2 CPUs"
+    assert page.row("wall time")[1] == "1 h 2 min"
+    assert page.row("samples a second")[1] == "106"
+    assert page.row("train manifest")[1] == "a" * 12
+
+
+def test_a_run_without_a_probe_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probed, bare = (
+        make_run(tmp_path / "a", trained={"base": [0.4]}, name="a"),
+        make_run(tmp_path / "b", name="b", num_epochs=9),
+    )
+    assert "Without a probe of a trained encoder: b;" in text_of(report(monkeypatch, tmp_path / "r.html", probed, bare))
+    html = report(monkeypatch, tmp_path / "b.html", bare)
+    assert "No run has been probed yet" in text_of(html)
+
+
+def test_runs_of_two_datasets_are_in_pictures_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make_run(tmp_path / "a", trained={"base": [0.4]}, name="a")
+    other = PROVENANCE | {"train_manifest_sha256": "c" * 64}
+    second = make_run(tmp_path / "b", trained={"base": [0.5]}, name="b", provenance=other)
+    for path in RunDir(second).all_probes.rglob("*.json"):
+        write_json(path, json.loads(path.read_text()) | {"train_manifest_sha256": "c" * 64})
+    html = report(monkeypatch, tmp_path / "r.html", first, second)
+    assert html.count('<figure class="panel">') == 2
+    assert "is ahead of" not in html
+
+
+def test_names_are_text_not_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = PROVENANCE | {"command": "train <i>x</i>"}
+    titles = {"base": HOSTILE}
+    run = make_run(tmp_path / "<b>run</b>", provenance=command, trained={"base": [0.4]}, titles=titles)
+    html = report(monkeypatch, tmp_path / "r.html", run)
+    assert "<i>x" not in html
+    assert "<b>run" not in html
+    assert "<img src=x" not in html
+    assert "&lt;i&gt;x" in html
+
+
+def test_views_of_an_earlier_checkpoint_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a page of a run that went on shows the views of its first report for ever."""
+    run_dir = RunDir(make_run(tmp_path / "run", trained={"base": [0.4]}))
+    old = (run_dir.analysis / "views.png").read_bytes()
+    before = ViewsResult.parse(json.loads((run_dir.analysis / "views.json").read_text()), where="")
+    newer = before.model_copy(update={"checkpoint_step": 20})
+
+    def shown(**options: Any) -> bytes:
+        return read_runs([run_dir.path], **options)[0].pictures[0].png
+
+    made: list[Any] = [(newer.model_copy(update={"test_manifest_sha256": "c" * 64}), old + b"other")]
+    monkeypatch.setattr(runs_module, "measure_views", lambda *_, **__: made[-1])
+    run_dir.latest.write_text("step_00000011")
+    assert shown() == old, "it is of the newest checkpoint"
+    run_dir.latest.write_text("step_00000020")
+    assert shown(make_views=False) == old
+    assert shown() == old, "the test set was replaced"
+    made.append((newer, old + b"new"))
+    assert shown() == old + b"new" == (run_dir.analysis / "views.png").read_bytes()
+    run_dir.latest.write_text("step_00000030")
+    os.utime(run_dir.latest, (0, 0))
+    made.append((newer, old + b"newest"))
+    assert shown() == old + b"new", "`analyze views --step 20` made them"
+
+
+def test_views_and_analyses_of_another_test_set_are_left_out_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = RunDir(make_run(tmp_path / "run", trained={"base": [0.452]}))
+    (run_dir.analysis / "embedding.png").write_bytes((run_dir.analysis / "views.png").read_bytes())
+    write_json(run_dir.analysis / "embedding.json", {"silhouette": 0.25, "test_manifest_sha256": "b" * 64})
+    html = report(monkeypatch, tmp_path / "before.html", run_dir.path)
+    assert html.count("<img") == 2
+    png = base64.b64decode(re.findall(r'base64,([^"]*)"', html)[0])
+    assert png == (run_dir.analysis / "views.png").read_bytes()
+    for path in run_dir.all_probes.rglob("*.json"):
+        write_json(path, json.loads(path.read_text()) | {"test_manifest_sha256": "d" * 64})
+    html = report(monkeypatch, tmp_path / "out.html", run_dir.path)
+    assert "<img" not in html
+    for name in ("views", "embedding"):
+        assert f"{run_dir.analysis / name}.json is of another test set" in text_of(html)
+
+
+def test_a_sweep_is_drawn_over_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = read_space(["objective.temperature=0.05,0.1,1.0", "seed=0,1"], None, overrides=[])
+    sweep = resolve_sweep("debug:image", space, group="mine")
+    paths = []
+    for number, config in enumerate(sweep.runs):
+        accuracy = 0.3 + 0.02 * number
+        paths.append(
+            make_run(tmp_path / f"run{number}", recipe=lambda config=config: config, trained={"base": [accuracy]})
+        )
+    html = report(monkeypatch, tmp_path / "r.html", *paths)
+    assert "Over the settings of the sweep" in html
+    assert "by temperature</figcaption>" in html
+
+
+def test_damaged_files_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, out = make_run(tmp_path / "run", trained={"base": [0.4]}), tmp_path / "out.html"
+    with pytest.raises(UserError, match="is not a run directory"):
+        report(monkeypatch, out, run, tmp_path / "nothing")
+    whole = (run / "config.json").read_text()
+    (run / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json is not valid JSON"):
+        report(monkeypatch, out, run)
+    (run / "config.json").write_text(whole)
+    (run / "probes" / "step_00000011" / "base.json").write_text("[]")
+    with pytest.raises(UserError, match=r"base\.json"):
+        report(monkeypatch, out, run)
+    assert not out.exists()
+
+
+def test_the_command_writes_beside_one_run_and_reads_a_study_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "study" / "run", trained={"base": [0.4]})
+    monkeypatch.setattr(sys, "argv", ["report", str(run), str(tmp_path / "study"), "--csv", str(tmp_path / "t.csv")])
+    main()
+    assert (run / "report.html").is_file()
+    assert len((tmp_path / "t.csv").read_text().splitlines()) == 3
+    make_run(tmp_path / "study" / "inner" / "run")
+    main()
+    assert "left out" in capsys.readouterr().err
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    with stand_in_server(monkeypatch) as stand_in:
+        yield stand_in
+
+
+@pytest.mark.slow
+def test_the_report_at_wandb_is_made_once_and_then_renewed(
+    server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    internal = pytest.importorskip("wandb_workspaces.reports.v2.internal")
+    runs = [
+        make_run(tmp_path / f"seed{seed}", seed=seed, trained={"base": [0.4]}, tracking={"wandb_project": "mine"})
+        for seed in (0, 1)
+    ]
+    for run in runs:
+        RunDir(run).wandb_run_id.write_text(f"id-{run.name}\n")
+    page = tmp_path / "r.html"
+    monkeypatch.setattr(sys, "argv", ["report", *map(str, runs), "--out", str(page), "--wandb"])
+    main()
+    address = capsys.readouterr().out.splitlines()[-1]
+    assert address.startswith(f"{server.url}/someone/mine/reports/")
+    assert json.loads((tmp_path / "r.html.wandb.json").read_text())["url"] == address
+    main()
+    ((_, view),) = server.views.items()
+    spec = internal.Spec.model_validate_json(view["spec"])
+    texts = [block.content for block in spec.blocks if isinstance(block, internal.MarkdownBlock)]
+    assert re.search(r"^\| debug-image \| 40\.0 ± \d\.\d \| +\| 39\.0 \| 0, 1 \| 11 \|$", texts[0], flags=re.MULTILINE)
+    curves, media = [block for block in spec.blocks if isinstance(block, internal.PanelGrid)]
+    (runset,) = curves.metadata.run_sets
+    assert runset.project.name == "mine"
+    assert runset.filters["filters"][0]["value"] == ["id-seed0", "id-seed1"]
+    metrics = [panel.config.metrics for panel in curves.metadata.panel_bank_section_config.panels]
+    assert ["train/loss"] in metrics
+    ((report_id, report_run),) = server.runs.items()
+    assert report_run.job_type == "report"
+    assert media.metadata.run_sets[0].filters["filters"][0]["value"] == [report_id]
+    sent = [name for name in report_run.files if name.startswith("media/html/report_")]
+    assert report_run.files[sent[-1]] == page.read_bytes()
+
+
+@pytest.mark.parametrize("lacks", ["library", "login"])
+def test_without_library_or_login_the_page_is_there_and_one_sentence(
+    lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lacks == "library":
+        monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", None)
+    monkeypatch.setattr("wandb.login", lambda prompt: False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    run, page = make_run(tmp_path / "run", trained={"base": [0.4]}), tmp_path / "r.html"
+    monkeypatch.setattr(sys, "argv", ["report", str(run), "--out", str(page), "--wandb"])
+    with pytest.raises(UserError, match=r"reports\]'" if lacks == "library" else "login"):
+        main()
+    assert page.is_file()
+
+
+@pytest.mark.slow
+def test_wandb_offline_keeps_the_very_page_for_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, out = make_run(tmp_path / "run", trained={"base": [0.4]}), tmp_path / "out" / "report.html"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(sys, "argv", ["report", str(run), "--out", str(out), "--wandb"])
+    main()
+    [logged] = (out.parent / "wandb").glob("offline-run-*/files/media/html/*.html")
+    assert logged.read_bytes() == out.read_bytes()
+
+
+def test_a_result_of_an_earlier_step_is_not_that_of_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(make_run(tmp_path / "run", trained={"base": [0.4]}, provenance=PROVENANCE | {"finished_step": 30}))
+    write_json(run.probes(5) / "base.json", probe_result("base", 5, [0.3], 1000))
+    page = Page(report(monkeypatch, tmp_path / "r.html", run.path))
+    assert page.row("debug-image")[-1] == "11, not the end"

@@ -1,0 +1,299 @@
+"""Put runs into the cells of a published table. `published/` holds the tables: cell, run, number.
+
+Each study of configs/studies.py has a table of the same name. The runs of its small form, NAME_small, have the same
+names with the ending "-small", and fill the same cells. Guarantee: a difference from a published level is shown only
+for runs that are trained as the paper's.
+"""
+
+from __future__ import annotations
+
+import csv
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.core.errors import UserError, nearest
+from data_pipeline.core.imports import import_object
+from data_pipeline.core.schema import differing_keys
+from trainer.config import RunConfig
+from trainer.probes.features import LabelSpace
+from trainer.reports.comparison import by_seed, last_rows
+from trainer.reports.config_identity import identity_settings
+from trainer.reports.page import Table, accuracy, points, templates
+from trainer.reports.paired import LEVEL, Reading, difference_of, mean_of
+from trainer.reports.runs import Run
+from trainer.reports.suppression import BENCHMARK, suppression_page
+from trainer.reports.table import FEATURES, Measurement
+from trainer.run_dir import write_atomically
+
+SMALL_STUDY, SMALL_RUN = "_small", "-small"
+MOST_PROBLEMS = 12  # that a page names
+NONE = "–"  # in a cell without a number
+# Settings that change results by rounding alone, or the order in which shards are read.
+_FREE = (
+    "compile",
+    "engine",
+    "precision",
+    "channels_last",
+    "view_forwards",
+    "max_skipped_in_a_row",
+    "memory.encoder_checkpointing",
+    "memory.viewmaker_checkpointing",
+    "objective.chunk_size",
+    "data.shuffle_shards",
+    "data.max_bad_share",
+    "probe",  # the protocol of the results is shown
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a published table, with the run that fills it; `mean` is None if the paper has no number."""
+
+    row: str
+    group: str
+    column: str
+    label: LabelSpace
+    run: str
+    mean: float | None
+    deviation: float | None
+
+
+@dataclass(frozen=True)
+class Study:
+    """A published table.
+
+    measure: "linear" (the probe after its last epoch) or "knn_best" (the best vote of all checkpoints).
+    num_train: the train samples of the paper.
+    differences: the published differences as label, first run, second run, and points ("+" if only its sign is known).
+    """
+
+    name: str
+    title: str
+    source: str
+    measure: str
+    row_title: str
+    num_train: int
+    cells: tuple[Cell, ...]
+    differences: tuple[tuple[LabelSpace, str, str, str], ...]
+
+    @property
+    def is_small(self) -> bool:
+        return self.name.endswith(SMALL_STUDY)
+
+    def recipes(self) -> dict[str, RunConfig]:
+        """Return the configs of its runs by name. configs/ imports this package, so they are found by their path."""
+        runs: list[RunConfig] = import_object(f"configs.studies:{self.name}")()
+        return {run.name: run for run in runs}
+
+
+def read_published(name: str) -> list[dict[str, str]]:
+    """Return the lines of a table in `published/` by the names of their columns."""
+    text = files("trainer.reports").joinpath(f"published/{name}.csv").read_text(encoding="utf-8")
+    return list(csv.DictReader(text.splitlines()))
+
+
+def study(name: str) -> Study:
+    """Return the study of that name, with or without "studies:". Raises `UserError` with the nearest name."""
+    name = name.removeprefix("studies:")
+    full = name.removesuffix(SMALL_STUDY)
+    lines = {line["study"]: line for line in read_published("studies")}
+    if full not in lines:
+        known = [form for one in lines for form in (one, one + SMALL_STUDY)]
+        raise UserError(f'there is no study "{name}"{nearest(name, known)}')
+    line, ending = lines[full], SMALL_RUN if name != full else ""
+    cells = [
+        Cell(
+            row=cell["row"],
+            group=cell["group"],
+            column=cell["column"],
+            label=cell["label"],
+            run=cell["run"] + ending,
+            mean=float(cell["mean"]) if cell["mean"] else None,
+            deviation=float(cell["deviation"]) if cell["deviation"] else None,
+        )
+        for cell in read_published("cells")
+        if cell["study"] == full
+    ]
+    differences = [
+        (one["label"], one["first"] + ending, one["second"] + ending, one["points"])
+        for one in read_published("differences")
+        if one["study"] == full
+    ]
+    found = Study(
+        name, line["title"], line["source"], line["measure"], line["row_title"], int(line["num_train"]), (), ()
+    )
+    runs = found.recipes()  # the small form of a large table lacks some
+    return Study(
+        **vars(found)
+        | {
+            "cells": tuple(cell for cell in cells if cell.run in runs),
+            "differences": tuple(one for one in differences if {one[1], one[2]} <= runs.keys()),
+        }
+    )
+
+
+def write_study(
+    name: str,
+    paths: Sequence[Path],
+    runs: Sequence[Run],
+    rows: Sequence[Measurement],
+    out: Path,
+    problems: Sequence[str],
+) -> None:
+    """Write the page of a study as Markdown, and its pictures into a directory beside it with the name of the page.
+
+    paths: the run directories as they were typed, or a table.
+    """
+    found = list(dict.fromkeys([*problems, *(problem for run in runs for problem in run.problems)]))
+    shared: dict[str, Any] = {
+        "study": name,
+        "paths": shlex.join(map(str, paths)),
+        "problems": found[:MOST_PROBLEMS],
+        "num_more": max(0, len(found) - MOST_PROBLEMS),
+        "origin": origin(rows),
+    }
+    if name.removeprefix("studies:").startswith(BENCHMARK):
+        page, pictures = suppression_page(rows, published=read_published("suppression"))
+        for picture, png in pictures.items():
+            write_atomically(out.with_suffix("") / f"{picture}.png", png)
+        text = templates().get_template("suppression.md").render(shared | page, directory=out.stem)
+    else:
+        chosen = study(name)
+        tables = study_tables(chosen, runs, rows)
+        text = (
+            templates().get_template("study.md").render(shared, title=chosen.title, source=chosen.source, tables=tables)
+        )
+    write_atomically(out, text)
+
+
+def origin(rows: Sequence[Measurement]) -> dict[str, str]:
+    """Return where the numbers of a table come from, in words."""
+
+    def joined(values: Sequence[object]) -> str:
+        return ", ".join(sorted({str(value) for value in values if value not in ("", None)}))
+
+    return {
+        "runs": str(len({row.run for row in rows})),
+        "seeds": joined([row.seed for row in rows]),
+        "commits": joined([row.commit for row in rows]),
+        "hardware": joined([row.hardware for row in rows]),
+        "protocols": joined([row.protocol for row in rows if not row.readout.startswith("online")]),
+    }
+
+
+def study_tables(study: Study, runs: Sequence[Run], rows: Sequence[Measurement]) -> list[Table]:
+    """Return the tables of each protocol: our numbers beside the paper's, and the published differences beside ours.
+
+    Raises `UserError` if two different configurations could fill a cell.
+    """
+    wanted = {cell.run for cell in study.cells}
+    named = {run.name: run.config.name for run in runs} | {row.run: row.encoder for row in rows if not runs}
+    rows = [row for row in rows if named.get(row.run) in wanted and row.reads == FEATURES]
+    _check_namesakes(rows, named)
+    unlike = _unlike(study, runs)
+    protocols = Counter(row.protocol for row in rows if not row.readout.startswith("online"))
+    tables = []
+    for protocol in [one for one, _ in protocols.most_common()] or ["online"]:
+        of_protocol = [row for row in rows if row.protocol in (protocol, "online")]
+        readings = _readings(study, of_protocol, named)
+        tables.append(Table(protocol, *_cells(study, readings, unlike)))
+        tables.append(Table("Differences", *_differences(study, readings)))
+    return tables
+
+
+def _check_namesakes(rows: Sequence[Measurement], named: Mapping[str, str]) -> None:
+    encoders: dict[str, set[tuple[str, str]]] = {}
+    for row in rows:
+        encoders.setdefault(named[row.run], set()).add((row.encoder, row.data))
+    for name, found in encoders.items():
+        if len(found) > 1:
+            others = ", ".join(sorted({row.run for row in rows if named[row.run] == name}))
+            raise UserError(f"the runs called {name} differ in more than the seed ({others}); leave the others out")
+
+
+_Readings = Mapping[tuple[LabelSpace, str], Mapping[int, Reading]]
+
+
+def _readings(study: Study, rows: Sequence[Measurement], named: Mapping[str, str]) -> _Readings:
+    """Return the accuracies that the paper would report by label and run, for each seed."""
+    found: dict[tuple[LabelSpace, str], dict[int, Reading]] = {}
+    groups: dict[tuple[LabelSpace, str], list[Measurement]] = {}
+    for row in rows:
+        groups.setdefault((row.label, named[row.run]), []).append(row)
+    for key, of_key in groups.items():
+        if study.measure == "linear":
+            found[key] = by_seed(last_rows(row for row in of_key if not row.readout.startswith("online")))
+            continue
+        votes = [row for row in of_key if row.readout in ("knn", "online_knn") and row.step > 0]
+        whole = max(((row.num_train or 0, row.num_samples) for row in votes), default=None)
+        best: dict[int, Reading] = {}
+        for row in sorted(votes, key=lambda row: row.value):
+            if (row.num_train or 0, row.num_samples) == whole:  # a vote on some of the samples does not count
+                best[row.seed] = Reading(row.value, row.num_samples)
+        found[key] = best
+    return found
+
+
+def _unlike(study: Study, runs: Sequence[Run]) -> dict[str, str]:
+    """Return how the runs of each name differ from the paper's, in words; "" if their levels may be compared."""
+    if study.is_small:
+        return {cell.run: "of the small form" for cell in study.cells}
+    recipes, found = study.recipes(), dict[str, str]()
+    for run in runs:
+        if (recipe := recipes.get(run.config.name)) is not None:
+            parts = differing_keys(_settings(run.config), _settings(recipe))
+            sizes = {result.num_train for result in run.results if result.num_train != study.num_train}
+            parts += [f"{size:,} train samples" for size in sorted(sizes)]
+            parts += [] if run.finished_step is not None else ["not ended"]
+            found[run.config.name] = found.get(run.config.name, "") or ", ".join(parts)
+    return found
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    free = tuple(f"{name}." for name in _FREE)
+    return {key: value for key, value in identity_settings(config).items() if not f"{key}.".startswith(free)}
+
+
+def _cells(study: Study, readings: _Readings, unlike: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
+    columns = list(dict.fromkeys((cell.group, cell.column) for cell in study.cells))
+    by_place = {(cell.row, cell.group, cell.column): cell for cell in study.cells}
+    head = [study.row_title, *(f"{group}: {column}" for group, column in columns)]
+    rows = []
+    for row in dict.fromkeys(cell.row for cell in study.cells):
+        cells = [by_place.get((row, *column)) for column in columns]
+        rows.append([row, *("" if cell is None else _shown(cell, readings, unlike) for cell in cells)])
+    return head, rows
+
+
+def _shown(cell: Cell, readings: _Readings, unlike: Mapping[str, str]) -> str:
+    """Return "ours (paper's)", and the difference if the run is like the paper's."""
+    ours = readings.get((cell.label, cell.run), {})
+    mean = mean_of(list(ours.values())) if ours else None
+    text = NONE if mean is None else accuracy(mean)
+    if cell.mean is None:
+        return text
+    published = f"{cell.mean:g}" if cell.deviation is None else f"{cell.mean:g} ± {cell.deviation:g}"
+    if mean is None or unlike.get(cell.run, "unknown"):
+        return f"{text} ({published})"
+    return f"{text} ({published}; {100 * mean.mean - cell.mean:+.1f})".replace("-", "−")
+
+
+def _differences(study: Study, readings: _Readings) -> tuple[list[str], list[list[str]]]:
+    rows = []
+    for label, first, second, published in study.differences:
+        a, b = readings.get((label, first), {}), readings.get((label, second), {})
+        ours = difference_of(a, b)
+        if ours is None:
+            outcome = "not measured"
+        elif ours.p >= LEVEL:
+            outcome = "not told from chance"
+        else:
+            outcome = "same" if (ours.mean > 0) != published.startswith("-") else "opposite"
+        paper = published if published in "+-" else f"{float(published):+.1f}".replace("-", "−")
+        rows.append([f"{first} − {second}, {label}", paper, NONE if ours is None else points(ours), outcome])
+    return ["difference in points", "paper", "ours", "direction"], rows

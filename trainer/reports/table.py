@@ -1,0 +1,358 @@
+"""The tidy table of a report: one row for each accuracy of each run. Every number that a page shows comes from it.
+
+`measure` makes the rows from runs. `write_csv` writes them, and `read_csv` reads the same rows back.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import io
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import as_typed, value_at
+from data_pipeline.core.sections import KIND
+from trainer.probes.curve import online_readings
+from trainer.probes.features import LabelSpace
+from trainer.probes.groups import Groups
+from trainer.probes.linear import ProbeConfig
+from trainer.probes.result import ProbeResult
+from trainer.probes.right_samples import unpack_right
+from trainer.provenance import RECORDED_NUM_SAMPLES, RECORDED_NUM_TEST_SAMPLES
+from trainer.reports.config_identity import config_identity, identity_settings
+from trainer.reports.paired import Reading
+from trainer.reports.runs import Run, protocol_of
+
+logger = logging.getLogger(__name__)
+
+LEAST_GROUP: Final = 50  # test samples of a group that can be the worst one
+FEATURES, PIXELS = "features", "pixels"
+_ROUNDING: Final = 1e-5  # of a share in a file
+_FACTOR: Final = "factor."  # begins the name of a column with a factor
+_PLAIN: Final = {"num_epochs", "views", "batch_norm"}  # settings that the description of a protocol always gives
+_FITTED_ON: Final = {"policy": "views of the run's own policy", "none": "samples without views"}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One accuracy of one run, a row of the table.
+
+    encoder: the name of the configuration; runs that differ only in their seed share it.
+    factors: the levels of the run in the factors of its study, the settings of its sweep, or the settings that differ.
+    readout: "linear" or "knn" (probes), "linear, worst group", or "online_ridge" or "online_knn" (during training).
+    reads: what the probe reads: "features", "embedding" or "pixels".
+    protocol: the other settings of the probe in words. Accuracies of two protocols are never compared.
+    step: of the checkpoint; 0 is the untrained encoder.
+    num_steps: the last step of the training; None if it has not ended.
+    num_samples: the test samples, of which `num_right` are right.
+    chance, majority: one over the number of classes, and the share of the commonest class; None for online probes.
+    num_train: the samples on which the readout was fitted.
+    group: the classes of the worst group.
+    data: the datasets by their hashes. Accuracies on different data are never compared.
+    initial: the untrained encoder by a hash of its settings; encoders with one hash start alike.
+    commit, hardware: of the first start of the training.
+    right_samples: which test samples are right, see `trainer.probes.right_samples`; empty if it is not known.
+    """
+
+    run: str
+    encoder: str
+    seed: int
+    factors: Mapping[str, str]
+    label: LabelSpace
+    title: str
+    readout: str
+    reads: str
+    protocol: str
+    step: int
+    num_steps: int | None
+    value: float
+    num_right: int
+    num_samples: int
+    chance: float | None
+    majority: float | None
+    num_train: int | None
+    group: str
+    dataset: str
+    data: str
+    initial: str
+    commit: str
+    hardware: str
+    right_samples: str = field(default="", repr=False)
+
+    @property
+    def reading(self) -> Reading:
+        """The accuracy, with its single samples if they are known and agree with it."""
+        right_N = unpack_right(self.right_samples, num_test=self.num_samples) if self.right_samples else None
+        if right_N is not None and int(right_N.sum()) != self.num_right:
+            right_N = None
+        return Reading(self.value, self.num_samples, right_N)
+
+    @property
+    def comparable(self) -> tuple[str, str, str]:
+        """What two accuracies must share to be compared."""
+        return self.protocol, self.reads, self.data
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the checkpoint is the last one of a training that has ended."""
+        return self.step > 0 and self.step == self.num_steps
+
+
+def without_copies(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
+    """Return the runs of which each seed counts once, and sentences on those that are left out.
+
+    Of runs with the same configuration, data and seed, such as copies, one counts: the one probed at the latest step.
+    """
+    by_place: dict[tuple[str, str, int], list[Run]] = {}
+    for run in runs:
+        by_place.setdefault((config_identity(run.config), data_of(run), run.config.seed), []).append(run)
+    counted, problems = [], []
+    for of_place in by_place.values():
+        steps = [max((result.checkpoint_step for result in run.results), default=-1) for run in of_place]
+        first = of_place[steps.index(max(steps))]
+        counted.append(first)
+        problems += [
+            f"Left out: {run.path} has the configuration, the data and the seed of {first.path}; a seed counts once."
+            for run in of_place
+            if run is not first
+        ]
+    return counted, problems
+
+
+def measure(runs: Sequence[Run]) -> list[Measurement]:
+    """Return the rows of all runs that have probe results or online probes."""
+    names, factors = encoder_names(runs), _factors(runs)
+    return [row for run in runs for row in _rows(run, names[run.name], factors[run.name])]
+
+
+def encoder_names(runs: Sequence[Run]) -> dict[str, str]:
+    """Return the name of the configuration of each run by the name of the run.
+
+    It is the name in the configs, or those of the runs if another configuration has the same name.
+    """
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((config_identity(run.config), data_of(run)), []).append(run)
+    titles = [" / ".join(dict.fromkeys(run.config.name for run in group)) for group in groups.values()]
+    count = Counter(titles)
+    return {
+        run.name: title if count[title] == 1 else ", ".join(one.name for one in group)
+        for title, group in zip(titles, groups.values(), strict=True)
+        for run in group
+    }
+
+
+def data_of(run: Run) -> str:
+    """Return the hashes of the train set and the test set of the probes, and those of other sets of the training."""
+    facts = run.provenance
+    results: list[Any] = [] if run.config.data.mixture is not None else [vars(result) for result in run.results[:1]]
+    for source in [*results, facts]:
+        hashes = [source.get("train_manifest_sha256"), source.get("test_manifest_sha256")]
+        if all(hashes):
+            break
+    else:
+        hashes = [" ".join(run.config.data.train_locations.values()), run.config.data.test_dir]
+    text = " ".join(str(one)[:12] if len(str(one)) == 64 else str(one) for one in hashes)
+    more = "+".join(sha256[:12] for sha256 in run.trained_on) if run.has_other_train_set else ""
+    return f"{text} trained on {more}" if more else text
+
+
+def describe_protocol(config: ProbeConfig) -> str:
+    """Return the settings of a probe in words, without what it reads.
+
+    Examples:
+        >>> describe_protocol(ProbeConfig(views="none", momentum=0.5))
+        '100 epochs on samples without views, batch norm in eval mode, momentum 0.5'
+    """
+    protocol, usual = protocol_of(config), dict(ProbeConfig().protocol)
+    epochs = f"{protocol.num_epochs} epoch{'s' if protocol.num_epochs > 1 else ''}"
+    parts = [f"{epochs} on {_FITTED_ON[protocol.views]}, batch norm in {protocol.batch_norm} mode"]
+    for name, value in protocol:
+        if name not in _PLAIN | {"seed", "reads"} and not name.startswith("online") and value != usual[name]:
+            shown = " and ".join(map(str, value)) if isinstance(value, tuple) else value
+            parts.append(f"{name.replace('_', ' ')} {shown}")
+    return ", ".join(parts)
+
+
+def write_csv(rows: Iterable[Measurement]) -> str:
+    """Return the table as CSV. Factors have the prefix "factor."; a missing number is an empty cell."""
+    rows = list(rows)
+    names = list(dict.fromkeys(name for row in rows for name in row.factors))
+    columns = [one.name for one in fields(Measurement)]
+    at = columns.index("factors")
+    head = [*columns[:at], *(_FACTOR + name for name in names), *columns[at + 1 :]]
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(head)
+    for row in rows:
+        values = {name: _text(getattr(row, name)) for name in columns if name != "factors"}
+        values |= {_FACTOR + name: level for name, level in row.factors.items()}
+        writer.writerow([values.get(name, "") for name in head])
+    return file.getvalue()
+
+
+def read_csv(path: Path) -> list[Measurement]:
+    """Read a table that `write_csv` wrote, also as .csv.gz. Raises `UserError` if the file is none."""
+    content = path.read_bytes()
+    text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
+    lines = list(csv.DictReader(io.StringIO(text, newline="")))
+    try:
+        return [_row(line) for line in lines]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is no table of `python -m trainer.report --csv` ({error!r}); write it again") from None
+
+
+def _row(line: Mapping[str, str]) -> Measurement:
+    factors = {name.removeprefix(_FACTOR): text for name, text in line.items() if name.startswith(_FACTOR) and text}
+    values: dict[str, Any] = {one.name: line[one.name] for one in fields(Measurement) if one.name != "factors"}
+    for name in ("seed", "step", "num_right", "num_samples"):
+        values[name] = int(values[name])
+    for name, type_ in (("num_steps", int), ("num_train", int), ("chance", float), ("majority", float)):
+        values[name] = type_(values[name]) if values[name] else None
+    values["value"] = _fraction(float(values["value"]), values["num_right"], values["num_samples"])
+    return Measurement(**values | {"factors": factors})
+
+
+def _fraction(value: float, num_right: int, num_samples: int) -> float:
+    """Return the share of right samples in place of a rounded one, if they agree."""
+    exact = num_right / num_samples
+    return exact if abs(value - exact) < _ROUNDING else value
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _factors(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
+    """Return the factors of each run by its name; without a study or a sweep, the settings that differ."""
+    if any(run.config.tracking.factors for run in runs):
+        return {run.name: dict(run.config.tracking.factors) for run in runs}
+    if axes := list(dict.fromkeys(axis for run in runs for axis in run.config.tracking.axes if axis != "seed")):
+        return {run.name: {axis: as_typed(value_at(run.config, axis)) for axis in axes} for run in runs}
+    flat = {run.name: identity_settings(run.config) for run in runs}
+    keys = dict.fromkeys(key for settings in flat.values() for key in settings)
+    differing = [key for key in keys if len({as_typed(settings.get(key)) for settings in flat.values()}) > 1]
+    kinds = tuple(key.removesuffix(KIND) for key in differing if key.endswith(f".{KIND}"))
+    differing = [key for key in differing if key.endswith(f".{KIND}") or not key.startswith(kinds)]
+    return {name: {key: as_typed(one[key]) for key in differing if key in one} for name, one in flat.items()}
+
+
+def _rows(run: Run, encoder: str, factors: Mapping[str, str]) -> Iterator[Measurement]:
+    commit = str(run.provenance.get("git_commit") or "")[:12]
+    shared: dict[str, Any] = {
+        "run": run.name,
+        "encoder": encoder,
+        "seed": run.config.seed,
+        "factors": factors,
+        "num_steps": run.finished_step,
+        "dataset": run.data_name,
+        "data": data_of(run),
+        "commit": commit,
+        "hardware": str(run.provenance.get("gpu") or run.provenance.get("cpu") or ""),
+    }
+    classes = {result.label: result.class_names for result in run.results}
+    for result in run.results:
+        shared_by_result = shared | {
+            "label": result.label,
+            "title": result.title or "",
+            "reads": result.probe_config.reads,
+            "protocol": describe_protocol(result.probe_config),
+            "step": result.checkpoint_step,
+            "chance": result.chance,
+            "majority": result.majority_share,
+            "num_train": result.num_train,
+            "initial": _initial(run, result),
+        }
+        for readout, value in (("linear", result.linear.accuracy), ("knn", result.knn.accuracy)):
+            num_right = round(value * result.num_test)
+            yield Measurement(
+                **shared_by_result,
+                readout=readout,
+                value=_fraction(value, num_right, result.num_test),
+                num_right=num_right,
+                num_samples=result.num_test,
+                group="",
+                right_samples=result.right_samples.get("linear", "") if readout == "linear" else "",
+            )
+        if (worst := _worst_group(result.groups, classes)) is not None:
+            group, num_right, num = worst
+            readout, value = "linear, worst group", num_right / num
+            yield Measurement(
+                **shared_by_result, readout=readout, value=value, num_right=num_right, num_samples=num, group=group
+            )
+    yield from _online(run, shared)
+
+
+def _online(run: Run, shared: Mapping[str, Any]) -> Iterator[Measurement]:
+    entries: dict[int, dict[str, Any]] = {}
+    for name, values in (run.logged or {}).items():
+        for step, value in values.items():
+            entries.setdefault(step, {"step": step})[name] = value
+    probe, results = run.config.probe, {result.label: result for result in run.results}
+    sizes = [run.provenance.get(name) for name in (RECORDED_NUM_SAMPLES, RECORDED_NUM_TEST_SAMPLES)]
+    num_train = min(probe.online_num_train, sizes[0]) if sizes[0] else None
+    for label, readout, step, value in online_readings(entries[step] for step in sorted(entries)):
+        if not 0 <= value <= 1:  # of a line that somebody has edited
+            continue
+        result = results.get(label)
+        num_test = _online_num_test(probe.online_num_test, sizes[1], None if result is None else result.num_test)
+        yield Measurement(
+            **shared,
+            label=label,
+            title="" if result is None else result.title or "",
+            readout=readout,
+            reads=FEATURES,
+            protocol="online",
+            step=step,
+            value=value,
+            num_right=round(value * num_test),
+            num_samples=num_test,
+            chance=None,
+            majority=None,
+            num_train=num_train,
+            group="",
+            initial="",
+        )
+
+
+def _online_num_test(most: int, num_test: int | None, num_labelled: int | None) -> int:
+    """Return the number of test samples with a label that the online probe reads: their share of the drawn ones."""
+    if not num_test:
+        return most if num_labelled is None else min(most, num_labelled)
+    drawn = min(most, num_test)
+    return drawn if num_labelled is None else max(1, round(drawn * min(1.0, num_labelled / num_test)))
+
+
+def _worst_group(pairs: Sequence[Groups], classes: Mapping[LabelSpace, Sequence[str]]) -> tuple[str, int, int] | None:
+    """Return the classes, the right samples and all samples of the worst group; None if all are too small.
+
+    Of a small group the accuracy is low by chance alone.
+    """
+    found: list[tuple[float, str, int, int]] = []
+    for groups in (groups for groups in pairs if "linear" in groups.right):
+        num_KL, right_KL = np.array(groups.num_test), np.array(groups.right["linear"])
+        for place in zip(*np.nonzero(num_KL >= LEAST_GROUP), strict=True):
+            names = [
+                classes[label][number] if label in classes else f"{label} {number}"
+                for label, number in zip(groups.labels, place, strict=True)
+            ]
+            right, num = int(right_KL[place]), int(num_KL[place])
+            found.append((right / num, " · ".join(names), right, num))
+    return min(found)[1:] if found else None
+
+
+def _initial(run: Run, result: ProbeResult) -> str:
+    """Return a hash of what decides the result of the untrained encoder, beside its seed."""
+    views = run.config.views.model_dump_json() if result.probe_config.views == "policy" else ""
+    return hashlib.sha256((run.config.encoder.model_dump_json() + views).encode()).hexdigest()[:8]
