@@ -27,13 +27,12 @@ from webdataset import TarWriter
 from benchmarks import record
 from benchmarks.record import Line
 from data_pipeline.building.index_tars import make_index
-from data_pipeline.building.tar_scan import Fields
 from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.loading.order import BatchOrder
 from data_pipeline.loading.stream import ReadConfig, Stream
-from data_pipeline.storage.manifest import MANIFEST_NAME
-from data_pipeline.storage.tar_index import SAMPLES_NAME, TAR_NUMBERS_NAME, tars_sha256
-from data_pipeline.storage.tar_lists import TARS_NAME
+from data_pipeline.storage.index import NUMBERS_NAME, SAMPLES_NAME, TIMES_NAME
+from data_pipeline.storage.locations import MANIFEST_NAME, TARS_NAME
+from data_pipeline.storage.manifest import Fields, FileEntry
 
 BATCH_SIZE = 4_096
 RANKS = 4
@@ -60,19 +59,21 @@ def make_dataset(directory: Path, *, num_samples: int, num_tars: int) -> Path:
         Path(path).symlink_to(tar)
     status = tar.stat()
     ends = per_tar * np.arange(1, num_tars + 1, dtype=np.int64)
-    numbers_S3 = np.stack([ends, np.full(num_tars, status.st_size), np.full(num_tars, status.st_mtime_ns)], axis=1)
+    numbers_S2 = np.stack([ends, np.full(num_tars, status.st_size)], axis=1)
     (index / TARS_NAME).write_text("".join(f"{path}\n" for path in paths), encoding="utf-8")
-    (index / TAR_NUMBERS_NAME).write_bytes(numbers_S3.astype("<i8").tobytes())
+    (index / NUMBERS_NAME).write_bytes(numbers_S2.astype("<i8").tobytes())
+    (index / TIMES_NAME).write_bytes(np.full(num_tars, status.st_mtime_ns, dtype="<i8").tobytes())
     once = (index / SAMPLES_NAME).read_bytes()
     with (index / SAMPLES_NAME).open("wb") as file_of_all:
         for _ in range(num_tars):
             file_of_all.write(once)
-    sha256 = tars_sha256(paths, numbers_S3)
-    assert manifest.tars is not None
-    tars = manifest.tars.model_copy(
-        update={"num_tars": num_tars, "num_bytes": num_tars * status.st_size, "sha256": sha256}
-    )
-    whole = manifest.model_copy(update={"num_samples": per_tar * num_tars, "tars": tars})
+    tars = manifest.tars.model_copy(update={"num_tars": num_tars, "num_bytes": num_tars * status.st_size})
+    # Opening a local dataset compares no hash of these files.
+    files = {
+        name: FileEntry(num_bytes=(index / name).stat().st_size, sha256=entry.sha256)
+        for name, entry in manifest.files.items()
+    }
+    whole = manifest.model_copy(update={"num_samples": per_tar * num_tars, "tars": tars, "files": files})
     (index / MANIFEST_NAME).write_text(whole.model_dump_json(), encoding="utf-8")
     return index
 

@@ -32,12 +32,10 @@ from benchmarks.views import expert_peers
 from benchmarks.webdataset_peer import epoch_after_epoch
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError, run_command
-from data_pipeline.core.sample import Sample
 from data_pipeline.loading.order import epoch_order
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.remote.cache import RemoteConfig
-from data_pipeline.storage.manifest import MANIFEST_NAME, Manifest, load_manifest
-from data_pipeline.storage.shards import encode, write_shards
+from data_pipeline.storage.manifest import Manifest, load_manifest
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.tools.bench import encoded_counts, rate, stream_counts
 
@@ -68,7 +66,7 @@ def described(manifest: Manifest) -> str:
 def local_lines(directory: Path, *, seconds: float) -> Iterator[Line]:
     """Shards of a local dataset, shuffled, as stored bytes and as finished batches."""
     manifest = load_manifest(directory)
-    urls = [str(directory / entry.name) for entry in manifest.shards]
+    urls = [str(directory / name) for name in SampleStore(directory).index.names]
 
     def ours(placement: str) -> Callable[[], Iterator[int]]:
         read = ReadConfig.parse({"num_workers": 0, "placement": placement}, where="benchmark")
@@ -123,14 +121,15 @@ def remote_lines(directory: Path, *, kind: str, location: str, url: str) -> Iter
     `location` is what we read, `url` the address of a file for WebDataset, both with {name} in the place of its name.
     """
     manifest = load_manifest(directory)
-    urls = [url.format(name=entry.name) for entry in manifest.shards]
+    urls = [url.format(name=name) for name in SampleStore(directory).index.names]
     # Batches that divide an epoch without a rest, so that both sides deliver every sample.
     batch_size = next(size for size in range(BATCH_SIZE, 0, -1) if manifest.num_samples % size == 0)
 
     def our_bytes(remote: RemoteConfig) -> int:
         store = SampleStore(location, remote=remote)
-        for index in epoch_order(len(store), seed=0, epoch=0)(np.arange(len(store))).tolist():
-            store.encoded(index)
+        order = epoch_order(len(store), seed=0, epoch=0)
+        for start in range(0, len(store), 100):
+            store.read(order(np.arange(start, min(start + 100, len(store)))))
         return len(store)
 
     def our_batches(remote: RemoteConfig) -> int:
@@ -172,7 +171,7 @@ def remote_lines(directory: Path, *, kind: str, location: str, url: str) -> Iter
 def opening_lines(directory: Path) -> Iterator[Line]:
     """Seconds to the first batch, at the start and at 90 % of an epoch."""
     manifest = load_manifest(directory)
-    urls = [str(directory / entry.name) for entry in manifest.shards]
+    urls = [str(directory / name) for name in SampleStore(directory).index.names]
     num_steps = manifest.num_samples // BATCH_SIZE
     step = 9 * num_steps // 10
     seeds = iter(range(1 << 30))  # a new order each time, so that none is remembered
@@ -220,19 +219,6 @@ def opening_lines(directory: Path) -> Iterator[Line]:
     )
 
 
-def write_many_shards(directory: Path, *, num_shards: int, num_samples_per_shard: int) -> Path:
-    """A finished dataset of many shards; its pictures are small, because opening does not look at them."""
-    manifest = build_dataset("procedural", directory.with_name("ten_pictures"), limit=10)
-    pictures_NHWC = np.random.default_rng(0).integers(0, 256, (100, 8, 8, 3), dtype=np.uint8)
-    num_samples = num_shards * num_samples_per_shard
-    samples = (Sample(i, pictures_NHWC[i % 100], None, {"base": i % 10}) for i in range(num_samples))
-    shards = write_shards(map(encode, samples), directory, num_samples_per_shard=num_samples_per_shard)
-    changes = {"num_samples": num_samples, "input_shape": (3, 8, 8), "shards": shards}
-    changed = manifest.model_copy(update=changes | {"counts_base": (num_samples // 10,) * 10})
-    (directory / MANIFEST_NAME).write_text(changed.model_dump_json(), encoding="utf-8")
-    return directory
-
-
 def one_core_line(
     title: str, peers: Mapping[str, Callable[[], object]], *, num_samples: int, target: float, seconds: float
 ) -> Line:
@@ -252,7 +238,8 @@ def lines(group: str, directories: Sequence[Path], work: Path, *, seconds: float
             with http_server(first) as address:
                 yield from remote_lines(first, kind="http", location=address, url=f"{address}/{{name}}")
         case "opening":
-            yield from opening_lines(write_many_shards(work / "many", num_shards=1_000, num_samples_per_shard=50))
+            build_dataset("procedural", work / "many", limit=10_000, num_samples_per_shard=10)
+            yield from opening_lines(work / "many")
         case "views":
             pictures_BCHW = torch.rand(BATCH_SIZE, 3, 32, 32, generator=torch.Generator().manual_seed(0))
             title = "two expert views of 32x32 pictures"

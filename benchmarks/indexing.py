@@ -23,8 +23,8 @@ from PIL import Image
 from benchmarks import record
 from benchmarks.record import Line, ratio_line
 from data_pipeline.building.index_tars import make_index
-from data_pipeline.building.tar_scan import Fields
 from data_pipeline.core.errors import run_command
+from data_pipeline.storage.manifest import Fields
 
 LEAST_RATE = 50_000  # samples a second on one core
 SIZE = 32

@@ -37,7 +37,7 @@ from benchmarks.data_throughput import remote_lines
 from benchmarks.record import Line
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import run_command
-from data_pipeline.storage.manifest import MANIFEST_NAME
+from data_pipeline.storage.locations import MANIFEST_NAME
 
 PACKAGES = ("torch", "webdataset", "s3fs", "fsspec", "aiobotocore", "numpy", "pillow")
 BUCKET = "benchmark"

@@ -41,9 +41,14 @@ def batch_counts(urls: Sequence[str], manifest: Manifest, *, decoder: str, batch
 
     The decoder is one of `DECODERS`.
     """
-    dataset = stored_samples(urls).decode(*DECODERS[decoder]).to_tuple(*reversed(manifest.members))
+    dataset = stored_samples(urls).decode(*DECODERS[decoder]).to_tuple(*_members(manifest))
     batches = dataset.batched(batch_size, collation_fn=default_collate)
     return (len(fields[0]) for fields in webdataset.WebLoader(batches, batch_size=None))
+
+
+def _members(manifest: Manifest) -> list[str]:
+    fields = manifest.tars.fields
+    return [*fields.content[:1], *([] if fields.mask is None else [fields.mask]), "json"]
 
 
 def _pil_grey(data: bytes) -> Tensor:

@@ -29,8 +29,7 @@ from data_pipeline.core.kinds import GROUP_PREFIX
 from data_pipeline.core.overrides import merge, set_paths
 from data_pipeline.core.schema import flatten, given_settings
 from data_pipeline.core.validation import describe
-from data_pipeline.storage.manifest import INDEX_NAME
-from data_pipeline.storage.tar_lists import is_tars
+from data_pipeline.storage.locations import INDEX_NAME, is_tars
 from trainer.config import RunConfig, read_settings
 from trainer.config_rules import check, check_classes
 from trainer.data import DataConfig

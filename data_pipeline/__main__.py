@@ -17,7 +17,6 @@ from data_pipeline.building.datasets import (
     NUM_SAMPLES_PER_SHARD,
     OVERLAY_LAYOUTS,
     OVERLAY_MODES,
-    PICTURE_FIELDS,
     PICTURE_OVERLAYS,
     SPLITS,
     TAR_PICTURE_SIZE,
@@ -28,6 +27,7 @@ from data_pipeline.core.arguments import program
 from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.core.imports import add_code_argument, import_code
 from data_pipeline.core.system import num_cores
+from data_pipeline.storage.locations import PICTURE_FIELDS
 
 _LOCATION_HELP: Final = "A built dataset: a directory, http(s)://HOST/DIR or s3://BUCKET/DIR. Or indexed tars."
 

@@ -13,8 +13,8 @@ import webdataset
 from PIL import Image
 
 from data_pipeline.building.index_tars import make_index
-from data_pipeline.building.tar_scan import Fields
 from data_pipeline.loading.read_all import read_all
+from data_pipeline.storage.manifest import Fields
 from data_pipeline.storage.store import SampleStore
 
 Member = tuple[str, bytes]  # name and content
@@ -74,3 +74,9 @@ def write_folder(root: Path, *, split: str = "train", num: int = 6) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(picture(number, height=40 + number, kind="PNG" if number % 3 else "JPEG"))
     return root
+
+
+def unpack_tar(tar: tarfile.TarFile, directory: Path, members: Sequence[tarfile.TarInfo] | None = None) -> None:
+    # Python 3.11 before 3.11.4, such as Debian 12's, has no filters; newer ones want to be told one.
+    tar.extraction_filter = getattr(tarfile, "data_filter", None)
+    tar.extractall(directory, members=members)

@@ -470,7 +470,7 @@ def test_a_dataset_of_another_package_is_built_and_read(site: Path, tmp_path: Pa
     build_dataset("folder_waves", tmp_path / "beaches", limit=20, overlay="online", num_workers=1, source="beaches")
     store = SampleStore(tmp_path / "beaches")
     assert store.manifest.overlay is not None
-    assert (store.manifest.overlay.kind, store.manifest.label_names.overlay) == ("waves", ("high", "low"))
+    assert (store.manifest.overlay.kind, store.manifest.labels["overlay"].classes) == ("waves", ("high", "low"))
 
 
 def test_a_dataset_of_code_is_built_and_read_with_that_code(tmp_path: Path, run: Callable[..., Done]) -> None:

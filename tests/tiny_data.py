@@ -11,25 +11,25 @@ from typing import Literal
 import numpy as np
 import torch
 
+from data_pipeline.building.index_tars import Described, partial_path, write_index
+from data_pipeline.building.tar_scan import Made, ScanInputs, TarTask, begin_parts, scan_tar
 from data_pipeline.core.sample import NO_LABEL, Sample
 from data_pipeline.overlays import Overlay
 from data_pipeline.overlays.noise import Noise
 from data_pipeline.overlays.registry import kind_of, save_overlay
 from data_pipeline.overlays.shapes import Shapes
 from data_pipeline.storage.manifest import (
-    FORMAT_VERSION,
-    MANIFEST_NAME,
     OVERLAY_NAME,
     SOURCE_DIGESTS_NAME,
+    Fields,
     HowMade,
-    LabelNames,
-    Manifest,
+    LabelEntry,
     OverlayEntry,
 )
-from data_pipeline.storage.shards import encode, write_shards
 from data_pipeline.storage.source_digests import content_digest, write_source_digests
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.totals import Totals
+from data_pipeline.storage.write import encode, write_shards
 
 SAMPLE_RATE = 8_000  # of the sounds, points a second
 NUM_POINTS = 8_333  # of a sound as it is read: the size that the log-mel of this rate takes
@@ -74,12 +74,7 @@ def write_tiny_dataset(
     return _write(
         directory,
         samples,
-        names=LabelNames(
-            base=("dark", "bright"),
-            overlay=second_names,
-            title_base="picture",
-            title_overlay="shape" if overlay == "online" else "object",
-        ),
+        labels=_labels("picture", ("dark", "bright"), "shape" if overlay == "online" else "object", second_names),
         input_shape=(num_channels, size, size),
         baked_kind="halves" if overlay == "baked" else None,
         online=Shapes() if overlay == "online" else None,
@@ -102,12 +97,32 @@ def damage(directory: Path, indices: Sequence[int]) -> None:
     """Make the pictures or sounds of some samples undecodable, in files of the same size."""
     store = SampleStore(directory)
     for index in indices:
-        encoded = store.encoded(index)
-        content = encoded.members.get("png") or encoded.members["wav"]
-        shard = directory / store.manifest.shards[int(np.searchsorted(store.shard_ends, index, side="right"))].name
+        content = bytes(store.read(np.array([index])).files["content"][0])
+        shard = store.index.tar_path(int(np.searchsorted(store.shard_ends, index, side="right")))
         data = shard.read_bytes()
         assert data.count(content) == 1
         shard.write_bytes(data.replace(content, b"\xff" * len(content)))
+
+
+def shard_paths(directory: Path) -> list[Path]:
+    """The tars of a local dataset, in their order."""
+    index = SampleStore(directory).index
+    return [index.tar_path(number) for number in range(len(index.names))]
+
+
+def change_file(directory: Path, name: str, content: bytes) -> None:
+    """Replace a file beside the manifest, and its entry in the manifest."""
+    (directory / name).write_bytes(content)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest["files"][name] = {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+
+
+def _labels(title: str, classes: tuple[str, ...], title_2: str, classes_2: tuple[str, ...]) -> dict[str, LabelEntry]:
+    labels = {"base": LabelEntry(title=title, classes=classes)}
+    if classes_2:
+        labels["overlay"] = LabelEntry(title=title_2, classes=classes_2, given_by="overlay")
+    return labels
 
 
 def write_tiny_sounds(
@@ -146,11 +161,11 @@ def write_tiny_sounds(
     return _write(
         directory,
         samples,
-        names=LabelNames(
-            base=("deep", "high"),
-            overlay=overlay.class_names if isinstance(overlay, Overlay) else second_names,
-            title_base="tone",
-            title_overlay=overlay.title if isinstance(overlay, Overlay) else "background",
+        labels=_labels(
+            "tone",
+            ("deep", "high"),
+            overlay.title if isinstance(overlay, Overlay) else "background",
+            overlay.class_names if isinstance(overlay, Overlay) else second_names,
         ),
         input_shape=(NUM_POINTS,),
         baked_kind="hiss" if overlay == "baked" else None,
@@ -174,13 +189,9 @@ def share_sources(directory: Path, *, num_test: int, num_shared: int) -> Path:
     """Make a train set, and a test set with `num_shared` samples whose pictures are in the train set too."""
     data = write_tiny_pair(directory, num_train=64, num_test=num_test)
     train_N = np.fromfile(data / "train" / SOURCE_DIGESTS_NAME, dtype="<u8")
-    path = data / "test" / SOURCE_DIGESTS_NAME
-    test_M = np.fromfile(path, dtype="<u8")
+    test_M = np.fromfile(data / "test" / SOURCE_DIGESTS_NAME, dtype="<u8")
     test_M[3 : 3 + num_shared] = train_N[7 : 7 + num_shared]
-    path.write_bytes(test_M.tobytes())
-    manifest = json.loads((data / "test" / "manifest.json").read_text())
-    manifest["source_digests_sha256"] = hashlib.sha256(test_M.tobytes()).hexdigest()
-    (data / "test" / "manifest.json").write_text(json.dumps(manifest))
+    change_file(data / "test", SOURCE_DIGESTS_NAME, test_M.tobytes())
     return data
 
 
@@ -195,7 +206,7 @@ def _write(
     directory: Path,
     samples: Sequence[Sample],
     *,
-    names: LabelNames,
+    labels: dict[str, LabelEntry],
     input_shape: tuple[int, ...],
     baked_kind: str | None,
     online: Overlay | None,
@@ -203,42 +214,59 @@ def _write(
     split: Literal["train", "test"],
     num_samples_per_shard: int,
 ) -> Path:
-    directory.mkdir(parents=True)
     is_sound = len(input_shape) == 1
     sample_rate = SAMPLE_RATE if is_sound else None
-    encoded = (encode(sample, sample_rate=sample_rate) for sample in samples)
-    shards = write_shards(encoded, directory, num_samples_per_shard=num_samples_per_shard)
-    entry = OverlayEntry(kind=baked_kind, drawn="baked", sha256=None) if baked_kind is not None else None
+    classes = {name: label.classes for name, label in labels.items()}
+    encoded = (encode(sample, classes, sample_rate=sample_rate) for sample in samples)
+    directory.mkdir(parents=True)
+    paths = write_shards(encoded, directory.absolute(), num_samples_per_shard=num_samples_per_shard)
+    entry = OverlayEntry(kind=baked_kind, drawn="baked") if baked_kind is not None else None
+    beside = [SOURCE_DIGESTS_NAME]
     if online is not None:
-        sha256 = save_overlay(online, directory / OVERLAY_NAME)
-        entry = OverlayEntry(kind=kind_of(online), drawn="online", sha256=sha256)
-    totals = Totals({"base": len(names.base), "overlay": 0 if online is not None else len(names.overlay)})
+        save_overlay(online, partial_path(directory, OVERLAY_NAME))
+        entry = OverlayEntry(kind=kind_of(online), drawn="online")
+        beside.append(OVERLAY_NAME)
+    totals = Totals()
     for sample in samples:
         totals.add(sample)
     digests = b"".join(content_digest(sample.content) for sample in samples)
-    manifest = Manifest(
-        format_version=FORMAT_VERSION,
-        num_samples=len(samples),
-        medium="sound" if is_sound else "picture",
-        input_shape=input_shape,
-        sample_rate=sample_rate,
-        label_names=names,
-        counts_base=totals.counts["base"],
-        counts_overlay=totals.counts["overlay"],
-        mean=totals.mean,
-        std=totals.std,
-        overlay=entry,
-        how_made=HowMade(
-            dataset="tiny",
-            source="test",
-            split=split,
-            seed=seed,
-            repeats=1,
-            limit=None,
-            source_sha256=hashlib.sha256(str(seed).encode()).hexdigest(),
+    write_source_digests(partial_path(directory, SOURCE_DIGESTS_NAME), digests, num_samples=len(samples))
+    stored = [name for name in labels if name == "base" or online is None]
+    index(
+        directory,
+        paths,
+        Described(
+            how_made=HowMade(
+                dataset="tiny",
+                source="test",
+                split=split,
+                seed=seed,
+                source_sha256=hashlib.sha256(str(seed).encode()).hexdigest(),
+            ),
+            input_shape=input_shape,
+            mean=totals.mean,
+            std=totals.std,
+            labels=labels,
+            fields=Fields(
+                content=("wav" if is_sound else "png",),
+                mask="mask.png" if samples[0].mask is not None else None,
+                labels={name: f"json:{name}" for name in stored},
+            ),
+            medium="sound" if is_sound else "picture",
+            sample_rate=sample_rate,
+            numbered=True,
+            overlay=entry,
+            beside=beside,
         ),
-        shards=shards,
-        source_digests_sha256=write_source_digests(directory / SOURCE_DIGESTS_NAME, digests, num_samples=len(samples)),
     )
-    (directory / MANIFEST_NAME).write_text(manifest.model_dump_json())
     return directory
+
+
+def index(directory: Path, paths: Sequence[Path], described: Described) -> None:
+    """Index tars as a build does."""
+    inputs = ScanInputs(described.fields, directory)
+    begin_parts(directory, "tiny")
+    made = Made(sums=Totals().sums, digests="")
+    tasks = [TarTask(number, str(path)) for number, path in enumerate(paths)]
+    facts = [scan_tar(inputs, task, made=made) for task in tasks]
+    write_index([task.path for task in tasks], facts, directory, described)

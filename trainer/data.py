@@ -22,10 +22,11 @@ from data_pipeline.loading.mixture import Mixture, MixtureSource, num_steps_per_
 from data_pipeline.loading.order import num_steps_per_epoch
 from data_pipeline.loading.shared_memory import NodeShare, shared_memory_identity
 from data_pipeline.loading.stream import ReadConfig, Stream
-from data_pipeline.remote.cache import RemoteShards, is_remote
-from data_pipeline.storage.manifest import MANIFEST_NAME, Manifest, dataset_directory, load_manifest, names_tars
+from data_pipeline.remote.cache import fetch_manifest, is_remote
+from data_pipeline.storage.index import has_remote_tars
+from data_pipeline.storage.locations import MANIFEST_NAME, dataset_directory, names_tars
+from data_pipeline.storage.manifest import Manifest, load_manifest
 from data_pipeline.storage.store import SampleStore
-from data_pipeline.storage.tar_index import has_remote_tars
 from trainer.checkpoint.run_state import DataIdentity
 from trainer.distributed.collectives import (
     all_gather_object,
@@ -207,7 +208,7 @@ def _refuse_unindexed(location: str, *, classes_of: str | None = None) -> None:
     if is_remote(location) or not names_tars(location):
         return
     if (dataset_directory(location) / MANIFEST_NAME).is_file():
-        check_index(location, classes_of=classes_of)
+        check_index(location)
         return
     words = [location] if classes_of is None else [location, "--classes-of", classes_of]
     command = f"python -m data_pipeline index {shlex.join(words)}"
@@ -216,7 +217,7 @@ def _refuse_unindexed(location: str, *, classes_of: str | None = None) -> None:
 
 def _read_manifest(location: str, data: DataConfig) -> Manifest:
     if is_remote(location):
-        return RemoteShards(location, config=data.remote).manifest
+        return fetch_manifest(location, config=data.remote)
     return load_manifest(Path(location))
 
 

@@ -17,7 +17,7 @@ from data_pipeline.core.sample import Medium
 from data_pipeline.core.schema import Count, Factor, Line, Name, Schema
 from data_pipeline.loading.mixture import Shares, WeightsFrom
 from data_pipeline.remote.cache import is_remote
-from data_pipeline.storage.manifest import Manifest, TarSet
+from data_pipeline.storage.manifest import Manifest
 
 MAX_SOURCES = 1_000
 MAX_CHANGES = 10_000  # of the weights
@@ -173,9 +173,9 @@ class MixtureManifest:
         return any(manifest.is_online for manifest in self.sources.values())
 
     @property
-    def tars(self) -> TarSet | None:
-        """Return the tars of a source if all sources are tars, whose pictures can be decoded to crops; else None."""
-        return self._first.tars if all(manifest.tars is not None for manifest in self.sources.values()) else None
+    def any_size(self) -> bool:
+        """Return whether the pictures of all sources have any size, so that they can be decoded to crops."""
+        return all(manifest.any_size for manifest in self.sources.values())
 
     @property
     def sha256(self) -> str:

@@ -26,7 +26,7 @@ def cuts_squares(config: RunConfig, train: TrainManifest) -> bool:
 
 
 def _asked_for(config: RunConfig, train: TrainManifest) -> CropLaw | None:
-    if train.tars is None or config.data.crop_from == "decoded":
+    if not train.any_size or config.data.crop_from == "decoded":
         return None
     return config.views.crop_law()
 

@@ -121,9 +121,9 @@ def _warn_of_splits(config: RunConfig, manifests: Manifests) -> None:
     """
     test, train = manifests.test, manifests.probed if config.data.mixture is None else None
     wrong = []
-    if train is not None and train.tars is None and train.how_made.split == "test":
+    if train is not None and train.tars.numbered and train.how_made.split == "test":
         wrong.append(f"data.train_dir {config.data.train_dir} was built with --split test")
-    if test.tars is None and test.how_made.split == "train":
+    if test.tars.numbered and test.how_made.split == "train":
         wrong.append(f"data.test_dir {config.data.test_dir} was built with --split train")
     if wrong:
         mend = "exchange the two" if len(wrong) == 2 else "name or build the other split, unless that is meant"

@@ -15,7 +15,6 @@ from typing import Final
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Schema
-from data_pipeline.storage.files import unpack_tar
 from trainer.run_dir import read_object, write_atomically, write_json
 
 PIECE_BYTES: Final = 15_000_000
@@ -77,7 +76,7 @@ def unpack(name: str, source: Path, directory: Path) -> bool:
                 file.write(_content(piece, source, mend=_mend(name, source)))
             file.seek(0)
             with tarfile.open(fileobj=file) as tar:
-                unpack_tar(tar, partial)
+                tar.extractall(partial)
         partial.replace(directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

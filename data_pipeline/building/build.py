@@ -1,13 +1,13 @@
-"""Build a dataset: from a source, through an overlay, to shards and a manifest.
+"""Build a dataset: from a source, through an overlay, to tars, which are then indexed.
 
-Sample `i` shows record `order[i % num_records]`. Its overlay is drawn from (seed, split, i) into the shard; an online
-overlay is stored beside the shards instead, and drawn at each reading. The order is a seeded shuffle in rounds of one
+Sample `i` shows record `order[i % num_records]`. Its overlay is drawn from (seed, split, i) into the tar; an online
+overlay is stored beside the tars instead, and drawn at each reading. The order is a seeded shuffle in rounds of one
 record from every class, so that the first part of a dataset, of any length, is balanced.
 
 A build writes to `DIR.partial`, the manifest last, and then renames it to `DIR`. An interrupted build leaves its
-finished shards in `DIR.partial`, and the same build continues from them.
+finished tars in `DIR.partial`, and the same build goes on from them.
 
-Guarantees: `DIR` holds a whole dataset or does not exist. The same arguments and source give the same bytes: each shard
+Guarantees: `DIR` holds a whole dataset or does not exist. The same arguments and source give the same bytes: each tar
 is made by one process from its number alone.
 """
 
@@ -18,13 +18,10 @@ import errno
 import hashlib
 import json
 import logging
-import os
 import shutil
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, Unpack, cast
 
@@ -33,61 +30,44 @@ import torch
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from data_pipeline.building.catalogue import DATASETS, Choices, labels_of_overlay, open_dataset, open_folder
+from data_pipeline.building.catalogue import DATASETS, Choices, labels_of_overlay, open_dataset
 from data_pipeline.building.datasets import NUM_SAMPLES_PER_SHARD, OVERLAY_MODES, TAR_PICTURE_SIZE, check_at_least
-from data_pipeline.building.index_tars import describe_index, overlay_to_draw
-from data_pipeline.building.keep_files import pack_folder
-from data_pipeline.building.locks import take_lock
-from data_pipeline.building.workers import (
-    FINISHED_SUFFIX,
-    BuildInputs,
-    FinishedShard,
-    ShardTask,
-    content_digests,
-    finished_path,
-    finished_shard,
-    make_shard,
-    run_all,
-    wait_for_orphans,
-)
+from data_pipeline.building.index_tars import Described, partial_path, write_index
+from data_pipeline.building.locks import LOCK_NAME, locked
+from data_pipeline.building.pool import run_all
+from data_pipeline.building.tar_scan import ScanInputs, TarFacts, begin_parts, finished, mean_and_std
+from data_pipeline.building.workers import BuildInputs, ShardTask, content_digests, make_shard, shard_path
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.options import OVERLAY_OPTION, SOURCE_OPTION, parse_words
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.randomness import generator
-from data_pipeline.core.sample import BASE, NO_LABEL, Sample
+from data_pipeline.core.sample import NO_LABEL, Sample
 from data_pipeline.core.validation import describe
 from data_pipeline.overlays import Overlay, PixelOverlay, Shape, baked_keys
-from data_pipeline.overlays.registry import kind_of, load_overlay, save_overlay
+from data_pipeline.overlays.registry import kind_of, save_overlay
 from data_pipeline.sources import Source, labels_of
+from data_pipeline.sources.folder import ImageFolder
+from data_pipeline.sources.picture_table import PictureTable
 from data_pipeline.sources.silence import SilenceSource
+from data_pipeline.storage.locations import MANIFEST_NAME, PARTS_NAME, PICTURE_FIELDS
 from data_pipeline.storage.manifest import (
-    FORMAT_VERSION,
-    MANIFEST_NAME,
-    MAX_SHARDS,
     OVERLAY_NAME,
-    SHARD_TABLE_NAME,
     SOURCE_DIGESTS_NAME,
-    TABLE_FORMAT_VERSION,
     BatchEntry,
+    Fields,
     HowMade,
     LabelEntry,
     Manifest,
     OverlayEntry,
-    label_fields,
-    load_manifest,
 )
-from data_pipeline.storage.shard_list import open_shard_list, write_shard_table
-from data_pipeline.storage.shards import index_path, shard_name
-from data_pipeline.storage.source_digests import check_source_digests, write_source_digests
+from data_pipeline.storage.source_digests import write_source_digests
+from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.totals import Totals
 
 logger = logging.getLogger(__name__)
 
 _NUM_NAMED: Final = 12  # class names in the summary of a build
-_NUM_MEASURED, _NUM_MEASURED_AT_ONCE = 2_000, 100  # samples of the mean and std of an overlay that changes the shape
-_ARGUMENTS_NAME = "build.json"  # in DIR.partial: the arguments of the build that made its shards
-_OWN_NAMES = frozenset({MANIFEST_NAME, OVERLAY_NAME, SOURCE_DIGESTS_NAME, SHARD_TABLE_NAME, _ARGUMENTS_NAME})
-_MAX_IN_LIST: Final = 10_000  # shards; a manifest that lists so many is read in 0.3 s
+_NUM_MEASURED, _NUM_MEASURED_AT_ONCE = 2_000, 100  # samples of the mean and std, if not of all samples
 
 
 def balanced_order(labels: NDArray[np.int64], *, seed: int, split: str, limit: int | None) -> NDArray[np.int64]:
@@ -107,14 +87,11 @@ def balanced_order(labels: NDArray[np.int64], *, seed: int, split: str, limit: i
 
 
 def _source_sha256(plan: BuildPlan, digests: Iterable[bytes]) -> str:
-    """Hash the class names, and the labels and contents of the records in the order of the dataset."""
-    source = plan.inputs.source
-    sha256 = hashlib.sha256(json.dumps(source.class_names).encode())
-    sha256.update(source.labels[plan.order].astype("<i8").tobytes())
+    """Hash the labels, and the contents of the records in the order of the dataset."""
+    source, sha256 = plan.inputs.source, hashlib.sha256()
     for name, column in labels_of(source).items():
-        if name != BASE:
-            sha256.update(json.dumps([name, column.title, column.classes]).encode())
-            sha256.update(column.label_N[plan.order].astype("<i8").tobytes())
+        sha256.update(json.dumps([name, column.title, column.classes]).encode())
+        sha256.update(column.label_N[plan.order].astype("<i8").tobytes())
     for some in digests:
         sha256.update(some)
     return sha256.hexdigest()
@@ -127,14 +104,19 @@ class BuildPlan:
     inputs: BuildInputs
     how_made: HowMade
     overlay: Overlay | None
-    overlay_sha256: str | None  # of the file that `save_overlay` writes
     overlay_entry: OverlayEntry | None
+    labels: dict[str, LabelEntry]  # without counts
     order: NDArray[np.int64]  # from `balanced_order`
     num_samples_per_shard: int
 
     @property
     def num_samples(self) -> int:
         return self.how_made.repeats * len(self.order)
+
+    @property
+    def directory(self) -> Path:
+        """Return where the tars are built."""
+        return self.inputs.scan.directory
 
     def shard(self, number: int) -> ShardTask:
         first_index = number * self.num_samples_per_shard
@@ -147,28 +129,33 @@ class BuildPlan:
         )
 
     @property
-    def shard_sizes(self) -> tuple[int, ...]:
-        starts = range(0, self.num_samples, self.num_samples_per_shard)
-        return tuple(min(self.num_samples_per_shard, self.num_samples - start) for start in starts)
+    def paths(self) -> list[str]:
+        """Return the path of each tar."""
+        num = -(-self.num_samples // self.num_samples_per_shard)
+        return [str(shard_path(self.directory, number)) for number in range(num)]
 
     @property
     def arguments(self) -> str:
-        """Return as JSON what must be equal for a build to continue from the finished shards of another."""
+        """Return as JSON what must be equal for a build to go on from the finished tars of another."""
         columns = labels_of(self.inputs.source).items()
-        more = {name: hashlib.sha256(column.label_N.tobytes()).hexdigest() for name, column in columns if name != BASE}
+        state = {} if self.overlay is None else self.overlay.state_dict()
         return json.dumps(
             {
                 "how_made": self.how_made.model_dump(),
                 "overlay": None if self.overlay_entry is None else self.overlay_entry.model_dump(),
-                "overlay_sha256": self.overlay_sha256,
+                "overlay_sha256": [_sha256(tensor.numpy()) for tensor in state.values()],
                 "num_samples_per_shard": self.num_samples_per_shard,
-                "labels": {name: label.model_dump() for name, label in self.inputs.labels.items()},
-                "more_labels_sha256": more,
-                "order_sha256": hashlib.sha256(self.order.tobytes()).hexdigest(),
-                "labels_sha256": hashlib.sha256(self.inputs.source.labels.tobytes()).hexdigest(),
+                "keeps_files": self.inputs.keeps_files,
+                "labels": {name: label.model_dump() for name, label in self.labels.items()},
+                "labels_sha256": {name: _sha256(column.label_N) for name, column in columns},
+                "order_sha256": _sha256(self.order),
             },
             indent=2,
         )
+
+
+def _sha256(array: NDArray[Any]) -> str:
+    return hashlib.sha256(array.tobytes()).hexdigest()
 
 
 def build_dataset(
@@ -180,6 +167,7 @@ def build_dataset(
     limit: int | None = None,
     repeats: int = 1,
     overlay: str | None = None,
+    keep: bool = False,
     num_samples_per_shard: int = NUM_SAMPLES_PER_SHARD,
     num_workers: int = 1,
     **choices: Unpack[Choices],
@@ -187,49 +175,39 @@ def build_dataset(
     """Build a dataset in `directory`, or check that it was built there with the same arguments from the same data.
 
     `limit` bounds the number of records. Each record is stored `repeats` times, each time with another draw. `overlay`
-    says when the overlay is drawn: `baked` into the shards (the default), or `online`, at each reading. See `Choices`
-    for the rest. Raises `UserError` if the input is wrong, or if `directory` holds something else.
+    says when the overlay is drawn: `baked` into the tars (the default), or `online`, at each reading. `keep` stores the
+    files of a folder as they are. See `Choices` for the rest. Raises `UserError` if the input is wrong, or if
+    `directory` holds something else.
     """
     check_at_least(
         *(("--limit", limit, 1), ("--repeats", repeats, 1), ("--seed", seed, 0)),
         *(("--samples-per-shard", num_samples_per_shard, 1), ("--workers", num_workers, 1)),
         ("--image-size", choices.get("image_size"), 1),
     )
-    with _manifest_errors_as_user_errors(dataset):
+    if not directory.name:
+        raise UserError(f"--out {directory} does not name a new folder; give a name, such as --out {directory}/data")
+    if keep and choices.get("source") is None and not dataset.startswith("folder"):
+        raise UserError("--keep stores the files of a folder as they are; use it with a dataset of a folder")
+    if keep:
+        choices["image_size"] = choices.get("image_size") or TAR_PICTURE_SIZE
+    try:
         plan = _plan(
             dataset,
+            directory.with_name(f"{directory.name}.partial"),
             split=split,
             seed=seed,
             limit=limit,
             repeats=repeats,
             drawn=overlay,
+            keep=keep,
             num_samples_per_shard=num_samples_per_shard,
             choices=choices,
         )
-    if (num_shards := len(plan.shard_sizes)) > MAX_SHARDS:
-        raise UserError(
-            f"--samples-per-shard {num_samples_per_shard} makes {num_shards} shards, and a dataset has {MAX_SHARDS} "
-            f"at most; give {-(-plan.num_samples // MAX_SHARDS)} or more"
-        )
-    if _is_taken(directory):
-        return _check_finished(directory, plan, num_workers=num_workers)
-    with _whole_or_nothing(directory) as unfinished:
-        try:  # a build that was killed just before the renaming has left a whole dataset
-            manifest = _check_finished(unfinished, plan, num_workers=num_workers)
-        except UserError:
-            _make_shards(plan, unfinished, title=f"building {directory.name}", num_workers=num_workers)
-            with _manifest_errors_as_user_errors(dataset):
-                manifest = _write_manifest(plan, unfinished)
-        for path in [*unfinished.glob(".shard-*"), unfinished / _ARGUMENTS_NAME]:
-            path.unlink(missing_ok=True)
-    return manifest
-
-
-@contextmanager
-def _manifest_errors_as_user_errors(dataset: str) -> Iterator[None]:
-    """Raise `UserError` for an input that a manifest cannot hold, such as a class name with a line break."""
-    try:
-        yield
+        if _is_taken(directory):
+            return _check_finished(directory, plan, num_workers=num_workers)
+        with _whole_or_nothing(directory, plan):
+            facts = _make_shards(plan, title=f"building {directory.name}", num_workers=num_workers)
+            return _write_index(plan, facts)
     except ValidationError as error:
         raise UserError(
             f"{dataset} cannot be built from this input: {describe(error, Manifest)}; change that in the source"
@@ -238,16 +216,18 @@ def _manifest_errors_as_user_errors(dataset: str) -> Iterator[None]:
 
 def _plan(
     dataset: str,
+    unfinished: Path,
     *,
     split: str,
     seed: int,
     limit: int | None,
     repeats: int,
     drawn: str | None,
+    keep: bool,
     num_samples_per_shard: int,
     choices: Choices,
 ) -> BuildPlan:
-    """Open the sources, and check everything that can be checked before the first shard."""
+    """Open the sources, and check everything that can be checked before the first tar."""
     if drawn is not None and drawn not in OVERLAY_MODES:
         raise UserError(f'unknown --overlay "{drawn}"{nearest(drawn, OVERLAY_MODES)}')
     if drawn is not None and dataset in DATASETS and DATASETS[dataset].overlay is None:
@@ -258,45 +238,60 @@ def _plan(
         )
     ingredients = open_dataset(dataset, split=split, seed=seed, limit=limit, **choices)
     source, overlay = ingredients.source, ingredients.overlay
-    labels = _labels(source, overlay)
+    if keep and not isinstance(source, (ImageFolder, PictureTable)):
+        raise UserError("--keep stores the files of a folder as they are; use it with datasets of a folder")
+    if keep and (repeats > 1 or (overlay is not None and drawn != "online")):
+        raise UserError("--keep stores pictures as they are; leave out --repeats, and draw with `--overlay online`")
     columns = labels_of(source)
     to_balance = next(iter(columns.values())).label_N if columns else source.labels
     order = balanced_order(to_balance, seed=seed, split=split, limit=limit)
-    entry, overlay_sha256 = None, None
+    entry = None
     if overlay is not None:
-        overlay_sha256 = _overlay_sha256(overlay)
         of_pixels = overlay if isinstance(overlay, PixelOverlay) else None
         entry = OverlayEntry(
             kind=kind_of(overlay),
             drawn="online" if drawn == "online" else "baked",
-            sha256=overlay_sha256 if drawn == "online" else None,
             layout="scaled" if of_pixels is None else of_pixels.layout,
             options=dict(ingredients.overlay_options),
             batch=None if of_pixels is None else _batch_entry(of_pixels, source, order, split=split, drawn=drawn),
         )
+    labels = _labels(source, overlay)
+    stored = {name: label for name, label in labels.items() if label.given_by == "source" or drawn != "online"}
+    has_mask = isinstance(overlay, PixelOverlay) and drawn != "online"
+    fields = Fields(
+        content=PICTURE_FIELDS if keep else ("png" if ingredients.num_points is None else "wav",),
+        mask="mask.png" if has_mask else None,
+        labels={name: f"json:{name}" for name in stored},
+    )
     inputs = BuildInputs(
         source=source,
         overlay=None if drawn == "online" else overlay,
-        labels=labels,
+        labels=stored,
         split=split,
         seed=seed,
         sample_rate=ingredients.sample_rate,
         num_points=ingredients.num_points,
+        keeps_files=keep,
+        scan=ScanInputs(
+            fields=fields,
+            directory=unfinished,
+            size=choices.get("image_size") or 0,
+            num_measured=-(-_NUM_MEASURED * num_samples_per_shard // len(order)) if keep else 0,
+        ),
     )
     how_made = HowMade(
         dataset=dataset,
-        source=ingredients.description,
+        source=f"{ingredients.description}, files as they are" if keep else ingredients.description,
         split=cast(Literal["train", "test"], split),
         seed=seed,
         repeats=repeats,
         limit=limit,
-        source_sha256="",
         source_options=dict(ingredients.source_options),
     )
     if isinstance(overlay, PixelOverlay):
         for note in overlay.notes(num_samples=repeats * len(order)):
             logger.warning("%s", note)
-    return BuildPlan(inputs, how_made, overlay, overlay_sha256, entry, order, num_samples_per_shard)
+    return BuildPlan(inputs, how_made, overlay, entry, labels, order, num_samples_per_shard)
 
 
 def _batch_entry(
@@ -317,7 +312,7 @@ def _batch_entry(
         return None
     if shape == (num_channels, height, width):
         return None
-    totals = Totals({})
+    totals = Totals()
     columns = labels_of(source)
     for start in range(0, min(_NUM_MEASURED, len(order)), _NUM_MEASURED_AT_ONCE):
         numbers_B = order[start : min(start + _NUM_MEASURED_AT_ONCE, _NUM_MEASURED)]
@@ -336,8 +331,7 @@ def _labels(source: Source, overlay: Overlay | None) -> dict[str, LabelEntry]:
     Raises `UserError` if both give a label of the same name.
     """
     of_source = {
-        name: LabelEntry(title=column.title, classes=column.classes, counts=())
-        for name, column in labels_of(source).items()
+        name: LabelEntry(title=column.title, classes=column.classes) for name, column in labels_of(source).items()
     }
     if overlay is None:
         return of_source
@@ -347,131 +341,57 @@ def _labels(source: Source, overlay: Overlay | None) -> dict[str, LabelEntry]:
     return {**of_source, **of_overlay}
 
 
-def _overlay_sha256(overlay: Overlay) -> str:
-    with tempfile.TemporaryDirectory() as directory:
-        return save_overlay(overlay, Path(directory) / OVERLAY_NAME)
+def _make_shards(plan: BuildPlan, *, title: str, num_workers: int) -> list[TarFacts]:
+    """Write the tars that are not finished. Return the facts of all."""
+    facts = {number: finished(plan.directory, path) for number, path in enumerate(plan.paths)}
+    missing = [number for number, known in facts.items() if known is None]
+    start = sum(known.num_samples for known in facts.values() if known is not None)
+    tasks = map(plan.shard, missing)
+    made = run_all(make_shard, plan.inputs, tasks, num_workers=min(num_workers, max(1, len(missing))))
+    with closing(made), Progress(title, total=plan.num_samples, start=start) as progress:
+        for number, found in zip(missing, made, strict=True):
+            facts[number] = found
+            progress.advance(found.num_samples)
+    return [found for found in facts.values() if found is not None]
 
 
-def _make_shards(plan: BuildPlan, directory: Path, *, title: str, num_workers: int) -> None:
-    """Write the shards that `directory` lacks."""
-    kept = _kept_shards(plan, directory, num_workers=num_workers)
-    missing = [number for number in range(len(plan.shard_sizes)) if number not in kept]
-    num_kept = sum(plan.shard_sizes[number] for number in kept)
-    if not missing:
-        return
-    made = run_all(
-        partial(make_shard, directory=directory),
-        plan.inputs,
-        map(plan.shard, missing),
-        num_workers=min(num_workers, len(missing)),
-        lock=directory / _ARGUMENTS_NAME,
-    )
-    with closing(made), Progress(title, total=plan.num_samples, start=num_kept) as progress:
-        for num_samples in made:
-            progress.advance(num_samples)
-
-
-def _kept_shards(plan: BuildPlan, directory: Path, *, num_workers: int) -> set[int]:
-    """Return the numbers of the shards that an interrupted build of the same plan has finished in `directory`.
-
-    Removes all other files, and the finished shards too if a record of them is not in the source any more.
-    """
-    arguments = directory / _ARGUMENTS_NAME
-    kept: set[int] = set()
-    if arguments.is_file():
-        wait_for_orphans(arguments)
-        if arguments.read_text(encoding="utf-8") == plan.arguments:
-            kept = {number for number in range(len(plan.shard_sizes)) if finished_shard(directory, number) is not None}
-            if not _are_from_same_data(plan, directory, sorted(kept), num_workers=num_workers):
-                logger.warning("%s holds shards of other data; all are built again", directory)
-                kept = set()
-    names = {_ARGUMENTS_NAME} if kept else set()
-    for number in kept:
-        shard = directory / shard_name(number)
-        names |= {shard.name, index_path(shard).name, finished_path(directory, number).name}
-    for path in directory.iterdir():
-        if path.name in names:
-            continue
-        if path.is_dir():
-            shutil.rmtree(path)  # of a build with --keep
-        else:
-            path.unlink()
-    if not kept:
-        arguments.write_text(plan.arguments, encoding="utf-8")
-    return kept
-
-
-def _are_from_same_data(plan: BuildPlan, directory: Path, numbers: Sequence[int], *, num_workers: int) -> bool:
-    """Return whether the records of finished shards are the same in the source now. Decodes all of them."""
-    new = (task.records_B[: task.num_new] for task in map(plan.shard, numbers))
-    made = run_all(content_digests, plan.inputs, new, num_workers=num_workers)
-    title = f"comparing finished shards of {directory.name} with the source, shard"
-    with closing(made), Progress(title, total=len(numbers)) as progress:
-        for number, digests in zip(numbers, made, strict=True):
-            finished = finished_shard(directory, number)
-            assert finished is not None
-            if finished.digests != digests.hex():
-                return False
-            progress.advance()
-    return True
-
-
-def _write_manifest(plan: BuildPlan, directory: Path) -> Manifest:
-    """Write the manifest of the finished shards, as the last file."""
-    inputs, entry = plan.inputs, plan.overlay_entry
-    totals, all_digests = inputs.no_totals(), bytearray()
-    num_shards = len(plan.shard_sizes)
-
-    def finished_shards() -> Iterator[FinishedShard]:
-        for number in range(num_shards):
-            finished = finished_shard(directory, number)
-            assert finished is not None
-            yield finished
-
-    def digests() -> Iterator[bytes]:
-        for finished in finished_shards():
-            totals.merge(finished.sums)
-            of_shard = bytes.fromhex(finished.digests)
-            all_digests.extend(of_shard)
-            yield of_shard
-
-    source_sha256 = _source_sha256(plan, digests())
-    is_online = entry is not None and entry.drawn == "online"
-    if is_online:
+def _write_index(plan: BuildPlan, facts: list[TarFacts]) -> Manifest:
+    """Write what lies beside the tars, the manifest last."""
+    inputs, entry, beside = plan.inputs, plan.overlay_entry, []
+    if entry is not None and entry.drawn == "online":
         assert plan.overlay is not None
-        save_overlay(plan.overlay, directory / OVERLAY_NAME)
-    source_digests_sha256 = None
-    if not isinstance(inputs.source, SilenceSource):  # its records are all alike
-        source_digests_sha256 = write_source_digests(
-            directory / SOURCE_DIGESTS_NAME, bytes(all_digests), num_samples=plan.num_samples
-        )
-    counts = totals.counts
-    labels = {name: label.model_copy(update={"counts": counts.get(name, ())}) for name, label in inputs.labels.items()}
-    entries, table = (shard.entry for shard in finished_shards()), None
-    if num_shards > _MAX_IN_LIST:
-        table = write_shard_table(directory / SHARD_TABLE_NAME, entries, num_shards=num_shards)
-    fields = label_fields(labels, format_version=FORMAT_VERSION, title_base=inputs.source.title)
-    if table is not None:
-        fields["format_version"] = TABLE_FORMAT_VERSION
-    manifest = Manifest(
-        num_samples=plan.num_samples,
-        medium="picture" if inputs.num_points is None else "sound",
+        save_overlay(plan.overlay, partial_path(plan.directory, OVERLAY_NAME))
+        beside.append(OVERLAY_NAME)
+    how_made, totals = plan.how_made, Totals()
+    if inputs.keeps_files:
+        mean, std = mean_and_std(facts)
+    else:
+        digests: list[bytes] = []
+        for each in facts:
+            assert each.made is not None
+            totals.merge(each.made.sums)
+            digests.append(bytes.fromhex(each.made.digests))
+        mean, std = totals.mean, totals.std
+        how_made = how_made.model_copy(update={"source_sha256": _source_sha256(plan, digests)})
+        if not isinstance(inputs.source, SilenceSource):  # its records are all alike
+            path = partial_path(plan.directory, SOURCE_DIGESTS_NAME)
+            write_source_digests(path, b"".join(digests), num_samples=plan.num_samples)
+            beside.append(SOURCE_DIGESTS_NAME)
+    described = Described(
+        how_made=how_made,
         input_shape=_stored_shape(plan) if inputs.num_points is None else (inputs.num_points,),
+        mean=mean,
+        std=std,
+        labels=plan.labels,
+        fields=inputs.scan.fields,
+        medium="picture" if inputs.num_points is None else "sound",
         sample_rate=inputs.sample_rate,
-        **fields,
-        mean=totals.mean,
-        std=totals.std,
+        any_size=inputs.keeps_files,
+        numbered=True,
         overlay=entry,
-        how_made=plan.how_made.model_copy(update={"source_sha256": source_sha256}),
-        shards=tuple(entries) if table is None else (),
-        shard_table=table,
-        source_digests_sha256=source_digests_sha256,
+        beside=beside,
     )
-    with (directory / MANIFEST_NAME).open("w", encoding="utf-8") as file:
-        file.write(manifest.model_dump_json(indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    return manifest
+    return write_index(plan.paths, facts, plan.directory, described)
 
 
 def _stored_shape(plan: BuildPlan) -> Shape:
@@ -488,91 +408,62 @@ def _is_taken(directory: Path) -> bool:
 def _check_finished(directory: Path, plan: BuildPlan, *, num_workers: int) -> Manifest:
     """Return the manifest of a dataset that exists already.
 
-    Raises `UserError` unless it is whole and was made with these arguments from the same data.
+    Raises `UserError` unless it was made with these arguments from the same data.
     """
-    if not (directory / MANIFEST_NAME).is_file():
-        raise UserError(f"{directory} exists already and is not a dataset; choose another directory or remove it")
-    manifest = load_manifest(directory)
+    manifest = SampleStore(directory).manifest  # raises if a tar is missing
+    other = "choose another directory or remove it"
     for name in HowMade.model_fields:
         before, now = getattr(manifest.how_made, name), getattr(plan.how_made, name)
         if before != now and name != "source_sha256":
-            raise UserError(
-                f"{directory} was built with {name} {before}, not {now}; choose another directory or remove it"
-            )
-    entry, planned = manifest.overlay, plan.overlay_entry
-    if manifest.medium == "sound" and entry is not None and planned is not None and not entry.options:
-        planned = planned.model_copy(update={"options": {}})  # older ones have them in `how_made.source` only
-    if entry != planned:
-        raise UserError(
-            f"{directory} was built with another --overlay or --overlay-layout, or with other digits, sounds or "
-            "options for it; choose another directory or remove it"
-        )
-    if manifest.num_samples != (now := sum(plan.shard_sizes)):
-        raise UserError(
-            f"{directory} was built from {manifest.num_samples} samples, and there are {now} now; choose another "
-            "directory or remove it"
-        )
-    shards = open_shard_list(directory, manifest)
-    if tuple(np.diff(shards.ends, prepend=0).tolist()) != plan.shard_sizes:
-        raise UserError(
-            f"{directory} was built with another --samples-per-shard; choose another directory or remove it"
-        )
-    for number, num_bytes in enumerate(shards.num_bytes.tolist()):
-        path = directory / shards.name(number)
-        if not path.is_file() or path.stat().st_size != num_bytes:
-            raise UserError(f"{path} is missing or damaged; remove {directory} and build it again")
-    if manifest.overlay is not None and manifest.overlay.sha256 is not None:
-        load_overlay(directory / OVERLAY_NAME, sha256=manifest.overlay.sha256)
-    if manifest.source_digests_sha256 is not None:
-        check_source_digests(directory / SOURCE_DIGESTS_NAME, manifest)
-    starts = range(0, len(plan.order), NUM_SAMPLES_PER_SHARD)
-    slices = (plan.order[start : start + NUM_SAMPLES_PER_SHARD] for start in starts)
-    with closing(run_all(content_digests, plan.inputs, slices, num_workers=num_workers)) as digests:
-        if manifest.how_made.source_sha256 != _source_sha256(plan, digests):
-            raise UserError(f"{directory} was built from other data; choose another directory or remove it")
+            raise UserError(f"{directory} was built with {name} {before}, not {now}; {other}")
+    before_and_now: dict[str, tuple[object, object]] = {
+        "overlay, or with other digits, sounds or options for it": (manifest.overlay, plan.overlay_entry),
+        "--keep or --image-size": (manifest.tars.fields, plan.inputs.scan.fields),
+        "number of samples": (manifest.num_samples, plan.num_samples),
+        "--samples-per-shard": (manifest.num_shards, len(plan.paths)),
+    }
+    for what, (then, planned) in before_and_now.items():
+        if then != planned:
+            raise UserError(f"{directory} was built with another {what}; {other}")
+    if not plan.inputs.keeps_files:
+        starts = range(0, len(plan.order), NUM_SAMPLES_PER_SHARD)
+        slices = (plan.order[start : start + NUM_SAMPLES_PER_SHARD] for start in starts)
+        with closing(run_all(content_digests, plan.inputs, slices, num_workers=num_workers)) as digests:
+            if manifest.how_made.source_sha256 != _source_sha256(plan, digests):
+                raise UserError(f"{directory} was built from other data; {other}")
     return manifest
 
 
 @contextmanager
-def _whole_or_nothing(directory: Path) -> Iterator[Path]:
-    """Make the folder `directory.partial` to build in, and rename it to `directory` at the end.
+def _whole_or_nothing(directory: Path, plan: BuildPlan) -> Iterator[None]:
+    """Make the folder of a plan to build in, and rename it to `directory` at the end.
 
-    The folder may hold files of an earlier build. After an error it is kept if it holds a finished shard, and removed
-    if not. A file lock, which is free again when the process ends, keeps two builds apart. Raises `UserError` if the
-    folder cannot be made, or if another build has made `directory` meanwhile.
+    The folder may hold finished tars of the same plan; all else in it is removed. After an error it is kept if it holds
+    a finished tar. Raises `UserError` if another build is writing there.
     """
-    if not directory.name:
-        raise UserError(f"--out {directory} does not name a new folder; give a name, such as --out {directory}/data")
-    unfinished = directory.with_name(f"{directory.name}.partial")
-    try:
-        unfinished.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make the folder {unfinished} ({error.strerror}); choose another --out") from None
+    unfinished = plan.directory
 
     def refuse() -> None:
-        raise UserError(f"another build is writing {unfinished}; wait for it or choose another --out") from None
+        raise UserError(f"another build is writing {unfinished}; wait for it or choose another --out")
 
-    descriptor = os.open(unfinished, os.O_RDONLY)
-    try:
-        take_lock(descriptor, when_held=refuse)
-        if _is_taken(directory):  # another build ended after this one had looked for `directory`
-            with suppress(OSError):
-                unfinished.rmdir()
-            raise UserError(f"another build has just finished {directory}; run the same command again to compare them")
-        for path in unfinished.iterdir():
-            if path.name not in _OWN_NAMES and not path.name.startswith(("shard-", ".shard-")):
-                raise UserError(f"{path} is not from a build, so it is not removed; move it or choose another --out")
+    with locked(unfinished, when_held=refuse):
+        if not (unfinished / PARTS_NAME).exists() and any(path.name != LOCK_NAME for path in unfinished.iterdir()):
+            raise UserError(f"{unfinished} is not from a build; move it, or choose another --out")
+        if not begin_parts(unfinished, plan.arguments):
+            for path in unfinished.glob("*.tar"):
+                path.unlink()
+        for path in unfinished.glob(".*.partial"):  # of a process that was killed
+            path.unlink()
         try:
-            yield unfinished
+            yield
         except BaseException as error:
-            if not any([*unfinished.glob(f".*{FINISHED_SUFFIX}"), *unfinished.glob(MANIFEST_NAME)]):
+            if not any((unfinished / PARTS_NAME).glob("*.part")):
                 shutil.rmtree(unfinished, ignore_errors=True)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                 error.filename = unfinished  # the error of a write has no file name
             raise
+        (unfinished / LOCK_NAME).unlink()
         unfinished.rename(directory)
-    finally:
-        os.close(descriptor)
 
 
 def describe_manifest(manifest: Manifest) -> list[str]:
@@ -607,9 +498,6 @@ def describe_manifest(manifest: Manifest) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.keep:
-        _run_keep(args)
-        return
     existed = (args.out / MANIFEST_NAME).is_file()
     choices: dict[str, Any] = {name: getattr(args, name, None) for name in Choices.__annotations__}
     choices["overlay_options"] = parse_words(args.overlay_option or (), flag=OVERLAY_OPTION)
@@ -622,6 +510,7 @@ def run(args: argparse.Namespace) -> None:
         limit=args.limit,
         repeats=args.repeats,
         overlay=args.overlay,
+        keep=args.keep,
         num_samples_per_shard=args.samples_per_shard,
         num_workers=args.workers,
         **choices,
@@ -630,50 +519,3 @@ def run(args: argparse.Namespace) -> None:
     print(f"{args.out} {done}: {manifest.num_samples} samples in {manifest.num_shards} shards, {manifest.sha256[:12]}")
     for line in describe_manifest(manifest):
         print(line)
-
-
-def _run_keep(args: argparse.Namespace) -> None:
-    """Pack the files of a folder as they are."""
-    dataset = DATASETS.get(args.dataset)
-    if dataset is None or dataset.base != "folder" or args.repeats != 1:
-        raise UserError(
-            "--keep packs the files of a folder as they are; use it with folder, folder_digits or another dataset of "
-            "a folder, without --repeats"
-        )
-    if args.overlay != (None if dataset.overlay is None else "online"):
-        raise UserError(
-            "--keep stores pictures as they are, so an overlay can be drawn on them only when they are read; build "
-            "folder without --overlay, or folder_digits or another with `--overlay online`"
-        )
-    if args.source_option:
-        raise UserError("--keep packs the files of a folder as they are, so it takes no --source-option; leave it out")
-    if args.root is None:
-        raise UserError("--keep packs the files of a folder; name it with --root")
-    check_at_least(
-        *(("--limit", args.limit, 1), ("--seed", args.seed, 0), ("--image-size", args.image_size, 1)),
-        ("--samples-per-shard", args.samples_per_shard, 1),
-    )
-    if _is_taken(args.out):
-        raise UserError(f"{args.out} is not empty; choose another directory, or remove it")
-    size = args.image_size or TAR_PICTURE_SIZE
-    choices = Choices(test_share=args.test_share, labels=args.labels)
-    folder = open_folder(args.root, split=args.split, seed=args.seed, image_size=size, choices=choices)
-    order = None
-    if args.limit is not None:
-        to_balance = next(iter(labels_of(folder).values())).label_N
-        order = balanced_order(to_balance, seed=args.seed, split=args.split, limit=args.limit)
-    overlay = overlay_to_draw(dataset.overlay, args, size=size, digits_root=args.root)
-    with _whole_or_nothing(args.out) as unfinished:
-        manifest, facts = pack_folder(
-            folder,
-            unfinished,
-            args.out,
-            size=size,
-            seed=args.seed,
-            order=order,
-            num_samples_per_shard=args.samples_per_shard,
-            overlay=overlay,
-        )
-    for line in describe_index(manifest, facts):
-        print(line)
-    print(f"made from: {folder.description}; split {args.split}, seed {args.seed}")

@@ -347,8 +347,7 @@ def labels_of_overlay(overlay: Overlay) -> dict[str, LabelEntry]:
     classes = {OVERLAY: (overlay.title, overlay.class_names)}
     classes |= {name: (label.title, label.classes) for name, label in overlay.more_labels.items()}
     return {
-        name: LabelEntry(title=title, classes=names, counts=(), given_by="overlay")
-        for name, (title, names) in classes.items()
+        name: LabelEntry(title=title, classes=names, given_by="overlay") for name, (title, names) in classes.items()
     }
 
 

@@ -22,7 +22,6 @@ NOISE_VOLUME: Final = 0.05  # Tamkin et al. 2022
 TEST_SPEAKER: Final = "yweweler"  # of the Free Spoken Digit Dataset
 NUM_SAMPLES_PER_SHARD: Final = 1_000
 TAR_PICTURE_SIZE: Final = 224  # pixels, to which the pictures of tars are brought when they are read
-PICTURE_FIELDS: Final = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "image.png", "image.jpg")
 
 
 def check_at_least(*numbers: tuple[str, int | None, int]) -> None:

@@ -1,10 +1,9 @@
-"""Index somebody else's WebDataset tars, so that they can be trained from as they are.
+"""Index WebDataset tars, so that they can be trained from as they are.
 
-The tars are scanned as `data_pipeline.building.tar_scan` says, and the facts of all tars are joined into one index.
+The tars are scanned as `data_pipeline.building.tar_scan` says, and the facts of all tars are joined into one index,
+whose files `data_pipeline.storage.index` lists. `build` writes tars and indexes them in the same way.
 
 An index may name an overlay that is drawn on the pictures each time they are read. Its file lies beside the index.
-
-See `data_pipeline.storage.tar_index` for the files. Samples without a picture are left out and counted.
 
 Shapes: N samples of a tar, S tars.
 """
@@ -12,81 +11,69 @@ Shapes: N samples of a tar, S tars.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import logging
 import os
 import re
-import shlex
 import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Final, Literal, Required, TypedDict, Unpack
+from typing import BinaryIO, Final, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from data_pipeline.building.catalogue import labels_of_overlay, needs_digits, open_picture_overlay
+from data_pipeline.building.catalogue import labels_of_overlay, open_picture_overlay
 from data_pipeline.building.datasets import TAR_PICTURE_SIZE, check_at_least
-from data_pipeline.building.locks import take_lock
+from data_pipeline.building.locks import locked
 from data_pipeline.building.tar_scan import (
     LABEL_FIELDS,
-    PARTS,
-    Fields,
     ScanInputs,
     TarFacts,
-    begin_scan,
+    begin_parts,
     expand,
-    forgotten_if_refused,
-    part_path,
+    mean_and_std,
     read_part,
     scan_all,
-    unwritable,
 )
 from data_pipeline.core.environment import with_home
 from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.options import OVERLAY_OPTION, parse_words
-from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY
+from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY, Medium
 from data_pipeline.core.schema import check_label_name
 from data_pipeline.overlays import PixelOverlay
 from data_pipeline.overlays.registry import kind_of, save_overlay
 from data_pipeline.remote.cache import is_remote
 from data_pipeline.sources import class_names_of
-from data_pipeline.storage.manifest import (
+from data_pipeline.storage.index import HASHES_NAME, NUMBERS_NAME, SAMPLES_NAME, TIMES_NAME, labels_name
+from data_pipeline.storage.locations import (
     MANIFEST_NAME,
+    PARTS_NAME,
+    TARS_NAME,
+    index_directory,
+    list_difference,
+    names_tars,
+)
+from data_pipeline.storage.manifest import (
     MAX_CLASSES,
-    MAX_MANIFEST_BYTES,
     OVERLAY_NAME,
-    TARS_FORMAT_VERSION,
+    Fields,
+    FileEntry,
     HowMade,
     LabelEntry,
     Manifest,
     OverlayEntry,
-    TarSet,
-    index_directory,
-    label_fields,
+    Tars,
     load_manifest,
-    names_tars,
 )
-from data_pipeline.storage.tar_index import (
-    MAX_PICTURE_BYTES,
-    SAMPLES_NAME,
-    TAR_HASHES_NAME,
-    TAR_NUMBERS_NAME,
-    labels_name,
-    tars_sha256,
-)
-from data_pipeline.storage.tar_lists import TARS_NAME, list_difference
 
 logger = logging.getLogger(__name__)
-_LOCK_NAME: Final = ".lock"  # in the directory of an index
 _NUM_MEASURED: Final = 2_000  # pictures from which the mean and the deviation are computed
 _UNLABELLED: Final = "-1"  # in many datasets, the label of a sample without a class
 _MOST_TARS_UNASKED: Final = 1_000  # that are indexed when training begins
-_MAX_COMPARED: Final = 50_000_000  # samples whose keys are compared, which takes 16 bytes of memory each
 
 
 @dataclass(frozen=True)
@@ -97,181 +84,205 @@ class DrawnOverlay:
     split: Literal["train", "test"]
 
 
-class IndexSettings(TypedDict, total=False):
-    """The settings of an index.
+@dataclass(frozen=True)
+class Described:
+    """What a manifest says of the samples beside what is in their tars; see `Manifest`.
 
     Attributes:
-        size: width and height in pixels to which pictures are brought when they are read.
-        classes_of: an index whose class numbers are used; for a test set, the index of its train set.
-        classes: the names of the classes in their order, of the labels for which they are known.
-        titles: what a label is about, for reports, of the labels for which it is not their name.
-        overlay: what is drawn on the pictures when they are read; its size is `size`.
+        labels: every label; those that are stored get their counts from the tars.
+        beside: the names of the files that lie beside the index, or partial files of them.
     """
 
-    fields: Required[Fields]
-    size: int
-    classes_of: Path | None
-    classes: Mapping[str, tuple[str, ...]]
-    titles: Mapping[str, str]
-    overlay: DrawnOverlay | None
-    num_workers: int
-    show_progress: bool
+    how_made: HowMade
+    input_shape: tuple[int, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    labels: Mapping[str, LabelEntry]
+    fields: Fields
+    medium: Medium = "picture"
+    sample_rate: int | None = None
+    any_size: bool = False
+    numbered: bool = False
+    overlay: OverlayEntry | None = None
+    beside: Sequence[str] = ()
 
 
-def make_index(location: str, out: Path, **settings: Unpack[IndexSettings]) -> tuple[Manifest, list[TarFacts]]:
-    """Index the tars of a location into the directory `out`. Return its manifest, and the facts of each tar.
-
-    Waits while another process makes an index there. Raises `UserError` if the location names no tars, no sample has a
-    picture, a named label is in no sample, or a value of a label is none of `classes_of` or `classes`.
-    """
-    check_at_least(("--size", settings.get("size"), 1), ("--workers", settings.get("num_workers"), 1))
-    paths = expand(location)
-    with _locked(out):
-        return write_index(location, paths, out, **settings)
-
-
-@contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """Make the directory of an index, and keep it locked against other writers while the block runs."""
-
-    def say() -> None:
-        logger.warning("another process is making the index in %s; waiting for it", out)
-
-    path = out / _LOCK_NAME
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        try:
-            # Open for writing, because a lock on NFS needs that.
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        except PermissionError:
-            if not path.is_file():
-                raise
-            descriptor = os.open(path, os.O_RDONLY)  # the file of another user
-    except OSError as error:
-        raise unwritable(out, error) from None
-    try:
-        take_lock(descriptor, when_held=say)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def write_index(
+def make_index(
     location: str,
-    paths: Sequence[str],
     out: Path,
     *,
     fields: Fields,
     size: int = TAR_PICTURE_SIZE,
     classes_of: Path | None = None,
-    classes: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
-    titles: Mapping[str, str] = MappingProxyType({}),
     overlay: DrawnOverlay | None = None,
     num_workers: int = 1,
     show_progress: bool = False,
+    again: bool = True,
 ) -> tuple[Manifest, list[TarFacts]]:
-    """Index the tars `paths` as `make_index` does, into a directory that the caller keeps locked."""
-    parts = out / PARTS
-    settings = ScanInputs(fields=fields, size=size, num_measured=-(-_NUM_MEASURED // len(paths)), directory=out)
-    begin_scan(out, settings)
-    facts = scan_all(paths, settings, num_workers=num_workers, show_progress=show_progress)
-    num_samples = sum(each.num_samples for each in facts)
-    seen = _count_fields(facts)
-    with forgotten_if_refused(out, paths):
-        if num_samples == 0:
-            raise UserError(
-                f"no sample of {location} has a picture under one of {', '.join(fields.picture)}; its fields are "
-                f"{_named(seen)}, so name yours with --image"
-            )
-        names = {
-            name: _class_names(
-                facts,
-                name,
-                None if fields.labels is None else fields.labels[name],
-                seen,
-                location,
-                known=classes.get(name),
-                classes_of=classes_of,
-            )
-            for name in fields.label_names
-        }
-        mean, std = _mean_and_std(facts)
-    names = {name: found for name, found in names.items() if found}
-    of_overlay = {} if overlay is None else labels_of_overlay(overlay.overlay)
-    if both := sorted(names.keys() & of_overlay.keys()):
-        raise UserError(f"--label and the overlay both give the label {both[0]}; give yours another name")
-    counts, numbers_S3 = _write_samples(paths, facts, names, out)
-    labels = {
-        name: LabelEntry(title=titles.get(name, name), classes=found, counts=counts[name])
-        for name, found in names.items()
-    }
-    title_base = titles.get(BASE, BASE)
-    stored = [_stored(path, out) for path in paths]
-    _partial(out, TARS_NAME).write_text("".join(f"{name}\n" for name in stored), encoding="utf-8")
-    _partial(out, TAR_NUMBERS_NAME).write_bytes(numbers_S3.astype("<i8").tobytes())
-    hashes = "".join(each.sha256 for each in facts)
-    _partial(out, TAR_HASHES_NAME).write_bytes(bytes.fromhex(hashes))
-    sha256 = tars_sha256(stored, numbers_S3, hashes=bytes.fromhex(hashes))
-    entry = _save_overlay(overlay, out)
-    manifest = Manifest(
-        num_samples=num_samples,
-        medium="picture",
-        input_shape=(3, size, size),
-        sample_rate=None,
-        **label_fields({**labels, **of_overlay}, format_version=TARS_FORMAT_VERSION, title_base=title_base),
-        mean=mean,
-        std=std,
-        overlay=entry,
-        how_made=HowMade(
-            dataset="tars" if entry is None else f"tars_{entry.kind}",
-            source=location if overlay is None else f"{location}{overlay.overlay.made_from}",
-            split="train" if overlay is None else overlay.split,
-            seed=0,
-            repeats=1,
-            limit=None,
-            source_sha256=sha256,
-        ),
-        shards=(),
-        tars=TarSet(
-            location=location,
-            picture_fields=fields.picture,
-            label_field=_described(fields.labels),
-            num_tars=len(paths),
-            num_bytes=sum(each.num_bytes for each in facts),
-            sha256=sha256,
-        ),
-    )
-    content = manifest.model_dump_json(indent=1).encode()
-    if len(content) > MAX_MANIFEST_BYTES:
-        raise UserError(
-            f"the names of the classes of {location} are too long: its manifest would have {len(content):,} bytes, "
-            f"more than {MAX_MANIFEST_BYTES:,}; give them shorter names, or name another --label"
-        )
-    _partial(out, MANIFEST_NAME).write_bytes(content)
-    written = [SAMPLES_NAME, *map(labels_name, names), TARS_NAME, TAR_NUMBERS_NAME, TAR_HASHES_NAME]
-    _publish(out, written if entry is None else [*written, OVERLAY_NAME])
-    shutil.rmtree(parts)
-    return manifest, facts
+    """Index the tars of a location into the directory `out`. Return its manifest, and the facts of each tar.
 
+    Pictures are brought to `size` when they are read. `classes_of` is an index whose class numbers are used; for a test
+    set, the index of its train set. `overlay` is drawn on the pictures when they are read. Waits while another process
+    makes an index there; unless `again`, then takes that.
 
-def _publish(out: Path, written: Sequence[str]) -> None:
-    """Give the files `written` and the manifest their names, and remove what an older index had beside them.
-
-    The old manifest goes first and the new one comes last, so no process reads an index that is half replaced.
+    Raises `UserError` if the location names no tars, no sample has a picture, a named label is in no sample, or a value
+    of a label is none of `classes_of`.
     """
+    check_at_least(("--size", size, 1), ("--workers", num_workers, 1))
+    paths = expand(location)
+    settings = ScanInputs(fields=fields, size=size, num_measured=-(-_NUM_MEASURED // len(paths)), directory=out)
+
+    def say() -> None:
+        logger.warning("another process is making the index in %s; waiting for it", out)
+
+    with locked(out, when_held=say):
+        if not again and (out / MANIFEST_NAME).is_file():
+            return load_manifest(out), []
+        begin_parts(out, repr((fields, size, settings.num_measured)))
+        facts = scan_all(paths, settings, num_workers=num_workers, show_progress=show_progress)
+        try:
+            labels = _found_labels(location, facts, fields, classes_of=classes_of)
+            mean, std = mean_and_std(facts)
+        except UserError:
+            shutil.rmtree(out / PARTS_NAME)  # the tars may be mended before the next try
+            raise
+        drawn = {} if overlay is None else labels_of_overlay(overlay.overlay)
+        if both := sorted(labels.keys() & drawn.keys()):
+            raise UserError(f"--label and the overlay both give the label {both[0]}; give yours another name")
+        entry = _save_overlay(overlay, out)
+        described = Described(
+            how_made=HowMade(
+                dataset="tars" if entry is None else f"tars_{entry.kind}",
+                source=location if overlay is None else f"{location}{overlay.overlay.made_from}",
+                split="train" if overlay is None else overlay.split,
+            ),
+            input_shape=(3, size, size),
+            mean=mean,
+            std=std,
+            labels={**labels, **drawn},
+            fields=fields,
+            any_size=True,
+            overlay=entry,
+            beside=() if entry is None else (OVERLAY_NAME,),
+        )
+        return write_index(paths, facts, out, described), facts
+
+
+def write_index(paths: Sequence[str], facts: Sequence[TarFacts], out: Path, described: Described) -> Manifest:
+    """Write the index of tars whose parts lie in `out`, and the manifest at last. Remove the parts.
+
+    The caller keeps `out` locked. The old manifest goes first and the new one comes last, so no process reads an index
+    that is half replaced.
+    """
+    stored = {name: label for name, label in described.labels.items() if not _is_drawn_later(label, described.overlay)}
+    samples = _SampleFiles(out, stored)
+    with samples:
+        for name in paths:
+            samples.add(out, name)
+    ends = np.cumsum([each.num_samples for each in facts], dtype=np.int64)
+    numbers_S2 = np.stack([ends, np.array([each.num_bytes for each in facts], dtype=np.int64)], axis=1)
+    contents = {
+        TARS_NAME: "".join(f"{_stored(path, out)}\n" for path in paths).encode(),
+        NUMBERS_NAME: numbers_S2.astype("<i8").tobytes(),
+        HASHES_NAME: bytes.fromhex("".join(each.sha256 for each in facts)),
+    }
+    if not contents[HASHES_NAME]:
+        times = np.array([each.changed_ns for each in facts], dtype="<i8").tobytes()
+        partial_path(out, TIMES_NAME).write_bytes(times)
+    for name, content in contents.items():
+        partial_path(out, name).write_bytes(content)
+    labels = {
+        name: label.model_copy(update={"counts": samples.counts(name)}) if name in stored else label
+        for name, label in described.labels.items()
+    }
+    listed = [*contents, *samples.names, *described.beside]
+    manifest = Manifest(
+        num_samples=int(ends[-1]),
+        medium=described.medium,
+        input_shape=described.input_shape,
+        any_size=described.any_size,
+        sample_rate=described.sample_rate,
+        labels={name: labels[name] for name in (BASE, OVERLAY, *labels) if name in labels},
+        mean=described.mean,
+        std=described.std,
+        overlay=described.overlay,
+        how_made=described.how_made,
+        tars=Tars(
+            fields=described.fields,
+            numbered=described.numbered,
+            num_tars=len(paths),
+            num_bytes=int(numbers_S2[:, 1].sum()),
+        ),
+        files={name: _file_entry(partial_path(out, name)) for name in listed},
+    )
     (out / MANIFEST_NAME).unlink(missing_ok=True)
-    for old in (out / OVERLAY_NAME, *out.glob(labels_name("*"))):
-        if old.name not in written:
-            old.unlink(missing_ok=True)
-    for name in (*written, MANIFEST_NAME):
-        _partial(out, name).replace(out / name)
+    for old in (out / OVERLAY_NAME, out / TIMES_NAME, *out.glob(labels_name("*"))):
+        old.unlink(missing_ok=True)
+    with partial_path(out, MANIFEST_NAME).open("w", encoding="utf-8") as file:
+        file.write(manifest.model_dump_json(indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    for name in (*listed, TIMES_NAME, MANIFEST_NAME):
+        if (partial := partial_path(out, name)).exists():
+            partial.replace(out / name)
+    shutil.rmtree(out / PARTS_NAME)
+    return manifest
 
 
-def _described(labels: Mapping[str, str] | None) -> str | None:
-    """Return the fields of the labels in the form of `TarSet.label_field`."""
-    if labels is None or set(labels) == {BASE}:
-        return None if labels is None else labels[BASE]
-    return ",".join(f"{name}={field}" for name, field in labels.items()) or None
+def _is_drawn_later(label: LabelEntry, overlay: OverlayEntry | None) -> bool:
+    return label.given_by == "overlay" and overlay is not None and overlay.drawn == "online"
+
+
+def _file_entry(path: Path) -> FileEntry:
+    with path.open("rb") as file:
+        return FileEntry(num_bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+
+
+class _SampleFiles:
+    """The partial files of an index with an entry for each sample, while they are written.
+
+    Attributes:
+        names: the names of the files.
+    """
+
+    def __init__(self, out: Path, labels: Mapping[str, LabelEntry]) -> None:
+        self._numbers = {
+            name: {word: number for number, word in enumerate(label.classes)} for name, label in labels.items()
+        }
+        self._counts = {name: np.zeros(len(label.classes), dtype=np.int64) for name, label in labels.items()}
+        self._out = out
+        self.names = [SAMPLES_NAME, *map(labels_name, labels)]
+        self._stack = ExitStack()
+        self._files: dict[str, BinaryIO] = {}
+
+    def __enter__(self) -> None:
+        self._files = {name: self._stack.enter_context(partial_path(self._out, name).open("wb")) for name in self.names}
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def add(self, directory: Path, name: str) -> None:
+        """Add the samples of a tar from its part."""
+        part = read_part(directory, name)
+        if part is None:
+            raise UserError(f"{directory / PARTS_NAME} was changed while the index was made; index again")
+        facts, numbers = part
+        if not facts.num_samples:
+            return
+        num_members = numbers.shape[1] - len(facts.labels)
+        self._files[SAMPLES_NAME].write(numbers[:, :num_members].astype("<i8").tobytes())
+        for column, (label, words) in enumerate(facts.labels.items(), num_members):
+            if label not in self._numbers:
+                continue
+            # The last entry is for samples without a label.
+            of_class = np.array([*(self._numbers[label].get(word, NO_LABEL) for word in words), NO_LABEL])
+            label_N = of_class[numbers[:, column]]
+            self._files[labels_name(label)].write(label_N.astype("<i4").tobytes())
+            self._counts[label] += np.bincount(label_N[label_N >= 0], minlength=len(self._counts[label]))
+
+    def counts(self, label: str) -> tuple[int, ...]:
+        """Return the number of samples of each class of a label."""
+        return tuple(self._counts[label].tolist())
 
 
 def _save_overlay(overlay: DrawnOverlay | None, out: Path) -> OverlayEntry | None:
@@ -279,16 +290,19 @@ def _save_overlay(overlay: DrawnOverlay | None, out: Path) -> OverlayEntry | Non
     if overlay is None:
         return None
     drawn = overlay.overlay
-    sha256 = save_overlay(drawn, _partial(out, OVERLAY_NAME))
-    return OverlayEntry(
-        kind=kind_of(drawn), drawn="online", sha256=sha256, layout=drawn.layout, options=dict(drawn.chosen)
-    )
+    save_overlay(drawn, partial_path(out, OVERLAY_NAME))
+    return OverlayEntry(kind=kind_of(drawn), drawn="online", layout=drawn.layout, options=dict(drawn.chosen))
 
 
 def _stored(path: str, out: Path) -> str:
     """Return a path as the index names it: relative to the index if it lies there, so that both can be moved."""
     inside = out.absolute()
     return str(Path(path).relative_to(inside)) if not is_remote(path) and Path(path).is_relative_to(inside) else path
+
+
+def partial_path(out: Path, name: str) -> Path:
+    """Return the path of a file until `write_index` names it. A run may have the older file mapped into memory."""
+    return out / f".{name}.partial"
 
 
 def _count_fields(facts: Sequence[TarFacts]) -> Counter[str]:
@@ -299,45 +313,49 @@ def _count_fields(facts: Sequence[TarFacts]) -> Counter[str]:
     return seen
 
 
-def _class_names(
-    facts: Sequence[TarFacts],
-    label: str,
-    field: str | None,
-    seen: Mapping[str, int],
-    location: str,
-    *,
-    known: tuple[str, ...] | None,
-    classes_of: Path | None,
-) -> tuple[str, ...]:
-    """Return the names of the classes of one label, whose field is `field`; none if no sample has it.
-
-    `-1` is no class if all others are whole numbers, because these are the numbers of classes.
-    """
-    words = {word for each in facts for word in each.labels[label]}
-    if not words and known is None:
-        if field is not None:
-            unread = _unread(facts, label)
-            why = "".join(f" ({said})" for said in (unread, _apart(facts)) if said)
-            mend = "" if classes_of is not None else ", or leave it out"
+def _found_labels(
+    location: str, facts: Sequence[TarFacts], fields: Fields, *, classes_of: Path | None
+) -> dict[str, LabelEntry]:
+    """Return each label of which some sample has a value. Raises `UserError` as `make_index` does."""
+    seen = ", ".join(name for name, _ in _count_fields(facts).most_common(10)) or "none"
+    if not any(each.num_samples for each in facts):
+        raise UserError(
+            f"no sample of {location} has a picture under one of {', '.join(fields.content)}; its fields are {seen}, "
+            "so name yours with --image"
+        )
+    of_train = None if classes_of is None else load_manifest(classes_of).labels
+    labels: dict[str, LabelEntry] = {}
+    for name in facts[0].labels:
+        words = {word for each in facts for word in each.labels[name]}
+        if not words and fields.labels is not None:
+            unread = next((f" ({each.first_unread[name]})" for each in facts if name in each.first_unread), "")
             raise UserError(
-                f"no sample of {location} has a label under {field}{why}; its fields are {_named(seen)}, so name "
-                f"yours with --label{mend}"
+                f"no sample of {location} has a label under {fields.labels[name]}{printable(unread)}; its fields are "
+                f"{seen}, so name yours with --label"
             )
-        return ()
-    if known is None and classes_of is not None:
-        of_train = load_manifest(classes_of).labels.get(label)
-        if of_train is None:
-            return ()
-        known = of_train.classes
+        known = of_train[name].classes if of_train is not None and name in of_train else None
+        if not words or (of_train is not None and known is None):
+            continue
+        if classes := _classes(location, name, words, known, classes_of):
+            labels[name] = LabelEntry(title=name, classes=classes)
+    return labels
+
+
+def _classes(
+    location: str, label: str, words: set[str], known: tuple[str, ...] | None, classes_of: Path | None
+) -> tuple[str, ...]:
+    """Return the names of the classes of a label with the values `words`: `known`, those of a train set, if there are.
+
+    None if `-1` is the only value: it is no class if all others are whole numbers, which number the classes.
+    """
     others = words.union(known or ()) - {_UNLABELLED}
     if _UNLABELLED not in (known or ()) and all(word.isascii() and word.isdigit() for word in others):
-        words.discard(_UNLABELLED)
+        words = words - {_UNLABELLED}
     if known is not None:
         if unknown := sorted(words - set(known))[:3]:
             raise UserError(
-                f"{location} has labels that {classes_of or f'the list of classes of {label}'} lacks, such as "
-                f"{', '.join(unknown)}; index both with the same --label, or, if they are, leave samples of other "
-                "classes out"
+                f"{location} has labels that {classes_of} lacks, such as {', '.join(unknown)}; index both with the "
+                "same --label, or leave samples of other classes out"
             )
         return known
     if len(words) > MAX_CLASSES:
@@ -345,104 +363,6 @@ def _class_names(
             f"{location} has {len(words)} different labels, more than {MAX_CLASSES}; name another --label than {label}"
         )
     return class_names_of(words) if words else ()
-
-
-def _unread(facts: Sequence[TarFacts], label: str) -> str:
-    """Return how many files of a label cannot be read, with the first and the reason; "" if all can be read."""
-    num = sum(each.unread_labels.get(label, 0) for each in facts)
-    first = next((each.first_unread[label] for each in facts if label in each.first_unread), "")
-    return f"{num} labels{_in_brackets(label)} cannot be read, such as {printable(first)}" if num else ""
-
-
-def _apart(facts: Sequence[TarFacts]) -> str:
-    """Return how many samples without a picture share its name with one elsewhere, and what to do; "" if none does."""
-    num = sum(each.num_apart for each in facts)
-    first = next((key for each in facts for key in each.apart), "")
-    return (
-        f"the files of a sample must follow each other in a tar, but {num} samples without a picture have the name of "
-        f"a picture elsewhere in their tar, such as {printable(first)}; pack the tar again with `tar --sort=name`"
-        if num
-        else ""
-    )
-
-
-def _in_brackets(label: str) -> str:
-    return "" if label == BASE else f" ({label})"
-
-
-def _named(seen: Mapping[str, int]) -> str:
-    return ", ".join(sorted(seen, key=lambda name: -seen[name])[:10]) or "none"
-
-
-def _write_samples(
-    paths: Sequence[str], facts: Sequence[TarFacts], names: Mapping[str, Sequence[str]], out: Path
-) -> tuple[dict[str, tuple[int, ...]], NDArray[np.int64]]:
-    """Write the places and the labels of all samples into partial files, of the labels with the classes `names`.
-
-    Returns for each label the number of samples of each class, and the numbers of the tars.
-    """
-    numbers = {name: {word: number for number, word in enumerate(words)} for name, words in names.items()}
-    counts = {name: np.zeros(len(words), dtype=np.int64) for name, words in names.items()}
-    rows: list[tuple[int, int, int]] = []
-    end = 0
-    all_keys: list[NDArray[np.int64]] = []
-    with ExitStack() as files:
-        samples = files.enter_context(_partial(out, SAMPLES_NAME).open("wb"))
-        labels = {name: files.enter_context(_partial(out, labels_name(name)).open("wb")) for name in names}
-        for name, each in zip(paths, facts, strict=True):
-            part = read_part(part_path(out, name))
-            if part is None:
-                raise UserError(f"{out / PARTS} was changed while the index was made; index again")
-            packed, keys, *local = np.split(part[1], 2 + len(each.labels))
-            if end + each.num_samples <= _MAX_COMPARED:
-                all_keys.append(keys)
-            samples.write(packed.astype("<i8").tobytes())
-            for (name, words), local_N in zip(each.labels.items(), local, strict=True):
-                if name not in names:
-                    continue
-                # The last entry is for samples without a label.
-                of_class = np.array([*(numbers[name].get(word, NO_LABEL) for word in words), NO_LABEL], dtype=np.int64)
-                label_N = of_class[local_N]
-                labels[name].write(label_N.astype("<i4").tobytes())
-                counts[name] += np.bincount(label_N[label_N >= 0], minlength=len(names[name]))
-            end += each.num_samples
-            rows.append((end, each.num_bytes, each.changed_ns))
-    _warn_of_equal_keys(all_keys, paths)
-    return {name: tuple(of_label.tolist()) for name, of_label in counts.items()}, np.array(
-        rows, dtype=np.int64
-    ).reshape(-1, 3)
-
-
-def _partial(out: Path, name: str) -> Path:
-    """Return the path of a file until `_publish` names it. A run may have the older file mapped into memory."""
-    return out / f".{name}.partial"
-
-
-def _warn_of_equal_keys(keys_of_tars: Sequence[NDArray[np.int64]], paths: Sequence[str]) -> None:
-    """Warn if samples have the same key: they are read as different samples, but somebody may have copied a tar."""
-    keys_N = np.concatenate(keys_of_tars) if keys_of_tars else np.empty(0, dtype=np.int64)
-    order = np.argsort(keys_N, kind="stable")
-    (again,) = np.nonzero(keys_N[order[1:]] == keys_N[order[:-1]])
-    if not len(again):
-        return
-    ends = np.cumsum([len(keys) for keys in keys_of_tars])
-    both = np.searchsorted(ends, order[again[0] : again[0] + 2], side="right").tolist()
-    names = " and in ".join(dict.fromkeys(paths[number] for number in both))
-    logger.warning("%d samples have the key of an earlier one, such as one in %s", len(again), names)
-
-
-def _mean_and_std(facts: Sequence[TarFacts]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean and the deviation of each channel, of the measured pictures.
-
-    The measured pictures of a tar stand for all its samples: a tar counts by its size.
-    """
-    measured = [each for each in facts if each.sums[0]]
-    sums = np.sum([np.array(each.sums) * (each.num_samples / each.sums[0]) for each in measured], axis=0)
-    if not measured:
-        reasons = [reason for each in facts for reason in each.unreadable][:1]
-        raise UserError(f"none of the pictures decodes ({'; '.join(reasons)}); name another field with --image")
-    mean, square = sums[1:4] / sums[0], sums[4:7] / sums[0]
-    return tuple(mean.tolist()), tuple(np.sqrt(np.maximum(square - mean**2, 0)).tolist())
 
 
 def ensure_index(location: str, *, classes_of: str | None = None, show_progress: bool = False) -> None:
@@ -459,13 +379,12 @@ def ensure_index(location: str, *, classes_of: str | None = None, show_progress:
         return
     out = index_directory(location)
     if (out / MANIFEST_NAME).is_file():
-        check_index(location, classes_of=classes_of)
+        check_index(location)
         return
-    paths = expand(location)
-    if len(paths) > _MOST_TARS_UNASKED:
+    if (num := len(expand(location))) > _MOST_TARS_UNASKED:
         raise UserError(
-            f"{location} names {len(paths)} tars without an index; run `python -m data_pipeline index {location}` "
-            "once, before training"
+            f"{location} names {num} tars without an index; run `python -m data_pipeline index {location}` once, "
+            "before training"
         )
     named = None if classes_of is None or is_remote(classes_of) else Path(classes_of)
     train = None if named is None else load_manifest(named)
@@ -476,119 +395,74 @@ def ensure_index(location: str, *, classes_of: str | None = None, show_progress:
             "--overlay-layout and --digits of the train set"
         )
     fields, size = index_options(train)
-    with _locked(out):
-        if (out / MANIFEST_NAME).is_file():  # which another process has made meanwhile
-            return
-        logger.info("indexing the tars of %s into %s, once", location, out)
-        manifest, facts = write_index(
-            location, paths, out, fields=fields, size=size, classes_of=named, show_progress=show_progress
-        )
+    logger.info("indexing the tars of %s into %s, once", location, out)
+    manifest, facts = make_index(
+        location, out, fields=fields, size=size, classes_of=named, show_progress=show_progress, again=False
+    )
     for line in describe_index(manifest, facts):
         logger.info("%s", line)
 
 
-def check_index(location: str, *, classes_of: str | None = None) -> None:
-    """Raise `UserError`, with the command that indexes again, if the index of a location is of other tars.
+def check_index(location: str) -> None:
+    """Raise `UserError` if the index of a location is of other tars.
 
-    Tars that are new in a directory are a warning only, so that a run goes on while they are written. `classes_of` is
-    as in `ensure_index`.
+    Tars that are new in a directory are a warning only, so that a run goes on while they are written.
     """
     index = index_directory(location)
     if (difference := list_difference(index, location)) is None:
         return
-    manifest = load_manifest(index)
-    fields, size = index_options(manifest)
-    words = [location, "--image", ";".join(fields.picture), "--size", str(size)]
-    for name, field in (fields.labels or {}).items():
-        words += ["--label", f"{name}={field}"]
-    words += [] if classes_of is None else ["--classes-of", classes_of]
-    options = ""
-    if (entry := manifest.overlay) is not None:
-        words += ["--overlay", entry.kind, "--overlay-layout", entry.layout, "--split", manifest.how_made.split]
-        options = ", with the --overlay-option and --digits of before"
-    again = f"run `python -m data_pipeline index {shlex.join(words)}`{options}"
     if difference.has_only_new and with_home(location).is_dir():
-        logger.warning("%s; those of the index are read. To read all, %s", difference.words, again)
+        logger.warning(
+            "%s; those of the index are read. To read all, run `python -m data_pipeline index` again with the same "
+            "options",
+            difference.words,
+        )
         return
     raise UserError(
-        f"{difference.words}; {again} to index again, or name {index} in place of {location} to keep the tars of the "
-        "index"
+        f"{difference.words}; run `python -m data_pipeline index {location}` again with the same options, or name "
+        f"{index} in place of {location} to keep the tars of the index"
     )
 
 
 def index_options(manifest: Manifest | None) -> tuple[Fields, int]:
     """Return the fields and the picture size of an index of tars; the defaults if `manifest` is not of one."""
-    if manifest is None or manifest.tars is None:
+    if manifest is None or not manifest.any_size:
         return Fields(), TAR_PICTURE_SIZE
-    labels = manifest.tars.label_field
-    fields = Fields(
-        picture=manifest.tars.picture_fields, labels=None if labels is None else parse_labels(labels.split(","))
-    )
-    return fields, manifest.input_shape[1]
+    return manifest.tars.fields, manifest.input_shape[1]
 
 
 def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[str]:
-    """Yield lines that say what was found, and then a line for each kind of thing that was left out."""
-    assert manifest.tars is not None
+    """Yield lines that say what was found, and what was left out."""
     found = [
-        f"{sum(label.counts)} labels of {len(label.classes)} classes{_in_brackets(name)}"
+        f"{sum(label.counts)} labels of {len(label.classes)} classes ({name})"
         for name, label in manifest.stored_labels.items()
     ]
-    labels = ", ".join(found) or "no labels"
     yield (
-        f"{manifest.num_samples} samples in {manifest.tars.num_tars} tars, {manifest.tars.num_bytes:,} bytes, {labels}"
+        f"{manifest.num_samples} samples in {manifest.num_shards} tars, {manifest.num_bytes:,} bytes, "
+        f"{', '.join(found) or 'no labels'}"
     )
-    yield f"fields: {', '.join(f'{name} {count}' for name, count in _count_fields(facts).most_common(10))}"
+    fields = _count_fields(facts)
+    yield f"fields: {', '.join(f'{name} {count}' for name, count in fields.most_common(10))}"
     yield f"pictures are brought to {manifest.input_shape[1]} x {manifest.input_shape[2]} pixels when they are read"
-    for name, label in manifest.labels.items():
-        if 0 < (num_labelled := sum(label.counts)) < manifest.num_samples:
-            which = "" if name == BASE else f" ({name})"
-            yield f"{manifest.num_samples - num_labelled} samples have no label{which}"
-        if without := [words for words, count in zip(label.classes, label.counts, strict=False) if not count]:
-            which = "" if name == BASE else f" of {name}"
-            yield f"{len(without)} of the {len(label.classes)} classes{which} have no sample, such as {without[0]}"
-    for name in facts[0].labels:
-        if unread := _unread(facts, name):
-            yield unread
-        classes = manifest.labels[name].classes if name in manifest.labels else ()
-        if _UNLABELLED not in classes and any(_UNLABELLED in each.labels[name] for each in facts):
-            yield f"{_UNLABELLED} among whole numbers is no label{_in_brackets(name)}"
-    if manifest.tars.label_field is None:
-        seen = _count_fields(facts)
-        if len(several := [name for name in LABEL_FIELDS if name in seen]) > 1:
-            yield (
-                f"the label of a sample is the first of its fields {', '.join(several)}; if they do not say the same, "
-                "name one with --label"
-            )
     if manifest.overlay is not None:
-        drawn = [
-            f"{len(label.classes)} classes ({name})"
-            for name, label in manifest.labels.items()
-            if label.given_by == "overlay"
-        ]
-        yield (
-            f"overlay: {manifest.overlay.kind}, {manifest.overlay.layout}, drawn anew at each reading, with labels of "
-            f"{', '.join(drawn)}"
-        )
-    if left_out := sum(each.num_without_picture for each in facts):
-        yield f"{left_out} samples have no picture and are left out"
-    if apart := _apart(facts):
-        yield apart
-    if too_large := sum(each.num_too_large for each in facts):
-        yield f"{too_large} pictures of more than {MAX_PICTURE_BYTES} bytes are left out"
-    if links := [name for each in facts for name in each.links]:
-        yield (
-            f"{sum(each.num_links for each in facts)} links are not read, such as {printable(links[0])}; store files "
-            "in their place, with `tar --dereference --hard-dereference`"
-        )
-    if cut := [each.end for each in facts if not each.end.is_whole]:
-        lost = sum(end.num_unread for end in cut)
-        yield f"{len(cut)} tars are cut short or damaged; {lost:,} bytes behind the cuts are not used"
-    if continued := [each.end for each in facts if each.end.is_whole and each.end.num_unread]:
-        lost = sum(end.num_unread for end in continued)
-        yield f"{len(continued)} tars go on behind their end marks; {lost:,} bytes there are not used"
-    if unreadable := [reason for each in facts for reason in each.unreadable]:
-        yield f"{len(unreadable)} of the pictures that were tried do not decode, such as {unreadable[0]}"
+        yield f"overlay: {manifest.overlay.kind}, {manifest.overlay.layout}, drawn anew at each reading"
+    if manifest.tars.fields.labels is None and len(several := [name for name in LABEL_FIELDS if name in fields]) > 1:
+        yield f"the label of a sample is the first of its fields {', '.join(several)}; name one with --label"
+    for name, label in manifest.stored_labels.items():
+        if 0 < (num_labelled := sum(label.counts)) < manifest.num_samples:
+            yield f"{manifest.num_samples - num_labelled} samples have no label ({name})"
+    left_out = {
+        "samples without a picture, or with one of more than 268 MB, are left out": [x.num_left_out for x in facts],
+        "links are not read; store files in their place, with `tar --dereference`": [x.num_links for x in facts],
+        "labels cannot be read": [sum(x.unread_labels.values()) for x in facts],
+        "of the pictures that were tried do not decode": [len(x.unreadable) for x in facts],
+        "bytes behind the ends of tars, some cut short or damaged, are not used": [x.end.num_unread for x in facts],
+    }
+    for what, nums in left_out.items():
+        if num := sum(nums):
+            yield f"{num:,} {what}"
+    for reason in [*(reason for each in facts for reason in (*each.first_unread.values(), *each.unreadable))][:1]:
+        yield f"the first that cannot be read: {printable(reason)}"
 
 
 def parse_labels(words: Sequence[str]) -> dict[str, str] | None:
@@ -625,36 +499,30 @@ def parse_labels(words: Sequence[str]) -> dict[str, str] | None:
     return labels or None
 
 
-def overlay_to_draw(
-    kind: str | None, args: argparse.Namespace, *, size: int, digits_root: Path | None = None
-) -> DrawnOverlay | None:
-    """Open the overlay that a command line asks for; None if `kind` is None.
+def overlay_to_draw(args: argparse.Namespace, *, size: int) -> DrawnOverlay | None:
+    """Open the overlay that a command line asks for; None if it asks for none.
 
-    `digits_root` replaces --digits-root if that is not given. Raises `UserError` as `open_picture_overlay` does, and if
-    options of an overlay are given without one.
+    Raises `UserError` as `open_picture_overlay` does, and if options of an overlay are given without one.
     """
-    if kind is None:
+    if args.overlay is None:
         for name in ("overlay_layout", "overlay_option", "digits", "digits_root"):
             if getattr(args, name) is not None:
-                option = name.replace("_", "-")
-                raise UserError(
-                    f"--{option} is about an overlay, and none is drawn; leave it out, or choose an overlay"
-                )
+                raise UserError(f"--{name.replace('_', '-')} is about an overlay; leave it out, or give --overlay")
         return None
     shape = (3, size, size)
     overlay = open_picture_overlay(
-        kind,
+        args.overlay,
         shape=shape,
         split=args.split,
         layout=args.overlay_layout,
         digits=args.digits,
-        digits_root=args.digits_root or (digits_root if needs_digits(kind) else None),
+        digits_root=args.digits_root,
         options=parse_words(args.overlay_option or (), flag=OVERLAY_OPTION),
     )
     if (changed := overlay.output_shape(shape)) != shape:
         raise UserError(
-            f"the overlay {kind} makes pictures of {changed} out of {shape}, and an index of tars does not measure "
-            "these; build the dataset, without --keep"
+            f"the overlay {args.overlay} makes pictures of {changed} out of {shape}, and an index of tars does not "
+            "measure these; build the dataset"
         )
     return DrawnOverlay(overlay, args.split)
 
@@ -667,9 +535,9 @@ def run(args: argparse.Namespace) -> None:
     out = args.out or index_directory(args.location)
     given, size = index_options(None if args.classes_of is None else load_manifest(args.classes_of))
     size = size if args.size is None else args.size
-    words = given.picture if args.image is None else re.split("[;,]", args.image)
+    words = given.content if args.image is None else re.split("[;,]", args.image)
     fields = Fields(
-        picture=tuple(word.strip().lower().lstrip(".") for word in words if word.strip()),
+        content=tuple(word.strip().lower().lstrip(".") for word in words if word.strip()),
         labels=parse_labels(args.label or ()) or given.labels,
     )
     manifest, facts = make_index(
@@ -678,7 +546,7 @@ def run(args: argparse.Namespace) -> None:
         fields=fields,
         size=size,
         classes_of=args.classes_of,
-        overlay=overlay_to_draw(args.overlay, args, size=size),
+        overlay=overlay_to_draw(args, size=size),
         num_workers=args.workers,
         show_progress=True,
     )

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Callable
-from contextlib import suppress
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from data_pipeline.core.errors import UserError
+
+LOCK_NAME: Final = ".lock"
 
 
-def take_lock(descriptor: int, *, when_held: Callable[[], None]) -> None:
-    """Lock an open file or directory until it is closed, which happens at the latest when the process ends.
+@contextmanager
+def locked(directory: Path, *, when_held: Callable[[], None]) -> Iterator[None]:
+    """Make a directory, and keep it locked while the block runs; the lock is free again when the process ends.
 
-    If another process holds the lock, calls `when_held`, which may raise, and then waits. Does nothing on a file system
-    without locks.
+    If another process holds the lock, calls `when_held`, which may raise, and then waits. Locks nothing on a file
+    system without locks. Raises `UserError` if the directory cannot be written.
     """
-    with suppress(OSError):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            when_held()
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)  # a lock on NFS needs writing
+    except OSError as error:
+        raise UserError(f"{directory} cannot be written ({error.strerror}); choose another --out") from None
+    try:
+        with suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                when_held()
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,10 +1,10 @@
-"""Scan somebody else's WebDataset tars: where their pictures lie, and what their labels are.
+"""Scan WebDataset tars: where the members of their samples lie, and what their labels are.
 
 Each tar is scanned once, by its headers; only the labels and a few pictures, for the mean and the deviation, are read.
 Worker processes scan tars side by side. The facts of a tar are kept in a part, a file of their own, when it is done, so
-that a scan that was interrupted goes on from there.
+that a scan or a build that was interrupted goes on from there.
 
-Shapes: N samples of a tar.
+Shapes: N samples of a tar, M members of a sample.
 """
 
 from __future__ import annotations
@@ -28,32 +28,31 @@ from braceexpand import braceexpand
 from numpy.typing import NDArray
 from pydantic import NonNegativeInt
 
-from data_pipeline.building.datasets import PICTURE_FIELDS
-from data_pipeline.building.workers import run_all
+from data_pipeline.building.pool import run_all
 from data_pipeline.core.environment import with_home
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import BASE, NO_LABEL
-from data_pipeline.core.schema import MAX_CHARACTERS, LabelName, Line, Schema
+from data_pipeline.core.schema import MAX_CHARACTERS, Schema
 from data_pipeline.loading.picture_decode import decode_square
-from data_pipeline.remote.cache import RemoteConfig, is_remote
+from data_pipeline.remote.cache import RemoteConfig, file_url, is_remote
 from data_pipeline.remote.fetch import Expected, Limits, fetch
-from data_pipeline.storage.files import map_regular, regular_size
+from data_pipeline.storage.index import MAX_MEMBER_BYTES, map_file, pack
+from data_pipeline.storage.locations import PARTS_NAME, compressed_tars_in, compression_error, listed_tars
+from data_pipeline.storage.manifest import Fields
 from data_pipeline.storage.tar_headers import (
     HEAD_BYTES,
     TarEnd,
     TarMember,
-    compression,
     read_contents,
+    split_name,
     tar_end,
 )
-from data_pipeline.storage.tar_index import MAX_PICTURE_BYTES, pack, split_name
-from data_pipeline.storage.tar_lists import compressed_tars_in, compression_error, listed_tars
+from data_pipeline.storage.totals import Sums
 
 logger = logging.getLogger(__name__)
 LABEL_FIELDS: Final = ("cls", "label", "label.txt", "class", "cls.txt")  # tried in this order if none is named
-PARTS: Final = ".parts"  # of an index that is being made: a file for each tar
 _MAX_LABEL_BYTES: Final = 1 << 20
 _REMOTE: Final = RemoteConfig()
 _MAX_FIELDS: Final = 50  # that are counted in a tar
@@ -61,33 +60,22 @@ _METADATA: Final = re.compile(r"__[^/]*__($|/)")  # names of members that WebDat
 _FINE: Final = 1 << 20  # places of a draw in a piece of a tar
 
 
-class Fields(Schema):
-    """Which members of a sample are its picture and its labels.
+class Made(Schema):
+    """What a build knows of the samples of a tar: their totals, and in hexadecimal the digests of new records."""
 
-    Attributes:
-        picture: extensions, of which the first that a sample has is its picture.
-        labels: for each label by name, an extension, whose content is the label; or `EXTENSION:a.b`, the entry `b` of
-            `a` in its JSON. None takes the first of `LABEL_FIELDS` that there is, as the label `base`.
-    """
-
-    picture: tuple[str, ...] = PICTURE_FIELDS
-    labels: dict[LabelName, Line] | None = None
-
-    @property
-    def label_names(self) -> tuple[str, ...]:
-        return (BASE,) if self.labels is None else tuple(self.labels)
+    sums: Sums
+    digests: str
 
 
 class TarFacts(Schema):
-    """The entries of an index for one tar, beside the places of its pictures.
+    """The entries of an index for one tar, beside the places of the members of its samples.
 
     Attributes:
         num_bytes, changed_ns: size and time of change of the file when it was scanned; of a remote tar the size alone.
-        sha256: of a remote tar; empty for a local one.
-        num_samples: with a picture.
-        num_without_picture: samples that are left out.
-        num_apart, apart: how many of these have the key of a picture elsewhere in the tar, and the key of the first.
-        num_links, links: links in the tar, which are not read, and the name of the first.
+        sha256: of a remote tar, or one of a build; empty for others.
+        num_samples: with all members.
+        num_left_out: samples that lack a member.
+        num_links: links in the tar, which are not read.
         end: where the tar ends. A local tar may be cut short or damaged; what is before is used.
         fields: how many samples have each extension.
         labels: for each label by name, the different values, in the order in which they are met.
@@ -95,18 +83,15 @@ class TarFacts(Schema):
         first_unread: for each label that has some, the first of these files, and why.
         sums: of the measured pictures: their number, and for each channel the mean and the mean square.
         unreadable: a reason for each of the measured pictures that do not decode.
+        made: of a tar that a build has written.
     """
 
     num_bytes: NonNegativeInt
     changed_ns: int
     sha256: str
     num_samples: NonNegativeInt
-    num_without_picture: NonNegativeInt
-    num_apart: NonNegativeInt
-    apart: tuple[str, ...]
-    num_too_large: NonNegativeInt
+    num_left_out: NonNegativeInt
     num_links: NonNegativeInt
-    links: tuple[str, ...]
     end: TarEnd
     fields: dict[str, int]
     labels: dict[str, tuple[str, ...]]
@@ -114,6 +99,7 @@ class TarFacts(Schema):
     first_unread: dict[str, str]
     sums: tuple[float, ...]
     unreadable: tuple[str, ...]
+    made: Made | None = None
 
 
 @dataclass(frozen=True)
@@ -126,13 +112,17 @@ class TarTask:
 
 @dataclass(frozen=True)
 class ScanInputs:
-    """The settings with which a worker scans a tar. It decodes `num_measured` pictures of each."""
+    """The settings with which a worker scans a tar. It decodes `num_measured` pictures of each, to `size`."""
 
     fields: Fields
-    size: int
-    num_measured: int
     directory: Path
+    size: int = 0
+    num_measured: int = 0
     remote: RemoteConfig = _REMOTE
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        return (BASE,) if self.fields.labels is None else tuple(self.fields.labels)
 
 
 def expand(location: str) -> list[str]:
@@ -141,29 +131,25 @@ def expand(location: str) -> list[str]:
     `listed_tars` says what a location may be. A tar or a pattern may also be remote. Raises `UserError` if it names
     none, one twice, or one that does not exist.
     """
+    paths = _expand_remote(location) if is_remote(location) else listed_tars(location)
+    files = paths if is_remote(location) else [str(Path(name).resolve()) for name in paths]
+    for file, num in Counter(files).items():
+        if num > 1:
+            raise UserError(f"{location} names {file} {num} times; name each tar once")
     if is_remote(location):
-        return _expand_remote(location)
-    paths = listed_tars(location)
-    _warn_of_compressed(with_home(location))
-    _refuse_repeated(location, paths, [str(Path(name).resolve()) for name in paths])
+        return paths
+    if (path := with_home(location)).is_dir() and (left_out := compressed_tars_in(path)):
+        logger.warning("%s also holds %d compressed tars, such as %s, which are left out", path, *_first(left_out))
     for name in paths:
-        if "\n" in name or not name.isprintable():
+        if not name.isprintable():
             raise UserError(f"the name {name!r} cannot stand in an index; rename the file")
-    for name in paths:
-        if regular_size(Path(name)) is None:
-            raise UserError(f"{name}, which {location} names, does not exist or is no regular file; mend the location")
+        if not Path(name).is_file():
+            raise UserError(f"{name}, which {location} names, does not exist; mend the location")
     return paths
 
 
-def _warn_of_compressed(location: Path) -> None:
-    """Warn if a location is a directory that also holds compressed tars, which are not read."""
-    if location.is_dir() and (left_out := compressed_tars_in(location)):
-        logger.warning(
-            "%s also holds %d compressed tars, such as %s, which are left out; unpack them first to read them",
-            location,
-            len(left_out),
-            left_out[0].name,
-        )
+def _first(paths: Sequence[Path]) -> tuple[int, str]:
+    return len(paths), paths[0].name
 
 
 def _expand_remote(location: str) -> list[str]:
@@ -177,98 +163,70 @@ def _expand_remote(location: str) -> list[str]:
                 f"{url} is a directory, which is not listed if it is remote; name its tars, as in "
                 f"{url}train-{{0000..0099}}.tar"
             )
-    _refuse_repeated(location, urls, urls)
+        file_url(url.rpartition("/")[0], url.rpartition("/")[2])  # refuses what cannot be fetched
     return urls
 
 
-def _refuse_repeated(location: str, names: Sequence[str], files: Sequence[str]) -> None:
-    """Raise `UserError` if two of the names are of one of the files, which are given for each name."""
-    first: dict[str, str] = {}
-    for name, file in zip(names, files, strict=True):
-        if file in first:
-            also = "" if first[file] == name else f", also as {name}"
-            raise UserError(f"{location} names {first[file]} twice{also}; name each tar once")
-        first[file] = name
-
-
-def scan_tar(inputs: ScanInputs, task: TarTask) -> TarFacts:
+def scan_tar(inputs: ScanInputs, task: TarTask, *, made: Made | None = None) -> TarFacts:
     """Scan one tar and write what is known of it. A worker process calls this.
 
     Raises `UserError` if the tar is compressed.
     """
-    with _local(inputs, task) as (path, sha256), map_regular(path) as data:
-        status = path.stat()
+    with _local(inputs, task) as path:
+        status, data = path.stat(), map_file(path)
         contents = read_contents(data)
         if contents.end == 0 and (error := compression_error(task.path, bytes(data[:HEAD_BYTES]))) is not None:
             raise error
+        is_hashed = made is not None or is_remote(task.path)
+        labels = {name: _LabelReader(inputs.fields, name) for name in inputs.label_names}
         fields: Counter[str] = Counter()
-        chosen: list[TarMember] = []
-        words: dict[str, list[str | None]] = {name: [] for name in inputs.fields.label_names}
-        keys: list[int] = []
-        without_picture: list[str] = []
-        num_too_large = 0
-        unread_labels: Counter[str] = Counter()
-        first_unread: dict[str, str] = {}
-        for key, of_sample in _samples(contents.members):
+        chosen: list[list[TarMember]] = []
+        num_left_out = 0
+        for of_sample in _samples(contents.members):
             fields.update(of_sample.keys())
-            picture = next((of_sample[name] for name in inputs.fields.picture if name in of_sample), None)
-            if picture is None:
-                without_picture.append(key)
-            elif picture.size > MAX_PICTURE_BYTES:
-                num_too_large += 1
-            else:
-                chosen.append(picture)
-                keys.append(_hashed(key))
-                for name, found in words.items():
-                    field = None if inputs.fields.labels is None else inputs.fields.labels[name]
-                    try:
-                        found.append(_label(field, of_sample, data))
-                    except ValueError as error:
-                        found.append(None)
-                        unread_labels[name] += 1
-                        first_unread.setdefault(name, str(error))
-        labels = {
-            name: tuple(dict.fromkeys(word for word in found if word is not None)) for name, found in words.items()
-        }
+            if (members := _members(inputs.fields, of_sample)) is None:
+                num_left_out += 1
+                continue
+            chosen.append(members)
+            for label in labels.values():
+                label.read(of_sample, data)
         rows = measured_rows(len(chosen), num=inputs.num_measured, tar=task.number)
-        sums, unreadable = _measure(chosen, data, size=inputs.size, rows=rows)
-        found_end = tar_end(data, end=contents.end)
-        with_picture = set(keys)
-        apart = [key for key in without_picture if _hashed(key) in with_picture]
-    facts = TarFacts(
-        num_bytes=status.st_size,
-        changed_ns=0 if sha256 else status.st_mtime_ns,
-        sha256=sha256,
-        num_samples=len(chosen),
-        num_without_picture=len(without_picture),
-        num_apart=len(apart),
-        apart=tuple(apart[:1]),
-        num_too_large=num_too_large,
-        num_links=len(contents.links),
-        links=tuple(contents.links[:1]),
-        end=found_end,
-        fields=dict(fields.most_common(_MAX_FIELDS)),
-        labels=labels,
-        unread_labels=dict(unread_labels),
-        first_unread=first_unread,
-        sums=tuple(sums),
-        unreadable=tuple(unreadable),
-    )
-    packed = pack(
-        np.array([member.offset for member in chosen], dtype=np.int64),
-        np.array([member.size for member in chosen], dtype=np.int64),
-    )
-    columns = [packed, np.array(keys, dtype=np.int64)]
-    for name, found in words.items():
-        numbers = {word: number for number, word in enumerate(labels[name])}
-        columns.append(np.array([NO_LABEL if word is None else numbers[word] for word in found], dtype=np.int64))
-    part = np.concatenate(columns)
-    _write_part(part_path(inputs.directory, task.path), facts, part)
+        sums, unreadable = _measure([chosen[row][0] for row in rows], data, size=inputs.size)
+        facts = TarFacts(
+            num_bytes=status.st_size,
+            changed_ns=status.st_mtime_ns,
+            sha256=hashlib.sha256(data).hexdigest() if is_hashed else "",
+            num_samples=len(chosen),
+            num_left_out=num_left_out,
+            num_links=len(contents.links),
+            end=tar_end(data, end=contents.end),
+            fields=dict(fields.most_common(_MAX_FIELDS)),
+            labels={name: tuple(label.numbers) for name, label in labels.items()},
+            unread_labels={name: label.num_unread for name, label in labels.items()},
+            first_unread={name: label.first_unread for name, label in labels.items() if label.num_unread},
+            sums=tuple(sums),
+            unreadable=tuple(unreadable),
+            made=made,
+        )
+    num_members = 1 if inputs.fields.mask is None else 2
+    offsets_NM = np.array([[member.offset for member in members] for members in chosen], dtype=np.int64)
+    sizes_NM = np.array([[member.size for member in members] for members in chosen], dtype=np.int64)
+    packed_NM = pack(offsets_NM, sizes_NM).reshape(-1, num_members)
+    columns = [np.array(label.found, dtype=np.int64)[:, None] for label in labels.values()]
+    _write_part(part_path(inputs.directory, task.path), facts, np.concatenate([packed_NM, *columns], axis=1))
     return facts
 
 
-def _samples(members: Iterable[TarMember]) -> Iterator[tuple[str, dict[str, TarMember]]]:
-    """Yield the key of each sample and its members by extension.
+def _members(fields: Fields, of_sample: Mapping[str, TarMember]) -> list[TarMember] | None:
+    """Return the members of a sample that a reader gets; None if it lacks one, or if one is too large for an index."""
+    content = next((of_sample[name] for name in fields.content if name in of_sample), None)
+    found = [content] if fields.mask is None else [content, of_sample.get(fields.mask)]
+    members = [member for member in found if member is not None and member.size <= MAX_MEMBER_BYTES]
+    return members if len(members) == len(found) else None
+
+
+def _samples(members: Iterable[TarMember]) -> Iterator[dict[str, TarMember]]:
+    """Yield the members of each sample by extension.
 
     Members that follow each other are a sample if they share a key. A second member of one extension begins another
     sample of that key, so that no picture gets the label of another one. Members of no sample may lie between.
@@ -279,22 +237,22 @@ def _samples(members: Iterable[TarMember]) -> Iterator[tuple[str, dict[str, TarM
         if not extension or key_of_member[-1:] in ("", "/") or _METADATA.match(member.name):
             continue  # no extension, or hidden, such as the `._x.png` that a Mac packs before `x.png`
         if of_sample and (key_of_member != key or extension in of_sample):
-            yield key, of_sample
+            yield of_sample
             of_sample = {}
         key = key_of_member
         of_sample[extension] = member
     if of_sample:
-        yield key, of_sample
+        yield of_sample
 
 
 @contextmanager
-def _local(inputs: ScanInputs, task: TarTask) -> Iterator[tuple[Path, str]]:
-    """Yield the path of a tar on this machine while the block runs, and the sha256 of a tar that was fetched for it.
+def _local(inputs: ScanInputs, task: TarTask) -> Iterator[Path]:
+    """Yield the path of a tar on this machine while the block runs.
 
     Raises `UserError` if a remote tar cannot be fetched, is cut short or holds no file.
     """
     if not is_remote(task.path):
-        yield Path(task.path), ""
+        yield Path(task.path)
         return
     config = inputs.remote
     limits = Limits(
@@ -302,30 +260,40 @@ def _local(inputs: ScanInputs, task: TarTask) -> Iterator[tuple[Path, str]]:
         num_attempts=config.num_attempts,
         deadline=time.monotonic() + config.file_seconds,
     )
-    with tempfile.TemporaryDirectory(dir=inputs.directory / PARTS) as directory:
+    with tempfile.TemporaryDirectory(dir=inputs.directory / PARTS_NAME) as directory:
         path = Path(directory, "copy.tar")
         fetch(task.path, path, expected=Expected(), limits=limits)
-        if (wrong := _tar_problem(path)) is not None:
-            raise UserError(f"{task.path}: {wrong}; check the location and the server that holds it")
-        with path.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        yield path, sha256
-
-
-def _tar_problem(path: Path) -> str | None:
-    """Return what is wrong with a file that must be a whole tar with at least one file; None if it is."""
-    with map_regular(path) as data:
+        data = map_file(path)
         contents = read_contents(data)
-        if contents.members and tar_end(data, end=contents.end).is_whole:
-            return None
-        found = compression(bytes(data[:HEAD_BYTES]))
-        how = "" if found is None else f", but compressed by {found[0]}"
-        return f"the answer of {len(data)} bytes is not a whole tar{how}"
+        if not (contents.members and tar_end(data, end=contents.end).is_whole):
+            if (error := compression_error(task.path, bytes(data[:HEAD_BYTES]))) is not None:
+                raise error
+            raise UserError(f"{task.path}: the answer of {len(data)} bytes is not a whole tar; check the location")
+        yield path
 
 
-def _hashed(key: str) -> int:
-    """Return 64 bits that differ for different keys, all but certainly."""
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
+class _LabelReader:
+    """Reads one label of the samples of a tar.
+
+    Attributes:
+        numbers: the different values, with their numbers in the order in which they were met.
+        found: the number of the value of each sample; `NO_LABEL` if it has none.
+    """
+
+    def __init__(self, fields: Fields, name: str) -> None:
+        self._field = None if fields.labels is None else fields.labels[name]
+        self.numbers: dict[str, int] = {}
+        self.found: list[int] = []
+        self.num_unread, self.first_unread = 0, ""
+
+    def read(self, of_sample: Mapping[str, TarMember], data: memoryview) -> None:
+        try:
+            word = _label(self._field, of_sample, data)
+        except ValueError as error:
+            word = None
+            self.num_unread += 1
+            self.first_unread = self.first_unread or str(error)
+        self.found.append(NO_LABEL if word is None else self.numbers.setdefault(word, len(self.numbers)))
 
 
 def _label(field: str | None, of_sample: Mapping[str, TarMember], data: memoryview) -> str | None:
@@ -351,10 +319,8 @@ def _label(field: str | None, of_sample: Mapping[str, TarMember], data: memoryvi
             word = content.decode("utf-8-sig").strip()  # some programs write a byte-order mark before the text
         except UnicodeDecodeError:
             raise ValueError(f"{member.name}, which is not text in UTF-8") from None
-    if len(word) > MAX_CHARACTERS:
-        raise ValueError(f"{member.name}, which has {len(word):,} characters, more than {MAX_CHARACTERS:,}")
-    if not word.isprintable():
-        raise ValueError(f"{member.name}, which holds a character that cannot be printed")
+    if len(word) > MAX_CHARACTERS or not word.isprintable():
+        raise ValueError(f"{member.name}, whose text of {len(word):,} characters is too long or cannot be printed")
     return word or None
 
 
@@ -395,13 +361,11 @@ def measured_rows(num_samples: int, *, num: int, tar: int) -> list[int]:
     return [(piece * _FINE + shift) * num_samples // (num * _FINE) for piece in range(num)]
 
 
-def _measure(
-    chosen: Sequence[TarMember], data: memoryview, *, size: int, rows: Sequence[int]
-) -> tuple[list[float], list[str]]:
-    """Return number, means and mean squares of the pictures `rows` of a tar, and why others do not decode."""
+def _measure(pictures: Sequence[TarMember], data: memoryview, *, size: int) -> tuple[list[float], list[str]]:
+    """Return number, means and mean squares of some pictures of a tar, and why others do not decode."""
     sums = np.zeros(7)
     unreadable: list[str] = []
-    for member in (chosen[row] for row in rows):
+    for member in pictures:
         try:
             picture = decode_square(data[member.offset : member.offset + member.size], size=size)
         except ValueError as error:
@@ -412,8 +376,22 @@ def _measure(
     return sums.tolist(), unreadable
 
 
+def mean_and_std(facts: Sequence[TarFacts]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the mean and the deviation of each channel, of the measured pictures.
+
+    The measured pictures of a tar stand for all its samples: a tar counts by its size.
+    """
+    measured = [each for each in facts if each.sums[0]]
+    if not measured:
+        reasons = [reason for each in facts for reason in each.unreadable][:1]
+        raise UserError(f"none of the pictures decodes ({'; '.join(reasons)}); name another field with --image")
+    sums = np.sum([np.array(each.sums) * (each.num_samples / each.sums[0]) for each in measured], axis=0)
+    mean, square = sums[1:4] / sums[0], sums[4:7] / sums[0]
+    return tuple(mean.tolist()), tuple(np.sqrt(np.maximum(square - mean**2, 0)).tolist())
+
+
 def part_path(directory: Path, path: str) -> Path:
-    return directory / PARTS / f"{hashlib.sha256(path.encode()).hexdigest()[:24]}.part"
+    return directory / PARTS_NAME / f"{hashlib.sha256(path.encode()).hexdigest()[:24]}.part"
 
 
 def _write_part(path: Path, facts: TarFacts, numbers: NDArray[np.int64]) -> None:
@@ -424,74 +402,61 @@ def _write_part(path: Path, facts: TarFacts, numbers: NDArray[np.int64]) -> None
     partial.replace(path)
 
 
-def read_part(path: Path) -> tuple[TarFacts, NDArray[np.int64]] | None:
-    """Return the facts of a tar, and places, hashed keys and each label of its samples, end to end; None if not whole.
+def read_part(directory: Path, name: str) -> tuple[TarFacts, NDArray[np.int64]] | None:
+    """Return the facts of a tar; and of its samples the places of the members, and each label. None if not whole.
 
-    The numbers are ((2 + num_labels) * N,) int64.
+    The numbers are (N, M + num_labels) int64.
     """
     try:
-        head, _, tail = path.read_bytes().partition(b"\n")
+        head, _, tail = part_path(directory, name).read_bytes().partition(b"\n")
         facts = TarFacts.model_validate_json(head)
     except (OSError, ValueError):
         return None
-    if len(tail) != 8 * (2 + len(facts.labels)) * facts.num_samples:
-        return None
-    return facts, np.frombuffer(tail, dtype="<i8").astype(np.int64)
+    numbers = np.frombuffer(tail, dtype="<i8").astype(np.int64)
+    return facts, numbers.reshape(facts.num_samples, -1 if facts.num_samples else 1)
 
 
-def begin_scan(out: Path, settings: ScanInputs) -> None:
-    """Make the directory of an index, and remove the parts of one with other settings."""
-    try:
-        (out / PARTS).mkdir(parents=True, exist_ok=True)
-        note, wanted = out / PARTS / "settings", repr((settings.fields, settings.size, settings.num_measured))
-        if not note.is_file() or note.read_text(encoding="utf-8") != wanted:
-            for old in (out / PARTS).glob("*.part"):
-                old.unlink()
-            note.write_text(wanted, encoding="utf-8")
-    except OSError as error:
-        raise unwritable(out, error) from None
+def begin_parts(out: Path, settings: str) -> bool:
+    """Make the directory of the parts. Return whether it holds parts that were made with the same settings.
+
+    Removes the parts of other settings.
+    """
+    directory, note = out / PARTS_NAME, out / PARTS_NAME / "settings"
+    if note.is_file() and note.read_text(encoding="utf-8") == settings:
+        return True
+    directory.mkdir(parents=True, exist_ok=True)
+    for old in directory.glob("*.part"):
+        old.unlink()
+    note.write_text(settings, encoding="utf-8")
+    return False
 
 
-def unwritable(out: Path, error: OSError) -> UserError:
-    return UserError(f"the index cannot be written to {out} ({error.strerror}); name another place by --out")
+def finished(directory: Path, name: str) -> TarFacts | None:
+    """Return the facts of a tar that has a part; None if it has none, or has changed since.
+
+    Does not ask for a remote tar; None if it gave no sample.
+    """
+    part = read_part(directory, name)
+    if part is None or is_remote(name):
+        return None if part is None or not part[0].num_samples else part[0]
+    facts, path = part[0], Path(name)
+    status = path.stat() if path.is_file() else None
+    is_same = status is not None and (status.st_size, status.st_mtime_ns) == (facts.num_bytes, facts.changed_ns)
+    return facts if is_same else None
 
 
 def scan_all(paths: Sequence[str], settings: ScanInputs, *, num_workers: int, show_progress: bool) -> list[TarFacts]:
-    """Return the facts of all tars. A tar with a part is not scanned again, unless it has changed or gave no sample."""
-    facts: dict[int, TarFacts] = {}
-    tasks: list[TarTask] = []
-    for number, name in enumerate(paths):
-        part = read_part(part_path(settings.directory, name))
-        if part is not None and _is_as_scanned(name, part[0]):
-            facts[number] = part[0]
-        else:
-            tasks.append(TarTask(number, name))
-    with Progress("index", total=len(paths), start=len(facts), enabled=show_progress) as progress:
-        num_samples = 0
+    """Return the facts of all tars. A tar that is finished is not scanned again."""
+    facts = {number: finished(settings.directory, name) for number, name in enumerate(paths)}
+    tasks = [TarTask(number, paths[number]) for number, known in facts.items() if known is None]
+    num_samples = 0
+    with Progress("index", total=len(paths), start=len(paths) - len(tasks), enabled=show_progress) as progress:
         for task, found in zip(tasks, run_all(scan_tar, settings, tasks, num_workers=num_workers), strict=True):
             facts[task.number] = found
             num_samples += found.num_samples
             progress.advance(note=f"{num_samples} samples")
-    for number, name in enumerate(paths):
-        if (problem := facts[number].end.problem) is not None:
+    whole = [each for each in facts.values() if each is not None]
+    for name, each in zip(paths, whole, strict=True):
+        if (problem := each.end.problem) is not None:
             logger.warning("%s %s", name, problem)
-    return [facts[number] for number in range(len(paths))]
-
-
-def _is_as_scanned(name: str, facts: TarFacts) -> bool:
-    """Return whether the facts of a tar hold still. Does not ask for a remote tar; false if it gave no sample."""
-    if is_remote(name):
-        return facts.end.is_whole and facts.num_samples > 0
-    status = Path(name).stat()
-    return (facts.num_bytes, facts.changed_ns) == (status.st_size, status.st_mtime_ns)
-
-
-@contextmanager
-def forgotten_if_refused(out: Path, paths: Sequence[str]) -> Iterator[None]:
-    """Remove the parts of remote tars if the block raises `UserError`: the tars may be mended on their server."""
-    try:
-        yield
-    except UserError:
-        for name in filter(is_remote, paths):
-            part_path(out, name).unlink(missing_ok=True)
-        raise
+    return whole

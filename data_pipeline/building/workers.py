@@ -1,61 +1,48 @@
-"""Make the shards of a build in worker processes; one process makes a whole shard.
+"""Make the tars of a build; one process makes a whole tar.
 
-A worker writes the shard, its index, and last a file that lists what is in it.
+A worker writes the tar, and scans it as `index` scans somebody else's; so the part of a tar says that it is finished.
 
-Guarantees: no byte depends on which process made it. No worker of a killed build still writes when another build has
-begun.
+Guarantees: no byte depends on which process made it.
 
-Shapes: B samples of a shard or of one call of the overlay, C channels, H height, W width, T points of a waveform.
+Shapes: B samples of a tar or of one call of the overlay, C channels, H height, W width, T points of a waveform.
 """
 
 from __future__ import annotations
 
-import fcntl
-import multiprocessing
-import os
-import pickle
-import signal
-import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, TypeVar
+from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from data_pipeline.audio.waveform import crop_last, fit_length, to_float
+from data_pipeline.building.tar_scan import Made, ScanInputs, TarFacts, TarTask, scan_tar
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.processes import end_with_parent, worker_context
 from data_pipeline.core.sample import Record, Sample
-from data_pipeline.core.schema import Schema
 from data_pipeline.overlays import Overlay, baked_keys
 from data_pipeline.sources import Source, labels_of
-from data_pipeline.storage.manifest import LabelEntry, ShardEntry
-from data_pipeline.storage.shards import EncodedSample, encode, index_path, shard_name, write_shard
+from data_pipeline.sources.folder import ImageFolder
+from data_pipeline.sources.picture_table import PictureTable
+from data_pipeline.storage.manifest import LabelEntry
 from data_pipeline.storage.source_digests import content_digest
-from data_pipeline.storage.totals import Sums, Totals
+from data_pipeline.storage.totals import Totals
+from data_pipeline.storage.write import encode, encode_labels, shard_name, write_shard
 
-FINISHED_SUFFIX: Final = ".finished.json"  # of the file that lists what is in a finished shard
-_NUM_SAMPLES_PER_DRAW = 100  # samples in one call of an overlay; 100 sounds take 20 MB
-_NUM_TASKS_AHEAD = 2  # per worker, so that all are busy
-_SECONDS_FOR_ORPHANS = 30.0  # limit for the workers of a killed build to end; usually they take milliseconds
-
-T = TypeVar("T")
-U = TypeVar("U")
-V = TypeVar("V")
+_NUM_SAMPLES_PER_DRAW: Final = 100  # samples in one call of an overlay; 100 sounds take 20 MB
 
 
 @dataclass(frozen=True)
 class BuildInputs:
-    """Everything that a worker needs to make any shard of a dataset; `overlay` is drawn into the shards.
+    """Everything that a worker needs to make any tar of a dataset.
 
-    `labels` are those of the source and of the overlay, also of one that is drawn at each reading; without counts.
+    Attributes:
+        overlay: what is drawn into the tars.
+        labels: those that are stored, of the source and of `overlay`, without counts.
+        keeps_files: whether the files of a folder are stored as they are.
+        scan: how a tar is scanned; its directory is that of the tars.
     """
 
     source: Source
@@ -65,20 +52,23 @@ class BuildInputs:
     seed: int
     sample_rate: int | None
     num_points: int | None
+    keeps_files: bool
+    scan: ScanInputs
 
-    def no_totals(self) -> Totals:
-        return Totals(
-            {
-                name: len(label.classes)
-                for name, label in self.labels.items()
-                if label.given_by == "source" or self.overlay is not None
-            }
-        )
+    @property
+    def classes(self) -> dict[str, tuple[str, ...]]:
+        return {name: label.classes for name, label in self.labels.items()}
+
+    @property
+    def paths_of(self) -> ImageFolder | PictureTable:
+        """Return the source with the paths of its files, which are kept."""
+        assert isinstance(self.source, (ImageFolder, PictureTable))
+        return self.source
 
 
 @dataclass(frozen=True)
 class ShardTask:
-    """The samples of one shard: from `first_index`, with the records `records_B`.
+    """The samples of one tar: from `first_index`, with the records `records_B`.
 
     The first `num_new` of them are the first samples of their records in the dataset.
     """
@@ -89,37 +79,45 @@ class ShardTask:
     num_new: int
 
 
-class FinishedShard(Schema):
-    """The part of a manifest that one shard adds; `digests` holds the digests of its new records, in hexadecimal."""
-
-    entry: ShardEntry
-    sums: Sums
-    digests: str
+def shard_path(directory: Path, number: int) -> Path:
+    return directory.absolute() / shard_name(number)
 
 
-def make_shard(inputs: BuildInputs, task: ShardTask, *, directory: Path) -> int:
-    """Write one shard, and then the file that lists its content. Return its number of samples."""
-    totals = inputs.no_totals()
-    digests: list[bytes] = []
+def make_shard(inputs: BuildInputs, task: ShardTask) -> TarFacts:
+    """Write one tar, and then its part. Return the facts of the tar."""
+    path = shard_path(inputs.scan.directory, task.number)
+    totals, digests = Totals(), list[bytes]()
 
-    def encoded() -> Iterator[EncodedSample]:
+    def drawn() -> Iterator[dict[str, bytes]]:
         for sample, record in _samples(inputs, task):
             if len(digests) < task.num_new:
                 digests.append(content_digest(record.content))
             totals.add(sample)
-            yield encode(sample, sample_rate=inputs.sample_rate)
+            yield encode(sample, inputs.classes, sample_rate=inputs.sample_rate)
 
-    entry = write_shard(encoded(), directory / shard_name(task.number))
-    finished = FinishedShard(entry=entry, sums=totals.sums, digests=b"".join(digests).hex())
-    path = finished_path(directory, task.number)
-    being_written = path.with_name(f"{path.name}.partial")
-    being_written.write_text(finished.model_dump_json(), encoding="utf-8")
-    being_written.replace(path)
-    return len(task.records_B)
+    members = _kept_files(inputs, task) if inputs.keeps_files else drawn()
+    write_shard(members, path, first_index=task.first_index)
+    made = Made(sums=totals.sums, digests=b"".join(digests).hex())
+    facts = scan_tar(inputs.scan, TarTask(task.number, str(path)), made=made)
+    if facts.num_samples != len(task.records_B):
+        raise UserError(f"{path} has {facts.num_left_out} samples of more than 268 MB; make them smaller")
+    return facts
+
+
+def _kept_files(inputs: BuildInputs, task: ShardTask) -> Iterator[dict[str, bytes]]:
+    """Yield the file of each record as it is, with its labels."""
+    columns = labels_of(inputs.source)
+    for number in task.records_B.tolist():
+        path = inputs.paths_of.path(number)
+        ending = path.suffix.lower().lstrip(".")
+        if ending not in inputs.scan.fields.content:
+            raise UserError(f"{path} has no ending of a picture that can be kept; rename it, or build without --keep")
+        labels = {name: int(column.label_N[number]) for name, column in columns.items()}
+        yield {ending: path.read_bytes(), "json": encode_labels(labels, inputs.classes)}
 
 
 def _samples(inputs: BuildInputs, task: ShardTask) -> Iterator[tuple[Sample, Record]]:
-    """Yield the samples of a shard in order, each with its record."""
+    """Yield the samples of a tar in order, each with its record."""
     num_at_once = 1 if inputs.overlay is None else _NUM_SAMPLES_PER_DRAW
     columns = labels_of(inputs.source)
     for start in range(0, len(task.records_B), num_at_once):
@@ -170,96 +168,3 @@ def _overlaid(
 def content_digests(inputs: BuildInputs, numbers: NDArray[np.int64]) -> bytes:
     """Return the digests of the contents of some records, end to end."""
     return b"".join(content_digest(inputs.source[number].content) for number in numbers.tolist())
-
-
-def finished_path(directory: Path, number: int) -> Path:
-    return directory / f".{shard_name(number)}{FINISHED_SUFFIX}"
-
-
-def finished_shard(directory: Path, number: int) -> FinishedShard | None:
-    """Return the `FinishedShard` that was written for a shard; None if the shard is not whole."""
-    shard = directory / shard_name(number)
-    try:
-        finished = FinishedShard.model_validate_json(finished_path(directory, number).read_text(encoding="utf-8"))
-        is_there = shard.stat().st_size == finished.entry.num_bytes and index_path(shard).is_file()
-    except (OSError, ValueError):
-        return None
-    return finished if is_there else None
-
-
-_inputs_of_worker: Any  # set once in each worker process, because a source may hold all pictures of a dataset
-_lock_of_worker: IO[str]  # held until the process ends
-
-
-def _start_worker(inputs: bytes, lock: Path | None) -> None:
-    global _inputs_of_worker, _lock_of_worker
-    # Ctrl-C reaches all processes, but the build ends its workers itself, between two shards.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
-    if lock is not None:
-        _lock_of_worker = lock.open(encoding="utf-8")
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(_lock_of_worker, fcntl.LOCK_SH)
-    end_with_parent()  # else it would wait for work forever when its build is killed
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    if not parent.is_alive():  # killed before this process had its lock: another build may be running
-        os._exit(1)
-    _inputs_of_worker = pickle.loads(inputs)
-
-
-def _in_worker(work: Callable[[Any, U], T], task: U) -> T:
-    return work(_inputs_of_worker, task)
-
-
-def run_all(
-    work: Callable[[V, U], T],
-    inputs: V,
-    tasks: Iterable[U],
-    *,
-    num_workers: int,
-    lock: Path | None = None,
-) -> Generator[T, None, None]:
-    """Yield `work(inputs, task)` for every task, in order; worker processes do it if `num_workers` is above 1.
-
-    Workers hold a lock on the file `lock` until they end.
-    """
-    if num_workers == 1:
-        yield from (work(inputs, task) for task in tasks)
-        return
-    context = worker_context(__name__)
-    # Pickled here, to bytes: multiprocessing itself would share the overlay's tensors through files in memory.
-    pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(pickle.dumps(inputs), lock))
-    under_way: deque[Future[T]] = deque()
-    try:
-        for task in tasks:
-            under_way.append(pool.submit(_in_worker, work, task))
-            if len(under_way) == _NUM_TASKS_AHEAD * num_workers:
-                yield under_way.popleft().result()
-        while under_way:
-            yield under_way.popleft().result()
-    except BrokenProcessPool:
-        raise UserError(
-            "a worker process was killed, most likely for lack of memory; run the same command again with fewer "
-            "--workers; it continues from the finished shards"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def wait_for_orphans(lock: Path) -> None:
-    """Wait until the workers of a killed build release `lock`; they may be writing until then."""
-    deadline = time.monotonic() + _SECONDS_FOR_ORPHANS
-    with lock.open(encoding="utf-8") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise UserError(
-                        f"a worker of an earlier build is still writing {lock.parent}; end it or choose another --out"
-                    ) from None
-                time.sleep(0.02)
-            except OSError:
-                return  # a file system without locks

@@ -7,7 +7,6 @@ Shapes: B samples, C channels, H height, W width, X points of all sounds end to 
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from data_pipeline.audio.waveform import decode_wav
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.random_crop import Crop, CropLaw, random_resized_crops
-from data_pipeline.core.sample import BASE, MASK_OUTSIDE, NO_LABEL, OVERLAY, BadSample, sample_key
+from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL, BadSample, sample_key
 from data_pipeline.loading.picture_decode import decode_crops, decode_square, picture_size
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.png import decode_pngs
@@ -121,8 +120,6 @@ def decode(store: SampleStore, indices: NDArray[np.int64], *, crops: CropDraws |
     manifest, files = store.manifest, stored.files
     errors: dict[int, str] = {}
     found = stored.labels
-    if found is None:
-        found, errors = _decode_labels(files["json"], indices, label_ranges(manifest))
     labels = {
         name: torch.from_numpy(found[name]) if name in found else torch.full((len(indices),), NO_LABEL)
         for name in manifest.labels
@@ -130,21 +127,21 @@ def decode(store: SampleStore, indices: NDArray[np.int64], *, crops: CropDraws |
     pictures_BCHW = pictures_b_BCHW = masks_BHW = None
     clips: list[Tensor] = []
     if manifest.medium == "sound":
-        clips, wav_errors = _decode_clips(files["wav"])
+        clips, wav_errors = _decode_clips(files["content"])
         errors |= wav_errors
-    elif manifest.tars is not None:
+    elif manifest.any_size:
         size = manifest.input_shape[1]
         if crops is None:
-            pictures_BCHW, picture_errors = _decode_squares(files["picture"], size=size)
+            pictures_BCHW, picture_errors = _decode_squares(files["content"], size=size)
         else:
-            (pictures_BCHW, pictures_b_BCHW), picture_errors = _decode_crops(files["picture"], crops, size=size)
+            (pictures_BCHW, pictures_b_BCHW), picture_errors = _decode_crops(files["content"], crops, size=size)
         errors |= picture_errors
     else:
         num_channels, height, width = manifest.input_shape
-        pictures_BCHW, png_errors = decode_pngs(files["png"], (num_channels, height, width))
+        pictures_BCHW, png_errors = decode_pngs(files["content"], (num_channels, height, width))
         errors |= png_errors
-        if "mask.png" in files:
-            masks_B1HW, mask_errors = decode_pngs(files["mask.png"], (1, height, width))
+        if "mask" in files:
+            masks_B1HW, mask_errors = decode_pngs(files["mask"], (1, height, width))
             masks_BHW = masks_B1HW[:, 0]
             errors |= mask_errors
     bad: dict[int, BadSample] = {}
@@ -223,66 +220,6 @@ def decode_ahead(
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-
-
-def label_ranges(manifest: Manifest) -> dict[str, range]:
-    """Return the valid numbers of each label in the JSON of a sample, by name.
-
-    `base` and `overlay` are always in the JSON, as `NO_LABEL` if they are not stored. A sample may lack any other one.
-    """
-    stored = manifest.stored_labels
-    nothing = range(NO_LABEL, NO_LABEL + 1)
-    ranges = {name: range(len(stored[name].classes)) if name in stored else nothing for name in (BASE, OVERLAY)}
-    more = {name: label for name, label in stored.items() if name not in ranges}
-    return ranges | {name: range(NO_LABEL, len(label.classes)) for name, label in more.items()}
-
-
-def decode_label(text: bytes, index: int, valid: Mapping[str, range]) -> dict[str, int]:
-    """Return the labels in the JSON of sample `index`, by name.
-
-    Raises `ValueError` with the reason if the JSON is not valid, or if a label is not one of `valid`.
-    """
-    try:
-        stored_index, *labels = _numbers(json.loads(text), valid)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{sample_key(index)}.json does not decode ({error!r})") from None
-    if stored_index != index:
-        raise ValueError(f"{sample_key(index)}.json says that it is sample {stored_index!r}")
-    for (name, in_range), label in zip(valid.items(), labels, strict=True):
-        if not isinstance(label, int) or label not in in_range:
-            raise ValueError(f"label_{name} is {label!r}, not one of {in_range.start} to {in_range.stop - 1}")
-    return dict(zip(valid, labels, strict=True))
-
-
-def _decode_labels(
-    files: Sequence[memoryview], indices: NDArray[np.int64], valid: Mapping[str, range]
-) -> tuple[dict[str, NDArray[np.int64]], dict[int, str]]:
-    """Return each label in the samples' JSON by name, (B,) int64, and by row the reason why one cannot be read."""
-    try:  # all at once, which is five times as fast as one by one
-        table = np.array([_numbers(stored, valid) for stored in json.loads(b"[" + b",".join(files) + b"]")])
-        if table.shape == (len(files), 1 + len(valid)) and table.dtype == np.int64 and (table[:, 0] == indices).all():
-            columns = {name: table[:, column].copy() for column, name in enumerate(valid, 1)}
-            if all(_all_within(columns[name], in_range) for name, in_range in valid.items()):
-                return columns, {}
-    except (ValueError, KeyError, TypeError):
-        pass  # one of them is bad; the loop below finds it
-    columns = {name: np.full(len(files), NO_LABEL, dtype=np.int64) for name in valid}
-    errors: dict[int, str] = {}
-    for row, (file, index) in enumerate(zip(files, indices.tolist(), strict=True)):
-        try:
-            for name, label in decode_label(bytes(file), index, valid).items():
-                columns[name][row] = label
-        except ValueError as error:
-            errors[row] = str(error)
-    return columns, errors
-
-
-def _numbers(stored: Any, names: Iterable[str]) -> list[Any]:
-    return [stored["index"], *(stored[f"label_{name}"] for name in names)]
-
-
-def _all_within(labels_B: NDArray[np.int64], valid: range) -> bool:
-    return bool(((labels_B >= valid.start) & (labels_B < valid.stop)).all())
 
 
 def _decode_clips(files: Sequence[memoryview]) -> tuple[list[Tensor], dict[int, str]]:

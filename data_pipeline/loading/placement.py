@@ -120,7 +120,7 @@ def _layouts(manifest: Manifest) -> dict[str, TensorLayout]:
     layouts: dict[str, TensorLayout] = {}
     if manifest.medium == "picture":
         layouts["pictures_BCHW"] = TensorLayout((num_samples, *manifest.input_shape), torch.uint8)
-        if "mask.png" in manifest.members:
+        if manifest.has_mask:
             layouts["masks_BHW"] = TensorLayout((num_samples, *manifest.input_shape[1:]), torch.uint8)
     else:
         dtype = sound_dtype(manifest)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import Batch
+from data_pipeline.core.sample import BadSample, Batch
 from data_pipeline.core.system import num_cores
 from data_pipeline.loading.collate import BatchMaker
 from data_pipeline.loading.decode import decode_ahead
@@ -52,8 +52,7 @@ def read_all(
         None if store.overlay is None or draw is None else store.overlay.to(device),
         lambda index_B, epoch, view: evaluation_keys(index_B, draw=draw or 0),
     )
-    bad = list(store.known_bad)
-    check_bad_share(bad, num_samples=len(store), max_share=max_bad_share, where=store.location)
+    bad: list[BadSample] = []
     starts = range(0, len(store), batch_size)
     chunks = (np.arange(start, min(start + batch_size, len(store)), dtype=np.int64) for start in starts)
     for step, samples in enumerate(decode_ahead(store, chunks, num_threads=min(num_cores(), _NUM_THREADS))):

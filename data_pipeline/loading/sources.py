@@ -63,8 +63,8 @@ def check_bad_share(bad: Collection[BadSample], *, num_samples: int, max_share: 
 def check_crops(stores: Sequence[SampleStore]) -> None:
     """Raise `UserError` if a dataset is read as whole pictures, so that no crop can be cut when one is decoded."""
     for store in stores:
-        if store.manifest.tars is None or store.overlay is not None:
-            why = "it is no dataset of tars" if store.overlay is None else "its overlay is drawn on whole pictures"
+        if not store.manifest.any_size or store.overlay is not None:
+            why = "they have one size" if store.overlay is None else "its overlay is drawn on whole pictures"
             raise UserError(
                 f"no crops can be cut out of the stored pictures of {store.location}, because {why}; leave out `crops` "
                 "and let the views crop"

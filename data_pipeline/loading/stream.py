@@ -146,7 +146,6 @@ class Stream:
         self._label_names = sorted({name for store in named.values() for name in store.manifest.labels})
         end_step = start_step + self.order.num_steps_per_epoch if end_step is None else end_step
         self._steps = range(start_step, end_step)
-        self._check_bad(self.known_bad)
         self._place(share)
         self._check_bad(self.known_bad)
         num_good = self._num_samples - len(self.known_bad)
@@ -278,7 +277,8 @@ class Stream:
         return tuple(
             self.order.named(source.number, bad)
             for source in self._sources
-            for bad in (source.store.known_bad if source.placed.samples is None else source.placed.samples.bad.values())
+            if source.placed.samples is not None
+            for bad in source.placed.samples.bad.values()
         )
 
     @property

@@ -128,7 +128,7 @@ class _StreamedBatches(Dataset[list[Batch | None] | UserError]):
     ) -> None:
         self._sources, self._order, self._prefetchers, self._check_bad = sources, order, prefetchers, check_bad
         # Grows in each process when it finds bad samples. No batch depends on the bad samples found before.
-        self._bad = [{sample.index: sample for sample in source.store.known_bad} for source in sources]
+        self._bad: list[dict[int, BadSample]] = [{} for _ in sources]
         self._all_known: set[int] = set()  # the numbers of the sources of which `_bad` holds all bad samples
 
     def __getitem__(self, step: int) -> list[Batch | None] | UserError:

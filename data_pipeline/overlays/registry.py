@@ -21,7 +21,6 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.kinds import Names, path_of
 from data_pipeline.core.schema import Schema
 from data_pipeline.overlays import Overlay
-from data_pipeline.storage.files import read_regular
 
 # The class of each name. A new overlay of this project needs a line here and its own file.
 OVERLAYS: Final[Mapping[str, str]] = MappingProxyType(
@@ -96,7 +95,7 @@ def load_overlay(path: Path, *, sha256: str | None) -> Overlay:
     overlay is not known; it may need `--code`.
     """
     try:
-        data = read_regular(path, max_bytes=MAX_OVERLAY_BYTES)
+        data = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); copy or build the dataset again") from None
     if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -33,16 +33,8 @@ from data_pipeline.core.environment import with_home
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Gigabytes, Line, Schema, Seconds
 from data_pipeline.remote.fetch import Expected, Limits, fetch
-from data_pipeline.storage.manifest import (
-    MANIFEST_NAME,
-    OVERLAY_NAME,
-    SHARD_TABLE_NAME,
-    SOURCE_DIGESTS_NAME,
-    Manifest,
-    parse_manifest,
-)
-from data_pipeline.storage.shard_list import ListedShards, ShardList, ShardTable
-from data_pipeline.storage.shards import index_num_bytes, index_path, index_row_bytes
+from data_pipeline.storage.locations import MANIFEST_NAME
+from data_pipeline.storage.manifest import Manifest, parse_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +93,11 @@ def file_url(location: str, name: str) -> str:
 
 def fetch_manifest(location: str, *, config: RemoteConfig) -> Manifest:
     """Fetch the manifest of a remote dataset. Raises `UserError` if it cannot be fetched or is not valid."""
+    if re.search(r"\.tar\b", location) is not None:
+        raise UserError(
+            f"{location} names tars; index them with `python -m data_pipeline index '{location}' --out DIR`, and name "
+            "that DIR in place of them"
+        )
     soon = config.model_copy(update={"num_attempts": min(config.num_attempts, _MANIFEST_ATTEMPTS)})
     with fetched(location, MANIFEST_NAME, config=soon) as path:
         return parse_manifest(path.read_bytes(), where=file_url(location, MANIFEST_NAME))
@@ -281,66 +278,6 @@ class FileCache:
                 f"{self._root} cannot be the cache of {self.location} ({error.strerror}: {error.filename}); free some "
                 "room, or set data.remote.cache_dir to another disk that you may write to"
             ) from None
-
-
-class RemoteShards(FileCache):
-    """The files of a remote dataset that `build` wrote.
-
-    Attributes:
-        location: the location as given.
-        manifest: the manifest, which the constructor fetches unless it is given.
-        shards: the shards by number; none for an index of tars.
-
-    Raises `UserError` if the location is not valid, if the manifest or the table of the shards cannot be fetched, or if
-    the disk has no room for the cache.
-    """
-
-    def __init__(self, location: str, *, config: RemoteConfig, manifest: Manifest | None = None) -> None:
-        if re.search(r"\.tar\b", location) is not None:
-            raise UserError(
-                f"{location} names tars; index them with `python -m data_pipeline index '{location}' --out DIR`, and "
-                "name that DIR in place of them"
-            )
-        self.manifest = manifest or fetch_manifest(location, config=config)
-        self.shards: ShardList = ListedShards(self.manifest.shards)
-        sha256 = self.manifest.sha256
-        if self.manifest.shard_table is not None:
-            find = partial(_find_file, location, self.manifest, self.shards)
-            files = FileCache(location, find, shard_bytes_S=self.shards.num_bytes, sha256=sha256, config=config)
-            self.shards = ShardTable(files.path(SHARD_TABLE_NAME), self.manifest)
-        index_bytes_S = index_row_bytes(self.manifest.members) * np.diff(self.shards.ends, prepend=0)
-        super().__init__(
-            location,
-            partial(_find_file, location, self.manifest, self.shards),
-            shard_bytes_S=self.shards.num_bytes + index_bytes_S,
-            sha256=sha256,
-            config=config,
-        )
-
-    def path(self, name: str) -> Path:
-        """Return the local path of a file; fetch with a shard its index, without which the reader makes it again."""
-        path = super().path(name)
-        if self.shards.number(name) is not None:
-            with suppress(UserError):
-                super().path(index_path(path).name)
-        return path
-
-
-def _find_file(location: str, manifest: Manifest, shards: ShardList, name: str) -> RemoteFile | None:
-    """Return a file beside the manifest of a remote dataset; None if it has no file of that name."""
-    expected = {SOURCE_DIGESTS_NAME: Expected(sha256=manifest.source_digests_sha256)}
-    if manifest.overlay is not None and manifest.is_online:
-        expected[OVERLAY_NAME] = Expected(sha256=manifest.overlay.sha256)
-    if manifest.shard_table is not None:
-        expected[SHARD_TABLE_NAME] = Expected(sha256=manifest.shard_table.sha256)
-    shard = name if name.endswith(".tar") else Path(name).with_suffix(".tar").name
-    if (number := shards.number(shard)) is not None:
-        entry = shards[number]
-        expected[shard] = Expected(num_bytes=entry.num_bytes, sha256=entry.sha256)
-        expected[index_path(Path(shard)).name] = Expected(
-            num_bytes=index_num_bytes(entry, manifest.members), sha256=entry.index_sha256
-        )
-    return RemoteFile(file_url(location, name), expected[name]) if name in expected else None
 
 
 class _Prefetcher:

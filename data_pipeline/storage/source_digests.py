@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import sample_key
-from data_pipeline.remote.cache import RemoteConfig, RemoteShards, is_remote
-from data_pipeline.storage.files import read_regular
+from data_pipeline.remote.cache import RemoteConfig, is_remote
+from data_pipeline.storage.index import files_beside
+from data_pipeline.storage.locations import dataset_directory
 from data_pipeline.storage.manifest import SOURCE_DIGESTS_NAME, Manifest
 
 NUM_CONTENT_BYTES: Final = 32  # of a `content_digest`
@@ -33,54 +34,34 @@ def content_digest(content: NDArray[Any]) -> bytes:
     return hashlib.sha256(kind + content.tobytes()).digest()
 
 
-def write_source_digests(path: Path, content_digests: bytes, *, num_samples: int) -> str:
-    """Write the short digests of `num_samples` samples; return the sha256 of the file.
+def write_source_digests(path: Path, content_digests: bytes, *, num_samples: int) -> None:
+    """Write the short digests of `num_samples` samples.
 
     `content_digests` holds the digests of R records, end to end. Sample `i` shows record `i % R` of them.
     """
     long_R = np.frombuffer(content_digests, dtype=np.uint8).reshape(-1, NUM_CONTENT_BYTES)
     short_R = np.ascontiguousarray(long_R[:, : _DTYPE.itemsize]).view(_DTYPE)[:, 0]
-    data = np.resize(short_R, num_samples).tobytes()
-    path.write_bytes(data)
-    return hashlib.sha256(data).hexdigest()
-
-
-def num_digest_bytes(manifest: Manifest) -> int:
-    """Return the size in bytes of a dataset's file of short digests."""
-    return manifest.num_samples * _DTYPE.itemsize
-
-
-def check_source_digests(path: Path, manifest: Manifest) -> NDArray[np.uint64]:
-    """Read and check the short digests of a dataset, (N,).
-
-    Raises `UserError` if the file is missing, or is not the file that the manifest names.
-    """
-    try:
-        data = read_regular(path, max_bytes=num_digest_bytes(manifest) + 1)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); copy or build the dataset again") from None
-    if hashlib.sha256(data).hexdigest() != manifest.source_digests_sha256:
-        raise UserError(f"{path} is not the file that the manifest names by sha256; copy or build the dataset again")
-    if len(data) != num_digest_bytes(manifest):
-        raise UserError(
-            f"{path} has {len(data)} bytes, not {_DTYPE.itemsize} for each of the {manifest.num_samples} samples; "
-            "copy or build the dataset again"
-        )
-    return np.frombuffer(data, dtype=_DTYPE)
+    path.write_bytes(np.resize(short_R, num_samples).tobytes())
 
 
 def read_source_digests(location: str | Path, manifest: Manifest, *, remote: RemoteConfig) -> NDArray[np.uint64] | None:
     """Read the short digests of the dataset at `location`, (N,); return None if it has none.
 
-    Raises `UserError` if the file cannot be fetched, or is not the file that the manifest names.
+    Raises `UserError` if the file cannot be read, or is not the file that the manifest names.
     """
-    if manifest.source_digests_sha256 is None:
+    if (entry := manifest.files.get(SOURCE_DIGESTS_NAME)) is None:
         return None
     if is_remote(location):
-        path = RemoteShards(str(location), config=remote).path(SOURCE_DIGESTS_NAME)
+        path = files_beside(str(location), manifest, remote).path(SOURCE_DIGESTS_NAME)
     else:
-        path = Path(location) / SOURCE_DIGESTS_NAME
-    return check_source_digests(path, manifest)
+        path = dataset_directory(location) / SOURCE_DIGESTS_NAME
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); copy or build the dataset again") from None
+    if hashlib.sha256(data).hexdigest() != entry.sha256:
+        raise UserError(f"{path} is not the file that the manifest names by sha256; copy or build the dataset again")
+    return np.frombuffer(data, dtype=_DTYPE)
 
 
 @dataclass(frozen=True)

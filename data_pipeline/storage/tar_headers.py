@@ -178,27 +178,19 @@ def number_in(field: bytes) -> int | None:
     return int(digits, 8) if digits.isdigit() and not digits.strip(b"01234567") else None
 
 
-def is_member_at(data: memoryview, *, name: bytes, offset: int, size: int) -> bool:
-    """Return whether the tar's own header says that a file `name` of `size` bytes begins at `offset`.
+def is_file_at(data: memoryview, *, offset: int, size: int, start: bytes = b"") -> bool:
+    """Return whether the block before `offset` is the header of a file of `size` bytes, whose name begins with `start`.
 
-    Takes a microsecond, on a page that is about to be read.
-    """
-    if not BLOCK <= offset <= len(data):
-        return False
-    start = offset - BLOCK
-    return data[start : start + len(name) + 1] == name + b"\0" and is_size_at(data, offset=offset, size=size)
-
-
-def is_size_at(data: memoryview, *, offset: int, size: int) -> bool:
-    """Return whether the block before `offset` is a header that says that a file of `size` bytes begins there.
-
-    The number in a header is not compared if it is 0, because PAX may put it elsewhere for a file above 8 GiB.
+    Takes a microsecond, on a page that is about to be read. The number in a header is not compared if it is 0, because
+    PAX may put it elsewhere for a file above 8 GiB.
     """
     if not BLOCK <= offset <= len(data) - size:
         return False
-    start = offset - BLOCK
-    is_padded = data[start + 124 : start + 135] == b"%011o" % size  # as almost all writers store a size
-    return is_padded or number_in(bytes(data[start + 124 : start + 136])) in (size, 0)
+    header = offset - BLOCK
+    if data[header : header + len(start)] != start:
+        return False
+    is_padded = data[header + 124 : header + 135] == b"%011o" % size  # as almost all writers store a size
+    return is_padded or number_in(bytes(data[header + 124 : header + 136])) in (size, 0)
 
 
 def name_at(data: memoryview, *, offset: int) -> str:
@@ -246,3 +238,15 @@ def _names_in(data: NDArray[np.uint8], positions_N: NDArray[np.int64]) -> list[b
                 return names + chunk[:number]
         names += chunk
     return names
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Split the name of a member into the key of its sample and its extension, as WebDataset does.
+
+    Examples:
+        >>> split_name("n01440764/n01440764_10026.seg.png"), split_name("./a/b.c/README")
+        (('n01440764/n01440764_10026', 'seg.png'), ('./a/b.c/README', ''))
+    """
+    folder, slash, last = name.rpartition("/")
+    stem, _, extension = last.partition(".")
+    return f"{folder}{slash}{stem}", extension.lower()

@@ -1,14 +1,14 @@
-"""Add up the statistics in a manifest: the number of samples of each class, mean and deviation of the values."""
+"""Add up the mean and the deviation of the values in a manifest."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.core.sample import NO_LABEL, Sample
+from data_pipeline.core.sample import Sample
 from data_pipeline.core.schema import Schema
 
 _PICTURE_SCALE = 255
@@ -16,12 +16,11 @@ _SOUND_SCALE = 1 << 20
 
 
 class Sums(Schema):
-    """Sums over samples: for each label the number of samples of each class, for each channel of values and squares.
+    """Sums over samples, for each channel: of values, and of their squares.
 
     Values are whole numbers in units of 1 / `scale`, so the order of the sum does not matter.
     """
 
-    counts: dict[str, tuple[int, ...]]
     scale: int
     num_values: int  # of each channel
     sum_C: tuple[int, ...]
@@ -40,20 +39,16 @@ class Totals:
     """The running totals of samples. All sums are exact; only the division at the end rounds.
 
     Pictures and int16 sounds are whole numbers already. Points of float32 sounds are rounded to the nearest 2**-20,
-    about a millionth of full scale. `num_classes` is the number of classes of each label that is counted.
+    about a millionth of full scale.
     """
 
-    def __init__(self, num_classes: Mapping[str, int]) -> None:
-        self._counts = {name: np.zeros(num, dtype=np.int64) for name, num in num_classes.items()}
+    def __init__(self) -> None:
         self._scale = 1
         self._num_values = 0
         self._sum_C: tuple[int, ...] = ()
         self._sum_of_squares_C: tuple[int, ...] = ()
 
     def add(self, sample: Sample) -> None:
-        for name, counts in self._counts.items():
-            if (label := sample.labels.get(name, NO_LABEL)) != NO_LABEL:
-                counts[label] += 1
         content = sample.content
         if content.ndim == 3:
             values_NC, scale, factor = content.reshape(-1, content.shape[-1]).astype(np.int64), _PICTURE_SCALE, 1
@@ -67,8 +62,6 @@ class Totals:
         self._add_values(scale, len(values_NC), sum_C, sum_of_squares_C)
 
     def merge(self, sums: Sums) -> None:
-        for name, counts in self._counts.items():
-            counts += np.array(sums.counts[name], dtype=np.int64)
         self._add_values(sums.scale, sums.num_values, sums.sum_C, sums.sum_of_squares_C)
 
     def _add_values(self, scale: int, num: int, sum_C: Sequence[int], sum_of_squares_C: Sequence[int]) -> None:
@@ -81,17 +74,11 @@ class Totals:
     @property
     def sums(self) -> Sums:
         return Sums(
-            counts=self.counts,
             scale=self._scale,
             num_values=self._num_values,
             sum_C=self._sum_C,
             sum_of_squares_C=self._sum_of_squares_C,
         )
-
-    @property
-    def counts(self) -> dict[str, tuple[int, ...]]:
-        """Return for each label the number of samples of each class."""
-        return {name: tuple(counts.tolist()) for name, counts in self._counts.items()}
 
     @property
     def mean(self) -> tuple[float, ...]:

@@ -58,7 +58,7 @@ def rows(
 ) -> Iterator[Row]:
     """Yield the measurements of a dataset, in the order of the table."""
     manifest = store.manifest
-    has_crops = manifest.tars is not None and manifest.overlay is None
+    has_crops = manifest.any_size and manifest.overlay is None
 
     def stream(placement: str, num_workers: int, crops: CropLaw | None = None) -> Iterator[int]:
         settings = {"num_workers": num_workers, "placement": placement, "shuffle_shards": shuffle_shards}
@@ -92,10 +92,9 @@ def encoded_counts(store: SampleStore) -> Iterator[int]:
     while True:
         order = epoch_order(len(store), seed=0, epoch=epoch)
         for start in range(0, len(store), _ORDER_CHUNK):
-            indices = order(np.arange(start, min(start + _ORDER_CHUNK, len(store)))).tolist()
+            indices = order(np.arange(start, min(start + _ORDER_CHUNK, len(store))))
             for first in range(0, len(indices), 100):
-                for index in indices[first : first + 100]:
-                    store.encoded(index)
+                store.read(indices[first : first + 100])
                 yield len(indices[first : first + 100])
         epoch += 1
 

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import webdataset
 
+from data_pipeline.building.index_tars import Described
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Sample
-from data_pipeline.storage.manifest import (
-    FORMAT_VERSION,
-    MANIFEST_NAME,
-    HowMade,
-    LabelNames,
-    Manifest,
-    OverlayEntry,
-    ShardEntry,
-)
-from data_pipeline.storage.shards import encode, index_content, index_shard
+from data_pipeline.storage.manifest import Fields, HowMade, LabelEntry, OverlayEntry
+from data_pipeline.storage.write import encode
+from tests.tiny_data import index as index_tars
 
 IMAGE_SIZE = 8
 
@@ -43,51 +36,38 @@ def random_shard_sizes(num_shards: int) -> list[int]:
     return [int(size) for size in np.random.default_rng(num_shards).integers(1, 21, num_shards)]
 
 
-def write_dataset(directory: Path, shard_sizes: Sequence[int]) -> list[Sample]:
-    """A dataset of random samples in shards of the given sizes, without indexes; returns the samples."""
+LABELS = {
+    "base": LabelEntry(title="letter", classes=tuple("abcdefghij")),
+    "overlay": LabelEntry(title="object", classes=("x", "y", "z"), given_by="overlay"),
+}
+CLASSES = {name: label.classes for name, label in LABELS.items()}
+FIELDS = Fields(content=("png",), mask="mask.png", labels={name: f"json:{name}" for name in LABELS})
+
+
+def write_dataset(
+    directory: Path, shard_sizes: Sequence[int], *, samples: Sequence[Sample] | None = None
+) -> Sequence[Sample]:
+    """A dataset of samples, by default random ones, in shards of the given sizes; returns the samples."""
     directory.mkdir(parents=True, exist_ok=True)
-    samples = random_samples(sum(shard_sizes))
+    samples = random_samples(sum(shard_sizes)) if samples is None else samples
     remaining = iter(samples)
-    entries = []
+    paths = []
     for number, num_samples in enumerate(shard_sizes):
-        path = directory / f"shard-{number:05d}.tar"
-        with webdataset.TarWriter(str(path), encoder=False) as writer:
+        paths.append(directory.absolute() / f"shard-{number:05d}.tar")
+        with webdataset.TarWriter(str(paths[-1]), encoder=False) as writer:
             for _ in range(num_samples):
-                encoded = encode(next(remaining))
-                writer.write({"__key__": encoded.key, **encoded.members})
-        data = path.read_bytes()
-        first = sum(shard_sizes[:number])
-        rows = index_shard(path, members=("json", "mask.png", "png"), due=range(first, first + num_samples))
-        entries.append(
-            ShardEntry(
-                name=path.name,
-                num_samples=num_samples,
-                num_bytes=len(data),
-                sha256=hashlib.sha256(data).hexdigest(),
-                index_sha256=hashlib.sha256(index_content(rows)).hexdigest(),
-            )
-        )
-    write_manifest(directory, entries)
-    return samples
-
-
-def write_manifest(directory: Path, entries: Sequence[ShardEntry]) -> None:
-    num_samples = sum(entry.num_samples for entry in entries)
-    manifest = Manifest(
-        format_version=FORMAT_VERSION,
-        num_samples=num_samples,
-        medium="picture",
+                sample = next(remaining)
+                writer.write({"__key__": sample.key, **encode(sample, CLASSES)})
+    how_made = HowMade(dataset="random", source="random", split="train")
+    described = Described(
+        how_made=how_made,
         input_shape=(3, IMAGE_SIZE, IMAGE_SIZE),
-        sample_rate=None,
-        label_names=LabelNames(base=tuple("abcdefghij"), overlay=("x", "y", "z")),
-        counts_base=(num_samples, *(0,) * 9),
-        counts_overlay=(num_samples, 0, 0),
         mean=(0.5,) * 3,
         std=(0.3,) * 3,
-        overlay=OverlayEntry(kind="random", drawn="baked", sha256=None),
-        how_made=HowMade(
-            dataset="random", source="random", split="train", seed=0, repeats=1, limit=None, source_sha256=""
-        ),
-        shards=tuple(entries),
+        labels=LABELS,
+        fields=FIELDS,
+        numbered=True,
+        overlay=OverlayEntry(kind="random", drawn="baked"),
     )
-    (directory / MANIFEST_NAME).write_text(manifest.model_dump_json())
+    index_tars(directory, paths, described)
+    return samples

@@ -17,9 +17,8 @@ import torch
 from configs import resolve_recipe
 from configs.resolve import explain
 from data_pipeline.building.index_tars import make_index
-from data_pipeline.building.tar_scan import Fields
 from data_pipeline.core.errors import UserError
-from data_pipeline.storage.manifest import load_manifest
+from data_pipeline.storage.manifest import Fields, load_manifest
 from launch.rank import print_plan
 from tests.commands import call
 from tests.gloo import run_ranks

@@ -23,7 +23,8 @@ import torch
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import difference
-from data_pipeline.storage.manifest import MANIFEST_NAME, load_manifest
+from data_pipeline.storage.locations import MANIFEST_NAME
+from data_pipeline.storage.manifest import load_manifest
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.checkpoint.restore import Restored

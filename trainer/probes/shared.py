@@ -8,9 +8,10 @@ import numpy as np
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import sample_key
-from data_pipeline.storage.manifest import Manifest, dataset_directory
+from data_pipeline.storage.index import Index
+from data_pipeline.storage.locations import dataset_directory
+from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.source_digests import SharedSources, read_source_digests, shared_sources
-from data_pipeline.storage.tar_index import tar_ranges
 from trainer.data import DataConfig
 from trainer.mixture import MixtureManifest, TrainManifest
 
@@ -25,7 +26,7 @@ def find_shared(data: DataConfig, *, train: TrainManifest, test: Manifest) -> Sh
     manifests = list(train.sources.values()) if isinstance(train, MixtureManifest) else [train]
     if test.sha256 in {manifest.sha256 for manifest in manifests}:
         return SharedSources(test.num_samples, test.num_samples, (("00000000", "00000000"),))
-    if test.tars is not None:
+    if not test.tars.numbered:
         return _shared_tars(data, manifests, test)
     found = [
         read_source_digests(location, manifest, remote=data.remote)
@@ -39,11 +40,9 @@ def find_shared(data: DataConfig, *, train: TrainManifest, test: Manifest) -> Sh
 def _shared_tars(data: DataConfig, train: Sequence[Manifest], test: Manifest) -> SharedSources | None:
     """Count the test samples in tars that the train set names too; None if there are none, which proves nothing."""
     locations = zip(data.train_locations.values(), train, strict=True)
-    of_train = [
-        tar_ranges(dataset_directory(location)) for location, manifest in locations if manifest.tars is not None
-    ]
+    of_train = [_ranges(location, manifest, data) for location, manifest in locations if not manifest.tars.numbered]
     in_train = {name: samples for ranges in of_train for name, samples in ranges.items()}
-    shared = {name: each for name, each in tar_ranges(dataset_directory(data.test_dir)).items() if name in in_train}
+    shared = {name: each for name, each in _ranges(data.test_dir, test, data).items() if name in in_train}
     first = [(name, samples) for name, samples in shared.items() if samples][:1]
     if not first:
         return None
@@ -52,6 +51,10 @@ def _shared_tars(data: DataConfig, train: Sequence[Manifest], test: Manifest) ->
         sum(map(len, shared.values())),
         tuple((sample_key(samples[0]), sample_key(in_train[name][0])) for name, samples in first),
     )
+
+
+def _ranges(location: str, manifest: Manifest, data: DataConfig) -> dict[str, range]:
+    return dict(Index(dataset_directory(location), manifest, remote=data.remote).ranges())
 
 
 def check_shared(shared: SharedSources | None, data: DataConfig, *, allowed: float) -> str | None:

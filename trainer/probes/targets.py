@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Final
 
-from data_pipeline.building.index_tars import index_options
 from data_pipeline.building.tar_scan import LABEL_FIELDS
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BASE, OVERLAY
-from data_pipeline.storage.manifest import Manifest
+from data_pipeline.storage.manifest import OVERLAY_NAME, Manifest
 from trainer.probes.features import LabelSpace, Pictures
 from trainer.probes.linear import Target, num_labelled
 
@@ -83,7 +82,7 @@ def label_mend(train: Manifest, test: Manifest) -> str:
     if not lacks_classes:
         return "build both from the same source and dataset"
     table = "of a folder, put the labels of both splits into one table for `build folder --labels`"
-    if train.tars is None or test.tars is None:
+    if train.tars.numbered or test.tars.numbered:
         return f"{table}, or add samples of each class to the test set"
     return f"index the tars of the test set again with the train set as --classes-of; {table}"
 
@@ -104,7 +103,7 @@ def option_difference(train: Manifest, test: Manifest) -> str | None:
     for option, value in in_train.items():
         if in_test.get(option, value) != value and option.split()[-1] not in _OF_A_SPLIT:
             return f"{option} is {value} in the train set but {in_test[option]} in the test set"
-    digests = {overlay.sha256 for overlay in overlays if overlay is not None}
+    digests = {each.files.get(OVERLAY_NAME) for each in (train, test)} - {None}
     unique = "the overlay's unique"
     if unique in in_train and in_train[unique] == in_test.get(unique) and len(digests) > 1:
         return f"the {in_train[unique]} digits of the test set are not those of the train set"
@@ -113,7 +112,7 @@ def option_difference(train: Manifest, test: Manifest) -> str | None:
 
 def _field_difference(train: Manifest, test: Manifest) -> str | None:
     """Say which label two indexes of tars take from different fields; None if none, or for other datasets."""
-    if train.tars is None or test.tars is None:
+    if train.tars.numbered or test.tars.numbered:
         return None
     in_train, in_test = (_label_fields(each) for each in (train, test))
     for name in sorted(in_train.keys() & in_test.keys() & train.labels.keys()):
@@ -126,7 +125,7 @@ def _field_difference(train: Manifest, test: Manifest) -> str | None:
 
 
 def _label_fields(manifest: Manifest) -> Mapping[str, str | None]:
-    return index_options(manifest)[0].labels or {BASE: None}
+    return manifest.tars.fields.labels or {BASE: None}
 
 
 def _field(field: str | None) -> str:

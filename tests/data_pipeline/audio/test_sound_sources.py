@@ -25,8 +25,8 @@ from data_pipeline.sources.background import FILE_NAMES, procedural_sounds, read
 from data_pipeline.sources.fsdd import Fsdd
 from data_pipeline.sources.procedural_speech import ProceduralSpeech
 from data_pipeline.sources.silence import SilenceSource
-from data_pipeline.storage.files import unpack_tar
 from tests.real_data import archive
+from tests.tars import unpack_tar
 
 # As the authors of AudioMNIST printed it: training, validation (both serve to train here), test.
 TRAIN = (

@@ -257,14 +257,14 @@ def test_two_digits_become_a_dataset_whose_manifest_names_both_sizes(tmp_path: P
     assert manifest.overlay.options == {"size": 30}
     assert manifest.how_made.source_options == {"kind": "sklearn", "digit_size": 12}
     assert manifest.input_shape == (3, 48, 48)
-    assert manifest.counts_base == (3,) * 10
+    assert manifest.labels["base"].counts == (3,) * 10
     assert list(find_problems(tmp_path / "two")) == []
     again = build("placed_digits_second_digit", tmp_path / "again", **options)
     assert again.sha256 == manifest.sha256
     other = build("placed_digits_second_digit", tmp_path / "other", **{**options, "overlay_options": {"size": 20}})
     assert other.overlay is not None
-    assert other.overlay.sha256 != manifest.overlay.sha256
-    restored = load_overlay(tmp_path / "two" / OVERLAY_NAME, sha256=manifest.overlay.sha256)
+    assert other.files[OVERLAY_NAME] != manifest.files[OVERLAY_NAME]
+    restored = load_overlay(tmp_path / "two" / OVERLAY_NAME, sha256=manifest.files[OVERLAY_NAME].sha256)
     opened = SecondDigit.of(digits(), size=30, image_size=48)
     assert torch.equal(restored(black(9, 48), keys_of(9)).inputs, drawn(opened, black(9, 48))[0])
 
@@ -277,7 +277,7 @@ def test_train_and_test_set_have_the_same_few_digits(tmp_path: Path) -> None:
             out = tmp_path / f"{split}{unique}"
             manifest = build("procedural_tiled_digit", out, split=split, limit=20, overlay_options=options)
             assert manifest.overlay is not None
-            overlay = load_overlay(out / OVERLAY_NAME, sha256=manifest.overlay.sha256)
+            overlay = load_overlay(out / OVERLAY_NAME, sha256=manifest.files[OVERLAY_NAME].sha256)
             assert isinstance(overlay, TiledDigit)
             assert manifest.overlay.options == {"unique": len(overlay.label_N), "size": 16, "blend": "brighter"}
             found[split, unique] = overlay.digits_NHW

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 
 from data_pipeline.__main__ import main
 from data_pipeline.building.index_tars import ensure_index, make_index
-from data_pipeline.building.tar_scan import Fields
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.loading.decode import decode
 from data_pipeline.loading.stream import ReadConfig, Stream
-from data_pipeline.storage.manifest import INDEX_NAME, dataset_directory, load_manifest
+from data_pipeline.storage.locations import INDEX_NAME, dataset_directory
+from data_pipeline.storage.manifest import Fields, load_manifest
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.tar_headers import read_contents
 from tests.commands import call
@@ -37,7 +37,7 @@ from tests.tars import by_tarfile, by_webdataset, indexed, number_of, numbers_in
 def test_fields_that_no_sample_has_are_refused_with_those_that_there_are(tmp_path: Path) -> None:
     simple(tmp_path, [3])
     with pytest.raises(UserError, match=r"no sample of .* has a picture under one of webp; its fields are .*png"):
-        make_index(str(tmp_path), tmp_path / "index", fields=Fields(picture=("webp",)))
+        make_index(str(tmp_path), tmp_path / "index", fields=Fields(content=("webp",)))
     with pytest.raises(UserError, match=r"no sample of .* has a label under species; its fields are .*cls"):
         make_index(str(tmp_path), tmp_path / "index", fields=Fields(labels={"base": "species"}))
     assert not (tmp_path / "index" / "manifest.json").exists()
@@ -74,8 +74,8 @@ def test_a_test_set_takes_the_classes_of_its_train_set(tmp_path: Path) -> None:
         )
     make_index(str(tmp_path / "train"), tmp_path / "train" / INDEX_NAME, fields=Fields())
     test = indexed(tmp_path / "test", tmp_path / "t", classes_of=tmp_path / "train")
-    assert test.manifest.label_names.base == ("crow", "owl", "wren")
-    assert test.manifest.counts_base == (1, 0, 1)
+    assert test.manifest.labels["base"].classes == ("crow", "owl", "wren")
+    assert test.manifest.labels["base"].counts == (1, 0, 1)
     assert decode(test, np.arange(2)).labels["base"].tolist() == [2, 0]
     with pytest.raises(UserError, match=r"has labels that .* lacks, such as emu"):
         indexed(tmp_path / "other", tmp_path / "o", classes_of=tmp_path / "train")
@@ -88,17 +88,14 @@ def two_pictures(tmp_path: Path) -> Path:
         members = [("a.png", picture(1)), ("a.seg.png", picture(9)), ("a.cls", b"7"), ("a.json", b'{"coarse": "owl"}')]
         (tmp_path / name).mkdir()
         by_tarfile(tmp_path / name / "x.tar", members)
-    fields = Fields(picture=("seg.png",), labels={"base": "json:coarse"})
+    fields = Fields(content=("seg.png",), labels={"base": "json:coarse"})
     make_index(str(tmp_path / "train"), tmp_path / "train" / INDEX_NAME, fields=fields, size=16)
     return tmp_path
 
 
 def assert_alike(root: Path) -> None:
     train, test = (load_manifest(root / name) for name in ("train", "test"))
-    assert train.tars is not None
-    assert test.tars is not None
-    assert test.tars.picture_fields == train.tars.picture_fields == ("seg.png",)
-    assert test.tars.label_field == train.tars.label_field == "json:coarse"
+    assert test.tars.fields == train.tars.fields == Fields(content=("seg.png",), labels={"base": "json:coarse"})
     assert test.labels == train.labels
     assert test.input_shape == train.input_shape == (3, 16, 16)
     assert numbers_in(SampleStore(root / "test")) == [9]
@@ -119,8 +116,7 @@ def test_the_command_takes_what_is_left_out_from_the_train_set(
     done = call(main, *words, "--image", "png", "--size", "24", monkeypatch=monkeypatch, capsys=capsys)
     assert done.status == 0, done.stderr
     test = load_manifest(two_pictures / "test")
-    assert test.tars is not None
-    assert (test.tars.picture_fields, test.tars.label_field) == (("png",), "json:coarse")
+    assert test.tars.fields == Fields(content=("png",), labels={"base": "json:coarse"})
     assert test.input_shape == (3, 24, 24)
 
 
@@ -133,14 +129,14 @@ def test_a_tar_that_is_changed_later_is_noticed(tmp_path: Path, caplog: pytest.L
     assert numbers_in(store) == list(range(8))
     assert "was written again after it was indexed" in caplog.text
     path.write_bytes(content + bytes(512))
-    with pytest.raises(UserError, match=r"train-0001.tar has \d+ bytes, but it had \d+ when it was indexed; run"):
+    with pytest.raises(UserError, match=r"train-0001.tar has \d+ bytes, but it had \d+ when it was indexed"):
         SampleStore(tmp_path)
     path.write_bytes(bytes(512) + content[:-512])  # of the same size
     moved = decode(SampleStore(tmp_path), np.arange(8))
     assert sorted(moved.bad) == [4, 5, 6, 7]
     assert "the tar says otherwise" in moved.bad[4].reason
     path.unlink()
-    with pytest.raises(UserError, match=r"train-0001.tar is in the index .* but it is missing"):
+    with pytest.raises(UserError, match=r"train-0001.tar is in the index"):
         SampleStore(tmp_path)
 
 
@@ -237,23 +233,8 @@ def test_an_index_whose_replacement_was_interrupted_is_made_again_and_not_read(
 def test_tars_that_cannot_be_written_beside_are_indexed_elsewhere(tmp_path: Path) -> None:
     simple(tmp_path / "tars", [3])
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"the index cannot be written to .*; name another place by --out"):
+    with pytest.raises(UserError, match="choose another --out"):
         make_index(str(tmp_path / "tars"), tmp_path / "file" / "index", fields=Fields())
-
-
-@pytest.mark.parametrize("name", ["tars.txt", "tars.bin", "samples.bin", "label_base.bin"])
-def test_a_damaged_index_is_refused_in_a_sentence(tmp_path: Path, name: str) -> None:
-    simple(tmp_path, [4])
-    make_index(str(tmp_path), tmp_path / INDEX_NAME, fields=Fields())
-    path = tmp_path / INDEX_NAME / name
-    content = path.read_bytes()
-    for wrong in (content[:-2], content + b"x", b""):
-        path.write_bytes(wrong)
-        with pytest.raises(UserError, match="run `python -m data_pipeline index` again"):
-            SampleStore(tmp_path)
-    path.unlink()
-    with pytest.raises(UserError, match="run `python -m data_pipeline index` again"):
-        SampleStore(tmp_path)
 
 
 @pytest.mark.slow
@@ -279,7 +260,7 @@ def test_training_indexes_what_was_not_indexed_and_says_so(tmp_path: Path, caplo
     ensure_index(str(tmp_path / "test"), classes_of=str(tmp_path / "train"))
     assert "indexing the tars of" in caplog.text
     assert "5 samples in 1 tars" in caplog.text
-    assert load_manifest(tmp_path / "test").label_names.base == ("0", "1", "2")
+    assert load_manifest(tmp_path / "test").labels["base"].classes == ("0", "1", "2")
     caplog.clear()
     ensure_index(str(tmp_path / "train"))
     assert not caplog.text
@@ -341,7 +322,6 @@ def test_new_tars_of_a_directory_are_warned_of_and_other_differences_refused(
     new_and_gone = r"\(\S+/train-0002.tar is new and \S+/train-0000.tar is gone\)"
     with pytest.raises(UserError, match=new_and_gone) as refused:
         ensure_index(str(tmp_path / "train"), classes_of=str(tmp_path / "other"))
-    assert "--size 16 --label base=cls --classes-of" in str(refused.value)
     assert f"or name {index} in place of" in str(refused.value)
     ensure_index(str(index))
 
@@ -379,22 +359,6 @@ def test_locations_of_similar_names_have_indexes_of_their_own(tmp_path: Path) ->
         ensure_index(str(tmp_path / name))
     assert [load_manifest(tmp_path / name).num_shards for name in names] == [4, 2, 1, 1, 1, 1]
     assert len({dataset_directory(tmp_path / name) for name in names}) == len(names)
-    assert dataset_directory(tmp_path / "a-b.tar").name == ".tar_index-a-b-tar"
-
-
-def test_an_index_from_before_names_were_distinct_is_read_for_its_own_tars_alone(tmp_path: Path) -> None:
-    simple(tmp_path, [1] * 4)
-    old = tmp_path / ".tar_index-train-0000-0001-tar"
-    own, same, other = (str(tmp_path / f"train-{end}.tar") for end in ("{0000..0001}", "{0000,0001}", "0000-0001"))
-    shutil.copy(tmp_path / "train-0003.tar", other)
-    make_index(own, old, fields=Fields(), size=16)
-    before = load_manifest(old).sha256
-    for location in (own, same, other):
-        ensure_index(location)
-    assert dataset_directory(own) == dataset_directory(same) == old
-    assert dataset_directory(other) != old
-    assert numbers_in(SampleStore(other)) == [3]
-    assert load_manifest(Path(own)).sha256 == before
 
 
 def test_without_an_index_the_commands_say_how_to_make_one(tmp_path: Path) -> None:
@@ -435,19 +399,8 @@ def test_batches_of_tars_are_the_same_on_any_ranks_and_resumed(
         assert len(set(seen)) == 32
 
 
-def test_samples_with_the_same_key_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    simple(tmp_path, [3, 3])
-    make_index(str(tmp_path), tmp_path / INDEX_NAME, fields=Fields())
-    assert not caplog.text
-    shutil.copy(tmp_path / "train-0000.tar", tmp_path / "train-0002.tar")
-    store = indexed(tmp_path, tmp_path / INDEX_NAME)
-    assert "3 samples have the key of an earlier one, such as one in" in caplog.text
-    assert "train-0000.tar and in" in caplog.text
-    assert numbers_in(store) == [0, 1, 2, 3, 4, 5, 0, 1, 2]
-
-
 def test_a_picture_never_gets_the_label_of_another_one_with_its_key(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
 ) -> None:
     """Two samples of one key that follow each other, and of a third one a picture without a label."""
     members = [("a.png", picture(0)), ("a.cls", b"0"), ("a.png", picture(1)), ("a.cls", b"1"), ("a.png", picture(2))]
@@ -455,19 +408,15 @@ def test_a_picture_never_gets_the_label_of_another_one_with_its_key(
     store = indexed(tmp_path, tmp_path / "index")
     assert numbers_in(store) == [0, 1, 2]
     assert decode(store, np.arange(3)).labels["base"].tolist() == [0, 1, NO_LABEL]
-    assert "2 samples have the key of an earlier one" in caplog.text
 
 
-def test_empty_classes_and_several_fields_of_labels_are_told(
+def test_several_fields_of_labels_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A sample whose label is in another field than that of the others would be of a class of its own."""
     by_tarfile(tmp_path / "x.tar", [("a.png", picture(0)), ("a.cls", b"1"), ("b.png", picture(1)), ("b.label", b"3")])
     done = call(main, "index", tmp_path, "--workers", "1", monkeypatch=monkeypatch, capsys=capsys)
-    assert "2 of the 4 classes have no sample, such as 0" in done.stdout
-    assert (
-        "the label of a sample is the first of its fields cls, label; if they do not say the same, name" in done.stdout
-    )
+    assert "the label of a sample is the first of its fields cls, label" in done.stdout
     done = call(main, "index", tmp_path, "--workers", "1", "--label", "cls", monkeypatch=monkeypatch, capsys=capsys)
     assert "is the first of its fields" not in done.stdout
 

@@ -22,10 +22,10 @@ from data_pipeline.sources.cifar import Cifar
 from data_pipeline.sources.digits import MnistKind, mnist_digits, sklearn_digits
 from data_pipeline.sources.folder import _MOST_SCALED_PIXELS, ImageFolder, middle_square
 from data_pipeline.sources.procedural import Procedural
-from data_pipeline.storage.files import unpack_tar
 from data_pipeline.storage.store import SampleStore
 from tests.data_pipeline.stored_samples import decode_sample, find_problems
 from tests.real_data import archive
+from tests.tars import unpack_tar
 
 
 def save_picture(path: Path, *, size: tuple[int, int] = (6, 4), colour: tuple[int, int, int] = (10, 20, 30)) -> None:
@@ -78,7 +78,7 @@ def test_cifar_100_becomes_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyP
     pixels = write_cifar(tmp_path, monkeypatch, num_classes=100)
     manifest = build_dataset("cifar100_shapes", tmp_path / "out", root=tmp_path, overlay="online")
     assert list(find_problems(tmp_path / "out")) == []
-    assert (len(manifest.label_names.base), manifest.counts_base[:5]) == (100, (1, 1, 1, 1, 0))
+    assert (len(manifest.labels["base"].classes), manifest.labels["base"].counts[:5]) == (100, (1, 1, 1, 1, 0))
     store = SampleStore(tmp_path / "out")
     stored = {
         decode_sample(store, index).content.tobytes(): decode_sample(store, index).labels["base"] for index in range(4)

@@ -57,13 +57,13 @@ def test_compressed_tars_of_a_directory_are_left_out_with_a_warning(
         ("empty", "holds no file that ends in .tar"),
         ("train-{0000..0009}.tar", r"train-0003.tar, which .* names, does not exist"),
         ("none.txt", "names no tars; write the path of one in each line"),
-        ("twice.txt", "names .*train-0000.tar twice; name each tar once"),
-        ("two_paths.txt", "names .*train-0000.tar twice, also as .*other/../train-0000.tar; name each tar once"),
+        ("twice.txt", "names .*train-0000.tar 2 times"),
+        ("two_paths.txt", "names .*train-0000.tar 2 times"),
         (
             "https://a.org/tars/",
             r"is a directory, which is not listed if it is remote; name its tars, as in https://a.org",
         ),
-        ("link.txt", "names .*train-0000.tar twice, also as .*link.tar; name each tar once"),
+        ("link.txt", "names .*train-0000.tar 2 times"),
     ],
 )
 def test_a_location_that_names_no_tars_is_refused_in_a_sentence(tmp_path: Path, location: str, said: str) -> None:

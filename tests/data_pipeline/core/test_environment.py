@@ -11,7 +11,7 @@ import pytest
 
 from data_pipeline.core.environment import set_variables, unset_empty_variables, variable, with_home
 from data_pipeline.core.errors import run_command
-from data_pipeline.storage.manifest import dataset_directory, names_tars
+from data_pipeline.storage.locations import dataset_directory, names_tars
 from launch.resources import default_files
 
 

@@ -447,7 +447,7 @@ def test_the_ratio_is_one_for_a_global_shuffle_and_n_by_w_for_large_windows() ->
 def test_remote_sources_in_windows_give_the_batches_of_local_ones(sources: Path, tmp_path: Path) -> None:
     """Two windows of each source fit into the cache; a cache that is too small for both together is refused."""
     options: dict[str, Any] = {"shuffle_shards": 1, "end_step": 20}
-    sizes = [max(shard.num_bytes for shard in SampleStore(sources / name).manifest.shards) for name in ("few", "many")]
+    sizes = [int(SampleStore(sources / name).shard_bytes.max()) for name in ("few", "many")]
 
     def remote(gigabytes: float) -> list[Batch]:
         config = RemoteConfig(cache_dir=str(tmp_path / "cache"), cache_gigabytes=gigabytes)

@@ -13,9 +13,9 @@ import boto3
 import pytest
 
 from data_pipeline.building.index_tars import make_index
-from data_pipeline.building.tar_scan import Fields
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.remote.cache import RemoteConfig
+from data_pipeline.storage.manifest import Fields
 from tests.nursery import PythonProcess
 from tests.object_store import served_bucket
 from tests.tars import simple

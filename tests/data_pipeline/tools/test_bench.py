@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from webdataset import TarWriter
 
 from data_pipeline.__main__ import main
 from data_pipeline.building.index_tars import DrawnOverlay, make_index
-from data_pipeline.building.tar_scan import Fields
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.stream import Stream
 from data_pipeline.overlays.noise import Noise
 from data_pipeline.overlays.shapes import Shapes
 from data_pipeline.sources.background import procedural_sounds
-from data_pipeline.storage.shards import EncodedSample
-from data_pipeline.storage.store import SampleStore
+from data_pipeline.storage.manifest import Fields
+from data_pipeline.storage.store import SampleStore, StoredSamples
 from data_pipeline.tools import bench
 from data_pipeline.tools.bench import decoded_counts, encoded_counts, log_mel_counts, overlay_counts, rate, rows
 from tests.tiny_data import NUM_POINTS, SAMPLE_RATE, write_tiny_dataset, write_tiny_sounds
@@ -66,13 +66,13 @@ def test_a_delivery_longer_than_the_measurement_is_counted_whole() -> None:
 def test_stored_bytes_are_of_every_sample_once_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = SampleStore(write_tiny_dataset(tmp_path / "built", num_samples=250, num_samples_per_shard=100))
     read: list[int] = []
-    encoded = store.encoded
+    stored = store.read
 
-    def recording(index: int) -> EncodedSample:
-        read.append(index)
-        return encoded(index)
+    def recording(indices: NDArray[np.int64]) -> StoredSamples:
+        read.extend(indices.tolist())
+        return stored(indices)
 
-    monkeypatch.setattr(store, "encoded", recording)
+    monkeypatch.setattr(store, "read", recording)
     counts = list(islice(encoded_counts(store), 6))
     assert sum(counts) == len(read) == 500
     assert sorted(read[:250]) == sorted(read[250:]) == list(range(250))

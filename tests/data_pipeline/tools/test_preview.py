@@ -99,8 +99,8 @@ def test_a_grid_holds_the_samples_in_rows_of_ten(tmp_path: Path) -> None:
     store = SampleStore(directory)
     sample = decode_sample(store, 13)
     assert sample.mask is not None
-    names = store.manifest.label_names
-    captions = [(names.base[sample.labels["base"]], GREY), (names.overlay[sample.labels["overlay"]], PINK)]
+    words = {name: label.classes[sample.labels[name]] for name, label in store.manifest.labels.items()}
+    captions = [(words["base"], GREY), (words["overlay"], PINK)]
     cell = np.asarray(draw_cell(np.asarray(sample.content, dtype=np.uint8), sample.mask, captions))
     height, width, _ = cell.shape
     grid = np.asarray(draw_grid(str(directory), num_samples=60))

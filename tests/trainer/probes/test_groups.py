@@ -57,9 +57,12 @@ def test_the_groups_are_those_of_a_loop(space: str) -> None:
     assert groups.num_empty == 6 - len(num) == 1
     assert groups.num_small == sum(count < 10 for count in num.values())
     worst = min((right[group] / count, group) for group, count in num.items() if count >= 10)
-    names = pictures.manifest.label_names
+    classes = {name: label.classes for name, label in pictures.manifest.labels.items()}
     assert groups.worst["linear"].accuracy == worst[0]
-    assert groups.worst["linear"].classes == (names.base[worst[1][0]], names.overlay[worst[1][1]])
+    assert groups.worst["linear"].classes == (
+        classes["base"][worst[1][0]],
+        classes["overlay"][worst[1][1]],
+    )
     assert groups.worst["linear"].num_test == num[worst[1]]
     line = describe_groups(groups)
     assert line.startswith(f"worst group of base x overlay: linear {100 * worst[0]:.1f} (")

@@ -199,8 +199,9 @@ def test_off_it_reads_nothing_and_on_it_says_what_is_missing() -> None:
 
 def _renamed() -> Any:
     pictures = toy_pictures(20, seed=0)
-    names = pictures.manifest.label_names.model_copy(update={"base": ("cat", "dog")})
-    object.__setattr__(pictures, "manifest", pictures.manifest.model_copy(update={"label_names": names}))
+    base = pictures.manifest.labels["base"].model_copy(update={"classes": ("cat", "dog")})
+    labels = {**pictures.manifest.labels, "base": base}
+    object.__setattr__(pictures, "manifest", pictures.manifest.model_copy(update={"labels": labels}))
     return pictures
 
 

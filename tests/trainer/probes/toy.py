@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from data_pipeline.core.counter_rng import DrawKeys
-from data_pipeline.storage.manifest import FORMAT_VERSION, HowMade, LabelNames, Manifest, OverlayEntry, ShardEntry
+from data_pipeline.storage.manifest import Fields, HowMade, LabelEntry, Manifest, OverlayEntry, Tars
 from trainer.probes.features import Pictures
 
 
@@ -36,23 +36,21 @@ def toy_pictures(num: int, *, seed: int, num_wrong: int = 0) -> Pictures:
 
 def toy_manifest(num: int) -> Manifest:
     return Manifest(
-        format_version=FORMAT_VERSION,
         num_samples=num,
         medium="picture",
         input_shape=(3, 8, 8),
-        sample_rate=None,
-        label_names=LabelNames(base=("dark", "bright"), overlay=("low", "middle", "high")),
-        counts_base=(num, 0),
-        counts_overlay=(num, 0, 0),
+        labels={
+            "base": LabelEntry(title="base", classes=("dark", "bright"), counts=(num, 0)),
+            "overlay": LabelEntry(
+                title="overlay", classes=("low", "middle", "high"), counts=(num, 0, 0), given_by="overlay"
+            ),
+        },
         mean=(0.5,) * 3,
         std=(0.25,) * 3,
-        overlay=OverlayEntry(kind="toy", drawn="baked", sha256=None),
-        how_made=HowMade(
-            dataset="toy", source="test", split="train", seed=0, repeats=1, limit=None, source_sha256="0" * 64
-        ),
-        shards=(
-            ShardEntry(name="toy.tar", num_samples=num, num_bytes=4096 * num, sha256="0" * 64, index_sha256="0" * 64),
-        ),
+        overlay=OverlayEntry(kind="toy", drawn="baked"),
+        how_made=HowMade(dataset="toy", source="test", split="train", source_sha256="0" * 64),
+        tars=Tars(fields=Fields(), numbered=True, num_tars=1, num_bytes=4096 * num),
+        files={},
     )
 
 

@@ -1,7 +1,8 @@
-"""List the tars that a location names, and compare them with the tars of an index."""
+"""Find datasets and tars: what a location names, and where its index lies."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shlex
@@ -14,14 +15,50 @@ from braceexpand import braceexpand
 
 from data_pipeline.core.environment import with_home
 from data_pipeline.core.errors import UserError
-from data_pipeline.storage.files import open_regular, read_regular
-from data_pipeline.storage.tar_headers import compression
+from data_pipeline.storage.tar_headers import HEAD_BYTES, compression
 
+MANIFEST_NAME: Final = "manifest.json"
+INDEX_NAME: Final = ".tar_index"  # the directory of an index of somebody else's tars, beside them
+PARTS_NAME: Final = ".parts"  # in a directory that is not finished: a file for each finished tar
 TARS_NAME: Final = "tars.txt"  # of an index: the path or URL of each tar, a line each
-MAX_TARS_BYTES: Final = 1 << 30
-_MAX_PEEKED: Final = 1 << 12
+PICTURE_FIELDS: Final = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "image.png", "image.jpg")
+_LISTS: Final = (".txt", ".list")  # endings of a file that names tars
+_MAX_WORDS: Final = 100  # letters of a location's name in that of its index
 _ENDINGS: Final = frozenset({".tar", ".tgz", ".tbz2", ".txz"})
 _COMPRESSED: Final = re.compile(r"(.+)(\.tar\.(gz|bz2|xz|zst)|\.tgz|\.tbz2|\.txz)", flags=re.IGNORECASE)
+
+
+def dataset_directory(location: str | Path) -> Path:
+    """Return the directory that holds the manifest of a local dataset.
+
+    That is `location` itself, or the index of the tars that `location` names (see `index_directory`) if there is one.
+    """
+    path = with_home(location)
+    if not (path / MANIFEST_NAME).is_file() and ((index := index_directory(path)) / MANIFEST_NAME).is_file():
+        return index
+    return path
+
+
+def index_directory(location: str | Path) -> Path:
+    """Return the directory of the index of a location of tars, unless another is named: beside the tars.
+
+    Unless the location is a directory, the name of its index ends in a hash of the location's name.
+    """
+    path = with_home(location).absolute()
+    if path.is_dir():
+        return path / INDEX_NAME
+    words = re.sub(r"[^A-Za-z0-9]+", "-", path.name).strip("-")
+    digest = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:8]
+    return path.parent / f"{INDEX_NAME}-{words[:_MAX_WORDS]}-{digest}"
+
+
+def names_tars(location: str | Path) -> bool:
+    """Return whether a location seems to name tars and no dataset: by their ending, or a directory that holds some."""
+    path = with_home(location)
+    if path.is_dir():
+        is_built = (path / MANIFEST_NAME).exists() or (path / PARTS_NAME).exists()
+        return not is_built and any(tars_in(path))
+    return is_tars(path.name) or (path.suffix in _LISTS and path.is_file())
 
 
 def listed_tars(location: str | Path) -> list[str]:
@@ -96,23 +133,16 @@ def compression_error(path: str | Path, head: bytes) -> UserError | None:
 
 def _text(path: Path) -> str:
     """Return the content of a text file. Raises `UserError` if it is compressed, or is no text."""
-    try:
-        with open_regular(path) as file:
-            head = file.read(_MAX_PEEKED)
-        # A binary file has a zero near its beginning. It may be large, so the rest of it is not read.
-        text = "" if b"\0" in head else read_regular(path, max_bytes=MAX_TARS_BYTES).decode("utf-8-sig")
-    except UnicodeDecodeError:
-        text = ""
-    except OSError as error:
-        raise UserError(f"{path} cannot be read as a list of tars ({error.strerror}); name another file") from None
-    if (wrong := compression_error(path, head)) is not None:
+    content = path.read_bytes()
+    if (wrong := compression_error(path, content[:HEAD_BYTES])) is not None:
         raise wrong
-    if head and not text:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
         raise UserError(
             f"{path} is neither a tar, whose name ends in .tar, nor a text file in UTF-8 that names tars; name one of "
             "these"
-        )
-    return text
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -130,7 +160,7 @@ def list_difference(index: Path, location: str | Path) -> ListDifference | None:
     `listed_tars`.
     """
     try:
-        lines = read_regular(index / TARS_NAME, max_bytes=MAX_TARS_BYTES).decode().splitlines()
+        lines = (index / TARS_NAME).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         return None
     listed, indexed = listed_tars(location), [str(index.absolute() / line) for line in lines]

@@ -1,0 +1,77 @@
+"""Run tasks in worker processes, in order.
+
+Guarantees: no worker of a killed command goes on.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+import torch
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.processes import end_with_parent, worker_context
+
+_NUM_TASKS_AHEAD = 2  # per worker, so that all are busy
+
+T = TypeVar("T")
+U = TypeVar("U")
+V = TypeVar("V")
+
+_inputs_of_worker: Any  # set once in each worker process, because a source may hold all pictures of a dataset
+
+
+def _start_worker(inputs: bytes) -> None:
+    global _inputs_of_worker
+    # Ctrl-C reaches all processes, but the build ends its workers itself, between two shards.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    end_with_parent()  # else it would wait for work forever when its build is killed
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    if not parent.is_alive():
+        os._exit(1)
+    _inputs_of_worker = pickle.loads(inputs)
+
+
+def _in_worker(work: Callable[[Any, U], T], task: U) -> T:
+    return work(_inputs_of_worker, task)
+
+
+def run_all(
+    work: Callable[[V, U], T],
+    inputs: V,
+    tasks: Iterable[U],
+    *,
+    num_workers: int,
+) -> Generator[T, None, None]:
+    """Yield `work(inputs, task)` for every task, in order; worker processes do it if `num_workers` is above 1."""
+    if num_workers == 1:
+        yield from (work(inputs, task) for task in tasks)
+        return
+    context = worker_context(__name__)
+    # Pickled here, to bytes: multiprocessing itself would share the overlay's tensors through files in memory.
+    pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(pickle.dumps(inputs),))
+    under_way: deque[Future[T]] = deque()
+    try:
+        for task in tasks:
+            under_way.append(pool.submit(_in_worker, work, task))
+            if len(under_way) == _NUM_TASKS_AHEAD * num_workers:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
+    except BrokenProcessPool:
+        raise UserError(
+            "a worker process was killed, most likely for lack of memory; run the same command again with fewer "
+            "--workers; it goes on from what is finished"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)

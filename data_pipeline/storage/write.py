@@ -1,0 +1,97 @@
+"""Write samples as plain WebDataset tars, which any WebDataset reader can open.
+
+A sample has the members `KEY.json`, the class name of each of its labels, and `KEY.wav` or `KEY.png`, and also
+`KEY.mask.png` if an overlay is drawn on it. KEY is its index in eight digits. Samples are written in the order of their
+index to `shard-00000.tar`, ...
+
+Guarantees: the same samples give the same bytes on any machine, for any user, at any time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+from webdataset import TarWriter
+
+from data_pipeline.audio.waveform import encode_wav
+from data_pipeline.core.sample import NO_LABEL, Sample, sample_key
+from data_pipeline.storage.png import encode_png
+
+
+def encode(
+    sample: Sample, classes: Mapping[str, tuple[str, ...]], *, sample_rate: int | None = None
+) -> dict[str, bytes]:
+    """Return the members of one sample, by extension. `classes` are the class names of each label.
+
+    `sample_rate` is in points a second for a sound, None for a picture.
+    """
+    members = {"json": encode_labels(sample.labels, classes)}
+    content: NDArray[Any] = sample.content
+    if content.ndim == 1:
+        assert sample_rate is not None
+        members["wav"] = encode_wav(content, sample_rate=sample_rate)
+    else:
+        if sample.mask is not None:
+            members["mask.png"] = encode_png(sample.mask)
+        members["png"] = encode_png(content)
+    return members
+
+
+def encode_labels(labels: Mapping[str, int], classes: Mapping[str, tuple[str, ...]]) -> bytes:
+    """Return the JSON of a sample: the class name of each label that it has."""
+    return json.dumps({name: classes[name][number] for name, number in labels.items() if number != NO_LABEL}).encode()
+
+
+def shard_name(number: int) -> str:
+    """Return the file name of a tar of a built dataset.
+
+    Examples:
+        >>> shard_name(7)
+        'shard-00007.tar'
+    """
+    return f"shard-{number:05d}.tar"
+
+
+def write_shard(samples: Iterable[Mapping[str, bytes]], path: Path, *, first_index: int) -> None:
+    """Write the members of consecutive samples as a tar, of which the first has the index `first_index`.
+
+    Holds one sample in memory. The tar gets its name when it is whole and on disk.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            # Fixed time, owner and mode: the same samples give the same bytes.
+            with TarWriter(file, encoder=False, mtime=0, user="", group="", mode=0o444) as writer:
+                for index, members in enumerate(samples, first_index):
+                    writer.write({"__key__": sample_key(index), **members})
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_shards(samples: Iterable[Mapping[str, bytes]], directory: Path, *, num_samples_per_shard: int) -> list[Path]:
+    """Write the members of samples as `directory/shard-00000.tar`, ... Return the paths."""
+    directory.mkdir(parents=True, exist_ok=True)
+    paths: list[Path] = []
+    for number, some in enumerate(_groups(samples, num_samples_per_shard)):
+        paths.append(directory / shard_name(number))
+        write_shard(some, paths[-1], first_index=number * num_samples_per_shard)
+    return paths
+
+
+def _groups(samples: Iterable[Mapping[str, bytes]], num_at_once: int) -> Iterator[list[Mapping[str, bytes]]]:
+    group: list[Mapping[str, bytes]] = []
+    for sample in samples:
+        group.append(sample)
+        if len(group) == num_at_once:
+            yield group
+            group = []
+    if group:
+        yield group
