@@ -62,14 +62,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--out", type=Path, metavar="DIR", help="Write to DIR/NAME, and nothing into the run directory NAME.")
     add_code_argument(parser)
-    add(
-        "--memory-gigabytes",
-        type=number("a number of 10^9 bytes", lambda given: 0 <= given < 1e9),
-        metavar="G",
-        help="Stream a dataset that takes more than G x 10^9 bytes in memory, and keep its features in a file if they "
-        "take more (default: half of the free memory).",
-    )
-    add("--scratch", type=Path, metavar="DIR", help="The directory of that file (default: TMPDIR, else /tmp).")
     fit = parser.add_argument_group(
         "linear probe", "The defaults are in the config of the run. A changed value becomes part of the file names."
     )
@@ -105,11 +97,8 @@ def main() -> None:
     from trainer.probed_runs.options import ProbeOptions
     from trainer.probed_runs.probing import is_probed, probe_each
     from trainer.probed_runs.tables import runs_table
-    from trainer.probes.memory_limit import MemoryLimit
 
     world = read_env(os.environ)
-    gigabytes = arguments.memory_gigabytes
-    max_bytes = None if gigabytes is None else int(gigabytes * 1e9)
     changes = {
         "views": arguments.views,
         "batch_norm": arguments.batch_norm,
@@ -125,7 +114,6 @@ def main() -> None:
         untrained=arguments.untrained,
         pixels=arguments.pixels,
         allow_shared=arguments.allow_shared,
-        memory=MemoryLimit(max_bytes, arguments.scratch),
     )
     device = choose_device(world)
     with process_group(world, device):

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from trainer.probes.features import LabelSpace
 from trainer.probes.linear import ProbeConfig
-from trainer.probes.memory_limit import MemoryLimit
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,6 @@ class ProbeOptions:
     untrained: probe the untrained encoder too, before the others.
     pixels: probe the raw pixels too, before the others. Their results are those of step 0.
     allow_shared: replaces the share in the config if it is given.
-    memory: pictures that take more are streamed.
     """
 
     steps: int | Literal["all"] | None = None
@@ -32,7 +30,6 @@ class ProbeOptions:
     untrained: bool = False
     pixels: bool = False
     allow_shared: float | None = None
-    memory: MemoryLimit = field(default_factory=MemoryLimit)
 
     def changed(self, own: ProbeConfig, *, reads_pixels: bool = False) -> ProbeConfig:
         """Return the probe of a run's config with the changes. Raises `UserError` for a value that it cannot have."""

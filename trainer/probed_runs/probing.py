@@ -125,8 +125,8 @@ def _read_pictures(
     data = config.data
     if (said := option_difference(manifests.probed, manifests.test)) is not None:
         say(f"warning: {said}; the accuracies measure this difference too")
-    train = read_pictures(data.probed_dir, read=data, draw=TRAIN_DRAW, memory=options.memory)
-    test = read_pictures(data.test_dir, read=data, memory=options.memory)
+    train = read_pictures(data.probed_dir, read=data, draw=TRAIN_DRAW)
+    test = read_pictures(data.test_dir, read=data)
     if train.streamed is not None and probe_config.views == "policy":
         say(
             f"{data.probed_dir} does not fit in memory, and a probe on views reads it once in each of its "
@@ -170,8 +170,8 @@ class _ProbedRun:
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"the probe of {self.run_dir.path} has not enough memory on {self.device} "
-                f"({str(error).partition('. GPU')[0]}); keep samples and features on the host with a small "
-                "--memory-gigabytes, see in nvidia-smi what else uses the GPU, or set CUDA_VISIBLE_DEVICES= for the CPU"
+                f"({str(error).partition('. GPU')[0]}); see in nvidia-smi what else uses the GPU, or set "
+                "CUDA_VISIBLE_DEVICES= for the CPU"
             ) from error
         on_first_rank(partial(_write, self.run_dir, modules.step, readout, suffix=suffix))
         return readout

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from data_pipeline.audio.log_mel import mel_config
 from data_pipeline.core.errors import UserError
@@ -43,12 +43,10 @@ Labels: TypeAlias = Tensor | Mapping[str, Tensor]
 LabelledData: TypeAlias = str | Path | SampleStore | Dataset[Any] | DataLoader[Any] | tuple[Tensor, Labels]
 """A location or an open store of this package; a torch Dataset of (picture, label) or (picture, {name: label}); a
 DataLoader of batches of these; or the tensors themselves, pictures (N, C, H, W) and labels (N,)."""
-_OpenData: TypeAlias = SampleStore | Dataset[Any] | DataLoader[Any] | tuple[Tensor, Labels]
+_Batches: TypeAlias = Iterator[tuple[Tensor, Mapping[str, Tensor]]]
 
 ONLY_LABEL: Final = "label"  # the name of a label without a name
 _WITHOUT_VIEWS: Final = ProbeConfig(views="none")
-_FAR: Final = 0.5  # from [0, 1]; a little is the overshoot of a resizing
-_MANY: Final = 0.05  # of the values; fewer are outliers or noise, but not another transform
 _CPU: Final = torch.device("cpu")
 _WRAPPERS: Final = (nn.DataParallel, DistributedDataParallel, AveragedModel)  # call the module inside as it is
 
@@ -95,12 +93,16 @@ def probe(
     `config` sets epochs, learning rate and seed of the linear probe; there are no views. On several ranks, every rank
     calls this with the same arguments, and computes all of it.
 
-    Raises `UserError` if a dataset is missing or has no labels, if its inputs have another type, if the labels of both
-    differ or their pictures have values of another range, or if the encoder returns anything but finite rows. It also
-    does so if two datasets of this package share more of the test samples than `config.allow_shared`. They are not
-    compared if that is 1.
+    Raises `UserError` if a dataset is missing or has no labels, if the labels of both differ, or if the encoder returns
+    anything but finite rows. It also does so if two datasets of this package share more of the test samples than
+    `config.allow_shared`. They are not compared if that is 1.
     """
-    _check_settings(config, batch_size, labels)
+    if config.fit_settings != config.fit_settings | _FIXED:
+        raise UserError(
+            "probe(encoder, train, test) encodes each picture once, without views, and reads what the encoder returns; "
+            f"the config must have {', '.join(f'{name}={value}' for name, value in _FIXED.items())}. For other values "
+            "use `python -m trainer.probe`"
+        )
     encoder = _without_wrappers(encoder)
     train, test = (SampleStore(data) if isinstance(data, str | Path) else data for data in (train, test))
     if isinstance(train, SampleStore) and isinstance(test, SampleStore) and config.allow_shared < 1:
@@ -110,53 +112,14 @@ def probe(
         with frozen(encoder, getattr(encoder, "__self__", None)):  # of a method, the module that has it
             known = _encode(encoder, train, which="train", batch_size=batch_size)
             asked = _encode(encoder, test, which="test", batch_size=batch_size)
-        if (of_train := known.features_NF.shape[1]) != (of_test := asked.features_NF.shape[1]):
-            raise UserError(
-                f"the encoder returns {of_train} features for the train set but {of_test} for the test set; give it "
-                "pictures of one size"
-            )
-        _check_ranges(known.span, asked.span)
         targets = _targets(known, asked, wanted=labels if labels is not None else config.labels)
         batches = stored_batches(known.features_NF, targets, config=config)
         linear = fit_linear_probe(batches, test_features=lambda: asked.features_NF, targets=targets, config=config)
         knn = knn_accuracies(known.pooled_ND, asked.pooled_ND, targets)
-        return {
-            name: Accuracy(linear[name].result.accuracy, knn[name], target.chance) for name, target in targets.items()
-        }
+    return {name: Accuracy(linear[name].result.accuracy, knn[name], target.chance) for name, target in targets.items()}
 
 
-def _check_settings(config: ProbeConfig, batch_size: int, labels: Sequence[str] | None) -> None:
-    """Raise `UserError` if a setting does not fit a probe from Python."""
-    if isinstance(labels, str):
-        raise UserError(f"labels is the string {labels!r}, but it is a list of names; pass labels=[{labels!r}]")
-    if labels is not None and not len(labels):
-        raise UserError("labels is empty, so there is nothing to probe; name a label, or leave out labels to probe all")
-    if batch_size < 1:
-        raise UserError(f"batch_size must be 1 or more, got {batch_size}; it is the number of pictures encoded at once")
-    if config.reads != "features":
-        raise UserError(
-            f"probe(encoder, train, test) reads what the encoder returns, but the config has reads={config.reads}; in "
-            "place of the encoder, pass a function that returns the embedding, or nn.Flatten() for the pixels"
-        )
-    if config.precision != "float32":
-        raise UserError(
-            f"probe(encoder, train, test) computes features as the encoder does, but the config has precision="
-            f"{config.precision}; in place of the encoder, pass a function with an autocast of its own"
-        )
-    if config.views != "none" or config.batch_norm != "eval":
-        raise UserError(
-            f"probe(encoder, train, test) encodes each picture once, but the config has views={config.views} and "
-            f"batch_norm={config.batch_norm}; use ProbeConfig(views='none'), or `python -m trainer.probe` for views"
-        )
-
-
-@dataclass(frozen=True)
-class _Span:
-    """The least and the greatest value that the encoder got, and the share of its values that are far from [0, 1]."""
-
-    low: float
-    high: float
-    far_share: float
+_FIXED: Final = {"views": "none", "batch_norm": "eval", "reads": "features", "precision": "float32"}
 
 
 @dataclass(frozen=True)
@@ -167,7 +130,6 @@ class _Encoded:
     pooled_ND: Tensor
     labels: Mapping[str, Tensor]
     manifest: Manifest | None
-    span: _Span
 
 
 def _refuse_shared(train: SampleStore, test: SampleStore, *, allowed: float) -> None:
@@ -178,77 +140,34 @@ def _refuse_shared(train: SampleStore, test: SampleStore, *, allowed: float) -> 
         logger.warning("%s", said)
 
 
-def _encode(encoder: object, data: _OpenData, *, which: str, batch_size: int) -> _Encoded:
+def _encode(encoder: object, data: LabelledData, *, which: str, batch_size: int) -> _Encoded:
     """Encode each sample once. `which` is "train" or "test", for errors and for the draw of an online overlay."""
-    manifest: Manifest | None = None
-    if isinstance(data, SampleStore):
-        manifest = data.manifest
-        pairs = _stored(data, draw=TRAIN_DRAW if which == "train" else 0, batch_size=batch_size)
-    elif isinstance(data, tuple):
-        pairs = _split(data, which=which, batch_size=batch_size)
-    else:
-        loader = data if isinstance(data, DataLoader) else _loader(data, which=which, batch_size=batch_size)
-        pairs = (_as_pair(item, which=which) for item in loader)
-
-    normalises = _normalises_itself(encoder)
+    manifest = data.manifest if isinstance(data, SampleStore) else None
+    checks_range = _normalises_itself(encoder) and (manifest is None or manifest.medium == "picture")
     parameter = next(encoder.parameters(), None) if isinstance(encoder, nn.Module) else None
     device = _CPU if parameter is None else parameter.device
     precision = parameter.dtype if parameter is not None and parameter.is_floating_point() else None
     features: list[Tensor] = []
     pooled: list[Tensor] = []
     labels: dict[str, list[Tensor]] = {}
-    spans: list[Tensor] = []
-    for inputs, label_of in pairs:
-        check_range = normalises and (manifest is None or manifest.medium == "picture")
-        inputs = to_unit_range(inputs) if check_range else to_floating(inputs)
-        if inputs.numel():
-            spans.append(_span(inputs))
-        x_BCHW = inputs.to(device, precision)
+    for inputs, label_of in _batches(data, which=which, batch_size=batch_size):
+        x_BCHW = (to_unit_range(inputs) if checks_range else to_floating(inputs)).to(device, precision)
         with nullcontext() if isinstance(encoder, nn.Module) else frozen_calls():
-            if normalises:
-                of_encoder = cast(FeatureEncoder, encoder)
-                features_BF, pooled_BD = features_and_pooled(of_encoder, x_BCHW)
-                features.append(_rows(features_BF, len(inputs)))
-                pooled.append(_rows(pooled_BD, len(inputs)))
+            if _normalises_itself(encoder):
+                features_BF, pooled_BD = features_and_pooled(cast(FeatureEncoder, encoder), x_BCHW)
             else:
-                features.append(_rows(cast(Callable[[Tensor], Tensor], encoder)(x_BCHW), len(inputs)))
+                features_BF = pooled_BD = cast(Callable[[Tensor], Tensor], encoder)(x_BCHW)
+        features.append(_rows(features_BF, len(inputs)))
+        pooled.append(_rows(pooled_BD, len(inputs)))
         for name, label_B in label_of.items():
             labels.setdefault(name, []).append(_classes(label_B, name, which=which, num=len(inputs)))
-    if not spans:
+    if not features:
         raise UserError(f"the {which} set of the probe holds no sample with a label; give it some")
-    widths = sorted({rows.shape[1] for rows in features})
-    if len(widths) > 1:
-        raise UserError(
-            f"the encoder returns rows of {' and '.join(map(str, widths))} features for the {which} set; give it "
-            "pictures of one size"
-        )
     features_NF = torch.cat(features)
-    pooled_ND = torch.cat(pooled) if pooled else features_NF
+    pooled_ND = torch.cat(pooled) if _normalises_itself(encoder) else features_NF
     if not (features_NF.isfinite().all() and pooled_ND.isfinite().all()):
         raise UserError(f"the features of the {which} set are not all finite; did the training of the encoder diverge?")
-    whole = {name: torch.cat(parts) for name, parts in labels.items()}
-    low, high, far_share = torch.stack(spans).T
-    span = _Span(float(low.min()), float(high.max()), float(far_share.mean()))
-    return _Encoded(features_NF, pooled_ND, whole, manifest, span)
-
-
-def _span(inputs: Tensor) -> Tensor:
-    """Return the least and the greatest value, and the share far from [0, 1]: (3,) float32, on the inputs' device.
-
-    It is read once for all batches, because the host would wait for a GPU in each.
-    """
-    values = inputs.detach().float()
-    return torch.stack([*values.aminmax(), ((values < -_FAR) | (values > 1 + _FAR)).float().mean()])
-
-
-def _check_ranges(train: _Span, test: _Span) -> None:
-    """Raise `UserError` if the pictures of one set are in [0, 1], and many values of the other are far from it."""
-    for one, other in ((train, test), (test, train)):
-        if one.low >= 0 and one.high <= 1 and other.far_share > _MANY:
-            raise UserError(
-                f"the train set gives pictures from {train.low:.3g} to {train.high:.3g} but the test set from "
-                f"{test.low:.3g} to {test.high:.3g}; give both the same transform"
-            )
+    return _Encoded(features_NF, pooled_ND, {name: torch.cat(parts) for name, parts in labels.items()}, manifest)
 
 
 def _without_wrappers(encoder: nn.Module | FeatureEncoder | Callable[[Tensor], Tensor]) -> Any:
@@ -264,7 +183,23 @@ def _normalises_itself(encoder: object) -> bool:
     return all(callable(getattr(encoder, name, None)) for name in ("features", "pooled"))
 
 
-def _stored(store: SampleStore, *, draw: int, batch_size: int) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
+def _batches(data: LabelledData, *, which: str, batch_size: int) -> _Batches:
+    """Yield the inputs and the labels by name of all samples that have a label, in order."""
+    if isinstance(data, SampleStore):
+        yield from _stored(data, draw=TRAIN_DRAW if which == "train" else 0, batch_size=batch_size)
+    elif isinstance(data, tuple):
+        inputs, labels = _as_pair(data, which=which)
+        for first in range(0, max(len(inputs), *map(len, labels.values())), batch_size):
+            rows = slice(first, first + batch_size)
+            yield inputs[rows], {name: label_N[rows] for name, label_N in labels.items()}
+    else:
+        if not isinstance(data, DataLoader):
+            # A generator of its own, because a loader draws a number for its workers, also without any.
+            data = DataLoader(cast(Dataset[Any], data), batch_size=batch_size, generator=torch.Generator())
+        yield from (_as_pair(item, which=which) for item in data)
+
+
+def _stored(store: SampleStore, *, draw: int, batch_size: int) -> _Batches:
     """Yield the inputs and labels of a dataset of this package; leaves out samples without any label."""
     rate = store.manifest.sample_rate
     for batch in read_all(store, batch_size=batch_size, draw=draw):
@@ -276,56 +211,22 @@ def _stored(store: SampleStore, *, draw: int, batch_size: int) -> Iterator[tuple
             yield inputs[has_one_B], {name: label_B[has_one_B] for name, label_B in batch.labels.items()}
 
 
-def _split(data: tuple[Tensor, Labels], *, which: str, batch_size: int) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    inputs, labels = _as_pair(data, which=which)
-    for name, label_N in labels.items():
-        if len(label_N) != len(inputs):
-            raise UserError(
-                f"the {which} set of the probe has {len(inputs)} pictures but {len(label_N)} of label {name!r}; give "
-                "one label for each picture"
-            )
-    for first in range(0, len(inputs), batch_size):
-        rows = slice(first, first + batch_size)
-        yield inputs[rows], {name: label_N[rows] for name, label_N in labels.items()}
-
-
-def _loader(data: Dataset[Any], *, which: str, batch_size: int) -> DataLoader[Any]:
-    def collate(items: list[Any]) -> Any:
-        if not isinstance(items[0], tuple | list) or len(items[0]) != 2:
-            raise _no_labels(which, items[0])
-        if not isinstance(items[0][0], Tensor):
-            raise UserError(
-                f"the {which} set of the probe gives pictures as {type(items[0][0]).__name__}; give it "
-                "transform=torchvision.transforms.ToTensor()"
-            )
-        return default_collate(items)
-
-    # A generator of its own, because a loader draws a number for its workers, also without any.
-    return DataLoader(data, batch_size=batch_size, collate_fn=collate, generator=torch.Generator())
-
-
 def _as_pair(item: Any, *, which: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the inputs and the labels by name of (inputs, labels). Raises `UserError` if it is anything else."""
     if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], Tensor):
-        raise _no_labels(which, item)
+        raise UserError(
+            f"the {which} set of the probe has no labels: it gives {type(item).__name__} in place of (picture, label) "
+            "or (picture, {name: label})"
+        )
     inputs, labels = item
-    by_name: dict[str, Tensor] = {}
-    for name, classes in labels.items() if isinstance(labels, Mapping) else [(ONLY_LABEL, labels)]:
-        try:
-            by_name[str(name)] = torch.as_tensor(classes)
-        except (TypeError, ValueError):
-            raise UserError(
-                f"label {name!r} of the {which} set is {type(classes).__name__}; a probe predicts classes, one whole "
-                "number for each picture"
-            ) from None
-    return inputs, by_name
-
-
-def _no_labels(which: str, item: object) -> UserError:
-    return UserError(
-        f"the {which} set of the probe has no labels: it gives {type(item).__name__} in place of (picture, label) or "
-        "(picture, {name: label})"
-    )
+    named = labels if isinstance(labels, Mapping) else {ONLY_LABEL: labels}
+    try:
+        return inputs, {str(name): torch.as_tensor(classes) for name, classes in named.items()}
+    except (TypeError, ValueError):
+        raise UserError(
+            f"the labels of the {which} set are {type(labels).__name__}; a probe predicts classes, one whole number "
+            "for each picture"
+        ) from None
 
 
 def _classes(label_B: Tensor, name: str, *, which: str, num: int) -> Tensor:
@@ -333,12 +234,7 @@ def _classes(label_B: Tensor, name: str, *, which: str, num: int) -> Tensor:
     if label_B.is_floating_point() or label_B.is_complex() or label_B.shape != (num,):
         raise UserError(
             f"label {name!r} of the {which} set is {str(label_B.dtype).removeprefix('torch.')} of shape "
-            f"{tuple(label_B.shape)}; a probe predicts classes, one whole number for each picture"
-        )
-    if num and int(label_B.min()) < NO_LABEL:
-        raise UserError(
-            f"label {name!r} of the {which} set is {int(label_B.min())} for a sample; number its classes from 0, with "
-            f"{NO_LABEL} for a sample without the label"
+            f"{tuple(label_B.shape)} for {num} pictures; a probe predicts classes, one whole number for each picture"
         )
     return label_B.long().cpu()
 
@@ -357,40 +253,22 @@ def _targets(train: _Encoded, test: _Encoded, *, wanted: Sequence[str] | None) -
     """Return the labels to predict. Raises `UserError` if the two sets do not have the same labels."""
     if train.manifest is not None and test.manifest is not None:
         named = readable_labels(train.manifest, test.manifest, wanted=wanted)
-        targets = {
-            name: Target(train.labels[name], test.labels[name], num_classes=len(classes))
-            for name, classes in named.items()
-        }
+        num_classes = {name: len(classes) for name, classes in named.items()}
     else:
-        targets = _numbered_targets(train.labels, test.labels, wanted=wanted)
+        num_classes = {name: int(label_N.max()) + 1 for name, label_N in train.labels.items()}
+        num_classes = {name: num for name, num in num_classes.items() if wanted is None or name in wanted}
+    if missing := sorted(
+        (set(wanted or num_classes) | num_classes.keys()) - (train.labels.keys() & test.labels.keys())
+    ):
+        raise UserError(
+            f"the train set has the labels {', '.join(train.labels)} and the test set {', '.join(test.labels)}, but "
+            f"both need {', '.join(missing)}"
+        )
+    targets = {name: Target(train.labels[name], test.labels[name], num) for name, num in num_classes.items()}
     for name, target in targets.items():
         for which, label_N in (("train", target.train_N), ("test", target.test_N)):
             if not num_labelled(label_N):
                 raise UserError(f"none of the {which} samples has the label {name!r}; leave it out of `labels`")
-    return targets
-
-
-def _numbered_targets(
-    train: Mapping[str, Tensor], test: Mapping[str, Tensor], *, wanted: Sequence[str] | None
-) -> dict[LabelSpace, Target]:
-    """Return the labels to predict if their classes have numbers only."""
-    if train.keys() != test.keys() or not train:
-        raise UserError(
-            f"the train set has the labels {', '.join(train) or 'none'}, but the test set {', '.join(test) or 'none'}; "
-            "give both the same"
-        )
-    for name in wanted or ():
-        if name not in train:
-            raise UserError(f"the datasets have no label {name!r}, only {', '.join(train)}; probe one of these")
-    targets: dict[LabelSpace, Target] = {}
-    for name, train_N in train.items():
-        if wanted is not None and name not in wanted:
-            continue
-        unknown = sorted(set(test[name].tolist()) - set(train_N.tolist()) - {NO_LABEL})
-        if unknown:
-            raise UserError(
-                f"label {name!r} has the classes {', '.join(map(str, unknown[:5]))} in the test set but not in the "
-                "train set; number the classes of both alike"
-            )
-        targets[name] = Target(train_N, test[name], num_classes=int(train_N.max()) + 1)
+        if train.manifest is None and int(target.test_N.max()) >= target.num_classes:
+            raise UserError(f"the test set has classes of label {name!r} that the train set lacks; number both alike")
     return targets

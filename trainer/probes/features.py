@@ -1,8 +1,7 @@
 """Read the samples of a dataset, and compute features of a frozen encoder, for probes and analyses.
 
 A dataset is read into memory once. Pictures that do not fit are streamed: decoded again each time they are asked for,
-and only their features are kept. Features lie on the device, or on the host if they do not fit there, in memory or in a
-file (`trainer.probes.memory_limit`).
+and only their features are kept. Features lie on the device, or on the host if they do not fit there.
 
 The picture of a sound is its log-mel spectrogram, which the encoder gets if there is no view. A view is made from the
 waveform, so the waveform is kept too.
@@ -48,7 +47,7 @@ from data_pipeline.overlays import Overlay, PixelOverlay, evaluation_keys
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
 from trainer.distributed.collectives import all_gather_object, all_gather_rows, rank, world_size
-from trainer.probes.memory_limit import MemoryLimit
+from trainer.probes import memory
 from trainer.probes.streamed_samples import StreamedSamples, find_readable
 from trainer.views.expert_audio import clean_spectrogram
 
@@ -62,7 +61,6 @@ _CHUNK = 1024  # samples that are drawn on at a time
 _REMOTE_SHARDS = 8
 _ENCODED_AT_ONCE = 128  # a constant, because bits may depend on it
 _DEFAULT_READ = ReadConfig()
-_DEFAULT_MEMORY = MemoryLimit()
 
 
 def label_order(names: Iterable[LabelSpace]) -> list[LabelSpace]:
@@ -146,7 +144,6 @@ class Pictures:
         index_N: int64.
         by_label: each label by name, (N,) int64; `NO_LABEL` for a sample without it.
         stored: the source of the inputs; None if each reading gives the same inputs.
-        memory: how much memory the samples and their features may take on a device.
         num_left_out: the number of samples of the dataset that are not among these, because they have no label at all.
     """
 
@@ -156,7 +153,6 @@ class Pictures:
     index_N: Tensor
     by_label: Mapping[LabelSpace, Tensor]
     stored: StoredInputs | None = None
-    memory: MemoryLimit = _DEFAULT_MEMORY
     num_left_out: int = 0
 
     def __len__(self) -> int:
@@ -188,7 +184,7 @@ class Pictures:
         inputs = [self.images_NCHW, self.masks_NHW]
         if samples is not None:
             inputs += [samples.pictures_BCHW, samples.masks_BHW, samples.points_X]
-        if not self.memory.holds(sum(each.nbytes for each in inputs if each is not None), device):
+        if not memory.fits(sum(each.nbytes for each in inputs if each is not None), device):
             return self
         if stored is not None and samples is not None:
             # A copy, because a module is moved in place.
@@ -243,7 +239,7 @@ class Pictures:
         """Return the same samples with another draw of their overlay, or themselves if nothing is drawn online."""
         if self.stored is None or not self.is_drawn_online:
             return self
-        return _finish(replace(self.stored, draw=draw), self.memory)
+        return _finish(replace(self.stored, draw=draw))
 
     def seen(self, inputs: Tensor) -> Tensor:
         """Return the input of the encoder without a view, for pictures in [0, 1] or for waveforms from `redraw`."""
@@ -258,18 +254,12 @@ class Pictures:
         return () if label is None else label.classes
 
 
-def read_pictures(
-    location: Path | str,
-    *,
-    read: ReadConfig = _DEFAULT_READ,
-    draw: int = 0,
-    memory: MemoryLimit = _DEFAULT_MEMORY,
-) -> Pictures:
+def read_pictures(location: Path | str, *, read: ReadConfig = _DEFAULT_READ, draw: int = 0) -> Pictures:
     """Read a whole dataset; samples that cannot be read are left out. Every rank calls this.
 
     50,000 pictures of 32x32 take 205 MB, twice that with an online overlay. 24,000 sounds at 48 kHz take about 2 GB.
-    Pictures that take more than `memory` allows are decoded once, to find those that can be read, and streamed from
-    then on. The encoder gets a fixed number of readable pictures at a time, so they must be known before it runs.
+    Pictures that take more than half of the free memory are decoded once, to find those that can be read, and streamed
+    from then on. The encoder gets a fixed number of readable pictures at a time, so they must be known before it runs.
     `draw` is the number of a draw of an online overlay. Each draw is the same in every run.
 
     Raises `UserError` if there is no dataset, if too many of its samples cannot be read, or if its sounds do not fit in
@@ -277,7 +267,7 @@ def read_pictures(
     """
     store = SampleStore(location, remote=read.remote)
     samples: DecodedSamples | StreamedSamples
-    if store.manifest.medium == "picture" and not memory.holds(num_bytes := _bytes_drawn(store.manifest)):
+    if store.manifest.medium == "picture" and not memory.fits(num_bytes := _bytes_drawn(store.manifest)):
         logger.info("%s takes %.3g GB in memory, so it is streamed", location, num_bytes / 1e9)
         samples, bad = find_readable(store)
         if (rows := _labelled_rows(store, samples.labels)) is not None:
@@ -288,7 +278,7 @@ def read_pictures(
     _check_bad(store, bad, read)
     for sample in bad:
         logger.warning("%s: %s in %s is left out: %s", location, sample.key, sample.shard, sample.reason)
-    pictures = _finish(StoredInputs(store.manifest, samples, store.overlay, draw), memory)
+    pictures = _finish(StoredInputs(store.manifest, samples, store.overlay, draw))
     return replace(pictures, num_left_out=len(store) - len(bad) - len(samples))
 
 
@@ -331,7 +321,7 @@ def read_some(location: Path | str, *, num: int, read: ReadConfig = _DEFAULT_REA
     samples = _usable(store, decode(store, chosen))
     if not len(samples):
         raise UserError(f"{location} holds no sample that can be read; find out with `python -m data_pipeline verify`")
-    return _finish(StoredInputs(store.manifest, samples, store.overlay, draw), _DEFAULT_MEMORY)
+    return _finish(StoredInputs(store.manifest, samples, store.overlay, draw))
 
 
 def _check_bad(store: SampleStore, bad: Collection[BadSample], read: ReadConfig) -> None:
@@ -358,7 +348,7 @@ def _read_sounds(store: SampleStore) -> DecodedSamples:
     return placed.samples
 
 
-def _finish(stored: StoredInputs, memory: MemoryLimit) -> Pictures:
+def _finish(stored: StoredInputs) -> Pictures:
     manifest, samples = stored.manifest, stored.samples
     if isinstance(samples, StreamedSamples):
         shape = (len(samples), *manifest.batch_shape)
@@ -369,7 +359,6 @@ def _finish(stored: StoredInputs, memory: MemoryLimit) -> Pictures:
             index_N=samples.index_B,
             by_label={**samples.labels, **_drawn_labels(stored, samples)},
             stored=stored,
-            memory=memory,
         )
     row_N = torch.arange(len(samples), device=samples.index_B.device)
     batches = [stored.batch(row_B) for row_B in torch.split(row_N, _CHUNK)]
@@ -382,7 +371,6 @@ def _finish(stored: StoredInputs, memory: MemoryLimit) -> Pictures:
         index_N=samples.index_B,
         by_label={name: torch.cat([batch.labels[name] for batch in batches]) for name in batches[0].labels},
         stored=stored if is_drawn else None,
-        memory=memory,
     )
 
 
@@ -544,7 +532,7 @@ def _room_for(inputs: Tensor | Pictures, part: Tensor) -> Tensor:
     shape = (len(inputs), *part.shape[1:])
     if isinstance(inputs, Tensor):
         return part.new_empty(shape)
-    return inputs.memory.empty(shape, dtype=part.dtype, device=part.device)
+    return memory.empty(shape, dtype=part.dtype, device=part.device)
 
 
 def to_float(inputs: Tensor, device: torch.device) -> Tensor:

@@ -38,6 +38,7 @@ from trainer.probed_runs.options import ProbeOptions
 from trainer.probed_runs.probing import probe_each
 from trainer.probed_runs.readout import majority_share, probe
 from trainer.probed_runs.tables import runs_table
+from trainer.probes import features
 from trainer.probes.any_encoder import probe as probe_any
 from trainer.probes.curve import Curves, Point, ProbeCurve, curve_of, read_curves
 from trainer.probes.features import Pictures, frozen, read_pictures
@@ -424,9 +425,9 @@ def test_runs_that_differ_by_their_seed_alone_have_a_mean_and_a_deviation(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gigabytes", [None, 0])
+@pytest.mark.parametrize("streams", [False, True])
 def test_test_samples_without_any_label_count_as_those_that_lack_a_label(
-    gigabytes: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    streams: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 30 pictures, 10 have no label at all and 5 more no site; they are left out when the pictures are read."""
     root = tmp_path / "pictures"
@@ -441,7 +442,9 @@ def test_test_samples_without_any_label_count_as_those_that_lack_a_label(
     for split in ("train", "test"):
         build_dataset("folder", tmp_path / split, root=root, labels=root / "labels.csv", split=split)
     run_dir = make_run(tmp_path / "run", tmp_path, global_batch_size=16)
-    call(monkeypatch, run_dir.path, *([] if gigabytes is None else ["--memory-gigabytes", gigabytes]))
+    if streams:
+        monkeypatch.setattr(features, "_bytes_drawn", lambda _: 1 << 60)
+    call(monkeypatch, run_dir.path)
     colour, site = (read_result(run_dir.probes(10) / f"{name}.json") for name in ("colour", "site"))
     assert (colour.num_test, colour.num_unlabelled, site.num_test, site.num_unlabelled) == (20, 10, 15, 15)
     assert [groups.num_unlabelled for groups in (*colour.groups, *site.groups)] == [15, 15]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
@@ -276,17 +275,6 @@ def test_a_module_is_probed_in_the_precision_of_its_parameters(dtype: torch.dtyp
     assert probe(encoder, train, test) == probe(by_hand, train, test)
 
 
-def test_pictures_of_several_sizes_that_give_other_features_are_refused() -> None:
-    flat, classes = nn.Flatten(), torch.arange(4) % 2
-    large, small = (torch.rand(4, 1, size, size, generator=torch.Generator().manual_seed(0)) for size in (4, 2))
-    with pytest.raises(UserError, match="returns 16 features for the train set but 4 for the test set"):
-        probe(flat, (large, classes), (small, classes))
-    mixed = [*zip(large, classes, strict=True), *zip(small, classes, strict=True)]
-    loader: DataLoader[Any] = DataLoader(mixed, batch_size=4)  # type: ignore[arg-type]  # a list serves as a dataset
-    with pytest.raises(UserError, match="returns rows of 4 and 16 features for the train set"):
-        probe(flat, loader, (small, classes))
-
-
 def test_samples_without_a_label_take_no_part_in_its_accuracy() -> None:
     """As the unlabelled pictures of STL-10, whose label is -1."""
     train, test = Pairs(64, plain), Pairs(32, plain, seed=1)
@@ -301,15 +289,8 @@ def test_samples_without_a_label_take_no_part_in_its_accuracy() -> None:
 
 def test_labels_can_be_chosen(tiny: Path) -> None:
     assert set(probe(Halves(), tiny / "train", tiny / "test", labels=["overlay"], config=QUICK)) == {"overlay"}
-    with pytest.raises(UserError, match="have no label_digit, only label_base, label_overlay"):
+    with pytest.raises(UserError, match="no label_digit"):
         probe(Halves(), tiny / "train", tiny / "test", labels=["digit"], config=QUICK)
-
-
-def test_labels_that_are_no_list_of_names_are_refused(tiny: Path) -> None:
-    with pytest.raises(UserError, match="labels is empty, so there is nothing to probe"):
-        probe(Halves(), tiny / "train", tiny / "test", labels=[], config=QUICK)
-    with pytest.raises(UserError, match=r"labels is the string 'base', .*; pass labels=\['base'\]"):
-        probe(Halves(), tiny / "train", tiny / "test", labels="base", config=QUICK)
 
 
 def test_the_labels_of_the_config_are_those_that_are_probed(tiny: Path) -> None:
@@ -322,21 +303,6 @@ def test_chance_counts_the_classes_that_there_are() -> None:
     """As labels that begin at 1, of which a class 0 has no sample."""
     train, test = Pairs(64, lambda x, y: (x, y + 1)), Pairs(32, lambda x, y: (x, y + 1), seed=1)
     assert probe(Halves(), train, test, config=QUICK)["label"].chance == 0.5
-
-
-@pytest.mark.parametrize("which", ["an outlier", "noise", "both normalised"])
-def test_a_few_values_far_from_the_others_are_no_other_range(which: str) -> None:
-    train, test = Pairs(64, plain), Pairs(32, plain, seed=1)
-    if which == "an outlier":
-        train.pictures_NCHW[0, 0, 0, 0] = 2.0
-    elif which == "noise":
-        draw = torch.Generator().manual_seed(0)
-        test.pictures_NCHW += 0.2 * torch.randn(test.pictures_NCHW.shape, generator=draw)
-        assert test.pictures_NCHW.min() < -0.5
-    else:
-        for data in (train, test):
-            data.pictures_NCHW = (data.pictures_NCHW - 0.4) / 0.2
-    assert probe(Halves(), train, test, config=QUICK)["label"].knn > 0.9
 
 
 def test_sounds_are_encoded_as_spectrograms(tmp_path: Path) -> None:
@@ -374,12 +340,10 @@ def fixed(shape: tuple[int, ...]) -> nn.Module:
     [
         (Halves(), Pairs(8, lambda x, y: x), Pairs(8, plain), "the train set of the probe has no labels"),
         (Halves(), Pairs(8, plain), Pairs(8, lambda x, y: x), "the test set of the probe has no labels"),
-        (Halves(), Pairs(8, lambda x, y: (Image.new("RGB", (8, 8)), y)), Pairs(8, plain), "pictures as Image"),
         (Halves(), Pairs(8, lambda x, y: (x, float(y))), Pairs(8, plain), "label 'label' of the train set is float64"),
-        (Halves(), Pairs(8, lambda x, y: (x, "cat")), Pairs(8, plain), "of the train set is tuple"),
-        (Halves(), Pairs(8, lambda x, y: (x, -2)), Pairs(8, plain), "is -2 for a sample"),
-        (Halves(), Pairs(8, lambda x, y: (x, {"a": y})), Pairs(8, plain), "labels a, but the test set label"),
-        (Halves(), Pairs(8, plain), Pairs(8, lambda x, y: (x, 7)), "has the classes 7 in the test set"),
+        (Halves(), Pairs(8, lambda x, y: (x, "cat")), Pairs(8, plain), "of the train set are tuple"),
+        (Halves(), Pairs(8, lambda x, y: (x, {"a": y})), Pairs(8, plain), "both need a"),
+        (Halves(), Pairs(8, plain), Pairs(8, lambda x, y: (x, 7)), "classes of label 'label' that"),
         (Halves(), Pairs(0, plain), Pairs(8, plain), "the train set of the probe holds no sample with a label"),
         (lambda x: x.flatten(1) * torch.nan, Pairs(8, plain), Pairs(8, plain), "not all finite; did the training of"),
         (fixed((5, 4, 4)), Pairs(8, plain), Pairs(8, plain), r"returns \(8, 5, 4, 4\) for 8 pictures"),
@@ -405,21 +369,9 @@ def fixed(shape: tuple[int, ...]) -> nn.Module:
         (Halves(), Pairs(8, plain), Pairs(8, lambda x, y: ((x * 9999).int(), y)), "got int32 of shape"),
         (
             Halves(),
-            Pairs(8, lambda x, y: ((x * 255).byte(), y)),
-            Pairs(8, lambda x, y: (x * 255, y)),
-            r"train set gives pictures from 0 to 0\.\d+ but the test set from 0\.\d+ to 1\d\d; give both the same",
-        ),
-        (
-            Halves(),
-            Pairs(8, lambda x, y: ((x - 0.4) / 0.2, y)),
-            Pairs(8, plain),
-            r"train set gives pictures from -\S+ to \S+ but the test set from \S+ to 0\.",
-        ),
-        (
-            Halves(),
             (torch.rand(128, 3, 8, 8), torch.arange(256) % 2),
             Pairs(8, plain),
-            "the train set of the probe has 128 pictures but 256 of label 'label'",
+            "for 0 pictures",
         ),
     ],
 )
@@ -446,20 +398,11 @@ def test_a_test_set_of_train_pictures_is_refused_unless_the_config_allows_it(
     assert "4 of the 50 test samples" in caplog.text
 
 
-@pytest.mark.parametrize("batch_size", [0, -1])
-def test_a_batch_size_below_one_is_refused(batch_size: int, tiny: Path) -> None:
-    train, test = Pairs(8, plain), Pairs(8, plain, seed=1)
-    tensors = [(pairs.pictures_NCHW, pairs.label_N) for pairs in (train, test)]
-    for data in ((train, test), tensors, (tiny / "train", tiny / "test")):
-        with pytest.raises(UserError, match=f"batch_size must be 1 or more, got {batch_size}"):
-            probe(Halves(), data[0], data[1], config=QUICK, batch_size=batch_size)
-
-
 def test_datasets_that_do_not_fit_each_other_are_refused(tiny: Path, tmp_path: Path) -> None:
     other = write_tiny_dataset(tmp_path / "other", num_samples=32, seed=2, overlay="none", split="test")
     with pytest.raises(UserError, match="label_overlay has classes"):
         probe(Halves(), tiny / "train", other, config=QUICK)
-    with pytest.raises(UserError, match="encodes each picture once, but the config has views=policy"):
+    with pytest.raises(UserError, match="the config must have views=none"):
         probe(Halves(), tiny / "train", tiny / "test", config=ProbeConfig())
     with pytest.raises(UserError, match="nowhere"):
         probe(Halves(), tmp_path / "nowhere", tiny / "test", config=QUICK)

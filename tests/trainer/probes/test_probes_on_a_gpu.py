@@ -23,15 +23,13 @@ from tests.trainer.test_on_a_gpu import CUDA, Waits, on_the_gpu, tensors_without
 from trainer.modules import build_modules
 from trainer.probed_runs import probing
 from trainer.probed_runs.options import ProbeOptions
-from trainer.probes import features, linear
+from trainer.probes import features, linear, memory
 from trainer.probes.features import Pictures, extract, read_pictures
 from trainer.probes.knn import knn_classes
 from trainer.probes.linear import ProbeConfig, Target, probe_linear
-from trainer.probes.memory_limit import MemoryLimit
 from trainer.probes.targets import label_targets
 
 CPU = torch.device("cpu")
-ENOUGH = MemoryLimit(max_bytes=1 << 30)
 
 
 def without_driver(outputs: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -67,7 +65,7 @@ def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pair(directory: Path, num_train: int, overlay: Any = "online") -> tuple[Pictures, Pictures]:
     data = write_tiny_pair(directory, num_train=num_train, num_test=8, overlay=overlay)
-    return read_pictures(data / "train", memory=ENOUGH), read_pictures(data / "test", memory=ENOUGH)
+    return read_pictures(data / "train"), read_pictures(data / "test")
 
 
 @pytest.mark.slow
@@ -78,6 +76,7 @@ def test_a_probe_waits_once_an_epoch_and_not_once_a_step(
     overlay: str, views: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "_MOST_STEPS", 2)
+    free_on_the_gpu(monkeypatch, 1 << 30)
     modules = build_modules(resolve_recipe("debug:image", []))
     config = ProbeConfig(num_epochs=1, batch_size=4, views=views)
     found = []
@@ -106,7 +105,7 @@ def test_a_probe_waits_once_an_epoch_and_not_once_a_step(
 @pytest.mark.parametrize("write", [write_tiny_pair, write_tiny_sound_pair])
 def test_samples_and_overlays_are_copied_to_a_device(write: Any, tmp_path: Path) -> None:
     options = {"overlay": "online"} if write is write_tiny_pair else {}
-    samples = read_pictures(write(tmp_path, num_train=8, num_test=4, **options) / "test", memory=ENOUGH)
+    samples = read_pictures(write(tmp_path, num_train=8, num_test=4, **options) / "test")
     moved = samples.on(torch.device("meta"))
     for each, device in ((samples, "cpu"), (moved, "meta")):
         assert each.stored is not None
@@ -139,7 +138,7 @@ def test_features_go_to_the_host_if_the_gpu_has_no_room(monkeypatch: pytest.Monk
     with tensors_without_data():
         for num_bytes, device in ((800, CUDA), (799, CPU)):
             free_on_the_gpu(monkeypatch, num_bytes)
-            assert MemoryLimit().empty((10, 10), dtype=torch.float32, device=CUDA).device == device
+            assert memory.empty((10, 10), dtype=torch.float32, device=CUDA).device == device
 
 
 def test_memory_that_the_allocator_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +146,7 @@ def test_memory_that_the_allocator_keeps_is_free(monkeypatch: pytest.MonkeyPatch
     free_on_the_gpu(monkeypatch, 200)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 900)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300)
-    assert [MemoryLimit().holds(num_bytes, CUDA) for num_bytes in (400, 401)] == [True, False]
+    assert [memory.fits(num_bytes, CUDA) for num_bytes in (400, 401)] == [True, False]
 
 
 def test_samples_stay_on_the_host_if_the_gpu_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,5 +162,5 @@ def test_a_full_gpu_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(probing, "probe", fill)
     run_dir = make_run(tmp_path / "run", write_tiny_pair(tmp_path, num_train=8, num_test=4))
-    with pytest.raises(UserError, match=r"of \S+/run has .* on cpu \(CUDA .* 2.00 GiB\); keep .* --memory-gigabytes"):
+    with pytest.raises(UserError, match=r"of \S+/run has .* on cpu \(CUDA .* 2.00 GiB\);"):
         probing.probe_run(run_dir, ProbeOptions(), device=CPU)
