@@ -2,7 +2,7 @@
 
 from setuptools import find_packages, setup
 
-DEEPSPEED = 'deepspeed==0.19.8; sys_platform == "linux"'  # there is no wheel of it for macOS
+DEEPSPEED = "deepspeed==0.19.8"
 
 setup(
     name="feature-dropout",

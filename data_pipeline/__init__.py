@@ -10,10 +10,4 @@ draw is derived from (seed, purpose, index).
     source -> overlay -> shard -> stream -> batch
 """
 
-import sys
-
-if sys.platform == "win32":  # the first module that any command imports; later ones need what Windows lacks
-    print("error: this does not run on Windows itself; run it on Linux, or on Windows in WSL 2", file=sys.stderr)
-    raise SystemExit(2)
-
 __all__: list[str] = []

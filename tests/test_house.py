@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.emulated_mac import LACKS
-
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 ROOT = Path(__file__).parent.parent
 ROOMS = ("data_pipeline", "trainer", "configs", "launch")  # each may import those before it, and itself
@@ -384,53 +382,6 @@ def test_text_is_in_utf_8_on_every_machine() -> None:
         for name in texts_of_no_encoding((ROOT / path).read_text(encoding="utf-8"))
     }
     assert found == {"benchmarks/object_store.py: ?.open"}  # of fsspec, which opens bytes
-
-
-# Where Linux alone is meant, or the name is only asked for. Everything else asks data_pipeline/core/system.py.
-MAY_NEED_LINUX = {
-    "data_pipeline/core/system.py": "answers for Linux and for macOS",
-    "data_pipeline/core/processes.py": "asks whether there is a sigwaitinfo",
-    "data_pipeline/remote/fetch.py": "makes a pipe larger if the system can",
-    "launch/rank.py": "names /dev/shm in an error that Linux alone has",
-    "launch/slurm_checks.py": "is for clusters",
-}
-
-
-def linux_only(source: str) -> Iterator[str]:
-    """Yield each name of the standard library that macOS lacks, and each text with a path that it lacks."""
-    lacks = {module.__name__: names for module, names in LACKS.items()}
-    tree = ast.parse(source)
-    explained = [node.body[0] for node in ast.walk(tree) if isinstance(node, DOCUMENTED) and ast.get_docstring(node)]
-    docstrings = {id(statement.value) for statement in explained if isinstance(statement, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            module, _, name = dotted_name(node).rpartition(".")
-            if name.startswith(lacks.get(module, ())):
-                yield f"{module}.{name}"
-        elif isinstance(node, ast.ImportFrom):
-            yield from (alias.name for alias in node.names if alias.name.startswith(lacks.get(node.module or "", ())))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-            yield from re.findall(r"/proc\b|/sys/|/dev/shm\b", node.value)
-
-
-def test_the_scanner_of_what_only_linux_has_sees_every_form() -> None:
-    bad = (
-        "os.sched_getaffinity(0)",
-        "from os import memfd_create",
-        "signal.SIGRTMIN + 5",
-        "Path('/proc/stat')",
-        "Path('/proc', pid)",
-        "f'/dev/shm/{name}'",
-        "Path('/sys/fs/cgroup')",
-    )
-    good = ("os.cpu_count()", "signal.SIGTERM", "'/process'", "def f():\n    'Reads /proc.'\n", "system.PROC / 'stat'")
-    assert_tells_apart(linux_only, bad=bad, good=good)
-
-
-@pytest.mark.slow
-def test_what_only_linux_has_is_needed_in_few_files() -> None:
-    found = {str(path) for path in python_files(*ROOMS) if any(linux_only((ROOT / path).read_text()))}
-    assert found == MAY_NEED_LINUX.keys()
 
 
 def test_the_training_loop_can_be_held_in_the_head() -> None:

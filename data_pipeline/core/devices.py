@@ -31,8 +31,6 @@ def named_device(name: str | None) -> torch.device:
 
     Raises `UserError` if the device cannot be used.
     """
-    if name is not None and name.startswith("mps"):
-        raise UserError(f'--device {name}: the GPU of a Mac is not used here; take "cpu" or leave it out')
     name = name or ("cuda" if has_gpu() else "cpu")
     device = None
     try:

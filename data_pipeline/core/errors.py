@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +15,6 @@ from typing import Final
 
 from data_pipeline.core.environment import name_unknown_user
 from data_pipeline.core.garbage import search_modules_rarely
-from data_pipeline.core.standard_streams import drop_stdout, guard_standard_streams, reader_of_stdout_has_ended
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 # Errors of a file system that refuses a path. ENOENT is not here, because commands first check whether a file exists.
@@ -126,7 +126,6 @@ def run_command(main: Callable[[], None]) -> None:
     """
     if logging.lastResort is not None:  # it prints warnings if a command has set up no log
         logging.lastResort.setFormatter(PrintableFormatter())
-    guard_standard_streams()
     name_unknown_user()
     search_modules_rarely()
     try:
@@ -138,11 +137,10 @@ def run_command(main: Callable[[], None]) -> None:
     except UserError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
+    except BrokenPipeError:  # as in `launch/status.py RUNS | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python's last flush does not fail
+        raise SystemExit(128 + signal.SIGPIPE) from None
     except OSError as error:
-        # As in `launch/status.py RUNS | head -1`.
-        if isinstance(error, BrokenPipeError) and reader_of_stdout_has_ended():
-            drop_stdout()
-            raise SystemExit(128 + signal.SIGPIPE) from None
         problem = storage_problem(error)
         if problem is None:
             raise

@@ -8,15 +8,32 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import IO, ClassVar, Self, cast
+from typing import IO, Any, ClassVar, Self, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from data_pipeline.core.standard_streams import UncheckedStream
-
 SECONDS_BETWEEN_LINES = 10.0
+
+
+class _Stderr:
+    """The stderr that drops what it cannot write: a terminal that has closed is no reason to end a job."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stderr
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 def _bar_on_stderr() -> RichProgress:
@@ -27,7 +44,7 @@ def _bar_on_stderr() -> RichProgress:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
-        console=Console(file=cast(IO[str], UncheckedStream(sys.stderr))),
+        console=Console(file=cast(IO[str], _Stderr())),
         redirect_stdout=sys.stdout.isatty(),  # what goes to a file or a pipe stays out of the terminal
     )
 

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from data_pipeline.core.schema import Schema
-from data_pipeline.core.system import PROC, SHARED, reserve_room
+from data_pipeline.core.system import PROC, SHARED
 
 _ALIGNMENT: Final = 64  # bytes; tensors begin at multiples of it
 _MAX_REASON_BYTES: Final = 200  # in the header, of the reason why a sample is bad
@@ -123,7 +123,7 @@ class SharedTensors:
         """
         self._path.unlink()
         try:
-            reserve_room(self._file, self.num_bytes)
+            os.posix_fallocate(self._file, 0, self.num_bytes)
         except OSError as error:
             return f"{self._path.parent} has no room for it ({error.strerror})"
         return ""

@@ -100,37 +100,3 @@ def test_torchrun_takes_the_module(tmp_path: Path) -> None:
     words += ["--set", f"data.test_dir={data / 'test'}", "--set", "tracking.wandb=disabled", "--run-dir", "run"]
     output(*torchrun, "-m", "launch.train", *words, cwd=tmp_path)
     assert RunDir(tmp_path / "run").read_provenance()["world_size"] == 2
-
-
-_ON_WINDOWS = """
-import runpy, sys
-
-for name in ("fcntl", "resource", "torch"):  # torch is only slow
-    sys.modules[name] = None
-sys.platform, sys.modules["torch"] = "win32", type(sys)("torch")
-for command in sys.argv[1:]:
-    try:
-        (runpy.run_path if command.endswith(".py") else runpy.run_module)(command, run_name="__main__")
-    except SystemExit as end:
-        print(end.code)
-"""
-
-
-@pytest.mark.process
-def test_on_windows_each_command_ends_in_one_sentence() -> None:
-    commands = [*(f"{ROOT}/{file}" for file in FILES.values()), f"{ROOT}/launch/demo.py", *MODULES.values()]
-    done = subprocess.run(
-        [sys.executable, "-c", _ON_WINDOWS, *commands], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == ["2"] * len(commands)
-    assert done.stderr.splitlines() == [
-        "error: this does not run on Windows itself; run it on Linux, or on Windows in WSL 2"
-    ] * len(commands)
-
-
-def test_only_linux_installs_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(setuptools, "setup", lambda **settings: given.update(settings))
-    exec(compile((ROOT / "setup.py").read_text(), "setup.py", "exec"), {})
-    wanted = [each for group in [given["install_requires"], *given["extras_require"].values()] for each in group]
-    assert {each.partition(";")[2] for each in wanted if "deepspeed" in each} == {' sys_platform == "linux"'}

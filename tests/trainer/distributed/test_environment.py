@@ -223,11 +223,6 @@ def test_gpus_that_torch_cannot_use_are_no_silent_cpu(monkeypatch: pytest.Monkey
     assert named_device("cpu") == torch.device("cpu")
 
 
-def test_the_gpu_of_a_mac_is_refused_by_name() -> None:
-    with pytest.raises(UserError, match='--device mps:0: the GPU of a Mac is not used here; take "cpu"'):
-        named_device("mps:0")
-
-
 def test_a_gpu_that_another_process_has_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def busy(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might be")
