@@ -23,16 +23,12 @@ from types import FrameType
 import submitit
 from submitit.helpers import DelayedSubmission
 
-from data_pipeline.core.garbage import search_modules_rarely
-
-search_modules_rarely()  # before the imports that every rank waits for
-
-from data_pipeline.core.imports import import_code  # noqa: E402
-from launch.ended import noting_its_end  # noqa: E402
-from launch.rank import run  # noqa: E402
-from trainer.config import read_run_config  # noqa: E402
-from trainer.fault_tolerance.preemption import WARNINGS, StoppedError  # noqa: E402
-from trainer.run_dir import open_run  # noqa: E402
+from data_pipeline.core.imports import import_code
+from launch.ended import noting_its_end
+from launch.rank import run
+from trainer.config import read_run_config
+from trainer.fault_tolerance.preemption import WARNINGS, StoppedError
+from trainer.run_dir import open_run
 
 AGAIN_SECONDS = 1.0  # after this time, a warning that no handler took is sent again
 TIDY_SECONDS = 20.0  # for the clean-up of libraries at the end of a rank

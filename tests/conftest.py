@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.core.garbage import search_modules_rarely
 from tests import tiers
 
-search_modules_rarely()  # before tests are collected, which imports everything
+gc.disable()  # until the tests are collected, which imports everything
 
 # Tensors of tests are small, and `make test` has a worker or more on each core: more threads only wait for each other.
 # The runtime of OpenMP reads this when torch is imported, here and in every process that a test starts.
@@ -51,6 +50,7 @@ def pytest_collection_finish() -> None:
     """Take what is imported and collected out of garbage collection, which would search it again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

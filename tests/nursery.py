@@ -36,7 +36,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, AnyStr, NoReturn
 
-from data_pipeline.core.garbage import search_modules_rarely
 from tests.processes import kill_tree
 
 PRELOAD = [
@@ -161,7 +160,6 @@ def _nursery() -> Nursery:
 
 def begin(descriptor: int) -> NoReturn:
     """Import what commands need, and fork them until the process that asks for them ends."""
-    search_modules_rarely()
     for name in PRELOAD:
         importlib.import_module(name)
     _serve(socket.socket(fileno=descriptor), search_path=_search_path())

@@ -11,7 +11,6 @@ from typing import Final
 import torch
 from torch import nn
 
-from data_pipeline.core.garbage import search_as_usual
 from trainer.checkpoint.run_state import DataIdentity
 from trainer.config import RunConfig
 from trainer.models.encoder import Encoder, Normalization, build_encoder
@@ -107,5 +106,4 @@ def build_modules(config: RunConfig) -> TrainedModules:
     if config.views.is_learned:
         # Not by an assignment, which a type checker allows for tensors and modules only.
         setattr(view_policy, "checkpointing", config.memory.viewmaker_checkpointing)  # noqa: B010
-    search_as_usual()  # in a command; from now on garbage may hold tensors
     return TrainedModules(config=config, step=0, encoder=encoder, view_policy=view_policy)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import errno
+import gc
 import logging
 import os
 import signal
@@ -14,7 +16,6 @@ from pathlib import Path
 from typing import Final
 
 from data_pipeline.core.environment import name_unknown_user
-from data_pipeline.core.garbage import search_modules_rarely
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 # Errors of a file system that refuses a path. ENOENT is not here, because commands first check whether a file exists.
@@ -127,7 +128,7 @@ def run_command(main: Callable[[], None]) -> None:
     if logging.lastResort is not None:  # it prints warnings if a command has set up no log
         logging.lastResort.setFormatter(PrintableFormatter())
     name_unknown_user()
-    search_modules_rarely()
+    atexit.register(gc.freeze)  # what is frozen is not searched for garbage when the process ends
     try:
         main()
         sys.stdout.flush()

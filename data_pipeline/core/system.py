@@ -49,11 +49,3 @@ def _free_in_group(directory: Path, limit: str, used: str, cached: str) -> float
 def peak_memory_bytes() -> int:
     """Return the largest memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def command_of(pid: str) -> str:
-    """Return the command line of a running process of this machine; an empty text if there is no such process."""
-    try:
-        return (PROC / pid / "cmdline").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
