@@ -96,7 +96,6 @@ def main() -> None:
     from trainer.distributed.environment import choose_device, process_group, read_env
     from trainer.probed_runs.options import ProbeOptions
     from trainer.probed_runs.probing import is_probed, probe_each
-    from trainer.probed_runs.tables import runs_table
 
     world = read_env(os.environ)
     changes = {
@@ -136,13 +135,8 @@ def main() -> None:
             if rank() == 0 and len(left) < len(run_dirs):
                 print(f"{len(run_dirs) - len(left)} of {len(run_dirs)} run(s) are probed already")
             run_dirs = left
-        both = zip(run_dirs, probe_each(run_dirs, options, device=device), strict=True)
-        probed = {run_dir.path: results for run_dir, results in both if results is not None}
-        if len(probed) > 1 and rank() == 0:
-            print(runs_table(list(probed), list(probed.values())))
-        if len(probed) < len(run_dirs):
+        if num_failed := probe_each(run_dirs, options, device=device).count(None):
             if rank() == 0:
-                num_failed = len(run_dirs) - len(probed)
                 print(f"error: {num_failed} of {len(run_dirs)} run(s) were not probed", file=sys.stderr)
             raise SystemExit(1)
 

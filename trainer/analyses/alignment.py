@@ -8,8 +8,9 @@ Shapes: N samples, V views of each, D dimensions, K classes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -19,21 +20,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import Measured, PositiveFactor, Schema, drawn, shown
 from trainer.analyses.analysis import Analysis
-from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, write_result
+from trainer.analyses.loaded_run import AnalysisOptions, choose_rows, load_run, write_result
+from trainer.analyses.vectors import SPACES, Space, plain_vectors, view_vectors
 from trainer.objectives.health import effective_rank, uniformity
 from trainer.observability.figures import to_png
-from trainer.probes.features import LabelSpace, Pictures, extract, frozen
+from trainer.probes.features import LabelSpace
 from trainer.probes.linear import accuracy, best_classes
 from trainer.probes.targets import label_difference, label_mend
-from trainer.probes.view_batches import view_batches
 from trainer.run_dir import RunDir
 
-Space = Literal["embedding", "pooled"]
-SPACES: tuple[Space, ...] = ("embedding", "pooled")
 _EPSILONS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
 
 
@@ -104,16 +102,11 @@ def analyze_alignment(run_dir: RunDir, *, config: AlignmentConfig, options: Anal
     if (difference := label_difference(loaded.train.manifest, loaded.test.manifest)) is not None:
         raise UserError(f"{difference}; {label_mend(loaded.train.manifest, loaded.test.manifest)}")
     rows = [choose_rows(len(part), config.num_samples, seed=loaded.seed) for part in (loaded.train, loaded.test)]
-    total = config.num_views * sum(map(len, rows))
-    with Progress("views encoded", total=total) as progress:
-        train_views, test_views = (
-            _encode_views(loaded, part, rows_N, num_views=config.num_views, progress=progress)
-            for part, rows_N in zip((loaded.train, loaded.test), rows, strict=True)
-        )
-    encoder = loaded.modules.encoder
-    with frozen(encoder):
-        pooled_NC = extract(encoder.pooled, loaded.test.images(rows[1]), device=options.device)
-        plain = _unit_vectors(loaded, pooled_NC)
+    train_views, test_views = (
+        _unit(view_vectors(loaded, part, rows_N, num_views=config.num_views))
+        for part, rows_N in zip((loaded.train, loaded.test), rows, strict=True)
+    )
+    plain = _unit(plain_vectors(loaded, rows[1]))
     spaces = {}
     for space in SPACES:
         u_NVD = test_views[space].double()
@@ -209,27 +202,8 @@ def _class_centres(
     )
 
 
-def _encode_views(
-    loaded: LoadedRun, pictures: Pictures, rows_N: Tensor, *, num_views: int, progress: Progress
-) -> dict[Space, Tensor]:
-    """Return unit vectors (N, V, D) of `num_views` views of each sample in every space."""
-    encoder, policy = loaded.modules.encoder, loaded.modules.view_policy
-    by_view: dict[Space, list[Tensor]] = {space: [] for space in SPACES}
-    with frozen(encoder):
-        for view in range(num_views):
-            parts: dict[Space, list[Tensor]] = {space: [] for space in SPACES}
-            for batch in view_batches(policy, pictures, rows_N, seed=loaded.seed, view=view, device=loaded.device):
-                for space, u_BD in _unit_vectors(loaded, encoder.pooled(batch.views_BCHW)).items():
-                    parts[space].append(u_BD)
-                progress.advance(len(batch.views_BCHW))
-            for space in SPACES:
-                by_view[space].append(torch.cat(parts[space]))
-    return {space: torch.stack(views, dim=1) for space, views in by_view.items()}
-
-
-def _unit_vectors(loaded: LoadedRun, pooled_BC: Tensor) -> dict[Space, Tensor]:
-    embedding_BD: Tensor = loaded.modules.encoder.head(pooled_BC)
-    return {"embedding": F.normalize(embedding_BD, dim=1), "pooled": F.normalize(pooled_BC, dim=1)}
+def _unit(vectors: Mapping[Space, Tensor]) -> dict[Space, Tensor]:
+    return {space: F.normalize(x, dim=-1) for space, x in vectors.items()}
 
 
 def _figure(result: AlignmentResult, u_NVD: Tensor) -> bytes:

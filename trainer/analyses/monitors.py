@@ -10,7 +10,7 @@ Shapes: N samples, V views of each, D dimensions, R ranks of eigenvalues, from 1
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 import numpy as np
 import torch
@@ -18,18 +18,14 @@ from matplotlib.figure import Figure
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from data_pipeline.core.progress import Progress
 from data_pipeline.core.schema import Count, Epsilon, Measured, Schema, drawn, shown
 from trainer.analyses.analysis import Analysis
-from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, write_result
+from trainer.analyses.loaded_run import AnalysisOptions, choose_rows, load_run, write_result
+from trainer.analyses.vectors import SPACES, Space, plain_vectors, view_vectors
 from trainer.objectives.health import effective_rank
 from trainer.observability.figures import to_png
-from trainer.probes.features import extract, frozen
-from trainer.probes.view_batches import view_batches
 from trainer.run_dir import RunDir
 
-Space = Literal["embedding", "pooled"]
-SPACES: tuple[Space, ...] = ("embedding", "pooled")
 _NOISE = 1e-12  # of the largest eigenvalue: smaller ones are rounding errors
 
 
@@ -84,7 +80,7 @@ def analyze_monitors(run_dir: RunDir, *, config: MonitorsConfig, options: Analys
     """Write analysis/monitors.json and .png of a run, return their paths. Raises `UserError` if data is missing."""
     loaded = load_run(run_dir, options)
     rows_N = choose_rows(len(loaded.test), config.num_samples, seed=loaded.seed)
-    plain, views = _plain(loaded, rows_N), _views(loaded, rows_N, num_views=config.num_views)
+    plain, views = plain_vectors(loaded, rows_N), view_vectors(loaded, loaded.test, rows_N, num_views=config.num_views)
     result = MonitorsResult(
         config=config,
         seed=loaded.seed,
@@ -153,31 +149,6 @@ def decay_exponent(eigenvalue_R: Tensor, *, first_rank: int, last_rank: int) -> 
     weight_E = 1 / rank_E / (1 / rank_E).sum()
     x_E = rank_E.log() - (weight_E * rank_E.log()).sum()
     return -((weight_E * x_E * log_E).sum() / (weight_E * x_E.square()).sum()).item()
-
-
-def _plain(loaded: LoadedRun, rows_N: Tensor) -> dict[Space, Tensor]:
-    """Return the vectors of samples without views in every space, (N, D)."""
-    encoder = loaded.modules.encoder
-    with frozen(encoder):
-        pooled_NC = extract(encoder.pooled, loaded.test.images(rows_N), device=loaded.device)
-        return _in_spaces(loaded, pooled_NC.to(loaded.device))
-
-
-def _views(loaded: LoadedRun, rows_N: Tensor, *, num_views: int) -> dict[Space, Tensor]:
-    """Return the vectors of `num_views` views of each sample in every space, (N, V, D)."""
-    encoder, policy, by_view = loaded.modules.encoder, loaded.modules.view_policy, []
-    with frozen(encoder), Progress("views encoded", total=num_views * len(rows_N)) as progress:
-        for view in range(num_views):
-            parts = []
-            for batch in view_batches(policy, loaded.test, rows_N, seed=loaded.seed, view=view, device=loaded.device):
-                parts.append(encoder.pooled(batch.views_BCHW))
-                progress.advance(len(batch.views_BCHW))
-            by_view.append(_in_spaces(loaded, torch.cat(parts)))
-    return {space: torch.stack([of_view[space] for of_view in by_view], dim=1) for space in SPACES}
-
-
-def _in_spaces(loaded: LoadedRun, pooled_NC: Tensor) -> dict[Space, Tensor]:
-    return {"embedding": loaded.modules.encoder.head(pooled_NC), "pooled": pooled_NC}
 
 
 def draw_figure(result: MonitorsResult) -> bytes:

@@ -5,9 +5,8 @@ Guarantees: no encoder or checkpoint is changed, and no result depends on the nu
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,7 +34,6 @@ from trainer.probes.linear import ProbeConfig, check_ranks
 from trainer.probes.result import ProbeResult, read_result
 from trainer.probes.shared import check_shared, find_shared
 from trainer.probes.targets import option_difference, readable_labels
-from trainer.provenance import train_sets
 from trainer.reports.config_identity import run_identity
 from trainer.run_dir import RunDir, steps_in, write_json
 
@@ -210,9 +208,9 @@ def is_probed(run_dir: RunDir, options: ProbeOptions) -> bool:
     """Tell whether a run has all results that `probe_run` would write with these options.
 
     A result counts if it is newer than its checkpoint, and has the settings and the data of the run. It must not be
-    known to be of another run, or of other code of the user's own than that of now. If the
-    data are not at hand, the records of the run stand for them. A run with damaged files has none, so that `probe_run`
-    says what is wrong. A finished run without checkpoints, such as an unpacked one, needs the results of its last step.
+    known to be of another run, or of other code of the user's own than that of now. A run with damaged files has none,
+    and neither has one whose data cannot be read, so that `probe_run` says what is wrong. A finished run without
+    checkpoints needs the results of its last step.
     """
     newest = run_dir.latest_step()
     if newest is None:
@@ -220,68 +218,33 @@ def is_probed(run_dir: RunDir, options: ProbeOptions) -> bool:
     if newest is None:
         return False
     steps = options.checkpoint_steps(steps_in(run_dir.checkpoints) or [newest], newest)
-    wanted = [(step or 0, False) for step in steps]
-    wanted += [(0, True)] if options.pixels else []
+    wanted = [(step or 0, False) for step in steps] + ([(0, True)] if options.pixels else [])
     try:
         own = read_run_config(run_dir)
         identity = run_identity(own, run_dir.read_provenance())
-        data = _data_to_probe(run_dir, own, wanted=options.labels or own.probe.labels)
-        for space in data.labels:
+        manifests = read_manifests(own.data, makes_index=False)
+        data = manifests.probed, manifests.test
+        spaces = readable_labels(*data, wanted=options.labels or own.probe.labels)
+        hashes, code = tuple(each.sha256 for each in data), hashes_of_code(own, data)
+        for space in spaces:
             for step, reads_pixels in wanted:
                 config = options.changed(own.probe, reads_pixels=reads_pixels)
                 suffix = options.suffix(own.probe, reads_pixels=reads_pixels)
-                path = run_dir.probes(step) / f"{space}{suffix}.json"
+                path, checkpoint = run_dir.probes(step) / f"{space}{suffix}.json", run_dir.checkpoint(step)
                 result = read_result(path)
                 draws = result.linear.draws
-                checkpoint = run_dir.checkpoint(step)
                 if (
                     result.is_of_other_run(identity)
                     or result.probe_config != config.protocol
-                    or any(sha256 not in {None, found} for sha256, found in zip(data.sha256, result.data, strict=True))
-                    or any(result.own_code.get(package, sha256) != sha256 for package, sha256 in data.code.items())
+                    or result.data != hashes
+                    or any(result.own_code.get(package, sha256) != sha256 for package, sha256 in code.items())
                     or (options.num_draws > 1 and (draws is None or len(draws.accuracies) < options.num_draws))
                     or (checkpoint.exists() and path.stat().st_mtime < checkpoint.stat().st_mtime)
                 ):
                     return False
     except UserError:
         return False
-    return bool(data.labels)
-
-
-@dataclass(frozen=True)
-class _DataToProbe:
-    """The labels to probe, the hashes of the train set and of the test set (None if unknown), and those of own code."""
-
-    labels: Collection[LabelSpace]
-    sha256: tuple[str | None, str | None]
-    code: Mapping[str, str]
-
-
-def _data_to_probe(run_dir: RunDir, config: RunConfig, *, wanted: Sequence[LabelSpace] | None) -> _DataToProbe:
-    """Return what the results of a run must be of, by its data, or by its records if the data cannot be read.
-
-    Raises `UserError` if the data are there, but have not the wanted labels.
-    """
-    try:
-        manifests = read_manifests(config.data, makes_index=False)
-    except UserError:
-        facts = run_dir.read_provenance()
-        train_sha256 = (train_sets(config, facts) or (None,))[-1]
-        labels = wanted or _labels_of_results(run_dir)
-        return _DataToProbe(labels, (train_sha256, facts.get("test_manifest_sha256")), hashes_of_code(config))
-    train, test = manifests.probed, manifests.test
-    readable = readable_labels(train, test, wanted=wanted)
-    return _DataToProbe(readable, (train.sha256, test.sha256), hashes_of_code(config, (train, test)))
-
-
-def _labels_of_results(run_dir: RunDir) -> set[LabelSpace]:
-    """Return the labels that the results of a run have, and those with which these were compared in groups."""
-    labels: set[LabelSpace] = set()
-    for path in run_dir.all_probes.glob("step_*/*.json"):
-        with contextlib.suppress(UserError):  # the results of the other labels may name its label
-            result = read_result(path)
-            labels |= {result.label, *(name for groups in result.groups for name in groups.labels)}
-    return labels
+    return True
 
 
 def _refuse_place_of_other_run(run_dir: RunDir, identity: str | None) -> None:

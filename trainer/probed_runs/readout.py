@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import NO_LABEL
@@ -20,8 +20,8 @@ from trainer.own_code import hashes_of_code
 from trainer.probes.features import FeatureEncoder, FrozenFeatures, LabelSpace, Pictures, ViewFunction
 from trainer.probes.groups import measure_groups, pairs_of
 from trainer.probes.heads import Heads
-from trainer.probes.knn import probe_knn
-from trainer.probes.linear import ProbeConfig, Target, num_labelled, probe_linear
+from trainer.probes.knn import KNNProbe, probe_knn
+from trainer.probes.linear import LinearProbe, ProbeConfig, Target, num_labelled, probe_linear
 from trainer.probes.reads import InBfloat16, reader
 from trainer.probes.result import ProbeResult
 from trainer.probes.right_samples import pack_right
@@ -34,6 +34,15 @@ class Readout:
 
     results: Mapping[LabelSpace, ProbeResult]
     heads: Heads
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Both probes of one label. Each holds its accuracies and the classes that it gives to the test samples."""
+
+    target: Target
+    linear: LinearProbe
+    knn: KNNProbe
 
 
 def probe(
@@ -57,18 +66,49 @@ def probe(
     started = time.monotonic()
     # Now, because the user may edit it meanwhile.
     own_code = hashes_of_code(modules.config, (train.manifest, test.manifest))
+    config = config or modules.config.probe
     targets = label_targets(train, test, wanted=labels)
-    pairs = pairs_of(readable_labels(train.manifest, test.manifest), (config or modules.config.probe).groups)
-    modules = modules.to(device)
-    config = modules.config.probe if config is None else config
-    title = f"probe of step {modules.step}"
+    fitted = fit(
+        modules.to(device), targets, train=train, test=test, config=config, device=device, other_draws=other_draws
+    )
+    facts: dict[str, Any] = {
+        "checkpoint_step": modules.step,
+        "probe_config": config.protocol,
+        "train_manifest_sha256": train.manifest.sha256,
+        "test_manifest_sha256": test.manifest.sha256,
+        "seconds": round(time.monotonic() - started, 1),
+        "num_shared": num_shared,
+        "own_code": own_code,
+        "run": run,
+    }
+    pairs = pairs_of(readable_labels(train.manifest, test.manifest), config.groups)
+    results = {
+        space: describe(space, one, test, pairs=pairs, min_group_size=config.min_group_size, facts=facts)
+        for space, one in fitted.items()
+    }
+    settings = (f"{name} {value}" for name, value in config.fit_settings.items())
+    heads = {space: one.linear.head for space, one in fitted.items()}
+    return Readout(results, Heads(heads, f"probe with {', '.join(settings)}", train.manifest.sha256))
+
+
+def fit(
+    modules: TrainedModules,
+    targets: Mapping[LabelSpace, Target],
+    *,
+    train: Pictures,
+    test: Pictures,
+    config: ProbeConfig,
+    device: torch.device,
+    other_draws: Sequence[Pictures] = (),
+) -> dict[LabelSpace, Fitted]:
+    """Fit and score both probes of each label on the frozen encoder of modules on `device`."""
     encoder: FeatureEncoder = reader(modules.encoder, config.reads)
     view_policy: ViewFunction = modules.view_policy
     if config.precision == "bfloat16":
         encoder, view_policy = InBfloat16(encoder), InBfloat16(view_policy)
     without_views = FrozenFeatures(encoder, device=device)
     known, asked = train.on(device), test.on(device)
-    with Progress(title, total=config.num_epochs, enabled=rank() == 0) as progress:
+    with Progress(f"probe of step {modules.step}", total=config.num_epochs, enabled=rank() == 0) as progress:
         progress.show_while_waiting(lambda: "encoding samples and fitting heads")
 
         def on_epoch(epoch: int, accuracy: Mapping[LabelSpace, float]) -> None:
@@ -95,53 +135,50 @@ def probe(
         other_draws=other_draws,
         without_views=without_views,
     )
-    seconds = round(time.monotonic() - started, 1)
-    results = {
-        space: ProbeResult(
-            label=space,
-            checkpoint_step=modules.step,
-            linear=linear[space].result,
-            knn=knn[space].result,
-            chance=target.chance,
-            majority_share=majority_share(target),
-            class_names=train.class_names(space),
-            num_train=num_labelled(target.train_N),
-            num_test=num_labelled(target.test_N),
-            probe_config=config.protocol,
-            train_manifest_sha256=train.manifest.sha256,
-            test_manifest_sha256=test.manifest.sha256,
-            seconds=seconds,
-            title=train.manifest.labels[space].title,
-            num_shared=num_shared,
-            num_unlabelled=len(test) + test.num_left_out - num_labelled(target.test_N),
-            own_code=own_code,
-            groups=tuple(
-                measure_groups(
-                    space,
-                    {"linear": linear[space].predicted_N, "knn": knn[space].predicted_N},
-                    pair=pair,
-                    labels=test.by_label,
-                    manifest=test.manifest,
-                    min_size=config.min_group_size,
-                    num_left_out=test.num_left_out,
-                )
-                for pair in pairs
-                if space in pair
-            ),
-            right_samples=_right_samples(linear[space].predicted_N, knn[space].predicted_N, target),
-            run=run,
+    return {space: Fitted(target, linear[space], knn[space]) for space, target in targets.items()}
+
+
+def describe(
+    space: LabelSpace,
+    fitted: Fitted,
+    test: Pictures,
+    *,
+    pairs: Sequence[tuple[LabelSpace, LabelSpace]],
+    min_group_size: int,
+    facts: Mapping[str, Any],
+) -> ProbeResult:
+    """Return the result of one label: its accuracies, on the whole and in the groups of `pairs`, and the `facts`."""
+    target = fitted.target
+    predicted = {"linear": fitted.linear.predicted_N, "knn": fitted.knn.predicted_N}
+    groups = (
+        measure_groups(
+            space,
+            predicted,
+            pair=pair,
+            labels=test.by_label,
+            manifest=test.manifest,
+            min_size=min_group_size,
+            num_left_out=test.num_left_out,
         )
-        for space, target in targets.items()
-    }
-    settings = (f"{name} {value}" for name, value in config.fit_settings.items())
-    made_by = f"probe with {', '.join(settings)}"
-    return Readout(results, Heads({space: one.head for space, one in linear.items()}, made_by, train.manifest.sha256))
-
-
-def _right_samples(linear_N: Tensor, knn_N: Tensor, target: Target) -> dict[str, str]:
-    """Return the bits of `ProbeResult.right_samples` from the classes that each method gives to the test samples."""
-    packed = {name: pack_right(class_N, target.test_N) for name, class_N in (("linear", linear_N), ("knn", knn_N))}
-    return {name: bits for name, bits in packed.items() if bits is not None}
+        for pair in pairs
+        if space in pair
+    )
+    right = {name: pack_right(class_N, target.test_N) for name, class_N in predicted.items()}
+    return ProbeResult(
+        label=space,
+        title=test.manifest.labels[space].title,
+        class_names=test.class_names(space),
+        linear=fitted.linear.result,
+        knn=fitted.knn.result,
+        chance=target.chance,
+        majority_share=majority_share(target),
+        num_train=num_labelled(target.train_N),
+        num_test=num_labelled(target.test_N),
+        num_unlabelled=len(test) + test.num_left_out - num_labelled(target.test_N),
+        groups=tuple(groups),
+        right_samples={name: bits for name, bits in right.items() if bits is not None},
+        **facts,
+    )
 
 
 def majority_share(target: Target) -> float:

