@@ -15,16 +15,16 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from configs.resolve import resolve_recipe
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.overrides import parse_setting, set_paths
-from data_pipeline.core.schema import as_typed, flatten, value_at
-from data_pipeline.core.sections import KIND
+from data_pipeline.core.overrides import set_paths
+from data_pipeline.core.plain_text import parse_yaml
+from data_pipeline.core.schema import as_typed, value_at
 from trainer.config import RunConfig, parse_file
 
 MAX_RUNS: Final = 100  # without asking
@@ -32,7 +32,6 @@ _MAX_NAME: Final = 100  # characters, as `data_pipeline.core.schema.Name` allows
 _MAX_VALUE: Final = 40  # characters of a value in a name
 _HASH_DIGITS: Final = 6
 _WITHOUT_PART: Final = {"seed", "name"}  # a directory is called NAME-seedSEED, which tells these apart
-_OPENING: Final = {"[": "]", "{": "}"}
 
 Values = Mapping[str, Any]  # the settings of one run that its sweep decides, by dotted name
 
@@ -99,39 +98,15 @@ def _read_axis(text: str) -> tuple[Values, ...]:
     name, separator, values = text.partition("=")
     if not separator:
         raise UserError(f'--sweep {text} has no "="; write --sweep NAME=VALUE,VALUE')
-    texts = split_values(values)
-    if not values.strip() or not all(each.strip() for each in texts):
-        what = "has no values" if not values.strip() else "has an empty value"
-        raise UserError(f"--sweep {text} {what}; write --sweep {name}=VALUE,VALUE, with null for a value that is none")
-    found = []
-    for each in texts:
-        setting = parse_setting(f"{name}={each}", flag="--sweep")
-        found.append({".".join(setting.path): setting.value})
-    return tuple(found)
-
-
-def split_values(text: str) -> list[str]:
-    """Split a text at its commas, except those in brackets, braces and quotes.
-
-    Examples:
-        >>> split_values("1, [2, 3],{a: 4, b: 5},'x,y'")
-        ['1', ' [2, 3]', '{a: 4, b: 5}', "'x,y'"]
-    """
-    parts, closing, quote = [""], list[str](), ""
-    for character in text:
-        if character == "," and not closing and not quote:
-            parts.append("")
-            continue
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "'\"" and (closing or not parts[-1].strip()):  # elsewhere it is an apostrophe
-            quote = character
-        elif character in _OPENING:
-            closing.append(_OPENING[character])
-        elif closing and character == closing[-1]:
-            closing.pop()
-        parts[-1] += character
-    return parts
+    try:
+        found = parse_yaml(f"[{values}]")
+    except ValueError as error:
+        raise UserError(
+            f"--sweep {text}: the values are not YAML ({error}); write --sweep {name}=VALUE,VALUE"
+        ) from None
+    if not found:
+        raise UserError(f"--sweep {text} has no values; write --sweep {name}=VALUE,VALUE")
+    return tuple({_plain_key(name): value} for value in found)
 
 
 def _read_sets(file: Path) -> tuple[Values, ...]:
@@ -150,13 +125,7 @@ def _plain_key(key: str) -> str:
     return ".".join(part.strip() for part in key.split("."))
 
 
-def resolve_sweep(
-    config: str,
-    space: SweepSpace,
-    *,
-    overrides: Sequence[str] = (),
-    group: str | None = None,
-) -> Sweep:
+def resolve_sweep(config: str, space: SweepSpace, *, overrides: Sequence[str] = (), group: str | None = None) -> Sweep:
     """Return the runs of a sweep of the recipe or file `config`, each with `overrides` applied.
 
     group: the name of the sweep (default: the name of the recipe and of the settings).
@@ -167,34 +136,14 @@ def resolve_sweep(
     keys = space.keys
     resolved = [resolve_recipe(config, [*overrides, *_as_overrides(values)]) for values in space.points()]
     points = [{key: value_at(run, key) for key in values} for run, values in zip(resolved, space.points(), strict=True)]
-    short = short_names(keys, _settings_of(config, overrides))
-    name = _cut("-".join([resolved[0].name, "sweep", *(short[key] for key in sorted(keys))]))
+    name = _cut("-".join([resolved[0].name, "sweep", *sorted(keys)]))
     recorded = {"group": group or name, "axes": keys}
     runs = [
-        run.model_copy(
-            update={
-                "name": run_name(run.name, point, short),
-                "tracking": run.tracking.model_copy(update=recorded),
-            }
-        )
+        run.model_copy(update={"name": run_name(run.name, point), "tracking": run.tracking.model_copy(update=recorded)})
         for run, point in zip(resolved, points, strict=True)
     ]
     _refuse_namesakes(runs, points)
     return Sweep(name, keys, tuple(runs), tuple(points))
-
-
-def _settings_of(config: str, overrides: Sequence[str]) -> list[str]:
-    """Return the settings and sections of a recipe with `overrides`, in their order.
-
-    They do not depend on the values of a sweep, so that more values rename no run. If `overrides` are valid only
-    together with the sweep, these are the settings of the recipe alone.
-    """
-    try:
-        resolved = resolve_recipe(config, overrides)
-    except UserError:
-        resolved = resolve_recipe(config)
-    paths = [setting.split(".") for setting in flatten(resolved)]
-    return list(dict.fromkeys(".".join(path[:end]) for path in paths for end in range(1, len(path) + 1)))
 
 
 def _as_overrides(values: Values) -> list[str]:
@@ -214,60 +163,17 @@ def _refuse_namesakes(runs: Sequence[RunConfig], points: Sequence[Values]) -> No
         )
 
 
-def run_name(recipe_name: str, point: Values, short: Mapping[str, str]) -> str:
+def run_name(recipe_name: str, point: Values) -> str:
     """Return the name of a run: that of its recipe, and NAME=VALUE for each setting of the sweep but seed and name.
 
-    `short` has the short name of each setting. A name that would be too long ends in a hash of the whole.
+    A name that would be too long ends in a hash of the whole.
 
     Examples:
-        >>> run_name("simclr", {"seed": 2, "objective.temperature": 0.1}, {"objective.temperature": "temperature"})
-        'simclr-temperature=0.1'
+        >>> run_name("simclr", {"seed": 2, "objective.temperature": 0.1})
+        'simclr-objective.temperature=0.1'
     """
-    parts = [f"{short[key]}={_value_part(point[key])}" for key in sorted(point) if key not in _WITHOUT_PART]
+    parts = [f"{key}={_value_part(point[key])}" for key in sorted(point) if key not in _WITHOUT_PART]
     return _cut("-".join([recipe_name, *parts]))
-
-
-def short_names(keys: Sequence[str], settings: Iterable[str] = ()) -> dict[str, str]:
-    """Return for each setting of a sweep the shortest end of its dotted name that names it alone.
-
-    settings: all settings of the config. Several may end alike: then the end names the one with the fewest words, and
-        of those the first, while the others keep a section in front. Two settings of the sweep that end alike both do.
-
-    The kind of a section is called as the section is.
-
-    Examples:
-        >>> list(short_names(["objective.temperature", "optimizer.kind", "probe.seed", "seed"]).values())
-        ['temperature', 'optimizer', 'probe.seed', 'seed']
-        >>> settings = ["optimizer.learning_rate", "probe.learning_rate"]
-        >>> [short_names([key], settings)[key] for key in settings]
-        ['learning_rate', 'probe.learning_rate']
-    """
-    words = {key: _words(key) for key in keys}
-    named = _named_by_end([*map(_words, settings), *map(_words, sorted(keys))])
-    num_with_end = Counter(end for name in set(words.values()) for end in _ends(name))
-
-    def names_alone(end: tuple[str, ...], key: str) -> bool:
-        return end == words[key] or (num_with_end[end] == 1 and named[end] == words[key])
-
-    return {key: ".".join(next(end for end in _ends(words[key]) if names_alone(end, key))) for key in keys}
-
-
-def _words(key: str) -> tuple[str, ...]:
-    return tuple(key.removesuffix(f".{KIND}").split("."))
-
-
-def _ends(words: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the ends of a dotted name, the shortest first."""
-    return [words[start:] for start in reversed(range(len(words)))]
-
-
-def _named_by_end(names: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Return for each end of a name the name that it stands for: the shortest, and of those the first."""
-    named: dict[tuple[str, ...], tuple[str, ...]] = {}
-    for words in sorted(dict.fromkeys(names), key=len):
-        for end in _ends(words):
-            named.setdefault(end, words)
-    return named
 
 
 def _value_part(value: Any) -> str:

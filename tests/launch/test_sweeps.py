@@ -24,7 +24,7 @@ from trainer.run_dir import write_json
 
 ROOT = Path(__file__).parents[2]
 SWEEP = ["--sweep", "objective.temperature=0.1,0.5", "--sweep", "seed=0,1"]
-NAMES = [f"debug-image-temperature={temperature}-seed{seed}" for temperature in (0.1, 0.5) for seed in (0, 1)]
+NAMES = [f"debug-image-objective.temperature={temperature}-seed{seed}" for temperature in (0.1, 0.5) for seed in (0, 1)]
 
 Command = Callable[..., Done]
 
@@ -55,7 +55,7 @@ def test_a_sweep_is_one_array_and_its_dry_run_shows_the_runs(
     done = command(*recipe(data), *SWEEP, "--dry-run", "--at-a-time", "3")
     assert done.status == 0, done.stderr
     assert "#SBATCH --array=0-3%3\n" in done.stdout
-    assert "#SBATCH --job-name=debug-image-sweep-temperature-seed\n" in done.stdout
+    assert "#SBATCH --job-name=debug-image-sweep-objective.temperature-seed\n" in done.stdout
     rows = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith(("# run ", "# debug-image-"))]
     assert rows == [
         ["run", "state", "objective.temperature", "seed"],
