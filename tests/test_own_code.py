@@ -225,7 +225,7 @@ def test_a_base_takes_the_name_of_the_data(tmp_path: Path) -> None:
         ("{base: 'mine:big'}", "not a recipe of this project"),
         ("{base: 'debug:image', sed: 3}", 'did you mean "seed"'),
         ("{base: 'debug:image', views: {hu: 3}}", 'did you mean "hue"'),
-        ("{base: 'debug:image', seed: {a: {b: 1}}}", "whole number"),
+        ("{base: 'debug:image', seed: {a: {b: 1}}}", "valid integer"),
     ],
 )
 def test_a_file_whose_base_is_wrong_is_one_sentence(text: str, said: str, tmp_path: Path) -> None:

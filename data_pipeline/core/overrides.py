@@ -75,25 +75,14 @@ def _differences(values: Any, changes: Mapping[str, Any], where: str, above: Pat
 def apply_settings(values: Mapping[str, Any], given: Sequence[Setting], *, model: type[BaseModel]) -> dict[str, Any]:
     """Return the `values` of a `model` with settings applied, outer settings first.
 
-    Raises `UserError` if a mapping and a setting inside it disagree, or if a setting is inside a value that is not a
-    section.
+    Raises `UserError` if a setting is inside a value that is not a section.
     """
     last = {setting.path: setting for setting in given}
     settings = sorted(last.values(), key=lambda each: (len(each.path), each.path[-1] != KIND))
-    _check_agreement(settings)
     result = copy.deepcopy(dict(values))
     for setting in settings:
         _apply(result, setting, model)
     return result
-
-
-def _check_agreement(settings: Sequence[Setting]) -> None:
-    given: dict[Path, tuple[str, Any]] = {}
-    for setting in settings:
-        for path, value in _inside(setting):
-            text, earlier = given.setdefault(path, (setting.text, value))
-            if earlier is not value and earlier != value:
-                raise UserError(f"{text} and {setting.text} give {'.'.join(path)} two values; leave one of them out")
 
 
 def _inside(setting: Setting) -> Iterator[tuple[Path, Any]]:

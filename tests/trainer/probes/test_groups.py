@@ -136,7 +136,7 @@ def test_the_pairs_are_all_or_those_that_are_named() -> None:
     ("change", "said"),
     [
         ({"groups": (("base", "base"),)}, "groups pairs base with itself; a group is a pair of classes of two labels"),
-        ({"labels": ("base", "no name")}, '"no name" is not a valid name of a label'),
+        ({"labels": ("base", "no name")}, 'is "no name"'),
         ({"labels": ()}, "labels"),
     ],
 )
