@@ -83,10 +83,11 @@ def _sentence(path: str, problems: list[tuple[Mapping[str, Any], list[Any]]]) ->
                 return f"{path} is {_shown(value)}; {message}"
             return f"{path}: {message}" if path else message
     said = [each["msg"] for each, _ in problems]
-    if all(each.startswith(_SHOULD_BE) for each in said):
-        wanted = " or ".join(dict.fromkeys(each.removeprefix(_SHOULD_BE) for each in said))
-        return f"{path} is {_shown(value)}; it must be {wanted}"
-    return f"{path} is {_shown(value)}; {said[0][0].lower()}{said[0][1:]}"
+    for message in said:
+        if not message.startswith(_SHOULD_BE):
+            return f"{path} is {_shown(value)}; {message[0].lower()}{message[1:]}"
+    wanted = " or ".join(dict.fromkeys(each.removeprefix(_SHOULD_BE) for each in said))
+    return f"{path} is {_shown(value)}; it must be {wanted}"
 
 
 def _shown(value: Any) -> str:
