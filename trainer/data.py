@@ -36,7 +36,7 @@ from trainer.distributed.collectives import (
     rank,
     world_size,
 )
-from trainer.mixture import MixtureManifest, Schedule, SourceConfigs, TrainManifest, check_weights, weights_of
+from trainer.mixture import MixtureManifest, SourceConfigs, TrainManifest, check_sources, weights_of
 
 _CPU = torch.device("cpu")
 
@@ -46,7 +46,6 @@ class DataConfig(ReadConfig):
 
     train_dir, test_dir: a directory, `http(s)://...`, `s3://...` or another scheme of fsspec.
     mixture: several train sets in place of one, by name, each with its location and weight. `train_dir` is then null.
-    mixture_schedule: changes of the weights, each from a step on; it names all sources.
     mixture_epoch: the number of samples that count as an epoch of a mixture. None means as many as its sources hold.
     probed_source: the source of a mixture that probes train on. None means the first by name.
     overlay: when the overlay is drawn; the train set must have been built for it. A "baked" overlay was drawn into the
@@ -63,7 +62,6 @@ class DataConfig(ReadConfig):
     train_dir: Line | None
     test_dir: Line
     mixture: SourceConfigs | None = None
-    mixture_schedule: Schedule = ()
     mixture_epoch: Count | None = None
     probed_source: Name | None = None
     overlay: Literal["baked", "online", "online_per_view"] = "baked"
@@ -75,7 +73,7 @@ class DataConfig(ReadConfig):
         if self.mixture is None:
             if self.train_dir is None:
                 raise ValueError("train_dir and mixture are both null; set one of them")
-            for name in ("mixture_schedule", "mixture_epoch", "probed_source"):
+            for name in ("mixture_epoch", "probed_source"):
                 if getattr(self, name):
                     raise ValueError(f"{name} is for a mixture, but mixture is null; set data.mixture, or leave it out")
             return self
@@ -88,7 +86,7 @@ class DataConfig(ReadConfig):
                 f"probed_source is {self.probed_source}, which is no source of the mixture"
                 f"{nearest(self.probed_source, self.mixture)}"
             )
-        check_weights(self.mixture, self.mixture_schedule)
+        check_sources(self.mixture)
         return self
 
     @property
@@ -199,7 +197,7 @@ def read_train_manifest(data: DataConfig, *, makes_index: bool = True) -> TrainM
         manifests[name] = _read_manifest(location, data)
     if data.mixture is None:
         return manifests[data.probed_name]
-    weights = weights_of(data.mixture, data.mixture_schedule)
+    weights = weights_of(data.mixture)
     return MixtureManifest.of(manifests, weights, probed=data.probed_name)
 
 
@@ -282,7 +280,7 @@ def _open_train_set(data: DataConfig, manifest: TrainManifest | None) -> SampleS
         MixtureSource(name, SampleStore(location, remote=data.remote, manifest=known.get(name)))
         for name, location in data.train_locations.items()
     )
-    return Mixture(tuple(sources), weights_of(data.mixture, data.mixture_schedule), data.mixture_epoch)
+    return Mixture(tuple(sources), weights_of(data.mixture), data.mixture_epoch)
 
 
 def _node_share() -> NodeShare | None:

@@ -12,32 +12,24 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from data_pipeline.core.errors import UserError, nearest
+from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Medium
-from data_pipeline.core.schema import Count, Factor, Line, Name, Schema
-from data_pipeline.loading.mixture import Shares, WeightsFrom
+from data_pipeline.core.schema import Factor, Line, Name, Schema
+from data_pipeline.loading.mixture import Shares
 from data_pipeline.remote.cache import is_remote
 from data_pipeline.storage.manifest import Manifest
 
 MAX_SOURCES = 1_000
-MAX_CHANGES = 10_000  # of the weights
 
 
 class SourceConfig(Schema):
     """A source of a mixture: its location, as of `data.train_dir`, and its weight.
 
-    Weights need not add up to 1. A source of weight 0 is not drawn until `data.mixture_schedule` gives it more.
+    Weights need not add up to 1.
     """
 
     train_dir: Line
     weight: Factor
-
-
-class WeightChange(Schema):
-    """The weights of all sources from a step on; steps count from 0."""
-
-    step: Count
-    weights: Annotated[dict[Name, Factor], Field(max_length=MAX_SOURCES)]
 
 
 # In the order of the names, so that a run does not depend on the order in which they were written.
@@ -46,58 +38,29 @@ SourceConfigs = Annotated[
     Field(min_length=1, max_length=MAX_SOURCES),
     AfterValidator(lambda sources: dict(sorted(sources.items()))),
 ]
-Schedule = Annotated[tuple[WeightChange, ...], Field(max_length=MAX_CHANGES)]
 
 
-def weights_of(sources: Mapping[str, SourceConfig], schedule: Sequence[WeightChange]) -> tuple[WeightsFrom, ...]:
-    """Return the weights of the sources, from step 0 and from each change on."""
-    first = WeightsFrom(0, tuple(source.weight for source in sources.values()))
-    changes = (WeightsFrom(each.step, tuple(each.weights[name] for name in sources)) for each in schedule)
-    return (first, *changes)
+def weights_of(sources: Mapping[str, SourceConfig]) -> tuple[float, ...]:
+    """Return the weights of the sources."""
+    return tuple(source.weight for source in sources.values())
 
 
-def check_weights(sources: Mapping[str, SourceConfig], schedule: Sequence[WeightChange]) -> None:
-    """Raise `ValueError` if a change of the weights is out of order or not of all sources, or if a source has none."""
-    step = 0
-    for each in schedule:
-        if each.step <= step:
-            raise ValueError(
-                f"the changes of mixture_schedule come at steps {step} and then {each.step}; put them in the order of "
-                "their steps"
-            )
-        step = each.step
-        if missing := [name for name in sources if name not in each.weights]:
-            raise ValueError(
-                f"mixture_schedule gives no weight to {missing[0]} at step {step}; give one to each source, 0 for one "
-                "that is not drawn"
-            )
-        for name in each.weights:
-            if name not in sources:
-                raise ValueError(f"mixture_schedule gives a weight to {name} at step {step}{nearest(name, sources)}")
+def check_sources(sources: Mapping[str, SourceConfig]) -> None:
+    """Raise `ValueError` if two sources are at one place, or if a source has no weight."""
     for name, source in sources.items():
+        if source.weight == 0:
+            raise ValueError(f"mixture.{name}.weight is 0; give it more, or leave that source out")
         for other in sources:
             if other < name and _place(sources[other].train_dir) == _place(source.train_dir):
                 raise ValueError(
                     f"mixture.{other} and mixture.{name} are both at {source.train_dir}; leave one out, and give the "
                     "other the weights of both"
                 )
-    phases = weights_of(sources, schedule)
-    for phase in phases:
-        if not any(phase.weights):
-            raise ValueError(f"the weights of the mixture are all 0 from step {phase.step} on; give one of them more")
-    for number, name in enumerate(sources):
-        if not any(phase.weights[number] for phase in phases):
-            raise ValueError(f"mixture.{name}.weight is 0 at all steps; give it more, or leave that source out")
 
 
 def _place(location: str) -> str:
     """Return a location such that all spellings of a local path are equal. Follows no links."""
     return location if is_remote(location) else os.path.normpath(Path(location).absolute())
-
-
-def same_until(step: int, a: Sequence[WeightsFrom], b: Sequence[WeightsFrom]) -> bool:
-    """Return whether two courses of weights agree at all steps before `step`."""
-    return [each for each in a if each.step < step] == [each for each in b if each.step < step]
 
 
 @dataclass(frozen=True)
@@ -107,7 +70,7 @@ class MixtureManifest:
     Attributes:
         sources: the manifests by name. They have the same medium, shape and rate, which `check_manifests` checks.
         probed: the name of the source that probes train on.
-        shares: the shares of the sources in the draws of the first step.
+        shares: the shares of the sources in the draws.
     """
 
     sources: Mapping[str, Manifest]
@@ -115,7 +78,7 @@ class MixtureManifest:
     shares: tuple[float, ...]
 
     @classmethod
-    def of(cls, sources: Mapping[str, Manifest], weights: Sequence[WeightsFrom], *, probed: str) -> MixtureManifest:
+    def of(cls, sources: Mapping[str, Manifest], weights: Sequence[float], *, probed: str) -> MixtureManifest:
         """Return the manifest of a mixture. Raises `UserError` if two sources are one dataset, as by a link."""
         names: dict[str, str] = {}
         for name, manifest in sources.items():
@@ -124,7 +87,7 @@ class MixtureManifest:
                     f"mixture.{other} and mixture.{name} hold the same dataset, so a sample could come twice in a "
                     "batch; leave one out, and give the other the weights of both"
                 )
-        return cls(sources, probed, Shares(weights[0].weights).shares)
+        return cls(sources, probed, Shares(weights).shares)
 
     @property
     def _first(self) -> Manifest:
@@ -149,7 +112,7 @@ class MixtureManifest:
 
     @property
     def batch_mean(self) -> tuple[float, ...]:
-        """Return the mean of each channel over what the first step draws."""
+        """Return the mean of each channel over what a step draws."""
         return tuple(
             sum(share * value for share, value in zip(self.shares, values, strict=True))
             for values in zip(*(manifest.batch_mean for manifest in self.sources.values()), strict=True)
@@ -157,7 +120,7 @@ class MixtureManifest:
 
     @property
     def batch_std(self) -> tuple[float, ...]:
-        """Return the standard deviation of each channel over what the first step draws."""
+        """Return the standard deviation of each channel over what a step draws."""
         squares_K = [
             [std**2 + mean**2 for mean, std in zip(manifest.batch_mean, manifest.batch_std, strict=True)]
             for manifest in self.sources.values()

@@ -25,7 +25,7 @@ from trainer.config import RunConfig, read_run_config
 from trainer.config_rules import check
 from trainer.data import Manifests, read_manifests
 from trainer.distributed.collectives import on_first_rank, world_size
-from trainer.mixture import MixtureManifest, TrainManifest, num_classes, same_until, weights_of
+from trainer.mixture import MixtureManifest, TrainManifest, num_classes, weights_of
 from trainer.models.batch_norm import check_splits
 from trainer.models.encoder import InputSizeError, check_input_size, check_norm_groups, decide_form
 from trainer.open_settings import input_size
@@ -177,7 +177,7 @@ def check_batch(config: RunConfig, *, num_samples: Sequence[int], num_ranks: int
     elif config.data.mixture is None:
         check_batch_size(num_samples[0], global_batch_size=size, world_size=num_ranks)
     else:
-        weights = weights_of(config.data.mixture, config.data.mixture_schedule)
+        weights = weights_of(config.data.mixture)
         names = list(config.data.mixture)
         check_mixture(num_samples, weights, names=names, global_batch_size=size, world_size=num_ranks)
     if config.encoder.batch_norm == "split":
@@ -394,23 +394,12 @@ def resume(
     return restored
 
 
-def _check_schedule(run_dir: RunDir, before: RunConfig, now: RunConfig, *, option: str) -> None:
-    """Raise `UserError` if two configs of a run on a mixture differ in weights that it has drawn by already."""
-    step = newest_state(run_dir).step
-    weights = [weights_of(each.data.mixture or {}, each.data.mixture_schedule) for each in (before, now)]
-    if not same_until(step, *weights):
-        raise UserError(
-            f"{run_dir.path} is at step {step}, and data.mixture_schedule differs from its config before that; "
-            f"change only weights of later steps, or pass another {option}"
-        )
-
-
 def refuse_other_config(run_dir: RunDir, config: RunConfig, *, option: str = "--run-dir") -> None:
     """Raise `UserError` if the run in `run_dir` has another config, in a setting that is not one of `MAY_CHANGE`.
 
-    The weights of a mixture may change at steps that the run has not reached. `option` is that of `claim`.
+    `option` is that of `claim`.
     """
-    if keys := _changed_settings(run_dir, read_run_config(run_dir), config, option=option):
+    if keys := _fixed_settings_that_differ(read_run_config(run_dir), config):
         raise UserError(
             f"{run_dir.path} holds a run with another config (it differs in {', '.join(keys)}); "
             f"pass another {option}, or remove this one"
@@ -424,7 +413,7 @@ def _refuse_edited_config(run_dir: RunDir, config: RunConfig, *, step: int, opti
     and a run that has recorded no config.
     """
     before = config_in_provenance(run_dir) if step > 0 else None
-    changed = [] if before is None else _changed_settings(run_dir, before, config, option=option)
+    changed = [] if before is None else _fixed_settings_that_differ(before, config)
     keys = [key for key in changed if not _is_location(key)]
     if keys:
         raise UserError(
@@ -451,15 +440,6 @@ def _edited(run_dir: RunDir, keys: Sequence[str]) -> str:
 
 def _is_location(key: str) -> bool:
     return key.startswith("data.") and key.endswith("_dir")
-
-
-def _changed_settings(run_dir: RunDir, before: RunConfig, now: RunConfig, *, option: str) -> list[str]:
-    """Return the settings in which two configs of a run differ and which may not change. Raises `UserError`."""
-    keys = _fixed_settings_that_differ(before, now)
-    if keys != ["data.mixture_schedule"]:
-        return keys
-    _check_schedule(run_dir, before, now, option=option)
-    return []
 
 
 def _fixed_settings_that_differ(before: RunConfig, now: RunConfig) -> list[str]:

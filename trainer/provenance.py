@@ -27,7 +27,6 @@ from data_pipeline.core.system import PROC, num_cores
 from trainer.checkpoint.restore import Restored
 from trainer.config import RunConfig
 from trainer.data import Manifests
-from trainer.mixture import weights_of
 from trainer.open_settings import decisions_to_record
 from trainer.own_code import RECORDED_CODE, hashes_of_code
 from trainer.run_dir import RunDir, write_json
@@ -161,12 +160,11 @@ def _train_set(config: RunConfig, facts: Mapping[str, Any]) -> str | None:
 
 
 def _weights(config: RunConfig) -> dict[str, Any]:
-    """Return the weights of the sources of a mixture from each step on, as an entry of a start; none of a dataset."""
+    """Return the weights of the sources of a mixture, as an entry of a start; none of a dataset."""
     data = config.data
     if data.mixture is None:
         return {}
-    weights = weights_of(data.mixture, data.mixture_schedule)
-    return {"mixture_weights": {each.step: dict(zip(data.mixture, each.weights, strict=True)) for each in weights}}
+    return {"mixture_weights": {name: source.weight for name, source in data.mixture.items()}}
 
 
 def add_to_provenance(run_dir: RunDir, **facts: Any) -> None:

@@ -8,10 +8,9 @@ draws before a step are computed, not counted.
 Guarantees:
 
 - A global batch does not depend on the number of ranks, and no sample comes twice in it.
-- Each epoch of a source holds each of its samples once, also over changes of the weights.
+- Each epoch of a source holds each of its samples once.
 - The number of samples drawn from a source differs from its share by less than 2, at any step and for any number of
-  sources: by less than 1 for three sources, and by 1/2 at most for two. After a change of the weights, this holds for
-  the draws since the change.
+  sources: by less than 1 for three sources, and by 1/2 at most for two.
 
 Shapes: B rows of a rank, R rows of a rank from one source, X draws, K sources.
 """
@@ -19,11 +18,9 @@ Shapes: B rows of a rank, R rows of a rank from one source, X draws, K sources.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,14 +112,6 @@ class MixtureSource:
 
 
 @dataclass(frozen=True)
-class WeightsFrom:
-    """The weights of the sources from a step on: K numbers of 0 or more, not all 0."""
-
-    step: int
-    weights: tuple[float, ...]
-
-
-@dataclass(frozen=True)
 class Mixture:
     """Several datasets that are drawn from by weights.
 
@@ -130,12 +119,12 @@ class Mixture:
 
     Attributes:
         sources: in an order that must not change during a run.
-        weights: by ascending steps; the first are from step 0 on.
+        weights: of the sources: numbers of 0 or more, not all 0.
         epoch_samples: the number of samples that count as an epoch; None means as many as all sources hold.
     """
 
     sources: tuple[MixtureSource, ...]
-    weights: tuple[WeightsFrom, ...]
+    weights: tuple[float, ...]
     epoch_samples: int | None = None
 
     def __post_init__(self) -> None:
@@ -278,7 +267,7 @@ class MixtureOrder:
     def __init__(
         self,
         sizes: Sequence[int],
-        weights: Sequence[WeightsFrom],
+        weights: Sequence[float],
         *,
         names: Sequence[str],
         seed: int,
@@ -290,14 +279,11 @@ class MixtureOrder:
         shuffle_shards: int | None = None,
     ) -> None:
         check_mixture(sizes, weights, names=names, global_batch_size=global_batch_size, world_size=world_size)
-        assert [each.step for each in weights] == sorted({each.step for each in weights})
-        assert weights[0].step == 0
         self.sizes, self.names, self.seed = tuple(sizes), tuple(names), seed
         self.offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self._size, self._rank, self._world_size = global_batch_size, rank, world_size
         self._epoch_samples = epoch_samples or sum(sizes)
-        self._steps = [each.step for each in weights]
-        self._shares = [Shares(each.weights) for each in weights]
+        self._shares = Shares(weights)
         self.sources = tuple(
             SourceEpochs(
                 size,
@@ -314,24 +300,14 @@ class MixtureOrder:
     def num_steps_per_epoch(self) -> int:
         return num_steps_per_mixture_epoch(self._epoch_samples, self._size)
 
-    @cached_property
-    def _draws_at_changes(self) -> list[list[int]]:
-        """Return the draws from each source before each change of the weights."""
-        found = [[0] * len(self.sizes)]
-        for shares, start, end in zip(self._shares, self._steps, self._steps[1:], strict=False):
-            added = shares.counts((end - start) * self._size)
-            found.append([before + more for before, more in zip(found[-1], added, strict=True)])
-        return found
-
-    def shares(self, step: int) -> tuple[float, ...]:
-        """Return the share of each source in the draws of a step, by its weights."""
-        return self._shares[bisect_right(self._steps, step) - 1].shares
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Return the share of each source in the draws, by its weight."""
+        return self._shares.shares
 
     def draws_before(self, step: int) -> list[int]:
         """Return the number of samples drawn from each source before a step, in all global batches together."""
-        number = bisect_right(self._steps, step) - 1
-        since = self._shares[number].counts((step - self._steps[number]) * self._size)
-        return [before + more for before, more in zip(self._draws_at_changes[number], since, strict=True)]
+        return self._shares.counts(step * self._size)
 
     def position_at(self, source: int, step: int) -> tuple[int, int]:
         """Return the epoch of a source at which the draws of a step begin, and the position in it."""
@@ -416,7 +392,7 @@ def num_steps_per_mixture_epoch(epoch_samples: int, global_batch_size: int) -> i
 
 def check_mixture(
     sizes: Sequence[int],
-    weights: Sequence[WeightsFrom],
+    weights: Sequence[float],
     *,
     names: Sequence[str],
     global_batch_size: int,
@@ -424,11 +400,10 @@ def check_mixture(
 ) -> None:
     """Raise `UserError` as `MixtureOrder` does, with a sentence that names the source and what mends it."""
     check_ranks(global_batch_size, world_size=world_size)
-    for each in weights:
-        for name, size, most in zip(names, sizes, Shares(each.weights).most(global_batch_size), strict=True):
-            if most > _reach(size, global_batch_size) + 1:
-                raise UserError(
-                    f"from step {each.step} on, the weights take up to {most} of a global batch of {global_batch_size} "
-                    f"from {name}, which holds {size} samples, and a batch may hold a third of a source at most; lower "
-                    "its weight or global_batch_size"
-                )
+    for name, size, most in zip(names, sizes, Shares(weights).most(global_batch_size), strict=True):
+        if most > _reach(size, global_batch_size) + 1:
+            raise UserError(
+                f"the weights take up to {most} of a global batch of {global_batch_size} from {name}, which holds "
+                f"{size} samples, and a batch may hold a third of a source at most; lower its weight or "
+                "global_batch_size"
+            )

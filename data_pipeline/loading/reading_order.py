@@ -143,7 +143,7 @@ class SourcesOrder:
         return after - before >= self.order.sizes[number]
 
     def share_of(self, number: int, step: int) -> float:
-        return self.order.shares(step)[number]
+        return self.order.shares[number]
 
     def named(self, number: int, bad: BadSample) -> BadSample:
         first = int(self.order.offsets[number])

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import sample_key
-from data_pipeline.loading.mixture import Mixture, MixtureSource, WeightsFrom
+from data_pipeline.loading.mixture import Mixture, MixtureSource
 from data_pipeline.loading.order import check_ranks
 from data_pipeline.loading.reading_order import ReadingOrder, reading_order
 from data_pipeline.loading.stream import ReadConfig, Stream
@@ -62,7 +62,7 @@ def _opened(locations: Sequence[str], weights: Sequence[float] | None) -> Sample
             raise UserError(f"{first[path]} and {location} are the same directory; name each once")
         first[path] = location
     sources = tuple(MixtureSource(location, SampleStore(location)) for location in locations)
-    return Mixture(sources, (WeightsFrom(0, tuple(weights)),))
+    return Mixture(sources, tuple(weights))
 
 
 def trace(

@@ -26,7 +26,6 @@ NUM_STEPS = 25
 
 
 MIXTURE = "{{few: {{train_dir: {0}/few, weight: 1}}, train: {{train_dir: {0}/train, weight: 2}}}}"
-CHANGE = "[{step: 12, weights: {few: 2, train: 1}}]"
 
 
 def command(data: Path, run_dir: Path, *, num_ranks: int, is_mixture: bool = False) -> list[str]:
@@ -48,7 +47,7 @@ def command(data: Path, run_dir: Path, *, num_ranks: int, is_mixture: bool = Fal
     if num_ranks > 1:
         settings["encoder"] = CONVNET.removeprefix("encoder=")
     if is_mixture:
-        settings |= {"data.train_dir": "null", "data.mixture": MIXTURE.format(data), "data.mixture_schedule": CHANGE}
+        settings |= {"data.train_dir": "null", "data.mixture": MIXTURE.format(data)}
         settings["data.mixture_epoch"] = 83
     sets = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
     return [*launcher, "launch/train.py", "--config", "debug:viewmaker", "--run-dir", str(run_dir), *sets]

@@ -11,7 +11,6 @@ from configs import debug, resolve_recipe
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
-from data_pipeline.loading.mixture import WeightsFrom
 from data_pipeline.overlays.bits import Bits
 from data_pipeline.storage.manifest import Manifest
 from tests.commands import call
@@ -45,7 +44,7 @@ def test_the_settings_of_an_encoder_are_decided_by_the_shape_in_a_batch(tmp_path
 
 def test_a_mixture_has_the_mean_of_what_its_sources_give(tmp_path: Path) -> None:
     a, b = dominoes(tmp_path / "a", correlation=1.0), dominoes(tmp_path / "b", digit="below")
-    mixture = MixtureManifest.of({"a": a, "b": b}, [WeightsFrom(0, (1.0, 1.0))], probed="a")
+    mixture = MixtureManifest.of({"a": a, "b": b}, (1.0, 1.0), probed="a")
     assert mixture.batch_shape == (3, 64, 32)
     expected = [(first + second) / 2 for first, second in zip(a.batch_mean, b.batch_mean, strict=True)]
     assert mixture.batch_mean == pytest.approx(expected)

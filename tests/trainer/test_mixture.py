@@ -25,7 +25,7 @@ from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset
 from tests.trainer.test_tars import write_tars
 from trainer import probe
-from trainer.config import RunConfig, read_run_config
+from trainer.config import RunConfig
 from trainer.data import open_stream, read_manifests, read_train_manifest
 from trainer.mixture import MixtureManifest, num_classes
 from trainer.open_settings import decide
@@ -33,9 +33,6 @@ from trainer.original_crops import original_crops
 from trainer.preflight import check_data
 from trainer.run_dir import RunDir
 from trainer.train import train
-
-BOTH = "{birds: 1, photos: 1}"
-CHANGE = "{step: 5, weights: {birds: 1, photos: 3}}"
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +56,6 @@ def configure(data: Path, *more: str, sources: str | None = None) -> RunConfig:
         [
             "data.train_dir=null",
             f"data.mixture={{{sources or sources_of(data)}}}",
-            f"data.mixture_schedule=[{CHANGE}]",
             f"data.test_dir={data / 'test'}",
             "data.num_workers=0",
             "global_batch_size=16",
@@ -131,31 +127,20 @@ def test_a_bank_with_a_row_for_each_sample_follows_one_process(data: Path, tmp_p
 
 def test_the_log_counts_the_samples_of_each_source_and_provenance_names_them(data: Path, finished: RunDir) -> None:
     lines = finished.read_metrics()
-    assert [line["mixture/birds/batch"] for line in lines] == [8] * 5 + [4] * 5
-    assert [line["mixture/photos/samples"] for line in lines] == [8 * step for step in range(1, 6)] + [
-        40 + 12 * step for step in range(1, 6)
-    ]
-    assert lines[-1]["mixture/birds/epochs"] == 60 / 30
+    assert [line["mixture/birds/batch"] for line in lines] == [8] * 10
+    assert [line["mixture/photos/samples"] for line in lines] == [8 * step for step in range(1, 11)]
+    assert lines[-1]["mixture/birds/epochs"] == 80 / 30
     assert [line["epoch"] for line in lines] == [0] * 5 + [1] * 5
     facts = finished.read_provenance()
     assert facts["train_sources"] == {name: load_manifest(data / name).sha256 for name in ("birds", "photos")}
-    assert facts["starts"][0]["mixture_weights"]["5"] == {"birds": 1.0, "photos": 3.0}
+    assert facts["starts"][0]["mixture_weights"] == {"birds": 0.5, "photos": 0.5}
 
 
-def test_only_later_changes_of_the_weights_may_be_added_to_a_run(data: Path, finished: RunDir, tmp_path: Path) -> None:
+def test_the_weights_of_a_run_may_not_change(data: Path, finished: RunDir, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     shutil.copytree(finished.path, run_dir.path)
     stop_after(run_dir, 6)
-    earlier = configure(data, "data.mixture_schedule=[{step: 3, weights: {birds: 1, photos: 3}}]")
-    with pytest.raises(
-        UserError, match=r"is at step 6, and data\.mixture_schedule differs from its config before that"
-    ):
-        run(earlier, run_dir.path)
-    later = configure(data, f"data.mixture_schedule=[{CHANGE}, {{step: 8, weights: {{birds: 0, photos: 1}}}}]")
-    run(later, run_dir.path)
-    assert [line["mixture/birds/batch"] for line in run_dir.read_metrics()] == [8] * 5 + [4] * 3 + [0] * 2
-    assert read_run_config(run_dir).data.mixture_schedule == later.data.mixture_schedule
-    with pytest.raises(UserError, match=r"it differs in data\.mixture\.birds\.weight"):
+    with pytest.raises(UserError, match=r"data\.mixture\.birds\.weight"):
         run(configure(data, sources=sources_of(data, birds=0.4, photos=0.6)), run_dir.path)
 
 
@@ -241,7 +226,7 @@ def test_tars_are_mixed_with_tars_and_with_built_shards(data: Path, tmp_path: Pa
     first, test = indexed("a", 1, "train"), indexed("test", 2, "test")
     second = indexed("b", 3, "train") if others == "tars" else data / "photos"
     sources = f"a: {{train_dir: {first}, weight: 1}}, b: {{train_dir: {second}, weight: 1}}"
-    config = configure(data, f"data.test_dir={test}", "data.mixture_schedule=[]", "num_epochs=1", sources=sources)
+    config = configure(data, f"data.test_dir={test}", "num_epochs=1", sources=sources)
     crops = original_crops(config, check_data(config).train)
     assert (crops is not None) == (others == "tars")
     run(config, tmp_path / "run")
@@ -253,17 +238,7 @@ def test_tars_are_mixed_with_tars_and_with_built_shards(data: Path, tmp_path: Pa
     ("more", "message"),
     [
         (["data.train_dir=x"], "data: train_dir and mixture are both set; add --set data.train_dir=null"),
-        (["data.mixture=null", "data.mixture_schedule=[]"], "data: train_dir and mixture are both null"),
-        (
-            [f"data.mixture_schedule=[{{step: 9, weights: {BOTH}}}, {{step: 4, weights: {BOTH}}}]"],
-            "the changes of mixture_schedule come at steps 9 and then 4; put them in the order of their steps",
-        ),
-        (["data.mixture_schedule=[{step: 9, weights: {birds: 1}}]"], "gives no weight to photos at step 9"),
-        (
-            ["data.mixture_schedule=[{step: 9, weights: {birds: 1, photos: 1, bird: 1}}]"],
-            'gives a weight to bird at step 9; did you mean "birds"?',
-        ),
-        (["data.mixture_schedule=[{step: 9, weights: {birds: 0, photos: 0}}]"], "are all 0 from step 9 on"),
+        (["data.mixture=null"], "data: train_dir and mixture are both null"),
         (
             ["data.probed_source=bird"],
             'probed_source is bird, which is no source of the mixture; did you mean "birds"?',
@@ -272,7 +247,7 @@ def test_tars_are_mixed_with_tars_and_with_built_shards(data: Path, tmp_path: Pa
             ["views={kind: by_epoch, policies: [{kind: expert_image}, {kind: random_mask}]}"],
             'views of kind "by_epoch" change with the epoch, but each source of data.mixture has epochs of its own',
         ),
-        (["data.mixture={}", "data.mixture_schedule=[]"], "data.mixture is {}; it must be"),
+        (["data.mixture={}"], "data.mixture is {}; it must be"),
     ],
 )
 def test_settings_of_a_mixture_that_cannot_be_are_one_sentence(data: Path, more: list[str], message: str) -> None:
@@ -287,13 +262,13 @@ def test_settings_of_a_mixture_that_cannot_be_are_one_sentence(data: Path, more:
     [
         (-1, "data.mixture.birds.weight is -1; it must be"),
         (float("nan"), "data.mixture.birds.weight is nan; it must be"),
-        (0, "data: mixture.birds.weight is 0 at all steps; give it more, or leave that source out"),
+        (0, "mixture.birds.weight is 0"),
     ],
 )
 def test_a_weight_that_cannot_be_is_one_sentence(data: Path, weight: float, message: str) -> None:
     text = sources_of(data, birds=weight, photos=1).replace("nan", ".nan")
     with pytest.raises(UserError) as refused:
-        configure(data, "data.mixture_schedule=[]", sources=text)
+        configure(data, sources=text)
     assert message in str(refused.value)
 
 
@@ -305,7 +280,7 @@ def test_a_name_twice_and_a_location_twice_are_refused(data: Path) -> None:
         named = f"birds: {{train_dir: {data / 'birds'}, weight: 1}}, photos: {{train_dir: {same}, weight: 1}}"
         with pytest.raises(UserError, match=r"mixture\.birds and mixture\.photos are both at .*; leave one out"):
             configure(data, sources=named)
-    for name in ("mixture_schedule=[{step: 1, weights: {a: 1}}]", "mixture_epoch=5", "probed_source=a"):
+    for name in ("mixture_epoch=5", "probed_source=a"):
         with pytest.raises(UserError, match=rf"{name.split('=')[0]} is for a mixture, but mixture is null"):
             resolve_recipe("debug:image", [f"data.{name}"])
 

@@ -19,7 +19,7 @@ from scipy.stats import chisquare
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL, BadSample, Batch
-from data_pipeline.loading.mixture import Mixture, MixtureOrder, MixtureSource, Shares, SourceEpochs, WeightsFrom
+from data_pipeline.loading.mixture import Mixture, MixtureOrder, MixtureSource, Shares, SourceEpochs
 from data_pipeline.loading.order import ShardWindows
 from data_pipeline.loading.shuffle_quality import shard_pair_ratio
 from data_pipeline.loading.stream import ReadConfig, Stream
@@ -90,21 +90,19 @@ def test_an_epoch_of_a_source_holds_each_sample_once_and_no_run_of_draws_holds_o
 
 
 @st.composite
-def mixtures(draw: st.DrawFn) -> tuple[list[int], list[WeightsFrom], int, int]:
-    """Sizes of sources, weights with up to two changes, a global batch size, and the ranks that divide it."""
+def mixtures(draw: st.DrawFn) -> tuple[list[int], tuple[float, ...], int, int]:
+    """Sizes of sources, their weights, a global batch size, and the ranks that divide it."""
     num_sources = draw(st.integers(1, 5))
     world_size = draw(st.integers(1, 4))
     size = world_size * draw(st.integers(1, 24 // world_size))
     lists = st.lists(st.floats(0.05, 5), min_size=num_sources, max_size=num_sources)
-    steps = [0, *sorted(draw(st.sets(st.integers(1, 20), max_size=2)))]
-    weights = [WeightsFrom(step, tuple(draw(lists))) for step in steps]
-    most = [max(parts) for parts in zip(*(Shares(each.weights).most(size) for each in weights), strict=True)]
-    sizes = [max(1, 3 * (part - 1)) + draw(st.integers(0, 40)) for part in most]
+    weights = tuple(draw(lists))
+    sizes = [max(1, 3 * (part - 1)) + draw(st.integers(0, 40)) for part in Shares(weights).most(size)]
     return sizes, weights, size, world_size
 
 
 def order_of(
-    mixture: tuple[list[int], list[WeightsFrom], int, int], rank: int = 0, world_size: int = 1, **options: Any
+    mixture: tuple[list[int], tuple[float, ...], int, int], rank: int = 0, world_size: int = 1, **options: Any
 ) -> MixtureOrder:
     sizes, weights, size, _ = mixture
     names = [f"source{number}" for number in range(len(sizes))]
@@ -129,7 +127,7 @@ def rows_of(order: MixtureOrder, step: int, bad: list[dict[int, BadSample]] | No
 
 
 def whole_batch(
-    mixture: tuple[list[int], list[WeightsFrom], int, int],
+    mixture: tuple[list[int], tuple[float, ...], int, int],
     step: int,
     world_size: int,
     bad: list[dict[int, BadSample]] | None = None,
@@ -142,7 +140,7 @@ def whole_batch(
 @EXAMPLES
 @given(mixture=mixtures(), start=st.integers(0, 60))
 def test_batches_of_a_mixture_are_the_same_for_any_ranks_and_hold_no_sample_twice(
-    mixture: tuple[list[int], list[WeightsFrom], int, int], start: int
+    mixture: tuple[list[int], tuple[float, ...], int, int], start: int
 ) -> None:
     sizes, _, size, world_size = mixture
     alone = order_of(mixture)
@@ -159,10 +157,10 @@ def test_batches_of_a_mixture_are_the_same_for_any_ranks_and_hold_no_sample_twic
 @EXAMPLES
 @given(mixture=mixtures())
 def test_a_step_is_computed_as_a_loop_over_all_steps_before_it_finds_it(
-    mixture: tuple[list[int], list[WeightsFrom], int, int],
+    mixture: tuple[list[int], tuple[float, ...], int, int],
 ) -> None:
-    """Over changes of the weights: the draws before a step, and every sample of a source once in each of its epochs."""
-    sizes, weights, _, _ = mixture
+    """The draws before a step, and every sample of a source once in each of its epochs."""
+    sizes, _, _, _ = mixture
     order, drawn = order_of(mixture), [0] * len(sizes)
     seen: list[list[int]] = [[] for _ in sizes]
     for step in range(40):
@@ -172,8 +170,6 @@ def test_a_step_is_computed_as_a_loop_over_all_steps_before_it_finds_it(
         for number, indices in enumerate(in_order):
             drawn[number] += len(indices)
             seen[number] += indices
-    since = weights[-1].step
-    assert since <= 20
     for number, size in enumerate(sizes):
         times = Counter(seen[number])
         assert sum(times.values()) == drawn[number]
@@ -185,7 +181,7 @@ def test_a_step_is_computed_as_a_loop_over_all_steps_before_it_finds_it(
 @EXAMPLES
 @given(mixture=mixtures(), step=st.integers(0, 40), data=st.data())
 def test_bad_samples_are_replaced_within_their_source_alike_on_any_ranks(
-    mixture: tuple[list[int], list[WeightsFrom], int, int], step: int, data: st.DataObject
+    mixture: tuple[list[int], tuple[float, ...], int, int], step: int, data: st.DataObject
 ) -> None:
     sizes, _, _, world_size = mixture
     chosen = [data.draw(st.sets(st.integers(0, size - 1), max_size=size // 2)) for size in sizes]
@@ -212,7 +208,7 @@ def test_shares_are_those_of_a_random_mix_of_the_same_weights_without_its_chance
     """A thousand batches of 64: our counts are off by less than two, those of webdataset's RandomMix by some 100."""
     monkeypatch.setattr("random.random", random.Random(1).random)
     num_steps, size = 1_000, 64
-    mixture = ([900] * len(weights), [WeightsFrom(0, weights)], size, 1)
+    mixture = ([900] * len(weights), weights, size, 1)
     expected = num_steps * size * np.array(weights) / sum(weights)
     drawn = webdataset.RandomMix([repeat(number) for number in range(len(weights))], probs=weights)
     counts = {
@@ -230,7 +226,7 @@ def test_shares_are_those_of_a_random_mix_of_the_same_weights_without_its_chance
 
 
 def test_sources_of_one_size_are_shuffled_independently() -> None:
-    order = order_of(([500, 500], [WeightsFrom(0, (1.0, 1.0))], 100, 1))
+    order = order_of(([500, 500], (1.0, 1.0), 100, 1))
     first, second = (order.at(0, source, bad={}).indices_R.tolist() for source in (0, 1))
     assert first != second
     assert 0 < len({*first} & {*second}) < 20  # 5 of 50 by chance
@@ -247,13 +243,13 @@ def test_what_a_mixture_cannot_do_is_one_sentence(
     sizes: list[int], weights: tuple[float, ...], size: int, world_size: int, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        order_of((sizes, [WeightsFrom(0, weights)], size, 1), world_size=world_size)
+        order_of((sizes, weights, size, 1), world_size=world_size)
 
 
 # The stream of a mixture
 
 SIZES = {"few": 31, "many": 83}
-WEIGHTS_OF_STREAM = (WeightsFrom(0, (1.0, 2.0)), WeightsFrom(7, (2.0, 1.0)))
+WEIGHTS_OF_STREAM = (1.0, 2.0)
 
 
 @pytest.fixture(scope="module")
@@ -318,7 +314,7 @@ def test_a_mixture_in_memory_partly_or_wholly_gives_the_batches_of_streaming(sou
             assert b.inputs_a is b.inputs_b
 
 
-def test_a_mixture_is_resumed_at_any_step_on_other_ranks_also_over_a_change_of_weights(sources: Path) -> None:
+def test_a_mixture_is_resumed_at_any_step_on_other_ranks(sources: Path) -> None:
     whole = list(stream(sources))
     for start in (0, 3, 7, 8):
         for world_size in (1, 2, 3, 4):
