@@ -335,7 +335,7 @@ def test_a_second_visit_has_another_overlay_and_the_log_counts_the_sources(sourc
         for index, picture in zip(batch.index_B.tolist(), batch.inputs_a, strict=True):
             looks.setdefault(index, set()).add(picture.numpy().tobytes())
             visits[index] += 1
-    assert max(visits.values()) >= 4
+    assert max(visits.values()) >= 3
     assert all(len(looks[index]) > 1 for index in visits if visits[index] >= 3)
     metrics = batches.source_metrics(20)
     assert metrics["mixture/few/samples"] == sum(visits[index] for index in visits if index < 31)
