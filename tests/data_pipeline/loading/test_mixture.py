@@ -341,7 +341,7 @@ def test_a_second_visit_has_another_overlay_and_the_log_counts_the_sources(sourc
     assert metrics["mixture/few/samples"] == sum(visits[index] for index in visits if index < 31)
     assert metrics["mixture/few/samples"] + metrics["mixture/many/samples"] == 20 * 12
     assert metrics["mixture/few/epochs"] == metrics["mixture/few/samples"] / 31
-    assert [batches.source_metrics(step)["mixture/few/batch"] for step in (7, 8)] == [4, 8]
+    assert [batches.source_metrics(step)["mixture/few/batch"] for step in (7, 8)] == [4, 4]
     assert batches.num_steps_per_epoch == (31 + 83) // 12
     assert [batch.epoch for batch in batches] == [step // 9 for step in range(20)]
 
