@@ -49,10 +49,12 @@ def run_status(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
     config = run_dir.read_config()  # as data, because the code that registers its kinds may not be imported
     metrics = run_dir.read_last_metrics("train/loss")
     losses = [line["train/loss"] for line in metrics if "train/loss" in line]
-    state, reason = _state(run_dir, queue)
+    provenance = run_dir.read_provenance()
+    state, reason = _state(run_dir, queue, provenance)
+    known = (metrics[-1]["step"] if metrics else 0, run_dir.latest_step(), provenance.get("finished_step"))
     return RunStatus(
         state,
-        step=max(metrics[-1]["step"] if metrics else 0, run_dir.latest_step() or 0),
+        step=max(step or 0 for step in known),
         num_steps=_num_steps(config),
         loss=losses[-1] if losses else None,
         reason=reason,
@@ -67,7 +69,7 @@ def status_of(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
         return RunStatus("unknown", reason=str(error))
 
 
-def _state(run_dir: RunDir, queue: Mapping[str, str] | None) -> tuple[State, str]:
+def _state(run_dir: RunDir, queue: Mapping[str, str] | None, provenance: Mapping[str, Any]) -> tuple[State, str]:
     """Return the state and the reason for it. A run has not failed while its job is queued or a process trains it."""
     submission = last_submission(run_dir)
     queued = "" if submission is None or queue is None else queue.get(submission.job_id, "")
@@ -75,7 +77,6 @@ def _state(run_dir: RunDir, queue: Mapping[str, str] | None) -> tuple[State, str
         return "running", _quiet(run_dir)
     if queued:
         return "waiting", queued
-    provenance = run_dir.read_provenance()
     if "finished_step" in provenance:
         return "finished", ""
     if submission is not None and queue is None:
