@@ -9,12 +9,14 @@ Shapes: B samples of the global batch, D embedding size.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Batch
@@ -23,7 +25,6 @@ from trainer.build import build_training
 from trainer.config import read_run_config
 from trainer.data import open_stream, read_train_manifest
 from trainer.distributed.engines import DDPConfig
-from trainer.fault_tolerance.first_nonfinite import Inspector, Length, num_bad
 from trainer.fault_tolerance.step_record import NonFiniteRecord
 from trainer.mixture import num_classes
 from trainer.neighbours import NeighbourOrder, read_groups
@@ -34,7 +35,6 @@ from trainer.run_dir import RunDir
 from trainer.step import StepOutput
 
 _NUM_SAMPLES_LISTED = 10
-_NUM_PARAMETERS_LISTED = 3
 
 
 @dataclass(frozen=True)
@@ -42,28 +42,55 @@ class Replay:
     """The result of a replayed step.
 
     bad_parameters: before the step, the number of values that are not finite, for each parameter that has some.
-    found: the first values that are not finite, as the hooks saw them.
+    forward, backward: the first tensor in each direction that is not finite, in words; "" if all are.
     """
 
     batch: Batch
     output: StepOutput
     bad_parameters: Mapping[str, int]
-    found: Inspector
+    forward: str
+    backward: str
 
-    @property
-    def too_long(self) -> list[str]:
-        """The engines whose gradient is finite, but whose length overflows float32."""
-        norms = {name: value for name, value in self.output.metrics.items() if name.endswith("_gradient_norm")}
-        too_long = [name for name, norm in norms.items() if self.found.backward is None and not norm.isfinite()]
-        return [name.removeprefix("train/").removesuffix("_gradient_norm") for name in too_long]
+
+class _FirstBad:
+    """Hooks on all modules and parameters that keep the first tensor in each direction that is not finite.
+
+    The output of a module comes before the output of the module that contains it, so the innermost one is named.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.forward = self.backward = ""
+        for prefix, whole in modules.items():
+            for name, module in whole.named_modules(prefix=prefix):
+                label = f"{name} ({type(module).__name__})"
+                module.register_forward_pre_hook(partial(self._before, label))
+                module.register_forward_hook(partial(self._after, label))
+            for name, parameter in whole.named_parameters(prefix=prefix):
+                if parameter.requires_grad:
+                    hook = partial(self._accumulated, f"the gradient of {name}")
+                    parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _before(self, label: str, _module: nn.Module, given: Any) -> None:
+        for tensor in _floats(given):
+            self.forward = self.forward or _if_bad(f"the input of {label}", tensor)
+
+    def _after(self, label: str, _module: nn.Module, _given: Any, output: Any) -> None:
+        for tensor in _floats(output):
+            self.forward = self.forward or _if_bad(f"the output of {label}", tensor)
+            if tensor.requires_grad:
+                hook = partial(self._gradient, f"the gradient that reaches the output of {label}")
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _gradient(self, what: str, gradient: Tensor) -> None:
+        self.backward = self.backward or _if_bad(what, gradient)
+
+    def _accumulated(self, what: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._gradient(what, parameter.grad)
 
 
 def replay(
-    run_dir: RunDir,
-    record: NonFiniteRecord,
-    states: Mapping[str, Mapping[str, Tensor]],
-    *,
-    device: str,
+    run_dir: RunDir, record: NonFiniteRecord, states: Mapping[str, Mapping[str, Tensor]], *, device: str
 ) -> Replay:
     """Repeat the recorded step in one process. Raises `UserError` if the dataset or the state do not fit the run."""
     config = read_run_config(run_dir)
@@ -103,90 +130,63 @@ def replay(
         reason = str(error).splitlines()[0]
         raise UserError(f"the recorded state of step {record.step} does not fit the config ({reason})") from None
     training.step.loss_scale = LossScale(enabled=False, device=where)  # a search for the scale overflows by design
-    watched = {"views": training.modules.view_policy} | modules | {"objective": objective}
-    if "viewmaker" in modules:
-        del watched["views"]
+    watched = modules | {"objective": objective}
+    if "viewmaker" not in modules:
+        watched |= {"views": training.modules.view_policy}
     bad_parameters = {
-        f"{player}.{name}": bad
-        for player, module in watched.items()
+        f"{part}.{name}": num_bad
+        for part, module in watched.items()
         for name, tensor in module.state_dict().items()
-        if (bad := num_bad(tensor))
+        if (num_bad := int((~tensor.isfinite()).sum()))
     }
-    inspector = Inspector(
-        watched,
-        batch_size=len(batch),
-        num_parts=config.memory.micro_batches,
-        num_views=2 + config.views.num_further,
-    )
+    first = _FirstBad(watched)
     output = training.step(batch, learning_rates=record.learning_rates)
-    return Replay(batch, output, bad_parameters, inspector)
+    return Replay(batch, output, bad_parameters, first.forward, first.backward)
 
 
 def explain(record: NonFiniteRecord, result: Replay, *, device: str) -> Iterator[str]:
     """Yield the result in lines."""
-    found, bad_ranks = result.found, record.bad_ranks
-    losses = (
-        f"the loss of rank{_s(bad_ranks)} {', '.join(map(str, bad_ranks))} was not finite"
-        if bad_ranks
-        else "every loss was finite, a gradient or its length was not"
-    )
+    ranks = ", ".join(map(str, record.bad_ranks))
+    loss = f"not finite on ranks {ranks}" if ranks else "finite, but a gradient or its length was not"
     yield (
         f"step {record.step}, epoch {record.epoch}, seed {record.seed}: {len(record.keys)} samples on "
-        f"{len(record.ranks)} rank{_s(record.ranks)}, precision {record.precision}; {losses}"
+        f"{len(record.ranks)} ranks, precision {record.precision}; the loss was {loss}"
     )
     if record.state_step != record.step:
-        yield (
-            f"the recorded state is that after {record.state_step} steps: the run had gone on before it knew of the "
-            "skip, or the encoder had stepped before the viewmaker's step was skipped"
-        )
+        yield f"the recorded state is that after {record.state_step} steps, because it is read after the skip is known"
     for name, count in result.bad_parameters.items():
-        values = f"{count} values that are" if count > 1 else "1 value that is"
-        yield f"before the step, {name} held {values} not finite"
-    for engine in result.too_long:
-        yield from _too_long(engine, found.lengths)
-    for going, finding in (("forward", found.forward), ("back", found.backward)):
-        if finding is not None:
-            yield f"going {going}, the first that is not finite: {finding.what}, {finding.share:.3g} of its values"
-            if finding.given:
-                yield f"  {finding.given}"
-    if found.forward is None and found.backward is None and not result.too_long:
-        loss = float(result.output.metrics["train/loss"])
-        yield f"here, on {device} in one process, everything is finite: loss {loss:.6g}"
-        yield (
-            "the run may have had other kernels (a GPU), another number of ranks (whose sums round differently), "
-            "another loss scale (float16), or an earlier state"
-        )
+        yield f"before the step, {name} held {count} values that are not finite"
+    for going, what in (("forward", result.forward), ("back", result.backward)):
+        if what:
+            yield f"going {going}, the first that is not finite: {what}"
+    if not result.forward and not result.backward:
+        metrics = {name: float(value) for name, value in result.output.metrics.items()}
+        norms = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name.endswith("_gradient_norm"))
+        yield f"here, on {device} in one process, every number is finite: loss {metrics['train/loss']:.6g}, {norms}"
+        yield "a length that is inf overflows float32; other kernels, numbers of ranks and loss scales round differently"
     yield from _samples(result)
 
 
-def _too_long(engine: str, lengths: Mapping[str, Length]) -> Iterator[str]:
-    """Yield lines on the parameters that make a gradient too long for float32."""
-    own = {name: length for name, length in lengths.items() if name.partition(".")[0] == engine}
-    whole = math.hypot(*(length.length for length in own.values()))
-    yield (
-        f"going back, every gradient is finite, but the length of the whole gradient of {engine} is {whole:.4g}; its "
-        f"sum of squares is above {torch.finfo(torch.float32).max:.4g}, the largest float32"
-    )
-    for name in sorted(own, key=lambda name: own[name].length, reverse=True)[:_NUM_PARAMETERS_LISTED]:
-        yield f"  the gradient of {name} has length {own[name].length:.4g}, its largest number {own[name].largest:.4g}"
-
-
 def _samples(result: Replay) -> Iterator[str]:
-    """Yield lines on the samples that are not finite, or else on the samples with the largest embeddings."""
+    """Yield the samples whose embeddings are not finite, or else those with the largest embeddings."""
     keys = result.batch.keys
-    norm_a_B, norm_b_B = (z_BD.double().norm(dim=1) for z_BD in (result.output.z_a_BD, result.output.z_b_BD))
-    rows = list(result.found.forward.rows) if result.found.forward is not None else []
-    if rows := rows or (~(norm_a_B + norm_b_B).isfinite()).nonzero().flatten().tolist():
-        yield f"samples with values that are not finite: {len(rows)} of {len(keys)}"
-    else:
-        yield f"samples with the largest embeddings, of {len(keys)}"
-        rows = torch.maximum(norm_a_B, norm_b_B).argsort(descending=True).tolist()
-    yield "  key       length of embedding a, b"
+    norm_B = torch.maximum(*(z_BD.double().norm(dim=1) for z_BD in (result.output.z_a_BD, result.output.z_b_BD)))
+    bad = (~norm_B.isfinite()).nonzero().flatten().tolist()
+    rows = bad or norm_B.argsort(descending=True).tolist()
+    which = "with embeddings that are not finite" if bad else "with the largest embeddings"
+    yield f"samples {which}: {len(bad) or len(keys)} of {len(keys)}, by the length of the longer embedding"
     for row in rows[:_NUM_SAMPLES_LISTED]:
-        yield f"  {keys[row]}  {float(norm_a_B[row]):.4g}, {float(norm_b_B[row]):.4g}"
-    if len(rows) > _NUM_SAMPLES_LISTED:
-        yield f"  and {len(rows) - _NUM_SAMPLES_LISTED} more"
+        yield f"  {keys[row]}  {float(norm_B[row]):.4g}"
 
 
-def _s(several: Sized) -> str:
-    return "s" if len(several) > 1 else ""
+def _floats(value: Any) -> list[Tensor]:
+    """Return the floating-point tensors in the arguments or the output of a module."""
+    leaves = tree_leaves(value)
+    leaves += [each for leaf in leaves if hasattr(leaf, "loss") for each in tree_leaves(vars(leaf))]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _if_bad(what: str, tensor: Tensor) -> str:
+    """Return a description of the tensor if it has values that are not finite; else ""."""
+    share = float((~tensor.detach().isfinite()).double().mean())
+    return f"{what}, {share:.3g} of its values" if share else ""
