@@ -28,3 +28,16 @@ def kill_tree(process: subprocess.Popen[Any]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.wait()
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """The process ids of the ranks that a torchrun started, in rank order; data servers are left out."""
+    listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(launcher)], capture_output=True, text=True)
+    lines = [line.split(maxsplit=1) for line in listed.stdout.splitlines()]
+    pids = [int(pid) for pid, command in lines if "launch/train.py" in command]
+
+    def rank_of(pid: int) -> int:
+        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return next(int(entry.removeprefix(b"RANK=")) for entry in environ if entry.startswith(b"RANK="))
+
+    return sorted(pids, key=rank_of)

@@ -163,7 +163,7 @@ def explain(record: NonFiniteRecord, result: Replay, *, device: str) -> Iterator
         metrics = {name: float(value) for name, value in result.output.metrics.items()}
         norms = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name.endswith("_gradient_norm"))
         yield f"here, on {device} in one process, every number is finite: loss {metrics['train/loss']:.6g}, {norms}"
-        yield "a length that is inf overflows float32; other kernels, numbers of ranks and loss scales round differently"
+        yield "a length that is inf overflows float32; other kernels, ranks and loss scales round differently"
     yield from _samples(result)
 
 

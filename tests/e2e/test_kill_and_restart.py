@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import torch
 
 from launch.states import run_status
 from tests.nursery import PythonProcess
-from tests.processes import kill_tree
+from tests.processes import kill_tree, ranks_of
 from tests.real_data import REPOSITORY
 from tests.small_encoder import CONVNET
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
@@ -28,11 +29,20 @@ NUM_STEPS = 25
 MIXTURE = "{{few: {{train_dir: {0}/few, weight: 1}}, train: {{train_dir: {0}/train, weight: 2}}}}"
 
 
-def command(data: Path, run_dir: Path, *, num_ranks: int, is_mixture: bool = False) -> list[str]:
+def command(data: Path, run_dir: Path, *, num_ranks: int, is_mixture: bool = False, max_restarts: int = 0) -> list[str]:
     launcher = (
         [sys.executable]
         if num_ranks == 1
-        else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+        else [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(num_ranks),
+            "--max-restarts",
+            str(max_restarts),
+        ]
     )
     settings = {
         "data.train_dir": data / "train",
@@ -73,6 +83,10 @@ def check_it_is_called_killed(run_dir: RunDir) -> None:
     step = run_dir.latest_step()
     going_on = "the start" if step is None else f"step {step}"
     assert status.reason.endswith(f"start it again with the same command and it goes on from {going_on}")
+
+
+def curve(run_dir: Path) -> list[tuple[int, int, float]]:
+    return [(entry["step"], entry["epoch"], entry["train/loss"]) for entry in RunDir(run_dir).read_metrics()]
 
 
 @pytest.fixture(scope="module")
@@ -130,11 +144,39 @@ def test_a_killed_run_ends_in_the_same_bits(
             for path in (whole, killed)
         )
         assert all(torch.equal(expected[name], found[name]) for name in expected), kill_at
-    curves = [
-        [(entry["step"], entry["epoch"], entry["train/loss"]) for entry in RunDir(path).read_metrics()]
-        for path in (whole, killed)
-    ]
-    assert curves[0] == curves[1]
+    assert curve(whole) == curve(killed)
     lines = [json.loads(line)["step"] for line in RunDir(killed).metrics.read_text().splitlines()]
     assert lines == list(range(1, NUM_STEPS + 1))
     assert len(json.loads(RunDir(killed).provenance.read_text())["starts"]) == num_kills + 1
+
+
+def test_torchrun_restarts_a_run_of_which_a_rank_was_killed(data: Path, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+
+    def start(run_dir: Path) -> subprocess.Popen[str]:
+        return PythonProcess(
+            command(data, run_dir, num_ranks=2, max_restarts=2),
+            cwd=REPOSITORY,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    _, said = start(whole).communicate(timeout=240)
+    assert num_starts(whole) == 1, said
+    process = start(killed)
+    try:
+        for rank, step in ((1, 8), (0, 16)):
+            deadline = time.monotonic() + 120
+            while num_starts(killed) < 2 - rank or num_logged(killed) < step:
+                assert process.poll() is None
+                assert time.monotonic() < deadline, f"step {step} was not reached"
+                time.sleep(0.02)
+            os.kill(ranks_of(process.pid)[rank], signal.SIGKILL)
+        _, said = process.communicate(timeout=240)
+    finally:
+        kill_tree(process)
+    assert process.returncode == 0, said
+    assert num_starts(killed) == 3
+    assert curve(killed) == curve(whole)

@@ -17,7 +17,7 @@ import torch
 
 from launch.states import run_status
 from tests.nursery import PythonProcess
-from tests.processes import kill_tree
+from tests.processes import kill_tree, ranks_of
 from tests.small_encoder import CONVNET
 from tests.tiny_data import write_tiny_pair
 from trainer.run_dir import RunDir, hold
@@ -61,19 +61,6 @@ def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
         said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
     return run_dir
-
-
-def ranks_of(launcher: int) -> list[int]:
-    """The process ids of the ranks that a torchrun started, in rank order; data servers and watchdogs are left out."""
-    listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(launcher)], capture_output=True, text=True)
-    lines = [line.split(maxsplit=1) for line in listed.stdout.splitlines()]
-    pids = [int(pid) for pid, command in lines if "launch/train.py" in command]
-
-    def rank_of(pid: int) -> int:
-        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        return next(int(entry.removeprefix(b"RANK=")) for entry in environ if entry.startswith(b"RANK="))
-
-    return sorted(pids, key=rank_of)
 
 
 def wait_for_steps(run_dir: RunDir, num_steps: int) -> None:

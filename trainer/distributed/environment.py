@@ -185,11 +185,10 @@ def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds
             raise UserError(reason)
     if world.world_size > 1:
         try:
-            store = _join_store(world, timeout_seconds=timeout_seconds) if world.start else None
+            join = _join_store if world.start else _join_given_store
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
-                init_method=None if store else f"tcp://{world.master_addr}:{world.master_port}",
-                store=store,
+                store=join(world, timeout_seconds=timeout_seconds),
                 rank=world.rank,
                 world_size=world.world_size,
                 timeout=timedelta(seconds=timeout_seconds),
@@ -248,6 +247,14 @@ def _join_store(world: WorldEnv, *, timeout_seconds: float) -> Any:
             logger.info("port %d is in use on %s, so the ranks meet at %d", world.master_port, host, port)
         store.wait([f"met/{rank}" for rank in range(1, world.world_size)], timeout)
     return store
+
+
+def _join_given_store(world: WorldEnv, *, timeout_seconds: float) -> Any:
+    """Return the store at the given address. Its keys are new after each restart by torchrun, which keeps its store."""
+    address, timeout = f"tcp://{world.master_addr}:{world.master_port}", timedelta(seconds=timeout_seconds)
+    store, _, _ = next(dist.rendezvous(address, world.rank, world.world_size, timeout=timeout))  # type: ignore[attr-defined]
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"restart_{restart}", store)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
