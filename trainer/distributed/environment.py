@@ -185,10 +185,13 @@ def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds
             raise UserError(reason)
     if world.world_size > 1:
         try:
-            join = _join_store if world.start else _join_given_store
+            store = _join_store(world, timeout_seconds=timeout_seconds) if world.start else None
+            if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+                store = _join_again(world, timeout_seconds=timeout_seconds)
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
-                store=join(world, timeout_seconds=timeout_seconds),
+                init_method=None if store else f"tcp://{world.master_addr}:{world.master_port}",
+                store=store,
                 rank=world.rank,
                 world_size=world.world_size,
                 timeout=timedelta(seconds=timeout_seconds),
@@ -249,12 +252,11 @@ def _join_store(world: WorldEnv, *, timeout_seconds: float) -> Any:
     return store
 
 
-def _join_given_store(world: WorldEnv, *, timeout_seconds: float) -> Any:
-    """Return the store at the given address. Its keys are new after each restart by torchrun, which keeps its store."""
+def _join_again(world: WorldEnv, *, timeout_seconds: float) -> Any:
+    """Return torchrun's store under new keys, because it still holds those of before the restart."""
     address, timeout = f"tcp://{world.master_addr}:{world.master_port}", timedelta(seconds=timeout_seconds)
     store, _, _ = next(dist.rendezvous(address, world.rank, world.world_size, timeout=timeout))  # type: ignore[attr-defined]
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"restart_{restart}", store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"restart_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
