@@ -4,7 +4,7 @@ RUN_DIR/ config.json  provenance.json  metrics.jsonl  bad_samples.jsonl  nonfini
          job.json  code/  logs/  (submitted jobs only)
          ended.json  (if the last start ended early)
          checkpoints/step_00010000/ ...  LATEST  analysis/*.json *.png  report.html
-         probes/step_00010000/base.json overlay.json heads.safetensors ...  probes/curves.json
+         probes/step_00010000/base.json overlay.json heads.safetensors ...
 """
 
 from __future__ import annotations

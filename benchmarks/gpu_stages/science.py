@@ -7,7 +7,6 @@ puts the pieces together and goes on. It takes the same steps as a run that was 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import statistics
@@ -32,6 +31,7 @@ from trainer.fault_tolerance.preemption import StoppedError
 from trainer.memory import keep_freed_memory
 from trainer.probed_runs.options import ProbeOptions
 from trainer.probed_runs.probing import probe_run
+from trainer.probes.result import labels_in, read_result
 from trainer.provenance import command_line
 from trainer.run_dir import LOCK_NAME, RunDir
 
@@ -206,18 +206,13 @@ def _online_curves(run_dir: RunDir) -> dict[str, list[list[float]]]:
 
 def _probes(run_dir: RunDir) -> list[dict[str, Any]]:
     """Return the accuracies of all probed checkpoints, by label and method."""
-    path = run_dir.all_probes / "curves.json"
-    if not path.is_file():
-        return []
-    curves = json.loads(path.read_text(encoding="utf-8"))["curves"]
-    return [
-        {
-            "label": curve["label"],
-            "method": curve["method"],
-            "points": [[p["step"], p["accuracy"]] for p in curve["points"]],
-        }
-        for curve in curves
-    ]
+    found: dict[tuple[str, str], list[list[float]]] = {}
+    for step in run_dir.probe_steps():
+        for label in labels_in(run_dir.probes(step)):
+            result = read_result(run_dir.probes(step) / f"{label}.json")
+            for method, accuracy in (("linear", result.linear.accuracy), ("knn", result.knn.accuracy)):
+                found.setdefault((label, method), []).append([step, accuracy])
+    return [{"label": label, "method": method, "points": points} for (label, method), points in found.items()]
 
 
 def _pack(setting: Setting, run_dir: RunDir, name: str, *, is_finished: bool) -> None:

@@ -25,8 +25,7 @@ from trainer.preflight import edited_config
 from trainer.pretrained import load_modules
 from trainer.probed_runs.options import ProbeOptions
 from trainer.probed_runs.readout import Readout, probe
-from trainer.probed_runs.tables import curve_table, table
-from trainer.probes.curve import read_curves
+from trainer.probed_runs.tables import table
 from trainer.probes.features import TRAIN_DRAW, LabelSpace, Pictures, read_pictures
 from trainer.probes.groups import pairs_of
 from trainer.probes.heads import write_heads
@@ -107,7 +106,6 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
                 probed.summarize(readout.results)
             print(table(readout.results))
             print(run_dir.probes(modules.step))
-    on_first_rank(lambda: probed.write_curves(manifests.train.num_samples, is_printed=len(steps) > 1))
     return readout.results
 
 
@@ -189,19 +187,10 @@ class _ProbedRun:
             f"probe/{space}/{method}_worst_{'_'.join(groups.labels)}_final": worst.accuracy
             for space, result in results.items()
             for groups in result.groups
-            for method, worst in groups.worst.items()
+            for method in groups.right
+            if (worst := groups.worst(method)) is not None
         }
         summarize(self.run_dir, self.config.tracking, final)
-
-    def write_curves(self, num_train: int, *, is_printed: bool) -> None:
-        """Write the results of all checkpoints that were ever probed as curves over the steps."""
-        suffix = self.options.suffix(self.config.probe)
-        steps_per_epoch = self.config.data.num_steps_per_epoch(num_train, self.config.global_batch_size)
-        curves = read_curves(self.run_dir, suffix=suffix, steps_per_epoch=steps_per_epoch)
-        if curves.curves:
-            write_json(self.run_dir.all_probes / f"curves{suffix}.json", curves.model_dump(mode="json"))
-        if is_printed:
-            print(curve_table(curves.curves))
 
 
 def is_probed(run_dir: RunDir, options: ProbeOptions) -> bool:

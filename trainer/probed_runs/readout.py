@@ -82,10 +82,7 @@ def probe(
         "run": run,
     }
     pairs = pairs_of(readable_labels(train.manifest, test.manifest), config.groups)
-    results = {
-        space: describe(space, one, test, pairs=pairs, min_group_size=config.min_group_size, facts=facts)
-        for space, one in fitted.items()
-    }
+    results = {space: describe(space, one, test, pairs=pairs, facts=facts) for space, one in fitted.items()}
     settings = (f"{name} {value}" for name, value in config.fit_settings.items())
     heads = {space: one.linear.head for space, one in fitted.items()}
     return Readout(results, Heads(heads, f"probe with {', '.join(settings)}", train.manifest.sha256))
@@ -144,7 +141,6 @@ def describe(
     test: Pictures,
     *,
     pairs: Sequence[tuple[LabelSpace, LabelSpace]],
-    min_group_size: int,
     facts: Mapping[str, Any],
 ) -> ProbeResult:
     """Return the result of one label: its accuracies, on the whole and in the groups of `pairs`, and the `facts`."""
@@ -156,8 +152,7 @@ def describe(
             predicted,
             pair=pair,
             labels=test.by_label,
-            manifest=test.manifest,
-            min_size=min_group_size,
+            num_classes=(len(test.class_names(pair[0])), len(test.class_names(pair[1]))),
             num_left_out=test.num_left_out,
         )
         for pair in pairs

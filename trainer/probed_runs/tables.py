@@ -1,12 +1,11 @@
-"""Write the tables that `python -m trainer.probe` prints."""
+"""Write the table that `python -m trainer.probe` prints."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from trainer.probes.curve import ProbeCurve
 from trainer.probes.features import LabelSpace
-from trainer.probes.groups import describe_groups
+from trainer.probes.groups import Groups
 from trainer.probes.result import ProbeResult
 
 
@@ -26,20 +25,17 @@ def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
                 for draws in (result.linear.draws, result.knn.draws)
             )
             lines.append(f"  {len(result.linear.draws.accuracies)} draws of the test overlays: {linear}, kNN {knn}")
-        lines += [f"  {describe_groups(groups)}" for groups in result.groups]
+        lines += [line for groups in result.groups for line in _worst(groups, results)]
     return "\n".join(lines)
 
 
-def curve_table(curves: Sequence[ProbeCurve]) -> str:
-    """Return a table with the last and the best checkpoint of each curve, and the one with half of its gain, in %."""
-    names = [f"label_{curve.label}, {curve.method}" for curve in curves]
-    width = max([26, *map(len, names)])
-    head = f"{'over checkpoints, %':{width}}{'last (step)':>18}{'best on the test set (step)':>30}"
-    lines = [f"{head}{'half of the gain (step)':>26}"]
-    for name, curve in zip(names, curves, strict=True):
-        last, best, half = (
-            "–" if point is None else f"{100 * point.accuracy:.1f} ({point.step})"
-            for point in (curve.last, curve.best, curve.half_gain)
-        )
-        lines.append(f"{name:{width}}{last:>18}{best:>30}{half:>26}")
-    return "\n".join(lines)
+def _worst(groups: Groups, results: Mapping[LabelSpace, ProbeResult]) -> list[str]:
+    """Return a line about the worst group of the linear probe, if a group is large enough."""
+    if (worst := groups.worst("linear")) is None:
+        return []
+    names = [
+        results[label].class_names[number] if label in results else f"{label} {number}"
+        for label, number in zip(groups.labels, worst.classes, strict=True)
+    ]
+    which = f"{' · '.join(names)}, {worst.num_test} samples"
+    return [f"  worst group of {' x '.join(groups.labels)}: linear {100 * worst.accuracy:.1f} ({which})"]

@@ -83,7 +83,6 @@ class ProbeConfig(Schema):
         Above it, training and probes refuse the data. See `trainer.probes.shared`.
     labels: the labels to probe (None: every label of the data that has at least two classes).
     groups: the pairs of labels in whose groups accuracies are measured (None: every pair). See `trainer.probes.groups`.
-    min_group_size: the number of test samples from which on a group can be the worst.
     """
 
     num_epochs: Count = 100
@@ -102,7 +101,6 @@ class ProbeConfig(Schema):
     allow_shared: Share = 0.01
     labels: Annotated[tuple[LabelName, ...], Field(min_length=1, max_length=100)] | None = None
     groups: Annotated[tuple[tuple[LabelName, LabelName], ...], Field(max_length=100)] | None = None
-    min_group_size: Count = 10
 
     @model_validator(mode="after")
     def _pairs_differ(self) -> Self:
@@ -114,7 +112,7 @@ class ProbeConfig(Schema):
     @property
     def fit_settings(self) -> dict[str, Any]:
         """Return the settings that change a head: not those of the online probe, the labels and the shared samples."""
-        others = {"allow_shared", "labels", "groups", "min_group_size"}
+        others = {"allow_shared", "labels", "groups"}
         return {
             name: value
             for name, value in self.model_dump().items()

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,3 +135,19 @@ def online_probe(
     test = read_some(data.test_dir, num=config.online_num_test, read=data)
     dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision, torch.float32)
     return OnlineProbe(encoder, train=train, test=test, device=device, dtype=dtype, labels=config.labels)
+
+
+def online_readings(metrics: Iterable[Mapping[str, Any]]) -> Iterator[tuple[LabelSpace, str, int, float]]:
+    """Yield the label, the readout, the step and the accuracy of each online probe in the entries of metrics.jsonl.
+
+    Readouts are "online_knn" and "online_ridge".
+
+    Examples:
+        >>> list(online_readings([{"step": 4, "loss": 1.0, "probe/base/knn": 0.5, "probe/seconds": 2.0}]))
+        [('base', 'online_knn', 4, 0.5)]
+    """
+    for entry in metrics:
+        for name, value in entry.items():
+            match name.split("/"):
+                case "probe", label, "knn" | "ridge" as readout if isinstance(value, int | float):
+                    yield label, f"online_{readout}", entry["step"], float(value)

@@ -35,7 +35,6 @@ NOT_IDENTITY = (
     "probe.online_every_steps",
     "probe.online_num_train",
     "probe.online_num_test",
-    "probe.min_group_size",
 )
 _SECTIONS_OUTSIDE_IDENTITY = tuple(f"{name}." for name in NOT_IDENTITY)
 

@@ -21,10 +21,10 @@ import numpy as np
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import as_typed, value_at
 from data_pipeline.core.sections import KIND
-from trainer.probes.curve import online_readings
 from trainer.probes.features import LabelSpace
-from trainer.probes.groups import Groups
+from trainer.probes.groups import LEAST_GROUP, Groups
 from trainer.probes.linear import ProbeConfig
+from trainer.probes.online import online_readings
 from trainer.probes.result import ProbeResult
 from trainer.probes.right_samples import unpack_right
 from trainer.provenance import RECORDED_NUM_SAMPLES, RECORDED_NUM_TEST_SAMPLES
@@ -34,7 +34,6 @@ from trainer.reports.runs import Run, protocol_of
 
 logger = logging.getLogger(__name__)
 
-LEAST_GROUP: Final = 50  # test samples of a group that can be the worst one
 FEATURES, PIXELS = "features", "pixels"
 _ROUNDING: Final = 1e-5  # of a share in a file
 _FACTOR: Final = "factor."  # begins the name of a column with a factor

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
 from tests.trainer.probes.toy import ToyEncoder, toy_pictures
+from trainer.probes import groups as groups_module
 from trainer.probes.features import Pictures, extract, frozen
-from trainer.probes.groups import Groups, describe_groups, measure_groups, pairs_of, worst_of_equal
+from trainer.probes.groups import Groups, measure_groups, pairs_of
 from trainer.probes.knn import knn_accuracies, knn_classes
 from trainer.probes.linear import ProbeConfig, Target
 from trainer.probes.online import OnlineProbe
@@ -32,15 +32,16 @@ def random_case(seed: int) -> tuple[Pictures, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("space", ["base", "overlay"])
-def test_the_groups_are_those_of_a_loop(space: str) -> None:
-    pictures, labels = random_case(3)
+def test_the_groups_are_those_of_a_loop(space: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups_module, "LEAST_GROUP", 10)
+    _, labels = random_case(3)
     predicted = torch.randint(0, 2, (200,), generator=torch.Generator().manual_seed(1))
     groups = measure_groups(
-        space, {"linear": predicted}, pair=("base", "overlay"), labels=labels, manifest=pictures.manifest, min_size=10
+        space, {"linear": predicted}, pair=("base", "overlay"), labels=labels, num_classes=(2, 3), num_left_out=7
     )
     num: dict[tuple[int, int], int] = {}
     right: dict[tuple[int, int], int] = {}
-    unlabelled = 0
+    unlabelled = 7
     for base, overlay, own, said in zip(
         labels["base"].tolist(), labels["overlay"].tolist(), labels[space].tolist(), predicted.tolist(), strict=True
     ):
@@ -49,73 +50,20 @@ def test_the_groups_are_those_of_a_loop(space: str) -> None:
             continue
         num[base, overlay] = num.get((base, overlay), 0) + 1
         right[base, overlay] = right.get((base, overlay), 0) + (own == said)
-    assert groups.num_unlabelled == unlabelled > 0
+    assert groups.num_unlabelled == unlabelled > 7
     for base in range(2):
         for overlay in range(3):
             assert groups.num_test[base][overlay] == num.get((base, overlay), 0)
             assert groups.right["linear"][base][overlay] == right.get((base, overlay), 0)
-    assert groups.num_empty == 6 - len(num) == 1
-    assert groups.num_small == sum(count < 10 for count in num.values())
-    worst = min((right[group] / count, group) for group, count in num.items() if count >= 10)
-    classes = {name: label.classes for name, label in pictures.manifest.labels.items()}
-    assert groups.worst["linear"].accuracy == worst[0]
-    assert groups.worst["linear"].classes == (
-        classes["base"][worst[1][0]],
-        classes["overlay"][worst[1][1]],
-    )
-    assert groups.worst["linear"].num_test == num[worst[1]]
-    line = describe_groups(groups)
-    assert line.startswith(f"worst group of base x overlay: linear {100 * worst[0]:.1f} (")
-    assert line.endswith(f"; not counted: 1 empty, {unlabelled} samples without a label")
-
-
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
-def test_the_worst_of_equal_groups_is_the_median_of_draws(share: float) -> None:
-    draw = np.random.default_rng(3)
-    num_KL = draw.integers(5, 40, (4, 25))
-    right_KL = np.round(share * num_KL).astype(int)
-    groups = Groups(
-        labels=("base", "overlay"),
-        num_test=tuple(map(tuple, num_KL.tolist())),
-        right={"linear": tuple(map(tuple, right_KL.tolist()))},
-        min_size=10,
-        worst={},
-        num_empty=0,
-        num_small=0,
-        num_unlabelled=0,
-    )
-    num_G, right_G = (table_KL[num_KL >= 10] for table_KL in (num_KL, right_KL))
-    drawn_DG = draw.binomial(num_G, right_G.sum() / num_G.sum(), (20_000, len(num_G))) / num_G
-    assert worst_of_equal([groups], "linear") == pytest.approx(np.median(drawn_DG.min(1)), abs=0.006)
-    pair = [groups, groups.model_copy(update={"labels": ("base", "other")})]
-    assert (worst_of_equal(pair, "linear") or 0) <= (worst_of_equal([groups], "linear") or 0)
-
-
-def test_a_single_group_that_counts_is_not_compared_with_itself() -> None:
-    pictures, labels = random_case(0)
-    predicted = {"linear": torch.zeros(200, dtype=torch.int64)}
-
-    def groups_from(min_size: int) -> Groups:
-        pair = ("base", "overlay")
-        return measure_groups(
-            "base", predicted, pair=pair, labels=labels, manifest=pictures.manifest, min_size=min_size
-        )
-
-    largest = max(max(row) for row in groups_from(1).num_test)
-    groups = groups_from(largest)
-    assert sum(num >= largest for row in groups.num_test for num in row) == 1
-    assert worst_of_equal([groups], "linear") is None
-    assert f"{largest} samples; no other group counts)" in describe_groups(groups)
+    share, classes = min((right[group] / count, group) for group, count in num.items() if count >= 10)
+    worst = groups.worst("linear")
+    assert worst is not None
+    assert (worst.accuracy, worst.classes, worst.num_test) == (share, classes, num[classes])
 
 
 def test_if_all_groups_are_small_none_is_the_worst() -> None:
-    pictures, labels = random_case(0)
-    predicted = {"linear": labels["base"], "knn": labels["base"]}
-    groups = measure_groups(
-        "base", predicted, pair=("base", "overlay"), labels=labels, manifest=pictures.manifest, min_size=1_000
-    )
-    assert groups.worst == {}
-    assert "none has 1000 test samples" in describe_groups(groups)
+    groups = Groups(labels=("base", "overlay"), num_test=((49, 0),), right={"knn": ((3, 0),)}, num_unlabelled=0)
+    assert groups.worst("knn") is None
 
 
 def test_the_pairs_are_all_or_those_that_are_named() -> None:
@@ -146,7 +94,7 @@ def test_wrong_settings_of_labels_are_told(change: dict[str, Any], said: str) ->
 
 
 def test_labels_and_groups_do_not_change_the_protocol() -> None:
-    config = ProbeConfig(labels=("base",), groups=(("base", "overlay"),), min_group_size=3)
+    config = ProbeConfig(labels=("base",), groups=(("base", "overlay"),))
     assert config.protocol == ProbeConfig()
 
 

@@ -167,10 +167,6 @@ def test_the_worst_group_is_one_of_fifty_samples_or_more(tmp_path: Path) -> None
         labels=("base", "overlay"),
         num_test=((49, 50), (60, 0)),
         right={"linear": ((0, 20), (30, 0))},
-        min_size=10,
-        worst={},
-        num_empty=1,
-        num_small=0,
         num_unlabelled=0,
     )
     path = RunDir(run.path).probes(11) / "base.json"
