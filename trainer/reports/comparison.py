@@ -71,10 +71,6 @@ class Comparison:
     labels: tuple[Label, ...]
     encoders: tuple[Encoder, ...]
 
-    @property
-    def has_trained(self) -> bool:
-        return any(encoder.trained for encoder in self.encoders)
-
 
 def compare(rows: Sequence[Measurement]) -> list[Comparison]:
     """Return the comparisons of the probes in a table, first the one with most trained accuracies."""

@@ -131,11 +131,10 @@ class Rival:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The best cure (`best_of`), the others by rising lead of the best, and those that share no seed with it."""
+    """The best cure (`best_of`), and the others that share a seed with it by rising lead of the best."""
 
     best: str
     rivals: tuple[Rival, ...]
-    not_paired: tuple[str, ...] = ()
 
     @property
     def told(self) -> tuple[Rival, ...]:
@@ -180,11 +179,7 @@ def rank(cures: Mapping[str, Mapping[int, Reading]]) -> Ranking | None:
     leads = _leads({name: cures[name] for name in order})
     adjusted = dict(zip(leads, holm([lead.p for lead in leads.values()]), strict=True))
     rivals = [Rival(b, lead, adjusted[a, b]) for (a, b), lead in leads.items() if a == best]
-    return Ranking(
-        best,
-        tuple(sorted(rivals, key=lambda one: one.lead.mean)),
-        tuple(name for name in order[1:] if (best, name) not in leads),
-    )
+    return Ranking(best, tuple(sorted(rivals, key=lambda one: one.lead.mean)))
 
 
 def leads_over(base: Mapping[int, Reading], others: Mapping[str, Mapping[int, Reading]]) -> dict[str, Estimate]:
