@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from trainer.reports.comparison import Comparison
+from trainer.reports.comparison import last_rows
 from trainer.reports.runs import Run
-from trainer.reports.table import Measurement
+from trainer.reports.table import FEATURES, Measurement
 
 # Readable on white and on near-black. If there are more encoders, colours are repeated.
 COLORS = ("#3b82d6", "#e2703a", "#2f9e77", "#a862c9", "#b8912a", "#c94f6d", "#6b7f94", "#5ba3a8")
@@ -107,28 +107,31 @@ def _draw(axes: Axes, lines: Sequence[Line]) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
 
 
-def sweep_charts(comparison: Comparison, rows: Sequence[Measurement], axes: Sequence[str]) -> list[Chart]:
-    """Draw the accuracy of each label over each setting of a sweep.
+def sweep_charts(rows: Sequence[Measurement], axes: Sequence[str]) -> list[Chart]:
+    """Draw the accuracy of each label over each setting of a sweep, by linear probe, or without one by online probes.
 
     Configurations that differ in this setting alone are a line, if there are few lines; otherwise all are points.
     """
-    factors = {row.encoder: row.factors for row in rows}
+    probed = [row for row in last_rows(rows) if row.readout == "linear" and row.reads == FEATURES]
+    readings = probed or last_rows(row for row in rows if row.readout in ONLINE)
+    if readings:
+        readings = [row for row in readings if row.comparable == readings[0].comparable]
+    groups: dict[tuple[str, str], list[Measurement]] = {}
+    for row in readings:
+        groups.setdefault((row.label, row.readout), []).append(row)
     charts = []
     for axis in axes:
-        values = list(dict.fromkeys(level[axis] for level in factors.values() if axis in level))
-        if len(values) < 2:
-            continue
-        for label in comparison.labels:
+        values = list(dict.fromkeys(row.factors[axis] for row in readings if axis in row.factors))
+        for (label, readout), of_group in groups.items():
             points: dict[tuple[str, ...], list[tuple[str, float]]] = {}
-            for encoder in comparison.encoders:
-                level = factors[encoder.name]
-                if label.name in encoder.trained and axis in level:
-                    others = tuple(
-                        f"{key.rpartition('.')[2]}={level[key]}" for key in axes if key != axis and key in level
-                    )
-                    points.setdefault(others, []).append((level[axis], 100 * encoder.trained[label.name].estimate.mean))
-            if points:
-                title = f"Linear probe of the {label.title}, %, by {axis.rpartition('.')[2]}"
+            for row in of_group:
+                if axis in row.factors:
+                    others = [key for key in axes if key != axis and key in row.factors]
+                    line = tuple(f"{key.rpartition('.')[2]}={row.factors[key]}" for key in others)
+                    points.setdefault(line, []).append((row.factors[axis], 100 * row.value))
+            if len(values) > 1:
+                method = ONLINE.get(readout, "Linear probe")
+                title = f"{method} of the {of_group[0].title or f'{label} label'}, %, by {axis.rpartition('.')[2]}"
                 charts.append(chart(title, partial(_over, points=points, values=values), x_label=axis))
     return charts
 

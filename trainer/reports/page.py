@@ -61,7 +61,7 @@ def page(runs: Sequence[Run], rows: Sequence[Measurement], problems: Sequence[st
             colors={name: color_of(number) for number, name in enumerate(dict.fromkeys(names.values()))},
             without_probes=[run.name for run in runs if run.name not in probed],
             problems=list(dict.fromkeys([*problems, *(problem for run in runs for problem in run.problems)])),
-            sweeps=sweep_charts(comparisons[0], rows, axes) if axes and comparisons else [],
+            sweeps=sweep_charts(rows, axes),
             views=_views(pictures, names),
             curves=curves(runs, rows, names),
             loss_notes=list(dict.fromkeys(note for note in notes if note is not None)),

@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from html import unescape
@@ -209,6 +210,10 @@ def test_a_sweep_is_drawn_over_its_settings(tmp_path: Path, monkeypatch: pytest.
     html = report(monkeypatch, tmp_path / "r.html", *paths)
     assert "Over the settings of the sweep" in html
     assert "by temperature</figcaption>" in html
+    for path in paths:
+        shutil.rmtree(RunDir(path).all_probes)
+        RunDir(path).metrics.write_text('{"step": 5, "probe/base/knn": 0.5}\n')
+    assert "kNN of the base label, %, by temperature" in report(monkeypatch, tmp_path / "online.html", *paths)
 
 
 def test_damaged_files_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
