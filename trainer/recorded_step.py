@@ -200,7 +200,7 @@ class RecordedStep:
         def run() -> StepOutput:
             with _buffers_in_place(self._stateful), untimed():
                 return self._step.run(
-                    inputs.batch, inputs.learning_rates, viewmaker_is_frozen=is_frozen, recorded=inputs.moment
+                    inputs.batch, inputs.learning_rates, viewmaker_is_frozen=is_frozen, moment=inputs.moment
                 )
 
         self._num_seen += 1

@@ -67,6 +67,7 @@ class BackwardPass:
         reversal: if given, the viewmaker learns from minus `reversal` times this loss.
         views_learn: whether the viewmaker learns.
         updates_state: whether the objective may change its state, as in `ViewPair`.
+        moment: the step and epoch of a recorded step, in place of those of the batch.
     """
 
     engine: Engine
@@ -75,6 +76,7 @@ class BackwardPass:
     reversal: float | None = None
     views_learn: bool = False
     updates_state: bool = True
+    moment: RecordedMoment | None = None
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,6 @@ class TrainingStep:
         num_further = config.views.num_further
         self._group_sizes = (2, num_further) if num_further else (2,)
         self._memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
-        self._recorded: RecordedMoment | None = None
         # A function such as F.dropout in an encoder of the user's own is no layer that could be found.
         self._seeds_encoder = has_random_layers(self._encoder.module) or is_own(config.encoder)
         learned_views = [] if self._viewmaker is None else [self._viewmaker.module]
@@ -200,24 +201,23 @@ class TrainingStep:
         learning_rates: Mapping[str, float | Tensor],
         *,
         viewmaker_is_frozen: bool,
-        recorded: RecordedMoment | None = None,
+        moment: RecordedMoment | None = None,
     ) -> StepOutput:
         """Train on a batch without a look at its step, so that the same kernels can be launched at another step.
 
-        `recorded` replaces the step and the epoch of the batch in all draws, and a learning rate may be a tensor.
+        `moment` replaces the step and the epoch of the batch in all draws, and a learning rate may be a tensor.
         """
         adversary = self._config.adversary
-        self._recorded = recorded
         if adversary is None:
-            result, skip = self._learner_step(batch, learning_rates)
+            result, skip = self._learner_step(batch, learning_rates, moment)
         elif viewmaker_is_frozen:
             assert self._viewmaker is not None
             with self._viewmaker.frozen():
-                result, skip = self._learner_step(batch, learning_rates)
+                result, skip = self._learner_step(batch, learning_rates, moment)
         elif adversary.update == "simultaneous":
-            result, skip = self._simultaneous_step(batch, learning_rates, adversary)
+            result, skip = self._simultaneous_step(batch, learning_rates, adversary, moment)
         else:
-            result, skip = self._alternating_step(batch, learning_rates, adversary)
+            result, skip = self._alternating_step(batch, learning_rates, adversary, moment)
         if self.loss_scale.scale is not None:
             result.metrics["train/loss_scale"] = self.loss_scale.scale.clone()
         self.loss_scale.update(skip)
@@ -229,22 +229,33 @@ class TrainingStep:
             if engine is not None:
                 engine.module.zero_grad(set_to_none=True)
 
-    def _learner_step(self, batch: Batch, learning_rates: Mapping[str, float | Tensor]) -> tuple[StepResult, Tensor]:
+    def _learner_step(
+        self, batch: Batch, learning_rates: Mapping[str, float | Tensor], moment: RecordedMoment | None
+    ) -> tuple[StepResult, Tensor]:
         """Train the encoder and the objective, but not the views."""
-        result = self._learn(batch, BackwardPass(self._encoder))
+        result = self._learn(batch, BackwardPass(self._encoder, moment=moment))
         return result, self._step(self._learner, learning_rates, result)
 
     def _simultaneous_step(
-        self, batch: Batch, learning_rates: Mapping[str, float | Tensor], adversary: AdversaryConfig
+        self,
+        batch: Batch,
+        learning_rates: Mapping[str, float | Tensor],
+        adversary: AdversaryConfig,
+        moment: RecordedMoment | None,
     ) -> tuple[StepResult, Tensor]:
         """Train encoder and viewmaker with one forward and one backward pass, the viewmaker on -weight * loss."""
         assert self._viewmaker is not None
-        result = self._learn(batch, BackwardPass(self._encoder, reversal=adversary.weight, views_learn=True))
+        spec = BackwardPass(self._encoder, reversal=adversary.weight, views_learn=True, moment=moment)
+        result = self._learn(batch, spec)
         result.metrics["train/viewmaker_loss"] = -adversary.weight * result.loss
         return result, self._step({**self._learner, "viewmaker": self._viewmaker}, learning_rates, result)
 
     def _alternating_step(
-        self, batch: Batch, learning_rates: Mapping[str, float | Tensor], adversary: AdversaryConfig
+        self,
+        batch: Batch,
+        learning_rates: Mapping[str, float | Tensor],
+        adversary: AdversaryConfig,
+        moment: RecordedMoment | None,
     ) -> tuple[StepResult, Tensor]:
         """Train in the published order: the encoder steps, then the viewmaker, on new views, with the new encoder.
 
@@ -252,7 +263,7 @@ class TrainingStep:
         """
         assert self._viewmaker is not None
         with self._viewmaker.frozen():
-            result, skip = self._learner_step(batch, learning_rates)
+            result, skip = self._learner_step(batch, learning_rates, moment)
         with contextlib.ExitStack() as stack:
             for engine in self._learner.values():
                 stack.enter_context(engine.frozen())
@@ -263,6 +274,7 @@ class TrainingStep:
                     loss_weight=-adversary.weight,
                     views_learn=True,
                     updates_state=False,
+                    moment=moment,
                 )
                 after = self._learn(batch, spec)
                 skip = self._step({"viewmaker": self._viewmaker}, learning_rates, result, skip=skip)
@@ -298,7 +310,7 @@ class TrainingStep:
         self._snapshot.take()
         num_parts = self._config.memory.micro_batches
         if num_parts == 1:
-            groups = self._views_by_group(batch, first_view=spec.first_view)
+            groups = self._views_by_group(batch, spec)
             embeddings = self._encode(batch, groups, spec)
             result, loss = self._compare(batch, self._each_view(groups), embeddings, spec)
             with stage("backward"):
@@ -310,7 +322,7 @@ class TrainingStep:
         if spec.views_learn and self._viewmaker is not None:  # otherwise each view is made once
             passing_twice.append(self._viewmaker.module)
         with torch.no_grad(), buffers_untouched(*passing_twice):
-            groups_by_part = [self._views_by_group(part, first_view=spec.first_view) for part in parts]
+            groups_by_part = [self._views_by_group(part, spec) for part in parts]
             embeddings_by_part = [
                 self._encode(batch, groups, spec, part=number) for number, groups in enumerate(groups_by_part)
             ]
@@ -325,7 +337,7 @@ class TrainingStep:
             with self._accumulating(number < num_parts - 1):
                 part_groups = groups_by_part[number]
                 if spec.views_learn:
-                    part_groups = self._views_by_group(part, first_view=spec.first_view)
+                    part_groups = self._views_by_group(part, spec)
                 part_embeddings = self._encode(batch, part_groups, spec, part=number)
                 products = [
                     (z_part_BD * z_BD.grad[number::num_parts]).sum()
@@ -336,19 +348,20 @@ class TrainingStep:
                     spec.engine.backward(torch.stack(products).sum())
         return result
 
-    def _views_by_group(self, batch: Batch, *, first_view: int) -> tuple[Tensor, ...]:
-        """Return the views of every sample, from number `first_view` on: one tensor for each group of one size.
+    def _views_by_group(self, batch: Batch, spec: BackwardPass) -> tuple[Tensor, ...]:
+        """Return the views of every sample, from number `spec.first_view` on: one tensor for each group of one size.
 
         The first group is of two views, 2 B rows with all of the first view first. The second group, if there is one,
         is of the further views, in the same form. They are views of the first input.
         """
         with stage("views"):
             inputs_a, inputs_b = self._to_inputs(batch)
+            first_view = spec.first_view
             keys = batch.draw_keys(seed=self._config.seed, view=first_view)
-            if self._recorded is not None:
-                keys = dataclasses.replace(keys, step=self._recorded.step)
+            if spec.moment is not None:
+                keys = dataclasses.replace(keys, step=spec.moment.step)
                 if batch.draw_index_B is None:  # otherwise the indices count the epochs
-                    keys = dataclasses.replace(keys, recorded_epoch=self._recorded.epoch)
+                    keys = dataclasses.replace(keys, recorded_epoch=spec.moment.epoch)
             masks = None
             if batch.masks_BHW is not None and batch.masks_b_BHW is not None:
                 masks = torch.cat([batch.masks_BHW, batch.masks_b_BHW])
@@ -467,7 +480,7 @@ class TrainingStep:
 
         A recorded step cannot seed anything, so an encoder of the user's own must not draw in one.
         """
-        if not self._seeds_encoder or self._recorded is not None:
+        if not self._seeds_encoder or spec.moment is not None:
             return contextlib.nullcontext()
         key = key_words(1, self._config.seed, "random layers", batch.step, rank(), part, spec.first_view)
         return seeded(int(key[0]), batch.index_B.device)

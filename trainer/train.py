@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from data_pipeline.core.progress import Progress
+from data_pipeline.core.sample import Batch
 from data_pipeline.loading.reading_order import ReadingOrder
+from data_pipeline.loading.stream import Stream
 from trainer.build import Training, build_counters, build_training
 from trainer.checkpoint.save import CheckpointWriter
 from trainer.config import RunConfig
@@ -36,6 +39,7 @@ from trainer.original_crops import leave_out_crops, original_crops
 from trainer.preflight import begin, check_channels_last, resume
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.run_dir import RunDir
+from trainer.step import StepOutput
 from trainer.training_log import TrainingLog, log_start
 
 
@@ -59,58 +63,135 @@ def train(
         StopRequests() as stop_requests,
         Watchdog(run_dir, config.watchdog, rank=rank(), fetch_seconds=config.data.fetch_seconds) as watchdog,
     ):
-        stopped_after = _train(
-            config,
-            run_dir,
-            manifests,
-            stop_requests,
-            watchdog,
-            device=device,
-            command=command,
-            accepted_data=accepted_data,
+        loop = open_loop(
+            config, run_dir, manifests, watchdog, device=device, command=command, accepted_data=accepted_data
         )
+        stopped_after = None if loop is None else loop.run(stop_requests)
+        del loop  # an exception would keep DDP alive until its process group is destroyed, which would then hang
     if stopped_after is not None:
         raise StoppedError(stopped_after, stop_requests.reason)
 
 
-def _train(
+@dataclass(frozen=True)
+class TrainingLoop:
+    """A training on this rank, with all that it needs: run it once.
+
+    Attributes:
+        training: modules, objective, engines and step.
+        stream, order: where batches come from, and in which order.
+        steps: the steps that are left.
+        counters: skipped steps, bad samples and time, over all starts.
+        log, checkpoints: what is written into the run directory.
+    """
+
+    config: RunConfig
+    run_dir: RunDir
+    training: Training
+    stream: Stream
+    order: ReadingOrder
+    steps: range
+    counters: RunCounters
+    log: TrainingLog
+    checkpoints: CheckpointWriter
+    watchdog: Watchdog
+
+    def run(self, stop_requests: StopRequests) -> int | None:
+        """Train to the last step, or until a stop is asked for: return the step from which the run then goes on."""
+        start, num_steps = self.steps.start, self.steps.stop
+        show = Progress(f"train {self.config.name}", total=num_steps, start=start, enabled=rank() == 0)
+        with self.log, self.checkpoints, show as progress:
+            self.log.before(start)
+            self._announce(start)
+            for batch in self.log.timed(self.stream.batches(self.steps, order=self.order)):
+                # Not before the first batch, which may fork data workers: this starts a thread.
+                progress.show_while_waiting(self.watchdog.describe_step)
+                output, rates = self._take_step(batch)
+                note, num_done = self.log.add(batch, output, rates), batch.step + 1
+                stops = stop_requests.agreed() and num_done < num_steps
+                if stops or num_done == num_steps or num_done % self.config.checkpoint_every_steps == 0:
+                    self._save(num_done)
+                progress.advance(note=note)
+                if stops:
+                    break
+                self._announce(num_done)
+            self._finish(num_done)
+        return None if num_done == num_steps else self.counters.saved_step
+
+    def _announce(self, step: int) -> None:
+        """Tell the watchdog that the batch of `step` is read now, if there is one."""
+        if step < self.steps.stop:
+            self.watchdog.beat(step, doing="reading", shards=self.stream.shards_of(step))
+
+    def _take_step(self, batch: Batch) -> tuple[StepOutput, dict[str, float]]:
+        """Train on a batch and count it. Return the output and the learning rates."""
+        rates = self.training.learning_rates(batch.step, num_steps=self.steps.stop)
+        self.watchdog.beat(batch.step, doing="training")
+        may_compile = self.config.may_compile_again(batch.step, steps_per_epoch=self.stream.num_steps_per_epoch)
+        with self.watchdog.patience("compiling") if may_compile else contextlib.nullcontext():
+            output = self.training.step(batch, learning_rates=rates)
+        with liveness.inside("waiting for GPU"):
+            self.counters.add(batch, output, rates)
+        return output, rates
+
+    def _save(self, num_done: int) -> None:
+        """Save the state after `num_done` steps, unless nothing was learned since the last checkpoint."""
+        run = self.counters.state_to_save(num_done, num_steps=self.steps.stop)
+        if run is None:
+            return
+        average_running_statistics(self.training.modules.encoder)
+        with self.watchdog.patience("writing a checkpoint"):
+            self.checkpoints.save(
+                num_done,
+                engines=self.training.engines,
+                objective_state=self.training.objective.saved_state(),
+                extra=self.training.step.loss_scale.state(),
+                run=run,
+            )
+
+    def _finish(self, num_done: int) -> None:
+        """Wait for the newest checkpoint, and mark a finished run."""
+        with self.watchdog.patience("writing a checkpoint"):
+            self.checkpoints.close()
+        if num_done == self.steps.stop and rank() == 0:
+            # Before the log is closed, which may take long: a kill meanwhile would leave a finished run unmarked.
+            add_to_provenance(self.run_dir, finished_step=num_done, total_wall_seconds=self.counters.wall_seconds)
+
+
+def open_loop(
     config: RunConfig,
     run_dir: RunDir,
     manifests: Manifests,
-    stop_requests: StopRequests,
     watchdog: Watchdog,
     *,
     device: torch.device,
     command: str,
     accepted_data: Collection[str],
-) -> int | None:
-    """Return the step from which the run goes on if training was asked to stop; None if it came to its end."""
-    num_samples = manifests.train.num_samples
-    num_steps = config.num_epochs * config.data.num_steps_per_epoch(num_samples, config.global_batch_size)
-    decided = leave_out_crops(decide(config, manifests.train), manifests.train)
-    training = build_training(decided, num_samples=num_samples, num_classes=num_classes(manifests.train), device=device)
+) -> TrainingLoop | None:
+    """Build a training, restore it from the newest checkpoint, and return its loop; None if no step is left."""
+    train_set = manifests.train
+    num_steps = config.num_epochs * config.data.num_steps_per_epoch(train_set.num_samples, config.global_batch_size)
+    decided = leave_out_crops(decide(config, train_set), train_set)
+    training = build_training(
+        decided, num_samples=train_set.num_samples, num_classes=num_classes(train_set), device=device
+    )
     check_channels_last(decided, training.modules.encoder, manifests.probed, device=device)
-    liveness.follow(training.objective)
-    if not decided.compiles_networks:  # a compiled network runs as a single operation
-        for network in training.modules.trained_modules.values():
-            liveness.follow(network)
+    follow_networks(training)
     restored = resume(run_dir, config, manifests, training, accepted_data=accepted_data)
-    start = restored.step
-    log_start(config, training.modules, manifests.train, device=device, start_step=start, num_steps=num_steps)
-    if start == num_steps:
+    steps = range(restored.step, num_steps)
+    log_start(config, training.modules, train_set, device=device, start_step=steps.start, num_steps=num_steps)
+    if not steps:
         if rank() == 0 and "finished_step" not in run_dir.read_provenance():  # killed after the last checkpoint
             add_to_provenance(run_dir, finished_step=num_steps)
         return None
-    data = config.data if config.neighbours is None else in_memory(config.data, device)
     stream = open_stream(
-        data,
+        config.data if config.neighbours is None else in_memory(config.data, device),
         global_batch_size=config.global_batch_size,
         seed=config.seed,
-        start_step=start,
+        start_step=steps.start,
         end_step=num_steps,
         device=device,
-        manifest=manifests.train,
-        crops=original_crops(config, manifests.train),
+        manifest=train_set,
+        crops=original_crops(config, train_set),
     )
     order: ReadingOrder = stream.order
     if config.neighbours is not None:
@@ -123,76 +204,29 @@ def _train(
             is_new=restored.has_other_train_set(manifests.identity),
             patience=partial(watchdog.patience, "finding neighbours"),
         )
-    may_compile = partial(config.may_compile_again, steps_per_epoch=stream.num_steps_per_epoch)
     counters = build_counters(run_dir, training, manifests, restored, device=device, command=command)
     if rank() == 0:
         write_provenance(run_dir, config, manifests, command=command, world_size=world_size(), restored=restored)
         if ratios := stream.shard_pair_ratios():
             add_to_provenance(run_dir, shard_pair_ratios=ratios)
+    checkpoints = CheckpointWriter(run_dir, keep=config.keep_checkpoints)
     log = TrainingLog(
         config,
         run_dir,
         training,
         counters,
         watchdog,
-        start_step=start,
+        start_step=steps.start,
         num_steps=num_steps,
         device=device,
         source_metrics=stream.source_metrics,
     )
-    with (
-        log,
-        CheckpointWriter(run_dir, keep=config.keep_checkpoints) as checkpoints,
-        Progress(f"train {config.name}", total=num_steps, start=start, enabled=rank() == 0) as progress,
-    ):
-        log.before(start)
-        watchdog.beat(start, doing="reading", shards=stream.shards_of(start))
-        for batch in log.timed(stream.batches(range(start, num_steps), order=order)):
-            # Not before the first batch, which may fork data workers: this starts a thread.
-            progress.show_while_waiting(watchdog.describe_step)
-            rates, num_done = training.learning_rates(batch.step, num_steps=num_steps), batch.step + 1
-            watchdog.beat(batch.step, doing="training")
-            with watchdog.patience("compiling") if may_compile(batch.step) else contextlib.nullcontext():
-                output = training.step(batch, learning_rates=rates)
-            with liveness.inside("waiting for GPU"):
-                counters.add(batch, output, rates)
-            note = log.add(batch, output, rates)
-            stops = stop_requests.agreed() and num_done < num_steps
-            if num_done % config.checkpoint_every_steps == 0 or num_done == num_steps or stops:
-                _save(training, counters, checkpoints, watchdog, num_done, num_steps=num_steps)
-            progress.advance(note=note)
-            if stops:
-                break
-            if num_done < num_steps:
-                watchdog.beat(num_done, doing="reading", shards=stream.shards_of(num_done))
-        with watchdog.patience("writing a checkpoint"):
-            checkpoints.close()
-        if num_done == num_steps and rank() == 0:
-            # Before the log is closed, which may take long: a kill meanwhile would leave a finished run unmarked.
-            add_to_provenance(run_dir, finished_step=num_steps, total_wall_seconds=counters.wall_seconds)
-    # Not by an exception: it would keep DDP alive until its process group is destroyed, which would then hang.
-    return None if num_done == num_steps else counters.saved_step
+    return TrainingLoop(config, run_dir, training, stream, order, steps, counters, log, checkpoints, watchdog)
 
 
-def _save(
-    training: Training,
-    counters: RunCounters,
-    checkpoints: CheckpointWriter,
-    watchdog: Watchdog,
-    num_done: int,
-    *,
-    num_steps: int,
-) -> None:
-    """Save the state after `num_done` steps, unless nothing was learned since the last checkpoint."""
-    run = counters.state_to_save(num_done, num_steps=num_steps)
-    if run is None:
-        return
-    average_running_statistics(training.modules.encoder)
-    with watchdog.patience("writing a checkpoint"):
-        checkpoints.save(
-            num_done,
-            engines=training.engines,
-            objective_state=training.objective.saved_state(),
-            extra=training.step.loss_scale.state(),
-            run=run,
-        )
+def follow_networks(training: Training) -> None:
+    """Let all networks give signs of life, except compiled ones, which run as a single operation."""
+    liveness.follow(training.objective)
+    if not training.modules.config.compiles_networks:
+        for network in training.modules.trained_modules.values():
+            liveness.follow(network)
