@@ -82,7 +82,7 @@ def check_it_is_called_killed(run_dir: RunDir) -> None:
     assert (status.state, status.step) == ("killed", len(run_dir.read_metrics()))
     step = run_dir.latest_step()
     going_on = "the start" if step is None else f"step {step}"
-    assert status.reason.endswith(f"start it again with the same command and it goes on from {going_on}")
+    assert status.reason.endswith(f"goes on from {going_on}")
 
 
 def curve(run_dir: Path) -> list[tuple[int, int, float]]:
