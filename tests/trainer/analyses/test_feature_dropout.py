@@ -221,13 +221,11 @@ def test_quick_heads_are_those_of_the_probe_and_are_kept(data: Path, tmp_path: P
     torch.testing.assert_close(heads_of(loaded).by_label["base"].weight_KF, heads.by_label["base"].weight_KF)
     assert path.read_bytes() == kept
     write_heads(path, Heads(read_heads(path).by_label, "probe", "0" * 64))
-    with pytest.raises(UserError, match=r"another train set or encoder; run `python -m trainer.probe"):
+    with pytest.raises(UserError, match="another train set or encoder"):
         heads_of(loaded)
 
 
-def test_heads_that_a_probe_fitted_in_train_mode_are_not_used(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_heads_that_a_probe_fitted_in_train_mode_are_not_used(data: Path, tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", data)
     config = json.loads(run_dir.config.read_text())
     config["probe"] |= {"batch_norm": "train", "num_epochs": 1}
@@ -239,33 +237,23 @@ def test_heads_that_a_probe_fitted_in_train_mode_are_not_used(
     probe()
     kept = (run_dir.probes(0) / "heads.safetensors").read_bytes()
     loaded = load_run(run_dir, AnalysisOptions(step=0))
-    capsys.readouterr()
-    for told in (True, False):  # the second time there are heads
-        assert heads_of(loaded).made_by == QUICK_FIT
-        assert ("has batch_norm train" in capsys.readouterr().err) is told
+    assert heads_of(loaded).made_by == QUICK_FIT
     assert (run_dir.probes(0) / "heads.safetensors").read_bytes() == kept
     probe(batch_norm="eval")
     assert "batch_norm eval" in heads_of(loaded).made_by
 
 
-def test_a_probe_of_one_label_leaves_the_quick_heads_of_the_others(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_probe_of_one_label_leaves_the_quick_heads_of_the_others(data: Path, tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", data)
     loaded = load_run(run_dir, AnalysisOptions(step=0))
     quick = heads_of(loaded)
-    assert "has no heads" not in capsys.readouterr().err
     probe_run(run_dir, ProbeOptions(steps=0, labels=["base"], changes={"num_epochs": 5}), device=torch.device("cpu"))
-    capsys.readouterr()
     heads = heads_of(loaded)
     assert list(heads.by_label) == list(quick.by_label) == ["base", "overlay"]
     torch.testing.assert_close(heads.by_label["overlay"].weight_KF, quick.by_label["overlay"].weight_KF, rtol=0, atol=0)
     assert not torch.equal(heads.by_label["base"].weight_KF, quick.by_label["base"].weight_KF)
     assert heads.made_by.startswith("probe with num_epochs 5")
     assert heads.made_by.endswith(f"; for label_overlay: {QUICK_FIT}")
-    told = capsys.readouterr().err
-    assert "has no heads for label_overlay, so quick ones are used" in told
-    assert f"`python -m trainer.probe {run_dir.path} --label overlay` fits full ones" in told
 
 
 def test_labels_that_were_not_probed_get_quick_heads(data: Path, tmp_path: Path) -> None:
