@@ -36,7 +36,7 @@ def heads_of(loaded: LoadedRun) -> Heads:
     Raises `UserError` if a file is damaged, or if its heads do not fit this train set and encoder.
     """
     own = loaded.modules.config.probe
-    # With another probe in its config, heads.safetensors of a run does not fit, but this file of `--batch-norm eval` does.
+    # With another probe in its config, the fitting heads are in the file of a probe with these options.
     needed = {"batch_norm": "eval", "reads": "features", "precision": "float32"}
     suffix = "".join(f"-{name}_{value}" for name, value in needed.items() if getattr(own, name) != value)
     path = loaded.run_dir.probes(loaded.modules.step) / f"heads{suffix}.safetensors"
