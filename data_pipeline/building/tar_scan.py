@@ -180,23 +180,25 @@ def scan_tar(inputs: ScanInputs, task: TarTask, *, made: Made | None = None) -> 
         is_hashed = made is not None or is_remote(task.path)
         labels = {name: _LabelReader(inputs.fields, name) for name in inputs.label_names}
         fields: Counter[str] = Counter()
-        chosen: list[list[TarMember]] = []
+        num_members = 1 if inputs.fields.mask is None else 2
+        chosen: list[TarMember] = []  # of all samples end to end, because many small lists cost the garbage collector
         num_left_out = 0
         for of_sample in _samples(contents.members):
             fields.update(of_sample.keys())
             if (members := _members(inputs.fields, of_sample)) is None:
                 num_left_out += 1
                 continue
-            chosen.append(members)
+            chosen += members
             for label in labels.values():
                 label.read(of_sample, data)
-        rows = measured_rows(len(chosen), num=inputs.num_measured, tar=task.number)
-        sums, unreadable = _measure([chosen[row][0] for row in rows], data, size=inputs.size)
+        num_samples = len(chosen) // num_members
+        rows = measured_rows(num_samples, num=inputs.num_measured, tar=task.number)
+        sums, unreadable = _measure([chosen[num_members * row] for row in rows], data, size=inputs.size)
         facts = TarFacts(
             num_bytes=status.st_size,
             changed_ns=status.st_mtime_ns,
             sha256=hashlib.sha256(data).hexdigest() if is_hashed else "",
-            num_samples=len(chosen),
+            num_samples=num_samples,
             num_left_out=num_left_out,
             num_links=len(contents.links),
             end=tar_end(data, end=contents.end),
@@ -208,10 +210,9 @@ def scan_tar(inputs: ScanInputs, task: TarTask, *, made: Made | None = None) -> 
             unreadable=tuple(unreadable),
             made=made,
         )
-    num_members = 1 if inputs.fields.mask is None else 2
-    offsets_NM = np.array([[member.offset for member in members] for members in chosen], dtype=np.int64)
-    sizes_NM = np.array([[member.size for member in members] for members in chosen], dtype=np.int64)
-    packed_NM = pack(offsets_NM, sizes_NM).reshape(-1, num_members)
+    offsets = np.array([member.offset for member in chosen], dtype=np.int64)
+    sizes = np.array([member.size for member in chosen], dtype=np.int64)
+    packed_NM = pack(offsets, sizes).reshape(num_samples, num_members)
     columns = [np.array(label.found, dtype=np.int64)[:, None] for label in labels.values()]
     _write_part(part_path(inputs.directory, task.path), facts, np.concatenate([packed_NM, *columns], axis=1))
     return facts
@@ -219,10 +220,11 @@ def scan_tar(inputs: ScanInputs, task: TarTask, *, made: Made | None = None) -> 
 
 def _members(fields: Fields, of_sample: Mapping[str, TarMember]) -> list[TarMember] | None:
     """Return the members of a sample that a reader gets; None if it lacks one, or if one is too large for an index."""
-    content = next((of_sample[name] for name in fields.content if name in of_sample), None)
-    found = [content] if fields.mask is None else [content, of_sample.get(fields.mask)]
-    members = [member for member in found if member is not None and member.size <= MAX_MEMBER_BYTES]
-    return members if len(members) == len(found) else None
+    members = [of_sample[name] for name in fields.content if name in of_sample][:1]
+    if fields.mask is not None and fields.mask in of_sample:
+        members.append(of_sample[fields.mask])
+    is_whole = len(members) == (1 if fields.mask is None else 2)
+    return members if is_whole and all(member.size <= MAX_MEMBER_BYTES for member in members) else None
 
 
 def _samples(members: Iterable[TarMember]) -> Iterator[dict[str, TarMember]]:
