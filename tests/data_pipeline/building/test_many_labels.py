@@ -26,6 +26,7 @@ from data_pipeline.loading.decode import decode
 from data_pipeline.loading.placement import place_data, read_whole
 from data_pipeline.loading.read_all import read_all
 from data_pipeline.overlays import FIRST_PURPOSE, LabelClasses, Layer, PictureOverlay
+from data_pipeline.overlays.registry import NAMES
 from data_pipeline.sources.picture_table import PictureTable
 from data_pipeline.storage.locations import INDEX_NAME
 from data_pipeline.storage.manifest import Fields, load_manifest
@@ -418,6 +419,7 @@ def test_a_label_that_no_sample_has_is_told_with_the_fields_that_there_are(tmp_p
 # --- overlays
 
 
+@NAMES.register("bar")
 class Bar(PictureOverlay):
     """A bar with two labels, whose colour class is the base label of the picture if that is given."""
 
@@ -441,7 +443,7 @@ class Bar(PictureOverlay):
 def test_an_overlay_may_give_several_labels_and_ask_for_those_of_the_source(
     tmp_path: Path, drawn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset = f"procedural_{Bar.__module__}:{Bar.__qualname__}"
+    dataset = "procedural_bar"
     manifest = build_dataset(dataset, tmp_path / "out", limit=40, overlay=drawn)
     assert list(manifest.labels) == ["base", "overlay", "shade"]
     assert manifest.labels["shade"].given_by == "overlay"
