@@ -247,7 +247,7 @@ def test_tars_are_mixed_with_tars_and_with_built_shards(data: Path, tmp_path: Pa
             ["views={kind: by_epoch, policies: [{kind: expert_image}, {kind: random_mask}]}"],
             'views of kind "by_epoch" change with the epoch, but each source of data.mixture has epochs of its own',
         ),
-        (["data.mixture={}"], "data.mixture is {}; it must be"),
+        (["data.mixture={}"], "data.mixture is {}"),
     ],
 )
 def test_settings_of_a_mixture_that_cannot_be_are_one_sentence(data: Path, more: list[str], message: str) -> None:
@@ -261,7 +261,7 @@ def test_settings_of_a_mixture_that_cannot_be_are_one_sentence(data: Path, more:
     ("weight", "message"),
     [
         (-1, "data.mixture.birds.weight is -1; it must be"),
-        (float("nan"), "data.mixture.birds.weight is nan; it must be"),
+        (float("nan"), "data.mixture.birds.weight is NaN; it must be"),
         (0, "mixture.birds.weight is 0"),
     ],
 )

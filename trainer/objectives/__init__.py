@@ -3,7 +3,7 @@
 Input: this rank's embeddings of two views, (B, D) each, of any length and float type. Output: this rank's loss, and
 scalars to log. The mean of the losses over the ranks is the loss of the global batch. Each file holds one objective:
 its config, its pure loss function and a small class. `OBJECTIVES` in `objective.py` names the configs; another package
-adds its own by an entry point or an import path (`data_pipeline.core.kinds`).
+adds its own by an entry point or `--code` (`data_pipeline.core.kinds`).
 
 Invariant: neither loss nor gradient depends on the number of ranks, on the chunk size or on autocast.
 """
