@@ -138,6 +138,7 @@ def make_index(
     with locked(out, when_held=say):
         if not again and (out / MANIFEST_NAME).is_file():
             return load_manifest(out), []
+        logger.info("indexing the tars of %s into %s", location, out)
         begin_parts(out, repr((fields, size, settings.num_measured)))
         facts = scan_all(paths, settings, num_workers=num_workers, show_progress=show_progress)
         try:
@@ -395,11 +396,10 @@ def ensure_index(location: str, *, classes_of: str | None = None, show_progress:
             "--overlay-layout and --digits of the train set"
         )
     fields, size = index_options(train)
-    logger.info("indexing the tars of %s into %s, once", location, out)
     manifest, facts = make_index(
         location, out, fields=fields, size=size, classes_of=named, show_progress=show_progress, again=False
     )
-    for line in describe_index(manifest, facts):
+    for line in describe_index(manifest, facts) if facts else ():  # none if another process has made the index
         logger.info("%s", line)
 
 
