@@ -384,8 +384,11 @@ def test_text_is_in_utf_8_on_every_machine() -> None:
     assert found == {"benchmarks/object_store.py: ?.open"}  # of fsspec, which opens bytes
 
 
-def test_the_training_loop_can_be_held_in_the_head() -> None:
-    assert len((ROOT / "trainer" / "train.py").read_text().splitlines()) < 200
+def test_the_training_loop_can_be_read_aloud() -> None:
+    tree = ast.parse((ROOT / "trainer" / "train.py").read_text())
+    (loop,) = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "run")
+    assert loop.end_lineno is not None
+    assert loop.end_lineno - loop.lineno < 25
 
 
 def test_every_folder_says_what_it_is() -> None:
@@ -400,12 +403,14 @@ def test_every_folder_says_what_it_is() -> None:
 
 
 def test_each_promise_of_the_docs_names_a_test_that_exists() -> None:
-    """In a cell of docs/reliability.md `::name` stands for a test of the file before it."""
-    text = (ROOT / "docs" / "reliability.md").read_text()
-    named = re.findall(r"`([\w/]*\.py)?(?:::(\w+))?`", text)
-    assert len(named) > 50
-    path = ROOT
-    for file, test in named:
-        path = ROOT / "tests" / file if file else path
-        assert path.is_file(), file
-        assert f"def {test}" in path.read_text(), f"{path}: {test}"
+    """In docs/reliability.md the last cell of a promise names files of tests/, or folders of them."""
+    text = (ROOT / "docs" / "reliability.md").read_text().partition("## Exact")[2]
+    rows = [line.rstrip(" |").rpartition("|")[2] for line in text.splitlines() if line.startswith("| ")]
+    cells = [row for row in rows if row.strip() != "test"]
+    assert len(cells) > 25
+    for cell in cells:
+        named = re.findall(r"`([\w/]+(?:\.py)?)`", cell)
+        assert named, cell
+        for name in named:
+            path = ROOT / "tests" / name
+            assert path.is_file() or any(path.rglob("test_*.py")), name
