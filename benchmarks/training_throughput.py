@@ -34,7 +34,7 @@ from benchmarks import record
 from benchmarks.step_throughput import wait_for
 from configs import simclr, viewmaker
 from data_pipeline.core.errors import run_command
-from data_pipeline.loading.read_all import read_all
+from data_pipeline.loading.whole import read_all
 from data_pipeline.storage.manifest import load_manifest
 from trainer.build import build_training
 from trainer.config import RunConfig

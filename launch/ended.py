@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Literal
 
-import torch.distributed as dist
-
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Schema, difference
 from trainer.config import RunConfig, read_run_config
-from trainer.distributed.environment import read_env
+from trainer.distributed.environment import lost_another, read_env
 from trainer.fault_tolerance.preemption import StoppedError
 from trainer.run_dir import RunDir, is_held, read_object
 
-_LOST_ANOTHER = re.compile(r"[Cc]onnection|[Ss]ocket|[Bb]roken pipe|[Pp]eer|[Gg]loo|NCCL")
 _MAX_REASON = 4_000  # characters, because an exception may quote a whole tensor
 _INTERRUPTED: Final = (
     "interrupted by a second Ctrl-C, which saves no checkpoint; start it again with the same command and it goes on "
@@ -84,13 +80,6 @@ def _note_end(run_dir: RunDir, error: BaseException, rank: int) -> None:
     end = End.parse({"ended": ended, "at": time.time(), "rank": rank, "reason": reason}, where="ended.json")
     with contextlib.suppress(OSError), run_dir.ended.open("x", encoding="utf-8") as file:
         file.write(end.model_dump_json())
-
-
-def lost_another(error: BaseException) -> bool:
-    """Tell whether an error is the consequence of another rank's end, such as "connection closed by peer"."""
-    if not dist.is_available() or read_env(os.environ).world_size == 1 or not isinstance(error, RuntimeError):
-        return False
-    return isinstance(error, dist.DistError) or _LOST_ANOTHER.search(str(error)) is not None
 
 
 def last_line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ import webdataset
 from PIL import Image
 
 from data_pipeline.building.index_tars import make_index
-from data_pipeline.loading.read_all import read_all
+from data_pipeline.loading.whole import read_all
 from data_pipeline.storage.manifest import Fields
 from data_pipeline.storage.store import SampleStore
 

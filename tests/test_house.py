@@ -248,7 +248,7 @@ RUNS_WHAT_IT_READS = {
     "torch.package",
 }
 # The build hands its recipe to processes that it starts itself. A job reads what submitit wrote for it moments before.
-MAY_UNPICKLE = {"data_pipeline/building/workers.py: pickle", "launch/job.py: DelayedSubmission"}
+MAY_UNPICKLE = {"data_pipeline/building/pool.py: pickle", "launch/job.py: DelayedSubmission"}
 
 
 def assert_tells_apart(scanner: Callable[[str], Iterable[str]], *, bad: Iterable[str], good: Iterable[str]) -> None:

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING
 from data_pipeline.core.public_names import imported_when_used
 
 if TYPE_CHECKING:
-    from data_pipeline.loading.read_all import read_all
     from data_pipeline.loading.stream import ReadConfig, Stream
+    from data_pipeline.loading.whole import read_all
 else:
     __getattr__ = imported_when_used(
         __name__,
         {
             "ReadConfig": "data_pipeline.loading.stream",
             "Stream": "data_pipeline.loading.stream",
-            "read_all": "data_pipeline.loading.read_all",
+            "read_all": "data_pipeline.loading.whole",
         },
     )
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from data_pipeline.audio.log_mel import log_mel, mel_config, power_mel
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL, Batch
-from data_pipeline.loading.read_all import read_all
+from data_pipeline.loading.whole import read_all
 from data_pipeline.overlays.letters import FONT_PATH
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore

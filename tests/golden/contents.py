@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.core.sample import Batch
-from data_pipeline.loading.read_all import read_all
+from data_pipeline.loading.whole import read_all
 from tests.golden.digests import digest
 from tests.golden.traces import command
 from tests.tars import simple, write_folder

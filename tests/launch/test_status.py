@@ -21,7 +21,7 @@ from launch import ended as ended_module
 from launch import follow as follow_module
 from launch import states as states_module
 from launch import status as status_module
-from launch.ended import lost_another, noting_its_end
+from launch.ended import noting_its_end
 from launch.follow import wait
 from launch.planned_run import PlannedRun
 from launch.states import RunStatus, State, run_status, runs_in, status_of, table
@@ -29,6 +29,7 @@ from launch.submitted import Submission, queue_for, record
 from tests.tiny_data import write_tiny_dataset
 from trainer import analyze, probe
 from trainer.config import read_config
+from trainer.distributed.environment import lost_another
 from trainer.fault_tolerance.preemption import StoppedError
 from trainer.run_dir import RunDir, hold, left_out_of, write_json
 

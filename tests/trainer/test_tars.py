@@ -19,8 +19,8 @@ from data_pipeline.building.catalogue import open_picture_overlay
 from data_pipeline.building.index_tars import DrawnOverlay, make_index
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
-from data_pipeline.loading.read_all import read_all
 from data_pipeline.loading.stream import ReadConfig, Stream
+from data_pipeline.loading.whole import read_all
 from data_pipeline.storage.locations import INDEX_NAME
 from data_pipeline.storage.manifest import Fields, load_manifest
 from tests.commands import call

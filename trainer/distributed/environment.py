@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,8 @@ _FIRST_SLURM_PORT, _NUM_SLURM_PORTS = 20_000, 12_000
 _NUM_PORTS_TRIED, _NEXT_PORT = 16, 769  # far from the ports of the next job ids
 # A token that all ranks of this start share, and no other process has; set by a launcher that proposes MASTER_PORT.
 _RENDEZVOUS_NAME = "FEATURE_DROPOUT_RENDEZVOUS"
+
+_LOST_ANOTHER: Final = re.compile(r"[Cc]onnection|[Ss]ocket|[Bb]roken pipe|[Pp]eer|[Gg]loo|NCCL")
 
 
 @dataclass(frozen=True)
@@ -283,6 +285,13 @@ def destroy_process_group() -> None:
         if owner is None or not owner.is_initialized():
             owner = dist
         owner.destroy_process_group()
+
+
+def lost_another(error: BaseException) -> bool:
+    """Tell whether an error is the consequence of another rank's end, such as "connection closed by peer"."""
+    if not dist.is_available() or read_env(os.environ).world_size == 1 or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, dist.DistError) or _LOST_ANOTHER.search(str(error)) is not None
 
 
 @contextlib.contextmanager

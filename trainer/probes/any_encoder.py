@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from data_pipeline.audio.log_mel import mel_config
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
-from data_pipeline.loading.read_all import read_all
+from data_pipeline.loading.whole import read_all
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
 from trainer.data import DataConfig

@@ -30,7 +30,7 @@ from data_pipeline.building.catalogue import open_dataset
 from data_pipeline.building.tar_scan import TarFacts, finished
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_OUTSIDE, Sample
-from data_pipeline.loading.read_all import read_all
+from data_pipeline.loading.whole import read_all
 from data_pipeline.overlays import Overlay, baked_keys, evaluation_keys
 from data_pipeline.overlays.registry import save_overlay
 from data_pipeline.overlays.shapes import Shapes

@@ -24,7 +24,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_OBJECT, NO_LABEL
 from data_pipeline.loading.decode import decode
 from data_pipeline.loading.placement import place_data, read_whole
-from data_pipeline.loading.read_all import read_all
+from data_pipeline.loading.whole import read_all
 from data_pipeline.overlays import FIRST_PURPOSE, LabelClasses, Layer, PictureOverlay
 from data_pipeline.overlays.registry import NAMES
 from data_pipeline.sources.picture_table import PictureTable

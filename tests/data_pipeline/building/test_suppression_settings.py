@@ -21,7 +21,7 @@ from data_pipeline.core.counter_rng import DrawKeys, row_hashes
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import parse_words
 from data_pipeline.core.sample import BASE, MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, NO_LABEL, OVERLAY, Batch
-from data_pipeline.loading.read_all import read_all
+from data_pipeline.loading.whole import read_all
 from data_pipeline.overlays import PixelOverlay
 from data_pipeline.overlays.bits import Bits, bits_of
 from data_pipeline.overlays.colours import COLOURS, grey, object_mask

@@ -15,8 +15,8 @@ from data_pipeline.building.index_tars import ensure_index
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.random_crop import CropLaw
 from data_pipeline.core.sample import Batch, Layout
-from data_pipeline.loading.read_all import read_all
 from data_pipeline.loading.stream import ReadConfig, Stream
+from data_pipeline.loading.whole import read_all
 from data_pipeline.storage.locations import INDEX_NAME
 from data_pipeline.storage.manifest import OVERLAY_NAME, load_manifest
 from data_pipeline.storage.store import SampleStore

@@ -30,9 +30,9 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample, Batch, Sample
 from data_pipeline.loading.decode import decode
 from data_pipeline.loading.order import ShardWindows, batch_indices, num_steps_per_epoch
-from data_pipeline.loading.read_all import read_all
 from data_pipeline.loading.sources import check_bad_share
 from data_pipeline.loading.stream import ReadConfig, Stream
+from data_pipeline.loading.whole import read_all
 from data_pipeline.overlays import evaluation_keys
 from data_pipeline.overlays.noise import Noise
 from data_pipeline.overlays.shapes import Shapes

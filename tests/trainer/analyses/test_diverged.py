@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 
 import trainer.analyze
 import trainer.probe
@@ -17,6 +16,7 @@ from configs import debug
 from data_pipeline.core.errors import UserError
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.reports.made_runs import report
+from trainer.checkpoint.files import write_files
 from trainer.config import RunConfig
 from trainer.modules import build_modules
 from trainer.run_dir import RunDir, write_json
@@ -46,12 +46,14 @@ def diverged_run(directory: Path, data: Path, players: set[str]) -> RunDir:
     run_dir = RunDir(directory)
     run_dir.checkpoint(10).mkdir(parents=True)
     write_json(run_dir.config, config)
-    for name, module in build_modules(RunConfig.model_validate(config)).trained_modules.items():
-        state = {
+    states = {
+        name: {
             key: tensor * math.nan if name in players and tensor.is_floating_point() else tensor
             for key, tensor in module.state_dict().items()
         }
-        safetensors.torch.save_file(state, run_dir.checkpoint(10) / f"{name}.safetensors")
+        for name, module in build_modules(RunConfig.model_validate(config)).trained_modules.items()
+    }
+    write_files(run_dir.checkpoint(10), step=10, states=states)
     run_dir.latest.write_text("step_00000010\n")
     return run_dir
 

@@ -15,8 +15,8 @@ from configs import debug
 from data_pipeline.audio.log_mel import FSDD
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
-from data_pipeline.loading.read_all import read_all
 from data_pipeline.loading.stream import ReadConfig, Stream
+from data_pipeline.loading.whole import read_all
 from tests.tiny_data import write_tiny_sound_pair, write_tiny_sounds
 from trainer.analyses.loaded_run import AnalysisOptions
 from trainer.analyses.views import analyze_views
