@@ -39,10 +39,9 @@ from data_pipeline.loading.picture_decode import decode_square
 from data_pipeline.remote.cache import RemoteConfig, file_url, is_remote
 from data_pipeline.remote.fetch import Expected, Limits, fetch
 from data_pipeline.storage.index import MAX_MEMBER_BYTES, map_file, pack
-from data_pipeline.storage.locations import PARTS_NAME, compressed_tars_in, compression_error, listed_tars
+from data_pipeline.storage.locations import HEAD_BYTES, PARTS_NAME, compressed_tars_in, compression_error, listed_tars
 from data_pipeline.storage.manifest import Fields
 from data_pipeline.storage.tar_headers import (
-    HEAD_BYTES,
     TarEnd,
     TarMember,
     read_contents,

@@ -15,7 +15,6 @@ from braceexpand import braceexpand
 
 from data_pipeline.core.environment import with_home
 from data_pipeline.core.errors import UserError
-from data_pipeline.storage.tar_headers import HEAD_BYTES, compression
 
 MANIFEST_NAME: Final = "manifest.json"
 INDEX_NAME: Final = ".tar_index"  # the directory of an index of somebody else's tars, beside them
@@ -26,6 +25,13 @@ _LISTS: Final = (".txt", ".list")  # endings of a file that names tars
 _MAX_WORDS: Final = 100  # letters of a location's name in that of its index
 _ENDINGS: Final = frozenset({".tar", ".tgz", ".tbz2", ".txz"})
 _COMPRESSED: Final = re.compile(r"(.+)(\.tar\.(gz|bz2|xz|zst)|\.tgz|\.tbz2|\.txz)", flags=re.IGNORECASE)
+_COMPRESSIONS: Final = {  # patterns of the first bytes
+    rb"\x1f\x8b": ("gzip", "gunzip"),
+    rb"BZh[1-9]1AY&SY": ("bzip2", "bunzip2"),
+    rb"\xfd7zXZ\x00": ("xz", "unxz"),
+    rb"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
+}
+HEAD_BYTES: Final = 16  # that show how a file is compressed
 
 
 def dataset_directory(location: str | Path) -> Path:
@@ -119,6 +125,16 @@ def compressed_tars_in(directory: Path) -> list[Path]:
         for path, match in found
         if match is not None and not path.name.startswith(".") and f"{match[1].lower()}.tar" not in unpacked
     ]
+
+
+def compression(head: bytes) -> tuple[str, str] | None:
+    """Return how a file that begins with `head` is compressed, and the command that unpacks it; None if it is not.
+
+    Examples:
+        >>> compression(bytes.fromhex("1f8b0800")), compression(b"a/0.png")
+        (('gzip', 'gunzip'), None)
+    """
+    return next((names for start, names in _COMPRESSIONS.items() if re.match(start, head, flags=re.DOTALL)), None)
 
 
 def compression_error(path: str | Path, head: bytes) -> UserError | None:

@@ -26,13 +26,6 @@ _MAX_RECORDS_BYTES: Final = 1 << 20
 _CHUNK: Final = 2_048  # headers whose checksums are computed at once
 _MANY: Final = 1 << 20  # bytes that are compared with zero at once
 _SPACE: Final = np.uint8(ord(" "))
-_COMPRESSIONS: Final = {  # patterns of the first bytes
-    rb"\x1f\x8b": ("gzip", "gunzip"),
-    rb"BZh[1-9]1AY&SY": ("bzip2", "bunzip2"),
-    rb"\xfd7zXZ\x00": ("xz", "unxz"),
-    rb"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
-}
-HEAD_BYTES: Final = 16  # that show how a file is compressed
 _OCTAL_SHIFTS: Final = np.arange(15, -1, -3)  # of the six digits of a checksum
 
 
@@ -153,16 +146,6 @@ def tar_end(data: memoryview, *, end: int) -> TarEnd:
     rest = np.frombuffer(data, dtype=np.uint8)[end:]
     is_used = is_whole and not any(rest[start : start + _MANY].any() for start in range(0, len(rest), _MANY))
     return TarEnd(end, is_whole, 0 if is_used else len(rest))
-
-
-def compression(head: bytes) -> tuple[str, str] | None:
-    """Return how a file that begins with `head` is compressed, and the command that unpacks it; None if it is not.
-
-    Examples:
-        >>> compression(bytes.fromhex("1f8b0800")), compression(b"a/0.png")
-        (('gzip', 'gunzip'), None)
-    """
-    return next((names for start, names in _COMPRESSIONS.items() if re.match(start, head, flags=re.DOTALL)), None)
 
 
 def padded(size: int) -> int:
