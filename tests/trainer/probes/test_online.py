@@ -167,7 +167,7 @@ def test_of_a_remote_dataset_a_few_shards_are_fetched(tmp_path: Path) -> None:
     assert len(some) == 10
     assert len(set((some.index_N // 2).tolist())) <= 8
     assert torch.equal(some.images_NCHW, read_pictures(directory).images_NCHW[some.index_N])
-    assert 0 < len(list((tmp_path / "cache").rglob("shard-*.tar"))) <= 8
+    assert 0 < len(list((tmp_path / "cache").rglob("tar-*.tar"))) <= 8
 
 
 def probe_of(config: RunConfig, encoder: Encoder) -> OnlineProbe | None:
