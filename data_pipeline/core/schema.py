@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.overrides import apply_settings, parse_setting
 from data_pipeline.core.sections import KIND
-from data_pipeline.core.validation import describe
+from data_pipeline.core.validation import PRINTABLE, describe
 
 MAX_SEED = 2**63 - 1  # an int64
 
@@ -54,7 +54,7 @@ MAX_CHARACTERS = 4_096  # of a `Line`, as of a path on Linux
 _LABEL_NAME = r"[A-Za-z][A-Za-z0-9_]{0,31}"
 
 # Text that is safe in a line of a terminal or a script.
-Line = Annotated[str, StringConstraints(min_length=1, max_length=MAX_CHARACTERS, pattern=r"^[^\p{C}\p{Zl}\p{Zp}]*$")]
+Line = Annotated[str, StringConstraints(min_length=1, max_length=MAX_CHARACTERS, pattern=PRINTABLE)]
 # Text that can be the name of a file. With the seed, it names a directory (at most 255 bytes) and a group in W&B (128).
 Name = Annotated[str, StringConstraints(max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+=-]*$")]
 # Part of file names, metrics and fields of JSON.

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from data_pipeline.core.errors import nearest, printable
 from data_pipeline.core.sections import KIND, KINDS, field_of, kinds_of, members_of, models_at, names_at
 
+PRINTABLE = r"^[^\p{C}\p{Zl}\p{Zp}]*$"  # the pattern of a line of text
 _MAX_SHOWN = 80  # characters of a value
 _SHOULD_BE = "Input should be "
 _OTHER_KINDS = "; others are registered by --code FILE or an installed package"
@@ -82,6 +83,9 @@ def _sentence(path: str, problems: list[tuple[Mapping[str, Any], list[Any]]]) ->
             if message.startswith("it must") and path:
                 return f"{path} is {_shown(value)}; {message}"
             return f"{path}: {message}" if path else message
+    path = path or "a value"
+    if problem["type"] == "string_pattern_mismatch" and context.get("pattern") == PRINTABLE:
+        return f"{path} is {_shown(value)}; it must be one line of characters that can be printed"
     said = [each["msg"] for each, _ in problems]
     for message in said:
         if not message.startswith(_SHOULD_BE):

