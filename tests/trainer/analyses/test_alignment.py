@@ -104,7 +104,9 @@ def test_classes_in_another_order_are_refused(tmp_path: Path, monkeypatch: pytes
     """The numbers of their classes do not mean the same, so the nearest centre would be that of another class."""
     data = write_tiny_pair(tmp_path / "data", num_train=20, num_test=12)
     manifest = data / "test" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('["dark","bright"]', '["bright","dark"]'))
+    facts = json.loads(manifest.read_text())
+    facts["labels"]["base"]["classes"].reverse()
+    manifest.write_text(json.dumps(facts))
     plant(monkeypatch, "alignment", run=DropBottom(0.0))
     with pytest.raises(UserError, match="label_base has classes dark, bright in the train set but bright, dark in the"):
         analyze_alignment(write_run(tmp_path / "run", data), config=AlignmentConfig(), options=AnalysisOptions())
