@@ -206,14 +206,15 @@ class Index:
         if self._cache is None:
             num = len(self.names)
             for number in np.unique(np.linspace(0, num - 1, min(num, _NUM_SURVEYED)).astype(np.int64)).tolist():
-                self._check_size(number)
+                self.check_size(number)
 
     def tar_path(self, number: int) -> Path:
         """Return the path of a local tar."""
         assert self.directory is not None
         return self.directory / self.names[number]  # which may be absolute
 
-    def _check_size(self, number: int) -> None:
+    def check_size(self, number: int) -> None:
+        """Raise `UserError` if a local tar is missing or has another size than when it was indexed."""
         path, due = self.tar_path(number), int(self.shard_bytes[number])
         if not path.is_file():
             raise UserError(f"{path} is in the index {self.directory}, but it is not there; {_MEND}")
@@ -223,7 +224,7 @@ class Index:
     def open(self, number: int) -> OpenTar:
         """Map one tar; fetch it first if it is remote. Raises `UserError` if it is missing or has another size."""
         if self._cache is None:
-            self._check_size(number)
+            self.check_size(number)
             path = self.tar_path(number)
             if self._times_S is not None and path.stat().st_mtime_ns != self._times_S[number]:
                 logger.warning("%s was written again after it was indexed; index it again, to be sure of it", path)

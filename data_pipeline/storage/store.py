@@ -63,7 +63,8 @@ class SampleStore:
         overlay: the online overlay, on the CPU; None if the dataset has none.
         index: the index of its tars.
 
-    A `manifest` that was read already is not read again. Raises `UserError` if the manifest, the index, a tar or the
+    A `manifest` that was read already is not read again. Unless it `surveys` the tars, a tar that is missing or has
+    another size is noticed when it is opened. Raises `UserError` if the manifest, the index, a tar or the
     overlay of a local dataset is missing or wrong.
     """
 
@@ -73,6 +74,7 @@ class SampleStore:
         *,
         remote: RemoteConfig = _REMOTE,
         manifest: Manifest | None = None,
+        surveys: bool = True,
     ) -> None:
         self.remote = remote
         self.location: str | Path = str(location) if is_remote(location) else dataset_directory(location)
@@ -86,7 +88,8 @@ class SampleStore:
             self.overlay = load_overlay(self.index.path(OVERLAY_NAME), sha256=manifest.files[OVERLAY_NAME].sha256)
         self._open: dict[int, OpenTar] = {}  # the last used at the end
         self._limit = _MAX_OPEN_SHARDS if self.max_shards is None else min(_MAX_OPEN_SHARDS, max(1, self.max_shards))
-        self.index.survey()
+        if surveys:
+            self.index.survey()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}}  # another process maps the tars anew

@@ -82,7 +82,7 @@ class Verification:
 
     def _problems(self) -> Iterator[DatasetProblem]:
         try:
-            store = SampleStore(self.location, remote=self._remote, manifest=self.manifest)
+            store = SampleStore(self.location, remote=self._remote, manifest=self.manifest, surveys=False)
         except UserError as error:
             yield DatasetProblem(str(self.location), None, str(error))
             return
@@ -126,6 +126,7 @@ class Verification:
         """Yield what is wrong with a local tar as a whole. A remote one was compared with its hash when it came."""
         if index.is_remote:
             return
+        index.check_size(number)
         path = index.tar_path(number)
         data = map_file(path)
         if (due := index.sha256(number)) is not None and hashlib.sha256(data).hexdigest() != due:

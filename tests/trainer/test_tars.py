@@ -195,7 +195,9 @@ def test_tars_with_an_overlay_are_cut_out_of_squares_and_probed_for_both_labels(
     page = tmp_path / "report.html"
     reported = call(report.main, run_dir.path, "--out", page, monkeypatch=monkeypatch, capsys=capsys)
     assert reported.status == 0, reported.stderr
-    assert "<html" in page.read_text()
+    titles = {label.title for label in load_manifest(Path(config.data.test_dir)).labels.values()}
+    assert len(titles) == 2
+    assert all(f'class="group">{title}' in page.read_text() for title in titles)
 
 
 def test_only_expert_views_of_tars_are_cropped_out_of_the_original(tars: Path, tmp_path: Path) -> None:

@@ -577,11 +577,18 @@ for num_samples in (2_000, 2_001, 12_000):
 
 @pytest.mark.process
 def test_memory_does_not_grow_with_the_samples(tmp_path: Path) -> None:
-    """Labels, order and index are about 50 bytes a sample, and twice that for a moment; a sample itself is 2,000."""
-    command = [sys.executable, "-c", MEMORY_OF_BUILDS, str(tmp_path)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    _, few, many = map(int, done.stdout.split())
-    assert many - few < 200 * 10_000
+    """Labels and order are 16 bytes a sample, sorting them takes three times that for a moment; a sample is 2,000.
+
+    Other tests that run now may move a peak of memory by a megabyte, so a second try decides.
+    """
+    command = [sys.executable, "-c", MEMORY_OF_BUILDS]
+
+    def growth(directory: Path) -> int:
+        done = subprocess.run([*command, str(directory)], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+        _, few, many = map(int, done.stdout.split())
+        return many - few
+
+    assert any(growth(tmp_path / name) < 80 * 10_000 for name in ("first", "second"))
 
 
 @pytest.mark.slow

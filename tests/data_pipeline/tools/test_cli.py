@@ -84,8 +84,12 @@ def test_build_verify_and_preview(
     shard = tmp_path / "built" / "shard-00001.tar"
     shard.unlink()
     status, out, err = run(capsys, monkeypatch, "verify", built)
-    assert status == 1
-    assert any("shard-00001.tar" in line and "not there" in line for line in out), (out, err)
+    assert (status, len(out)) == (1, 2)
+    assert out[0].startswith(f"shard-00001.tar: {shard} is in the index {built}, but it is not there; ")
+    assert err[-1].startswith(
+        "to mend it, copy the files that are named above again from a whole copy, or build it again"
+    )
+    assert out[-1].startswith(f"{built} has 1 problem: 20 of 40 samples sound in 2 shards; ")
 
 
 @pytest.mark.parametrize(
