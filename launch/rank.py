@@ -54,7 +54,7 @@ def train_on(
 def print_plan(config: RunConfig, *, world_size: int, device_gigabytes: float | None) -> None:
     """Print the plan of a run, and the settings that DeepSpeed would get. Sizes of the data count if they are there."""
     try:
-        manifest = read_manifests(config.data, makes_index=False).train
+        manifest = read_manifests(config.data).train
     except UserError as error:
         print(f"the sizes of the data are not known: {error}", file=sys.stderr)
         manifest = None

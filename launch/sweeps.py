@@ -50,7 +50,7 @@ def refuse_replaced_data(home: Path, runs: Sequence[PlannedRun], *, accepted_dat
     now: dict[tuple[str, ...], DataIdentity] = {}
     for data in {planned.config.data.locations: planned.config.data for planned in runs}.values():
         with contextlib.suppress(UserError):
-            now[data.locations] = read_manifests(data, makes_index=False).identity
+            now[data.locations] = read_manifests(data).identity
     for run_dir in map(RunDir, runs_of([home])):
         trained_on = identity_in_provenance(run_dir)
         if trained_on is None or not run_dir.config.is_file():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,6 @@ import torch
 from pydantic import model_validator
 
 from data_pipeline.audio.log_mel import MelConfig, mel_config
-from data_pipeline.building.index_tars import check_index, ensure_index
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.random_crop import CropLaw
 from data_pipeline.core.schema import Count, Line, Name
@@ -24,7 +22,7 @@ from data_pipeline.loading.shared_memory import NodeShare, shared_memory_identit
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.remote.cache import fetch_manifest, is_remote
 from data_pipeline.storage.index import has_remote_tars
-from data_pipeline.storage.locations import MANIFEST_NAME, dataset_directory, names_tars
+from data_pipeline.storage.locations import dataset_directory
 from data_pipeline.storage.manifest import Manifest, load_manifest
 from data_pipeline.storage.store import SampleStore
 from trainer.checkpoint.run_state import DataIdentity
@@ -173,44 +171,17 @@ class Manifests:
         return self.train.sources[self.train.probed] if isinstance(self.train, MixtureManifest) else self.train
 
 
-def read_manifests(data: DataConfig, *, makes_index: bool = True) -> Manifests:
-    """Return the manifests of all datasets. Tars that were not indexed are indexed first, if `makes_index`.
-
-    Raises `UserError` if a manifest is missing, or if tars are not indexed and may not be.
-    """
-    train = read_train_manifest(data, makes_index=makes_index)
-    if makes_index:
-        ensure_index(data.test_dir, classes_of=data.probed_dir, show_progress=True)
-    else:
-        _refuse_unindexed(data.test_dir, classes_of=data.probed_dir)
-    return Manifests(train, _read_manifest(data.test_dir, data))
+def read_manifests(data: DataConfig) -> Manifests:
+    """Return the manifests of all datasets. Raises `UserError` if one is missing."""
+    return Manifests(read_train_manifest(data), _read_manifest(data.test_dir, data))
 
 
-def read_train_manifest(data: DataConfig, *, makes_index: bool = True) -> TrainManifest:
+def read_train_manifest(data: DataConfig) -> TrainManifest:
     """Return the manifest of the train set, or of the sources of a mixture, as `read_manifests` does."""
-    manifests: dict[str, Manifest] = {}
-    for name, location in data.train_locations.items():
-        if makes_index:
-            ensure_index(location, show_progress=True)
-        else:
-            _refuse_unindexed(location)
-        manifests[name] = _read_manifest(location, data)
+    manifests = {name: _read_manifest(location, data) for name, location in data.train_locations.items()}
     if data.mixture is None:
         return manifests[data.probed_name]
-    weights = weights_of(data.mixture)
-    return MixtureManifest.of(manifests, weights, probed=data.probed_name)
-
-
-def _refuse_unindexed(location: str, *, classes_of: str | None = None) -> None:
-    """Raise `UserError`, with the command that makes the index, if a location names tars that have none of theirs."""
-    if is_remote(location) or not names_tars(location):
-        return
-    if (dataset_directory(location) / MANIFEST_NAME).is_file():
-        check_index(location)
-        return
-    words = [location] if classes_of is None else [location, "--classes-of", classes_of]
-    command = f"python -m data_pipeline index {shlex.join(words)}"
-    raise UserError(f"the tars of {location} are not indexed yet; run `{command}`")
+    return MixtureManifest.of(manifests, weights_of(data.mixture), probed=data.probed_name)
 
 
 def _read_manifest(location: str, data: DataConfig) -> Manifest:

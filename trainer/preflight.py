@@ -60,7 +60,7 @@ def check_data(config: RunConfig) -> Manifests:
 
     Raises `UserError` if a dataset is missing, or if tars are not indexed yet.
     """
-    manifests = read_manifests(config.data, makes_index=False)
+    manifests = read_manifests(config.data)
     check_manifests(config, manifests)
     return manifests
 

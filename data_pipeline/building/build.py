@@ -442,11 +442,7 @@ def _whole_or_nothing(directory: Path, plan: BuildPlan) -> Iterator[None]:
     a finished tar. Raises `UserError` if another build is writing there.
     """
     unfinished = plan.directory
-
-    def refuse() -> None:
-        raise UserError(f"another build is writing {unfinished}; wait for it or choose another --out")
-
-    with locked(unfinished, when_held=refuse):
+    with locked(unfinished):
         if not (unfinished / PARTS_NAME).exists() and any(path.name != LOCK_NAME for path in unfinished.iterdir()):
             raise UserError(f"{unfinished} is not from a build; move it, or choose another --out")
         if not begin_parts(unfinished, plan.arguments):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import logging
 import os
 import re
 import shutil
@@ -39,7 +38,6 @@ from data_pipeline.building.tar_scan import (
     read_part,
     scan_all,
 )
-from data_pipeline.core.environment import with_home
 from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.options import OVERLAY_OPTION, parse_words
 from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY, Medium
@@ -49,14 +47,7 @@ from data_pipeline.overlays.registry import kind_of, save_overlay
 from data_pipeline.remote.cache import is_remote
 from data_pipeline.sources import class_names_of
 from data_pipeline.storage.index import HASHES_NAME, NUMBERS_NAME, SAMPLES_NAME, TIMES_NAME, labels_name
-from data_pipeline.storage.locations import (
-    MANIFEST_NAME,
-    PARTS_NAME,
-    TARS_NAME,
-    index_directory,
-    list_difference,
-    names_tars,
-)
+from data_pipeline.storage.locations import MANIFEST_NAME, PARTS_NAME, TARS_NAME, index_directory
 from data_pipeline.storage.manifest import (
     MAX_CLASSES,
     OVERLAY_NAME,
@@ -70,18 +61,10 @@ from data_pipeline.storage.manifest import (
     load_manifest,
 )
 
-logger = logging.getLogger(__name__)
 _NUM_MEASURED: Final = 2_000  # pictures from which the mean and the deviation are computed
 _UNLABELLED: Final = "-1"  # in many datasets, the label of a sample without a class
-_MOST_TARS_UNASKED: Final = 1_000  # that are indexed when training begins
 
-
-@dataclass(frozen=True)
-class DrawnOverlay:
-    """An overlay to draw when pictures are read, as `open_picture_overlay` returns it, and the split of its digits."""
-
-    overlay: PixelOverlay
-    split: Literal["train", "test"]
+Split = Literal["train", "test"]
 
 
 @dataclass(frozen=True)
@@ -114,31 +97,24 @@ def make_index(
     fields: Fields,
     size: int = TAR_PICTURE_SIZE,
     classes_of: Path | None = None,
-    overlay: DrawnOverlay | None = None,
+    overlay: PixelOverlay | None = None,
+    split: Split = "train",
     num_workers: int = 1,
     show_progress: bool = False,
-    again: bool = True,
 ) -> tuple[Manifest, list[TarFacts]]:
     """Index the tars of a location into the directory `out`. Return its manifest, and the facts of each tar.
 
     Pictures are brought to `size` when they are read. `classes_of` is an index whose class numbers are used; for a test
-    set, the index of its train set. `overlay` is drawn on the pictures when they are read. Waits while another process
-    makes an index there; unless `again`, then takes that.
+    set, the index of its train set. `overlay` is drawn on the pictures when they are read, with digits of `split`.
 
-    Raises `UserError` if the location names no tars, no sample has a picture, a named label is in no sample, or a value
-    of a label is none of `classes_of`.
+    Raises `UserError` if the location names no tars, no sample has a picture, a named label is in no sample, a value of
+    a label is none of `classes_of`, or another process is making an index in `out`.
     """
     check_at_least(("--size", size, 1), ("--workers", num_workers, 1))
     paths = expand(location)
     settings = ScanInputs(fields=fields, size=size, num_measured=-(-_NUM_MEASURED // len(paths)), directory=out)
 
-    def say() -> None:
-        logger.warning("another process is making the index in %s; waiting for it", out)
-
-    with locked(out, when_held=say):
-        if not again and (out / MANIFEST_NAME).is_file():
-            return load_manifest(out), []
-        logger.info("indexing the tars of %s into %s", location, out)
+    with locked(out):
         begin_parts(out, repr((fields, size, settings.num_measured)))
         facts = scan_all(paths, settings, num_workers=num_workers, show_progress=show_progress)
         try:
@@ -147,15 +123,15 @@ def make_index(
         except UserError:
             shutil.rmtree(out / PARTS_NAME)  # the tars may be mended before the next try
             raise
-        drawn = {} if overlay is None else labels_of_overlay(overlay.overlay)
+        drawn = {} if overlay is None else labels_of_overlay(overlay)
         if both := sorted(labels.keys() & drawn.keys()):
             raise UserError(f"--label and the overlay both give the label {both[0]}; give yours another name")
         entry = _save_overlay(overlay, out)
         described = Described(
             how_made=HowMade(
                 dataset="tars" if entry is None else f"tars_{entry.kind}",
-                source=location if overlay is None else f"{location}{overlay.overlay.made_from}",
-                split="train" if overlay is None else overlay.split,
+                source=location if overlay is None else f"{location}{overlay.made_from}",
+                split=split,
             ),
             input_shape=(3, size, size),
             mean=mean,
@@ -286,13 +262,12 @@ class _SampleFiles:
         return tuple(self._counts[label].tolist())
 
 
-def _save_overlay(overlay: DrawnOverlay | None, out: Path) -> OverlayEntry | None:
+def _save_overlay(overlay: PixelOverlay | None, out: Path) -> OverlayEntry | None:
     """Write the partial file of an overlay, and return its entry."""
     if overlay is None:
         return None
-    drawn = overlay.overlay
-    save_overlay(drawn, partial_path(out, OVERLAY_NAME))
-    return OverlayEntry(kind=kind_of(drawn), drawn="online", layout=drawn.layout, options=dict(drawn.chosen))
+    save_overlay(overlay, partial_path(out, OVERLAY_NAME))
+    return OverlayEntry(kind=kind_of(overlay), drawn="online", layout=overlay.layout, options=dict(overlay.chosen))
 
 
 def _stored(path: str, out: Path) -> str:
@@ -364,64 +339,6 @@ def _classes(
             f"{location} has {len(words)} different labels, more than {MAX_CLASSES}; name another --label than {label}"
         )
     return class_names_of(words) if words else ()
-
-
-def ensure_index(location: str, *, classes_of: str | None = None, show_progress: bool = False) -> None:
-    """Index the tars of a location if it names tars and has no index yet. Does nothing for any other location.
-
-    An index that is there is checked by `check_index`. If another process makes it now, this one waits.
-
-    `classes_of` is the location of a train set, whose classes, fields and picture size a test set takes.
-
-    Raises `UserError` as `make_index` and `check_index` do, and if there are so many tars that the user should index
-    them first.
-    """
-    if is_remote(location) or not names_tars(location):
-        return
-    out = index_directory(location)
-    if (out / MANIFEST_NAME).is_file():
-        check_index(location)
-        return
-    if (num := len(expand(location))) > _MOST_TARS_UNASKED:
-        raise UserError(
-            f"{location} names {num} tars without an index; run `python -m data_pipeline index {location}` once, "
-            "before training"
-        )
-    named = None if classes_of is None or is_remote(classes_of) else Path(classes_of)
-    train = None if named is None else load_manifest(named)
-    if train is not None and (entry := train.overlay) is not None:
-        raise UserError(
-            f"{location} has no index, and {classes_of} has the overlay {entry.kind}; run `python -m data_pipeline "
-            f"index {location} --overlay {entry.kind} --split test --classes-of {classes_of}`, with the "
-            "--overlay-layout and --digits of the train set"
-        )
-    fields, size = index_options(train)
-    manifest, facts = make_index(
-        location, out, fields=fields, size=size, classes_of=named, show_progress=show_progress, again=False
-    )
-    for line in describe_index(manifest, facts) if facts else ():  # none if another process has made the index
-        logger.info("%s", line)
-
-
-def check_index(location: str) -> None:
-    """Raise `UserError` if the index of a location is of other tars.
-
-    Tars that are new in a directory are a warning only, so that a run goes on while they are written.
-    """
-    index = index_directory(location)
-    if (difference := list_difference(index, location)) is None:
-        return
-    if difference.has_only_new and with_home(location).is_dir():
-        logger.warning(
-            "%s; those of the index are read. To read all, run `python -m data_pipeline index` again with the same "
-            "options",
-            difference.words,
-        )
-        return
-    raise UserError(
-        f"{difference.words}; run `python -m data_pipeline index {location}` again with the same options, or name "
-        f"{index} in place of {location} to keep the tars of the index"
-    )
 
 
 def index_options(manifest: Manifest | None) -> tuple[Fields, int]:
@@ -499,7 +416,7 @@ def parse_labels(words: Sequence[str]) -> dict[str, str] | None:
     return labels or None
 
 
-def overlay_to_draw(args: argparse.Namespace, *, size: int) -> DrawnOverlay | None:
+def overlay_to_draw(args: argparse.Namespace, *, size: int) -> PixelOverlay | None:
     """Open the overlay that a command line asks for; None if it asks for none.
 
     Raises `UserError` as `open_picture_overlay` does, and if options of an overlay are given without one.
@@ -524,7 +441,7 @@ def overlay_to_draw(args: argparse.Namespace, *, size: int) -> DrawnOverlay | No
             f"the overlay {args.overlay} makes pictures of {changed} out of {shape}, and an index of tars does not "
             "measure these; build the dataset"
         )
-    return DrawnOverlay(overlay, args.split)
+    return overlay
 
 
 def run(args: argparse.Namespace) -> None:
@@ -547,6 +464,7 @@ def run(args: argparse.Namespace) -> None:
         size=size,
         classes_of=args.classes_of,
         overlay=overlay_to_draw(args, size=size),
+        split=args.split,
         num_workers=args.workers,
         show_progress=True,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -15,11 +15,11 @@ LOCK_NAME: Final = ".lock"
 
 
 @contextmanager
-def locked(directory: Path, *, when_held: Callable[[], None]) -> Iterator[None]:
+def locked(directory: Path) -> Iterator[None]:
     """Make a directory, and keep it locked while the block runs; the lock is free again when the process ends.
 
-    If another process holds the lock, calls `when_held`, which may raise, and then waits. Locks nothing on a file
-    system without locks. Raises `UserError` if the directory cannot be written.
+    Locks nothing on a file system without locks. Raises `UserError` if the directory cannot be written, or if another
+    process holds the lock.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -31,8 +31,9 @@ def locked(directory: Path, *, when_held: Callable[[], None]) -> Iterator[None]:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                when_held()
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                raise UserError(
+                    f"another process is writing {directory}; wait for it, or choose another --out"
+                ) from None
         yield
     finally:
         os.close(descriptor)

@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 from pydantic import NonNegativeInt
 
 from data_pipeline.building.pool import run_all
-from data_pipeline.core.environment import with_home
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.randomness import generator
@@ -39,7 +38,7 @@ from data_pipeline.loading.picture_decode import decode_square
 from data_pipeline.remote.cache import RemoteConfig, file_url, is_remote
 from data_pipeline.remote.fetch import Expected, Limits, fetch
 from data_pipeline.storage.index import MAX_MEMBER_BYTES, map_file, pack
-from data_pipeline.storage.locations import HEAD_BYTES, PARTS_NAME, compressed_tars_in, compression_error, listed_tars
+from data_pipeline.storage.locations import PARTS_NAME, listed_tars
 from data_pipeline.storage.manifest import Fields
 from data_pipeline.storage.tar_headers import (
     TarEnd,
@@ -137,18 +136,12 @@ def expand(location: str) -> list[str]:
             raise UserError(f"{location} names {file} {num} times; name each tar once")
     if is_remote(location):
         return paths
-    if (path := with_home(location)).is_dir() and (left_out := compressed_tars_in(path)):
-        logger.warning("%s also holds %d compressed tars, such as %s, which are left out", path, *_first(left_out))
     for name in paths:
         if not name.isprintable():
             raise UserError(f"the name {name!r} cannot stand in an index; rename the file")
         if not Path(name).is_file():
             raise UserError(f"{name}, which {location} names, does not exist; mend the location")
     return paths
-
-
-def _first(paths: Sequence[Path]) -> tuple[int, str]:
-    return len(paths), paths[0].name
 
 
 def _expand_remote(location: str) -> list[str]:
@@ -169,13 +162,13 @@ def _expand_remote(location: str) -> list[str]:
 def scan_tar(inputs: ScanInputs, task: TarTask, *, made: Made | None = None) -> TarFacts:
     """Scan one tar and write what is known of it. A worker process calls this.
 
-    Raises `UserError` if the tar is compressed.
+    Raises `UserError` if the file is no tar.
     """
     with _local(inputs, task) as path:
         status, data = path.stat(), map_file(path)
         contents = read_contents(data)
-        if contents.end == 0 and (error := compression_error(task.path, bytes(data[:HEAD_BYTES]))) is not None:
-            raise error
+        if contents.end == 0 and any(data[:1]):
+            raise UserError(f"{task.path} is not a plain tar; unpack it if it is compressed, or leave it out")
         is_hashed = made is not None or is_remote(task.path)
         labels = {name: _LabelReader(inputs.fields, name) for name in inputs.label_names}
         fields: Counter[str] = Counter()
@@ -267,8 +260,6 @@ def _local(inputs: ScanInputs, task: TarTask) -> Iterator[Path]:
         data = map_file(path)
         contents = read_contents(data)
         if not (contents.members and tar_end(data, end=contents.end).is_whole):
-            if (error := compression_error(task.path, bytes(data[:HEAD_BYTES]))) is not None:
-                raise error
             raise UserError(f"{task.path}: the answer of {len(data)} bytes is not a whole tar; check the location")
         yield path
 

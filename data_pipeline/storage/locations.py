@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -23,15 +21,6 @@ TARS_NAME: Final = "tars.txt"  # of an index: the path or URL of each tar, a lin
 PICTURE_FIELDS: Final = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "image.png", "image.jpg")
 _LISTS: Final = (".txt", ".list")  # endings of a file that names tars
 _MAX_WORDS: Final = 100  # letters of a location's name in that of its index
-_ENDINGS: Final = frozenset({".tar", ".tgz", ".tbz2", ".txz"})
-_COMPRESSED: Final = re.compile(r"(.+)(\.tar\.(gz|bz2|xz|zst)|\.tgz|\.tbz2|\.txz)", flags=re.IGNORECASE)
-_COMPRESSIONS: Final = {  # patterns of the first bytes
-    rb"\x1f\x8b": ("gzip", "gunzip"),
-    rb"BZh[1-9]1AY&SY": ("bzip2", "bunzip2"),
-    rb"\xfd7zXZ\x00": ("xz", "unxz"),
-    rb"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
-}
-HEAD_BYTES: Final = 16  # that show how a file is compressed
 
 
 def dataset_directory(location: str | Path) -> Path:
@@ -97,15 +86,13 @@ def listed_tars(location: str | Path) -> list[str]:
 
 
 def is_tars(name: str) -> bool:
-    """Return whether a file name is that of a tar, compressed or not, or a pattern of tars.
+    """Return whether a file name is that of a tar, or a pattern of tars.
 
     Examples:
         >>> is_tars("train-{0000..0009}.tar"), is_tars("X.TAR"), is_tars("photos"), is_tars(".tar_index")
         (True, True, False, False)
-        >>> is_tars("photos.tgz")  # reading it says how to unpack it
-        True
     """
-    return not _ENDINGS.isdisjoint(Path(name.lower()).suffixes)
+    return ".tar" in Path(name.lower()).suffixes
 
 
 def tars_in(directory: Path) -> Iterator[Path]:
@@ -116,91 +103,12 @@ def tars_in(directory: Path) -> Iterator[Path]:
     return (path for path in directory.iterdir() if path.suffix.lower() == ".tar" and not path.name.startswith("."))
 
 
-def compressed_tars_in(directory: Path) -> list[Path]:
-    """Return the compressed tars in a directory, sorted. Skips those that were unpacked there, and hidden files."""
-    unpacked = {path.name.lower() for path in tars_in(directory)}
-    found = ((path, _COMPRESSED.fullmatch(path.name)) for path in sorted(directory.iterdir()))
-    return [
-        path
-        for path, match in found
-        if match is not None and not path.name.startswith(".") and f"{match[1].lower()}.tar" not in unpacked
-    ]
-
-
-def compression(head: bytes) -> tuple[str, str] | None:
-    """Return how a file that begins with `head` is compressed, and the command that unpacks it; None if it is not.
-
-    Examples:
-        >>> compression(bytes.fromhex("1f8b0800")), compression(b"a/0.png")
-        (('gzip', 'gunzip'), None)
-    """
-    return next((names for start, names in _COMPRESSIONS.items() if re.match(start, head, flags=re.DOTALL)), None)
-
-
-def compression_error(path: str | Path, head: bytes) -> UserError | None:
-    """Return the error of a file that begins with `head` if it is compressed; None if it is not."""
-    if (found := compression(head)) is None:
-        return None
-    kind, command = found
-    return UserError(
-        f"{path} is compressed by {kind}; unpack it first, `{command} < {shlex.quote(str(path))} > NEW.tar`"
-    )
-
-
 def _text(path: Path) -> str:
-    """Return the content of a text file. Raises `UserError` if it is compressed, or is no text."""
-    content = path.read_bytes()
-    if (wrong := compression_error(path, content[:HEAD_BYTES])) is not None:
-        raise wrong
+    """Return the content of a text file. Raises `UserError` if it is no text."""
     try:
-        return content.decode("utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise UserError(
             f"{path} is neither a tar, whose name ends in .tar, nor a text file in UTF-8 that names tars; name one of "
             "these"
         ) from None
-
-
-@dataclass(frozen=True)
-class ListDifference:
-    """A difference between the tars of a location and of its index, and whether the location only has more of them."""
-
-    words: str
-    has_only_new: bool
-
-
-def list_difference(index: Path, location: str | Path) -> ListDifference | None:
-    """Compare the tars of a local location with the tars of an index. Return None if both are the same.
-
-    None if the index has no list: reading the index then says what is wrong with it. Raises the errors of
-    `listed_tars`.
-    """
-    try:
-        lines = (index / TARS_NAME).read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
-        return None
-    listed, indexed = listed_tars(location), [str(index.absolute() / line) for line in lines]
-    if listed == indexed:
-        return None
-    now, before = dict(zip(_keys(listed), listed, strict=True)), dict(zip(_keys(indexed), indexed, strict=True))
-    if list(now) == list(before):
-        return None
-    new, gone = [key for key in now if key not in before], [key for key in before if key not in now]
-    first = [f"{now[key]} is new" for key in new[:1]] + [f"{before[key]} is gone" for key in gone[:1]]
-    said = " and ".join(first) or "they are in another order"
-    words = f"{location} names {len(listed)} tars, and its index has {len(indexed)} ({said})"
-    return ListDifference(words, has_only_new=bool(new) and not gone)
-
-
-def _keys(paths: Sequence[str]) -> Iterator[tuple[object, str]]:
-    """Yield the directory and the name of each path. A directory has one key, even if links lead to it."""
-    known: dict[str, object] = {}
-    for path in paths:
-        directory, name = os.path.split(path)
-        if directory not in known:
-            try:
-                status = Path(directory).stat()
-                known[directory] = (status.st_dev, status.st_ino)
-            except OSError:
-                known[directory] = directory
-        yield known[directory], name

@@ -211,7 +211,7 @@ def is_probed(run_dir: RunDir, options: ProbeOptions) -> bool:
     try:
         own = read_run_config(run_dir)
         identity = run_identity(own, run_dir.read_provenance())
-        manifests = read_manifests(own.data, makes_index=False)
+        manifests = read_manifests(own.data)
         data = manifests.probed, manifests.test
         spaces = readable_labels(*data, wanted=options.labels or own.probe.labels)
         hashes, code = tuple(each.sha256 for each in data), hashes_of_code(own, data)

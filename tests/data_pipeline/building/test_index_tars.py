@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import logging
-import re
 import shutil
-import subprocess
-import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.__main__ import main
-from data_pipeline.building.index_tars import ensure_index, make_index
+from data_pipeline.building.index_tars import make_index
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.loading.decode import decode
 from data_pipeline.loading.stream import ReadConfig, Stream
-from data_pipeline.storage.locations import INDEX_NAME, dataset_directory
+from data_pipeline.storage.locations import INDEX_NAME, dataset_directory, index_directory
 from data_pipeline.storage.manifest import Fields, load_manifest
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.tar_headers import read_contents
 from tests.commands import call
-from tests.nursery import PythonProcess
-from tests.processes import kill_tree
-from tests.tars import by_tarfile, by_webdataset, indexed, number_of, numbers_in, picture, simple, write_folder
+from tests.tars import by_tarfile, by_webdataset, indexed, number_of, numbers_in, picture, simple
 
 
 def test_fields_that_no_sample_has_are_refused_with_those_that_there_are(tmp_path: Path) -> None:
@@ -41,28 +33,6 @@ def test_fields_that_no_sample_has_are_refused_with_those_that_there_are(tmp_pat
     with pytest.raises(UserError, match=r"no sample of .* has a label under species; its fields are .*cls"):
         make_index(str(tmp_path), tmp_path / "index", fields=Fields(labels={"base": "species"}))
     assert not (tmp_path / "index" / "manifest.json").exists()
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["index", "tars", "--size", "0"],
-        ["index", "tars", "--workers", "0"],
-        ["build", "folder", "--keep", "--root", "photos", "--out", "out", "--samples-per-shard", "0"],
-        ["build", "folder", "--keep", "--root", "photos", "--out", "out", "--limit", "0"],
-        ["build", "folder", "--keep", "--root", "photos", "--out", "out", "--image-size", "-1"],
-    ],
-)
-def test_numbers_out_of_range_are_refused_before_anything_is_read(
-    tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    simple(tmp_path / "tars", [2])
-    write_folder(tmp_path / "photos")
-    monkeypatch.chdir(tmp_path)
-    done = call(main, *arguments, monkeypatch=monkeypatch, capsys=capsys)
-    assert done.status == 2
-    assert f"{arguments[-2]} must be at least 1, got {arguments[-1]}" in done.stderr
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_test_set_takes_the_classes_of_its_train_set(tmp_path: Path) -> None:
@@ -81,41 +51,25 @@ def test_a_test_set_takes_the_classes_of_its_train_set(tmp_path: Path) -> None:
         indexed(tmp_path / "other", tmp_path / "o", classes_of=tmp_path / "train")
 
 
-@pytest.fixture
-def two_pictures(tmp_path: Path) -> Path:
-    """Two sets whose samples have two pictures and two labels. The train set has an index of the second ones."""
+def test_the_command_takes_what_is_left_out_from_the_train_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both sets have samples with two pictures and two labels; the train set has an index of the second ones."""
     for name in ("train", "test"):
         members = [("a.png", picture(1)), ("a.seg.png", picture(9)), ("a.cls", b"7"), ("a.json", b'{"coarse": "owl"}')]
         (tmp_path / name).mkdir()
         by_tarfile(tmp_path / name / "x.tar", members)
     fields = Fields(content=("seg.png",), labels={"base": "json:coarse"})
-    make_index(str(tmp_path / "train"), tmp_path / "train" / INDEX_NAME, fields=fields, size=16)
-    return tmp_path
-
-
-def assert_alike(root: Path) -> None:
-    train, test = (load_manifest(root / name) for name in ("train", "test"))
-    assert test.tars.fields == train.tars.fields == Fields(content=("seg.png",), labels={"base": "json:coarse"})
-    assert test.labels == train.labels
-    assert test.input_shape == train.input_shape == (3, 16, 16)
-    assert numbers_in(SampleStore(root / "test")) == [9]
-
-
-def test_training_indexes_a_test_set_with_the_fields_and_the_size_of_its_train_set(two_pictures: Path) -> None:
-    ensure_index(str(two_pictures / "test"), classes_of=str(two_pictures / "train"))
-    assert_alike(two_pictures)
-
-
-def test_the_command_takes_what_is_left_out_from_the_train_set(
-    two_pictures: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["index", str(two_pictures / "test"), "--classes-of", str(two_pictures / "train"), "--workers", "1"]
+    train = indexed(tmp_path / "train", tmp_path / "train" / INDEX_NAME, fields=fields, size=16).manifest
+    words = ["index", str(tmp_path / "test"), "--classes-of", str(tmp_path / "train"), "--workers", "1"]
     done = call(main, *words, monkeypatch=monkeypatch, capsys=capsys)
     assert done.status == 0, done.stderr
-    assert_alike(two_pictures)
+    test = load_manifest(tmp_path / "test")
+    assert (test.tars.fields, test.labels, test.input_shape) == (fields, train.labels, (3, 16, 16))
+    assert numbers_in(SampleStore(tmp_path / "test")) == [9]
     done = call(main, *words, "--image", "png", "--size", "24", monkeypatch=monkeypatch, capsys=capsys)
     assert done.status == 0, done.stderr
-    test = load_manifest(two_pictures / "test")
+    test = load_manifest(tmp_path / "test")
     assert test.tars.fields == Fields(content=("png",), labels={"base": "json:coarse"})
     assert test.input_shape == (3, 24, 24)
 
@@ -230,8 +184,13 @@ def test_an_index_whose_replacement_was_interrupted_is_made_again_and_not_read(
     assert decode(store, np.arange(4)).labels["base"].tolist() == [0, 1, 0, 1]
 
 
-def test_tars_that_cannot_be_written_beside_are_indexed_elsewhere(tmp_path: Path) -> None:
+def test_an_index_that_cannot_be_written_or_is_being_written_is_refused(tmp_path: Path) -> None:
     simple(tmp_path / "tars", [3])
+    (tmp_path / "busy").mkdir()
+    with (tmp_path / "busy" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another process is writing"):
+            make_index(str(tmp_path / "tars"), tmp_path / "busy", fields=Fields())
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="choose another --out"):
         make_index(str(tmp_path / "tars"), tmp_path / "file" / "index", fields=Fields())
@@ -252,111 +211,13 @@ def test_any_places_in_an_index_are_read_or_named_bad(tmp_path_factory: pytest.T
     shutil.rmtree(directory)
 
 
-def test_training_indexes_what_was_not_indexed_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    simple(tmp_path / "train", [5])
-    simple(tmp_path / "test", [2])
-    ensure_index(str(tmp_path / "train"))
-    ensure_index(str(tmp_path / "test"), classes_of=str(tmp_path / "train"))
-    assert "indexing the tars of" in caplog.text
-    assert "5 samples in 1 tars" in caplog.text
-    assert load_manifest(tmp_path / "test").labels["base"].classes == ("0", "1", "2")
-    caplog.clear()
-    ensure_index(str(tmp_path / "train"))
-    assert not caplog.text
-    assert dataset_directory(tmp_path / "train") == tmp_path / "train" / INDEX_NAME
-
-
-ENSURE = "import logging, sys; logging.basicConfig(level=logging.INFO); " + (
-    "from data_pipeline.building.index_tars import ensure_index; ensure_index(sys.argv[1])"
-)
-
-
-@pytest.mark.process
-def test_of_processes_that_start_together_one_indexes_and_the_others_wait(tmp_path: Path) -> None:
-    tars = simple(tmp_path / "tars", [2] * 8)
-    (tars / INDEX_NAME).mkdir()
-    processes: list[PythonProcess[str]] = []
-    with ExitStack() as exits:
-        with (tars / INDEX_NAME / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            for _ in range(3):
-                words = [sys.executable, "-c", ENSURE, str(tars)]
-                process = PythonProcess(words, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3])
-                processes.append(exits.enter_context(process))
-                exits.callback(kill_tree, process)
-            for process in processes:
-                assert process.stderr is not None
-                assert "is making the index in" in process.stderr.readline()
-            assert not (tars / INDEX_NAME / "manifest.json").exists()
-        said = [process.communicate(timeout=60)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0]
-    assert sum("indexing the tars of" in each for each in said) == 1
-    assert numbers_in(SampleStore(tars)) == list(range(16))
-
-
-@pytest.mark.parametrize("error", [errno.ENOLCK, errno.EBADF])
-def test_tars_on_a_file_system_without_locks_are_indexed(
-    tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_locks(descriptor: int, operation: int) -> None:
-        raise OSError(error, "No locks available")
-
-    monkeypatch.setattr("data_pipeline.building.locks.fcntl.flock", no_locks)
-    ensure_index(str(simple(tmp_path, [2])))
-    assert numbers_in(SampleStore(tmp_path)) == [0, 1]
-
-
-def test_new_tars_of_a_directory_are_warned_of_and_other_differences_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    simple(tmp_path / "train", [2, 2])
-    index = tmp_path / "train" / INDEX_NAME
-    fields = Fields(labels={"base": "cls"})
-    make_index(str(tmp_path / "train"), index, fields=fields, size=16)
-    shutil.copy(tmp_path / "train" / "train-0001.tar", tmp_path / "train" / "train-0002.tar")
-    ensure_index(str(tmp_path / "train"))
-    assert re.search(r"names 3 tars, and its index has 2 \(\S+/train-0002.tar is new\)", caplog.text)
-    assert "those of the index are read" in caplog.text
-    (tmp_path / "train" / "train-0000.tar").unlink()
-    new_and_gone = r"\(\S+/train-0002.tar is new and \S+/train-0000.tar is gone\)"
-    with pytest.raises(UserError, match=new_and_gone) as refused:
-        ensure_index(str(tmp_path / "train"), classes_of=str(tmp_path / "other"))
-    assert f"or name {index} in place of" in str(refused.value)
-    ensure_index(str(index))
-
-
-def test_an_edited_list_of_tars_is_noticed(tmp_path: Path) -> None:
-    simple(tmp_path, [1, 1, 1])
-    location = tmp_path / "some_list.txt"
-    location.write_text("train-0000.tar\ntrain-0001.tar\n")
-    ensure_index(str(location))
-    location.write_text("# a comment changes nothing\ntrain-0000.tar\n\ntrain-0001.tar\n")
-    ensure_index(str(location))
-    for content, said in (
-        ("train-0000.tar\n", r"names 1 tars, and its index has 2 \(\S+/train-0001.tar is gone\)"),
-        ("train-0001.tar\ntrain-0000.tar\n", r"\(they are in another order\)"),
-    ):
-        location.write_text(content)
-        with pytest.raises(UserError, match=said):
-            ensure_index(str(location))
-
-
-def test_the_same_tars_by_another_path_have_the_same_index(tmp_path: Path) -> None:
-    simple(tmp_path / "train", [2, 2])
-    (tmp_path / "link").symlink_to(tmp_path / "train")
-    ensure_index(str(tmp_path / "train"))
-    ensure_index(str(tmp_path / "link"))
-    ensure_index(f"{tmp_path}/train/../train")
-
-
 def test_locations_of_similar_names_have_indexes_of_their_own(tmp_path: Path) -> None:
     simple(tmp_path, [1] * 4)
     for name in ("鳥.tar", "犬.tar", "a-b.tar", "a_b.tar"):
         shutil.copy(tmp_path / "train-0000.tar", tmp_path / name)
     names = ["train-{0000..0003}.tar", "train-{0000,0003}.tar", "鳥.tar", "犬.tar", "a-b.tar", "a_b.tar"]
     for name in names:
-        ensure_index(str(tmp_path / name))
+        indexed(tmp_path / name, index_directory(tmp_path / name))
     assert [load_manifest(tmp_path / name).num_shards for name in names] == [4, 2, 1, 1, 1, 1]
     assert len({dataset_directory(tmp_path / name) for name in names}) == len(names)
 

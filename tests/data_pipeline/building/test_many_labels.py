@@ -18,7 +18,7 @@ from torch import Tensor
 
 from data_pipeline.__main__ import main
 from data_pipeline.building.build import build_dataset, describe_manifest
-from data_pipeline.building.index_tars import ensure_index, make_index, parse_labels
+from data_pipeline.building.index_tars import make_index, parse_labels
 from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_OBJECT, NO_LABEL
@@ -223,45 +223,11 @@ def test_pictures_in_neither_split_are_counted_by_what_the_table_says(
     assert caplog.messages == [said, said]
 
 
-def test_pictures_outside_of_the_folders_of_the_splits_are_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name in ("train/a.png", "val/b.png", "c.png"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(png(0))
-    table = write_table(
-        tmp_path / "labels.csv", ["file", "sex"], [["train/a.png", "f"], ["val/b.png", "f"], ["c.png", "m"]]
-    )
-    assert len(PictureTable(tmp_path, table, split="train").labels) == 1
-    assert caplog.messages == [
-        f'{table}: left out 2 pictures that are neither in train nor in test: 1 in "val", 1 in "."'
-    ]
-    (tmp_path / "val").rename(tmp_path / "Test")
-    write_table(table, ["file", "sex"], [["train/a.png", "f"], ["Test/b.png", "f"]])
-    with pytest.raises(UserError, match=r'puts Test/b\.png into the split "Test"; rename that folder to test'):
-        PictureTable(tmp_path, table, split="train")
-
-
-def test_a_wrong_line_of_a_table_is_named_as_an_editor_counts_it(tmp_path: Path) -> None:
-    (tmp_path / "labels.csv").write_text('file,sex,split\n\na.png,"f\n",train\nb.png,m\n')
-    with pytest.raises(UserError, match=r"line 5 of .* has 2 cells, but its header has 3"):
-        PictureTable(tmp_path, tmp_path / "labels.csv", split="train")
-
-
 @pytest.mark.parametrize("separator", [";", "\t"])
 def test_a_table_with_other_separators_is_told(tmp_path: Path, separator: str) -> None:
     (tmp_path / "labels.csv").write_text("file,sex\na.png,f\n".replace(",", separator))
     with pytest.raises(UserError, match=r"separates its cells by other characters than commas; save it with commas"):
         PictureTable(tmp_path, tmp_path / "labels.csv", split="train")
-
-
-def test_a_picture_of_another_size_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(png(0))
-    (tmp_path / "b.png").write_bytes(png(1, size=40))
-    rows = [["a.png", "f", "train"], ["b.png", "m", "train"]]
-    source = PictureTable(tmp_path, write_table(tmp_path / "labels.csv", ["file", "sex", "split"], rows), split="train")
-    with pytest.raises(UserError, match=r"b\.png is 40x40 pixels but .*a\.png is 32x32; .*--image-size"):
-        source[1]
 
 
 def test_a_picture_twice_or_without_a_base_label_and_a_missing_table_are_told(tmp_path: Path) -> None:
@@ -373,7 +339,8 @@ def test_a_test_set_takes_every_label_of_its_train_set(tmp_path: Path) -> None:
     write_tar(tmp_path / "train" / "a.tar", BIRDS)
     write_tar(tmp_path / "test" / "a.tar", [BIRDS[1], {"cls": b"wren", "json": attributes(colour="brown", ring=0)}])
     make_index(str(tmp_path / "train"), tmp_path / "train" / INDEX_NAME, fields=Fields(labels=WANTED), size=32)
-    ensure_index(str(tmp_path / "test"), classes_of=str(tmp_path / "train"))
+    options = {"fields": Fields(labels=WANTED), "size": 32, "classes_of": tmp_path / "train"}
+    make_index(str(tmp_path / "test"), tmp_path / "test" / INDEX_NAME, **options)  # type: ignore[arg-type]
     train, test = load_manifest(tmp_path / "train"), load_manifest(tmp_path / "test")
     assert {name: label.classes for name, label in train.labels.items()} == {
         name: label.classes for name, label in test.labels.items()
@@ -381,7 +348,7 @@ def test_a_test_set_takes_every_label_of_its_train_set(tmp_path: Path) -> None:
     assert test.labels["colour"].counts == (1, 1)
     write_tar(tmp_path / "other" / "a.tar", [{"cls": b"owl", "json": attributes(colour="green", ring=0)}])
     with pytest.raises(UserError, match=r"has labels that .* lacks, such as green; index both with the same --label"):
-        ensure_index(str(tmp_path / "other"), classes_of=str(tmp_path / "train"))
+        make_index(str(tmp_path / "other"), tmp_path / "index", **options)  # type: ignore[arg-type]
 
 
 def test_a_path_into_json_may_hold_an_equals_sign() -> None:
@@ -408,12 +375,6 @@ def test_an_extension_may_have_capitals_and_a_dot_as_the_files_do(word: str) -> 
 def test_wrong_names_of_labels_are_told(words: list[str], said: str) -> None:
     with pytest.raises(UserError, match=said):
         parse_labels(words)
-
-
-def test_a_label_that_no_sample_has_is_told_with_the_fields_that_there_are(tmp_path: Path) -> None:
-    write_tar(tmp_path / "a.tar", BIRDS)
-    with pytest.raises(UserError, match=r"a label under json:attr.size \(a0003\.json, which is not JSON\)"):
-        make_index(str(tmp_path), tmp_path / "index", fields=Fields(labels={"size": "json:attr.size"}), size=32)
 
 
 # --- overlays

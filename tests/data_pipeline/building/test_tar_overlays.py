@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 
 from data_pipeline.__main__ import main
-from data_pipeline.building.index_tars import ensure_index
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.random_crop import CropLaw
 from data_pipeline.core.sample import Batch, Layout
@@ -112,16 +111,6 @@ def test_crops_are_refused_for_data_of_which_none_are_cut(photos: Path, tmp_path
             Stream(tmp_path / name, global_batch_size=8, seed=0, crops=CropLaw((0.1, 1), (1, 1), purpose=0))
 
 
-def test_the_classes_of_an_online_overlay_are_not_counted_as_stored_labels(
-    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["build", "folder_letters", "--root", str(photos), "--keep", "--image-size", "32", "--overlay", "online"]
-    main([*words, "--out", str(tmp_path / "kept")])
-    said = capsys.readouterr().out
-    assert "label_overlay, letter: 26 classes, A" in said
-    assert "overlay: letters, drawn anew at each reading" in said
-
-
 def test_an_index_that_is_made_again_without_its_overlay_draws_nothing(photos: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     main(["build", "folder", "--root", str(photos), "--keep", "--image-size", "32", "--out", str(kept)])
@@ -165,11 +154,3 @@ def test_what_cannot_be_drawn_is_one_sentence(photos: Path, tmp_path: Path) -> N
         with pytest.raises(UserError, match=said):
             index(tars, *options)
     assert not (tars / INDEX_NAME / "manifest.json").exists()
-
-
-def test_a_test_set_is_not_indexed_unasked_beside_a_train_set_with_an_overlay(photos: Path, tmp_path: Path) -> None:
-    main(["build", "folder", "--root", str(photos), "--keep", "--image-size", "32", "--out", str(tmp_path / "kept")])
-    train, test = (only_tars(tmp_path / "kept", tmp_path / name) for name in ("train", "test"))
-    index(train, "--label", "json:base", "--size", "32", "--overlay", "shapes")
-    with pytest.raises(UserError, match=r"has the overlay shapes; run .* --overlay shapes --split test --classes-of"):
-        ensure_index(str(test), classes_of=str(train))

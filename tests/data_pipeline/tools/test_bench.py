@@ -14,7 +14,7 @@ from PIL import Image
 from webdataset import TarWriter
 
 from data_pipeline.__main__ import main
-from data_pipeline.building.index_tars import DrawnOverlay, make_index
+from data_pipeline.building.index_tars import make_index
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.stream import Stream
 from data_pipeline.overlays.noise import Noise
@@ -124,7 +124,7 @@ def test_crops_of_expert_views_have_rows_if_training_would_cut_them_out_of_tars(
     crops = [("batches, streamed, crops of expert views", num) for num in (0, 1)]
     resident = [("batches, resident, crop_from=decoded", None)]
     assert what(tmp_path / "plain", max_workers=1) == [*squares, *crops, *resident]
-    overlay = DrawnOverlay(Shapes(), "train")
+    overlay = Shapes()
     make_index(str(tars), tmp_path / "drawn", fields=Fields(), size=32, overlay=overlay)
     assert what(tmp_path / "drawn", max_workers=1) == [
         *squares,

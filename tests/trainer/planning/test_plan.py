@@ -145,7 +145,7 @@ def test_the_cut_that_fits_is_the_least_that_does() -> None:
 def test_data_are_kept_on_a_device_as_the_stream_does(tmp_path: Path) -> None:
     data = write_tiny_pair(tmp_path, num_train=8, num_test=4)
     settings = [f"data.{split}_dir={data / split}" for split in ("train", "test")]
-    train = read_manifests(resolve_recipe("debug:image", settings).data, makes_index=False).train
+    train = read_manifests(resolve_recipe("debug:image", settings).data).train
     assert isinstance(train, Manifest)
     size = resident_bytes(train)
 
