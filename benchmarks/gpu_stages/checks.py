@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
-from xml.etree import ElementTree
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_stages.session import Outcome, Setting, Stage, Task, task
+from benchmarks.gpu_stages.session import Outcome, Setting, Stage, Task
 from benchmarks.gpu_stages.whole_runs import restart_against_whole
 from benchmarks.record import rounded
 from configs import resolve_recipe
@@ -56,19 +53,19 @@ _NUM_STEPS: Final = 12  # of a curve; a step is recorded after the third
 def tasks(setting: Setting) -> Mapping[str, Task]:
     """Return the checks."""
     found = {
-        f"captured against eager, {recipe}": task(partial(captured_against_eager, setting, recipe), needs_seconds=30)
+        f"captured against eager, {recipe}": Task(partial(captured_against_eager, setting, recipe), needs_seconds=30)
         for recipe in RECIPES
     }
-    found["views of the GPU against the CPU"] = task(partial(views_against_cpu, setting), needs_seconds=20)
+    found["views of the GPU against the CPU"] = Task(partial(views_against_cpu, setting), needs_seconds=20)
     for recipe in RECIPES:
         for precision, check in {"float64": against_cpu, "float32": against_rounding}.items():
             name = f"GPU against CPU, {precision}, {recipe}"
-            found[name] = task(partial(check, setting, recipe), needs_seconds=30)
-    found["a run, again, from a checkpoint and plain"] = task(partial(restart_against_whole, setting), needs_seconds=60)
+            found[name] = Task(partial(check, setting, recipe), needs_seconds=30)
+    found["a run, again, from a checkpoint and plain"] = Task(partial(restart_against_whole, setting), needs_seconds=60)
     files = _TEST_FILES[:1] if setting.is_tiny else _TEST_FILES
     for file in files:
         version = hashlib.sha256((ROOT / file).read_bytes()).hexdigest()[:8]  # tests that have changed run again
-        found[f"{file} {version}"] = task(partial(run_tests, setting, file), needs_seconds=40)
+        found[f"{file} {version}"] = Task(partial(run_tests, setting, file), needs_seconds=40)
     return found
 
 
@@ -224,33 +221,13 @@ def captured_against_eager(setting: Setting, recipe: str, *, eager: str = "false
 
 
 def run_tests(setting: Setting, file: str) -> Outcome:
-    """Run the tests of a file that need a GPU, and return their counts and the failures."""
+    """Run the tests of a file that need a GPU. It holds if a test ran and none failed."""
     wanted = "on_a_cpu" if setting.is_tiny else _NEEDS_A_GPU
-    with tempfile.TemporaryDirectory() as directory:
-        report = Path(directory) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", wanted]
-        done = subprocess.run([*command, f"--junitxml={report}"], cwd=ROOT, capture_output=True, encoding="utf-8")
-        if not report.is_file():
-            raise RuntimeError(f"pytest ended with status {done.returncode}: {done.stdout[-200:]}{done.stderr[-200:]}")
-        return counted(report.read_text(encoding="utf-8"))
-
-
-def counted(report: str) -> Outcome:
-    """Return the counts of a report of pytest in the form of JUnit. It holds if a test ran and none failed."""
-    cases = list(ElementTree.fromstring(report).iter("testcase"))
-    kinds = {"failed": ("failure", "error"), "skipped": ("skipped",)}
-    by_kind = {
-        kind: [case for case in cases if any(case.find(tag) is not None for tag in tags)]
-        for kind, tags in kinds.items()
-    }
-    num_passed = len(cases) - sum(map(len, by_kind.values()))
-    failures = {
-        str(case.get("name")): str(problem.get("message"))[:300]
-        for case in by_kind["failed"]
-        for problem in itertools.chain(case.findall("failure"), case.findall("error"))
-    }
-    counts = {"passed": num_passed} | {kind: len(found) for kind, found in by_kind.items()}
-    return Outcome({**counts, "failures": failures}, holds=num_passed > 0 and not by_kind["failed"])
+    command = [sys.executable, "-m", "pytest", "-q", "-rf", "-p", "no:cacheprovider", file, "-k", wanted]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
+    *_, summary = done.stdout.strip().splitlines() or [done.stderr[-200:]]
+    failures = [line[:300] for line in done.stdout.splitlines() if line.startswith("FAILED ")]
+    return Outcome({"summary": summary, "failures": failures}, holds=done.returncode == 0 and " passed" in summary)
 
 
 STAGE = Stage("checks", tasks)

@@ -11,7 +11,7 @@ from typing import Any, Final
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_stages.checks import RECIPES, batch_of, config_of
-from benchmarks.gpu_stages.session import Outcome, Setting, Stage, Task, task
+from benchmarks.gpu_stages.session import Outcome, Setting, Stage, Task
 from benchmarks.record import rounded
 from trainer.build import build_training
 
@@ -112,7 +112,7 @@ def summary(trace: Trace, *, num_steps: int) -> dict[str, Any]:
 def tasks(setting: Setting) -> Mapping[str, Task]:
     """Return the traces."""
     return {
-        f"{recipe}, {how}": task(partial(measure, setting, recipe, compile_setting), needs_seconds=25)
+        f"{recipe}, {how}": Task(partial(measure, setting, recipe, compile_setting), needs_seconds=25)
         for how, compile_setting in _HOW.items()
         for recipe in RECIPES
     }

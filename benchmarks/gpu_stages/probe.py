@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_stages.checks import RECIPES, batch_of, config_of
-from benchmarks.gpu_stages.session import Outcome, Setting, Stage, Task, task
+from benchmarks.gpu_stages.session import Outcome, Setting, Stage, Task
 from benchmarks.record import rounded
 from data_pipeline.core.pixels import from_bytes
 from trainer.modules import build_modules
@@ -29,10 +29,10 @@ def tasks(setting: Setting) -> Mapping[str, Task]:
     run = partial(measure_probe, setting, *sizes, num_epochs=2 if setting.is_tiny else ProbeConfig().num_epochs)
     return {
         **{
-            f"views and features, {each}": task(partial(measure_inputs, setting, each), needs_seconds=20)
+            f"views and features, {each}": Task(partial(measure_inputs, setting, each), needs_seconds=20)
             for each in RECIPES
         },
-        f"{sizes[0]} x {sizes[2]}": task(run, needs_seconds=60),
+        f"{sizes[0]} x {sizes[2]}": Task(run, needs_seconds=60),
     }
 
 

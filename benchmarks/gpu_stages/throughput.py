@@ -17,7 +17,7 @@ import torch
 from benchmarks.gpu_stages.checks import RECIPES, captured_against_eager
 from benchmarks.gpu_stages.data import pictures_without_overlay
 from benchmarks.gpu_stages.kernel_trace import count_launches, trace_steps
-from benchmarks.gpu_stages.session import Outcome, Setting, Stage, Task, task
+from benchmarks.gpu_stages.session import Outcome, Setting, Stage, Task
 from benchmarks.record import rounded
 from benchmarks.training_throughput import (
     GAME,
@@ -66,11 +66,11 @@ def tasks(setting: Setting, *, batch_size: int) -> Mapping[str, Task]:
     found: dict[str, Task] = {}
     for how in ("eager", "recorded"):
         for peer in (OURS, GAME, TWO_PASSES):
-            found[f"{peer}, {how}"] = task(partial(measure_ours, setting, batch_size, peer, how), needs_seconds=30)
+            found[f"{peer}, {how}"] = Task(partial(measure_ours, setting, batch_size, peer, how), needs_seconds=30)
     for precision in ("float32", "bfloat16"):
         run = partial(measure_as_written, setting, batch_size, precision)
-        found[f"{AS_WRITTEN}, {precision}"] = task(run, needs_seconds=30)
-    found[LIGHTLY] = task(partial(measure_lightly, setting, batch_size), needs_seconds=40)
+        found[f"{AS_WRITTEN}, {precision}"] = Task(run, needs_seconds=30)
+    found[LIGHTLY] = Task(partial(measure_lightly, setting, batch_size), needs_seconds=40)
     if setting.is_tiny and batch_size > 256:  # where all batches have the same few samples
         return {OURS: found[f"{OURS}, eager"]}
     return found
@@ -83,18 +83,18 @@ def compiled_tasks(setting: Setting) -> Mapping[str, Task]:
         for how in ("compiled and recorded", "compiled"):
             for peer in (OURS, GAME):
                 run = partial(measure_ours, setting, batch_size, peer, how)
-                found[f"{peer}, {how}, batch {batch_size}"] = task(run, needs_seconds=100)
+                found[f"{peer}, {how}, batch {batch_size}"] = Task(run, needs_seconds=100)
             for recipe in RECIPES if batch_size == 256 and how == "compiled and recorded" else ():
                 check = partial(captured_against_eager, setting, recipe, eager="true", captured="both")
-                found[f"recorded against compiled, {recipe}"] = task(check, needs_seconds=60)
+                found[f"recorded against compiled, {recipe}"] = Task(check, needs_seconds=60)
     return found
 
 
 def machine_tasks(setting: Setting) -> Mapping[str, Task]:
     """Return the measurement of the machine itself, and the making of what others read."""
     return {
-        "matrix rate": task(partial(measure_matrix_rates, setting), needs_seconds=10),
-        "pictures": task(partial(build_pictures, setting), needs_seconds=60),
+        "matrix rate": Task(partial(measure_matrix_rates, setting), needs_seconds=10),
+        "pictures": Task(partial(build_pictures, setting), needs_seconds=60),
     }
 
 

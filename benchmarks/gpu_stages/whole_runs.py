@@ -58,7 +58,7 @@ def restart_against_whole(setting: Setting) -> Outcome:
 
 def _losses(setting: Setting, run_dir: Path, *overrides: str) -> Tensor:
     """Train, and return the loss of every step."""
-    train, test = procedural_pair(setting, "digits")
+    train, test = procedural_pair(setting)
     settings = (f"data.train_dir={train}", f"data.test_dir={test}", "tracking.wandb=disabled", "log_every_steps=1")
     form = _TINY_FORM if setting.is_tiny else _FORM
     config = resolve_recipe("simclr:digits", [*settings, "keep_checkpoints=9", _EXACT_RATE, *form, *overrides])
