@@ -7,8 +7,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import submitit
-
 from data_pipeline.core.errors import UserError
 from launch.planned_run import PlannedRun
 from launch.states import RunStatus, status_of
@@ -17,16 +15,16 @@ from launch.submitted import queue_for
 POLL_SECONDS = 1.0
 
 
-def wait(runs: Sequence[PlannedRun], *, log: Path | None = None, process: submitit.Job[None] | None = None) -> None:
+def wait(runs: Sequence[PlannedRun], *, log: Path | None = None) -> None:
     """Print the state of each run when it changes, and what is added to `log`, until all have ended.
 
-    process: the job of submitit's local executor, if it trains the run. Raises SystemExit(1) if a run did not finish.
+    Raises SystemExit(1) if a run did not finish.
     """
     statuses: dict[str, RunStatus] = {}
     num_shown, goes_on = 0, True
     while goes_on:
         time.sleep(POLL_SECONDS)
-        goes_on = process is not None and not process.done()
+        goes_on = False
         try:
             queue = queue_for([planned.run_dir for planned in runs])
         except UserError as error:  # Slurm does not answer at the moment

@@ -1,4 +1,4 @@
-"""Train the runs of a study on this machine, several at a time, each in processes of its own.
+"""Train runs on this machine, several at a time, each in processes of its own.
 
 The processes are forked by the forkserver of multiprocessing, which has imported what a run needs, from the copy of the
 code. It computes nothing, so no thread is at work and no GPU is in use when it forks.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import multiprocessing.context
+import multiprocessing.forkserver
 import os
 import signal
 import sys
@@ -21,17 +22,20 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+import torch
+
 from data_pipeline.core.environment import variable
-from data_pipeline.core.errors import run_command
+from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.core.imports import given_code, import_code
 from launch.ended import noting_its_end
-from launch.job import Ending, rank_here
+from launch.job import Ending
 from launch.planned_run import PlannedRun
 from launch.ports import free_ports
 from launch.rank import run
+from launch.slurm_client import outside_any_job
 from launch.snapshot import python_environment, read_snapshot, write_snapshot
 from launch.states import LEFT_ALONE, status_of
-from launch.submission import SubmissionPlan, gpus_here
+from launch.submission import SubmissionPlan
 from trainer.config import read_run_config
 from trainer.fault_tolerance.preemption import StoppedError
 from trainer.run_dir import RunDir
@@ -41,14 +45,14 @@ _PRELOADED: Final = ["launch.here", "torchvision.models"]
 _POLL_SECONDS = 0.2
 
 
-def run_study_here(plan: SubmissionPlan, *, command: str) -> None:
+def run_here(plan: SubmissionPlan, *, command: str) -> None:
     """Train the runs on this machine, `at_a_time` at once, with the present code, and print each start and end.
 
     Leaves out the runs that another process finishes or trains meanwhile. If a run fails or cannot be started, the
     others go on, and this raises SystemExit(1) at the end. Raises `UserError` before any run starts if a run cannot use
     its data or its directory, or if there are too few GPUs.
     """
-    gpus = gpus_here(plan.resources, at_a_time=plan.at_a_time)
+    gpus = gpus_here(plan.resources.wanted.gpus_per_node or 0, at_a_time=plan.at_a_time)
     plan.claim()
     context = _forkserver(plan)
     plan.logs.mkdir(exist_ok=True)
@@ -79,6 +83,7 @@ def run_study_here(plan: SubmissionPlan, *, command: str) -> None:
                 ranks = _start(planned.run_dir, plan, context, gpus=gpus[slot], command=command)
                 running[slot] = planned, list(ranks)
                 print(f"{planned.name}: started, {len(waiting)} to come", flush=True)
+                print(f"follow: tail -F {_log(plan, planned.run_dir, 0)}", flush=True)
         time.sleep(_POLL_SECONDS)
     if num_failed:
         print(
@@ -96,7 +101,28 @@ def _forkserver(plan: SubmissionPlan) -> multiprocessing.context.ForkServerConte
     sys.path.insert(0, str(code))  # multiprocessing passes it on
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
+    with outside_any_job():
+        multiprocessing.forkserver.ensure_running()
     return context
+
+
+def gpus_here(each: int, *, at_a_time: int) -> list[list[str]]:
+    """Return the GPUs of each of the runs that train at the same time, as CUDA_VISIBLE_DEVICES has them.
+
+    They are among those of that variable if it is set; a GPU that it names twice is shared. Raises `UserError` if
+    there are fewer than `each` for each run.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        there = [str(number) for number in range(torch.cuda.device_count() if each else 0)]
+    else:
+        there = [word.strip() for word in visible.split(",") if word.strip() not in {"", "-1"}]
+    if len(there) < each * at_a_time:
+        raise UserError(
+            f"this machine shows {len(there)} GPU(s) (CUDA_VISIBLE_DEVICES={visible}), but {each * at_a_time} are "
+            "needed (--gpus-per-node for each of --at-a-time runs); ask for fewer"
+        )
+    return [there[slot * each : (slot + 1) * each] for slot in range(at_a_time)]
 
 
 def _start(
@@ -107,19 +133,34 @@ def _start(
     gpus: Sequence[str],
     command: str,
 ) -> Iterator[BaseProcess]:
-    """Start the ranks of a run. Each writes into a log of its own."""
+    """Start the ranks of a run. Each writes into a log of its own.
+
+    If the port, which is free now, is taken when the ranks start, they meet at another one.
+    """
     num_ranks = plan.resources.num_ranks
     port = free_ports(1)[0] if num_ranks > 1 else 0
     for rank in range(num_ranks):
         environ = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         if num_ranks > 1:
-            environ |= rank_here(rank, of=num_ranks, port=port, start=f"here/{os.getpid()}/{run_dir.path}")
-        log = plan.logs / f"{run_dir.path.name}_{rank}_log.out"
+            environ |= {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(num_ranks),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(num_ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "FEATURE_DROPOUT_RENDEZVOUS": f"here/{os.getpid()}/{run_dir.path}/{port}",
+            }
+        log = _log(plan, run_dir, rank)
         process = context.Process(
             target=_train, args=(run_dir.path, environ, log, command, plan.accepted_data, given_code())
         )
         process.start()
         yield process
+
+
+def _log(plan: SubmissionPlan, run_dir: RunDir, rank: int) -> Path:
+    return plan.logs / f"{run_dir.path.name}_{rank}_log.out"
 
 
 def _train(

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-import submitit
 from submitit.helpers import DelayedSubmission
 
 from data_pipeline.core.imports import import_code
@@ -38,13 +37,11 @@ TIDY_SECONDS = 20.0  # for the clean-up of libraries at the end of a rank
 class TrainJob:
     """A job that trains the run in `run_dir` as one rank.
 
-    Under Slurm the ranks find each other by the variables of Slurm, and on one machine (the local executor of submitit)
-    at `local_port`. It imports the modules in `code` first, as `--code` does.
+    The ranks find each other by the variables of Slurm. It imports the modules in `code` first, as `--code` does.
     """
 
     run_dir: Path
     command: str
-    local_port: int
     accepted_data: tuple[str, ...] = ()
     code: tuple[str, ...] = ()
 
@@ -53,17 +50,11 @@ class TrainJob:
 
         If one rank was warned and all have stopped, this ends the process with status 0. Raises every other error.
         """
-        job = submitit.JobEnvironment()
         import_code(self.code)
         config = read_run_config(open_run(self.run_dir))
         for number in WARNINGS:
             signal.signal(number, _send_again)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)  # blocked by launch/block_signals.py
-        if job.cluster == "local":
-            # CUDA_VISIBLE_DEVICES stays: every rank sees all GPUs and takes cuda:local_rank, as under torchrun.
-            os.environ.update(
-                rank_here(job.global_rank, of=job.num_tasks, port=self.local_port, start=f"local/{job.job_id}")
-            )
         ending = Ending()
         try:
             with noting_its_end(config, self.run_dir):
@@ -78,22 +69,6 @@ class TrainJob:
     def checkpoint(self) -> DelayedSubmission:
         """Return this job: submitit asks for it if a warning comes before `__call__`."""
         return DelayedSubmission(self)
-
-
-def rank_here(rank: int, *, of: int, port: int, start: str) -> dict[str, str]:
-    """Return the variables of one of several ranks on this machine.
-
-    The port was free when the launcher looked; if it no longer is, the ranks of the same `start` meet at another one.
-    """
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(of),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(of),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "FEATURE_DROPOUT_RENDEZVOUS": f"{start}/{port}",
-    }
 
 
 class Ending:

@@ -21,6 +21,7 @@ from data_pipeline.core.schema import Line, NumProcesses, Schema
 from trainer.config import RunConfig
 
 FILE_NAME = "slurm.yaml"
+WARNING_SECONDS = 120  # between the warning signal and the time limit
 # Fields of sbatch that have a flag here, and those that launch/slurm.py decides.
 _OWN_FLAGS = {"partition", "account", "qos", "constraint", "time", "nodes", "ntasks-per-node", "cpus-per-task", "mem"}
 _OWN_FLAGS |= {"ntasks", "gpus-per-node"}
@@ -37,7 +38,8 @@ def _fields(fields: dict[Line, SbatchValue]) -> dict[Line, SbatchValue]:
     return fields
 
 
-Minutes = Annotated[int, Field(ge=1, le=10**7)]  # 19 years
+# From a minute more than a run needs to save after its warning, up to 19 years.
+Minutes = Annotated[int, Field(ge=WARNING_SECONDS // 60 + 1, le=10**7)]
 MemoryGB = Annotated[int, Field(ge=1, le=10**6)]
 NumGpus = Annotated[int, Field(ge=0, le=10**6)]
 # A line break in a `Line` would put a line of its own into the batch script.
@@ -46,7 +48,7 @@ SbatchFields = Annotated[dict[Line, SbatchValue], AfterValidator(_fields)]
 
 
 class RequestedResources(Schema):
-    """The resources that flags, the environment or a file may ask for; None leaves the default.
+    """The resources that flags or a file may ask for; None leaves the default.
 
     sbatch: any other field of sbatch.
     """
@@ -63,18 +65,19 @@ class RequestedResources(Schema):
     sbatch: SbatchFields = Field(default={})
 
 
-class Resources(RequestedResources):
+@dataclass(frozen=True)
+class Resources:
     """A request in which the numbers of nodes, ranks and cores are known, for one job.
 
     A rank has `cpus_per_task` cores. Its training process computes with `threads_per_task` of them, and the data
     workers use the others. With more threads than cores, threads wait for each other in busy loops.
     """
 
-    nodes: NumProcesses
-    tasks_per_node: NumProcesses
-    cpus_per_task: NumProcesses
-    threads_per_task: NumProcesses
-    time_minutes: Minutes
+    wanted: RequestedResources
+    nodes: int
+    tasks_per_node: int
+    cpus_per_task: int
+    threads_per_task: int
 
     @property
     def num_ranks(self) -> int:
@@ -85,60 +88,56 @@ def describe_request(resources: Resources, *, num_runs: int = 1) -> str:
     """Describe the resources in words.
 
     Examples:
-        >>> few = Resources(nodes=4, tasks_per_node=1, cpus_per_task=2, threads_per_task=1, time_minutes=240)
+        >>> few = Resources(RequestedResources(), nodes=4, tasks_per_node=1, cpus_per_task=2, threads_per_task=1)
         >>> describe_request(few)
         '4 nodes x 1 rank, no GPU: it trains on the CPU (add --gpus-per-node N for GPUs), 2 cores a rank, 240 minutes'
-        >>> describe_request(few.model_copy(update={"gpus_per_node": 8, "tasks_per_node": 8}), num_runs=3)
-        '3 runs of 4 nodes x 8 ranks, 8 GPUs a node, 2 cores a rank, 240 minutes'
     """
 
     def count(number: int, noun: str) -> str:
         return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
-    if resources.gpus_per_node:
-        gpus = f"{count(resources.gpus_per_node, 'GPU')} a node"
-    elif any("gpu" in f"{name}={value}" for name, value in resources.sbatch.items()):
+    wanted = resources.wanted
+    if wanted.gpus_per_node:
+        gpus = f"{count(wanted.gpus_per_node, 'GPU')} a node"
+    elif any("gpu" in f"{name}={value}" for name, value in wanted.sbatch.items()):
         gpus = "GPUs as --sbatch says"
     else:
         gpus = "no GPU: it trains on the CPU (add --gpus-per-node N for GPUs)"
     runs = f"{num_runs} runs of " if num_runs > 1 else ""
     return (
         f"{runs}{count(resources.nodes, 'node')} x {count(resources.tasks_per_node, 'rank')}, {gpus}, "
-        f"{count(resources.cpus_per_task, 'core')} a rank, {count(resources.time_minutes, 'minute')}"
+        f"{count(resources.cpus_per_task, 'core')} a rank, {count(wanted.time_minutes, 'minute')}"
     )
 
 
-@dataclass(frozen=True)
-class ResolvedRequest:
-    """The requested resources, and the origin of each value that is not a default, by its name."""
+def resolve_request(
+    flags: Mapping[str, Any], *, files: Sequence[Path] | None = None
+) -> tuple[RequestedResources, dict[str, str]]:
+    """Return the request, and for each of its values that is not a default the flag or the file that asks for it.
 
-    wanted: RequestedResources
-    origins: Mapping[str, str]
-
-
-def resolve_request(flags: Mapping[str, Any], *, files: Sequence[Path] | None = None) -> ResolvedRequest:
-    """Resolve a request: a flag overrides ./slurm.yaml, which overrides the user's own file.
-
+    A flag overrides ./slurm.yaml, which overrides the user's own file. The fields under `sbatch` are merged from all.
     flags: by name; None means that the flag was not given.
 
-    The fields under `sbatch` are merged from all of them. Raises `UserError` that names the flag or the file, for an
-    unknown name or a wrong value.
+    Raises `UserError` that names the flag or the file, for an unknown name or a wrong value.
     """
-    sources = [
-        (str(path), _read_file(path)) for path in reversed(default_files(os.environ) if files is None else files)
-    ]
+    files = default_files(os.environ) if files is None else files
+    sources = [(str(path), _read_file(path)) for path in reversed(files)]
     sources += [(f"--{name.replace('_', '-')}", {name: value}) for name, value in flags.items() if value is not None]
-    values: dict[str, Any] = {}
-    fields: dict[str, Any] = {}
-    origins: dict[str, str] = {}
+    wanted, origins = RequestedResources(), dict[str, str]()
     for origin, given in sources:
-        checked = RequestedResources.parse(given, where=origin)  # here, so that an error names its place
-        fields |= checked.sbatch
-        origins |= {f"sbatch.{field}": origin for field in checked.sbatch}
-        for name in given.keys() - {"sbatch"}:
-            values[name], origins[name] = getattr(checked, name), origin
-    wanted = RequestedResources.parse(values | {"sbatch": fields}, where="the cluster's settings")
-    return ResolvedRequest(wanted, origins)
+        checked = RequestedResources.parse(given, where=origin)
+        values = {name: getattr(checked, name) for name in checked.model_fields_set}
+        wanted = wanted.model_copy(update=values | {"sbatch": wanted.sbatch | checked.sbatch})
+        origins |= dict.fromkeys([*values, *checked.sbatch], origin)
+    return wanted, origins
+
+
+def describe_origins(wanted: RequestedResources, origins: Mapping[str, str]) -> list[str]:
+    """Return a line for each requested value, with its origin."""
+    values = {**wanted.model_dump(exclude={"sbatch"}), **wanted.sbatch}
+    return [
+        f"{name}: {value} from {origins.get(name, 'default')}" for name, value in values.items() if value is not None
+    ]
 
 
 def default_files(environ: Mapping[str, str]) -> list[Path]:
@@ -171,15 +170,15 @@ def resources_for(wanted: RequestedResources, configs: Sequence[RunConfig], *, n
     num_workers = max(config.data.num_workers for config in configs)
     cpus_per_task = wanted.cpus_per_task or 1 + num_workers
     resources = Resources(
+        wanted,
         nodes=nodes,
         tasks_per_node=wanted.tasks_per_node or wanted.gpus_per_node or 1,
         cpus_per_task=cpus_per_task,
         threads_per_task=max(1, cpus_per_task - num_workers),
-        **wanted.model_dump(exclude={"tasks_per_node", "cpus_per_task"}),
     )
-    if resources.gpus_per_node and resources.tasks_per_node > resources.gpus_per_node:
+    if wanted.gpus_per_node and wanted.gpus_per_node < resources.tasks_per_node:
         raise UserError(
-            f"{resources.tasks_per_node} ranks a node cannot share {resources.gpus_per_node} GPU(s): each takes one; "
+            f"{resources.tasks_per_node} ranks a node cannot share {wanted.gpus_per_node} GPU(s): each takes one; "
             f"leave out --tasks-per-node, or ask for --gpus-per-node {resources.tasks_per_node}"
         )
     for config in configs:
@@ -192,26 +191,11 @@ def resources_for(wanted: RequestedResources, configs: Sequence[RunConfig], *, n
     return resources
 
 
-def describe_origins(request: ResolvedRequest) -> list[str]:
-    """Return a line for each requested value, with its origin."""
-    values = request.wanted.model_dump(exclude={"sbatch"})
-    lines = [
-        f"{name}: {value} from {request.origins.get(name, 'default')}"
-        for name, value in values.items()
-        if value is not None
-    ]
-    return lines + [
-        f"{name}: {value} from {request.origins[f'sbatch.{name}']}" for name, value in request.wanted.sbatch.items()
-    ]
-
-
 def _read_file(path: Path) -> dict[str, Any]:
     try:
         value = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from None
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
+    if not isinstance(value, dict | None):
         raise UserError(f"{path} does not hold settings such as `partition: gpu`, one a line")
-    return value
+    return value or {}

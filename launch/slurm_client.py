@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from submitit.helpers import clean_env
 
@@ -36,15 +36,8 @@ def run_slurm(*command: str, text: str | None = None) -> subprocess.CompletedPro
 
 
 def refused(said: str) -> UserError:
-    """Return the error for a job that sbatch did not take, with its reason: its last error, or its first line.
-
-    Examples:
-        >>> str(refused("sbatch: error: Batch job submission failed: No room")).partition(";")[0]
-        'sbatch refused the job (Batch job submission failed: No room)'
-    """
-    lines = [line for line in said.splitlines() if line.strip()] or ["it gave no reason"]
-    line = ([line for line in lines if "error:" in line or "failure:" in line][-1:] or lines)[0]
-    reason = re.sub(r"^.*\b(?:error|failure):|^sbatch:", "", line).strip()
+    """Return the error for a job that sbatch did not take, with what it said."""
+    reason = " ".join(said.split()) or "it gave no reason"
     return UserError(
         f"sbatch refused the job ({reason}); change the request, or find out with sinfo what there is. If Slurm did "
         "not answer, look with squeue whether it has taken the job all the same"
@@ -107,16 +100,10 @@ def check_script(script: str) -> None:
 
 
 @contextlib.contextmanager
-def outside_any_job(more: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Hide the variables of a Slurm job or of torchrun, which a new job would inherit, and set `more` instead."""
-    before = dict(os.environ)
+def outside_any_job() -> Iterator[None]:
+    """Hide the variables of a Slurm job or of torchrun, which a new job would inherit."""
     # SLURM_CONF says which cluster, not which job; a site sets SBATCH_... for its users.
-    kept = {name: value for name, value in before.items() if name == "SLURM_CONF" or name.startswith("SBATCH_")}
-    try:
-        with clean_env(extra_names=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")):
-            os.environ.update(kept | dict(more or {}))
-            yield
-    finally:
-        for name in more or {}:
-            os.environ.pop(name, None)
-        os.environ.update(before)
+    kept = {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or name.startswith("SBATCH_")}
+    with clean_env(extra_names=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")):
+        os.environ.update(kept)
+        yield

@@ -13,11 +13,10 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import as_typed, value_at
 from data_pipeline.core.system import num_cores
 from launch.follow import wait
-from launch.here import run_study_here
-from launch.planned_run import PlannedRun, default_run_dir, refuse_other_configs
+from launch.here import gpus_here, run_here
+from launch.planned_run import PlannedRun, default_run_dir, planned_within
 from launch.resources import (
     RequestedResources,
-    ResolvedRequest,
     describe_origins,
     describe_request,
     parse_fields,
@@ -27,18 +26,18 @@ from launch.resources import (
 from launch.slurm_client import has_slurm
 from launch.snapshot import read_snapshot
 from launch.states import LEFT_ALONE, in_columns, status_of
-from launch.submission import WARNING_SECONDS, SubmissionPlan, check, gpus_here, start_here, submit
+from launch.submission import SubmissionPlan, check, submit
 from launch.submitted import queue_for
 from launch.sweeps import planned_sweep, refuse_replaced_data
-from trainer.preflight import check_data
+from trainer.preflight import check_data, refuse_other_config
 from trainer.provenance import command_line
+from trainer.run_dir import RunDir
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Submit the runs that the arguments name, or print the batch script in a dry run. Raises `UserError`."""
-    request = request_from(arguments)
-    plan = plan_from(arguments, request)
-    runs = plan.runs
+    plan = plan_from(arguments)
+    runs, is_local = plan.runs, arguments.executor == "local"
     queue = queue_for([planned.run_dir for planned in runs])
     states = [status_of(planned.run_dir, queue).state for planned in runs]
     left = [planned for planned, state in zip(runs, states, strict=True) if state not in LEFT_ALONE]
@@ -49,68 +48,63 @@ def run(arguments: argparse.Namespace) -> None:
     if left:
         notes.append(f"asks for {describe_request(plan.resources, num_runs=len(left))}")
     if arguments.dry_run:
-        _print_dry_run(plan, [*_table_of_runs(runs, states), *notes], request)
+        notes = [*_table_of_runs(runs, states), *notes]
+        if is_local or not left:
+            _print_dry_run_here(plan, notes)
+        else:
+            _print_script(plan, notes, origins=describe_origins(*request_from(arguments)))
         return
     print(*notes, sep="\n", flush=True)
-    log, process = None, None
-    if left and plan.executor == "local" and plan.home == left[0].run_dir.path:
-        process = start_here(plan, command=command_line())
-        log = process.task(0).paths.stdout
-    elif left and plan.executor == "local":
-        run_study_here(plan, command=command_line())
+    log = None
+    if left and is_local:
+        run_here(plan, command=command_line())
     elif left:
         job_ids = submit(plan, command=command_line())
         for planned, job_id in zip(left, job_ids, strict=True):
             print(f"job {job_id}: {planned.run_dir.path}")
         print(f"end with: scancel {job_ids[0].partition('_')[0]}")
-        log = plan.logs / f"{job_ids[0]}_0_log.out" if len(runs) == 1 else None
-    if log is not None:
-        print(f"follow: tail -F {log}")
+        if len(runs) == 1:
+            log = plan.logs / f"{job_ids[0]}_0_log.out"
+            print(f"follow: tail -F {log}")
     print(f"state: python launch/status.py {plan.home}", flush=True)
     if arguments.wait:
-        wait(runs, log=log, process=process)
+        wait(runs, log=log)
 
 
-def request_from(arguments: argparse.Namespace) -> ResolvedRequest:
-    """Return the request of the flags and the files. Raises `UserError` for a wrong value."""
-    flags = {name: getattr(arguments, name) for name in RequestedResources.model_fields if name != "sbatch"}
-    return resolve_request(flags | {"sbatch": parse_fields(arguments.sbatch) if arguments.sbatch else None})
-
-
-def plan_from(arguments: argparse.Namespace, request: ResolvedRequest) -> SubmissionPlan:
+def plan_from(arguments: argparse.Namespace) -> SubmissionPlan:
     """Return the plan of a submission.
 
-    Raises `UserError` if flags contradict each other, if a run could never start, or if runs of a study or a sweep were
-    begun with other settings or other data.
+    Raises `UserError` if a flag or a file of the cluster's settings has a wrong value, if flags contradict each other,
+    if a run could never start, or if runs of a study or a sweep were begun with other settings or other data.
     """
     runs, name, home = _runs_from(arguments)
     accepted = (*arguments.accept_data, *arguments.accept_code)
-    refuse_other_configs(runs)
+    for planned in runs:
+        if planned.run_dir.config.is_file():
+            refuse_other_config(planned.run_dir, planned.config)
     if home != runs[0].run_dir.path:  # the start of a single run compares them itself
         refuse_replaced_data(home, runs, accepted_data=accepted)
     is_local = arguments.executor == "local"
     at_a_time = min(arguments.at_a_time or (1 if is_local else len(runs)), len(runs))
-    wanted = _with_part_of_cores(request.wanted, at_a_time=at_a_time) if is_local else request.wanted
+    wanted, _ = request_from(arguments)
+    if is_local and not wanted.cpus_per_task:  # the ranks share the cores equally
+        num_ranks = at_a_time * (wanted.tasks_per_node or wanted.gpus_per_node or 1)
+        wanted = wanted.model_copy(update={"cpus_per_task": max(1, num_cores() // num_ranks)})
     resources = resources_for(wanted, [planned.config for planned in runs], nodes=arguments.nodes)
     if is_local and resources.nodes > 1:
         raise UserError(
             f"--executor local has one node, this machine, but --nodes is {resources.nodes}; "
             f"use --tasks-per-node {resources.num_ranks} for as many ranks here"
         )
-    if resources.time_minutes * 60 <= WARNING_SECONDS:  # each start would be warned in its first step
-        raise UserError(
-            f"--time-minutes {resources.time_minutes} leaves no time to train, because a run is warned "
-            f"{WARNING_SECONDS} seconds before its limit; allow {WARNING_SECONDS // 60 + 1} minutes or more"
-        )
     return SubmissionPlan(
-        runs=runs,
-        home=home,
-        resources=resources,
-        at_a_time=at_a_time,
-        name=name,
-        executor=arguments.executor,
-        accepted_data=accepted,
+        runs=runs, home=home, resources=resources, at_a_time=at_a_time, name=name, accepted_data=accepted
     )
+
+
+def request_from(arguments: argparse.Namespace) -> tuple[RequestedResources, dict[str, str]]:
+    """Return the request of the flags and the files: see `resolve_request`. Raises `UserError` for a wrong value."""
+    flags = {name: getattr(arguments, name) for name in RequestedResources.model_fields if name != "sbatch"}
+    return resolve_request(flags | {"sbatch": parse_fields(arguments.sbatch) if arguments.sbatch else None})
 
 
 def _runs_from(arguments: argparse.Namespace) -> tuple[list[PlannedRun], str, Path]:
@@ -125,32 +119,19 @@ def _runs_from(arguments: argparse.Namespace) -> tuple[list[PlannedRun], str, Pa
             raise UserError("--study-dir and --at-a-time belong to --study and --sweep; use --run-dir for one run")
         config = resolve_recipe(arguments.config, arguments.set)
         home = (arguments.run_dir or default_run_dir(config)).absolute()
-        return [PlannedRun.at(home, config)], config.name, home
+        return [PlannedRun(RunDir(home), config)], config.name, home
     configs = resolve_study(arguments.study, arguments.set)
     if arguments.run_dir is not None:
         raise UserError("a study has a directory for each run; pass --study-dir in place of --run-dir")
     name = arguments.study.partition(":")[2]
     home = (arguments.study_dir or Path("runs") / name).absolute()
-    runs = [PlannedRun.within(home, config) for config in configs]
-    return chosen_runs(runs, arguments.only), name, home
-
-
-def chosen_runs(runs: list[PlannedRun], pattern: str | None) -> list[PlannedRun]:
-    """Return the runs whose directory's name fits a pattern of a shell; all if it is None.
-
-    Raises `UserError` if none fits.
-    """
-    fitting = [planned for planned in runs if fnmatchcase(planned.name, pattern or "*")]
-    if not fitting:
-        raise UserError(f'no run of the study fits --only "{pattern}"; its runs have names such as {runs[0].name}')
-    return fitting
-
-
-def _with_part_of_cores(wanted: RequestedResources, *, at_a_time: int) -> RequestedResources:
-    """Give each rank on this machine an equal share of the cores, unless another number is asked for."""
-    num_ranks = at_a_time * (wanted.tasks_per_node or wanted.gpus_per_node or 1)
-    part = max(1, num_cores() // num_ranks)
-    return wanted if wanted.cpus_per_task else wanted.model_copy(update={"cpus_per_task": part})
+    runs = planned_within(home, configs)
+    chosen = [planned for planned in runs if fnmatchcase(planned.name, arguments.only or "*")]
+    if not chosen:
+        raise UserError(
+            f'no run of the study fits --only "{arguments.only}"; its runs have names such as {runs[0].name}'
+        )
+    return chosen, name, home
 
 
 def _table_of_runs(runs: Sequence[PlannedRun], states: Sequence[str]) -> list[str]:
@@ -163,16 +144,18 @@ def _table_of_runs(runs: Sequence[PlannedRun], states: Sequence[str]) -> list[st
     return in_columns([["run", "state", *axes], *rows])
 
 
-def _print_dry_run(plan: SubmissionPlan, notes: Sequence[str], request: ResolvedRequest) -> None:
-    """Print the notes, and for Slurm the batch script below them. Writes nothing. Raises the errors of `submit`."""
-    if plan.executor == "local" or not plan.runs:
-        gpus_here(plan.resources, at_a_time=plan.at_a_time)
-        for planned in plan.runs:
-            check_data(planned.config)
-        print(*notes, sep="\n")
-        return
+def _print_dry_run_here(plan: SubmissionPlan, notes: Sequence[str]) -> None:
+    """Print the notes. Writes nothing. Raises the errors of `run_here`."""
+    gpus_here(plan.resources.wanted.gpus_per_node or 0, at_a_time=plan.at_a_time)
+    for planned in plan.runs:
+        check_data(planned.config)
+    print(*notes, sep="\n")
+
+
+def _print_script(plan: SubmissionPlan, notes: Sequence[str], *, origins: Sequence[str]) -> None:
+    """Print the batch script, with the notes and the origins of its values. Writes nothing. Raises like `submit`."""
     is_checked = has_slurm()
     script = check(plan, snapshot=read_snapshot(own_files=plan.own_files), asks_slurm=is_checked)
     unchecked = [] if is_checked else ["not checked by Slurm: there is no sbatch on this machine"]
     shebang, _, rest = script.partition("\n")
-    print("\n".join([shebang, "", *(f"# {line}" for line in [*notes, *unchecked, *describe_origins(request)]), rest]))
+    print("\n".join([shebang, "", *(f"# {line}" for line in [*notes, *unchecked, *origins]), rest]))

@@ -23,8 +23,7 @@ from trainer.run_dir import RunDir, is_held, runs_of
 State = Literal["pending", "waiting", "running", "finished", "failed", "stopped", "killed", "unknown"]
 
 LEFT_ALONE: Final = frozenset({"finished", "waiting", "running"})  # states of runs that are not started again
-HEADER = ("run", "state", "step", "loss", "reason")
-_QUIET_SECONDS = 600.0  # after so long without a logged step, the state of a running run says so
+_QUIET_MINUTES = 10  # after so long without a logged step, the state of a running run says so
 _MAX_REASON = 500  # characters that are shown
 
 
@@ -74,7 +73,8 @@ def _state(run_dir: RunDir, queue: Mapping[str, str] | None, provenance: Mapping
     submission = last_submission(run_dir)
     queued = "" if submission is None or queue is None else queue.get(submission.job_id, "")
     if is_held(run_dir) or (queued and not queued.startswith("PENDING")):
-        return "running", _quiet(run_dir)
+        minutes = _minutes(run_dir)
+        return "running", "" if minutes < _QUIET_MINUTES else f"its last step is {minutes} min ago"
     if queued:
         return "waiting", queued
     if "finished_step" in provenance:
@@ -83,16 +83,20 @@ def _state(run_dir: RunDir, queue: Mapping[str, str] | None, provenance: Mapping
         return "unknown", "there is no squeue on this machine; ask on a login node of the cluster"
     if (end := read_end(run_dir)) is not None:
         return end.ended, end.reason if end.rank == 0 else f"rank {end.rank}: {end.reason}"
-    start = _last_start(provenance)
-    if start and (stalled := describe_stall(run_dir, since=_started_at(start).timestamp())) is not None:
-        return "failed", stalled
-    if submission is not None and not _was_started_by_hand(start, submission):
+    start: Mapping[str, Any] = next(reversed(provenance.get("starts", [])), {})
+    if start:
+        since = datetime.fromisoformat(start["started_at"]).timestamp()
+        if (stalled := describe_stall(run_dir, since=since)) is not None:
+            return "failed", stalled
+    if submission is not None:
         return _how_the_job_ended(submission)
     if not start:
         return "pending", "not started"
     if start.get("host") != platform.node():
-        return "unknown", f"it was started on {start.get('host')}, and its last sign of life came {_age(run_dir)} ago"
-    return "killed", f"it ended without a message {_age(run_dir)} ago; the same command goes on{_step_of(run_dir)}"
+        return "unknown", f"it was started on {start.get('host')}, and its last step is {_minutes(run_dir)} min ago"
+    step = run_dir.latest_step()
+    where = "the start" if step is None else f"step {step}"
+    return "killed", f"it ended without a message {_minutes(run_dir)} min ago; the same command goes on from {where}"
 
 
 def _how_the_job_ended(submission: Submission) -> tuple[State, str]:
@@ -106,38 +110,10 @@ def _how_the_job_ended(submission: Submission) -> tuple[State, str]:
     return "failed", f"a rank died without a message, such as one that was killed{slurm}; see the end of {log}"
 
 
-def _was_started_by_hand(start: Mapping[str, Any], submission: Submission) -> bool:
-    """Tell whether the run was started after its job, without Slurm."""
-    return bool(start) and start.get("slurm_job_id") is None and _started_at(start) > submission.submitted_at
-
-
-def _started_at(start: Mapping[str, Any]) -> datetime:
-    return datetime.fromisoformat(str(start["started_at"]))
-
-
-def _last_start(provenance: Mapping[str, Any]) -> Mapping[str, Any]:
-    return next(reversed(provenance.get("starts", [])), {})
-
-
-def _quiet(run_dir: RunDir) -> str:
-    seconds = _seconds_since_a_step(run_dir)
-    return "" if seconds is None or seconds < _QUIET_SECONDS else f"its last sign of life came {_age(run_dir)} ago"
-
-
-def _age(run_dir: RunDir) -> str:
-    minutes = int((_seconds_since_a_step(run_dir) or 0) / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h"
-
-
-def _seconds_since_a_step(run_dir: RunDir) -> float | None:
-    """Return the time since the last step was logged, or since the start; None if there is neither."""
+def _minutes(run_dir: RunDir) -> int:
+    """Return the minutes since the last step was logged, or since the start."""
     beats = [path.stat().st_mtime for path in (run_dir.metrics, run_dir.provenance) if path.is_file()]
-    return time.time() - max(beats) if beats else None
-
-
-def _step_of(run_dir: RunDir) -> str:
-    step = run_dir.latest_step()
-    return " from the start" if step is None else f" from step {step}"
+    return int((time.time() - max(beats, default=time.time())) / 60)
 
 
 def _num_steps(config: Mapping[str, Any]) -> int | None:
@@ -163,7 +139,7 @@ def runs_in(directory: Path) -> list[RunDir]:
 
 def table(statuses: Mapping[str, RunStatus]) -> str:
     """Return a table with a line for each run. A step is shown as "done/all", or "done/?" if all is not known."""
-    rows = [list(HEADER)]
+    rows = [["run", "state", "step", "loss", "reason"]]
     for name, status in statuses.items():
         step = "" if status.step is None else f"{status.step}/{'?' if status.num_steps is None else status.num_steps}"
         loss = "" if status.loss is None else f"{status.loss:.4f}"

@@ -10,7 +10,7 @@ from typing import Final
 
 from configs.sweep import MAX_RUNS, Sweep, read_space, resolve_sweep
 from data_pipeline.core.errors import UserError
-from launch.planned_run import PlannedRun
+from launch.planned_run import PlannedRun, planned_within
 from trainer.checkpoint.run_state import DataIdentity, identity_in_provenance
 from trainer.data import DataConfig, read_manifests
 from trainer.run_dir import RunDir, runs_of
@@ -38,7 +38,7 @@ def planned_sweep(arguments: argparse.Namespace) -> tuple[Sweep, Path, list[Plan
         group=None if study_dir is None else study_dir.absolute().name[:_MAX_GROUP],
     )
     home = (study_dir or Path("runs") / sweep.name).absolute()
-    return sweep, home, [PlannedRun.within(home, config) for config in sweep.runs]
+    return sweep, home, planned_within(home, sweep.runs)
 
 
 def refuse_replaced_data(home: Path, runs: Sequence[PlannedRun], *, accepted_data: Collection[str]) -> None:

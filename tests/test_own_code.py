@@ -439,14 +439,12 @@ def test_a_run_is_killed_and_goes_on_with_other_ranks(site: Path, data: Path, tm
 
 
 @pytest.mark.process
-def test_the_ranks_of_a_job_import_the_code(
-    mine_py: Path, data: Path, tmp_path: Path, run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ranks_of_a_job_import_the_code(mine_py: Path, data: Path, tmp_path: Path) -> None:
     """They are other processes, which see the copy of the code and not the directory of the file."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    flags = ["--config", f"{mine_py}:big", *settings(data, num_epochs=1), "--run-dir", tmp_path / "run"]
-    done = run(launch.slurm, "--executor", "local", "--tasks-per-node", "2", "--wait", *flags)
-    assert done.status == 0, done.stderr
+    words: list[str | Path] = [sys.executable, "launch/slurm.py", "--executor", "local", "--tasks-per-node", "2"]
+    words += ["--config", f"{mine_py}:big", *settings(data, num_epochs=1), "--run-dir", tmp_path / "run"]
+    done = run_python(words, cwd=REPOSITORY, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stderr
     (start,) = RunDir(tmp_path / "run").read_provenance()["starts"]
     assert (start["world_size"], start["own_code"].keys()) == (2, {"mine"})
     (copy,) = (tmp_path / "run" / "code").glob("*/mine.py")

@@ -300,29 +300,28 @@ def claim(
     manifests: Manifests,
     *,
     accepted_data: Collection[str] = (),
-    option: str = "--run-dir",
 ) -> TextIO:
     """Check the data, then take the run directory for this config, until the returned file is closed.
 
     `accepted_data` are names of new datasets (`DataIdentity.name`), and of new code (`check_same_code`), with which the
-    run may go on. `option` is the one that names the directory on the command line; messages ask for another.
+    run may go on.
 
     Raises `UserError` if the data do not fit or were replaced, if code of the user's own has changed, if the directory
     holds another config, an edited config or other files, if another process trains in it, or if it cannot be written.
     """
     check_manifests(config, manifests)
     try:
-        held = _claim(run_dir, config, option=option)
+        held = _claim(run_dir, config)
     except OSError as error:
         if error.errno == errno.ENOSPC:  # `storage_problem` has a message for it
             raise
         raise UserError(
-            f"{error.filename or run_dir.path} cannot be written ({error.strerror}); pass another {option}"
+            f"{error.filename or run_dir.path} cannot be written ({error.strerror}); pass another directory"
         ) from error
     try:
         found = newest_state(run_dir)
         check_resumed(run_dir, config, manifests, found, accepted_data=accepted_data)
-        _refuse_edited_config(run_dir, config, step=found.step, option=option)
+        _refuse_edited_config(run_dir, config, step=found.step)
         check_same_code(run_dir, config, manifests.datasets, step=found.step, accepted=accepted_data)
     except UserError:
         held.close()
@@ -394,19 +393,16 @@ def resume(
     return restored
 
 
-def refuse_other_config(run_dir: RunDir, config: RunConfig, *, option: str = "--run-dir") -> None:
-    """Raise `UserError` if the run in `run_dir` has another config, in a setting that is not one of `MAY_CHANGE`.
-
-    `option` is that of `claim`.
-    """
+def refuse_other_config(run_dir: RunDir, config: RunConfig) -> None:
+    """Raise `UserError` if the run in `run_dir` has another config, in a setting that is not one of `MAY_CHANGE`."""
     if keys := _fixed_settings_that_differ(read_run_config(run_dir), config):
         raise UserError(
             f"{run_dir.path} holds a run with another config (it differs in {', '.join(keys)}); "
-            f"pass another {option}, or remove this one"
+            "pass another directory, or remove this one"
         )
 
 
-def _refuse_edited_config(run_dir: RunDir, config: RunConfig, *, step: int, option: str) -> None:
+def _refuse_edited_config(run_dir: RunDir, config: RunConfig, *, step: int) -> None:
     """Raise `UserError` if a run at `step` last trained with other settings than its config.json holds now.
 
     Locations of data may differ, because `check_same_data` compares the data. Passes over a run without a checkpoint,
@@ -418,7 +414,7 @@ def _refuse_edited_config(run_dir: RunDir, config: RunConfig, *, step: int, opti
     if keys:
         raise UserError(
             f'{_edited(run_dir, keys)}; put the values back that "{RECORDED_CONFIG}" in {run_dir.provenance} shows, or '
-            f"pass another {option}"
+            "pass another directory"
         )
 
 
@@ -453,18 +449,18 @@ def _fixed_settings_that_differ(before: RunConfig, now: RunConfig) -> list[str]:
     return keys
 
 
-def _claim(run_dir: RunDir, config: RunConfig, *, option: str) -> TextIO:
+def _claim(run_dir: RunDir, config: RunConfig) -> TextIO:
     if run_dir.config.is_file():
-        refuse_other_config(run_dir, config, option=option)
+        refuse_other_config(run_dir, config)
     elif run_dir.path.exists() and any(path.name != LOCK_NAME for path in run_dir.path.iterdir()):
-        raise UserError(f"{run_dir.path} is not empty and is not a run directory; pass another {option}")
+        raise UserError(f"{run_dir.path} is not empty and is not a run directory; pass another directory")
     refuse_link(run_dir)
     if run_dir.checkpoints.exists() and not run_dir.checkpoints.is_dir():
         raise UserError(f"{run_dir.checkpoints} is not a directory, so no checkpoint can be written there; remove it")
     held = hold(run_dir)
     try:
         if run_dir.config.is_file():  # another process may have written it before this one held the lock
-            refuse_other_config(run_dir, config, option=option)
+            refuse_other_config(run_dir, config)
     except UserError:
         held.close()
         raise

@@ -16,7 +16,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sections import models_at
 from launch import train as launch_train
 from launch.planned_run import default_run_dir
-from launch.resources import RequestedResources, Resources
+from launch.resources import RequestedResources
 from trainer.analyze import ANALYSES, load_analysis
 from trainer.config import RunConfig
 from trainer.theory.__main__ import EXPERIMENTS, load_experiment
@@ -24,7 +24,6 @@ from trainer.theory.__main__ import EXPERIMENTS, load_experiment
 CONFIGS = (
     RunConfig,
     RequestedResources,
-    Resources,
     *(load_analysis(name).settings for name in ANALYSES),
     *(type(load_experiment(name).defaults) for name in EXPERIMENTS),
 )

@@ -1,10 +1,11 @@
-"""The runs of a study on this machine are forked from one process, and are otherwise runs of their own."""
+"""Runs on this machine are forked from one process, and train as under every other launcher."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,10 @@ from pathlib import Path
 
 import pytest
 
+import launch.slurm
+from launch.slurm_command import plan_from
 from launch.states import run_status
+from tests.commands import float64_recipe
 from tests.nursery import PythonProcess, run_python
 from tests.processes import kill_tree
 from tests.slow_steps import SLOW_STEPS, pausing
@@ -61,11 +65,11 @@ def process_of(run_dir: RunDir) -> int:
 
 
 @contextlib.contextmanager
-def long_study(data: Path, home: Path) -> Iterator[subprocess.Popen[str]]:
+def long_study(data: Path, home: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
     """Start a study on this machine that would take long, in a session of its own."""
     pipe = subprocess.PIPE
     process = PythonProcess(
-        [*study(data, home, *LONG), *SLOW_STEPS],
+        [*study(data, home, *LONG), *SLOW_STEPS, *flags],
         cwd=ROOT,
         env=pausing(0.1, ENVIRON),
         stdout=pipe,
@@ -102,22 +106,70 @@ def test_forked_runs_have_the_bits_of_a_new_process_and_are_not_run_twice(data: 
 
 
 @pytest.mark.process
-def test_two_ranks_of_each_run(data: Path, tmp_path: Path) -> None:
-    words = [*study(data, tmp_path / "study"), "--tasks-per-node", "2"]
-    done = run_python(words, cwd=ROOT, env=ENVIRON)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for name in NAMES:
-        provenance = json.loads(RunDir(tmp_path / "study" / name).provenance.read_text())
-        assert (provenance["world_size"], provenance["finished_step"]) == (2, 4)
+def test_every_launcher_gives_the_same_curve(tmp_path: Path) -> None:
+    launchers = {
+        "alone": ["-m", "launch.train"],
+        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "launch.train"],
+        "here": ["-m", "launch.slurm", "--executor", "local", "--tasks-per-node", "2"],
+    }
+    words = float64_recipe(tmp_path)
+    losses = {}
+    for name, launcher in launchers.items():
+        run_dir = RunDir(tmp_path / name)
+        command = [sys.executable, *launcher, *words, "--run-dir", str(run_dir.path)]
+        done = run_python(command, cwd=ROOT, env=ENVIRON)
+        assert done.returncode == 0, done.stderr
+        assert run_dir.read_provenance()["world_size"] == (1 if name == "alone" else 2)
+        losses[name] = [line["train/loss"] for line in run_dir.read_metrics()]
+    assert len(losses["alone"]) == 8
+    assert losses["torchrun"] == pytest.approx(losses["alone"], rel=1e-9)
+    assert losses["here"] == pytest.approx(losses["alone"], rel=1e-9)
+    log = (tmp_path / "here" / "logs" / "here_0_log.out").read_text()
+    assert re.search(r"^1 +0 +\S+ +1 +cpu +\d+$", log, re.MULTILINE), "rank 1 is not in the rank table"
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("number", "name", "status"), [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGTERM, "SIGTERM", 1)])
+def test_a_status_shows_the_error_of_rank_1_and_not_that_of_rank_0_which_lost_it(data: Path, tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "launch/train.py"]
+    command = [sys.executable, *torchrun, *recipe(data), "--code", "failing_views", "--set", "views.kind=failing"]
+    command += ["--run-dir", str(tmp_path / "run")]
+    environ = pausing(0, ENVIRON)
+    done = run_python(command, cwd=ROOT, env=environ | {"FAILING_RANK": "1"})
+    assert done.returncode == 1
+    status = run_status(RunDir(tmp_path / "run"), {})
+    assert (status.state, status.reason) == ("failed", "rank 1: KeyError: 'a label that only rank 1 has'")
+    done = run_python(command, cwd=ROOT, env=environ | {"FAILING_RANK": ""})
+    assert done.returncode == 0, done.stderr
+    assert not RunDir(tmp_path / "run").ended.exists(), "it is removed at the next start"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], 12),
+        (["--tasks-per-node", "2", "--cpus-per-task", "3"], 3),
+        (["--sweep", "seed=0,1,2,3", "--at-a-time", "2", "--tasks-per-node", "2"], 3),
+        (["--sweep", "seed=0,1,2,3", "--at-a-time", "4", "--tasks-per-node", "4"], 1),
+    ],
+)
+def test_ranks_of_this_machine_share_its_cores(
+    flags: list[str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    monkeypatch.chdir(tmp_path)
+    arguments = launch.slurm._parser().parse_args(["--config", "debug:image", "--executor", "local", *flags])
+    assert plan_from(arguments).resources.cpus_per_task == expected
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("number", "name", "status", "num_ranks"), [(signal.SIGINT, "Ctrl-C", 130, 2), (signal.SIGTERM, "SIGTERM", 1, 1)]
+)
 def test_a_request_to_stop_saves_each_run(
-    number: signal.Signals, name: str, status: int, data: Path, tmp_path: Path
+    number: signal.Signals, name: str, status: int, num_ranks: int, data: Path, tmp_path: Path
 ) -> None:
     run_dirs = [RunDir(tmp_path / "study" / name) for name in NAMES[:2]]
-    with long_study(data, tmp_path / "study") as process:
+    with long_study(data, tmp_path / "study", "--tasks-per-node", str(num_ranks)) as process:
         wait_until(lambda: all(map(trains, run_dirs)))
         if number == signal.SIGINT:
             os.killpg(process.pid, number)  # as a terminal does

@@ -15,12 +15,13 @@ import torch
 
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
+from launch.here import gpus_here
 from launch.job import TrainJob
 from launch.planned_run import PlannedRun
-from launch.resources import Resources, describe_origins, resolve_request, resources_for
+from launch.resources import RequestedResources, Resources, resolve_request, resources_for
 from launch.slurm import main
-from launch.slurm_client import outside_any_job, queued_jobs, refused
-from launch.submission import SubmissionPlan, gpus_here, sbatch_script
+from launch.slurm_client import outside_any_job, queued_jobs
+from launch.submission import SubmissionPlan, sbatch_script
 from launch.submitted import Submission, last_submission, record
 from tests.commands import Done, call
 from tests.tiny_data import write_tiny_pair
@@ -28,11 +29,7 @@ from trainer.run_dir import RunDir, write_json
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "slurm_debug_image.sh"
-RESOURCES = Resources(
-    nodes=4,
-    tasks_per_node=8,
-    cpus_per_task=12,
-    threads_per_task=10,
+WANTED = RequestedResources(
     gpus_per_node=8,
     time_minutes=60,
     mem_gb=200,
@@ -42,7 +39,7 @@ RESOURCES = Resources(
     constraint="h200",
     sbatch={"reservation": "night", "exclusive": True, "nice": 7, "contiguous": False},
 )
-
+RESOURCES = Resources(WANTED, nodes=4, tasks_per_node=8, cpus_per_task=12, threads_per_task=10)
 
 Command = Callable[..., Done]
 
@@ -146,7 +143,6 @@ def test_a_study_is_one_array_with_a_limit(slurm_py: Command, settings: list[str
 def test_a_flag_overrides_the_file_here_and_that_of_the_user(
     slurm_py: Command, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The script also has the origin of each value."""
     user_file = tmp_path / "config" / "feature-dropout" / "slurm.yaml"
     user_file.parent.mkdir(parents=True)
     user_file.write_text("partition: a\naccount: a\nmem_gb: 4\nsbatch: {nice: 1, comment: a}\n")
@@ -159,30 +155,22 @@ def test_a_flag_overrides_the_file_here_and_that_of_the_user(
     assert done.status == 0, done.stderr
     options = set(re.findall(r"^#SBATCH --(\S+)", done.stdout, re.MULTILINE))
     assert options >= {"partition=a", "account=b", "time=60", "mem=4GB", "nice=3", "comment=a"}
-    assert [line for line in done.stdout.splitlines() if line.startswith("# ") and " from " in line] == [
-        f"# partition: a from {user_file}",
-        "# account: b from slurm.yaml",
-        "# time_minutes: 60 from --time-minutes",
-        f"# mem_gb: 4 from {user_file}",
-        "# nice: 3 from --sbatch",
-        f"# comment: a from {user_file}",
-    ]
+    assert {f"# partition: a from {user_file}", "# account: b from slurm.yaml"} <= set(done.stdout.splitlines())
 
 
 def test_what_is_asked_for_fits_every_run_of_a_study() -> None:
     """There is a rank for each GPU, with a core for itself and for each data worker of the run with most workers."""
     few, many = (resolve_recipe("debug:image", [f"data.num_workers={number}"]) for number in (1, 3))
-    wanted = resolve_request({"gpus_per_node": 4, "partition": "a"}, files=[]).wanted
+    wanted, _ = resolve_request({"gpus_per_node": 4, "partition": "a"}, files=[])
     resources = resources_for(wanted, [few, many], nodes=2)
     assert (resources.num_ranks, resources.cpus_per_task, resources.threads_per_task) == (8, 4, 1)
-    assert (resources.gpus_per_node, resources.partition) == (4, "a")
-    wanted = resolve_request({"cpus_per_task": 12, "tasks_per_node": 2}, files=[]).wanted
+    assert resources.wanted == wanted
+    wanted, _ = resolve_request({"cpus_per_task": 12, "tasks_per_node": 2}, files=[])
     assert resources_for(wanted, [few], nodes=1).threads_per_task == 11
     with pytest.raises(UserError, match="do not divide"):
         resources_for(wanted.model_copy(update={"tasks_per_node": 1}), [few, many], nodes=3)
     with pytest.raises(UserError, match="cannot share"):
         resources_for(wanted.model_copy(update={"gpus_per_node": 1}), [few], nodes=1)
-    assert describe_origins(resolve_request({"partition": None}, files=[])) == ["time_minutes: 240 from default"]
 
 
 @pytest.mark.parametrize(
@@ -190,9 +178,7 @@ def test_what_is_asked_for_fits_every_run_of_a_study() -> None:
     [
         ({}, "partion: gpu", 'slurm.yaml: unknown key "partion"; did you mean "partition"'),
         ({}, "gpu", "does not hold settings"),
-        ({}, "a: [", "cannot read "),
-        ({"mem_gb": 9999999}, "", "--mem-gb: mem_gb is 9999999"),
-        ({"sbatch": {"partition": "a"}}, "", "--sbatch: sbatch: partition has a flag"),
+        ({"time_minutes": 2}, "", "--time-minutes: time_minutes is 2"),
         ({"sbatch": {"open_mode": "a"}}, "", "open-mode has a flag of its own or is decided"),
     ],
 )
@@ -202,13 +188,6 @@ def test_a_mistake_is_named_where_it_stands(flags: dict[str, object], text: str,
         resolve_request(flags, files=[tmp_path / "slurm.yaml"])
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-def test_sbatchs_reason_is_found_in_what_it_says() -> None:
-    said = "sbatch: error: invalid partition specified: x\nallocation failure: Invalid partition name specified\n"
-    assert "(Invalid partition name specified)" in str(refused(said))
-    assert "(it gave no reason)" in str(refused(""))
-    assert "(unrecognized option)" in str(refused("sbatch: unrecognized option\nTry --help"))
 
 
 def test_the_queue_is_read_from_squeue(slurm_py: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,14 +210,11 @@ def test_the_queue_is_read_from_squeue(slurm_py: Command, tmp_path: Path, monkey
     [
         (["--config", "debug:imag"], 'error: unknown recipe "debug:imag"; did you mean "debug:image"?'),
         (["--config", "debug:image", "--nodes", "3"], "3 ranks do not divide"),
-        (["--config", "debug:image", "--set", "data.train_dir=nowhere"], "error: nowhere does not exist; build it"),
         (["--config", "debug:image", "--nodes", "2", "--executor", "local"], "use --tasks-per-node 2"),
-        (["--config", "debug:image", "--time-minutes", "2"], "allow 3 minutes or more"),
         (["--config", "debug:image", "--nodes", "0"], "'0' is not a positive whole number"),
         (["--study", "studies:tabel1"], 'unknown study "studies:tabel1"; did you mean "studies:table1"?'),
         (["--study", "studies:table1"], "a study has a directory for each run; pass --study-dir"),
         (["--config", "debug:image", "--at-a-time", "2"], "--study-dir and --at-a-time belong to --study"),
-        (["--config", "debug:image", "--sbatch", "mem=4G", "--dry-run"], "mem has a flag"),
         (["--config", "debug:image", "--study", "studies:table1"], "not allowed with argument --config"),
     ],
 )
@@ -262,7 +238,6 @@ def test_without_slurm_it_says_so_and_leaves_nothing_behind(
     assert "\n# not checked by Slurm: there is no sbatch on this machine\n" in dry.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["submission", "dry_run"])
 @pytest.mark.parametrize(
     ("flags", "message"),
@@ -270,8 +245,7 @@ def test_without_slurm_it_says_so_and_leaves_nothing_behind(
         (["--set", "data.train_dir=nowhere"], "nowhere does not exist; build it"),
         (["--set", "global_batch_size=128"], "64 samples"),
         (["--run-dir", "OTHER"], "OTHER holds a run with another config (it differs in seed)"),
-        (["--run-dir", "10%train"], "10%train"),
-        (["--partition", "nope"], "sbatch refused the job (Invalid partition name specified)"),
+        (["--partition", "nope"], "Invalid partition name specified"),
         (["--partition", "a\nb"], '--partition: partition is "a\\nb"'),
     ],
 )
@@ -299,21 +273,6 @@ def test_a_dry_run_refuses_what_a_submission_refuses_and_both_leave_nothing(
     assert sorted(runs.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("FULL", "is not empty and is not a run directory"), ("/proc/none/run", "/proc/none cannot be written")],
-)
-@pytest.mark.usefixtures("fake_slurm")
-def test_a_directory_that_is_not_for_this_run_is_left_as_it_was(
-    name: str, message: str, slurm_py: Command, settings: list[str], tmp_path: Path
-) -> None:
-    (tmp_path / "FULL").mkdir()
-    (tmp_path / "FULL" / "thesis.tex").touch()
-    done = slurm_py("--config", "debug:image", *settings, "--run-dir", tmp_path / name)
-    assert (done.status, message in done.stderr) == (2, True)
-    assert not (tmp_path / "FULL" / "config.json").exists()
-
-
 @pytest.mark.parametrize("state", ["finished", "running", "waiting"])
 @pytest.mark.usefixtures("fake_slurm")
 def test_a_run_that_is_finished_or_has_a_job_is_not_submitted_again(
@@ -335,26 +294,19 @@ def test_a_run_that_is_finished_or_has_a_job_is_not_submitted_again(
     assert (other.status, "holds a run with another config" in other.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("answer", ["accepts", "refuses", "says nothing"])
-def test_a_submission_is_recorded_or_leaves_nothing(
+@pytest.mark.parametrize("answer", ["echo Submitted batch job 7", "echo 'error: Bad' >&2; exit 1", "exit 1"])
+def test_a_submission_is_recorded_unless_it_is_refused(
     answer: str, slurm_py: Command, fake_slurm: Path, settings: list[str], tmp_path: Path
 ) -> None:
-    says = {
-        "accepts": "echo Submitted batch job 7",
-        "refuses": "echo 'error: Bad' >&2; exit 1",
-        "says nothing": "exit 1",
-    }
-    script = f"#!/bin/bash\n[[ $1 == --test-only ]] && exit 0\n{says[answer]}\n"
-    (fake_slurm / "sbatch").write_text(script)
+    (fake_slurm / "sbatch").write_text(f"#!/bin/bash\n[[ $1 == --test-only ]] && exit 0\n{answer}\n")
     run_dir = RunDir(tmp_path / "runs" / "a")
     done = slurm_py("--config", "debug:image", *settings, "--run-dir", run_dir.path)
-    if answer != "accepts":
-        assert done.status == 2
-        assert ("Bad" if answer == "refuses" else "no reason") in done.stderr
-        assert not run_dir.path.exists()
+    submission = last_submission(run_dir)
+    if not answer.startswith("echo Submitted"):
+        assert (done.status, submission) == (2, None)
+        assert ("Bad" if "Bad" in answer else "no reason") in done.stderr
         return
     assert done.status == 0, done.stderr
-    submission = last_submission(run_dir)
     assert submission is not None
     assert (submission.job_id, submission.log) == ("7", run_dir.path / "logs" / "7_0_log.out")
     with (run_dir.path / "logs" / "7_submitted.pkl").open("rb") as file:
@@ -368,10 +320,9 @@ def test_a_job_inherits_no_job_but_what_a_site_sets(monkeypatch: pytest.MonkeyPa
     hidden = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "3", "RANK": "3", "TORCHELASTIC_RUN_ID": "a"}
     for name, value in (kept | hidden).items():
         monkeypatch.setenv(name, value)
-    with outside_any_job({"PYTHONPATH": "code"}):
+    with outside_any_job():
         assert {name: os.environ.get(name) for name in kept} == kept
         assert not hidden.keys() & os.environ.keys()
-        assert os.environ["PYTHONPATH"] == "code"
     assert {name: os.environ.get(name) for name in kept | hidden} == kept | hidden
 
 
@@ -392,10 +343,9 @@ def test_each_run_on_this_machine_has_its_own_gpus(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    two = RESOURCES.model_copy(update={"gpus_per_node": 2})
     if expected is None:
         with pytest.raises(UserError, match="ask for fewer"):
-            gpus_here(two, at_a_time=at_a_time)
+            gpus_here(2, at_a_time=at_a_time)
     else:
-        assert gpus_here(two, at_a_time=at_a_time) == expected
-    assert gpus_here(RESOURCES.model_copy(update={"gpus_per_node": 0}), at_a_time=2) == [[], []]
+        assert gpus_here(2, at_a_time=at_a_time) == expected
+    assert gpus_here(0, at_a_time=2) == [[], []]

@@ -158,11 +158,8 @@ def test_a_job_that_is_cancelled_while_it_waits(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--partition", "nope"], "sbatch refused the job (Invalid partition name specified)"),
-        (["--nodes", "16"], "sbatch refused the job ("),
-        (["--cpus-per-task", "99"], "sbatch refused the job (Requested node configuration is not available)"),
-        (["--sbatch", "reservation=none"], "sbatch refused the job (Requested reservation is invalid)"),
-        (["--set", "num_epoch=1"], 'unknown key "num_epoch"'),
+        (["--partition", "nope"], "Invalid partition name specified"),
+        (["--cpus-per-task", "99"], "Requested node configuration is not available"),
         (["--run-dir", "/proc/none/run"], "/proc/none cannot be written"),
     ],
 )

@@ -162,7 +162,7 @@ def take(run_dir: RunDir, config: RunConfig) -> TextIO:
 @pytest.mark.parametrize("where", ["file", "file/run"])
 def test_a_run_directory_that_cannot_be_made_is_one_sentence(where: str, tmp_path: Path, config: RunConfig) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=rf"/{where} cannot be written \(Not a directory\); pass another --run-dir"):
+    with pytest.raises(UserError, match=rf"/{where} cannot be written \(Not a directory\); pass another directory"):
         take(RunDir(tmp_path / where), config)
 
 

@@ -19,7 +19,7 @@ import launch.train
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.storage.manifest import load_manifest
-from launch.slurm_command import plan_from, request_from
+from launch.slurm_command import plan_from
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.analyses.loaded_run import AnalysisOptions, load_run
@@ -253,7 +253,7 @@ def test_the_flag_reaches_training_and_jobs(
 
     words = [*recipe, "--executor", "local", *match[0].split(), "--accept-data", "0" * 12]
     arguments = launch.slurm._parser().parse_args(words)
-    plan = plan_from(arguments, request_from(arguments))
+    plan = plan_from(arguments)
     assert plan.accepted_data == (match[1], "0" * 12)
     plan.claim()
     with pytest.raises(UserError, match="holds another dataset"):
