@@ -46,7 +46,7 @@ def run_status(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
     if not run_dir.config.is_file():
         return RunStatus("pending", reason="not started")
     config = run_dir.read_config()  # as data, because the code that registers its kinds may not be imported
-    metrics = run_dir.read_last_metrics("train/loss")
+    metrics = run_dir.read_last_metrics()
     losses = [line["train/loss"] for line in metrics if "train/loss" in line]
     provenance = run_dir.read_provenance()
     state, reason = _state(run_dir, queue, provenance)

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import os
 import re
 import socket
@@ -23,15 +24,15 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 from data_pipeline.core.errors import UserError, filename_in_errors, printable
-from trainer.records import Metrics, Provenance, read_last_metrics, read_metrics, read_provenance
 
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".lock"
 _LOCK_TRIES, _LOCK_SECONDS = 10, 0.02
+_END_BYTES = 2**18  # of metrics.jsonl, which `RunDir.read_last_metrics` reads: some hundred lines
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}  # the answers of a file system without locks
 
 
@@ -115,26 +116,44 @@ class RunDir:
         return read_object(self.config, mend="restore the file")
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the entries of metrics.jsonl by ascending step; see `trainer.records`.
+        """Return the entries of metrics.jsonl by ascending step: {"step": int, "epoch": int, "train/loss": float, ...}.
 
-        Logs the damaged lines, which are left out.
+        Numbers that are not finite are left out, and so is a last line that a kill cut short. If a restart repeated a
+        step, its last line counts. Raises `UserError` if a line is damaged.
         """
-        return _logged(read_metrics(self.metrics)).entries
+        return _metrics_in(self.metrics, self.metrics.read_bytes()) if self.metrics.is_file() else []
 
-    def read_last_metrics(self, name: str) -> list[dict[str, Any]]:
-        """Return the last entries of metrics.jsonl, from one with the metric `name` on, without reading all of it.
-
-        Logs the damaged lines among them, which are left out. Damaged lines before them are not noticed.
-        """
-        return _logged(read_last_metrics(self.metrics, name)).entries
+    def read_last_metrics(self) -> list[dict[str, Any]]:
+        """Return the last entries of metrics.jsonl, as `read_metrics` does, without reading a long file whole."""
+        if not self.metrics.is_file():
+            return []
+        with self.metrics.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _END_BYTES))
+            if size > _END_BYTES:
+                file.readline()  # the end of a line
+            return _metrics_in(self.metrics, file.read())
 
     def read_provenance(self) -> dict[str, Any]:
-        """Return the facts of provenance.json. Logs the damaged facts, which are left out."""
-        return _logged(read_provenance(self.provenance)).facts
+        """Return the facts of provenance.json; none if it is missing. Raises `UserError` if it is damaged."""
+        return read_object(self.provenance, mend="restore the file") if self.provenance.is_file() else {}
 
     def run_id(self) -> str | None:
-        """Return the id of the run in provenance.json; None if it has none, like a run of an earlier version."""
-        return read_provenance(self.provenance).facts.get("run_id")
+        """Return the id of the run in provenance.json; None if it has none."""
+        return self.read_provenance().get("run_id")
+
+
+def _metrics_in(path: Path, lines: bytes) -> list[dict[str, Any]]:
+    """Return the entries in lines of the metrics.jsonl at `path`."""
+    by_step: dict[int, dict[str, Any]] = {}
+    *whole, _ = lines.split(b"\n")
+    for line in whole:
+        try:
+            entry = {name: number for name, number in json.loads(line).items() if math.isfinite(number)}
+            by_step[entry["step"]] = by_step.get(entry["step"], {}) | entry
+        except (ValueError, TypeError, AttributeError, KeyError):
+            raise UserError(f"{path} has a damaged line, {line[:40]!a}; remove that line") from None
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -152,15 +171,6 @@ def steps_in(directory: Path) -> list[int]:
     return steps
 
 
-_Read = TypeVar("_Read", Metrics, Provenance)
-
-
-def _logged(read: _Read) -> _Read:
-    for problem in read.problems:
-        logger.warning("%s", problem)
-    return read
-
-
 def hold(run_dir: RunDir) -> TextIO:
     """Lock the run directory for this process, until the returned file is closed or the process ends in any way.
 
@@ -173,7 +183,11 @@ def hold(run_dir: RunDir) -> TextIO:
         _lock(file)
     except BlockingIOError:
         with file:
-            raise UserError(_refusal(run_dir, file)) from None
+            file.seek(0)
+            raise UserError(
+                f"another process is training in {run_dir.path}: {file.read(300).strip()}; wait for it, end it "
+                "by `kill` on that host (all its ranks save a checkpoint and end), or pass another --run-dir"
+            ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
@@ -184,7 +198,7 @@ def hold(run_dir: RunDir) -> TextIO:
         )
     with contextlib.suppress(OSError):  # on a full disk the lock still holds
         file.truncate(0)
-        file.write(f"{os.getpid()} {socket.gethostname()}\n")
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
     _held.add(file)
     return file
@@ -223,19 +237,6 @@ def _lock(file: TextIO) -> None:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _refusal(run_dir: RunDir, lock: TextIO) -> str:
-    """Return a sentence with the process in the lock file and the command that ends it."""
-    lock.seek(0)
-    holder = re.fullmatch(r"(\d+) ([\w.-]+)\n", lock.read(300))
-    if holder is None:
-        return f"another process is training in {run_dir.path}; wait for it or end it, or pass another --run-dir"
-    pid, host = holder.groups()
-    return (
-        f"another process is training in {run_dir.path}: process {pid} on {host}; wait for it, stop it by `kill {pid}` "
-        "on that host (all its ranks save a checkpoint and end), or pass another --run-dir"
-    )
-
-
 _held: weakref.WeakSet[TextIO] = weakref.WeakSet()
 
 
@@ -270,11 +271,8 @@ def runs_of(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def left_out_of(paths: Sequence[Path]) -> str | None:
-    """Return a sentence on the directories that `runs_of` leaves out although they hold runs, such as studies in runs/.
-
-    Returns None if there are none.
-    """
+def say_what_is_left_out(paths: Sequence[Path]) -> None:
+    """Print which directories `runs_of` leaves out although they hold runs, such as studies in runs/; if there are."""
     inner = [child for path in paths if not RunDir(path).config.is_file() for child in sorted(path.glob("*/"))]
     named = {path.resolve() for path in paths}
     studies = [
@@ -282,17 +280,11 @@ def left_out_of(paths: Sequence[Path]) -> str | None:
         for child in inner
         if not RunDir(child).config.is_file() and child.resolve() not in named and any(child.glob("*/config.json"))
     ]
-    if not studies:
-        return None
-    return (
-        f"left out, because they hold runs of their own: {', '.join(studies)}; pass the path of each to take its runs"
-    )
-
-
-def say_what_is_left_out(paths: Sequence[Path]) -> None:
-    """Print the sentence of `left_out_of`, if there is one. For the commands that take paths of runs and of studies."""
-    if (sentence := left_out_of(paths)) is not None:
-        print(sentence, file=sys.stderr)
+    if studies:
+        print(
+            f"left out, because they hold runs of their own: {', '.join(studies)}; pass the path of each",
+            file=sys.stderr,
+        )
 
 
 def places_of_probes(run_dirs: Sequence[RunDir], directory: Path) -> list[RunDir]:
@@ -314,8 +306,7 @@ def read_object(path: Path, *, mend: str) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
-        raise UserError(f"{path} is not valid JSON ({reason}); {mend}") from None
+        raise UserError(f"{path} is not valid JSON ({error}); {mend}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} does not hold a JSON object; {mend}")
     return value

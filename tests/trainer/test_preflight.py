@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import logging
-import os
-import re
 import shutil
-import socket
-import subprocess
-import sys
-import threading
 from pathlib import Path
 from typing import TextIO
 
@@ -41,7 +33,7 @@ from trainer.preflight import MAY_CHANGE, check_channels_last, check_data, check
 from trainer.pretrained import load_encoder
 from trainer.provenance import write_provenance
 from trainer.reports.config_identity import NOT_IDENTITY, config_identity
-from trainer.run_dir import LOCK_NAME, RunDir, hold, is_held, steps_in, write_json
+from trainer.run_dir import RunDir, hold, is_held, steps_in, write_json
 from trainer.train import train
 from trainer.training_log import log_start
 
@@ -81,72 +73,6 @@ def test_an_encoder_that_crashes_torch_with_channels_last_is_refused(
     encoder = build_modules(config).encoder
     with pytest.raises(UserError, match="set channels_last=false") if is_refused else contextlib.nullcontext():
         check_channels_last(config, encoder, manifest, device=torch.device(device))
-
-
-def test_looking_at_the_lock_neither_takes_it_nor_refuses_it_to_a_trainer(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    assert not is_held(run_dir)
-    assert not list(tmp_path.iterdir()), "it is only looked at"
-    with hold(run_dir):
-        assert is_held(run_dir)
-        with pytest.raises(UserError, match="another process is training"):
-            hold(run_dir)
-    assert not is_held(run_dir)
-    with (tmp_path / LOCK_NAME).open() as looker:
-        fcntl.flock(looker, fcntl.LOCK_SH)  # as a look, which takes no longer than this
-        later = threading.Timer(0.05, looker.close)
-        later.start()
-        hold(run_dir).close()
-        later.join()
-
-
-# Holds a run directory, forks as a data worker is forked, says the worker's pid, and is killed.
-KILLED = """
-import os, sys, time
-from pathlib import Path
-from trainer.run_dir import RunDir, hold
-held = hold(RunDir(Path(sys.argv[1])))
-worker = os.fork()
-if worker == 0:
-    time.sleep(60)
-    os._exit(0)
-print(worker, flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.process
-def test_a_data_worker_does_not_hold_the_run_directory_of_a_rank_that_was_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as killed:
-        assert killed.stdout is not None
-        worker = int(killed.stdout.readline())
-        holder = f"process {killed.pid} on {socket.gethostname()}; wait for it, stop it by `kill {killed.pid}`"
-        with pytest.raises(UserError, match=re.escape(f"another process is training in {tmp_path}: {holder}")):
-            hold(RunDir(tmp_path))
-        killed.kill()
-    try:
-        hold(RunDir(tmp_path)).close()
-    finally:
-        os.kill(worker, 9)
-
-
-def test_a_lock_that_names_no_holder_is_a_lock_all_the_same(tmp_path: Path) -> None:
-    with hold(RunDir(tmp_path)):
-        (tmp_path / LOCK_NAME).write_bytes(b"\xc3 5 \x1b[31m")
-        with pytest.raises(UserError, match="; wait for it or end it"):
-            hold(RunDir(tmp_path))
-
-
-def test_a_file_system_without_locks_is_no_reason_not_to_train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def flock(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    hold(RunDir(tmp_path)).close()
-    assert f"{tmp_path} has no locks (No locks available): make sure that no other process trains" in caplog.text
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from tests.tiny_data import write_tiny_pair
 from tests.trainer.probed_runs.test_probe_command import make_run
 from tests.trainer.reports.made_runs import Page
 from trainer.reports.runs import read_runs
-from trainer.run_dir import RunDir, write_atomically, write_json
+from trainer.run_dir import RunDir, write_json
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
@@ -181,9 +181,3 @@ def test_a_file_that_may_not_be_so_large_is_one_sentence(run: Path, tmp_path: Pa
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert line.startswith(f"error: no room on the disk for {out} (file too large)")
     assert not list(tmp_path.glob("*.partial")) + list(tmp_path.glob(".*.partial"))
-
-
-def test_text_that_utf8_cannot_hold_is_written(tmp_path: Path) -> None:
-    """For example the command line may have a file name of other bytes."""
-    write_atomically(tmp_path / "text", "caf\udce9")
-    assert (tmp_path / "text").read_text() == "caf\\udce9"

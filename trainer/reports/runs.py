@@ -18,7 +18,6 @@ from trainer.probes.features import LabelSpace
 from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult, labels_in, read_result
 from trainer.provenance import train_sets
-from trainer.records import read_metrics, read_provenance
 from trainer.reports.config_identity import run_identity
 from trainer.run_dir import RunDir, open_run, places_of_probes, read_object
 
@@ -125,19 +124,19 @@ def protocol_of(config: ProbeConfig) -> ProbeConfig:
 def _read_run(
     run_dir: RunDir, config: RunConfig, name: str, *, probes_in: Sequence[RunDir], options: AnalysisOptions | None
 ) -> Run:
-    metrics, provenance = read_metrics(run_dir.metrics), read_provenance(run_dir.provenance)
-    results, problems = _read_results(probes_in, run_dir, config, identity=run_identity(config, provenance.facts))
+    metrics, provenance = run_dir.read_metrics(), run_dir.read_provenance()
+    results, problems = _read_results(probes_in, run_dir, config, identity=run_identity(config, provenance))
     test_set = next((result.test_manifest_sha256 for result in results), None)
     pictures, more = _read_pictures(run_dir, options, test_set=test_set)
-    run = Run(name, run_dir.path, config, provenance.facts, results, _logged(metrics.entries), pictures)
-    problems = [*metrics.problems, *provenance.problems, *problems, *more]
+    run = Run(name, run_dir.path, config, provenance, results, _logged(metrics), pictures)
+    problems += more
     if run.has_other_train_set:
         sets = ", ".join(sha256[:12] for sha256 in run.trained_on)
         problems.append(f"{run.path} was trained on another train set (manifest {sets}) than its probes read.")
     if (edited := edited_config(run_dir, config)) is not None:
         problems.append(f"{edited}; this page believes {run_dir.config.name}.")
     for metric, what in _LEFT_OUT.items():
-        if last := next((entry[metric] for entry in reversed(metrics.entries) if metric in entry), 0):
+        if last := next((entry[metric] for entry in reversed(metrics) if metric in entry), 0):
             problems.append(f"The training of {run.path} left out {last:,.0f} {what}.")
     for problem in problems:
         logger.warning("%s", problem)

@@ -1,0 +1,184 @@
+"""The files of a run directory: metrics and provenance, steps, the lock, and writing."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from configs import resolve_recipe
+from data_pipeline.core.errors import UserError
+from launch.states import run_status
+from tests.trainer.observability.tracked import open_tracker
+from tests.trainer.reports.made_runs import Page, make_run, probe_result, report
+from trainer.run_dir import LOCK_NAME, RunDir, hold, is_held, write_atomically, write_json
+
+GOOD = {"step": 3, "epoch": 0, "train/loss": 1.5}
+
+
+def write_metrics(run_dir: RunDir, *lines: bytes, end: bytes = b"\n") -> None:
+    run_dir.path.mkdir(exist_ok=True)
+    run_dir.metrics.write_bytes(b"\n".join(lines) + end)
+
+
+def good(step: int) -> bytes:
+    return json.dumps(GOOD | {"step": step}).encode()
+
+
+@pytest.mark.parametrize("line", [b"\xff\xfe", b"null", b'{"epoch": 1}', b'{"step": 4, "train/loss": "low"}', b'{"st'])
+def test_a_damaged_line_is_named(line: bytes, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    write_metrics(run_dir, good(1), line, good(5))
+    for read in (run_dir.read_metrics, run_dir.read_last_metrics):
+        with pytest.raises(UserError, match=re.escape(ascii(line))):
+            read()
+
+
+def test_numbers_that_are_not_finite_and_a_line_that_a_kill_cut_short_are_left_out(tmp_path: Path) -> None:
+    write_metrics(
+        RunDir(tmp_path), b'{"step": 1, "a": NaN, "b": -Infinity, "c": 1e400, "e": 2}', b'{"step": 2', end=b""
+    )
+    assert RunDir(tmp_path).read_metrics() == [{"step": 1, "e": 2}]
+
+
+def test_the_end_of_a_long_file_has_its_last_values(tmp_path: Path) -> None:
+    run_dir = RunDir(make_run(tmp_path / "run"))
+    write_metrics(
+        run_dir, *(good(step) for step in range(1, 20_001)), b'{"step": 20000, "train/loss": 0.5}', b"{", end=b""
+    )
+    whole, end = run_dir.read_metrics(), run_dir.read_last_metrics()
+    assert whole[-1] == GOOD | {"step": 20_000, "train/loss": 0.5}
+    assert 100 < len(end) < len(whole) / 2
+    assert end == whole[-len(end) :]
+    status = run_status(run_dir, {})
+    assert (status.step, status.loss) == (20_000, 0.5)
+
+
+def test_a_restart_drops_the_steps_that_it_repeats(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    write_metrics(run_dir, good(3), good(4), good(9))
+    tracker = open_tracker(run_dir, resolve_recipe("debug:image", ["tracking.wandb=disabled"]), start_step=4)
+    tracker.log(5, {"epoch": 1, "train/loss": 0.5})
+    tracker.close()
+    assert [entry["step"] for entry in run_dir.read_metrics()] == [3, 4, 5]
+
+
+def test_names_and_titles_do_not_get_into_the_page_as_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = RunDir(make_run(tmp_path / "run"))
+    hostile = "</style><img src=x onerror=alert(1)>"
+    result = probe_result("base", 11, [0.5], 100, title=hostile) | {"class_names": [hostile, "b", "c"]}
+    write_json(run_dir.probes(11) / "base.json", result)
+    (run_dir.analysis / "sides.png").write_bytes((run_dir.analysis / "views.png").read_bytes())
+    write_json(run_dir.analysis / "sides.json", {hostile: hostile})
+    page = Page(report(monkeypatch, tmp_path / "r.html", run_dir.path))
+    assert all(reference.startswith(("data:image/png;base64,", "#")) for reference in page.references)
+
+
+@pytest.mark.parametrize("name", ["step_x", "step_5", "step_0000001１", "step_-0000001", "step_00000007.json"])
+def test_a_name_that_is_no_step_is_named_and_passed_over(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = RunDir(tmp_path)
+    for directory in (name, "step_00000011"):
+        (run_dir.all_probes / directory).mkdir(parents=True)
+    (run_dir.all_probes / "step_00000005").write_text("stray")
+    assert run_dir.probe_steps() == [11]
+    assert f"{tmp_path}/probes/{name} is not the directory of a step" in caplog.text
+
+
+def test_strays_among_the_analyses_are_named_and_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(tmp_path / "run", trained={"base": [0.5]})
+    analysis = RunDir(run).analysis
+    png = (analysis / "views.png").read_bytes()
+    (analysis / "folder.png").mkdir()
+    (analysis / "text.png").write_text("no picture")
+    (analysis / "damaged.png").write_bytes(png)
+    (analysis / "damaged.json").write_text("{")
+    html = report(monkeypatch, tmp_path / "r.html", run)
+    for name in ("folder.png", "text.png", "damaged.json"):
+        assert re.search(rf"{name} is (no|not a|not valid) \w+", html), name
+        assert re.search(rf"{name} is (no|not a|not valid) \w+", caplog.text), name
+
+
+@pytest.mark.parametrize("content", [b"step_x", b"\xff", b"", b"step_" + b"9" * 5000])
+def test_a_damaged_latest_is_no_step(content: bytes, tmp_path: Path) -> None:
+    run = RunDir(make_run(tmp_path / "run"))
+    run.latest.write_bytes(content)
+    assert run.latest_step() is None
+    assert run_status(run, {}).step == 11
+
+
+def test_looking_at_the_lock_neither_takes_it_nor_refuses_it_to_a_trainer(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    assert not is_held(run_dir)
+    assert not list(tmp_path.iterdir()), "it is only looked at"
+    with hold(run_dir):
+        assert is_held(run_dir)
+        with pytest.raises(UserError, match="another process is training"):
+            hold(run_dir)
+    assert not is_held(run_dir)
+    with (tmp_path / LOCK_NAME).open() as looker:
+        fcntl.flock(looker, fcntl.LOCK_SH)  # as a look, which takes no longer than this
+        later = threading.Timer(0.05, looker.close)
+        later.start()
+        hold(run_dir).close()
+        later.join()
+
+
+# Holds a run directory, forks as a data worker is forked, says the worker's pid, and is killed.
+KILLED = """
+import os, sys, time
+from pathlib import Path
+from trainer.run_dir import RunDir, hold
+held = hold(RunDir(Path(sys.argv[1])))
+worker = os.fork()
+if worker == 0:
+    time.sleep(60)
+    os._exit(0)
+print(worker, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.process
+def test_a_data_worker_does_not_hold_the_run_directory_of_a_rank_that_was_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout is not None
+        worker = int(killed.stdout.readline())
+        holder = f"process {killed.pid} on {socket.gethostname()}"
+        with pytest.raises(UserError, match=re.escape(f"another process is training in {tmp_path}: {holder}")):
+            hold(RunDir(tmp_path))
+        killed.kill()
+    try:
+        hold(RunDir(tmp_path)).close()
+    finally:
+        os.kill(worker, 9)
+
+
+def test_a_file_system_without_locks_is_no_reason_not_to_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    hold(RunDir(tmp_path)).close()
+    assert f"{tmp_path} has no locks (No locks available): make sure that no other process trains" in caplog.text
+
+
+def test_text_that_utf8_cannot_hold_is_written(tmp_path: Path) -> None:
+    """For example the command line may have a file name of other bytes."""
+    write_atomically(tmp_path / "text", "caf\udce9")
+    assert (tmp_path / "text").read_text() == "caf\\udce9"
