@@ -15,7 +15,6 @@ import logging
 import math
 import re
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,8 +34,8 @@ from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import BASE, NO_LABEL
 from data_pipeline.core.schema import MAX_CHARACTERS, Schema
 from data_pipeline.loading.picture_decode import decode_square
-from data_pipeline.remote.cache import RemoteConfig, file_url, is_remote
-from data_pipeline.remote.fetch import Expected, Limits, fetch
+from data_pipeline.remote.cache import RemoteConfig, fetch_file, file_url, is_remote
+from data_pipeline.remote.fetch import RemoteFile
 from data_pipeline.storage.index import MAX_MEMBER_BYTES, map_file, pack
 from data_pipeline.storage.locations import PARTS_NAME, listed_tars
 from data_pipeline.storage.manifest import Fields
@@ -116,7 +115,6 @@ class ScanInputs:
     directory: Path
     size: int = 0
     num_measured: int = 0
-    remote: RemoteConfig = _REMOTE
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -248,15 +246,9 @@ def _local(inputs: ScanInputs, task: TarTask) -> Iterator[Path]:
     if not is_remote(task.path):
         yield Path(task.path)
         return
-    config = inputs.remote
-    limits = Limits(
-        stall_seconds=config.stall_seconds,
-        num_attempts=config.num_attempts,
-        deadline=time.monotonic() + config.file_seconds,
-    )
     with tempfile.TemporaryDirectory(dir=inputs.directory / PARTS_NAME) as directory:
         path = Path(directory, "copy.tar")
-        fetch(task.path, path, expected=Expected(), limits=limits)
+        fetch_file(RemoteFile(task.path), path, config=_REMOTE)
         data = map_file(path)
         contents = read_contents(data)
         if not (contents.members and tar_end(data, end=contents.end).is_whole):

@@ -2,7 +2,7 @@
 
 `FileCache.path` returns the path of a checked copy, so a remote shard is read like a local one.
 
-Guarantees: a reader never gets part of a file, nor a file that is not the one in the manifest, and never waits forever.
+Guarantees: a reader never gets part of a file, nor a file that is not the one in the manifest.
 
 Copies lie in `ROOT/dataset-HASH/`. HASH is computed from the content of the dataset, so the cache cannot serve stale
 files. All processes of a machine share the cache: one of them fetches a file, and the others wait for it.
@@ -14,13 +14,11 @@ import fcntl
 import logging
 import os
 import re
-import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -32,14 +30,13 @@ from pydantic import Field
 from data_pipeline.core.environment import with_home
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Gigabytes, Line, Schema, Seconds
-from data_pipeline.remote.fetch import Expected, Limits, fetch
+from data_pipeline.remote.fetch import RemoteFile, fetch
 from data_pipeline.storage.locations import MANIFEST_NAME
 from data_pipeline.storage.manifest import Manifest, parse_manifest
 
 logger = logging.getLogger(__name__)
 
 _DEFAULT_GIGABYTES: Final = 4.0  # limit without a cache_dir: /tmp is small, and in memory on some machines
-_ANYTHING: Final = Expected()
 _MANIFEST_ATTEMPTS: Final = 3  # so that a mistyped location is told soon
 
 
@@ -91,6 +88,17 @@ def file_url(location: str, name: str) -> str:
     return f"{location.rstrip('/')}/{name}"
 
 
+def fetch_file(file: RemoteFile, path: Path, *, config: RemoteConfig) -> None:
+    """Write a remote file to a path, within the limits of `config`. Raises as `fetch` does."""
+    fetch(
+        file,
+        path,
+        stall_seconds=config.stall_seconds,
+        file_seconds=config.file_seconds,
+        num_attempts=config.num_attempts,
+    )
+
+
 def fetch_manifest(location: str, *, config: RemoteConfig) -> Manifest:
     """Fetch the manifest of a remote dataset. Raises `UserError` if it cannot be fetched or is not valid."""
     if re.search(r"\.tar\b", location) is not None:
@@ -98,37 +106,12 @@ def fetch_manifest(location: str, *, config: RemoteConfig) -> Manifest:
             f"{location} names tars; index them with `python -m data_pipeline index '{location}' --out DIR`, and name "
             "that DIR in place of them"
         )
+    url = file_url(location, MANIFEST_NAME)
     soon = config.model_copy(update={"num_attempts": min(config.num_attempts, _MANIFEST_ATTEMPTS)})
-    with fetched(location, MANIFEST_NAME, config=soon) as path:
-        return parse_manifest(path.read_bytes(), where=file_url(location, MANIFEST_NAME))
-
-
-@contextmanager
-def fetched(location: str, name: str, *, expected: Expected = _ANYTHING, config: RemoteConfig) -> Iterator[Path]:
-    """Fetch one file of a remote dataset without the cache; yield the path of a copy, which goes after the block.
-
-    Raises `UserError` if the file cannot be fetched or is not as `expected`.
-    """
-    with tempfile.TemporaryDirectory(prefix="fetched-") as directory:
-        path = Path(directory, name)
-        fetch(file_url(location, name), path, expected=expected, limits=_limits(config))
-        yield path
-
-
-def _limits(config: RemoteConfig) -> Limits:
-    return Limits(
-        stall_seconds=config.stall_seconds,
-        num_attempts=config.num_attempts,
-        deadline=time.monotonic() + config.file_seconds,
-    )
-
-
-@dataclass(frozen=True)
-class RemoteFile:
-    """A file of a remote dataset: where it is, and what is known of it."""
-
-    url: str
-    expected: Expected
+    with tempfile.TemporaryDirectory(prefix="manifest-") as directory:
+        path = Path(directory, MANIFEST_NAME)
+        fetch_file(RemoteFile(url), path, config=soon)
+        return parse_manifest(path.read_bytes(), where=url)
 
 
 class FileCache:
@@ -142,7 +125,7 @@ class FileCache:
         shard_bytes_S: (S,) int64, the size of each shard.
         sha256: of what identifies the dataset.
 
-    Raises `UserError` if the disk has no room for the cache.
+    Raises `UserError` if the cache cannot be written, or cannot hold the largest shard.
     """
 
     def __init__(
@@ -167,10 +150,12 @@ class FileCache:
         self._prefetcher: _Prefetcher | None = None
         with self._disk_errors_as_user_errors():
             self._root.mkdir(mode=0o700 if config.cache_dir is None else 0o777, parents=True, exist_ok=True)
-            if config.cache_dir is None and self._root.lstat().st_uid != os.getuid():  # /tmp is open to all users
-                raise UserError(f"{self._root} belongs to another user; set data.remote.cache_dir")
             self._directory.mkdir(exist_ok=True)
-            self._check_room()
+        if self.max_shards == 0:
+            raise UserError(
+                f"the largest shard of {location} takes {shard_bytes_S.max() / 1e9:.3g} GB, and the cache may hold "
+                f"{gigabytes:.3g} GB; raise data.remote.cache_gigabytes"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_prefetcher": None}
@@ -195,7 +180,7 @@ class FileCache:
             raise ValueError(f"the dataset at {self.location} has no file {name!r}")
         path = self._directory / name
         while True:
-            if not _is_cached(path, file.expected):
+            if not _is_cached(path, file):
                 self._fetch(path, file)
             try:
                 os.utime(path)  # now the last used
@@ -215,58 +200,35 @@ class FileCache:
             self._prefetcher = _Prefetcher(self)
         self._prefetcher.replace(names)
 
-    def _check_room(self) -> None:
-        """Raise `UserError` if the cache or its disk is too small, before training starts."""
-        if self.max_shards == 0:
-            largest = int(self._shard_bytes_S.max())
-            raise UserError(
-                f"the largest shard of {self.location} takes {largest / 1e9:.3g} GB, but the cache may hold only "
-                f"{(self._limit or 0) / 1e9:.3g} GB; raise data.remote.cache_gigabytes"
-            )
-        free = shutil.disk_usage(self._root).free
-        files = _files(self._root)
-        missing = int(self._shard_bytes_S.sum())
-        missing -= sum(file.num_bytes for file in files if file.path.parent == self._directory)
-        if self._limit is not None:
-            missing = min(missing, self._limit - sum(file.num_bytes for file in files))
-        if missing > free:
-            raise UserError(
-                f"the cache {self._root} needs {missing / 1e9:.3g} GB more for {self.location}, but its disk has "
-                f"{free / 1e9:.3g} GB free; free some, set data.remote.cache_dir to another disk or lower "
-                "data.remote.cache_gigabytes"
-            )
-
     def _fetch(self, path: Path, file: RemoteFile) -> None:
         """Fetch one file, or wait for the process that is fetching it."""
-        limits = _limits(self._config)
         partial = path.with_name(f".{path.name}.partial")
         with self._disk_errors_as_user_errors():
             self._directory.mkdir(parents=True, exist_ok=True)
-            with _locked(path.with_name(f".{path.name}.lock"), deadline=limits.deadline):
-                if _is_cached(path, file.expected):
+            with _locked(path.with_name(f".{path.name}.lock")):
+                if _is_cached(path, file):
                     return
                 start = time.monotonic()
-                fetch(file.url, partial, expected=file.expected, limits=limits)
+                fetch_file(file, partial, config=self._config)
                 with partial.open("rb") as whole:
                     os.fsync(whole.fileno())  # a later run checks only the size, also after a power cut
                     num_bytes = os.fstat(whole.fileno()).st_size
                 partial.replace(path)
-                self._evict(limits)
+                self._evict()
         seconds = time.monotonic() - start
         logger.info("fetched %s of %s: %.1f MB in %.1f s", path.name, self.location, num_bytes / 1e6, seconds)
 
-    def _evict(self, limits: Limits) -> None:
+    def _evict(self) -> None:
         """Evict the least recently used files until the others fit under the limit."""
         if self._limit is None:
             return
-        with _locked(self._root / ".room.lock", deadline=limits.deadline):
-            files = sorted(_files(self._root), key=lambda file: file.used_ns)
-            excess = sum(file.num_bytes for file in files) - self._limit
-            for file in files:
-                if excess <= 0:
-                    return
-                file.path.unlink(missing_ok=True)
-                excess -= file.num_bytes
+        files = sorted(_files(self._root))
+        excess = sum(num_bytes for _, num_bytes, _ in files) - self._limit
+        for _, num_bytes, path in files:
+            if excess <= 0:
+                return
+            path.unlink(missing_ok=True)
+            excess -= num_bytes
 
     @contextmanager
     def _disk_errors_as_user_errors(self) -> Iterator[None]:
@@ -310,48 +272,28 @@ class _Prefetcher:
                 logger.info("could not prefetch %s: %s", name, error)
 
 
-@dataclass(frozen=True)
-class _File:
-    """A file of the cache."""
-
-    path: Path
-    num_bytes: int
-    used_ns: int
-
-
-def _files(root: Path) -> list[_File]:
-    """Return the files of the cache. Other files in its directory are not returned, so they are never removed."""
-    found = []
+def _files(root: Path) -> Iterator[tuple[int, int, Path]]:
+    """Yield time of last use, size and path of each file of the cache, without locks and files of others."""
     for path in root.glob("dataset-*/*"):
         if re.fullmatch(r"dataset-[0-9a-f]{16}", path.parent.name) and path.suffix != ".lock":
             with suppress(FileNotFoundError):
                 status = path.lstat()
-                found.append(_File(path, status.st_size, status.st_mtime_ns))
-    return found
+                yield status.st_mtime_ns, status.st_size, path
 
 
-def _is_cached(path: Path, expected: Expected) -> bool:
+def _is_cached(path: Path, file: RemoteFile) -> bool:
     """Return whether a file is cached. It was whole when it got its name; its size shows later damage."""
     try:
-        return expected.num_bytes in (None, path.stat().st_size)
+        return file.num_bytes in (None, path.stat().st_size)
     except FileNotFoundError:
         return False
 
 
 @contextmanager
-def _locked(path: Path, *, deadline: float) -> Iterator[None]:
-    """Hold the lock of a file, which is free again when the process ends. Raises `UserError` after `deadline`."""
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which is free again when the process ends."""
     with path.open("ab") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise UserError(
-                        f"another process held {path} for too long; see what it does, or raise data.remote.file_seconds"
-                    ) from None
-                time.sleep(0.02)
+        fcntl.flock(file, fcntl.LOCK_EX)
         try:
             yield
         finally:

@@ -35,8 +35,8 @@ from numpy.typing import NDArray
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL, sample_key
-from data_pipeline.remote.cache import FileCache, RemoteConfig, RemoteFile, file_url, is_remote
-from data_pipeline.remote.fetch import Expected
+from data_pipeline.remote.cache import FileCache, RemoteConfig, file_url, is_remote
+from data_pipeline.remote.fetch import RemoteFile
 from data_pipeline.storage.locations import MANIFEST_NAME, TARS_NAME
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.tar_headers import BLOCK, is_file_at, name_at
@@ -320,7 +320,7 @@ def files_beside(location: str, manifest: Manifest, remote: RemoteConfig) -> Fil
 
 
 def _remote_file(location: str, hashes: Mapping[str, str], name: str) -> RemoteFile | None:
-    return RemoteFile(file_url(location, name), Expected(sha256=hashes[name])) if name in hashes else None
+    return RemoteFile(file_url(location, name), sha256=hashes[name]) if name in hashes else None
 
 
 def _remote_tar(urls: list[str], num_bytes_S: NDArray[np.int64], hashes: bytes, name: str) -> RemoteFile | None:
@@ -329,7 +329,7 @@ def _remote_tar(urls: list[str], num_bytes_S: NDArray[np.int64], hashes: bytes, 
     if found is None or (number := int(found[1])) >= len(urls):
         return None
     sha256 = hashes[_HASH_BYTES * number : _HASH_BYTES * (number + 1)].hex()
-    return RemoteFile(urls[number], Expected(num_bytes=int(num_bytes_S[number]), sha256=sha256))
+    return RemoteFile(urls[number], int(num_bytes_S[number]), sha256)
 
 
 def _copy_name(number: int) -> str:

@@ -64,18 +64,6 @@ def test_a_remote_tar_that_was_replaced_is_refused(bucket: str, tmp_path: Path) 
         decode(store, np.arange(5))
 
 
-@pytest.mark.parametrize(
-    ("location", "said"),
-    [
-        ("s3://pictures/none/train-0000.tar", "FileNotFound"),
-        ("ftpx://host/train-0000.tar", "Protocol not known"),
-    ],
-)
-def test_remote_tars_that_cannot_be_read_are_named(bucket: str, tmp_path: Path, location: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        make_index(location, tmp_path / "index", fields=Fields())
-
-
 def test_missing_credentials_are_named(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
@@ -177,21 +165,3 @@ def test_a_remote_tar_that_was_mended_after_a_refusal_is_fetched_again(
     make_index(location, tmp_path / "index", fields=fields, size=32)
     assert load_manifest(tmp_path / "index").num_samples == 3
     assert len(server.requests) == 2
-
-
-def test_a_remote_tar_without_a_picture_is_fetched_again_after_an_interruption(
-    server: FaultyServer, tmp_path: Path
-) -> None:
-    whole = (server.directory / "train-0000.tar").read_bytes()
-    by_tarfile(server.directory / "train-0000.tar", [("a.txt", b"")])
-    server.faults["train-0001.tar"] = [404]
-    with pytest.raises(UserError, match="FileNotFound"):
-        indexed_remote(server, tmp_path / "index")
-    (server.directory / "train-0000.tar").write_bytes(whole)
-    assert numbers_in(indexed_remote(server, tmp_path / "index")) == list(range(6))
-
-
-def test_a_remote_tar_that_is_named_twice_is_refused(server: FaultyServer, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"names http://\S+/train-0000.tar 2 times"):
-        make_index(f"{server.url}/train-{{0000,0001,0000}}.tar", tmp_path / "index", fields=Fields())
-    assert not server.requests

@@ -6,9 +6,7 @@ import hashlib
 import logging
 import multiprocessing
 import os
-import pickle
 import resource
-import shutil
 import signal
 import tempfile
 import time
@@ -22,8 +20,8 @@ import pytest
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.decode import decode
-from data_pipeline.remote.cache import FileCache, RemoteConfig, RemoteFile, _locked, file_url, is_remote
-from data_pipeline.remote.fetch import Expected
+from data_pipeline.remote.cache import FileCache, RemoteConfig, _locked, file_url
+from data_pipeline.remote.fetch import RemoteFile
 from data_pipeline.storage.store import SampleStore
 from tests.data_pipeline.remote.http_server import FaultyServer, serve
 from tests.tiny_data import write_tiny_dataset
@@ -55,7 +53,7 @@ def find(origin: Path, url: str, name: str) -> RemoteFile | None:
     if name not in SHARDS:
         return None
     sha256 = hashlib.sha256((origin / name).read_bytes()).hexdigest()
-    return RemoteFile(f"{url}/{name}", Expected(SHARD_BYTES, sha256))
+    return RemoteFile(f"{url}/{name}", SHARD_BYTES, sha256)
 
 
 def cache_of(
@@ -91,25 +89,7 @@ def until(condition: Callable[[], bool], *, seconds: float = 10.0) -> bool:
     return condition()
 
 
-@pytest.mark.parametrize(
-    ("location", "expected"),
-    [
-        ("http://host/dir", True),
-        ("s3://bucket/dir", True),
-        ("hf://datasets/a/b", True),
-        ("data/cifar", False),
-        ("/data/cifar", False),
-        ("C:/data", False),
-        (Path("http://host/dir"), False),
-    ],
-)
-def test_what_is_remote(location: str | Path, expected: bool) -> None:
-    assert is_remote(location) is expected
-
-
-def test_urls() -> None:
-    assert file_url("http://host/dir", "a.tar") == file_url("http://host/dir/", "a.tar") == "http://host/dir/a.tar"
-    assert file_url("https://host/{name}?token=1", "a.tar") == "https://host/a.tar?token=1"
+def test_a_query_needs_a_place_for_the_name() -> None:
     with pytest.raises(UserError, match="lacks"):
         file_url("http://host/dir?token=1", "a.tar")
 
@@ -152,19 +132,6 @@ def test_a_cache_serves_later_runs(server: FaultyServer, tmp_path: Path) -> None
     assert cache.path(SHARDS[0]).read_bytes() == (server.directory / SHARDS[0]).read_bytes()
 
 
-def test_a_whole_cache_of_another_user_is_read(
-    server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = cache_of(server, tmp_path / "cache")
-    path = cache.path(SHARDS[0])
-
-    def refused(*_: object, **__: object) -> None:
-        raise PermissionError("refused")
-
-    monkeypatch.setattr(os, "utime", refused)
-    assert cache.path(SHARDS[0]) == path
-
-
 def test_processes_at_once_fetch_each_shard_once(server: FaultyServer, tmp_path: Path) -> None:
     def read(shift: int) -> None:
         cache = cache_of(server, tmp_path / "cache")
@@ -193,29 +160,15 @@ def test_a_fetch_that_was_killed_is_taken_over(server: FaultyServer, tmp_path: P
     assert server.requests.count(SHARDS[0]) == 2
 
 
-def test_waiting_for_another_process_has_an_end(tmp_path: Path) -> None:
-    with (
-        _locked(tmp_path / "lock", deadline=time.monotonic()),
-        pytest.raises(UserError, match="file_seconds"),
-        _locked(tmp_path / "lock", deadline=time.monotonic() + 0.1),
-    ):
-        pass
-
-
 def test_a_process_forked_in_the_middle_of_a_fetch_keeps_no_lock(tmp_path: Path) -> None:
     """As the workers of a DataLoader may be, while a thread fetches ahead."""
     leave = FORK.Event()
-    with _locked(tmp_path / "lock", deadline=time.monotonic()):
+    with _locked(tmp_path / "lock"):
         forked = in_process(lambda: leave.wait(20))
-    with _locked(tmp_path / "lock", deadline=time.monotonic()):
+    with _locked(tmp_path / "lock"):
+        assert not leave.is_set()
         leave.set()
     forked.join()
-
-
-def test_a_pickled_copy_reads_the_same_cache(server: FaultyServer, tmp_path: Path) -> None:
-    cache = cache_of(server, tmp_path / "cache")
-    cache.prefetch([SHARDS[0]])
-    assert pickle.loads(pickle.dumps(cache)).path(SHARDS[1]) == cache.path(SHARDS[1])
 
 
 def test_the_shards_used_longest_ago_go_first(server: FaultyServer, tmp_path: Path) -> None:
@@ -249,15 +202,14 @@ def test_the_limit_is_of_all_datasets_and_of_nothing_else(server: FaultyServer, 
     assert not left.exists()
 
 
-def test_a_cache_that_cannot_hold_what_it_is_to_hold_is_told_before_training(
-    server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_cache_that_cannot_hold_a_shard_or_be_made_is_told_before_training(
+    server: FaultyServer, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="cache_gigabytes"):
         cache_of(server, tmp_path / "cache", num_shards=0.9)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 2 * SHARD_BYTES))
+    (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cache_dir"):
-        cache_of(server, tmp_path / "cache")
-    cache_of(server, tmp_path / "cache", num_shards=2)
+        cache_of(server, tmp_path / "file" / "cache")
 
 
 def test_a_disk_that_fills_is_told(server: FaultyServer, tmp_path: Path) -> None:
@@ -274,12 +226,6 @@ def test_a_disk_that_fills_is_told(server: FaultyServer, tmp_path: Path) -> None
     process.join(20)
     assert process.exitcode == 0
     assert not cached_names(tmp_path / "cache")
-
-
-def test_a_cache_that_cannot_be_made_is_told(server: FaultyServer, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cache_dir"):
-        cache_of(server, tmp_path / "file" / "cache")
 
 
 def test_without_a_cache_dir_copies_are_the_users_own(server: FaultyServer, temporary: Path) -> None:

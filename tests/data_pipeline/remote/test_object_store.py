@@ -12,13 +12,10 @@ from pathlib import Path
 import boto3
 import pytest
 
-from data_pipeline.building.index_tars import make_index
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.remote.cache import RemoteConfig
-from data_pipeline.storage.manifest import Fields
 from tests.nursery import PythonProcess
 from tests.object_store import served_bucket
-from tests.tars import simple
 from tests.tiny_data import write_tiny_dataset
 
 pytestmark = pytest.mark.process
@@ -61,20 +58,13 @@ def bucket() -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tars", "built"])
-def test_a_reader_that_is_killed_goes_on_with_the_same_batches(bucket: str, tmp_path: Path, kind: str) -> None:
+def test_a_reader_that_is_killed_goes_on_with_the_same_batches(bucket: str, tmp_path: Path) -> None:
     client = boto3.client("s3")
-    directory = tmp_path / kind
-    if kind == "tars":
-        simple(directory, [8] * 12, with_labels=False)
-    else:
-        write_tiny_dataset(directory, num_samples=96, num_samples_per_shard=8, overlay="online")
+    directory = tmp_path / "built"
+    write_tiny_dataset(directory, num_samples=96, num_samples_per_shard=8, overlay="online")
     for path in directory.iterdir():
-        client.upload_file(str(path), bucket, f"{kind}/{path.name}")
-    location = f"s3://{bucket}/{kind}"
-    if kind == "tars":
-        make_index(f"{location}/train-{{0000..0011}}.tar", tmp_path / "index", fields=Fields(), size=32)
-        location = str(tmp_path / "index")
+        client.upload_file(str(path), bucket, path.name)
+    location = f"s3://{bucket}"
     largest = max(path.stat().st_size for path in directory.glob("*.tar"))
     gigabytes = 4.9 * largest / 1e9  # four shards and their indexes of twelve
     whole = list(lines(location, tmp_path / "other", gigabytes))
