@@ -243,7 +243,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         "--shuffle-shards",
         type=int,
         metavar="N",
-        help="Stream in the order of windows of N shards, and say how much that differs from a shuffle of all samples.",
+        help="Stream in the order of windows of N shards.",
     )
 
 

@@ -28,7 +28,6 @@ from data_pipeline.storage.store import SampleStore
 from trainer.checkpoint.run_state import DataIdentity
 from trainer.distributed.collectives import (
     all_gather_object,
-    barrier,
     broadcast_object,
     on_first_rank,
     rank,
@@ -266,4 +265,5 @@ def _node_share() -> NodeShare | None:
     if "" in machines:
         return None
     token = broadcast_object(f"feature-dropout-{secrets.token_hex(8)}")
-    return NodeShare(local_rank=machines[: rank()].count(machines[rank()]), barrier=barrier, token=token)
+    first = machines.index(machines[rank()])
+    return NodeShare(first == rank(), lambda value: all_gather_object(value)[first], token)

@@ -35,8 +35,8 @@ from data_pipeline.audio.log_mel import MelConfig
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample
 from data_pipeline.core.schema import Count, Schema
-from data_pipeline.loading.order import NoReplacementError
-from data_pipeline.loading.reading_order import DatasetOrder, Rows
+from data_pipeline.loading.order import Rows
+from data_pipeline.loading.reading_order import DatasetOrder
 from data_pipeline.loading.stream import Stream
 from trainer.data import DataConfig
 from trainer.distributed.collectives import all_gather_rows, broadcast_object, on_first_rank
@@ -105,9 +105,9 @@ class NeighbourOrder(DatasetOrder):
 
     groups: Callable[[int], NDArray[np.int64] | None]
 
-    def rows(self, number: int, step: int, *, bad: Mapping[int, BadSample], all_known: bool = False) -> Rows:
+    def rows(self, number: int, step: int, *, bad: Mapping[int, BadSample]) -> Rows:
         if (groups_NG := self.groups(step)) is None:
-            return super().rows(number, step, bad=bad, all_known=all_known)
+            return super().rows(number, step, bad=bad)
         order, group_size = self.order, groups_NG.shape[1]
         epoch, step_in_epoch = divmod(step, self.num_steps_per_epoch)
         num_groups = order.global_batch_size // group_size
@@ -120,7 +120,7 @@ class NeighbourOrder(DatasetOrder):
             is_bad_N = np.isin(groups_NG, list(bad))
             whole = np.flatnonzero(~is_bad_N.any(axis=1))
             if not len(whole):
-                raise NoReplacementError(
+                raise UserError(
                     f"sample {next(iter(met.values())).key} cannot be read, and each group of neighbours holds such a "
                     "sample; build or copy the dataset again"
                 )

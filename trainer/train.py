@@ -207,8 +207,6 @@ def open_loop(
     counters = build_counters(run_dir, training, manifests, restored, device=device, command=command)
     if rank() == 0:
         write_provenance(run_dir, config, manifests, command=command, world_size=world_size(), restored=restored)
-        if ratios := stream.shard_pair_ratios():
-            add_to_provenance(run_dir, shard_pair_ratios=ratios)
     checkpoints = CheckpointWriter(run_dir, keep=config.keep_checkpoints)
     log = TrainingLog(
         config,

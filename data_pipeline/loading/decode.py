@@ -24,7 +24,7 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.random_crop import Crop, CropLaw, random_resized_crops
 from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL, BadSample, sample_key
-from data_pipeline.loading.picture_decode import decode_crops, decode_square, picture_size
+from data_pipeline.loading.picture_decode import decode_crops, middle_square, picture_size
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.png import decode_pngs
 from data_pipeline.storage.store import SampleStore
@@ -106,6 +106,15 @@ class CropDraws:
     law: CropLaw
     keys: tuple[DrawKeys, DrawKeys]
 
+    def boxes(self, sizes_B2: Tensor) -> list[list[Crop]]:
+        """Return the crop of each picture for each view; `sizes_B2` holds heights and widths."""
+        law = self.law
+        drawn = [
+            random_resized_crops(sizes_B2, keys, scale=law.scale, ratio=law.ratio, purpose=law.purpose)
+            for keys in self.keys
+        ]
+        return [[Crop(*box) for box in boxes_B4.tolist()] for boxes_B4 in drawn]
+
 
 def decode(store: SampleStore, indices: NDArray[np.int64], *, crops: CropDraws | None = None) -> DecodedSamples:
     """Read and decode the samples at `indices`, (B,) int64, in that order.
@@ -130,11 +139,8 @@ def decode(store: SampleStore, indices: NDArray[np.int64], *, crops: CropDraws |
         clips, wav_errors = _decode_clips(files["content"])
         errors |= wav_errors
     elif manifest.any_size:
-        size = manifest.input_shape[1]
-        if crops is None:
-            pictures_BCHW, picture_errors = _decode_squares(files["content"], size=size)
-        else:
-            (pictures_BCHW, pictures_b_BCHW), picture_errors = _decode_crops(files["content"], crops, size=size)
+        views_VBCHW, picture_errors = _decode_pictures(files["content"], crops, size=manifest.input_shape[1])
+        pictures_BCHW, pictures_b_BCHW = views_VBCHW[0], None if crops is None else views_VBCHW[1]
         errors |= picture_errors
     else:
         num_channels, height, width = manifest.input_shape
@@ -169,22 +175,13 @@ def decode(store: SampleStore, indices: NDArray[np.int64], *, crops: CropDraws |
     return _with_clips(decoded, clips, manifest) if manifest.medium == "sound" else decoded
 
 
-def _decode_squares(files: Sequence[memoryview], *, size: int) -> tuple[Tensor, dict[int, str]]:
-    """Decode picture files of any size to (B, 3, size, size) uint8, and return by row why one does not decode."""
-    pictures_BCHW = torch.zeros(len(files), 3, size, size, dtype=torch.uint8)
-    errors: dict[int, str] = {}
-    for row, file in enumerate(files):
-        try:
-            pictures_BCHW[row] = decode_square(file, size=size)
-        except ValueError as error:
-            errors[row] = str(error)
-    return pictures_BCHW, errors
+def _decode_pictures(
+    files: Sequence[memoryview], crops: CropDraws | None, *, size: int
+) -> tuple[Tensor, dict[int, str]]:
+    """Decode picture files of any size to (V, B, 3, size, size) uint8, and return by row why one does not decode.
 
-
-def _decode_crops(
-    files: Sequence[memoryview], crops: CropDraws, *, size: int
-) -> tuple[tuple[Tensor, Tensor], dict[int, str]]:
-    """Decode each picture file to a crop for each view, (B, 3, size, size) uint8 of each view; errors by row."""
+    There are two views, each of which is a crop, or one, the square in the middle if there are no `crops`.
+    """
     errors: dict[int, str] = {}
     sizes_B2 = torch.ones(len(files), 2, dtype=torch.int64)
     for row, file in enumerate(files):
@@ -192,20 +189,16 @@ def _decode_crops(
             sizes_B2[row] = torch.tensor(picture_size(file))
         except ValueError as error:
             errors[row] = str(error)
-    law = crops.law
-    boxes = [
-        random_resized_crops(sizes_B2, keys, scale=law.scale, ratio=law.ratio, purpose=law.purpose).tolist()
-        for keys in crops.keys
-    ]
-    views_VBCHW = torch.zeros(2, len(files), 3, size, size, dtype=torch.uint8)
+    boxes = [[middle_square(*size) for size in sizes_B2.tolist()]] if crops is None else crops.boxes(sizes_B2)
+    views_VBCHW = torch.zeros(len(boxes), len(files), 3, size, size, dtype=torch.uint8)
     for row, file in enumerate(files):
         if row in errors:
             continue
         try:
-            views_VBCHW[:, row] = decode_crops(file, [Crop(*box[row]) for box in boxes], size=size)
+            views_VBCHW[:, row] = decode_crops(file, [box[row] for box in boxes], size=size)
         except ValueError as error:
             errors[row] = str(error)
-    return (views_VBCHW[0], views_VBCHW[1]), errors
+    return views_VBCHW, errors
 
 
 def decode_ahead(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.randomness import key_words
 from data_pipeline.core.sample import BadSample
-from data_pipeline.loading.order import EpochOrder, check_ranks, epoch_order
+from data_pipeline.loading.order import EpochOrder, Rows, check_ranks, epoch_order
 from data_pipeline.loading.permutation import KeyedPermutation
 from data_pipeline.storage.store import SampleStore
 
@@ -228,21 +228,6 @@ class SourceEpochs:
 
 
 @dataclass(frozen=True)
-class SourceRows:
-    """The rows of a rank's part of a global batch that come from one source, in the order of the batch.
-
-    Attributes:
-        indices_R: the samples in the source.
-        epochs_R: the epoch of the source in which each sample is drawn.
-        bad: the bad samples of the source that were replaced.
-    """
-
-    indices_R: NDArray[np.int64]
-    epochs_R: NDArray[np.int64]
-    bad: tuple[BadSample, ...]
-
-
-@dataclass(frozen=True)
 class _Draws:
     """The draws of a rank at one step: the rows, and the numbers of the draws, of each source.
 
@@ -255,7 +240,7 @@ class _Draws:
 
 
 class MixtureOrder:
-    """The samples that a rank reads at each step of a mixture.
+    """The samples that a rank reads at each step of a mixture: a `ReadingOrder`.
 
     `sizes` holds the number of samples of each source, and `names` its name for messages. `shard_ends` and
     `shuffle_shards` mean the same as in `epoch_order`, with the shards of each source.
@@ -300,20 +285,29 @@ class MixtureOrder:
     def num_steps_per_epoch(self) -> int:
         return num_steps_per_mixture_epoch(self._epoch_samples, self._size)
 
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """Return the share of each source in the draws, by its weight."""
-        return self._shares.shares
-
     def draws_before(self, step: int) -> list[int]:
         """Return the number of samples drawn from each source before a step, in all global batches together."""
         return self._shares.counts(step * self._size)
 
-    def position_at(self, source: int, step: int) -> tuple[int, int]:
+    def position_at(self, number: int, step: int) -> tuple[int, int]:
         """Return the epoch of a source at which the draws of a step begin, and the position in it."""
-        return divmod(self.draws_before(step)[source], self.sizes[source])
+        return divmod(self.draws_before(step)[number], self.sizes[number])
 
-    def at(self, step: int, source: int, *, bad: Mapping[int, BadSample]) -> SourceRows:
+    def seed_of(self, number: int) -> int:
+        """Return the seed of the epochs of a source."""
+        return self.sources[number].seed
+
+    def reads_an_epoch(self, number: int, steps: range) -> bool:
+        """Return whether at least an epoch of a source is read at these steps."""
+        before, after = self.draws_before(steps.start)[number], self.draws_before(steps.stop)[number]
+        return after - before >= self.sizes[number]
+
+    def named(self, number: int, bad: BadSample) -> BadSample:
+        """Return a bad sample of a source under its index among the samples of all."""
+        first = int(self.offsets[number])
+        return replace(bad, index=first + bad.index, shard=f"{self.names[number]}/{bad.shard}", first=first)
+
+    def rows(self, number: int, step: int, *, bad: Mapping[int, BadSample]) -> Rows:
         """Return the rows of this rank that come from one source at a step.
 
         `bad` holds the bad samples of the source by index. A bad sample is replaced by a good sample of the same source
@@ -322,24 +316,25 @@ class MixtureOrder:
         Raises `UserError` if all possible replacements are bad too.
         """
         drawn = self._drawn(step)
-        draws_R = drawn.draws[source]
-        epochs_R, indices_R = self.sources[source].at(draws_R)
+        draws_R, of_batch = drawn.draws[number], drawn.of_batch[number]
+        epochs_R, indices_R = self.sources[number].at(draws_R)
         bad_rows = [row for row, index in enumerate(indices_R.tolist()) if index in bad] if bad else []
         replaced: list[BadSample] = []
         for row in bad_rows:
             replaced.append(bad[int(indices_R[row])])
-            for index in self._replacements(source, int(draws_R[row]), drawn.of_batch[source]):
+            for index in self._replacements(number, int(draws_R[row]), of_batch):
                 if index not in bad:
-                    epochs_R[row] = drawn.of_batch[source][-1] // self.sizes[source]
+                    epochs_R[row] = of_batch[-1] // self.sizes[number]
                     indices_R[row] = index
                     break
                 replaced.append(bad[index])
             else:
                 raise UserError(
-                    f"sample {bad[int(indices_R[row])].key} of {self.names[source]} cannot be read, nor can any of the "
+                    f"sample {bad[int(indices_R[row])].key} of {self.names[number]} cannot be read, nor can any of the "
                     "samples that could replace it; build or copy that dataset again"
                 )
-        return SourceRows(indices_R, epochs_R, tuple(replaced))
+        key_index_R = epochs_R * self.offsets[-1] + self.offsets[number] + indices_R
+        return Rows(indices_R, key_index_R, 0, tuple(self.named(number, each) for each in replaced))
 
     def row_order(self, step: int) -> NDArray[np.int64]:
         """Return (B,) places in the rows of all sources, put end to end: the order of the rows in the batch."""

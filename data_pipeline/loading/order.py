@@ -6,13 +6,13 @@ while it is read. It is cut into N // G global batches of G samples; rank r of W
 Guarantees: a global batch does not depend on the number of ranks, and no sample comes twice in it. A resumed run reads
 nothing that it skips. No array of N numbers is made.
 
-Shapes: B batch, X positions in an epoch.
+Shapes: B rows of a rank, R rows of a rank from one dataset, X positions in an epoch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -28,8 +28,22 @@ EpochOrder = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # from positions 
 _CHUNK: Final = 64  # replacements that are looked up at once
 
 
-class NoReplacementError(UserError):
-    """Ends a run if a bad sample cannot be replaced by the bad samples that are known, see `BatchOrder.at`."""
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a rank's part of a global batch that come from one dataset.
+
+    Attributes:
+        indices_R: the samples, in the dataset.
+        key_index_R, key_epoch: the numbers in the keys of their draws; see `DrawKeys`.
+        bad: the bad samples that were replaced.
+        group_size: the number of rows that stand together as a group; None if rows are not grouped.
+    """
+
+    indices_R: NDArray[np.int64]
+    key_index_R: NDArray[np.int64]
+    key_epoch: int
+    bad: tuple[BadSample, ...]
+    group_size: int | None = None
 
 
 def num_steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
@@ -47,33 +61,18 @@ def num_steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
 
 
 def check_batch_size(num_samples: int, *, global_batch_size: int, world_size: int) -> None:
-    """Raise `UserError`, with valid batch sizes, if the ranks cannot get equal parts of each global batch."""
-    largest = num_samples // world_size * world_size
-    if largest == 0:
-        raise UserError(f"{num_samples} samples are too few for {world_size} ranks; build a larger dataset")
-    if not 1 <= global_batch_size <= num_samples:
-        raise _wrong_size(
-            global_batch_size,
-            f"does not fit a dataset of {num_samples} samples",
-            world_size=world_size,
-            largest=largest,
-        )
-    check_ranks(global_batch_size, world_size=world_size, largest=largest)
+    """Raise `UserError` if the ranks cannot get equal parts of each global batch, or if the dataset fills none."""
+    check_ranks(global_batch_size, world_size=world_size)
+    num_steps_per_epoch(num_samples, global_batch_size)
 
 
-def check_ranks(global_batch_size: int, *, world_size: int, largest: int | None = None) -> None:
-    """Raise `UserError`, with batch sizes up to `largest` that fit, if the ranks do not divide the global batch."""
+def check_ranks(global_batch_size: int, *, world_size: int) -> None:
+    """Raise `UserError` if the ranks do not divide the global batch."""
     if global_batch_size % world_size:
-        raise _wrong_size(
-            global_batch_size, f"cannot be divided by {world_size} ranks", world_size=world_size, largest=largest
+        raise UserError(
+            f"global_batch_size {global_batch_size} cannot be divided by {world_size} ranks; set it to a multiple of "
+            f"{world_size}"
         )
-
-
-def _wrong_size(global_batch_size: int, problem: str, *, world_size: int, largest: int | None) -> UserError:
-    below = global_batch_size // world_size * world_size
-    below = below if largest is None else min(below, largest)
-    fits = [str(size) for size in (below, below + world_size) if size >= 1 and (largest is None or size <= largest)]
-    return UserError(f"global_batch_size {global_batch_size} {problem}; set global_batch_size to {' or '.join(fits)}")
 
 
 def epoch_order(
@@ -193,21 +192,14 @@ class BatchOrder:
         epoch, step_in_epoch = divmod(step, self.num_steps_per_epoch)
         return epoch, step_in_epoch * self.global_batch_size
 
-    def at(
-        self, step: int, *, bad: Mapping[int, BadSample], all_known: bool = False
-    ) -> tuple[int, NDArray[np.int64], tuple[BadSample, ...]]:
+    def at(self, step: int, *, bad: Mapping[int, BadSample]) -> tuple[int, NDArray[np.int64], tuple[BadSample, ...]]:
         """Return the epoch of a step, (B,) int64 indices of good samples, and the bad samples that were replaced.
 
         `bad` holds the bad samples by index. A bad sample is replaced by the first good sample in the same row of the
         other global batches of the epoch, the later batches before the earlier ones. So no sample comes twice in a
         global batch, and a rank needs nothing from other ranks.
 
-        If there is none, as in a batch of more than half of the dataset, the first good sample that is not in the
-        global batch replaces it. The ranks agree on that sample only if `bad` holds all bad samples of the dataset, as
-        `all_known` says.
-
-        Raises `NoReplacementError` if a bad sample has no replacement in its row and not all are known, or if no good
-        sample is outside the global batch.
+        Raises `UserError` if there is none, as in a batch of more than half of the dataset.
         """
         epoch, step_in_epoch = divmod(step, self.num_steps_per_epoch)
         order = self.of_epoch(epoch)
@@ -217,7 +209,6 @@ class BatchOrder:
         indices = order(np.arange(start, start + local_size, dtype=np.int64))
         bad_rows = [row for row, index in enumerate(indices.tolist()) if index in bad] if bad else []
         replaced: list[BadSample] = []
-        left: list[int] = []
         for row in bad_rows:
             for index in self._replacements(order, first_row + row, step_in_epoch):
                 if index not in bad:
@@ -225,49 +216,16 @@ class BatchOrder:
                     break
                 replaced.append(bad[index])
             else:
-                left.append(row)
-        if left and not all_known:
-            raise self._no_replacement(bad[int(indices[left[0]])])
-        if left and self.world_size > 1:  # the rows of other ranks decide what is free
-            _, whole_B, _ = replace(self, rank=0, world_size=1).at(step, bad=bad, all_known=True)
-            indices[left] = whole_B[first_row:][left]
-        elif left:
-            self._take_free(order, start, indices, left, bad=bad)
+                raise UserError(
+                    f"sample {bad[int(indices[row])].key} cannot be read, and no good sample can replace it with a "
+                    f"global_batch_size of {self.global_batch_size} of {self.num_samples} samples; lower "
+                    "global_batch_size, or build or copy the dataset again"
+                )
         return epoch, indices, tuple(replaced)
-
-    def _take_free(
-        self,
-        order: EpochOrder,
-        start: int,
-        indices: NDArray[np.int64],
-        rows: Sequence[int],
-        *,
-        bad: Mapping[int, BadSample],
-    ) -> None:
-        """Put good samples from outside a whole global batch, which begins at `start`, into some of its rows."""
-        taken = {*indices.tolist(), *bad}
-        others = _samples_at(order, range(start + self.global_batch_size, self.num_samples), range(start))
-        free = (index for index in others if index not in taken)
-        for row in rows:
-            if (index := next(free, None)) is None:
-                raise self._no_replacement(bad[int(indices[row])])
-            indices[row] = index
-
-    def _no_replacement(self, sample: BadSample) -> NoReplacementError:
-        return NoReplacementError(
-            f"sample {sample.key} cannot be read, and no good sample is left to replace it with a global_batch_size of "
-            f"{self.global_batch_size} of {self.num_samples} samples; lower global_batch_size, or build or copy the "
-            "dataset again"
-        )
 
     def _replacements(self, order: EpochOrder, row: int, step_in_epoch: int) -> Iterator[int]:
         """Yield the samples of a row of the global batches from a step on, then of the batches before it."""
         positions = range(row, self.num_samples, self.global_batch_size)
-        return _samples_at(order, positions[step_in_epoch:], positions[:step_in_epoch])
-
-
-def _samples_at(order: EpochOrder, *parts: range) -> Iterator[int]:
-    """Yield the samples at positions of an epoch, one part after another; looks up a few at once."""
-    for part in parts:
-        for start in range(0, len(part), _CHUNK):
-            yield from order(np.array(part[start : start + _CHUNK], dtype=np.int64)).tolist()
+        for part in (positions[step_in_epoch:], positions[:step_in_epoch]):
+            for start in range(0, len(part), _CHUNK):
+                yield from order(np.array(part[start : start + _CHUNK], dtype=np.int64)).tolist()

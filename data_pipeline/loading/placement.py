@@ -24,7 +24,7 @@ from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import BadSample
 from data_pipeline.core.system import free_host_bytes, num_cores
 from data_pipeline.loading.decode import DecodedSamples, decode_ahead, sound_dtype
-from data_pipeline.loading.shared_memory import NodeShare, SharedHeader, SharedTensors, TensorLayout
+from data_pipeline.loading.shared_memory import NodeShare, SharedTensors, TensorLayout
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
 
@@ -78,7 +78,7 @@ def place_data(
         return DataPlacement("stream", f"{size} are more than the {resident_gigabytes:g} of data.resident_gigabytes")
     on_device = device.type != "cpu" if wanted == "auto" else wanted == "device"
     # Until `_read_shared` has ended, nothing may depend on the memory of this machine: all ranks of the run must reach
-    # its barriers.
+    # its exchanges.
     shared = None if share is None else _read_shared(store, share, show_progress=show_progress)
     of_device = _shortage(num_bytes, device) if on_device else ""
     if of_device and wanted == "auto":
@@ -193,39 +193,29 @@ def _whole(
 def _read_shared(store: SampleStore, share: NodeShare, *, show_progress: bool) -> DecodedSamples | str:
     """Let the first rank of each node read the dataset into shared memory. Return the samples, or why that failed.
 
-    Every rank passes three barriers, whatever happens. If reading fails, raises on all ranks of the node.
+    Every rank exchanges three values, whatever happens. If reading fails, raises `UserError` on all ranks of the node.
     """
-    manifest = store.manifest
-    memory = SharedTensors(_layouts(manifest), num_samples=manifest.num_samples, token=share.token)
-    is_first = share.local_rank == 0
-    error: Exception | None = None
-    problem = ""
-    if is_first:
+    memory = SharedTensors(_layouts(store.manifest), token=share.token)
+    problem: str = ""
+    if share.is_first:
         problem = _shortage(memory.num_bytes, _CPU) or memory.create()
-    share.barrier()
-    problem = problem or memory.open()
-    share.barrier()
-    if is_first and not (problem := problem or memory.reserve()):
+    problem = share.from_first(problem)
+    if not problem:
+        memory.open()
+    share.from_first(None)  # all have mapped the file
+    outcome: str | UserError | tuple[dict[int, BadSample], int] = problem
+    if share.is_first and not (outcome := problem or memory.reserve()):
         try:
-            bad, longest = _fill(store, memory.tensors, show_progress=show_progress)
-            reasons = {index: sample.reason for index, sample in bad.items()}
-            memory.write_header(SharedHeader(bad=reasons, longest=longest))
-        except Exception as caught:
-            error = caught
-            memory.write_header(SharedHeader(error=str(caught)))
-    share.barrier()
-    memory.close()
-    if error is not None:
-        raise error
-    if problem:
-        return problem
-    header = memory.read_header()
-    if header is None:
-        return "the first rank of this machine had no memory for it"
-    if header.error:
-        raise UserError(header.error)
-    samples = {index: store.bad_sample(index, reason) for index, reason in header.bad.items()}
-    return _whole(memory.tensors, num_samples=manifest.num_samples, bad=samples, longest=header.longest)
+            outcome = _fill(store, memory.tensors, show_progress=show_progress)
+        except UserError as error:
+            outcome = error
+    outcome = share.from_first(outcome)
+    if isinstance(outcome, UserError):
+        raise outcome
+    if isinstance(outcome, str):
+        return outcome
+    bad, longest = outcome
+    return _whole(memory.tensors, num_samples=len(store), bad=bad, longest=longest)
 
 
 def _shortage(num_bytes: int, device: torch.device) -> str:

@@ -11,17 +11,14 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from data_pipeline.core.schema import Schema
 from data_pipeline.core.system import PROC, SHARED
 
 _ALIGNMENT: Final = 64  # bytes; tensors begin at multiples of it
-_MAX_REASON_BYTES: Final = 200  # in the header, of the reason why a sample is bad
 
 
 @dataclass(frozen=True)
@@ -29,13 +26,14 @@ class NodeShare:
     """The part of a rank in a copy of a dataset that the ranks with the same `SHARED` hold together.
 
     Attributes:
-        local_rank: the number of this rank among them, from 0; number 0 reads for all.
-        barrier: a function that returns when every rank of the run has called it; all ranks call it equally often.
+        is_first: whether this rank is the first of them, which reads for all.
+        from_first: a function that returns the argument of the first of them, on each of them. It returns when every
+            rank of the run has called it; all ranks call it equally often.
         token: a file name for this run and dataset, equal on all these ranks.
     """
 
-    local_rank: int
-    barrier: Callable[[], None]
+    is_first: bool
+    from_first: Callable[[Any], Any]
     token: str
 
 
@@ -62,95 +60,50 @@ class TensorLayout:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class SharedHeader(Schema):
-    """The result of the first rank: an error, or the bad samples (reasons by index) and the longest length."""
-
-    error: str = ""
-    bad: dict[int, str] = Field(default_factory=dict)
-    longest: int = 0
-
-
 class SharedTensors:
-    """Tensors in one file of `SHARED`, followed by a `SharedHeader`.
+    """Tensors in one file of `SHARED`.
 
-    The calls, with a barrier between the lines:
-
-    1. The first rank: `create`.
-    2. All ranks: `open`.
-    3. The first rank: `reserve`, fill `tensors`, `write_header`.
-    4. All ranks: `close`, `read_header`.
+    The first rank calls `create`; then all ranks call `open`; then the first rank calls `reserve` and fills `tensors`.
 
     Attributes:
         tensors: the tensors by name; exists after `open`.
         num_bytes: the size of the tensors.
     """
 
-    def __init__(self, layouts: Mapping[str, TensorLayout], *, num_samples: int, token: str) -> None:
+    def __init__(self, layouts: Mapping[str, TensorLayout], *, token: str) -> None:
         self._path = SHARED / token
         self._offsets: dict[str, tuple[TensorLayout, int]] = {}
         self.num_bytes = 0
         for name, layout in layouts.items():
             self._offsets[name] = (layout, self.num_bytes)
             self.num_bytes += -(-layout.num_bytes // _ALIGNMENT) * _ALIGNMENT
-        # Room for a header in which every sample is bad; a page takes no memory until it is written.
-        self._size = self.num_bytes + 4 * _MAX_REASON_BYTES * (num_samples + 1)
-        self._file = -1
 
     def create(self) -> str:
         """Make the file, which takes no memory yet. Return why this failed, or an empty text."""
         try:
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            os.ftruncate(self._file, self._size)
+            with self._path.open("xb") as file:
+                file.truncate(self.num_bytes)
         except OSError as error:
             return f"{self._path} cannot be made ({error.strerror})"
         return ""
 
-    def open(self) -> str:
-        """Map the file. Return why this failed, or an empty text."""
-        if not self._path.exists():
-            return f"the first rank of this machine did not make {self._path}"
-        self._mapped = torch.from_file(str(self._path), shared=True, size=self._size, dtype=torch.uint8)
+    def open(self) -> None:
+        """Map the file."""
+        mapped = torch.from_file(str(self._path), shared=True, size=self.num_bytes, dtype=torch.uint8)
         self.tensors: dict[str, Tensor] = {
-            name: self._mapped[start : start + layout.num_bytes].view(layout.dtype).view(layout.shape)
+            name: mapped[start : start + layout.num_bytes].view(layout.dtype).view(layout.shape)
             for name, (layout, start) in self._offsets.items()
         }
-        return ""
 
     def reserve(self) -> str:
         """Unlink the file and allocate memory for the tensors. Return why this failed, or an empty text.
 
         Without this, a write to a page would kill the process with SIGBUS if there is no memory for the page.
         """
-        self._path.unlink()
-        try:
-            os.posix_fallocate(self._file, 0, self.num_bytes)
-        except OSError as error:
-            return f"{self._path.parent} has no room for it ({error.strerror})"
+        with self._path.open("r+b") as file:
+            self._path.unlink()
+            try:
+                os.posix_fallocate(file.fileno(), 0, self.num_bytes)
+            except OSError as error:
+                return f"{self._path.parent} has no room for it ({error.strerror})"
         return ""
-
-    def write_header(self, header: SharedHeader) -> None:
-        """Write the header for all ranks that have mapped the file; reasons and errors are shortened."""
-        short = SharedHeader(
-            error=header.error[:_MAX_REASON_BYTES],
-            bad={index: _ascii(reason) for index, reason in header.bad.items()},
-            longest=header.longest,
-        )
-        text = short.model_dump_json().encode()
-        os.pwrite(self._file, len(text).to_bytes(8, "little") + text, self.num_bytes)
-
-    def read_header(self) -> SharedHeader | None:
-        """Return the header; None if the first rank did not write one."""
-        data = self._mapped.numpy().data[self.num_bytes :]
-        length = int.from_bytes(data[:8], "little")
-        return SharedHeader.model_validate_json(bytes(data[8 : 8 + length])) if length else None
-
-    def close(self) -> None:
-        """Close the file; the tensors keep the mapping."""
-        if self._file >= 0:
-            os.close(self._file)
-
-
-def _ascii(reason: str) -> str:
-    """Shorten a text and keep only characters that take at most two bytes in JSON, to bound the size of the header."""
-    text = "".join(character if character.isprintable() and character.isascii() else "?" for character in reason)
-    return text[:_MAX_REASON_BYTES]

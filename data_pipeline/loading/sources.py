@@ -15,8 +15,8 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample, Batch
 from data_pipeline.loading.collate import BatchMaker
 from data_pipeline.loading.decode import DecodedSamples
+from data_pipeline.loading.order import Rows
 from data_pipeline.loading.placement import DataPlacement
-from data_pipeline.loading.reading_order import Rows
 from data_pipeline.remote.cache import RemoteConfig
 from data_pipeline.storage.store import SampleStore
 
@@ -88,27 +88,15 @@ def _gigabytes_needed(store: SampleStore, shuffle_shards: int | None) -> float:
     return math.ceil(1.05 * int(largest.sum()) / 1e7) / 100  # with the indexes of the shards
 
 
-def check_cache(store: SampleStore, *, shuffle_shards: int | None) -> None:
-    """Raise `UserError`, with settings that would fit, if the cache is too small for the reading order."""
-    if store.max_shards is None or fits_cache(store, shuffle_shards=shuffle_shards):
-        return
-    num_shards, needed = len(store.shard_ends), _num_shards_needed(store, shuffle_shards)
-    gigabytes = _gigabytes_needed(store, shuffle_shards)
-    smaller = f"set data.shuffle_shards to {store.max_shards // 2}, or " if store.max_shards > 1 else "set "
-    raise UserError(
-        f"{store.location}: its shuffling needs {needed} of its {num_shards} shards at once, but the cache holds "
-        f"{store.max_shards}; {smaller}data.remote.cache_gigabytes to {gigabytes:g}"
-    )
-
-
-def check_shared_cache(stores: Sequence[SampleStore], remote: RemoteConfig, *, shuffle_shards: int | None) -> None:
-    """Raise `UserError` if one cache directory is too small for the sources of a mixture together."""
-    limit = remote.cache_gigabytes
-    if remote.cache_dir is None or limit is None or len(stores) < 2:  # each has a cache of its own
-        return
+def check_cache(stores: Sequence[SampleStore], remote: RemoteConfig, *, shuffle_shards: int | None) -> None:
+    """Raise `UserError` if the cache is too small for the reading order of remote datasets that are read together."""
+    stores = [store for store in stores if store.is_remote]
     needed = sum(_gigabytes_needed(store, shuffle_shards) for store in stores)
-    if needed > limit:
+    # Without a directory of their own choice, each has a cache of its own.
+    limit = math.inf if remote.cache_dir is None or remote.cache_gigabytes is None else remote.cache_gigabytes
+    each_fits = all(fits_cache(store, shuffle_shards=shuffle_shards) for store in stores)
+    if not each_fits or (len(stores) > 1 and needed > limit):
         raise UserError(
-            f"the {len(stores)} remote sources of the mixture need {needed:.3g} GB of {remote.cache_dir} at once, "
-            f"but data.remote.cache_gigabytes is {limit:g}; raise it, or lower data.shuffle_shards"
+            f"{' and '.join(str(store.location) for store in stores)}: the shuffling needs {needed:g} GB of shards in "
+            "the cache at once; raise data.remote.cache_gigabytes to that, or lower data.shuffle_shards"
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,17 +29,15 @@ from data_pipeline.core.sample import BadSample, Batch
 from data_pipeline.core.schema import Count, Gigabytes, NumWorkers, Schema, Share
 from data_pipeline.loading.collate import BatchMaker, join_parts
 from data_pipeline.loading.decode import DecodedSamples
-from data_pipeline.loading.mixture import Mixture
+from data_pipeline.loading.mixture import Mixture, MixtureOrder
 from data_pipeline.loading.placement import DataPlacement, place_data, resident_bytes
-from data_pipeline.loading.reading_order import ReadingOrder, SourcesOrder, reading_order
+from data_pipeline.loading.reading_order import ReadingOrder, reading_order
 from data_pipeline.loading.shared_memory import NodeShare
-from data_pipeline.loading.shuffle_quality import shard_pair_ratio
 from data_pipeline.loading.sources import (
     StreamSource,
     check_bad_share,
     check_cache,
     check_crops,
-    check_shared_cache,
     fits_cache,
 )
 from data_pipeline.loading.streamed import streamed_batches
@@ -100,10 +98,10 @@ class Stream:
         placement_reason: the reason for `placement`, in words.
         known_bad: the unreadable samples that were found before the first step.
 
-    Raises `UserError` before the first step if an argument is out of range, if a dataset is incomplete or takes no
-    `crops`, if too many samples are bad, if the batch size does not fit the dataset and the ranks, or if memory or
-    cache are too small for `read`. Iterating raises `UserError` if a sample and all its replacements are bad, and
-    `RuntimeError` if a worker was killed.
+    Raises `UserError` before the first step if a dataset is incomplete or takes no `crops`, if too many samples are
+    bad, if the batch size does not fit the dataset and the ranks, or if memory or cache are too small for `read`.
+    Iterating raises `UserError` if a sample and all its replacements are bad, and `RuntimeError` if a worker was
+    killed.
     """
 
     def __init__(
@@ -122,7 +120,6 @@ class Stream:
         share: NodeShare | None = None,
         crops: CropLaw | None = None,
     ) -> None:
-        _check_arguments(seed=seed, rank=rank, world_size=world_size, start_step=start_step, end_step=end_step)
         if isinstance(dataset, str | Path):
             dataset = SampleStore(dataset, remote=read.remote)
         self._read, self._device, self._rank, self._world_size = read, torch.device(device), rank, world_size
@@ -147,13 +144,9 @@ class Stream:
         end_step = start_step + self.order.num_steps_per_epoch if end_step is None else end_step
         self._steps = range(start_step, end_step)
         self._place(share)
-        self._check_bad(self.known_bad)
-        num_good = self._num_samples - len(self.known_bad)
-        if self._mixture is None and num_good < global_batch_size:
-            raise UserError(
-                f"{self.location}: {num_good} of {self._num_samples} samples can be read, and global_batch_size is "
-                f"{global_batch_size}; lower it, or build or copy the dataset again"
-            )
+        check_bad_share(
+            self.known_bad, num_samples=self._num_samples, max_share=read.max_bad_share, where=self.location
+        )
         kinds = {source.placed.kind for source in self._sources}
         self.placement = kinds.pop() if len(kinds) == 1 else "stream"
         self.placement_reason = "; ".join(source.placed.reason for source in self._sources)
@@ -200,60 +193,19 @@ class Stream:
                 # All ranks must count alike, so this counts what was tried.
                 gigabytes = resident_bytes(store.manifest) / 1e9
                 room -= gigabytes if gigabytes <= room and self._mixture is not None else 0
-            if source.placed.samples is None:
-                check_cache(store, shuffle_shards=read.shuffle_shards)
         streamed = [source.store for source in self._sources if source.placed.samples is None]
-        check_shared_cache(
-            [store for store in streamed if store.is_remote], read.remote, shuffle_shards=read.shuffle_shards
-        )
+        check_cache(streamed, read.remote, shuffle_shards=read.shuffle_shards)
 
     def _log_start(self) -> None:
-        size, read = self._global_batch_size, self._read
-        if self._mixture is None:
-            logger.info(
-                "%s: %d samples, %d steps an epoch; %d samples do not fill a global batch of %d and are dropped",
-                self.location,
-                self._num_samples,
-                self.num_steps_per_epoch,
-                self.num_dropped_per_epoch,
-                size,
-            )
-        else:
-            logger.info("%s: %d samples, %d steps an epoch", self.location, self._num_samples, self.num_steps_per_epoch)
+        logger.info("%s: %d samples, %d steps an epoch", self.location, self._num_samples, self.num_steps_per_epoch)
         for source in self._sources:
-            if self._mixture is not None:
-                logger.info(
-                    "%s: %s, %d samples; a global batch of %d takes %.4g on average",
-                    source.name,
-                    source.store.location,
-                    len(source.store),
-                    size,
-                    self.order.share_of(source.number, self._steps.start) * size,
-                )
-            logger.info("%s: placement %s (%s)", source.name, source.placed.kind, source.placed.reason)
-        for name, ratio in self.shard_pair_ratios().items():
             logger.info(
-                "%s: with shuffle_shards=%d, two samples of one shard meet in a batch %.3g times as often as in a "
-                "shuffle of all samples",
-                name,
-                read.shuffle_shards,
-                ratio,
+                "%s: %d samples, placement %s (%s)",
+                source.store.location,
+                len(source.store),
+                source.placed.kind,
+                source.placed.reason,
             )
-
-    def shard_pair_ratios(self) -> dict[str, float]:
-        """Return `shard_pair_ratio` of the dataset, or of each source of a mixture, by name; none without windows."""
-        if self._read.shuffle_shards is None:
-            return {}
-        ratios = {}
-        for source in self._sources:
-            part = self.order.share_of(source.number, self._steps.start) * self._global_batch_size
-            ratios[source.name] = shard_pair_ratio(
-                source.store.shard_ends,
-                self._read.shuffle_shards,
-                seed=self.order.seed_of(source.number),
-                global_batch_size=max(1, min(round(part), len(source.store))),
-            )
-        return ratios
 
     def source_metrics(self, num_done: int) -> dict[str, float]:
         """Return what the first `num_done` steps drew from each source of a mixture; nothing for one dataset.
@@ -261,9 +213,9 @@ class Stream:
         `mixture/NAME/batch` counts the samples in the last global batch, `samples` those in all, and `epochs` how often
         the source was read.
         """
-        if not isinstance(self.order, SourcesOrder):
-            return {}
-        order, metrics = self.order.order, {}
+        order, metrics = self.order, dict[str, float]()
+        if not isinstance(order, MixtureOrder):
+            return metrics
         before, after = order.draws_before(num_done - 1), order.draws_before(num_done)
         for number, name in enumerate(order.names):
             metrics[f"mixture/{name}/batch"] = float(after[number] - before[number])
@@ -282,11 +234,6 @@ class Stream:
         )
 
     @property
-    def _check_bad(self) -> Callable[[Collection[BadSample]], None]:
-        max_share = self._read.max_bad_share
-        return partial(check_bad_share, num_samples=self._num_samples, max_share=max_share, where=self.location)
-
-    @property
     def manifest(self) -> Manifest:
         """Return the manifest of the dataset; of a mixture, that of its first source."""
         return self._sources[0].store.manifest
@@ -294,14 +241,6 @@ class Stream:
     @property
     def num_steps_per_epoch(self) -> int:
         return self.order.num_steps_per_epoch
-
-    @property
-    def num_dropped_per_epoch(self) -> int:
-        """Return the number of samples that an epoch leaves out, because they do not fill a global batch.
-
-        A mixture leaves none out, because each of its sources has epochs of its own.
-        """
-        return 0 if self._mixture is not None else self._num_samples % self._global_batch_size
 
     def shards_of(self, step: int) -> list[str]:
         """Return the shards of this rank's samples at a step, in stored order; none of data in memory.
@@ -374,7 +313,6 @@ class Stream:
                 rank=self._rank,
                 world_size=self._world_size,
                 pin_memory=self._device.type == "cuda",
-                check_bad=self._check_bad,
             )
         for step, read in zip(steps, from_disk, strict=True):
             parts = {source.number: clean for source, clean in zip(streamed, read, strict=True)}
@@ -390,7 +328,7 @@ class Stream:
         """Return the rows of a dataset in memory, without the online overlay; None if the step has none."""
         is_cuda, is_there = self._device.type == "cuda", samples.index_B.device.type == self._device.type
         began = time.perf_counter()
-        rows = order.rows(source.number, step, bad=samples.bad, all_known=True)
+        rows = order.rows(source.number, step, bad=samples.bad)
         if not len(rows.indices_R):
             return None
         row_B = torch.tensor(rows.indices_R)
@@ -409,17 +347,6 @@ class Stream:
 def _training_keys(seed: int, index_B: torch.Tensor, epoch: int, view: int) -> DrawKeys:
     """Return the keys of the crops and overlays of a batch. A function of the module, so workers can get it pickled."""
     return DrawKeys(seed=seed, epoch=epoch, index_B=index_B, view=view)
-
-
-def _check_arguments(*, seed: int, rank: int, world_size: int, start_step: int, end_step: int | None) -> None:
-    """Raise `UserError` if a number is out of range."""
-    if not 0 <= rank < world_size:
-        raise UserError(f"rank is {rank} and world_size is {world_size}; ranks count from 0 to world_size - 1")
-    for name, number in (("seed", seed), ("start_step", start_step)):
-        if number < 0:
-            raise UserError(f"{name} is {number}; it must be 0 or more")
-    if end_step is not None and end_step < start_step:
-        raise UserError(f"end_step is {end_step}; it must be start_step, which is {start_step}, or more")
 
 
 def _share_of(share: NodeShare | None, number: int) -> NodeShare | None:

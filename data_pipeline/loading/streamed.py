@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,8 +19,7 @@ from data_pipeline.core.processes import leave_signals_to_parent, signals_blocke
 from data_pipeline.core.sample import BadSample, Batch
 from data_pipeline.core.system import SHARED
 from data_pipeline.loading.decode import decode
-from data_pipeline.loading.order import NoReplacementError, ShardWindows
-from data_pipeline.loading.placement import stored_order
+from data_pipeline.loading.order import ShardWindows
 from data_pipeline.loading.reading_order import ReadingOrder
 from data_pipeline.loading.sources import StreamSource
 
@@ -35,7 +34,6 @@ def streamed_batches(
     rank: int,
     world_size: int,
     pin_memory: bool,
-    check_bad: Callable[[Collection[BadSample]], None],
 ) -> Iterator[list[Batch | None]]:
     """Yield the batches of some steps, one from each source, without the online overlay.
 
@@ -47,7 +45,7 @@ def streamed_batches(
         if source.store.is_remote
     ]
     loader: DataLoader[list[Batch | None] | UserError] = DataLoader(
-        _StreamedBatches(sources, order, prefetchers, check_bad=check_bad),
+        _StreamedBatches(sources, order, prefetchers),
         batch_size=None,  # the dataset makes whole batches, and its keys are steps
         sampler=steps,
         num_workers=num_workers,
@@ -123,13 +121,10 @@ class _StreamedBatches(Dataset[list[Batch | None] | UserError]):
         sources: Sequence[StreamSource],
         order: ReadingOrder,
         prefetchers: Sequence[_ShardPrefetcher],
-        *,
-        check_bad: Callable[[Collection[BadSample]], None],
     ) -> None:
-        self._sources, self._order, self._prefetchers, self._check_bad = sources, order, prefetchers, check_bad
+        self._sources, self._order, self._prefetchers = sources, order, prefetchers
         # Grows in each process when it finds bad samples. No batch depends on the bad samples found before.
         self._bad: list[dict[int, BadSample]] = [{} for _ in sources]
-        self._all_known: set[int] = set()  # the numbers of the sources of which `_bad` holds all bad samples
 
     def __getitem__(self, step: int) -> list[Batch | None] | UserError:
         try:
@@ -147,14 +142,7 @@ class _StreamedBatches(Dataset[list[Batch | None] | UserError]):
         """Read the rows of one source. Adds the bad samples that it finds to `bad`."""
         while True:
             began = time.perf_counter()
-            all_known = source.number in self._all_known
-            try:
-                rows = self._order.rows(source.number, step, bad=bad, all_known=all_known)
-            except NoReplacementError:
-                if all_known:
-                    raise
-                self._find_all_bad(source, bad)
-                continue
+            rows = self._order.rows(source.number, step, bad=bad)
             if not len(rows.indices_R):
                 return None
             crops = source.maker.crop_draws(rows.key_index_R, epoch=rows.key_epoch)
@@ -164,13 +152,6 @@ class _StreamedBatches(Dataset[list[Batch | None] | UserError]):
                 seconds = time.perf_counter() - began
                 return replace(clean, seconds={"read": samples.read_seconds, "decode": seconds - samples.read_seconds})
             bad |= {sample.index: sample for sample in samples.bad.values()}
-
-    def _find_all_bad(self, source: StreamSource, bad: dict[int, BadSample]) -> None:
-        """Decode a whole dataset, which is hardly more than a global batch here, and add its bad samples to `bad`."""
-        for indices_B in stored_order(source.store, range(len(source.store.shard_ends))):
-            bad |= {sample.index: sample for sample in decode(source.store, indices_B).bad.values()}
-            self._check_bad(bad.values())
-        self._all_known.add(source.number)
 
 
 def _move_to_shared_memory(batches: Iterable[Batch | None]) -> None:

@@ -54,9 +54,7 @@ def read_rgb(path: Path) -> Image.Image:
         raise UserError(f"{path} is not a regular file, so it is not read; remove it")
     try:
         with open_picture(path) as picture:
-            rgb = decode_rgb(picture)
-            turn = _UPRIGHT.get(exif_orientation(picture))
-            return rgb if turn is None else rgb.transpose(turn)
+            return turned(decode_rgb(picture), exif_orientation(picture))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise UserError(
             f"{path} unpacks to more than {Image.MAX_IMAGE_PIXELS:,} pixels, which is too large; make it smaller or "
@@ -127,6 +125,11 @@ def exif_orientation(picture: Image.Image) -> int:
     except Exception:  # Pillow raises many kinds
         return 1
     return found if found in _UPRIGHT else 1
+
+
+def turned(picture: Image.Image, orientation: int) -> Image.Image:
+    """Return a stored picture upright, by its EXIF orientation."""
+    return picture if orientation == 1 else picture.transpose(_UPRIGHT[orientation])
 
 
 @contextmanager

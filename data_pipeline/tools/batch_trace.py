@@ -134,7 +134,7 @@ def _global_batch(order: ReadingOrder, stores: Sequence[SampleStore], step: int)
     """Return the samples of a step, (B,) int64, by their numbers among the samples of all stores."""
     parts, first = [], 0
     for number, store in enumerate(stores):
-        parts.append(first + order.rows(number, step, bad={}, all_known=True).indices_R)
+        parts.append(first + order.rows(number, step, bad={}).indices_R)
         first += len(store)
     together, places = np.concatenate(parts), order.row_order(step)
     return together if places is None else together[places]

@@ -1,8 +1,7 @@
 """Measure how many samples a second can be read from a dataset: `python -m data_pipeline bench DIR`.
 
 The rows of the table measure, for shuffled samples: reading the stored bytes; reading and decoding; streaming batches,
-with the online overlay if there is one, with 0, 1, 2, ... workers; and batches of data in memory. The last rows measure
-the overlay and the spectrogram of a batch alone.
+with the online overlay if there is one, with 0, 1, 2, ... workers; batches of data in memory; and the overlay alone.
 
 Of tars without an overlay, expert views stream two crops of each stored picture. These have rows of their own; the
 other rows are of squares, of which views are cut with `data.crop_from=decoded`.
@@ -15,19 +14,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, repeat
+from itertools import islice
 from typing import Final
 
 import numpy as np
 import torch
 
-from data_pipeline.audio.log_mel import log_mel, mel_config, power_mel
 from data_pipeline.core.devices import named_device
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.random_crop import CropLaw
 from data_pipeline.loading.decode import decode
 from data_pipeline.loading.order import batch_indices, epoch_order
-from data_pipeline.loading.shuffle_quality import shard_pair_ratio
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.overlays import NOTHING_GIVEN, Overlay, evaluation_keys
 from data_pipeline.storage.store import SampleStore
@@ -82,8 +79,6 @@ def rows(
         of_source = [name for name, label in manifest.labels.items() if label.given_by == "source"]
         labels = {name: torch.zeros(batch_size, dtype=torch.int64, device=device) for name in of_source}
         yield Row("overlay alone", None, partial(overlay_counts, overlay.to(device), inputs, labels))
-    if manifest.sample_rate is not None:
-        yield Row("log-mel alone", None, partial(log_mel_counts, inputs, sample_rate=manifest.sample_rate))
 
 
 def encoded_counts(store: SampleStore) -> Iterator[int]:
@@ -153,15 +148,6 @@ def overlay_counts(
         draw += 1
 
 
-def log_mel_counts(waveforms_BT: torch.Tensor, *, sample_rate: int) -> Iterator[int]:
-    """Compute the spectrogram of one batch again and again."""
-    config = mel_config(sample_rate)
-    for _ in repeat(None):
-        log_mel(power_mel(waveforms_BT, config), config)
-        _wait(waveforms_BT.device)
-        yield len(waveforms_BT)
-
-
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -205,12 +191,6 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(
             f"--batch-size is {args.batch_size}, but {args.location} has {len(store)} samples; give {len(store)} or "
             "less, or build a larger dataset"
-        )
-    if args.shuffle_shards is not None:
-        ratio = shard_pair_ratio(store.shard_ends, args.shuffle_shards, seed=0, global_batch_size=args.batch_size)
-        print(
-            f"with windows of {args.shuffle_shards} shards, two samples of one shard meet in a batch {ratio:.3g} times "
-            "as often as in a shuffle of all samples"
         )
     measured = list(
         rows(

@@ -135,88 +135,6 @@ def test_crops_are_of_the_upright_picture(turn: int, kind: str) -> None:
     assert decode_crops(file, [box, box], size=31).is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("orientation", [0, 9, "six", None])
-def test_metadata_that_mean_nothing_turn_nothing(orientation: object) -> None:
-    written = exif(6).tobytes()
-    if orientation is None:
-        written = written[:-20] + bytes(range(20))
-    elif isinstance(orientation, str):
-        written = b"Exif\0\0" + b"no TIFF header"
-    else:
-        written = exif(int(str(orientation))).tobytes()
-    assert picture_size(encode(photo(40, 30), exif=written)) == (40, 30)
-
-
-@pytest.mark.parametrize("endian", ["<", ">"])
-@pytest.mark.parametrize("turn", [*TURNS, None])
-def test_the_orientation_is_found_in_either_order_of_bytes(turn: int | None, endian: str) -> None:
-    written = Image.Exif()
-    written.endian = endian
-    written[0x010F] = "maker"
-    if turn is not None:
-        written[0x0112] = turn
-    assert written.tobytes()[6:8] == (b"II" if endian == "<" else b"MM")
-    file = encode(photo(40, 30), exif=written)
-    assert picture_size(file) == ((30, 40) if (turn or 1) >= 5 else (40, 30))
-
-
-def test_the_orientation_is_found_in_xmp() -> None:
-    file = encode(photo(40, 30), xmp=b'<x:xmpmeta tiff:Orientation="6"/>')
-    assert picture_size(file) == upright(file).shape[:2] == (30, 40)
-
-
-def png_chunk(name: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-
-def with_chunks_after_pixels(file: memoryview, *chunks: bytes) -> memoryview:
-    end = bytes(file).rindex(b"IEND") - 4
-    return memoryview(bytes(file[:end]) + b"".join(chunks) + bytes(file[end:]))
-
-
-def exif_text(orientation: int) -> bytes:
-    """Return EXIF as ImageMagick writes it into a text of a PNG."""
-    data = exif(orientation).tobytes()
-    return b"Raw profile type exif\0" + f"\nexif\n{len(data):8}\n{data.hex()}\n".encode()
-
-
-@pytest.mark.parametrize(
-    "chunk",
-    [
-        png_chunk(b"eXIf", exif(6).tobytes()[6:]),
-        png_chunk(b"tEXt", exif_text(6)),
-        png_chunk(b"iTXt", b'XML:com.adobe.xmp\0\0\0\0\0<x:xmpmeta tiff:Orientation="6"/>'),
-        png_chunk(b"eXIf", exif(6).tobytes()[6:])[:-4] + b"sums",
-    ],
-    ids=["EXIF", "EXIF as text", "XMP", "EXIF with a wrong checksum"],
-)
-def test_a_png_with_its_orientation_after_the_pixels_stands_upright(chunk: bytes) -> None:
-    file = with_chunks_after_pixels(encode(photo(40, 30), "PNG"), chunk)
-    assert picture_size(file) == upright(file).shape[:2] == (30, 40)
-    box = Crop(2, 5, 20, 30)
-    assert difference(decode_crops(file, [box], size=16)[0], reference(file, box, 16)).max() <= ROUNDING
-
-
-def test_the_last_orientation_of_a_png_counts() -> None:
-    file = encode(photo(40, 30), "PNG", exif=exif(6))
-    for turn in (1, 3, 8):
-        late = with_chunks_after_pixels(file, png_chunk(b"eXIf", exif(turn).tobytes()[6:]))
-        assert picture_size(late) == upright(late).shape[:2] == ((30, 40) if turn == 8 else (40, 30))
-
-
-def test_an_orientation_after_the_first_picture_of_an_animation_turns_nothing() -> None:
-    frames = [photo(40, 30), photo(40, 30, "flower.jpg")]
-    animation = encode(frames[0], "PNG", save_all=True, append_images=frames[1:])
-    file = with_chunks_after_pixels(animation, png_chunk(b"eXIf", exif(6).tobytes()[6:]))
-    assert picture_size(file) == upright(file).shape[:2] == (40, 30)
-
-
-@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
-def test_a_truncated_png_still_tells_its_size(share: float) -> None:
-    file = encode(photo(40, 30), "PNG")
-    assert picture_size(file[: int(len(file) * share)]) == (40, 30)
-
-
 def of_other_filters(file: memoryview, crop: Crop, size: int) -> float:
     """Return how far the results of Pillow's other antialiasing filters are from the reference, at most."""
     top, left, height, width = crop
@@ -231,43 +149,40 @@ def of_other_filters(file: memoryview, crop: Crop, size: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["china.jpg", "flower.jpg"])
-@pytest.mark.parametrize("turn", [1, 6])
 @pytest.mark.parametrize("subsampling", [0, 1, 2])
 @pytest.mark.parametrize("shape", [(427, 640), (1200, 1600)])
 @settings(max_examples=8, deadline=None)
 @given(data=st.data(), size=st.integers(16, 130))
 def test_a_scaled_decode_is_as_near_as_other_filters(
-    data: st.DataObject, size: int, shape: tuple[int, int], subsampling: int, turn: int, name: str
+    data: st.DataObject, size: int, shape: tuple[int, int], subsampling: int, name: str
 ) -> None:
     """libjpeg's scaling is a box filter, so a crop cannot be nearer to the reference than that at the exact scale.
 
     The reference sees the crop with its edges moved to whole pixels of the scaled picture.
     """
-    file = photo_file(*shape, name, subsampling, turn)
+    file = photo_file(*shape, name, subsampling)
     height, width = picture_size(file)
     boxes = data.draw(st.lists(crops(height, width), min_size=1, max_size=3))
     shortest = min(min(box.height, box.width) for box in boxes)
     step = max(step for step in (1, 2, 4, 8) if step == 1 or shortest >= step * size)
     for box, view in zip(boxes, decode_crops(file, boxes, size=size), strict=True):
-        moved = moved_to_whole_pixels(box, step, height, width, is_turned=turn == 6)
+        moved = moved_to_whole_pixels(box, step, height, width)
         assert difference(view, reference(file, moved, size)).mean() <= 1.25 * of_other_filters(file, moved, size) + 0.5
 
 
 @cache
-def photo_file(height: int, width: int, name: str, subsampling: int, turn: int) -> memoryview:
-    return encode(photo(height, width, name), subsampling=subsampling, exif=exif(turn))
+def photo_file(height: int, width: int, name: str, subsampling: int) -> memoryview:
+    return encode(photo(height, width, name), subsampling=subsampling)
 
 
-def moved_to_whole_pixels(box: Crop, step: int, height: int, width: int, *, is_turned: bool) -> Crop:
-    """Return the box with its edges at multiples of `step`, counted from the first stored pixel."""
+def moved_to_whole_pixels(box: Crop, step: int, height: int, width: int) -> Crop:
+    """Return the box with its edges at multiples of `step`."""
 
     def moved(edge: int) -> int:
         return int(edge / step + 0.5) * step
 
     top, bottom = moved(box.top), min(height, moved(box.top + box.height))
     left, right = moved(box.left), min(width, moved(box.left + box.width))
-    if is_turned:  # by 90 degrees to the right: the last stored row is the first column
-        left, right = max(0, width - moved(width - box.left)), width - moved(width - box.left - box.width)
     assert max(abs(top - box.top), abs(left - box.left)) <= step / 2
     return Crop(top, left, bottom - top, right - left)
 
@@ -337,11 +252,6 @@ def test_every_mode_becomes_rgb_as_in_a_build(picture: Image.Image, kind: str) -
     assert difference(view, reference(file, box, 20)).max() <= ROUNDING
 
 
-def test_transparent_pixels_are_laid_over_white() -> None:
-    file = encode(Image.new("RGBA", (9, 9), (255, 0, 0, 51)), "PNG")
-    assert decode_square(file, size=4)[:, 0, 0].tolist() == [255, 204, 204]
-
-
 def test_cmyk_is_inverted_as_adobe_does() -> None:
     """Pillow writes Adobe's part, which stands for inverted values. Pillow takes CMYK without it as inverted too."""
     file = bytes(encode(Image.new("CMYK", (32, 32), (0, 255, 255, 0))))
@@ -371,7 +281,7 @@ def test_a_jpeg_with_wrong_bytes_between_its_parts_is_a_picture() -> None:
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "JPEG2000", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM"])
-@pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.95])
+@pytest.mark.parametrize("share", [0.02, 0.95])
 def test_a_truncated_picture_is_refused(kind: str, share: float) -> None:
     file = encode(photo(200, 300), kind)
     with pytest.raises(ValueError, match=r"it does not decode|it is not a picture of a known format"):
@@ -390,13 +300,6 @@ def test_what_is_not_a_picture_is_refused(content: bytes) -> None:
         with pytest.raises(ValueError, match="it is not a picture of a known format") as caught:
             read(memoryview(content))
         assert "0x" not in str(caught.value)  # the reason is the same in every process
-
-
-def test_postscript_is_not_run() -> None:
-    file = io.BytesIO()
-    photo(8, 8).save(file, "EPS")
-    with pytest.raises(ValueError, match="it is not a picture of a known format"):
-        decode_square(memoryview(file.getvalue()), size=8)
 
 
 def huge_png(side: int) -> bytes:
@@ -419,7 +322,7 @@ def huge_jpeg(side: int) -> bytes:
 
 
 @pytest.mark.parametrize("make", [huge_png, huge_jpeg])
-@pytest.mark.parametrize("side", [9_460, 30_000, 60_000])
+@pytest.mark.parametrize("side", [9_460, 60_000])
 def test_too_many_pixels_are_refused_by_the_header(make: Any, side: int) -> None:
     file = memoryview(make(side))
     start = time.perf_counter()

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Barrier
 from typing import Any, Literal
@@ -101,36 +102,6 @@ def test_resident_batches_equal_streamed_ones(datasets: dict[str, Path], kind: s
     assert {sample.index for batch in streamed for sample in batch.bad} <= set(BAD)
 
 
-@pytest.mark.parametrize("kind", ["online", "noise"])
-def test_the_order_by_windows_is_the_same_too(datasets: dict[str, Path], kind: str) -> None:
-    streamed = stream(datasets[kind], placement="stream", shuffle_shards=2)
-    assert_same(streamed, stream(datasets[kind], placement="host", shuffle_shards=2))
-
-
-def test_resident_data_is_not_changed_by_what_is_drawn_on_it(datasets: dict[str, Path]) -> None:
-    held = stream(datasets["baked"], placement="host")
-    for batch in held:
-        batch.inputs_a.zero_()  # a reader may do what it likes with its batch
-    assert_same(stream(datasets["baked"], placement="stream"), held)
-    held = stream(datasets["online"], placement="host")
-    assert_same(list(held), held)
-
-
-def test_every_shard_is_read_once_and_none_after_that(
-    datasets: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[int] = []
-    read_stored = SampleStore.read
-
-    def counting(store: SampleStore, indices: NDArray[np.int64]) -> Any:
-        read.extend(indices.tolist())
-        return read_stored(store, indices)
-
-    monkeypatch.setattr(SampleStore, "read", counting)
-    list(stream(datasets["online"], placement="host"))
-    assert sorted(read) == list(range(NUM_SAMPLES))
-
-
 # Auto
 
 
@@ -144,13 +115,6 @@ def test_auto_keeps_what_fits(datasets: dict[str, Path]) -> None:
     streamed = stream(datasets["online"], resident_gigabytes=(num_bytes - 1) / 1e9)
     assert streamed.placement == "stream"
     assert streamed.placement_reason.startswith("0.00013 GB in memory are more than the 0.0001")
-
-
-def test_auto_reads_nothing_ahead_for_less_than_an_epoch(datasets: dict[str, Path]) -> None:
-    few = stream(datasets["online"], start_step=6)
-    assert few.num_steps_per_epoch == 3
-    assert few.placement == "stream"
-    assert few.placement_reason == "less than an epoch is left to read"
 
 
 def test_memory_that_is_not_free_is_not_taken(datasets: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,18 +184,27 @@ def test_free_memory_is_that_of_the_jobs_cgroups(tmp_path: Path) -> None:
 
 
 def shares(token: str) -> list[NodeShare]:
-    barrier = Barrier(NUM_RANKS, timeout=20)
-    return [NodeShare(local_rank=rank, barrier=lambda: void(barrier.wait()), token=token) for rank in range(NUM_RANKS)]
+    barrier, of_first = Barrier(NUM_RANKS, timeout=20), [None]
 
+    def from_first(is_first: bool, value: Any) -> Any:
+        if is_first:
+            of_first[0] = value
+        barrier.wait()
+        found = of_first[0]
+        barrier.wait()
+        return found
 
-def void(_: object) -> None:
-    pass
+    return [NodeShare(rank == 0, partial(from_first, rank == 0), token) for rank in range(NUM_RANKS)]
 
 
 def as_ranks(location: Path, token: str, **read: Any) -> list[Stream]:
     """The streams of all ranks of a machine, which are threads here."""
     with ThreadPoolExecutor(NUM_RANKS) as pool:
-        return list(pool.map(lambda share: stream(location, share=share, rank=share.local_rank, **read), shares(token)))
+        return list(
+            pool.map(
+                lambda rank, share: stream(location, share=share, rank=rank, **read), range(NUM_RANKS), shares(token)
+            )
+        )
 
 
 @pytest.mark.slow
@@ -299,25 +272,14 @@ def test_where_the_first_rank_fails_all_fail_alike(datasets: dict[str, Path], mo
     monkeypatch.setattr(SampleStore, "read", fail)
     token = f"test-{os.getpid()}"
 
-    def error(share: NodeShare) -> str:
+    def error(rank: int, share: NodeShare) -> str:
         with pytest.raises(UserError) as caught:
-            stream(datasets["online"], share=share, rank=share.local_rank)
+            stream(datasets["online"], share=share, rank=rank)
         return str(caught.value)
 
     with ThreadPoolExecutor(NUM_RANKS) as pool:
-        assert list(pool.map(error, shares(token))) == ["the server is gone"] * NUM_RANKS
+        assert list(pool.map(error, range(NUM_RANKS), shares(token))) == ["the server is gone"] * NUM_RANKS
     assert not (SHARED / token).exists()
-
-
-def test_a_long_list_of_bad_samples_reaches_all_ranks(tmp_path: Path) -> None:
-    directory = write_tiny_dataset(tmp_path / "baked", num_samples=48)
-    damage(directory, range(36))
-    alone = stream(directory, placement="host", max_bad_share=1)
-    assert len(alone.known_bad) == 36
-    for batches in as_ranks(directory, f"test-{os.getpid()}", max_bad_share=1):
-        assert {sample.key for sample in batches.known_bad} == {sample.key for sample in alone.known_bad}
-    with pytest.raises(UserError, match=r"36 of 48 samples \(75.00%\) cannot be read"):
-        as_ranks(directory, f"test-{os.getpid()}")
 
 
 def test_a_killed_rank_leaves_nothing_behind(datasets: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +293,7 @@ def test_a_killed_rank_leaves_nothing_behind(datasets: dict[str, Path], monkeypa
         time.sleep(60)
 
     monkeypatch.setattr(SampleStore, "read", read_for_ever)
-    share = NodeShare(local_rank=0, barrier=lambda: None, token=token)
+    share = NodeShare(True, lambda value: value, token)
     rank = context.Process(target=stream, args=(datasets["baked"],), kwargs={"share": share, "rank": 0})
     rank.start()
     try:

@@ -23,7 +23,7 @@ from data_pipeline.sources.background import procedural_sounds
 from data_pipeline.storage.manifest import Fields
 from data_pipeline.storage.store import SampleStore, StoredSamples
 from data_pipeline.tools import bench
-from data_pipeline.tools.bench import decoded_counts, encoded_counts, log_mel_counts, overlay_counts, rate, rows
+from data_pipeline.tools.bench import decoded_counts, encoded_counts, overlay_counts, rate, rows
 from tests.tiny_data import NUM_POINTS, SAMPLE_RATE, write_tiny_dataset, write_tiny_sounds
 
 CPU = torch.device("cpu")
@@ -84,7 +84,6 @@ def test_every_reader_says_how_many_samples_it_delivers(tmp_path: Path) -> None:
     assert list(islice(decoded_counts(store, batch_size=8), 4)) == [8, 8, 8, 8]
     pictures = torch.zeros(5, 3, 32, 32, dtype=torch.uint8)
     assert list(islice(overlay_counts(Shapes(), pictures), 2)) == [5, 5]
-    assert list(islice(log_mel_counts(torch.zeros(3, NUM_POINTS), sample_rate=SAMPLE_RATE), 2)) == [3, 3]
 
 
 def what(directory: Path, *, max_workers: int) -> list[tuple[str, int | None]]:
@@ -102,7 +101,7 @@ def test_a_dataset_is_measured_in_all_that_happens_to_it(tmp_path: Path) -> None
     online = write_tiny_dataset(tmp_path / "online", num_samples=20, overlay="online")
     assert what(online, max_workers=0) == [*reading, *resident, ("overlay alone", None)]
     spoken = write_tiny_sounds(tmp_path / "spoken", num_samples=20, overlay=noise)
-    assert what(spoken, max_workers=0) == [*reading, *resident, ("overlay alone", None), ("log-mel alone", None)]
+    assert what(spoken, max_workers=0) == [*reading, *resident, ("overlay alone", None)]
 
 
 def write_picture_tar(directory: Path) -> Path:
@@ -165,19 +164,8 @@ def test_the_command_prints_a_rate_for_every_row(
     run_bench(str(directory), "--batch-size", "8", "--max-workers", "1", "--seconds", "0.05", "--device", "cpu")
     title, *lines = capsys.readouterr().out.splitlines()
     assert title.split() == ["what", "workers", "samples/s"]
-    assert len(lines) == (5 if kind == "pictures" else 6)
+    assert len(lines) == 5
     assert all(float(line.split()[-1].replace(",", "")) > 0 for line in lines)
-
-
-def test_windows_of_shards_are_measured_and_rated(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench, "WARM_UP_SECONDS", 0.01)
-    directory = write_tiny_dataset(tmp_path / "built", num_samples=80, num_samples_per_shard=8)
-    run_bench(str(directory), "--batch-size", "4", "--max-workers", "0", "--seconds", "0.05", "--shuffle-shards", "2")
-    first = capsys.readouterr().out.splitlines()[0]
-    ratio = (80 - 1) / (16 - 1)
-    assert f"two samples of one shard meet in a batch {ratio:.3g} times as often as in a shuffle of all" in first
 
 
 @pytest.mark.parametrize(

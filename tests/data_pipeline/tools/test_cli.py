@@ -103,9 +103,6 @@ def test_build_verify_and_preview(
         (("build", "procedural", "--out", "{tmp}/x", "--sede", "1"), "unrecognized arguments: --sede"),
         (("build", "cifar10", "--out", "{tmp}/x", "--root", "{tmp}/y"), "{tmp}/y does not hold torchvision's"),
         (("verify", "{tmp}/x"), "{tmp}/x does not exist; build it with"),
-        (("preview", "{tmp}/x", "--out", "{tmp}/g.png"), "{tmp}/x does not exist; build it with"),
-        (("preview", "{tmp}/x", "--out", "{tmp}/g.jpg"), "--out {tmp}/g.jpg does not end in .png"),
-        (("preview", "{tmp}/x", "--out", "{tmp}/g.png", "--samples", "0"), "--samples must be at least 1, got 0"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_status_2(
@@ -164,36 +161,6 @@ def test_a_bad_recording_is_named_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["wavs"]
 
 
-def test_mistakes_with_sounds_are_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_wavs(tmp_path / "wavs")
-    (tmp_path / "noise").mkdir()
-    for name in ("cafe", "traffic", "machinery"):
-        num_points = 44100 if name == "traffic" else 88200  # 1.00 s is shorter than the crop of 1.04 s
-        wavfile.write(tmp_path / "noise" / f"{name}.wav", 44100, np.full(num_points, 7, dtype=np.int16))
-    speakers = tmp_path / "audiomnist"
-    for speaker in set(range(1, 61)) - {17, 60}:
-        (speakers / f"{speaker:02d}").mkdir(parents=True)
-    wavs, noise = str(tmp_path / "wavs"), str(tmp_path / "noise")
-    before = sorted(tmp_path.iterdir())
-    for arguments, message in (
-        (("spoken", "--root", str(speakers)), "lacks 1 of the train split's 48 speaker folders (17)"),
-        (("spoken", "--root", str(speakers), "--split", "test"), "lacks 1 of the test split's 12 speaker folders (60)"),
-        (("spoken", "--source", "fsdd", "--root", wavs), 'no speaker "yweweler"; valid are: jackson, theo'),
-        (
-            ("noise", "--source", "fsdd", "--noise-root", noise),
-            "traffic.wav gives 8000 points at 8000 a second, but 8333 are needed",
-        ),
-        (("noise", "--source", "fsdd", "--root", wavs), "lacks cafe.wav and traffic.wav and machinery.wav"),
-        (("noise", "--source", "procedural", "--noise-volume", "loud"), "argument --noise-volume: invalid float"),
-    ):
-        status, out, err = run(capsys, monkeypatch, "build", "--out", str(tmp_path / "out"), *arguments)
-        assert (status, out, len(err)) == (2, [], 1), err
-        assert message in err[0]
-        assert sorted(tmp_path.iterdir()) == before
-
-
 @pytest.mark.slow
 def test_audiomnist_in_its_own_layout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -217,16 +184,6 @@ def test_audiomnist_in_its_own_layout(
         assert sorted(len(decode_sample(store, index).content) for index in range(num)) == sorted(
             40_000 + 400 * speaker for speaker in range(1, 61) if (speaker in TEST_SPEAKERS) == (split == "test")
         )
-
-
-def test_preview_does_not_guess_a_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run(capsys, monkeypatch, "build", "procedural", "--out", str(tmp_path / "built"), "--limit", "10")
-    target = tmp_path / "no" / "grid.png"
-    status, _, err = run(capsys, monkeypatch, "preview", str(tmp_path / "built"), "--out", str(target))
-    assert status == 2
-    assert err[-1] == f"error: cannot write {target} (No such file or directory); choose another --out"
 
 
 @pytest.mark.parametrize("command", ["build", "verify", "preview", "trace", "bench"])
@@ -270,28 +227,6 @@ def test_a_dataset_takes_the_sources_that_the_help_names_and_no_other(dataset: s
         refused = f'{dataset} cannot come from the source "{source}"; ' in said
         assert refused == (source not in SOURCES[DATASETS[dataset].base])
         assert refused or not said or "; name it with --" in said  # --root, --digits-root or --noise-root
-
-
-def test_a_build_of_sounds_says_what_it_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build = ("build", "noise", "--source", "procedural", "--overlay", "online", "--limit", "4")
-    _, out, _ = run(capsys, monkeypatch, *build, "--out", str(tmp_path / "built"))
-    assert out[1].startswith("samples: sounds at 8000 points a second, read as 8333 points, 0.0 MB")
-    assert out[2] == "label_overlay, background: 3 classes, babble, traffic, machinery"
-    assert out[3].startswith("overlay: noise, noise_volume=0.05, noise_crop=first_or_last, noise_sha256=")
-    assert out[3].endswith(", drawn anew at each reading")
-    assert out[4].startswith("made from: silence + procedural background sounds (")
-
-
-@pytest.mark.process
-def test_the_module_runs_as_a_command() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "data_pipeline", "verify", "/nowhere"], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: /nowhere does not exist")
-    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.process

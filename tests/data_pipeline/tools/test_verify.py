@@ -11,7 +11,6 @@ import pytest
 
 from data_pipeline.__main__ import main
 from data_pipeline.building.build import build_dataset
-from data_pipeline.core.errors import UserError
 from data_pipeline.loading.decode import decode
 from data_pipeline.remote import fetch
 from data_pipeline.storage.index import SAMPLES_NAME, labels_name
@@ -64,11 +63,6 @@ def change_member(directory: Path, name: str, change: Callable[[bytes], bytes]) 
     path.write_bytes(data)
 
 
-def test_a_sound_dataset_has_no_problems(sound: Path, copy: Path) -> None:
-    assert problems(sound) == []
-    assert problems(copy) == []
-
-
 @pytest.mark.parametrize("name", ["00000012.png", "00000012.mask.png"])
 def test_what_does_not_decode_is_named_by_shard_and_key(name: str, copy: Path) -> None:
     """The same samples are bad in training as here."""
@@ -86,6 +80,7 @@ def test_a_mask_of_other_levels_is_found(copy: Path) -> None:
 
 
 def test_any_flipped_byte_is_found(copy: Path) -> None:
+    assert problems(copy) == []
     data = bytearray((copy / SHARD).read_bytes())
     for position in np.random.default_rng(0).integers(0, len(data), 8):
         data[position] ^= 1
@@ -192,11 +187,6 @@ def test_every_location_that_can_be_trained_from_is_verified(
     assert lines[1].startswith(f"{location} has 1 problem: 20 of 30 samples sound in 3 shards; ")
 
 
-def test_a_location_that_does_not_answer_is_one_sentence() -> None:
-    with pytest.raises(UserError, match="ftpx://host/data"):
-        Verification("ftpx://host/data")
-
-
 def test_the_summary_names_samples_bytes_sizes_and_classes(sound: Path, tmp_path: Path) -> None:
     def summary(directory: Path) -> str:
         verification = Verification(directory)
@@ -213,8 +203,3 @@ def test_the_summary_names_samples_bytes_sizes_and_classes(sound: Path, tmp_path
     assert summary(online).endswith("; 3 overlay classes drawn at each reading")
     sounds = write_tiny_sounds(tmp_path / "sounds", num_samples=20)
     assert "; sounds for inputs of 8333 points at 8000 a second; 2 base classes of " in summary(sounds)
-
-
-def test_what_is_no_dataset_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="does not exist"):
-        Verification(tmp_path / "nothing")
