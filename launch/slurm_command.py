@@ -29,7 +29,8 @@ from launch.states import LEFT_ALONE, in_columns, status_of
 from launch.submission import SubmissionPlan, check, submit
 from launch.submitted import queue_for
 from launch.sweeps import planned_sweep, refuse_replaced_data
-from trainer.preflight import check_data, refuse_other_config
+from trainer.config_changes import refuse_other_config
+from trainer.preflight import check_data
 from trainer.provenance import command_line
 from trainer.run_dir import RunDir
 

@@ -21,8 +21,9 @@ from launch.resources import WARNING_SECONDS, Resources
 from launch.slurm_client import check_script, outside_any_job, refused
 from launch.snapshot import Snapshot, read_snapshot, shell_lines, write_snapshot
 from launch.submitted import Submission, record
+from trainer.claim import claim
 from trainer.own_code import files_to_copy
-from trainer.preflight import check_data, claim
+from trainer.preflight import check_data
 
 
 @dataclass(frozen=True)

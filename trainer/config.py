@@ -3,9 +3,8 @@
 Rules between sections are in `trainer.config_rules`, which training checks. A run is read without them.
 
 A recipe (a function in configs/) returns a RunConfig. It is resolved to RUN_DIR/config.json. A run that has begun goes
-on with the same config, except for settings that change no result (`trainer.preflight.MAY_CHANGE`, and whether a step
-is recorded). Values that depend
-on the machine, such as the batch of a rank, are computed from the config and the number of ranks.
+on with the same config, except for settings that change no result (`trainer.config_changes`). Values that depend on the
+machine, such as the batch of a rank, are computed from the config and the number of ranks.
 """
 
 from __future__ import annotations

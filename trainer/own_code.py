@@ -120,12 +120,12 @@ def check_same_code(
     step: int,
     accepted: Collection[str],
 ) -> None:
-    """Compare the code of a run's own with that of its last start, if it goes on from a checkpoint of `step`.
+    """Compare the code of a run's own with that of its last start, because it goes on from a checkpoint of `step`.
 
     `manifests` are those of its datasets. `accepted` are names of changed code with which the run may go on, as this
     error gives them; then logs a warning. Raises `UserError` for code that has changed and was not accepted.
     """
-    before = _recorded_code(run_dir) if step > 0 else {}
+    before = _recorded_code(run_dir)
     for package, now in hashes_of_code(config, manifests).items():
         if before.get(package, now) == now:
             continue

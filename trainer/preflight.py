@@ -1,58 +1,31 @@
-"""Check before step 0 that the data fit the config, and that the run directory belongs to it."""
+"""Check before step 0 that the data fit the config."""
 
 from __future__ import annotations
 
-import errno
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import gcd
-from typing import TextIO
 
 import torch
 from torch import nn
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.schema import difference
 from data_pipeline.loading.mixture import SAME_INPUTS, check_mixture
 from data_pipeline.loading.order import check_batch_size, check_ranks
 from data_pipeline.storage.manifest import Manifest
-from trainer.build import Training
-from trainer.checkpoint.files import refuse_other_run
-from trainer.checkpoint.restore import Restored, newest_state, restore
-from trainer.checkpoint.run_state import check_same_data
-from trainer.checkpoint.save import refuse_link
-from trainer.config import RunConfig, read_run_config
+from trainer.config import RunConfig
 from trainer.config_rules import check
 from trainer.data import Manifests, read_manifests
-from trainer.distributed.collectives import on_first_rank, world_size
+from trainer.distributed.collectives import world_size
 from trainer.mixture import MixtureManifest, TrainManifest, num_classes, weights_of
 from trainer.models.batch_norm import check_splits
 from trainer.models.encoder import InputSizeError, check_input_size, check_norm_groups, decide_form
 from trainer.open_settings import input_size
-from trainer.own_code import check_same_code
 from trainer.probes.groups import pairs_of
 from trainer.probes.shared import check_shared, find_shared
 from trainer.probes.targets import label_difference, label_mend, option_difference, readable_labels
-from trainer.provenance import RECORDED_CONFIG, config_in_provenance
-from trainer.run_dir import LOCK_NAME, RunDir, hold, write_json
 
 logger = logging.getLogger(__name__)
-
-# What datasets of one run have in common: fields of a manifest, and their names in a message.
-# Settings and sections that change neither a batch nor a step. A run that has begun may go on with others: messages and
-# docs/troubleshooting.md ask for that. `NOT_IDENTITY` of reports has all of them.
-MAY_CHANGE = (
-    "data.num_workers",
-    "data.placement",
-    "data.resident_gigabytes",
-    "data.remote.",
-    "checkpoint_every_steps",  # a stop saves a checkpoint at any step, too
-    "keep_checkpoints",
-    "log_every_steps",
-    "alarms.",
-    "watchdog.",
-    "tracking.",
-)
 
 
 def check_data(config: RunConfig) -> Manifests:
@@ -74,13 +47,15 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
     check(config, where=f"the config {config.name}")
     train, test = manifests.probed, manifests.test
     train_dir, test_dir = config.data.probed_dir, config.data.test_dir
-    for name, what in SAME_INPUTS.items():
-        in_train, in_test = getattr(train, name), getattr(test, name)
-        if in_train != in_test:
-            raise UserError(
-                f"{train_dir} and {test_dir} differ in {what} ({in_train} and {in_test}); "
-                "build both from the same source and dataset"
-            )
+    sources = _located(config, manifests.train)
+    for location, manifest in [*sources.items(), (test_dir, test)]:
+        for name, what in SAME_INPUTS.items():
+            found, expected = getattr(manifest, name), getattr(train, name)
+            if found != expected:
+                raise UserError(
+                    f"{train_dir} and {location} differ in {what} ({expected} and {found}); "
+                    "build both from the same source and dataset"
+                )
     if (difference := label_difference(train, test)) is not None:
         raise UserError(f"{train_dir} and {test_dir} differ in their labels: {difference}; {label_mend(train, test)}")
     if config.probe.labels is not None or config.probe.groups is not None:
@@ -95,14 +70,6 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
     if (said := option_difference(train, test)) is not None:
         logger.warning("%s; build both with the same --seed and options, unless the test shall differ", said)
     _warn_of_splits(config, manifests)
-    sources = _located(config, manifests.train)
-    for location, manifest in sources.items():
-        for name, what in SAME_INPUTS.items():
-            if getattr(manifest, name) != getattr(train, name):
-                raise UserError(
-                    f"{location} and {train_dir} are in one mixture, but differ in {what} "
-                    f"({getattr(manifest, name)} and {getattr(train, name)}); build or index both for the same"
-                )
     height, width = _check_medium(config, train)
     check_input_shape(config, height=height, width=width, where=train_dir)
     _check_overlays(config, sources)
@@ -115,19 +82,11 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
 
 
 def _warn_of_splits(config: RunConfig, manifests: Manifests) -> None:
-    """Warn if a train set was built as the test split, or a test set as the train split.
-
-    Passes over tars, which have no split, and over the train sets of a mixture.
-    """
-    test, train = manifests.test, manifests.probed if config.data.mixture is None else None
-    wrong = []
-    if train is not None and train.tars.numbered and train.how_made.split == "test":
-        wrong.append(f"data.train_dir {config.data.train_dir} was built with --split test")
-    if test.tars.numbered and test.how_made.split == "train":
-        wrong.append(f"data.test_dir {config.data.test_dir} was built with --split train")
-    if wrong:
-        mend = "exchange the two" if len(wrong) == 2 else "name or build the other split, unless that is meant"
-        logger.warning("%s; %s", " and ".join(wrong), mend)
+    """Warn if a train set was built as the test split, or a test set as the train split. Tars have no split."""
+    train, test = (config.data.probed_dir, manifests.probed, "test"), (config.data.test_dir, manifests.test, "train")
+    for location, manifest, other in (train, test):
+        if manifest.tars.numbered and manifest.how_made.split == other:
+            logger.warning("%s was built with --split %s; are train and test set exchanged?", location, other)
 
 
 def _located(config: RunConfig, train: TrainManifest) -> dict[str, Manifest]:
@@ -270,16 +229,10 @@ def _check_medium(config: RunConfig, train: Manifest) -> tuple[int, int]:
     """Return the height and width of the encoder's input. Raises `UserError` if the samples do not fit the config."""
     where, mel, rate = config.data.probed_dir, config.data.mel, config.data.sample_rate
     if train.sample_rate != rate:
-        if train.sample_rate is None:
-            raise UserError(f"{where} holds pictures, but data.sample_rate={rate} is for sounds; set it to null")
-        if rate is None:
-            raise UserError(
-                f"{where} holds sounds, but this config is for pictures; use a recipe for sounds, with "
-                f"data.sample_rate={train.sample_rate}"
-            )
+        kind = "pictures" if train.sample_rate is None else f"sounds of {train.sample_rate} points a second"
         raise UserError(
-            f"{where} holds sounds of {train.sample_rate} points a second, but data.sample_rate is {rate}; "
-            f"set data.sample_rate={train.sample_rate}"
+            f"{where} holds {kind}, but data.sample_rate is {rate}; use a recipe for them, with "
+            f"data.sample_rate={'null' if train.sample_rate is None else train.sample_rate}"
         )
     if mel is not None and train.batch_shape != (mel.num_points,):
         raise UserError(
@@ -292,178 +245,3 @@ def _check_medium(config: RunConfig, train: Manifest) -> tuple[int, int]:
             f"{config.encoder.in_channels}; set encoder.in_channels={num_channels}"
         )
     return input_size(config, train.batch_shape)
-
-
-def claim(
-    run_dir: RunDir,
-    config: RunConfig,
-    manifests: Manifests,
-    *,
-    accepted_data: Collection[str] = (),
-) -> TextIO:
-    """Check the data, then take the run directory for this config, until the returned file is closed.
-
-    `accepted_data` are names of new datasets (`DataIdentity.name`), and of new code (`check_same_code`), with which the
-    run may go on.
-
-    Raises `UserError` if the data do not fit or were replaced, if code of the user's own has changed, if the directory
-    holds another config, an edited config or other files, if another process trains in it, or if it cannot be written.
-    """
-    check_manifests(config, manifests)
-    try:
-        held = _claim(run_dir, config)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:  # `storage_problem` has a message for it
-            raise
-        raise UserError(
-            f"{error.filename or run_dir.path} cannot be written ({error.strerror}); pass another directory"
-        ) from error
-    try:
-        found = newest_state(run_dir)
-        check_resumed(run_dir, config, manifests, found, accepted_data=accepted_data)
-        _refuse_edited_config(run_dir, config, step=found.step)
-        check_same_code(run_dir, config, manifests.datasets, step=found.step, accepted=accepted_data)
-    except UserError:
-        held.close()
-        raise
-    return held
-
-
-def begin(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_data: Collection[str] = ()) -> TextIO:
-    """Take the run directory for a start of the training as `claim` does, and forget how an earlier start ended."""
-    held = claim(run_dir, config, manifests, accepted_data=accepted_data)
-    run_dir.ended.unlink(missing_ok=True)
-    return held
-
-
-def check_resumed(
-    run_dir: RunDir, config: RunConfig, manifests: Manifests, found: Restored, *, accepted_data: Collection[str]
-) -> bool:
-    """Return whether a run goes on from the checkpoint `found` with new data, which the user has accepted.
-
-    The position of a run is its step. With new data, the run therefore goes on with the epoch, the order and the
-    learning rate of the new data at this step. Raises `UserError` if the checkpoint is of another run, if the new data
-    were not accepted, or if a run on them would have ended before this step.
-    """
-    refuse_other_run(run_dir, found.step, found.run_id)
-    is_new = check_same_data(
-        run_dir,
-        step=found.step,
-        trained_on=found.trained_on,
-        now=manifests.identity,
-        train_locations=config.data.train_locations,
-        test_dir=config.data.test_dir,
-        accepted=accepted_data,
-    )
-    num_samples = manifests.train.num_samples
-    num_steps = config.num_epochs * config.data.num_steps_per_epoch(num_samples, config.global_batch_size)
-    if found.step > num_steps:
-        raise UserError(
-            f"{run_dir.path} is at step {found.step}, but with the {num_samples} samples of {config.data.train_name} "
-            f"its {config.num_epochs} epochs end at step {num_steps}; put the old dataset back, or pass another "
-            "--run-dir"
-        )
-    return is_new
-
-
-def resume(
-    run_dir: RunDir,
-    config: RunConfig,
-    manifests: Manifests,
-    training: Training,
-    *,
-    accepted_data: Collection[str],
-) -> Restored:
-    """Load the newest whole checkpoint into a training, and check that it fits the data. Every rank must call this.
-
-    `claim` has checked the newest checkpoint; if its files are damaged, this loads an older one. Raises like `restore`
-    and `check_resumed`.
-    """
-    restored = restore(
-        run_dir,
-        training.engines,
-        training.objective,
-        extra=training.step.loss_scale.state(),
-        remembers=manifests.identity if config.objective.needs_num_samples else None,
-    )
-    if on_first_rank(lambda: check_resumed(run_dir, config, manifests, restored, accepted_data=accepted_data)):
-        logger.warning(
-            "the data were replaced after step %d: going on with the new data, which you accepted", restored.step
-        )
-    return restored
-
-
-def refuse_other_config(run_dir: RunDir, config: RunConfig) -> None:
-    """Raise `UserError` if the run in `run_dir` has another config, in a setting that is not one of `MAY_CHANGE`."""
-    if keys := _fixed_settings_that_differ(read_run_config(run_dir), config):
-        raise UserError(
-            f"{run_dir.path} holds a run with another config (it differs in {', '.join(keys)}); "
-            "pass another directory, or remove this one"
-        )
-
-
-def _refuse_edited_config(run_dir: RunDir, config: RunConfig, *, step: int) -> None:
-    """Raise `UserError` if a run at `step` last trained with other settings than its config.json holds now.
-
-    Locations of data may differ, because `check_same_data` compares the data. Passes over a run without a checkpoint,
-    and a run that has recorded no config.
-    """
-    before = config_in_provenance(run_dir) if step > 0 else None
-    changed = [] if before is None else _fixed_settings_that_differ(before, config)
-    keys = [key for key in changed if not _is_location(key)]
-    if keys:
-        raise UserError(
-            f'{_edited(run_dir, keys)}; put the values back that "{RECORDED_CONFIG}" in {run_dir.provenance} shows, or '
-            "pass another directory"
-        )
-
-
-def edited_config(run_dir: RunDir, config: RunConfig) -> str | None:
-    """Return a clause that names the settings of config.json with which the newest start did not train; None if none.
-
-    `config` is that of config.json.
-    """
-    before = config_in_provenance(run_dir)
-    if before is None:
-        return None
-    keys = [key for key in _fixed_settings_that_differ(before, config) if not _is_location(key)]
-    return _edited(run_dir, keys) if keys else None
-
-
-def _edited(run_dir: RunDir, keys: Sequence[str]) -> str:
-    return f"{run_dir.config} was edited after the run began (it differs in {', '.join(keys)})"
-
-
-def _is_location(key: str) -> bool:
-    return key.startswith("data.") and key.endswith("_dir")
-
-
-def _fixed_settings_that_differ(before: RunConfig, now: RunConfig) -> list[str]:
-    """Return the settings in which two configs differ, without those of `MAY_CHANGE`.
-
-    Whether steps are recorded may change, but not whether the networks are compiled.
-    """
-    keys = [key for key in difference(before, now) if not key.startswith(MAY_CHANGE)]
-    if before.compiles_networks == now.compiles_networks:
-        keys = [key for key in keys if key != "compile"]
-    return keys
-
-
-def _claim(run_dir: RunDir, config: RunConfig) -> TextIO:
-    if run_dir.config.is_file():
-        refuse_other_config(run_dir, config)
-    elif run_dir.path.exists() and any(path.name != LOCK_NAME for path in run_dir.path.iterdir()):
-        raise UserError(f"{run_dir.path} is not empty and is not a run directory; pass another directory")
-    refuse_link(run_dir)
-    if run_dir.checkpoints.exists() and not run_dir.checkpoints.is_dir():
-        raise UserError(f"{run_dir.checkpoints} is not a directory, so no checkpoint can be written there; remove it")
-    held = hold(run_dir)
-    try:
-        if run_dir.config.is_file():  # another process may have written it before this one held the lock
-            refuse_other_config(run_dir, config)
-    except UserError:
-        held.close()
-        raise
-    if not run_dir.config.is_file() or read_run_config(run_dir) != config:
-        write_json(run_dir.config, config.model_dump(mode="json"))
-    return held

@@ -23,6 +23,7 @@ from data_pipeline.loading.reading_order import ReadingOrder
 from data_pipeline.loading.stream import Stream
 from trainer.build import Training, build_counters, build_training
 from trainer.checkpoint.save import CheckpointWriter
+from trainer.claim import begin, resume
 from trainer.config import RunConfig
 from trainer.data import Manifests, open_stream, read_agreed_manifests
 from trainer.distributed.collectives import on_first_rank, rank, world_size
@@ -36,7 +37,7 @@ from trainer.models.batch_norm import average_running_statistics
 from trainer.neighbours import in_memory, neighbour_order
 from trainer.open_settings import decide
 from trainer.original_crops import leave_out_crops, original_crops
-from trainer.preflight import begin, check_channels_last, resume
+from trainer.preflight import check_channels_last
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.run_dir import RunDir
 from trainer.step import StepOutput

@@ -105,7 +105,7 @@ def test_two_datasets_of_different_shapes(train: Run, data: Path, tmp_path: Path
         (
             "debug:image",
             [],
-            "{} holds sounds, but this config is for pictures; use a recipe for sounds, with data.sample_rate=8000",
+            "{} holds sounds of 8000 points a second, but data.sample_rate is None; use a recipe for them",
         ),
         (
             "debug:audio",

@@ -160,7 +160,7 @@ def test_a_job_that_is_cancelled_while_it_waits(
     [
         (["--partition", "nope"], "Invalid partition name specified"),
         (["--cpus-per-task", "99"], "Requested node configuration is not available"),
-        (["--run-dir", "/proc/none/run"], "/proc/none cannot be written"),
+        (["--run-dir", "/proc/version/run"], "/proc/version/run: not a directory"),
     ],
 )
 def test_what_cannot_run_is_one_sentence_and_leaves_nothing(

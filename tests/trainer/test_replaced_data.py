@@ -26,10 +26,10 @@ from trainer.analyses.loaded_run import AnalysisOptions, load_run
 from trainer.build import build_training
 from trainer.checkpoint.files import INDEX_NAME
 from trainer.checkpoint.restore import newest_state, restore
+from trainer.claim import claim
 from trainer.config import RunConfig
 from trainer.data import read_agreed_manifests, read_manifests
 from trainer.distributed.collectives import rank
-from trainer.preflight import claim
 from trainer.probed_runs.probing import warn_of_other_data
 from trainer.provenance import train_sets
 from trainer.reports.page import _FACTS

@@ -16,12 +16,12 @@ from data_pipeline.core.errors import UserError, printable
 from data_pipeline.storage.manifest import Manifest
 from trainer.checkpoint.run_state import other_data
 from trainer.config import RunConfig, read_run_config
+from trainer.config_changes import edited_config
 from trainer.data import Manifests, read_agreed_manifests, read_manifests
 from trainer.distributed.collectives import FirstRankExit, broadcast_object, is_known_to_all, on_first_rank, rank
 from trainer.modules import TrainedModules
 from trainer.observability.wandb_run import summarize
 from trainer.own_code import hashes_of_code, warn_of_changed_code
-from trainer.preflight import edited_config
 from trainer.pretrained import load_modules
 from trainer.probed_runs.options import ProbeOptions
 from trainer.probed_runs.readout import Readout, probe

@@ -13,7 +13,7 @@ from data_pipeline.core.errors import UserError, storage_problem
 from trainer.analyses.loaded_run import AnalysisOptions, write_result
 from trainer.analyses.views import ViewsResult, measure_views
 from trainer.config import RunConfig, read_run_config
-from trainer.preflight import edited_config
+from trainer.config_changes import edited_config
 from trainer.probes.features import LabelSpace
 from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult, labels_in, read_result

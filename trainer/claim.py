@@ -1,0 +1,118 @@
+"""Take a run directory for a training, and go on from its newest checkpoint if it is the run's own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from typing import TextIO
+
+from data_pipeline.core.errors import UserError
+from trainer.build import Training
+from trainer.checkpoint.files import refuse_other_run
+from trainer.checkpoint.restore import Restored, newest_state, restore
+from trainer.checkpoint.run_state import check_same_data
+from trainer.checkpoint.save import refuse_link
+from trainer.config import RunConfig, read_run_config
+from trainer.config_changes import refuse_edited_config, refuse_other_config
+from trainer.data import Manifests
+from trainer.distributed.collectives import on_first_rank
+from trainer.own_code import check_same_code
+from trainer.preflight import check_manifests
+from trainer.run_dir import LOCK_NAME, RunDir, hold, write_json
+
+logger = logging.getLogger(__name__)
+
+
+def claim(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_data: Collection[str] = ()) -> TextIO:
+    """Check the data, then take the run directory for this config, until the returned file is closed.
+
+    `accepted_data` are names of new datasets (`DataIdentity.name`), and of new code (`check_same_code`), with which the
+    run may go on.
+
+    Raises `UserError` if the data do not fit or were replaced, if code of the user's own has changed, if the directory
+    holds another config, an edited config or other files, or if another process trains in it.
+    """
+    check_manifests(config, manifests)
+    is_new = not run_dir.config.is_file()
+    if is_new and run_dir.path.exists() and any(path.name != LOCK_NAME for path in run_dir.path.iterdir()):
+        raise UserError(f"{run_dir.path} is not empty and is not a run directory; pass another directory")
+    refuse_link(run_dir)
+    held = hold(run_dir)
+    try:
+        if run_dir.config.is_file():
+            refuse_other_config(run_dir, config)
+        found = newest_state(run_dir)
+        _check_resumed(run_dir, config, manifests, found, accepted_data=accepted_data)
+        if found.step > 0:
+            refuse_edited_config(run_dir, config)
+            check_same_code(run_dir, config, manifests.datasets, step=found.step, accepted=accepted_data)
+        if not run_dir.config.is_file() or read_run_config(run_dir) != config:
+            write_json(run_dir.config, config.model_dump(mode="json"))
+    except UserError:
+        held.close()
+        raise
+    return held
+
+
+def begin(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_data: Collection[str] = ()) -> TextIO:
+    """Take the run directory for a start of the training as `claim` does, and forget how an earlier start ended."""
+    held = claim(run_dir, config, manifests, accepted_data=accepted_data)
+    run_dir.ended.unlink(missing_ok=True)
+    return held
+
+
+def resume(
+    run_dir: RunDir,
+    config: RunConfig,
+    manifests: Manifests,
+    training: Training,
+    *,
+    accepted_data: Collection[str],
+) -> Restored:
+    """Load the newest whole checkpoint into a training, and check that it fits the data. Every rank must call this.
+
+    `claim` has checked the newest checkpoint; if its files are damaged, this loads an older one. Raises like `restore`
+    and `claim`.
+    """
+    restored = restore(
+        run_dir,
+        training.engines,
+        training.objective,
+        extra=training.step.loss_scale.state(),
+        remembers=manifests.identity if config.objective.needs_num_samples else None,
+    )
+    if on_first_rank(lambda: _check_resumed(run_dir, config, manifests, restored, accepted_data=accepted_data)):
+        logger.warning(
+            "the data were replaced after step %d: going on with the new data, which you accepted", restored.step
+        )
+    return restored
+
+
+def _check_resumed(
+    run_dir: RunDir, config: RunConfig, manifests: Manifests, found: Restored, *, accepted_data: Collection[str]
+) -> bool:
+    """Return whether a run goes on from the checkpoint `found` with new data, which the user has accepted.
+
+    The position of a run is its step. With new data, the run therefore goes on with the epoch, the order and the
+    learning rate of the new data at this step. Raises `UserError` if the checkpoint is of another run, if the new data
+    were not accepted, or if a run on them would have ended before this step.
+    """
+    refuse_other_run(run_dir, found.step, found.run_id)
+    is_new = check_same_data(
+        run_dir,
+        step=found.step,
+        trained_on=found.trained_on,
+        now=manifests.identity,
+        train_locations=config.data.train_locations,
+        test_dir=config.data.test_dir,
+        accepted=accepted_data,
+    )
+    num_samples = manifests.train.num_samples
+    num_steps = config.num_epochs * config.data.num_steps_per_epoch(num_samples, config.global_batch_size)
+    if found.step > num_steps:
+        raise UserError(
+            f"{run_dir.path} is at step {found.step}, but with the {num_samples} samples of {config.data.train_name} "
+            f"its {config.num_epochs} epochs end at step {num_steps}; put the old dataset back, or pass another "
+            "directory"
+        )
+    return is_new

@@ -1,0 +1,67 @@
+"""Compare the config of a run with that of its earlier starts.
+
+Guarantees: a run has one config, except for settings that change no result.
+"""
+
+from __future__ import annotations
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import difference
+from trainer.config import RunConfig, read_run_config
+from trainer.provenance import RECORDED_CONFIG, config_in_provenance
+from trainer.run_dir import RunDir
+
+# Settings and sections that change neither a batch nor a step. A run that has begun may go on with others: messages and
+# docs/troubleshooting.md ask for that. `NOT_IDENTITY` of reports has all of them.
+MAY_CHANGE = (
+    "data.num_workers",
+    "data.placement",
+    "data.resident_gigabytes",
+    "data.remote.",
+    "checkpoint_every_steps",  # a stop saves a checkpoint at any step, too
+    "keep_checkpoints",
+    "log_every_steps",
+    "alarms.",
+    "watchdog.",
+    "tracking.",
+)
+
+
+def refuse_other_config(run_dir: RunDir, config: RunConfig) -> None:
+    """Raise `UserError` if the run in `run_dir` has another config, in a setting that is not one of `MAY_CHANGE`."""
+    if keys := _fixed_settings_that_differ(read_run_config(run_dir), config):
+        raise UserError(
+            f"{run_dir.path} holds a run with another config (it differs in {', '.join(keys)}); pass another "
+            "directory, or remove this one"
+        )
+
+
+def refuse_edited_config(run_dir: RunDir, config: RunConfig) -> None:
+    """Raise `UserError` if a run last trained with other settings than its config.json holds now."""
+    if (edited := edited_config(run_dir, config)) is not None:
+        raise UserError(
+            f'{edited}; put the values back that "{RECORDED_CONFIG}" in {run_dir.provenance} shows, or pass another '
+            "directory"
+        )
+
+
+def edited_config(run_dir: RunDir, config: RunConfig) -> str | None:
+    """Return a clause that names the settings of config.json with which the newest start did not train; None if none.
+
+    `config` is that of config.json. Locations of data may differ, because the data themselves are compared.
+    """
+    before = config_in_provenance(run_dir)
+    changed = [] if before is None else _fixed_settings_that_differ(before, config)
+    keys = [key for key in changed if not (key.startswith("data.") and key.endswith("_dir"))]
+    return f"{run_dir.config} was edited after the run began (it differs in {', '.join(keys)})" if keys else None
+
+
+def _fixed_settings_that_differ(before: RunConfig, now: RunConfig) -> list[str]:
+    """Return the settings in which two configs differ, without those of `MAY_CHANGE`.
+
+    Whether steps are recorded may change, but not whether the networks are compiled.
+    """
+    keys = [key for key in difference(before, now) if not key.startswith(MAY_CHANGE)]
+    if before.compiles_networks == now.compiles_networks:
+        keys = [key for key in keys if key != "compile"]
+    return keys
