@@ -2,8 +2,7 @@
 
 In: the name of an experiment and its settings. Out: OUT/result.json with a verdict for each claim, and figures.
 
-Invariants: every verdict follows from an interval. Every random draw depends on the settings alone. All parts of a
-result come from the same settings and the same code.
+Invariants: every verdict follows from an interval. Every random draw depends on the settings alone.
 """
 
 __all__: list[str] = []

@@ -27,7 +27,7 @@ def load_experiment(name: str) -> Experiment[Any]:
     """Import the experiment called `name`. Raises `UserError` with the nearest name if there is none."""
     if name not in EXPERIMENTS:
         raise UserError(f'there is no experiment "{name}"{nearest(name, EXPERIMENTS)}')
-    experiment: Experiment[Any] = importlib.import_module(f"trainer.theory.{name}.command").EXPERIMENT
+    experiment: Experiment[Any] = importlib.import_module(f"trainer.theory.{name}.experiment").EXPERIMENT
     return experiment
 
 

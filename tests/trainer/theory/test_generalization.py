@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,8 +16,8 @@ from trainer.objectives.barlow_twins import barlow_twins_loss
 from trainer.objectives.linear_loss import linear_loss
 from trainer.objectives.nt_xent import nt_xent_loss
 from trainer.objectives.split_loss import split_loss
-from trainer.theory.framework.experiment import TheoryResult, run_experiment
-from trainer.theory.generalization import command as generalization
+from trainer.theory.framework.claim import ClaimResult, Measurements, judge_rows, read_claims
+from trainer.theory.framework.experiment import run_experiment
 from trainer.theory.generalization import identities as generalization_identities
 from trainer.theory.generalization.bound import (
     BoundSettings,
@@ -30,19 +29,12 @@ from trainer.theory.generalization.bound import (
     measure_cells,
 )
 from trainer.theory.generalization.claims import (
-    judge_bound,
-    judge_classifiers,
-    judge_collapse,
-    judge_identities,
-    judge_theorems,
+    measure_bound,
+    measure_classifiers,
+    measure_collapse,
+    measure_theorems,
 )
-from trainer.theory.generalization.command import (
-    EXPERIMENT,
-    GeneralizationSettings,
-    loss_floor,
-    parts,
-    training_progress,
-)
+from trainer.theory.generalization.claims import measure_identities as measure_identity_claims
 from trainer.theory.generalization.divergence import (
     Population,
     classify,
@@ -59,6 +51,12 @@ from trainer.theory.generalization.encoders import (
     draw_batch,
     new_encoders,
     train,
+)
+from trainer.theory.generalization.experiment import (
+    EXPERIMENT,
+    GeneralizationSettings,
+    loss_floor,
+    training_progress,
 )
 from trainer.theory.generalization.identities import (
     IdentitySettings,
@@ -78,7 +76,7 @@ TINY_ENCODERS = EncoderSettings(
     log_every=3,
     samples_a_class=3,
     views_a_sample=2,
-    seeds_per_part=2,
+    seeds_at_once=2,
 )
 TINY_BOUND = BoundSettings(
     samples_a_class=60, outlier_shares=(0, 0.05), gains=(0, 0.01, 0.1), strengths=(0, 0.5, 2, 100), num_deltas=9
@@ -86,8 +84,12 @@ TINY_BOUND = BoundSettings(
 TINY = GeneralizationSettings(num_seeds=3, encoders=TINY_ENCODERS, bound=TINY_BOUND, classifier_steps=5)
 
 
-def verdicts(results: Any) -> dict[str, str]:
-    return {result.claim.name: result.verdict for result in results}
+def judged(measured: Measurements, **words: object) -> list[ClaimResult]:
+    return judge_rows(read_claims("generalization"), measured, **words)
+
+
+def verdicts(measured: Measurements, **words: object) -> dict[str, str]:
+    return {result.name: result.verdict for result in judged(measured, **words)}
 
 
 def random_units(*shape: int, seed: int = 0) -> Tensor:
@@ -100,7 +102,9 @@ def random_units(*shape: int, seed: int = 0) -> Tensor:
 
 def test_identities_hold() -> None:
     found = measure_identities(IdentitySettings(batch_size=12, dim=5, num_classes=4), seeds=range(3), device=CPU)
-    assert set(verdicts(judge_identities(found, tolerance=1e-12)).values()) == {"holds"}
+    assert set(verdicts(measure_identity_claims(found), tolerance=1e-12, greatest_ratio=1 + 1e-12).values()) == {
+        "holds"
+    }
 
 
 def test_a_wrong_identity_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +118,7 @@ def test_a_wrong_identity_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None
     found = measure_identities(settings, seeds=range(3), device=CPU)
     found["alignment_lemma"] *= 2
     found["centre_moment"] = found["centre_moment"] + 1
-    wrong = verdicts(judge_identities(found, tolerance=1e-12))
+    wrong = verdicts(measure_identity_claims(found), tolerance=1e-12, greatest_ratio=1 + 1e-12)
     assert wrong["the cross-correlation loss splits"] == "does not hold"
     assert wrong["moment of the centres"] == "does not hold"
     assert wrong["alignment from the cross-correlation loss"] == "does not hold"
@@ -305,30 +309,30 @@ def planted(rank: tuple[float, ...], closest: tuple[float, ...], share: float = 
 
 
 def test_verdicts_of_planted_collapse() -> None:
-    found = verdicts(judge_collapse(NAMES, LINEAR, HOT, planted((9, 3, 2), (-0.1, 0.95, 0.95)), trained=0.1))
+    found = verdicts(measure_collapse(NAMES, LINEAR, HOT, planted((9, 3, 2), (-0.1, 0.95, 0.95)), trained=0.1))
     assert found["linear loss: few directions"] == found["linear loss: centres coincide"] == "holds"
     assert found["other losses: many directions"] == found["other losses: centres apart"] == "holds"
     assert found["hot InfoNCE: many directions"] == found["hot InfoNCE: centres apart"] == "does not hold"
-    found = verdicts(judge_collapse(NAMES, LINEAR, HOT, planted((2, 9, 9), (0.95, 0, 0)), trained=0.1))
+    found = verdicts(measure_collapse(NAMES, LINEAR, HOT, planted((2, 9, 9), (0.95, 0, 0)), trained=0.1))
     assert found["linear loss: few directions"] == found["linear loss: centres coincide"] == "does not hold"
     assert found["other losses: many directions"] == found["other losses: centres apart"] == "does not hold"
     assert found["hot InfoNCE: many directions"] == "holds"
 
 
 def test_losses_that_have_not_trained_decide_nothing() -> None:
-    results = judge_collapse(NAMES, LINEAR, HOT, planted((9, 3, 2), (-0.1, 0.95, 0.95), share=0.05), trained=0.1)
-    assert set(verdicts(results).values()) == {"not decidable here"}
+    measured = measure_collapse(NAMES, LINEAR, HOT, planted((9, 3, 2), (-0.1, 0.95, 0.95), share=0.05), trained=0.1)
+    results = judged(measured)
+    assert {result.verdict for result in results} == {"not decidable here"}
     assert all("near its start" in result.measured for result in results)
 
 
 def test_two_steps_decide_nothing_on_training() -> None:
     encoders = TINY_ENCODERS.model_copy(update={"num_steps": 2})  # only the first step is logged
-    settings = TINY.model_copy(update={"encoders": encoders, "studies": ("encoders",)})
-    found = {name: part(CPU) for name, part in parts(settings).items()}
-    judged = verdicts(EXPERIMENT.conclude(settings, found).claims)
-    of_training = [name for name in judged if ":" in name or "sharpened says" in name]
+    outcome = EXPERIMENT.run(TINY.model_copy(update={"encoders": encoders, "studies": ("encoders",)}), CPU)
+    found = verdicts(outcome.measured, **outcome.words)
+    of_training = [name for name in found if ":" in name or "sharpened says" in name]
     assert len(of_training) == 8
-    assert {judged[name] for name in of_training} == {"not decidable here"}
+    assert {found[name] for name in of_training} == {"not decidable here"}
 
 
 def test_training_progress_is_the_share_of_the_way_to_the_floor() -> None:
@@ -343,20 +347,22 @@ def test_verdicts_of_planted_theorems() -> None:
     found["theorem_4"] = torch.tensor([[3.0, 3.0, 3.0], [3.0, 3.0, 0.49]])  # one encoder exceeds its bound
     found["theorem_3"] = torch.full((2, 3), 100.0)
     found["trained"] = torch.tensor([[0.5, 0.05, 0.5], [0.5, 0.05, 0.5]])  # Barlow Twins has not trained
-    judged = verdicts(judge_theorems(found, info_nce_at_1=[0], barlow=[1], trained=0.1))
-    assert judged["theorem 4 sharpened says something"] == "not decidable here"
-    assert judged["theorem 3"] == judged["theorem 3 sharpened says something"] == "holds"
-    assert judged["theorem 3 says something"] == judged["theorem 4"] == "does not hold"
+    told = verdicts(measure_theorems(found, info_nce_at_1=[0], barlow=[1], trained=0.1))
+    assert told["theorem 4 sharpened says something"] == "not decidable here"
+    assert told["theorem 3"] == told["theorem 3 sharpened says something"] == "holds"
+    assert told["theorem 3 says something"] == told["theorem 4"] == "does not hold"
 
 
 def test_verdicts_of_planted_classifiers() -> None:
     spread_S1 = torch.tensor([[-0.001], [0.0], [0.001]])
     errors = {"nearest_centre_error": 0.1 + spread_S1.expand(3, 2), "disagreements": torch.zeros(3, 2)}
     worse = errors | {"linear_error": torch.tensor([[0.1, 0.2]]).expand(3, 2)}
-    assert verdicts(judge_classifiers(("a", "b"), worse))["a linear classifier does as well"] == "does not hold"
+    assert verdicts(measure_classifiers(("a", "b"), worse))["a linear classifier does as well"] == "does not hold"
     better = errors | {"linear_error": torch.full((3, 2), 0.05), "disagreements": torch.ones(3, 2)}
-    judged = verdicts(judge_classifiers(("a", "b"), better))
-    assert judged == {"nearest centre is linear": "does not hold", "a linear classifier does as well": "holds"}
+    assert verdicts(measure_classifiers(("a", "b"), better)) == {
+        "nearest centre is linear": "does not hold",
+        "a linear classifier does as well": "holds",
+    }
 
 
 # The error bound
@@ -480,17 +486,19 @@ def test_cells_of_a_seed_do_not_depend_on_the_others() -> None:
 
 
 def test_verdicts_of_planted_cells() -> None:
-    cells = generalization.parts(TINY)["bound"](CPU)
-    arguments: dict[str, Any] = {"num_classes": 4, "strengths": TINY_BOUND.strengths, "gains": TINY_BOUND.gains}
-    judged = verdicts(judge_bound(cells, **arguments))
-    assert judged["error bound"] == judged["error bound says something"] == judged["the condition is needed"] == "holds"
-    assert judged["stronger augmentation lets the bound hold"] == judged["too strong augmentation"] == "holds"
-    raised = dict(cells) | {"error": cells["error"] + 0.01}
-    assert verdicts(judge_bound(raised, **arguments))["error bound"] == "does not hold"
-    nowhere = dict(cells) | {"met": torch.zeros_like(cells["met"]), "bound": torch.ones_like(cells["bound"])}
-    judged = verdicts(judge_bound(nowhere, **arguments))
-    assert judged["error bound"] == "not decidable here"
-    assert judged["error bound says something"] == "does not hold"
+    cells = measure_cells(TINY_BOUND, seeds=TINY.seeds, device=CPU)
+
+    def told(**planted: Tensor) -> dict[str, str]:
+        measured, words = measure_bound({**cells, **planted}, TINY_BOUND)
+        return verdicts(measured, **words)
+
+    found = told()
+    assert found["error bound"] == found["error bound says something"] == found["the condition is needed"] == "holds"
+    assert found["stronger augmentation lets the bound hold"] == found["too strong augmentation"] == "holds"
+    assert told(error=cells["error"] + 0.01)["error bound"] == "does not hold"
+    nowhere = told(met=torch.zeros_like(cells["met"]), bound=torch.ones_like(cells["bound"]))
+    assert nowhere["error bound"] == "not decidable here"
+    assert nowhere["error bound says something"] == "does not hold"
 
 
 def test_outliers_must_be_apart() -> None:
@@ -501,39 +509,10 @@ def test_outliers_must_be_apart() -> None:
 # Runs
 
 
-@pytest.mark.slow
-def test_a_killed_run_goes_on_and_gives_the_same_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = GeneralizationSettings.model_validate(TINY.model_dump() | {"studies": ("identities", "encoders")})
-
-    def run(name: str) -> TheoryResult:
-        return run_experiment(
-            "generalization", EXPERIMENT, settings, out=tmp_path / name, device=CPU, show_progress=False
-        )
-
-    whole = run("a")
-    assert list(whole.seconds) == ["identities", "encoders_seeds_0_to_1", "encoders_seeds_2_to_2"]
-    calls: list[tuple[int, ...]] = []
-
-    def killed_at_second(*args: Any, seeds: tuple[int, ...], device: torch.device) -> Any:
-        calls.append(seeds)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return train(*args, seeds=seeds, device=device)
-
-    monkeypatch.setattr(generalization, "train", killed_at_second)
-    with pytest.raises(KeyboardInterrupt):
-        run("b")
-    again = run("b")
-    assert calls == [(0, 1), (2,), (2,)]
-    assert again.claims == whole.claims
-    assert again.tables == whole.tables
-    for figure in whole.figures:
-        assert (tmp_path / "a" / figure).read_bytes() == (tmp_path / "b" / figure).read_bytes()
-
-
-@pytest.mark.parametrize("study", ["identities", "bound"])
-def test_every_study_runs_by_itself(study: str) -> None:
+@pytest.mark.parametrize("study", ["identities", "encoders", "bound"])
+def test_every_study_runs_by_itself(study: str, tmp_path: Path) -> None:
     settings = GeneralizationSettings.model_validate(TINY.model_dump() | {"studies": (study,)})
-    outcome = EXPERIMENT.conclude(settings, {name: part(CPU) for name, part in parts(settings).items()})
-    names = [result.claim.name for result in outcome.claims]
+    result = run_experiment("generalization", EXPERIMENT, settings, out=tmp_path, device=CPU)
+    names = [claim.name for claim in result.claims]
     assert len(set(names)) == len(names) > 0
+    assert [(tmp_path / figure).read_bytes()[:4] for figure in result.figures] == [b"\x89PNG"] * len(result.figures)

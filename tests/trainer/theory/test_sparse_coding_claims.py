@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,10 +11,16 @@ from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
+from trainer.theory.framework.claim import ClaimResult, judge_rows, read_claims
 from trainer.theory.framework.experiment import run_experiment
-from trainer.theory.sparse_coding import command as sparse_coding
-from trainer.theory.sparse_coding.claims import ArmMetrics, arm_claims, gap_claim, growth_claims, steps_to_reach
-from trainer.theory.sparse_coding.command import EXPERIMENT, gather, parts
+from trainer.theory.sparse_coding.claims import (
+    ArmMetrics,
+    measure_arms,
+    measure_gaps,
+    measure_growth_claims,
+    steps_to_reach,
+)
+from trainer.theory.sparse_coding.experiment import EXPERIMENT, train_grid
 from trainer.theory.sparse_coding.model import TRAINING, Trained, draw_atoms, new_learners
 from trainer.theory.sparse_coding.probes import measure, measure_growth, probe_curves
 from trainer.theory.sparse_coding.settings import MASK_BIAS, NONE_BIAS, SparseCodingSettings, problems
@@ -126,8 +131,21 @@ GOOD = {"mask, growing bias": 0.9, "mask, no bias": 0.2, "no mask, growing bias"
 SETTLED = {"mask, growing bias": HIGH, "mask, no bias": HIGH, "no mask, growing bias": LOW, "no mask, no bias": LOW}
 
 
+CLAIMS = read_claims("sparse_coding")
+
+
+def judged(arms: ArmMetrics) -> dict[str, ClaimResult]:
+    measured, words = measure_arms(arms, TINY)
+    return {result.name: result for result in judge_rows(CLAIMS, measured, **words)}
+
+
 def verdicts(arms: ArmMetrics) -> dict[str, str]:
-    return {result.claim.name: result.verdict for result in arm_claims(arms, TINY)}
+    return {name: result.verdict for name, result in judged(arms).items()}
+
+
+def verdict_on_the_gap(arms: ArmMetrics, settings: SparseCodingSettings) -> str:
+    (result,) = judge_rows(CLAIMS, measure_gaps([arms], settings))
+    return result.verdict
 
 
 def test_verdicts_of_planted_metrics() -> None:
@@ -149,13 +167,13 @@ def test_a_mask_and_a_bias_that_change_nothing_are_not_said_to_help() -> None:
     found = verdicts(arms)
     assert found["the mask makes the loss higher"] == found["the lower loss has the worse features"] == "does not hold"
     assert found["single atoms need the bias"] == "does not hold"
-    assert gap_claim(arms, TINY).verdict == "does not hold"
+    assert verdict_on_the_gap(arms, TINY) == "does not hold"
 
 
 def test_growth_without_a_mask_is_not_the_growth_with_it() -> None:
     settings = TINY.model_copy(update={"mask_share": 0.0})
     growth = {masked: measure_growth(settings, CPU, masked=masked) for masked in (True, False)}
-    found = {result.claim.name: result.verdict for result in growth_claims(growth)}
+    found = {result.name: result.verdict for result in judge_rows(CLAIMS, measure_growth_claims(growth))}
     assert found["growth with mask"] == "does not hold"
 
 
@@ -171,7 +189,7 @@ def test_verdicts_compare_losses_on_the_scale_of_the_temperature() -> None:
 def test_an_arm_that_has_not_trained_is_not_judged(losses: list[float]) -> None:
     """This holds for a loss near its start, and for a loss that still falls."""
     arms = planted_arms(losses=SETTLED | {"no mask, growing bias": losses}, r2=GOOD | {"no mask, growing bias": 0.95})
-    results = {result.claim.name: result for result in arm_claims(arms, TINY)}
+    results = judged(arms)
     for name in ("low loss without mask", "bad regression without mask", "the lower loss has the worse features"):
         assert results[name].verdict == "not decidable here"
         assert '"no mask, growing bias"' in results[name].measured
@@ -181,9 +199,9 @@ def test_an_arm_that_has_not_trained_is_not_judged(losses: list[float]) -> None:
 def test_an_unsettled_arm_leaves_the_grid_undecided() -> None:
     settings = TINY.model_copy(update={"study": "noise"})
     arms = planted_arms(losses=SETTLED, r2=GOOD, settings=settings)
-    assert gap_claim(arms, settings).verdict == "holds"
+    assert verdict_on_the_gap(arms, settings) == "holds"
     arms = planted_arms(losses=SETTLED | {"mask, growing bias": [3.5] * 4}, r2=GOOD, settings=settings)
-    assert gap_claim(arms, settings).verdict == "not decidable here"
+    assert verdict_on_the_gap(arms, settings) == "not decidable here"
 
 
 def test_steps_to_reach_most_of_a_rise() -> None:
@@ -200,64 +218,33 @@ def test_ratios_of_a_problem() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("study", ["arms", "noise", "pixels", "features"])
-def test_every_study_runs_and_its_parts_come_together(study: str) -> None:
+@pytest.mark.parametrize("study", ["noise", "pixels", "features"])
+def test_every_study_runs_and_covers_its_grid(study: str, tmp_path: Path) -> None:
     settings = SparseCodingSettings.model_validate(TINY.model_dump() | {"study": study})
-    found = {name: part(CPU) for name, part in parts(settings).items()}
-    grid = gather(settings, found)
-    assert len(grid) == (1 if study == "arms" else 2)
-    for arms in grid:
-        assert arms.of(MASK_BIAS, "r2").shape == arms.of(NONE_BIAS, "loss").shape == (3,)
-        assert arms.of(MASK_BIAS, "atom_cosine").shape == (3, arms.problem.num_neurons, arms.problem.num_features)
-    outcome = EXPERIMENT.conclude(settings, found)
-    assert len({result.claim.name for result in outcome.claims}) == len(outcome.claims)
-    assert all(png.startswith(b"\x89PNG") for png in outcome.figures.values())
-    assert [row["noise_variance"] for row in outcome.tables["grid"]] == [arms.noise_variance for arms in grid]
+    result = run_experiment("sparse_coding", EXPERIMENT, settings, out=tmp_path, device=CPU)
+    assert len({claim.name for claim in result.claims}) == len(result.claims) == len(result.tables["grid"]) == 2
+    assert [(tmp_path / figure).read_bytes()[:4] for figure in result.figures] == [b"\x89PNG"]
 
 
 @pytest.mark.slow
 def test_metrics_of_a_seed_do_not_depend_on_the_others() -> None:
     """They do not depend on the other noise levels either."""
     settings = TINY.model_copy(update={"study": "noise"})
-    found = [gather(each, {name: part(CPU) for name, part in parts(each).items()})[1] for each in (
-        settings, settings.model_copy(update={"seeds_per_part": 3}))]  # fmt: skip
+    two, three = (train_grid(settings.model_copy(update={"seeds_at_once": num}), CPU)[1] for num in (2, 3))
+    assert two.of(MASK_BIAS, "r2").shape == two.of(NONE_BIAS, "loss").shape == (3,)
     for name in ("r2_labels", "noise_cosine", "loss_log", "raw_r2_labels"):
-        torch.testing.assert_close(found[0].metrics[name], found[1].metrics[name], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_and_gives_the_same_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run_experiment("sparse_coding", EXPERIMENT, TINY, out=tmp_path / "whole", device=CPU, show_progress=False)
-    calls: list[Any] = []
-    original = measure
-
-    def killed_at_second(*args: Any, **kwargs: Any) -> Any:
-        calls.append(kwargs["seeds"])
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return original(*args, **kwargs)
-
-    cut = tmp_path / "cut"
-    monkeypatch.setattr(sparse_coding, "measure", killed_at_second)
-    with pytest.raises(KeyboardInterrupt):
-        run_experiment("sparse_coding", EXPERIMENT, TINY, out=cut, device=CPU, show_progress=False)
-    again = run_experiment("sparse_coding", EXPERIMENT, TINY, out=cut, device=CPU, show_progress=False)
-    assert calls == [(0, 1), (2,), (2,)]  # the first part was not computed again
-    assert again.claims == whole.claims
-    assert again.tables == whole.tables
-    for figure in whole.figures:
-        assert (cut / figure).read_bytes() == (tmp_path / "whole" / figure).read_bytes()
+        torch.testing.assert_close(two.metrics[name], three.metrics[name], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
 def test_eight_steps_decide_nothing_on_training(tmp_path: Path) -> None:
-    result = run_experiment("sparse_coding", EXPERIMENT, TINY, out=tmp_path, device=CPU, show_progress=False)
-    trained = [claim for claim in result.claims if claim.claim.source != "Wen and Li 2021, feature decoupling"]
+    result = run_experiment("sparse_coding", EXPERIMENT, TINY, out=tmp_path, device=CPU)
+    trained = [claim for claim in result.claims if claim.source != "Wen and Li 2021, feature decoupling"]
     assert len(trained) == 14
     assert {claim.verdict for claim in trained} == {"not decidable here"}
 
 
 def test_a_training_that_diverges_is_named(tmp_path: Path) -> None:
     settings = TINY.model_copy(update={"learning_rate": 1e30})
-    with pytest.raises(UserError, match=r"the training diverged at learning_rate 1e\+30; set a lower one"):
-        run_experiment("sparse_coding", EXPERIMENT, settings, out=tmp_path, device=CPU, show_progress=False)
+    with pytest.raises(UserError, match="diverged at learning_rate"):
+        run_experiment("sparse_coding", EXPERIMENT, settings, out=tmp_path, device=CPU)

@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
-from pydantic import model_validator
 from scipy.stats import t as student_t
 from torch import Tensor
 
@@ -35,32 +34,18 @@ class Interval(Schema):
     high: float
     kind: str
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if not self.low <= self.high:
-            raise ValueError(f"an interval needs low <= high, got {self.low} and {self.high}")
-        return self
 
+class ClaimResult(Schema):
+    """A claim in one sentence with its source, its measurement, and the verdict on its prediction.
 
-class Claim(Schema):
-    """A claim in one sentence, and its source, such as "Tamkin et al. 2022, Theorem 4.1".
-
-    `name` is unique within an experiment. The docs refer to it.
+    `name` is unique within an experiment. The docs refer to it. `measured` names the measured quantity, with its unit
+    and the setting. The claim predicts a value of at least `at_least` and at most `at_most`. None means that there is
+    no such bound.
     """
 
     name: str
     statement: str
     source: str
-
-
-class ClaimResult(Schema):
-    """A claim, its measurement and the verdict on its prediction; made by `judge`.
-
-    `measured` names the measured quantity, with its unit and the setting. The claim predicts a value of at least
-    `at_least` and at most `at_most`. None means that there is no such bound.
-    """
-
-    claim: Claim
     measured: str
     interval: Interval
     at_least: float | None
@@ -72,10 +57,8 @@ class ClaimRow(Schema):
     """One row of a table of claims: the claim, the quantity to measure, and the prediction for it.
 
     `name`, `statement` and `measured` may hold names in braces. `judge_rows` replaces them by words of the measurement.
-
-    `measured` names the quantity, with its unit and the setting. The claim predicts that it is at least `at_least` and
-    at most `at_most`; at least one of the two is given. A bound is a number, or the name of the word that holds the
-    number, such as a tolerance of the settings.
+    At least one of the bounds `at_least` and `at_most` is given. A bound is a number, or the name of the word that
+    holds the number, such as a tolerance of the settings.
     """
 
     name: str
@@ -86,9 +69,10 @@ class ClaimRow(Schema):
     at_most: float | str | None = None
 
 
-def read_claims(module: str) -> tuple[ClaimRow, ...]:
-    """Read claims.yaml, a mapping from names to rows, from the folder of the Python file `module`."""
-    table = parse_yaml(Path(module).with_name("claims.yaml").read_text(encoding="utf-8"))
+def read_claims(experiment: str) -> tuple[ClaimRow, ...]:
+    """Read the claims.yaml of an experiment, a mapping from names to rows."""
+    path = Path(__file__).parents[1] / experiment / "claims.yaml"
+    table = parse_yaml(path.read_text(encoding="utf-8"))
     return tuple(ClaimRow.parse({"name": name, **row}, where=f"claim {name}") for name, row in table.items())
 
 
@@ -118,68 +102,53 @@ class Measurement:
     undecided: str = ""
 
 
-Measurements: TypeAlias = Mapping[str, Measurement | Tensor | Interval | Intervals]
-"""The measurement of each claim, by the name of the claim."""
+Measurements: TypeAlias = Mapping[str, Measurement | Sequence[Measurement]]
+"""The measurement of each claim, by the name of its row. A row can be measured several times."""
 
 
 def judge_rows(rows: Sequence[ClaimRow], measurements: Measurements, **words: object) -> list[ClaimResult]:
     """Judge the rows that have a measurement, in the order of the table.
 
-    `words` are replacements for the names in braces of all rows. Intervals at several places add the words `place`, the
-    place that decides, and `num_places`.
+    A claim holds if the whole interval agrees with it, and does not hold if the whole interval disagrees. Otherwise the
+    measurement cannot decide. `words` are replacements for the names in braces of all rows. Intervals at several places
+    add the words `place`, the place that decides, and `num_places`.
     """
-    return [
-        _judge_row(row, measured if isinstance(measured, Measurement) else Measurement(measured), words)
-        for row in rows
-        if (measured := measurements.get(row.name)) is not None
-    ]
+    results = []
+    for row in rows:
+        found = measurements.get(row.name, ())
+        for measurement in [found] if isinstance(found, Measurement) else found:
+            results.append(_judge_row(row, measurement, {**words, **measurement.words}))
+    return results
 
 
-def _judge_row(row: ClaimRow, measurement: Measurement, shared: Mapping[str, object]) -> ClaimResult:
-    words = {**shared, **measurement.words}
-    at_least, at_most = (_bound(bound, words) for bound in (row.at_least, row.at_most))
+def _judge_row(row: ClaimRow, measurement: Measurement, words: dict[str, object]) -> ClaimResult:
+    at_least, at_most = (
+        float(str(words[bound])) if isinstance(bound, str) else bound for bound in (row.at_least, row.at_most)
+    )
     found = measurement.found
     if isinstance(found, Intervals):
         at = worst_place(found.low_P, found.high_P, at_least=at_least, at_most=at_most)
         words |= {"place": found.places[at], "num_places": len(found.places)}
         mean, low, high = (part[at].item() for part in (found.mean_P, found.low_P, found.high_P))
         found = Interval(value=mean, low=low, high=high, kind=found.kind)
-    result = judge(
-        Claim(name=row.name.format(**words), statement=row.statement.format(**words), source=row.source),
-        t_interval(found) if isinstance(found, Tensor) else found,
-        measured=row.measured.format(**words) + measurement.undecided,
-        at_least=at_least,
-        at_most=at_most,
-    )
-    return result.model_copy(update={"verdict": "not decidable here"}) if measurement.undecided else result
-
-
-def _bound(bound: float | str | None, words: Mapping[str, object]) -> float | None:
-    return float(str(words[bound])) if isinstance(bound, str) else bound
-
-
-def judge(
-    claim: Claim,
-    interval: Interval,
-    *,
-    measured: str,
-    at_least: float | None = None,
-    at_most: float | None = None,
-) -> ClaimResult:
-    """Judge a claim: it holds if the whole interval agrees with it, and does not hold if the whole interval disagrees.
-
-    Otherwise the measurement cannot decide. Raises `ValueError` if no bound is given.
-    """
+    interval = t_interval(found) if isinstance(found, Tensor) else found
     verdict = decide(interval.low, interval.high, at_least=at_least, at_most=at_most)
     return ClaimResult(
-        claim=claim, measured=measured, interval=interval, at_least=at_least, at_most=at_most, verdict=verdict
+        name=row.name.format(**words),
+        statement=row.statement.format(**words),
+        source=row.source,
+        measured=row.measured.format(**words) + measurement.undecided,
+        interval=interval,
+        at_least=at_least,
+        at_most=at_most,
+        verdict="not decidable here" if measurement.undecided else verdict,
     )
 
 
 def decide(low: float, high: float, *, at_least: float | None = None, at_most: float | None = None) -> Verdict:
     """Return the verdict on the prediction "from `at_least` to `at_most`" for a value between `low` and `high`.
 
-    Raises `ValueError` if no bound is given, or `at_least` is above `at_most`.
+    Raises `ValueError` if no bound is given.
 
     Examples:
         >>> decide(0.1, 0.2, at_least=0.0)
@@ -193,23 +162,18 @@ def decide(low: float, high: float, *, at_least: float | None = None, at_most: f
         raise ValueError("a claim predicts a least value, a greatest value, or both; got neither")
     least = -math.inf if at_least is None else at_least
     most = math.inf if at_most is None else at_most
-    if least > most:
-        raise ValueError(f"at_least {least} is above at_most {most}")
     if least <= low and high <= most:
         return "holds"
-    if high < least or low > most:
-        return "does not hold"
-    return "not decidable here"
+    return "does not hold" if high < least or low > most else "not decidable here"
 
 
-def t_interval(values_S: Tensor | Sequence[float], *, confidence: float = 0.95) -> Interval:
-    """Return the mean and Student's t-interval of independent values, one for each seed.
+def t_interval(values_S: Tensor) -> Interval:
+    """Return the mean and Student's 95 % t-interval of independent values, one for each seed.
 
     Raises `ValueError` for fewer than two values.
     """
-    values_S = torch.as_tensor(values_S, dtype=torch.float64)
-    mean, low, high = (bound.item() for bound in t_bounds(values_S, confidence=confidence))
-    return Interval(value=mean, low=low, high=high, kind=f"{100 * confidence:g} % t-interval, {len(values_S)} seeds")
+    mean, low, high = (bound.item() for bound in t_bounds(values_S))
+    return Interval(value=mean, low=low, high=high, kind=f"95 % t-interval, {len(values_S)} seeds")
 
 
 def t_bounds(values_S: Tensor, *, confidence: float = 0.95) -> tuple[Tensor, Tensor, Tensor]:
@@ -285,13 +249,13 @@ def claim_table(results: Sequence[ClaimResult], *, width: int = 110) -> str:
     """Return a text for the terminal: the verdict, sentence and measurement of each claim."""
     lines = []
     for result in results:
-        lines.append(f"{result.verdict.upper():<20}{result.claim.name} ({result.claim.source})")
+        lines.append(f"{result.verdict.upper():<20}{result.name} ({result.source})")
         interval = result.interval
         found = (
             f"{result.measured}: {interval.value:.4g} ({interval.low:.4g} to {interval.high:.4g}, {interval.kind}); "
             f"predicted {prediction(result)}"
         )
-        for text in (result.claim.statement, found):
+        for text in (result.statement, found):
             lines += textwrap.wrap(text, width=width, initial_indent=" " * 4, subsequent_indent=" " * 6)
     return "\n".join(lines)
 

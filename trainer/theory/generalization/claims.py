@@ -1,4 +1,4 @@
-"""Measure and judge the claims in claims.yaml, of Huang et al. 2023.
+"""Measure the claims in claims.yaml, of Huang et al. 2023.
 
 Shapes: S seeds, O objectives, Q shares of outliers, G gains, T strengths.
 """
@@ -10,19 +10,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from trainer.theory.framework.claim import (
-    ClaimResult,
-    Interval,
-    Intervals,
-    Measurement,
-    Measurements,
-    at_places,
-    exact_interval,
-    judge_rows,
-    read_claims,
-)
+from trainer.theory.framework.claim import Interval, Measurement, at_places, exact_interval
+from trainer.theory.generalization.bound import BoundSettings
 
-CLAIMS = read_claims(__file__)
 IDENTITIES = {
     "info_nce_split": "InfoNCE splits",
     "correlation_split": "the cross-correlation loss splits",
@@ -33,20 +23,19 @@ IDENTITIES = {
 RANK_LIMIT, ROUNDING = 4.0, 1e-9  # as in claims.yaml
 
 
-def judge_identities(found: Mapping[str, Tensor], *, tolerance: float) -> list[ClaimResult]:
-    """Judge the errors that `measure_identities` returns."""
+def measure_identities(found: Mapping[str, Tensor]) -> dict[str, Measurement]:
+    """Return the measurements from the errors of the identities."""
     measured = {
-        name: exact_interval(found[key].max().item(), kind=f"largest of {len(found[key])} seeds")
+        name: Measurement(exact_interval(found[key].max().item(), kind=f"largest of {len(found[key])} seeds"))
         for key, name in IDENTITIES.items()
     }
-    measured["alignment from the cross-correlation loss"] = _greatest(found["alignment_lemma"], "seeds")
-    return judge_rows(CLAIMS, measured, tolerance=tolerance, greatest_ratio=1 + tolerance)
+    return measured | {"alignment from the cross-correlation loss": _greatest(found["alignment_lemma"], "seeds")}
 
 
-def judge_collapse(
+def measure_collapse(
     names: Sequence[str], linear: Sequence[bool], hot: Sequence[bool], found: Mapping[str, Tensor], *, trained: float
-) -> list[ClaimResult]:
-    """Judge the rank and the closest centres of each group of objectives, at the worst objective of the group.
+) -> dict[str, Measurement]:
+    """Return the rank and the closest centres of each group of objectives, for the worst objective of the group.
 
     `found` has "rank", "closest" and "trained", (S, O) each; see `training_progress` for the last. A group is not
     decidable if the progress of one of its objectives is below `trained` with some seed.
@@ -59,7 +48,7 @@ def judge_collapse(
         "hot InfoNCE": (hot, spread),
     }
     limits = {"rank": (0.0, max(found["rank"].max().item(), 2 * RANK_LIMIT)), "closest": (-1.0, 1.0)}
-    measured: dict[str, Measurement | Intervals] = {}
+    measured = {}
     for group, (members, claims) in groups.items():
         objectives = [at for at, is_member in enumerate(members) if is_member]
         untrained = ", ".join(names[at] for at in objectives if bool((found["trained"][:, at] < trained).any()))
@@ -71,14 +60,14 @@ def judge_collapse(
                 measured[f"{group}: {claim}"] = Measurement(interval, {"place": ""}, undecided=reason)
             elif objectives:
                 places = [f", at the worst loss ({names[at]})" for at in objectives]
-                measured[f"{group}: {claim}"] = at_places(values_SO, places, of="losses")
-    return judge_rows(CLAIMS, measured)
+                measured[f"{group}: {claim}"] = Measurement(at_places(values_SO, places, of="losses"))
+    return measured
 
 
-def judge_theorems(
+def measure_theorems(
     found: Mapping[str, Tensor], *, info_nce_at_1: Sequence[int], barlow: Sequence[int], trained: float
-) -> list[ClaimResult]:
-    """Judge the bounds of Theorems 3 and 4, which are claimed for any encoder.
+) -> dict[str, Measurement]:
+    """Return the measurements of the bounds of Theorems 3 and 4, which are claimed for any encoder.
 
     `found` has "closest", "trained" and the bounds, (S, O) each. The claim that a sharpened bound is below the trivial
     one is judged for its own loss, and only if that loss has trained.
@@ -90,7 +79,7 @@ def judge_theorems(
         "theorem 4": everyone,
         "theorem 4 sharpened": barlow,
     }
-    measured: dict[str, Measurement | Interval] = {}
+    measured = {}
     for name, objectives in chosen.items():
         bound_SO = found[name.replace(" ", "_")]
         measured[name] = _greatest(found["closest"] - bound_SO, "encoders")
@@ -104,32 +93,34 @@ def judge_theorems(
             measured[says] = Measurement(interval, undecided="; not judged, because the loss is near its start")
         else:
             kind = f"least to greatest of {of_loss_SO.numel()} encoders"
-            measured[says] = Interval(value=greatest, low=least, high=greatest, kind=kind)
-    return judge_rows(CLAIMS, measured)
+            measured[says] = Measurement(Interval(value=greatest, low=least, high=greatest, kind=kind))
+    return measured
 
 
-def judge_classifiers(names: Sequence[str], found: Mapping[str, Tensor]) -> list[ClaimResult]:
-    """Judge the errors of the classifiers. `found` has the quantities of `classify`, (S, O) each."""
+def measure_classifiers(names: Sequence[str], found: Mapping[str, Tensor]) -> dict[str, Measurement]:
+    """Return the measurements of the classifiers. `found` has the quantities of `classify`, (S, O) each."""
     gain_SO = found["nearest_centre_error"] - found["linear_error"]
     differing = exact_interval(found["disagreements"].max().item(), kind=f"most of {gain_SO.numel()} encoders")
-    measured: Measurements = {
-        "nearest centre is linear": differing,
-        "a linear classifier does as well": at_places(gain_SO, names, of="losses"),
+    return {
+        "nearest centre is linear": Measurement(differing),
+        "a linear classifier does as well": Measurement(at_places(gain_SO, names, of="losses")),
     }
-    return judge_rows(CLAIMS, measured)
 
 
-def judge_bound(
-    found: Mapping[str, Tensor], *, num_classes: int, strengths: Sequence[float], gains: Sequence[float]
-) -> list[ClaimResult]:
-    """Judge the error bound. `found` has the quantities of `measure_cells`, (S, Q, G, T) each."""
-    error, bound, met = found["error"], found["bound"], found["met"]
-    excess = (error - bound)[met]
-    order_T = torch.tensor(strengths).argsort()
-    ascending = [strengths[int(at)] for at in order_T]
+def measure_bound(
+    found: Mapping[str, Tensor], bound: BoundSettings
+) -> tuple[dict[str, Measurement], dict[str, object]]:
+    """Return the measurements of the error bound, and words for their claims.
 
-    def share_of(cells: Tensor) -> Tensor:
-        return cells.double().flatten(1).mean(1)
+    `found` has the quantities of `measure_cells`, (S, Q, G, T) each.
+    """
+    error, value, met = found["error"], found["bound"], found["met"]
+    excess = (error - value)[met]
+    order_T = torch.tensor(bound.strengths).argsort()
+    ascending = [bound.strengths[int(at)] for at in order_T]
+
+    def share_of(cells: Tensor) -> Measurement:
+        return Measurement(cells.double().flatten(1).mean(1))
 
     def best_less(at: int, met_SQGT: Tensor) -> Measurement:
         share_ST = met_SQGT.double()[..., order_T].mean((1, 2))
@@ -137,22 +128,22 @@ def judge_bound(
         words = {"best": ascending[best], "least": ascending[0], "most": ascending[-1]}
         return Measurement(share_ST[:, best] - share_ST[:, at], words)
 
-    unmet = _undecided(torch.zeros(1), -1, 1, "no cell meets the condition")
-    measured: dict[str, Measurement | Tensor | Interval] = {
+    unmet = Measurement(_undecided(torch.zeros(1), -1, 1, "no cell meets the condition"))
+    measured = {
         "error bound": _greatest(excess, "cells") if len(excess) else unmet,
-        "error bound says something": share_of(met & (bound < 1 - 1 / num_classes)),
-        "error bound is attained": share_of(met & (error > 0) & (error >= bound - ROUNDING)),
+        "error bound says something": share_of(met & (value < 1 - 1 / bound.num_classes)),
+        "error bound is attained": share_of(met & (error > 0) & (error >= value - ROUNDING)),
         "the condition is needed": share_of(~met & (error > found["unconditional"] + ROUNDING)),
         "stronger augmentation lets the bound hold": best_less(0, met),
     }
-    varying = torch.tensor(gains) > 0
+    varying = torch.tensor(bound.gains) > 0
     if bool(varying.any()):
         measured["too strong augmentation"] = best_less(-1, met[:, :, varying])
-    return judge_rows(CLAIMS, measured, num_met=len(excess), num_cells=met.numel(), one_cell=1 / met[0].numel())
+    return measured, {"num_met": len(excess), "num_cells": met.numel(), "one_cell": 1 / met[0].numel()}
 
 
-def _greatest(values: Tensor, of: str) -> Interval:
-    return exact_interval(values.max().item(), kind=f"greatest of {values.numel()} {of}")
+def _greatest(values: Tensor, of: str) -> Measurement:
+    return Measurement(exact_interval(values.max().item(), kind=f"greatest of {values.numel()} {of}"))
 
 
 def _undecided(values: Tensor, low: float, high: float, kind: str = "any value: the loss has not trained") -> Interval:

@@ -22,14 +22,11 @@ from trainer.theory.framework.claim import (
     exact_interval,
     mean_entries,
     moment_bounds,
-    read_claims,
     simultaneous,
     worst_place,
 )
 from trainer.theory.framework.experiment import Tensors, require_finite
 from trainer.theory.linear_contrastive.settings import GRID_AXES, ErrorSettings, TheoremSettings, TrainingSettings
-
-CLAIMS = read_claims(__file__)
 
 
 def measure_error(error: ErrorSettings, error_SP: Tensor) -> Intervals:
@@ -48,9 +45,9 @@ def measure_point(theorem: TheoremSettings, found: Tensors) -> tuple[Measurement
     unlearned = (speed_S2C[:, 1] - speed_S2C[:, 1, -1:]).abs().max().item()
     measured: Measurements = {
         "theorem at a point": Measurement(gain_SC[:, 0], lowered),
-        "theorem, step by step": at_places(gain_SC[:, :-1] - gain_SC[:, 1:], steps, of="steps"),
-        "nothing from an unlearned feature": exact_interval(
-            unlearned, kind=f"largest of {len(gain_SC)} seeds and {len(correlations)} correlations"
+        "theorem, step by step": Measurement(at_places(gain_SC[:, :-1] - gain_SC[:, 1:], steps, of="steps")),
+        "nothing from an unlearned feature": Measurement(
+            exact_interval(unlearned, kind=f"largest of {len(gain_SC)} seeds and {len(correlations)} correlations")
         ),
         "the task gets harder": Measurement(p_positive_S2C[:, 0, -1] - p_positive_S2C[:, 0, 0], lowered),
     }
@@ -114,9 +111,9 @@ def measure_training(training: TrainingSettings, found: Mapping[str, Tensors]) -
     p_AST = by_weak["p_positive_AST"][num:]
     around = min(10, start, training.num_steps - start)
     drop_PS = p_AST[:, :, start - around : start].mean(-1) - p_AST[:, :, start : start + around].mean(-1)
-    measured: dict[str, Measurement | Tensor | Intervals] = {
-        "weak feature": over_weak(weak_PS),
-        "dominant features": over_weak(-dominant_PS),
+    measured = {
+        "weak feature": Measurement(over_weak(weak_PS)),
+        "dominant features": Measurement(over_weak(-dominant_PS)),
         "p_ii drops": Measurement(over_weak(drop_PS), {"around": around}),
     }
     if training.fewer_dominant:
@@ -128,5 +125,47 @@ def measure_training(training: TrainingSettings, found: Mapping[str, Tensors]) -
         )
     if 0 in training.other_betas:
         dominant_ST = by_beta["dominant_AST"][training.betas.index(0)]
-        measured["total noise"] = dominant_ST[:, -1] - dominant_ST[:, start]
+        measured["total noise"] = Measurement(dominant_ST[:, -1] - dominant_ST[:, start])
     return measured
+
+
+def training_tables(training: TrainingSettings, found: Mapping[str, Tensors]) -> dict[str, Any]:
+    """Return tables of the trainings after the last step: means over seeds and 95 % t-intervals, angles in degrees."""
+    num, start = len(training.weak_correlations), training.noise_from_step
+
+    def arm(history: Tensors, place: int) -> dict[str, Any]:
+        p_ST, loss_ST = history["p_positive_AST"][place], history["loss_AST"][place]
+        return {
+            **mean_entries("weak_degrees", history["weak_AST"][place][:, -1]),
+            **mean_entries("dominant_degrees", history["dominant_AST"][place][:, -1]),
+            "p_positive_before_noise": p_ST[:, start - 1].mean().item(),
+            "p_positive_at_its_start": p_ST[:, start].mean().item(),
+            "p_positive": p_ST[:, -1].mean().item(),
+            "loss": loss_ST[:, -1].mean().item(),
+        }
+
+    def pair(history: Tensors, without: int = 0, noisy: int = 1) -> dict[str, Any]:
+        last_AS = history["weak_AST"][:, :, -1]
+        benefit = mean_entries("benefit_degrees", last_AS[without] - last_AS[noisy])
+        return {"without_noise": arm(history, without), "with_noise": arm(history, noisy), **benefit}
+
+    by_weak, base, betas = found["weak_correlation"], training.two_of(found["noise"]), training.betas
+    return {
+        "by_weak_correlation": [
+            {"weak_correlation": value, **pair(by_weak, place, num + place)}
+            for place, value in enumerate(training.weak_correlations)
+        ],
+        "by_beta": [{"beta": beta, **arm(found["noise"], place)} for place, beta in enumerate(betas)],
+        "by_num_noised": [
+            {"num_noised": count, **pair(found["noise"], len(betas) - 1, len(betas) + place)}
+            for place, count in enumerate(training.fewer_noised)
+        ],
+        "by_num_dominant": [
+            {"num_dominant": training.num_dominant, **pair(base)},
+            *({"num_dominant": count, **pair(found[f"dominant_{count}"])} for count in training.fewer_dominant),
+        ],
+        "by_variation": [
+            {"setting": one.setting, "value": one.value, **pair(found[f"vary_{one.name}"])}
+            for one in training.variations
+        ],
+    }

@@ -16,16 +16,16 @@ from trainer.theory.framework.figures import Curve, Map, Panel, mean_curve
 from trainer.theory.linear_contrastive.settings import ErrorSettings, TheoremSettings, TrainingSettings
 
 
-def theorem_panels(theorem: TheoremSettings, found: Mapping[str, Tensors]) -> list[Panel | Map]:
+def theorem_panels(theorem: TheoremSettings, point: Tensors, grid: Tensors) -> list[Panel | Map]:
     """Return the gain at the point, and maps of the gain over two settings of the grid each.
 
     The other feature's correlation is lowered from its greatest value: to its least, in the maps of angles and norms.
     The settings that a map does not show have their middle value.
     """
-    speed = found["theorem_grid"]["speed_PQ"].view(theorem.grid_shape)
+    speed = grid["speed_PQ"].view(theorem.grid_shape)
     gain = 100 * (speed[..., 0] / speed[..., -1] - 1)
     middle = [size // 2 for size in gain.shape]
-    point = found["theorem_point"]["speed_S2C"][:, 0]
+    speed_SC = point["speed_S2C"][:, 0]
 
     def over(y: int, x: int) -> Tensor:
         at: list[Any] = list(middle)
@@ -39,7 +39,7 @@ def theorem_panels(theorem: TheoremSettings, found: Mapping[str, Tensors]) -> li
             "Gain in speed at the point (%)",
             "correlation of the other feature",
             "gain (%)",
-            [mean_curve(theorem.point_other_correlations, 100 * (point / point[:, -1:] - 1), marker="o")],
+            [mean_curve(theorem.point_other_correlations, 100 * (speed_SC / speed_SC[:, -1:] - 1), marker="o")],
         ),
         Map(
             f"Gain (%), correlation {lowered}: angles",

@@ -160,23 +160,6 @@ def angular_speeds(weak_P3: Tensor, other_Q3: Tensor, rest_K3: Tensor, g_RKM2: T
     return speed_RPQ, positive_RMPQ.div_(sum_RMPQ).mean(1)
 
 
-def angular_speed_at_a_point(states_K3: Tensor, g_RKM2: Tensor) -> tuple[Tensor, Tensor]:
-    """Return speed and mean p_ii, (R,) each, for one state of each feature, from `loss_gradient`.
-
-    Tests and the benchmark compare `angular_speeds` with it.
-    """
-    states_K3 = states_K3.to(g_RKM2.device)
-    rows = [[each[:, 0] for each in _in_plane(state[None], g_RKM2[:, k])] for k, state in enumerate(states_K3)]
-    norm_K = states_K3[:, 1]
-    theta_K2 = torch.stack([norm_K, torch.zeros_like(norm_K)], dim=1)  # coordinates: along theta, and along u
-    along_x, along_v, across_x, across_v = (torch.stack(each, dim=2) for each in zip(*rows, strict=True))
-    x_RMK2 = torch.stack([along_x / norm_K, across_x], dim=-1)
-    v_RMK2 = torch.stack([along_v / norm_K, across_v], dim=-1)
-    gradient_RK2 = loss_gradient(theta_K2.expand(len(x_RMK2), -1, -1), x_RMK2, v_RMK2)
-    z_RMM = _project(theta_K2, x_RMK2) @ _project(theta_K2, v_RMK2).mT
-    return -gradient_RK2[:, 0, 1] / norm_K[0], z_RMM.softmax(-1).diagonal(dim1=1, dim2=2).mean(1)
-
-
 def _in_plane(states_P3: Tensor, g_RM2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return <theta, x>, <theta, v>, and the means of <u, x> and <u, v> given these two; (R, P, M) each.
 

@@ -27,7 +27,6 @@ SomeCorrelation = Annotated[float, Field(gt=0, lt=1)]
 Norm = Annotated[float, Field(gt=0, le=4)]
 
 Study = Literal["gradient", "theorem", "training", "error"]
-STUDIES: tuple[Study, ...] = get_args(Study)
 
 GRID_AXES = (
     "weak_angles_degrees",
@@ -175,7 +174,7 @@ class LinearContrastiveSettings(TheorySettings):
 
     kind: Literal["linear_contrastive"] = "linear_contrastive"
     num_seeds: TwoOrMore = 16
-    studies: tuple[Study, ...] = Field(default=STUDIES, min_length=1)
+    studies: tuple[Study, ...] = Field(default=get_args(Study), min_length=1)
     gradient: GradientSettings = GradientSettings()
     theorem: TheoremSettings = TheoremSettings()
     training: TrainingSettings = TrainingSettings()

@@ -1,4 +1,4 @@
-"""Measure and judge the claims in claims.yaml, of Wen and Li (2021) on sparse coding.
+"""Measure the claims in claims.yaml, of Wen and Li (2021) on sparse coding.
 
 Legend: S seeds, A arms, L logged steps.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from trainer.theory.framework.claim import ClaimResult, Measurement, judge_rows, read_claims
+from trainer.theory.framework.claim import Measurement
 from trainer.theory.framework.experiment import Tensors
 from trainer.theory.sparse_coding.settings import (
     MASK_BIAS,
@@ -23,7 +23,6 @@ from trainer.theory.sparse_coding.settings import (
     SparseCodingSettings,
 )
 
-CLAIMS = read_claims(__file__)
 _REACHED = 0.9  # share of the rise of a curve, from its first value to its highest
 
 
@@ -79,8 +78,8 @@ class ArmMetrics:
         return "; ".join(told)
 
 
-def growth_claims(growth: Mapping[bool, Tensors]) -> list[ClaimResult]:
-    """Judge the growth that `measure_growth` returns, with the mask (True) and without it (False)."""
+def measure_growth_claims(growth: Mapping[bool, Tensors]) -> dict[str, Measurement]:
+    """Return the measurements of what `measure_growth` returns, with the mask (True) and without it (False)."""
     measured = {}
     for masked, direction, name in (
         (True, "along", "growth with mask"),
@@ -91,7 +90,7 @@ def growth_claims(growth: Mapping[bool, Tensors]) -> list[ClaimResult]:
         measured[name] = Measurement(sampled_S / closed_S - 1, {"closed_form": closed_S.mean()})
     across_S, sampled_S = growth[True]["across"], growth[True]["across_sampled"]
     measured["no growth of noise with mask"] = Measurement(sampled_S, {"closed_form": across_S.mean()})
-    return judge_rows(CLAIMS, measured)
+    return measured
 
 
 def steps_to_reach(log_SL: Tensor, *, every: int) -> Tensor:
@@ -104,15 +103,18 @@ def steps_to_reach(log_SL: Tensor, *, every: int) -> Tensor:
     return (reached_SL.int().argmax(1) + 1) * every
 
 
-def arm_claims(arms: ArmMetrics, settings: SparseCodingSettings) -> list[ClaimResult]:
-    """Judge the claims on the arms of one problem. A claim on an arm that has not trained is not decided."""
+def measure_arms(arms: ArmMetrics, settings: SparseCodingSettings) -> tuple[dict[str, Measurement], dict[str, object]]:
+    """Return the measurements of the arms of one problem, and words for their claims.
+
+    A claim on an arm that has not trained is not decided.
+    """
     of, problem, D = arms.of, arms.problem, arms.problem.num_features
     few = next((place for place, count in enumerate(settings.label_counts) if count >= 8 * D), -1)
     cosine_steps_S, share_steps_S = (
         steps_to_reach(of(MASK_BIAS, name), every=problem.log_every) for name in ("cosine_log", "share_log")
     )
     raw_few_S = arms.metrics["raw_r2_labels"][:, 0, few]
-    measured: dict[str, tuple[Tensor, Sequence[LearnerKind]]] = {
+    found: dict[str, tuple[Tensor, Sequence[LearnerKind]]] = {
         "low loss without mask": (of(NONE_BIAS, "loss") / problem.first_loss, [NONE_BIAS]),
         "noise decides without mask": (of(NONE_LINEAR, "noise_cosine"), [NONE_LINEAR]),
         "bad regression without mask": (of(NONE_BIAS, "r2") - arms.linear_ceiling, [NONE_BIAS]),
@@ -131,43 +133,50 @@ def arm_claims(arms: ArmMetrics, settings: SparseCodingSettings) -> list[ClaimRe
         ),
         "the subspace comes first": (cosine_steps_S - share_steps_S, [MASK_BIAS]),
     }
-    return judge_rows(
-        CLAIMS,
-        {name: _unless_untrained(values_S, arms, needed, settings) for name, (values_S, needed) in measured.items()},
-        most=settings.label_counts[-1],
-        few=settings.label_counts[few],
-        raw=raw_few_S.mean(),
-        ceiling=arms.linear_ceiling,
-        mask_loss=of(MASK_BIAS, "loss").mean(),
-        none_loss=of(NONE_BIAS, "loss").mean(),
-        bias_over_noise=arms.bias_over_noise,
-        num_features=D,
-        num_pixels=problem.num_pixels,
-        log_every=problem.log_every,
-    )
+    words = {
+        "most": settings.label_counts[-1],
+        "few": settings.label_counts[few],
+        "raw": raw_few_S.mean(),
+        "ceiling": arms.linear_ceiling,
+        "mask_loss": of(MASK_BIAS, "loss").mean(),
+        "none_loss": of(NONE_BIAS, "loss").mean(),
+        "bias_over_noise": arms.bias_over_noise,
+        "num_features": D,
+        "num_pixels": problem.num_pixels,
+        "log_every": problem.log_every,
+    }
+    return {
+        name: _unless_untrained(values_S, arms, kinds, settings) for name, (values_S, kinds) in found.items()
+    }, words
 
 
-def gap_claim(arms: ArmMetrics, settings: SparseCodingSettings) -> ClaimResult:
-    """Judge the claim that features are better with the mask, for one problem at one noise level."""
+def measure_gaps(grid: Sequence[ArmMetrics], settings: SparseCodingSettings) -> dict[str, Sequence[Measurement]]:
+    """Return how much better features are with the mask, for each problem at each noise level."""
+    return {"the mask helps at {where}": [_gap(arms, settings) for arms in grid]}
+
+
+def _gap(arms: ArmMetrics, settings: SparseCodingSettings) -> Measurement:
     problem = arms.problem
+    words = {
+        "where": f"D={problem.num_features}, P={problem.num_pixels}, sigma^2={arms.noise_variance:g}",
+        "bias_over_noise": arms.bias_over_noise,
+        "noise_over_signal": arms.noise_over_signal,
+        "losses": " and ".join(f"{arms.of(arm, 'loss').mean():.2f}" for arm in problem.arms),
+    }
     gap_S = arms.of(MASK_BIAS, "r2") - arms.of(NONE_BIAS, "r2")
-    (result,) = judge_rows(
-        CLAIMS,
-        {"the mask helps at {where}": _unless_untrained(gap_S, arms, problem.arms, settings)},
-        where=f"D={problem.num_features}, P={problem.num_pixels}, sigma^2={arms.noise_variance:g}",
-        bias_over_noise=arms.bias_over_noise,
-        noise_over_signal=arms.noise_over_signal,
-        losses=" and ".join(f"{arms.of(arm, 'loss').mean():.2f}" for arm in problem.arms),
-    )
-    return result
+    return _unless_untrained(gap_S, arms, problem.arms, settings, words)
 
 
 def _unless_untrained(
-    values_S: Tensor, arms: ArmMetrics, needed: Sequence[LearnerKind], settings: SparseCodingSettings
+    values_S: Tensor,
+    arms: ArmMetrics,
+    needed: Sequence[LearnerKind],
+    settings: SparseCodingSettings,
+    words: Mapping[str, object] | None = None,
 ) -> Measurement:
     """Return a measurement that decides nothing if a needed arm has not trained.
 
     The features of such an arm look as if it could not learn.
     """
     told = arms.untrained(needed, settings)
-    return Measurement(values_S, undecided=f"; {told}" if told else "")
+    return Measurement(values_S, words or {}, undecided=f"; {told}" if told else "")

@@ -38,7 +38,7 @@ class SparseCodingSettings(TheorySettings):
     trained_loss_fall, settled_share: an arm has not trained if its loss fell by less than the share
         `trained_loss_fall` of its first value. It still trains if more than `settled_share` of the fall was in the last
         quarter of the steps.
-    seeds_per_part: number of seeds that train in one computation. A kill loses that computation. On a GPU, take all.
+    seeds_at_once: number of seeds that train in one computation. On a GPU, take all.
     """
 
     kind: Literal["sparse_coding"] = "sparse_coding"
@@ -65,7 +65,7 @@ class SparseCodingSettings(TheorySettings):
     num_test_items: Count = 2000
     trained_loss_fall: float = Field(default=0.03, gt=0, lt=1)
     settled_share: float = Field(default=0.2, gt=0, lt=1)
-    seeds_per_part: Count = 2
+    seeds_at_once: Count = 2
     noise_variances: tuple[PositiveFactor, ...] = Field(default=(0.03, 0.05, 0.07, 0.1041, 0.16), min_length=1)
     pixel_counts: tuple[Count, ...] = Field(default=(32, 64, 128, 256, 512), min_length=1)
     feature_counts: tuple[Count, ...] = Field(default=(16, 24, 32), min_length=1)

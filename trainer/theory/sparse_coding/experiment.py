@@ -10,23 +10,14 @@ Legend: S seeds, A arms, X places on a horizontal axis, M neurons, D features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from trainer.theory.framework.experiment import (
-    Experiment,
-    Outcome,
-    Part,
-    Tensors,
-    join_seeds,
-    require_finite,
-    seed_parts,
-)
+from trainer.theory.framework.experiment import Experiment, Outcome, Tensors, in_blocks, on_cpu, require_finite
 from trainer.theory.framework.figures import Curve, Map, Panel, draw, mean_curve
-from trainer.theory.sparse_coding.claims import ArmMetrics, arm_claims, gap_claim, growth_claims
+from trainer.theory.sparse_coding.claims import ArmMetrics, measure_arms, measure_gaps, measure_growth_claims
 from trainer.theory.sparse_coding.model import train
 from trainer.theory.sparse_coding.probes import measure, measure_growth
 from trainer.theory.sparse_coding.settings import (
@@ -38,37 +29,39 @@ from trainer.theory.sparse_coding.settings import (
     problems,
 )
 
-_GROWTH = {True: "growth_with_mask", False: "growth_without_mask"}
 _PROBLEM = ("num_features", "num_pixels", "num_neurons", "num_steps", "feature_probability", "bias_cap", "first_loss")
 
 
-def parts(settings: SparseCodingSettings) -> Mapping[str, Part]:
-    """Return the parts: the growth matrices, and the training of each problem, a few seeds at a time."""
-    named: dict[str, Part] = {}
-    if settings.study == "arms":
-        named |= {name: partial(measure_growth, settings, masked=masked) for masked, name in _GROWTH.items()}
-    for number, problem in enumerate(problems(settings)):
-        train_and_measure = partial(_trained, problem, settings)
-        named |= seed_parts(f"problem_{number}", settings.seeds, settings.seeds_per_part, train_and_measure)
-    return named
+def run(settings: SparseCodingSettings, device: torch.device) -> Outcome:
+    """Return the outcome of the study: its claims on the growth and the arms, or on the gap at each of its problems.
+
+    Raises `UserError` if a training diverged.
+    """
+    grid = train_grid(settings, device)
+    tables: dict[str, Any] = {"grid": [_table(arms, settings) for arms in grid]}
+    if settings.study != "arms":
+        return Outcome(measure_gaps(grid, settings), {}, _grid_figures(grid, settings), tables)
+    growth = {masked: on_cpu(measure_growth(settings, device, masked=masked)) for masked in (True, False)}
+    tables["growth"] = {
+        name: {quantity: values_S.mean().item() for quantity, values_S in growth[masked].items()}
+        for masked, name in ((True, "growth_with_mask"), (False, "growth_without_mask"))
+    }
+    measured, words = measure_arms(grid[0], settings)
+    return Outcome({**measure_growth_claims(growth), **measured}, words, _arm_figures(grid[0], settings), tables)
 
 
-def _trained(problem: Problem, settings: SparseCodingSettings, seeds: Sequence[int], device: torch.device) -> Tensors:
-    """Return the metrics of trained arms, (seeds, noise levels, ...)."""
-    with torch.no_grad():
-        trained = train(problem, settings, seeds=seeds, device=device)
-        metrics = measure(trained, problem, settings, seeds=seeds)
-    return {name: lanes.view(-1, len(seeds), *lanes.shape[1:]).transpose(0, 1) for name, lanes in metrics.items()}
-
-
-def gather(settings: SparseCodingSettings, found: Mapping[str, Tensors]) -> list[ArmMetrics]:
-    """Return the grid of the study: every problem at every noise level.
+def train_grid(settings: SparseCodingSettings, device: torch.device) -> list[ArmMetrics]:
+    """Return the grid of the study: every problem at every noise level, `seeds_at_once` seeds at a time.
 
     Raises `UserError` if a training diverged.
     """
     grid = []
-    for number, problem in enumerate(problems(settings)):
-        joined = join_seeds(f"problem_{number}", found)
+    for problem in problems(settings):
+
+        def trained(seeds: Sequence[int], problem: Problem = problem) -> Tensors:
+            return _trained(problem, settings, seeds, device)
+
+        joined = in_blocks(settings.seeds, settings.seeds_at_once, trained)
         for level, variance in enumerate(problem.noise_variances):
             metrics = {name: values[:, level].contiguous() for name, values in joined.items()}
             require_finite(metrics["loss_log"], "learning_rate", settings.learning_rate)
@@ -76,17 +69,11 @@ def gather(settings: SparseCodingSettings, found: Mapping[str, Tensors]) -> list
     return grid
 
 
-def conclude(settings: SparseCodingSettings, found: Mapping[str, Tensors]) -> Outcome:
-    grid = gather(settings, found)
-    tables: dict[str, Any] = {"grid": [_table(arms, settings) for arms in grid]}
-    if settings.study != "arms":
-        return Outcome([gap_claim(arms, settings) for arms in grid], _grid_figures(grid, settings), tables)
-    tables["growth"] = {
-        part: {name: values_S.mean().item() for name, values_S in found[part].items()} for part in _GROWTH.values()
-    }
-    growth = {masked: found[part] for masked, part in _GROWTH.items()}
-    claims = [*growth_claims(growth), *arm_claims(grid[0], settings)]
-    return Outcome(claims, _arm_figures(grid[0], settings), tables)
+@torch.no_grad()
+def _trained(problem: Problem, settings: SparseCodingSettings, seeds: Sequence[int], device: torch.device) -> Tensors:
+    """Return the metrics of trained arms, (seeds, noise levels, ...)."""
+    metrics = measure(train(problem, settings, seeds=seeds, device=device), problem, settings, seeds=seeds)
+    return {name: lanes.view(-1, len(seeds), *lanes.shape[1:]).transpose(0, 1) for name, lanes in metrics.items()}
 
 
 def _table(arms: ArmMetrics, settings: SparseCodingSettings) -> dict[str, Any]:
@@ -207,4 +194,4 @@ def _grid_figures(grid: Sequence[ArmMetrics], settings: SparseCodingSettings) ->
     return {f"sparse_{settings.study}": draw(panels)}
 
 
-EXPERIMENT = Experiment(defaults=SparseCodingSettings(), parts=parts, conclude=conclude)
+EXPERIMENT = Experiment(defaults=SparseCodingSettings(), run=run)

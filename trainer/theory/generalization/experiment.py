@@ -10,8 +10,7 @@ Shapes: S seeds, O objectives, M = S O encoders, Q shares of outliers, G gains, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -23,12 +22,12 @@ from trainer.theory.framework.claim import mean_entries, t_bounds
 from trainer.theory.framework.experiment import (
     Experiment,
     Outcome,
-    Part,
     Tensors,
     TheorySettings,
-    join_seeds,
+    in_blocks,
+    join_outcomes,
+    on_cpu,
     require_finite,
-    seed_parts,
 )
 from trainer.theory.framework.figures import COLORS, Curve, Map, Panel, draw
 from trainer.theory.generalization import claims, divergence
@@ -44,7 +43,6 @@ from trainer.theory.generalization.encoders import (
 from trainer.theory.generalization.identities import IdentitySettings, measure_identities
 
 Study = Literal["identities", "encoders", "bound"]
-STUDIES: tuple[Study, ...] = get_args(Study)
 
 
 class GeneralizationSettings(TheorySettings):
@@ -55,7 +53,7 @@ class GeneralizationSettings(TheorySettings):
     """
 
     kind: Literal["generalization"] = "generalization"
-    studies: tuple[Study, ...] = Field(default=STUDIES, min_length=1)
+    studies: tuple[Study, ...] = Field(default=get_args(Study), min_length=1)
     identities: IdentitySettings = IdentitySettings()
     encoders: EncoderSettings = EncoderSettings()
     bound: BoundSettings = BoundSettings()
@@ -65,17 +63,53 @@ class GeneralizationSettings(TheorySettings):
     classifier_learning_rate: LearningRate = 0.1
 
 
-def parts(settings: GeneralizationSettings) -> Mapping[str, Part]:
-    """Return the parts: the identities, the encoders, a few seeds at a time, and the cells of the bound."""
-    seeds, named = settings.seeds, dict[str, Part]()
-    if "identities" in settings.studies:
-        named["identities"] = lambda device: measure_identities(settings.identities, seeds=seeds, device=device)
-    if "encoders" in settings.studies:
-        train_and_measure = partial(_train_and_measure, settings)
-        named |= seed_parts("encoders", seeds, settings.encoders.seeds_per_part, train_and_measure)
-    if "bound" in settings.studies:
-        named["bound"] = lambda device: measure_cells(settings.bound, seeds=seeds, device=device)
-    return named
+def run(settings: GeneralizationSettings, device: torch.device) -> Outcome:
+    """Return the outcome of the chosen studies."""
+    return join_outcomes([study(settings, device) for name, study in STUDIES.items() if name in settings.studies])
+
+
+def check_identities(settings: GeneralizationSettings, device: torch.device) -> Outcome:
+    """Check the identities in the paper's proofs."""
+    found = on_cpu(measure_identities(settings.identities, seeds=settings.seeds, device=device))
+    tolerance = settings.identities.relative_tolerance
+    return Outcome(claims.measure_identities(found), {"tolerance": tolerance, "greatest_ratio": 1 + tolerance})
+
+
+def check_encoders(settings: GeneralizationSettings, device: torch.device) -> Outcome:
+    """Train small encoders by every loss. Raises `UserError` if a training diverged."""
+    measured = in_blocks(
+        settings.seeds, settings.encoders.seeds_at_once, lambda seeds: _train_and_measure(settings, seeds, device)
+    )
+    return conclude_on_encoders(settings, measured)
+
+
+def conclude_on_encoders(settings: GeneralizationSettings, measured: Mapping[str, Tensor]) -> Outcome:
+    """Return the outcome from the measures of `check_encoders`, (S, O, ...)."""
+    objectives, trained = settings.encoders.objectives, settings.trained_share
+    names = [objective.name for objective in objectives]
+    require_finite(measured["loss"], "encoders.learning_rate", settings.encoders.learning_rate)
+    measured = {**measured, "trained": training_progress(settings, measured["loss"])[..., -1]}
+    linear = [objective.loss == "linear" for objective in objectives]
+    hot = [one.loss == "info_nce" and one.temperature > settings.hot_above for one in objectives]
+    at_1 = [at for at, one in enumerate(objectives) if one.loss == "info_nce" and one.temperature == 1]
+    barlow = [at for at, one in enumerate(objectives) if one.loss == "barlow_twins"]
+    judged = {
+        **claims.measure_collapse(names, linear, hot, measured, trained=trained),
+        **claims.measure_theorems(measured, info_nce_at_1=at_1, barlow=barlow, trained=trained),
+        **claims.measure_classifiers(names, measured),
+    }
+    picture = draw(_encoder_panels(settings, names, measured), num_columns=2, panel_size=(4.6, 3.2))
+    table = _encoder_table(names, measured)
+    return Outcome(judged, {}, {"generalization_encoders": picture}, {"encoders": table})
+
+
+def check_bound(settings: GeneralizationSettings, device: torch.device) -> Outcome:
+    """Compute the error bound in a model in which all terms are known."""
+    bound = settings.bound
+    cells = on_cpu(measure_cells(bound, seeds=settings.seeds, device=device))
+    picture = draw(_bound_panels(bound, cells), num_columns=2, panel_size=(4.6, 3.2))
+    measured, words = claims.measure_bound(cells, bound)
+    return Outcome(measured, words, {"generalization_bound": picture}, {"bound": _bound_table(bound, cells)})
 
 
 def _train_and_measure(settings: GeneralizationSettings, seeds: Sequence[int], device: torch.device) -> Tensors:
@@ -134,36 +168,6 @@ def training_progress(settings: GeneralizationSettings, loss_SOL: Tensor) -> Ten
     encoders = settings.encoders
     floor_O1 = torch.tensor([[loss_floor(one, encoders.batch_size)] for one in encoders.objectives])
     return (loss_SOL[..., :1] - loss_SOL) / (loss_SOL[..., :1] - floor_O1)
-
-
-def conclude(settings: GeneralizationSettings, found: Mapping[str, Tensors]) -> Outcome:
-    results, figures, tables = [], {}, dict[str, Any]()
-    if "identities" in settings.studies:
-        results += claims.judge_identities(found["identities"], tolerance=settings.identities.relative_tolerance)
-    if "encoders" in settings.studies:
-        objectives = settings.encoders.objectives
-        names = [objective.name for objective in objectives]
-        measured = join_seeds("encoders", found)
-        require_finite(measured["loss"], "encoders.learning_rate", settings.encoders.learning_rate)
-        measured["trained"] = training_progress(settings, measured["loss"])[..., -1]
-        linear = [objective.loss == "linear" for objective in objectives]
-        hot = [one.loss == "info_nce" and one.temperature > settings.hot_above for one in objectives]
-        results += claims.judge_collapse(names, linear, hot, measured, trained=settings.trained_share)
-        at_1 = [at for at, one in enumerate(objectives) if one.loss == "info_nce" and one.temperature == 1]
-        barlow = [at for at, one in enumerate(objectives) if one.loss == "barlow_twins"]
-        results += claims.judge_theorems(measured, info_nce_at_1=at_1, barlow=barlow, trained=settings.trained_share)
-        results += claims.judge_classifiers(names, measured)
-        tables["encoders"] = _encoder_table(names, measured)
-        panels = _encoder_panels(settings, names, measured)
-        figures["generalization_encoders"] = draw(panels, num_columns=2, panel_size=(4.6, 3.2))
-    if "bound" in settings.studies:
-        bound, cells = settings.bound, found["bound"]
-        results += claims.judge_bound(
-            cells, num_classes=bound.num_classes, strengths=bound.strengths, gains=bound.gains
-        )
-        tables["bound"] = _bound_table(bound, cells)
-        figures["generalization_bound"] = draw(_bound_panels(bound, cells), num_columns=2, panel_size=(4.6, 3.2))
-    return Outcome(results, figures, tables)
 
 
 def _encoder_table(names: Sequence[str], measured: Mapping[str, Tensor]) -> list[dict[str, Any]]:
@@ -285,4 +289,9 @@ def _bound_panels(bound: BoundSettings, cells: Tensors) -> list[Panel | Map]:
     ]
 
 
-EXPERIMENT = Experiment(defaults=GeneralizationSettings(), parts=parts, conclude=conclude)
+STUDIES: Mapping[Study, Callable[[GeneralizationSettings, torch.device], Outcome]] = {
+    "identities": check_identities,
+    "encoders": check_encoders,
+    "bound": check_bound,
+}
+EXPERIMENT = Experiment(defaults=GeneralizationSettings(), run=run)
