@@ -10,9 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from data_pipeline.core.sample import BadSample
 from trainer.checkpoint.restore import Restored
-from trainer.checkpoint.run_state import DataIdentity, RunState
 from trainer.config import RunConfig
 from trainer.data import Manifests
 from trainer.distributed.collectives import rank, world_size
@@ -20,7 +18,7 @@ from trainer.distributed.engines import Engine, EngineInputs
 from trainer.fault_tolerance.bad_samples import BadSamples
 from trainer.fault_tolerance.global_draws import notice_global_draws
 from trainer.fault_tolerance.run_counters import RunCounters
-from trainer.fault_tolerance.skipped_steps import SkipCounter, SkippedSteps
+from trainer.fault_tolerance.skipped_steps import SkippedSteps
 from trainer.models.random_layers import has_random_layers
 from trainer.modules import NO_CLASSES, TrainedModules, build_modules, build_run_objective
 from trainer.objectives import Objective
@@ -105,30 +103,14 @@ def _recorded(
     device = next(modules.encoder.parameters()).device
     is_random = has_random_layers(modules.encoder)
     reason = why_not_recorded(config, device=device, num_ranks=world_size(), has_random_layers=is_random)
-    by_default = why_not_by_default(config)
-    if config.records_step and reason is None and (config.compile != "auto" or by_default is None):
-        if rank() == 0 and modules.viewmaker is not None and not config.compiles_networks:
-            logger.info(
-                "compile=both compiles the networks too: it takes a minute at each start, and a viewmaker may train "
-                "1.5 times as fast: docs/performance.md"
-            )
+    if reason is None and config.compile == "auto":
+        reason = why_not_by_default(config)
+    if config.records_step and reason is None:
         return RecordedStep(step, CudaGraphs(), stateful=[*modules.trained_modules.values(), objective])
-    if rank() == 0:
-        _say_why_not_recorded(config, reason, by_default, is_one_gpu=device.type == "cuda" and world_size() == 1)
+    if config.records_step and rank() == 0 and (device.type == "cuda" or config.compile != "auto"):
+        level = logging.INFO if config.compile == "auto" else logging.WARNING
+        logger.log(level, "compile=%s records no step as a CUDA graph here: %s", config.compile, reason)
     return step
-
-
-def _say_why_not_recorded(config: RunConfig, reason: str | None, by_default: str | None, *, is_one_gpu: bool) -> None:
-    if config.compile == "auto":
-        if is_one_gpu:  # on a CPU or on several ranks, steps are always plain
-            said = by_default if reason is None else reason.partition(";")[0]  # without what would mend it
-            logger.info("the step is not recorded as a CUDA graph: %s", said)
-    elif config.records_step:
-        effect = "does no more than compile=true" if config.compiles_networks else "changes nothing"
-        logger.warning("compile=%s %s here: %s", config.compile, effect, reason)
-    elif reason is None and by_default is None:
-        setting = "both" if config.compiles_networks else "auto"
-        logger.info("compile=%s would record this step, and may train twice as fast: docs/performance.md", setting)
 
 
 def _build_engines(config: RunConfig, modules: TrainedModules, objective: Objective) -> dict[str, Engine]:
@@ -153,43 +135,29 @@ def build_counters(
     restored: Restored,
     *,
     device: torch.device,
-    command: str,
 ) -> RunCounters:
     """Return the counters of a run that goes on from the checkpoint `restored`.
 
     Bad samples that it has met in another train set, before the user accepted a new one, count no more.
     """
     config, before = training.modules.config, restored.run
-    counter = SkipCounter(
-        run_dir,
-        max_in_a_row=config.max_skipped_in_a_row,
-        before=None if before is None else before.skipped,
-        saved_step=restored.step,
-    )
     skipped = SkippedSteps(
         run_dir,
-        counter,
         engines=training.engines,
         objective=training.objective,
-        adversary=config.adversary,
-        precision=config.precision,
-        seed=config.seed,
+        max_in_a_row=config.max_skipped_in_a_row,
+        is_float16=config.precision == "float16",
+        alternates=config.adversary is not None and config.adversary.update == "alternating",
         device=device,
-        command=command,
         train_manifest_sha256=manifests.train.sha256,
+        before=None if before is None else before.skipped,
+        saved_step=restored.step,
     )
     bad = BadSamples(
         run_dir,
         num_samples=manifests.train.num_samples,
         max_share=config.data.max_bad_share,
         where=config.data.train_name,
-        before=_bad_samples_of(before, manifests.identity),
+        before=() if before is None or restored.has_other_train_set(manifests.identity) else before.bad_samples,
     )
     return RunCounters(skipped, bad, data=manifests.identity, seconds_before=restored.wall_seconds)
-
-
-def _bad_samples_of(before: RunState | None, now: DataIdentity) -> tuple[BadSample, ...]:
-    """Return the bad samples in the checkpoint; none if they are of another train set."""
-    if before is None or before.data.train_manifest_sha256 != now.train_manifest_sha256:
-        return ()
-    return before.bad_samples

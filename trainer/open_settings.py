@@ -71,13 +71,24 @@ def decide_as_recorded(config: RunConfig, run_dir: RunDir) -> RunConfig:
 
     Raises `UserError` if one is open and not recorded.
     """
-    return _decided(config, _recorded_normalization(run_dir, config), _recorded_input_size(run_dir, config))
+    normalization = size = None
+    if config.encoder.normalization is None and config.data.mel is None:
+        numbers = _recorded(run_dir, RECORDED_NORMALIZATION)
+        normalization = Normalization.parse(numbers, where=f'"{RECORDED_NORMALIZATION}" in {run_dir.provenance}')
+    if config.encoder.form_is_open:
+        height, width = _recorded(run_dir, RECORDED_INPUT_SIZE)
+        size = height, width
+    return _decided(config, normalization, size)
 
 
-def _refuse_unstarted(run_dir: RunDir) -> None:
-    """Raise `UserError` if the run has not begun to train, such as a job that waits: it has recorded nothing yet."""
-    if not run_dir.provenance.exists() and run_dir.latest_step() is None:
+def _recorded(run_dir: RunDir, name: str) -> Any:
+    """Return a decision in provenance.json. Raises `UserError` if it is not there."""
+    facts = run_dir.read_provenance()
+    if not facts and run_dir.latest_step() is None:
         raise UserError(f"{run_dir.path} has not begun to train yet; `python launch/status.py {run_dir.path}` says why")
+    if name not in facts:
+        raise UserError(f'{run_dir.provenance} does not hold "{name}", which the encoder needs; restore that file')
+    return facts[name]
 
 
 def _decided(config: RunConfig, normalization: Normalization | None, size: tuple[int, int] | None) -> RunConfig:
@@ -87,29 +98,3 @@ def _decided(config: RunConfig, normalization: Normalization | None, size: tuple
     if normalization is not None and encoder.normalization is None:
         encoder = encoder.model_copy(update={"mean": normalization.mean, "std": normalization.std})
     return config.model_copy(update={"encoder": encoder})
-
-
-def _recorded_normalization(run_dir: RunDir, config: RunConfig) -> Normalization | None:
-    if config.encoder.normalization is not None or config.data.mel is not None:
-        return None
-    value = run_dir.read_provenance().get(RECORDED_NORMALIZATION)
-    if not isinstance(value, dict):
-        _refuse_unstarted(run_dir)
-        raise UserError(
-            f'{run_dir.provenance} does not hold "{RECORDED_NORMALIZATION}", the mean and std by which the encoder '
-            "normalises its input; restore that file, or set encoder.mean and encoder.std in "
-            f"{run_dir.config} to the values in the manifest.json of the train set"
-        )
-    return Normalization.parse(value, where=f'"{RECORDED_NORMALIZATION}" in {run_dir.provenance}')
-
-
-def _recorded_input_size(run_dir: RunDir, config: RunConfig) -> tuple[int, int] | None:
-    if not config.encoder.form_is_open:
-        return None
-    if (size := recorded_input_size(run_dir.read_provenance())) is not None:
-        return size
-    _refuse_unstarted(run_dir)
-    raise UserError(
-        f'{run_dir.provenance} does not hold "{RECORDED_INPUT_SIZE}", the height and width of the pictures, on which '
-        f"encoder.kind={config.encoder.kind} depends; restore that file"
-    )

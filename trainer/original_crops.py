@@ -17,16 +17,7 @@ from trainer.mixture import TrainManifest
 
 def original_crops(config: RunConfig, train: TrainManifest) -> CropLaw | None:
     """Return how crops are drawn when pictures are decoded; None if pictures are decoded whole."""
-    return None if train.is_online else _asked_for(config, train)
-
-
-def cuts_squares(config: RunConfig, train: TrainManifest) -> bool:
-    """Return whether crops of the original are asked for, and an overlay makes them crops of squares."""
-    return train.is_online and _asked_for(config, train) is not None
-
-
-def _asked_for(config: RunConfig, train: TrainManifest) -> CropLaw | None:
-    if not train.any_size or config.data.crop_from == "decoded":
+    if train.is_online or not train.any_size or config.data.crop_from == "decoded":
         return None
     return config.views.crop_law()
 

@@ -22,7 +22,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Batch
 from data_pipeline.loading.reading_order import DatasetOrder
 from trainer.build import build_training
-from trainer.config import read_run_config
+from trainer.config import RunConfig, read_run_config
 from trainer.data import open_stream, read_train_manifest
 from trainer.distributed.engines import DDPConfig
 from trainer.fault_tolerance.step_record import NonFiniteRecord
@@ -39,12 +39,13 @@ _NUM_SAMPLES_LISTED = 10
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of a replayed step.
+    """The result of a replayed step of the run with `config`.
 
     bad_parameters: before the step, the number of values that are not finite, for each parameter that has some.
     forward, backward: the first tensor in each direction that is not finite, in words; "" if all are.
     """
 
+    config: RunConfig
     batch: Batch
     output: StepOutput
     bad_parameters: Mapping[str, int]
@@ -63,16 +64,11 @@ class _FirstBad:
         for prefix, whole in modules.items():
             for name, module in whole.named_modules(prefix=prefix):
                 label = f"{name} ({type(module).__name__})"
-                module.register_forward_pre_hook(partial(self._before, label))
                 module.register_forward_hook(partial(self._after, label))
             for name, parameter in whole.named_parameters(prefix=prefix):
                 if parameter.requires_grad:
                     hook = partial(self._accumulated, f"the gradient of {name}")
                     parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-    def _before(self, label: str, _module: nn.Module, given: Any) -> None:
-        for tensor in _floats(given):
-            self.forward = self.forward or _if_bad(f"the input of {label}", tensor)
 
     def _after(self, label: str, _module: nn.Module, _given: Any, output: Any) -> None:
         for tensor in _floats(output):
@@ -100,15 +96,14 @@ def replay(
     stream = open_stream(
         config.data.model_copy(update={"placement": "stream", "num_workers": 0}),
         global_batch_size=config.global_batch_size,
-        seed=record.seed,
+        seed=config.seed,
         start_step=record.step,
         end_step=record.step + 1,
         device=where,
         manifest=train,
         crops=original_crops(config, train),
     )
-    epoch = record.step // stream.num_steps_per_epoch
-    found_in = None if config.neighbours is None else config.neighbours.found_in(epoch)
+    found_in = None if config.neighbours is None else config.neighbours.found_in(record.epoch)
     order = stream.order
     if found_in is not None:
         assert isinstance(order, DatasetOrder)
@@ -141,7 +136,7 @@ def replay(
     }
     first = _FirstBad(watched)
     output = training.step(batch, learning_rates=record.learning_rates)
-    return Replay(batch, output, bad_parameters, first.forward, first.backward)
+    return Replay(config, batch, output, bad_parameters, first.forward, first.backward)
 
 
 def explain(record: NonFiniteRecord, result: Replay, *, device: str) -> Iterator[str]:
@@ -149,11 +144,11 @@ def explain(record: NonFiniteRecord, result: Replay, *, device: str) -> Iterator
     ranks = ", ".join(map(str, record.bad_ranks))
     loss = f"not finite on ranks {ranks}" if ranks else "finite, but a gradient or its length was not"
     yield (
-        f"step {record.step}, epoch {record.epoch}, seed {record.seed}: {len(record.keys)} samples on "
-        f"{len(record.ranks)} ranks, precision {record.precision}; the loss was {loss}"
+        f"step {record.step}, epoch {record.epoch}, seed {result.config.seed}: {len(record.keys)} samples on "
+        f"{len(record.ranks)} ranks, precision {result.config.precision}; the loss was {loss}"
     )
     if record.state_step != record.step:
-        yield f"the recorded state is that after {record.state_step} steps, because it is read after the skip is known"
+        yield f"the recorded state may be that after {record.state_step} steps: it is read after the skip is known"
     for name, count in result.bad_parameters.items():
         yield f"before the step, {name} held {count} values that are not finite"
     for going, what in (("forward", result.forward), ("back", result.backward)):

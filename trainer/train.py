@@ -205,7 +205,7 @@ def open_loop(
             is_new=restored.has_other_train_set(manifests.identity),
             patience=partial(watchdog.patience, "finding neighbours"),
         )
-    counters = build_counters(run_dir, training, manifests, restored, device=device, command=command)
+    counters = build_counters(run_dir, training, manifests, restored, device=device)
     if rank() == 0:
         write_provenance(run_dir, config, manifests, command=command, world_size=world_size(), restored=restored)
     checkpoints = CheckpointWriter(run_dir, keep=config.keep_checkpoints)

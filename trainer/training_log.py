@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Self
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from data_pipeline.core.sample import Batch
 from trainer.build import Training
@@ -26,9 +25,8 @@ from trainer.observability.alarms import Alarms
 from trainer.observability.step_pictures import step_pictures
 from trainer.observability.tracker import Tracker
 from trainer.observability.tracking import StepPictures
-from trainer.open_settings import input_size, normalization_of
+from trainer.open_settings import input_size
 from trainer.optim.learning_rates import scaled_learning_rate
-from trainer.original_crops import cuts_squares
 from trainer.probes.online import online_probe
 from trainer.profiling import Clock, memory_in_use, slowest
 from trainer.run_dir import RunDir
@@ -36,10 +34,6 @@ from trainer.step import StepOutput
 from trainer.views import BaseViewsConfig
 
 logger = logging.getLogger(__name__)
-
-
-# Warns if the normalisation of the config differs more than this from the data. ImageNet's differs less from CIFAR-10.
-_FAR_MEAN, _FAR_LOG_STD = 0.25, math.log(1.25)
 
 
 class TrainingLog:
@@ -217,53 +211,9 @@ def log_start(
         logger.info("%s", note)
     if config.adversary is not None and (note := config.adversary.note()) is not None:
         logger.warning("%s", note)
-    if (note := _never_learns(config, steps_per_epoch=steps_per_epoch)) is not None:
-        logger.warning("%s", note)
     if (note := config.objective.not_reached(num_epochs=config.num_epochs)) is not None:
         logger.warning("%s", note)
-    _warn_of_foreign_normalization(config, manifest)
-    if cuts_squares(config, manifest):
-        logger.info(
-            "expert crops are cut out of squares of %d pixels, not out of the stored pictures: the overlay is drawn on "
-            "the squares",
-            manifest.batch_shape[1],
-        )
-    if micro_batches > 1 and any(isinstance(module, _BatchNorm) for module in modules.encoder.modules()):
-        logger.info(
-            "batch norm sees micro batches of %d, so its statistics and the run depend on memory.micro_batches",
-            config.global_batch_size // micro_batches,
-        )
     if start_step == num_steps:
         logger.info("already at its last step %d; nothing to do", num_steps)
     elif start_step:
         logger.info("going on from step %d of %d", start_step, num_steps)
-
-
-def _never_learns(config: RunConfig, *, steps_per_epoch: int) -> str | None:
-    """Return a sentence if the viewmaker is frozen before the first epoch in which it would learn; else None."""
-    freeze_step = None if config.adversary is None else config.adversary.freeze_step
-    first = next((epoch for epoch in range(config.num_epochs) if config.views.learns_in(epoch)), None)
-    if freeze_step is None or first is None or first * steps_per_epoch < freeze_step:
-        return None
-    return (
-        f"the viewmaker never learns: adversary.freeze_step={freeze_step} comes before its first epoch, which begins "
-        f"at step {first * steps_per_epoch}; set a later adversary.freeze_step, or null"
-    )
-
-
-def _warn_of_foreign_normalization(config: RunConfig, train: TrainManifest) -> None:
-    """Log a warning if the mean and std in the config are far from the mean and std of the train set."""
-    named, own = config.encoder.normalization, normalization_of(train)
-    if named is None or own is None:
-        return
-    is_far = any(
-        abs(mean - own_mean) > _FAR_MEAN * own_std or abs(math.log(std / own_std)) > _FAR_LOG_STD
-        for mean, std, own_mean, own_std in zip(named.mean, named.std, own.mean, own.std, strict=True)
-    )
-    if is_far:
-        logger.warning(
-            "encoder.mean=%s and encoder.std=%s are far from those of %s (%s and %s); set both to null to use its own",
-            *(", ".join(f"{number:.3f}" for number in numbers) for numbers in (named.mean, named.std)),
-            config.data.train_name,
-            *(", ".join(f"{number:.3f}" for number in numbers) for numbers in (own.mean, own.std)),
-        )

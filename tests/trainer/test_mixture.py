@@ -294,7 +294,7 @@ def test_data_that_do_not_fit_a_mixture_are_one_sentence(data: Path, tmp_path: P
     mixed = (
         f"birds: {{train_dir: {data / 'birds'}, weight: 1}}, photos: {{train_dir: {tmp_path / 'photos'}, weight: 1}}"
     )
-    with pytest.raises(UserError, match=r"differ in input shape \(\(3, 32, 32\) and \(3, 16, 16\)"):
+    with pytest.raises(UserError, match=r"differ in input shape \(\(3, 16, 16\) and \(3, 32, 32\)"):
         check_data(configure(data, sources=mixed))
     with pytest.raises(UserError, match=r"take up to 15 of a global batch of 16 from birds, which holds 30 samples"):
         check_data(configure(data, sources=sources_of(data, birds=9, photos=1)))

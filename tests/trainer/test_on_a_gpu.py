@@ -297,51 +297,32 @@ def test_every_overlay_is_tried() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "overrides", "said"),
+    ("overrides", "said"),
     [
-        ("image", ["compile=false"], ["compile=auto would record this step, and may train twice as fast"]),
-        ("image", ["compile=true"], ["compile=both would record this step, and may train twice as fast"]),
-        ("image", ["compile=false", "optimizer={kind: lars, learning_rate: 0.1}"], []),
-        (
-            "image",
-            ["optimizer={kind: lars, learning_rate: 0.1}"],
-            [
-                "the step is not recorded as a CUDA graph: optimizer lars has no fused kernel that a recorded step can "
-                "skip"
-            ],
-        ),
-        ("image", ["compile=false", "precision=float64"], []),
-        ("image", [], []),
-        (
-            "viewmaker",
-            [],
-            [
-                "compile=both compiles the networks too: it takes a minute at each start, and a viewmaker may train "
-                "1.5 times as fast"
-            ],
-        ),
-        ("viewmaker", ["compile=both"], []),
+        ([], ""),
+        (["compile=false"], ""),
+        (["optimizer={kind: lars, learning_rate: 0.1}"], "optimizer lars has no fused kernel"),
+        (["precision=float64"], "in float32"),
     ],
-    ids=["plain", "compiled", "plain lars", "lars", "float64", "recorded", "recorded viewmaker", "all"],
 )
-def test_a_step_that_could_be_recorded_says_so(
-    recipe: str,
+def test_the_log_says_why_a_step_is_not_recorded(
     overrides: list[str],
-    said: list[str],
+    said: str,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("timm")
     monkeypatch.setattr(trainer.build, "CudaGraphs", lambda: None)  # it asks the GPU for memory
     monkeypatch.setattr(trainer.build, "RecordedStep", lambda step, *_, **__: step)
-    config = resolve_recipe(f"debug:{recipe}", ["tracking.wandb=disabled", *overrides])
+    config = resolve_recipe("debug:image", ["tracking.wandb=disabled", *overrides])
     modules = build_modules(config)
     objective = build_run_objective(config, modules.encoder, num_samples=64, num_classes={}, device=torch.device("cpu"))
     with tensors_without_data(), caplog.at_level(logging.INFO):
         for module in (*modules.trained_modules.values(), objective):
             on_the_gpu(module)
         assemble(config, modules, objective)
-    assert [record.getMessage().removesuffix(": docs/performance.md") for record in caplog.records] == said
+    assert len(caplog.records) == bool(said)
+    assert said in caplog.text
 
 
 def test_building_and_loading_modules_leave_the_generators_of_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import json
 import logging
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,6 @@ from trainer.planning.plan import plan
 from trainer.pretrained import load_modules
 from trainer.run_dir import RunDir
 from trainer.train import train
-from trainer.training_log import log_start
 
 CPU = torch.device("cpu")
 OF_THE_DATA = ["encoder.mean=null", "encoder.std=null"]
@@ -127,20 +125,14 @@ def test_a_run_with_numbers_of_its_own_needs_no_record(trained: RunDir, tmp_path
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (None, 'does not hold "normalization", the mean and std by which the encoder normalises its input; restore'),
-        ("{", 'does not hold "normalization"'),
-        ("[]", 'does not hold "normalization"'),
+        ("{", "is not valid JSON"),
         ('{"starts": []}', 'does not hold "normalization"'),
         ('{"normalization": {"mean": [0, 0, 0], "std": [1, 0, 1]}}', r'"normalization" in .*std\[1\]'),
-        ('{"normalization": {"mean": [0, 0, NaN], "std": [1, 1, 1]}}', r'"normalization" in .*mean\[2\]'),
-        ('{"normalization": 3}', 'does not hold "normalization"'),
     ],
 )
-def test_a_lost_record_is_said_in_one_sentence(
-    record: str | None, message: str, trained: RunDir, tmp_path: Path
-) -> None:
+def test_a_lost_record_is_said_in_one_sentence(record: str, message: str, trained: RunDir, tmp_path: Path) -> None:
     run_dir = RunDir(shutil.copytree(trained.path, tmp_path / "run"))
-    run_dir.provenance.unlink() if record is None else run_dir.provenance.write_text(record)
+    run_dir.provenance.write_text(record)
     with pytest.raises(UserError, match=message) as refusal:
         load_encoder(run_dir.path)
     assert "\n" not in str(refusal.value)
@@ -188,7 +180,7 @@ def test_a_network_by_size_has_the_form_that_suits_the_pictures(
     x = torch.rand(2, 3, size, size)
     assert torch.equal(load_encoder(tmp_path / "encoder.safetensors").pooled(x), load_encoder(run_dir.path).pooled(x))
     run_dir.provenance.write_text(json.dumps({"normalization": {"mean": [0, 0, 0], "std": [1, 1, 1]}}))
-    with pytest.raises(UserError, match=r'does not hold "encoder_input_size".*encoder.kind=resnet18_by_size depends'):
+    with pytest.raises(UserError, match=r'does not hold "encoder_input_size"'):
         load_encoder(run_dir.path)
 
 
@@ -228,25 +220,3 @@ def test_spectrograms_come_normalised() -> None:
 def test_a_channel_that_never_changes_is_divided_by_one(data: Path) -> None:
     manifest = manifest_of(data).model_copy(update={"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.0, 0.5)})
     assert normalization_of(manifest) == Normalization(mean=(0.1, 0.2, 0.3), std=(0.4, 1.0, 0.5))
-
-
-@pytest.mark.parametrize(
-    ("settings", "numbers", "is_said"),
-    [
-        ([], {"mean": (0.1, 0.1, 0.1), "std": (0.2, 0.2, 0.2)}, True),
-        ([], {"mean": (0.4914, 0.4822, 0.4465), "std": (0.247, 0.2435, 0.2616)}, False),
-        (["encoder.mean=[0.485,0.456,0.406]", "encoder.std=[0.229,0.224,0.225]"],
-         {"mean": (0.4914, 0.4822, 0.4465), "std": (0.247, 0.2435, 0.2616)}, False),
-        (OF_THE_DATA, {"mean": (0.1, 0.1, 0.1), "std": (0.2, 0.2, 0.2)}, False),
-        ([], {"mean": (0.4914, 0.4822, 0.4465), "std": (0.247, 0.0, 0.2616)}, True),
-    ],
-)  # fmt: skip
-def test_numbers_of_other_pictures_are_said(
-    settings: list[str], numbers: dict[str, Any], is_said: bool, data: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """CIFAR-10's numbers on other pictures give a warning; ImageNet's on CIFAR-10, which were published, do not."""
-    manifest = manifest_of(data).model_copy(update=numbers)
-    config = configure(data, *settings)
-    with caplog.at_level(logging.WARNING):
-        log_start(config, build_modules(config), manifest, device=CPU, start_step=0, num_steps=3)
-    assert ("set both to null to use its own" in caplog.text) is is_said

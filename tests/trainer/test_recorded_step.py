@@ -288,16 +288,11 @@ def test_every_objective_that_can_be_recorded_is_recorded_here() -> None:
         assert why_not_recorded(config, device=CUDA, num_ranks=1) is None
 
 
-@pytest.mark.parametrize(
-    ("setting", "effect"), [("step", "changes nothing here"), ("both", "does no more than compile=true here")]
-)
-def test_on_a_cpu_no_step_is_recorded_and_the_log_says_so(
-    setting: str, effect: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        training = build_training(configure("debug:image", [f"compile={setting}"]), num_samples=64, device=CPU)
+@pytest.mark.parametrize("setting", ["step", "both"])
+def test_on_a_cpu_no_step_is_recorded_and_the_log_says_so(setting: str, caplog: pytest.LogCaptureFixture) -> None:
+    training = build_training(configure("debug:image", [f"compile={setting}"]), num_samples=64, device=CPU)
     assert not isinstance(training.step, RecordedStep)
-    assert f"compile={setting} {effect}: only a GPU records a step" in caplog.text
+    assert "only a GPU records a step" in caplog.text
 
 
 @pytest.fixture

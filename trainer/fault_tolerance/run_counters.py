@@ -31,7 +31,7 @@ class RunCounters:
 
     def metrics(self) -> dict[str, float]:
         """Return the counts for the log. Raises `UserError` if the share of bad samples is above its limit."""
-        return {"train/skipped_steps": self._skipped.counter.counts.total, "data/bad_samples": self._bad.flush()}
+        return {"train/skipped_steps": self._skipped.counts.total, "data/bad_samples": self._bad.flush()}
 
     def state_to_save(self, num_done: int, *, num_steps: int) -> RunState | None:
         """Return the state for the checkpoint after `num_done` of `num_steps` steps; None for no checkpoint.
@@ -44,7 +44,7 @@ class RunCounters:
         self._bad.flush()
         return RunState(
             data=self._data,
-            skipped=self._skipped.counter.counts,
+            skipped=self._skipped.counts,
             bad_samples=self._bad.found,
             wall_seconds=self.wall_seconds,
         )
@@ -57,4 +57,4 @@ class RunCounters:
     @property
     def saved_step(self) -> int:
         """Return the step of the checkpoint from which the run would go on; 0 if there is none."""
-        return self._skipped.counter.saved_step
+        return self._skipped.saved_step

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Batch
-from trainer.adversary import AdversaryConfig
 from trainer.checkpoint.run_state import SkipCounts
 from trainer.distributed.collectives import all_gather_object, any_rank, broadcast_object, rank
 from trainer.distributed.engines.engine import Engine
@@ -29,8 +28,24 @@ from trainer.step import StepOutput
 logger = logging.getLogger(__name__)
 
 
-class SkipCounter:
-    """The number of skipped steps of a run, over all its starts.
+@dataclass(frozen=True)
+class _PendingStep:
+    """A step that may have been skipped: `skipped` may be read after the event `known`. Holds no views, for memory."""
+
+    step: int
+    epoch: int
+    index_B: Tensor
+    metrics: Mapping[str, Tensor]
+    learning_rates: Mapping[str, float]
+    skipped: Tensor
+    known: torch.cuda.Event | None
+
+
+class SkippedSteps:
+    """The skipped steps of a run over all its starts, which are counted and recorded without waiting for the GPU.
+
+    On a CPU it is known at once whether a step was skipped. On a GPU it is read when the next step has begun, so the
+    recorded state may be one step later.
 
     Attributes:
         counts: the counts so far; they start from `before`, the counts in the checkpoint of `saved_step`.
@@ -38,114 +53,44 @@ class SkipCounter:
     """
 
     def __init__(
-        self, run_dir: RunDir, *, max_in_a_row: int, before: SkipCounts | None = None, saved_step: int = 0
-    ) -> None:
-        self._run_dir, self._max_in_a_row = run_dir, max_in_a_row
-        self.counts = SkipCounts() if before is None else before
-        self.saved_step = saved_step
-        self._has_learned = False  # since that checkpoint
-
-    def add(self, step: int, *, skipped: bool, by_design: bool = False) -> None:
-        """Count a step. Call it for every step, in order.
-
-        A step that was skipped `by_design`, in the search for the loss scale of float16, counts in the total, and
-        neither adds to the steps in a row nor ends them.
-
-        Raises `UserError` if `max_in_a_row` steps in a row were skipped.
-        """
-        total, in_a_row = self.counts.total + skipped, self.counts.in_a_row
-        if not by_design:
-            in_a_row = in_a_row + 1 if skipped else 0
-        self.counts = SkipCounts(total=total, in_a_row=in_a_row)
-        self._has_learned |= not skipped
-        if not by_design and in_a_row >= self._max_in_a_row:
-            raise UserError(
-                f"the loss or a gradient was not finite in {in_a_row} steps in a row, up to step {step}; "
-                f"{self._advice()}"
-            )
-
-    def may_save(self, step: int) -> bool:
-        """Return whether a checkpoint after `step` steps would hold anything new; if so, count it as saved.
-
-        If every step since the last checkpoint was skipped, a new checkpoint would let a restart go on past the fault.
-        """
-        if not self._has_learned:
-            logger.warning(
-                "no checkpoint at step %d: every step since the checkpoint of step %d was skipped",
-                step,
-                self.saved_step,
-            )
-            return False
-        self.saved_step, self._has_learned = step, False
-        return True
-
-    def check_end(self, num_steps: int, *, overflows_by_design: bool) -> None:
-        """Raise `UserError` if more steps of the run were skipped than taken. Call it before the last checkpoint.
-
-        Does not raise with `overflows_by_design`: the search for the loss scale of float16 skips steps too, and in a
-        short run more than half of them.
-        """
-        total, in_a_row = self.counts.total, self.counts.in_a_row
-        if 2 * total > num_steps and not overflows_by_design:
-            raise UserError(
-                f"{total} of {num_steps} steps were skipped, because the loss or a gradient was not finite; "
-                f"{self._advice()}"
-            )
-        if in_a_row:
-            logger.warning("the last %d steps of the run were skipped: check what it has learned", in_a_row)
-
-    def _advice(self) -> str:
-        recorded = recorded_steps(self._run_dir)
-        look = f"{_replay_command(self._run_dir, recorded[-1])} shows where; " if recorded else ""
-        return f"{look}lower the learning rate, or set precision=float32 if it has 16 bits, with another --run-dir"
-
-
-@dataclass(frozen=True)
-class _PendingStep:
-    """A step that may have been skipped: `skipped` may be read after the event `known`."""
-
-    step: int
-    epoch: int
-    index_B: Tensor
-    skipped: Tensor
-    known: torch.cuda.Event | None
-    metrics: Mapping[str, Tensor]
-    learning_rates: Mapping[str, float]
-
-
-class SkippedSteps:
-    """A counter and recorder of skipped steps that does not wait for the GPU.
-
-    On a CPU it is known at once whether a step was skipped. On a GPU it is read when the next step has begun, so the
-    recorded state may be one step later. `counter` holds the counts.
-    """
-
-    def __init__(
         self,
         run_dir: RunDir,
-        counter: SkipCounter,
         *,
         engines: Mapping[str, Engine],
         objective: Objective,
-        adversary: AdversaryConfig | None,
-        precision: str,
-        seed: int,
+        max_in_a_row: int,
+        is_float16: bool,
+        alternates: bool,
         device: torch.device,
-        command: str,
         train_manifest_sha256: str,
+        before: SkipCounts | None = None,
+        saved_step: int = 0,
     ) -> None:
-        self.counter = counter
+        """Count from now on.
+
+        Args:
+            run_dir: where records are written.
+            engines, objective: their states are recorded.
+            max_in_a_row: the number of skipped steps in a row that ends the run.
+            is_float16: whether a search for the loss scale skips steps by design.
+            alternates: whether the encoder may have stepped when the viewmaker skips.
+            device: where training happens.
+            train_manifest_sha256: the hash of the train set, for the records.
+            before, saved_step: see the attributes.
+        """
+        self.counts, self.saved_step = before or SkipCounts(), saved_step
         self._run_dir, self._engines, self._objective = run_dir, engines, objective
-        self._adversary, self._precision, self._seed = adversary, precision, seed
-        self._command, self._train_manifest_sha256 = command, train_manifest_sha256
+        self._max_in_a_row, self._is_float16, self._alternates = max_in_a_row, is_float16, alternates
+        self._train_manifest_sha256 = train_manifest_sha256
         self._lag = 1 if device.type == "cuda" else 0
         self._pending: deque[_PendingStep] = deque()
+        self._has_learned = False  # since the checkpoint of `saved_step`
 
     def add(self, batch: Batch, output: StepOutput, learning_rates: Mapping[str, float]) -> None:
         """Add a step. Raises `UserError` if too many steps in a row were skipped."""
-        skipped, known = _copy_to_host(output.skipped)
+        flag = _copy_to_host(output.skipped)
         self._pending.append(
-            _PendingStep(batch.step, batch.epoch, batch.index_B, skipped, known, output.metrics, learning_rates)
+            _PendingStep(batch.step, batch.epoch, batch.index_B, output.metrics, learning_rates, *flag)
         )
         if len(self._pending) > self._lag:
             self._judge(self._pending.popleft(), num_done=batch.step + 1)
@@ -153,51 +98,72 @@ class SkippedSteps:
     def may_save(self, num_done: int, *, num_steps: int) -> bool:
         """Return whether to save the state after `num_done` of `num_steps` steps; if so, count it as saved.
 
-        Waits for the last step. The last state of a run is always saved. Raises `UserError` if the run has failed,
-        because too many steps were skipped.
+        Waits for the last step. If every step since the last checkpoint was skipped, a new one would let a restart go
+        on past the fault; only the last state of a run is always saved. Raises `UserError` if the run has failed,
+        because more of its steps were skipped than taken.
         """
-        self.flush()
-        if num_done < num_steps:
-            return self.counter.may_save(num_done)
-        self.counter.check_end(num_steps, overflows_by_design=self._precision == "float16")
-        return True
-
-    def flush(self) -> None:
-        """Count every step that was added; waits for the GPU."""
         while self._pending:
             pending = self._pending.popleft()
             self._judge(pending, num_done=pending.step + 1)
+        if num_done == num_steps:
+            self._check_end(num_steps)
+        elif not self._has_learned:
+            logger.warning(
+                "no checkpoint at step %d: every step since the checkpoint of step %d was skipped",
+                num_done,
+                self.saved_step,
+            )
+            return False
+        self.saved_step, self._has_learned = num_done, False
+        return True
+
+    def _check_end(self, num_steps: int) -> None:
+        """Raise `UserError` if more steps were skipped than taken. In float16 a search may skip most of them."""
+        total, in_a_row = self.counts.total, self.counts.in_a_row
+        if 2 * total > num_steps and not self._is_float16:
+            raise UserError(
+                f"{total} of {num_steps} steps were skipped, because the loss or a gradient was not finite; "
+                f"{self._advice()}"
+            )
+        if in_a_row:
+            logger.warning("the last %d steps of the run were skipped: check what it has learned", in_a_row)
 
     def _judge(self, pending: _PendingStep, *, num_done: int) -> None:
-        """Count a step, and record it if it was skipped. Training has done `num_done` steps."""
+        """Count a step, and record it if it was skipped. Training has done `num_done` steps.
+
+        A step that the search for the loss scale of float16 has skipped by design counts in the total, and neither adds
+        to the steps in a row nor ends them.
+        """
         if pending.known is not None:
             pending.known.synchronize()
-        skipped = bool(pending.skipped)
-        by_design = skipped and self._precision == "float16" and _may_be_scaled_less(pending.metrics)
+        skipped, step = bool(pending.skipped), pending.step
+        by_design = skipped and self._is_float16 and _may_be_scaled_less(pending.metrics)
         if skipped and not by_design:
             is_recorded = self._record(pending, num_done=num_done)
             if rank() == 0:
-                look = f"; {_replay_command(self._run_dir, pending.step)} shows where" if is_recorded else ""
-                logger.warning(
-                    "step %d was skipped: a loss, a gradient or its length was not finite%s", pending.step, look
-                )
-        self.counter.add(pending.step, skipped=skipped, by_design=by_design)
+                look = f"; {_replay_command(self._run_dir, step)} shows where" if is_recorded else ""
+                logger.warning("step %d was skipped: a loss, a gradient or its length was not finite%s", step, look)
+        in_a_row = self.counts.in_a_row if by_design else self.counts.in_a_row + 1 if skipped else 0
+        self.counts = SkipCounts(total=self.counts.total + skipped, in_a_row=in_a_row)
+        self._has_learned |= not skipped
+        if skipped and not by_design and in_a_row >= self._max_in_a_row:
+            raise UserError(
+                f"the loss or a gradient was not finite in {in_a_row} steps in a row, up to step {step}; "
+                f"{self._advice()}"
+            )
 
     def _record(self, pending: _PendingStep, *, num_done: int) -> bool:
-        """Write the record of a skipped step, with the present state. Return whether rank 0 has written it.
+        """Write the record of a skipped step, with the present state, unless the run has enough records.
 
-        A step has none if the run has enough records, or if the disk refuses it, with a warning.
+        Return whether it was written.
         """
-        if not broadcast_object(rank() == 0 and has_room(self._run_dir, pending.step)):
+        step = pending.step
+        if not broadcast_object(rank() == 0 and has_room(self._run_dir, step)):
             return False
-        is_as_before = num_done == pending.step + 1 and self._is_undone(pending)
         record = NonFiniteRecord(
-            step=pending.step,
-            state_step=pending.step if is_as_before else num_done,
+            step=step,
+            state_step=step if num_done == step + 1 and not self._alternates else num_done,
             epoch=pending.epoch,
-            seed=self._seed,
-            precision=self._precision,
-            command=self._command,
             learning_rates=dict(pending.learning_rates),
             train_manifest_sha256=self._train_manifest_sha256,
             ranks=tuple(all_gather_object(RankValues.of(pending.index_B, pending.metrics))),
@@ -205,21 +171,13 @@ class SkippedSteps:
         states = {name: engine.module_state() for name, engine in self._engines.items()}
         states["objective"] = self._objective.saved_state()
         if rank() == 0:
-            try:
-                write_record(self._run_dir, record, states)
-            except OSError as error:  # without the record, the run is as good as before
-                logger.warning(
-                    "step %d cannot be replayed, because its record was not written: %s", pending.step, error
-                )
-                return False
+            write_record(self._run_dir, record, states)
         return True
 
-    def _is_undone(self, pending: _PendingStep) -> bool:
-        """Return whether all of a skipped step was skipped. In the alternating game the encoder may have stepped."""
-        if self._adversary is None or self._adversary.update == "simultaneous":
-            return True
-        learners = [name for name in self._engines if name != "viewmaker"]
-        return not all(pending.metrics[f"train/{name}_gradient_norm"].isfinite() for name in learners)
+    def _advice(self) -> str:
+        recorded = recorded_steps(self._run_dir)
+        look = f"{_replay_command(self._run_dir, recorded[-1])} shows where; " if recorded else ""
+        return f"{look}lower the learning rate, or set precision=float32 if it has 16 bits, with another --run-dir"
 
 
 def _may_be_scaled_less(metrics: Mapping[str, Tensor]) -> bool:

@@ -11,38 +11,36 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import safetensors.torch
+from pydantic import ConfigDict
 from torch import Tensor
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import sample_key
 from data_pipeline.core.schema import Schema
 from trainer.checkpoint.files import write_tensors
-from trainer.run_dir import RunDir, write_json
+from trainer.run_dir import RunDir
 
 MAX_RECORDS: Final = 5
 _RECORD_NAME: Final = "record.json"
-
-Value = float | Literal["inf", "-inf", "nan"]  # JSON has no numbers for the last three
 
 
 class RankValues(Schema):
     """The values of one rank in a step: the keys of its samples, its loss and other metrics."""
 
+    model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="strings")
+
     keys: tuple[str, ...]
-    metrics: dict[str, Value]
+    metrics: dict[str, float]
 
     @classmethod
     def of(cls, index_B: Tensor, metrics: Mapping[str, Tensor]) -> RankValues:
         """Return the values of a rank with samples `index_B` (B,) int64 and scalar `metrics`."""
-        values = {name: float(tensor) for name, tensor in metrics.items()}
-        return cls.model_validate(
-            {
-                "keys": tuple(sample_key(index) for index in index_B.tolist()),
-                "metrics": {name: value if math.isfinite(value) else str(value) for name, value in values.items()},
-            }
+        return cls(
+            keys=tuple(sample_key(index) for index in index_B.tolist()),
+            metrics={name: float(tensor) for name, tensor in metrics.items()},
         )
 
 
@@ -52,17 +50,14 @@ class NonFiniteRecord(Schema):
     Attributes:
         step: the number of the step, from 0, like `Batch.step`.
         state_step: the number of steps done in the recorded state. It is above `step` if the loop had already taken the
-            next step, or if the encoder had taken the step before the viewmaker skipped it.
-        train_manifest_sha256: the sha256 of the train set's manifest; None in records of an earlier version.
+            next step, or if the encoder may have taken the step before the viewmaker skipped it.
+        train_manifest_sha256: the sha256 of the train set's manifest.
         ranks: the values of the ranks, in rank order; their keys together are the global batch.
     """
 
     step: int
     state_step: int
     epoch: int
-    seed: int
-    precision: str
-    command: str
     learning_rates: dict[str, float]
     train_manifest_sha256: str
     ranks: tuple[RankValues, ...]
@@ -75,7 +70,7 @@ class NonFiniteRecord(Schema):
     @property
     def bad_ranks(self) -> list[int]:
         """Return the ranks whose own loss was not finite; an empty list if only a gradient was not finite."""
-        return [number for number, values in enumerate(self.ranks) if isinstance(values.metrics["train/loss"], str)]
+        return [number for number, values in enumerate(self.ranks) if not math.isfinite(values.metrics["train/loss"])]
 
 
 def has_room(run_dir: RunDir, step: int) -> bool:
@@ -85,23 +80,16 @@ def has_room(run_dir: RunDir, step: int) -> bool:
 
 
 def write_record(run_dir: RunDir, record: NonFiniteRecord, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Write a record, whole or not at all. `states` holds the state of each module by name, and of "objective".
-
-    Raises `OSError` if it cannot be written, such as on a full disk.
-    """
+    """Write a record, whole or not at all. `states` holds the state of each module by name, and of "objective"."""
     directory = _directory(run_dir, record.step)
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        for name, state in states.items():
-            on_host = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}
-            write_tensors(partial / f"{name}.safetensors", on_host)
-        write_json(partial / _RECORD_NAME, record.model_dump(mode="json"))
-        partial.replace(directory)
-    except OSError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    partial.mkdir(parents=True)
+    for name, state in states.items():
+        on_host = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}
+        write_tensors(partial / f"{name}.safetensors", on_host)
+    (partial / _RECORD_NAME).write_text(record.model_dump_json(indent=2), encoding="utf-8")
+    partial.replace(directory)
 
 
 def recorded_steps(run_dir: RunDir) -> list[int]:
@@ -116,12 +104,8 @@ def read_record(run_dir: RunDir, step: int) -> tuple[NonFiniteRecord, dict[str, 
     if step not in steps:
         have = f"it has records of steps {', '.join(map(str, steps))}" if steps else "none of its steps was skipped"
         raise UserError(f"{run_dir.path} has no record of step {step}; {have}")
-    try:
-        record = NonFiniteRecord.model_validate_json((directory / _RECORD_NAME).read_text(encoding="utf-8"))
-        states = {path.stem: safetensors.torch.load_file(path) for path in directory.glob("*.safetensors")}
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise UserError(f"cannot read {directory} ({str(error).splitlines()[0]}); remove it") from None
-    return record, states
+    record = NonFiniteRecord.model_validate_json((directory / _RECORD_NAME).read_text(encoding="utf-8"))
+    return record, {path.stem: safetensors.torch.load_file(path) for path in directory.glob("*.safetensors")}
 
 
 def _directory(run_dir: RunDir, step: int) -> Path:

@@ -19,7 +19,6 @@ from trainer.checkpoint.restore import newest_state
 from trainer.checkpoint.run_state import SkipCounts
 from trainer.config import RunConfig
 from trainer.fault_tolerance.preemption import StoppedError, StopRequests
-from trainer.fault_tolerance.skipped_steps import SkipCounter
 from trainer.run_dir import RunDir
 from trainer.train import train
 
@@ -182,14 +181,3 @@ def test_a_loss_that_is_not_finite_is_no_search_for_a_loss_scale(data: Path, tmp
     config = configure(data, "precision=float16", "optimizer.learning_rate=1e30", num_steps=16)
     with pytest.raises(UserError, match="in 10 steps in a row"):
         start(RunDir(tmp_path), config)
-
-
-def test_what_is_counted_before_and_what_was_saved_decide_the_next_save(tmp_path: Path) -> None:
-    skipped = SkipCounter(RunDir(tmp_path), max_in_a_row=4, before=SkipCounts(total=9, in_a_row=2), saved_step=20)
-    skipped.add(20, skipped=True)
-    assert not skipped.may_save(21)
-    assert skipped.saved_step == 20
-    skipped.add(21, skipped=False)
-    assert skipped.may_save(22)
-    assert not skipped.may_save(22)
-    assert (skipped.saved_step, skipped.counts) == (22, SkipCounts(total=10, in_a_row=0))

@@ -19,14 +19,12 @@ from configs import debug, resolve_recipe
 from data_pipeline.audio.log_mel import FSDD
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
-from data_pipeline.storage.manifest import load_manifest
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_pair
 from trainer.config import RunConfig
 from trainer.modules import build_modules
 from trainer.run_dir import RunDir
 from trainer.train import train
-from trainer.training_log import log_start
 from trainer.views import ViewsConfig, build_view_policy
 from trainer.views.channel_dropout import ChannelDropoutConfig
 from trainer.views.composed import ByEpochConfig, PairConfig, SequenceConfig
@@ -184,19 +182,6 @@ def test_a_viewmaker_learns_in_its_epochs_only_and_a_run_goes_on_within_one(
     for player, expected in whole.items():
         found = weights(12, player)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-@pytest.mark.parametrize(("freeze_step", "is_told"), [("5", True), ("6", False), ("null", False)])
-def test_a_viewmaker_that_is_frozen_before_its_first_epoch_is_told(
-    freeze_step: str, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It has the second epoch, from step 5 on; frozen at step 5, it would stay as it was drawn."""
-    data = write_tiny_pair(tmp_path, num_train=80, num_test=16)
-    config = configure_by_epoch(data, f"adversary.freeze_step={freeze_step}")
-    manifest = load_manifest(data / "train")
-    log_start(config, build_modules(config), manifest, device=torch.device("cpu"), start_step=0, num_steps=20)
-    said = "the viewmaker never learns: adversary.freeze_step=5 comes before its first epoch, which begins at step 5;"
-    assert (said in caplog.text) is is_told
 
 
 @pytest.mark.ranks
