@@ -112,7 +112,7 @@ def _merged(layers: Sequence[_Layer]) -> dict[str, Any]:
     """Return the values of all layers together. If two layers set a value, the earlier layer wins."""
     values = dict(layers[-1].values)
     for layer in reversed(layers[:-1]):
-        values = merge(values, layer.values, where=layer.name, model=RunConfig)
+        values = merge(values, layer.values, where=layer.name)
     return values
 
 
@@ -233,7 +233,7 @@ def _recipe(name: str) -> Callable[[], RunConfig]:
         try:
             config = recipe()
         except ValidationError as error:
-            raise UserError(f"the recipe {name}: {describe(error, RunConfig)}") from error
+            raise UserError(f"the recipe {name}: {describe(error)}") from error
         if not isinstance(config, RunConfig):
             raise UserError(f"the recipe {name} returns {type(config).__name__}; it must return a RunConfig")
         check_classes(config)

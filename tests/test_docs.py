@@ -17,16 +17,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
 
 from configs.resolve import recipes, resolve_recipe, resolve_study, studies
 from data_pipeline.building.catalogue import DATASETS
-from data_pipeline.core.sections import models_at
 from data_pipeline.overlays.registry import OVERLAYS
 from launch.resources import RequestedResources, describe_request, resources_for
+from tests.config_models import models_in
 from tests.nursery import run_python
 from tests.real_data import REPOSITORY
 from trainer.analyze import ANALYSES
@@ -117,15 +116,10 @@ def help_of(program: str, *words: str) -> str:
 def settings() -> frozenset[str]:
     """The dotted path of every setting and section that a RunConfig may have."""
 
-    def schemas_in(annotation: Any) -> Iterator[type[BaseModel]]:
-        yield from models_at([annotation])
-        for inner in get_args(annotation):
-            yield from schemas_in(inner)
-
     def walk(model: type[BaseModel], prefix: str) -> Iterator[str]:
         for name, field in model.model_fields.items():
             yield prefix + name
-            for section in schemas_in(field.annotation):
+            for section in models_in(field.annotation):
                 yield from walk(section, f"{prefix}{name}.")
 
     return frozenset(walk(RunConfig, ""))

@@ -210,7 +210,7 @@ def build_dataset(
             return _write_index(plan, facts)
     except ValidationError as error:
         raise UserError(
-            f"{dataset} cannot be built from this input: {describe(error, Manifest)}; change that in the source"
+            f"{dataset} cannot be built from this input: {describe(error)}; change that in the source"
         ) from None
 
 

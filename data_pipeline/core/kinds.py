@@ -16,16 +16,16 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError, model_validator
-from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError
-from pydantic_core.core_schema import ErrorType
+from pydantic import BaseModel, model_validator
+from pydantic_core import PydanticCustomError
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.imports import import_object
 from data_pipeline.core.schema import Line, Schema
-from data_pipeline.core.sections import KIND, kinds_of
+from data_pipeline.core.validation import KIND
 
 GROUP_PREFIX: Final = "overlay."  # of the groups of entry points
+_OTHER_KINDS: Final = "; others are registered by --code FILE or an installed package"
 
 Config = TypeVar("Config", bound="KindConfig")
 Class = TypeVar("Class", bound=type)
@@ -113,19 +113,14 @@ class Kinds(Names, Generic[Config]):
         """Return the config of a section's values: a pydantic validator, before the check for the base class."""
         if not isinstance(value, dict):
             return value
-        if KIND not in value:
-            raise PydanticKnownError("union_tag_not_found", {"discriminator": "'kind'"})
-        kind = value[KIND]
+        kind = str(value.get(KIND))
         try:
-            config = self.find(kind if isinstance(kind, str) else repr(kind))
+            config = self.find(kind)
         except KeyError:
             expected = ", ".join(map(repr, self.names()))
-            tag = {"discriminator": "'kind'", "tag": str(kind), "expected_tags": expected}
-            raise PydanticKnownError("union_tag_invalid", tag) from None
-        try:
-            return config.model_validate(value)
-        except ValidationError as error:
-            raise _inside(kind, error) from None
+            context = {"tag": kind, "expected_tags": expected, "others": _OTHER_KINDS}
+            raise PydanticCustomError("union_tag_invalid", "unknown kind {tag}", context) from None
+        return config.model_validate(value)
 
 
 class KindConfig(Schema):
@@ -159,6 +154,11 @@ class KindConfig(Schema):
         """Raise `UserError` if this section does not fit the other settings of `run`, a `trainer.config.RunConfig`."""
 
 
+def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:
+    """Return the kinds that a config class declares; an empty tuple if it has no field `kind`."""
+    return get_args(model.model_fields[KIND].annotation) if KIND in model.model_fields else ()
+
+
 def path_of(found: Any) -> str:
     """Return the import path of a class."""
     return f"{found.__module__}:{found.__qualname__}"
@@ -180,17 +180,3 @@ def _entry_points(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
     for each in entry_points(group=group):
         found[each.name] = (*found.get(each.name, ()), each)
     return found
-
-
-_KNOWN_ERRORS: Final = frozenset(get_args(ErrorType))
-
-
-def _inside(kind: str, error: ValidationError) -> ValidationError:
-    """Return the same error with the kind in front of its places, as pydantic has it for a union."""
-    details = []
-    for each in error.errors(include_url=False):
-        context = each.get("ctx", {})
-        known = each["type"] in _KNOWN_ERRORS
-        told = each["type"] if known else PydanticCustomError(each["type"], each["msg"].replace("{", "{{"))
-        details.append(InitErrorDetails(type=told, loc=(kind, *each["loc"]), input=each["input"], ctx=context))
-    return ValidationError.from_exception_data(error.title, details)

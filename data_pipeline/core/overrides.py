@@ -6,15 +6,14 @@ Does not validate the new values. Guarantees: no setting is lost because of anot
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pydantic import BaseModel
-
-from data_pipeline.core.errors import UserError, nearest
+from data_pipeline.core.errors import UserError
 from data_pipeline.core.plain_text import parse_yaml
-from data_pipeline.core.sections import KIND, default_at, field_of, kinds_of, models_at, models_of_kind
+from data_pipeline.core.validation import KIND
 
 SET_HELP: Final = (
     "Override one setting; the value is YAML. May be repeated, in any order. A mapping replaces its whole section. A "
@@ -50,16 +49,13 @@ def set_paths(overrides: Sequence[str]) -> set[Path]:
     return {path for text in overrides for setting in [parse_setting(text)] for path, _ in _inside(setting)}
 
 
-def merge(
-    values: Mapping[str, Any], changes: Mapping[str, Any], *, where: str, model: type[BaseModel]
-) -> dict[str, Any]:
-    """Return the `values` of a `model` with nested `changes`, which hold only what differs.
+def merge(values: Mapping[str, Any], changes: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """Return the `values` of a config with nested `changes`, which hold only what differs.
 
     Unlike in an override, a mapping changes only what it names. A new `kind` starts its section from the defaults of
-    that kind, and a section that was null starts from its defaults. Raises the errors of `apply_settings`, with
-    `where`.
+    that kind. Raises the errors of `apply_settings`, with `where`.
     """
-    return apply_settings(values, list(_differences(values, changes, where)), model=model)
+    return apply_settings(values, list(_differences(values, changes, where)))
 
 
 def _differences(values: Any, changes: Mapping[str, Any], where: str, above: Path = ()) -> Iterator[Setting]:
@@ -72,16 +68,15 @@ def _differences(values: Any, changes: Mapping[str, Any], where: str, above: Pat
             yield Setting(f"{'.'.join(path)} in {where}", path, value)
 
 
-def apply_settings(values: Mapping[str, Any], given: Sequence[Setting], *, model: type[BaseModel]) -> dict[str, Any]:
-    """Return the `values` of a `model` with settings applied, outer settings first.
+def apply_settings(values: Mapping[str, Any], given: Sequence[Setting]) -> dict[str, Any]:
+    """Return the `values` of a config with settings applied, outer settings first.
 
     Raises `UserError` if a setting is inside a value that is not a section.
     """
     last = {setting.path: setting for setting in given}
-    settings = sorted(last.values(), key=lambda each: (len(each.path), each.path[-1] != KIND))
     result = copy.deepcopy(dict(values))
-    for setting in settings:
-        _apply(result, setting, model)
+    for setting in sorted(last.values(), key=lambda each: (len(each.path), each.path[-1] != KIND)):
+        _apply(result, setting)
     return result
 
 
@@ -97,23 +92,18 @@ def _inside(setting: Setting) -> Iterator[tuple[Path, Any]]:
     return walk(setting.path, setting.value)
 
 
-def _apply(values: dict[str, Any], setting: Setting, model: type[BaseModel]) -> None:
-    """Apply one setting in place. A section that is missing starts from its defaults."""
+def _apply(values: dict[str, Any], setting: Setting) -> None:
+    """Apply one setting in place."""
     *outer, last = setting.path
-    section, models = values, [model]
+    section = values
     for depth, part in enumerate(outer, start=1):
-        where = ".".join(outer[:depth])
-        known = models_of_kind(models, section)
-        if part not in section and field_of(known, part):
-            section[part] = default_at(known, part)
-        inner = section.get(part)
-        if part in section and inner is None:
-            raise UserError(f"{setting.text}: {where} is null; add --set {where}={{}} for its defaults")
-        if not isinstance(inner, dict):
-            valid = {name for each in known for name in each.model_fields}
-            mend = f"; write --set {where}=VALUE" if part in section else nearest(part, valid)
-            raise UserError(f'{setting.text}: "{where}" has no settings of its own{mend}')
-        section, models = inner, models_at(field_of(known, part))
-    if last == KIND and section.get(KIND, setting.value) != setting.value and any(map(kinds_of, models)):
+        section = section.setdefault(part, {})
+        if not isinstance(section, dict):
+            where = ".".join(outer[:depth])
+            mend = f"{where}={{}} for its defaults" if section is None else f"{where}=VALUE"
+            raise UserError(
+                f"{setting.text}: {where} is {json.dumps(section)}, which has no settings; write --set {mend}"
+            )
+    if last == KIND and section.get(KIND, setting.value) != setting.value:
         section.clear()
     section[last] = setting.value

@@ -12,12 +12,20 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.overrides import apply_settings, parse_setting
-from data_pipeline.core.sections import KIND
-from data_pipeline.core.validation import PRINTABLE, describe
+from data_pipeline.core.validation import KIND, PRINTABLE, describe
 
 MAX_SEED = 2**63 - 1  # an int64
 
@@ -105,9 +113,24 @@ def drawn(numbers: Sequence[Measured]) -> list[float]:
 
 
 class Schema(BaseModel):
-    """A frozen model that refuses unknown keys, so that a misspelt setting is never silently ignored."""
+    """A frozen model that refuses unknown keys, so that a misspelt setting is never silently ignored.
+
+    A section of which some settings are given has the others, and its kind, from the default of its field.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _know_the_keys(cls, values: Any) -> Any:
+        """Refuse unknown keys by a custom error, whose context has the valid ones for `describe`."""
+        if not isinstance(values, dict):
+            return values
+        for key in values:
+            if key not in cls.model_fields:
+                context = {"key": key, "valid": list(cls.model_fields)}
+                raise PydanticCustomError("unknown_key", "unknown key {key}", context)
+        return {name: _with_defaults(value, cls.model_fields[name].default) for name, value in values.items()}
 
     def __hash__(self) -> int:
         """Return a hash of the values. Pydantic's own refuses a model with a mapping in it."""
@@ -120,7 +143,7 @@ class Schema(BaseModel):
         try:
             return cls.model_validate(value)
         except ValidationError as error:
-            raise UserError(f"{where}: {describe(error, cls)}") from None
+            raise UserError(f"{where}: {describe(error, value)}") from None
 
     def override(self, overrides: Sequence[str], *, where: str) -> Self:
         """Return a copy with `overrides` applied: each is "a.b=c" with the value in YAML, as on a command line.
@@ -132,9 +155,18 @@ class Schema(BaseModel):
         Raises `UserError` if a setting is unknown; the error names the nearest valid setting.
         """
         settings = [parse_setting(text) for text in overrides]
-        values = apply_settings(self.model_dump(mode="json"), settings, model=type(self))
+        values = apply_settings(self.model_dump(mode="json"), settings)
         given = "".join(f" --set {override}" for override in overrides)
         return self.parse(values, where=f"{where} with{given}" if given else where)
+
+
+def _with_defaults(value: Any, default: Any) -> Any:
+    """Return the settings of a section that are given, and the others from its default if it has the same kind."""
+    if not isinstance(value, dict) or not isinstance(default, BaseModel):
+        return value
+    settings = dict(default)
+    kind = settings.get(KIND)
+    return settings | value if value.get(KIND, kind) == kind else value
 
 
 def flatten(config: Schema) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from pydantic.fields import FieldInfo
 
 from configs.resolve import resolve_recipe
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sections import models_at
 from launch import train as launch_train
 from launch.planned_run import default_run_dir
 from launch.resources import RequestedResources
+from tests.config_models import models_in
 from trainer.analyze import ANALYSES, load_analysis
 from trainer.config import RunConfig
 from trainer.theory.__main__ import EXPERIMENTS, load_experiment
@@ -38,12 +38,8 @@ def all_sections(*models: Any) -> list[type[BaseModel]]:
         if model not in found:
             found.append(model)
             for field in model.model_fields.values():
-                waiting += models_at(_parts(field.annotation))
+                waiting += models_in(field.annotation)
     return found
-
-
-def _parts(annotation: Any) -> list[Any]:
-    return [annotation, *(part for inner in get_args(annotation) for part in _parts(inner))]
 
 
 def scalars(annotation: Any, constraints: tuple[Any, ...]) -> Iterator[tuple[type, list[Any]]]:

@@ -8,8 +8,7 @@ import pytest
 
 from configs.resolve import explain, resolve_recipe, resolve_study
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.schema import difference
-from trainer.objectives import MoCoConfig, NTXentConfig, SplitLossConfig
+from trainer.objectives import BYOLConfig, MoCoConfig, NTXentConfig, SplitLossConfig
 from trainer.optim.optimizers import AdamConfig
 from trainer.optim.schedules import ConstantConfig, CosineConfig
 from trainer.views.expert_audio import WaveformConfig
@@ -74,7 +73,9 @@ def test_a_section_that_is_null_can_be_made_and_set_at_once() -> None:
         assert isinstance(views, ViewmakerConfig)
         assert views.waveform == WaveformConfig(noise_std=0.5)
     said = refusal("views.waveform.noise_std=0.5", recipe="debug:audio_viewmaker")
-    assert said.endswith("views.waveform is null; add --set views.waveform={} for its defaults")
+    assert said.endswith(
+        "views.waveform is null, which has no settings; write --set views.waveform={} for its defaults"
+    )
 
 
 def test_of_two_values_for_one_name_the_last_counts() -> None:
@@ -87,9 +88,9 @@ def test_of_two_values_for_one_name_the_last_counts() -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("name.x=1", '"name" has no settings of its own; write --set name=VALUE'),
-        ("probe.milestones.0=1", '"probe.milestones" has no settings of its own; write --set probe.milestones=VALUE'),
-        ("optimiser.momentum=0", '"optimiser" has no settings of its own; did you mean "optimizer"?'),
+        ("name.x=1", "which has no settings; write --set name=VALUE"),
+        ("probe.milestones.0=1", "which has no settings; write --set probe.milestones=VALUE"),
+        ("optimiser.momentum=0", 'unknown key "optimiser"; did you mean "optimizer"?'),
         ("kind=x", 'unknown key "kind"; valid are: adversary, '),
         ("=3", 'unknown key ""; valid are: '),
         ("num_epochs", 'has no "="; write --set NAME=VALUE'),
@@ -100,11 +101,9 @@ def test_what_is_no_setting_is_refused(override: str, said: str) -> None:
     assert said in refusal(override)
 
 
-def test_a_free_mapping_has_no_kind() -> None:
-    timm = ["encoder.kind=timm", "encoder.name=vit_tiny_patch16_224"]
-    config = resolve_recipe("debug:image", [*timm, "encoder.options={kind: 1, img_size: 32}"])
-    changed = config.override(["encoder.options.kind=2"], where="x")
-    assert difference(config, changed) == ["encoder.options.kind"]
+def test_a_section_that_a_new_kind_brings_begins_with_the_defaults_of_its_field() -> None:
+    objective = resolve_recipe("debug:image", ["objective.kind=byol", "objective.predictor.bias=false"]).objective
+    assert objective == BYOLConfig(predictor=BYOLConfig().predictor.model_copy(update={"bias": False}))
 
 
 def test_values_mean_what_they_say() -> None:

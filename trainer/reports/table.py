@@ -20,7 +20,7 @@ import numpy as np
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import as_typed, value_at
-from data_pipeline.core.sections import KIND
+from data_pipeline.core.validation import KIND
 from trainer.probes.features import LabelSpace
 from trainer.probes.groups import LEAST_GROUP, Groups
 from trainer.probes.linear import ProbeConfig
