@@ -120,7 +120,7 @@ def worker(rank: int, core: int, size: int, start: Barrier, pipe: Connection, ot
             waiting = waiting_in_batch_norm(other)
         elif not apart:
             port = pipe.recv()
-            world = WorldEnv(rank, NUM_PROCESSES, rank, NUM_PROCESSES, 0, "127.0.0.1", port, "torchrun", {})
+            world = WorldEnv(rank, NUM_PROCESSES, rank, NUM_PROCESSES, "127.0.0.1", port, "torchrun")
             init_process_group(world, device)
         config = configure(
             Path("unread"),

@@ -133,10 +133,7 @@ def _start(
     gpus: Sequence[str],
     command: str,
 ) -> Iterator[BaseProcess]:
-    """Start the ranks of a run. Each writes into a log of its own.
-
-    If the port, which is free now, is taken when the ranks start, they meet at another one.
-    """
+    """Start the ranks of a run. Each writes into a log of its own."""
     num_ranks = plan.resources.num_ranks
     port = free_ports(1)[0] if num_ranks > 1 else 0
     for rank in range(num_ranks):
@@ -149,7 +146,6 @@ def _start(
                 "LOCAL_WORLD_SIZE": str(num_ranks),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
-                "FEATURE_DROPOUT_RENDEZVOUS": f"here/{os.getpid()}/{run_dir.path}/{port}",
             }
         log = _log(plan, run_dir, rank)
         process = context.Process(

@@ -27,7 +27,6 @@ from trainer.claim import begin, resume
 from trainer.config import RunConfig
 from trainer.data import Manifests, open_stream, read_agreed_manifests
 from trainer.distributed.collectives import on_first_rank, rank, world_size
-from trainer.distributed.environment import local_rank_restored
 from trainer.fault_tolerance import liveness
 from trainer.fault_tolerance.preemption import StoppedError, StopRequests
 from trainer.fault_tolerance.run_counters import RunCounters
@@ -59,7 +58,6 @@ def train(
     manifests = read_agreed_manifests(config.data)
     take = partial(begin, run_dir, config, manifests, accepted_data=accepted_data)
     with (
-        local_rank_restored(),
         on_first_rank(take) or contextlib.nullcontext(),
         StopRequests() as stop_requests,
         Watchdog(run_dir, config.watchdog, rank=rank(), fetch_seconds=config.data.fetch_seconds) as watchdog,

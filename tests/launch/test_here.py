@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -125,7 +124,7 @@ def test_every_launcher_gives_the_same_curve(tmp_path: Path) -> None:
     assert losses["torchrun"] == pytest.approx(losses["alone"], rel=1e-9)
     assert losses["here"] == pytest.approx(losses["alone"], rel=1e-9)
     log = (tmp_path / "here" / "logs" / "here_0_log.out").read_text()
-    assert re.search(r"^1 +0 +\S+ +1 +cpu +\d+$", log, re.MULTILINE), "rank 1 is not in the rank table"
+    assert "rank 1 (launcher: torchrun): cpu of " in log
 
 
 @pytest.mark.process

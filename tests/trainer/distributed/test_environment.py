@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from data_pipeline.core.devices import named_device
 from data_pipeline.core.errors import UserError
@@ -21,14 +19,13 @@ from launch.ports import free_ports
 from tests.nursery import PythonProcess
 from trainer.distributed import environment as env_module
 from trainer.distributed.environment import (
+    WorldEnv,
     choose_device,
     expand_tasks_per_node,
     first_host,
-    init_process_group,
     process_group,
     read_env,
 )
-from trainer.distributed.rendezvous import answering
 
 ROOT = Path(__file__).parents[3]
 
@@ -64,16 +61,14 @@ SRUN_TASK = SBATCH_SCRIPT | {  # and in a task of srun
 
 def test_torchrun() -> None:
     world = read_env(TORCHRUN)
-    assert (world.rank, world.world_size, world.local_rank, world.local_world_size, world.node_rank) == (5, 8, 1, 2, 2)
+    assert (world.rank, world.world_size, world.local_rank, world.local_world_size) == (5, 8, 1, 2)
     assert (world.master_addr, world.master_port, world.launcher) == ("n0", 29500, "torchrun")
-    assert world.sources["rank"] == "RANK"
 
 
 def test_slurm_step() -> None:
     world = read_env(SRUN_TASK)
-    assert (world.rank, world.world_size, world.local_rank, world.local_world_size, world.node_rank) == (6, 7, 0, 1, 3)
+    assert (world.rank, world.world_size, world.local_rank, world.local_world_size) == (6, 7, 0, 1)
     assert (world.master_addr, world.launcher) == ("n0", "slurm")
-    assert world.sources["rank"] == "SLURM_PROCID"
     assert read_env(SRUN_TASK | {"SLURM_PROCID": "1", "SLURM_NODEID": "0", "SLURM_LOCALID": "1"}).local_world_size == 2
 
 
@@ -98,29 +93,20 @@ def test_slurm_port_is_shared_by_the_ranks_and_not_by_other_jobs_or_steps() -> N
     ],
 )
 def test_without_srun_or_torchrun_it_is_a_single_process(environ: dict[str, str]) -> None:
-    world = read_env(environ)
-    assert (world.rank, world.world_size, world.local_rank, world.local_world_size) == (0, 1, 0, 1)
-    assert world.launcher == "none"
-    assert set(world.sources) == set(read_env(TORCHRUN).sources)
-
-
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-def test_partial_torchrun_environment_names_what_is_missing(name: str) -> None:
-    with pytest.raises(UserError, match=rf"but not {name};"):
-        read_env({key: value for key, value in TORCHRUN.items() if key != name})
+    assert read_env(environ) == WorldEnv()
 
 
 @pytest.mark.parametrize(
-    "name", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"]
+    ("environ", "missing"),
+    [
+        *((TORCHRUN, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")),
+        *((SRUN_TASK, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NODELIST")),
+        (SRUN_TASK | {"WORLD_SIZE": "1"}, "RANK"),  # left over in a container
+    ],
 )
-def test_partial_slurm_step_names_what_is_missing(name: str) -> None:
-    with pytest.raises(UserError, match=rf"\b{name} is not set"):
-        read_env({key: value for key, value in SRUN_TASK.items() if key != name})
-
-
-def test_world_size_left_over_in_a_container_is_refused_under_slurm() -> None:
-    with pytest.raises(UserError, match="WORLD_SIZE but not RANK"):
-        read_env(SRUN_TASK | {"WORLD_SIZE": "1"})
+def test_an_environment_with_only_some_of_the_variables_is_refused(environ: dict[str, str], missing: str) -> None:
+    with pytest.raises(UserError, match=rf"but not (\w+, )*{missing}\b"):
+        read_env({key: value for key, value in environ.items() if key != missing})
 
 
 def exported(rank: int, world_size: int) -> dict[str, str]:
@@ -135,12 +121,11 @@ def exported(rank: int, world_size: int) -> dict[str, str]:
 
 def test_rank_against_slurm_procid() -> None:
     assert read_env(SRUN_TASK | exported(6, 7)).rank == 6
-    with pytest.raises(UserError, match="RANK=0 and SLURM_PROCID=6 contradict"):
-        read_env(SRUN_TASK | exported(0, 7))
-    with pytest.raises(UserError, match="WORLD_SIZE=8 and SLURM_STEP_NUM_TASKS=7 contradict"):
-        read_env(SRUN_TASK | exported(6, 8))
-    with pytest.raises(UserError, match="RANK=1 and SLURM_PROCID=0 contradict"):
-        read_env(SBATCH_SCRIPT | exported(1, 2))
+    for rank, world_size in ((0, 7), (6, 8)):
+        with pytest.raises(
+            UserError, match=f"RANK={rank} of WORLD_SIZE={world_size} and SLURM_PROCID=6 of .* contradict"
+        ):
+            read_env(SRUN_TASK | exported(rank, world_size))
 
 
 def test_one_torchrun_per_slurm_task_is_no_contradiction() -> None:
@@ -152,24 +137,6 @@ def test_one_torchrun_per_slurm_task_is_no_contradiction() -> None:
         read_env(SRUN_TASK | four_agents | stale)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"RANK": "8"}, r"rank 8 \(from RANK\) must be below world_size 8"),
-        ({"LOCAL_RANK": "2"}, "local_rank 2"),
-        ({"WORLD_SIZE": "0", "RANK": "0"}, "rank 0"),
-        ({"RANK": "-1"}, "RANK='-1'"),
-        ({"WORLD_SIZE": ""}, "MASTER_PORT but not WORLD_SIZE; start with torchrun"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
-        ({"MASTER_PORT": "70000"}, "master_port 70000"),
-        ({"LOCAL_WORLD_SIZE": "9"}, "more than the 8 of the world"),
-    ],
-)
-def test_nonsense_is_refused(change: dict[str, str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        read_env(TORCHRUN | change)
-
-
 def test_node_lists() -> None:
     assert first_host("n0") == "n0"
     assert first_host("a1,b2") == "a1"
@@ -178,9 +145,7 @@ def test_node_lists() -> None:
     assert first_host("r[1-2]n[04-09]") == "r1n04"
     assert expand_tasks_per_node("4") == [4]
     assert expand_tasks_per_node("3,1") == [3, 1]
-    for wrong in ("", "2(y3)", "2,,1"):
-        with pytest.raises(UserError, match="SLURM_STEP_TASKS_PER_NODE"):
-            expand_tasks_per_node(wrong)
+    assert expand_tasks_per_node("2(x3),1") == [2, 2, 2, 1]
 
 
 def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -223,44 +188,6 @@ def test_gpus_that_torch_cannot_use_are_no_silent_cpu(monkeypatch: pytest.Monkey
     assert named_device("cpu") == torch.device("cpu")
 
 
-def test_a_gpu_that_another_process_has_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def busy(*_: object, **__: object) -> None:
-        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might be")
-
-    pretend_gpus(monkeypatch, 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", busy)
-    with pytest.raises(UserError, match=r"^cuda:0 on \S+ cannot be used \(CUDA error: .* unavailable\); see in "):
-        init_process_group(read_env({}), torch.device("cuda", 0))
-    monkeypatch.setattr(torch, "ones", busy)
-    with pytest.raises(UserError, match=r"--device cuda: this GPU cannot be used now \(CUDA error: .* unavailable\)"):
-        named_device(None)
-    with pytest.raises(UserError, match="--device cuda:1: this machine has no such device"):
-        named_device("cuda:1")
-
-
-def pretend_capability(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90", "sm_90a"])
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla P100")
-
-
-@pytest.mark.parametrize(
-    ("capability", "is_usable"), [((6, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), False)]
-)
-def test_a_gpu_without_kernels_is_refused_in_one_sentence(
-    capability: tuple[int, int], is_usable: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend_capability(monkeypatch, capability)
-    reason = env_module.why_gpu_is_unusable(torch.device("cuda", 0))
-    assert (reason is None) == is_usable
-    if not is_usable:
-        number = ".".join(map(str, capability))
-        with pytest.raises(
-            UserError, match=rf"Tesla P100 on \S+ has CUDA capability {number}, but torch \S+ was built"
-        ):
-            init_process_group(read_env({}), torch.device("cuda", 0))
-
-
 RANK_PROGRAM = """
 import logging, os, sys
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
@@ -291,109 +218,28 @@ def start_rank(rank: int, world_size: int, port: int, **more: str) -> subprocess
     )
 
 
-def free_job() -> dict[str, str]:
-    """Return a job whose first three ports are free: two test runs at the same time must not be one job."""
-    while True:
-        job = SRUN_TASK | {"SLURM_JOB_ID": str(free_ports(1)[0] - 20_000)}
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            for port in read_env(job).ports[:3]:
-                stack.enter_context(socket.create_server(("", port)))
-            return job
-
-
-def start_slurm_task(job: dict[str, str], rank: int, **more: str) -> subprocess.Popen[str]:
-    """Start one of two ranks that finds its port as under srun, on this machine."""
-    environ = clean_environment() | job | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    environ |= {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NODEID": "0"}
-    environ |= {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} | more
-    pipe = subprocess.PIPE
-    return PythonProcess(
-        [sys.executable, "-c", RANK_PROGRAM], env=environ, cwd=ROOT, stdout=pipe, stderr=pipe, text=True
-    )
-
-
 @pytest.mark.process
-def test_two_ranks_meet_and_rank_0_prints_the_table() -> None:
+def test_two_ranks_meet_and_rank_0_says_where_they_are() -> None:
     port = free_ports(1)[0]
     ranks = [start_rank(rank, 2, port) for rank in range(2)]
     outputs = [process.communicate(timeout=120) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], outputs
-    table = outputs[0][0].splitlines()
-    assert table[0].split() == ["rank", "node", "host", "local", "rank", "device", "cpus"]
-    host = re.escape(socket.gethostname())
-    assert re.fullmatch(rf"0 +0 +{host} +0 +cpu +\d+", table[1])
-    assert re.fullmatch(rf"1 +0 +{host} +1 +cpu +\d+", table[2])
-    assert table[3].startswith("all ranks (launcher: torchrun): rank from RANK, world_size from WORLD_SIZE")
-    assert len(table) == 4
+    assert [line.partition(",")[0] for line in outputs[0][0].splitlines()] == [
+        f"rank {rank} (launcher: torchrun): cpu of {socket.gethostname()}" for rank in range(2)
+    ]
     assert outputs[1][0] == ""
 
 
 @pytest.mark.process
 def test_taken_port_is_one_sentence_and_exit_status_2() -> None:
-    with socket.socket() as holder:
-        holder.bind(("", 0))
-        holder.listen()
+    with socket.create_server(("", 0)) as holder:
         port = holder.getsockname()[1]
         rank_0 = start_rank(0, 2, port)
         _, stderr = rank_0.communicate(timeout=60)
     assert rank_0.returncode == 2
-    last = [line for line in stderr.splitlines() if line.startswith("error: ")]
-    assert len(last) == 1
-    assert f"port {port} on" in last[0]
-    assert "MASTER_PORT" in last[0]
-    assert "torchrun --standalone" in last[0]
-
-
-def test_ports_after_the_first_lie_apart_and_in_the_range() -> None:
-    ports = read_env(SRUN_TASK).ports
-    assert len(set(ports)) == len(ports) > 1
-    assert ports[0] == read_env(SRUN_TASK).master_port
-    assert all(20_000 <= port < 32_000 for port in ports)
-    assert not set(ports) & set(read_env(SRUN_TASK | {"SLURM_JOB_ID": "4712"}).ports)
-    assert read_env(SRUN_TASK | {"MASTER_PORT": "1234"}).ports == (1234,), "a port that was given is kept to"
-
-
-@pytest.mark.process
-def test_a_derived_port_that_is_taken_is_passed_over_by_all_ranks() -> None:
-    """One port is held by a silent server, one by another job's rank 0; one core too few gives one warning."""
-    job = free_job()
-    first, second, third, *_ = read_env(job).ports
-    cores = len(os.sched_getaffinity(0))
-    with socket.create_server(("", first)), answering([second], token="another/job", answer=1):
-        ranks = [start_slurm_task(job, rank, SLURM_CPUS_PER_TASK=str(cores + rank)) for rank in range(2)]
-        outputs = [process.communicate(timeout=120) for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], outputs
-    said = outputs[0][0].splitlines()
-    assert said[0] == f"port {first} is in use on {socket.gethostname()}, so the ranks meet at {third}"
-    warnings = [line for line in said if "fewer cores" in line]
-    assert len(warnings) == 1
-    assert f"rank 1 ({cores} of {cores + 1} on {socket.gethostname()})" in warnings[0]
-
-
-@pytest.mark.process
-def test_a_slurm_task_whose_rank_0_never_comes_says_so() -> None:
-    rank_1 = start_slurm_task(free_job(), 1, TIMEOUT="2")
-    _, stderr = rank_1.communicate(timeout=60)
-    assert rank_1.returncode == 2
-    assert "rank 1 of 2 on" in stderr
-    assert "did not meet the others at 127.0.0.1:" in stderr
-
-
-@pytest.mark.process
-def test_a_slurm_rank_0_does_not_wait_for_ever() -> None:
-    rank_0 = start_slurm_task(free_job(), 0, TIMEOUT="2")
-    _, stderr = rank_0.communicate(timeout=60)
-    assert rank_0.returncode == 2
-    assert "rank 0 of 2 on" in stderr
-
-
-def test_no_free_port_is_one_sentence() -> None:
-    with (
-        socket.create_server(("", 0)) as holder,
-        pytest.raises(UserError, match="all in use"),
-        answering([holder.getsockname()[1]], token="t", answer=1),
-    ):
-        pass
+    (last,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert "EADDRINUSE" in last
+    assert "MASTER_PORT" in last
 
 
 @pytest.mark.process
@@ -403,13 +249,6 @@ def test_a_rank_that_never_comes_is_named_within_the_timeout() -> None:
     _, stderr = rank_1.communicate(timeout=60)
     assert rank_1.returncode == 2
     assert f"rank 1 of 2 on {socket.gethostname()} did not meet the others at 127.0.0.1:{port} within 3 s" in stderr
-
-
-def test_single_process_needs_no_group(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger=env_module.__name__):
-        init_process_group(read_env({}), torch.device("cpu"))
-    assert not torch.distributed.is_initialized()
-    assert caplog.messages[-1] == "all ranks (launcher: none): everything from default"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -426,17 +265,3 @@ def test_who_leaves_by_an_exception_does_not_wait_for_the_others(
             raise error
     failed = ["joined"] if device == "cuda" else ["joined", "taken down"]
     assert done == (["joined", "taken down"] if error is None else failed)
-
-
-def test_nccl_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise dist.DistBackendError(
-            "NCCL error in: NCCLUtils.cpp\nLast error:\nDuplicate GPU detected : ranks 1 and 0\n"
-        )
-
-    pretend_capability(monkeypatch, (9, 0))
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(dist, "init_process_group", refuse)
-    said = r"rank 5 of 8 on \S+ could not start NCCL on cuda:0 \(Duplicate GPU detected : ranks 1 and 0\); check that"
-    with pytest.raises(UserError, match=said):
-        init_process_group(read_env(TORCHRUN), torch.device("cuda", 0))
