@@ -65,11 +65,11 @@ def open_clip(z_a_BD: Tensor, z_b_BD: Tensor, chunk_size: int) -> Tensor:
 
 
 def whole(z_a_BD: Tensor, z_b_BD: Tensor, chunk_size: int) -> Tensor:
-    return nt_xent_loss(z_a_BD, z_b_BD, temperature=TEMPERATURE)
+    return nt_xent_loss(z_a_BD, z_b_BD, temperature=TEMPERATURE).loss
 
 
 def tiled(z_a_BD: Tensor, z_b_BD: Tensor, chunk_size: int) -> Tensor:
-    return nt_xent_loss(z_a_BD, z_b_BD, temperature=TEMPERATURE, chunk_size=chunk_size)
+    return nt_xent_loss(z_a_BD, z_b_BD, temperature=TEMPERATURE, chunk_size=chunk_size).loss
 
 
 LOSSES: Mapping[str, Callable[[Tensor, Tensor, int], Tensor]] = {

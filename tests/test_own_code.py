@@ -60,14 +60,14 @@ from typing import Literal
 from configs import debug
 from data_pipeline.core.schema import PositiveFactor
 from trainer.config import RunConfig
-from trainer.objectives import BaseObjectiveConfig, NTXent, NTXentConfig
+from trainer.objectives import BaseObjectiveConfig, PureObjective, nt_xent_loss
 
 class ScaledConfig(BaseObjectiveConfig):
     kind: Literal["scaled"] = "scaled"
     temperature: PositiveFactor = 0.3
 
     def build(self, given):
-        return NTXent(NTXentConfig(temperature=self.temperature))
+        return PureObjective(nt_xent_loss, temperature=self.temperature)
 
 def big():
     return RunConfig.model_validate(debug.image().model_dump() | {"name": "big", "objective": ScaledConfig()})
@@ -535,7 +535,6 @@ COMPOSED = "trainer/views/composed.py"  # says which of them may be a part of wh
 NAMED_BY = {
     "ResNetConfig": EXPORTS,
     "TimmConfig": EXPORTS,
-    "NTXentConfig": {"trainer/objectives/nt_xent_cycle.py", "trainer/objectives/nt_xent_decoder.py"},
     "WaveformConfig": {"trainer/views/viewmaker.py", COMPOSED},
     "ExpertImageConfig": {
         "trainer/analyses/collision.py",

@@ -43,17 +43,6 @@ class AdversaryConfig(Schema):
             )
         return self
 
-    def note(self) -> str | None:
-        """Return a sentence if `weight` has no effect; None if it has one, or is 1."""
-        if self.weight == 1 or not self.optimizer.divides_by_gradients:
-            return None
-        but = f" but the steps of {self.optimizer.undivided}" if self.optimizer.undivided else ""
-        return (
-            f"adversary.weight={self.weight:g} multiplies the viewmaker's gradient, by whose size "
-            f"{self.optimizer.kind} divides its steps, so it changes next to nothing{but}; set "
-            "adversary.optimizer.learning_rate, or adversary.optimizer.kind=sgd"
-        )
-
 
 def reverse_gradient(x: Tensor, weight: float) -> Tensor:
     """Return `x`; the backward pass multiplies its gradient by `-weight` (Ganin and Lempitsky 2015)."""

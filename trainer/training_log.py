@@ -209,10 +209,6 @@ def log_start(
     )
     if (note := config.objective.note(global_batch_size=config.global_batch_size)) is not None:
         logger.info("%s", note)
-    if config.adversary is not None and (note := config.adversary.note()) is not None:
-        logger.warning("%s", note)
-    if (note := config.objective.not_reached(num_epochs=config.num_epochs)) is not None:
-        logger.warning("%s", note)
     if start_step == num_steps:
         logger.info("already at its last step %d; nothing to do", num_steps)
     elif start_step:

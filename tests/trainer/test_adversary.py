@@ -16,12 +16,7 @@ from tests.tiny_data import write_tiny_pair
 from trainer.adversary import AdversaryConfig, reverse_gradient
 from trainer.optim.optimizers import (
     AdamConfig,
-    AdamWConfig,
-    LAMBConfig,
-    LARSConfig,
-    OptimizerConfig,
     SGDConfig,
-    build_optimizer,
 )
 from trainer.run_dir import RunDir
 from trainer.train import train
@@ -68,41 +63,6 @@ def test_config_survives_json_and_refuses_a_negative_weight() -> None:
     assert AdversaryConfig.model_validate_json(config.model_dump_json()) == config
     with pytest.raises(ValidationError):
         AdversaryConfig(weight=-1.0)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        SGDConfig(),
-        AdamConfig(),
-        AdamConfig(weight_decay=0.1),
-        AdamWConfig(),
-        LAMBConfig(),
-        LARSConfig(),
-        LARSConfig(weight_decay=0.1),
-    ],
-    ids=repr,
-)
-def test_a_weight_that_the_optimizer_divides_away_is_told(config: OptimizerConfig) -> None:
-    """The rule against the optimizers: three steps with gradients of 1 and of 0.01 times the size."""
-
-    def after_three_steps(weight: float) -> torch.Tensor:
-        torch.manual_seed(0)
-        module = nn.Linear(5, 4)
-        optimizer = build_optimizer(config, module)
-        for _ in range(3):
-            for parameter in module.parameters():
-                parameter.grad = weight * (1 + torch.rand_like(parameter))
-            optimizer.step()
-        return module.weight.detach()
-
-    changes_nothing = torch.allclose(after_three_steps(1.0), after_three_steps(0.01), atol=1e-6)
-    assert changes_nothing == config.divides_by_gradients
-    note = AdversaryConfig(weight=0.01, optimizer=config).note()
-    assert (note is not None) == changes_nothing
-    assert AdversaryConfig(optimizer=config).note() is None
-    if note is not None:
-        assert ("next to nothing but the steps of biases and norms;" in note) == isinstance(config, LARSConfig)
 
 
 @pytest.mark.process

@@ -151,7 +151,7 @@ def test_the_loss_is_the_mean_of_the_losses_of_the_groups() -> None:
     pair = ViewPair(z_a, z_b, torch.arange(12), 0, group_size=GROUP_SIZE)
     loss = SymmetricInfoNCE(SymmetricInfoNCEConfig(temperature=0.2))(z_a, z_b, pair).loss
     expected = torch.stack(
-        [symmetric_info_nce_loss(z_a[k : k + 4], z_b[k : k + 4], temperature=0.2) for k in (0, 4, 8)]
+        [symmetric_info_nce_loss(z_a[k : k + 4], z_b[k : k + 4], temperature=0.2).loss for k in (0, 4, 8)]
     ).mean()
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     gradients = [torch.autograd.grad(each, (z_a, z_b)) for each in (loss, expected)]

@@ -45,8 +45,7 @@ from trainer.distributed.engines.ddp_engine import DDPEngine
 from trainer.distributed.fake_process_group import fake_ranks
 from trainer.modules import build_modules, build_run_objective
 from trainer.objectives import ObjectiveOutput
-from trainer.objectives.nt_xent import NTXent
-from trainer.objectives.objective import OBJECTIVES
+from trainer.objectives.objective import OBJECTIVES, PureObjective
 from trainer.optim.optimizers import AdamConfig, AdamWConfig, LAMBConfig, LARSConfig, OptimizerConfig, SGDConfig
 
 ROOT = Path(__file__).parents[2]
@@ -381,6 +380,6 @@ def test_what_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
             z_a_BD = z_a_BD[z_b_BD[:, 0] > 0]
         return ObjectiveOutput(z_a_BD.sum(), {})
 
-    monkeypatch.setattr(NTXent, "forward", loss)
+    monkeypatch.setattr(PureObjective, "forward", loss)
     found = what_waits(monkeypatch, "debug:image", [], num_ranks=1)
     assert [line.split()[0] for line in found] == ["copies", "asks", "picks"]

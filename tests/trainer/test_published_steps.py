@@ -19,8 +19,7 @@ from torchvision.models.resnet import BasicBlock
 from configs import barlow_twins, moco, simclr, simsiam, viewmaker
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.sample import Batch
-from tests.trainer.objectives import test_barlow_twins, test_moco, test_simsiam
-from tests.trainer.objectives.references import nt_xent_by_loop, published_by_loop
+from tests.trainer.objectives import loops, test_moco, test_simsiam
 from tests.trainer.views.viewmaker_as_written import AsWritten
 from trainer.build import build_training
 from trainer.config import RunConfig
@@ -159,7 +158,7 @@ def test_four_steps_of_a_game_are_those_of_the_loop_as_written(update: str, weig
     def loss_of(batch: Batch, first: int) -> Tensor:
         images = batch.inputs_a.double() / 255
         z_a, z_b = (written(their_viewmaker(images, draw_keys(config, batch, view))) for view in (first, first + 1))
-        return published_by_loop(z_a, z_b, 0.07)
+        return loops.published_nt_xent(z_a, z_b, temperature=0.07)
 
     for batch in batches(4):
         output = step(batch, learning_rates=rates)
@@ -193,11 +192,11 @@ Loss = Callable[[AsTorchHasIt, Tensor, Tensor], Tensor]
 
 
 def simclr_by_loop(objective: Objective) -> tuple[Loss, list[nn.Module]]:
-    return lambda net, a, b: nt_xent_by_loop(net(a), net(b), 0.5), []
+    return lambda net, a, b: loops.nt_xent(net(a), net(b), temperature=0.5), []
 
 
 def barlow_by_loop(objective: Objective) -> tuple[Loss, list[nn.Module]]:
-    return lambda net, a, b: test_barlow_twins.by_loop(net(a), net(b), 5e-3), []
+    return lambda net, a, b: loops.barlow_twins(net(a), net(b), off_diagonal_weight=5e-3), []
 
 
 def simsiam_by_loop(objective: Any) -> tuple[Loss, list[nn.Module]]:

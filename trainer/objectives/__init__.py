@@ -2,8 +2,8 @@
 
 Input: this rank's embeddings of two views, (B, D) each, of any length and float type. Output: this rank's loss, and
 scalars to log. The mean of the losses over the ranks is the loss of the global batch. Each file holds one objective:
-its config, its pure loss function and a small class. `OBJECTIVES` in `objective.py` names the configs; another package
-adds its own by an entry point or `--code` (`data_pipeline.core.kinds`).
+its config, its pure loss function and, if it has state, a small class. `OBJECTIVES` in `objective.py` names the
+configs; another package adds its own by an entry point or `--code` (`data_pipeline.core.kinds`).
 
 Invariant: neither loss nor gradient depends on the number of ranks, on the chunk size or on autocast.
 """
@@ -18,7 +18,7 @@ from trainer.objectives.instance_discrimination import InstanceDiscriminationCon
 from trainer.objectives.linear_loss import LinearLossConfig, linear_loss
 from trainer.objectives.macl import MACLConfig, macl_loss
 from trainer.objectives.moco import MoCoConfig
-from trainer.objectives.nt_xent import NTXent, NTXentConfig, nt_xent_loss
+from trainer.objectives.nt_xent import NTXentConfig, nt_xent_loss
 from trainer.objectives.nt_xent_cycle import NTXentCycleConfig
 from trainer.objectives.nt_xent_decoder import NTXentDecoderConfig
 from trainer.objectives.objective import (
@@ -27,10 +27,11 @@ from trainer.objectives.objective import (
     ObjectiveConfig,
     ObjectiveInputs,
     ObjectiveOutput,
+    PureObjective,
     ViewPair,
     build_objective,
 )
-from trainer.objectives.published_nt_xent import PublishedNTXent, PublishedNTXentConfig, published_nt_xent_loss
+from trainer.objectives.published_nt_xent import PublishedNTXentConfig, published_nt_xent_loss
 from trainer.objectives.simsiam import SimSiamConfig, simsiam_loss
 from trainer.objectives.split_loss import SplitLossConfig, split_loss
 from trainer.objectives.supervised import SupervisedConfig, labelled_cross_entropy
@@ -49,7 +50,6 @@ __all__ = [
     "LinearLossConfig",
     "MACLConfig",
     "MoCoConfig",
-    "NTXent",
     "NTXentConfig",
     "NTXentCycleConfig",
     "NTXentDecoderConfig",
@@ -57,8 +57,8 @@ __all__ = [
     "ObjectiveConfig",
     "ObjectiveInputs",
     "ObjectiveOutput",
-    "PublishedNTXent",
     "PublishedNTXentConfig",
+    "PureObjective",
     "SimSiamConfig",
     "SplitLossConfig",
     "SupervisedConfig",

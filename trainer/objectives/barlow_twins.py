@@ -16,13 +16,12 @@ from torch import Tensor
 
 from data_pipeline.core.schema import PositiveFactor
 from trainer.distributed.collectives import all_gather_rows, rank, world_size
-from trainer.objectives.contrast import ConfiguredObjective, check_pair
+from trainer.objectives.contrast import check_pair
 from trainer.objectives.objective import (
     BaseObjectiveConfig,
-    Objective,
     ObjectiveInputs,
     ObjectiveOutput,
-    ViewPair,
+    PureObjective,
     mean_cosine,
 )
 
@@ -38,16 +37,17 @@ class BarlowTwinsConfig(BaseObjectiveConfig):
     kind: Literal["barlow_twins"] = "barlow_twins"
     off_diagonal_weight: PositiveFactor = 5e-3
 
-    def build(self, given: ObjectiveInputs) -> Objective:
-        return BarlowTwins(self)
+    def build(self, given: ObjectiveInputs) -> PureObjective:
+        return PureObjective(barlow_twins_loss, off_diagonal_weight=self.off_diagonal_weight)
 
 
-def barlow_twins_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, off_diagonal_weight: float = 5e-3) -> Tensor:
-    """Return the sum of (1 - C_ii)^2 and of `off_diagonal_weight` C_ij^2, a scalar (Zbontar et al. 2021, equation 1).
+def barlow_twins_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, off_diagonal_weight: float = 5e-3) -> ObjectiveOutput:
+    """Return the sum of (1 - C_ii)^2 and of `off_diagonal_weight` C_ij^2 (Zbontar et al. 2021, equation 1).
 
     C_ij is the mean over the batch of dimension i of the first view times dimension j of the second. Both are
     standardised with the batch's mean and unbiased standard deviation, so C_ii is (G - 1) / G if the views coincide. A
-    dimension that is constant over the batch counts as uncorrelated. Rows are not normalised.
+    dimension that is constant over the batch counts as uncorrelated. Rows are not normalised. Also logs the two parts
+    without weights: `invariance`, the sum of (1 - C_ii)^2, and `redundancy`, the sum of C_ij^2.
 
     With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank. The mean
     of the losses of the ranks is exactly the loss of the whole batch, and averaging parameter gradients over the ranks
@@ -63,27 +63,16 @@ def barlow_twins_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, off_diagonal_weight: fl
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [2.0, 1.0], [0.0, 3.0]])
         >>> z_b = torch.tensor([[1.0, 1.0], [2.0, 0.0], [0.0, 2.0]])
-        >>> round(barlow_twins_loss(z_a, z_b).item(), 4)
+        >>> round(barlow_twins_loss(z_a, z_b).loss.item(), 4)
         0.4319
     """
     invariance, redundancy = _invariance_and_redundancy(z_a_BD, z_b_BD)
-    return invariance + off_diagonal_weight * redundancy
-
-
-class BarlowTwins(ConfiguredObjective[BarlowTwinsConfig]):
-    """The objective of Barlow Twins.
-
-    Also logs the two parts without weights: `invariance`, the sum of (1 - C_ii)^2, and `redundancy`, the sum of C_ij^2.
-    """
-
-    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
-        invariance, redundancy = _invariance_and_redundancy(z_a_BD, z_b_BD)
-        metrics = {
-            "alignment": mean_cosine(z_a_BD, z_b_BD),
-            "invariance": invariance.detach(),
-            "redundancy": redundancy.detach(),
-        }
-        return ObjectiveOutput(invariance + self._config.off_diagonal_weight * redundancy, metrics)
+    metrics = {
+        "alignment": mean_cosine(z_a_BD, z_b_BD),
+        "invariance": invariance.detach(),
+        "redundancy": redundancy.detach(),
+    }
+    return ObjectiveOutput(invariance + off_diagonal_weight * redundancy, metrics)
 
 
 def _invariance_and_redundancy(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, Tensor]:

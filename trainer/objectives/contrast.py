@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from pydantic import model_validator
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from data_pipeline.core.schema import BatchSize, Temperature
 from trainer.distributed.collectives import all_gather_rows, rank
-from trainer.objectives.objective import BaseObjectiveConfig, Objective
-
-Config = TypeVar("Config", bound=BaseObjectiveConfig)
+from trainer.objectives.objective import BaseObjectiveConfig
 
 # Tiles are summed without subtracting a maximum, which saves a pass over each tile. Similarities lie in
 # [-1 / t, 1 / t]. exp(50) times a million candidates, its inverse, and the gradient of such a sum all fit into float32.
@@ -53,14 +52,6 @@ class ContrastiveConfig(BaseObjectiveConfig):
     def _tiles_need_a_high_temperature(self) -> Self:
         scale_of(self.temperature, chunk_size=self.chunk_size)
         return self
-
-
-class ConfiguredObjective(Objective, Generic[Config]):
-    """An objective that holds nothing but its config."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self._config = config
 
 
 def check_pair(z_a_BD: Tensor, z_b_BD: Tensor) -> None:
@@ -190,19 +181,23 @@ def log_sums(anchors_ND: Tensor, candidates_KD: Tensor, left_out_NV: Tensor, chu
     `AnchorChunks`. Raises `ValueError` if it is below 1.
     """
     if chunk_size is None:
-        return _logits(anchors_ND, candidates_KD, left_out_NV).logsumexp(1)
+        return _log_sums(anchors_ND, candidates_KD, left_out_NV)
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}; it must be positive, or None for the full matrix")
-    sums_N: Tensor = _ChunkedLogSums.apply(  # type: ignore[no-untyped-call]
-        anchors_ND, candidates_KD, left_out_NV, chunk_size
+    chunks = zip(torch.split(anchors_ND, chunk_size), torch.split(left_out_NV, chunk_size), strict=True)
+    return torch.cat(
+        [
+            checkpoint(_log_sums, chunk_ID, candidates_KD, left_out_IV, use_reentrant=False, preserve_rng_state=False)
+            for chunk_ID, left_out_IV in chunks
+        ]
     )
-    return sums_N
 
 
-def _logits(anchors_ND: Tensor, candidates_KD: Tensor, left_out_NV: Tensor) -> Tensor:
+def _log_sums(anchors_ND: Tensor, candidates_KD: Tensor, left_out_NV: Tensor) -> Tensor:
     logits_NK = anchors_ND @ candidates_KD.T
     with torch.no_grad():  # a term of 0 has no gradient, so autograd need not know about this
-        return logits_NK.scatter_(1, left_out_NV, -torch.inf)
+        logits_NK.scatter_(1, left_out_NV, -torch.inf)
+    return logits_NK.logsumexp(1)
 
 
 class _UnitRows(torch.autograd.Function):
@@ -300,29 +295,3 @@ def _tiles(u_GD: Tensor, num_anchors: int, with_self: bool, chunk_size: int) -> 
 
 def _slices(start: int, stop: int, size: int) -> list[slice]:
     return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
-
-
-class _ChunkedLogSums(torch.autograd.Function):
-    """`log_sums` for one chunk of anchors at a time: each pass, forward and backward, computes the logits."""
-
-    @staticmethod
-    def forward(ctx: Any, anchors_ND: Tensor, candidates_KD: Tensor, left_out_NV: Tensor, chunk_size: int) -> Tensor:
-        sums_N = anchors_ND.new_empty(len(anchors_ND))  # one tensor: many small ones would fragment memory
-        for rows in _slices(0, len(anchors_ND), chunk_size):
-            sums_N[rows] = _logits(anchors_ND[rows], candidates_KD, left_out_NV[rows]).logsumexp(1)
-        ctx.save_for_backward(anchors_ND, candidates_KD, left_out_NV, sums_N)
-        ctx.chunk_size = chunk_size
-        return sums_N
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        anchors_ND, candidates_KD, left_out_NV, sums_N = ctx.saved_tensors
-        grad_anchors_ND, grad_candidates_KD = torch.empty_like(anchors_ND), torch.zeros_like(candidates_KD)
-        with torch.autocast(anchors_ND.device.type, enabled=False):
-            for rows in _slices(0, len(anchors_ND), ctx.chunk_size):
-                weight_IK = _logits(anchors_ND[rows], candidates_KD, left_out_NV[rows])
-                weight_IK.sub_(sums_N[rows, None]).exp_().mul_(grad_N[rows, None])
-                torch.mm(weight_IK, candidates_KD, out=grad_anchors_ND[rows])
-                grad_candidates_KD.addmm_(weight_IK.T, anchors_ND[rows])
-        return grad_anchors_ND, grad_candidates_KD, None, None

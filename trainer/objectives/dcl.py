@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.core.schema import Temperature
-from trainer.objectives.contrast import AnchorChunks, ConfiguredObjective, margins
-from trainer.objectives.objective import Objective, ObjectiveInputs, ObjectiveOutput, ViewPair, contrastive_output
+from trainer.objectives.contrast import AnchorChunks, margins
+from trainer.objectives.objective import ObjectiveInputs, ObjectiveOutput, PureObjective, contrastive_output
 
 
 class DCLConfig(AnchorChunks):
@@ -26,12 +26,14 @@ class DCLConfig(AnchorChunks):
     kind: Literal["dcl"] = "dcl"
     temperature: Temperature = 0.1
 
-    def build(self, given: ObjectiveInputs) -> Objective:
-        return DCL(self)
+    def build(self, given: ObjectiveInputs) -> PureObjective:
+        return PureObjective(dcl_loss, temperature=self.temperature, chunk_size=self.chunk_size)
 
 
-def dcl_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, temperature: float | Tensor, chunk_size: int | None = None) -> Tensor:
-    """Return the decoupled loss, a scalar: the mean over 2 B anchors of minus the margin (Yeh et al. 2022, equation 6).
+def dcl_loss(
+    z_a_BD: Tensor, z_b_BD: Tensor, *, temperature: float | Tensor, chunk_size: int | None = None
+) -> ObjectiveOutput:
+    """Return the decoupled loss: the mean over 2 B anchors of minus the margin (Yeh et al. 2022, equation 6).
 
     The margin is cosine / t with the positive, minus the log of the sum over the negatives of exp(cosine / t).
 
@@ -45,16 +47,8 @@ def dcl_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, temperature: float | Tensor, chu
         >>> import torch
         >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
         >>> z_b = torch.tensor([[0.6, 0.8], [-0.8, 0.6]])
-        >>> round(dcl_loss(z_a, z_b, temperature=0.5).item(), 4)
+        >>> round(dcl_loss(z_a, z_b, temperature=0.5).loss.item(), 4)
         -0.2161
     """
-    return -margins(z_a_BD, z_b_BD, temperature=temperature, chunk_size=chunk_size).mean()
-
-
-class DCL(ConfiguredObjective[DCLConfig]):
-    """The objective of the decoupled contrastive loss."""
-
-    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
-        config = self._config
-        margin_N = margins(z_a_BD, z_b_BD, temperature=config.temperature, chunk_size=config.chunk_size)
-        return contrastive_output(-margin_N.mean(), F.logsigmoid(margin_N.detach()), z_a_BD, z_b_BD)
+    margin_N = margins(z_a_BD, z_b_BD, temperature=temperature, chunk_size=chunk_size)
+    return contrastive_output(-margin_N.mean(), F.logsigmoid(margin_N.detach()), z_a_BD, z_b_BD)

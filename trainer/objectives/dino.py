@@ -65,14 +65,6 @@ class DINOConfig(BaseObjectiveConfig):
         done = epoch / max(1, self.warmup_epochs - 1)
         return self.first_teacher_temperature + done * (self.teacher_temperature - self.first_teacher_temperature)
 
-    def not_reached(self, *, num_epochs: int) -> str | None:
-        if self.first_teacher_temperature == self.teacher_temperature or num_epochs >= self.warmup_epochs:
-            return None
-        return (
-            f"objective.teacher_temperature={self.teacher_temperature:g} is not reached with objective.warmup_epochs="
-            f"{self.warmup_epochs} and num_epochs={num_epochs}; set fewer objective.warmup_epochs, or more num_epochs"
-        )
-
     def build(self, given: ObjectiveInputs) -> Objective:
         return DINO(self, encoder=given.encoder, embedding_size=given.embedding_size)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.core.schema import PositiveFactor, Temperature
-from trainer.objectives.contrast import AnchorChunks, ConfiguredObjective, margins
-from trainer.objectives.objective import Objective, ObjectiveInputs, ObjectiveOutput, ViewPair, contrastive_output
+from trainer.objectives.contrast import AnchorChunks, margins
+from trainer.objectives.objective import ObjectiveInputs, ObjectiveOutput, PureObjective, contrastive_output
 
 # Cosines lie in [-1, 1], so a positive that is lowered and negatives that are raised by 1 can change places.
 Perturbation = Annotated[float, Field(ge=0, le=1)]
@@ -38,8 +38,14 @@ class IFMConfig(AnchorChunks):
     epsilon: Perturbation = 0.1
     perturbed_weight: PositiveFactor = 1.0
 
-    def build(self, given: ObjectiveInputs) -> Objective:
-        return IFM(self)
+    def build(self, given: ObjectiveInputs) -> PureObjective:
+        return PureObjective(
+            ifm_loss,
+            temperature=self.temperature,
+            epsilon=self.epsilon,
+            perturbed_weight=self.perturbed_weight,
+            chunk_size=self.chunk_size,
+        )
 
 
 def ifm_loss(
@@ -50,11 +56,11 @@ def ifm_loss(
     epsilon: float,
     perturbed_weight: float = 1.0,
     chunk_size: int | None = None,
-) -> Tensor:
-    """Return (plain + alpha * harder) / (1 + alpha), a scalar, where alpha is `perturbed_weight`.
+) -> ObjectiveOutput:
+    """Return (plain + alpha * harder) / (1 + alpha), where alpha is `perturbed_weight`.
 
     `plain` is NT-Xent. `harder` is NT-Xent with `epsilon` subtracted from the cosine of each positive and added to the
-    cosine of each negative.
+    cosine of each negative. The logged probability is the probability of the plain loss.
 
     With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank, and
     negatives come from all ranks. The mean of the losses of the ranks is exactly the loss of the whole batch, and
@@ -66,23 +72,11 @@ def ifm_loss(
         >>> import torch
         >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
         >>> z_b = torch.tensor([[0.6, 0.8], [-0.8, 0.6]])
-        >>> round(ifm_loss(z_a, z_b, temperature=0.5, epsilon=0.1).item(), 4)
+        >>> round(ifm_loss(z_a, z_b, temperature=0.5, epsilon=0.1).loss.item(), 4)
         0.7674
     """
     margin_N = margins(z_a_BD, z_b_BD, temperature=temperature, chunk_size=chunk_size)
-    return _loss(margin_N, 2 * epsilon / temperature, perturbed_weight)
-
-
-class IFM(ConfiguredObjective[IFMConfig]):
-    """The objective of implicit feature modification. Its logged probability is the probability of the plain loss."""
-
-    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
-        config = self._config
-        margin_N = margins(z_a_BD, z_b_BD, temperature=config.temperature, chunk_size=config.chunk_size)
-        loss = _loss(margin_N, 2 * config.epsilon / config.temperature, config.perturbed_weight)
-        return contrastive_output(loss, F.logsigmoid(margin_N.detach()), z_a_BD, z_b_BD)
-
-
-def _loss(margin_N: Tensor, lowered_by: float | Tensor, perturbed_weight: float) -> Tensor:
-    plain, harder = F.softplus(-margin_N).mean(), F.softplus(lowered_by - margin_N).mean()
-    return (plain + perturbed_weight * harder) / (1 + perturbed_weight)
+    plain = F.softplus(-margin_N).mean()
+    harder = F.softplus(2 * epsilon / temperature - margin_N).mean()
+    loss = (plain + perturbed_weight * harder) / (1 + perturbed_weight)
+    return contrastive_output(loss, F.logsigmoid(margin_N.detach()), z_a_BD, z_b_BD)

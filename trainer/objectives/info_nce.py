@@ -20,10 +20,9 @@ from torch.nn import functional as F
 from trainer.objectives.contrast import candidates, unit_pair
 from trainer.objectives.objective import (
     BaseObjectiveConfig,
-    Objective,
     ObjectiveInputs,
     ObjectiveOutput,
-    ViewPair,
+    PureObjective,
     contrastive_output,
 )
 
@@ -35,14 +34,15 @@ class InfoNCEConfig(BaseObjectiveConfig):
 
     kind: Literal["info_nce"] = "info_nce"
 
-    def build(self, given: ObjectiveInputs) -> Objective:
-        return InfoNCE()
+    def build(self, given: ObjectiveInputs) -> PureObjective:
+        return PureObjective(info_nce_loss)
 
 
-def info_nce_loss(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
-    """Return InfoNCE with one negative, a scalar: the mean of -log(exp(p) / (exp(p) + exp(n))) with cosines p and n.
+def info_nce_loss(z_a_BD: Tensor, z_b_BD: Tensor) -> ObjectiveOutput:
+    """Return InfoNCE with one negative: the mean of -log(exp(p) / (exp(p) + exp(n))) with cosines p and n.
 
-    It is the sum of `alignment` and `divergence`. With a process group, `z_a_BD` and `z_b_BD` are this rank's part of
+    It is the sum of `alignment` and `divergence`. Also logs the divergence; the logged alignment is minus the other
+    part. With a process group, `z_a_BD` and `z_b_BD` are this rank's part of
     the batch, equally large on every rank, and negatives come from all ranks. The mean of the losses of the ranks is
     exactly the loss of the whole batch, and averaging parameter gradients over the ranks gives its gradient.
 
@@ -55,11 +55,13 @@ def info_nce_loss(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [-0.96, -0.28]])
         >>> z_b = torch.tensor([[0.6, 0.8], [-0.8, 0.6]])
-        >>> round(info_nce_loss(z_a, z_b).item(), 6)  # similarities 0.6 with the positive, -0.8 with the negative
+        >>> round(info_nce_loss(z_a, z_b).loss.item(), 6)  # similarities 0.6 with the positive, -0.8 with the negative
         0.220417
     """
     positive_B, negative_B = _similarities(z_a_BD, z_b_BD)
-    return F.softplus(negative_B - positive_B).mean()
+    log_probability_B = F.logsigmoid(positive_B - negative_B)
+    spread = torch.logaddexp(positive_B.detach(), negative_B.detach()).mean()
+    return contrastive_output(-log_probability_B.mean(), log_probability_B, z_a_BD, z_b_BD, divergence=spread)
 
 
 def alignment(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
@@ -79,20 +81,6 @@ def divergence(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
     It is the second part of `info_nce_loss`, with the same arguments, types, errors and mean over the ranks.
     """
     return torch.logaddexp(*_similarities(z_a_BD, z_b_BD)).mean()
-
-
-class InfoNCE(Objective):
-    """The objective of InfoNCE with one negative.
-
-    Also logs `divergence`, one part of the loss. The other part is minus the logged alignment.
-    """
-
-    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
-        positive_B, negative_B = _similarities(z_a_BD, z_b_BD)
-        log_probability_B = F.logsigmoid(positive_B - negative_B)
-        output = contrastive_output(-log_probability_B.mean(), log_probability_B, z_a_BD, z_b_BD)
-        spread = torch.logaddexp(positive_B.detach(), negative_B.detach()).mean()
-        return ObjectiveOutput(output.loss, {**output.metrics, "divergence": spread})
 
 
 def _similarities(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,14 +62,14 @@ class InstanceDiscriminationConfig(BaseObjectiveConfig):
         )
 
 
-def instance_discrimination_loss(
-    z_BD: Tensor, shard_RD: Tensor, index_B: Tensor, noise_BK: Tensor, *, temperature: float
-) -> Tensor:
-    """Return a scalar: minus the mean over B of log(exp(z . own row / t) / mean over K of exp(z . drawn row / t)).
+def log_ratio(z_BD: Tensor, shard_RD: Tensor, index_B: Tensor, noise_BK: Tensor, *, temperature: float) -> Tensor:
+    """Return log(exp(z . own row / t) / mean over K of exp(z . drawn row / t)) for each picture, (B,).
+
+    The loss is minus their mean. The own row is in the denominator only if it was drawn.
 
     With a process group, all arguments but `shard_RD` are this rank's part of the batch, equally large on every rank.
     The mean of the losses of the ranks is the loss of the whole batch, and averaging parameter gradients over the ranks
-    gives its gradient. The own row is in the denominator only if it was drawn.
+    gives its gradient.
 
     Args:
         z_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
@@ -79,11 +79,17 @@ def instance_discrimination_loss(
 
     Examples:
         >>> bank, own, noise = torch.eye(2), torch.tensor([0]), torch.tensor([[1, 1, 0]])
-        >>> loss = instance_discrimination_loss(torch.tensor([[0.6, 0.8]]), bank, own, noise, temperature=0.5)
-        >>> round(loss.item(), 4)
-        0.2836
+        >>> round(log_ratio(torch.tensor([[0.6, 0.8]]), bank, own, noise, temperature=0.5).item(), 4)
+        -0.2836
     """
-    return -_log_ratio(z_BD, shard_RD, index_B, noise_BK, temperature).mean()
+    with torch.autocast(z_BD.device.type, enabled=False):
+        u_BD = F.normalize(z_BD.to(torch.promote_types(z_BD.dtype, torch.float32)), dim=1)
+        with torch.no_grad():
+            shard_RD = shard_RD.to(u_BD.dtype)
+            own_rows_BD = _fetch(shard_RD, index_B)
+            log_sum_B, slope_BD = _noise_log_sum(u_BD, shard_RD, noise_BK, temperature)
+        noise_B: Tensor = _WithSlope.apply(u_BD, log_sum_B, slope_BD)  # type: ignore[no-untyped-call]
+        return (u_BD * own_rows_BD).sum(1) / temperature - (noise_B - math.log(noise_BK.shape[1]))
 
 
 def drawn_rows(index_B: Tensor, num_negatives: int, *, num_samples: int, seed: int, step: int) -> Tensor:
@@ -134,7 +140,7 @@ class InstanceDiscrimination(Objective):
             seed=self._seed,
             step=pair.step,
         )
-        log_ratio_B = _log_ratio(z_a_BD, self.shard_RD, pair.index_B, noise_BK, self._config.temperature)
+        log_ratio_B = log_ratio(z_a_BD, self.shard_RD, pair.index_B, noise_BK, temperature=self._config.temperature)
         if pair.updates_state:
             self.shard_RD = updated_rows(self.shard_RD, z_a_BD, pair.index_B, momentum=self._config.momentum)
         # For the log: the probability of the own row among the own row and the drawn rows.
@@ -150,18 +156,6 @@ class InstanceDiscrimination(Objective):
 
     def load_saved(self, state: Mapping[str, Tensor]) -> None:
         self.load_state_dict({"shard_RD": state["bank_ND"][rank() :: world_size()]})
-
-
-def _log_ratio(z_BD: Tensor, shard_RD: Tensor, index_B: Tensor, noise_BK: Tensor, temperature: float) -> Tensor:
-    """Return log(exp(z . own row / t) / mean over K of exp(z . drawn row / t)) for each picture, (B,)."""
-    with torch.autocast(z_BD.device.type, enabled=False):
-        u_BD = F.normalize(z_BD.to(torch.promote_types(z_BD.dtype, torch.float32)), dim=1)
-        with torch.no_grad():
-            shard_RD = shard_RD.to(u_BD.dtype)
-            own_rows_BD = _fetch(shard_RD, index_B)
-            log_sum_B, slope_BD = _noise_log_sum(u_BD, shard_RD, noise_BK, temperature)
-        noise_B: Tensor = _WithSlope.apply(u_BD, log_sum_B, slope_BD)  # type: ignore[no-untyped-call]
-        return (u_BD * own_rows_BD).sum(1) / temperature - (noise_B - math.log(noise_BK.shape[1]))
 
 
 def _fetch(shard_RD: Tensor, index_B: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from data_pipeline.core.schema import PositiveFactor
-from trainer.objectives.contrast import ConfiguredObjective, candidates, unit_pair
-from trainer.objectives.objective import BaseObjectiveConfig, Objective, ObjectiveInputs, ObjectiveOutput, ViewPair
+from trainer.objectives.contrast import candidates, unit_pair
+from trainer.objectives.objective import BaseObjectiveConfig, ObjectiveInputs, ObjectiveOutput, PureObjective
 
 
 class LinearLossConfig(BaseObjectiveConfig):
@@ -29,18 +29,20 @@ class LinearLossConfig(BaseObjectiveConfig):
     kind: Literal["linear"] = "linear"
     divergence_weight: PositiveFactor = 1.0
 
-    def build(self, given: ObjectiveInputs) -> Objective:
-        return LinearLoss(self)
+    def build(self, given: ObjectiveInputs) -> PureObjective:
+        return PureObjective(linear_loss, divergence_weight=self.divergence_weight)
 
 
-def linear_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, divergence_weight: float) -> Tensor:
-    """Return the linear loss, a scalar: -mean cosine of positives + `divergence_weight` * mean cosine of negatives.
+def linear_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, divergence_weight: float) -> ObjectiveOutput:
+    """Return the linear loss: -mean cosine of positives + `divergence_weight` * mean cosine of negatives.
 
-    The negatives of a first view are the second views of all other samples. Time and memory are linear in the batch,
-    because the mean over them is one product with the sum of all second views. With a process group, `z_a_BD` and
-    `z_b_BD` are this rank's part of the batch, equally large on every rank, and negatives come from all ranks. The mean
-    of the losses of the ranks is exactly the loss of the whole batch, and averaging parameter gradients over the ranks
-    gives its gradient.
+    Logs the mean cosine of positives as alignment, and of negatives as divergence. The negatives of a first view are
+    the second views of all other samples. Time and memory are linear in the batch, because the mean over them is one
+    product with the sum of all second views.
+
+    With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank, and
+    negatives come from all ranks. The mean of the losses of the ranks is exactly the loss of the whole batch, and
+    averaging parameter gradients over the ranks gives its gradient.
 
     Args:
         z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
@@ -52,28 +54,13 @@ def linear_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, divergence_weight: float) -> 
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
         >>> z_b = torch.tensor([[0.6, 0.8], [-0.8, 0.6]])
-        >>> round(linear_loss(z_a, z_b, divergence_weight=1.0).item(), 4)
+        >>> round(linear_loss(z_a, z_b, divergence_weight=1.0).loss.item(), 4)
         -0.6
     """
-    positive_B, negative_B = _similarities(z_a_BD, z_b_BD)
-    return divergence_weight * negative_B.mean() - positive_B.mean()
-
-
-class LinearLoss(ConfiguredObjective[LinearLossConfig]):
-    """The objective of the linear loss. Logs the mean cosine of positives as alignment, of negatives as divergence."""
-
-    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
-        positive_B, negative_B = _similarities(z_a_BD, z_b_BD)
-        loss = self._config.divergence_weight * negative_B.mean() - positive_B.mean()
-        return ObjectiveOutput(
-            loss, {"alignment": positive_B.detach().mean(), "divergence": negative_B.detach().mean()}
-        )
-
-
-def _similarities(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cosine of each first view with its positive, and its mean cosine with all negatives; (B,) each."""
     with torch.autocast(z_a_BD.device.type, enabled=False):
         u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
         v_GD = candidates(v_BD)
         others_BD = (v_GD.sum(0) - v_BD) / (len(v_GD) - 1)
-        return (u_BD * v_BD).sum(1), (u_BD * others_BD).sum(1)
+        positive, negative = (u_BD * v_BD).sum(1).mean(), (u_BD * others_BD).sum(1).mean()
+    metrics = {"alignment": positive.detach(), "divergence": negative.detach()}
+    return ObjectiveOutput(divergence_weight * negative - positive, metrics)

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from data_pipeline.core.schema import Share, Temperature
 from trainer.distributed.collectives import all_reduce_sum, world_size
-from trainer.objectives.contrast import AnchorChunks, ConfiguredObjective, margins, scale_of, unit_pair
-from trainer.objectives.objective import Objective, ObjectiveInputs, ObjectiveOutput, ViewPair, contrastive_output
+from trainer.objectives.contrast import AnchorChunks, margins, scale_of, unit_pair
+from trainer.objectives.objective import ObjectiveInputs, ObjectiveOutput, PureObjective, contrastive_output
 
 _LEAST = 1e-8  # the smallest 1 - p that a loss is divided by
 
@@ -44,8 +44,14 @@ class MACLConfig(AnchorChunks):
         check(self.sensitivity, self.neutral_alignment)
         return self
 
-    def build(self, given: ObjectiveInputs) -> Objective:
-        return MACL(self)
+    def build(self, given: ObjectiveInputs) -> PureObjective:
+        return PureObjective(
+            macl_loss,
+            temperature=self.temperature,
+            sensitivity=self.sensitivity,
+            neutral_alignment=self.neutral_alignment,
+            chunk_size=self.chunk_size,
+        )
 
 
 def check(sensitivity: float, neutral_alignment: float) -> None:
@@ -65,11 +71,11 @@ def macl_loss(
     sensitivity: float = 0.5,
     neutral_alignment: float = 0.0,
     chunk_size: int | None = None,
-) -> Tensor:
-    """Return the model-aware loss, a scalar: the mean over 2 B anchors of -log(p) / (1 - p), with no gradient by 1 - p.
+) -> ObjectiveOutput:
+    """Return the model-aware loss: the mean over 2 B anchors of -log(p) / (1 - p), with no gradient by 1 - p.
 
     p is the probability of NT-Xent at the temperature t (1 + `sensitivity` (A - `neutral_alignment`)). A is the mean
-    cosine of the positives of all ranks, without gradient.
+    cosine of the positives of all ranks, without gradient. Also logs this `temperature`.
 
     With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank, and
     negatives come from all ranks. The mean of the losses of the ranks is exactly the loss of the whole batch, and
@@ -80,25 +86,17 @@ def macl_loss(
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
         >>> z_b = torch.tensor([[0.6, 0.8], [-0.8, 0.6]])
-        >>> round(macl_loss(z_a, z_b, temperature=0.5).item(), 4)
+        >>> round(macl_loss(z_a, z_b, temperature=0.5).loss.item(), 4)
         1.4065
     """
     check(sensitivity, neutral_alignment)
     if isinstance(temperature, int | float):  # a tensor is not checked, as in `margins`
         scale_of(temperature, chunk_size=None)
     now = _temperature(z_a_BD, z_b_BD, temperature, sensitivity, neutral_alignment)
-    return _loss(margins(z_a_BD, z_b_BD, temperature=now, chunk_size=chunk_size))
-
-
-class MACL(ConfiguredObjective[MACLConfig]):
-    """The objective of model-aware contrastive learning. Also logs `temperature`."""
-
-    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
-        config = self._config
-        now = _temperature(z_a_BD, z_b_BD, config.temperature, config.sensitivity, config.neutral_alignment)
-        margin_N = margins(z_a_BD, z_b_BD, temperature=now, chunk_size=config.chunk_size)
-        output = contrastive_output(_loss(margin_N), F.logsigmoid(margin_N.detach()), z_a_BD, z_b_BD)
-        return ObjectiveOutput(output.loss, {**output.metrics, "temperature": now})
+    margin_N = margins(z_a_BD, z_b_BD, temperature=now, chunk_size=chunk_size)
+    rest_N = torch.sigmoid(-margin_N.detach()).clamp_min(_LEAST)  # 1 - p
+    loss = (F.softplus(-margin_N) / rest_N).mean()
+    return contrastive_output(loss, F.logsigmoid(margin_N.detach()), z_a_BD, z_b_BD, temperature=now)
 
 
 @torch.no_grad()
@@ -110,8 +108,3 @@ def _temperature(
         u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
         alignment = all_reduce_sum((u_BD * v_BD).sum(1).mean()) / world_size()
         return temperature * (1 + sensitivity * (alignment - neutral_alignment))
-
-
-def _loss(margin_N: Tensor) -> Tensor:
-    rest_N = torch.sigmoid(-margin_N.detach()).clamp_min(_LEAST)  # 1 - p
-    return (F.softplus(-margin_N) / rest_N).mean()

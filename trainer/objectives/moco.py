@@ -83,11 +83,11 @@ def check(config: MoCoConfig, global_batch_size: int) -> None:
         )
 
 
-def moco_loss(z_BD: Tensor, keys_BD: Tensor, queue_QD: Tensor, *, temperature: float) -> Tensor:
-    """Return a scalar: the mean over B of -log softmax of a picture's own key, among this key and the queue.
+def key_log_probability(z_BD: Tensor, keys_BD: Tensor, queue_QD: Tensor, *, temperature: float) -> Tensor:
+    """Return the log softmax of each picture's own key, among this key and the queue, (B,). MoCo is minus their mean.
 
     With a process group, `z_BD` and `keys_BD` are this rank's part of the batch, and the queue is equal on all ranks.
-    The mean of the losses of the ranks is the loss of the whole batch. Keys and queue get no gradient.
+    Keys and queue get no gradient.
 
     Args:
         z_BD, keys_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
@@ -98,10 +98,14 @@ def moco_loss(z_BD: Tensor, keys_BD: Tensor, queue_QD: Tensor, *, temperature: f
 
     Examples:
         >>> z, key = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.6, 0.8]])
-        >>> round(moco_loss(z, key, torch.tensor([[0.0, 1.0]]), temperature=0.5).item(), 4)
-        0.2633
+        >>> round(key_log_probability(z, key, torch.tensor([[0.0, 1.0]]), temperature=0.5).item(), 4)
+        -0.2633
     """
-    return -_log_probability_of_own_key(z_BD, keys_BD, queue_QD, temperature).mean()
+    with torch.autocast(z_BD.device.type, enabled=False):
+        u_BD, unit_keys_BD = unit_pair(z_BD, keys_BD.detach())
+        own_B1 = (u_BD * unit_keys_BD).sum(1, keepdim=True)
+        logits_BC = torch.cat([own_B1, u_BD @ queue_QD.to(u_BD.dtype).T], dim=1) / temperature
+        return F.log_softmax(logits_BC, dim=1)[:, 0]
 
 
 def enqueue(queue_QD: Tensor, keys_BD: Tensor) -> Tensor:
@@ -154,7 +158,7 @@ class MoCo(Objective):
         if pair.updates_state:
             self.key_encoder.follow()
         keys_BD = self._keys(pair, key_view)
-        log_probability_B = _log_probability_of_own_key(z_BD, keys_BD, self.queue_QD, self._config.temperature)
+        log_probability_B = key_log_probability(z_BD, keys_BD, self.queue_QD, temperature=self._config.temperature)
         if pair.updates_state:
             self.queue_QD = enqueue(self.queue_QD, keys_BD)  # a new tensor: the backward pass still needs the old one
         return log_probability_B
@@ -169,11 +173,3 @@ class MoCo(Objective):
         shuffled_BCHW = all_gather_rows(views_BCHW)[order_G[own]]
         keys_GD = all_gather_rows(self.key_encoder(shuffled_BCHW, updates_buffers=pair.updates_state))
         return keys_GD[order_G.argsort()[own]]
-
-
-def _log_probability_of_own_key(z_BD: Tensor, keys_BD: Tensor, queue_QD: Tensor, temperature: float) -> Tensor:
-    with torch.autocast(z_BD.device.type, enabled=False):
-        u_BD, unit_keys_BD = unit_pair(z_BD, keys_BD.detach())
-        own_B1 = (u_BD * unit_keys_BD).sum(1, keepdim=True)
-        logits_BC = torch.cat([own_B1, u_BD @ queue_QD.to(u_BD.dtype).T], dim=1) / temperature
-        return F.log_softmax(logits_BC, dim=1)[:, 0]

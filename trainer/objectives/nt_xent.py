@@ -21,7 +21,7 @@ from trainer.objectives.contrast import (
     scale_of,
     unit_rows,
 )
-from trainer.objectives.objective import Objective, ObjectiveInputs, ObjectiveOutput, ViewPair, contrastive_output
+from trainer.objectives.objective import ObjectiveInputs, ObjectiveOutput, PureObjective, contrastive_output
 
 
 class NTXentConfig(ContrastiveConfig):
@@ -32,14 +32,14 @@ class NTXentConfig(ContrastiveConfig):
     kind: Literal["nt_xent"] = "nt_xent"
     temperature: Temperature = 0.5
 
-    def build(self, given: ObjectiveInputs) -> Objective:
-        return NTXent(self)
+    def build(self, given: ObjectiveInputs) -> PureObjective:
+        return PureObjective(nt_xent_loss, temperature=self.temperature, chunk_size=self.chunk_size)
 
 
 def nt_xent_loss(
     z_a_BD: Tensor, z_b_BD: Tensor, *, temperature: float | Tensor, chunk_size: int | None = None
-) -> Tensor:
-    """Return NT-Xent, a scalar: the mean over 2 B anchors of -log softmax of the positive, without the anchor itself.
+) -> ObjectiveOutput:
+    """Return NT-Xent: the mean over 2 B anchors of -log softmax of the positive, without the anchor itself.
 
     With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank, and
     negatives come from all ranks. The mean of the losses of the ranks is exactly the loss of the whole batch, and
@@ -57,34 +57,12 @@ def nt_xent_loss(
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
         >>> z_b = torch.tensor([[0.6, 0.8], [-0.8, 0.6]])
-        >>> round(nt_xent_loss(z_a, z_b, temperature=0.5).item(), 4)
+        >>> round(nt_xent_loss(z_a, z_b, temperature=0.5).loss.item(), 4)
         0.668
     """
-    log_probability_N, _ = _log_probability_of_positives(z_a_BD, z_b_BD, temperature, chunk_size)
-    return -log_probability_N.mean()
-
-
-class NTXent(Objective):
-    """The objective of SimCLR."""
-
-    def __init__(self, config: NTXentConfig) -> None:
-        super().__init__()
-        self._config = config
-
-    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
-        log_probability_N, alignment = _log_probability_of_positives(
-            z_a_BD, z_b_BD, self._config.temperature, self._config.chunk_size
-        )
-        loss = -log_probability_N.mean()
-        return contrastive_output(loss, log_probability_N, z_a_BD, z_b_BD, alignment=alignment)
-
-
-def _log_probability_of_positives(
-    z_a_BD: Tensor, z_b_BD: Tensor, temperature: float | Tensor, chunk_size: int | None
-) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each anchor's positive, (N,), and the mean cosine of the two views."""
     with torch.autocast(z_a_BD.device.type, enabled=False):
         u_ND = unit_rows(z_a_BD, z_b_BD, scale=scale_of(temperature, chunk_size=chunk_size))
         positive_N = torch.arange(len(u_ND), device=u_ND.device).roll(len(z_a_BD))
         log_probability_N = log_probability(own_rows_first(u_ND), positive_N, with_self=False, chunk_size=chunk_size)
-        return log_probability_N, alignment_of(u_ND, temperature)
+        alignment = alignment_of(u_ND, temperature)
+    return contrastive_output(-log_probability_N.mean(), log_probability_N, z_a_BD, z_b_BD, alignment=alignment)

@@ -16,8 +16,8 @@ from pydantic import model_validator
 from torch import Tensor
 
 from data_pipeline.core.schema import BatchSize, Count, Temperature
-from trainer.objectives.contrast import ConfiguredObjective, scale_of
-from trainer.objectives.nt_xent import NTXent, NTXentConfig
+from trainer.objectives.contrast import scale_of
+from trainer.objectives.nt_xent import nt_xent_loss
 from trainer.objectives.objective import BaseObjectiveConfig, Objective, ObjectiveInputs, ObjectiveOutput, ViewPair
 
 
@@ -43,21 +43,6 @@ class NTXentCycleConfig(BaseObjectiveConfig):
         scale_of(self.lowest, chunk_size=self.chunk_size)
         return self
 
-    def not_reached(self, *, num_epochs: int) -> str | None:
-        if self.lowest == self.highest:
-            return None
-        if self.period_epochs == 1:  # every epoch begins a cycle
-            return (
-                f"objective.lowest={self.lowest:g} is not reached with objective.period_epochs=1; set "
-                "objective.period_epochs=2 or more"
-            )
-        if num_epochs > self.period_epochs // 2:
-            return None
-        return (
-            f"objective.lowest={self.lowest:g} is not reached with objective.period_epochs={self.period_epochs} and "
-            f"num_epochs={num_epochs}; set fewer objective.period_epochs, or more num_epochs"
-        )
-
     def build(self, given: ObjectiveInputs) -> Objective:
         return NTXentCycle(self)
 
@@ -73,14 +58,18 @@ def cycled_temperature(epoch: int, *, lowest: float, highest: float, period_epoc
     return lowest + (highest - lowest) * share
 
 
-class NTXentCycle(ConfiguredObjective[NTXentCycleConfig]):
+class NTXentCycle(Objective):
     """The objective of NT-Xent with a cycle of temperatures: a function of the epoch alone. Also logs `temperature`."""
+
+    def __init__(self, config: NTXentCycleConfig) -> None:
+        super().__init__()
+        self._config = config
 
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair) -> ObjectiveOutput:
         config = self._config
         now = cycled_temperature(
             pair.required_epoch(), lowest=config.lowest, highest=config.highest, period_epochs=config.period_epochs
         )
-        output = NTXent(NTXentConfig(temperature=now, chunk_size=config.chunk_size))(z_a_BD, z_b_BD)
+        output = nt_xent_loss(z_a_BD, z_b_BD, temperature=now, chunk_size=config.chunk_size)
         logged = torch.full((), now, device=z_a_BD.device)
         return ObjectiveOutput(output.loss, {**output.metrics, "temperature": logged})

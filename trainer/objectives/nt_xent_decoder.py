@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from data_pipeline.core.schema import PositiveFactor, Temperature
 from trainer.models.heads import HeadConfig, build_head
 from trainer.objectives.contrast import ContrastiveConfig
-from trainer.objectives.nt_xent import NTXent, NTXentConfig
+from trainer.objectives.nt_xent import nt_xent_loss
 from trainer.objectives.objective import Objective, ObjectiveInputs, ObjectiveOutput, ViewPair
 from trainer.objectives.simsiam import predict
 
@@ -77,13 +77,12 @@ class NTXentDecoder(Objective):
     def __init__(self, config: NTXentDecoderConfig, *, embedding_size: int, image_channels: int) -> None:
         super().__init__()
         self._config = config
-        self._nt_xent = NTXent(NTXentConfig(temperature=config.temperature, chunk_size=config.chunk_size))
         num_values = image_channels * config.target_size**2
         self.decoder = build_head(config.decoder, embedding_size, num_values, batch_norm="synchronized")
 
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair) -> ObjectiveOutput:
         config = self._config
-        output = self._nt_xent(z_a_BD, z_b_BD)
+        output = nt_xent_loss(z_a_BD, z_b_BD, temperature=config.temperature, chunk_size=config.chunk_size)
         reconstruction = torch.stack(
             [
                 reconstruction_loss(

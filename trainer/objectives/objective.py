@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final
 
@@ -167,10 +168,6 @@ class BaseObjectiveConfig(KindConfig):
         """Return a sentence for the log that explains an unusual loss; None if the loss is as expected."""
         return None
 
-    def not_reached(self, *, num_epochs: int) -> str | None:
-        """Return a sentence if a schedule of the objective does not reach its goal in that many epochs; else None."""
-        return None
-
 
 class Objective(nn.Module, ABC):
     """A loss. Every rank calls it with embeddings (B, D) of both views of its part of the batch, in any float type.
@@ -194,6 +191,20 @@ class Objective(nn.Module, ABC):
         self.load_state_dict(state)
 
 
+class PureObjective(Objective):
+    """An objective without state: a pure function of the embeddings of both views.
+
+    `loss` is called with the embeddings, (B, D) each, and `settings`, and returns an `ObjectiveOutput`.
+    """
+
+    def __init__(self, loss: Callable[..., ObjectiveOutput], **settings: Any) -> None:
+        super().__init__()
+        self._loss = partial(loss, **settings)
+
+    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
+        return self._loss(z_a_BD, z_b_BD)
+
+
 def mean_cosine(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
     """Return the mean cosine of the embeddings of the two views, a scalar without gradient.
 
@@ -203,18 +214,17 @@ def mean_cosine(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
 
 
 def contrastive_output(
-    loss: Tensor, log_probability_N: Tensor, z_a_BD: Tensor, z_b_BD: Tensor, *, alignment: Tensor | None = None
+    loss: Tensor, log_probability_N: Tensor, z_a_BD: Tensor, z_b_BD: Tensor, **further: Tensor
 ) -> ObjectiveOutput:
-    """Return the loss with the metrics of every contrastive objective.
+    """Return the loss with the metrics of every contrastive objective, and with `further` ones.
 
     alignment: the `mean_cosine` of the two views, which is computed unless it is given.
     positive_probability: the mean softmax probability of an anchor's positive; chance is 1 / number of candidates.
     """
-    metrics = {
-        "alignment": mean_cosine(z_a_BD, z_b_BD) if alignment is None else alignment,
-        "positive_probability": log_probability_N.detach().exp().mean(),
-    }
-    return ObjectiveOutput(loss, metrics)
+    if "alignment" not in further:
+        further["alignment"] = mean_cosine(z_a_BD, z_b_BD)
+    metrics = {"positive_probability": log_probability_N.detach().exp().mean()}
+    return ObjectiveOutput(loss, metrics | {name: value.detach() for name, value in further.items()})
 
 
 def build_objective(config: BaseObjectiveConfig, given: ObjectiveInputs) -> Objective:

@@ -24,7 +24,7 @@ from trainer.objectives.contrast import (
     scale_of,
     unit_rows,
 )
-from trainer.objectives.objective import Objective, ObjectiveInputs, ObjectiveOutput, ViewPair, contrastive_output
+from trainer.objectives.objective import ObjectiveInputs, ObjectiveOutput, PureObjective, contrastive_output
 
 
 class PublishedNTXentConfig(ContrastiveConfig):
@@ -45,8 +45,8 @@ class PublishedNTXentConfig(ContrastiveConfig):
             "not 0, and it can fall a little lower"
         )
 
-    def build(self, given: ObjectiveInputs) -> Objective:
-        return PublishedNTXent(self)
+    def build(self, given: ObjectiveInputs) -> PureObjective:
+        return PureObjective(published_nt_xent_loss, temperature=self.temperature, chunk_size=self.chunk_size)
 
 
 def floor_of_loss(*, temperature: float, num_candidates: int) -> float:
@@ -63,38 +63,17 @@ def floor_of_loss(*, temperature: float, num_candidates: int) -> float:
 
 def published_nt_xent_loss(
     z_a_BD: Tensor, z_b_BD: Tensor, *, temperature: float | Tensor, chunk_size: int | None = None
-) -> Tensor:
-    """Return the published form, a scalar: the mean over B anchors of -log softmax of the positive, minus log of G.
+) -> ObjectiveOutput:
+    """Return the published form: the mean over B anchors of -log softmax of the positive, minus log of G.
 
     Its value in `floor_of_loss` is log(2 exp(1 / t) + G - 2) - 1 / t - log G: -5.5450 at t = 0.07, G = 512. Arguments,
     types, errors and the mean over the ranks are as in `nt_xent_loss`.
     """
-    log_probability_B, num_candidates, _ = _log_probability_of_positives(z_a_BD, z_b_BD, temperature, chunk_size)
-    return -log_probability_B.mean() - math.log(num_candidates)
-
-
-class PublishedNTXent(Objective):
-    """The objective of the published NT-Xent."""
-
-    def __init__(self, config: PublishedNTXentConfig) -> None:
-        super().__init__()
-        self._config = config
-
-    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
-        log_probability_B, num_candidates, alignment = _log_probability_of_positives(
-            z_a_BD, z_b_BD, self._config.temperature, self._config.chunk_size
-        )
-        loss = -log_probability_B.mean() - math.log(num_candidates)
-        return contrastive_output(loss, log_probability_B, z_a_BD, z_b_BD, alignment=alignment)
-
-
-def _log_probability_of_positives(
-    z_a_BD: Tensor, z_b_BD: Tensor, temperature: float | Tensor, chunk_size: int | None
-) -> tuple[Tensor, int, Tensor]:
-    """Return the log-probability of each anchor's positive, the number G of candidates, and the mean cosine."""
     with torch.autocast(z_a_BD.device.type, enabled=False):
         u_2BD = unit_rows(z_a_BD, z_b_BD, scale=scale_of(temperature, chunk_size=chunk_size))
         u_GD = own_rows_first(u_2BD)
         positive_B = torch.arange(len(z_a_BD), len(u_2BD), device=u_2BD.device)
         log_probability_B = log_probability(u_GD, positive_B, with_self=True, chunk_size=chunk_size)
-        return log_probability_B, len(u_GD), alignment_of(u_2BD, temperature)
+        alignment = alignment_of(u_2BD, temperature)
+    loss = -log_probability_B.mean() - math.log(len(u_GD))
+    return contrastive_output(loss, log_probability_B, z_a_BD, z_b_BD, alignment=alignment)

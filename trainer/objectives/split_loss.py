@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.core.schema import PositiveFactor, Temperature
-from trainer.objectives.contrast import AnchorChunks, ConfiguredObjective, candidates, log_sums, scale_of, unit_pair
-from trainer.objectives.objective import Objective, ObjectiveInputs, ObjectiveOutput, ViewPair, contrastive_output
+from trainer.objectives.contrast import AnchorChunks, candidates, log_sums, scale_of, unit_pair
+from trainer.objectives.objective import ObjectiveInputs, ObjectiveOutput, PureObjective, contrastive_output
 
 Negatives = Literal["second_view", "both_views"]
 
@@ -39,8 +39,14 @@ class SplitLossConfig(AnchorChunks):
     divergence_weight: PositiveFactor = 0.4
     negatives: Negatives = "second_view"
 
-    def build(self, given: ObjectiveInputs) -> Objective:
-        return SplitLoss(self)
+    def build(self, given: ObjectiveInputs) -> PureObjective:
+        return PureObjective(
+            split_loss,
+            temperature=self.temperature,
+            divergence_weight=self.divergence_weight,
+            negatives=self.negatives,
+            chunk_size=self.chunk_size,
+        )
 
 
 def split_loss(
@@ -51,11 +57,12 @@ def split_loss(
     divergence_weight: float,
     negatives: Negatives = "second_view",
     chunk_size: int | None = None,
-) -> Tensor:
-    """Return the split loss, a scalar.
+) -> ObjectiveOutput:
+    """Return the split loss.
 
     It is the mean squared distance of a sample's two views on the unit sphere, plus `divergence_weight` times the mean
-    over first views of log sum exp(cosine with a negative / temperature).
+    over first views of log sum exp(cosine with a negative / temperature). Also logs this mean as `divergence`. The
+    distance is 2 - 2 * the logged alignment.
 
     With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank, and
     negatives come from all ranks. The mean of the losses of the ranks is exactly the loss of the whole batch, and
@@ -72,39 +79,18 @@ def split_loss(
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
         >>> z_b = torch.tensor([[0.6, 0.8], [-0.8, 0.6]])
-        >>> round(split_loss(z_a, z_b, temperature=0.5, divergence_weight=1.0).item(), 4)
+        >>> round(split_loss(z_a, z_b, temperature=0.5, divergence_weight=1.0).loss.item(), 4)
         0.8
     """
     if negatives not in get_args(Negatives):
         raise ValueError(f"negatives is {negatives!r}; it must be one of {', '.join(get_args(Negatives))}")
-    distance_B, log_sum_B = _parts(z_a_BD, z_b_BD, temperature, negatives, chunk_size)
-    return distance_B.mean() + divergence_weight * log_sum_B.mean()
-
-
-class SplitLoss(ConfiguredObjective[SplitLossConfig]):
-    """The objective of the split loss.
-
-    Also logs `divergence`, the mean log sum. The distance is 2 - 2 * the logged alignment.
-    """
-
-    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
-        config = self._config
-        distance_B, log_sum_B = _parts(z_a_BD, z_b_BD, config.temperature, config.negatives, config.chunk_size)
-        loss = distance_B.mean() + config.divergence_weight * log_sum_B.mean()
-        with torch.no_grad():
-            log_probability_B = F.logsigmoid((1 - distance_B / 2) / config.temperature - log_sum_B)
-        output = contrastive_output(loss, log_probability_B, z_a_BD, z_b_BD)
-        return ObjectiveOutput(loss, {**output.metrics, "divergence": log_sum_B.detach().mean()})
-
-
-def _parts(
-    z_a_BD: Tensor, z_b_BD: Tensor, temperature: float, negatives: Negatives, chunk_size: int | None
-) -> tuple[Tensor, Tensor]:
-    """Return the squared distance of each sample's views, and the log sum exp over its negatives; (B,) each."""
     scale_of(temperature, chunk_size=None)
     with torch.autocast(z_a_BD.device.type, enabled=False):
         u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
         views = (v_BD,) if negatives == "second_view" else (u_BD, v_BD)
-        candidates_KD = candidates(*views)
         own_BV = torch.arange(len(views) * len(u_BD), device=u_BD.device).view(len(views), -1).T
-        return (u_BD - v_BD).square().sum(1), log_sums(u_BD / temperature, candidates_KD, own_BV, chunk_size)
+        distance_B = (u_BD - v_BD).square().sum(1)
+        log_sum_B = log_sums(u_BD / temperature, candidates(*views), own_BV, chunk_size)
+    loss = distance_B.mean() + divergence_weight * log_sum_B.mean()
+    log_probability_B = F.logsigmoid((1 - distance_B.detach() / 2) / temperature - log_sum_B.detach())
+    return contrastive_output(loss, log_probability_B, z_a_BD, z_b_BD, divergence=log_sum_B.mean())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.core.schema import Temperature
-from trainer.objectives.contrast import AnchorChunks, ConfiguredObjective, candidates, log_sums, scale_of, unit_pair
+from trainer.objectives.contrast import AnchorChunks, candidates, log_sums, scale_of, unit_pair
 from trainer.objectives.objective import Objective, ObjectiveInputs, ObjectiveOutput, ViewPair, contrastive_output
 
 Total = Literal["sum", "mean"]
@@ -45,8 +45,9 @@ def symmetric_info_nce_loss(
     temperature: float | Tensor,
     total: Total = "sum",
     chunk_size: int | None = None,
-) -> Tensor:
-    """Return the cross-entropy of the rows of the similarity matrix plus that of its columns, or their mean; a scalar.
+    group_size: int | None = None,
+) -> ObjectiveOutput:
+    """Return the cross-entropy of the rows of the similarity matrix plus that of its columns, or their mean.
 
     Row i of the matrix holds the cosines of the first view of sample i with all second views, divided by `temperature`.
     The right class of a row or column is on the diagonal.
@@ -59,6 +60,8 @@ def symmetric_info_nce_loss(
         z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
         temperature: above 0. A 0-d tensor gets a gradient, and its value is not checked.
         total, chunk_size: as in `SymmetricInfoNCEConfig`.
+        group_size: the number of rows that stand together as a group, which are compared with each other only. No group
+            is on two ranks, so nothing is sent. None compares all samples of the batch.
 
     Raises:
         ValueError: if temperature or chunk size is out of range, if `total` has another value, if the embeddings are
@@ -67,54 +70,57 @@ def symmetric_info_nce_loss(
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
         >>> z_b = torch.tensor([[0.6, 0.8], [-0.8, 0.6]])
-        >>> round(symmetric_info_nce_loss(z_a, z_b, temperature=0.5).item(), 4)
+        >>> round(symmetric_info_nce_loss(z_a, z_b, temperature=0.5).loss.item(), 4)
         0.972
     """
     if total not in get_args(Total):
         raise ValueError(f"total is {total!r}; it must be one of {', '.join(get_args(Total))}")
-    log_probability_2B = _log_probability(z_a_BD, z_b_BD, temperature, chunk_size)
-    return -log_probability_2B.mean() * (2 if total == "sum" else 1)
-
-
-class SymmetricInfoNCE(ConfiguredObjective[SymmetricInfoNCEConfig]):
-    """The objective of symmetric InfoNCE."""
-
-    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
-        config = self._config
-        if pair is None or pair.group_size is None:
-            log_probability_2B = _log_probability(z_a_BD, z_b_BD, config.temperature, config.chunk_size)
-        else:
-            log_probability_2B = _log_probability_in_groups(z_a_BD, z_b_BD, config.temperature, pair.group_size)
-        loss = -log_probability_2B.mean() * (2 if config.total == "sum" else 1)
-        return contrastive_output(loss, log_probability_2B, z_a_BD, z_b_BD)
-
-
-def _log_probability(z_a_BD: Tensor, z_b_BD: Tensor, temperature: float | Tensor, chunk_size: int | None) -> Tensor:
-    """Return the log-probability of the positive of each row and of each column, (2 B,)."""
     if not isinstance(temperature, Tensor):
         scale_of(temperature, chunk_size=None)
     with torch.autocast(z_a_BD.device.type, enabled=False):
         u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
-        none_B0 = torch.empty(len(u_BD), 0, dtype=torch.int64, device=u_BD.device)
-        log_sum_2B = torch.cat(
-            [
-                log_sums(anchors_BD / temperature, candidates(others_BD), none_B0, chunk_size)
-                for anchors_BD, others_BD in ((u_BD, v_BD), (v_BD, u_BD))
-            ]
+        if group_size is None:
+            log_probability_2B = _log_probability(u_BD, v_BD, temperature, chunk_size)
+        else:
+            log_probability_2B = _log_probability_in_groups(u_BD, v_BD, temperature, group_size)
+    loss = -log_probability_2B.mean() * (2 if total == "sum" else 1)
+    return contrastive_output(loss, log_probability_2B, z_a_BD, z_b_BD)
+
+
+class SymmetricInfoNCE(Objective):
+    """The objective of symmetric InfoNCE."""
+
+    def __init__(self, config: SymmetricInfoNCEConfig) -> None:
+        super().__init__()
+        self._config = config
+
+    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair) -> ObjectiveOutput:
+        return symmetric_info_nce_loss(
+            z_a_BD,
+            z_b_BD,
+            temperature=self._config.temperature,
+            total=self._config.total,
+            chunk_size=self._config.chunk_size,
+            group_size=pair.group_size,
         )
-        return ((u_BD * v_BD).sum(1) / temperature).repeat(2) - log_sum_2B
 
 
-def _log_probability_in_groups(z_a_BD: Tensor, z_b_BD: Tensor, temperature: float, group_size: int) -> Tensor:
-    """Return the same as `_log_probability`, if each sample is compared with the `group_size` rows of its group only.
+def _log_probability(u_BD: Tensor, v_BD: Tensor, temperature: float | Tensor, chunk_size: int | None) -> Tensor:
+    """Return the log-probability of the positive of each row and of each column, (2 B,), from unit vectors."""
+    none_B0 = torch.empty(len(u_BD), 0, dtype=torch.int64, device=u_BD.device)
+    log_sum_2B = torch.cat(
+        [
+            log_sums(anchors_BD / temperature, candidates(others_BD), none_B0, chunk_size)
+            for anchors_BD, others_BD in ((u_BD, v_BD), (v_BD, u_BD))
+        ]
+    )
+    return ((u_BD * v_BD).sum(1) / temperature).repeat(2) - log_sum_2B
 
-    No group is on two ranks, so nothing is sent.
-    """
-    scale_of(temperature, chunk_size=None)
-    with torch.autocast(z_a_BD.device.type, enabled=False):
-        u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
-        u_KGD, v_KGD = (unit_BD.reshape(-1, group_size, unit_BD.shape[1]) for unit_BD in (u_BD, v_BD))  # K groups
-        similarity_KGG: Tensor = u_KGD @ v_KGD.mT / temperature
-        positive_B = similarity_KGG.diagonal(dim1=1, dim2=2).flatten()
-        log_sums_2B = torch.cat([similarity_KGG.logsumexp(dim).flatten() for dim in (2, 1)])
-        return positive_B.repeat(2) - log_sums_2B
+
+def _log_probability_in_groups(u_BD: Tensor, v_BD: Tensor, temperature: float | Tensor, group_size: int) -> Tensor:
+    """Return the same as `_log_probability`, if each sample is compared with the rows of its group only."""
+    u_KGD, v_KGD = (unit_BD.reshape(-1, group_size, unit_BD.shape[1]) for unit_BD in (u_BD, v_BD))  # K groups
+    similarity_KGG: Tensor = u_KGD @ v_KGD.mT / temperature
+    positive_B = similarity_KGG.diagonal(dim1=1, dim2=2).flatten()
+    log_sums_2B = torch.cat([similarity_KGG.logsumexp(dim).flatten() for dim in (2, 1)])
+    return positive_B.repeat(2) - log_sums_2B

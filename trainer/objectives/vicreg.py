@@ -21,10 +21,9 @@ from trainer.distributed.collectives import all_gather_rows, rank, world_size
 from trainer.objectives.contrast import check_pair
 from trainer.objectives.objective import (
     BaseObjectiveConfig,
-    Objective,
     ObjectiveInputs,
     ObjectiveOutput,
-    ViewPair,
+    PureObjective,
     mean_cosine,
 )
 
@@ -43,8 +42,19 @@ class VICRegConfig(BaseObjectiveConfig):
     covariance_weight: PositiveFactor = 1.0
     epsilon: Epsilon = 1e-4
 
-    def build(self, given: ObjectiveInputs) -> Objective:
-        return VICReg(self, embedding_size=given.embedding_size)
+    def build(self, given: ObjectiveInputs) -> PureObjective:
+        """Return the objective. Raises `UserError` if embeddings have a single dimension."""
+        if given.embedding_size < 2:
+            raise UserError(
+                "objective.kind=vicreg decorrelates dimensions, but encoder.embedding_size is 1; set it to 2 or more"
+            )
+        return PureObjective(
+            vicreg_loss,
+            invariance_weight=self.invariance_weight,
+            variance_weight=self.variance_weight,
+            covariance_weight=self.covariance_weight,
+            epsilon=self.epsilon,
+        )
 
 
 def vicreg_loss(
@@ -55,8 +65,8 @@ def vicreg_loss(
     variance_weight: float = 25.0,
     covariance_weight: float = 1.0,
     epsilon: float = 1e-4,
-) -> Tensor:
-    """Return the weighted sum of three terms, a scalar, as in the published code.
+) -> ObjectiveOutput:
+    """Return the weighted sum of three terms, as in the published code, and log each without its weight.
 
     - invariance: the mean squared difference of the two views, over samples and dimensions.
     - variance: the mean over dimensions and views of max(0, 1 - sqrt(variance + `epsilon`)).
@@ -78,41 +88,18 @@ def vicreg_loss(
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [2.0, 1.0], [0.0, 3.0]])
         >>> z_b = torch.tensor([[1.0, 1.0], [2.0, 0.0], [0.0, 2.0]])
-        >>> round(vicreg_loss(z_a, z_b).item(), 4)
+        >>> round(vicreg_loss(z_a, z_b).loss.item(), 4)
         14.5
     """
     invariance, variance, covariance = _terms(z_a_BD, z_b_BD, epsilon)
-    return invariance_weight * invariance + variance_weight * variance + covariance_weight * covariance
-
-
-class VICReg(Objective):
-    """The objective of VICReg. Also logs its three terms without weights: `invariance`, `variance`, `covariance`."""
-
-    def __init__(self, config: VICRegConfig, *, embedding_size: int) -> None:
-        """Keep the config. Raises `UserError` if embeddings have a single dimension."""
-        super().__init__()
-        if embedding_size < 2:
-            raise UserError(
-                f"objective.kind=vicreg decorrelates dimensions, but encoder.embedding_size is {embedding_size}; set "
-                "it to 2 or more"
-            )
-        self._config = config
-
-    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair | None = None) -> ObjectiveOutput:
-        config = self._config
-        invariance, variance, covariance = _terms(z_a_BD, z_b_BD, config.epsilon)
-        loss = (
-            config.invariance_weight * invariance
-            + config.variance_weight * variance
-            + config.covariance_weight * covariance
-        )
-        metrics = {
-            "alignment": mean_cosine(z_a_BD, z_b_BD),
-            "invariance": invariance.detach(),
-            "variance": variance.detach(),
-            "covariance": covariance.detach(),
-        }
-        return ObjectiveOutput(loss, metrics)
+    loss = invariance_weight * invariance + variance_weight * variance + covariance_weight * covariance
+    metrics = {
+        "alignment": mean_cosine(z_a_BD, z_b_BD),
+        "invariance": invariance.detach(),
+        "variance": variance.detach(),
+        "covariance": covariance.detach(),
+    }
+    return ObjectiveOutput(loss, metrics)
 
 
 def _terms(z_a_BD: Tensor, z_b_BD: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, field_validator
@@ -28,19 +28,6 @@ class _Fields(Schema):
     schedule: ScheduleConfig = ConstantConfig()
     scaling: Literal["none", "linear", "square_root"] = "none"
     reference_batch_size: BatchSize = 256
-
-    @property
-    def divides_by_gradients(self) -> bool:
-        """Return whether steps stay the same, up to `epsilon`, if all gradients are multiplied by a number."""
-        return False
-
-    @property
-    def undivided(self) -> str:
-        """Return the parameters to which `divides_by_gradients` does not apply; "" if there are none."""
-        return ""
-
-
-_LITTLE_DECAY: Final = 1e-4  # below which the gradient decides the rate of LARS
 
 
 class SGDConfig(_Fields):
@@ -67,10 +54,6 @@ class AdamConfig(_Fields):
     weight_decay: Decay = 0.0
     decay: Decayed = "all"
 
-    @property
-    def divides_by_gradients(self) -> bool:
-        return self.weight_decay == 0
-
 
 class AdamWConfig(_Fields):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019): a step shrinks the weights by rate times decay."""
@@ -81,10 +64,6 @@ class AdamWConfig(_Fields):
     epsilon: Epsilon = 1e-8
     weight_decay: Decay = 0.01
     decay: Decayed = "matrices"
-
-    @property
-    def divides_by_gradients(self) -> bool:
-        return True
 
 
 class _FromTimm(_Fields):
@@ -113,14 +92,6 @@ class LARSConfig(_FromTimm):
     trust: PositiveFactor = 1e-3
     decay: Decayed = "matrices"
 
-    @property
-    def divides_by_gradients(self) -> bool:
-        return self.weight_decay <= _LITTLE_DECAY
-
-    @property
-    def undivided(self) -> str:
-        return "biases and norms" if self.decay == "matrices" else ""
-
 
 class LAMBConfig(_FromTimm):
     """Adam with its step u, including weight decay, scaled to the norm of each parameter: times |w| / |u|.
@@ -136,10 +107,6 @@ class LAMBConfig(_FromTimm):
     weight_decay: Decay = 0.01
     max_gradient_norm: PositiveFactor | None = None
     decay: Decayed = "matrices"
-
-    @property
-    def divides_by_gradients(self) -> bool:
-        return self.max_gradient_norm is None
 
 
 OptimizerConfig = Annotated[SGDConfig | AdamConfig | AdamWConfig | LARSConfig | LAMBConfig, Field(discriminator="kind")]

@@ -35,7 +35,7 @@ from trainer.distributed.engines.ddp_engine import DDPEngine
 from trainer.models import load_encoder
 from trainer.models.heads import HeadConfig
 from trainer.modules import build_modules
-from trainer.objectives import BYOLConfig, NTXent, NTXentConfig, NTXentDecoderConfig, ObjectiveConfig
+from trainer.objectives import BYOLConfig, NTXentDecoderConfig, ObjectiveConfig, PureObjective, nt_xent_loss
 from trainer.objectives.dino import DINOConfig
 from trainer.objectives.instance_discrimination import InstanceDiscriminationConfig
 from trainer.objectives.moco import MoCoConfig
@@ -66,7 +66,7 @@ def save(run_dir: RunDir, *steps: int, engines: Mapping[str, DDPEngine], keep: i
 
 
 def restored_step(run_dir: RunDir, config: RunConfig) -> int:
-    return restore(run_dir, start(run_dir, config), NTXent(NTXentConfig())).step
+    return restore(run_dir, start(run_dir, config), PureObjective(nt_xent_loss, temperature=0.5)).step
 
 
 def fake_step(engines: Mapping[str, Engine], seed: int) -> None:
@@ -88,7 +88,7 @@ def test_a_restored_run_goes_on_bit_for_bit(config: RunConfig, tmp_path: Path) -
     fake_step(engines, 0)
     save(run_dir, 1, engines=engines, keep=2)
     again = start(run_dir, config)
-    assert restore(run_dir, again, NTXent(NTXentConfig())).step == 1
+    assert restore(run_dir, again, PureObjective(nt_xent_loss, temperature=0.5)).step == 1
     for each in (engines, again):
         fake_step(each, 1)  # momentum and Adam's moments matter here
     assert all(map(torch.equal, weights(engines), weights(again)))
@@ -184,7 +184,7 @@ def tiny(seed: int = 0, *, num_columns: int = 3) -> dict[str, DDPEngine]:
 
 
 def restore_tiny(run_dir: RunDir, **extra: Tensor) -> int:
-    return restore(run_dir, tiny(1), NTXent(NTXentConfig()), extra=extra).step
+    return restore(run_dir, tiny(1), PureObjective(nt_xent_loss, temperature=0.5), extra=extra).step
 
 
 def test_files_are_what_the_library_reads_and_writes(tmp_path: Path) -> None:
@@ -433,10 +433,10 @@ def test_another_architecture_is_named_by_its_first_tensor_and_both_shapes(tmp_p
         restore_tiny(run_dir)
     bare = {"encoder": DDPEngine(nn.Linear(5, 2, bias=False), optimizer=AdamConfig())}
     with pytest.raises(UserError, match=r"\(bias is of shape \(2,\) there and absent by this config\)"):
-        restore(run_dir, bare, NTXent(NTXentConfig()))
+        restore(run_dir, bare, PureObjective(nt_xent_loss, temperature=0.5))
     both = {"viewmaker": tiny()["encoder"]}
     with pytest.raises(UserError, match=r"viewmaker\.safetensors is missing"):
-        restore(run_dir, both, NTXent(NTXentConfig()))
+        restore(run_dir, both, PureObjective(nt_xent_loss, temperature=0.5))
 
 
 def test_players_of_another_architecture_are_named_too(config: RunConfig, tmp_path: Path) -> None:
@@ -649,7 +649,7 @@ def fail_together(run_dir: RunDir) -> list[str]:
     with CheckpointWriter(run_dir, keep=2) as again:
         again.save(4, engines=engines, objective_state={})
     try:
-        restore(run_dir, tiny(num_columns=9), NTXent(NTXentConfig()))
+        restore(run_dir, tiny(num_columns=9), PureObjective(nt_xent_loss, temperature=0.5))
     except BaseException as error:
         met.append(f"{type(error).__name__}: {error}")
     met += all_gather_object(f"step {restore_tiny(run_dir)}")

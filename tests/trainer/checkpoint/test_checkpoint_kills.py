@@ -30,7 +30,7 @@ from tests.real_data import REPOSITORY
 from trainer.checkpoint.restore import restore
 from trainer.checkpoint.save import CheckpointWriter
 from trainer.distributed.engines.ddp_engine import DDPEngine
-from trainer.objectives import NTXent, NTXentConfig
+from trainer.objectives import PureObjective, nt_xent_loss
 from trainer.optim.optimizers import AdamConfig
 from trainer.run_dir import RunDir
 
@@ -68,7 +68,7 @@ def fill(engines: dict[str, DDPEngine], step: int) -> None:
 def restored(run_dir: RunDir) -> int:
     """Load the checkpoint and return its step; every number in it must be that step."""
     engines, extra = build(), torch.zeros(())
-    step = restore(run_dir, engines, NTXent(NTXentConfig()), extra={"step": extra}).step
+    step = restore(run_dir, engines, PureObjective(nt_xent_loss, temperature=0.5), extra={"step": extra}).step
     for engine in engines.values():
         for tensor in [*engine.module_state().values(), *engine.optimizer_state().values(), extra]:
             if step:
@@ -79,7 +79,9 @@ def restored(run_dir: RunDir) -> int:
 def save_on(run_dir: RunDir, board: Board, *, until: float = float("inf")) -> None:
     """Go on from the newest checkpoint as a training run does, saving after every step."""
     engines = build()
-    step = first = restore(run_dir, engines, NTXent(NTXentConfig()), extra={"step": torch.zeros(())}).step
+    step = first = restore(
+        run_dir, engines, PureObjective(nt_xent_loss, temperature=0.5), extra={"step": torch.zeros(())}
+    ).step
     with CheckpointWriter(run_dir, keep=KEEP) as writer:
         while step < until:
             step += 1

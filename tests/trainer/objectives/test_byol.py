@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from tests.gloo import run_ranks
 from tests.trainer.objectives.toy_moco import pair_of, toy_encoder, training_views
@@ -137,27 +136,3 @@ def test_a_call_that_may_not_update_the_state_leaves_it() -> None:
     changed = {name for name, value in objective.saved_state().items() if not torch.equal(value, before[name])}
     assert any(name.startswith("teacher") and name.endswith("weight") for name in changed)
     assert "predictor.1.running_mean" in changed
-
-
-def test_only_the_predictor_is_trained_and_all_of_it_is_saved() -> None:
-    objective = byol(toy_encoder())
-    trained = {name for name, parameter in objective.named_parameters() if parameter.requires_grad}
-    assert trained == {f"predictor.{name}" for name, _ in objective.predictor.named_parameters()}
-    other = BYOL(CONFIG, encoder=toy_encoder(), embedding_size=5).double()
-    other.load_saved(objective.saved_state())
-    views_VBCHW = training_views(1)[0]
-    encoder = toy_encoder()
-    z_a, z_b = encoder(views_VBCHW[0]), encoder(views_VBCHW[1])
-    assert torch.equal(objective(z_a, z_b, pair_of(views_VBCHW)).loss, other(z_a, z_b, pair_of(views_VBCHW)).loss)
-
-
-def test_the_loss_is_zero_for_equal_directions_and_eight_for_opposite_ones() -> None:
-    z_BD = F.normalize(torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), dim=1)
-    assert byol_loss(z_BD, z_BD, 3 * z_BD, 2 * z_BD).item() == pytest.approx(0, abs=1e-6)
-    assert byol_loss(z_BD, z_BD, -z_BD, -z_BD).item() == pytest.approx(8)
-
-
-def test_embeddings_that_differ_in_shape_are_refused() -> None:
-    p_a, p_b, t_a, t_b = rows(number=4)
-    with pytest.raises(ValueError, match=r"must be \(B, D\) with equal shapes, got \(7, 4\) and \(6, 4\)"):
-        byol_loss(p_a, p_b, t_a, t_b[:6])

@@ -9,7 +9,7 @@ from trainer.distributed.collectives import all_reduce_sum, rank, world_size
 from trainer.objectives.instance_discrimination import (
     InstanceDiscrimination,
     InstanceDiscriminationConfig,
-    instance_discrimination_loss,
+    log_ratio,
 )
 from trainer.objectives.objective import ViewPair
 
@@ -65,7 +65,7 @@ def loss_of_one_drawn_row(z_BD: Tensor, bank_ND: Tensor, index_B: Tensor, noise_
     """Loss of this rank's part of the batch, and its gradient by this rank's embeddings."""
     z_LD = local_part(z_BD).clone().requires_grad_()
     shard_RD = bank_ND[rank() :: world_size()]
-    loss = instance_discrimination_loss(z_LD, shard_RD, local_part(index_B), local_part(noise_BK), temperature=0.07)
+    loss = -log_ratio(z_LD, shard_RD, local_part(index_B), local_part(noise_BK), temperature=0.07).mean()
     (grad_LD,) = torch.autograd.grad(loss, z_LD)
     return loss.detach(), grad_LD
 

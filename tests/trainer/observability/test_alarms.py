@@ -37,7 +37,7 @@ def alarms_of(measure: Callable[[int], dict[str, float]], *, num_steps: int = 20
 
 
 def contrast(z_a: Tensor, z_b: Tensor) -> Tensor:
-    return nt_xent_loss(z_a, z_b, temperature=0.5)
+    return nt_xent_loss(z_a, z_b, temperature=0.5).loss
 
 
 def attraction(z_a: Tensor, z_b: Tensor) -> Tensor:

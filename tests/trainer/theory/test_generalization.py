@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from trainer.objectives import ObjectiveOutput
 from trainer.objectives.barlow_twins import barlow_twins_loss
 from trainer.objectives.linear_loss import linear_loss
 from trainer.objectives.nt_xent import nt_xent_loss
@@ -110,7 +111,7 @@ def test_identities_hold() -> None:
 def test_a_wrong_identity_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: a wrong weight, a missing constant, and an inequality with half its right side."""
 
-    def other_weight(z_a_BD: Tensor, z_b_BD: Tensor, *, off_diagonal_weight: float) -> Tensor:
+    def other_weight(z_a_BD: Tensor, z_b_BD: Tensor, *, off_diagonal_weight: float) -> ObjectiveOutput:
         return barlow_twins_loss(z_a_BD, z_b_BD, off_diagonal_weight=1.01 * off_diagonal_weight)
 
     monkeypatch.setattr(generalization_identities, "barlow_twins_loss", other_weight)
@@ -129,8 +130,9 @@ def test_the_deviation_of_the_linear_loss_is_relative(monkeypatch: pytest.Monkey
     """Planted: a second term that is half too large."""
     z_a_BD, z_b_BD = random_units(12, 8), random_units(12, 8, seed=1)
 
-    def too_large(u_BD: Tensor, v_BD: Tensor, *, divergence_weight: float) -> Tensor:
-        return divergence_weight * (1.5 * len(u_BD) * u_BD.mean(0).square().sum() - 1) / (len(u_BD) - 1)
+    def too_large(u_BD: Tensor, v_BD: Tensor, *, divergence_weight: float) -> ObjectiveOutput:
+        loss = divergence_weight * (1.5 * len(u_BD) * u_BD.mean(0).square().sum() - 1) / (len(u_BD) - 1)
+        return ObjectiveOutput(loss, {})
 
     assert linear_divergence(z_a_BD, z_b_BD) < 1e-13
     monkeypatch.setattr(generalization_identities, "linear_loss", too_large)
@@ -149,12 +151,12 @@ def test_the_moment_of_the_centres_is_algebra() -> None:
 def plain_loss(objective: ObjectiveSettings, z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
     weight, temperature = objective.divergence_weight, objective.temperature
     if objective.loss == "linear":
-        return linear_loss(z_a_BD, z_b_BD, divergence_weight=weight)
+        return linear_loss(z_a_BD, z_b_BD, divergence_weight=weight).loss
     if objective.loss == "barlow_twins":
-        return barlow_twins_loss(z_a_BD, z_b_BD)
+        return barlow_twins_loss(z_a_BD, z_b_BD).loss
     if objective.loss == "split":
-        return split_loss(z_a_BD, z_b_BD, temperature=temperature, divergence_weight=weight)
-    return nt_xent_loss(z_a_BD, z_b_BD, temperature=temperature)
+        return split_loss(z_a_BD, z_b_BD, temperature=temperature, divergence_weight=weight).loss
+    return nt_xent_loss(z_a_BD, z_b_BD, temperature=temperature).loss
 
 
 @pytest.mark.parametrize("at", [0, 3, 5, 7])

@@ -37,7 +37,7 @@ class IdentitySettings(Schema):
 
 def info_nce_split(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
     """Check that InfoNCE is alignment plus divergence."""
-    whole = info_nce_loss(z_a_BD, z_b_BD)
+    whole = info_nce_loss(z_a_BD, z_b_BD).loss
     return (alignment(z_a_BD, z_b_BD) + divergence(z_a_BD, z_b_BD) - whole).abs() / whole.abs()
 
 
@@ -48,21 +48,21 @@ def correlation_split(z_a_BD: Tensor, z_b_BD: Tensor, *, weight: float = 5e-3) -
     correlation_DD = torch.corrcoef(torch.cat([z_a_BD, z_b_BD], 1).T)[:dim, dim:] * (num - 1) / num
     first = (1 - correlation_DD.diagonal()).square().sum()
     distance = (correlation_DD - torch.eye(dim, dtype=z_a_BD.dtype, device=z_a_BD.device)).square().sum()
-    whole = barlow_twins_loss(z_a_BD, z_b_BD, off_diagonal_weight=weight)
+    whole = barlow_twins_loss(z_a_BD, z_b_BD, off_diagonal_weight=weight).loss
     return ((1 - weight) * first + weight * distance - whole).abs() / whole
 
 
 def alignment_lemma(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
     """Return E |f1 - f2|^2 / (2 sqrt(D L1)) for standardised embeddings. The lemma says that it is at most 1."""
     a_BD, b_BD = ((z_BD - z_BD.mean(0)) / z_BD.std(0) for z_BD in (z_a_BD, z_b_BD))
-    first = barlow_twins_loss(z_a_BD, z_b_BD, off_diagonal_weight=0)
+    first = barlow_twins_loss(z_a_BD, z_b_BD, off_diagonal_weight=0).loss
     return (a_BD - b_BD).square().sum(1).mean() / (2 * (z_a_BD.shape[1] * first).sqrt())
 
 
 def linear_divergence(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
     """Check that the second term of the linear loss is |E f|^2, if its mean includes each view's pair with itself."""
     u_BD = torch.nn.functional.normalize(torch.cat([z_a_BD, z_b_BD]), dim=1)
-    at_1, at_2 = (linear_loss(u_BD, u_BD, divergence_weight=weight) for weight in (1, 2))
+    at_1, at_2 = (linear_loss(u_BD, u_BD, divergence_weight=weight).loss for weight in (1, 2))
     others, num = at_2 - at_1, len(u_BD)
     expected = u_BD.mean(0).square().sum()
     return (((num - 1) * others + 1) / num - expected).abs() / expected
@@ -74,8 +74,8 @@ def stacked_losses(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
     nt_xent = stacked_nt_xent(u_BD[None], v_BD[None], temperature=0.5)[0]
     split = stacked_split(u_BD[None], v_BD[None], temperature=0.2, divergence_weight=0.4)[0]
     whole = (
-        nt_xent_loss(z_a_BD, z_b_BD, temperature=0.5),
-        split_loss(z_a_BD, z_b_BD, temperature=0.2, divergence_weight=0.4),
+        nt_xent_loss(z_a_BD, z_b_BD, temperature=0.5).loss,
+        split_loss(z_a_BD, z_b_BD, temperature=0.2, divergence_weight=0.4).loss,
     )
     return torch.maximum((nt_xent / whole[0] - 1).abs(), (split / whole[1] - 1).abs())
 

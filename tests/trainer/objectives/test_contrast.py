@@ -1,0 +1,196 @@
+"""The shared parts of contrastive losses: tiles and chunks, memory, unit vectors, extreme temperatures, an encoder."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightly.loss import NTXentLoss
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.gloo import run_ranks
+from tests.trainer.objectives import loops
+from tests.trainer.objectives.pair_losses import Loss, assert_near, loss_and_gradient, related_views
+from trainer.distributed.collectives import rank, world_size
+from trainer.models import Encoder, ResNetConfig, build_encoder
+from trainer.models.heads import HeadConfig
+from trainer.objectives import dcl_loss, ifm_loss, macl_loss, nt_xent_loss, published_nt_xent_loss, split_loss
+from trainer.objectives.contrast import unit_rows
+
+both_forms = pytest.mark.parametrize(
+    ("loss", "loop"), [(nt_xent_loss, loops.nt_xent), (published_nt_xent_loss, loops.published_nt_xent)]
+)
+
+
+@both_forms
+@pytest.mark.parametrize("batch_size", [1, 64, 65])
+def test_tiles_equal_the_full_matrix(loss: Loss, loop: Loss, batch_size: int) -> None:
+    z_VBD = related_views(batch_size, 16)
+    tiled, full = (partial(loss, temperature=0.1, chunk_size=chunk_size) for chunk_size in (48, None))
+    for ours, theirs in zip(loss_and_gradient(tiled, z_VBD), loss_and_gradient(full, z_VBD), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+@both_forms
+def test_tiles_survive_the_extremes_of_the_lowest_temperature(loss: Loss, loop: Loss) -> None:
+    e = torch.eye(2)
+    collapsed, opposite = e[:1].repeat(9, 1), torch.cat([e[:1], -e[:1].repeat(8, 1)])
+    for pair in [(collapsed, collapsed), (opposite, opposite), (opposite, -opposite), (collapsed, opposite)]:
+        # A little to the side, because at the poles themselves every gradient is 0.
+        z_VBD = torch.stack([z_BD + 1e-2 * e[1] for z_BD in pair])
+        expected = loss_and_gradient(partial(loop, temperature=0.02), z_VBD.double())
+        actual = loss_and_gradient(partial(loss, temperature=0.02, chunk_size=4), z_VBD)
+        for ours, theirs in zip(actual, expected, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e4])
+@pytest.mark.parametrize("loss", [dcl_loss, partial(ifm_loss, epsilon=0.1), macl_loss], ids=["dcl", "ifm", "macl"])
+def test_extreme_temperatures_give_finite_losses_and_gradients(loss: Loss, temperature: float) -> None:
+    e = torch.eye(8)
+    for z_a, z_b in ((e, e), (e, -e), (e[:1].repeat(8, 1), e[:1].repeat(8, 1))):
+        value, gradient = loss_and_gradient(partial(loss, temperature=temperature), torch.stack([z_a, z_b]))
+        assert value.isfinite()
+        assert gradient.isfinite().all()
+
+
+def test_low_temperatures_need_the_full_matrix() -> None:
+    z_VBD = related_views(9, 4)
+    expected = loss_and_gradient(NTXentLoss(temperature=0.001), z_VBD)
+    assert_near(loss_and_gradient(partial(nt_xent_loss, temperature=0.001), z_VBD), expected, rtol=1e-4)
+    with pytest.raises(ValueError, match=r"temperature is 0\.001; with a chunk_size it must be at least 0\.02"):
+        nt_xent_loss(*z_VBD, temperature=0.001, chunk_size=8)
+
+
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the number of elements of the largest tensor that any operation returns, forward and backward."""
+
+    numel: int = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, Tensor):
+                self.numel = max(self.numel, value.numel())
+        return result
+
+
+def kept_and_largest(loss: Loss, num_samples: int) -> tuple[int, int]:
+    """Return the count of numbers kept for the backward pass, and the count in the largest tensor at any time."""
+    z_VBD = related_views(num_samples, 8, dtype=torch.float32).requires_grad_()
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // 4
+        return tensor
+
+    largest = LargestTensor()  # type: ignore[no-untyped-call]
+    with largest, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = loss(*z_VBD)
+    assert not isinstance(output, Tensor)
+    with largest:
+        torch.autograd.grad(output.loss, z_VBD)
+    return sum(kept.values()), largest.numel
+
+
+@pytest.mark.parametrize(
+    ("loss", "rows", "columns"),
+    [
+        (partial(split_loss, divergence_weight=0.4), 1, 1),
+        (nt_xent_loss, 2, 2),
+        (published_nt_xent_loss, 1, 2),
+    ],
+    ids=["split", "nt_xent", "published"],
+)
+def test_memory_of_chunks_is_linear_in_the_batch(loss: Loss, rows: int, columns: int) -> None:
+    kept, largest = kept_and_largest(partial(loss, temperature=0.5), 512)
+    assert kept >= largest == rows * columns * 512 * 512
+    chunked = partial(loss, temperature=0.5, chunk_size=64)
+    (kept, largest), (kept_twice, largest_twice) = kept_and_largest(chunked, 512), kept_and_largest(chunked, 1024)
+    assert largest <= 64 * 512
+    assert largest_twice <= 2 * largest
+    assert kept_twice <= 2.1 * kept < 512 * 512 / 2
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+def test_unit_rows_and_their_gradients_equal_those_of_torch(dtype: torch.dtype, rtol: float) -> None:
+    z_VBD = related_views(9, 7, dtype=dtype)
+    z_VBD[0, 0] = 0  # which have no direction
+    z_VBD[1, 0] = 1e-13
+    weight_ND = torch.randn(18, 7, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    found = []
+    for is_ours in (True, False):
+        scale, leaf_VBD = torch.tensor(3.0, dtype=dtype, requires_grad=True), z_VBD.clone().requires_grad_()
+        if is_ours:
+            u_ND = unit_rows(*leaf_VBD, scale=scale)
+        else:
+            u_ND = torch.nn.functional.normalize(leaf_VBD.flatten(0, 1), dim=1) * scale
+        grad_VBD, grad_scale = torch.autograd.grad((weight_ND * u_ND).sum(), (leaf_VBD, scale))
+        # Gradients by rows without direction are huge.
+        found.append((u_ND.detach(), grad_scale, grad_VBD[:, :1], grad_VBD[:, 1:]))
+    assert_near(*found, rtol=rtol)
+
+
+# A batch of all ranks B, of one rank L; views are V.
+
+
+def local_part(whole_VB: Tensor) -> Tensor:
+    return whole_VB.chunk(world_size(), dim=1)[rank()]
+
+
+def temperature_gradients(z_VBD: Tensor) -> dict[str, Tensor]:
+    found = {}
+    for name, loss in {"standard": nt_xent_loss, "published": published_nt_xent_loss}.items():
+        for chunk_size in (None, 3):
+            t = torch.tensor(0.07, dtype=z_VBD.dtype, requires_grad=True)
+            value = loss(*local_part(z_VBD), temperature=t, chunk_size=chunk_size).loss
+            (found[f"{name} {chunk_size}"],) = torch.autograd.grad(value, t)
+    return found
+
+
+@pytest.mark.ranks
+def test_the_mean_gradient_of_a_temperature_over_ranks_is_that_of_one_process() -> None:
+    z_VBD = related_views(20, 8)
+    by_rank = run_ranks(temperature_gradients, 4, z_VBD)
+    for name, expected in temperature_gradients(z_VBD).items():
+        mean = torch.stack([found[name] for found in by_rank]).mean()
+        torch.testing.assert_close(mean, expected, rtol=1e-9, atol=0)
+
+
+def encoder() -> Encoder:
+    torch.manual_seed(0)
+    config = ResNetConfig(
+        kind="resnet10", width=4, head=HeadConfig(hidden_sizes=(32,)), mean=(0.5,) * 3, std=(0.25,) * 3
+    )
+    return build_encoder(config)
+
+
+def parameter_gradients(views_VBCHW: Tensor) -> dict[str, Tensor]:
+    """One step's gradients and new buffers, views encoded one after the other, under DDP where there are ranks."""
+    module = encoder().to(views_VBCHW.dtype)
+    model = DistributedDataParallel(module, broadcast_buffers=False) if world_size() > 1 else module
+    view_a, view_b = local_part(views_VBCHW)
+    torch.autograd.backward(nt_xent_loss(model(view_a), model(view_b), temperature=0.5).loss)
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    assert len(gradients) == len(list(module.parameters()))
+    return gradients | dict(module.named_buffers())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_gradients_of_an_encoder_with_synchronised_batch_norm(num_ranks: int) -> None:
+    # Pictures get brighter along the batch, so that each rank's own statistics would be wrong.
+    views_VBCHW = torch.rand(2, 12, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    views_VBCHW *= torch.linspace(0.2, 1, 12)[:, None, None, None]
+    expected = parameter_gradients(views_VBCHW.double())
+    scale = torch.stack([value.double().norm() for value in expected.values()]).max()
+    for gradients in run_ranks(parameter_gradients, num_ranks, views_VBCHW):
+        assert gradients.keys() == expected.keys()
+        for name, value in expected.items():
+            # A weight right before a batch norm has next to no gradient along itself; hence the second term.
+            tolerance = 1e-5 * value.double().norm() + 1e-7 * scale
+            assert (gradients[name].double() - value.double()).norm() <= tolerance, name

@@ -1,0 +1,207 @@
+"""What the papers say of single losses: identities, limits, floors, what is logged."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.trainer.objectives.loops import unit_rows
+from tests.trainer.objectives.pair_losses import assert_near, loss_and_gradient, related_views
+from trainer.objectives import (
+    NTXentCycleConfig,
+    PublishedNTXentConfig,
+    ViewPair,
+    barlow_twins_loss,
+    dcl_loss,
+    ifm_loss,
+    info_nce_loss,
+    linear_loss,
+    macl_loss,
+    nt_xent_loss,
+    published_nt_xent_loss,
+    split_loss,
+    symmetric_info_nce_loss,
+    vicreg_loss,
+)
+from trainer.objectives.info_nce import alignment, divergence
+from trainer.objectives.nt_xent_cycle import NTXentCycle, cycled_temperature
+from trainer.objectives.published_nt_xent import floor_of_loss
+
+APART_BD = torch.eye(8)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 100])
+@pytest.mark.parametrize(
+    ("temperature", "batch_size", "floor"), [(0.07, 256, -5.5450), (0.1, 256, -5.5337), (0.07, 128, -4.8520)]
+)
+def test_floor_of_the_published_form(temperature: float, batch_size: int, floor: float, chunk_size: int | None) -> None:
+    # Views coincide, and pictures are at right angles to each other, so that every negative contributes exp(0) = 1.
+    z_BD = torch.eye(batch_size)
+    found = published_nt_xent_loss(z_BD, z_BD, temperature=temperature, chunk_size=chunk_size).loss.item()
+    assert found == pytest.approx(floor, abs=5e-5)
+    assert found == pytest.approx(floor_of_loss(temperature=temperature, num_candidates=2 * batch_size), abs=1e-6)
+    note = PublishedNTXentConfig(temperature=temperature).note(global_batch_size=batch_size)
+    assert note is not None
+    assert f"{floor:.3f}" in note
+
+
+def test_the_published_form_can_fall_a_little_below_its_floor() -> None:
+    z_BD = torch.eye(64) - 1 / 64  # the corners of a simplex: all cosines of two pictures are -1/63
+    floor = floor_of_loss(temperature=0.5, num_candidates=128)
+    assert published_nt_xent_loss(z_BD, z_BD, temperature=0.5).loss.item() < floor - 0.02
+
+
+def test_the_probability_of_positives_is_that_of_each_softmax() -> None:
+    """Views coincide, far from all others: the positive is certain, but for the published form's self-similarity."""
+    pair = APART_BD, APART_BD
+    logits = torch.tensor([1.0] + 7 * [0.0]) / 0.2
+    found = {
+        "nt_xent": (nt_xent_loss(*pair, temperature=0.1), 1.0),
+        "published": (published_nt_xent_loss(*pair, temperature=0.07), 0.5),
+        "split": (split_loss(*pair, temperature=0.2, divergence_weight=0.4), logits.softmax(0)[0].item()),
+        "symmetric": (symmetric_info_nce_loss(*pair, temperature=0.2), logits.softmax(0)[0].item()),
+    }
+    for name, (output, probability) in found.items():
+        assert output.metrics["positive_probability"].item() == pytest.approx(probability, abs=1e-3), name
+
+
+def test_what_losses_log_are_their_parts() -> None:
+    z_a, z_b = related_views(8, 6)
+    cosine = torch.cosine_similarity(z_a, z_b).mean().item()
+    split = split_loss(z_a, z_b, temperature=0.2, divergence_weight=0.4)
+    assert split.loss.item() == pytest.approx(2 - 2 * cosine + 0.4 * split.metrics["divergence"].item(), rel=1e-6)
+    linear = linear_loss(z_a, z_b, divergence_weight=2.0)
+    assert linear.loss.item() == pytest.approx(2 * linear.metrics["divergence"].item() - cosine)
+    nce = info_nce_loss(z_a, z_b)
+    assert nce.metrics["divergence"].item() == pytest.approx(divergence(z_a, z_b).item())
+    twins = barlow_twins_loss(z_a, z_b, off_diagonal_weight=0.5)
+    torch.testing.assert_close(twins.loss, twins.metrics["invariance"] + 0.5 * twins.metrics["redundancy"])
+    reg = vicreg_loss(z_a, z_b, invariance_weight=2.0, variance_weight=3.0, covariance_weight=0.5)
+    parts = [reg.metrics[name] for name in ("invariance", "variance", "covariance")]
+    torch.testing.assert_close(reg.loss, 2 * parts[0] + 3 * parts[1] + 0.5 * parts[2])
+    macl = macl_loss(z_a, z_b, temperature=0.2)
+    assert macl.metrics["temperature"].item() == pytest.approx(0.2 * (1 + 0.5 * cosine))
+
+
+# Contrastive losses
+
+
+def test_without_a_perturbation_or_a_reaction_they_are_losses_that_are_known() -> None:
+    z_VBD = related_views(9, 5)
+    without = loss_and_gradient(partial(ifm_loss, temperature=0.2, epsilon=0.0), z_VBD)
+    assert_near(without, loss_and_gradient(partial(nt_xent_loss, temperature=0.2), z_VBD), rtol=1e-12)
+    # Minus log p over 1 - p has the gradient of minus the margin: 1 - p cancels.
+    macl_gradient = loss_and_gradient(partial(macl_loss, temperature=0.2, sensitivity=0.0), z_VBD)[1]
+    dcl_gradient = loss_and_gradient(partial(dcl_loss, temperature=0.2), z_VBD)[1]
+    torch.testing.assert_close(macl_gradient, dcl_gradient, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_info_nce_is_alignment_plus_divergence(seed: int) -> None:
+    z_VBD = 10.0 ** (seed - 2) * related_views(2 + seed, 1 + seed, seed=seed)
+    split = alignment(*z_VBD) + divergence(*z_VBD)
+    assert (split - info_nce_loss(*z_VBD).loss).abs().item() <= 1e-12
+    assert (alignment(*z_VBD) + torch.cosine_similarity(*z_VBD).mean()).abs().item() <= 1e-12
+
+
+@pytest.mark.parametrize("temperature", [0.2, 0.5])
+def test_the_split_loss_with_twice_the_temperature_is_info_nce_without_the_positive(temperature: float) -> None:
+    z_VBD = related_views(7, 5)
+    u_BD, v_BD = (torch.stack(unit_rows(z_BD)) for z_BD in z_VBD)
+    logits_BB = u_BD @ v_BD.T / temperature
+    without_positive_B = logits_BB.masked_fill(torch.eye(7, dtype=torch.bool), -torch.inf).logsumexp(1)
+    info_nce = (without_positive_B - logits_BB.diagonal()).mean()
+    loss = split_loss(*z_VBD, temperature=temperature, divergence_weight=2 * temperature).loss
+    assert loss.item() == pytest.approx((2 + 2 * temperature * info_nce).item(), abs=1e-12)
+
+
+def test_the_mean_of_symmetric_info_nce_is_half_of_the_sum() -> None:
+    z_a, z_b = related_views(9, 4)
+    mean = symmetric_info_nce_loss(z_a, z_b, temperature=0.2, total="mean").loss
+    torch.testing.assert_close(2 * mean, symmetric_info_nce_loss(z_a, z_b, temperature=0.2).loss)
+
+
+def info_nce_at(z_a_BD: Tensor, z_b_BD: Tensor, *, temperature: float) -> Tensor:
+    """InfoNCE with all other samples' second views as negatives."""
+    logits_BB = torch.stack(unit_rows(z_a_BD)) @ torch.stack(unit_rows(z_b_BD)).T / temperature
+    return (logits_BB.logsumexp(1) - logits_BB.diagonal()).mean()
+
+
+def test_the_linear_loss_is_the_limit_of_info_nce_at_infinite_temperature() -> None:
+    z_VBD = related_views(9, 5)
+    temperature, num_negatives = 1e4, 8
+    info_nce, gradient = loss_and_gradient(partial(info_nce_at, temperature=temperature), z_VBD)
+    scale = temperature * (num_negatives + 1) / num_negatives
+    expected = scale * (info_nce - math.log(num_negatives + 1)), scale * gradient
+    assert_near(expected, loss_and_gradient(partial(linear_loss, divergence_weight=1.0), z_VBD), rtol=1e-3)
+
+
+def test_for_the_linear_loss_one_direction_is_as_good_as_all() -> None:
+    """All it asks for is a mean of zero; the split loss, as InfoNCE, wants the samples spread."""
+    spread = 2 * [torch.cat([torch.eye(8), -torch.eye(8)]).double()]
+    collapsed = 2 * [torch.cat([torch.eye(8)[:1].repeat(8, 1), -torch.eye(8)[:1].repeat(8, 1)]).double()]
+    linear = partial(linear_loss, divergence_weight=1.0)
+    assert linear(*spread).loss.item() == pytest.approx(linear(*collapsed).loss.item(), abs=1e-12)
+    split = partial(split_loss, temperature=0.2, divergence_weight=0.4)
+    assert split(*spread).loss < split(*collapsed).loss - 1
+
+
+def test_the_temperature_of_a_cycle_is_the_papers() -> None:
+    temperature = partial(cycled_temperature, lowest=0.1, highest=1.0, period_epochs=200)
+    assert [temperature(epoch) for epoch in (0, 50, 100, 150, 200, 300)] == pytest.approx([1, 0.55, 0.1, 0.55, 1, 0.1])
+    assert temperature(2 * 10**8 + 50) == pytest.approx(0.55)  # far out, without a loss of digits
+
+
+def test_nt_xent_in_cycles_is_nt_xent_at_the_temperature_of_the_epoch() -> None:
+    z_a, z_b = related_views(8, 6)
+    objective = NTXentCycle(NTXentCycleConfig(period_epochs=4, chunk_size=3))
+    for epoch, temperature in enumerate([1, 0.55, 0.1, 0.55, 1]):
+        output = objective(z_a, z_b, ViewPair(z_a, z_b, torch.arange(8), step=9, epoch=epoch))
+        torch.testing.assert_close(output.loss, nt_xent_loss(z_a, z_b, temperature=temperature).loss)
+        assert output.metrics["temperature"].item() == pytest.approx(temperature)
+
+
+# Losses of correlations
+
+
+def test_barlow_twins_is_the_distance_of_torchs_correlations_to_the_identity_matrix() -> None:
+    z_a_BD, z_b_BD = related_views(20, 6)
+    output = barlow_twins_loss(z_a_BD, z_b_BD)
+    correlation_DD = torch.corrcoef(torch.cat([z_a_BD, z_b_BD], dim=1).T)[:6, 6:] * 19 / 20
+    distance = (correlation_DD - torch.eye(6)).square().sum()
+    torch.testing.assert_close(output.loss, 0.995 * output.metrics["invariance"] + 0.005 * distance, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("constant", [0.0, 100.1])
+def test_constant_dimensions_count_as_uncorrelated(constant: float) -> None:
+    z_VBD = related_views(7, 3, dtype=torch.float32)
+    wide = torch.cat([z_VBD, torch.full((2, 7, 2), constant)], dim=2)
+    (value, gradient), expected = (loss_and_gradient(barlow_twins_loss, z) for z in (wide, z_VBD))
+    assert value.item() == pytest.approx(expected[0].item() + 2, rel=1e-6)
+    torch.testing.assert_close(gradient[..., :3], expected[1])
+    assert torch.equal(gradient[..., 3:], torch.zeros(2, 7, 2))
+
+
+def test_a_dimension_constant_in_one_view_gets_no_gradient_there() -> None:
+    z_VBD = related_views(7, 3, dtype=torch.float32)
+    z_VBD[0, :, 1] = 100.1
+    gradient = loss_and_gradient(barlow_twins_loss, z_VBD)[1]
+    assert torch.equal(gradient[0, :, 1], torch.zeros(7))
+    assert gradient.abs().max() < 1
+
+
+@pytest.mark.parametrize(("loss", "rel"), [(barlow_twins_loss, 1e-4), (vicreg_loss, 1e-3)])
+def test_a_large_mean_costs_no_digits_of_the_loss(loss: partial[Tensor], rel: float) -> None:
+    far_VBD = (related_views(40, 8) + 1000).float()
+    near, far = (loss_and_gradient(loss, z_VBD)[0].item() for z_VBD in (far_VBD.double(), far_VBD))
+    assert far == pytest.approx(near, rel=rel)
+
+
+def test_collapsed_embeddings_have_a_finite_gradient_of_vicreg() -> None:
+    value, gradient = loss_and_gradient(vicreg_loss, torch.ones(2, 6, 4))
+    assert value.item() == pytest.approx(25 * 0.99)
+    assert gradient.isfinite().all()
