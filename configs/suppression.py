@@ -2,7 +2,8 @@
 
     python -m data_pipeline suppression --root DIR --out data/suppression_small --small
     python launch/slurm.py --executor local --study studies:suppression_small --at-a-time 2
-    python -m trainer.probe runs/suppression_small/*-simclr-seed* --untrained --pixels --missing
+    python -m trainer.probe runs/suppression_small/*-simclr-seed* --step 0 --missing
+    python -m trainer.probe runs/suppression_small/*-simclr-seed* --step 0 --reads pixels --missing
     python -m trainer.probe runs/suppression_small --missing
     python -m trainer.analyze monitors runs/suppression_small
     python -m trainer.report --study suppression_small runs/suppression_small

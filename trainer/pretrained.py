@@ -22,7 +22,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Schema
 from trainer.checkpoint.restore import load_weights
 from trainer.config import read_run_config
-from trainer.models.encoder import Encoder, EncoderConfig, build_encoder
+from trainer.models.encoder import Encoder, EncoderConfig, build_encoder, inside_wrappers
 from trainer.modules import TrainedModules, build_modules
 from trainer.open_settings import decide_as_recorded
 from trainer.run_dir import RunDir, open_run
@@ -95,15 +95,12 @@ def unwrapped(encoder: nn.Module) -> Encoder:
 
     Raises `UserError` if there is no encoder inside.
     """
-    module = encoder
-    while not isinstance(module, Encoder):
-        inner = getattr(module, "module", getattr(module, "_orig_mod", None))
-        if not isinstance(inner, nn.Module):
-            raise UserError(
-                f"{type(module).__name__} is not an encoder; pass one from build_encoder or load_encoder, also inside "
-                "DataParallel, DistributedDataParallel or torch.compile"
-            )
-        module = inner
+    module = inside_wrappers(encoder)
+    if not isinstance(module, Encoder):
+        raise UserError(
+            f"{type(module).__name__} is not an encoder; pass one from build_encoder or load_encoder, also inside "
+            "DataParallel, DistributedDataParallel or torch.compile"
+        )
     return module
 
 

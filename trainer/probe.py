@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from data_pipeline.core.arguments import number, positive, program, whole
+from data_pipeline.core.arguments import positive, program, whole
 from data_pipeline.core.errors import run_command
 from data_pipeline.core.imports import add_code_argument, import_code
 from trainer.run_dir import RunDir, open_run, places_of_probes, runs_of, say_what_is_left_out
@@ -39,26 +39,12 @@ def _parser() -> argparse.ArgumentParser:
         help="Leave out the runs that have all results asked for, and only count them.",
     )
     add("--untrained", action="store_true", help="Also probe the untrained encoder, for comparison.")
-    add("--pixels", action="store_true", help="Also probe the raw pixels, for comparison.")
     add(
         "--label",
         action="append",
         metavar="NAME",
         help="Probe this label only, such as base or overlay; may be given several times (default: probe.labels of the "
         "run, or all labels of the data).",
-    )
-    add(
-        "--overlay-draws",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="Test under N draws of the overlays (default: 1).",
-    )
-    add(
-        "--allow-shared",
-        type=number("a share from 0 to 1", lambda given: 0 <= given <= 1),
-        metavar="P",
-        help="The share of test samples that may also be in the train set (default: probe.allow_shared of the run).",
     )
     add("--out", type=Path, metavar="DIR", help="Write to DIR/NAME, and nothing into the run directory NAME.")
     add_code_argument(parser)
@@ -108,11 +94,8 @@ def main() -> None:
     options = ProbeOptions(
         steps="all" if arguments.all_steps else arguments.step,
         labels=arguments.label,
-        num_draws=arguments.overlay_draws,
         changes={name: value for name, value in changes.items() if value is not None},
         untrained=arguments.untrained,
-        pixels=arguments.pixels,
-        allow_shared=arguments.allow_shared,
     )
     device = choose_device(world)
     with process_group(world, device):

@@ -19,6 +19,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias, ge
 import torch
 from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator, model_validator
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.kinds import KindConfig, Kinds
@@ -37,6 +39,7 @@ _Decided = Literal["resnet18_small", "resnet34_small", "resnet50_small", "resnet
 _Open = Literal["resnet18_by_size", "resnet34_by_size", "resnet50_by_size"]
 ResNetKind = Literal[_Decided, _Open]
 _BY_SIZE: Final = "_by_size"
+_WRAPPERS: Final = (nn.DataParallel, DistributedDataParallel, AveragedModel)  # call the module inside as it is
 STANDARD_FROM: Final = 64  # pixels of the shorter side, from which a network by size has the standard form
 
 # The config class of each kind. A new encoder of this project needs a line here.
@@ -474,6 +477,13 @@ def build_encoder(config: EncoderConfig, *, normalization: Normalization | None 
         probe_reads=config.probe_reads,
         config=config,
     )
+
+
+def inside_wrappers(module: Any) -> Any:
+    """Return the module inside DataParallel, DistributedDataParallel, AveragedModel and `torch.compile`, or itself."""
+    while isinstance(module, _WRAPPERS) or hasattr(module, "_orig_mod"):
+        module = module.module if isinstance(module, _WRAPPERS) else module._orig_mod
+    return module
 
 
 @functools.lru_cache(maxsize=256)  # a study has hundreds of runs and a few encoders

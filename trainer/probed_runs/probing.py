@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -54,20 +53,16 @@ def probe_each(
                 raise
             of_runs.append(None)
             if rank() == 0:
-                print_not_probed(run_dir, str(error))
+                reason = f"{printable(str(run_dir.path))}: not probed: {printable(str(error))}"
+                print(reason, file=sys.stderr, flush=True)
     return of_runs
-
-
-def print_not_probed(run_dir: RunDir, reason: str) -> None:
-    """Print the reason why a run was not probed, on stderr."""
-    print(f"{printable(str(run_dir.path))}: not probed: {printable(reason)}", file=sys.stderr, flush=True)
 
 
 def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -> Mapping[LabelSpace, ProbeResult]:
     """Probe checkpoints of a run, write the results, and return those of the last one. Every rank calls this.
 
-    Raises `UserError` if a checkpoint or a dataset is missing, if the datasets share too many samples, if the results
-    would be written beside those of another run, or if the memory of the GPU is full.
+    Raises `UserError` if a checkpoint or a dataset is missing, if the datasets share too many samples, or if the
+    results would be written beside those of another run.
     """
     read = partial(read_run_config, run_dir)
     config = on_first_rank(read) or read()
@@ -88,109 +83,65 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
 
     steps = broadcast_object(on_first_rank(check)) or []
     modules = _load(run_dir, steps[-1])  # before the data are read, in case the run has no checkpoint
-    num_shared = broadcast_object(on_first_rank(lambda: count_shared(config, manifests, allowed=options.allow_shared)))
-    train, test = _read_pictures(config, probe_config, manifests, options)
-    other_draws = [test.with_draw(draw) for draw in range(1, options.num_draws)] if test.is_drawn_online else []
-    probed = _ProbedRun(run_dir, config, options, device, train, test, other_draws, num_shared, identity)
-    if options.pixels:
-        of_pixels = probed.read_out(_load(run_dir, 0), reads_pixels=True)
-        if rank() == 0:
-            print(f"raw pixels:\n{table(of_pixels.results)}")
-    for number, step in enumerate(steps):
+    num_shared = broadcast_object(on_first_rank(lambda: count_shared(config, manifests)))
+    train, test = _read_pictures(config, probe_config, manifests)
+    for step in steps:
         modules = modules if len(steps) == 1 else _load(run_dir, step)
         if rank() == 0:
             warn_of_other_data(modules, train=train.manifest, test=test.manifest)
-        readout = probed.read_out(modules)
+        readout = probe(
+            modules,
+            train=train,
+            test=test,
+            device=device,
+            config=probe_config,
+            labels=options.labels or probe_config.labels,
+            num_shared=num_shared,
+            run=identity,
+        )
+        on_first_rank(partial(_write, run_dir, modules.step, readout, suffix=options.suffix(config.probe)))
         if rank() == 0:
-            if number + 1 == len(steps) and not isinstance(options.steps, int):
-                probed.summarize(readout.results)
             print(table(readout.results))
             print(run_dir.probes(modules.step))
+    if rank() == 0 and run_dir.probes_at is None and not options.suffix(config.probe):
+        _summarize(run_dir, config, readout.results)
     return readout.results
 
 
-def _read_pictures(
-    config: RunConfig, probe_config: ProbeConfig, manifests: Manifests, options: ProbeOptions
-) -> tuple[Pictures, Pictures]:
+def _read_pictures(config: RunConfig, probe_config: ProbeConfig, manifests: Manifests) -> tuple[Pictures, Pictures]:
     """Read the train set and the test set of the probes, and print what is special about them."""
-
-    def say(text: str) -> None:
-        if rank() == 0:
-            print(text, file=sys.stderr)
-
     data = config.data
-    if (said := option_difference(manifests.probed, manifests.test)) is not None:
-        say(f"warning: {said}; the accuracies measure this difference too")
+    if (said := option_difference(manifests.probed, manifests.test)) is not None and rank() == 0:
+        print(f"warning: {said}; the accuracies measure this difference too", file=sys.stderr)
     train = read_pictures(data.probed_dir, read=data, draw=TRAIN_DRAW)
     test = read_pictures(data.test_dir, read=data)
-    if train.streamed is not None and probe_config.views == "policy":
-        say(
+    if train.streamed is not None and probe_config.views == "policy" and rank() == 0:
+        print(
             f"{data.probed_dir} does not fit in memory, and a probe on views reads it once in each of its "
-            f"{probe_config.num_epochs} epochs; --views none reads it twice in all"
+            f"{probe_config.num_epochs} epochs; --views none reads it twice in all",
+            file=sys.stderr,
         )
-    if options.num_draws > 1 and not test.is_drawn_online:
-        say(f"{data.test_dir} has no online overlay, so there is only one draw, and no spread")
     return train, test
 
 
-@dataclass(frozen=True)
-class _ProbedRun:
-    """What the probes of all checkpoints of a run have in common. `identity` is that of the run."""
-
-    run_dir: RunDir
-    config: RunConfig
-    options: ProbeOptions
-    device: torch.device
-    train: Pictures
-    test: Pictures
-    other_draws: Sequence[Pictures]
-    num_shared: int | None
-    identity: str | None
-
-    def read_out(self, modules: TrainedModules, *, reads_pixels: bool = False) -> Readout:
-        """Probe one checkpoint, or the raw pixels, and write the results. Every rank calls this."""
-        config = self.options.changed(self.config.probe, reads_pixels=reads_pixels)
-        suffix = self.options.suffix(self.config.probe, reads_pixels=reads_pixels)
-        try:
-            readout = probe(
-                modules,
-                train=self.train,
-                test=self.test,
-                device=self.device,
-                config=config,
-                labels=self.options.labels or config.labels,
-                other_draws=self.other_draws,
-                num_shared=self.num_shared,
-                run=self.identity,
-            )
-        except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"the probe of {self.run_dir.path} has not enough memory on {self.device} "
-                f"({str(error).partition('. GPU')[0]}); see in nvidia-smi what else uses the GPU, or set "
-                "CUDA_VISIBLE_DEVICES= for the CPU"
-            ) from error
-        on_first_rank(partial(_write, self.run_dir, modules.step, readout, suffix=suffix))
-        return readout
-
-    def summarize(self, results: Mapping[LabelSpace, ProbeResult]) -> None:
-        """Write the accuracies into the summary of the run at W&B, if they are those of its own probe of its end."""
-        is_own = self.run_dir.probes_at is None and not self.options.suffix(self.config.probe)
-        finished = self.run_dir.read_provenance().get("finished_step")
-        if not is_own or any(result.checkpoint_step != finished for result in results.values()):
-            return
-        final = {
-            f"probe/{space}/{method}_final": getattr(result, method).accuracy
-            for space, result in results.items()
-            for method in ("linear", "knn")
-        }
-        final |= {
-            f"probe/{space}/{method}_worst_{'_'.join(groups.labels)}_final": worst.accuracy
-            for space, result in results.items()
-            for groups in result.groups
-            for method in groups.right
-            if (worst := groups.worst(method)) is not None
-        }
-        summarize(self.run_dir, self.config.tracking, final)
+def _summarize(run_dir: RunDir, config: RunConfig, results: Mapping[LabelSpace, ProbeResult]) -> None:
+    """Write the accuracies into the summary of the run at W&B, if they are those of the run's end."""
+    finished = run_dir.read_provenance().get("finished_step")
+    if any(result.checkpoint_step != finished for result in results.values()):
+        return
+    final = {
+        f"probe/{space}/{method}_final": getattr(result, method).accuracy
+        for space, result in results.items()
+        for method in ("linear", "knn")
+    }
+    final |= {
+        f"probe/{space}/{method}_worst_{'_'.join(groups.labels)}_final": worst.accuracy
+        for space, result in results.items()
+        for groups in result.groups
+        for method in groups.right
+        if (worst := groups.worst(method)) is not None
+    }
+    summarize(run_dir, config.tracking, final)
 
 
 def is_probed(run_dir: RunDir, options: ProbeOptions) -> bool:
@@ -207,7 +158,6 @@ def is_probed(run_dir: RunDir, options: ProbeOptions) -> bool:
     if newest is None:
         return False
     steps = options.checkpoint_steps(steps_in(run_dir.checkpoints) or [newest], newest)
-    wanted = [(step or 0, False) for step in steps] + ([(0, True)] if options.pixels else [])
     try:
         own = read_run_config(run_dir)
         identity = run_identity(own, run_dir.read_provenance())
@@ -216,18 +166,14 @@ def is_probed(run_dir: RunDir, options: ProbeOptions) -> bool:
         spaces = readable_labels(*data, wanted=options.labels or own.probe.labels)
         hashes, code = tuple(each.sha256 for each in data), hashes_of_code(own, data)
         for space in spaces:
-            for step, reads_pixels in wanted:
-                config = options.changed(own.probe, reads_pixels=reads_pixels)
-                suffix = options.suffix(own.probe, reads_pixels=reads_pixels)
-                path, checkpoint = run_dir.probes(step) / f"{space}{suffix}.json", run_dir.checkpoint(step)
-                result = read_result(path)
-                draws = result.linear.draws
+            for step in steps:
+                path = run_dir.probes(step or 0) / f"{space}{options.suffix(own.probe)}.json"
+                result, checkpoint = read_result(path), run_dir.checkpoint(step or 0)
                 if (
                     result.is_of_other_run(identity)
-                    or result.probe_config != config.protocol
+                    or result.probe_config != options.changed(own.probe).protocol
                     or result.data != hashes
                     or any(result.own_code.get(package, sha256) != sha256 for package, sha256 in code.items())
-                    or (options.num_draws > 1 and (draws is None or len(draws.accuracies) < options.num_draws))
                     or (checkpoint.exists() and path.stat().st_mtime < checkpoint.stat().st_mtime)
                 ):
                     return False
@@ -273,14 +219,13 @@ def _load(run_dir: RunDir, step: int | None) -> TrainedModules:
     return load_modules(run_dir, step=found) if modules is None else modules
 
 
-def count_shared(config: RunConfig, manifests: Manifests, *, allowed: float | None) -> int | None:
+def count_shared(config: RunConfig, manifests: Manifests) -> int | None:
     """Return how many test samples are in the train set too, and print a warning if some are; None if it is unknown.
 
-    `allowed` replaces the share in the config if it is given. Raises `UserError` if more are shared.
+    Raises `UserError` if more are shared than the config allows.
     """
     shared = find_shared(config.data, train=manifests.train, test=manifests.test)
-    share = config.probe.allow_shared if allowed is None else allowed
-    if (said := check_shared(shared, config.data, allowed=share)) is not None:
+    if (said := check_shared(shared, config.data, allowed=config.probe.allow_shared)) is not None:
         print(said, file=sys.stderr)
     return None if shared is None else shared.num_shared
 

@@ -17,11 +17,11 @@ from data_pipeline.core.sample import NO_LABEL
 from trainer.distributed.collectives import rank
 from trainer.modules import TrainedModules
 from trainer.own_code import hashes_of_code
-from trainer.probes.features import FeatureEncoder, FrozenFeatures, LabelSpace, Pictures, ViewFunction
+from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, ViewFunction
+from trainer.probes.fit import Fitted, fit
 from trainer.probes.groups import measure_groups, pairs_of
 from trainer.probes.heads import Heads
-from trainer.probes.knn import KNNProbe, probe_knn
-from trainer.probes.linear import LinearProbe, ProbeConfig, Target, num_labelled, probe_linear
+from trainer.probes.linear import ProbeConfig, Target, num_labelled
 from trainer.probes.reads import InBfloat16, reader
 from trainer.probes.result import ProbeResult
 from trainer.probes.right_samples import pack_right
@@ -36,15 +36,6 @@ class Readout:
     heads: Heads
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """Both probes of one label. Each holds its accuracies and the classes that it gives to the test samples."""
-
-    target: Target
-    linear: LinearProbe
-    knn: KNNProbe
-
-
 def probe(
     modules: TrainedModules,
     *,
@@ -53,7 +44,6 @@ def probe(
     device: torch.device,
     config: ProbeConfig | None = None,
     labels: Sequence[LabelSpace] | None = None,
-    other_draws: Sequence[Pictures] = (),
     num_shared: int | None = None,
     run: str | None = None,
 ) -> Readout:
@@ -68,9 +58,27 @@ def probe(
     own_code = hashes_of_code(modules.config, (train.manifest, test.manifest))
     config = config or modules.config.probe
     targets = label_targets(train, test, wanted=labels)
-    fitted = fit(
-        modules.to(device), targets, train=train, test=test, config=config, device=device, other_draws=other_draws
-    )
+    modules = modules.to(device)
+    encoder: FeatureEncoder = reader(modules.encoder, config.reads)
+    view_policy: ViewFunction = modules.view_policy
+    if config.precision == "bfloat16":
+        encoder, view_policy = InBfloat16(encoder), InBfloat16(view_policy)
+    with Progress(f"probe of step {modules.step}", total=config.num_epochs, enabled=rank() == 0) as progress:
+        progress.show_while_waiting(lambda: "encoding samples and fitting heads")
+
+        def on_epoch(epoch: int, accuracy: Mapping[LabelSpace, float]) -> None:
+            progress.advance(note=", ".join(f"label_{name} {100 * value:.1f} %" for name, value in accuracy.items()))
+
+        fitted = fit(
+            encoder,
+            view_policy=view_policy,
+            train=train.on(device),
+            test=test.on(device),
+            targets=targets,
+            config=config,
+            device=device,
+            on_epoch=on_epoch,
+        )
     facts: dict[str, Any] = {
         "checkpoint_step": modules.step,
         "probe_config": config.protocol,
@@ -86,53 +94,6 @@ def probe(
     settings = (f"{name} {value}" for name, value in config.fit_settings.items())
     heads = {space: one.linear.head for space, one in fitted.items()}
     return Readout(results, Heads(heads, f"probe with {', '.join(settings)}", train.manifest.sha256))
-
-
-def fit(
-    modules: TrainedModules,
-    targets: Mapping[LabelSpace, Target],
-    *,
-    train: Pictures,
-    test: Pictures,
-    config: ProbeConfig,
-    device: torch.device,
-    other_draws: Sequence[Pictures] = (),
-) -> dict[LabelSpace, Fitted]:
-    """Fit and score both probes of each label on the frozen encoder of modules on `device`."""
-    encoder: FeatureEncoder = reader(modules.encoder, config.reads)
-    view_policy: ViewFunction = modules.view_policy
-    if config.precision == "bfloat16":
-        encoder, view_policy = InBfloat16(encoder), InBfloat16(view_policy)
-    without_views = FrozenFeatures(encoder, device=device)
-    known, asked = train.on(device), test.on(device)
-    with Progress(f"probe of step {modules.step}", total=config.num_epochs, enabled=rank() == 0) as progress:
-        progress.show_while_waiting(lambda: "encoding samples and fitting heads")
-
-        def on_epoch(epoch: int, accuracy: Mapping[LabelSpace, float]) -> None:
-            progress.advance(note=", ".join(f"label_{name} {100 * value:.1f} %" for name, value in accuracy.items()))
-
-        linear = probe_linear(
-            encoder,
-            view_policy=view_policy,
-            train=known,
-            test=asked,
-            targets=targets,
-            config=config,
-            device=device,
-            other_draws=other_draws,
-            without_views=without_views,
-            on_epoch=on_epoch,
-        )
-    knn = probe_knn(
-        encoder,
-        train=known,
-        test=asked,
-        targets=targets,
-        device=device,
-        other_draws=other_draws,
-        without_views=without_views,
-    )
-    return {space: Fitted(target, linear[space], knn[space]) for space, target in targets.items()}
 
 
 def describe(

@@ -10,7 +10,7 @@ from trainer.probes.result import ProbeResult
 
 
 def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
-    """Return a table of test accuracies in per cent, by label; several draws of the overlays add a line."""
+    """Return a table of test accuracies in per cent, by label."""
     width = max([18, *(len(f"label_{space} ") for space in results)])
     lines = [f"{'test accuracy, %':{width}}{'linear':>8}{'(best, epoch)':>16}{'kNN':>8}{'majority':>10}{'chance':>8}"]
     for space, result in results.items():
@@ -19,12 +19,6 @@ def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
             f"{'label_' + space:{width}}{100 * result.linear.accuracy:8.1f}{best:>16}{100 * result.knn.accuracy:8.1f}"
             f"{100 * result.majority_share:10.1f}{100 * result.chance:8.1f}"
         )
-        if result.linear.draws is not None and result.knn.draws is not None:
-            linear, knn = (
-                f"{100 * draws.mean:.1f} ± {100 * draws.deviation:.1f}"
-                for draws in (result.linear.draws, result.knn.draws)
-            )
-            lines.append(f"  {len(result.linear.draws.accuracies)} draws of the test overlays: {linear}, kNN {knn}")
         lines += [line for groups in result.groups for line in _worst(groups, results)]
     return "\n".join(lines)
 

@@ -11,44 +11,40 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.data import DataLoader, Dataset
 
-from data_pipeline.audio.log_mel import mel_config
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import NO_LABEL
-from data_pipeline.loading.whole import read_all
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
 from trainer.data import DataConfig
-from trainer.probes.features import TRAIN_DRAW, FeatureEncoder, LabelSpace, features_and_pooled, frozen, frozen_calls
+from trainer.models.encoder import Encoder, inside_wrappers
+from trainer.probes.features import TRAIN_DRAW, LabelSpace, frozen, read_pictures, shared_rows
 from trainer.probes.knn import knn_accuracies
-from trainer.probes.linear import ProbeConfig, Target, fit_linear_probe, num_labelled, stored_batches
+from trainer.probes.linear import ProbeConfig, Target, fit_linear_probe, stored_batches
 from trainer.probes.shared import check_shared, find_shared
-from trainer.probes.targets import readable_labels
-from trainer.views.expert_audio import clean_spectrogram
+from trainer.probes.targets import check_labelled, readable_labels
 from trainer.views.inputs import to_floating, to_unit_range
 
 logger = logging.getLogger(__name__)
 
 Labels: TypeAlias = Tensor | Mapping[str, Tensor]
-LabelledData: TypeAlias = str | Path | SampleStore | Dataset[Any] | DataLoader[Any] | tuple[Tensor, Labels]
-"""A location or an open store of this package; a torch Dataset of (picture, label) or (picture, {name: label}); a
+LabelledData: TypeAlias = str | Path | Dataset[Any] | DataLoader[Any] | tuple[Tensor, Labels]
+"""A location of a dataset of this package; a torch Dataset of (picture, label) or (picture, {name: label}); a
 DataLoader of batches of these; or the tensors themselves, pictures (N, C, H, W) and labels (N,)."""
-_Batches: TypeAlias = Iterator[tuple[Tensor, Mapping[str, Tensor]]]
 
 ONLY_LABEL: Final = "label"  # the name of a label without a name
 _WITHOUT_VIEWS: Final = ProbeConfig(views="none")
+_FIXED: Final = {"views": "none", "batch_norm": "eval", "reads": "features", "precision": "float32"}
 _CPU: Final = torch.device("cpu")
-_WRAPPERS: Final = (nn.DataParallel, DistributedDataParallel, AveragedModel)  # call the module inside as it is
+_OTHER_VALUES: Final = 1.5  # of pictures whose ranges of values differ by this factor, one set is scaled differently
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,7 @@ class Accuracy:
 
 
 def probe(
-    encoder: nn.Module | FeatureEncoder | Callable[[Tensor], Tensor],
+    encoder: nn.Module | Callable[[Tensor], Tensor],
     train: LabelledData,
     test: LabelledData,
     *,
@@ -95,7 +91,7 @@ def probe(
 
     Raises `UserError` if a dataset is missing or has no labels, if the labels of both differ, or if the encoder returns
     anything but finite rows. It also does so if two datasets of this package share more of the test samples than
-    `config.allow_shared`. They are not compared if that is 1.
+    `config.allow_shared`. Logs a warning if the values of one set have another range than those of the other.
     """
     if config.fit_settings != config.fit_settings | _FIXED:
         raise UserError(
@@ -103,15 +99,16 @@ def probe(
             f"the config must have {', '.join(f'{name}={value}' for name, value in _FIXED.items())}. For other values "
             "use `python -m trainer.probe`"
         )
-    encoder = _without_wrappers(encoder)
-    train, test = (SampleStore(data) if isinstance(data, str | Path) else data for data in (train, test))
-    if isinstance(train, SampleStore) and isinstance(test, SampleStore) and config.allow_shared < 1:
+    if isinstance(inner := inside_wrappers(encoder), Encoder):
+        encoder = inner
+    if isinstance(train, str | Path) and isinstance(test, str | Path):
         _refuse_shared(train, test, allowed=config.allow_shared)
     # In inference mode no head can be fitted. Autocast would keep the first copy of the head's weights.
     with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         with frozen(encoder, getattr(encoder, "__self__", None)):  # of a method, the module that has it
             known = _encode(encoder, train, which="train", batch_size=batch_size)
             asked = _encode(encoder, test, which="test", batch_size=batch_size)
+        _warn_of_other_values(known, asked)
         targets = _targets(known, asked, wanted=labels if labels is not None else config.labels)
         batches = stored_batches(known.features_NF, targets, config=config)
         linear = fit_linear_probe(batches, test_features=lambda: asked.features_NF, targets=targets, config=config)
@@ -119,127 +116,113 @@ def probe(
     return {name: Accuracy(linear[name].result.accuracy, knn[name], target.chance) for name, target in targets.items()}
 
 
-_FIXED: Final = {"views": "none", "batch_norm": "eval", "reads": "features", "precision": "float32"}
-
-
 @dataclass(frozen=True)
 class _Encoded:
-    """The features of a dataset, and its labels (N,) int64 on the host. `manifest` is None for data of others."""
+    """The features of a dataset and its labels (N,) int64 on the host.
+
+    `manifest` is None for data of others. `range_2` holds the least and the greatest value that the encoder got.
+    """
 
     features_NF: Tensor
     pooled_ND: Tensor
     labels: Mapping[str, Tensor]
     manifest: Manifest | None
-
-
-def _refuse_shared(train: SampleStore, test: SampleStore, *, allowed: float) -> None:
-    """Log a warning if test samples are in the train set too. Raises `UserError` if more than `allowed` are."""
-    data = DataConfig(train_dir=str(train.location), test_dir=str(test.location), remote=test.remote)
-    shared = find_shared(data, train=train.manifest, test=test.manifest)
-    if (said := check_shared(shared, data, allowed=allowed)) is not None:
-        logger.warning("%s", said)
+    range_2: tuple[float, float]
 
 
 def _encode(encoder: object, data: LabelledData, *, which: str, batch_size: int) -> _Encoded:
     """Encode each sample once. `which` is "train" or "test", for errors and for the draw of an online overlay."""
-    manifest = data.manifest if isinstance(data, SampleStore) else None
-    checks_range = _normalises_itself(encoder) and (manifest is None or manifest.medium == "picture")
     parameter = next(encoder.parameters(), None) if isinstance(encoder, nn.Module) else None
     device = _CPU if parameter is None else parameter.device
     precision = parameter.dtype if parameter is not None and parameter.is_floating_point() else None
-    features: list[Tensor] = []
-    pooled: list[Tensor] = []
-    labels: dict[str, list[Tensor]] = {}
-    for inputs, label_of in _batches(data, which=which, batch_size=batch_size):
-        x_BCHW = (to_unit_range(inputs) if checks_range else to_floating(inputs)).to(device, precision)
-        with nullcontext() if isinstance(encoder, nn.Module) else frozen_calls():
-            if _normalises_itself(encoder):
-                features_BF, pooled_BD = features_and_pooled(cast(FeatureEncoder, encoder), x_BCHW)
-            else:
-                features_BF = pooled_BD = cast(Callable[[Tensor], Tensor], encoder)(x_BCHW)
-        features.append(_rows(features_BF, len(inputs)))
-        pooled.append(_rows(pooled_BD, len(inputs)))
-        for name, label_B in label_of.items():
-            labels.setdefault(name, []).append(_classes(label_B, name, which=which, num=len(inputs)))
-    if not features:
-        raise UserError(f"the {which} set of the probe holds no sample with a label; give it some")
-    features_NF = torch.cat(features)
-    pooled_ND = torch.cat(pooled) if _normalises_itself(encoder) else features_NF
-    if not (features_NF.isfinite().all() and pooled_ND.isfinite().all()):
+    ranges: list[Tensor] = []
+
+    def features_of(inputs: Tensor, *, is_checked: bool = False) -> list[Tensor]:
+        x_BCHW = (to_unit_range(inputs) if is_checked else to_floating(inputs)).to(device, precision)
+        ranges.append(torch.stack(x_BCHW.aminmax()))
+        if isinstance(encoder, Encoder):
+            return [_rows(each, len(inputs)) for each in encoder.features_and_pooled(x_BCHW)]
+        with nullcontext() if isinstance(encoder, nn.Module) else _frozen_calls():
+            return [_rows(cast(Callable[[Tensor], Tensor], encoder)(x_BCHW), len(inputs))]
+
+    manifest = None
+    if isinstance(data, str | Path):
+        pictures = read_pictures(data, draw=TRAIN_DRAW if which == "train" else 0)
+        manifest, labels = pictures.manifest, pictures.by_label
+        wholes = shared_rows(features_of, pictures, chunk_size=batch_size)
+    else:
+        parts, label_parts = [], []
+        for inputs, label_of in _batches(data, which=which, batch_size=batch_size):
+            parts.append(features_of(inputs, is_checked=isinstance(encoder, Encoder)))
+            label_parts.append(label_of)
+        if not parts:
+            raise UserError(f"the {which} set of the probe holds no sample with a label; give it some")
+        wholes = [torch.cat(each) for each in zip(*parts, strict=True)]
+        labels = {name: torch.cat([label_of[name] for label_of in label_parts]) for name in label_parts[0]}
+    if not all(whole.isfinite().all() for whole in wholes):
         raise UserError(f"the features of the {which} set are not all finite; did the training of the encoder diverge?")
-    return _Encoded(features_NF, pooled_ND, {name: torch.cat(parts) for name, parts in labels.items()}, manifest)
+    low, high = torch.stack(ranges).float().unbind(1)
+    return _Encoded(wholes[0], wholes[-1], labels, manifest, (low.min().item(), high.max().item()))
 
 
-def _without_wrappers(encoder: nn.Module | FeatureEncoder | Callable[[Tensor], Tensor]) -> Any:
-    """Return the encoder with features of its own inside torch's wrappers; `encoder` as it is if there is none."""
-    inside: Any = encoder
-    while not _normalises_itself(inside) and (isinstance(inside, _WRAPPERS) or hasattr(inside, "_orig_mod")):
-        inside = inside.module if isinstance(inside, _WRAPPERS) else inside._orig_mod
-    return inside if _normalises_itself(inside) else encoder
+@contextmanager
+def _frozen_calls() -> Iterator[None]:
+    """Put each module that is called meanwhile into eval mode before it runs. Restores the modes at the end."""
+    with ExitStack() as stack:
+
+        def freeze(module: nn.Module, _inputs: object) -> None:
+            if module.training:
+                stack.enter_context(frozen(module))
+
+        stack.callback(register_module_forward_pre_hook(freeze).remove)
+        yield
 
 
-def _normalises_itself(encoder: object) -> bool:
-    """Return whether an encoder has both methods of a `FeatureEncoder`, as `trainer.models.Encoder` has."""
-    return all(callable(getattr(encoder, name, None)) for name in ("features", "pooled"))
-
-
-def _batches(data: LabelledData, *, which: str, batch_size: int) -> _Batches:
-    """Yield the inputs and the labels by name of all samples that have a label, in order."""
-    if isinstance(data, SampleStore):
-        yield from _stored(data, draw=TRAIN_DRAW if which == "train" else 0, batch_size=batch_size)
-    elif isinstance(data, tuple):
+def _batches(
+    data: Dataset[Any] | DataLoader[Any] | tuple[Tensor, Labels], *, which: str, batch_size: int
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Yield the inputs and the labels by name of all samples, in order."""
+    if isinstance(data, tuple):
         inputs, labels = _as_pair(data, which=which)
-        for first in range(0, max(len(inputs), *map(len, labels.values())), batch_size):
+        for first in range(0, len(inputs), batch_size):
             rows = slice(first, first + batch_size)
             yield inputs[rows], {name: label_N[rows] for name, label_N in labels.items()}
     else:
         if not isinstance(data, DataLoader):
             # A generator of its own, because a loader draws a number for its workers, also without any.
-            data = DataLoader(cast(Dataset[Any], data), batch_size=batch_size, generator=torch.Generator())
+            data = DataLoader(data, batch_size=batch_size, generator=torch.Generator())
         yield from (_as_pair(item, which=which) for item in data)
 
 
-def _stored(store: SampleStore, *, draw: int, batch_size: int) -> _Batches:
-    """Yield the inputs and labels of a dataset of this package; leaves out samples without any label."""
-    rate = store.manifest.sample_rate
-    for batch in read_all(store, batch_size=batch_size, draw=draw):
-        inputs = batch.inputs_a if rate is None else clean_spectrogram(batch.inputs_a, mel_config(rate))
-        has_one_B = torch.zeros(len(batch), dtype=torch.bool)
-        for label_B in batch.labels.values():
-            has_one_B |= label_B != NO_LABEL
-        if has_one_B.any():
-            yield inputs[has_one_B], {name: label_B[has_one_B] for name, label_B in batch.labels.items()}
-
-
 def _as_pair(item: Any, *, which: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the inputs and the labels by name of (inputs, labels). Raises `UserError` if it is anything else."""
+    """Return the inputs, and by name the classes (N,) int64 on the host, of (inputs, labels).
+
+    Raises `UserError` if it is anything else.
+    """
     if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], Tensor):
         raise UserError(
             f"the {which} set of the probe has no labels: it gives {type(item).__name__} in place of (picture, label) "
             "or (picture, {name: label})"
         )
     inputs, labels = item
-    named = labels if isinstance(labels, Mapping) else {ONLY_LABEL: labels}
-    try:
-        return inputs, {str(name): torch.as_tensor(classes) for name, classes in named.items()}
-    except (TypeError, ValueError):
-        raise UserError(
-            f"the labels of the {which} set are {type(labels).__name__}; a probe predicts classes, one whole number "
-            "for each picture"
-        ) from None
-
-
-def _classes(label_B: Tensor, name: str, *, which: str, num: int) -> Tensor:
-    """Return classes (B,) int64 on the host."""
-    if label_B.is_floating_point() or label_B.is_complex() or label_B.shape != (num,):
-        raise UserError(
-            f"label {name!r} of the {which} set is {str(label_B.dtype).removeprefix('torch.')} of shape "
-            f"{tuple(label_B.shape)} for {num} pictures; a probe predicts classes, one whole number for each picture"
-        )
-    return label_B.long().cpu()
+    classes = {}
+    for name, given in (labels if isinstance(labels, Mapping) else {ONLY_LABEL: labels}).items():
+        try:
+            label_N = torch.as_tensor(given)
+        except (TypeError, ValueError):
+            label_N = torch.empty(0)
+        if label_N.is_floating_point() or label_N.is_complex() or label_N.shape != (len(inputs),):
+            raise UserError(
+                f"label {name!r} of the {which} set is {type(given).__name__}, {label_N.dtype} of shape "
+                f"{tuple(label_N.shape)}, for {len(inputs)} pictures; a probe predicts classes, one whole number for "
+                "each picture"
+            )
+        classes[str(name)] = label_N.long().cpu()
+    return inputs, classes
 
 
 def _rows(features_BF: Tensor, num: int) -> Tensor:
+    """Return features as float32. Raises `UserError` if they are not one row for each picture."""
     if not isinstance(features_BF, Tensor) or features_BF.dim() != 2 or len(features_BF) != num:
         shape = tuple(features_BF.shape) if isinstance(features_BF, Tensor) else type(features_BF).__name__
         raise UserError(
@@ -249,26 +232,41 @@ def _rows(features_BF: Tensor, num: int) -> Tensor:
     return features_BF.float()
 
 
+def _refuse_shared(train: str | Path, test: str | Path, *, allowed: float) -> None:
+    """Log a warning if test samples are in the train set too. Raises `UserError` if more than `allowed` are."""
+    data = DataConfig(train_dir=str(train), test_dir=str(test))
+    shared = find_shared(data, train=SampleStore(train).manifest, test=SampleStore(test).manifest)
+    if (said := check_shared(shared, data, allowed=allowed)) is not None:
+        logger.warning("%s", said)
+
+
+def _warn_of_other_values(train: _Encoded, test: _Encoded) -> None:
+    """Log a warning if the encoder got one set in another range than the other, such as 0 to 255 and 0 to 1."""
+    widths = [high - low for low, high in (train.range_2, test.range_2)]
+    if max(widths) > _OTHER_VALUES * min(widths):
+        logger.warning(
+            "the train inputs have values from %g to %g, but the test inputs from %g to %g; scale both alike",
+            *train.range_2,
+            *test.range_2,
+        )
+
+
 def _targets(train: _Encoded, test: _Encoded, *, wanted: Sequence[str] | None) -> dict[LabelSpace, Target]:
     """Return the labels to predict. Raises `UserError` if the two sets do not have the same labels."""
     if train.manifest is not None and test.manifest is not None:
         named = readable_labels(train.manifest, test.manifest, wanted=wanted)
         num_classes = {name: len(classes) for name, classes in named.items()}
     else:
-        num_classes = {name: int(label_N.max()) + 1 for name, label_N in train.labels.items()}
-        num_classes = {name: num for name, num in num_classes.items() if wanted is None or name in wanted}
-    if missing := sorted(
-        (set(wanted or num_classes) | num_classes.keys()) - (train.labels.keys() & test.labels.keys())
-    ):
-        raise UserError(
-            f"the train set has the labels {', '.join(train.labels)} and the test set {', '.join(test.labels)}, but "
-            f"both need {', '.join(missing)}"
-        )
+        names = train.labels if wanted is None else wanted
+        if missing := sorted(set(names) - (train.labels.keys() & test.labels.keys())):
+            raise UserError(
+                f"the train set has the labels {', '.join(train.labels)} and the test set {', '.join(test.labels)}, "
+                f"but both need {', '.join(missing)}"
+            )
+        num_classes = {name: int(train.labels[name].max()) + 1 for name in names}
     targets = {name: Target(train.labels[name], test.labels[name], num) for name, num in num_classes.items()}
+    check_labelled(targets)
     for name, target in targets.items():
-        for which, label_N in (("train", target.train_N), ("test", target.test_N)):
-            if not num_labelled(label_N):
-                raise UserError(f"none of the {which} samples has the label {name!r}; leave it out of `labels`")
-        if train.manifest is None and int(target.test_N.max()) >= target.num_classes:
+        if int(target.test_N.max()) >= target.num_classes:
             raise UserError(f"the test set has classes of label {name!r} that the train set lacks; number both alike")
     return targets

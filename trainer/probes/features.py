@@ -17,8 +17,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,14 +27,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from data_pipeline.audio.log_mel import mel_config
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.pixels import from_bytes
 from data_pipeline.core.randomness import generator
-from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY, BadSample, Batch
+from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY, Batch
 from data_pipeline.core.schema import LabelName
 from data_pipeline.loading.collate import BatchMaker
 from data_pipeline.loading.decode import DecodedSamples, decode
@@ -74,18 +72,14 @@ def label_order(names: Iterable[LabelSpace]) -> list[LabelSpace]:
 
 
 class FeatureEncoder(Protocol):
-    """The methods of an encoder that probes use (`trainer.models.encoder.Encoder`). It normalises its input itself."""
+    """The methods of an encoder that probes use (`trainer.models.encoder.Encoder`). It normalises its input itself.
 
-    def features(self, views_BCHW: Tensor, /) -> Tensor: ...
-    def pooled(self, views_BCHW: Tensor, /) -> Tensor: ...
+    `features_and_pooled` returns the features (B, F) of the linear probe and those of kNN, (B, C).
+    """
+
+    def features_and_pooled(self, views_BCHW: Tensor, /) -> tuple[Tensor, Tensor]: ...
     def train(self, mode: bool = True) -> object: ...
     def eval(self) -> object: ...
-
-
-def features_and_pooled(encoder: FeatureEncoder, views_BCHW: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the results of `features` and of `pooled`, by one pass if the encoder has a method of this name."""
-    both: Callable[[Tensor], tuple[Tensor, Tensor]] | None = getattr(encoder, "features_and_pooled", None)
-    return both(views_BCHW) if both is not None else (encoder.features(views_BCHW), encoder.pooled(views_BCHW))
 
 
 class ViewFunction(Protocol):
@@ -235,12 +229,6 @@ class Pictures:
             return self.inputs(row_B)
         return _input_batch(self.stored.batch(row_B, keys))
 
-    def with_draw(self, draw: int) -> Pictures:
-        """Return the same samples with another draw of their overlay, or themselves if nothing is drawn online."""
-        if self.stored is None or not self.is_drawn_online:
-            return self
-        return _finish(replace(self.stored, draw=draw))
-
     def seen(self, inputs: Tensor) -> Tensor:
         """Return the input of the encoder without a view, for pictures in [0, 1] or for waveforms from `redraw`."""
         return _spectrograms(inputs, self.manifest)
@@ -275,7 +263,7 @@ def read_pictures(location: Path | str, *, read: ReadConfig = _DEFAULT_READ, dra
     else:
         whole = _read_sounds(store) if store.manifest.medium == "sound" else read_whole(store, _CPU)
         samples, bad = _usable(store, whole), tuple(whole.bad.values())
-    _check_bad(store, bad, read)
+    check_bad_share(bad, num_samples=len(store), max_share=read.max_bad_share, where=store.location)
     for sample in bad:
         logger.warning("%s: %s in %s is left out: %s", location, sample.key, sample.shard, sample.reason)
     pictures = _finish(StoredInputs(store.manifest, samples, store.overlay, draw))
@@ -322,10 +310,6 @@ def read_some(location: Path | str, *, num: int, read: ReadConfig = _DEFAULT_REA
     if not len(samples):
         raise UserError(f"{location} holds no sample that can be read; find out with `python -m data_pipeline verify`")
     return _finish(StoredInputs(store.manifest, samples, store.overlay, draw))
-
-
-def _check_bad(store: SampleStore, bad: Collection[BadSample], read: ReadConfig) -> None:
-    check_bad_share(bad, num_samples=len(store), max_share=read.max_bad_share, where=store.location)
 
 
 def _choose(shard_ends: NDArray[np.int64], *, num: int, num_shards: int | None) -> NDArray[np.int64]:
@@ -418,28 +402,6 @@ def frozen(*modules: object) -> Iterator[None]:
             part.training = mode
 
 
-@contextmanager
-def frozen_calls() -> Iterator[None]:
-    """Put each module that this thread calls into eval mode before it runs. Restores the modes at the end."""
-    thread = threading.get_ident()
-    switched: list[nn.Module] = []
-
-    def freeze(module: nn.Module, _inputs: object) -> None:
-        if module.training and threading.get_ident() == thread:
-            training = [part for part in module.modules() if part.training]
-            switched.extend(training)
-            for part in training:
-                part.training = False
-
-    hook = register_module_forward_pre_hook(freeze)
-    try:
-        yield
-    finally:
-        hook.remove()
-        for part in switched:
-            part.training = True
-
-
 def extract(
     function: Callable[[Tensor], Tensor],
     images: Tensor | Pictures,
@@ -453,50 +415,27 @@ def extract(
     i depends only on picture i if `function` treats pictures separately, as an encoder in eval mode does.
     """
     with torch.no_grad():
-        return shared_rows(lambda part: function(to_float(part, device)), images, chunk_size=batch_size)
+        [features_NF] = shared_rows(lambda part: [function(to_float(part, device))], images, chunk_size=batch_size)
+    return features_NF
 
 
-class FrozenFeatures:
-    """The features of a frozen encoder, without views, for two probes of the same pictures.
-
-    Pictures are read and encoded once for both kinds of features. Every rank calls the methods in the same order.
-    """
-
-    def __init__(self, encoder: FeatureEncoder, *, device: torch.device) -> None:
-        self._encoder, self._device = encoder, device
-        self._pooled: dict[int, tuple[Pictures, Tensor]] = {}  # by the id of the pictures, which are kept for it
-
-    def features(self, pictures: Pictures) -> Tensor:
-        """Return `encoder.features` of all pictures, (N, F)."""
-
-        def both(part: Tensor) -> Sequence[Tensor]:
-            return features_and_pooled(self._encoder, to_float(part, self._device))
-
-        with torch.no_grad():
-            features_NF, pooled_NC = _shared_rows_of_each(both, pictures, chunk_size=_ENCODED_AT_ONCE)
-        self._pooled[id(pictures)] = pictures, pooled_NC
-        return features_NF
-
-    def pooled(self, pictures: Pictures) -> Tensor:
-        """Return `encoder.pooled` of all pictures, (N, C). Forgets them if they were computed with the features."""
-        if (kept := self._pooled.pop(id(pictures), None)) is not None:
-            return kept[1]
-        return extract(self._encoder.pooled, pictures, device=self._device)
+def encode(encoder: FeatureEncoder, pictures: Pictures, *, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the features (N, F) and the pooled features (N, C) of all pictures without views, as `extract` does."""
+    with torch.no_grad():
+        features_NF, pooled_NC = shared_rows(
+            lambda part: encoder.features_and_pooled(to_float(part, device)), pictures, chunk_size=_ENCODED_AT_ONCE
+        )
+    return features_NF, pooled_NC
 
 
-def shared_rows(function: Callable[[Tensor], Tensor], inputs: Tensor | Pictures, *, chunk_size: int) -> Tensor:
-    """Apply `function` to each chunk of rows, and return all results in order, on every rank.
+def shared_rows(
+    function: Callable[[Tensor], Sequence[Tensor]], inputs: Tensor | Pictures, *, chunk_size: int
+) -> Sequence[Tensor]:
+    """Apply `function` to each chunk of rows, and return each of its results for all rows in order, on every rank.
 
     Each chunk is the work of one rank. A rank with fewer chunks repeats its last one, so that `function` may call
     collectives.
     """
-    return _shared_rows_of_each(lambda part: [function(part)], inputs, chunk_size=chunk_size)[0]
-
-
-def _shared_rows_of_each(
-    function: Callable[[Tensor], Sequence[Tensor]], inputs: Tensor | Pictures, *, chunk_size: int
-) -> Sequence[Tensor]:
-    """Do `shared_rows` with a function of several results."""
     chunks = [range(start, min(start + chunk_size, len(inputs))) for start in range(0, len(inputs), chunk_size)]
     num_of_rank = math.ceil(len(chunks) / world_size())
     first = rank() * num_of_rank

@@ -10,7 +10,7 @@ kNN).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import Schema
-from trainer.probes.features import FeatureEncoder, FrozenFeatures, LabelSpace, Pictures, frozen, shared_rows
-from trainer.probes.linear import Spread, Target, accuracy, best_classes, finite_accuracy, num_labelled, spread
+from trainer.probes.features import LabelSpace, shared_rows
+from trainer.probes.linear import Target, accuracy, best_classes, finite_accuracy, num_labelled
 
 NUM_NEIGHBORS = 200
 TEMPERATURE = 0.1
@@ -30,13 +30,12 @@ _QUERIES_AT_ONCE = 512  # a constant, because bits may depend on it
 class KNNResult(Schema):
     """Test accuracy in [0, 1] and its settings.
 
-    `num_neighbors` is at most the size of the train set. `draws` is None if the test overlays were drawn once.
+    `num_neighbors` is at most the size of the train set.
     """
 
     accuracy: float
     num_neighbors: int
     temperature: float
-    draws: Spread | None = None
 
 
 def nearest(
@@ -77,7 +76,7 @@ def knn_classes(
         label_N = target.train_N.to(device)
         labels.append((label_N, None if target.is_in_all else label_N != NO_LABEL, target.num_classes))
 
-    def predict(chunk_BC: Tensor) -> Tensor:
+    def predict(chunk_BC: Tensor) -> list[Tensor]:
         queries_BC = chunk_BC.to(device)
         of_all: tuple[Tensor, Tensor] | None = None
         votes = []
@@ -88,10 +87,10 @@ def knn_classes(
                 found = of_all = of_all or nearest(bank_NC, queries_BC, num_neighbors=NUM_NEIGHBORS)
             cosine_BR, row_BR = found
             votes.append(vote(cosine_BR, label_N[row_BR], num_classes=num_classes))
-        return torch.stack(votes, dim=1)
+        return [torch.stack(votes, dim=1)]
 
     with torch.no_grad():
-        predicted_QL = shared_rows(predict, queries_QC, chunk_size=chunk_size)
+        [predicted_QL] = shared_rows(predict, queries_QC, chunk_size=chunk_size)
     return dict(zip(targets, predicted_QL.unbind(1), strict=True))
 
 
@@ -114,38 +113,19 @@ class KNNProbe:
     predicted_N: Tensor
 
 
-def probe_knn(
-    encoder: FeatureEncoder,
-    *,
-    train: Pictures,
-    test: Pictures,
-    targets: Mapping[LabelSpace, Target],
-    device: torch.device,
-    other_draws: Sequence[Pictures] = (),
-    without_views: FrozenFeatures | None = None,
-) -> dict[LabelSpace, KNNProbe]:
-    """Measure kNN accuracy for every target, from pooled features of pictures without views.
+def probe_knn(bank_NC: Tensor, queries_QC: Tensor, targets: Mapping[LabelSpace, Target]) -> dict[LabelSpace, KNNProbe]:
+    """Measure kNN accuracy for every target, from pooled features of train and test pictures without views.
 
-    The encoder stays unchanged. `other_draws` are the test pictures under other overlays. `without_views` may have
-    the features of `encoder` from another probe. Every rank calls this with the same arguments.
+    Every rank calls this with the same arguments. Raises `UserError` if features are not finite.
     """
-    accuracies: dict[LabelSpace, list[float]] = {name: [] for name in targets}
-    predicted: dict[LabelSpace, Tensor] = {}
-    without_views = without_views or FrozenFeatures(encoder, device=device)
-    with frozen(encoder):
-        bank_NC = without_views.pooled(train).to(device)
-        for pictures in (test, *other_draws):
-            classes = knn_classes(bank_NC, without_views.pooled(pictures), targets)
-            for name, class_Q in classes.items():
-                accuracies[name].append(finite_accuracy(class_Q, pictures.labels(name), name=name))
-                predicted.setdefault(name, class_Q)
-    results = {
-        name: KNNResult(
-            accuracy=values[0],
-            num_neighbors=min(NUM_NEIGHBORS, num_labelled(targets[name].train_N)),
-            temperature=TEMPERATURE,
-            draws=spread(values),
+    return {
+        name: KNNProbe(
+            KNNResult(
+                accuracy=finite_accuracy(class_Q, targets[name].test_N, name=name),
+                num_neighbors=min(NUM_NEIGHBORS, num_labelled(targets[name].train_N)),
+                temperature=TEMPERATURE,
+            ),
+            class_Q,
         )
-        for name, values in accuracies.items()
+        for name, class_Q in knn_classes(bank_NC, queries_QC, targets).items()
     }
-    return {name: KNNProbe(result, predicted[name]) for name, result in results.items()}

@@ -16,11 +16,9 @@ Shapes: N pictures, B batch, C channels, F features, K classes of a label.
 
 from __future__ import annotations
 
-import copy
 import math
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -44,16 +42,7 @@ from data_pipeline.core.schema import (
     ShareBelowOne,
 )
 from trainer.distributed.collectives import all_gather_rows, rank, world_size
-from trainer.probes.features import (
-    FeatureEncoder,
-    FrozenFeatures,
-    LabelSpace,
-    Pictures,
-    ViewFunction,
-    extract,
-    frozen,
-    to_float,
-)
+from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, ViewFunction, to_float
 
 # The `view` of DrawKeys. Steps use 0 and 1, and in turns 2 and 3. Several viewmaker steps and small crops use 4 and
 # more, so they share draws with a probe of the same seed. Another number would change the bits of old probes.
@@ -125,32 +114,11 @@ class ProbeConfig(Schema):
         return ProbeConfig(**self.fit_settings)
 
 
-class Spread(Schema):
-    """Test accuracies under several draws of the test overlays; the first is the one to report.
-
-    `deviation` is the standard deviation of a sample (divisor n - 1).
-    """
-
-    accuracies: tuple[float, ...]
-    mean: float
-    deviation: float
-
-
-def spread(accuracies: Sequence[float]) -> Spread | None:
-    """Return the mean and the deviation of the accuracies; None for fewer than two."""
-    if len(accuracies) < 2:
-        return None
-    return Spread(
-        accuracies=tuple(accuracies), mean=statistics.fmean(accuracies), deviation=statistics.stdev(accuracies)
-    )
-
-
 class LinearResult(Schema):
     """Test accuracies in [0, 1]; epochs count from 1.
 
     accuracy: of the last epoch; this is the one to report.
     best_accuracy: of an epoch that was chosen on the test set, so it is optimistic. It is only shown beside `accuracy`.
-    draws: None if the test overlays were drawn once.
     """
 
     accuracy: float
@@ -159,7 +127,6 @@ class LinearResult(Schema):
     accuracy_by_epoch: tuple[float, ...]
     train_accuracy_by_epoch: tuple[float, ...]
     best_chosen_on: Literal["test"] = "test"
-    draws: Spread | None = None
 
 
 @dataclass(frozen=True)
@@ -321,84 +288,50 @@ def fit_linear_probe(
     }
 
 
-def probe_linear(
+def drawn_batches(
     encoder: FeatureEncoder,
-    *,
     view_policy: ViewFunction,
     train: Pictures,
-    test: Pictures,
-    targets: Mapping[LabelSpace, Target],
+    *,
+    labels: Sequence[LabelSpace],
     config: ProbeConfig,
     device: torch.device,
-    other_draws: Sequence[Pictures] = (),
-    without_views: FrozenFeatures | None = None,
-    on_epoch: Callable[[int, Mapping[LabelSpace, float]], None] = lambda epoch, accuracy: None,
-) -> dict[LabelSpace, LinearProbe]:
-    """Fit linear probes of a frozen encoder for every target. The encoder and the policy are not changed.
+) -> Callable[[int], Iterator[FeatureBatch]]:
+    """Return the function `batches` for `fit_linear_probe`, for train samples that are drawn again in every epoch.
 
-    The order of an epoch, every online overlay and every view depend only on (config.seed, epoch, sample index). The
-    global random states of torch and numpy are not used. Overlays are drawn again in every epoch, as in training.
-    Without views, features are computed once. `without_views` has the features of `encoder`, for another probe too.
-
-    The heads of the last epoch are also tested on `other_draws`, the test pictures with other overlays. Every rank
-    calls this with the same arguments. Raises `UserError` for `batch_norm="train"` on several ranks.
+    Overlays and views depend only on (config.seed, epoch, sample index). With `batch_norm` "train", the encoder is in
+    train mode while it encodes. The function is called in a context `frozen`, on every rank.
     """
-    check_ranks(config)
-    live = copy.deepcopy(encoder) if config.batch_norm == "train" else encoder
-    if without_views is None or config.batch_norm == "train":
-        without_views = FrozenFeatures(live, device=device)
-    with frozen(live, view_policy):
-        cached: Tensor | None = None
-        if config.batch_norm == "eval":
-            test_NF = without_views.features(test)
-            if config.views == "none":
-                cached = without_views.features(train)
 
-        def encoded(row_B: Tensor, epoch: int) -> FeatureBatch:
-            def keys(index_B: Tensor) -> DrawKeys:
-                return DrawKeys(config.seed, epoch, index_B, PROBE_VIEW)
+    def encoded(row_B: Tensor, epoch: int) -> FeatureBatch:
+        def keys(index_B: Tensor) -> DrawKeys:
+            return DrawKeys(config.seed, epoch, index_B, PROBE_VIEW)
 
-            batch = train.redraw(row_B, keys)
-            inputs = to_float(batch.inputs, device)
-            if config.views == "policy":
-                masks_BHW = None if batch.masks_BHW is None else batch.masks_BHW.to(device)
-                views_BCHW = view_policy(inputs, keys(train.index_N[row_B].to(device)), masks_BHW)
-            else:
-                views_BCHW = train.seen(inputs)
-            live.train(config.batch_norm == "train")
-            features_BF = live.features(views_BCHW)
-            live.eval()
-            return FeatureBatch(features_BF, {space: batch.labels[space].to(device) for space in targets})
+        batch = train.redraw(row_B, keys)
+        inputs = to_float(batch.inputs, device)
+        if config.views == "policy":
+            masks_BHW = None if batch.masks_BHW is None else batch.masks_BHW.to(device)
+            views_BCHW = view_policy(inputs, keys(train.index_N[row_B].to(device)), masks_BHW)
+        else:
+            views_BCHW = train.seen(inputs)
+        encoder.train(config.batch_norm == "train")
+        features_BF, _ = encoder.features_and_pooled(views_BCHW)
+        encoder.eval()
+        return FeatureBatch(features_BF, {space: batch.labels[space].to(device) for space in labels})
 
-        def drawn(epoch: int) -> Iterable[FeatureBatch]:
-            rows = epoch_rows(len(train), epoch=epoch, config=config, device=train.index_N.device)
-            num_steps = _steps_at_once(train, config=config, device=device)
-            chunks = _together(rows, num_steps)
-            firsts = range(0, len(chunks), world_size())
-            # The chunks left over at the end go to the first ranks; the others repeat the last chunk.
-            mine = [chunks[min(first + rank(), len(chunks) - 1)] for first in firsts]
-            title = f"epoch {epoch + 1} of the linear probe"
-            for first, row_X in zip(firsts, train.ahead(mine, title=title), strict=True):
-                steps = _steps_of_all_ranks(encoded(row_X, epoch), num_steps=num_steps)
-                yield from steps[: len(rows) - first * num_steps]
+    def batches(epoch: int) -> Iterator[FeatureBatch]:
+        rows = epoch_rows(len(train), epoch=epoch, config=config, device=train.index_N.device)
+        num_steps = _steps_at_once(train, config=config, device=device)
+        chunks = _together(rows, num_steps)
+        firsts = range(0, len(chunks), world_size())
+        # The chunks left over at the end go to the first ranks; the others repeat the last chunk.
+        mine = [chunks[min(first + rank(), len(chunks) - 1)] for first in firsts]
+        title = f"epoch {epoch + 1} of the linear probe"
+        for first, row_X in zip(firsts, train.ahead(mine, title=title), strict=True):
+            steps = _steps_of_all_ranks(encoded(row_X, epoch), num_steps=num_steps)
+            yield from steps[: len(rows) - first * num_steps]
 
-        def test_features() -> Tensor:
-            return test_NF if config.batch_norm == "eval" else extract(live.features, test, device=device)
-
-        batches = drawn if cached is None else stored_batches(cached, targets, config=config, device=device)
-        probes = fit_linear_probe(
-            batches, test_features=test_features, targets=targets, config=config, on_epoch=on_epoch
-        )
-        accuracies = {space: [one.result.accuracy] for space, one in probes.items()}
-        for test_again in other_draws:
-            test_NF = without_views.features(test_again)
-            for space, one in probes.items():
-                class_N = one.head.classes(test_NF)
-                accuracies[space].append(finite_accuracy(class_N, test_again.labels(space), name=space))
-    return {
-        space: replace(one, result=one.result.model_copy(update={"draws": spread(accuracies[space])}))
-        for space, one in probes.items()
-    }
+    return batches
 
 
 def check_ranks(config: ProbeConfig) -> None:

@@ -39,32 +39,20 @@ class _Reader(nn.Module):
         self.encoder = encoder
         self._read = read  # takes the encoder as an argument, so that a deep copy of this module reads its own copy
 
-    def features(self, views_BCHW: Tensor) -> Tensor:
-        return self._read(self.encoder, views_BCHW)
-
-    def pooled(self, views_BCHW: Tensor) -> Tensor:
-        return self.features(views_BCHW)
-
     def features_and_pooled(self, views_BCHW: Tensor) -> tuple[Tensor, Tensor]:
-        reading = self.features(views_BCHW)
+        reading = self._read(self.encoder, views_BCHW)
         return reading, reading
 
 
 class InBfloat16(nn.Module):
     """A module for probes, computed under autocast to bfloat16 and returned in float32.
 
-    Its `features` and `pooled` are those of an encoder, and a call is one of a view policy.
+    Its `features_and_pooled` are those of an encoder, and a call is one of a view policy.
     """
 
     def __init__(self, module: Any) -> None:
         super().__init__()
         self.module = module
-
-    def features(self, views_BCHW: Tensor) -> Tensor:
-        return self.features_and_pooled(views_BCHW)[0]
-
-    def pooled(self, views_BCHW: Tensor) -> Tensor:
-        return self.features_and_pooled(views_BCHW)[1]
 
     def features_and_pooled(self, views_BCHW: Tensor) -> tuple[Tensor, Tensor]:
         with _bfloat16(views_BCHW):

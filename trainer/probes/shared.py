@@ -74,6 +74,5 @@ def check_shared(shared: SharedSources | None, data: DataConfig, *, allowed: flo
     raise UserError(
         f"{sentence}, so test accuracy would partly measure training samples; build the test set from other pictures "
         "or sounds (after --test-share, both splits need the same --root, --seed and --test-share), or allow some of "
-        "them, as a share of the test samples, with probe.allow_shared or, for a probe, --allow-shared, or in Python "
-        "ProbeConfig(allow_shared=...)"
+        "them, as a share of the test samples, with probe.allow_shared"
     )

@@ -148,10 +148,15 @@ def label_targets(
         space: Target(train.labels(space), test.labels(space), num_classes=len(names))
         for space, names in readable_labels(train.manifest, test.manifest, wanted=wanted).items()
     }
+    check_labelled(targets)
+    return targets
+
+
+def check_labelled(targets: Mapping[LabelSpace, Target]) -> None:
+    """Raise `UserError` if no sample of the train set or of the test set has one of the labels."""
     for space, target in targets.items():
         for which, label_N in (("train", target.train_N), ("test", target.test_N)):
             if not num_labelled(label_N):
                 raise UserError(
-                    f"none of the {which} samples has label_{space}; leave it out of probe.labels, or take more samples"
+                    f"none of the {which} samples has label_{space}; leave it out of the labels, or take more samples"
                 )
-    return targets

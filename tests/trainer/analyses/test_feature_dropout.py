@@ -32,8 +32,9 @@ from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, load_run
 from trainer.probed_runs.options import ProbeOptions
 from trainer.probed_runs.probing import probe_run
 from trainer.probes.features import Pictures, read_pictures
+from trainer.probes.fit import fit
 from trainer.probes.heads import Heads, read_heads, write_heads
-from trainer.probes.linear import LinearHead, probe_linear
+from trainer.probes.linear import LinearHead
 from trainer.probes.targets import label_targets
 from trainer.run_dir import RunDir
 
@@ -203,7 +204,7 @@ def test_quick_heads_are_those_of_the_probe_and_are_kept(data: Path, tmp_path: P
     run_dir.config.write_text(json.dumps(config))
     loaded = load_run(run_dir, AnalysisOptions(step=0))
     heads = fit_quickly(loaded)
-    probed = probe_linear(
+    probed = fit(
         loaded.modules.encoder,
         view_policy=loaded.modules.view_policy,
         train=loaded.train,
@@ -213,7 +214,7 @@ def test_quick_heads_are_those_of_the_probe_and_are_kept(data: Path, tmp_path: P
         device=torch.device("cpu"),
     )
     for space, head in heads.by_label.items():
-        torch.testing.assert_close(head.weight_KF, probed[space].head.weight_KF, rtol=0, atol=1e-5)
+        torch.testing.assert_close(head.weight_KF, probed[space].linear.head.weight_KF, rtol=0, atol=1e-5)
 
     path = run_dir.probes(0) / "quick_heads.safetensors"
     assert heads_of(loaded).made_by == QUICK_FIT

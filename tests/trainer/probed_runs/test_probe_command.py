@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -152,22 +151,6 @@ def test_a_study_is_probed_at_once_with_its_untrained_encoders(
 
 
 @pytest.mark.slow
-def test_doing_it_again_changes_nothing_but_the_seconds(
-    probed: Probed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    again = RunDir(shutil.copytree(probed.run_dir.path, tmp_path / "run"))
-    for name in ("base", "overlay"):  # so that a result that is not written again is noticed
-        path = again.probes(10) / f"{name}.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"seconds": 9_999.0}))
-    torch.manual_seed(2)
-    call(monkeypatch, again.path)
-    for name in ("base", "overlay"):
-        first, second = (read_result(run.probes(10) / f"{name}.json") for run in (probed.run_dir, again))
-        assert first.model_dump(exclude={"seconds"}) == second.model_dump(exclude={"seconds"})
-        assert second.seconds < 9_999
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [debug.image, debug.viewmaker])
 def test_real_players_come_out_as_they_went_in(recipe: Any, data: Path) -> None:
     modules = build_modules(recipe())
@@ -246,11 +229,11 @@ def test_another_protocol_is_filed_under_its_name(data: Path, tmp_path: Path, mo
 
 
 def test_the_embedding_and_the_pixels_are_filed_under_their_names(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = make_run(tmp_path / "run", data)
-    call(monkeypatch, run_dir.path, "--views", "none", "--epochs", 2, "--reads", "embedding", "--pixels")
-    printed = capsys.readouterr().out
+    call(monkeypatch, run_dir.path, "--views", "none", "--epochs", 2, "--reads", "embedding")
+    call(monkeypatch, run_dir.path, "--views", "none", "--epochs", 2, "--reads", "pixels", "--step", 0)
     encoder = load_modules(run_dir, step=10).encoder.eval()
     others = {"views": "none", "num_epochs": 2}
     for step, reads, function in (
@@ -270,7 +253,6 @@ def test_the_embedding_and_the_pixels_are_filed_under_their_names(
             assert result.probe_config == config.model_copy(update={"reads": reads}).protocol
             assert (result.linear.accuracy, result.knn.accuracy) == (accuracy.linear, accuracy.knn)
         assert f"reads {reads}" in read_heads(run_dir.probes(step) / f"heads{suffix}.safetensors").made_by
-    assert printed.startswith("raw pixels:\n")
     with pytest.raises(UserError, match="reads=features"):
         probe_any(encoder, data / "train", data / "test", config=config.model_copy(update={"reads": "pixels"}))
 
@@ -344,37 +326,6 @@ def test_test_samples_without_any_label_count_as_those_that_lack_a_label(
     assert [groups.num_unlabelled for groups in (*colour.groups, *site.groups)] == [15, 15]
 
 
-@pytest.mark.slow
-def test_draws_of_the_test_overlays_and_their_spread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = write_tiny_pair(tmp_path / "data", num_train=103, num_test=41, overlay="online")
-    run_dir = make_run(tmp_path / "run", data)
-    call(monkeypatch, run_dir.path, "--overlay-draws", 5)
-    result = read_result(run_dir.probes(10) / "overlay.json")
-    for method in (result.linear, result.knn):
-        assert method.draws is not None
-        assert len(set(method.draws.accuracies)) > 1
-        assert method.draws.accuracies[0] == method.accuracy
-        assert method.draws.mean == pytest.approx(np.mean(method.draws.accuracies))
-        assert method.draws.deviation == pytest.approx(np.std(method.draws.accuracies, ddof=1))
-    assert result.linear.draws is not None
-    shown = capsys.readouterr().out
-    assert f"5 draws of the test overlays: {100 * result.linear.draws.mean:.1f} ± " in shown
-    test = read_pictures(data / "test")
-    for draw in (0, 3):
-        again, read = test.with_draw(draw), read_pictures(data / "test", draw=draw)
-        assert torch.equal(again.images_NCHW, read.images_NCHW)
-        assert torch.equal(again.labels("overlay"), read.labels("overlay"))
-        assert torch.equal(again.images_NCHW, test.images_NCHW) == (draw == 0)
-    heads = read_heads(run_dir.probes(10) / "heads.safetensors").by_label
-    encoder = load_modules(run_dir).encoder
-    third = test.with_draw(3)
-    with torch.no_grad():
-        features_NF = encoder.features(third.images_NCHW / 255)
-    assert heads["overlay"].accuracy(features_NF, third.labels("overlay")) == result.linear.draws.accuracies[3]
-
-
 def test_a_test_set_of_train_pictures_is_refused_with_their_number_and_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -384,25 +335,15 @@ def test_a_test_set_of_train_pictures_is_refused_with_their_number_and_keys(
     said = str(refused.value)
     assert said.startswith(f"4 of the 50 test samples of {tmp_path}/data/test (8 %) have their picture or sound in ")
     assert "(sample 00000003 is sample 00000007 of the train set and sample 00000004 is sample 00000008 of" in said
-    assert "probe.allow_shared or, for a probe, --allow-shared" in said
+    assert "with probe.allow_shared" in said
     assert not (run_dir.path / "probes").exists()
-    call(monkeypatch, run_dir.path, "--allow-shared", 0.08)
+    config = json.loads(run_dir.config.read_text())
+    config["probe"]["allow_shared"] = 0.08
+    run_dir.config.write_text(json.dumps(config))
+    call(monkeypatch, run_dir.path)
     assert capsys.readouterr().err.startswith(f"4 of the 50 test samples of {tmp_path}/data/test (8 %) have their ")
     for label in ("base", "overlay"):
         assert read_result(run_dir.probes(10) / f"{label}.json").num_shared == 4
-
-
-@pytest.mark.slow
-def test_one_shared_picture_in_a_hundred_is_said_and_written_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = make_run(tmp_path / "run", share_sources(tmp_path / "data", num_test=100, num_shared=1))
-    call(monkeypatch, run_dir.path, "--label", "base")
-    assert "1 of the 100 test samples" in capsys.readouterr().err
-    assert read_result(run_dir.probes(10) / "base.json").num_shared == 1
-    call(monkeypatch, run_dir.path, "--label", "base", "--step", 0)
-    with pytest.raises(UserError, match="1 of the 100 test samples"):
-        call(monkeypatch, run_dir.path, "--label", "base", "--allow-shared", 0)
 
 
 def test_a_dataset_that_is_train_and_test_set_at_once_is_refused(
@@ -422,6 +363,7 @@ def test_no_train_picture_bears_the_very_overlay_of_a_test_picture(
     run_dir = make_run(tmp_path / "run", data)
     config = json.loads(run_dir.config.read_text())
     config["data"]["test_dir"] = config["data"]["train_dir"]
+    config["probe"]["allow_shared"] = 1
     run_dir.config.write_text(json.dumps(config))
     seen: dict[str, Any] = {}
 
@@ -431,20 +373,9 @@ def test_no_train_picture_bears_the_very_overlay_of_a_test_picture(
 
     monkeypatch.setattr("trainer.probed_runs.probing.probe", look)
     with pytest.raises(KeyboardInterrupt):
-        call(monkeypatch, run_dir.path, "--allow-shared", 1)
+        call(monkeypatch, run_dir.path)
     same_NHW = (seen["train"].images_NCHW == seen["test"].images_NCHW).all(1)
     assert not same_NHW.flatten(1).all(1).any()
-
-
-def test_baked_overlays_have_one_draw(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = make_run(tmp_path / "run", data)
-    call(monkeypatch, run_dir.path, "--overlay-draws", 5)
-    result = read_result(run_dir.probes(10) / "overlay.json")
-    assert result.linear.draws is None
-    assert result.knn.draws is None
-    assert "so there is only one draw, and no spread" in capsys.readouterr().err
 
 
 def command_of_rank(*arguments: str) -> str:
@@ -465,8 +396,8 @@ def command_of_rank(*arguments: str) -> str:
 def test_ranks_find_what_one_process_finds(world_size: int, tmp_path: Path) -> None:
     data = write_tiny_pair(tmp_path / "data", num_train=230, num_test=103, overlay="online")
     alone, together = make_run(tmp_path / "alone", data), make_run(tmp_path / "together", data)
-    [printed] = run_ranks(command_of_rank, 1, str(alone.path), "--overlay-draws", "2")
-    by_rank = run_ranks(command_of_rank, world_size, str(together.path), "--overlay-draws", "2")
+    [printed] = run_ranks(command_of_rank, 1, str(alone.path))
+    by_rank = run_ranks(command_of_rank, world_size, str(together.path))
     assert by_rank == [printed.replace(str(alone.path), str(together.path)), *[""] * (world_size - 1)]
     for space in ("base", "overlay"):
         one, other = (read_result(run.probes(10) / f"{space}.json") for run in (alone, together))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -13,16 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.storage.store import SampleStore
 from tests.tiny_data import share_sources, write_tiny_dataset, write_tiny_pair, write_tiny_sound_pair
 from trainer.models import Encoder, ResNetConfig, build_encoder
 from trainer.probes.any_encoder import Accuracy, probe
 from trainer.probes.features import TRAIN_DRAW, read_pictures
-from trainer.probes.knn import probe_knn
-from trainer.probes.linear import ProbeConfig, probe_linear
+from trainer.probes.fit import fit
+from trainer.probes.linear import ProbeConfig
 from trainer.probes.targets import label_targets
 
 QUICK = ProbeConfig(views="none", num_epochs=5, batch_size=16, learning_rate=0.1)
@@ -75,15 +73,20 @@ def test_the_accuracies_are_those_of_the_command(overlay: Any, tmp_path: Path) -
     torch.manual_seed(0)
     encoder = build_encoder(ResNetConfig(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.2,) * 3)).eval()
     train, test = read_pictures(data / "train", draw=TRAIN_DRAW), read_pictures(data / "test")
-    options: dict[str, Any] = {"train": train, "test": test, "targets": label_targets(train, test)}
-    cpu = torch.device("cpu")
-    linear = probe_linear(encoder, view_policy=lambda x, keys, masks: x, config=QUICK, device=cpu, **options)
-    knn = probe_knn(encoder, device=cpu, **options)
+    fitted = fit(
+        encoder,
+        view_policy=lambda x, keys, masks: x,
+        train=train,
+        test=test,
+        targets=label_targets(train, test),
+        config=QUICK,
+        device=torch.device("cpu"),
+    )
     found = probe(encoder, data / "train", str(data / "test"), config=QUICK)
     chance = {"base": 1 / 2, "overlay": 1 / len(train.class_names("overlay"))}
     assert found == {
-        name: Accuracy(linear[name].result.accuracy, knn[name].result.accuracy, chance[name])
-        for name in ("base", "overlay")
+        name: Accuracy(one.linear.result.accuracy, one.knn.result.accuracy, chance[name])
+        for name, one in fitted.items()
     }
 
 
@@ -110,14 +113,7 @@ class WithDropout(nn.Module):
         return functional.dropout(self.encoder.pooled(x_BCHW), training=self.training)
 
 
-class Wrapped:
-    """An encoder that is no module, with the methods of a `FeatureEncoder`."""
-
-    def __init__(self, encoder: Encoder) -> None:
-        self.features, self.pooled = encoder.features, encoder.pooled
-
-
-@pytest.mark.parametrize("kind", ["method", "method with dropout", "lambda", "list of encoders", "wrapped"])
+@pytest.mark.parametrize("kind", ["method", "method with dropout", "list of encoders"])
 def test_a_function_is_probed_with_its_modules_in_eval_mode_and_changes_none_of_them(kind: str, tiny: Path) -> None:
     torch.manual_seed(0)
     encoder = build_encoder(ResNetConfig(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.2,) * 3)).train()
@@ -126,9 +122,7 @@ def test_a_function_is_probed_with_its_modules_in_eval_mode_and_changes_none_of_
     functions: dict[str, Any] = {
         "method": encoder.pooled,
         "method with dropout": WithDropout(encoder).embed,
-        "lambda": lambda x_BCHW: encoder(x_BCHW),
         "list of encoders": lambda x_BCHW: torch.cat([each.features(x_BCHW) for each in encoders], dim=1),
-        "wrapped": Wrapped(encoder),
     }
     before, modes = copy.deepcopy(encoder.state_dict()), [part.training for part in encoder.modules()]
     found = probe(functions[kind], tiny / "train", tiny / "test", config=QUICK)
@@ -139,14 +133,12 @@ def test_a_function_is_probed_with_its_modules_in_eval_mode_and_changes_none_of_
     assert found == probe(expected, tiny / "train", tiny / "test", config=QUICK)
 
 
-@pytest.mark.parametrize("wrapper", ["DataParallel", "AveragedModel", "compile", "compile of DataParallel"])
+@pytest.mark.parametrize("wrapper", ["AveragedModel", "compile of DataParallel"])
 def test_an_encoder_in_a_wrapper_of_torch_is_probed_as_without(wrapper: str, tiny: Path) -> None:
     torch.manual_seed(0)
     encoder = build_encoder(ResNetConfig(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.2,) * 3))
     wrappers: dict[str, Callable[[nn.Module], Any]] = {
-        "DataParallel": nn.DataParallel,
         "AveragedModel": AveragedModel,
-        "compile": lambda module: torch.compile(module, backend="eager"),
         "compile of DataParallel": lambda module: torch.compile(nn.DataParallel(module), backend="eager"),
     }
     expected = probe(encoder, tiny / "train", tiny / "test", config=QUICK)
@@ -155,25 +147,7 @@ def test_an_encoder_in_a_wrapper_of_torch_is_probed_as_without(wrapper: str, tin
     assert probe(wrapped_function, tiny / "train", tiny / "test", config=QUICK)["base"].knn > 0.9
 
 
-def test_modules_of_the_data_and_of_other_threads_keep_their_modes() -> None:
-    drop, modes = nn.Dropout(0.0).train(), []
-
-    def give(picture: Tensor, label: int) -> tuple[Tensor, int]:
-        modes.append(drop.training)
-        return drop(picture), label
-
-    def encoder(x_BCHW: Tensor) -> Tensor:
-        thread = Thread(target=give, args=(x_BCHW, 0))
-        thread.start()
-        thread.join()
-        return x_BCHW.flatten(1)
-
-    probe(encoder, Pairs(20, give), Pairs(20, give, seed=1), config=QUICK, batch_size=10)
-    assert len(modes) == 44
-    assert all(modes)
-
-
-@pytest.mark.parametrize("kind", ["dataset", "loader", "tensors", "uint8", "named", "TensorDataset"])
+@pytest.mark.parametrize("kind", ["dataset", "loader", "tensors", "uint8", "named"])
 def test_data_of_others_in_every_form(kind: str) -> None:
     train, test = Pairs(64, plain), Pairs(32, plain, seed=1)
 
@@ -187,8 +161,6 @@ def test_data_of_others_in_every_form(kind: str) -> None:
                 return (data.pictures_NCHW * 255).byte(), data.label_N.tolist()
             case "named":
                 return Pairs(len(data), lambda x, y: (x, {"bright": y, "other": 0}), seed=0 if data is train else 1)
-            case "TensorDataset":
-                return TensorDataset(data.pictures_NCHW, data.label_N)
         return data
 
     found = probe(Halves(), in_form(train), in_form(test), config=QUICK.model_copy(update={"num_epochs": 20}))
@@ -208,58 +180,16 @@ def test_the_global_generator_is_not_used(kind: str, tiny: Path) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.fixture
-def float64_by_default() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def test_accuracies_do_not_depend_on_the_default_dtype(tiny: Path, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("context", [lambda: torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode])
+def test_the_context_around_a_probe_has_no_effect(context: Any, tiny: Path) -> None:
     torch.manual_seed(0)
     encoder = build_encoder(ResNetConfig(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.2,) * 3))
     expected = probe(encoder, tiny / "train", tiny / "test", config=QUICK)
-    request.getfixturevalue("float64_by_default")
-    assert probe(encoder, tiny / "train", tiny / "test", config=QUICK) == expected
+    with context():
+        assert probe(encoder, tiny / "train", tiny / "test", config=QUICK) == expected
 
 
-@pytest.mark.parametrize("kind", ["encoder", "function"])
-def test_a_probe_under_autocast_has_the_same_accuracies(kind: str, tiny: Path) -> None:
-    torch.manual_seed(0)
-    encoder = build_encoder(ResNetConfig(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.2,) * 3))
-    seen: list[torch.dtype] = []
-    encoder.trunk.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-
-    def autocast_inside(x_BCHW: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return encoder.pooled(x_BCHW)
-
-    probed = encoder if kind == "encoder" else autocast_inside
-    expected = probe(probed, tiny / "train", tiny / "test", config=QUICK)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert probe(probed, tiny / "train", tiny / "test", config=QUICK) == expected
-    assert set(seen) == {torch.float32 if kind == "encoder" else torch.bfloat16}
-
-
-@pytest.mark.parametrize("kind", ["directories", "tensors"])
-def test_a_probe_in_inference_mode_has_the_same_accuracies(kind: str, tiny: Path) -> None:
-    def found() -> dict[str, Accuracy]:
-        torch.manual_seed(0)
-        encoder = build_encoder(ResNetConfig(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.2,) * 3))
-        if kind == "directories":
-            return probe(encoder, tiny / "train", tiny / "test", config=QUICK)
-        train, test = Pairs(64, plain), Pairs(32, plain, seed=1)
-        return probe(
-            encoder.pooled, (train.pictures_NCHW, train.label_N), (test.pictures_NCHW, test.label_N), config=QUICK
-        )
-
-    expected = found()
-    with torch.inference_mode():
-        assert found() == expected
-        assert torch.is_inference_mode_enabled()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_module_is_probed_in_the_precision_of_its_parameters(dtype: torch.dtype) -> None:
     """The accuracies are those of its features, computed by hand in that precision."""
     generator = torch.Generator().manual_seed(0)
@@ -283,7 +213,7 @@ def test_samples_without_a_label_take_no_part_in_its_accuracy() -> None:
     found = probe(Halves(), train, test, config=QUICK.model_copy(update={"num_epochs": 20}))
     assert found == {"label": Accuracy(linear=1.0, knn=1.0, chance=0.5)}
     test.label_N[:] = -1
-    with pytest.raises(UserError, match="none of the test samples has the label 'label'"):
+    with pytest.raises(UserError, match="none of the test samples has label_label"):
         probe(Halves(), train, test, config=QUICK)
 
 
@@ -291,12 +221,6 @@ def test_labels_can_be_chosen(tiny: Path) -> None:
     assert set(probe(Halves(), tiny / "train", tiny / "test", labels=["overlay"], config=QUICK)) == {"overlay"}
     with pytest.raises(UserError, match="no label_digit"):
         probe(Halves(), tiny / "train", tiny / "test", labels=["digit"], config=QUICK)
-
-
-def test_the_labels_of_the_config_are_those_that_are_probed(tiny: Path) -> None:
-    config = QUICK.model_copy(update={"labels": ("overlay",)})
-    assert set(probe(Halves(), tiny / "train", tiny / "test", config=config)) == {"overlay"}
-    assert set(probe(Halves(), tiny / "train", tiny / "test", labels=["base"], config=config)) == {"base"}
 
 
 def test_chance_counts_the_classes_that_there_are() -> None:
@@ -313,18 +237,6 @@ def test_sounds_are_encoded_as_spectrograms(tmp_path: Path) -> None:
     assert set(found) == {"base", "overlay"}
 
 
-def test_waveforms_of_int16_are_divided_as_stored_sounds_are() -> None:
-    got: list[Tensor] = []
-
-    def encoder(x_BT: Tensor) -> Tensor:
-        got.append(x_BT)
-        return x_BT
-
-    points_BT = torch.tensor([[-32_768, 0], [16_384, 1]], dtype=torch.int16)
-    probe(encoder, (points_BT, torch.arange(2)), (points_BT, torch.arange(2)), config=QUICK)
-    assert got[0].tolist() == [[-1.0, 0.0], [0.5, 1 / 32_768]]
-
-
 def fixed(shape: tuple[int, ...]) -> nn.Module:
     """A module that returns zeros of (B, *shape)."""
 
@@ -338,58 +250,41 @@ def fixed(shape: tuple[int, ...]) -> nn.Module:
 @pytest.mark.parametrize(
     ("encoder", "train", "test", "message"),
     [
-        (Halves(), Pairs(8, lambda x, y: x), Pairs(8, plain), "the train set of the probe has no labels"),
         (Halves(), Pairs(8, plain), Pairs(8, lambda x, y: x), "the test set of the probe has no labels"),
-        (Halves(), Pairs(8, lambda x, y: (x, float(y))), Pairs(8, plain), "label 'label' of the train set is float64"),
-        (Halves(), Pairs(8, lambda x, y: (x, "cat")), Pairs(8, plain), "of the train set are tuple"),
+        (Halves(), Pairs(8, lambda x, y: (x, float(y))), Pairs(8, plain), "label 'label' of the train set is"),
+        (Halves(), Pairs(8, lambda x, y: (x, "cat")), Pairs(8, plain), "label 'label' of the train set is"),
+        (Halves(), (torch.rand(8, 3, 8, 8), torch.arange(9)), Pairs(8, plain), "for 8 pictures"),
         (Halves(), Pairs(8, lambda x, y: (x, {"a": y})), Pairs(8, plain), "both need a"),
         (Halves(), Pairs(8, plain), Pairs(8, lambda x, y: (x, 7)), "classes of label 'label' that"),
         (Halves(), Pairs(0, plain), Pairs(8, plain), "the train set of the probe holds no sample with a label"),
-        (lambda x: x.flatten(1) * torch.nan, Pairs(8, plain), Pairs(8, plain), "not all finite; did the training of"),
+        (lambda x: x.flatten(1) * torch.nan, Pairs(8, plain), Pairs(8, plain), "not all finite"),
         (fixed((5, 4, 4)), Pairs(8, plain), Pairs(8, plain), r"returns \(8, 5, 4, 4\) for 8 pictures"),
-        (
-            build_encoder(ResNetConfig(kind="resnet10", width=4)).eval(),
-            Pairs(8, plain),
-            Pairs(8, plain),
-            "the encoder has no mean and std by which it normalises pictures; set",
-        ),
         (
             build_encoder(ResNetConfig(kind="resnet10", width=4, mean=(0.5,) * 3, std=(0.2,) * 3)),
             Pairs(8, lambda x, y: (x * 255, y)),
             Pairs(8, plain),
             r"pictures must be in \[0, 1\], got values from",
         ),
-        (
-            Halves(),
-            Pairs(8, lambda x, y: ((x * 9999).short(), y)),
-            Pairs(8, plain),
-            r"got int16 of shape \(8, 3, 8, 8\)",
-        ),
-        (Halves(), Pairs(8, lambda x, y: (x > 0.5, y)), Pairs(8, plain), "got bool of shape"),
-        (Halves(), Pairs(8, plain), Pairs(8, lambda x, y: ((x * 9999).int(), y)), "got int32 of shape"),
-        (
-            Halves(),
-            (torch.rand(128, 3, 8, 8), torch.arange(256) % 2),
-            Pairs(8, plain),
-            "for 0 pictures",
-        ),
     ],
 )
-def test_what_cannot_be_probed_is_one_sentence(encoder: Any, train: Any, test: Any, message: str) -> None:
-    with pytest.raises(UserError, match=message) as refusal:
+def test_what_cannot_be_probed_is_refused(encoder: Any, train: Any, test: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         probe(encoder, train, test, config=QUICK)
-    assert "\n" not in str(refusal.value)
+
+
+def test_train_and_test_pictures_of_different_ranges_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    train, test = Pairs(64, plain), Pairs(32, plain, seed=1)
+    probe(Halves(), train, test, config=QUICK)
+    assert not caplog.records
+    probe(Halves(), train, Pairs(32, lambda x, y: (x / 0.2, y), seed=1), config=QUICK)
+    assert "scale both alike" in caplog.text
 
 
 def test_a_test_set_of_train_pictures_is_refused_unless_the_config_allows_it(
     tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for test in (str(tiny / "train"), SampleStore(tiny / "train")):
-        with pytest.raises(
-            UserError, match=r"96 of the 96 test samples of .*train \(100 %\).*ProbeConfig\(allow_shared="
-        ):
-            probe(Halves(), tiny / "train", test, config=QUICK)
-    assert set(probe(Halves(), tiny / "train", tiny / "train", config=QUICK.model_copy(update={"allow_shared": 1.0})))
+    with pytest.raises(UserError, match=r"96 of the 96 test samples of .*train \(100 %\).*probe.allow_shared"):
+        probe(Halves(), tiny / "train", str(tiny / "train"), config=QUICK)
     data = share_sources(tmp_path / "data", num_test=50, num_shared=4)
     with pytest.raises(UserError, match=r"4 of the 50 test samples of .*test \(8 %\)"):
         probe(Halves(), data / "train", data / "test", config=QUICK)

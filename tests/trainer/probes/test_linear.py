@@ -15,7 +15,8 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
 from tests.trainer.probes.toy import Spy, ToyEncoder, toy_pictures
 from trainer.probes import linear
-from trainer.probes.features import LabelSpace, Pictures, extract
+from trainer.probes.features import LabelSpace, extract
+from trainer.probes.fit import fit
 from trainer.probes.knn import knn_accuracies
 from trainer.probes.linear import (
     PROBE_VIEW,
@@ -26,7 +27,6 @@ from trainer.probes.linear import (
     Target,
     epoch_rows,
     fit_linear_probe,
-    probe_linear,
 )
 from trainer.probes.online import ridge_predict
 from trainer.views.composed import ByEpoch, Pair
@@ -43,7 +43,7 @@ CONFIG = ProbeConfig(num_epochs=20, batch_size=32)
 def run(
     encoder: ToyEncoder, policy: Any = None, *, targets: Mapping[LabelSpace, Target] = TARGETS, **config: Any
 ) -> Any:
-    probes = probe_linear(
+    probes = fit(
         encoder,
         view_policy=policy or Spy(),
         train=TRAIN,
@@ -52,7 +52,7 @@ def run(
         config=CONFIG.model_copy(update=config),
         device=CPU,
     )
-    return {space: one.result for space, one in probes.items()}
+    return {space: one.linear.result for space, one in probes.items()}
 
 
 def feature_batches(train_NF: Tensor, *, epoch: int, config: ProbeConfig) -> list[FeatureBatch]:
@@ -85,36 +85,12 @@ def test_heads_do_not_depend_on_how_many_steps_are_encoded_at_once(
     assert run(ToyEncoder()) == apart
 
 
-def test_heads_take_the_steps_of_torchs_sgd() -> None:
-    draw = torch.Generator().manual_seed(0)
-    features_NF, label_N = torch.randn(60, 5, generator=draw), torch.randint(0, 3, (60,), generator=draw)
-    config = ProbeConfig(num_epochs=3, batch_size=20, learning_rate=0.1, momentum=0.7, milestones=(0.4,))
-    rows = [epoch_rows(60, epoch=epoch, config=config) for epoch in range(3)]
-    found = fit_linear_probe(
-        lambda epoch: [FeatureBatch(features_NF[row_B], {"base": label_N[row_B]}) for row_B in rows[epoch]],
-        test_features=lambda: features_NF,
-        targets={"base": Target(label_N, label_N, num_classes=3)},
-        config=config,
-    )["base"].head
-    first = linear._Head(Target(label_N, label_N, num_classes=3), features_NF, config).frozen
-    weight_KF, bias_K = first.weight_KF.clone().requires_grad_(), first.bias_K.clone().requires_grad_()
-    sgd = torch.optim.SGD([weight_KF, bias_K], momentum=0.7)
-    for epoch in range(3):
-        sgd.param_groups[0]["lr"] = 0.1 if epoch < 1 else 0.1 * 0.1
-        for row_B in rows[epoch]:
-            sgd.zero_grad()
-            torch.autograd.backward(F.cross_entropy(F.linear(features_NF[row_B], weight_KF, bias_K), label_N[row_B]))
-            sgd.step()
-    assert torch.equal(found.weight_KF, weight_KF)
-    assert torch.equal(found.bias_K, bias_K)
-
-
 def test_heads_fitted_together_are_the_heads_fitted_alone() -> None:
     """The features are noise, so that the curves would show the smallest difference."""
     draw = torch.Generator().manual_seed(0)
     train_NF, test_NF = torch.randn(203, 40, generator=draw), torch.randn(103, 40, generator=draw)
 
-    def fit(targets: Mapping[LabelSpace, Target]) -> dict[LabelSpace, LinearResult]:
+    def results(targets: Mapping[LabelSpace, Target]) -> dict[LabelSpace, LinearResult]:
         probes = fit_linear_probe(
             lambda epoch: feature_batches(train_NF, epoch=epoch, config=CONFIG),
             test_features=lambda: test_NF,
@@ -123,10 +99,10 @@ def test_heads_fitted_together_are_the_heads_fitted_alone() -> None:
         )
         return {space: one.result for space, one in probes.items()}
 
-    together = fit(TARGETS)
+    together = results(TARGETS)
     assert len(set(together["base"].accuracy_by_epoch)) > 3
     for name, target in TARGETS.items():
-        assert fit({name: target}) == {name: together[name]}
+        assert results({name: target}) == {name: together[name]}
 
 
 def test_equals_a_plain_torch_loop_with_multi_step_schedule() -> None:
@@ -184,15 +160,15 @@ def test_batch_norm_mode_is_the_one_asked_for() -> None:
     seen: list[tuple[int, bool]] = []  # outlives the copy that is probed
 
     class Recording(ToyEncoder):
-        def features(self, views_BCHW: Tensor) -> Tensor:
+        def features_and_pooled(self, views_BCHW: Tensor) -> tuple[Tensor, Tensor]:
             assert self.norm.running_mean is not None
             means.append(self.norm.running_mean.clone())
             seen.append((len(views_BCHW), self.norm.training))
-            return super().features(views_BCHW)
+            return super().features_and_pooled(views_BCHW)
 
     run(Recording(), batch_norm="train", num_epochs=3)
     assert sum(num for num, training in seen if training) == 3 * (203 // 32) * 32
-    assert sum(num for num, training in seen if not training) == 3 * 103
+    assert sum(num for num, training in seen if not training) == 3 * 103 + 103 + 203  # and once for kNN
     assert not torch.allclose(means[0], means[-1])
 
 
@@ -244,8 +220,9 @@ def test_a_set_smaller_than_a_batch_is_one_batch() -> None:
 class Loud(ToyEncoder):
     """An encoder with features so large that a step overflows."""
 
-    def features(self, views_BCHW: Tensor) -> Tensor:
-        return 1e10 * super().features(views_BCHW)
+    def features_and_pooled(self, views_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+        features_BF, pooled_BC = super().features_and_pooled(views_BCHW)
+        return 1e10 * features_BF, pooled_BC
 
 
 def test_divergence_is_said_in_one_sentence() -> None:
@@ -288,14 +265,6 @@ def test_test_features_that_are_not_finite_are_refused_as_train_features_are() -
 def test_features_do_not_depend_on_order_or_batch() -> None:
     encoder = ToyEncoder().eval()
     order = torch.randperm(103, generator=torch.Generator().manual_seed(0))
-    straight = extract(encoder.features, TEST.images_NCHW, device=CPU)
-    shuffled = extract(encoder.features, TEST.images_NCHW[order], device=CPU, batch_size=7)
+    straight = extract(encoder.pooled, TEST.images_NCHW, device=CPU)
+    shuffled = extract(encoder.pooled, TEST.images_NCHW[order], device=CPU, batch_size=7)
     torch.testing.assert_close(shuffled, straight[order], rtol=1e-6, atol=1e-6)
-
-
-def test_labels_are_picked_by_space() -> None:
-    pictures: Pictures = TEST
-    assert pictures.labels("base") is pictures.by_label["base"]
-    assert pictures.labels("overlay") is pictures.by_label["overlay"]
-    assert pictures.class_names("base") == ("dark", "bright")
-    assert pictures.class_names("overlay") == ("low", "middle", "high")

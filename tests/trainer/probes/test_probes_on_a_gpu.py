@@ -15,18 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from configs import resolve_recipe
-from data_pipeline.core.errors import UserError
 from data_pipeline.loading.decode import DecodedSamples
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
-from tests.trainer.probed_runs.test_probe_command import make_run
 from tests.trainer.test_on_a_gpu import CUDA, Waits, on_the_gpu, tensors_without_data
 from trainer.modules import build_modules
-from trainer.probed_runs import probing
-from trainer.probed_runs.options import ProbeOptions
 from trainer.probes import features, linear, memory
 from trainer.probes.features import Pictures, extract, read_pictures
+from trainer.probes.fit import fit
 from trainer.probes.knn import knn_classes
-from trainer.probes.linear import ProbeConfig, Target, probe_linear
+from trainer.probes.linear import ProbeConfig, Target
 from trainer.probes.targets import label_targets
 
 CPU = torch.device("cpu")
@@ -89,7 +86,7 @@ def test_a_probe_waits_once_an_epoch_and_not_once_a_step(
             known, asked = train.on(CUDA), test.on(CUDA)
             assert (known.images_NCHW.device, known.index_N.device) == (CUDA, CUDA)
             waits.found.clear()
-            probe_linear(
+            fit(
                 modules.encoder,
                 view_policy=modules.view_policy,
                 train=known,
@@ -154,13 +151,3 @@ def test_samples_stay_on_the_host_if_the_gpu_has_no_room(tmp_path: Path, monkeyp
     train = read_pictures(data / "train")
     free_on_the_gpu(monkeypatch, 1000)
     assert train.on(CUDA) is train
-
-
-def test_a_full_gpu_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fill(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
-
-    monkeypatch.setattr(probing, "probe", fill)
-    run_dir = make_run(tmp_path / "run", write_tiny_pair(tmp_path, num_train=8, num_test=4))
-    with pytest.raises(UserError, match=r"of \S+/run has .* on cpu \(CUDA .* 2.00 GiB\);"):
-        probing.probe_run(run_dir, ProbeOptions(), device=CPU)

@@ -21,8 +21,11 @@ def test_bfloat16_changes_features_and_views_by_its_rounding_and_returns_float32
     with frozen(encoder, policy):
         assert not modules.encoder.training
         for ours, exact in (
-            (encoder.features(pictures_BCHW), modules.encoder.features(pictures_BCHW)),
-            (encoder.pooled(pictures_BCHW), modules.encoder.pooled(pictures_BCHW)),
+            *zip(
+                encoder.features_and_pooled(pictures_BCHW),
+                modules.encoder.features_and_pooled(pictures_BCHW),
+                strict=True,
+            ),
             (policy(pictures_BCHW, keys, None), modules.view_policy(pictures_BCHW, keys, None)),
         ):
             assert ours.dtype == torch.float32

@@ -97,15 +97,12 @@ def check_rows(directory: Path) -> None:
     for found, expected in (
         (streamed.inputs(rows), resident.inputs(rows)),
         (streamed.redraw(rows, keys_of), resident.redraw(rows, keys_of)),
-        (streamed.with_draw(2).inputs(rows), resident.with_draw(2).inputs(rows)),
     ):
         assert torch.equal(found.inputs, expected.inputs)
         assert found.masks_BHW is not None
         assert expected.masks_BHW is not None
         assert torch.equal(found.masks_BHW, expected.masks_BHW)
         assert all(torch.equal(found.labels[space], expected.labels[space]) for space in resident.by_label)
-    for space in resident.by_label:
-        assert torch.equal(streamed.with_draw(2).labels(space), resident.with_draw(2).labels(space))
 
 
 def keys_of(index_B: torch.Tensor) -> DrawKeys:
@@ -117,8 +114,7 @@ def read_out(directory: Path, views: str, streams: bool) -> Any:
     recipe = debug.image()
     config = recipe.probe.model_copy(update={"num_epochs": 2, "batch_size": 32, "views": views, "learning_rate": 0.1})
     train, test = (read(directory / split, streams=streams) for split in ("train", "test"))
-    draws = [test.with_draw(1)] if test.is_drawn_online else []
-    found = probe(build_modules(recipe), train=train, test=test, device=CPU, config=config, other_draws=draws)
+    found = probe(build_modules(recipe), train=train, test=test, device=CPU, config=config)
     results = {space: result.model_dump(exclude={"seconds"}) for space, result in found.results.items()}
     heads = {space: (head.weight_KF.tolist(), head.bias_K.tolist()) for space, head in found.heads.by_label.items()}
     return results, heads

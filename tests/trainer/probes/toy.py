@@ -62,14 +62,14 @@ class ToyEncoder(nn.Module):
         self.norm = nn.BatchNorm2d(3)
         self.seen: list[tuple[int, bool]] = []
 
-    def features(self, views_BCHW: Tensor) -> Tensor:
+    def features_and_pooled(self, views_BCHW: Tensor) -> tuple[Tensor, Tensor]:
         self.seen.append((len(views_BCHW), self.norm.training))
         normalised: Tensor = self.norm(views_BCHW)
-        return normalised.flatten(1)
+        halves = [normalised[:, :, :4].mean((2, 3)), normalised[:, :, 4:].mean((2, 3))]
+        return normalised.flatten(1), torch.cat(halves, dim=1)
 
     def pooled(self, views_BCHW: Tensor) -> Tensor:
-        normalised: Tensor = self.norm(views_BCHW)
-        return torch.cat([normalised[:, :, :4].mean((2, 3)), normalised[:, :, 4:].mean((2, 3))], dim=1)
+        return self.features_and_pooled(views_BCHW)[1]
 
 
 class Spy:
