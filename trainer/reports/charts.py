@@ -137,7 +137,7 @@ def sweep_charts(rows: Sequence[Measurement], axes: Sequence[str]) -> list[Chart
 
 
 def _over(axes: Axes, points: Mapping[tuple[str, ...], Sequence[tuple[str, float]]], values: Sequence[str]) -> None:
-    numbers = [_number(value) for value in values]
+    numbers = [number_of(value) for value in values]
     is_numeric = all(number is not None for number in numbers)
     place = {
         value: float(number or 0.0) if is_numeric else float(at)
@@ -168,7 +168,8 @@ def _over(axes: Axes, points: Mapping[tuple[str, ...], Sequence[tuple[str, float
         axes.legend(frameon=False, labelcolor=INK, fontsize=7.5)
 
 
-def _number(text: str) -> float | None:
+def number_of(text: str) -> float | None:
+    """Return a level of a factor as a number; None if it is a word."""
     try:
         return float(text)
     except ValueError:

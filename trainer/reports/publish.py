@@ -1,22 +1,19 @@
 """Publish the report at Weights & Biases, which needs a login. The local file never depends on it.
 
-Two things are made there. A run of job type "report" holds the page and its pictures. A W&B report has the same
-table, live curves of the runs, and the pictures. Publishing the same runs again updates both. Invariant:
-the same runs never get a second report.
+Two things are made there. A run of job type "report" holds the page. A W&B report has the same table, live curves of
+the runs, and the page. Publishing the same runs again updates both. Invariant: the same runs never get a second report.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
-import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import wandb
-from PIL import Image
 
 from data_pipeline.core.environment import unset_empty_variables, variable
 from data_pipeline.core.errors import UserError
@@ -48,24 +45,20 @@ def publish(page: Path, runs: Sequence[Run], rows: Sequence[Measurement]) -> str
     """
     unset_empty_variables("WANDB_")
     offline = variable("WANDB_MODE") == "offline"
-    written = f"the report itself is written: {page}"
     title = title_of(runs)[:MAX_TITLE]
-    try:
-        if not offline:
-            _workspaces()
-        if not offline and not wandb.login(prompt=False):
+    if not offline:
+        _workspaces()
+        if not wandb.login(prompt=False):
             raise UserError("--wandb needs a login: run `wandb login` or set WANDB_API_KEY, then repeat the command")
+    try:
         entity, project, run_id = _log_run(page, runs, title=title, offline=offline)
         if offline:
             return (
                 f"kept for `wandb sync {page.parent / 'wandb'}/offline-run-*-{run_id}`; offline there is no W&B report"
             )
         return _save_report(page, runs, rows, entity=entity, project=project, run_id=run_id, title=title)
-    except UserError as error:
-        raise UserError(f"{error} ({written})") from None
     except (wandb.errors.Error, ValueError, OSError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"Weights & Biases did not take the report ({reason}); {written}") from None
+        raise UserError(f"Weights & Biases did not take the report ({' '.join(str(error).split())})") from None
 
 
 def _workspaces() -> Any:
@@ -90,7 +83,7 @@ def _run_id(run: Run) -> str | None:
 
 
 def _log_run(page: Path, runs: Sequence[Run], *, title: str, offline: bool) -> tuple[str, str, str]:
-    """Log the page and its pictures as a run. Return its entity, its project and its id."""
+    """Log the page as a run. Return its entity, its project and its id."""
     with wandb.init(
         project=runs[0].config.tracking.wandb_project,
         id=report_run_id(runs),
@@ -108,26 +101,8 @@ def _log_run(page: Path, runs: Sequence[Run], *, title: str, offline: bool) -> t
             reinit="create_new",  # otherwise `wandb.init` returns or ends an open run, such as that of a notebook
         ),
     ) as run:
-        media: dict[str, Any] = {name: wandb.Image(image) for name, image in pictures(runs).items()}
-        run.log({"report": wandb.Html(page.read_text(encoding="utf-8"), inject=False)} | media)
+        run.log({"report": wandb.Html(page.read_text(encoding="utf-8"), inject=False)})
         return run.entity, run.project, run.id
-
-
-def pictures(runs: Sequence[Run]) -> dict[str, Image.Image]:
-    """Return the grids of views and the figures of analyses by their names at W&B. Equal pictures appear once."""
-    found: dict[str, Image.Image] = {}
-    seen: set[bytes] = set()
-    for run in runs:
-        for picture in run.pictures:
-            if picture.png not in seen:
-                seen.add(picture.png)
-                found[f"{picture.name}/{_media_name(run.name)}"] = Image.open(io.BytesIO(picture.png))
-    return found
-
-
-def _media_name(name: str) -> str:
-    """Return the name of a run with an underscore for each character that a file name should not have."""
-    return "".join(character if character.isalnum() or character in "-_" else "_" for character in name)
 
 
 def _save_report(
@@ -171,10 +146,13 @@ def blocks(runs: Sequence[Run], rows: Sequence[Measurement], *, entity: str, pro
         .get_template("wandb.md")
         .render(comparisons=compare(rows), tables=[differences(runs), *provenance(runs)])
     )
+    this_run = wr.Runset(entity=entity, project=project, name="this report", filters=f"ID in {json.dumps([run_id])}")
+    page = wr.MediaBrowser(title="report", media_keys=["report"], num_columns=1)
     return [
         wr.MarkdownBlock(text=text),
         *_curve_blocks(runs, rows, entity=entity),
-        *_picture_blocks(runs, entity=entity, project=project, run_id=run_id),
+        wr.H2(text="Views and analyses"),
+        wr.PanelGrid(runsets=[this_run], panels=[page]),
     ]
 
 
@@ -211,13 +189,3 @@ def _curve_blocks(runs: Sequence[Run], rows: Sequence[Measurement], *, entity: s
     ]
     note = "Curves of offline runs appear when they are synchronised: `wandb sync RUN_DIR/wandb/offline-run-*`."
     return [wr.H2(text="Curves"), wr.PanelGrid(runsets=runsets, panels=plots), wr.MarkdownBlock(text=note)]
-
-
-def _picture_blocks(runs: Sequence[Run], *, entity: str, project: str, run_id: str) -> list[Any]:
-    wr = _workspaces()
-    names = list(pictures(runs))
-    if not names:
-        return []
-    runset = wr.Runset(entity=entity, project=project, name="this report", filters=f"ID in {json.dumps([run_id])}")
-    panels = [wr.MediaBrowser(title=name, media_keys=[name], num_columns=1) for name in names]
-    return [wr.H2(text="Views and analyses"), wr.PanelGrid(runsets=[runset], panels=panels)]

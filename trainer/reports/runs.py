@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +28,6 @@ MOST_VIEWS = 40  # runs of one report whose grids of views are made; each takes 
 LOGGED = ("train/loss", "train/viewmaker_loss", "perf/samples_per_second", "perf/data_wait_fraction")
 _LEFT_OUT = {"data/bad_samples": "bad samples", "train/skipped_steps": "steps"}
 _MEND_ANALYSIS = "remove it, or run `python -m trainer.analyze` again"
-_PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass(frozen=True)
@@ -196,13 +196,7 @@ def _results_in(place: RunDir) -> Iterator[ProbeResult]:
         for label in labels_in(directory, suffix=None):
             paths = [*directory.glob(f"{label}.json"), *directory.glob(f"{label}-*.json")]
             for path in sorted(paths, key=lambda path: (len(path.name), path)):
-                result = read_result(path)
-                if (result.label, result.checkpoint_step) != (label, step):
-                    raise UserError(
-                        f"{path} is a result of label_{result.label} at step {result.checkpoint_step}, but its place "
-                        f"is for label_{label} at step {step}; move it back, or remove it"
-                    )
-                yield result
+                yield read_result(path)
 
 
 def _read_pictures(
@@ -216,7 +210,9 @@ def _read_pictures(
         try:
             if path in others:
                 result = _read_analysis(path, test_set)
-                pictures.append(Picture(path.stem, _read_png(path), f"step {result.get('checkpoint_step', 'unknown')}"))
+                pictures.append(
+                    Picture(path.stem, path.read_bytes(), f"step {result.get('checkpoint_step', 'unknown')}")
+                )
             elif (views := _views(run_dir, options, test_set)) is not None:
                 pictures.append(views)
         except UserError as error:
@@ -233,7 +229,7 @@ def _views(run_dir: RunDir, options: AnalysisOptions | None, test_set: str | Non
     earlier = None
     if png_path.is_file():
         result = ViewsResult.parse(_read_analysis(png_path, test_set), where=str(png_path.with_suffix(".json")))
-        earlier = _views_picture(result, _read_png(png_path))
+        earlier = _views_picture(result, png_path.read_bytes())
         is_chosen = png_path.stat().st_mtime_ns > (run_dir.latest.stat().st_mtime_ns if run_dir.latest.is_file() else 0)
         if options is None or is_chosen or result.checkpoint_step >= (run_dir.latest_step() or 0):
             return earlier
@@ -279,13 +275,6 @@ def _read_analysis(png_path: Path, test_set: str | None) -> dict[str, Any]:
     return result
 
 
-def _read_png(path: Path) -> bytes:
-    content = path.read_bytes() if path.is_file() else b""
-    if not content.startswith(_PNG):
-        raise UserError(f"{path} is no PNG picture; remove it")
-    return content
-
-
 def _unique_names(directories: Sequence[RunDir], configs: Sequence[RunConfig]) -> list[str]:
     """Return for each run the first of these that is unique: its name, name and seed, directory name, path."""
     candidates = [
@@ -294,10 +283,7 @@ def _unique_names(directories: Sequence[RunDir], configs: Sequence[RunConfig]) -
         [run_dir.path.resolve().name for run_dir in directories],
         [str(run_dir.path) for run_dir in directories],
     ]
-    counts = [dict[str, int]() for _ in candidates]
-    for names, count in zip(candidates, counts, strict=True):
-        for name in names:
-            count[name] = count.get(name, 0) + 1
+    counts = [Counter(names) for names in candidates]
     return [
         next(names[number] for names, count in zip(candidates, counts, strict=True) if count[names[number]] == 1)
         for number in range(len(directories))

@@ -31,7 +31,6 @@ from trainer.reports.table import FEATURES, Measurement
 from trainer.run_dir import write_atomically
 
 SMALL_STUDY, SMALL_RUN = "_small", "-small"
-MOST_PROBLEMS = 12  # that a page names
 NONE = "–"  # in a cell without a number
 # Settings that change results by rounding alone, or the order in which shards are read.
 _FREE = (
@@ -81,14 +80,11 @@ class Study:
     cells: tuple[Cell, ...]
     differences: tuple[tuple[LabelSpace, str, str, str], ...]
 
-    @property
-    def is_small(self) -> bool:
-        return self.name.endswith(SMALL_STUDY)
 
-    def recipes(self) -> dict[str, RunConfig]:
-        """Return the configs of its runs by name. configs/ imports this package, so they are found by their path."""
-        runs: list[RunConfig] = import_object(f"configs.studies:{self.name}")()
-        return {run.name: run for run in runs}
+def recipes(name: str) -> dict[str, RunConfig]:
+    """Return the configs of the runs of a study by name. Imported by path, because configs/ imports this package."""
+    runs: list[RunConfig] = import_object(f"configs.studies:{name}")()
+    return {run.name: run for run in runs}
 
 
 def read_published(name: str) -> list[dict[str, str]]:
@@ -106,6 +102,7 @@ def study(name: str) -> Study:
         known = [form for one in lines for form in (one, one + SMALL_STUDY)]
         raise UserError(f'there is no study "{name}"{nearest(name, known)}')
     line, ending = lines[full], SMALL_RUN if name != full else ""
+    runs = recipes(name)  # the small form of a large table lacks some
     cells = [
         Cell(
             row=cell["row"],
@@ -117,23 +114,22 @@ def study(name: str) -> Study:
             deviation=float(cell["deviation"]) if cell["deviation"] else None,
         )
         for cell in read_published("cells")
-        if cell["study"] == full
+        if cell["study"] == full and cell["run"] + ending in runs
     ]
     differences = [
         (one["label"], one["first"] + ending, one["second"] + ending, one["points"])
         for one in read_published("differences")
-        if one["study"] == full
+        if one["study"] == full and {one["first"] + ending, one["second"] + ending} <= runs.keys()
     ]
-    found = Study(
-        name, line["title"], line["source"], line["measure"], line["row_title"], int(line["num_train"]), (), ()
-    )
-    runs = found.recipes()  # the small form of a large table lacks some
     return Study(
-        **vars(found)
-        | {
-            "cells": tuple(cell for cell in cells if cell.run in runs),
-            "differences": tuple(one for one in differences if {one[1], one[2]} <= runs.keys()),
-        }
+        name=name,
+        title=line["title"],
+        source=line["source"],
+        measure=line["measure"],
+        row_title=line["row_title"],
+        num_train=int(line["num_train"]),
+        cells=tuple(cells),
+        differences=tuple(differences),
     )
 
 
@@ -153,8 +149,7 @@ def write_study(
     shared: dict[str, Any] = {
         "study": name,
         "paths": shlex.join(map(str, paths)),
-        "problems": found[:MOST_PROBLEMS],
-        "num_more": max(0, len(found) - MOST_PROBLEMS),
+        "problems": found,
         "origin": origin(rows),
     }
     if name.removeprefix("studies:").startswith(BENCHMARK):
@@ -241,11 +236,11 @@ def _readings(study: Study, rows: Sequence[Measurement], named: Mapping[str, str
 
 def _unlike(study: Study, runs: Sequence[Run]) -> dict[str, str]:
     """Return how the runs of each name differ from the paper's, in words; "" if their levels may be compared."""
-    if study.is_small:
+    if study.name.endswith(SMALL_STUDY):
         return {cell.run: "of the small form" for cell in study.cells}
-    recipes, found = study.recipes(), dict[str, str]()
+    of_paper, found = recipes(study.name), dict[str, str]()
     for run in runs:
-        if (recipe := recipes.get(run.config.name)) is not None:
+        if (recipe := of_paper.get(run.config.name)) is not None:
             parts = differing_keys(_settings(run.config), _settings(recipe))
             sizes = {result.num_train for result in run.results if result.num_train != study.num_train}
             parts += [f"{size:,} train samples" for size in sorted(sizes)]

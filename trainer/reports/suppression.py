@@ -7,7 +7,6 @@ dataset, with one protocol, one for each seed.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from matplotlib.patches import Rectangle
 from data_pipeline.core.errors import UserError
 from trainer.observability.figures import to_png
 from trainer.probes.features import LabelSpace
-from trainer.reports.charts import COLORS
+from trainer.reports.charts import COLORS, number_of
 from trainer.reports.comparison import by_seed
 from trainer.reports.page import Table, accuracy, percent, points
 from trainer.reports.paired import LEVEL, Estimate, Ranking, Reading, leads_over, mean_of, rank
@@ -205,15 +204,6 @@ def _sorted(rows: Sequence[Measurement]) -> tuple[str, ...]:
     of_easiest = None if easiest is None else number_of(easiest)
     falls = of_easiest is not None and of_easiest >= (numbers[rising[-1]] or 0.0)
     return tuple(reversed(rising) if falls else rising)
-
-
-def number_of(difficulty: str) -> float | None:
-    """Return a difficulty as a number; None if it is a word."""
-    try:
-        number = float(difficulty)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
 
 
 def column_of(setting: Setting, difficulty: str, label: LabelSpace) -> Column:

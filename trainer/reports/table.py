@@ -302,8 +302,6 @@ def _online(run: Run, shared: Mapping[str, Any]) -> Iterator[Measurement]:
     sizes = [run.provenance.get(name) for name in (RECORDED_NUM_SAMPLES, RECORDED_NUM_TEST_SAMPLES)]
     num_train = min(probe.online_num_train, sizes[0]) if sizes[0] else None
     for label, readout, step, value in online_readings(entries[step] for step in sorted(entries)):
-        if not 0 <= value <= 1:  # of a line that somebody has edited
-            continue
         result = results.get(label)
         num_test = _online_num_test(probe.online_num_test, sizes[1], None if result is None else result.num_test)
         yield Measurement(

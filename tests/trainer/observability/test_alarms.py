@@ -15,10 +15,12 @@ from configs import resolve_recipe
 from data_pipeline.audio.log_mel import FSDD
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.sample import Batch
-from trainer.build import build_training
+from trainer.build import Training, build_training
+from trainer.config import RunConfig
 from trainer.objectives import nt_xent_loss
 from trainer.objectives.health import embedding_health
 from trainer.observability.alarms import AlarmConfig, Alarms
+from trainer.step import StepOutput
 from trainer.training_log import metrics_of_alarms
 from trainer.views import BaseViewsConfig
 from trainer.views.composed import ByEpochConfig
@@ -153,13 +155,22 @@ def test_a_viewmaker_that_has_collapsed_is_told(
     assert all(meaning in sentence for meaning, sentence in zip(meanings, sentences, strict=True))
 
 
+PICTURES = torch.randint(0, 256, (8, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def training_of(config: RunConfig) -> Training:
+    return build_training(config, num_samples=8, device=torch.device("cpu"))
+
+
+def step(training: Training, inputs: Tensor, *, number: int = 0, epoch: int = 0, rate: float = 0.0) -> StepOutput:
+    batch = Batch(number, epoch, torch.arange(len(inputs)), inputs, inputs, None, None, {})
+    return training.step(batch, learning_rates=dict.fromkeys(training.engines, rate))
+
+
 SMALL = "{kind: viewmaker, base_width: 8, num_res_blocks: 1}"
 CROP = "{kind: expert_image, jitter_probability: 0}"
 COMPOSED = {
-    "alone": SMALL,
-    "first of a pair": f"{{kind: pair, first: {SMALL}, second: {{kind: expert_image}}}}",
     "second of a pair": f"{{kind: pair, first: {{kind: expert_image}}, second: {SMALL}}}",
-    "behind a crop": f"{{kind: sequence, parts: [{CROP}, {SMALL}]}}",
     "before a crop": f"{{kind: sequence, parts: [{SMALL}, {CROP}]}}",
     "behind a crop in a pair": (
         f"{{kind: pair, first: {{kind: expert_image}}, second: {{kind: sequence, parts: [{CROP}, {SMALL}]}}}}"
@@ -176,15 +187,13 @@ def test_a_viewmaker_that_has_collapsed_is_told_wherever_it_is(
     force: Callable[[Viewmaker], None], meaning: str | None, place: str
 ) -> None:
     config = resolve_recipe("debug:viewmaker", [f"views={COMPOSED[place]}", "adversary.freeze_step=1"])
-    training = build_training(config, num_samples=8, device=torch.device("cpu"))
+    training = training_of(config)
     viewmaker = next(module for module in training.modules.view_policy.modules() if isinstance(module, Viewmaker))
     with torch.no_grad():
         force(viewmaker)
-    pictures = torch.randint(0, 256, (8, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
-    def measure(step: int) -> dict[str, float]:
-        batch = Batch(step, 0, torch.arange(8), pictures, pictures, None, None, {})
-        metrics = training.step(batch, learning_rates=dict.fromkeys(training.engines, 0.0)).read()
+    def measure(number: int) -> dict[str, float]:
+        metrics = step(training, PICTURES, number=number).read()
         return {name: float(value) for name, value in metrics.items() if name.startswith("views/")}
 
     sentences = [sentence for at_step in alarms_of(measure, num_steps=80).values() for sentence in at_step]
@@ -201,15 +210,13 @@ def test_the_change_of_a_viewmaker_in_a_composition_is_that_of_the_views_of_the_
 ) -> None:
     settings = [f"views={{kind: sequence, parts: [{SMALL}]}}", f"adversary.update={update}"]
     config = resolve_recipe("debug:viewmaker", [*settings, f"memory.micro_batches={num_parts}"])
-    training = build_training(config, num_samples=8, device=torch.device("cpu"))
-    pictures = torch.randint(0, 256, (8, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    batch = Batch(0, 0, torch.arange(8), pictures, pictures, None, None, {})
-    output = training.step(batch, learning_rates=dict.fromkeys(training.engines, 0.1))
+    training = training_of(config)
+    output = step(training, PICTURES, rate=0.1)
     assert output.viewmaker_change is not None
     assert output.views_b_BCHW is not None
     given, made = output.viewmaker_change
     last = slice(num_parts - 1, None, num_parts)
-    assert torch.equal(given, (pictures[last] / 255).repeat(2, 1, 1, 1))
+    assert torch.equal(given, (PICTURES[last] / 255).repeat(2, 1, 1, 1))
     assert torch.equal(made, torch.cat([output.views_a_BCHW[last], output.views_b_BCHW[last]]))
     assert [module for module in training.modules.view_policy.modules() if getattr(module, "_own_change", None)] == []
 
@@ -220,37 +227,28 @@ SOUND = "{kind: viewmaker, base_width: 4, num_res_blocks: 1, budget: 0.125, clam
 @pytest.mark.parametrize("views", [SOUND, f"{{kind: pair, first: {SOUND}, second: {{kind: waveform}}}}"])
 def test_crop_and_noise_on_the_waveform_do_not_count_as_the_change_of_the_viewmaker_behind_them(views: str) -> None:
     config = resolve_recipe("debug:audio_viewmaker", [f"views={views}"])
-    training = build_training(config, num_samples=4, device=torch.device("cpu"))
-    waveforms = 0.1 * torch.randn(4, FSDD.num_points, generator=torch.Generator().manual_seed(0))
-    batch = Batch(0, 0, torch.arange(4), waveforms, waveforms, None, None, {})
-    metrics = training.step(batch, learning_rates=dict.fromkeys(training.engines, 0.0)).read()
+    training = training_of(config)
+    metrics = step(training, 0.1 * torch.randn(4, FSDD.num_points, generator=torch.Generator().manual_seed(0))).read()
     assert float(metrics["views/budget_spent"]) == pytest.approx(0.125, rel=2e-3)
     policies = training.modules.view_policy.modules()
     assert all(getattr(module, "_own_change", None) is None for module in policies)  # no tensors are kept
 
 
 def test_a_random_mask_does_not_hide_that_a_viewmaker_is_clamped() -> None:
-    views = f"{{kind: pair, first: {SMALL}, second: {{kind: random_mask}}}}"
-    training = build_training(
-        resolve_recipe("debug:viewmaker", [f"views={views}"]), num_samples=8, device=torch.device("cpu")
+    training = training_of(
+        resolve_recipe("debug:viewmaker", [f"views={{kind: pair, first: {SMALL}, second: {{kind: random_mask}}}}"])
     )
-    pictures = torch.full((8, 3, 16, 16), 1, dtype=torch.uint8)
-    batch = Batch(0, 0, torch.arange(8), pictures, pictures, None, None, {})
-    metrics = training.step(batch, learning_rates=dict.fromkeys(training.engines, 0.0)).read()
+    metrics = step(training, torch.full((8, 3, 16, 16), 1, dtype=torch.uint8)).read()
     assert 0.1 < metrics["views/clamped_share"] < 0.9
 
 
 def test_an_epoch_of_other_views_is_not_measured_by_the_viewmaker_of_the_epoch_before() -> None:
     views = f"{{kind: by_epoch, policies: [{SMALL}, {{kind: random_mask}}]}}"
-    config = resolve_recipe("debug:viewmaker", [f"views={views}", "num_epochs=2"])
-    training = build_training(config, num_samples=8, device=torch.device("cpu"))
+    training = training_of(resolve_recipe("debug:viewmaker", [f"views={views}", "num_epochs=2"]))
     pictures = torch.full((8, 3, 16, 16), 100, dtype=torch.uint8)
-    spent = []
-    for epoch in (0, 1):
-        batch = Batch(epoch, epoch, torch.arange(8), pictures, pictures, None, None, {})
-        spent.append(training.step(batch, learning_rates=dict.fromkeys(training.engines, 0.0)).read())
-    assert spent[0]["views/budget_spent"] < 0.051
-    assert float(spent[1]["views/budget_spent"]) == pytest.approx(100 / 255)  # each value is doubled or lost
+    spent = [float(step(training, pictures, epoch=epoch).read()["views/budget_spent"]) for epoch in (0, 1)]
+    assert spent[0] < 0.051
+    assert spent[1] == pytest.approx(100 / 255)  # each value is doubled or lost
 
 
 @pytest.mark.parametrize(
@@ -293,21 +291,16 @@ def test_an_alarm_that_was_over_comes_again_and_a_passing_one_never() -> None:
     ]
 
 
-def test_rarely_logged_metrics_are_told_at_the_second_time() -> None:
+def test_rarely_logged_metrics_are_told_and_absent_or_nan_ones_are_not() -> None:
     alarms = Alarms()
     assert [len(alarms.check({"embeddings/uniformity": -0.01}, step)) for step in (1, 100)] == [0, 1]
-
-
-def test_metrics_that_are_absent_or_nan_set_nothing_off() -> None:
-    alarms = Alarms(AlarmConfig(after_steps=1))
-    for step in range(0, 100, 10):
-        assert alarms.check({"train/loss": 0.0, "views/diversity": math.nan}, step) == []
+    for at in range(0, 500, 100):
+        assert alarms.check({"train/loss": 0.0, "views/diversity": math.nan}, at) == []
 
 
 def test_a_limit_can_be_set_and_must_make_sense() -> None:
     alarms = Alarms(AlarmConfig(after_steps=1, min_effective_rank=100))
     alarms.check({"embeddings/effective_rank": 30.0}, 0)
     assert len(alarms.check({"embeddings/effective_rank": 30.0}, 1)) == 1
-    for wrong in ({"max_evenness": 2}, {"after_steps": 0}, {"max_uniformity": 1}):
-        with pytest.raises(ValidationError):
-            AlarmConfig.model_validate(wrong)
+    with pytest.raises(ValidationError):
+        AlarmConfig(max_uniformity=1)

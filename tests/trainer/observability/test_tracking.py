@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import wandb
@@ -40,29 +39,6 @@ tracker.log(5, {"train/loss": 0.2})
 os._exit(0)
 """
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from configs import resolve_recipe
-from tests.trainer.observability.tracked import open_tracker
-from trainer.run_dir import RunDir
-tracker = open_tracker(RunDir(Path(sys.argv[1])), resolve_recipe("debug:image"))
-tracker.log(1, {"train/loss": 1.0})
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-NOTEBOOK = """
-import os, signal, sys, time
-import wandb
-from tests.nursery import run_python
-wandb.init(dir=sys.argv[1])
-assert "WANDB_SERVICE" in os.environ
-for _ in range(2):
-    killed = run_python([sys.executable, "-c", *sys.argv[2:]])
-    assert killed.returncode == -signal.SIGKILL
-    time.sleep(1.1)  # W&B names directories by the second
-wandb.finish()
-"""
-
 
 def wandb_steps(run_dir: RunDir) -> list[int]:
     """Return the steps of all starts, one start after another."""
@@ -71,23 +47,22 @@ def wandb_steps(run_dir: RunDir) -> list[int]:
     return [step for path in paths for step in offline_steps(path)]
 
 
-@pytest.mark.parametrize(
-    ("wandb_mode", "used"),
-    [
-        (None, {"auto", "online", "offline"}),
-        ("offline", {"auto", "online", "offline"}),
-        ("online", {"auto", "online", "offline"}),
-        ("disabled", set()),
-    ],
-)
+@pytest.mark.parametrize("wandb_mode", [None, "offline", "online", "disabled"])
 def test_the_environment_cannot_switch_on_what_the_config_disables(
-    wandb_mode: str | None, used: set[str], monkeypatch: pytest.MonkeyPatch
+    wandb_mode: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     if wandb_mode is not None:
         monkeypatch.setenv("WANDB_MODE", wandb_mode)
-    kinds: tuple[Literal["auto", "online", "offline", "disabled"], ...] = ("auto", "online", "offline", "disabled")
-    assert {kind for kind in kinds if uses_wandb(TrackingConfig(wandb=kind))} == used
+    assert not uses_wandb(TrackingConfig(wandb="disabled"))
+    assert uses_wandb(TrackingConfig(wandb="online")) == (wandb_mode != "disabled")
+
+
+def log_steps(run_dir: RunDir, *, start_step: int, steps: Iterable[int]) -> None:
+    tracker = open_tracker(run_dir, resolve_recipe("debug:image"), start_step=start_step)
+    for step in steps:
+        tracker.log(step, {"train/loss": 1.0})
+    tracker.close()
 
 
 def test_a_restart_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
@@ -107,18 +82,21 @@ def test_a_restart_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.slow
-def test_a_start_from_step_0_begins_the_metrics_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step 0 is the untrained encoder. W&B has it too, and once only."""
+@pytest.mark.parametrize(
+    ("second_start", "logged", "sent"),
+    [((2, range(3, 7)), [1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6]), ((0, range(2)), [0, 1], [0, 1, 2, 3, 4])],
+)
+def test_wandb_gets_no_step_twice_where_a_run_goes_back(
+    second_start: tuple[int, range], logged: list[int], sent: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 0 is the untrained encoder; a start from there begins the metrics again."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     run_dir = RunDir(tmp_path)
-    for steps in ((0, 1, 2), (0, 1)):
-        tracker = open_tracker(run_dir, resolve_recipe("debug:image"))
-        for step in steps:
-            tracker.log(step, {"probe/base/knn": 0.5})
-        tracker.close()
-    assert [entry["step"] for entry in run_dir.read_metrics()] == [0, 1]
-    assert wandb_steps(run_dir) == [0, 1, 2]
+    log_steps(run_dir, start_step=0, steps=range(5))
+    start_step, steps = second_start
+    log_steps(run_dir, start_step=start_step, steps=steps)
+    assert [entry["step"] for entry in run_dir.read_metrics() if entry["step"] or not start_step] == logged
+    assert wandb_steps(run_dir) == sent
 
 
 def test_two_starts_offline_are_one_wandb_run_and_the_log_says_how_to_sync_it(
@@ -129,12 +107,8 @@ def test_two_starts_offline_are_one_wandb_run_and_the_log_says_how_to_sync_it(
     caplog.set_level(logging.INFO, logger="trainer.observability.wandb_run")
     run_dir = RunDir(tmp_path / "a run")
     run_dir.path.mkdir()
-    config = resolve_recipe("debug:image")
     for start_step in (0, 2):
-        tracker = open_tracker(run_dir, config, start_step=start_step)
-        for step in (start_step + 1, start_step + 2):
-            tracker.log(step, {"train/loss": 1.0 / step})
-        tracker.close()
+        log_steps(run_dir, start_step=start_step, steps=(start_step + 1, start_step + 2))
     run_id = run_dir.wandb_run_id.read_text().strip()
     folders = sorted((run_dir.path / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
     assert len(folders) == 2
@@ -163,45 +137,22 @@ def test_what_wandb_had_not_written_when_its_process_was_ended_comes_with_the_ne
     assert wandb_steps(run_dir) == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.process
-def test_a_killed_run_gets_its_id_back_though_who_started_it_has_a_wandb_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails", ["init", "log"])
+def test_a_failing_wandb_is_reported_once_and_closed_and_training_goes_on(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """This is a job that was submitted from a notebook, and restarted."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    run_dir = RunDir(tmp_path / "run")
-    run_dir.path.mkdir()
-    command = [sys.executable, "-c", NOTEBOOK, str(tmp_path), KILLED, str(run_dir.path)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=240)
-    run_id = run_dir.wandb_run_id.read_text().strip()
-    assert len(list(run_dir.path.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))) == 2
-
-
-def test_wandb_gets_no_step_twice_where_a_run_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    run_dir = RunDir(tmp_path)
-    for start_step, last in ((0, 4), (2, 6)):
-        tracker = open_tracker(run_dir, resolve_recipe("debug:image"), start_step=start_step)
-        for step in range(start_step + 1, last + 1):
-            tracker.log(step, {"train/loss": 1.0})
-        tracker.close()
-    assert wandb_steps(run_dir) == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_failing_wandb_is_reported_once_and_training_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(**_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ConnectionError("no route to host")
 
-    monkeypatch.setattr(wandb, "init", fail)
-    run_dir = RunDir(tmp_path)
-    tracker = open_tracker(run_dir, resolve_recipe("debug:image", ["tracking.wandb=offline"]))
-    tracker.log(1, {"train/loss": 1.0})
-    tracker.log(2, {"train/loss": 0.5})
+    with monkeypatch.context() as failing:
+        failing.setattr(wandb if fails == "init" else wandb.Run, fails, fail)
+        tracker = open_tracker(RunDir(tmp_path), resolve_recipe("debug:image", ["tracking.wandb=offline"]))
+        tracker.log(1, {"train/loss": 1.0})
+        tracker.log(2, {"train/loss": 0.5})
     tracker.close()
-    assert [entry["step"] for entry in run_dir.read_metrics()] == [1, 2]
+    assert [entry["step"] for entry in RunDir(tmp_path).read_metrics()] == [1, 2]
     assert len([record for record in caplog.records if "no route to host" in record.message]) == 1
+    assert wandb.setup().most_recent_active_run is None
 
 
 def test_a_wandb_run_that_is_open_stays_open_and_gets_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,17 +173,3 @@ def test_a_wandb_run_that_is_open_stays_open_and_gets_nothing(tmp_path: Path, mo
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert offline_steps(file) == [3]
     assert wandb_steps(run_dir) == [7]
-
-
-def test_a_run_that_failed_at_wandb_is_closed_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    tracker = open_tracker(RunDir(tmp_path), resolve_recipe("debug:image"))
-
-    def fail(*_: object, **__: object) -> None:
-        raise ConnectionError("no route to host")
-
-    with monkeypatch.context() as failing:
-        failing.setattr(wandb.Run, "log", fail)
-        tracker.log(1, {"train/loss": 1.0})
-    tracker.close()
-    assert wandb.setup().most_recent_active_run is None

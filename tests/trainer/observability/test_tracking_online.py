@@ -36,7 +36,7 @@ from tests.trainer.observability.tracked import open_tracker
 from trainer.observability import wandb_run
 from trainer.run_dir import RunDir
 wandb_run.INIT_SECONDS = 3
-config = resolve_recipe("debug:image", [f"tracking.wandb={sys.argv[2]}"])
+config = resolve_recipe("debug:image", ["tracking.wandb=online"])
 tracker = open_tracker(RunDir(Path(sys.argv[1])), config)
 for step in (1, 2):
     tracker.log(step, {"train/loss": 1.0})
@@ -132,14 +132,13 @@ def test_a_server_that_stops_answering_does_not_keep_a_run_from_its_end(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("mode", ["auto", "online"])
-def test_a_dead_server_means_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def test_a_dead_server_means_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test uses a process of its own, because W&B's library remembers a login."""
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     for name in ("WANDB_SERVICE", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
-    done = run_python([sys.executable, "-c", TWO_STEPS, str(tmp_path), mode], cwd=ROOT)
+    done = run_python([sys.executable, "-c", TWO_STEPS, str(tmp_path)], cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "going on offline" in done.stderr
     ((folder, steps),) = [

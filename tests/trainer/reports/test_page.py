@@ -19,7 +19,7 @@ from configs import debug
 from configs.sweep import read_space, resolve_sweep
 from data_pipeline.core.errors import UserError
 from tests.trainer.observability.stand_in_wandb import StandIn, stand_in_server
-from tests.trainer.reports.made_runs import PROVENANCE, Page, make_run, probe_result, report, samples
+from tests.trainer.reports.made_runs import PROVENANCE, Page, make_run, report, samples
 from trainer.analyses.views import ViewsResult
 from trainer.report import main
 from trainer.reports import runs as runs_module
@@ -59,6 +59,10 @@ def test_first_comes_a_picture_with_every_accuracy_and_then_one_sentence(
     two_encoders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     html = report(monkeypatch, tmp_path / "r.html", *two_encoders)
+    row = Page(html).row("debug-viewmaker")
+    assert re.fullmatch(r"71\.0 ± \d\.\d sd 0\.0", row[4])
+    assert row[5].startswith("33.0 ±")
+    assert (row[6], *row[-2:]) == ("70.0", "0, 1", "11")
     first = html[: html.index("<h2>")]
     panels = re.findall(r'<figure class="panel">.*?</figure>', first, flags=re.DOTALL)
     assert [re.findall(r"<b>([\d.]+)</b>", panel) for panel in panels] == [["45.0", "45.0"], ["57.0", "71.0"]]
@@ -70,19 +74,6 @@ def test_first_comes_a_picture_with_every_accuracy_and_then_one_sentence(
     assert text_of(sentence).count(".") - len(re.findall(r"\d\.\d", sentence)) == 1
     assert "no encoder is told from debug-image" in text_of(sentence)
     assert re.search(r"on the digit, debug-viewmaker is ahead of debug-image by 14\.0 ± \d", text_of(sentence))
-
-
-def test_the_table_has_means_deviations_and_floors(
-    two_encoders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = Page(report(monkeypatch, tmp_path / "r.html", *two_encoders))
-    row = page.row("debug-viewmaker")
-    assert re.fullmatch(r"71\.0 ± \d\.\d sd 0\.0", row[4])
-    assert row[5].startswith("33.0 ±")
-    assert row[6] == "70.0"
-    assert row[-2:] == ["0, 1", "11"]
-    assert page.row("chance")[1:] == ["10.0", "", "", "10.0", "", "", "", ""]
-    assert page.row("commonest class")[1] == "11.3"
 
 
 def test_one_file_that_needs_nothing_else_and_is_the_same_again(
@@ -216,15 +207,8 @@ def test_a_sweep_is_drawn_over_its_settings(tmp_path: Path, monkeypatch: pytest.
     assert "kNN of the base label, %, by temperature" in report(monkeypatch, tmp_path / "online.html", *paths)
 
 
-def test_damaged_files_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_result_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, out = make_run(tmp_path / "run", trained={"base": [0.4]}), tmp_path / "out.html"
-    with pytest.raises(UserError, match="is not a run directory"):
-        report(monkeypatch, out, run, tmp_path / "nothing")
-    whole = (run / "config.json").read_text()
-    (run / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config\.json is not valid JSON"):
-        report(monkeypatch, out, run)
-    (run / "config.json").write_text(whole)
     (run / "probes" / "step_00000011" / "base.json").write_text("[]")
     with pytest.raises(UserError, match=r"base\.json"):
         report(monkeypatch, out, run)
@@ -272,7 +256,7 @@ def test_the_report_at_wandb_is_made_once_and_then_renewed(
     spec = internal.Spec.model_validate_json(view["spec"])
     texts = [block.content for block in spec.blocks if isinstance(block, internal.MarkdownBlock)]
     assert re.search(r"^\| debug-image \| 40\.0 ± \d\.\d \| +\| 39\.0 \| 0, 1 \| 11 \|$", texts[0], flags=re.MULTILINE)
-    curves, media = [block for block in spec.blocks if isinstance(block, internal.PanelGrid)]
+    curves, sent_page = [block for block in spec.blocks if isinstance(block, internal.PanelGrid)]
     (runset,) = curves.metadata.run_sets
     assert runset.project.name == "mine"
     assert runset.filters["filters"][0]["value"] == ["id-seed0", "id-seed1"]
@@ -280,7 +264,7 @@ def test_the_report_at_wandb_is_made_once_and_then_renewed(
     assert ["train/loss"] in metrics
     ((report_id, report_run),) = server.runs.items()
     assert report_run.job_type == "report"
-    assert media.metadata.run_sets[0].filters["filters"][0]["value"] == [report_id]
+    assert sent_page.metadata.run_sets[0].filters["filters"][0]["value"] == [report_id]
     sent = [name for name in report_run.files if name.startswith("media/html/report_")]
     assert report_run.files[sent[-1]] == page.read_bytes()
 
@@ -308,10 +292,3 @@ def test_wandb_offline_keeps_the_very_page_for_later(tmp_path: Path, monkeypatch
     main()
     [logged] = (out.parent / "wandb").glob("offline-run-*/files/media/html/*.html")
     assert logged.read_bytes() == out.read_bytes()
-
-
-def test_a_result_of_an_earlier_step_is_not_that_of_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = RunDir(make_run(tmp_path / "run", trained={"base": [0.4]}, provenance=PROVENANCE | {"finished_step": 30}))
-    write_json(run.probes(5) / "base.json", probe_result("base", 5, [0.3], 1000))
-    page = Page(report(monkeypatch, tmp_path / "r.html", run.path))
-    assert page.row("debug-image")[-1] == "11, not the end"

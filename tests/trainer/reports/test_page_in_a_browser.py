@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -17,7 +18,6 @@ from trainer.reports.table import measure
 pytestmark = needs_chromium()
 
 PHONE, DESK, PAPER = 390, 1280, 673  # CSS pixels; A4 less the page's margins has 673
-TITLES = {"base": "picture", "overlay": "digit"}
 
 # Every element whose right edge is beyond the window, unless it is in a box that scrolls by itself.
 CUT = """
@@ -44,63 +44,48 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return the pages of one run, of two, and of nine with three labels, long names and a long command."""
+    """Return the pages of two runs, and of nine with three labels, long names and a long command."""
     directory = tmp_path_factory.mktemp("pages")
-    accuracies = {"base": [0.2, 0.318], "overlay": [0.7, 0.804]}
+    titles, accuracies = {"base": "picture", "overlay": "digit"}, {"base": [0.2, 0.318], "overlay": [0.7, 0.804]}
     two = [
-        make_run(directory / f"run{number}", recipe=recipe, titles=TITLES, trained=accuracies, untrained=accuracies)
+        make_run(directory / f"run{number}", recipe=recipe, titles=titles, trained=accuracies, untrained=accuracies)
         for number, recipe in enumerate((debug.image, debug.viewmaker))
     ]
-    titles, three = TITLES | {"site": "hospital"}, accuracies | {"site": [0.5, 0.612]}
+    three = accuracies | {"site": [0.5, 0.612]}
     many = [
         make_run(
             directory / f"many{number}",
             name=f"a-configuration-with-a-long-name.temperature={number}",
             num_epochs=number + 1,
-            titles=titles,
+            titles=titles | {"site": "hospital"},
             trained=three,
             untrained=three,
             provenance={"command": "python launch/train.py " + "x" * 300, "cpu": "A Processor" * 9},
         )
         for number in range(9)
     ]
-    for name, chosen in (("one", two[:1]), ("two", two), ("many", many)):
+    for name, chosen in (("two", two), ("many", many)):
         runs = read_runs(chosen)
         (directory / f"{name}.html").write_text(page(runs, measure(runs)))
-    return {name: directory / f"{name}.html" for name in ("one", "two", "many")}
+    return {name: directory / f"{name}.html" for name in ("two", "many")}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["one", "two", "many"])
-@pytest.mark.parametrize("width", [PHONE, DESK])
-def test_nothing_is_cut_off_on_a_screen(name: str, width: int, pages: dict[str, Path], tab: Tab) -> None:
+@pytest.mark.parametrize("name", ["two", "many"])
+@pytest.mark.parametrize(("width", "media"), [(PHONE, "screen"), (DESK, "screen"), (PAPER, "print")])
+def test_nothing_is_cut_off(
+    name: str, width: int, media: Literal["screen", "print"], pages: dict[str, Path], tab: Tab
+) -> None:
     tab.complaints.clear()
-    tab.open(pages[name], width=width)
+    tab.open(pages[name], width=width, media=media)
     assert tab.evaluate("document.documentElement.scrollWidth") == width
     assert tab.evaluate(CUT) == []
     assert tab.evaluate(HIDDEN) == []
     assert tab.complaints == []
-
-
-@pytest.mark.parametrize("name", ["one", "two", "many"])
-def test_nothing_is_cut_off_in_print(name: str, pages: dict[str, Path], tab: Tab) -> None:
-    tab.complaints.clear()
-    tab.open(pages[name], width=PAPER, media="print")
-    assert tab.evaluate("document.documentElement.scrollWidth") == PAPER
-    assert tab.evaluate(CUT) == []
-    assert tab.evaluate(HIDDEN) == []
-    assert tab.evaluate("getComputedStyle(document.body).color") == "rgb(0, 0, 0)"
-    assert tab.pdf().startswith(b"%PDF")
-    assert tab.complaints == []
-
-
-@pytest.mark.parametrize("width", [PHONE, DESK])
-def test_the_first_screen_has_the_picture_and_the_sentence(width: int, pages: dict[str, Path], tab: Tab) -> None:
-    tab.open(pages["two"], width=width)
-    bottom = 'document.querySelector(".verdict").getBoundingClientRect().bottom'
-    assert tab.evaluate(bottom) < 844  # the height of a phone
-    values = '[...document.querySelectorAll(".panel .value b")].map(value => value.textContent)'
-    assert tab.evaluate(values) == ["31.8", "31.8", "80.4", "80.4"]
+    if media == "print":
+        assert tab.evaluate("getComputedStyle(document.body).color") == "rgb(0, 0, 0)"
+    elif name == "two":  # the picture and the sentence are on the first screen of a phone
+        assert tab.evaluate('document.querySelector(".verdict").getBoundingClientRect().bottom') < 844
 
 
 def test_the_browser_would_notice_a_page_that_is_cut_or_complains(tmp_path: Path, tab: Tab) -> None:

@@ -14,7 +14,7 @@ from data_pipeline.core.errors import UserError
 from tests.trainer.reports.made_runs import PROVENANCE, make_run, probe_result, samples
 from trainer.probes.groups import Groups
 from trainer.probes.linear import ProbeConfig
-from trainer.reports.comparison import by_seed, compare
+from trainer.reports.comparison import compare
 from trainer.reports.paired import mean_of
 from trainer.reports.runs import read_runs
 from trainer.reports.table import Measurement, describe_protocol, measure, read_csv, without_copies, write_csv
@@ -145,13 +145,6 @@ def test_results_of_another_run_are_left_out_and_named(tmp_path: Path) -> None:
     assert any("of another run" in problem for problem in read.problems)
 
 
-def test_a_result_in_the_place_of_another_is_refused(tmp_path: Path) -> None:
-    run = RunDir(make_run(tmp_path / "run"))
-    write_json(run.probes(11) / "base.json", probe_result("overlay", 11, [0.4], 1000))
-    with pytest.raises(UserError, match="move it back"):
-        read_runs([run.path], make_views=False)
-
-
 def test_a_config_that_was_edited_and_samples_that_were_left_out_are_named(tmp_path: Path) -> None:
     run = RunDir(make_run(tmp_path / "run"))
     write_json(run.provenance, PROVENANCE | {"config": json.loads(run.config.read_text()) | {"num_epochs": 3}})
@@ -181,15 +174,11 @@ def test_online_probes_count_the_samples_that_they_read(tmp_path: Path) -> None:
     run = RunDir(make_run(tmp_path / "run", trained={"base": [0.4]}, num_test=2000, provenance=facts))
     run.metrics.write_text('{"step": 0, "probe/base/knn": 0.25}\n{"step": 8, "probe/base/ridge": 0.5}\n')
     online = [row for row in rows_of(run.path) if row.protocol == "online"]
-    num = round(run_config(run).probe.online_num_test / 2)  # half of the samples have the label
+    num = round(debug.image().probe.online_num_test / 2)  # half of the samples have the label
     assert [(row.readout, row.step, row.num_samples) for row in online] == [
         ("online_knn", 0, num),
         ("online_ridge", 8, num),
     ]
-
-
-def run_config(run: RunDir) -> Any:
-    return read_runs([run.path], make_views=False)[0].config
 
 
 def test_an_untrained_encoder_is_shared_by_those_that_start_alike(tmp_path: Path) -> None:
@@ -214,11 +203,6 @@ def test_labels_of_one_title_are_called_by_their_names(tmp_path: Path) -> None:
     titles = {"base": "digit", "overlay": "digit", "site": "hospital"}
     (found,) = compare(rows_of(make_run(tmp_path / "run", trained=accuracies, titles=titles)))
     assert [label.title for label in found.labels] == ["base label", "overlay label", "hospital"]
-
-
-def test_readings_of_a_seed_are_the_first(tmp_path: Path) -> None:
-    rows = rows_of(make_run(tmp_path / "run", trained={"base": [0.4]}))
-    assert {seed: one.accuracy for seed, one in by_seed(rows).items()} == {0: 0.4}
 
 
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
