@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.remote.cache import is_remote
-from data_pipeline.storage.manifest import load_manifest
 from launch.ended import read_end
 from launch.slurm_client import ended_state
 from launch.submitted import Submission, last_submission
-from trainer.data import DataConfig
 from trainer.fault_tolerance.stalls import describe_stall
 from trainer.run_dir import RunDir, is_held, runs_of
 
@@ -45,7 +42,6 @@ def run_status(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
     """Return the status of a run; `queue` is from `queued_jobs`. Raises `UserError` if a file of the run is damaged."""
     if not run_dir.config.is_file():
         return RunStatus("pending", reason="not started")
-    config = run_dir.read_config()  # as data, because the code that registers its kinds may not be imported
     metrics = run_dir.read_last_metrics()
     losses = [line["train/loss"] for line in metrics if "train/loss" in line]
     provenance = run_dir.read_provenance()
@@ -54,7 +50,7 @@ def run_status(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
     return RunStatus(
         state,
         step=max(step or 0 for step in known),
-        num_steps=_num_steps(config),
+        num_steps=provenance.get("num_steps"),
         loss=losses[-1] if losses else None,
         reason=reason,
     )
@@ -114,19 +110,6 @@ def _minutes(run_dir: RunDir) -> int:
     """Return the minutes since the last step was logged, or since the start."""
     beats = [path.stat().st_mtime for path in (run_dir.metrics, run_dir.provenance) if path.is_file()]
     return int((time.time() - max(beats, default=time.time())) / 60)
-
-
-def _num_steps(config: Mapping[str, Any]) -> int | None:
-    """Return the number of steps of a run; None if its data are not here, such as data on a network."""
-    try:
-        data = DataConfig.parse(config["data"], where="data")
-        locations = data.train_locations.values()
-        if any(map(is_remote, locations)):
-            return None
-        num_samples = sum(load_manifest(Path(location)).num_samples for location in locations)
-        return int(config["num_epochs"] * data.num_steps_per_epoch(num_samples, config["global_batch_size"]))
-    except (KeyError, TypeError, UserError):
-        return None
 
 
 def runs_in(directory: Path) -> list[RunDir]:

@@ -60,10 +60,3 @@ def test_help_imports_nothing_heavy_and_says_every_argument_in_a_sentence(comman
     assert not modules & HEAVY
     assert helps
     assert [name for name, text in helps if text is None or len(text.split()) < 3 or not text.endswith(".")] == []
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_a_wrong_argument_is_refused_before_anything_heavy_is_imported(command: list[str]) -> None:
-    status, modules, _ = run([*command, "--no-such-argument"])
-    assert status == 2
-    assert not modules & HEAVY

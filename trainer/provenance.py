@@ -108,11 +108,13 @@ def write_provenance(
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
     }
+    steps_per_epoch = config.data.num_steps_per_epoch(manifests.train.num_samples, config.global_batch_size)
     now = manifests.identity.model_dump() | {
         "run_id": earlier.get("run_id") or restored.run_id or uuid.uuid4().hex,
         RECORDED_CONFIG: config.model_dump(mode="json"),
         RECORDED_NUM_SAMPLES: manifests.train.num_samples,
         RECORDED_NUM_TEST_SAMPLES: manifests.test.num_samples,
+        "num_steps": config.num_epochs * steps_per_epoch,
         "starts": [*earlier.get("starts", []), start],
     }
     write_json(run_dir.provenance, first | now | decisions_to_record(config, manifests.train))

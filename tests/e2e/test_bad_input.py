@@ -38,8 +38,7 @@ def train(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"):
             monkeypatch.delenv(name, raising=False)
         settings = (f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}", "tracking.wandb=disabled")
-        sets = [argument for setting in settings for argument in ("--set", setting)]
-        monkeypatch.setattr(sys, "argv", ["train.py", *sets, *arguments])
+        monkeypatch.setattr(sys, "argv", ["train.py", *sets(*settings), *arguments])
         with pytest.raises(SystemExit) as ended:
             run_command(launch_train.main)
         assert ended.value.code == status
@@ -50,78 +49,45 @@ def train(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     return run
 
 
-def test_an_unknown_recipe(train: Run) -> None:
-    assert 'did you mean "debug:image"' in train("--config", "debug:imag")
+def sets(*settings: str) -> list[str]:
+    return [word for setting in settings for word in ("--set", setting)]
 
 
-def test_an_unknown_key(train: Run) -> None:
-    assert 'did you mean "num_epochs"' in train("--config", "debug:image", "--set", "num_epoch=3")
-
-
-def test_a_value_of_the_wrong_type(train: Run) -> None:
-    error = train("--config", "debug:image", "--set", "num_epochs=many")
-    assert 'num_epochs is "many"; it must be' in error
-
-
-def test_a_missing_data_folder_names_the_command_that_makes_it(train: Run, tmp_path: Path) -> None:
-    error = train("--config", "debug:image", "--set", f"data.train_dir={tmp_path / 'nowhere'}", "--run-dir", "run")
-    assert str(tmp_path / "nowhere") in error
-    assert "python -m data_pipeline build" in error
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--config", "debug:imag"], 'did you mean "debug:image"'),
+        (["--config", "debug:image", *sets("num_epoch=3")], 'did you mean "num_epochs"'),
+        (["--config", "debug:image", *sets("num_epochs=many")], 'num_epochs is "many"; it must be'),
+        (["--config", "debug:image", *sets("global_batch_size=64")], "40"),
+        (["--config", "debug:image", *sets("data.train_dir=nowhere")], "python -m data_pipeline build"),
+        (["--config", "debug:image", *sets("data.train_dir=.")], "manifest.json"),
+        (["--config", "debug:image", *sets("data.train_dir=http://127.0.0.1:9/a")], "http://127.0.0.1:9/a"),
+        (["--config", "debug:audio"], "holds pictures, but data.sample_rate=8000 is for sounds"),
+        (["--config", "debug:image", *sets("views.kind=spectral")], "are for sounds, not for pictures"),
+    ],
+)
+def test_a_mistake_leaves_no_run_directory(train: Run, words: list[str], said: str, tmp_path: Path) -> None:
+    assert said in train(*words, "--run-dir", "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_a_folder_without_a_manifest_is_no_dataset(train: Run, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    error = train("--config", "debug:image", "--set", f"data.train_dir={tmp_path / 'empty'}", "--run-dir", "run")
-    assert "manifest.json" in error
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_global_batch_larger_than_the_dataset(train: Run) -> None:
-    error = train("--config", "debug:image", "--set", "global_batch_size=64")
-    assert "64" in error
-    assert "40" in error
 
 
 @pytest.mark.parametrize(("built", "asked"), [("baked", "online"), ("online", "baked"), ("baked", "online_per_view")])
 def test_an_overlay_drawn_otherwise_than_the_recipe_says(train: Run, tmp_path: Path, built: Any, asked: str) -> None:
     train_dir = write_tiny_dataset(tmp_path / "train", num_samples=40, overlay=built)
     test_dir = write_tiny_dataset(tmp_path / "test", num_samples=20, overlay=built)
-    sets = [f"data.train_dir={train_dir}", f"data.test_dir={test_dir}", f"data.overlay={asked}"]
-    error = train("--config", "debug:image", *(word for value in sets for word in ("--set", value)))
+    settings = sets(f"data.train_dir={train_dir}", f"data.test_dir={test_dir}", f"data.overlay={asked}")
+    error = train("--config", "debug:image", *settings)
     assert f"the overlay of {train_dir} is {built}, but data.overlay is {asked}" in error
     assert f"data.overlay={built}" in error
-
-
-def test_two_datasets_of_different_shapes(train: Run, data: Path, tmp_path: Path) -> None:
-    larger = write_tiny_dataset(tmp_path / "larger", num_samples=20, overlay="online")
-    error = train("--config", "debug:image", "--set", f"data.test_dir={larger}")
-    assert f"{data / 'train'} and {larger} differ in input shape ((3, 16, 16) and (3, 32, 32))" in error
 
 
 @pytest.mark.parametrize(
     ("recipe", "overrides", "message"),
     [
-        (
-            "debug:image",
-            [],
-            "{} holds sounds of 8000 points a second, but data.sample_rate is None; use a recipe for them",
-        ),
-        (
-            "debug:audio",
-            ["data.sample_rate=48000"],
-            "{} holds sounds of 8000 points a second, but data.sample_rate is 48000",
-        ),
-        ("debug:audio", ["data.sample_rate=44100"], "no spectrogram is defined for sounds of 44100 points a second"),
+        ("debug:image", [], "holds sounds of 8000 points a second, but data.sample_rate is None; use a recipe for them"),
+        ("debug:audio", ["data.sample_rate=48000"], "holds sounds of 8000 points a second, but data.sample_rate is"),
         ("debug:audio", ["views.kind=expert_image"], 'views of kind "expert_image" are for pictures, not for sounds'),
-        (
-            "debug:audio",
-            ["encoder.in_channels=3", "encoder.mean=[0,0,0]", "encoder.std=[1,1,1]"],
-            "encoder.in_channels is 3",
-        ),
-        ("debug:audio", ["views.max_masked_bands=64"], "max_masked_bands is 64, but it must be below 64"),
-        ("debug:audio_viewmaker", ["views.clamp=true"], "set views.clamp=false"),
-        ("debug:audio_viewmaker", ["views.mask=box"], "set views.mask=none"),
         ("debug:audio_viewmaker", ["views.downsample_to=24"], "downsample_to=24 needs a height and width"),
     ],
 )
@@ -129,31 +95,9 @@ def test_sounds_that_do_not_fit_the_config(
     train: Run, tmp_path: Path, recipe: str, overrides: list[str], message: str
 ) -> None:
     sounds = write_tiny_sounds(tmp_path / "sounds", num_samples=40)
-    sets = [f"data.train_dir={sounds}", f"data.test_dir={sounds}", *overrides]
-    error = train("--config", recipe, *(word for value in sets for word in ("--set", value)))
-    assert message.format(sounds) in error
+    settings = sets(f"data.train_dir={sounds}", f"data.test_dir={sounds}", *overrides)
+    assert message in train("--config", recipe, *settings)
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("recipe", "overrides", "message"),
-    [
-        ("debug:audio", [], "{}/train holds pictures, but data.sample_rate=8000 is for sounds; set it to null"),
-        ("debug:image", ["views.kind=spectral"], 'views of kind "spectral" are for sounds, not for pictures'),
-        ("debug:viewmaker", ["views.waveform={}"], "set views.waveform=null"),
-    ],
-)
-def test_pictures_where_sounds_are_trained_on(
-    train: Run, data: Path, recipe: str, overrides: list[str], message: str
-) -> None:
-    error = train("--config", recipe, *(word for value in overrides for word in ("--set", value)))
-    assert message.format(data) in error
-
-
-def test_a_server_that_is_not_there(train: Run, tmp_path: Path) -> None:
-    error = train("--config", "debug:image", "--set", "data.train_dir=http://127.0.0.1:9/data", "--run-dir", "run")
-    assert "http://127.0.0.1:9/data" in error
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_directory_that_holds_another_config(train: Run, tmp_path: Path) -> None:
@@ -183,8 +127,8 @@ def test_a_run_directory_that_another_process_trains_in(train: Run, tmp_path: Pa
 def test_a_global_batch_that_the_ranks_do_not_divide(data: Path, tmp_path: Path) -> None:
     """Under torchrun: only the first rank speaks, and torchrun itself ends non-zero."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    sets = ["--set", f"data.train_dir={data / 'train'}", "--set", f"data.test_dir={data / 'test'}"]
-    command = [*torchrun, "launch/train.py", "--config", "debug:image", "--run-dir", str(tmp_path / "run"), *sets]
+    command = [*torchrun, "launch/train.py", "--config", "debug:image", "--run-dir", str(tmp_path / "run")]
+    command += sets(f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}")
     done = run_python(command, cwd=REPOSITORY, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120)
     assert done.returncode != 0
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

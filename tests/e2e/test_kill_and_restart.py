@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,26 +26,11 @@ from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.run_dir import RunDir
 
 NUM_STEPS = 25
-
-
 MIXTURE = "{{few: {{train_dir: {0}/few, weight: 1}}, train: {{train_dir: {0}/train, weight: 2}}}}"
 
 
-def command(data: Path, run_dir: Path, *, num_ranks: int, is_mixture: bool = False, max_restarts: int = 0) -> list[str]:
-    launcher = (
-        [sys.executable]
-        if num_ranks == 1
-        else [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(num_ranks),
-            "--max-restarts",
-            str(max_restarts),
-        ]
-    )
+def command(data: Path, run_dir: Path, *, num_ranks: int, max_restarts: int = 0) -> list[str]:
+    """Return the command of a run: of one process on one dataset, or of ranks under torchrun on a mixture."""
     settings = {
         "data.train_dir": data / "train",
         "data.test_dir": data / "test",
@@ -54,13 +41,26 @@ def command(data: Path, run_dir: Path, *, num_ranks: int, is_mixture: bool = Fal
         "watchdog.enabled": "false",  # it would report the killed ranks, if it came to look before it is gone itself
         "tracking.wandb": "disabled",
     }
+    launcher = [sys.executable]
     if num_ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+        launcher += ["--max-restarts", str(max_restarts)]
         settings["encoder"] = CONVNET.removeprefix("encoder=")
-    if is_mixture:
-        settings |= {"data.train_dir": "null", "data.mixture": MIXTURE.format(data)}
-        settings["data.mixture_epoch"] = 83
+        settings |= {"data.train_dir": "null", "data.mixture": MIXTURE.format(data), "data.mixture_epoch": 83}
     sets = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
     return [*launcher, "launch/train.py", "--config", "debug:viewmaker", "--run-dir", str(run_dir), *sets]
+
+
+def start(words: list[str], *, is_new: bool = False) -> subprocess.Popen[str]:
+    """Start a command; in a new interpreter, in which sets have another order, if `is_new`."""
+    return (subprocess.Popen if is_new else PythonProcess)(
+        words,
+        cwd=REPOSITORY,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def num_logged(run_dir: Path) -> int:
@@ -96,35 +96,41 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize(("num_ranks", "num_kills", "is_mixture"), [(1, 2, False), (2, 2, True), (4, 1, False)])
-def test_a_killed_run_ends_in_the_same_bits(
-    num_ranks: int, num_kills: int, is_mixture: bool, data: Path, tmp_path: Path
-) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+@pytest.fixture(scope="module")
+def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Return the run of a number of ranks, which nothing disturbs."""
 
-    def start(run_dir: Path) -> subprocess.Popen[str]:
-        # One of the cases goes on in new interpreters, in each of which sets have another order.
-        is_new = num_ranks == 1 and num_starts(run_dir) > 0
-        return (subprocess.Popen if is_new else PythonProcess)(
-            command(data, run_dir, num_ranks=num_ranks, is_mixture=is_mixture),
-            cwd=REPOSITORY,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
+    @functools.cache
+    def run(num_ranks: int) -> Path:
+        run_dir = tmp_path_factory.mktemp("runs") / "whole"
+        process = start(command(data, run_dir, num_ranks=num_ranks))
+        _, said = process.communicate(timeout=240)
+        assert (process.returncode, num_starts(run_dir)) == (0, 1), said
+        return run_dir
+
+    return run
+
+
+def check_same_bits(whole: Path, killed: Path) -> None:
+    for player in ("encoder", "viewmaker"):
+        expected, found = (
+            safetensors.torch.load_file(RunDir(path).checkpoint(NUM_STEPS) / f"{player}.safetensors")
+            for path in (whole, killed)
         )
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert curve(whole) == curve(killed)
+    assert [step for step, _, _ in curve(killed)] == list(range(1, NUM_STEPS + 1))
 
-    def run(run_dir: Path) -> str:
-        process = start(run_dir)
-        _, said = process.communicate()
-        assert process.returncode == 0, said
-        return said
 
-    run(whole)
+@pytest.mark.parametrize(("num_ranks", "num_kills"), [(1, 2), (2, 1)])
+def test_a_killed_run_ends_in_the_same_bits(
+    num_ranks: int, num_kills: int, undisturbed: Callable[[int], Path], data: Path, tmp_path: Path
+) -> None:
+    whole, killed = undisturbed(num_ranks), tmp_path / "killed"
+    words = command(data, killed, num_ranks=num_ranks)
     kill_at = random.Random(os.getpid()).sample(range(5, NUM_STEPS - 5), num_kills)
     for number, step in enumerate(sorted(kill_at), start=1):
-        process = start(killed)
+        process = start(words, is_new=num_ranks == 1 and number > 1)
         deadline = time.monotonic() + 120
         try:
             # The lines of the start before are there until this one has noted itself, and then cuts them off.
@@ -136,36 +142,19 @@ def test_a_killed_run_ends_in_the_same_bits(
             kill_tree(process)
             process.communicate()
         check_it_is_called_killed(RunDir(killed))
-    assert "going on from step" in run(killed), kill_at
-
-    for player in ("encoder", "viewmaker"):
-        expected, found = (
-            safetensors.torch.load_file(RunDir(path).checkpoint(NUM_STEPS) / f"{player}.safetensors")
-            for path in (whole, killed)
-        )
-        assert all(torch.equal(expected[name], found[name]) for name in expected), kill_at
-    assert curve(whole) == curve(killed)
-    lines = [json.loads(line)["step"] for line in RunDir(killed).metrics.read_text().splitlines()]
-    assert lines == list(range(1, NUM_STEPS + 1))
-    assert len(json.loads(RunDir(killed).provenance.read_text())["starts"]) == num_kills + 1
+    process = start(words)
+    _, said = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    assert "going on from step" in said, kill_at
+    assert num_starts(killed) == num_kills + 1
+    check_same_bits(whole, killed)
 
 
-def test_torchrun_restarts_a_run_of_which_a_rank_was_killed(data: Path, tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-
-    def start(run_dir: Path) -> subprocess.Popen[str]:
-        return PythonProcess(
-            command(data, run_dir, num_ranks=2, max_restarts=2),
-            cwd=REPOSITORY,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    _, said = start(whole).communicate(timeout=240)
-    assert num_starts(whole) == 1, said
-    process = start(killed)
+def test_torchrun_restarts_a_run_of_which_a_rank_was_killed(
+    undisturbed: Callable[[int], Path], data: Path, tmp_path: Path
+) -> None:
+    killed = tmp_path / "killed"
+    process = start(command(data, killed, num_ranks=2, max_restarts=2))
     try:
         for rank, step in ((1, 8), (0, 16)):
             deadline = time.monotonic() + 240
@@ -179,4 +168,4 @@ def test_torchrun_restarts_a_run_of_which_a_rank_was_killed(data: Path, tmp_path
         kill_tree(process)
     assert process.returncode == 0, said
     assert num_starts(killed) == 3
-    assert curve(killed) == curve(whole)
+    check_same_bits(undisturbed(2), killed)

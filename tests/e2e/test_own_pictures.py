@@ -1,4 +1,4 @@
-"""Own pictures of 64, 96 and 224 pixels: built, looked at, trained on, probed, analysed and reported."""
+"""Own pictures of 96 pixels: built, looked at, trained on, probed, analysed and reported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 
 from configs import resolve_recipe
-from data_pipeline.core.sample import Layout
 from data_pipeline.tools.preview import draw_grid
 from tests.data_pipeline.stored_samples import find_problems
 from tests.photos import build_photos
@@ -44,12 +43,8 @@ FEW = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "layout"), [(64, "scaled"), (96, "tiled"), (224, "scaled")])
-def test_runs_on_own_pictures_are_probed_analysed_and_reported(
-    size: int, layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = build_photos(tmp_path / "birds", size=size, num_train=16, num_test=8, layout=layout)
+def test_runs_on_own_pictures_are_probed_analysed_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = build_photos(tmp_path / "birds", size=96, num_train=16, num_test=8, layout="tiled")
     assert list(find_problems(data / "train")) == []
     draw_grid(str(data / "train"), num_samples=10)
     where = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}"]
@@ -62,7 +57,7 @@ def test_runs_on_own_pictures_are_probed_analysed_and_reported(
         results = probe_run(run_dirs[-1], ProbeOptions(untrained=True), device=CPU)
         assert set(results) == {"base", "overlay"}
     monkeypatch.chdir(tmp_path)
-    for name in ANALYSES if size < 224 else ("views", "feature_dropout"):  # the others take long there
+    for name in ANALYSES:
         analysis = load_analysis(name)
         settings = analysis.settings().override(FEW.get(name, []), where=name)
         for taken in analysis.groups(run_dirs):

@@ -24,7 +24,6 @@ from launch.follow import wait
 from launch.planned_run import PlannedRun
 from launch.states import RunStatus, State, run_status, runs_in, status_of, table
 from launch.submitted import Submission, queue_for, record
-from tests.tiny_data import write_tiny_dataset
 from trainer import analyze, probe
 from trainer.config import read_config
 from trainer.distributed.environment import lost_another
@@ -34,11 +33,10 @@ from trainer.run_dir import RunDir, hold, write_json
 NOTHING_QUEUED: Mapping[str, str] = {}
 
 
-def make_run(home: Path, name: str, *, job_id: str | None = "7_0", train_dir: Path | None = None) -> RunDir:
+def make_run(home: Path, name: str, *, job_id: str | None = "7_0") -> RunDir:
     """Make a run directory as a submission leaves it."""
     run_dir = RunDir(home / name)
-    settings = [] if train_dir is None else [f"data.train_dir={train_dir}"]
-    write_json(run_dir.config, resolve_recipe("debug:image", settings).model_dump(mode="json"))
+    write_json(run_dir.config, resolve_recipe("debug:image").model_dump(mode="json"))
     if job_id is not None:
         log = home / "logs" / f"{job_id}_0_log.out"
         record(run_dir, Submission(job_id=job_id, submitted_at=datetime.now(UTC) - timedelta(seconds=60), log=log))
@@ -166,10 +164,10 @@ def test_a_running_run_that_logs_nothing_says_for_how_long(tmp_path: Path) -> No
 
 
 def test_the_table_shows_steps_and_losses(tmp_path: Path) -> None:
-    train_dir = write_tiny_dataset(tmp_path / "train", num_samples=96)
-    started = make_run(tmp_path / "s", "b-started", job_id="1", train_dir=train_dir)
+    started = make_run(tmp_path / "s", "b-started", job_id="1")
     started.metrics.write_text('{"step": 1, "train/loss": 3.5}\n{"step": 4, "train/loss": 2.25}\n')
-    make_run(tmp_path / "s", "a-waiting", job_id="2", train_dir=tmp_path / "nowhere")
+    write_json(started.provenance, {"num_steps": 6})
+    make_run(tmp_path / "s", "a-waiting", job_id="2")
     runs = runs_in(tmp_path / "s")
     queue = {"1": "RUNNING", "2": "PENDING (Priority)"}
     shown = table({run_dir.path.name: run_status(run_dir, queue) for run_dir in runs})
@@ -180,12 +178,12 @@ def test_the_table_shows_steps_and_losses(tmp_path: Path) -> None:
     ]
     assert runs_in(started.path) == [started]
     with pytest.raises(UserError, match="holds no run"):
-        runs_in(tmp_path / "train")
+        runs_in(tmp_path / "s" / "nowhere")
 
 
 def test_a_damaged_file_hides_no_other_run(tmp_path: Path) -> None:
     good, bad = (make_run(tmp_path, name, job_id=None) for name in ("good", "bad"))
-    for path in (bad.path / "job.json", bad.ended, bad.config):
+    for path in (bad.path / "job.json", bad.ended):
         path.write_text("{")
         status = status_of(bad, {})
         assert (status.state, str(path) in status.reason) == ("unknown", True)

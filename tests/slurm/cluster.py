@@ -152,12 +152,6 @@ class Cluster:
         """Return the process ids of the ranks of a job, in rank order: the children of the step's slurmstepds."""
         return [rank.pid for _, rank in sorted(self._tasks(job_id).items())]
 
-    def children(self, pid: int) -> list[int]:
-        """Return the forks of a process that still run its program, such as the data workers of a rank."""
-        command_line = Path(f"/proc/{pid}/cmdline").read_bytes()
-        children = [process.pid for process in _processes() if process.parent == pid]
-        return [child for child in children if Path(f"/proc/{child}/cmdline").read_bytes() == command_line]
-
     def kill_node(self, name: str) -> None:
         """Do what a power cut does: kill slurmd and all processes of that node."""
         slurmd = self._daemons.pop(name)

@@ -15,7 +15,6 @@ import pytest
 import launch.slurm
 from tests.commands import Done, call, float64_recipe
 from tests.nursery import run_python
-from tests.slurm.cluster import Cluster, private_slurm
 from trainer.distributed.environment import read_env
 from trainer.run_dir import RunDir
 
@@ -55,7 +54,7 @@ def losses(run_dir: Path) -> list[float]:
 
 
 def test_four_nodes_follow_one_process(slurm: dict[str, str], recipe: list[str], tmp_path: Path) -> None:
-    """tests/launch has torchrun and submitit's local executor."""
+    """tests/launch has torchrun and `--executor local`."""
     words: list[str | Path] = [sys.executable, "launch/train.py", *recipe, "--run-dir", tmp_path / "alone"]
     alone = run_python(words, cwd=ROOT, env=slurm | {"OMP_NUM_THREADS": "1"})
     assert alone.returncode == 0, alone.stderr
@@ -83,25 +82,6 @@ def test_four_nodes_follow_one_process(slurm: dict[str, str], recipe: list[str],
     assert "launch/slurm.py --nodes 4" in provenance["command"]
 
 
-def test_deepspeed_on_four_nodes_follows_one_process(
-    slurm: dict[str, str], slurm_py_here: Callable[..., Done], recipe: list[str], tmp_path: Path
-) -> None:
-    """Its optimizer is cut into four pieces (ZeRO 2), and it has only float32. There, one ReLU that rounding pushes
-    over zero changes the next loss, so the steps are few and small. With twice the rate the curves are 1e-3 apart.
-    """
-    recipe = [*recipe, "--set", "precision=float32", "--set", "optimizer.learning_rate=0.0005", "--set", "num_epochs=1"]
-    environ = slurm | {"OMP_NUM_THREADS": "1"}
-    command: list[str | Path] = [sys.executable, "launch/train.py", *recipe, "--run-dir", tmp_path / "alone"]
-    alone = run_python(command, cwd=ROOT, env=environ)
-    assert alone.returncode == 0, alone.stderr
-    engine = ["--set", "engine.kind=deepspeed"]
-    job = slurm_py_here("--nodes", "4", *recipe, *engine, "--run-dir", tmp_path / "nodes", "--wait")
-    assert job.status == 0, job.stdout + job.stderr
-    assert "engine deepspeed" in job.stdout
-    assert len(losses(tmp_path / "nodes")) == NUM_STEPS // 2
-    assert losses(tmp_path / "nodes") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
-
-
 def test_ranks_of_a_real_step_and_of_a_batch_script(slurm: dict[str, str], tmp_path: Path) -> None:
     program = tmp_path / "environment.py"
     program.write_text(PRINT_ENVIRONMENT)
@@ -125,19 +105,6 @@ def test_ranks_of_a_real_step_and_of_a_batch_script(slurm: dict[str, str], tmp_p
     assert run(*batch, environ=slurm).returncode == 0
     world = read_env(json.loads(output.read_text()))
     assert (world.launcher, world.world_size) == ("none", 1), "a batch script is no rank"
-
-
-def test_two_clusters_at_once_share_nothing(cluster: Cluster) -> None:
-    """Ranks find each other by the cluster's name and the job's id, and all of these clusters are on one machine."""
-    with private_slurm() as other:
-        said = [
-            run("srun", "-N2", "-n2", "printenv", "SLURM_CLUSTER_NAME", "SLURM_JOB_ID", environ=environ).stdout.split()
-            for environ in (cluster.environ, other.environ)
-        ]
-        assert [len(words) for words in said] == [4, 4]
-        assert not set(said[0]) & set(said[1])
-        assert other.job(said[1][1])["JobState"] in {"COMPLETING", "COMPLETED"}
-        assert cluster.job(said[1][1]) == {}
 
 
 def test_cpus_per_task_reach_srun(
