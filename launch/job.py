@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from submitit.helpers import DelayedSubmission
-
 from data_pipeline.core.imports import import_code
 from launch.ended import noting_its_end
 from launch.rank import run
@@ -65,10 +63,6 @@ class TrainJob:
             ending.status = 0
             ending.leave()  # at once: `stopped` holds the frames of training, and so the process group
         ending.status = 0
-
-    def checkpoint(self) -> DelayedSubmission:
-        """Return this job: submitit asks for it if a warning comes before `__call__`."""
-        return DelayedSubmission(self)
 
 
 class Ending:

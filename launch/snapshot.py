@@ -6,7 +6,6 @@ that is named after their content.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import shutil
@@ -45,11 +44,7 @@ def read_snapshot(root: Path = REPOSITORY, *, own_files: Mapping[str, Path] = Ma
         for path in sorted((root / package).rglob("*"))
         if "__pycache__" not in path.parts and path.is_file()
     }
-    files = {}
-    for name, path in {**paths, **own_files}.items():
-        with contextlib.suppress(FileNotFoundError):  # a temporary file of an editor
-            files[name] = path.read_bytes()
-    return Snapshot(files)
+    return Snapshot({name: path.read_bytes() for name, path in {**paths, **own_files}.items()})
 
 
 def write_snapshot(snapshot: Snapshot, *, into: Path) -> Path:
@@ -64,11 +59,7 @@ def write_snapshot(snapshot: Snapshot, *, into: Path) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         write_json(partial / SNAPSHOT_FILE, asdict(replace(this_code(), snapshot_sha256=snapshot.sha256)))
-        try:
-            partial.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # else another submission of the same code was faster
-                raise
+        partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder

@@ -43,8 +43,14 @@ def imported_modules(tree: ast.AST, *, package: str) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def imports_of(path: Path) -> list[str]:
-    return list(imported_modules(ast.parse((ROOT / path).read_text()), package=".".join(path.parts[:-1])))
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text())
+
+
+@cache
+def imports_of(path: Path) -> tuple[str, ...]:
+    return tuple(imported_modules(parsed(path), package=".".join(path.parts[:-1])))
 
 
 def dotted_name(node: ast.expr) -> str:
@@ -79,9 +85,10 @@ def import_graph(*, for_types: bool = False) -> dict[str, set[str]]:
     files = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in python_files(*ROOMS)}
     graph = {}
     for module, path in files.items():
-        tree = ast.parse((ROOT / path).read_text())
-        tree = tree if for_types else WithoutTypeChecking().visit(tree)
-        names = imported_modules(tree, package=".".join(path.parts[:-1]))
+        names: Iterable[str] = imports_of(path)
+        if not for_types:
+            tree = WithoutTypeChecking().visit(ast.parse((ROOT / path).read_text()))
+            names = imported_modules(tree, package=".".join(path.parts[:-1]))
         graph[module] = {name if name in files else name.rpartition(".")[0] for name in names} & files.keys()
     return graph
 
@@ -164,9 +171,8 @@ def test_only_the_distributed_folder_calls_torch_distributed() -> None:
     for path in python_files(*ROOMS, "benchmarks"):
         if path.parts[:2] == ("trainer", "distributed"):
             continue
-        tree = ast.parse((ROOT / path).read_text())
-        names = list(imported_modules(tree, package=".".join(path.parts[:-1])))
-        names += [dotted_name(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        attributes = [dotted_name(node) for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute)]
+        names = [*imports_of(path), *attributes]
         calls = [name for name in names if f"{name}.".startswith("torch.distributed.")]
         wrong += [f"{path}: {name}" for name in calls if not name.startswith("torch.distributed.checkpoint")]
     assert not wrong
@@ -233,7 +239,6 @@ YAML_WITHOUT_OBJECTS = {
     *("reader", "ReaderError", "composer", "ComposerError"),
 }
 RUNS_WHAT_IT_READS = {
-    "DelayedSubmission",
     "builtins.eval",
     "builtins.exec",
     "cloudpickle_dump",
@@ -247,8 +252,8 @@ RUNS_WHAT_IT_READS = {
     "torch.load",
     "torch.package",
 }
-# The build hands its recipe to processes that it starts itself. A job reads what submitit wrote for it moments before.
-MAY_UNPICKLE = {"data_pipeline/building/pool.py: pickle", "launch/job.py: DelayedSubmission"}
+# The build hands its recipe to processes that it starts itself.
+MAY_UNPICKLE = {"data_pipeline/building/pool.py: pickle"}
 
 
 def assert_tells_apart(scanner: Callable[[str], Iterable[str]], *, bad: Iterable[str], good: Iterable[str]) -> None:

@@ -29,8 +29,9 @@ print(json.dumps(shown))
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("form", ["code", "script", "module", "unbuffered"])
-@pytest.mark.parametrize("is_alone", [False, True])
+@pytest.mark.parametrize(
+    ("form", "is_alone"), [("code", False), ("script", True), ("module", False), ("unbuffered", True)]
+)
 def test_it_finds_what_a_new_interpreter_finds(form: str, is_alone: bool, tmp_path: Path) -> None:
     (tmp_path / "show.py").write_text(SHOW)
     words = {

@@ -50,7 +50,7 @@ def test_its_files_are_those_of_the_packages(wheel: Path) -> None:
     assert held == {str(path) for path in tracked_files() if path.parts[0] in ROOMS}
 
 
-def test_it_builds_trains_probes_and_reports_in_another_directory(wheel: Path, tmp_path: Path) -> None:
+def test_it_builds_trains_and_reports_in_another_directory(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
@@ -58,27 +58,25 @@ def test_it_builds_trains_probes_and_reports_in_another_directory(wheel: Path, t
     elsewhere.mkdir()
     environment = os.environ | {"PYTHONPATH": str(site), "PYTHONSAFEPATH": "1", "WANDB_MODE": "disabled"}
 
-    def run(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *words], cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
     commands = []
-    for split, limit in (("train", "128"), ("test", "64")):
+    for split, limit in ("train", "64"), ("test", "32"):
         build = ["data_pipeline", "build", "procedural_letters", "--split", split, "--limit", limit]
         commands.append(
             [*build, "--workers", "1", "--out", f"data/debug/{split}"]
         )  # letters read a font of the package
     commands.append(["launch.train", "--config", "debug:image", "--run-dir", "run", "--set", "num_epochs=1"])
-    commands.append(["trainer.probe", "run"])
     commands.append(["trainer.report", "run", "--out", "report.html"])
-    said = run("-c", RUN_ALL, json.dumps(commands))
-    assert said.splitlines()[-1].split() == [f"{site}/trainer/__init__.py", f"{site}/launch/__init__.py"]
-    assert "label_overlay" in said.partition("report.html")[0]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_ALL, json.dumps(commands)],
+        cwd=elsewhere,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].split() == [f"{site}/trainer/__init__.py", f"{site}/launch/__init__.py"]
     page = (elsewhere / "report.html").read_text()
     assert "<style>" in page
     assert "letter" in page
-    assert "linear_contrastive" in run("-m", "trainer.theory", "--help")
     assert '"git_commit": null' in (elsewhere / "run" / "provenance.json").read_text()

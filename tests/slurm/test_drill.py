@@ -4,8 +4,8 @@ One job gets the warnings of Slurm and of users, one after another, and ends wit
 four gloo ranks train without Slurm. Another run loses a rank, which its batch script starts again, and then dies of
 faults without a warning, and is submitted again after each.
 These two go on at the same time, each in a thread. They pause at each step, so that they do not end before their
-faults, and leave the cores to ranks that start. A test waits for its moment, and checks what was recorded then.
-DRILL_TABLE=FILE writes the table that the last test prints.
+faults, and leave the cores to ranks that start. The tests check what was recorded at each fault; `pytest -s` prints a
+line of a table for each.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import safetensors.torch
@@ -70,6 +71,7 @@ class Moment:
     """
 
     fault: str
+    run_dir: RunDir
     last_step: int
     seconds: float | None
     ended_after: float | None
@@ -197,8 +199,9 @@ class Training:
         starts = self.starts()
         saved_step = int(starts[-1]["start_step"]) if ended_after is None else self.run_dir.latest_step() or 0
         checkpoint = self.run_dir.checkpoint(saved_step)
-        return Moment(
+        moment = Moment(
             fault=fault,
+            run_dir=self.run_dir,
             last_step=self._last_step,
             seconds=seconds,
             ended_after=ended_after,
@@ -212,6 +215,8 @@ class Training:
             stacks=[path.read_text() for path in sorted(self.run_dir.stalled.glob("rank_*.txt"))],
             status=run_status(self.run_dir, {}),
         )
+        print(moment.row(), flush=True)
+        return moment
 
     def signal_rank(self, rank: int, number: signal.Signals) -> None:
         os.kill(self.cluster.ranks(self.job_id)[rank], number)
@@ -220,45 +225,7 @@ class Training:
         assert self.cluster.output(*command) is not None, f"{' '.join(command)} failed"
 
 
-class Story(threading.Thread):
-    """The faults of one run, in a thread of their own; a test can wait for each moment."""
-
-    def __init__(self, training: Training, tell: Callable[[Training], Iterator[Moment]]) -> None:
-        super().__init__(daemon=True)
-        self.training = training
-        self.moments: list[Moment] = []
-        self._tell = tell
-        self._changed = threading.Condition()
-        self._error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            for moment in self._tell(self.training):
-                print(moment.row(), flush=True)
-                with self._changed:
-                    self.moments.append(moment)
-                    self._changed.notify_all()
-        except BaseException as error:
-            self._error = error
-        finally:
-            with self._changed:
-                self._changed.notify_all()
-
-    def moment(self, number: int) -> Moment:
-        """Wait for the moment of that number, and return it. Raises the error that ended the story before it."""
-        with self._changed:
-            while len(self.moments) <= number and self.is_alive() and self._error is None:
-                self._changed.wait(1.0)
-        if len(self.moments) <= number:
-            raise AssertionError(f"the story ended after {len(self.moments)} moments") from self._error
-        return self.moments[number]
-
-    def end(self) -> Training:
-        self.join()
-        if self._error is not None:
-            raise AssertionError("the story ended before its time") from self._error
-        return self.training
+Stories: TypeAlias = dict[str, Future[list[Moment]]]
 
 
 def warn_all_that_start(training: Training) -> None:
@@ -344,32 +311,26 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def stories(
-    cluster: Cluster, settings: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Story]]:
+def stories(cluster: Cluster, settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stories]:
     """Start both stories. At the end the cluster is left as it was found, even if a story has failed."""
-    streamed = [
-        *settings,
-        "data.num_workers=1",
-        "data.placement=stream",
-        f"watchdog.limit_seconds={WATCHDOG_SECONDS}",
-    ]
     runs = tmp_path_factory.mktemp("runs")
+    streamed = [*settings, "data.num_workers=1", "data.placement=stream", f"watchdog.limit_seconds={WATCHDOG_SECONDS}"]
     hour = ["--time-minutes", "60"]
-    stories = {
-        "warnings": Story(Training(cluster, runs / "warned", settings, flags=hour), warnings),
-        "deaths": Story(Training(cluster, runs / "killed", streamed, flags=["--partition", "other", *hour]), deaths),
-    }
-    yield stories
-    for story in stories.values():
-        story.training.is_given_up.set()
-        story.join()
+    warned = Training(cluster, runs / "warned", settings, flags=hour)
+    killed = Training(cluster, runs / "killed", streamed, flags=["--partition", "other", *hour])
+    with ThreadPoolExecutor() as pool:
+        yield {
+            "warnings": pool.submit(lambda: list(warnings(warned))),
+            "deaths": pool.submit(lambda: list(deaths(killed))),
+        }
+        for training in (warned, killed):
+            training.is_given_up.set()
     cluster.cancel_all()
     cluster.repair_node(NODE_NAMES[3])
 
 
 @pytest.fixture(scope="module")
-def undisturbed(stories: dict[str, Story], settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def undisturbed(stories: Stories, settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """Return the run of four gloo ranks, while the stories go on."""
     path = tmp_path_factory.mktemp("undisturbed") / "run"
     whole = [*settings, "tracking.wandb=disabled"]
@@ -382,9 +343,9 @@ def undisturbed(stories: dict[str, Story], settings: list[str], tmp_path_factory
     [(0, "as SIGUSR2 asked"), (1, "as SIGTERM asked")],
     ids=["while_it_starts", "preempted"],
 )
-def test_who_is_warned_saves_and_is_started_again(number: int, why: str, stories: dict[str, Story]) -> None:
+def test_who_is_warned_saves_and_is_started_again(number: int, why: str, stories: Stories) -> None:
     """One requeue of the same job, one whole checkpoint of the step after which all stopped, and no lost step."""
-    moment = stories["warnings"].moment(number)
+    moment = stories["warnings"].result()[number]
     check_requeued(moment, restarts=number + 1)
     assert moment.steps_lost == 0
     step = moment.starts[-1]["start_step"]
@@ -392,8 +353,8 @@ def test_who_is_warned_saves_and_is_started_again(number: int, why: str, stories
     assert moment.log.count("asking Slurm to start this job again") == number + 1
 
 
-def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(stories: dict[str, Story]) -> None:
-    moment = stories["warnings"].moment(NODE_FAULT)
+def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(stories: Stories) -> None:
+    moment = stories["warnings"].result()[NODE_FAULT]
     check_requeued(moment, restarts=NODE_FAULT + 1)
     newest = moment.last_step // CHECKPOINT_EVERY * CHECKPOINT_EVERY
     # A thread writes checkpoints during training, so the newest may not have been whole.
@@ -412,11 +373,11 @@ def check_requeued(moment: Moment, *, restarts: int) -> None:
     assert moment.saved == CHECKPOINT
 
 
-def test_after_all_that_it_is_the_run_that_nothing_disturbed(stories: dict[str, Story], undisturbed: RunDir) -> None:
+def test_after_all_that_it_is_the_run_that_nothing_disturbed(stories: Stories, undisturbed: RunDir) -> None:
     """On a CPU the parameters and the losses are equal bit for bit, and W&B has one run with every step once."""
-    job = stories["warnings"].moment(NODE_FAULT + 1).job
+    job = stories["warnings"].result()[NODE_FAULT + 1].job
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "3")
-    run_dir = stories["warnings"].training.run_dir
+    run_dir = stories["warnings"].result()[-1].run_dir
     assert run_dir.latest_step() == NUM_STEPS
     names = sorted(path.name for path in undisturbed.checkpoint(NUM_STEPS).glob("*.safetensors"))
     assert names
@@ -431,8 +392,8 @@ def test_after_all_that_it_is_the_run_that_nothing_disturbed(stories: dict[str, 
     assert wandb_steps(run_dir, num_starts=4) == list(range(1, NUM_STEPS + 1))
 
 
-def test_a_rank_that_is_killed_is_started_again_in_the_same_job(stories: dict[str, Story]) -> None:
-    moment = stories["deaths"].moment(0)
+def test_a_rank_that_is_killed_is_started_again_in_the_same_job(stories: Stories) -> None:
+    moment = stories["deaths"].result()[0]
     assert moment.job["Restarts"] == "0"
     assert [start["slurm_job_id"] for start in moment.starts] == [moment.job["JobId"]] * 2
     assert 0 <= moment.steps_lost <= CHECKPOINT_EVERY + STEPS_OF_A_SAVE
@@ -441,9 +402,9 @@ def test_a_rank_that_is_killed_is_started_again_in_the_same_job(stories: dict[st
     assert moment.log.count("a rank died without a message") == 1
 
 
-def test_a_rank_that_freezes_ends_the_job(stories: dict[str, Story]) -> None:
+def test_a_rank_that_freezes_ends_the_job(stories: Stories) -> None:
     """The job ends with an error and is not started again. Only steps since the last checkpoint are lost."""
-    moment = stories["deaths"].moment(1)
+    moment = stories["deaths"].result()[1]
     check_over(moment, starts=1)
     assert moment.job["JobState"] == "FAILED"
     assert moment.job["ExitCode"] != "0:0"
@@ -457,22 +418,24 @@ def test_a_rank_that_freezes_ends_the_job(stories: dict[str, Story]) -> None:
     for own in moment.stacks:
         assert re.match(r"rank \d on .*, in step \d+ \(\w+\), reading shard-\d+\.tar", own)
         assert 'File "' in own or own.startswith("rank 1 on ")
-    again = stories["deaths"].moment(2)
+    again = stories["deaths"].result()[2]
     assert again.starts[-1]["start_step"] == moment.saved_step, "submitted again, it goes on from there"
 
 
-def test_what_is_cancelled_is_saved_and_stays_cancelled(stories: dict[str, Story], undisturbed: RunDir) -> None:
-    moment = stories["deaths"].moment(2)
+def test_what_is_cancelled_is_saved_and_stays_cancelled(
+    stories: Stories, undisturbed: RunDir, cluster: Cluster
+) -> None:
+    moment = stories["deaths"].result()[2]
     check_over(moment, starts=2)
     assert moment.job["JobState"] == "CANCELLED"
     assert moment.steps_lost == 0
     assert moment.status.state == "stopped"
-    run_dir = stories["deaths"].training.run_dir
+    run_dir = moment.run_dir
     expected = losses(undisturbed)
     assert losses(run_dir) == {step: expected[step] for step in moment.steps}, "submitted again, it is the same run"
     sent = wandb_steps(run_dir, num_starts=3)
     assert sent == list(range(1, len(sent) + 1)), "what its last start had not written would come with the next one"
-    assert stories["deaths"].training.cluster.output("squeue", "--noheader", "--partition=other") == ""
+    assert cluster.output("squeue", "--noheader", "--partition=other") == ""
 
 
 def check_over(moment: Moment, *, starts: int) -> None:
@@ -492,16 +455,3 @@ def wandb_steps(run_dir: RunDir, *, num_starts: int) -> list[int]:
 
 def losses(run_dir: RunDir) -> dict[int, float]:
     return {entry["step"]: entry["train/loss"] for entry in run_dir.read_metrics()}
-
-
-def test_the_table(stories: dict[str, Story], capsys: pytest.CaptureFixture[str]) -> None:
-    stories["warnings"].end()
-    stories["deaths"].end()
-    moments = [*stories["warnings"].moments[:-1], *stories["deaths"].moments]
-    assert len({moment.fault for moment in moments}) == 6
-    header = "| fault | what happened | steps repeated | seconds to the next new step |\n|---|---|---|---|\n"
-    text = header + "".join(f"{moment.row()}\n" for moment in moments)
-    with capsys.disabled():
-        print(f"\n{text}")
-    if path := os.environ.get("DRILL_TABLE"):
-        Path(path).write_text(text)
