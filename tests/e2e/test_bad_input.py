@@ -63,7 +63,7 @@ def sets(*settings: str) -> list[str]:
         (["--config", "debug:image", *sets("data.train_dir=nowhere")], "python -m data_pipeline build"),
         (["--config", "debug:image", *sets("data.train_dir=.")], "manifest.json"),
         (["--config", "debug:image", *sets("data.train_dir=http://127.0.0.1:9/a")], "http://127.0.0.1:9/a"),
-        (["--config", "debug:audio"], "holds pictures, but data.sample_rate=8000 is for sounds"),
+        (["--config", "debug:audio"], "holds pictures, but data.sample_rate is 8000"),
         (["--config", "debug:image", *sets("views.kind=spectral")], "are for sounds, not for pictures"),
     ],
 )
@@ -85,7 +85,11 @@ def test_an_overlay_drawn_otherwise_than_the_recipe_says(train: Run, tmp_path: P
 @pytest.mark.parametrize(
     ("recipe", "overrides", "message"),
     [
-        ("debug:image", [], "holds sounds of 8000 points a second, but data.sample_rate is None; use a recipe for them"),
+        (
+            "debug:image",
+            [],
+            "holds sounds of 8000 points a second, but data.sample_rate is None; use a recipe for them",
+        ),
         ("debug:audio", ["data.sample_rate=48000"], "holds sounds of 8000 points a second, but data.sample_rate is"),
         ("debug:audio", ["views.kind=expert_image"], 'views of kind "expert_image" are for pictures, not for sounds'),
         ("debug:audio_viewmaker", ["views.downsample_to=24"], "downsample_to=24 needs a height and width"),

@@ -24,7 +24,6 @@ from launch.follow import wait
 from launch.planned_run import PlannedRun
 from launch.states import RunStatus, State, run_status, runs_in, status_of, table
 from launch.submitted import Submission, queue_for, record
-from trainer import analyze, probe
 from trainer.config import read_config
 from trainer.distributed.environment import lost_another
 from trainer.fault_tolerance.preemption import StoppedError
@@ -104,10 +103,8 @@ def test_states_after_the_job(tmp_path: Path, slurm_says: Callable[[str | None],
 @pytest.mark.parametrize(
     ("program", "says", "state"),
     [
-        ("scontrol", "JobId=5 JobName=CANCELLED\n   JobState=CANCELLED Reason=None", "stopped"),
         ("scontrol", "JobId=5 JobName=CANCELLED\n   JobState=FAILED Reason=None", "failed"),
         ("sacct", "CANCELLED by 0 ", "stopped"),
-        ("sacct", "    FAILED ", "failed"),
     ],
 )
 def test_slurm_is_asked_how_a_job_ended(
@@ -197,32 +194,16 @@ def test_a_run_and_a_link_to_it_are_one_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "s", "b")
     (tmp_path / "s" / "a").symlink_to("b")
     assert runs_in(tmp_path / "s") == [run]
-    (tmp_path / "links").mkdir()
-    (tmp_path / "links" / "d").symlink_to(run.path)
-    assert runs_in(tmp_path / "links") == [RunDir(tmp_path / "links" / "d")]
 
 
-@pytest.mark.parametrize(
-    ("main", "words"),
-    [
-        (status_module.main, ["{}"]),
-        (probe.main, ["{}", "--out", "{}/probes", "--label", "of_no_dataset"]),
-        (analyze.main, ["views", "{}"]),
-    ],
-)
-def test_commands_that_take_studies_name_what_they_leave_out(
-    main: Callable[[], None],
-    words: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_what_is_left_out_of_the_table_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(tmp_path / "runs", "alone", job_id=None)
     study = tmp_path / "runs" / "study"
     make_run(study, "inner", job_id=None)
-    monkeypatch.setattr(sys, "argv", ["command", *(word.format(tmp_path / "runs") for word in words)])
-    with contextlib.suppress(UserError, SystemExit):  # the run has nothing to probe or analyse
-        main()
+    monkeypatch.setattr(sys, "argv", ["status", str(tmp_path / "runs")])
+    status_module.main()
     assert f"left out, because they hold runs of their own: {study};" in capsys.readouterr().err
 
 
