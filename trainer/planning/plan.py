@@ -47,16 +47,13 @@ class TrainingPlan:
     """The memory of a training on each rank. Bytes count tensors.
 
     Attributes:
-        input_shape: the shape of a sample; assumed if `is_assumed`.
+        input_shape: the shape of a sample.
         num_parameters: the number of trained parameters, by engine.
         module_bytes: parameters and buffers of the modules and of the objective.
         optimizer_bytes: the optimizer's state on the device.
         engine_bytes: a second copy of the gradients, in which the engine of several ranks sends them.
         batch_bytes: the batch from the stream, and the samples that the device keeps.
-        activation_bytes: the most bytes alive at the end of a forward pass of the encoder with gradients.
-        loss_bytes: the most bytes that the forward pass of the objective adds.
         step_bytes: the most bytes alive at once in a step, including gradients, activations and loss.
-        num_steps: None if the number of samples is not known.
         fit: the fewest micro batches with which a step fits the requested device, and the peak then; None if none fit.
     """
 
@@ -64,16 +61,12 @@ class TrainingPlan:
     rank_batch_size: int
     micro_batches: int
     input_shape: tuple[int, ...]
-    is_assumed: bool
     num_parameters: dict[str, int]
     module_bytes: int
     optimizer_bytes: int
     engine_bytes: int
     batch_bytes: int
-    activation_bytes: int
-    loss_bytes: int
     step_bytes: int
-    num_steps: int | None
     fit: tuple[int, int] | None = None
 
     @property
@@ -108,33 +101,40 @@ def plan(
     """
     _check(config, world_size=world_size, num_samples=num_samples, num_classes=num_classes)
     mel, channels = config.data.mel, config.encoder.in_channels
-    is_assumed = input_shape is None and mel is None
     shape = input_shape
     if shape is None:
         shape = (channels, _ASSUMED_SIZE, _ASSUMED_SIZE) if mel is None else (mel.num_points,)
     height, width = input_size(config, shape)
-    where = f"{config.data.train_name}, which is not built yet" if is_assumed else config.data.train_name
-    check_input_shape(config, height=height, width=width, where=where)
+    check_input_shape(config, height=height, width=width, where=config.data.train_name)
     check_batch_norm(config, height=height, width=width, num_ranks=world_size)
     encoder = decide_form(config.encoder, height=height, width=width)
     if encoder.normalization is None:  # of the data, which a plan does not need
         ones = (1.0,) * encoder.in_channels
         encoder = encoder.model_copy(update={"mean": ones, "std": ones})
 
-    def at(micro_batches: int) -> TrainingPlan:
+    def cut(micro_batches: int) -> RunConfig:
         memory = config.memory.model_copy(update={"micro_batches": micro_batches})
-        cut = config.model_copy(update={"memory": memory, "encoder": encoder})
-        found = _measure(cut, world_size, num_samples=num_samples or 0, num_classes=num_classes or {}, shape=shape)
-        num_steps = None
-        if num_samples is not None:
-            num_steps = config.num_epochs * config.data.num_steps_per_epoch(num_samples, config.global_batch_size)
-        return replace(found, batch_bytes=found.batch_bytes + data_bytes, is_assumed=is_assumed, num_steps=num_steps)
+        return config.model_copy(update={"memory": memory, "encoder": encoder})
+
+    def at(micro_batches: int) -> TrainingPlan:
+        found = _measure(
+            cut(micro_batches), world_size, num_samples=num_samples or 0, num_classes=num_classes or {}, shape=shape
+        )
+        return replace(found, batch_bytes=found.batch_bytes + data_bytes)
+
+    def can_be_cut(micro_batches: int) -> bool:
+        try:
+            check_batch(cut(micro_batches), num_samples=(), num_ranks=world_size)
+            check_batch_norm(cut(micro_batches), height=height, width=width, num_ranks=world_size)
+        except UserError:
+            return False
+        return True
 
     found = at(config.memory.micro_batches)
     if device_gigabytes is None:
         return found
-    size, room = found.rank_batch_size, (1 - MARGIN) * device_gigabytes * 1e9
-    choices = [number for number in range(1, size + 1) if size % number == 0 and _can_be_cut(config, size, number)]
+    room = (1 - MARGIN) * device_gigabytes * 1e9
+    choices = [number for number in range(1, found.rank_batch_size + 1) if can_be_cut(number)]
     place = bisect_left(choices, True, key=lambda number: at(number).peak_bytes <= room)
     fit = None if place == len(choices) else (choices[place], at(choices[place]).peak_bytes)
     return replace(found, fit=fit)
@@ -158,20 +158,17 @@ def bytes_of_data(config: RunConfig, train: TrainManifest, *, device_bytes: int)
 
 def describe(planned: TrainingPlan, config: RunConfig, *, device_gigabytes: float | None) -> str:
     """Return the plan as a page."""
-    shape = " x ".join(map(str, planned.input_shape)) + (", assumed: no shards yet" if planned.is_assumed else "")
+    shape = " x ".join(map(str, planned.input_shape))
     rows = [
         ("ranks", f"{planned.world_size}, engine {config.engine.kind}"),
         ("global batch", f"{config.global_batch_size:,} samples of {shape}"),
         ("batch of a rank", f"{planned.rank_batch_size:,} in {planned.micro_batches} micro batches"),
-        ("steps", "not known: no shards yet" if planned.num_steps is None else f"{planned.num_steps:,}"),
         *((f"parameters, {name}", f"{num:,}") for name, num in planned.num_parameters.items()),
         ("modules and objective", _in_words(planned.module_bytes)),
         ("optimizer", _in_words(planned.optimizer_bytes)),
         ("buffers of the engine", _in_words(planned.engine_bytes)),
         ("batch and data", _in_words(planned.batch_bytes)),
         ("step, at most", _in_words(planned.step_bytes)),
-        ("  activations", _in_words(planned.activation_bytes)),
-        ("  loss", _in_words(planned.loss_bytes)),
         ("peak of a rank", _in_words(planned.peak_bytes)),
     ]
     if device_gigabytes is not None:
@@ -210,16 +207,6 @@ def _check(
         )
 
 
-def _can_be_cut(config: RunConfig, rank_batch_size: int, micro_batches: int) -> bool:
-    """Return whether batch norm allows these parts: at least two samples, and whole, equal groups if it is split."""
-    size = rank_batch_size // micro_batches
-    left = 0
-    if config.encoder.batch_norm == "split":
-        num_ranks = config.global_batch_size // rank_batch_size
-        left = size * (2 if config.view_forwards == "one" else 1) % (config.encoder.batch_norm_splits // num_ranks)
-    return left == 0 and (size > 1 or micro_batches == 1)
-
-
 def _measure(
     config: RunConfig, world_size: int, *, num_samples: int, num_classes: Mapping[str, int], shape: tuple[int, ...]
 ) -> TrainingPlan:
@@ -234,20 +221,6 @@ def _measure(
     mode, live = FakeTensorMode(), LiveBytes()
     for module in (modules.encoder, modules.view_policy, objective):
         _make_fake(module, mode)
-    most = {"activations": 0, "loss": 0}
-
-    def encoded(*_: object) -> None:
-        if torch.is_grad_enabled():
-            most["activations"] = max(most["activations"], live.live_bytes)
-
-    def asked(*_: object) -> None:
-        most["before"], most["peak"] = live.live_bytes, live.peak_bytes
-        live.peak_bytes = live.live_bytes
-
-    def answered(*_: object) -> None:
-        most["loss"] = max(most["loss"], live.peak_bytes - most["before"])
-        live.peak_bytes = max(live.peak_bytes, most["peak"])
-
     with mode, _Answers():
         # Assembled without a process group, so that an engine is the bare module with its optimizer.
         bare = config.model_copy(update={"engine": DDPConfig(), "compile": False})
@@ -262,9 +235,6 @@ def _measure(
             for name, engine in engines.items()
         )
         batch = _batch(config, size, shape, labels={BASE, OVERLAY, *num_classes})
-        modules.encoder.register_forward_hook(encoded)
-        objective.register_forward_pre_hook(asked)
-        objective.register_forward_hook(answered)
         with fake_ranks(world_size), live:
             training.step(batch, learning_rates=defaultdict(float))
     parts = (modules.encoder, modules.view_policy, objective)
@@ -275,7 +245,6 @@ def _measure(
         rank_batch_size=size,
         micro_batches=config.memory.micro_batches,
         input_shape=shape,
-        is_assumed=False,
         num_parameters={name: sum(each.numel() for each in parameters) for name, parameters in trained.items()},
         module_bytes=bytes_of(states),
         optimizer_bytes=round(optimizer_bytes),
@@ -283,10 +252,7 @@ def _measure(
         batch_bytes=bytes_of(
             value for value in (*vars(batch).values(), *batch.labels.values()) if isinstance(value, Tensor)
         ),
-        activation_bytes=most["activations"],
-        loss_bytes=most["loss"],
         step_bytes=live.peak_bytes,
-        num_steps=None,
     )
 
 

@@ -28,13 +28,11 @@ BATCH_SIZE, NUM_SAMPLES, SHAPE = 16, 40, (3, 16, 16)
 NUM_CLASSES = {"base": 2, "overlay": 3}
 RUNS = {
     "viewmaker": ("debug:viewmaker", []),
-    "viewmaker in turns": ("debug:viewmaker", ["adversary.update=alternating", "adversary.viewmaker_steps=2"]),
     "by epoch": ("debug:viewmaker", ["views={kind: by_epoch, policies: [{kind: viewmaker}, {kind: random_mask}]}"]),
     "chunked": ("debug:image", ["objective.chunk_size=5"]),
     "micro batches": ("debug:viewmaker", ["memory.micro_batches=2", "objective.chunk_size=5"]),
     "checkpointing": ("debug:viewmaker", ["memory.encoder_checkpointing=1", "memory.viewmaker_checkpointing=whole"]),
     "moco": ("debug:viewmaker", ["objective.kind=moco", "objective.queue_size=32"]),
-    "simsiam": ("debug:viewmaker", ["objective.kind=simsiam", "precision=float64"]),
     "supervised": ("debug:image", ["objective.kind=supervised"]),
     "multi-crop": ("debug:image", ["objective.kind=dino", "objective.num_prototypes=64", "views.kind=multi_crop"]),
     "bank": ("debug:viewmaker", ["objective.kind=instance_discrimination", "objective.num_negatives=5"]),
@@ -97,28 +95,9 @@ def zero(stage: int, *, offload: bool = False) -> RunConfig:
 
 @pytest.mark.slow
 def test_each_rank_keeps_its_share_of_the_optimizer() -> None:
-    fsdp = configure("chunked", "engine.kind=fsdp")
-    configs = (configure("chunked"), zero(0), zero(1), zero(3), fsdp, zero(2, offload=True))
+    configs = (configure("chunked"), zero(1), configure("chunked", "engine.kind=fsdp"), zero(2, offload=True))
     whole, *others = (planned(config, ranks=4).optimizer_bytes for config in configs)
-    assert others == [whole, whole // 4, whole // 4, whole // 4, 0]
-
-
-@pytest.mark.slow
-def test_a_whole_matrix_of_similarities_is_in_the_loss() -> None:
-    """The matrix is 2 B by 2 B float32 numbers; a chunked loss has only a tile of it."""
-    whole, chunked = (
-        plan(
-            resolve_recipe("debug:image", ["global_batch_size=128", *more]),
-            world_size=1,
-            num_samples=None,
-            device_gigabytes=None,
-        )
-        for more in ([], ["objective.chunk_size=64"])
-    )
-    matrix = (2 * 128) ** 2 * 4
-    assert matrix < whole.loss_bytes < 4 * matrix
-    assert chunked.loss_bytes < matrix / 2
-    assert whole.loss_bytes < whole.activation_bytes < whole.step_bytes
+    assert others == [whole // 4, whole // 4, 0]
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
@@ -159,17 +138,14 @@ def test_data_are_kept_on_a_device_as_the_stream_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_share_the_batch_and_unknown_sizes_are_said_to_be() -> None:
-    config = configure("viewmaker", "num_epochs=3")
+def test_ranks_share_the_batch() -> None:
+    config = configure("viewmaker")
     one, four = planned(config), planned(config, ranks=4)
     assert (one.rank_batch_size, four.rank_batch_size) == (BATCH_SIZE, BATCH_SIZE // 4)
-    assert four.activation_bytes < one.activation_bytes / 2
-    assert one.num_steps == 6
+    assert four.step_bytes < one.step_bytes / 2
     assert not is_distributed()
     unknown = plan(config, world_size=1, num_samples=None, device_gigabytes=None)
-    assert (unknown.num_steps, unknown.input_shape) == (None, (3, 32, 32))
-    assert "assumed" in describe(unknown, config, device_gigabytes=None)
-    assert "assumed" not in describe(one, config, device_gigabytes=None)
+    assert unknown.input_shape == (3, 32, 32)
 
 
 @pytest.mark.slow
@@ -180,7 +156,7 @@ def test_sounds_are_planned_by_their_spectrograms(recipe: str) -> None:
     mel = config.data.mel
     assert mel is not None
     assert found.batch_bytes == 2 * (2 * mel.num_points * 4) + 3 * 2 * 8
-    assert found.activation_bytes > 2 * 2 * mel.num_mels * mel.num_frames * 4
+    assert found.step_bytes > 2 * 2 * mel.num_mels * mel.num_frames * 4
 
 
 @pytest.mark.parametrize(
