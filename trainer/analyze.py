@@ -8,18 +8,17 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from data_pipeline.core.arguments import program
 from data_pipeline.core.errors import UserError, nearest, run_command
 from data_pipeline.core.imports import add_code_argument, import_code
 from data_pipeline.core.overrides import SET_HELP
 from data_pipeline.core.schema import MAX_SEED, Schema
-from trainer.run_dir import RunDir, open_run, runs_of, say_what_is_left_out
+from trainer.run_dir import open_run, runs_of, say_what_is_left_out
 
 if TYPE_CHECKING:
     from trainer.analyses.analysis import Analysis
-    from trainer.analyses.loaded_run import AnalysisOptions
 
 # The modules of trainer/analyses by name, and the question that each answers.
 ANALYSES: Mapping[str, str] = {
@@ -105,7 +104,7 @@ def main() -> None:
     failed = []
     for taken in groups:
         try:
-            for path in _analyze(analysis, taken, config=settings, options=options):
+            for path in analysis.analyze(taken, config=settings, options=options):
                 print(path, flush=True)
         except UserError as error:
             if len(groups) == 1:
@@ -116,20 +115,6 @@ def main() -> None:
             print(f"error: {reason}", file=sys.stderr)
         print(f"error: {len(failed)} of {len(runs)} runs were not analysed", file=sys.stderr)
         raise SystemExit(1)
-
-
-def _analyze(analysis: Analysis, taken: Any, *, config: Schema, options: AnalysisOptions) -> list[Path]:
-    """Analyse a run, or all of them together. Raises `UserError` also if the memory of the GPU is full."""
-    import torch
-
-    try:
-        return analysis.analyze(taken, config=config, options=options)
-    except torch.OutOfMemoryError as error:
-        what = taken.path if isinstance(taken, RunDir) else "these runs"
-        raise UserError(
-            f"the analysis of {what} has not enough memory on {options.device} "
-            f"({str(error).partition('. GPU')[0]}); see in nvidia-smi what else uses it, or add --device cpu"
-        ) from error
 
 
 if __name__ == "__main__":

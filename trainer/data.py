@@ -33,7 +33,7 @@ from trainer.distributed.collectives import (
     rank,
     world_size,
 )
-from trainer.mixture import MixtureManifest, SourceConfigs, TrainManifest, check_sources, weights_of
+from trainer.mixture import MixtureManifest, SourceConfigs, TrainManifest, weights_of
 
 _CPU = torch.device("cpu")
 
@@ -83,7 +83,6 @@ class DataConfig(ReadConfig):
                 f"probed_source is {self.probed_source}, which is no source of the mixture"
                 f"{nearest(self.probed_source, self.mixture)}"
             )
-        check_sources(self.mixture)
         return self
 
     @property

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
@@ -16,7 +14,6 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Medium
 from data_pipeline.core.schema import Factor, Line, Name, Schema
 from data_pipeline.loading.mixture import Shares
-from data_pipeline.remote.cache import is_remote
 from data_pipeline.storage.manifest import Manifest
 
 MAX_SOURCES = 1_000
@@ -29,7 +26,7 @@ class SourceConfig(Schema):
     """
 
     train_dir: Line
-    weight: Factor
+    weight: Annotated[Factor, Field(gt=0)]
 
 
 # In the order of the names, so that a run does not depend on the order in which they were written.
@@ -43,24 +40,6 @@ SourceConfigs = Annotated[
 def weights_of(sources: Mapping[str, SourceConfig]) -> tuple[float, ...]:
     """Return the weights of the sources."""
     return tuple(source.weight for source in sources.values())
-
-
-def check_sources(sources: Mapping[str, SourceConfig]) -> None:
-    """Raise `ValueError` if two sources are at one place, or if a source has no weight."""
-    for name, source in sources.items():
-        if source.weight == 0:
-            raise ValueError(f"mixture.{name}.weight is 0; give it more, or leave that source out")
-        for other in sources:
-            if other < name and _place(sources[other].train_dir) == _place(source.train_dir):
-                raise ValueError(
-                    f"mixture.{other} and mixture.{name} are both at {source.train_dir}; leave one out, and give the "
-                    "other the weights of both"
-                )
-
-
-def _place(location: str) -> str:
-    """Return a location such that all spellings of a local path are equal. Follows no links."""
-    return location if is_remote(location) else os.path.normpath(Path(location).absolute())
 
 
 @dataclass(frozen=True)

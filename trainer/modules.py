@@ -61,7 +61,14 @@ def build_run_objective(
     device: torch.device,
 ) -> Objective:
     """Return the objective of a run, on the `device` of its encoder. Draws its weights with the config's seed."""
-    given = objective_inputs(config, encoder, num_samples=num_samples, num_classes=num_classes)
+    given = ObjectiveInputs(
+        encoder=encoder,
+        embedding_size=config.encoder.embedding_size,
+        num_samples=num_samples,
+        seed=config.seed,
+        image_channels=config.encoder.in_channels,
+        num_classes=num_classes,
+    )
     with _drawing_from(config.seed):
         objective = build_objective(config.objective, given)
     return objective.to(device, config.parameter_dtype)
@@ -76,20 +83,6 @@ def _drawing_from(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
-
-
-def objective_inputs(
-    config: RunConfig, encoder: nn.Module, *, num_samples: int, num_classes: Mapping[str, int]
-) -> ObjectiveInputs:
-    """Return the facts of a run from which its objective is built."""
-    return ObjectiveInputs(
-        encoder=encoder,
-        embedding_size=config.encoder.embedding_size,
-        num_samples=num_samples,
-        seed=config.seed,
-        image_channels=config.encoder.in_channels,
-        num_classes=num_classes,
-    )
 
 
 def build_modules(config: RunConfig) -> TrainedModules:

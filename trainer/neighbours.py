@@ -136,96 +136,62 @@ def in_memory(data: DataConfig, device: torch.device) -> DataConfig:
     return data.model_copy(update={"placement": "device" if device.type == "cuda" else "host"})
 
 
-def neighbour_order(
-    config: NeighboursConfig,
-    directory: Path,
-    stream: Stream,
-    encoder: Encoder,
-    *,
-    mel: MelConfig | None,
-    is_new: bool,
-    patience: Callable[[], AbstractContextManager[None]],
-) -> NeighbourOrder:
-    """Return the order of a stream in groups of neighbours, which are found when the first of their steps is read.
-
-    Every rank reads the same steps. The arguments are those of `_Groups`. Raises `UserError` if the samples are not in
-    memory, or if the groups do not divide the batch of a rank.
-    """
-    assert isinstance(stream.order, DatasetOrder)
-    if stream.placement == "stream":
-        raise UserError(
-            f"neighbours are found among all samples, so they must be in memory, but {stream.location} is streamed "
-            f"({stream.placement_reason}); set data.placement=host, or leave out the section neighbours"
-        )
-    own = stream.order.order.global_batch_size // stream.order.order.world_size
-    if own % config.group_size:
-        raise UserError(
-            f"neighbours.group_size {config.group_size} does not divide the {own} samples of a batch on each rank; set "
-            "another group_size, global_batch_size or number of ranks"
-        )
-    groups = _Groups(config, directory, stream, encoder, mel=mel, is_new=is_new, patience=patience)
-    return NeighbourOrder(stream.order.order, groups)
-
-
-class _Groups:
+@dataclass
+class NeighbourSearch:
     """The groups of a run by step.
 
-    Args:
+    Attributes:
+        config: when groups are found, and their size.
         directory: the directory of the run, which holds `neighbours/epoch_NNNNN.npy`.
+        stream: the samples. Every rank reads the same steps.
+        encoder: whose pooled features tell which samples are near.
         mel: the spectrogram of sounds; None for pictures.
         is_new: whether the run goes on with another train set, to which no group in the directory belongs. Its groups
             are then found before the first step that needs them.
         patience: is entered while groups are found, which takes longer than a step.
     """
 
-    def __init__(
-        self,
-        config: NeighboursConfig,
-        directory: Path,
-        stream: Stream,
-        encoder: Encoder,
-        *,
-        mel: MelConfig | None,
-        is_new: bool,
-        patience: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._config, self._directory = config, directory
-        self._stream, self._encoder, self._mel = stream, encoder, mel
-        self._is_new, self._patience = is_new, patience
-        self._found_in: int | None = None  # the epoch in which `_groups_NG` were found
-        self._groups_NG: NDArray[np.int64] | None = None
+    config: NeighboursConfig
+    directory: Path
+    stream: Stream
+    encoder: Encoder
+    mel: MelConfig | None
+    is_new: bool
+    patience: Callable[[], AbstractContextManager[None]]
+    _found_in: int | None = None  # the epoch in which `_groups_NG` were found
+    _groups_NG: NDArray[np.int64] | None = None
 
     def __call__(self, step: int) -> NDArray[np.int64] | None:
         """Return the groups of a step, (N, G) int64; find them if the step is the first that needs them."""
-        epoch, in_epoch = divmod(step, self._stream.num_steps_per_epoch)
-        found_in = self._config.found_in(epoch)
+        epoch, in_epoch = divmod(step, self.stream.num_steps_per_epoch)
+        found_in = self.config.found_in(epoch)
         if found_in is None or found_in == self._found_in:
             return self._groups_NG if found_in is not None else None
-        with self._patience():
-            if (in_epoch == 0 and found_in == epoch) or self._is_new:
+        with self.patience():
+            if (in_epoch == 0 and found_in == epoch) or self.is_new:
                 features_NF, known_N = self._features(epoch)
-                size = self._config.group_size
+                size = self.config.group_size
                 on_first_rank(lambda: self._find(features_NF, known_N, found_in, group_size=size))
-            self._groups_NG = broadcast_object(on_first_rank(lambda: read_groups(self._directory, found_in)))
-        self._found_in, self._is_new = found_in, False
+            self._groups_NG = broadcast_object(on_first_rank(lambda: read_groups(self.directory, found_in)))
+        self._found_in, self.is_new = found_in, False
         return self._groups_NG
 
     def _find(self, features_NF: Tensor, known_N: Tensor, epoch: int, *, group_size: int) -> None:
         content = io.BytesIO()
         np.save(content, nearest_neighbours(features_NF, known_N, group_size=group_size))
-        write_atomically(_file(self._directory, epoch), content.getvalue())
+        write_atomically(_file(self.directory, epoch), content.getvalue())
 
     def _features(self, epoch: int) -> tuple[Tensor, Tensor]:
         """Return the pooled features (N, F) of all samples as an epoch shows them, and which it shows, (N,) bool."""
-        encoder = self._encoder
+        encoder = self.encoder
         average_running_statistics(encoder)  # as before a checkpoint, from which the run may go on
         parameter = next(encoder.parameters())
-        num_samples, num_steps = self._stream.num_samples, self._stream.num_steps_per_epoch
+        num_samples, num_steps = self.stream.num_samples, self.stream.num_steps_per_epoch
         features_NF, known_N = torch.empty(0), torch.zeros(num_samples, dtype=torch.bool, device=parameter.device)
         with frozen(encoder):
-            for batch in self._stream.batches(range(epoch * num_steps, (epoch + 1) * num_steps)):
+            for batch in self.stream.batches(range(epoch * num_steps, (epoch + 1) * num_steps)):
                 inputs = to_float(batch.inputs_a, parameter.device)
-                inputs = inputs if self._mel is None else clean_spectrogram(inputs, self._mel)
+                inputs = inputs if self.mel is None else clean_spectrogram(inputs, self.mel)
                 features_BF = all_gather_rows(encoder.pooled(inputs.to(parameter.dtype)))
                 index_B = all_gather_rows(batch.index_B)
                 if not len(features_NF):
@@ -234,16 +200,31 @@ class _Groups:
         return features_NF, known_N
 
 
-def read_groups(directory: Path, epoch: int) -> NDArray[np.int64]:
-    """Return the groups that were found in an epoch, (N, G) int64. Raises `UserError` if they are not there."""
-    path = _file(directory, epoch)
-    try:
-        groups: NDArray[np.int64] = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+def neighbour_order(search: NeighbourSearch) -> NeighbourOrder:
+    """Return the order of a stream in groups of neighbours, which are found when the first of their steps is read.
+
+    Raises `UserError` if the samples are not in memory, or if the groups do not divide the batch of a rank.
+    """
+    stream, size = search.stream, search.config.group_size
+    assert isinstance(stream.order, DatasetOrder)
+    order = stream.order.order
+    if stream.placement == "stream":
         raise UserError(
-            f"{path} cannot be read ({error}), but it holds the groups that the next batches consist of; put the file "
-            "back, or start the run again in another directory"
-        ) from None
+            f"neighbours are found among all samples, so they must be in memory, but {stream.location} is streamed "
+            f"({stream.placement_reason}); set data.placement=host, or leave out the section neighbours"
+        )
+    own = order.global_batch_size // order.world_size
+    if own % size:
+        raise UserError(
+            f"neighbours.group_size {size} does not divide the {own} samples of a batch on each rank; set another "
+            "group_size, global_batch_size or number of ranks"
+        )
+    return NeighbourOrder(order, search)
+
+
+def read_groups(directory: Path, epoch: int) -> NDArray[np.int64]:
+    """Return the groups that were found in an epoch, (N, G) int64. Raises `OSError` if they are not there."""
+    groups: NDArray[np.int64] = np.load(_file(directory, epoch), allow_pickle=False)
     return groups
 
 

@@ -10,6 +10,7 @@ read a run warn of new code.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import site
@@ -141,16 +142,17 @@ def check_same_code(
 def warn_of_changed_code(run_dirs: Sequence[RunDir]) -> None:
     """Print a warning for each package of each run whose code has changed since the newest start of the run.
 
-    Leaves out runs whose config cannot be read, because the command that reads them says so.
+    Imports the code of all entry points that a config or an overlay may name. Code that was not imported is left out.
     """
     for run_dir in run_dirs:
-        before = _recorded_code(run_dir)
-        try:
-            now = (hashes_of_code(read_run_config(run_dir)) | _hashes_of_overlays(before)) if before else {}
-        except UserError:
+        if not (before := _recorded_code(run_dir)):
             continue
-        for package, sha256 in now.items():
-            if before.get(package, sha256) != sha256:
+        with contextlib.suppress(UserError):  # the command that reads the run says so
+            read_run_config(run_dir)
+        for name in set(OVERLAY_NAMES.names()) - OVERLAY_NAMES.built_in.keys():
+            find_overlay(name)
+        for package, sha256 in before.items():
+            if package in sys.modules and hash_of_files(source_files(package)) != sha256:
                 print(
                     f"warning: the code of {package} has changed since the training of {printable(str(run_dir.path))}; "
                     "the results are those of the code of now",
@@ -159,15 +161,7 @@ def warn_of_changed_code(run_dirs: Sequence[RunDir]) -> None:
                 )
 
 
-def _hashes_of_overlays(packages: Collection[str]) -> dict[str, str]:
-    """Return the SHA-256 of the source of those of the `packages` that have registered an overlay."""
-    names = set(OVERLAY_NAMES.names()) - OVERLAY_NAMES.built_in.keys()
-    registered = {_package_of(find_overlay(name)) for name in names}
-    return {package: hash_of_files(source_files(package)) for package in packages if package in registered}
-
-
 def _recorded_code(run_dir: RunDir) -> Mapping[str, Any]:
     """Return the SHA-256 of each package that the newest start of a run has recorded."""
-    starts = run_dir.read_provenance().get("starts") or []
-    recorded = starts[-1].get(RECORDED_CODE) if starts else None
-    return recorded if isinstance(recorded, dict) else {}
+    starts = run_dir.read_provenance().get("starts", [])
+    return starts[-1].get(RECORDED_CODE, {}) if starts else {}

@@ -147,14 +147,9 @@ def _read_export(path: Path) -> tuple[ExportHeader, dict[str, Tensor]]:
     if HEADER_KEY not in metadata:
         raise UserError(f"{path} is not an encoder that python -m trainer.export wrote: its header does not say which")
     try:
-        header = json.loads(metadata[HEADER_KEY])
-    except (ValueError, RecursionError):
-        header = None
-    if not isinstance(header, dict):
-        raise UserError(f"the header of {path} is damaged; export the encoder again")
-    if isinstance(version := header.get("version"), int) and version > 1:
-        raise UserError(f"{path} was written by a newer version (format {version}, this one reads 1); update this code")
-    parsed = ExportHeader.parse(header, where=f"the header of {path}")
+        parsed = ExportHeader.parse(json.loads(metadata[HEADER_KEY]), where=f"the header of {path}")
+    except json.JSONDecodeError:
+        raise UserError(f"the header of {path} is damaged; export the encoder again") from None
     if parsed.encoder.normalization is None:
         raise UserError(f"the header of {path} does not say by which mean and std to normalise; export it again")
     return parsed, weights

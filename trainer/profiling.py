@@ -18,7 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -39,7 +39,8 @@ Stage = Literal[
     "replay",
     "other",
 ]
-_DATA: tuple[Stage, ...] = ("read", "decode", "overlay", "transfer")
+_NAMES: tuple[Stage, ...] = get_args(Stage)
+_DATA = _NAMES[:4]
 
 _clocks: list[Clock] = []  # the running clock, if there is one
 
@@ -185,9 +186,6 @@ class Clock:
             self._seconds["read"] -= waited
             for name in _DATA:
                 self._seconds[name] += waited * batch.seconds.get(name, 0.0) / making
-
-
-_NAMES: tuple[Stage, ...] = (*_DATA, "views", "forward", "backward", "communication", "optimizer", "replay", "other")
 
 
 def slowest(metrics: dict[str, float]) -> str:

@@ -91,7 +91,6 @@ def write_provenance(
         "snapshot_sha256": code.snapshot_sha256,
         "git_diff_sha256": hashlib.sha256(diff.encode()).hexdigest() if diff else None,
         **manifests.identity.model_dump(),
-        **_weights(config),
         **({RECORDED_CODE: own} if (own := hashes_of_code(config, manifests.datasets)) else {}),
     }
     if diff:
@@ -142,10 +141,9 @@ def train_sets(config: RunConfig, provenance: Mapping[str, Any]) -> tuple[str, .
 
     Of a mixture, those of the source that probes read. A start counts if a later one did not take up an earlier step.
     """
-    starts = [start for start in provenance.get("starts", ()) if isinstance(start.get("start_step"), int)]
     newest_first = [_train_set(config, provenance)]
     end_step = math.inf  # from which later starts took the steps
-    for start in reversed(starts):
+    for start in reversed(provenance.get("starts", ())):
         if start["start_step"] < end_step:
             newest_first.append(_train_set(config, start))
             end_step = start["start_step"]
@@ -154,19 +152,10 @@ def train_sets(config: RunConfig, provenance: Mapping[str, Any]) -> tuple[str, .
 
 
 def _train_set(config: RunConfig, facts: Mapping[str, Any]) -> str | None:
-    recorded = facts.get("train_manifest_sha256")
+    sha256: str | None = facts.get("train_manifest_sha256")
     if config.data.mixture is not None:
-        sources = facts.get("train_sources")
-        recorded = sources.get(config.data.probed_name) if isinstance(sources, dict) else None
-    return recorded if isinstance(recorded, str) else None
-
-
-def _weights(config: RunConfig) -> dict[str, Any]:
-    """Return the weights of the sources of a mixture, as an entry of a start; none of a dataset."""
-    data = config.data
-    if data.mixture is None:
-        return {}
-    return {"mixture_weights": {name: source.weight for name, source in data.mixture.items()}}
+        sha256 = facts.get("train_sources", {}).get(config.data.probed_name)
+    return sha256
 
 
 def add_to_provenance(run_dir: RunDir, **facts: Any) -> None:

@@ -33,7 +33,7 @@ from trainer.fault_tolerance.run_counters import RunCounters
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.mixture import num_classes
 from trainer.models.batch_norm import average_running_statistics
-from trainer.neighbours import in_memory, neighbour_order
+from trainer.neighbours import NeighbourSearch, in_memory, neighbour_order
 from trainer.open_settings import decide
 from trainer.original_crops import leave_out_crops, original_crops
 from trainer.preflight import check_channels_last
@@ -194,7 +194,7 @@ def open_loop(
     )
     order: ReadingOrder = stream.order
     if config.neighbours is not None:
-        order = neighbour_order(
+        search = NeighbourSearch(
             config.neighbours,
             run_dir.path,
             stream,
@@ -203,6 +203,7 @@ def open_loop(
             is_new=restored.has_other_train_set(manifests.identity),
             patience=partial(watchdog.patience, "finding neighbours"),
         )
+        order = neighbour_order(search)
     counters = build_counters(run_dir, training, manifests, restored, device=device)
     if rank() == 0:
         write_provenance(run_dir, config, manifests, command=command, world_size=world_size(), restored=restored)

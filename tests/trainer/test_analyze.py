@@ -5,7 +5,6 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -186,26 +185,6 @@ def test_runs_that_cannot_be_analysed_do_not_stop_the_others(
     errors = [line for line in shown.err.splitlines() if line.startswith("error: ")]
     assert [f"run{number} has no checkpoint yet" in errors[number] for number in range(3)] == [True] * 3
     assert errors[3:] == ["error: 4 of 5 runs were not analysed"]
-
-
-def test_a_full_gpu_does_not_stop_the_analyses_of_other_runs(
-    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    analysis, both = load_analysis("monitors"), [make_run(tmp_path / f"run{number}", run_dir.path) for number in (0, 1)]
-
-    def analyze(run: RunDir, **_: object) -> list[Path]:
-        if run.path.name == "run0":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of")
-        return [run.path]
-
-    fake = SimpleNamespace(settings=analysis.settings, groups=analysis.groups, analyze=analyze)
-    monkeypatch.setattr("trainer.analyze.load_analysis", lambda _: fake)
-    monkeypatch.setattr(sys, "argv", ["analyze", "monitors", str(tmp_path), "--device", "cpu"])
-    with pytest.raises(SystemExit, match="1"):
-        main()
-    shown = capsys.readouterr()
-    assert shown.out.splitlines() == [str(both[1].path)]
-    assert "run0 has not enough memory on cpu (CUDA out of memory. Tried to allocate 2.00 GiB); see in" in shown.err
 
 
 def test_help_names_every_analysis(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

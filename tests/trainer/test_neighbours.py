@@ -24,7 +24,14 @@ from tests.tiny_data import damage, write_tiny_dataset, write_tiny_pair
 from trainer.config import RunConfig
 from trainer.data import read_manifests
 from trainer.modules import build_modules
-from trainer.neighbours import NeighbourOrder, NeighboursConfig, nearest_neighbours, neighbour_order, read_groups
+from trainer.neighbours import (
+    NeighbourOrder,
+    NeighboursConfig,
+    NeighbourSearch,
+    nearest_neighbours,
+    neighbour_order,
+    read_groups,
+)
 from trainer.objectives import SymmetricInfoNCEConfig, symmetric_info_nce_loss
 from trainer.objectives.objective import ViewPair
 from trainer.objectives.symmetric_info_nce import SymmetricInfoNCE
@@ -186,33 +193,6 @@ def test_ranks_follow_one_process_and_a_run_goes_on_within_an_epoch(data: Path, 
         np.testing.assert_allclose(losses(run.path), whole, rtol=1e-9)
 
 
-@pytest.mark.ranks
-def test_deepspeed_finds_the_groups_of_ddp_and_goes_on_within_an_epoch(data: Path, tmp_path: Path) -> None:
-    """ZeRO 0 takes the steps of DDP, bit for bit, so the features and their neighbours are equal too."""
-    words = ["precision=float32", "checkpoint_every_steps=7", "keep_checkpoints=9"]
-    run_ranks(train_on_rank, 2, configure(data, *words), tmp_path / "ddp")
-    config = configure(data, *words, "engine.kind=deepspeed", "engine.zero_stage=0")
-    run = RunDir(tmp_path / "deepspeed")
-    run_ranks(train_on_rank, 2, config, run.path)
-    whole = losses(run.path)
-    assert whole == losses(tmp_path / "ddp")
-    np.testing.assert_array_equal(read_groups(run.path, 2), read_groups(tmp_path / "ddp", 2))
-    for step in (14, 15):
-        shutil.rmtree(run.checkpoint(step))
-    run.latest.write_text(run.checkpoint(7).name + "\n")
-    run_ranks(train_on_rank, 2, config, run.path)
-    assert losses(run.path) == whole
-
-
-@pytest.mark.process
-def test_groups_change_the_batches_from_their_epoch_on_only(data: Path, tmp_path: Path) -> None:
-    train_on_rank(configure(data), tmp_path / "grouped")
-    train_on_rank(configure(data, "neighbours=null"), tmp_path / "plain")
-    grouped, plain = losses(tmp_path / "grouped"), losses(tmp_path / "plain")
-    assert grouped[:5] == plain[:5]
-    assert all(mine != other for mine, other in zip(grouped[5:], plain[5:], strict=True))
-
-
 @pytest.mark.parametrize(
     ("every", "found_in"),
     [(1, [None, None, 2, 3, 4, 5, 6]), (3, [None, None, 2, 2, 2, 5, 5]), (None, [None] * 2 + [2] * 5)],
@@ -223,20 +203,19 @@ def test_groups_stay_until_the_next_search(every: int | None, found_in: list[int
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("every", ["2", "null"])
-def test_a_run_that_keeps_its_groups_goes_on_with_them(every: str, data: Path, tmp_path: Path) -> None:
+def test_a_run_that_keeps_its_groups_goes_on_with_them(data: Path, tmp_path: Path) -> None:
     """It is stopped at step 12, within the third epoch, which has the groups that were found in the second."""
     config = configure(
         data,
         "num_epochs=4",
-        f"neighbours.find_every_epochs={every}",
+        "neighbours.find_every_epochs=2",
         "checkpoint_every_steps=12",
         "keep_checkpoints=9",
     )
     train_on_rank(config, tmp_path)
     whole = losses(tmp_path)
     found = sorted(path.name for path in (tmp_path / "neighbours").iterdir())
-    assert found == ["epoch_00001.npy", "epoch_00003.npy"][: 2 if every == "2" else 1]
+    assert found == ["epoch_00001.npy", "epoch_00003.npy"]
 
     run = RunDir(tmp_path)
     for step in range(13, 21):
@@ -274,18 +253,6 @@ def test_a_run_that_goes_on_with_replaced_data_finds_their_groups(tmp_path: Path
     run.latest.write_text(run.checkpoint(14).name + "\n")  # which the new data have trained
     train_on_rank(config, run.path)
     np.testing.assert_array_equal(read_groups(run.path, 1), after)
-
-
-@pytest.mark.process
-def test_without_the_groups_of_its_epoch_a_run_does_not_go_on(data: Path, tmp_path: Path) -> None:
-    train_on_rank(configure(data, "checkpoint_every_steps=7", "keep_checkpoints=9"), tmp_path)
-    run = RunDir(tmp_path)
-    for step in (14, 15):
-        shutil.rmtree(run.checkpoint(step), ignore_errors=True)
-    run.latest.write_text(run.checkpoint(7).name + "\n")
-    (tmp_path / "neighbours" / "epoch_00001.npy").write_bytes(b"cut off")
-    with pytest.raises(UserError, match=r"epoch_00001.npy cannot be read .*; put the file back"):
-        train_on_rank(configure(data, "checkpoint_every_steps=7", "keep_checkpoints=9"), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +301,7 @@ def test_a_stream_that_cannot_have_groups_is_refused(data: Path) -> None:
     def grouped(stream: Stream) -> None:
         encoder = build_modules(configure(data)).encoder
         neighbour_order(
-            NeighboursConfig(group_size=4), data, stream, encoder, mel=None, is_new=False, patience=nullcontext
+            NeighbourSearch(NeighboursConfig(group_size=4), data, stream, encoder, None, False, nullcontext)
         )
 
     with pytest.raises(UserError, match="in memory"):

