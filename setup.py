@@ -39,7 +39,6 @@ setup(
         "pillow>=11.2",
         "pydantic>=2.8",
         "pyyaml>=6.0",
-        "rich>=13.7",
         "safetensors>=0.4.4",
         "scikit-learn>=1.4",
         "scipy>=1.11",

@@ -15,7 +15,7 @@ from trainer.views.expert_image import huang_views
 
 CIFAR10_MEAN, CIFAR10_STD = (0.491, 0.482, 0.446), (0.247, 0.243, 0.261)  # the values of Tamkin et al. 2022
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-NAME_OF_DATA = "DATA"  # `configs.resolve` puts the name of the data in its place, in the name of a recipe
+NAME_OF_DATA = "+DATA+"  # `configs.resolve` puts the name of the data in its place, in the name of a recipe
 PUBLISHED_SGD = SGDConfig(learning_rate=0.03, momentum=0.9, weight_decay=1e-4)
 PUBLISHED_ADAM = AdamConfig(learning_rate=1e-3)
 

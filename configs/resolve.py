@@ -7,8 +7,8 @@ import importlib.util
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -38,7 +38,6 @@ CONFIG_SUFFIXES = {".json", ".yaml", ".yml"}
 STUDIES = "studies"
 BASE: Final = "base"  # the key of a config file that holds only what differs
 RECIPE_GROUP: Final = f"{GROUP_PREFIX}recipes"  # of entry points: modules with recipes
-_ABSENT: Final = object()
 _MAX_DATA_CHARACTERS = 60
 
 
@@ -54,13 +53,10 @@ def resolve_recipe(name: str, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises `UserError`; for an unknown name or key, it names the nearest valid one.
     """
-    layers = _layers(name)
     where = f"config {name}"
-    recipe = layers[-1].config if len(layers) == 1 else None
-    if recipe is None:
-        recipe = RunConfig.parse(_merged(layers), where=name)
+    recipe = RunConfig.parse(_settings(name), where=name)
     config = recipe.override(overrides, where=where)
-    if layers[-1].config is not None and config.name == recipe.name:
+    if config.name == recipe.name:
         own_name = recipe.name.replace(NAME_OF_DATA, _name_of_data(config.data))
         config = config.model_copy(update={"name": own_name})
     given = "".join(f" --set {override}" for override in overrides)
@@ -73,47 +69,25 @@ def is_config_file(name: str) -> bool:
     return Path(name).suffix in CONFIG_SUFFIXES
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """One source of settings: a file with what differs from the layers below it, or the recipe of the lowest layer."""
-
-    name: str
-    values: Mapping[str, Any]
-    config: RunConfig | None = None
+def _settings(name: str) -> dict[str, Any]:
+    """Return the settings of a recipe or a file."""
+    return _settings_of_file(Path(name)) if is_config_file(name) else _recipe(name).model_dump(mode="json")
 
 
-def _layers(name: str, *, above: tuple[Path, ...] = ()) -> list[_Layer]:
-    """Return the layers of a recipe or a file, the file of `name` first, then that of its `base`, and so on.
+def _settings_of_file(path: Path) -> dict[str, Any]:
+    """Return the settings of a file; if it has a base, those of the base with the settings of the file in place.
 
-    Raises `UserError` if a file is its own base, or if its base is a recipe that is not of this project.
+    Raises `UserError` if its base is a recipe that is not of this project, because a config imports nothing.
     """
-    if not is_config_file(name):
-        config = _recipe(name)()
-        return [_Layer(name, config.model_dump(mode="json"), config)]
-    path = Path(name)
-    if path.resolve() in above:
-        chain = " -> ".join(map(str, [*above[above.index(path.resolve()) :], path.resolve()]))
-        raise UserError(f"{path} is its own base ({chain}); leave out one of these lines")
     values = read_settings(path)
-    base = values.pop(BASE, None)
-    layer = _Layer(name, values)
-    if base is None:
-        return [layer]
-    if not isinstance(base, str):
-        raise UserError(f"{path}: {BASE} is {base!r}; it must be the name of a recipe or the path of a config file")
+    if BASE not in values:
+        return values
+    base = str(values.pop(BASE))
     if is_config_file(base):
-        base = str(path.parent / base)
-    elif base not in recipes():
+        return merge(_settings_of_file(path.parent / base), values, where=str(path))
+    if base not in recipes():
         raise UserError(f"{path}: {BASE} is {base}, which is not a recipe of this project{nearest(base, recipes())}")
-    return [layer, *_layers(base, above=(*above, path.resolve()))]
-
-
-def _merged(layers: Sequence[_Layer]) -> dict[str, Any]:
-    """Return the values of all layers together. If two layers set a value, the earlier layer wins."""
-    values = dict(layers[-1].values)
-    for layer in reversed(layers[:-1]):
-        values = merge(values, layer.values, where=layer.name)
-    return values
+    return merge(_settings(base), values, where=str(path))
 
 
 def _name_of_data(data: DataConfig) -> str:
@@ -155,48 +129,38 @@ def resolve_study(name: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
     resolved = [
         member.override(overrides, where=f"config {name} ({member.name}, seed {member.seed})") for member in members
     ]
-    seen: set[tuple[str, int]] = set()
+    refuse_namesakes(resolved, where=name)
     for member in resolved:
-        if (member.name, member.seed) in seen:
-            raise UserError(
-                f"{name} has two runs called {member.name} with seed {member.seed}; give them different names or seeds"
-            )
-        seen.add((member.name, member.seed))
         check(member, where=f"{name} ({member.name}, seed {member.seed})")
     return resolved
 
 
-def explain(name: str, overrides: Sequence[str] = ()) -> str:
-    """Return one line for each setting: its name, its value, and its origin.
+def refuse_namesakes(runs: Sequence[RunConfig], *, where: str) -> None:
+    """Raise `UserError` if two runs have the same name and seed, and so the same directory."""
+    ((name, seed), count), *_ = Counter((run.name, run.seed) for run in runs).most_common(1)
+    if count > 1:
+        raise UserError(f"{where} has {count} runs called {name} with seed {seed}; give them other names or seeds")
 
-    The origin is --set, the recipe, the config file (or the file or recipe that is its base), or the default. If a
-    section has another kind than below, its other values are defaults. Raises `UserError` like `resolve_recipe`.
+
+def explain(name: str, overrides: Sequence[str] = ()) -> str:
+    """Return one line for each setting: its name, its value, and its origin: --set, `name`, or the default.
+
+    If a section has another kind than in `name`, its other values are defaults. Raises `UserError` like
+    `resolve_recipe`.
     """
     config = resolve_recipe(name, overrides)
     recipe = flatten(resolve_recipe(name))
-    layers = _layers(name)
     by_hand = {".".join(path) for path in set_paths(overrides)}
     given = given_settings(config)
     lines = []
     for path, value in flatten(config).items():
         is_given = any(f"{path}.".startswith(f"{given_path}.") for given_path in given)  # a mapping is given as a whole
         from_recipe = is_given and (recipe.get(path) == value or path == "name")
-        origin = "--set" if path in by_hand else _origin(path, layers) if from_recipe else "default"
+        origin = "--set" if path in by_hand else name if from_recipe else "default"
         lines.append((path, printable(f"{value}"), origin))
     width = max(len(path) for path, _, _ in lines)
     value_width = max(len(value) for _, value, _ in lines)
     return "\n".join(f"{path:{width}}  {value:{value_width}}  {origin}" for path, value, origin in lines)
-
-
-def _origin(path: str, layers: Sequence[_Layer]) -> str:
-    """Return the name of the first layer that has a setting, by its dotted path."""
-    for layer in layers:
-        values: Any = layer.values
-        for part in path.split("."):
-            values = values.get(part, _ABSENT) if isinstance(values, Mapping) else _ABSENT
-        if values is not _ABSENT:
-            return layer.name
-    return layers[-1].name
 
 
 def describe_recipes() -> str:
@@ -225,21 +189,16 @@ def studies() -> list[str]:
     return _names(STUDIES)
 
 
-def _recipe(name: str) -> Callable[[], RunConfig]:
-    """Return the recipe of a name, as in `resolve_recipe`. Raises `UserError` if there is none."""
-    recipe = _function_anywhere(name, known=recipes(), what="recipe")
-
-    def checked() -> RunConfig:
-        try:
-            config = recipe()
-        except ValidationError as error:
-            raise UserError(f"the recipe {name}: {describe(error)}") from error
-        if not isinstance(config, RunConfig):
-            raise UserError(f"the recipe {name} returns {type(config).__name__}; it must return a RunConfig")
-        check_classes(config)
-        return config
-
-    return checked
+def _recipe(name: str) -> RunConfig:
+    """Return what a recipe returns, which is named as in `resolve_recipe`. Raises `UserError` if there is none."""
+    try:
+        config = _function_anywhere(name, known=recipes(), what="recipe")()
+    except ValidationError as error:
+        raise UserError(f"the recipe {name}: {describe(error)}") from error
+    if not isinstance(config, RunConfig):
+        raise UserError(f"the recipe {name} returns {type(config).__name__}; it must return a RunConfig")
+    check_classes(config)
+    return config
 
 
 def _function_anywhere(name: str, *, known: Sequence[str], what: str) -> Callable[[], Any]:
@@ -250,9 +209,7 @@ def _function_anywhere(name: str, *, known: Sequence[str], what: str) -> Callabl
     if not separator or not _is_of_others(module_name):
         raise UserError(f'unknown {what} "{name}"{nearest(name, known)}')
     (module_name,) = import_code([module_name])
-    found = import_object(f"{module_name}:{function_name}")
-    if not inspect.isfunction(found) or any(_is_needed(each) for each in inspect.signature(found).parameters.values()):
-        raise UserError(f"{name} is not a function without arguments, so it is no {what}; name one that is")
+    found: Callable[[], Any] = import_object(f"{module_name}:{function_name}")
     return found
 
 
@@ -264,11 +221,6 @@ def _is_of_others(module_name: str) -> bool:
         return False
     find_in_working_directory()
     return "." in module_name or importlib.util.find_spec(module_name) is not None
-
-
-def _is_needed(parameter: inspect.Parameter) -> bool:
-    is_variable = parameter.kind in {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-    return parameter.default is inspect.Parameter.empty and not is_variable
 
 
 def _modules() -> list[str]:

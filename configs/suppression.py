@@ -71,10 +71,6 @@ _EXPERT_VIEWS: Final[Mapping[str, BaseViewsConfig]] = MappingProxyType(
 )
 
 
-class NotPossibleError(Exception):
-    """A cure that a setting cannot have; the text says why."""
-
-
 @dataclass(frozen=True)
 class Point:
     """One setting in one difficulty at one scale, without a cure.
@@ -187,7 +183,7 @@ def _with_online_probes(point: Point, run: RunConfig) -> Mapping[str, Any]:
     return {"probe": run.probe.model_copy(update=online)}
 
 
-Cure = Callable[[Point, RunConfig], Mapping[str, Any]]  # the settings that it changes
+Cure = Callable[[Point, RunConfig], Mapping[str, Any] | None]  # the settings that it changes; None if it has no meaning
 
 
 def _objective(objective: Any) -> Cure:
@@ -222,26 +218,22 @@ def _viewmaker(**settings: Any) -> Cure:
     return lambda point, run: _learned(point.viewmaker(**settings))
 
 
-def _masked_viewmaker(point: Point, run: RunConfig) -> Mapping[str, Any]:
+def _masked_viewmaker(point: Point, run: RunConfig) -> Mapping[str, Any] | None:
     if point.setting.is_sound or point.name in {"randbit", "trifeature", "colours"}:
-        raise NotPossibleError("nothing is drawn at a place of the input, so there is nothing to mask")
+        return None  # nothing is drawn at a place of the input, so there is nothing to mask
     return _learned(point.viewmaker(mask="box"))
 
 
-def _crop_of(point: Point) -> BaseViewsConfig:
+def _crop_then_viewmaker(point: Point, run: RunConfig) -> Mapping[str, Any] | None:
     if point.setting.is_sound:
-        raise NotPossibleError("sounds have no crop")
-    views = point.expert_views
-    return views.model_copy(update={"jitter_probability": 0.0, "grayscale_probability": 0.0, "blur_probability": 0.0})
+        return None  # sounds have no crop
+    no_colour = {"jitter_probability": 0.0, "grayscale_probability": 0.0, "blur_probability": 0.0}
+    return _learned(SequenceConfig(parts=(point.expert_views.model_copy(update=no_colour), point.viewmaker())))
 
 
-def _crop_then_viewmaker(point: Point, run: RunConfig) -> Mapping[str, Any]:
-    return _learned(SequenceConfig(parts=(_crop_of(point), point.viewmaker())))
-
-
-def _channel_dropout(point: Point, run: RunConfig) -> Mapping[str, Any]:
+def _channel_dropout(point: Point, run: RunConfig) -> Mapping[str, Any] | None:
     if point.num_channels == 1:
-        raise NotPossibleError("the inputs have one channel, so there is none to lose")
+        return None  # there is none to lose
     return {"views": SequenceConfig(parts=(point.expert_views, ChannelDropoutConfig()))}
 
 
@@ -279,16 +271,6 @@ CURES: Final[Mapping[str, Cure]] = MappingProxyType(
 )
 
 
-def why_not(name: str, cure: str) -> str | None:
-    """Return the reason why a setting cannot have a cure; None if it can."""
-    point = Point(name, SETTINGS[name].names_of_difficulties("small")[-1], "small")
-    try:
-        CURES[cure](point, base_run(point))
-    except NotPossibleError as error:
-        return str(error)
-    return None
-
-
 def benchmark(
     *,
     scale: Scale,
@@ -308,10 +290,9 @@ def _of_setting(name: str, scale: Scale, *, cures: Sequence[str], with_ceilings:
         point = Point(name, difficulty, scale)
         run = base_run(point)
         for cure in cures:
-            try:
-                yield _placed(run, point, cure, CURES[cure](point, run))
-            except NotPossibleError:
-                continue
+            changes = CURES[cure](point, run)
+            if changes is not None:
+                yield _placed(run, point, cure, changes)
         if with_ceilings:
             for label in (*setting.hard, *setting.easy):
                 changes = {"objective": SupervisedConfig(label=label)}

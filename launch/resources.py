@@ -14,7 +14,6 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator, Field
 
-from data_pipeline.core.environment import home_directory
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.plain_text import parse_yaml
 from data_pipeline.core.schema import Line, NumProcesses, Schema
@@ -145,8 +144,8 @@ def default_files(environ: Mapping[str, str]) -> list[Path]:
     files = [Path(FILE_NAME)]
     if configs := environ.get("XDG_CONFIG_HOME"):
         files.append(Path(configs) / "feature-dropout" / FILE_NAME)
-    elif (home := home_directory()) is not None:
-        files.append(home / ".config" / "feature-dropout" / FILE_NAME)
+    else:
+        files.append(Path("~/.config/feature-dropout").expanduser() / FILE_NAME)
     return [path for path in files if path.is_file()]
 
 

@@ -112,9 +112,9 @@ def _runs_from(arguments: argparse.Namespace) -> tuple[list[PlannedRun], str, Pa
     """Return the runs of a command line, the name of the job, and the directory of logs and code."""
     if arguments.only is not None and arguments.study is None:
         raise UserError("--only chooses runs of a study; leave it out, or give --study")
-    if arguments.sweep or arguments.sweep_file is not None:
-        sweep, home, runs = planned_sweep(arguments)
-        return runs, sweep.name, home
+    if arguments.sweep:
+        name, home, runs = planned_sweep(arguments)
+        return runs, name, home
     if arguments.study is None:
         if arguments.study_dir is not None or arguments.at_a_time is not None:
             raise UserError("--study-dir and --at-a-time belong to --study and --sweep; use --run-dir for one run")

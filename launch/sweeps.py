@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Final
 
-from configs.sweep import MAX_RUNS, Sweep, read_space, resolve_sweep
+from configs.sweep import MAX_RUNS, resolve_sweep
 from data_pipeline.core.errors import UserError
 from launch.planned_run import PlannedRun, planned_within
 from trainer.checkpoint.run_state import DataIdentity, identity_in_provenance
@@ -18,27 +18,22 @@ from trainer.run_dir import RunDir, runs_of
 _MAX_GROUP: Final = 128  # characters that W&B allows
 
 
-def planned_sweep(arguments: argparse.Namespace) -> tuple[Sweep, Path, list[PlannedRun]]:
-    """Return the sweep of a command line, its directory, and its runs. Raises `UserError` if it is not valid."""
+def planned_sweep(arguments: argparse.Namespace) -> tuple[str, Path, list[PlannedRun]]:
+    """Return the name of a command line's sweep, its directory, and its runs. Raises `UserError` if it is not valid."""
     if arguments.config is None:
-        raise UserError("--sweep and --sweep-file belong to --config; a study is a list of runs already")
+        raise UserError("--sweep belongs to --config; a study is a list of runs already")
     if arguments.run_dir is not None:
         raise UserError("a sweep has a directory for each run; pass --study-dir in place of --run-dir")
-    space = read_space(arguments.sweep, arguments.sweep_file, overrides=arguments.set)
-    if space.num_runs > (most := arguments.max_runs or MAX_RUNS):
-        raise UserError(
-            f"the sweep has {space.num_runs:,} runs, more than {most:,}; give fewer values, or pass --max-runs "
-            f"{space.num_runs} if that is meant"
-        )
     study_dir = arguments.study_dir
-    sweep = resolve_sweep(
+    name, runs = resolve_sweep(
         arguments.config,
-        space,
+        arguments.sweep,
         overrides=arguments.set,
         group=None if study_dir is None else study_dir.absolute().name[:_MAX_GROUP],
+        max_runs=arguments.max_runs or MAX_RUNS,
     )
-    home = (study_dir or Path("runs") / sweep.name).absolute()
-    return sweep, home, planned_within(home, sweep.runs)
+    home = (study_dir or Path("runs") / name).absolute()
+    return name, home, planned_within(home, runs)
 
 
 def refuse_replaced_data(home: Path, runs: Sequence[PlannedRun], *, accepted_data: Collection[str]) -> None:

@@ -3,8 +3,7 @@
     python -m tests.public_names > tests/golden/public_names.txt
 
 A name is public if the `__all__` of its package holds it, or if docs/own-code.md lists it (`FURTHER`). A line of the
-file that changes or goes breaks the code of users: keep the old name for a while (`warn_deprecated` in
-`data_pipeline.core.public_names`), and say so in CHANGELOG.md.
+file that changes or goes breaks the code of users: say so in CHANGELOG.md.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import os
 import re
 import shlex
@@ -24,7 +25,6 @@ import trainer.probe
 import trainer.report
 from configs import describe_recipes, explain, resolve_recipe, resolve_study
 from data_pipeline.building.build import build_dataset
-from data_pipeline.core import errors
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.imports import import_code
 from data_pipeline.storage.store import SampleStore
@@ -184,8 +184,7 @@ def test_a_file_with_a_base_holds_only_what_differs(tmp_path: Path) -> None:
     assert resolve_recipe(path, ["views.budget=0.2"]).views.model_dump()["budget"] == 0.2
     origins = {line.split()[0]: line.split()[-1] for line in explain(path, ["seed=5"]).splitlines()}
     assert origins["seed"] == "--set"
-    assert origins["views.budget"] == origins["objective.kind"] == path
-    assert origins["global_batch_size"] == "viewmaker:digits"
+    assert origins["views.budget"] == origins["global_batch_size"] == path
     assert origins["objective.kind"] == path
 
 
@@ -196,8 +195,7 @@ def test_a_base_may_be_another_file_beside_it(tmp_path: Path) -> None:
     config = resolve_recipe(second)
     assert (config.seed, config.probe.num_epochs, config.probe.seed) == (3, 7, 4)
     origins = {line.split()[0]: line.split()[-1] for line in explain(second).splitlines()}
-    assert origins["probe.num_epochs"].endswith("first.yaml")
-    assert origins["probe.seed"] == second
+    assert origins["probe.num_epochs"] == origins["probe.seed"] == second
 
 
 def test_a_section_that_the_base_lacks_starts_from_its_defaults(tmp_path: Path) -> None:
@@ -217,10 +215,7 @@ def test_a_base_takes_the_name_of_the_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{base: mine.yaml}", "is its own base"),
-        ("{base: other.yaml}", "is its own base"),
         ("{base: none.yaml}", "cannot read"),
-        ("{base: 3}", "base is 3"),
         ("{base: 'simclr:digts'}", "did you mean"),
         ("{base: 'mine:big'}", "not a recipe of this project"),
         ("{base: 'debug:image', sed: 3}", 'did you mean "seed"'),
@@ -230,7 +225,6 @@ def test_a_base_takes_the_name_of_the_data(tmp_path: Path) -> None:
 )
 def test_a_file_whose_base_is_wrong_is_one_sentence(text: str, said: str, tmp_path: Path) -> None:
     path = write(tmp_path / "mine.yaml", text)
-    write(tmp_path / "other.yaml", "{base: mine.yaml}")
     with pytest.raises(UserError, match=said) as raised:
         resolve_recipe(path)
     assert "\n" not in str(raised.value)
@@ -244,7 +238,6 @@ def test_a_file_whose_base_is_wrong_is_one_sentence(text: str, said: str, tmp_pa
     [
         ("nowhere.recipes:mine", None, "is not found"),
         ("seaside.recipes:mne", None, 'did you mean "mine"'),
-        ("seaside.recipes:RunConfig", None, "is no recipe"),
         ("seaside.recipes:study", None, "must return a RunConfig"),
         ("./nowhere.py:mine", None, "is not a file"),
         ("simclr:digts", None, 'did you mean "simclr:digits"'),
@@ -372,10 +365,10 @@ def test_changed_code_of_an_online_overlay_is_noticed(site: Path, tmp_path: Path
 def test_the_terminal_shows_what_ones_own_code_logs(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(errors, "_SHOWN_PACKAGES", set())
     monkeypatch.setattr("launch.rank.train", lambda *_, **__: None)
+    monkeypatch.setattr(logging.getLogger("seaside"), "level", logging.NOTSET)
     train_on(torch.device("cpu"), resolve_recipe(MINE), tmp_path, command="")
-    assert {"seaside"} == errors._SHOWN_PACKAGES
+    assert logging.getLogger("seaside.views").getEffectiveLevel() == logging.INFO
 
 
 def test_a_step_with_code_of_ones_own_is_recorded_only_on_request(site: Path) -> None:

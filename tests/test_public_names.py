@@ -8,12 +8,11 @@ import json
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 
-from data_pipeline.core.public_names import imported_when_used, warn_deprecated
+from data_pipeline.core.public_names import imported_when_used
 from tests.public_names import FURTHER, lines, packages
 
 ROOT = Path(__file__).parent.parent
@@ -87,18 +86,3 @@ def test_a_name_is_imported_at_its_first_use_only() -> None:
     for name, message in (("other", "module 'example' has no attribute 'other'"), ("gone", "gone")):
         with pytest.raises(AttributeError, match=message):
             get(name)
-
-
-def test_a_deprecated_name_warns_once_with_its_replacement_and_works() -> None:
-    def old(x: int) -> int:
-        warn_deprecated("example.old", use="example.new", until="0.2")
-        return x + 1
-
-    with pytest.warns(
-        FutureWarning, match=r"example\.old is deprecated and leaves with version 0\.2; use example\.new"
-    ) as seen:
-        assert old(1) == 2
-    assert seen[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert old(2) == 3

@@ -102,8 +102,6 @@ class TrainingLoop:
             self.log.before(start)
             self._announce(start)
             for batch in self.log.timed(self.stream.batches(self.steps, order=self.order)):
-                # Not before the first batch, which may fork data workers: this starts a thread.
-                progress.show_while_waiting(self.watchdog.describe_step)
                 output, rates = self._take_step(batch)
                 note, num_done = self.log.add(batch, output, rates), batch.step + 1
                 stops = stop_requests.agreed() and num_done < num_steps

@@ -33,9 +33,9 @@ from data_pipeline.core.options import (
     Options,
     OptionValue,
     parse_options,
-    values_of,
 )
 from data_pipeline.core.sample import NO_LABEL, OVERLAY, Layout
+from data_pipeline.core.schema import Schema
 from data_pipeline.overlays import NOTHING_GIVEN, Overlay, OverlayInputs, PictureOverlay, PixelOverlay, Shape
 from data_pipeline.overlays.noise import Crop, Noise
 from data_pipeline.overlays.registry import NAMES as OVERLAY_NAMES
@@ -271,7 +271,8 @@ def _open_pictures(
 def _source_options(name: str, source_class: type[PictureSource], given: Options) -> dict[str, OptionValue]:
     """Return the options of a source with their values. Raises `UserError` if one is unknown or wrong."""
     schema = getattr(source_class, "options_schema", NoOptions)
-    return values_of(parse_options(schema, given, owner=f"the source {name}", flag=SOURCE_OPTION))
+    options: Schema = parse_options(schema, given, owner=f"the source {name}", flag=SOURCE_OPTION)
+    return options.model_dump()
 
 
 def _shape_of(source: Source) -> Shape:

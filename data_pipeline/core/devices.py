@@ -32,19 +32,14 @@ def named_device(name: str | None) -> torch.device:
     Raises `UserError` if the device cannot be used.
     """
     name = name or ("cuda" if has_gpu() else "cpu")
-    device = None
     try:
         device = torch.device(name)
         torch.ones(1, device=device)  # by a kernel, which a torch for other GPUs does not have
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        if device is not None and device.type == "cuda" and (device.index or 0) < torch.cuda.device_count():
-            raise UserError(
-                f"--device {name}: this GPU cannot be used now ({why_unusable(error)}); see in nvidia-smi what else "
-                'uses it, or take "cpu"'
-            ) from error
-        device = None
-    if device is None or device.type == "meta":  # a meta device computes nothing
-        raise UserError(f'--device {name}: this machine has no such device; take "cpu" or leave it out')
+        raise UserError(
+            f"--device {name} cannot be used now: {why_unusable(error)}; see in nvidia-smi what GPUs there are and "
+            'what uses them, or take "cpu"'
+        ) from error
     return device
 
 

@@ -1,4 +1,4 @@
-"""Read environment variables and find the user's home directory; an empty variable counts as unset.
+"""Read environment variables; an empty variable counts as unset.
 
 Many scripts unset a variable by `NAME= command` or `export NAME=`. CUDA_VISIBLE_DEVICES is not read here, because to
 CUDA an empty value means "no GPU".
@@ -9,7 +9,6 @@ from __future__ import annotations
 import getpass
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 
 def set_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -43,19 +42,3 @@ def name_unknown_user() -> None:
         getpass.getuser()
     except (KeyError, OSError):  # OSError from Python 3.13 on
         os.environ["LOGNAME"] = f"uid-{os.getuid()}"
-
-
-def home_directory() -> Path | None:
-    """Return the home directory of the user; None if neither HOME nor an account names one."""
-    try:
-        return Path.home()
-    except RuntimeError:
-        return None
-
-
-def with_home(path: str | Path) -> Path:
-    """Replace a leading `~` or `~user` by the home directory. As in a shell, it stays if there is no such directory."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        return Path(path)

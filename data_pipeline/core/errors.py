@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import difflib
 import errno
-import gc
 import logging
 import os
 import signal
@@ -13,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
 
 from data_pipeline.core.environment import name_unknown_user
 
@@ -86,35 +83,19 @@ def printable(text: str) -> str:
     )
 
 
-class PrintableFormatter(logging.Formatter):
-    """A formatter that makes log records `printable`, because a name in a message may come from a stranger's file."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return "\n".join(printable(line) for line in super().format(record).split("\n"))
-
-
-# The packages whose records of level INFO are for the user. Some users call `logging.info`, which logs as "root".
-_SHOWN_PACKAGES: Final = {"configs", "data_pipeline", "launch", "trainer", "root", "__main__"}
-
-
-def show_info_of(packages: Iterable[str]) -> None:
-    """Let `log_to_terminal` also log the records of level INFO of these packages."""
-    _SHOWN_PACKAGES.update(packages)
-
-
 def log_to_terminal() -> None:
-    """Log to stderr, only the message of each record: from level INFO on of our packages, and warnings of libraries.
+    """Log to stderr, only the message of each record: warnings, and from level INFO on what our packages say.
 
     matplotlib, for example, says at level INFO that it has built its cache of fonts.
     """
-    handler = logging.StreamHandler()
-    handler.setFormatter(PrintableFormatter("%(message)s"))
-    handler.addFilter(_is_for_the_user)
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    show_info_of(("configs", "data_pipeline", "launch", "trainer", "__main__"))
 
 
-def _is_for_the_user(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.WARNING or record.name.partition(".")[0] in _SHOWN_PACKAGES
+def show_info_of(packages: Iterable[str]) -> None:
+    """Let the log also show the records of level INFO of these packages."""
+    for package in packages:
+        logging.getLogger(package).setLevel(logging.INFO)
 
 
 def run_command(main: Callable[[], None]) -> None:
@@ -125,10 +106,7 @@ def run_command(main: Callable[[], None]) -> None:
 
     A `main` should parse its arguments before it imports heavy modules, so that --help answers at once.
     """
-    if logging.lastResort is not None:  # it prints warnings if a command has set up no log
-        logging.lastResort.setFormatter(PrintableFormatter())
     name_unknown_user()
-    atexit.register(gc.freeze)  # what is frozen is not searched for garbage when the process ends
     try:
         main()
         sys.stdout.flush()

@@ -1,10 +1,8 @@
-"""Offer public names of a package without importing their modules, and warn of names that have been replaced."""
+"""Offer public names of a package without importing their modules."""
 
 from __future__ import annotations
 
-import functools
 import importlib
-import warnings
 from collections.abc import Callable, Mapping
 
 
@@ -26,13 +24,3 @@ def imported_when_used(package: str, modules: Mapping[str, str]) -> Callable[[st
         return getattr(importlib.import_module(modules[name]), name)
 
     return get
-
-
-@functools.cache
-def warn_deprecated(old: str, *, use: str, until: str) -> None:
-    """Warn, once in a process, that `old` is replaced by `use` and leaves with version `until`.
-
-    Call it in the old function, or in the `__getattr__` of a module whose name has moved. It is a `FutureWarning`,
-    because Python hides a `DeprecationWarning` from most users.
-    """
-    warnings.warn(f"{old} is deprecated and leaves with version {until}; use {use}", FutureWarning, stacklevel=3)

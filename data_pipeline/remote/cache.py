@@ -27,7 +27,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from data_pipeline.core.environment import with_home
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Gigabytes, Line, Schema, Seconds
 from data_pipeline.remote.fetch import RemoteFile, fetch
@@ -141,7 +140,7 @@ class FileCache:
         self._config, self._find, self._shard_bytes_S = config, find, shard_bytes_S
         gigabytes = config.cache_gigabytes
         if config.cache_dir is not None:
-            self._root = with_home(config.cache_dir).absolute()
+            self._root = Path(config.cache_dir).expanduser().absolute()
         else:
             self._root = Path(tempfile.gettempdir(), f"feature-dropout-{os.getuid()}")
             gigabytes = gigabytes or _DEFAULT_GIGABYTES

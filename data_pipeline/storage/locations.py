@@ -11,7 +11,6 @@ from typing import Final
 
 from braceexpand import braceexpand
 
-from data_pipeline.core.environment import with_home
 from data_pipeline.core.errors import UserError
 
 MANIFEST_NAME: Final = "manifest.json"
@@ -28,7 +27,7 @@ def dataset_directory(location: str | Path) -> Path:
 
     That is `location` itself, or the index of the tars that `location` names (see `index_directory`) if there is one.
     """
-    path = with_home(location)
+    path = Path(location).expanduser()
     if not (path / MANIFEST_NAME).is_file() and ((index := index_directory(path)) / MANIFEST_NAME).is_file():
         return index
     return path
@@ -39,7 +38,7 @@ def index_directory(location: str | Path) -> Path:
 
     Unless the location is a directory, the name of its index ends in a hash of the location's name.
     """
-    path = with_home(location).absolute()
+    path = Path(location).expanduser().absolute()
     if path.is_dir():
         return path / INDEX_NAME
     words = re.sub(r"[^A-Za-z0-9]+", "-", path.name).strip("-")
@@ -49,7 +48,7 @@ def index_directory(location: str | Path) -> Path:
 
 def names_tars(location: str | Path) -> bool:
     """Return whether a location seems to name tars and no dataset: by their ending, or a directory that holds some."""
-    path = with_home(location)
+    path = Path(location).expanduser()
     if path.is_dir():
         is_built = (path / MANIFEST_NAME).exists() or (path / PARTS_NAME).exists()
         return not is_built and any(tars_in(path))
@@ -63,7 +62,7 @@ def listed_tars(location: str | Path) -> list[str]:
     names a tar in each line. No tar is opened. Raises `UserError` if a directory or a text file names none, or if a
     file is neither a tar by its name nor a text file.
     """
-    path = with_home(location)
+    path = Path(location).expanduser()
     if path.is_dir():
         paths = sorted(map(str, tars_in(path.absolute())))
         if not paths:
@@ -77,7 +76,7 @@ def listed_tars(location: str | Path) -> list[str]:
             raise UserError(f"{location} names no tars; write the path of one in each line")
     else:
         try:
-            paths = [str(with_home(each).absolute()) for each in braceexpand(str(path))]
+            paths = [str(Path(each).expanduser().absolute()) for each in braceexpand(str(path))]
         except ValueError as error:
             raise UserError(
                 f"{location} is not a pattern ({error}); write braces as in train-{{0000..0099}}.tar"

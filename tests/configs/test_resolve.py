@@ -262,7 +262,7 @@ def test_overrides_reach_every_run_of_a_study() -> None:
     [
         ("studies:table4", [], 'did you mean "studies:table'),
         ("debug:image", [], "unknown study"),
-        ("studies:debug_seeds", ["seed=3"], "two runs called debug-image with seed 3"),
+        ("studies:debug_seeds", ["seed=3"], "2 runs called debug-image with seed 3"),
         ("studies:debug_seeds", ["num_epoch=3"], "studies:debug_seeds (debug-image, seed 0)"),
     ],
 )

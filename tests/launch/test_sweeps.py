@@ -151,7 +151,7 @@ def study_runs(words: Sequence[str | Path]) -> Sequence[PlannedRun]:
         (["--sweep", "num_epoch=1"], 'did you mean "num_epochs"?'),
         ([f"--sweep={key}={','.join(map(str, range(1, 101)))}" for key in ("seed", "keep_checkpoints")], "10,000 runs"),
         (["--sweep", "seed=0,1,2", "--max-runs", "2"], "more than 2"),
-        (["--sweep", "data.train_dir=nowhere"], "and so does --set"),
+        (["--sweep", "data.train_dir=nowhere"], "another --sweep or --set gives data.train_dir"),
         (["--study-dir", "x"], "use --run-dir for one run"),
         (["--sweep", "global_batch_size=32,64,128"], "128"),
         (["--only", "a*"], "--only chooses runs of a study"),
@@ -169,7 +169,7 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing(
 
 def test_a_sweep_belongs_to_a_recipe(command: Command) -> None:
     done = command("--study", "studies:debug_seeds", "--sweep", "seed=0")
-    assert (done.status, "belong to --config" in done.stderr) == (2, True)
+    assert (done.status, "belongs to --config" in done.stderr) == (2, True)
 
 
 def test_only_the_runs_of_a_study_that_fit_a_pattern_are_chosen(command: Command, data: Path) -> None:

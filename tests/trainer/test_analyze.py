@@ -149,7 +149,7 @@ def test_wrong_input_is_said_in_one_sentence(
         (["views", str(run_dir.path), "--step", "7"], "no checkpoint of step 7"),
         (["feature_dropout", str(run_dir.path), str(run_dir.path)], "name each run directory once"),
         (["views", str(run_dir.path), "--seed", "-1"], "--seed must be 0 to 9,223,372,036,854,775,807, got -1"),
-        (["views", str(run_dir.path), "--device", "tpu9"], "--device tpu9: this machine has no such device"),
+        (["views", str(run_dir.path), "--device", "tpu9"], "--device tpu9 cannot be used now"),
         (["views", str(run_dir.path), "--set", "num_pictures"], 'has no "="; write --set NAME=VALUE'),
         (["views", str(run_dir.path), "--set", "num_picture=3"], 'unknown key "num_picture"; did you mean "num_pict'),
         (

@@ -82,7 +82,7 @@ class Watchdog:
         self._patient: list[str] = []
         self._step, self._first_step, self._is_started = 0, -1, False
         self._doing, self._shards = "start-up", "none"
-        self._last = self._armed_at = self._step_began = clock()
+        self._last = self._armed_at = clock()
         self._armed_seconds = 0.0
         self._path = run_dir.stalled / f"rank_{rank}.txt"
         self._file = -1
@@ -102,8 +102,6 @@ class Watchdog:
         if self._first_step < 0:
             self._first_step = step
         self._is_started = self._is_started or step != self._first_step
-        if step != self._step:
-            self._step_began = self._clock()
         self._step, self._doing = step, doing
         if shards is not None:
             more = len(shards) - _NUM_SHARDS_NAMED
@@ -141,15 +139,6 @@ class Watchdog:
             self._note_gap()
             self._patient.pop()
             self._set_timer()
-
-    def describe_step(self) -> str:
-        """Return the present step, its stage and its duration: "first step: forward, 120 s"."""
-        which = f"step {self._step + 1}" if self._is_started else "first step"
-        silent = self._clock() - self._last
-        warning = f"; no sign of life for {silent:.0f} s, ends after {self._armed_seconds:.0f} s: {self._path}"
-        return f"{which}: {self._stage or self._doing}, {self._clock() - self._step_began:.0f} s" + (
-            warning if self._armed_seconds and silent > self._armed_seconds / 2 else ""
-        )
 
     def close(self, error: BaseException | None = None) -> None:
         """End the watch. Removes the file of this rank, or leaves there the `error` with which the rank ends."""

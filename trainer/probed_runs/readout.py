@@ -64,7 +64,6 @@ def probe(
     if config.precision == "bfloat16":
         encoder, view_policy = InBfloat16(encoder), InBfloat16(view_policy)
     with Progress(f"probe of step {modules.step}", total=config.num_epochs, enabled=rank() == 0) as progress:
-        progress.show_while_waiting(lambda: "encoding samples and fitting heads")
 
         def on_epoch(epoch: int, accuracy: Mapping[LabelSpace, float]) -> None:
             progress.advance(note=", ".join(f"label_{name} {100 * value:.1f} %" for name, value in accuracy.items()))

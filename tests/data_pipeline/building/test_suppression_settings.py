@@ -99,16 +99,16 @@ def test_options_are_checked_and_stand_in_the_file_and_in_the_manifest(tmp_path:
 @pytest.mark.parametrize(
     ("dataset", "choices", "message"),
     [
-        ("procedural_bits", {"overlay_options": {"bit": 3}}, 'the overlay bits has no option "bit"; its options are'),
+        ("procedural_bits", {"overlay_options": {"bit": 3}}, 'of the overlay bits: unknown key "bit"; did you'),
         ("procedural_bits", {"overlay_options": {"bits": 33}}, "bits is 33; it must be"),
         ("procedural_bits", {"overlay_options": {"bits": "-1"}}, 'bits is "-1"; it must be'),
         ("procedural_bits", {"overlay_options": {"bits": "ten"}}, 'bits is "ten"; it must be'),
         ("procedural_colours", {"overlay_options": {"correlation": 1.5}}, "correlation is 1.5; it must be"),
         ("procedural_dominoes", {"overlay_options": {"correlation": "nan"}}, 'correlation is "nan"; it must be'),
         ("procedural_dominoes", {"overlay_options": {"digit": "left"}}, 'digit is "left"; it must be'),
-        ("procedural_shapes", {"overlay_options": {"bits": 3}}, "the overlay shapes has no options, so it takes"),
+        ("procedural_shapes", {"overlay_options": {"bits": 3}}, "of the overlay shapes: unknown key"),
         ("procedural", {"overlay_options": {"bits": 3}}, "has no overlay of pictures, so it takes no --overlay-option"),
-        ("procedural", {"source_options": {"kind": "x"}}, "the source procedural has no options, so it takes no"),
+        ("procedural", {"source_options": {"kind": "x"}}, "of the source procedural: unknown key"),
         ("procedural_bits", {"overlay_layout": "tiled"}, "the overlay bits has one layout, so it takes no"),
         ("procedural_bits", {"digits": "sklearn"}, "procedural_bits has no digits, so it takes no --digits"),
         ("spoken", {"source": "procedural", "source_options": {"a": 1}}, "has no source with options, so it takes no"),
@@ -123,9 +123,8 @@ def test_wrong_options_are_named(dataset: str, choices: dict[str, Any], message:
 
 def test_words_of_a_command_line_become_options() -> None:
     assert parse_words(["bits=10", "join=a=b"], flag="--overlay-option") == {"bits": "10", "join": "a=b"}
-    for words, message in ((["bits"], "is not of the form NAME=VALUE"), (["a=1", "a=2"], "gives a twice")):
-        with pytest.raises(UserError, match=message):
-            parse_words(words, flag="--overlay-option")
+    with pytest.raises(UserError, match="is not of the form NAME=VALUE"):
+        parse_words(["bits"], flag="--overlay-option")
 
 
 # --- bits

@@ -137,7 +137,7 @@ def test_what_cannot_be_drawn_is_one_sentence(photos: Path, tmp_path: Path) -> N
             ["--overlay", "bits", "--overlay-option", "bits=2"],
             r"the overlay bits makes pictures of \(5, 224, 224\) out of",
         ),
-        (["--overlay", "letters", "--overlay-option", "bits=2"], r"the overlay letters has no options, so it takes no"),
+        (["--overlay", "letters", "--overlay-option", "bits=2"], "of the overlay letters: unknown key"),
         (
             ["--overlay", "colours", "--overlay-option", "correlation=1"],
             r"follows the label base, and these pictures have",

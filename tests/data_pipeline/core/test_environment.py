@@ -1,18 +1,15 @@
-"""An empty environment variable counts as unset; a user without an account or a home directory has neither."""
+"""An empty environment variable counts as unset; a user without an account has a name."""
 
 from __future__ import annotations
 
 import getpass
 import os
 import pwd
-from pathlib import Path
 
 import pytest
 
-from data_pipeline.core.environment import set_variables, unset_empty_variables, variable, with_home
+from data_pipeline.core.environment import set_variables, unset_empty_variables, variable
 from data_pipeline.core.errors import run_command
-from data_pipeline.storage.locations import dataset_directory, names_tars
-from launch.resources import default_files
 
 
 def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,16 +56,3 @@ def test_the_name_of_a_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGNAME", "ada")
     run_command(lambda: None)
     assert os.environ["LOGNAME"] == "ada"
-
-
-@pytest.mark.usefixtures("without_account")
-def test_without_a_home_directory_no_file_there_is_looked_for() -> None:
-    assert default_files({}) == []
-
-
-def test_a_home_that_does_not_exist_is_a_folder_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert with_home("~/data") == Path.home() / "data"
-    assert with_home("~nobody_of_this_name/data") == Path("~nobody_of_this_name/data")
-    assert dataset_directory("~nobody_of_this_name/data") == Path("~nobody_of_this_name/data")
-    assert not names_tars("~nobody_of_this_name/data")

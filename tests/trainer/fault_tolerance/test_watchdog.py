@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import io
 import multiprocessing
 import os
-import re
 import signal
 import statistics
 import subprocess
@@ -24,7 +22,6 @@ import torch
 from torchvision.models.resnet import BasicBlock
 
 from configs import resolve_recipe
-from data_pipeline.core import progress
 from tests.gloo import run_ranks
 from tests.nursery import PythonProcess
 from tests.processes import kill_tree
@@ -187,12 +184,12 @@ def test_a_rank_is_as_patient_as_the_fetch_of_a_shard(tmp_path: Path, timer: Tim
             assert timer.ends_at - timer.now == 60
 
 
-def test_switched_off_it_sets_no_timer_and_names_the_stage(tmp_path: Path, timer: Timer) -> None:
+def test_switched_off_it_sets_no_timer(tmp_path: Path, timer: Timer) -> None:
     with Watchdog(RunDir(tmp_path), WatchdogConfig(enabled=False), rank=0) as watchdog:
         watchdog.beat(0, doing="step")
         watchdog.beat(1, doing="step")
         with stage("forward"):
-            assert watchdog.describe_step() == "step 2: forward, 0 s"
+            assert timer.ends_at == 0
     assert timer.ends_at == 0
     assert not RunDir(tmp_path).stalled.exists()
 
@@ -252,12 +249,8 @@ def test_who_holds_up_the_others(bodies: tuple[str, ...], said: str | None, tmp_
     assert describe_stall(run_dir, since=time.time() + 60) is None
 
 
-def train_with_slow_blocks(data: Path, directory: Path) -> str:
-    """Take two steps that are longer than the limit, in blocks that are shorter than it, without computing.
-
-    Returns what the log said meanwhile.
-    """
-    progress.SECONDS_BETWEEN_LINES = 0.3
+def train_with_slow_blocks(data: Path, directory: Path) -> None:
+    """Take two steps that are longer than the limit, in blocks that are shorter than it, without computing."""
     forward = BasicBlock.forward
 
     def slow(block: BasicBlock, x: torch.Tensor) -> Any:
@@ -276,17 +269,13 @@ def train_with_slow_blocks(data: Path, directory: Path) -> str:
             "watchdog.limit_seconds=2",
         ],
     )
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        train(config, RunDir(directory), device=torch.device("cpu"), command="test")
-    return said.getvalue()
+    train(config, RunDir(directory), device=torch.device("cpu"), command="test")
 
 
 @pytest.mark.ranks
-def test_a_slow_step_is_no_stall_and_the_log_says_what_it_does(tmp_path: Path) -> None:
+def test_a_slow_step_is_no_stall(tmp_path: Path) -> None:
     data = write_tiny_pair(tmp_path / "data", num_train=32, num_test=20)
-    (said,) = run_ranks(train_with_slow_blocks, 1, data, tmp_path / "run")
-    assert re.search(r"^train debug\S*: 0/2, first step: forward, \d+ s$", said, re.MULTILINE), said
-    assert re.search(r"^train debug\S*: 1/2, step 2: forward, \d+ s$", said, re.MULTILINE), said
+    run_ranks(train_with_slow_blocks, 1, data, tmp_path / "run")
     assert RunDir(tmp_path / "run").latest_step() == 2
     assert describe_stall(RunDir(tmp_path / "run")) is None
 

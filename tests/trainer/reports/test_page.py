@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from configs import debug
-from configs.sweep import read_space, resolve_sweep
+from configs.sweep import resolve_sweep
 from data_pipeline.core.errors import UserError
 from tests.trainer.observability.stand_in_wandb import StandIn, stand_in_server
 from tests.trainer.reports.made_runs import PROVENANCE, Page, make_run, report, samples
@@ -190,10 +190,9 @@ def test_views_and_analyses_of_another_test_set_are_left_out_and_named(
 
 
 def test_a_sweep_is_drawn_over_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    space = read_space(["objective.temperature=0.05,0.1,1.0", "seed=0,1"], None, overrides=[])
-    sweep = resolve_sweep("debug:image", space, group="mine")
+    _, runs = resolve_sweep("debug:image", ["objective.temperature=0.05,0.1,1.0", "seed=0,1"], group="mine")
     paths = []
-    for number, config in enumerate(sweep.runs):
+    for number, config in enumerate(runs):
         accuracy = 0.3 + 0.02 * number
         paths.append(
             make_run(tmp_path / f"run{number}", recipe=lambda config=config: config, trained={"base": [accuracy]})
