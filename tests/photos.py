@@ -48,9 +48,11 @@ def build_photos(
             directory / split,
             split=split,
             root=root,
-            image_size=size,
-            digits="sklearn" if dataset == "folder_digits" else None,
+            source_options={"image_size": size},
             overlay=None if dataset == "folder" else overlay,
-            overlay_layout=None if dataset == "folder" else layout,
+            overlay_options={
+                **({} if dataset == "folder" else {"layout": layout}),
+                **({"digits": "sklearn"} if dataset == "folder_digits" else {}),
+            },
         )
     return directory

@@ -23,27 +23,34 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, Unpack, cast
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from data_pipeline.building.catalogue import DATASETS, Choices, labels_of_overlay, open_dataset
-from data_pipeline.building.datasets import NUM_SAMPLES_PER_SHARD, OVERLAY_MODES, TAR_PICTURE_SIZE, check_at_least
+from data_pipeline.building.catalogue import DATASETS, Ingredients, labels_of_overlay, open_dataset
+from data_pipeline.building.datasets import (
+    NUM_SAMPLES_PER_SHARD,
+    OVERLAY_MODES,
+    TAR_PICTURE_SIZE,
+    check_at_least,
+    overlay_options,
+    source_options,
+)
 from data_pipeline.building.index_tars import Described, partial_path, write_index
 from data_pipeline.building.locks import LOCK_NAME, locked
 from data_pipeline.building.pool import run_all
 from data_pipeline.building.tar_scan import ScanInputs, TarFacts, begin_parts, finished, mean_and_std
 from data_pipeline.building.workers import BuildInputs, ShardTask, content_digests, make_shard, shard_path
 from data_pipeline.core.errors import UserError, nearest
-from data_pipeline.core.options import OVERLAY_OPTION, SOURCE_OPTION, parse_words
+from data_pipeline.core.options import Options
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import NO_LABEL, Sample
 from data_pipeline.core.validation import describe
-from data_pipeline.overlays import Overlay, PixelOverlay, Shape, baked_keys
+from data_pipeline.overlays import NOTHING_GIVEN, Overlay, PixelOverlay, Shape, baked_keys
 from data_pipeline.overlays.registry import kind_of, save_overlay
 from data_pipeline.sources import Source, labels_of
 from data_pipeline.sources.folder import ImageFolder
@@ -170,38 +177,56 @@ def build_dataset(
     keep: bool = False,
     num_samples_per_shard: int = NUM_SAMPLES_PER_SHARD,
     num_workers: int = 1,
-    **choices: Unpack[Choices],
+    source: str | None = None,
+    root: Path | None = None,
+    source_options: Options = NOTHING_GIVEN,
+    overlay_options: Options = NOTHING_GIVEN,
 ) -> Manifest:
     """Build a dataset in `directory`, or check that it was built there with the same arguments from the same data.
 
     `limit` bounds the number of records. Each record is stored `repeats` times, each time with another draw. `overlay`
     says when the overlay is drawn: `baked` into the tars (the default), or `online`, at each reading. `keep` stores the
-    files of a folder as they are. See `Choices` for the rest. Raises `UserError` if the input is wrong, or if
+    files of a folder as they are. `open_dataset` explains the rest. Raises `UserError` if the input is wrong, or if
     `directory` holds something else.
     """
     check_at_least(
         *(("--limit", limit, 1), ("--repeats", repeats, 1), ("--seed", seed, 0)),
         *(("--samples-per-shard", num_samples_per_shard, 1), ("--workers", num_workers, 1)),
-        ("--image-size", choices.get("image_size"), 1),
     )
     if not directory.name:
         raise UserError(f"--out {directory} does not name a new folder; give a name, such as --out {directory}/data")
-    if keep and choices.get("source") is None and not dataset.startswith("folder"):
+    if keep and "folder" not in (source, dataset.partition("_")[0]):
         raise UserError("--keep stores the files of a folder as they are; use it with a dataset of a folder")
     if keep:
-        choices["image_size"] = choices.get("image_size") or TAR_PICTURE_SIZE
+        source_options = {"image_size": TAR_PICTURE_SIZE, **source_options}
+    _check_drawn(dataset, drawn=overlay, repeats=repeats)
     try:
-        plan = _plan(
+        ingredients = open_dataset(
             dataset,
-            directory.with_name(f"{directory.name}.partial"),
             split=split,
             seed=seed,
             limit=limit,
+            source=source,
+            root=root,
+            source_options=source_options,
+            overlay_options=overlay_options,
+        )
+        how_made = HowMade(
+            dataset=dataset,
+            source=f"{ingredients.description}, files as they are" if keep else ingredients.description,
+            split=cast(Literal["train", "test"], split),
+            seed=seed,
             repeats=repeats,
+            limit=limit,
+            source_options=dict(ingredients.source_options),
+        )
+        plan = _plan(
+            ingredients,
+            how_made,
+            directory.with_name(f"{directory.name}.partial"),
             drawn=overlay,
             keep=keep,
             num_samples_per_shard=num_samples_per_shard,
-            choices=choices,
         )
         if _is_taken(directory):
             return _check_finished(directory, plan, num_workers=num_workers)
@@ -214,20 +239,8 @@ def build_dataset(
         ) from None
 
 
-def _plan(
-    dataset: str,
-    unfinished: Path,
-    *,
-    split: str,
-    seed: int,
-    limit: int | None,
-    repeats: int,
-    drawn: str | None,
-    keep: bool,
-    num_samples_per_shard: int,
-    choices: Choices,
-) -> BuildPlan:
-    """Open the sources, and check everything that can be checked before the first tar."""
+def _check_drawn(dataset: str, *, drawn: str | None, repeats: int) -> None:
+    """Raise `UserError` if an overlay cannot be drawn when the user wants it."""
     if drawn is not None and drawn not in OVERLAY_MODES:
         raise UserError(f'unknown --overlay "{drawn}"{nearest(drawn, OVERLAY_MODES)}')
     if drawn is not None and dataset in DATASETS and DATASETS[dataset].overlay is None:
@@ -236,10 +249,20 @@ def _plan(
         raise UserError(
             "an online overlay is drawn anew at each reading, so --repeats stores nothing new; leave it out"
         )
-    ingredients = open_dataset(dataset, split=split, seed=seed, limit=limit, **choices)
+
+
+def _plan(
+    ingredients: Ingredients,
+    how_made: HowMade,
+    unfinished: Path,
+    *,
+    drawn: str | None,
+    keep: bool,
+    num_samples_per_shard: int,
+) -> BuildPlan:
+    """Check everything that can be checked before the first tar."""
     source, overlay = ingredients.source, ingredients.overlay
-    if keep and not isinstance(source, (ImageFolder, PictureTable)):
-        raise UserError("--keep stores the files of a folder as they are; use it with datasets of a folder")
+    split, seed, limit, repeats = how_made.split, how_made.seed, how_made.limit, how_made.repeats
     if keep and (repeats > 1 or (overlay is not None and drawn != "online")):
         raise UserError("--keep stores pictures as they are; leave out --repeats, and draw with `--overlay online`")
     columns = labels_of(source)
@@ -275,18 +298,9 @@ def _plan(
         scan=ScanInputs(
             fields=fields,
             directory=unfinished,
-            size=choices.get("image_size") or 0,
+            size=(source.image_size or 0) if isinstance(source, (ImageFolder, PictureTable)) else 0,
             num_measured=-(-_NUM_MEASURED * num_samples_per_shard // len(order)) if keep else 0,
         ),
-    )
-    how_made = HowMade(
-        dataset=dataset,
-        source=f"{ingredients.description}, files as they are" if keep else ingredients.description,
-        split=cast(Literal["train", "test"], split),
-        seed=seed,
-        repeats=repeats,
-        limit=limit,
-        source_options=dict(ingredients.source_options),
     )
     if isinstance(overlay, PixelOverlay):
         for note in overlay.notes(num_samples=repeats * len(order)):
@@ -495,9 +509,6 @@ def describe_manifest(manifest: Manifest) -> list[str]:
 
 def run(args: argparse.Namespace) -> None:
     existed = (args.out / MANIFEST_NAME).is_file()
-    choices: dict[str, Any] = {name: getattr(args, name, None) for name in Choices.__annotations__}
-    choices["overlay_options"] = parse_words(args.overlay_option or (), flag=OVERLAY_OPTION)
-    choices["source_options"] = parse_words(args.source_option or (), flag=SOURCE_OPTION)
     manifest = build_dataset(
         args.dataset,
         args.out,
@@ -509,7 +520,10 @@ def run(args: argparse.Namespace) -> None:
         keep=args.keep,
         num_samples_per_shard=args.samples_per_shard,
         num_workers=args.workers,
-        **choices,
+        source=args.source,
+        root=args.root,
+        source_options=source_options(args),
+        overlay_options=overlay_options(args),
     )
     done = "exists already, built from the same data with the same arguments" if existed else "built"
     print(f"{args.out} {done}: {manifest.num_samples} samples in {manifest.num_shards} shards, {manifest.sha256[:12]}")

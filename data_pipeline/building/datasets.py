@@ -6,12 +6,14 @@ in the registry can be built without an entry here; the help lists it if it has 
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.options import OVERLAY_OPTION, SOURCE_OPTION, OptionValue, parse_words
 
 SPLITS: Final = ("train", "test")
 OVERLAY_MODES: Final = ("baked", "online")  # drawn once into the shards, or again at each reading
@@ -22,6 +24,12 @@ NOISE_VOLUME: Final = 0.05  # Tamkin et al. 2022
 TEST_SPEAKER: Final = "yweweler"  # of the Free Spoken Digit Dataset
 NUM_SAMPLES_PER_SHARD: Final = 1_000
 TAR_PICTURE_SIZE: Final = 224  # pixels, to which the pictures of tars are brought when they are read
+# Options that have a flag of their own: their names by that of the flag.
+_SOURCE_FLAGS: Final = {name: name for name in ("image_size", "test_share", "labels", "test_speaker")}
+_OVERLAY_FLAGS: Final = {
+    "overlay_layout": "layout",
+    **{name: name for name in ("digits", "digits_root", "noise_root", "noise_volume", "noise_crop")},
+}
 
 
 def check_at_least(*numbers: tuple[str, int | None, int]) -> None:
@@ -29,6 +37,21 @@ def check_at_least(*numbers: tuple[str, int | None, int]) -> None:
     for option, value, least in numbers:
         if value is not None and value < least:
             raise UserError(f"{option} must be at least {least}, got {value}")
+
+
+def source_options(args: argparse.Namespace) -> dict[str, OptionValue]:
+    """Return the options of the source that a command line gives, by `--source-option` or by flags of their own."""
+    return parse_words(args.source_option or (), flag=SOURCE_OPTION) | _by_flags(args, _SOURCE_FLAGS)
+
+
+def overlay_options(args: argparse.Namespace) -> dict[str, OptionValue]:
+    """Return the options of the overlay that a command line gives, by `--overlay-option` or by flags of their own."""
+    return parse_words(args.overlay_option or (), flag=OVERLAY_OPTION) | _by_flags(args, _OVERLAY_FLAGS)
+
+
+def _by_flags(args: argparse.Namespace, names: Mapping[str, str]) -> dict[str, OptionValue]:
+    given = {name: getattr(args, flag, None) for flag, name in names.items()}
+    return {name: str(value) for name, value in given.items() if value is not None}
 
 
 # The sources that can supply each base, the default first.
@@ -46,7 +69,6 @@ SOURCES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     }
 )
 GENERATED: Final = ("procedural", "trifeature")  # sources that read no files
-DRAWN_IN_ANY_SIZE: Final = ("placed_digits", "trifeature")  # sources that draw pictures of --image-size
 SOURCE_SUMMARIES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "torchvision": "the files that torchvision downloads, in --root",

@@ -26,7 +26,7 @@ from typing import BinaryIO, Final, Literal
 import numpy as np
 
 from data_pipeline.building.catalogue import labels_of_overlay, open_picture_overlay
-from data_pipeline.building.datasets import TAR_PICTURE_SIZE, check_at_least
+from data_pipeline.building.datasets import TAR_PICTURE_SIZE, check_at_least, overlay_options
 from data_pipeline.building.locks import locked
 from data_pipeline.building.tar_scan import (
     LABEL_FIELDS,
@@ -39,7 +39,6 @@ from data_pipeline.building.tar_scan import (
     scan_all,
 )
 from data_pipeline.core.errors import UserError, printable
-from data_pipeline.core.options import OVERLAY_OPTION, parse_words
 from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY, Medium
 from data_pipeline.core.schema import check_label_name
 from data_pipeline.overlays import PixelOverlay
@@ -421,21 +420,13 @@ def overlay_to_draw(args: argparse.Namespace, *, size: int) -> PixelOverlay | No
 
     Raises `UserError` as `open_picture_overlay` does, and if options of an overlay are given without one.
     """
+    options = overlay_options(args)
     if args.overlay is None:
-        for name in ("overlay_layout", "overlay_option", "digits", "digits_root"):
-            if getattr(args, name) is not None:
-                raise UserError(f"--{name.replace('_', '-')} is about an overlay; leave it out, or give --overlay")
+        if options:
+            raise UserError(f"{next(iter(options))} is an option of an overlay; leave it out, or give --overlay")
         return None
     shape = (3, size, size)
-    overlay = open_picture_overlay(
-        args.overlay,
-        shape=shape,
-        split=args.split,
-        layout=args.overlay_layout,
-        digits=args.digits,
-        digits_root=args.digits_root,
-        options=parse_words(args.overlay_option or (), flag=OVERLAY_OPTION),
-    )
+    overlay = open_picture_overlay(args.overlay, shape=shape, split=args.split, options=options)
     if (changed := overlay.output_shape(shape)) != shape:
         raise UserError(
             f"the overlay {args.overlay} makes pictures of {changed} out of {shape}, and an index of tars does not "

@@ -16,13 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from data_pipeline.building.build import build_dataset
-from data_pipeline.building.catalogue import Choices, needs_digits
 from data_pipeline.building.datasets import SPLITS
 from data_pipeline.building.suppression_settings import SETTINGS, Scale, Setting, directory_of
 from data_pipeline.core.errors import UserError, nearest
+from data_pipeline.overlays.digits import DigitOptions
+from data_pipeline.overlays.registry import find_overlay
 
 _NUM_SMALL: Final[Mapping[str, int]] = MappingProxyType({"train": 4_000, "test": 2_000})
 _NUM_SMALL_SOUNDS: Final[Mapping[str, int]] = MappingProxyType({"train": 1_000, "test": 500})
@@ -47,29 +48,26 @@ class Files:
     noise: Path | None = None
 
 
-def choices_of(setting: Setting, difficulty: str, *, split: str, scale: Scale, files: Files) -> Choices:
-    """Return what to build for a split of a setting."""
-    options = {
-        part: setting.options(part, difficulty=difficulty, split=split, scale=scale) for part in ("overlay", "source")
-    }
+def arguments_of(setting: Setting, difficulty: str, *, split: str, scale: Scale, files: Files) -> dict[str, Any]:
+    """Return the arguments of `build_dataset` for a split of a setting: source, root and options."""
+    overlay = setting.options("overlay", difficulty=difficulty, split=split, scale=scale)
+    source = setting.options("source", difficulty=difficulty, split=split, scale=scale)
     if setting.is_sound:
-        return Choices(
-            source="fsdd" if scale == "small" else "audiomnist",
-            root=files.speech or files.root,
-            noise_root=files.noise or files.root,
-        )
+        overlay["noise_root"] = str(files.noise or files.root)
+        name = "fsdd" if scale == "small" else "audiomnist"
+        return {"source": name, "root": files.speech or files.root, "overlay_options": overlay}
     if setting.overlay is None:
-        return Choices(image_size=setting.image_size[scale], source_options=options["source"])
-    choices = Choices(root=files.root, overlay_options=options["overlay"], source_options=options["source"])
-    if setting.base == "cifar10":
-        choices["source"] = files.cifar
-    else:
-        choices["source_options"] = {**options["source"], "kind": files.digits}
-    if scale in setting.image_size:
-        choices["image_size"] = setting.image_size[scale]
-    if needs_digits(setting.overlay):
-        choices["digits"] = files.digits
-    return choices
+        return {"source_options": source}
+    if setting.base != "cifar10":
+        source["kind"] = files.digits
+    if issubclass(find_overlay(setting.overlay).options_schema, DigitOptions):
+        overlay["digits"] = files.digits
+    return {
+        "source": files.cifar if setting.base == "cifar10" else None,
+        "root": files.root,
+        "source_options": source,
+        "overlay_options": overlay,
+    }
 
 
 def build_suppression(
@@ -100,7 +98,7 @@ def build_suppression(
                         limit=_limit(setting, split=split, scale=scale, at_most=limit),
                         overlay=None if setting.overlay is None else "online",
                         num_workers=num_workers,
-                        **choices_of(setting, difficulty, split=split, scale=scale, files=files),
+                        **arguments_of(setting, difficulty, split=split, scale=scale, files=files),
                     )
         except UserError as error:
             problems.append(f"{setting.title} was not built: {error}")

@@ -64,6 +64,8 @@ class Setting:
     ) -> dict[str, OptionValue]:
         """Return the options of the overlay or of the source for a difficulty."""
         options = dict(self.source_options.get(scale, {})) if part == "source" else {}
+        if part == "source" and scale in self.image_size:
+            options["image_size"] = self.image_size[scale]
         if self.varies is not None and self.varies[0] == part:
             name = self.varies[1]
             options[name] = "0" if name == _CORRELATION and split == "test" else difficulty

@@ -15,7 +15,7 @@ larger pictures.
 
 To add an overlay that paints, write a `PictureOverlay` with `class_names` and `draw`, and a line in `OVERLAYS` (or,
 in another package, an entry point of the group `overlay.overlays`). A build opens an overlay by `open`, which gets the
-pictures' shape, the digits to draw and the options of the user (`OverlayInputs`).
+pictures' shape and the options of the user (`OverlayInputs`).
 
 Shapes: B batch, C channels, H height, W width.
 """
@@ -25,10 +25,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar, get_args
+from typing import Any, ClassVar, Final, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +39,6 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import OVERLAY_OPTION, NoOptions, Options, OptionValue, parse_options
 from data_pipeline.core.sample import MASK_OUTSIDE, OVERLAY, Layout
 from data_pipeline.core.schema import Schema
-
-if TYPE_CHECKING:  # an overlay is read without the sources
-    from data_pipeline.sources.digits import DigitSource
 
 __all__ = [
     "FIRST_PURPOSE",
@@ -96,41 +94,34 @@ class OverlayInputs:
     """The choices of a build from which an overlay of pictures is opened. Most overlays read only some of them.
 
     Attributes:
-        kind: the name of the overlay, for messages.
+        name: the name of the overlay, for messages.
         shape: channels, height and width of a stored picture.
         split: "train" or "test".
-        pictures: what the pictures are called in a message.
+        base: the pictures of the dataset, such as "cifar10", "folder" or "procedural"; "tars" for an index.
+        root: the folder of the source's files; None if it has none.
         seed: the seed of the build.
-        layout: as the user asks for it; an overlay that has only one layout ignores it.
-        read_digits: reads the digits of a split that the user chose by `--digits`. Raises `UserError` if they are
-            missing.
         class_counts: for each label of the source by name, the number of records of each class. Empty for tars, whose
             labels are not read yet.
         options: by name, as the user gave them. `read` checks them.
     """
 
-    kind: str
+    name: str
     shape: Shape
     split: str
-    pictures: str = "these pictures"
+    base: str = "tars"
+    root: Path | None = None
     seed: int = 0
-    layout: Layout = "scaled"
-    read_digits: Callable[[str], DigitSource] | None = None
     class_counts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     options: Options = field(default_factory=dict)
 
     def read(self, schema: type[T]) -> T:
         """Return the options of the user. Raises `UserError` if one is unknown or wrong."""
-        return parse_options(schema, self.options, owner=f"the overlay {self.kind}", flag=OVERLAY_OPTION)
+        return parse_options(schema, self.options, owner=f"the overlay {self.name}", flag=OVERLAY_OPTION)
 
-    def digits(self, *, split: str | None = None) -> DigitSource:
-        """Read the digits that the user chose, of this split by default.
-
-        Raises `UserError` if they are missing, or if none can be chosen.
-        """
-        if self.read_digits is None:
-            raise UserError(f"the overlay {self.kind} draws digits, and none were chosen; name them with --digits")
-        return self.read_digits(split or self.split)
+    @property
+    def pictures(self) -> str:
+        """Return what the pictures are called in a message."""
+        return "these pictures" if self.root is None else f"the pictures in {self.root}"
 
 
 class Overlay(nn.Module, ABC):
@@ -143,6 +134,7 @@ class Overlay(nn.Module, ABC):
     class_names: tuple[str, ...]  # in the order of the labels
     title: str = "object"  # what the label `overlay` is about, such as "digit"
     more_labels: Mapping[str, LabelClasses] = NOTHING_GIVEN  # the labels beside `overlay`, by name
+    options_schema: ClassVar[type[Schema]] = NoOptions  # with a field for each option of the user
 
     def options(self) -> dict[str, str | int | float]:
         """Return the other arguments of the constructor: `type(overlay)(**buffers, **options)` is the same overlay."""
@@ -179,15 +171,11 @@ class PixelOverlay(Overlay):
     """The base class of overlays of pictures, which may change the number of channels or the size of a picture.
 
     Attributes:
-        options_schema: a `Schema` with a field for each option of the user.
-        needs_digits: whether it draws digits, which the user chooses by `--digits`.
         chosen: the options of the user with their values, for the manifest: how difficult a dataset is.
         made_from: what `open` read, such as " + mnist train digits (1f5a...)", for `HowMade.source`.
         layout: "scaled" or "tiled", see `PictureOverlay`.
     """
 
-    options_schema: ClassVar[type[Schema]] = NoOptions
-    needs_digits: ClassVar[bool] = False
     chosen: Mapping[str, OptionValue] = NOTHING_GIVEN
     made_from: str = ""
     layout: Layout = "scaled"
@@ -222,6 +210,12 @@ class PixelOverlay(Overlay):
         yield from ()
 
 
+class LayoutOptions(Schema):
+    """The options of an overlay that paints: its `layout`, see `PictureOverlay`."""
+
+    layout: Layout = "scaled"
+
+
 class PictureOverlay(PixelOverlay):
     """An overlay that paints what a subclass returns from `draw`.
 
@@ -240,6 +234,8 @@ class PictureOverlay(PixelOverlay):
         ValueError: the size or the layout is not as above.
     """
 
+    options_schema: ClassVar[type[Schema]] = LayoutOptions
+
     def __init__(self, *, image_size: int = IMAGE_SIZE, layout: Layout = "scaled") -> None:
         super().__init__()
         if image_size < IMAGE_SIZE or layout not in get_args(Layout):
@@ -253,12 +249,11 @@ class PictureOverlay(PixelOverlay):
 
     @classmethod
     def open(cls, given: OverlayInputs) -> Self:
-        """Return `cls(image_size=..., layout=..., **options)` for square pictures of 32 pixels or more.
+        """Return `cls(image_size=..., **options)` for square pictures of 32 pixels or more.
 
         An overlay with assets overrides this, and calls `square_size`.
         """
-        options = given.read(cls.options_schema).model_dump()
-        return cls(image_size=square_size(given), layout=given.layout, **options)
+        return cls(image_size=square_size(given), **given.read(cls.options_schema).model_dump())
 
     def options(self) -> dict[str, OptionValue]:
         # Empty at the published size: so an overlay of 32 pixels has the bytes that it had before there were others.
@@ -331,7 +326,7 @@ def square_size(given: OverlayInputs) -> int:
     num_channels, height, width = given.shape
     if num_channels != 3:
         raise UserError(
-            f"the overlay {given.kind} is drawn on RGB pictures, but {given.pictures} have {num_channels} "
+            f"the overlay {given.name} is drawn on RGB pictures, but {given.pictures} have {num_channels} "
             f"channel{'s' * (num_channels > 1)}; choose another overlay, or other pictures"
         )
     if height != width or height < IMAGE_SIZE:
@@ -340,12 +335,6 @@ def square_size(given: OverlayInputs) -> int:
             f"have {width}x{height}; give --image-size {max(IMAGE_SIZE, min(height, width))} (--size for an index)"
         )
     return height
-
-
-def check_one_layout(given: OverlayInputs) -> None:
-    """Raise `UserError` if the user chose the layout "tiled" for an overlay that has no layouts."""
-    if given.layout != "scaled":
-        raise UserError(f"the overlay {given.kind} has one layout, so it takes no --overlay-layout; leave it out")
 
 
 def scaled(length: int, *, drawn_size: int) -> int:

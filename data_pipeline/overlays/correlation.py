@@ -29,7 +29,7 @@ def check_base_label(given: OverlayInputs, correlation: float) -> None:
     """Raise `UserError` if a correlation with the base label is asked for, and the pictures do not have one."""
     if correlation and not sum(given.class_counts.get(BASE, ())):
         raise UserError(
-            f"the overlay {given.kind} with correlation={correlation:g} follows the label {BASE}, and {given.pictures} "
+            f"the overlay {given.name} with correlation={correlation:g} follows the label {BASE}, and {given.pictures} "
             "have none that is known before the build; set correlation=0, or build pictures with class labels"
         )
 

@@ -9,24 +9,28 @@ Shapes: B batch, N digits to choose from, H height, W width.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, Self
+from pathlib import Path
+from typing import ClassVar, Final, Self
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, OVERLAY, Layout
+from data_pipeline.core.schema import Schema
 from data_pipeline.overlays import (
     FIRST_PURPOSE,
     IMAGE_SIZE,
     Layer,
+    LayoutOptions,
     OverlayInputs,
     PictureOverlay,
     scaled,
     square_size,
 )
-from data_pipeline.sources.digits import DigitSource, resize
+from data_pipeline.sources.digits import DigitKind, DigitSource, read_digits, resize
 
 DIGIT_SIZE: Final = 10  # in a picture of 32 pixels, like the corners
 CORNERS: Final = ((4, 4), (4, 16), (16, 4), (16, 16))  # row and column of the top left pixel; off centre, as published
@@ -55,11 +59,30 @@ def check_pictures(digits_NHW: Tensor, *, num_digits: int, size: int) -> None:
         )
 
 
+class DigitOptions(Schema):
+    """The options of an overlay that draws digits. The digits stand in the description of a dataset.
+
+    digits: a set of `data_pipeline.sources.digits`; by default `sklearn` on procedural pictures, else `mnist`.
+    digits_root: the folder of MNIST; by default that of the source.
+    """
+
+    digits: DigitKind | None = Field(None, exclude=True)
+    digits_root: Path | None = Field(None, exclude=True)
+
+    def read(self, given: OverlayInputs, *, split: str | None = None) -> DigitSource:
+        """Read the digits of a split, by default that of `given`. Raises `UserError` if they are missing."""
+        kind = self.digits or ("sklearn" if given.base == "procedural" else "mnist")
+        return read_digits(kind, self.digits_root or given.root, split=split or given.split)
+
+
+class PaintedDigitOptions(DigitOptions, LayoutOptions):
+    """The options of the overlay digits."""
+
+
 class DigitOverlay(PictureOverlay):
     """The base class of overlays that draw one of N digits for each picture, uniformly, whatever its base label."""
 
     class_names = tuple("0123456789")
-    needs_digits = True
     digits_NHW: Tensor
     label_N: Tensor
 
@@ -93,6 +116,7 @@ class Digits(DigitOverlay):
     """
 
     title = "digit"
+    options_schema: ClassVar[type[Schema]] = PaintedDigitOptions
 
     def __init__(
         self, digits_NHW: Tensor, label_N: Tensor, *, image_size: int = IMAGE_SIZE, layout: Layout = "scaled"
@@ -102,10 +126,10 @@ class Digits(DigitOverlay):
 
     @classmethod
     def open(cls, given: OverlayInputs) -> Self:
-        given.read(cls.options_schema)
+        options = given.read(PaintedDigitOptions)
         size = square_size(given)
-        source = given.digits()
-        overlay = cls.of(source, image_size=size, layout=given.layout)
+        source = options.read(given)
+        overlay = cls.of(source, image_size=size, layout=options.layout)
         overlay.made_from = f" + {source.description}"
         return overlay
 

@@ -25,7 +25,7 @@ from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, OVERLAY
 from data_pipeline.core.schema import Schema, Share
 from data_pipeline.overlays import FIRST_PURPOSE, NOTHING_GIVEN, Overlaid, OverlayInputs, PixelOverlay, Shape, no_mask
 from data_pipeline.overlays.correlation import check_base_label, check_correlation, correlated_classes
-from data_pipeline.overlays.digits import check_pictures
+from data_pipeline.overlays.digits import DigitOptions, check_pictures
 from data_pipeline.sources.digits import resize
 
 Join = Literal["tall", "square"]
@@ -36,7 +36,7 @@ _CLASS, _DIGIT = FIRST_PURPOSE, FIRST_PURPOSE + 2  # the class takes two purpose
 _STEPS: Final = 1 << 30  # values of a draw among the digits of a class; times their number it fits 64 bits
 
 
-class DominoesOptions(Schema):
+class DominoesOptions(DigitOptions):
     """The options of the overlay dominoes.
 
     correlation: the probability that the digit is the number of the photo's class.
@@ -67,7 +67,6 @@ class Dominoes(PixelOverlay):
     class_names = tuple("0123456789")
     title = "digit"
     options_schema: ClassVar[type[Schema]] = DominoesOptions
-    needs_digits = True
     digits_NHW: Tensor
     label_N: Tensor
     _count_K: Tensor
@@ -105,7 +104,7 @@ class Dominoes(PixelOverlay):
         options = given.read(DominoesOptions)
         check_base_label(given, options.correlation)
         width = _checked_width(given.shape, given.pictures)
-        source = given.digits()
+        source = options.read(given)
         order = np.argsort(source.labels, kind="stable")
         if missing := sorted(set(range(NUM_CLASSES)) - set(source.labels.tolist())):
             raise UserError(f"{source.name} has no digit {missing[0]}; choose other --digits")

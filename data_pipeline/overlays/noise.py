@@ -9,7 +9,8 @@ Shapes: B batch, T points of an input, K classes, X points of all recordings one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal, Self, get_args
+from pathlib import Path
+from typing import ClassVar, Final, Literal, Self, get_args
 
 import numpy as np
 import torch
@@ -17,12 +18,27 @@ from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import Schema, Share
 from data_pipeline.overlays import FIRST_PURPOSE, NOTHING_GIVEN, Overlaid, Overlay
 
 Crop = Literal["first_or_last", "random_offset", "first"]
 
 _CLASS, _CROP = FIRST_PURPOSE + 1, FIRST_PURPOSE + 2  # FIRST_PURPOSE crops the speech (data_pipeline.audio.waveform)
 _OFFSET_STEPS: Final = 1 << 30  # values of a random offset: far more than points, and the product fits 64 bits
+
+
+class NoiseOptions(Schema):
+    """The options of the overlay noise.
+
+    noise_root: the folder of the background sounds; by default that of the source. The source `procedural` generates
+        its own.
+    noise_volume: the largest magnitude of each whole background sound, where 1 is full scale, as published.
+    noise_crop: the part of a background sound that is heard in training; the test split hears the first points.
+    """
+
+    noise_root: Path | None = None
+    noise_volume: Share = 0.05
+    noise_crop: Literal["first_or_last", "random_offset"] = "first_or_last"
 
 
 class Noise(Overlay):
@@ -44,6 +60,7 @@ class Noise(Overlay):
 
     class_names = ("babble", "traffic", "machinery")
     title = "background"
+    options_schema: ClassVar[type[Schema]] = NoiseOptions
     sounds_X: Tensor
     length_K: Tensor
     _start_K: Tensor

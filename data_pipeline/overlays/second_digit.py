@@ -27,15 +27,15 @@ from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.options import OptionValue
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 from data_pipeline.core.schema import Schema
-from data_pipeline.overlays import Layer, OverlayInputs, check_one_layout, square_size
-from data_pipeline.overlays.digits import DIGIT_PURPOSE, DigitOverlay, resized
+from data_pipeline.overlays import Layer, OverlayInputs, square_size
+from data_pipeline.overlays.digits import DIGIT_PURPOSE, DigitOptions, DigitOverlay, resized
 from data_pipeline.sources.digits import SMALLEST_SIZE, DigitSource, check_fits
 
 NUM_TRIES: Final = 8
 _ROW, _COLUMN = DIGIT_PURPOSE + 1, DIGIT_PURPOSE + 2
 
 
-class SecondDigitOptions(Schema):
+class SecondDigitOptions(DigitOptions):
     """The options of the overlay second_digit.
 
     size: the width of a digit in pixels; published are 20 to 80 of 112, and the default is 40 of 112 in proportion.
@@ -81,8 +81,7 @@ class SecondDigit(DigitOverlay):
     def open(cls, given: OverlayInputs) -> Self:
         options = given.read(SecondDigitOptions)
         image_size = square_size(given)
-        check_one_layout(given)
-        source = given.digits()
+        source = options.read(given)
         overlay = cls.of(source, size=options.size, image_size=image_size)
         overlay.made_from = f" + {source.description}"
         return overlay

@@ -26,8 +26,8 @@ from data_pipeline.core.options import OptionValue
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
 from data_pipeline.core.schema import Schema
-from data_pipeline.overlays import Layer, OverlayInputs, check_one_layout, square_size
-from data_pipeline.overlays.digits import DIGIT_PURPOSE, DigitOverlay, resized
+from data_pipeline.overlays import Layer, OverlayInputs, square_size
+from data_pipeline.overlays.digits import DIGIT_PURPOSE, DigitOptions, DigitOverlay, resized
 from data_pipeline.sources.digits import SMALLEST_SIZE, DigitSource
 
 _OFFSET: Final = DIGIT_PURPOSE + 1
@@ -47,7 +47,7 @@ def default_size(image_size: int) -> int:
 Blend = Literal["brighter", "opaque"]
 
 
-class TiledDigitOptions(Schema):
+class TiledDigitOptions(DigitOptions):
     """The options of the overlay tiled_digit.
 
     unique: how many different digits there are; by default all of the digit set. The seed of the build chooses them
@@ -116,9 +116,8 @@ class TiledDigit(DigitOverlay):
     def open(cls, given: OverlayInputs) -> Self:
         options = given.read(TiledDigitOptions)
         image_size = square_size(given)
-        check_one_layout(given)
         # A few digits are those of the train split in both splits: others would be new classes to a probe.
-        source = given.digits(split=None if options.unique is None else "train")
+        source = options.read(given, split=None if options.unique is None else "train")
         overlay = cls.of(
             source,
             unique=options.unique,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Protocol, Self, TypeVar, runtime_checkable
+from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,7 +98,7 @@ def class_names_of(values: Collection[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class SourceInputs:
-    """The choices of a build from which a source of pictures is opened. Most sources read only some of them.
+    """The choices of a build from which a source is opened. Most sources read only some of them.
 
     Attributes:
         base: the pictures of the dataset, such as "cifar10", "folder" or "procedural".
@@ -106,8 +106,6 @@ class SourceInputs:
         split: "train" or "test".
         seed: the seed of the build.
         limit: the most records that the build takes; None for all. A source that generates records makes so many.
-        image_size: the width and height in pixels to which each picture is brought; None to leave it.
-        test_share: the share of the pictures in the test split, if the source has no splits; None if it has.
         options: by name, as the user gave them. `read` checks them.
     """
 
@@ -116,8 +114,6 @@ class SourceInputs:
     split: str
     seed: int
     limit: int | None
-    image_size: int | None = None
-    test_share: float | None = None
     options: Options = field(default_factory=dict)
 
     def read(self, schema: type[T]) -> T:
@@ -130,23 +126,25 @@ class SourceInputs:
         return self.root
 
 
-class PictureSource(Source, Protocol):
-    """A source of pictures that a build opens by its name.
+class SourceKind(Protocol):
+    """A class that opens the sources of one name.
 
-    `needs_root` says whether the user must name a folder. A source with options of its own has an attribute
+    `needs_root` says whether the user must name a folder. A class with options of its own has an attribute
     `options_schema`, a `Schema` with a field for each, and reads them by `given.read(options_schema)`.
     """
 
     needs_root: ClassVar[bool]
 
     @classmethod
-    def open(cls, given: SourceInputs) -> Self:
+    def open(cls, given: SourceInputs) -> Source:
         """Return the source of one split. Raises `UserError` if its files are missing or do not fit the choices."""
 
 
-class SoundSource(Source, Protocol):
-    """A source of sounds."""
+class SoundSource(Source, SourceKind, Protocol):
+    """A source of sounds of `sample_rate` points a second.
 
-    @property
-    def sample_rate(self) -> int:
-        """Return the points a second of every record."""
+    `num_records_of` says how many records each split has, or for a source that generates them, by default.
+    """
+
+    sample_rate: ClassVar[int]
+    num_records_of: ClassVar[Mapping[str, int]]

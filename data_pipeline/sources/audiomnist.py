@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from types import MappingProxyType
+from typing import ClassVar, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 from data_pipeline.audio.waveform import read_wav
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Record
+from data_pipeline.sources import SourceInputs
 from data_pipeline.sources.wav_folder import warn_of_ignored, wav_files
 
 NUM_SPEAKERS: Final = 60
@@ -33,7 +36,13 @@ class AudioMnist:
     description = "audiomnist"
     class_names = tuple("0123456789")
     title = "spoken digit"
-    sample_rate = 48_000
+    sample_rate: ClassVar[int] = 48_000
+    num_records_of: ClassVar[Mapping[str, int]] = MappingProxyType({"train": 24_000, "test": 6_000})
+    needs_root: ClassVar[bool] = True
+
+    @classmethod
+    def open(cls, given: SourceInputs) -> Self:
+        return cls(given.required_root(), split=given.split)
 
     def __init__(self, root: Path, *, split: str) -> None:
         self.root = root / "data" if (root / "data").is_dir() else root

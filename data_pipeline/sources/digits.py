@@ -28,6 +28,7 @@ from PIL import Image
 from data_pipeline.core.errors import UserError
 
 MnistKind = Literal["mnist", "mnist_test_for_test", "mnist_t10k"]
+DigitKind = MnistKind | Literal["sklearn"]
 NUM_T10K_FOR_TRAIN: Final = 8_000
 NUM_SKLEARN_FOR_TRAIN: Final = 1_437  # four fifths; the set is ordered by writer, so the splits share few writers
 SMALLEST_SIZE: Final = 8  # pixels, of a digit that can be read
@@ -62,6 +63,18 @@ def check_fits(size: int, *, image_size: int) -> None:
             f"a digit of {size} pixels cannot be drawn on a picture of {image_size}x{image_size}; give a size from "
             f"{SMALLEST_SIZE} to {image_size}, or a larger --image-size"
         )
+
+
+def read_digits(kind: DigitKind, root: Path | None, *, split: str) -> DigitSource:
+    """Return the digits of one split by the name of their set. Raises `UserError` if their folder is missing."""
+    if kind == "sklearn":
+        return sklearn_digits(split=split)
+    if root is None:
+        raise UserError(
+            "the digits of MNIST are read from a folder; name it with --digits-root or --root, or choose the digits "
+            "sklearn"
+        )
+    return mnist_digits(root, split=split, kind=kind)
 
 
 def mnist_digits(root: Path, *, split: str, kind: MnistKind = "mnist") -> DigitSource:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
-from typing import ClassVar, Final, Self
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,6 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import Record
 from data_pipeline.core.system import num_cores
-from data_pipeline.sources import SourceInputs
 from data_pipeline.sources.picture_file import read_rgb
 from data_pipeline.storage.source_digests import content_digest
 
@@ -82,17 +81,6 @@ class ImageFolder:
     """
 
     title = "picture"
-    needs_root: ClassVar[bool] = True
-
-    @classmethod
-    def open(cls, given: SourceInputs) -> Self:
-        return cls(
-            given.required_root(),
-            split=given.split,
-            image_size=given.image_size,
-            test_share=given.test_share,
-            seed=given.seed,
-        )
 
     def __init__(
         self, root: Path, *, split: str, image_size: int | None = None, test_share: float | None = None, seed: int = 0
@@ -200,12 +188,6 @@ def picture_digests(path: Callable[[int], Path], num: int, *, title: str) -> lis
     return digests
 
 
-def check_test_share(test_share: float) -> None:
-    """Raise `UserError` if a share is not between 0 and 1."""
-    if not 0 < test_share < 1:
-        raise UserError(f"--test-share is {test_share}; give a share between 0 and 1, such as 0.2")
-
-
 def in_test_split(
     digests: Sequence[bytes], labels: NDArray[np.int64], *, test_share: float, seed: int, carry_rounding: bool
 ) -> NDArray[np.bool_]:
@@ -262,7 +244,6 @@ def _split_folder(root: Path, split: str, test_share: float | None) -> Path:
                 f"{root} has no folders train and test, so both splits would hold the same pictures; make these two "
                 "folders, or give --test-share 0.2 to the train and the test build, which draws a test split"
             )
-        check_test_share(test_share)
         return root
     if test_share is not None:
         raise UserError(f"{root} has a folder {there[0]}, so it takes no --test-share; leave it out")

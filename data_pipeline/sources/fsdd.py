@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from types import MappingProxyType
+from typing import ClassVar, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from data_pipeline.audio.waveform import read_wav
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.sample import Record
+from data_pipeline.core.schema import Schema
+from data_pipeline.sources import SourceInputs
 from data_pipeline.sources.wav_folder import warn_of_ignored, wav_files
 
 DEFAULT_TEST_SPEAKER: Final = "yweweler"
 _NAME = re.compile(r"([0-9])_([A-Za-z]+)_(0|[1-9][0-9]*)\.wav")
+
+
+class FsddOptions(Schema):
+    """The options of the source fsdd: `test_speaker`, the speaker of the test split, who stands in the description."""
+
+    test_speaker: str = Field(DEFAULT_TEST_SPEAKER, exclude=True)
 
 
 class Fsdd:
@@ -31,7 +42,14 @@ class Fsdd:
 
     class_names = tuple("0123456789")
     title = "spoken digit"
-    sample_rate = 8_000
+    sample_rate: ClassVar[int] = 8_000
+    num_records_of: ClassVar[Mapping[str, int]] = MappingProxyType({"train": 2_500, "test": 500})
+    needs_root: ClassVar[bool] = True
+    options_schema: ClassVar[type[Schema]] = FsddOptions
+
+    @classmethod
+    def open(cls, given: SourceInputs) -> Self:
+        return cls(given.required_root(), split=given.split, test_speaker=given.read(FsddOptions).test_speaker)
 
     def __init__(self, root: Path, *, split: str, test_speaker: str = DEFAULT_TEST_SPEAKER) -> None:
         self.root = root / "recordings" if (root / "recordings").is_dir() else root

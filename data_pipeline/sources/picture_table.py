@@ -13,18 +13,19 @@ import csv
 import logging
 from collections import Counter
 from pathlib import Path, PurePath
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY, Record
-from data_pipeline.core.schema import check_label_name
-from data_pipeline.sources import LabelColumn, class_names_of
+from data_pipeline.core.schema import ImageSize, Schema, check_label_name
+from data_pipeline.sources import LabelColumn, SourceInputs, class_names_of
 from data_pipeline.sources.folder import (
+    ImageFolder,
     check_same_size,
-    check_test_share,
     decode_picture,
     describe_draw,
     in_test_split,
@@ -38,6 +39,34 @@ SPLIT_COLUMN: Final = "split"
 _SPLITS: Final = ("train", "test")
 _OTHER_SEPARATORS: Final = (";", "\t", "|")  # as Excel writes them in some languages
 _NUM_NAMED: Final = 10  # splits in a message
+
+
+class FolderOptions(Schema):
+    """The options of the source folder. They stand in the description of the source.
+
+    image_size: width and height in pixels to which each picture is brought; by default, all must have one size.
+    test_share: the share of the pictures in the test split, which the seed of the build draws, if the folder has none.
+    labels: a csv file with a column `file` and one for each label, in place of class folders.
+    """
+
+    image_size: ImageSize | None = Field(None, exclude=True)
+    test_share: float | None = Field(None, gt=0, lt=1, exclude=True)
+    labels: Path | None = Field(None, exclude=True)
+
+
+class Folder:
+    """The source folder: an `ImageFolder`, or with a table of labels a `PictureTable`."""
+
+    needs_root: ClassVar[bool] = True
+    options_schema: ClassVar[type[Schema]] = FolderOptions
+
+    @classmethod
+    def open(cls, given: SourceInputs) -> ImageFolder | PictureTable:
+        options, root = given.read(FolderOptions), given.required_root()
+        size, share = options.image_size, options.test_share
+        if options.labels is None:
+            return ImageFolder(root, split=given.split, image_size=size, test_share=share, seed=given.seed)
+        return PictureTable(root, options.labels, split=given.split, image_size=size, test_share=share, seed=given.seed)
 
 
 class PictureTable:
@@ -154,7 +183,6 @@ class PictureTable:
                 f"{self._table} has no column {SPLIT_COLUMN}, so both splits would hold the same pictures; add it, or "
                 "give --test-share 0.2 to the train and the test build, which draws a test split"
             )
-        check_test_share(test_share)
         digests = picture_digests(self.path, len(self._files), title=f"splitting {self.root.name} into train and test")
         _, group_N = np.unique(np.stack([label.label_N for label in labels.values()]), axis=1, return_inverse=True)
         in_test_N = in_test_split(digests, group_N.reshape(-1), test_share=test_share, seed=seed, carry_rounding=True)

@@ -6,18 +6,17 @@ The overlay `second_digit` adds the second. Published are 20 pixels on a canvas 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Final, Literal, Self
+from typing import ClassVar, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from data_pipeline.core.errors import UserError
-from data_pipeline.core.options import SOURCE_OPTION
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import Record
-from data_pipeline.core.schema import Schema
+from data_pipeline.core.schema import ImageSize, Schema
 from data_pipeline.sources import SourceInputs
-from data_pipeline.sources.digits import DigitSource, MnistKind, check_fits, mnist_digits, resize, sklearn_digits
+from data_pipeline.sources.digits import DigitKind, DigitSource, check_fits, read_digits, resize
 
 DEFAULT_DIGIT_SIZE: Final = 20  # pixels, as published
 DEFAULT_IMAGE_SIZE: Final = 112
@@ -28,10 +27,12 @@ class PlacedDigitsOptions(Schema):
 
     digit_size: the width of a digit in pixels.
     kind: the digits of each split, as in `data_pipeline.sources.digits`; "sklearn" needs no files.
+    image_size: height and width of the canvas in pixels; it stands in the description.
     """
 
     digit_size: int = DEFAULT_DIGIT_SIZE
-    kind: MnistKind | Literal["sklearn"] = "mnist_test_for_test"
+    kind: DigitKind = "mnist_test_for_test"
+    image_size: ImageSize = Field(DEFAULT_IMAGE_SIZE, exclude=True)
 
 
 @dataclass(frozen=True)
@@ -61,17 +62,8 @@ class PlacedDigits:
     @classmethod
     def open(cls, given: SourceInputs) -> Self:
         options = given.read(PlacedDigitsOptions)
-        if options.kind == "sklearn":
-            digits = sklearn_digits(split=given.split)
-        elif given.root is None:
-            raise UserError(
-                "the digits of MNIST are read from a folder; name it with --root, or choose "
-                f"{SOURCE_OPTION} kind=sklearn"
-            )
-        else:
-            digits = mnist_digits(given.root, split=given.split, kind=options.kind)
-        image_size = DEFAULT_IMAGE_SIZE if given.image_size is None else given.image_size
-        return cls(digits, given.seed, given.split, options.digit_size, image_size)
+        digits = read_digits(options.kind, given.root, split=given.split)
+        return cls(digits, given.seed, given.split, options.digit_size, options.image_size)
 
     @property
     def description(self) -> str:

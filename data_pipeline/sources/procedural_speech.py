@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final
+from typing import ClassVar, Final, Self
 
 import numpy as np
 from numpy.random import Generator
@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import Record
+from data_pipeline.sources import SourceInputs
 
 SAMPLE_RATE: Final = 8_000
-DEFAULT_NUM_RECORDS: Final[Mapping[str, int]] = MappingProxyType({"train": 5_000, "test": 1_000})
 _NUM_HARMONICS = 8
 _STEP = 7  # semitones from a low note to a high one: a fifth
 
@@ -82,7 +82,13 @@ class ProceduralSpeech:
     description: str = field(default="procedural speech", init=False)
     class_names: tuple[str, ...] = field(default=tuple(MELODIES), init=False)
     title: str = field(default="melody", init=False)
-    sample_rate: int = field(default=SAMPLE_RATE, init=False)
+    sample_rate: ClassVar[int] = SAMPLE_RATE
+    num_records_of: ClassVar[Mapping[str, int]] = MappingProxyType({"train": 5_000, "test": 1_000})
+    needs_root: ClassVar[bool] = False
+
+    @classmethod
+    def open(cls, given: SourceInputs) -> Self:
+        return cls(given.seed, given.split, given.limit or cls.num_records_of[given.split])
 
     @property
     def labels(self) -> NDArray[np.int64]:

@@ -7,13 +7,13 @@ from typing import Final
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.kinds import Names
-from data_pipeline.sources import PictureSource
+from data_pipeline.sources import SourceKind
 
 # The class of each name. A new source of pictures of this project needs a line here and its own file.
 PICTURE_SOURCES: Final = MappingProxyType(
     {
         "torchvision": "data_pipeline.sources.cifar:Cifar",
-        "folder": "data_pipeline.sources.folder:ImageFolder",
+        "folder": "data_pipeline.sources.picture_table:Folder",
         "mnist": "data_pipeline.sources.mnist:Mnist",
         "placed_digits": "data_pipeline.sources.placed_digits:PlacedDigits",
         "procedural": "data_pipeline.sources.procedural:Procedural",
@@ -23,7 +23,7 @@ PICTURE_SOURCES: Final = MappingProxyType(
 NAMES: Final = Names("source", group="sources", built_in=PICTURE_SOURCES)
 
 
-def find_source(name: str) -> type[PictureSource]:
+def find_source(name: str) -> type[SourceKind]:
     """Return the class of a source of pictures.
 
     Raises `KeyError` if there is no such name, and `UserError` if two classes claim it, or if what it names cannot be

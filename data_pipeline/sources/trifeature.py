@@ -23,11 +23,12 @@ from typing import ClassVar, Final, Self
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
+from pydantic import Field
 
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import Record
-from data_pipeline.core.schema import Schema
+from data_pipeline.core.schema import ImageSize, Schema, Share
 from data_pipeline.sources import LabelColumn, SourceInputs
 
 Coordinate = NDArray[np.float64]  # (H, W): x or y of every point of a picture
@@ -240,10 +241,12 @@ class TrifeatureOptions(Schema):
 
     correlation: the probability that a correlated label takes the number of the shape.
     correlated: the labels that do, "texture", "colour" or both with a comma between.
+    image_size: height and width in pixels, 48 or more; it stands in the description.
     """
 
-    correlation: float = 0.0
+    correlation: Share = 0.0
     correlated: str = ",".join(CORRELATED)
+    image_size: ImageSize = Field(DEFAULT_IMAGE_SIZE, exclude=True)
 
 
 @dataclass(frozen=True)
@@ -261,7 +264,7 @@ class Trifeature:
         correlated: the labels to which `correlation` applies, of `CORRELATED`.
 
     Raises:
-        UserError: a setting is out of range.
+        UserError: the pictures are too small, or `correlated` has another name.
     """
 
     seed: int
@@ -281,12 +284,6 @@ class Trifeature:
                 f"trifeature draws pictures of {SMALLEST_IMAGE_SIZE} pixels or more, not of {self.image_size}; give a "
                 "larger --image-size"
             )
-        if not 0 <= self.correlation <= 1:
-            raise UserError(f"the correlation is {self.correlation}; give a number from 0 to 1")
-        if not self.correlated or len(set(self.correlated)) < len(self.correlated):
-            raise UserError(
-                f"correlated is {','.join(self.correlated)!r}; name each label once, as in {','.join(CORRELATED)}"
-            )
         for name in self.correlated:
             if name not in CORRELATED:
                 raise UserError(
@@ -300,7 +297,7 @@ class Trifeature:
             given.seed,
             given.split,
             given.limit or DEFAULT_NUM_RECORDS[given.split],
-            image_size=DEFAULT_IMAGE_SIZE if given.image_size is None else given.image_size,
+            image_size=options.image_size,
             correlation=options.correlation,
             correlated=tuple(options.correlated.split(",")),
         )

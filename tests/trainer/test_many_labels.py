@@ -42,7 +42,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (root / "labels.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["file", "split", "shade", "twin", "coin", "rare"], *rows])
     for split in ("train", "test"):
-        build_dataset("folder", root / split, root=root / "pics", labels=root / "labels.csv", split=split)
+        table = {"labels": str(root / "labels.csv")}
+        build_dataset("folder", root / split, root=root / "pics", source_options=table, split=split)
     return root
 
 
@@ -138,7 +139,8 @@ def test_a_label_that_the_data_lack_is_told_before_training(data: Path, setting:
 def test_the_label_in_which_two_datasets_differ_is_named(data: Path, tmp_path: Path) -> None:
     table = (data / "labels.csv").read_text().replace(",t1,", ",t2,")
     (tmp_path / "labels.csv").write_text(table)
-    build_dataset("folder", tmp_path / "test", root=data / "pics", labels=tmp_path / "labels.csv", split="test")
+    from_table = {"labels": str(tmp_path / "labels.csv")}
+    build_dataset("folder", tmp_path / "test", root=data / "pics", source_options=from_table, split="test")
     config = resolve_recipe("debug:image", settings(data, f"data.test_dir={tmp_path / 'test'}"))
     with pytest.raises(
         UserError,

@@ -83,7 +83,7 @@ def fsdd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_real_cifar_in_all_four_forms(dataset: str, cifar: Path, tmp_path: Path) -> None:
     arguments = {"source": "folder", "root": cifar, "split": "test"}
     if dataset == "cifar10_digits":
-        arguments |= {"digits": "mnist_t10k", "digits_root": archive("mnist")}
+        arguments["overlay_options"] = {"digits": "mnist_t10k", "digits_root": str(archive("mnist"))}
     manifest = build_dataset(dataset, tmp_path / "built", num_samples_per_shard=64, **arguments)  # type: ignore[arg-type]
     assert manifest == load_manifest(tmp_path / "built")
     assert list(find_problems(tmp_path / "built")) == []
@@ -119,7 +119,9 @@ def test_real_cifar_in_all_four_forms(dataset: str, cifar: Path, tmp_path: Path)
 
 
 def test_spoken_digits_are_stored_as_they_were_recorded(fsdd: Path, tmp_path: Path) -> None:
-    manifest = build_dataset("spoken", tmp_path / "built", source="fsdd", root=fsdd, test_speaker="george")
+    manifest = build_dataset(
+        "spoken", tmp_path / "built", source="fsdd", root=fsdd, source_options={"test_speaker": "george"}
+    )
     assert list(find_problems(tmp_path / "built")) == []
     assert (manifest.medium, manifest.sample_rate, manifest.input_shape) == ("sound", 8000, (8333,))
     assert manifest.overlay is None
@@ -143,7 +145,13 @@ def test_a_background_is_heard_behind_the_speech(split: str, fsdd: Path, tmp_pat
     """A sample minus its speech is the first or the last second of the recording of its label."""
     noise_root, num_points = archive("noise"), 8333
     manifest = build_dataset(
-        "spoken_noise", tmp_path / "built", source="fsdd", root=fsdd, split=split, noise_root=noise_root, limit=30
+        "spoken_noise",
+        tmp_path / "built",
+        source="fsdd",
+        root=fsdd,
+        split=split,
+        overlay_options={"noise_root": str(noise_root)},
+        limit=30,
     )
     build_dataset("spoken", tmp_path / "clean", source="fsdd", root=fsdd, split=split, limit=30)
     assert list(find_problems(tmp_path / "built")) == []
@@ -170,21 +178,24 @@ def test_a_background_is_heard_behind_the_speech(split: str, fsdd: Path, tmp_pat
 
 @pytest.mark.slow
 def test_noise_alone_has_no_class_of_its_own(tmp_path: Path) -> None:
-    arguments = {"source": "fsdd", "noise_root": archive("noise"), "limit": 30}
-    manifest = build_dataset("noise", tmp_path / "built", **arguments)  # type: ignore[arg-type]
+    def built(name: str, *, split: str = "train", **options: str | float) -> Manifest:
+        options["noise_root"] = str(archive("noise"))
+        return build_dataset("noise", tmp_path / name, source="fsdd", limit=30, split=split, overlay_options=options)
+
+    manifest = built("built")
     assert manifest.labels.keys() == {"overlay"}
     assert sum(manifest.labels["overlay"].counts) == 30
     stored = samples(tmp_path / "built")
     assert {frozenset(sample.labels) for sample in stored} == {frozenset({"overlay"})}
     in_train = {sample.content.tobytes() for sample in stored}
     assert len(in_train) == 6
-    build_dataset("noise", tmp_path / "test", split="test", **arguments)  # type: ignore[arg-type]
+    built("test", split="test")
     in_test = {sample.content.tobytes() for sample in samples(tmp_path / "test")}
     assert len(in_test) == 3
     assert in_test < in_train
-    quiet = build_dataset("noise", tmp_path / "quiet", noise_volume=0.0, **arguments)  # type: ignore[arg-type]
+    quiet = built("quiet", noise_volume=0.0)
     assert not any(sample.content.any() for sample in samples(tmp_path / "quiet"))
-    anywhere = build_dataset("noise", tmp_path / "anywhere", noise_crop="random_offset", **arguments)  # type: ignore[arg-type]
+    anywhere = built("anywhere", noise_crop="random_offset")
     assert len({sample.content.tobytes() for sample in samples(tmp_path / "anywhere")}) == 30
     assert len({made.how_made.source for made in (manifest, quiet, anywhere)}) == 3
 
@@ -619,7 +630,7 @@ def test_two_builds_do_not_write_the_same_dataset(tmp_path: Path) -> None:
     descriptor = os.open(partial / ".lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
-        with pytest.raises(UserError, match="another build is writing"):
+        with pytest.raises(UserError, match="another process is writing"):
             build_dataset("procedural", tmp_path / "out", limit=10)
     finally:
         os.close(descriptor)
@@ -693,40 +704,33 @@ def test_totals_are_exact_in_any_order() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dataset": "cifar10_digit"}, 'unknown dataset "cifar10_digit"; did you mean "cifar10_digits"?'),
-        ({"dataset": "imagenet"}, 'unknown dataset "imagenet"; valid are: cifar10, '),
-        ({"split": "tset"}, 'unknown split "tset"; did you mean "test"?'),
-        ({"dataset": "cifar10"}, "the source torchvision reads pictures from a folder; name it with --root"),
+        ({"dataset": "cifar10_digit"}, 'did you mean "cifar10_digits"?'),
+        ({"split": "tset"}, 'did you mean "test"?'),
+        ({"dataset": "cifar10"}, "name it with --root"),
         ({"source": "folder"}, 'procedural_shapes cannot come from the source "folder"'),
-        ({"dataset": "spoken", "source": "torchvision"}, 'spoken cannot come from the source "torchvision"; valid are'),
-        ({"dataset": "spoken"}, "the source audiomnist reads sounds from a folder; name it with --root"),
-        ({"dataset": "noise"}, "the background sounds are read from a folder; name it with --noise-root"),
-        ({"dataset": "folder"}, "the source folder reads pictures from a folder; name it with --root"),
-        ({"overlay": "onlien"}, 'unknown --overlay "onlien"; did you mean "online"?'),
-        ({"overlay": "online", "repeats": 2}, "drawn anew at each reading, so --repeats stores nothing new"),
-        ({"dataset": "procedural", "overlay": "online"}, "procedural has no overlay, so it takes no --overlay"),
-        ({"image_size": 32}, "procedural_shapes does not come from a folder of pictures, so it takes no --image-size"),
-        ({"dataset": "folder", "image_size": 0}, "--image-size must be at least 1, got 0"),
-        ({"noise_volume": 0.1}, "procedural_shapes has no background sounds, so it takes no --noise-volume"),
+        ({"dataset": "spoken"}, "name it with --root"),
+        ({"dataset": "noise"}, "name it with --noise-root"),
+        ({"overlay": "onlien"}, 'did you mean "online"?'),
+        ({"overlay": "online", "repeats": 2}, "--repeats stores nothing new"),
+        ({"dataset": "procedural", "overlay": "online"}, "procedural has no overlay"),
+        ({"root": Path("x")}, "leave --root out"),
+        ({"source_options": {"image_size": 32}}, 'unknown key "image_size"'),
+        ({"dataset": "folder", "root": Path("x"), "source_options": {"image_size": 0}}, "image_size is 0"),
+        ({"dataset": "folder", "root": Path("x"), "source_options": {"test_share": 1}}, "test_share is 1"),
         (
-            {"dataset": "spoken_noise", "source": "procedural", "noise_crop": "last"},
-            'unknown crop "last"; valid are: first_or_last, random_offset',
+            {"dataset": "spoken", "source": "procedural", "source_options": {"test_speaker": "theo"}},
+            'unknown key "test_speaker"',
         ),
-        ({"dataset": "noise", "source": "procedural", "noise_volume": 2.0}, "the noise volume is 2.0; give a number"),
-        ({"dataset": "spoken", "source": "procedural", "test_speaker": "theo"}, "spoken does not come from fsdd, so"),
-        ({"dataset": "cifar10", "source": "foldr"}, 'the source "foldr"; did you mean "folder"?'),
-        ({"root": Path("x")}, "procedural data is generated, not read from x; leave --root out"),
-        ({"digits": "mnist"}, "procedural_shapes has no digits, so it takes no --digits"),
-        ({"overlay_layout": "tild"}, 'unknown --overlay-layout "tild"; did you mean "tiled"?'),
-        ({"dataset": "procedural", "overlay_layout": "tiled"}, "procedural has no overlay of pictures, so it takes no"),
-        ({"dataset": "procedural_digits", "digits": "mnst"}, 'unknown digits "mnst"; did you mean "mnist"?'),
-        ({"dataset": "folder", "root": Path("x"), "test_share": 0.2, "digits": "mnist"}, "folder has no digits, so"),
-        ({"dataset": "procedural_digits", "digits": "mnist"}, "name it with --digits-root, or choose --digits sklearn"),
+        ({"overlay_options": {"noise_volume": 0.1}}, 'unknown key "noise_volume"'),
+        ({"overlay_options": {"digits": "mnist"}}, 'unknown key "digits"'),
+        ({"overlay_options": {"layout": "tild"}}, 'layout is "tild"'),
+        ({"dataset": "procedural", "overlay_options": {"layout": "tiled"}}, "procedural has no overlay"),
+        ({"dataset": "procedural_digits", "overlay_options": {"digits": "mnst"}}, 'digits is "mnst"'),
+        ({"dataset": "procedural_digits", "overlay_options": {"digits": "mnist"}}, "name it with --digits-root"),
+        ({"dataset": "noise", "source": "procedural", "overlay_options": {"noise_crop": "last"}}, 'crop is "last"'),
+        ({"dataset": "noise", "source": "procedural", "overlay_options": {"noise_volume": 2.0}}, "noise_volume is 2"),
         ({"limit": 0}, "--limit must be at least 1, got 0"),
-        ({"repeats": 0}, "--repeats must be at least 1, got 0"),
         ({"seed": -1}, "--seed must be at least 0, got -1"),
-        ({"num_samples_per_shard": 0}, "--samples-per-shard must be at least 1, got 0"),
-        ({"num_workers": 0}, "--workers must be at least 1, got 0"),
     ],
 )
 def test_bad_arguments_are_named_with_the_mend(arguments: dict[str, object], message: str, tmp_path: Path) -> None:
@@ -756,13 +760,13 @@ def test_pictures_of_any_size_fit_with_an_image_size(tmp_path: Path) -> None:
         folder = tmp_path / "root" / "train" / f"{number % 2}"
         folder.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (width, height), (50 * number, 0, 0)).save(folder / f"{number}.png")
-    arguments = {"source": "folder", "root": tmp_path / "root", "image_size": 32}
+    arguments = {"source": "folder", "root": tmp_path / "root", "source_options": {"image_size": 32}}
     manifest = build_dataset("folder_letters", tmp_path / "out", **arguments)  # type: ignore[arg-type]
     assert (manifest.input_shape, manifest.num_samples) == ((3, 32, 32), 4)
     assert list(find_problems(tmp_path / "out")) == []
     build_dataset("folder", tmp_path / "clean", **arguments)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="was built with source folder, middle 32x32, not folder, middle 16x16"):
-        build_dataset("folder", tmp_path / "clean", **{**arguments, "image_size": 16})  # type: ignore[arg-type]
+        build_dataset("folder", tmp_path / "clean", **{**arguments, "source_options": {"image_size": 16}})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("drawn", ["baked", "online"])
@@ -772,9 +776,9 @@ def test_a_layout_is_part_of_what_was_built(drawn: str, tmp_path: Path) -> None:
         folder = tmp_path / "root" / "train" / f"{number % 2}"
         folder.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 256, (70, 90, 3), dtype=np.uint8)).save(folder / f"{number}.png")
-    arguments = {"root": tmp_path / "root", "image_size": 64, "overlay": drawn}
+    arguments = {"root": tmp_path / "root", "source_options": {"image_size": 64}, "overlay": drawn}
     manifests = {
-        layout: build_dataset("folder_shapes", tmp_path / layout, overlay_layout=layout, **arguments)  # type: ignore[arg-type]
+        layout: build_dataset("folder_shapes", tmp_path / layout, overlay_options={"layout": layout}, **arguments)  # type: ignore[arg-type]
         for layout in ("scaled", "tiled")
     }
     assert {layout: manifest.overlay.layout for layout, manifest in manifests.items() if manifest.overlay} == {
@@ -816,12 +820,18 @@ def test_shards_are_plain_tars_of_pngs(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_digits_come_from_the_default_that_fits_the_pictures(tmp_path: Path) -> None:
     assert "scikit-learn digits 0-1436" in open_dataset("procedural_digits").description
-    mnist = open_dataset("procedural_digits", split="test", digits="mnist_t10k", digits_root=archive("mnist"))
+    mnist = open_dataset(
+        "procedural_digits",
+        split="test",
+        overlay_options={"digits": "mnist_t10k", "digits_root": str(archive("mnist"))},
+    )
     assert "mnist t10k digits 8000-9999" in mnist.description
     for path in archive("mnist").glob("MNIST/raw/*"):
         (tmp_path / "MNIST" / "raw").mkdir(parents=True, exist_ok=True)
         for split in ("train", "t10k"):  # stands in for the training digits, which are not at hand
             (tmp_path / "MNIST" / "raw" / path.name.replace("t10k", split)).write_bytes(path.read_bytes())
     for digits, name in (("mnist", "mnist train digits"), ("mnist_test_for_test", "mnist test digits")):
-        opened = open_dataset("procedural_digits", split="test", digits=digits, digits_root=tmp_path)
+        opened = open_dataset(
+            "procedural_digits", split="test", overlay_options={"digits": digits, "digits_root": str(tmp_path)}
+        )
         assert name in opened.description

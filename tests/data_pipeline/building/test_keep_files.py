@@ -60,7 +60,7 @@ def contents_of(path: Path) -> list[tuple[str, bytes]]:
             "--overlay online",
         ),
         (["build", "folder", "--keep", "--root", "photos", "--overlay", "online"], "takes no --overlay"),
-        (["build", "folder", "--keep", "--root", "photos", "--digits", "sklearn"], "takes no --digits"),
+        (["build", "folder", "--keep", "--root", "photos", "--digits", "sklearn"], "no option digits"),
         (["build", "procedural", "--keep"], "of a folder"),
         (["build", "folder", "--keep"], "name it with --root"),
         (["build", "folder", "--keep", "--root", "photos", "--repeats", "2"], "leave out --repeats"),

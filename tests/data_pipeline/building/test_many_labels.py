@@ -117,7 +117,11 @@ def test_a_table_gives_each_picture_its_labels(
 def test_a_table_and_an_overlay_give_their_labels_together(tmp_path: Path, overlay: str) -> None:
     table, _ = hospital(tmp_path / "pics")
     manifest = build_dataset(
-        "folder_shapes", tmp_path / "out", root=tmp_path / "pics", labels=table, overlay=overlay, num_workers=1
+        "folder_shapes",
+        tmp_path / "out",
+        root=tmp_path / "pics",
+        source_options={"labels": str(table)},
+        overlay=overlay,
     )
     assert list(manifest.labels) == ["overlay", "sex", "site", "grade"]
     assert [label.given_by for label in manifest.labels.values()] == ["overlay", "source", "source", "source"]
@@ -134,7 +138,13 @@ def test_a_table_and_an_overlay_give_their_labels_together(tmp_path: Path, overl
 def test_labels_are_the_same_from_memory_from_the_shards_and_on_another_build(tmp_path: Path) -> None:
     table, _ = hospital(tmp_path / "pics")
     for out, size in (("one", 1_000), ("two", 5)):
-        build_dataset("folder", tmp_path / out, root=tmp_path / "pics", labels=table, num_samples_per_shard=size)
+        build_dataset(
+            "folder",
+            tmp_path / out,
+            root=tmp_path / "pics",
+            source_options={"labels": str(table)},
+            num_samples_per_shard=size,
+        )
     one, two = SampleStore(tmp_path / "one"), SampleStore(tmp_path / "two")
     streamed = decode(one, np.arange(len(one))).labels
     for whole in (
@@ -149,10 +159,10 @@ def test_labels_are_the_same_from_memory_from_the_shards_and_on_another_build(tm
         }
     before = one.manifest.how_made.source_sha256
     table.write_text(table.read_text().replace("Ulm", "Jena"))
-    again = build_dataset("folder", tmp_path / "three", root=tmp_path / "pics", labels=table)
+    again = build_dataset("folder", tmp_path / "three", root=tmp_path / "pics", source_options={"labels": str(table)})
     assert again.how_made.source_sha256 != before
     with pytest.raises(UserError, match="was built from other data"):
-        build_dataset("folder", tmp_path / "one", root=tmp_path / "pics", labels=table)
+        build_dataset("folder", tmp_path / "one", root=tmp_path / "pics", source_options={"labels": str(table)})
 
 
 def test_without_a_split_a_share_of_each_group_is_drawn(tmp_path: Path) -> None:
@@ -241,8 +251,8 @@ def test_a_picture_twice_or_without_a_base_label_and_a_missing_table_are_told(tm
         PictureTable(tmp_path, table, split="train")
     with pytest.raises(UserError, match="cannot be read as a csv file"):
         PictureTable(tmp_path, tmp_path / "other.csv", split="train")
-    with pytest.raises(UserError, match=r"does not come from a folder of pictures, so it takes no --labels"):
-        build_dataset("procedural", tmp_path / "out", labels=table)
+    with pytest.raises(UserError, match='unknown key "labels"'):
+        build_dataset("procedural", tmp_path / "out", source_options={"labels": str(table)})
 
 
 @pytest.mark.parametrize("again", ["./d/a.png", "d//a.png", "d/./a.png", "{root}/d/a.png"])

@@ -12,7 +12,6 @@ import string
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -768,11 +767,8 @@ def dominoes() -> Dominoes:
     return Dominoes.open(overlay_inputs("dominoes"))
 
 
-def overlay_inputs(kind: str) -> OverlayInputs:
-    def read_digits(split: str) -> DigitSource:
-        return sklearn_digits(split=split)
-
-    return OverlayInputs(kind=kind, shape=(3, 32, 32), split="train", read_digits=read_digits)
+def overlay_inputs(name: str, **options: str) -> OverlayInputs:
+    return OverlayInputs(name=name, shape=(3, 32, 32), split="train", options={"digits": "sklearn", **options})
 
 
 # --- saved and read back
@@ -785,8 +781,8 @@ SAVED: dict[str, Callable[[], Overlay]] = {
     "bits": Bits,
     "colours": partial(Colours, correlation=0.5),
     "dominoes": dominoes,
-    "second_digit": lambda: SecondDigit.open(replace(overlay_inputs("second_digit"), options={"size": "20"})),
-    "tiled_digit": lambda: TiledDigit.open(replace(overlay_inputs("tiled_digit"), options={"blend": "opaque"})),
+    "second_digit": lambda: SecondDigit.open(overlay_inputs("second_digit", size="20")),
+    "tiled_digit": lambda: TiledDigit.open(overlay_inputs("tiled_digit", blend="opaque")),
 }
 
 

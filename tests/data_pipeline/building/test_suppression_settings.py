@@ -58,9 +58,8 @@ def opened(
         kind,
         shape=shape,
         split="train",
-        digits="sklearn" if kind == "dominoes" else None,
         class_counts={BASE: counts} if counts else {},
-        options=options,
+        options={"digits": "sklearn", **options} if kind == "dominoes" else options,
     )
 
 
@@ -97,26 +96,21 @@ def test_options_are_checked_and_stand_in_the_file_and_in_the_manifest(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("dataset", "choices", "message"),
+    ("dataset", "options", "message"),
     [
-        ("procedural_bits", {"overlay_options": {"bit": 3}}, 'of the overlay bits: unknown key "bit"; did you'),
-        ("procedural_bits", {"overlay_options": {"bits": 33}}, "bits is 33; it must be"),
-        ("procedural_bits", {"overlay_options": {"bits": "-1"}}, 'bits is "-1"; it must be'),
-        ("procedural_bits", {"overlay_options": {"bits": "ten"}}, 'bits is "ten"; it must be'),
-        ("procedural_colours", {"overlay_options": {"correlation": 1.5}}, "correlation is 1.5; it must be"),
-        ("procedural_dominoes", {"overlay_options": {"correlation": "nan"}}, 'correlation is "nan"; it must be'),
-        ("procedural_dominoes", {"overlay_options": {"digit": "left"}}, 'digit is "left"; it must be'),
-        ("procedural_shapes", {"overlay_options": {"bits": 3}}, "of the overlay shapes: unknown key"),
-        ("procedural", {"overlay_options": {"bits": 3}}, "has no overlay of pictures, so it takes no --overlay-option"),
-        ("procedural", {"source_options": {"kind": "x"}}, "of the source procedural: unknown key"),
-        ("procedural_bits", {"overlay_layout": "tiled"}, "the overlay bits has one layout, so it takes no"),
-        ("procedural_bits", {"digits": "sklearn"}, "procedural_bits has no digits, so it takes no --digits"),
-        ("spoken", {"source": "procedural", "source_options": {"a": 1}}, "has no source with options, so it takes no"),
+        ("procedural_bits", {"bit": 3}, 'unknown key "bit"'),
+        ("procedural_bits", {"bits": 33}, "bits is 33"),
+        ("procedural_bits", {"bits": "ten"}, 'bits is "ten"'),
+        ("procedural_bits", {"layout": "tiled"}, 'unknown key "layout"'),
+        ("procedural_colours", {"correlation": 1.5}, "correlation is 1.5"),
+        ("procedural_dominoes", {"digit": "left"}, 'digit is "left"'),
+        ("procedural_shapes", {"bits": 3}, 'unknown key "bits"'),
+        ("procedural", {"bits": 3}, "procedural has no overlay"),
     ],
-)  # fmt: skip
-def test_wrong_options_are_named(dataset: str, choices: dict[str, Any], message: str, tmp_path: Path) -> None:
+)
+def test_wrong_options_are_named(dataset: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
-        build_dataset(dataset, tmp_path / "out", limit=10, overlay=None, **choices)
+        build_dataset(dataset, tmp_path / "out", limit=10, overlay_options=options)
     assert message in str(error.value)
     assert not (tmp_path / "out").exists()
 

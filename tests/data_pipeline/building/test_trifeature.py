@@ -143,11 +143,7 @@ def test_a_shape_has_its_size_and_lies_in_the_picture(size: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"correlation": 1.5}, "the correlation is 1.5; give a number from 0 to 1"),
-        ({"correlation": float("nan")}, "the correlation is nan; give a number from 0 to 1"),
         ({"correlated": ("colours",)}, 'only texture and colour can follow the shape, not "colours"; did you mean'),
-        ({"correlated": ()}, "name each label once, as in texture,colour"),
-        ({"correlated": ("colour", "colour")}, "correlated is 'colour,colour'; name each label once"),
         ({"image_size": 32}, "trifeature draws pictures of 48 pixels or more, not of 32; give a larger --image-size"),
     ],
 )
@@ -175,7 +171,7 @@ def test_trifeature_is_a_dataset_of_three_labels(tmp_path: Path) -> None:
 
 
 def test_trifeature_takes_overlays_and_no_root(tmp_path: Path) -> None:
-    manifest = build_dataset("trifeature_letters", tmp_path / "letters", limit=10, image_size=48)
+    manifest = build_dataset("trifeature_letters", tmp_path / "letters", limit=10, source_options={"image_size": 48})
     assert set(manifest.labels) == {"base", "texture", "colour", "overlay"}
     with pytest.raises(UserError, match=r"trifeature data is generated, not read from .*; leave --root out"):
         build_dataset("trifeature", tmp_path / "x", root=tmp_path)

@@ -113,22 +113,24 @@ def test_a_folder_without_splits_is_refused_unless_a_test_share_is_given(tmp_pat
         ):
             build_dataset("folder", tmp_path / "out", root=root, split=split)
     for share in (0.0, 1.0, -0.2, 20.0):
-        with pytest.raises(UserError, match=r"--test-share is .*; give a share between 0 and 1, such as 0\.2"):
-            build_dataset("folder", tmp_path / "out", root=root, test_share=share)
+        with pytest.raises(UserError, match="test_share is"):
+            build_dataset("folder", tmp_path / "out", root=root, source_options={"test_share": share})
 
 
 def test_a_test_share_that_is_not_needed_is_refused(tmp_path: Path) -> None:
     write_pictures(tmp_path / "root" / "test", num=3)
     with pytest.raises(UserError, match="root has a folder test, so it takes no --test-share; leave it out"):
-        build_dataset("folder", tmp_path / "out", root=tmp_path / "root", split="test", test_share=0.2)
-    with pytest.raises(UserError, match="procedural does not come from a folder of pictures, so it takes no --test-sh"):
-        build_dataset("procedural", tmp_path / "out", test_share=0.2)
+        build_dataset(
+            "folder", tmp_path / "out", root=tmp_path / "root", split="test", source_options={"test_share": 0.2}
+        )
 
 
 def test_both_splits_of_a_cut_folder_are_all_pictures_once_and_say_how_they_were_cut(tmp_path: Path) -> None:
     root = write_pictures(tmp_path / "root", num=20)
     for split in ("train", "test"):
-        build_dataset("folder_shapes", tmp_path / split, root=root, split=split, test_share=0.2, seed=3)
+        build_dataset(
+            "folder_shapes", tmp_path / split, root=root, split=split, source_options={"test_share": 0.2}, seed=3
+        )
     train, test = (load_manifest(tmp_path / split) for split in ("train", "test"))
     assert (train.labels["base"].counts, test.labels["base"].counts) == ((16, 16), (4, 4))
     assert train.how_made.source == "folder, test share 0.2 (8 of 40 pictures) by seed 3 and rule 2"
@@ -224,9 +226,9 @@ def test_a_build_does_not_go_on_with_the_split_of_another_rule(tmp_path: Path, m
     root = write_pictures(tmp_path / "root", num=10)
     with monkeypatch.context() as patch:
         patch.setattr("data_pipeline.sources.folder._SPLIT_RULE", 1)
-        build_dataset("folder", tmp_path / "out", root=root, test_share=0.2)
+        build_dataset("folder", tmp_path / "out", root=root, source_options={"test_share": 0.2})
     with pytest.raises(UserError, match=r"was built with source .* and rule 1, not .* and rule 2;"):
-        build_dataset("folder", tmp_path / "out", root=root, test_share=0.2)
+        build_dataset("folder", tmp_path / "out", root=root, source_options={"test_share": 0.2})
 
 
 def test_a_share_that_leaves_a_class_empty_names_it(tmp_path: Path) -> None:

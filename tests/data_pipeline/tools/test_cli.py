@@ -18,6 +18,7 @@ from data_pipeline.__main__ import main
 from data_pipeline.building.catalogue import DATASETS, open_dataset
 from data_pipeline.building.datasets import (
     DIGITS,
+    NOISE_VOLUME,
     PICTURE_OVERLAYS,
     PICTURES,
     SOURCE_SUMMARIES,
@@ -26,6 +27,7 @@ from data_pipeline.building.datasets import (
 )
 from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.overlays import PixelOverlay
+from data_pipeline.overlays.noise import NoiseOptions
 from data_pipeline.overlays.registry import OVERLAYS, find_overlay
 from data_pipeline.sources.audiomnist import TEST_SPEAKERS
 from data_pipeline.sources.digits import MnistKind
@@ -263,3 +265,4 @@ def test_the_help_names_what_the_overlays_and_sources_offer() -> None:
     assert [kind for kind in OVERLAYS if issubclass(find_overlay(kind), PixelOverlay)] == [*PICTURE_OVERLAYS]
     assert (*get_args(MnistKind), "sklearn") == DIGITS
     assert TEST_SPEAKER == DEFAULT_TEST_SPEAKER
+    assert NoiseOptions().noise_volume == NOISE_VOLUME

@@ -316,7 +316,9 @@ def test_test_samples_without_any_label_count_as_those_that_lack_a_label(
             lines.append(f"{split}{number}.png,{split},{labels}")
     (root / "labels.csv").write_text("\n".join(lines) + "\n")
     for split in ("train", "test"):
-        build_dataset("folder", tmp_path / split, root=root, labels=root / "labels.csv", split=split)
+        build_dataset(
+            "folder", tmp_path / split, root=root, source_options={"labels": str(root / "labels.csv")}, split=split
+        )
     run_dir = make_run(tmp_path / "run", tmp_path, global_batch_size=16)
     if streams:
         monkeypatch.setattr(features, "_bytes_drawn", lambda _: 1 << 60)

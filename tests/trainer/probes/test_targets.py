@@ -27,7 +27,7 @@ from trainer.run_dir import RunDir
 from trainer.train import train
 
 TWO_DIGITS, TILED = "placed_digits_second_digit", "procedural_tiled_digit"
-SMALL = {"digit_size": "12", "kind": "sklearn"}
+SMALL = {"digit_size": "12", "kind": "sklearn", "image_size": "32"}
 
 
 PNG = io.BytesIO()
@@ -35,8 +35,11 @@ Image.new("RGB", (16, 16)).save(PNG, "PNG")
 
 
 def built(directory: Path, dataset: str, split: Any, *, num: int = 8, **settings: Any) -> Manifest:
-    given: dict[str, Any] = {"image_size": 32, "source_options": SMALL} if dataset == TWO_DIGITS else {}
-    build_dataset(dataset, directory, split=split, limit=num, overlay="online", digits="sklearn", **given | settings)
+    given: dict[str, Any] = {"source_options": SMALL} if dataset == TWO_DIGITS else {}
+    options = {"digits": "sklearn", **settings.pop("overlay_options", {})}
+    build_dataset(
+        dataset, directory, split=split, limit=num, overlay="online", overlay_options=options, **given | settings
+    )
     return load_manifest(directory)
 
 
@@ -113,9 +116,9 @@ def test_options_of_the_source_and_the_seed_of_chosen_digits_are_compared(tmp_pa
 
 
 def test_the_volume_and_the_recordings_of_background_sounds_are_compared(tmp_path: Path) -> None:
-    def heard(name: str, split: str, **settings: Any) -> Manifest:
+    def heard(name: str, split: str, **options: Any) -> Manifest:
         arguments: dict[str, Any] = {"source": "procedural", "split": split, "limit": 6, "overlay": "online"}
-        return build_dataset("spoken_noise", tmp_path / name, **arguments | settings)
+        return build_dataset("spoken_noise", tmp_path / name, overlay_options=options, **arguments)
 
     train_set, test_set = heard("train", "train"), heard("test", "test")
     assert option_difference(train_set, test_set) is None  # though the test split hears other parts
@@ -127,7 +130,7 @@ def test_the_volume_and_the_recordings_of_background_sounds_are_compared(tmp_pat
     for seed, name in enumerate(FILE_NAMES):
         points = np.random.default_rng(seed).integers(-999, 999, 16_000).astype(np.int16)
         (recordings / name).write_bytes(encode_wav(points, sample_rate=8_000))
-    found = option_difference(train_set, heard("recorded", "test", noise_root=recordings))
+    found = option_difference(train_set, heard("recorded", "test", noise_root=str(recordings)))
     assert found is not None
     assert found.startswith("the overlay's noise_sha256 is ")
 
