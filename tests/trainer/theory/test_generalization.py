@@ -23,7 +23,6 @@ from trainer.theory.generalization import identities as generalization_identitie
 from trainer.theory.generalization.bound import (
     BoundSettings,
     Samples,
-    centre_condition,
     concentration,
     draw_samples,
     largest_overlap,
@@ -62,7 +61,6 @@ from trainer.theory.generalization.experiment import (
 from trainer.theory.generalization.identities import (
     IdentitySettings,
     centre_moment,
-    linear_divergence,
     measure_identities,
 )
 
@@ -103,9 +101,7 @@ def random_units(*shape: int, seed: int = 0) -> Tensor:
 
 def test_identities_hold() -> None:
     found = measure_identities(IdentitySettings(batch_size=12, dim=5, num_classes=4), seeds=range(3), device=CPU)
-    assert set(verdicts(measure_identity_claims(found), tolerance=1e-12, greatest_ratio=1 + 1e-12).values()) == {
-        "holds"
-    }
+    assert set(verdicts(measure_identity_claims(found)).values()) == {"holds"}
 
 
 def test_a_wrong_identity_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,24 +115,11 @@ def test_a_wrong_identity_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None
     found = measure_identities(settings, seeds=range(3), device=CPU)
     found["alignment_lemma"] *= 2
     found["centre_moment"] = found["centre_moment"] + 1
-    wrong = verdicts(measure_identity_claims(found), tolerance=1e-12, greatest_ratio=1 + 1e-12)
+    wrong = verdicts(measure_identity_claims(found))
     assert wrong["the cross-correlation loss splits"] == "does not hold"
     assert wrong["moment of the centres"] == "does not hold"
     assert wrong["alignment from the cross-correlation loss"] == "does not hold"
     assert wrong["InfoNCE splits"] == wrong["the linear loss wants mean zero"] == "holds"
-
-
-def test_the_deviation_of_the_linear_loss_is_relative(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: a second term that is half too large."""
-    z_a_BD, z_b_BD = random_units(12, 8), random_units(12, 8, seed=1)
-
-    def too_large(u_BD: Tensor, v_BD: Tensor, *, divergence_weight: float) -> ObjectiveOutput:
-        loss = divergence_weight * (1.5 * len(u_BD) * u_BD.mean(0).square().sum() - 1) / (len(u_BD) - 1)
-        return ObjectiveOutput(loss, {})
-
-    assert linear_divergence(z_a_BD, z_b_BD) < 1e-13
-    monkeypatch.setattr(generalization_identities, "linear_loss", too_large)
-    assert linear_divergence(z_a_BD, z_b_BD).item() == pytest.approx(0.5)
 
 
 def test_the_moment_of_the_centres_is_algebra() -> None:
@@ -235,13 +218,6 @@ def test_population_equals_plain_loops() -> None:
     torch.testing.assert_close(found.centre_MKD, z_MKNAD.mean((2, 3)))
     greatest = max((a @ b).item() for a, b in itertools.permutations(found.centre_MKD[1], 2))
     assert closest_centres(found.centre_MKD)[1].item() == pytest.approx(greatest)
-
-
-def test_rank_counts_directions() -> None:
-    """Views that spread equally over 3 of 6 directions have rank 3."""
-    signed = torch.cat([torch.eye(6, dtype=torch.float64)[:3], -torch.eye(6, dtype=torch.float64)[:3]])
-    z_MKNAD = signed.view(1, 3, 1, 2, 6)
-    assert population_of(z_MKNAD).rank_M.item() == pytest.approx(3)
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.05, 0.3, 3.0])
@@ -473,18 +449,6 @@ def test_a_cell_is_the_theorem_term_by_term() -> None:
     assert cells["bound"].item() == pytest.approx(min(bounds), abs=1e-9)
     assert cells["met"].item()
     assert len(bounds) > 1
-
-
-def test_the_condition_is_the_papers() -> None:
-    """For rho = 0.08, sqrt(2 rho) is 0.4."""
-    rho, shrinkage = (torch.tensor(value, dtype=torch.float64) for value in (0.08, 0.1))
-    assert centre_condition(rho, centre_shrinkage=shrinkage).item() == pytest.approx(1 - 0.08 - 0.4 - 0.05)
-
-
-def test_cells_of_a_seed_do_not_depend_on_the_others() -> None:
-    both, one = (measure_cells(TINY_BOUND, seeds=seeds, device=CPU) for seeds in ((0, 1), (1,)))
-    torch.testing.assert_close(both["bound"][1:], one["bound"])
-    torch.testing.assert_close(both["slack"][1:], one["slack"])
 
 
 def test_verdicts_of_planted_cells() -> None:

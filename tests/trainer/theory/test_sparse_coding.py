@@ -14,7 +14,6 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from trainer.theory.sparse_coding.model import (
     TRAINING,
-    Learners,
     Trained,
     contrast,
     draw_atoms,
@@ -25,7 +24,6 @@ from trainer.theory.sparse_coding.model import (
     measure_atoms,
     new_learners,
     raise_bias,
-    soft_threshold,
     train,
 )
 from trainer.theory.sparse_coding.probes import measure_growth
@@ -96,14 +94,6 @@ def test_masked_views_share_no_coordinate_and_sum_to_twice_the_example() -> None
     assert (first != 0).double().mean().item() == pytest.approx(0.5, abs=0.03)
 
 
-def test_share_of_masked_positives() -> None:
-    x_SBP = torch.randn(1, 2000, 20)
-    first, second = masked_views(x_SBP, keys_of(0), mask_share=0.25)
-    plain = (first == x_SBP).all(-1)
-    assert torch.equal(second[plain], x_SBP[plain])
-    assert plain.double().mean().item() == pytest.approx(0.75, abs=0.03)
-
-
 def test_growth_matrix_of_evenly_spread_atoms() -> None:
     atoms_SDP = draw_atoms(keys_of(0), num_features=16, num_pixels=256, kind="even")
     with_mask = growth_matrix(atoms_SDP, probability=0.1, noise_variance=0.1)
@@ -136,12 +126,6 @@ def test_measured_growth_agrees_with_the_closed_form() -> None:
         for name in ("along", "across"):
             closed_S, sampled_S = found[name], found[f"{name}_sampled"]
             torch.testing.assert_close(sampled_S, closed_S, rtol=0.05, atol=0)
-
-
-def test_soft_threshold_is_the_difference_of_two_relus() -> None:
-    u, bias = torch.randn(100, 5), torch.rand(5)
-    torch.testing.assert_close(soft_threshold(u, bias), relu(u - bias) - relu(-u - bias))
-    assert torch.equal(soft_threshold(u, torch.zeros(5)), u)
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
@@ -291,35 +275,17 @@ def test_arms_start_from_the_same_weights_and_see_the_same_examples() -> None:
         assert torch.equal(weights_SAMP[:, 0], weights_SAMP[:, 1])
 
 
-def test_full_theta_formulas_of_the_default() -> None:
-    problem = problem_of(SparseCodingSettings())
-    assert problem.feature_probability == pytest.approx(0.0637, abs=1e-4)
-    assert problem.noise_variances == pytest.approx((0.1041,), abs=1e-4)
-    assert (problem.bias_first, problem.bias_cap) == pytest.approx((0.2, 0.45))
-    assert (problem.num_pixels, problem.num_neurons) == (512, 64)
-
-
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("pixels_per_feature=0", "pixels_per_feature"),
         ("growth_pixels=16", "growth_pixels"),
         ("label_counts=[64, 32]", "label_counts"),
-        ("study=noises", "study"),
-        ("noise_variances=[]", "noise_variances"),
-        ("pixel_counts=[]", "pixel_counts"),
-        ("feature_counts=[]", "feature_counts"),
         ("nose_variance=1", "noise_variance"),
     ],
 )
 def test_mistakes_in_settings_are_named(text: str, named: str) -> None:
     with pytest.raises(UserError, match=named):
         SparseCodingSettings().override([text], where="sparse_coding")
-
-
-def test_fewer_pixels_than_atoms_are_refused() -> None:
-    with pytest.raises(UserError, match="16 atoms do not fit 8 pixels"):
-        SparseCodingSettings().override(["study=pixels", "pixel_counts=[8]"], where="sparse_coding")
 
 
 @pytest.mark.parametrize(
@@ -336,10 +302,3 @@ def test_even_atoms_need_more_pixels_than_there_are_atoms(pixels: int, refusal: 
     SparseCodingSettings().override([*size, "atoms=even"], where="sparse_coding")
     atoms_SDP = draw_atoms(keys_of(0), num_features=16, num_pixels=pixels, kind="even")
     torch.testing.assert_close(atoms_SDP @ atoms_SDP.mT, torch.eye(16).double()[None], atol=1e-12, rtol=0)
-
-
-def test_learners_keep_their_arms_apart() -> None:
-    learners: Learners = new_learners([MASK_BIAS, MASK_LINEAR], torch.randn(2, 3, 5))
-    x_SBP = torch.randn(2, 4, 5)
-    expected = torch.einsum("sbp,samp->sabm", x_SBP, learners.weights_by_arm)
-    torch.testing.assert_close(learners.project(x_SBP), expected)

@@ -58,7 +58,7 @@ class ClaimRow(Schema):
 
     `name`, `statement` and `measured` may hold names in braces. `judge_rows` replaces them by words of the measurement.
     At least one of the bounds `at_least` and `at_most` is given. A bound is a number, or the name of the word that
-    holds the number, such as a tolerance of the settings.
+    holds the number.
     """
 
     name: str

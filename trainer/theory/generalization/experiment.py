@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from data_pipeline.core.schema import Count, LearningRate, PositiveFactor
-from trainer.theory.framework.claim import mean_entries, t_bounds
+from trainer.theory.framework.claim import mean_entries
 from trainer.theory.framework.experiment import (
     Experiment,
     Outcome,
@@ -29,7 +29,7 @@ from trainer.theory.framework.experiment import (
     on_cpu,
     require_finite,
 )
-from trainer.theory.framework.figures import COLORS, Curve, Map, Panel, draw
+from trainer.theory.framework.figures import Curve, Map, Panel, draw
 from trainer.theory.generalization import claims, divergence
 from trainer.theory.generalization.bound import BoundSettings, measure_cells
 from trainer.theory.generalization.encoders import (
@@ -52,7 +52,6 @@ class GeneralizationSettings(TheorySettings):
     trained if its `training_progress` is `trained_share` or more.
     """
 
-    kind: Literal["generalization"] = "generalization"
     studies: tuple[Study, ...] = Field(default=get_args(Study), min_length=1)
     identities: IdentitySettings = IdentitySettings()
     encoders: EncoderSettings = EncoderSettings()
@@ -71,8 +70,7 @@ def run(settings: GeneralizationSettings, device: torch.device) -> Outcome:
 def check_identities(settings: GeneralizationSettings, device: torch.device) -> Outcome:
     """Check the identities in the paper's proofs."""
     found = on_cpu(measure_identities(settings.identities, seeds=settings.seeds, device=device))
-    tolerance = settings.identities.relative_tolerance
-    return Outcome(claims.measure_identities(found), {"tolerance": tolerance, "greatest_ratio": 1 + tolerance})
+    return Outcome(claims.measure_identities(found))
 
 
 def check_encoders(settings: GeneralizationSettings, device: torch.device) -> Outcome:
@@ -80,11 +78,6 @@ def check_encoders(settings: GeneralizationSettings, device: torch.device) -> Ou
     measured = in_blocks(
         settings.seeds, settings.encoders.seeds_at_once, lambda seeds: _train_and_measure(settings, seeds, device)
     )
-    return conclude_on_encoders(settings, measured)
-
-
-def conclude_on_encoders(settings: GeneralizationSettings, measured: Mapping[str, Tensor]) -> Outcome:
-    """Return the outcome from the measures of `check_encoders`, (S, O, ...)."""
     objectives, trained = settings.encoders.objectives, settings.trained_share
     names = [objective.name for objective in objectives]
     require_finite(measured["loss"], "encoders.learning_rate", settings.encoders.learning_rate)
@@ -98,9 +91,7 @@ def conclude_on_encoders(settings: GeneralizationSettings, measured: Mapping[str
         **claims.measure_theorems(measured, info_nce_at_1=at_1, barlow=barlow, trained=trained),
         **claims.measure_classifiers(names, measured),
     }
-    picture = draw(_encoder_panels(settings, names, measured), num_columns=2, panel_size=(4.6, 3.2))
-    table = _encoder_table(names, measured)
-    return Outcome(judged, {}, {"generalization_encoders": picture}, {"encoders": table})
+    return Outcome(judged, tables={"encoders": _encoder_table(names, measured)})
 
 
 def check_bound(settings: GeneralizationSettings, device: torch.device) -> Outcome:
@@ -211,46 +202,6 @@ def _bound_table(bound: BoundSettings, cells: Tensors) -> dict[str, Any]:
         "cells_that_do_not_meet_it_and_exceed_the_bound": int((~met & (error > cells["unconditional"] + 1e-9)).sum()),
         "grid": rows,
     }
-
-
-def _encoder_panels(
-    settings: GeneralizationSettings, names: Sequence[str], measured: Mapping[str, Tensor]
-) -> list[Panel]:
-    """Return four panels: training progress against steps, rank, closest centres with their bounds, and errors."""
-    gone_SOL = training_progress(settings, measured["loss"])
-    steps = [max(1, settings.encoders.log_every * at) for at in range(gone_SOL.shape[-1])]
-    training = [
-        Curve(steps, gone_SOL[:, at].mean(0), f"{at + 1} {name}", at, "-" if at < len(COLORS) else "--")
-        for at, name in enumerate(names)
-    ]
-    by_number = "loss, numbered as in the first panel"
-    trivial = Curve([1, len(names)], [1, 1], "trivial", len(COLORS) - 1, ":")
-    products = [
-        *_dots(measured["closest"], "measured", 0),
-        *_dots(measured["theorem_3_sharpened"], "Theorem 3, sharpened", 1, shift=0.12),
-        *_dots(measured["theorem_4_sharpened"], "Theorem 4, sharpened", 2, shift=0.24),
-        trivial,
-    ]
-    errors = [
-        *_dots(measured["nearest_centre_error"], "nearest centre", 0),
-        *_dots(measured["linear_error"], "linear classifier", 1, shift=0.12),
-    ]
-    rank = _dots(measured["rank"], "", 0)
-    return [
-        Panel("Loss: share of the way to its floor", "step", "share", training, y_range=(0, 1.8), log_x=True),
-        Panel("Effective rank of the embeddings", by_number, "rank", rank, y_range=(0, None)),
-        Panel("Closest two centres, and bounds", by_number, "greatest mu_k.mu_l", products, y_range=(-0.3, 3)),
-        Panel("Test error", by_number, "error", errors, y_range=(0, None)),
-    ]
-
-
-def _dots(values_SO: Tensor, label: str, color: int, *, shift: float = 0) -> list[Curve]:
-    """Return a dot for every objective, at its number + `shift`, with a bar for the t-interval of its mean."""
-    mean_O, low_O, high_O = t_bounds(values_SO)
-    places = [at + 1 + shift for at in range(len(mean_O))]
-    bounds = zip(places, low_O.tolist(), high_O.tolist(), strict=True)
-    bars = [Curve([x, x], [low, high], "", color) for x, low, high in bounds]
-    return [Curve(places, mean_O, label, color, "", "o"), *bars]
 
 
 def _bound_panels(bound: BoundSettings, cells: Tensors) -> list[Panel | Map]:

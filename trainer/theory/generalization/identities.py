@@ -32,7 +32,6 @@ class IdentitySettings(Schema):
     dim: TwoOrMore = 16
     num_classes: TwoOrMore = 10
     view_sd: PositiveFactor = 0.5
-    relative_tolerance: PositiveFactor = 1e-12
 
 
 def info_nce_split(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:

@@ -1,19 +1,18 @@
-"""Make the panels of the linear model: gains of Theorem 4.1, trainings by step and by setting, and errors.
+"""Make the panels of the linear model: gains of Theorem 4.1, and trainings by step.
 
 Shapes: S seeds, A arms, T steps, P and Q states of two features, C correlations of the other feature.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainer.theory.framework.experiment import Tensors
-from trainer.theory.framework.figures import Curve, Map, Panel, mean_curve
-from trainer.theory.linear_contrastive.settings import ErrorSettings, TheoremSettings, TrainingSettings
+from trainer.theory.framework.figures import Map, Panel, mean_curve
+from trainer.theory.linear_contrastive.settings import TheoremSettings, TrainingSettings
 
 
 def theorem_panels(theorem: TheoremSettings, point: Tensors, grid: Tensors) -> list[Panel | Map]:
@@ -91,55 +90,3 @@ def training_panels(training: TrainingSettings, found: Mapping[str, Tensors]) ->
             bottom = (0, None) if name != "p_positive_AST" else (0, 1.02)
             panels.append(Panel(title, "step", y_label, curves, (training.noise_from_step,), bottom))
     return panels
-
-
-def sweep_panels(training: TrainingSettings, found: Mapping[str, Tensors]) -> list[Panel]:
-    """Return panels of the angle after the last step against the correlation, the number of features and the noise."""
-    num, by_weak, by_beta = len(training.weak_correlations), found["weak_correlation"], found["noise"]
-    base, betas = training.two_of(by_beta), training.betas
-    counts = sorted({training.num_dominant, *training.fewer_dominant})
-    by_count = [base if n == training.num_dominant else found[f"dominant_{n}"] for n in counts]
-
-    def last(history: Tensors, name: str) -> Tensor:
-        return history[name][:, :, -1]
-
-    def panel(title: str, x_label: str, x: Sequence[float], lines: Mapping[str, Tensor], color: int = 0) -> Panel:
-        curves = [
-            mean_curve(x, last_PS.T, label, at, marker="o") for at, (label, last_PS) in enumerate(lines.items(), color)
-        ]
-        return Panel(
-            title, x_label, "angle after the last step (degrees)", curves, y_range=(0, None), log_x=x is counts
-        )
-
-    noise = f"noise, beta {training.noise_beta:g}"
-    weak_AS = last(by_weak, "weak_AST")
-    weak_counts = torch.stack([last(history, "weak_AST") for history in by_count])
-    weak, dominant = (last(by_beta, name)[: len(betas)] for name in ("weak_AST", "dominant_AST"))
-    return [
-        panel(
-            "Weak feature against its correlation",
-            "correlation of the weak feature",
-            training.weak_correlations,
-            {"no noise": weak_AS[:num], noise: weak_AS[num:]},
-        ),
-        panel(
-            "Weak feature against the number of others",
-            "number of dominant features",
-            counts,
-            {"no noise": weak_counts[:, 0], noise: weak_counts[:, 1]},
-        ),
-        panel(
-            "Both against the noise",
-            "beta (1: no noise; 0: all noise)",
-            betas,
-            {"weak feature": weak, "dominant, mean": dominant},
-            color=2,
-        ),
-    ]
-
-
-def error_panel(error: ErrorSettings, error_SP: Tensor) -> Panel:
-    """Return the counted errors and the line of Lemma E.1 in one panel."""
-    measured = mean_curve(error.angles_degrees, error_SP, "counted", 1, style="", marker="o")
-    line = Curve((0, 90), (0, 0.5), "angle / pi")
-    return Panel("Test error of a feature against its angle", "angle (degrees)", "test error", [line, measured])

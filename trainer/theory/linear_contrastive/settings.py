@@ -119,8 +119,6 @@ class TrainingSettings(Schema):
         Variation(setting="learning_rate", value=0.1),
         Variation(setting="initial_scale", value=1),
     )
-    cost_at_most_degrees: Factor = 2
-    p_drop_at_least: Share = 0.2
 
     @model_validator(mode="after")
     def _within(self) -> Self:
@@ -157,7 +155,6 @@ class ErrorSettings(Schema):
 
     angles_degrees: tuple[Angle, ...] = Field(default=(0, 5, 15, 30, 45, 60, 75, 85, 90), min_length=1)
     num_samples_a_seed: Count = 200_000
-    tolerance: PositiveFactor = 0.002
 
 
 class GradientSettings(Schema):
@@ -166,13 +163,11 @@ class GradientSettings(Schema):
     num_pairs: TwoOrMore = 16
     num_features: Count = 5
     dim: TwoOrMore = 10
-    relative_tolerance: PositiveFactor = 1e-12
 
 
 class LinearContrastiveSettings(TheorySettings):
     """Settings of the experiment. `studies` names the sections to compute and judge."""
 
-    kind: Literal["linear_contrastive"] = "linear_contrastive"
     num_seeds: TwoOrMore = 16
     studies: tuple[Study, ...] = Field(default=get_args(Study), min_length=1)
     gradient: GradientSettings = GradientSettings()

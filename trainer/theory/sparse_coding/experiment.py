@@ -16,14 +16,13 @@ from typing import Any
 import torch
 
 from trainer.theory.framework.experiment import Experiment, Outcome, Tensors, in_blocks, on_cpu, require_finite
-from trainer.theory.framework.figures import Curve, Map, Panel, draw, mean_curve
+from trainer.theory.framework.figures import Curve, Panel, draw, mean_curve
 from trainer.theory.sparse_coding.claims import ArmMetrics, measure_arms, measure_gaps, measure_growth_claims
 from trainer.theory.sparse_coding.model import train
 from trainer.theory.sparse_coding.probes import measure, measure_growth
 from trainer.theory.sparse_coding.settings import (
     MASK_BIAS,
     NONE_BIAS,
-    LearnerKind,
     Problem,
     SparseCodingSettings,
     problems,
@@ -142,29 +141,7 @@ def _arm_figures(arms: ArmMetrics, settings: SparseCodingSettings) -> dict[str, 
     return {
         "sparse_training": draw(training, num_columns=2),
         "sparse_labels": draw(labels, num_columns=2, panel_size=(4.2, 3.3)),
-        "sparse_atoms": draw([_atom_map(arms, MASK_BIAS), _neurons_by_cosine(arms)], num_columns=2),
     }
-
-
-def _atom_map(arms: ArmMetrics, arm: LearnerKind) -> Map:
-    """Return a map of the |cosine| of neurons to atoms, for the first seed. The neurons are ordered by closest atom."""
-    cosine_MD = arms.of(arm, "atom_cosine")[0]
-    order_M = (cosine_MD.argmax(1) - 0.5 * cosine_MD.amax(1)).argsort()
-    M, D = cosine_MD.shape
-    title = f"|cosine| of weights to atoms: {arm.name}"
-    return Map(title, "neuron, by its closest atom", "atom", range(M), range(D), cosine_MD[order_M].mT, centred=False)
-
-
-def _neurons_by_cosine(arms: ArmMetrics) -> Panel:
-    """Return the largest cosine to an atom of all neurons of each arm, in descending order."""
-    M = arms.problem.num_neurons
-    curves = [
-        mean_curve(
-            range(1, M + 1), arms.of(arm, "atom_cosine").amax(-1).sort(-1, descending=True).values, arm.name, color
-        )
-        for color, arm in enumerate(arms.problem.arms)
-    ]
-    return Panel("Largest cosine to an atom, all neurons", "neuron, by its largest cosine", "largest cosine", curves)
 
 
 def _grid_figures(grid: Sequence[ArmMetrics], settings: SparseCodingSettings) -> dict[str, bytes]:

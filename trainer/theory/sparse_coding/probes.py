@@ -85,7 +85,6 @@ def measure(
     found |= {
         "coverage": (cosine_SAMD.amax(2) > _COVERED).sum(-1).float(),
         "atoms_per_neuron": (share_SAM.square() / cosine_SAMD.pow(4).sum(-1)).mean(-1),
-        "atom_cosine": cosine_SAMD,
         "bias_start": torch.cat([group.start_SA for group in trained.groups], dim=1),
     }
     for prefix, x_SATM in (("", torch.cat(features, dim=2)), ("raw_", torch.cat(inputs, dim=1)[:, None])):

@@ -41,7 +41,6 @@ class SparseCodingSettings(TheorySettings):
     seeds_at_once: number of seeds that train in one computation. On a GPU, take all.
     """
 
-    kind: Literal["sparse_coding"] = "sparse_coding"
     study: Study = "arms"
     num_features: int = Field(default=16, ge=4, le=10**9)
     pixels_per_feature: Count = 32
