@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 import os
 import re
 import shlex
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,16 +24,13 @@ from configs import describe_recipes, explain, resolve_recipe, resolve_study
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.imports import import_code
-from data_pipeline.storage.store import SampleStore
-from launch.rank import train_on
 from launch.snapshot import read_snapshot
 from tests.commands import Done, call
-from tests.nursery import PythonProcess, run_python
+from tests.nursery import run_python
 from tests.own_package import add_distribution, install, on_path
-from tests.processes import kill_tree
 from tests.real_data import REPOSITORY
 from tests.tiny_data import write_tiny_pair
-from trainer.config import read_config, read_run_config
+from trainer.config import read_config
 from trainer.distributed.engines.engine import ENGINES
 from trainer.models import load_encoder
 from trainer.models.encoder import ENCODERS
@@ -198,29 +192,13 @@ def test_a_base_may_be_another_file_beside_it(tmp_path: Path) -> None:
     assert origins["probe.num_epochs"] == origins["probe.seed"] == second
 
 
-def test_a_section_that_the_base_lacks_starts_from_its_defaults(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "mine.yaml", "{base: 'debug:image', views: {kind: viewmaker}, adversary: {update: alternating}}"
-    )
-    config = resolve_recipe(path)
-    assert config.adversary is not None
-    assert config.adversary.update == "alternating"
-
-
-def test_a_base_takes_the_name_of_the_data(tmp_path: Path) -> None:
-    path = write(tmp_path / "mine.yaml", "{base: 'simclr:folder', data: {train_dir: data/birds/train}}")
-    assert resolve_recipe(path).name == "simclr-birds"
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("{base: none.yaml}", "cannot read"),
         ("{base: 'simclr:digts'}", "did you mean"),
         ("{base: 'mine:big'}", "not a recipe of this project"),
-        ("{base: 'debug:image', sed: 3}", 'did you mean "seed"'),
         ("{base: 'debug:image', views: {hu: 3}}", 'did you mean "hue"'),
-        ("{base: 'debug:image', seed: {a: {b: 1}}}", "valid integer"),
     ],
 )
 def test_a_file_whose_base_is_wrong_is_one_sentence(text: str, said: str, tmp_path: Path) -> None:
@@ -241,10 +219,7 @@ def test_a_file_whose_base_is_wrong_is_one_sentence(text: str, said: str, tmp_pa
         ("seaside.recipes:study", None, "must return a RunConfig"),
         ("./nowhere.py:mine", None, "is not a file"),
         ("simclr:digts", None, 'did you mean "simclr:digits"'),
-        ("a b:c", None, "unknown recipe"),
         (MINE, "objective.margn=3", 'did you mean "margin"'),
-        (MINE, "objective.margin=-1", "greater than"),
-        (MINE, "adversary={}", "take no section"),
     ],
 )
 def test_wrong_code_is_one_sentence(recipe: str, override: str | None, said: str, site: Path) -> None:
@@ -282,12 +257,6 @@ def test_an_entry_point_that_names_no_config_of_its_kind_is_refused(site: Path) 
     add_distribution(site, "harbour", "1.0", {"overlay.objectives": {"wave": "seaside.losses:Triplet"}})
     with on_path(site), pytest.raises(UserError, match="is no objective of the kind wave"):
         resolve_recipe("debug:image", ["objective.kind=wave"])
-
-
-def test_a_module_that_lacks_a_package_of_its_own_shows_where(site: Path) -> None:
-    (site / "broken.py").write_text("import nowhere_at_all\n")
-    with pytest.raises(ModuleNotFoundError, match="nowhere_at_all"):
-        import_code(["broken"])
 
 
 def test_reading_a_config_imports_nothing(tmp_path: Path) -> None:
@@ -334,19 +303,6 @@ def test_a_run_goes_through_every_command_that_gets_its_code(
 
 
 @pytest.mark.process
-def test_a_probe_without_the_code_of_a_run_says_what_to_pass(
-    mine_py: Path, data: Path, tmp_path: Path, run: Callable[..., Done]
-) -> None:
-    words = ["--config", "debug:image", *settings(data, num_epochs=1), "--set", "objective.kind=scaled"]
-    words += ["--run-dir", str(tmp_path / "run"), "--code", str(mine_py)]
-    assert run_python([sys.executable, "launch/train.py", *words], cwd=REPOSITORY).returncode == 0
-    probe = [trainer.probe, tmp_path / "run", "--views", "none", "--epochs", "1"]
-    done = run(*probe)
-    assert (done.status, "registered by --code FILE" in done.stderr) == (2, True)
-    assert run(*probe, "--code", mine_py).status == 0
-
-
-@pytest.mark.process
 def test_changed_code_of_an_online_overlay_is_noticed(site: Path, tmp_path: Path, run: Callable[..., Done]) -> None:
     """No section of the config names it, but it draws each sample anew."""
     data, run_dir = tmp_path / "waves", tmp_path / "run"
@@ -360,15 +316,6 @@ def test_changed_code_of_an_online_overlay_is_noticed(site: Path, tmp_path: Path
     again = run(launch.train, *command, "--run-dir", run_dir)
     assert again.status == 2
     assert "the code of seaside" in again.stderr
-
-
-def test_the_terminal_shows_what_ones_own_code_logs(
-    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("launch.rank.train", lambda *_, **__: None)
-    monkeypatch.setattr(logging.getLogger("seaside"), "level", logging.NOTSET)
-    train_on(torch.device("cpu"), resolve_recipe(MINE), tmp_path, command="")
-    assert logging.getLogger("seaside.views").getEffectiveLevel() == logging.INFO
 
 
 def test_a_step_with_code_of_ones_own_is_recorded_only_on_request(site: Path) -> None:
@@ -393,45 +340,6 @@ def test_a_copy_of_the_code_for_jobs_holds_what_is_not_installed(
 
 
 @pytest.mark.process
-def test_a_run_is_killed_and_goes_on_with_other_ranks(site: Path, data: Path, tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    launchers = {
-        1: [sys.executable],
-        2: [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    }
-    environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
-
-    def start(num_ranks: int) -> subprocess.Popen[str]:
-        command = [*launchers[num_ranks], "launch/train.py", "--config", MINE, "--run-dir", str(run_dir.path)]
-        command += settings(data, num_epochs=20)
-        return PythonProcess(
-            command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-
-    killed = start(2)
-    try:
-        deadline = time.monotonic() + 120
-        while not run_dir.latest.exists():
-            assert killed.poll() is None, "it ended by itself"
-            assert time.monotonic() < deadline, "there is no checkpoint"
-            time.sleep(0.01)
-    finally:
-        kill_tree(killed)
-        killed.communicate()
-    again = start(1)
-    try:
-        _, said = again.communicate(timeout=300)
-    finally:
-        kill_tree(again)
-    assert again.returncode == 0, said
-    assert "going on from step" in said
-    starts = run_dir.read_provenance()["starts"]
-    assert [start["world_size"] for start in starts] == [2, 1]
-    assert starts[0]["own_code"] == starts[1]["own_code"]
-    assert read_run_config(run_dir).objective.kind == OWN_KINDS["objective"]
-
-
-@pytest.mark.process
 def test_the_ranks_of_a_job_import_the_code(mine_py: Path, data: Path, tmp_path: Path) -> None:
     """They are other processes, which see the copy of the code and not the directory of the file."""
     words: list[str | Path] = [sys.executable, "launch/slurm.py", "--executor", "local", "--tasks-per-node", "2"]
@@ -452,13 +360,6 @@ from data_pipeline.overlays.registry import NAMES
 from seaside.overlays import Waves
 NAMES.register("swell")(Waves)
 """
-
-
-def test_a_dataset_of_another_package_is_built_and_read(site: Path, tmp_path: Path, run: Callable[..., Done]) -> None:
-    build_dataset("folder_waves", tmp_path / "beaches", limit=20, overlay="online", num_workers=1, source="beaches")
-    store = SampleStore(tmp_path / "beaches")
-    assert store.manifest.overlay is not None
-    assert (store.manifest.overlay.kind, store.manifest.labels["overlay"].classes) == ("waves", ("high", "low"))
 
 
 def test_a_dataset_of_code_is_built_and_read_with_that_code(tmp_path: Path, run: Callable[..., Done]) -> None:
@@ -559,11 +460,3 @@ def test_a_kind_of_this_project_stands_in_its_file_and_in_one_line_of_its_room(t
         public = {str(Path(table).with_name("__init__.py"))}
         assert {own, table} <= naming <= {own, table} | public | NAMED_BY.get(config, set()), config
         assert sources[table].count(f'"{target}"') == 1
-
-
-@pytest.mark.process
-def test_the_objectives_import_little_besides_torch() -> None:
-    """With an idle processor they take less than a second after torch."""
-    code = "import sys, trainer.objectives; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert not {"torchvision", "sklearn", "scipy", "matplotlib", "wandb", "timm"} & set(done.stdout.split())

@@ -26,7 +26,6 @@ from tests.trainer.test_recorded_step import (
     train,
 )
 from trainer.build import Training, build_training
-from trainer.objectives.objective import OBJECTIVES as KINDS
 from trainer.recorded_step import RecordedStep
 from trainer.views.policy import VIEWS
 from trainer.views.viewmaker import Viewmaker
@@ -75,11 +74,10 @@ def compiled(training: Training, backend: CountingBackend) -> Training:
     return training
 
 
-IMAGE = {
-    **OBJECTIVES,
-    "instance_discrimination": [],
+IMAGE = {  # of those that encode in other ways; objectives are not compiled
+    "nt_xent": [],
+    "moco": OBJECTIVES["moco"],
     "dino": ["views={kind: multi_crop, num_local: 2, local_size: 8}", "objective.num_prototypes=8"],
-    "nt_xent_cycle": ["objective.period_epochs=3"],
 }
 GAMES: list[list[str]] = [
     ["adversary.update=simultaneous"],
@@ -137,8 +135,7 @@ def test_a_step_with_compiled_networks_is_recorded_as_it_is(recipe: str, backend
         torch.testing.assert_close(metrics["train/loss"], others["train/loss"], rtol=1e-9, atol=0)
 
 
-def test_every_objective_and_every_kind_of_views_of_pictures_is_compiled() -> None:
-    assert IMAGE.keys() == KINDS.keys()
+def test_every_kind_of_views_of_pictures_is_compiled() -> None:
     tried = "expert_image " + " ".join(override for _, overrides in CASES for override in overrides)
     assert [kind for kind in VIEWS if kind not in tried] == ["spectral", "waveform"]
 

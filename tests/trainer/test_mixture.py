@@ -112,18 +112,6 @@ def test_a_run_on_a_mixture_goes_on_exactly_on_any_ranks(data: Path, finished: R
         )
 
 
-@pytest.mark.ranks
-def test_a_bank_with_a_row_for_each_sample_follows_one_process(data: Path, tmp_path: Path) -> None:
-    """The rows are those of all sources, one source after another."""
-    more = ["objective.kind=instance_discrimination", "objective.num_negatives=16", "num_epochs=1"]
-    for num_ranks in (1, 2):
-        run_ranks(run, num_ranks, configure(data, *more), tmp_path / str(num_ranks))
-    alone, together = ([line["train/loss"] for line in RunDir(tmp_path / name).read_metrics()] for name in ("1", "2"))
-    assert together == pytest.approx(alone, rel=1e-9)
-    bank = safetensors.torch.load_file(RunDir(tmp_path / "1").checkpoint(5) / "objective.safetensors")
-    assert 83 in {tensor.shape[0] for tensor in bank.values()}
-
-
 def test_the_log_counts_the_samples_of_each_source_and_provenance_names_them(data: Path, finished: RunDir) -> None:
     lines = finished.read_metrics()
     assert [line["mixture/birds/batch"] for line in lines] == [8] * 10
@@ -132,14 +120,6 @@ def test_the_log_counts_the_samples_of_each_source_and_provenance_names_them(dat
     assert [line["epoch"] for line in lines] == [0] * 5 + [1] * 5
     facts = finished.read_provenance()
     assert facts["train_sources"] == {name: load_manifest(data / name).sha256 for name in ("birds", "photos")}
-
-
-def test_the_weights_of_a_run_may_not_change(data: Path, finished: RunDir, tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    shutil.copytree(finished.path, run_dir.path)
-    stop_after(run_dir, 6)
-    with pytest.raises(UserError, match=r"data\.mixture\.birds\.weight"):
-        run(configure(data, sources=sources_of(data, birds=0.4, photos=0.6)), run_dir.path)
 
 
 def test_a_replaced_source_is_named(data: Path, finished: RunDir, tmp_path: Path) -> None:

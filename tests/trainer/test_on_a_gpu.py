@@ -7,7 +7,6 @@ parameter is given a gradient instead. Overlays and spectrograms, which are draw
 
 from __future__ import annotations
 
-import logging
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import trainer.build
 from configs import resolve_recipe
 from data_pipeline.audio import log_mel
 from data_pipeline.audio.log_mel import MelConfig
@@ -293,35 +291,6 @@ def test_an_overlay_is_drawn_without_waiting(overlay: str) -> None:
 def test_every_overlay_is_tried() -> None:
     kinds = {type(overlay).__name__ for overlay in OVERLAYS.values()}
     assert {path.rpartition(":")[2] for path in registry.OVERLAYS.values()} <= kinds
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        ([], ""),
-        (["compile=false"], ""),
-        (["optimizer={kind: lars, learning_rate: 0.1}"], "optimizer lars has no fused kernel"),
-        (["precision=float64"], "in float32"),
-    ],
-)
-def test_the_log_says_why_a_step_is_not_recorded(
-    overrides: list[str],
-    said: str,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("timm")
-    monkeypatch.setattr(trainer.build, "CudaGraphs", lambda: None)  # it asks the GPU for memory
-    monkeypatch.setattr(trainer.build, "RecordedStep", lambda step, *_, **__: step)
-    config = resolve_recipe("debug:image", ["tracking.wandb=disabled", *overrides])
-    modules = build_modules(config)
-    objective = build_run_objective(config, modules.encoder, num_samples=64, num_classes={}, device=torch.device("cpu"))
-    with tensors_without_data(), caplog.at_level(logging.INFO):
-        for module in (*modules.trained_modules.values(), objective):
-            on_the_gpu(module)
-        assemble(config, modules, objective)
-    assert len(caplog.records) == bool(said)
-    assert said in caplog.text
 
 
 def test_building_and_loading_modules_leave_the_generators_of_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,12 +21,9 @@ from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.claim import claim
 from trainer.config import RunConfig, read_config
-from trainer.config_changes import MAY_CHANGE, refuse_other_config
+from trainer.config_changes import MAY_CHANGE
 from trainer.data import read_manifests
 from trainer.distributed.collectives import on_first_rank, rank
-from trainer.models import Encoder, build_encoder
-from trainer.models import encoder as encoder_module
-from trainer.models.encoder import EncoderConfig
 from trainer.modules import build_modules
 from trainer.objectives import NTXentConfig, ObjectiveConfig, PublishedNTXentConfig
 from trainer.preflight import check_channels_last, check_data, check_input_shape
@@ -37,7 +34,6 @@ from trainer.train import train
 from trainer.training_log import log_start
 
 CPU = torch.device("cpu")
-X86 = {"architecture": "x86_64"}
 
 
 @pytest.mark.parametrize(("objective", "lines"), [(PublishedNTXentConfig(), 1), (NTXentConfig(), 0)])
@@ -168,30 +164,6 @@ def test_a_vision_transformer_on_pictures_of_another_size_is_one_sentence(tmp_pa
     check_data(vit.override(["encoder.options.img_size=16"], where="x"))
 
 
-def test_an_encoder_that_no_size_of_pictures_would_mend_is_told_without_one(config: RunConfig) -> None:
-    pytest.importorskip("timm")
-    vit = "encoder={kind: timm, name: vit_tiny_patch16_224, options: {depth: 1, img_size: 16}, batch_norm: split}"
-    message = refusal(config.override([vit], where="x"))
-    assert message.endswith("does not work with encoders of timm; set it to synchronized or local")
-
-
-def test_no_encoder_is_built_with_data_to_ask_what_it_takes(monkeypatch: pytest.MonkeyPatch, config: RunConfig) -> None:
-    made = []
-
-    def build(encoder_config: EncoderConfig) -> Encoder:
-        made.append(build_encoder(encoder_config))
-        return made[-1]
-
-    monkeypatch.setattr(encoder_module, "build_encoder", build)
-    encoder_module.check_input_size.cache_clear()  # other tests may have asked
-    state = torch.random.get_rng_state()
-    for kind in ("resnet10", "resnet18", "resnet50_small", "wrn_34_5", "resnet18"):  # the last is known
-        check_data(config.override([f"encoder.kind={kind}"], where="x"))
-    assert len(made) == 4
-    assert all(tensor.is_meta for encoder in made for tensor in encoder.state_dict().values())
-    assert torch.equal(torch.random.get_rng_state(), state)
-
-
 @pytest.mark.parametrize(
     ("height", "width", "overrides", "said"),
     [
@@ -235,21 +207,6 @@ def test_colours_of_pictures_without_three_channels_are_refused(config: RunConfi
 
 
 @pytest.mark.parametrize(
-    ("height", "width", "overrides"),
-    [
-        (1, 1, []),
-        (5, 3, ["views.kind=random_mask"]),
-        (12, 20, ["views.kind=viewmaker", "adversary={}"]),
-        (1, 7, ["views.kind=random_mask", "encoder.kind=wrn_34_5"]),
-    ],
-)
-def test_odd_and_tiny_pictures_that_can_be_trained_on_are_taken(
-    height: int, width: int, overrides: list[str], config: RunConfig
-) -> None:
-    check_data(of_size(config.override(overrides, where="x"), height, width))
-
-
-@pytest.mark.parametrize(
     "overrides",
     [
         ["memory.micro_batches=32"],
@@ -262,11 +219,6 @@ def test_a_batch_norm_of_one_value_is_refused(overrides: list[str], config: RunC
     check_data(single)  # the last map has four values a channel
     assert "batch norm needs at least two values of each channel" in refusal(of_size(single, 8, 8))
     check_data(of_size(single.override(["view_forwards=one"], where="x"), 8, 8))
-
-
-def test_a_batch_norm_of_one_row_in_the_head_is_refused(config: RunConfig) -> None:
-    head = ["memory.micro_batches=32", "encoder.head.output_batch_norm=true"]
-    assert "batch norm needs at least two values of each channel" in refusal(config.override(head, where="x"))
 
 
 def fail_on_the_first() -> str:
@@ -300,17 +252,6 @@ def test_of_two_starts_with_different_settings_only_one_gets_the_directory(
         take(run_dir, config)
     assert read_config(run_dir.config).seed == 5
     assert not is_held(run_dir)
-
-
-def test_a_run_keeps_its_directory_if_its_factors_are_renamed(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    config = resolve_recipe("debug:image", ["tracking.factors={setting: RandBit, cure: plain}"])
-    write_json(run_dir.config, config.model_dump(mode="json"))
-    renamed = resolve_recipe("debug:image", ["tracking.factors={setting: RandBit, cure: SimCLR, difficulty: '10'}"])
-    refuse_other_config(run_dir, renamed)
-    assert config_identity(config) == config_identity(renamed)
-    with pytest.raises(UserError, match="differs in seed"):
-        refuse_other_config(run_dir, renamed.model_copy(update={"seed": 1}))
 
 
 HARMLESS = [

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from configs import resolve_recipe
 from data_pipeline.audio.log_mel import MelConfig
@@ -18,8 +18,7 @@ from data_pipeline.core.sample import Batch
 from trainer.build import Training, build_training
 from trainer.config import RunConfig
 from trainer.objectives.objective import OBJECTIVES as KINDS
-from trainer.profiling import Clock, slowest
-from trainer.recorded_step import CudaGraphs, RecordedStep, _buffers_in_place, why_not_by_default, why_not_recorded
+from trainer.recorded_step import CudaGraphs, RecordedStep, why_not_by_default, why_not_recorded
 from trainer.step import StepOutput
 
 T = TypeVar("T")
@@ -200,28 +199,6 @@ def test_a_form_that_returns_after_another_is_recorded_again() -> None:
     assert recorder.num_recordings == 4
 
 
-def test_the_time_of_a_replay_is_that_of_the_recorded_step() -> None:
-    """A plain step is timed stage by stage, and a replay as a whole."""
-    training = build_training(configure("debug:image", []), num_samples=64, num_classes=NUM_CLASSES, device=CPU)
-    assert not isinstance(training.step, RecordedStep)
-    clock = Clock()
-    found = []
-    recorded = RecordedStep(training.step, LikeAGraph(training), stateful=[training.modules.encoder])
-    for step in (training.step, recorded):
-        for batch in clock.timed(batch_of(number) for number in range(NUM_STEPS)):
-            step(batch, learning_rates=rates_of(training, batch.step))
-        found.append(clock.read(num_samples=NUM_ROWS))
-    plain, replayed = found
-    assert "perf/replay_fraction" not in plain
-    assert slowest(plain).split()[0] in {"forward", "backward", "optimizer", "views"}
-    assert replayed["perf/replay_fraction"] > 0.3
-    assert replayed["perf/backward_fraction"] == 0
-    assert slowest(replayed).split()[0] in {"replay", "other"}  # steps before the recording are "other"
-    for metrics in found:
-        stages = [value for name, value in metrics.items() if name.endswith("_fraction")]
-        assert sum(stages) - metrics["perf/data_wait_fraction"] == pytest.approx(1)
-
-
 def test_a_step_that_cannot_be_recorded_is_taken_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     config = configure("debug:viewmaker", [])
     plain, training = (build_training(config, num_samples=64, device=CPU) for _ in range(2))
@@ -316,14 +293,6 @@ def test_a_recording_that_fails_leaves_the_stream_of_training_in_use(cuda_calls:
         CudaGraphs().record(lambda: 3)
     cuda_calls.stream.assert_called_once_with(cuda_calls.current_stream.return_value)
     cuda_calls.stream.return_value.__exit__.assert_called_once()
-
-
-def test_buffers_are_in_their_places_again_even_if_none_can_be_written() -> None:
-    module = nn.BatchNorm1d(2)
-    places = dict(module._buffers)
-    with pytest.raises(RuntimeError), _buffers_in_place([module]):
-        module._buffers.update({name: torch.zeros(5) for name in places})  # of another shape
-    assert all(module._buffers[name] is place for name, place in places.items())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -127,23 +127,6 @@ def test_replaced_data_are_refused_and_a_named_replacement_is_accepted(
 
 
 @pytest.mark.slow
-def test_the_same_data_built_again_are_gone_on_with(data: Path, tmp_path: Path) -> None:
-    run_dir = stopped_run(data, tmp_path / "run")
-    replace(data, "train", num_samples=40, seed=0)
-    go_on(run_dir, configure(data, "keep_checkpoints=9"))
-    assert run_dir.latest_step() == 4
-
-
-@pytest.mark.slow
-def test_a_finished_run_is_not_called_done_with_other_data(data: Path, tmp_path: Path) -> None:
-    run_dir, config = RunDir(tmp_path / "run"), configure(data)
-    go_on(run_dir, config)
-    replace(data, "train", num_samples=40)
-    with pytest.raises(UserError, match="came to step 4"):
-        go_on(run_dir, config)
-
-
-@pytest.mark.slow
 def test_an_older_checkpoint_is_looked_at_too_when_the_newest_is_damaged(data: Path, tmp_path: Path) -> None:
     run_dir, config = stopped_run(data, tmp_path / "run"), configure(data, "keep_checkpoints=9")
     replace(data, "train", num_samples=40)
@@ -199,18 +182,6 @@ def test_a_memory_bank_starts_anew_with_accepted_data(
     go_on(run_dir, config, new.name)
     assert "state for every sample of the train set, which starts anew" in caplog.text
     assert run_dir.latest_step() == num_samples // 20 * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]", b'{"starts": 3}'])
-def test_a_damaged_provenance_is_written_anew(
-    content: bytes, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run_dir = stopped_run(data, tmp_path / "run")
-    run_dir.provenance.write_bytes(content)
-    go_on(run_dir, configure(data, "keep_checkpoints=9"))
-    assert re.search(rf"{run_dir.provenance}.*; going on without it", caplog.text)
-    assert len(json.loads(run_dir.provenance.read_text())["starts"]) == 1
 
 
 def agree(directories: list[Path]) -> str:
@@ -301,10 +272,8 @@ def test_whoever_reads_the_data_of_a_run_is_warned_and_the_report_names_both(
 @pytest.mark.parametrize(
     ("starts", "expected"),
     [
-        ([], ("new",)),  # of an earlier version
         ([("new", 0)], ("new",)),
         ([("old", 0), ("new", 25)], ("old", "new")),
-        ([("old", 0), ("old", 10), ("new", 25)], ("old", "new")),
         ([("old", 0), ("new", 0)], ("new",)),  # the old one was given up before its first checkpoint
         ([("old", 0), ("between", 10), ("new", 10)], ("old", "new")),
         ([("old", 0), ("new", 10), ("old", 20), ("new", 30)], ("old", "new", "old", "new")),

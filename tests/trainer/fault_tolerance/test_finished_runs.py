@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from configs import resolve_recipe
-from data_pipeline.core.errors import UserError
 from launch.states import run_status
 from tests.tiny_data import write_tiny_pair
 from trainer.checkpoint.restore import newest_state
@@ -73,25 +72,6 @@ def test_a_start_at_the_last_step_marks_the_run_as_finished(config: RunConfig, t
     write_json(run_dir.provenance, finished)
     start(run_dir, config)
     assert json.loads(run_dir.provenance.read_text()) == finished
-
-
-def test_a_log_that_cannot_be_closed_does_not_hide_the_error_of_the_training(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    closed = []
-
-    def close(_: TrainingLog, *, failed: bool) -> None:
-        closed.append(failed)
-        raise OSError("no space left")
-
-    def diverged(*_: object) -> str:
-        raise UserError("the run has diverged")
-
-    monkeypatch.setattr(TrainingLog, "close", close)
-    monkeypatch.setattr(TrainingLog, "add", diverged)
-    with pytest.raises(UserError, match="the run has diverged"):
-        start(RunDir(tmp_path / "run"), config)
-    assert closed == [True]
 
 
 def test_the_wall_time_of_a_run_is_that_of_all_its_starts(

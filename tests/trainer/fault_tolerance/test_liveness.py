@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from configs import resolve_recipe
 from data_pipeline.core.counter_rng import DrawKeys
 from trainer.fault_tolerance import liveness
-from trainer.models.encoder import build_encoder
 from trainer.modules import build_modules
 from trainer.profiling import stage
 from trainer.views.viewmaker import Viewmaker
@@ -94,25 +93,7 @@ def test_every_block_of_a_viewmaker_gives_a_sign_forward_and_backward() -> None:
     assert (num_forward, num_backward) == (num_blocks, num_blocks)
 
 
-def test_a_transformer_of_timm_gives_signs_too() -> None:
-    pytest.importorskip("timm")
-    options = 'encoder.options={"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 2}'
-    numbers = ["encoder.mean=[0.5, 0.5, 0.5]", "encoder.std=[0.25, 0.25, 0.25]"]
-    vit = ["encoder.kind=timm", "encoder.name=vit_tiny_patch16_224", options]
-    config = resolve_recipe("debug:image", vit + numbers)
-    encoder = build_encoder(config.encoder)
-    views_BCHW = torch.rand(2, 3, 32, 32)
-    num_forward, num_backward = signs_of(encoder, lambda: encoder(views_BCHW))
-    assert min(num_forward, num_backward) >= 4  # attention and perceptron of both blocks
-
-
 def test_a_stage_gives_a_sign_when_it_begins_and_when_it_ends() -> None:
     with listening() as heard, stage("forward"), stage("communication"):
         pass
     assert heard.signs == ["forward", "forward/communication", "forward", ""]
-
-
-def test_without_a_listener_a_sign_is_nothing() -> None:
-    liveness.sign()
-    with liveness.inside("forward"):
-        pass

@@ -7,7 +7,6 @@ import faulthandler
 import multiprocessing
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -30,7 +29,7 @@ from tests.tiny_data import write_tiny_pair
 from tests.trainer import toy_ranks
 from tests.trainer.toy_ranks import BAD_STEP, CULPRIT, LIMIT_SECONDS, NUM_RANKS, SHARDS
 from trainer.fault_tolerance.stalls import describe_stall
-from trainer.fault_tolerance.watchdog import Watchdog, WatchdogConfig, limit
+from trainer.fault_tolerance.watchdog import Watchdog, WatchdogConfig
 from trainer.profiling import stage
 from trainer.run_dir import RunDir
 from trainer.train import train
@@ -129,11 +128,6 @@ def take_step(watchdog: Watchdog, timer: Timer, step: int, seconds: float) -> No
                 watchdog.sign()
 
 
-@pytest.mark.parametrize(("gap", "at_least", "seconds"), [(0, 60, 60), (1, 60, 60), (3, 60, 60), (4, 60, 80)])
-def test_the_limit_is_the_larger_of_a_minute_and_twenty_gaps(gap: float, at_least: float, seconds: float) -> None:
-    assert limit(gap, at_least=at_least) == seconds
-
-
 def test_steps_of_200_s_after_steps_of_1_s_are_no_stall(tmp_path: Path, timer: Timer) -> None:
     with watched(tmp_path, timer) as watchdog:
         for step in range(5):
@@ -207,18 +201,6 @@ def test_a_good_end_leaves_no_file_and_a_bad_one_leaves_its_error(tmp_path: Path
     assert [path.name for path in run_dir.stalled.iterdir()] == ["rank_3.earlier"]
 
 
-def test_a_beat_costs_microseconds(tmp_path: Path) -> None:
-    with Watchdog(RunDir(tmp_path), WatchdogConfig(), rank=0) as watchdog:
-        seconds = []
-        for step in range(2_000):
-            started = time.perf_counter()
-            watchdog.beat(step, doing="data", shards=SHARDS)
-            with stage("forward"):
-                watchdog.sign()
-            seconds.append(time.perf_counter() - started)
-        assert statistics.median(seconds) < 50e-6
-
-
 FROZEN = "Timeout (0:01:00)!\nThread 0x1 (most recent call first):\n"
 WAITING = FROZEN + '  File "torch/distributed/x.py", line 1 in all_reduce\n'
 ELSEWHERE = WAITING + '\nThread 0x1 (most recent call first):\n  File "a.py", line 1 in crop\n'
@@ -230,9 +212,7 @@ ERROR = 'Traceback (most recent call last):\n  File "mine.py", line 1, in y\nKey
     ("bodies", "said"),
     [
         ((WAITING, ELSEWHERE, WAITING), "R1 gave no sign of life, and did not wait"),
-        ((CLOSED, ELSEWHERE, CLOSED), "R1 gave no sign of life, and did not wait"),
         ((WAITING, "", CLOSED), "R1 left no stacks"),
-        ((CLOSED, "", CLOSED), "R1 left no stacks"),
         ((WAITING, WAITING, WAITING), "R0; R1; R2 waited"),
         ((WAITING, ERROR, CLOSED), None),  # its error says more
         ((CLOSED, CLOSED, CLOSED), None),
