@@ -13,9 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-import pydantic_core
 import safetensors
 import safetensors.torch
+from pydantic import ValidationError
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.kinds import Names, path_of
@@ -101,10 +101,12 @@ def load_overlay(path: Path, *, sha256: str | None) -> Overlay:
     if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
         raise UserError(f"{path} is not the file that the manifest names by sha256; copy or build the dataset again")
     try:
-        header = _read_header(data)
+        with safetensors.safe_open(path, framework="pt") as file:
+            header = OverlayHeader.model_validate_json(file.metadata()[_HEADER_KEY])
         buffers = safetensors.torch.load(data)
     except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
-        raise UserError(f"{path} is not a whole overlay file ({error}); copy or build the dataset again") from None
+        reason = "its header is wrong" if isinstance(error, ValidationError) else error
+        raise UserError(f"{path} is not a whole overlay file ({reason}); copy or build the dataset again") from None
     kind = header.kind
     try:
         overlay_class = find_overlay(kind)
@@ -116,14 +118,3 @@ def load_overlay(path: Path, *, sha256: str | None) -> Overlay:
         return overlay_class(**buffers, **header.options)
     except (ValueError, TypeError) as error:
         raise UserError(f"{path} does not hold a {kind} overlay ({error}); copy or build the dataset again") from None
-
-
-def _read_header(data: bytes) -> OverlayHeader:
-    """Return the header that `save_overlay` wrote; raise `ValueError`, `KeyError` or `TypeError` if there is none.
-
-    Parses the bytes itself, because safetensors returns the metadata of a file only, not of bytes in memory. A file
-    begins with the length of its JSON header in eight bytes, little-endian.
-    """
-    num_bytes = int.from_bytes(data[:8], "little")
-    header = pydantic_core.from_json(data[8 : 8 + num_bytes])["__metadata__"][_HEADER_KEY]
-    return OverlayHeader.parse(pydantic_core.from_json(header), where="its header")

@@ -30,40 +30,16 @@ logger = logging.getLogger(__name__)
 
 SUFFIXES: Final = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 
-# The most pixels that a picture is scaled to as a whole; Pillow needs 4 bytes for each. `read_rgb` refuses pictures of
-# so many pixels, so only those that are made larger can exceed it.
-_MOST_SCALED_PIXELS: Final = 100_000_000
-
 
 def middle_square(picture: Image.Image, size: int) -> Image.Image:
     """Resize a picture so that its shorter side has `size` pixels, and crop the middle to (size, size).
 
-    Resizes bilinearly with antialiasing, and rounds sizes like torchvision's `Resize` and `CenterCrop`. A very long
-    picture is cropped first, because its scaled size would not fit in memory.
+    Resizes bilinearly with antialiasing, and rounds sizes like torchvision's `Resize` and `CenterCrop`.
     """
     shorter = min(picture.size)
     width, height = (int(size * side / shorter) for side in picture.size)
     left, top = round((width - size) / 2), round((height - size) / 2)
-    if width * height > _MOST_SCALED_PIXELS:
-        x_scale, y_scale = picture.width / width, picture.height / height
-        box = (left * x_scale, top * y_scale, (left + size) * x_scale, (top + size) * y_scale)
-        return _resized_box(picture, box, size)
     return picture.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + size, top + size))
-
-
-def _resized_box(picture: Image.Image, box: tuple[float, float, float, float], size: int) -> Image.Image:
-    """Return a box of a picture, given as left, top, right and bottom, resized to (size, size).
-
-    Pillow keeps the edges of a box in float32, which cannot tell the pixels in the middle of a long picture apart. So
-    this crops to the box and a margin first. A value may differ by 1 from that of a resize of the whole picture.
-    """
-    margin = min(picture.size)  # no filter reaches farther
-    start_x, start_y = (max(math.floor(edge) - margin, 0) for edge in box[:2])
-    stop_x, stop_y = (min(math.ceil(edge) + margin, side) for edge, side in zip(box[2:], picture.size, strict=True))
-    left, top, right, bottom = box
-    return picture.crop((start_x, start_y, stop_x, stop_y)).resize(
-        (size, size), Image.Resampling.BILINEAR, box=(left - start_x, top - start_y, right - start_x, bottom - start_y)
-    )
 
 
 class ImageFolder:
@@ -108,10 +84,6 @@ class ImageFolder:
                 self.root,
                 len(others),
                 others[0],
-            )
-        if loose := [path for path in visible if path.suffix.lower() in SUFFIXES and not path.is_dir()]:
-            logger.warning(
-                "%s: left out %d pictures that are in no class folder, such as %s", self.root, len(loose), loose[0]
             )
         length_N = np.concatenate(lengths)
         self._names, self._name_ends = b"".join(names), np.cumsum(length_N)

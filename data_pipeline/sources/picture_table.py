@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 FILE_COLUMN: Final = "file"
 SPLIT_COLUMN: Final = "split"
 _SPLITS: Final = ("train", "test")
-_OTHER_SEPARATORS: Final = (";", "\t", "|")  # as Excel writes them in some languages
 _NUM_NAMED: Final = 10  # splits in a message
 
 
@@ -249,8 +248,6 @@ def _read_table(path: Path) -> dict[str, list[str]]:
     if len(lines) < 2:
         raise UserError(f"{path} holds no line of a picture; write a header with {FILE_COLUMN}, and a line for each")
     (_, head), *rows = lines
-    if len(head) == 1 and any(mark in head[0] for mark in _OTHER_SEPARATORS):
-        raise UserError(f"{path} separates its cells by other characters than commas; save it with commas")
     if FILE_COLUMN not in head:
         raise UserError(f"{path} has no column {FILE_COLUMN}, only {', '.join(head)[:200]}; name that of the files so")
     for name, num in Counter(head).items():

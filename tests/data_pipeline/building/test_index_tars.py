@@ -26,15 +26,6 @@ from tests.commands import call
 from tests.tars import by_tarfile, by_webdataset, indexed, number_of, numbers_in, picture, simple
 
 
-def test_fields_that_no_sample_has_are_refused_with_those_that_there_are(tmp_path: Path) -> None:
-    simple(tmp_path, [3])
-    with pytest.raises(UserError, match=r"no sample of .* has a picture under one of webp; its fields are .*png"):
-        make_index(str(tmp_path), tmp_path / "index", fields=Fields(content=("webp",)))
-    with pytest.raises(UserError, match=r"no sample of .* has a label under species; its fields are .*cls"):
-        make_index(str(tmp_path), tmp_path / "index", fields=Fields(labels={"base": "species"}))
-    assert not (tmp_path / "index" / "manifest.json").exists()
-
-
 def test_a_test_set_takes_the_classes_of_its_train_set(tmp_path: Path) -> None:
     for name, words in (("train", "wren owl crow"), ("test", "wren crow"), ("other", "emu")):
         (tmp_path / name).mkdir()
@@ -310,24 +301,3 @@ def test_verify_reads_every_picture_of_the_tars(
     done = call(main, "verify", tmp_path, monkeypatch=monkeypatch, capsys=capsys)
     assert done.status == 1
     assert "but it had" in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["preview", "--out", "x.png"],
-        ["trace", "--batch-size", "3"],
-        ["bench", "--seconds", "0.01", "--max-workers", "0"],
-    ],
-)
-def test_the_other_commands_take_tars(
-    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    simple(tmp_path, [4, 5])
-    make_index(str(tmp_path), tmp_path / INDEX_NAME, fields=Fields(), size=32)
-    monkeypatch.chdir(tmp_path)
-    more = ["--batch-size", "4"] if command[0] == "bench" else []
-    done = call(main, command[0], tmp_path, *command[1:], *more, monkeypatch=monkeypatch, capsys=capsys)
-    assert done.status == 0, done.stderr
-    assert done.stdout

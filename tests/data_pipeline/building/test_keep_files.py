@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tarfile
 from pathlib import Path
 
@@ -11,10 +10,9 @@ import pytest
 
 from data_pipeline.__main__ import main
 from data_pipeline.loading.decode import decode
-from data_pipeline.storage.manifest import load_manifest
 from data_pipeline.storage.store import SampleStore
 from tests.commands import call
-from tests.tars import number_of, numbers_in, picture, write_folder
+from tests.tars import number_of, picture, write_folder
 
 
 def test_a_folder_is_packed_without_a_second_encoding(
@@ -81,36 +79,6 @@ def test_what_cannot_be_kept_is_refused_in_a_sentence(
     assert said in done.stderr
 
 
-def test_a_packed_class_has_the_name_of_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also a long one, or one with spaces at its ends, which a reader of a `cls` file strips."""
-    names = sorted([" crow", "crow", "owl ", "w" * 250])
-    for number, name in enumerate(names):
-        path = tmp_path / "photos" / "train" / name / "a.png"
-        path.parent.mkdir(parents=True)
-        path.write_bytes(picture(number))
-    words = ["--root", str(tmp_path / "photos"), "--out", str(tmp_path / "kept"), "--image-size", "32"]
-    done = call(main, "build", "folder", "--keep", *words, monkeypatch=monkeypatch, capsys=capsys)
-    assert done.status == 0, done.stderr
-    store = SampleStore(tmp_path / "kept")
-    assert store.manifest.labels["base"].classes == tuple(names)
-    assert decode(store, np.arange(4)).labels["base"].tolist() == numbers_in(store)
-
-
-@pytest.mark.parametrize("name", ["a\nb", os.fsdecode(b"a\xff")])
-def test_a_class_whose_name_cannot_be_printed_is_refused_before_packing(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = write_folder(tmp_path / "photos")
-    (root / "train" / "owl").rename(root / "train" / name)
-    words = ["--root", str(root), "--out", str(tmp_path / "kept"), "--image-size", "32"]
-    done = call(main, "build", "folder", "--keep", *words, monkeypatch=monkeypatch, capsys=capsys)
-    assert done.status == 2
-    assert "printed" in done.stderr or "unicode" in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
 @pytest.mark.parametrize("name", ["a", "a.jp2"])
 def test_a_picture_without_a_known_ending_is_refused_before_packing(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -123,15 +91,3 @@ def test_a_picture_without_a_known_ending_is_refused_before_packing(
     done = call(main, "build", "folder", "--keep", *words, monkeypatch=monkeypatch, capsys=capsys)
     assert done.status == 2
     assert f"/{name} has no ending of a picture" in done.stderr
-
-
-def test_a_limit_of_a_packed_folder_is_balanced_over_the_classes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = write_folder(tmp_path / "photos", num=24)
-    for path in sorted((root / "train" / "owl").iterdir())[3:]:
-        path.unlink()
-    words = ["--limit", "6", "--out", str(tmp_path / "kept")]
-    done = call(main, "build", "folder", "--keep", "--root", root, *words, monkeypatch=monkeypatch, capsys=capsys)
-    assert done.status == 0, done.stderr
-    assert load_manifest(tmp_path / "kept").labels["base"].counts == (3, 3)

