@@ -23,7 +23,7 @@ from trainer.models.encoder import InputSizeError, check_input_size, check_norm_
 from trainer.open_settings import input_size
 from trainer.probes.groups import pairs_of
 from trainer.probes.shared import check_shared, find_shared
-from trainer.probes.targets import label_difference, label_mend, option_difference, readable_labels
+from trainer.probes.targets import check_same_classes, option_difference, readable_labels
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +56,7 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
                     f"{train_dir} and {location} differ in {what} ({expected} and {found}); "
                     "build both from the same source and dataset"
                 )
-    if (difference := label_difference(train, test)) is not None:
-        raise UserError(f"{train_dir} and {test_dir} differ in their labels: {difference}; {label_mend(train, test)}")
+    check_same_classes(train, test)
     if config.probe.labels is not None or config.probe.groups is not None:
         pairs_of(readable_labels(train, test), config.probe.groups)
         readable_labels(train, test, wanted=config.probe.labels)

@@ -20,7 +20,7 @@ from tests.tiny_data import write_tiny_dataset
 from tests.trainer.probed_runs.test_probe_command import make_run
 from tests.trainer.probes.toy import toy_pictures
 from trainer.analyses.loaded_run import AnalysisOptions
-from trainer.analyses.views import analyze_views, mean_change
+from trainer.analyses.views import ANALYSIS, ViewsAnalysisConfig, mean_change
 from trainer.analyze import ANALYSES, load_analysis, main
 from trainer.modules import build_modules
 from trainer.observability.figures import GAP, LEFT, TOP, GridRow, difference_pictures, picture_grid
@@ -100,7 +100,7 @@ def test_shown_pictures_take_the_classes_in_turn() -> None:
 
 
 def test_numbers_are_those_of_the_views_that_training_draws(run_dir: RunDir) -> None:
-    png_path, json_path = analyze_views(run_dir, options=AnalysisOptions(step=0))
+    png_path, json_path = ANALYSIS.analyze([run_dir], config=ViewsAnalysisConfig(), options=AnalysisOptions(step=0))
     result = json.loads(json_path.read_text())
     modules = build_modules(debug.viewmaker())
     test = read_pictures(Path(run_dir.path / "test"))
@@ -117,7 +117,7 @@ def test_numbers_are_those_of_the_views_that_training_draws(run_dir: RunDir) -> 
     assert Image.open(png_path).size[0] > 1000
 
     before = png_path.read_bytes(), json_path.read_bytes()
-    analyze_views(run_dir, options=AnalysisOptions(step=0))
+    ANALYSIS.analyze([run_dir], config=ViewsAnalysisConfig(), options=AnalysisOptions(step=0))
     assert (png_path.read_bytes(), json_path.read_bytes()) == before
 
 

@@ -9,7 +9,6 @@ Shapes: N samples, V views of each, D dimensions, K classes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -19,18 +18,16 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import Measured, PositiveFactor, Schema, drawn, shown
 from trainer.analyses.analysis import Analysis
-from trainer.analyses.loaded_run import AnalysisOptions, choose_rows, load_run, write_result
+from trainer.analyses.loaded_run import LoadedRun, RunResult
 from trainer.analyses.vectors import SPACES, Space, plain_vectors, view_vectors
 from trainer.objectives.health import effective_rank, uniformity
 from trainer.observability.figures import to_png
 from trainer.probes.features import LabelSpace
 from trainer.probes.linear import accuracy, best_classes
-from trainer.probes.targets import label_difference, label_mend
-from trainer.run_dir import RunDir
+from trainer.probes.targets import check_same_classes
 
 _EPSILONS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
 
@@ -80,28 +77,20 @@ class SpaceResult(Schema):
     labels: dict[LabelSpace, ClassCentres]
 
 
-class AlignmentResult(Schema):
+class AlignmentResult(RunResult):
     """analysis/alignment.json."""
 
     config: AlignmentConfig
-    seed: int
-    checkpoint_step: int
     num_train: int
     num_test: int
     spaces: dict[Space, SpaceResult]
     train_manifest_sha256: str
-    test_manifest_sha256: str
 
 
-def analyze_alignment(run_dir: RunDir, *, config: AlignmentConfig, options: AnalysisOptions) -> list[Path]:
-    """Write analysis/alignment.json and .png of a run, return their paths.
-
-    Raises `UserError` if data is missing, or if train and test set have different classes.
-    """
-    loaded = load_run(run_dir, options)
-    if (difference := label_difference(loaded.train.manifest, loaded.test.manifest)) is not None:
-        raise UserError(f"{difference}; {label_mend(loaded.train.manifest, loaded.test.manifest)}")
-    rows = [choose_rows(len(part), config.num_samples, seed=loaded.seed) for part in (loaded.train, loaded.test)]
+def measure(loaded: LoadedRun, config: AlignmentConfig) -> tuple[AlignmentResult, bytes]:
+    """Return the numbers and the figure. Raises `UserError` if train and test set have different classes."""
+    check_same_classes(loaded.train.manifest, loaded.test.manifest)
+    rows = [loaded.choose_rows(part, config.num_samples) for part in (loaded.train, loaded.test)]
     train_views, test_views = (
         _unit(view_vectors(loaded, part, rows_N, num_views=config.num_views))
         for part, rows_N in zip((loaded.train, loaded.test), rows, strict=True)
@@ -119,9 +108,9 @@ def analyze_alignment(run_dir: RunDir, *, config: AlignmentConfig, options: Anal
             labels={
                 label: _class_centres(
                     train_views[space].double(),
-                    loaded.train.labels(label)[rows[0]].to(options.device),
+                    loaded.train.labels(label)[rows[0]].to(loaded.device),
                     plain[space].double(),
-                    loaded.test.labels(label)[rows[1]].to(options.device),
+                    loaded.test.labels(label)[rows[1]].to(loaded.device),
                     class_names=loaded.train.class_names(label),
                 )
                 for label in loaded.label_spaces()
@@ -131,18 +120,16 @@ def analyze_alignment(run_dir: RunDir, *, config: AlignmentConfig, options: Anal
         )
     result = AlignmentResult(
         config=config,
-        seed=loaded.seed,
-        checkpoint_step=loaded.modules.step,
         num_train=len(rows[0]),
         num_test=len(rows[1]),
         spaces=spaces,
         train_manifest_sha256=loaded.train.manifest.sha256,
-        test_manifest_sha256=loaded.test.manifest.sha256,
+        **loaded.facts,
     )
-    return write_result(run_dir, "alignment", result, _figure(result, test_views["embedding"].cpu()))
+    return result, _figure(result, test_views["embedding"].cpu())
 
 
-ANALYSIS = Analysis(AlignmentConfig, analyze_alignment)
+ANALYSIS = Analysis("alignment", AlignmentConfig, measure)
 
 
 def alignment(u_NVD: Tensor) -> Tensor:

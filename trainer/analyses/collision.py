@@ -9,7 +9,6 @@ Shapes: N pictures, C channels, H height, W width.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -22,10 +21,9 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.schema import Schema
 from trainer.analyses.analysis import Analysis
-from trainer.analyses.loaded_run import AnalysisOptions, choose_rows, read_test_pictures, seed_of, write_result
+from trainer.analyses.loaded_run import LoadedRun
 from trainer.observability.figures import to_png
 from trainer.probes.features import ViewFunction, to_float
-from trainer.run_dir import RunDir
 from trainer.views.colour import NUM_COLOURS
 from trainer.views.expert_image import ExpertImage, ExpertImageConfig
 
@@ -78,26 +76,23 @@ class CollisionResult(Schema):
     test_manifest_sha256: str
 
 
-def analyze_collision(run_dir: RunDir, *, config: CollisionConfig, options: AnalysisOptions) -> list[Path]:
-    """Write analysis/collision.json and .png from a run's views and test pictures, without a checkpoint.
+def measure(loaded: LoadedRun, config: CollisionConfig) -> tuple[CollisionResult, bytes]:
+    """Return the numbers and the figure from a run's views and test pictures, without a checkpoint.
 
-    Returns their paths. Raises `UserError` for sounds, and if there are not two different pictures.
+    Raises `UserError` for sounds, and if there are not two different pictures.
     """
-    run_config, test = read_test_pictures(run_dir, options, what_for="collision")
-    seed = seed_of(run_config, options)
-    policy = ExpertImageConfig.of(run_config.views)
-    if run_config.encoder.in_channels != NUM_COLOURS:
+    test, seed = loaded.read_test(pictures_for="collision"), loaded.seed
+    policy = ExpertImageConfig.of(loaded.config.views)
+    if loaded.config.encoder.in_channels != NUM_COLOURS:
         policy = policy.without_colours()
-    rows_N = choose_rows(len(test), config.num_pictures, seed=seed)
-    if len(rows_N) < 2:
-        raise UserError(f"collision compares pictures, but the test set of {run_dir.path} has fewer than two")
-    images_NCHW = to_float(test.images(rows_N), options.device)
+    rows_N = loaded.choose_rows(test, config.num_pictures)
+    images_NCHW = to_float(test.images(rows_N), loaded.device)
     if bool((images_NCHW == images_NCHW[0]).all()):  # distances are relative to that of the pictures
         raise UserError(
-            f"collision compares pictures, but all {len(rows_N)} of the test set of {run_dir.path} are equal; pass a "
+            f"collision compares pictures, but the test set of {loaded.run_dir.path} has no two different ones; pass a "
             "run on other data"
         )
-    index_N = test.index_N[rows_N].to(options.device)
+    index_N = test.index_N[rows_N].to(loaded.device)
     uses = powers_of_two(config.max_uses)
     transforms = {}
     configs = {name: alone(policy, name) for name in SWITCHES if _is_on(policy, name)} | {"all": policy}
@@ -116,10 +111,10 @@ def analyze_collision(run_dir: RunDir, *, config: CollisionConfig, options: Anal
         transforms=transforms,
         test_manifest_sha256=test.manifest.sha256,
     )
-    return write_result(run_dir, "collision", result, _figure(result))
+    return result, _figure(result)
 
 
-ANALYSIS = Analysis(CollisionConfig, analyze_collision)
+ANALYSIS = Analysis("collision", CollisionConfig, measure)
 
 
 def collide(

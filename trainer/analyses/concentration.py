@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -33,10 +32,9 @@ from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import PositiveFactor, Schema
 from trainer.analyses.analysis import Analysis
-from trainer.analyses.loaded_run import AnalysisOptions, choose_rows, read_test_pictures, seed_of, write_result
+from trainer.analyses.loaded_run import LoadedRun, choose_rows
 from trainer.observability.figures import to_png
 from trainer.probes.features import Pictures, to_float
-from trainer.run_dir import RunDir
 from trainer.views.colour import NUM_COLOURS
 from trainer.views.expert_image import HUANG_LETTERS, ExpertImage, huang_views
 
@@ -99,17 +97,16 @@ class SigmaBounds:
     matching_K: Tensor
 
 
-def analyze_concentration(run_dir: RunDir, *, config: ConcentrationConfig, options: AnalysisOptions) -> list[Path]:
-    """Write analysis/concentration.json and .png from a run's test pictures alone, without a checkpoint.
+def measure(loaded: LoadedRun, config: ConcentrationConfig) -> tuple[ConcentrationResult, bytes]:
+    """Return the numbers and the figure from a run's test pictures alone, without a checkpoint.
 
-    Returns their paths. Raises `UserError` for sounds, and if a class has less than two pictures.
+    Raises `UserError` for sounds, and if a class has less than two pictures.
     """
-    run_config, test = read_test_pictures(run_dir, options, what_for="concentration")
-    seed = seed_of(run_config, options)
+    test, seed = loaded.read_test(pictures_for="concentration"), loaded.seed
     rows_KN = _rows_by_class(test, config.num_per_class, seed=seed)
     num_classes, num = rows_KN.shape
-    images_KNCHW = to_float(test.images(rows_KN), options.device)
-    index_KN = test.index_N[rows_KN].to(options.device)
+    images_KNCHW = to_float(test.images(rows_KN), loaded.device)
+    index_KN = test.index_N[rows_KN].to(loaded.device)
     measured = PAIRS if images_KNCHW.shape[2] == NUM_COLOURS else PAIRS_WITHOUT_COLOURS
     pairs: dict[str, tuple[Concentration, ...]] = {}
     with Progress("pairs of transforms", total=len(measured) * num_classes) as progress:
@@ -133,10 +130,10 @@ def analyze_concentration(run_dir: RunDir, *, config: ConcentrationConfig, optio
         ad_is_lowest=tuple(_is_lowest("ad", values) for values in by_delta),
         test_manifest_sha256=test.manifest.sha256,
     )
-    return write_result(run_dir, "concentration", result, _figure(result))
+    return result, _figure(result)
 
 
-ANALYSIS = Analysis(ConcentrationConfig, analyze_concentration)
+ANALYSIS = Analysis("concentration", ConcentrationConfig, measure)
 
 
 def _is_lowest(pair: str, values: Mapping[str, float]) -> bool | None:

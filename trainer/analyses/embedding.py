@@ -8,7 +8,6 @@ Shapes: N samples, C channels of the pooled features.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -27,10 +26,9 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import Measured, Schema
 from trainer.analyses.analysis import Analysis
-from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, write_result
+from trainer.analyses.loaded_run import LoadedRun, RunResult
 from trainer.observability.figures import to_png
 from trainer.probes.features import LabelSpace, extract, frozen
-from trainer.run_dir import RunDir
 
 
 class EmbeddingConfig(Schema):
@@ -40,7 +38,7 @@ class EmbeddingConfig(Schema):
     perplexity: Annotated[float, Field(ge=2, le=1e6)] = Field(30.0, description="The perplexity of t-SNE.")
 
 
-class EmbeddingResult(Schema):
+class EmbeddingResult(RunResult):
     """analysis/embedding.json.
 
     silhouette: by label, of the unit features; None for a label with a single class among the samples.
@@ -48,44 +46,36 @@ class EmbeddingResult(Schema):
     """
 
     config: EmbeddingConfig
-    seed: int
-    checkpoint_step: int
     num_samples: int
     silhouette: dict[LabelSpace, Measured]
     silhouette_of_map: dict[LabelSpace, Measured]
-    test_manifest_sha256: str
 
 
-def analyze_embedding(run_dir: RunDir, *, config: EmbeddingConfig, options: AnalysisOptions) -> list[Path]:
-    """Write analysis/embedding.json and .png of a run, and return their paths.
+def measure(loaded: LoadedRun, config: EmbeddingConfig) -> tuple[EmbeddingResult, bytes]:
+    """Return the silhouettes and the map.
 
-    Raises `UserError` if data is missing, if there are less than four samples, or if features are not finite or all
-    equal.
+    Raises `UserError` if there are less than four samples, or if features are not finite or all equal.
     """
-    loaded = load_run(run_dir, options)
-    rows_N = choose_rows(len(loaded.test), config.num_samples, seed=loaded.seed)
+    run = loaded.run_dir.path
+    rows_N = loaded.choose_rows(loaded.test, config.num_samples)
     if len(rows_N) < 4:
-        raise UserError(f"embedding needs at least four samples, but the test set of {run_dir.path} has {len(rows_N)}")
+        raise UserError(f"embedding needs at least four samples, but the test set of {run} has {len(rows_N)}")
     unit_NC = unit_features(loaded, rows_N)
     if not np.isfinite(unit_NC).all():
-        raise UserError(
-            f"the features of {run_dir.path} at step {loaded.modules.step} are not all finite; take an earlier --step"
-        )
+        raise UserError(f"the features of {run} at step {loaded.modules.step} are not all finite; take another --step")
     if (unit_NC == unit_NC[0]).all():  # on which t-SNE divides by 0, and ends the process
         raise UserError(
-            f"all {len(rows_N)} test samples of {run_dir.path} have the same features at step {loaded.modules.step}, "
+            f"all {len(rows_N)} test samples of {run} have the same features at step {loaded.modules.step}, "
             "so there is nothing to map; the encoder has collapsed, or all samples are equal"
         )
     points_N2 = map_of(unit_NC, perplexity=config.perplexity, seed=loaded.seed)
     labels = {space: loaded.test.labels(space)[rows_N].numpy() for space in loaded.label_spaces()}
     result = EmbeddingResult(
         config=config,
-        seed=loaded.seed,
-        checkpoint_step=loaded.modules.step,
         num_samples=len(rows_N),
         silhouette={space: silhouette(unit_NC, label_N) for space, label_N in labels.items()},
         silhouette_of_map={space: silhouette(points_N2, label_N) for space, label_N in labels.items()},
-        test_manifest_sha256=loaded.test.manifest.sha256,
+        **loaded.facts,
     )
     figure = Figure(figsize=(6.4 * len(labels), 5), layout="constrained")
     panels = figure.subplots(1, len(labels), squeeze=False)[0]
@@ -95,10 +85,10 @@ def analyze_embedding(run_dir: RunDir, *, config: EmbeddingConfig, options: Anal
         axes.set_title(
             f"label_{space}" + ("" if score is None else f", silhouette of features {score:.3f}"), fontsize=11
         )
-    return write_result(run_dir, "embedding", result, to_png(figure))
+    return result, to_png(figure)
 
 
-ANALYSIS = Analysis(EmbeddingConfig, analyze_embedding)
+ANALYSIS = Analysis("embedding", EmbeddingConfig, measure)
 
 
 def unit_features(loaded: LoadedRun, rows_N: Tensor) -> NDArray[np.float64]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -27,14 +26,13 @@ from data_pipeline.core.schema import CountOrZero, Measured, Schema, drawn, show
 from trainer.analyses.analysis import Analysis
 from trainer.analyses.classifier import heads_of
 from trainer.analyses.dip import Floats, dip, dip_p_value, uniform_dips
-from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, write_result
+from trainer.analyses.loaded_run import LoadedRun
 from trainer.analyses.views import Change, mean_change, ratio
 from trainer.observability.figures import to_png
 from trainer.probes.features import LabelSpace, frozen
 from trainer.probes.heads import Heads
 from trainer.probes.linear import LinearHead
 from trainer.probes.view_batches import view_batches
-from trainer.run_dir import RunDir
 
 LOW, HIGH = 0.1, 0.9
 
@@ -122,17 +120,13 @@ class _Judge:
     heads: Heads
 
 
-def analyze_feature_dropout(
-    run_dirs: Sequence[RunDir], *, config: FeatureDropoutConfig, options: AnalysisOptions
-) -> list[Path]:
-    """Write analysis/feature_dropout.json and .png into every run, and return their paths.
+def measure(loaded_runs: Sequence[LoadedRun], config: FeatureDropoutConfig) -> tuple[FeatureDropoutResult, bytes]:
+    """Return the judgements of every run on the views of all, also its own, and the figure.
 
-    Every run judges the views of all, also its own. With `of_sample` the files have names of their own. Raises
-    `UserError` if a run is given twice, if the runs have different test sets, or if a checkpoint is missing.
+    Raises `UserError` if a run is given twice, or if the runs have different test sets.
     """
-    if len({run_dir.path.resolve() for run_dir in run_dirs}) < len(run_dirs):
+    if len({loaded.run_dir.path.resolve() for loaded in loaded_runs}) < len(loaded_runs):
         raise UserError("feature_dropout lets runs judge one another's views; name each run directory once")
-    loaded_runs = [load_run(run_dir, options) for run_dir in run_dirs]
     first = loaded_runs[0]
     for loaded in loaded_runs[1:]:
         if loaded.test.manifest.sha256 != first.test.manifest.sha256:
@@ -146,7 +140,7 @@ def analyze_feature_dropout(
     common = set.intersection(*(set(judge.heads.by_label) for judge in judges))
     if not common:
         raise UserError("the runs were not probed for a common label; run `python -m trainer.probe` on each of them")
-    rows_N, index_N, name = _examples(first, config)
+    rows_N, index_N = _examples(first, config)
     if all((first.test.labels(space)[rows_N] == NO_LABEL).all() for space in common):
         lacking = " or ".join(f"label_{space}" for space in sorted(common))
         raise UserError(
@@ -166,18 +160,17 @@ def analyze_feature_dropout(
         judgements=tuple(judgements),
         test_manifest_sha256=first.test.manifest.sha256,
     )
-    png = _figure(result)
-    return [path for run_dir in run_dirs for path in write_result(run_dir, name, result, png)]
+    return result, _figure(result)
 
 
-ANALYSIS = Analysis(FeatureDropoutConfig, analyze_feature_dropout, compares_runs=True)
+ANALYSIS = Analysis("feature_dropout", FeatureDropoutConfig, measure, compares_runs=True, in_name="of_sample")
 
 
-def _examples(loaded: LoadedRun, config: FeatureDropoutConfig) -> tuple[Tensor, Tensor, str]:
-    """Return the rows (N,) of the test set, the indices (N,) that draw their views, and the result's name."""
+def _examples(loaded: LoadedRun, config: FeatureDropoutConfig) -> tuple[Tensor, Tensor]:
+    """Return the rows (N,) of the test set, and the indices (N,) that draw their views."""
     if config.of_sample is None:
-        rows_N = choose_rows(len(loaded.test), config.num_examples, seed=loaded.seed)
-        return rows_N, loaded.test.index_N[rows_N], "feature_dropout"
+        rows_N = loaded.choose_rows(loaded.test, config.num_examples)
+        return rows_N, loaded.test.index_N[rows_N]
     indices_M = loaded.test.index_N  # not the numbers of the rows, because samples may be left out
     rows = (indices_M == config.of_sample).nonzero()
     if not len(rows):
@@ -187,7 +180,7 @@ def _examples(loaded: LoadedRun, config: FeatureDropoutConfig) -> tuple[Tensor, 
             f"of_sample={config.of_sample}, but the test set has the samples {least} to {most}{left_out}; take another"
         )
     index_N = torch.arange(config.num_examples)
-    return torch.full_like(index_N, int(rows[0])), index_N, f"feature_dropout-of_sample_{config.of_sample}"
+    return torch.full_like(index_N, int(rows[0])), index_N
 
 
 def right_class_probability(head: LinearHead, features_NF: Tensor, label_N: Tensor) -> Tensor:

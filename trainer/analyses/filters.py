@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from pydantic import Field
@@ -25,11 +24,10 @@ from data_pipeline.core.randomness import generator
 from data_pipeline.core.schema import Count, LearningRate, Measured, Schema
 from trainer.analyses.analysis import Analysis
 from trainer.analyses.embedding import silhouette
-from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, choose_rows, load_run, refuse_sounds, write_result
+from trainer.analyses.loaded_run import LoadedRun, RunResult
 from trainer.observability.figures import GridRow, picture_grid
 from trainer.observability.view_grid import to_nhwc
 from trainer.probes.features import LabelSpace, frozen, to_float
-from trainer.run_dir import RunDir
 
 NUM_COLUMNS = 8
 NUM_STARTS = 64
@@ -63,7 +61,7 @@ class Sparsity(Schema):
     dead_share: Measured
 
 
-class FiltersResult(Schema):
+class FiltersResult(RunResult):
     """analysis/filters.json.
 
     colour_r2: the share of the pooled features' variance that a linear function of the picture's mean colour explains.
@@ -75,8 +73,6 @@ class FiltersResult(Schema):
     """
 
     config: FiltersConfig
-    seed: int
-    checkpoint_step: int
     num_pictures: int
     num_channels: int
     sparsity: Sparsity
@@ -85,20 +81,17 @@ class FiltersResult(Schema):
     shown: tuple[int, ...]
     gain: tuple[Measured, ...]
     colourfulness: tuple[Measured, ...]
-    test_manifest_sha256: str
 
 
-def analyze_filters(run_dir: RunDir, *, config: FiltersConfig, options: AnalysisOptions) -> list[Path]:
-    """Write analysis/filters.json and .png of a run, and return their paths.
+def measure(loaded: LoadedRun, config: FiltersConfig) -> tuple[FiltersResult, bytes]:
+    """Return the numbers and the found pictures.
 
     Raises `UserError` for sounds, and for an encoder whose last map is not (B, C, H, W).
     """
-    loaded = load_run(run_dir, options)
-    test = loaded.test
-    refuse_sounds(test, run_dir, what_for="filters")
-    rows_N = choose_rows(len(test), config.num_pictures, seed=loaded.seed)
+    test = loaded.read_test(pictures_for="filters")
+    rows_N = loaded.choose_rows(test, config.num_pictures)
     sparsity, pooled = _measure(loaded, rows_N)
-    colour_NC = (test.images(rows_N).double() / 255).mean((2, 3)).to(options.device)
+    colour_NC = (test.images(rows_N).double() / 255).mean((2, 3)).to(loaded.device)
     unit = F.normalize(pooled, dim=1).cpu().numpy()
     shown_F = pooled.var(0).argsort(descending=True)[: config.num_shown]
     found_FCHW = activating_pictures(
@@ -113,8 +106,6 @@ def analyze_filters(run_dir: RunDir, *, config: FiltersConfig, options: Analysis
     gain_F, colourfulness_F = describe_found(found_FCHW, driven_F, highest_F=pooled.amax(0)[shown_F])
     result = FiltersResult(
         config=config,
-        seed=loaded.seed,
-        checkpoint_step=loaded.modules.step,
         num_pictures=len(rows_N),
         num_channels=pooled.shape[1],
         sparsity=sparsity,
@@ -123,12 +114,12 @@ def analyze_filters(run_dir: RunDir, *, config: FiltersConfig, options: Analysis
         shown=tuple(shown_F.tolist()),
         gain=tuple(gain_F.tolist()),
         colourfulness=tuple(colourfulness_F.tolist()),
-        test_manifest_sha256=test.manifest.sha256,
+        **loaded.facts,
     )
-    return write_result(run_dir, "filters", result, _picture(found_FCHW, result))
+    return result, _picture(found_FCHW, result)
 
 
-ANALYSIS = Analysis(FiltersConfig, analyze_filters)
+ANALYSIS = Analysis("filters", FiltersConfig, measure)
 
 
 def sparsity_of(map_BCHW: Tensor) -> dict[str, Tensor]:

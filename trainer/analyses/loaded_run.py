@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,12 +21,7 @@ from trainer.checkpoint.run_state import other_data
 from trainer.config import RunConfig, read_run_config
 from trainer.modules import TrainedModules
 from trainer.pretrained import load_modules
-from trainer.probes.features import (
-    TRAIN_DRAW,
-    LabelSpace,
-    Pictures,
-    read_pictures,
-)
+from trainer.probes.features import TRAIN_DRAW, LabelSpace, Pictures, read_pictures
 from trainer.run_dir import RunDir, write_atomically, write_json
 
 CPU = torch.device("cpu")
@@ -45,25 +40,63 @@ class AnalysisOptions:
     seed: int | None = None
 
 
+class RunResult(Schema):
+    """The fields that the numbers of one checkpoint have in common. `seed` is that of all draws."""
+
+    seed: int
+    checkpoint_step: int
+    test_manifest_sha256: str
+
+
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run at one checkpoint; its modules are on `device`, in eval mode."""
+    """A run at one checkpoint. Its parts are read when they are used.
+
+    Raises `UserError` then if the run has no such checkpoint, or if data is missing.
+    """
 
     run_dir: RunDir
-    modules: TrainedModules
-    device: torch.device
-    seed: int
+    options: AnalysisOptions
+
+    @cached_property
+    def config(self) -> RunConfig:
+        return read_run_config(self.run_dir)
+
+    @property
+    def device(self) -> torch.device:
+        return self.options.device
+
+    @property
+    def seed(self) -> int:
+        return self.config.seed if self.options.seed is None else self.options.seed
+
+    @cached_property
+    def modules(self) -> TrainedModules:
+        """Return the modules of the checkpoint, on `device`, in eval mode."""
+        return load_modules(self.run_dir, step=self.options.step).to(self.device)
 
     @cached_property
     def train(self) -> Pictures:
-        data = self.modules.config.data
+        data = self.config.data
         train = read_pictures(data.probed_dir, read=data, draw=TRAIN_DRAW)
         return self._checked(train, "train", location=data.probed_dir)
 
     @cached_property
     def test(self) -> Pictures:
-        data = self.modules.config.data
-        return self._checked(read_pictures(data.test_dir, read=data), "test", location=data.test_dir)
+        return self._checked(self.read_test(), "test", location=self.config.data.test_dir)
+
+    def read_test(self, *, pictures_for: str | None = None) -> Pictures:
+        """Read the test samples, without the checkpoint.
+
+        With `pictures_for`, the name of an analysis, raises `UserError` if they are sounds.
+        """
+        test = read_pictures(self.config.data.test_dir, read=self.config.data)
+        if pictures_for is not None and test.are_sounds:
+            raise UserError(
+                f"{pictures_for} needs pictures, but the samples of {self.run_dir.path} are sounds; pass a run on "
+                "pictures"
+            )
+        return test
 
     def _checked(self, pictures: Pictures, which: Literal["train", "test"], *, location: str) -> Pictures:
         """Return the pictures. Prints a warning if their dataset is not the one of the training."""
@@ -76,34 +109,18 @@ class LoadedRun:
         """Return the labels of the samples, such as `base`, and `overlay` if something was drawn or mixed in."""
         return tuple(self.test.manifest.labels)
 
+    def choose_rows(self, pictures: Pictures, num: int) -> Tensor:
+        """Draw rows of `num` of the samples, or of all if there are fewer; (num,) int64, ascending."""
+        return choose_rows(len(pictures), num, seed=self.seed)
 
-def load_run(run_dir: RunDir, options: AnalysisOptions) -> LoadedRun:
-    """Load the modules of a run. Raises `UserError` if there is no such checkpoint."""
-    modules = load_modules(run_dir, step=options.step).to(options.device)
-    return LoadedRun(run_dir, modules, options.device, seed_of(modules.config, options))
-
-
-def read_test_pictures(run_dir: RunDir, options: AnalysisOptions, *, what_for: str) -> tuple[RunConfig, Pictures]:
-    """Return the config and the test pictures of a run, for an analysis of expert views that needs no checkpoint.
-
-    Raises `UserError` if they are sounds; the message begins with `what_for`.
-    """
-    config = read_run_config(run_dir)
-    test = read_pictures(config.data.test_dir, read=config.data)
-    refuse_sounds(test, run_dir, what_for=what_for)
-    return config, test
-
-
-def refuse_sounds(pictures: Pictures, run_dir: RunDir, *, what_for: str) -> None:
-    """Raise `UserError` if the pictures are spectrograms; the message begins with `what_for`."""
-    if pictures.are_sounds:
-        raise UserError(
-            f"{what_for} needs pictures, but the samples of {run_dir.path} are sounds; pass a run on pictures"
-        )
-
-
-def seed_of(config: RunConfig, options: AnalysisOptions) -> int:
-    return config.seed if options.seed is None else options.seed
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return the fields of a `RunResult`."""
+        return {
+            "seed": self.seed,
+            "checkpoint_step": self.modules.step,
+            "test_manifest_sha256": self.test.manifest.sha256,
+        }
 
 
 def choose_rows(num_samples: int, num: int, *, seed: int) -> Tensor:

@@ -9,7 +9,6 @@ Shapes: N samples, V views of each, D dimensions, R ranks of eigenvalues, from 1
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Self
 
 import numpy as np
@@ -20,11 +19,10 @@ from torch import Tensor
 
 from data_pipeline.core.schema import Count, Epsilon, Measured, Schema, drawn, shown
 from trainer.analyses.analysis import Analysis
-from trainer.analyses.loaded_run import AnalysisOptions, choose_rows, load_run, write_result
+from trainer.analyses.loaded_run import LoadedRun, RunResult
 from trainer.analyses.vectors import SPACES, Space, plain_vectors, view_vectors
 from trainer.objectives.health import effective_rank
 from trainer.observability.figures import to_png
-from trainer.run_dir import RunDir
 
 _NOISE = 1e-12  # of the largest eigenvalue: smaller ones are rounding errors
 
@@ -65,34 +63,28 @@ class Monitors(Schema):
     eigenvalues: tuple[Measured, ...]
 
 
-class MonitorsResult(Schema):
+class MonitorsResult(RunResult):
     """analysis/monitors.json."""
 
     config: MonitorsConfig
-    seed: int
-    checkpoint_step: int
     num_samples: int
     spaces: dict[Space, Monitors]
-    test_manifest_sha256: str
 
 
-def analyze_monitors(run_dir: RunDir, *, config: MonitorsConfig, options: AnalysisOptions) -> list[Path]:
-    """Write analysis/monitors.json and .png of a run, return their paths. Raises `UserError` if data is missing."""
-    loaded = load_run(run_dir, options)
-    rows_N = choose_rows(len(loaded.test), config.num_samples, seed=loaded.seed)
+def measure_run(loaded: LoadedRun, config: MonitorsConfig) -> tuple[MonitorsResult, bytes]:
+    """Return the monitors of both spaces and the figure."""
+    rows_N = loaded.choose_rows(loaded.test, config.num_samples)
     plain, views = plain_vectors(loaded, rows_N), view_vectors(loaded, loaded.test, rows_N, num_views=config.num_views)
     result = MonitorsResult(
         config=config,
-        seed=loaded.seed,
-        checkpoint_step=loaded.modules.step,
         num_samples=len(rows_N),
         spaces={space: measure(plain[space], views[space], config) for space in SPACES},
-        test_manifest_sha256=loaded.test.manifest.sha256,
+        **loaded.facts,
     )
-    return write_result(run_dir, "monitors", result, draw_figure(result))
+    return result, draw_figure(result)
 
 
-ANALYSIS = Analysis(MonitorsConfig, analyze_monitors)
+ANALYSIS = Analysis("monitors", MonitorsConfig, measure_run)
 
 
 def measure(x_ND: Tensor, views_NVD: Tensor, config: MonitorsConfig) -> Monitors:

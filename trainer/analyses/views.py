@@ -12,7 +12,6 @@ Shapes: N pictures, B batch, C channels, H height, W width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from pydantic import Field
@@ -21,10 +20,9 @@ from torch import Tensor
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
 from data_pipeline.core.schema import Count, Measured, Schema
 from trainer.analyses.analysis import Analysis
-from trainer.analyses.loaded_run import AnalysisOptions, load_run, write_result
+from trainer.analyses.loaded_run import LoadedRun
 from trainer.observability.view_grid import choose_pictures, view_grid
 from trainer.probes.view_batches import view_batches
-from trainer.run_dir import RunDir
 
 
 class ViewsAnalysisConfig(Schema):
@@ -59,7 +57,7 @@ class ViewsResult(Schema):
     test_manifest_sha256: str
 
 
-_DEFAULT, _NEWEST = ViewsAnalysisConfig(), AnalysisOptions()
+_DEFAULT = ViewsAnalysisConfig()
 
 
 @dataclass(frozen=True)
@@ -71,21 +69,8 @@ class Change:
     in_object: float | None
 
 
-def analyze_views(
-    run_dir: RunDir, *, config: ViewsAnalysisConfig = _DEFAULT, options: AnalysisOptions = _NEWEST
-) -> list[Path]:
-    """Write analysis/views.json and views.png of a run, return their paths. Raises `UserError` if data is missing."""
-    return write_result(run_dir, "views", *measure_views(run_dir, config=config, options=options))
-
-
-ANALYSIS = Analysis(ViewsAnalysisConfig, analyze_views)
-
-
-def measure_views(
-    run_dir: RunDir, *, config: ViewsAnalysisConfig = _DEFAULT, options: AnalysisOptions = _NEWEST
-) -> tuple[ViewsResult, bytes]:
+def measure_views(loaded: LoadedRun, config: ViewsAnalysisConfig = _DEFAULT) -> tuple[ViewsResult, bytes]:
     """Return the numbers and the grid as PNG. Raises `UserError` if data is missing."""
-    loaded = load_run(run_dir, options)
     modules, test, seed, device = loaded.modules, loaded.test, loaded.seed, loaded.device
     policy = modules.view_policy
     measured = torch.arange(len(test))[: config.num_pictures]
@@ -108,6 +93,9 @@ def measure_views(
         test_manifest_sha256=test.manifest.sha256,
     )
     return result, grid
+
+
+ANALYSIS = Analysis("views", ViewsAnalysisConfig, measure_views)
 
 
 def mean_change(change_NHW: Tensor, masks_NHW: Tensor | None) -> Change:

@@ -8,7 +8,7 @@ from typing import Final
 
 from data_pipeline.building.tar_scan import LABEL_FIELDS
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import BASE, OVERLAY
+from data_pipeline.core.sample import BASE
 from data_pipeline.storage.manifest import OVERLAY_NAME, Manifest
 from trainer.probes.features import LabelSpace, Pictures
 from trainer.probes.linear import Target, num_labelled
@@ -32,59 +32,33 @@ def readable_labels(
             f"the train set holds {train.medium}s of shape {train.batch_shape} but the test set {test.medium}s of "
             f"{test.batch_shape}; build both from the same dataset"
         )
-    if (difference := label_difference(train, test)) is not None:
-        raise UserError(f"{difference}; {label_mend(train, test)}")
+    check_same_classes(train, test)
     found = {space: label.classes for space, label in train.labels.items() if len(label.classes) > 1}
-    if not found and train.labels:
-        names = " and ".join(f"label_{space}" for space in train.labels)
-        raise UserError(
-            f"the samples have only {names}, of a single class, so there is nothing to predict; add a class"
-        )
     if not found:
         raise UserError(
-            "the samples have no labels, which a probe predicts; if the tars hold some, index them again with --label"
+            "the samples have no label of two or more classes, which a probe predicts; build the dataset with one, or "
+            "index the tars again with --label"
         )
     for space in wanted or ():
         if space not in found:
-            mend = "build a dataset with an overlay" if space == OVERLAY else "build the dataset with that label"
-            if space in train.labels:
-                mend = f"take another, because label_{space} has a single class"
             raise UserError(
-                f"the samples have no label_{space}, only {', '.join(f'label_{name}' for name in found)}; probe that, "
-                f"or {mend}"
+                f"the samples have no label_{space} of two or more classes, only "
+                f"{', '.join(f'label_{name}' for name in found)}; probe that"
             )
     return {space: names for space, names in found.items() if wanted is None or space in wanted}
 
 
-def label_difference(train: Manifest, test: Manifest) -> str | None:
-    """Say in which label two datasets differ, and in which class; None if they have the same labels and classes."""
-    in_train, in_test = train.labels, test.labels
-    for space in {**in_train, **in_test}:
-        names, test_names = (labels[space].classes if space in labels else () for labels in (in_train, in_test))
-        if names == test_names:
-            continue
-        first = ""
-        if names and test_names:
-            pairs = enumerate(zip_longest(names, test_names, fillvalue="none"))
-            number, name, test_name = next((number, *pair) for number, pair in pairs if pair[0] != pair[1])
-            first = f" (the first that differs is class {number}: {name} and {test_name})"
-        of_each = f"{_shown(names)} in the train set but {_shown(test_names)} in the test set"
-        return f"label_{space} has classes {of_each}{first}"
-    return None
-
-
-def label_mend(train: Manifest, test: Manifest) -> str:
-    """Return what makes the labels of two datasets equal, of which `label_difference` has said the difference."""
-    in_train, in_test = train.labels, test.labels
-    lacks_classes = in_train.keys() == in_test.keys() and all(
-        set(in_test[name].classes) <= set(label.classes) for name, label in in_train.items()
-    )
-    if not lacks_classes:
-        return "build both from the same source and dataset"
-    table = "of a folder, put the labels of both splits into one table for `build folder --labels`"
-    if train.tars.numbered or test.tars.numbered:
-        return f"{table}, or add samples of each class to the test set"
-    return f"index the tars of the test set again with the train set as --classes-of; {table}"
+def check_same_classes(train: Manifest, test: Manifest) -> None:
+    """Raise `UserError` if two datasets do not have the same labels and classes, with the first that differs."""
+    for space in {**train.labels, **test.labels}:
+        of_train, of_test = (each.labels[space].classes if space in each.labels else () for each in (train, test))
+        for number, (name, test_name) in enumerate(zip_longest(of_train, of_test, fillvalue="missing")):
+            if name != test_name:
+                raise UserError(
+                    f"class {number} of label_{space} is {name} in the train set but {test_name} in the test set; "
+                    "build both from the same source and dataset (of a folder, with one table for `--labels`), or "
+                    "index the test set with the train set as --classes-of"
+                )
 
 
 def option_difference(train: Manifest, test: Manifest) -> str | None:
@@ -107,34 +81,14 @@ def option_difference(train: Manifest, test: Manifest) -> str | None:
     unique = "the overlay's unique"
     if unique in in_train and in_train[unique] == in_test.get(unique) and len(digests) > 1:
         return f"the {in_train[unique]} digits of the test set are not those of the train set"
-    return _field_difference(train, test)
-
-
-def _field_difference(train: Manifest, test: Manifest) -> str | None:
-    """Say which label two indexes of tars take from different fields; None if none, or for other datasets."""
     if train.tars.numbered or test.tars.numbered:
         return None
-    in_train, in_test = (_label_fields(each) for each in (train, test))
-    for name in sorted(in_train.keys() & in_test.keys() & train.labels.keys()):
-        field, test_field = in_train[name], in_test[name]
-        # Without --label, an index takes the first of LABEL_FIELDS that a sample has, which may be the same field.
-        may_agree = None in (field, test_field) and {field, test_field} <= {None, *LABEL_FIELDS}
-        if field != test_field and not may_agree:
-            return f"label_{name} is {_field(field)} in the train set but {_field(test_field)} in the test set"
+    # Without --label, an index takes the first of LABEL_FIELDS that a sample has.
+    fields, test_fields = (each.tars.fields.labels or {BASE: LABEL_FIELDS[0]} for each in (train, test))
+    for name in sorted(fields.keys() & test_fields.keys() & train.labels.keys()):
+        if fields[name] != test_fields[name]:
+            return f"label_{name} is the field {fields[name]} in the train set but {test_fields[name]} in the test set"
     return None
-
-
-def _label_fields(manifest: Manifest) -> Mapping[str, str | None]:
-    return manifest.tars.fields.labels or {BASE: None}
-
-
-def _field(field: str | None) -> str:
-    return f"the first of {', '.join(LABEL_FIELDS)}" if field is None else f"the field {field}"
-
-
-def _shown(names: Sequence[str]) -> str:
-    more = ", ..." if len(names) > _NUM_SHOWN else ""
-    return f"{', '.join(names[:_NUM_SHOWN])}{more}" if names else "none"
 
 
 def label_targets(

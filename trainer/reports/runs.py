@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.core.errors import UserError, storage_problem
-from trainer.analyses.loaded_run import AnalysisOptions, write_result
+from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, write_result
 from trainer.analyses.views import ViewsResult, measure_views
 from trainer.config import RunConfig, read_run_config
 from trainer.config_changes import edited_config
@@ -237,7 +237,7 @@ def _views(run_dir: RunDir, options: AnalysisOptions | None, test_set: str | Non
     if options is None:
         return None
     try:
-        result, png = measure_views(run_dir, options=options)
+        result, png = measure_views(LoadedRun(run_dir, options))
     except UserError:
         if earlier is not None:
             return earlier

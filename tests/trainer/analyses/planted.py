@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from configs import debug
 from data_pipeline.core.counter_rng import DrawKeys, uniform
-from trainer.analyses.loaded_run import CPU, AnalysisOptions, LoadedRun
 from trainer.config import RunConfig, read_config
 from trainer.models.encoder import Encoder
 from trainer.modules import TrainedModules
@@ -67,12 +66,11 @@ def write_run(directory: Path, data: Path, *, recipe: Callable[[], RunConfig] = 
     return RunDir(directory)
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, module: str, **policies: nn.Module) -> None:
-    """Let an analysis find, in the run directories of these names, a `HalvesEncoder` and these policies."""
+def plant(monkeypatch: pytest.MonkeyPatch, **policies: nn.Module) -> None:
+    """Let analyses find, in the run directories of these names, a `HalvesEncoder` and these policies."""
 
-    def open_planted(run_dir: RunDir, options: AnalysisOptions) -> LoadedRun:
+    def open_planted(run_dir: RunDir, *, step: int | None) -> TrainedModules:
         policy = policies[run_dir.path.name]
-        modules = TrainedModules(read_config(run_dir.config), 0, cast(Encoder, HalvesEncoder()), policy)
-        return LoadedRun(run_dir, modules, CPU, options.seed or 0)
+        return TrainedModules(read_config(run_dir.config), 0, cast(Encoder, HalvesEncoder()), policy)
 
-    monkeypatch.setattr(f"trainer.analyses.{module}.load_run", open_planted)
+    monkeypatch.setattr("trainer.analyses.loaded_run.load_modules", open_planted)

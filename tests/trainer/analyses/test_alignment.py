@@ -18,11 +18,11 @@ from data_pipeline.core.schema import drawn
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.analyses.planted import DropBottom, plant, write_run
 from trainer.analyses.alignment import (
+    ANALYSIS,
     AlignmentConfig,
     AlignmentResult,
     _class_centres,
     alignment,
-    analyze_alignment,
     class_centres,
     nearest_centre,
     share_apart,
@@ -77,10 +77,12 @@ def test_planted_classes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Two directions tell the base class; views that change nothing are aligned, and those that drop a half are not."""
     data = write_tiny_pair(tmp_path / "data", num_train=60, num_test=50)
     runs = [write_run(tmp_path / name, data) for name in ("keeps", "drops")]
-    plant(monkeypatch, "alignment", keeps=DropBottom(0.0), drops=DropBottom(0.5))
+    plant(monkeypatch, keeps=DropBottom(0.0), drops=DropBottom(0.5))
     results = []
     for run_dir in runs:
-        png_path, json_path = analyze_alignment(run_dir, config=AlignmentConfig(num_views=3), options=AnalysisOptions())
+        png_path, json_path = ANALYSIS.analyze(
+            [run_dir], config=AlignmentConfig(num_views=3), options=AnalysisOptions()
+        )
         results.append(AlignmentResult.parse(json.loads(json_path.read_text()), where=""))
         assert Image.open(png_path).size[0] > 1000
     keeps, drops = (result.spaces["pooled"] for result in results)
@@ -107,16 +109,16 @@ def test_classes_in_another_order_are_refused(tmp_path: Path, monkeypatch: pytes
     facts = json.loads(manifest.read_text())
     facts["labels"]["base"]["classes"].reverse()
     manifest.write_text(json.dumps(facts))
-    plant(monkeypatch, "alignment", run=DropBottom(0.0))
-    with pytest.raises(UserError, match="label_base has classes dark, bright in the train set but bright, dark in the"):
-        analyze_alignment(write_run(tmp_path / "run", data), config=AlignmentConfig(), options=AnalysisOptions())
+    plant(monkeypatch, run=DropBottom(0.0))
+    with pytest.raises(UserError, match="class 0 of label_base is dark in the train set but bright in the test set"):
+        ANALYSIS.analyze([write_run(tmp_path / "run", data)], config=AlignmentConfig(), options=AnalysisOptions())
 
 
 def test_without_labels_there_are_no_class_centres(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=20, num_test=12))
     monkeypatch.setattr(LoadedRun, "label_spaces", lambda loaded: ())
-    png_path, json_path = analyze_alignment(
-        run_dir, config=AlignmentConfig(num_views=2), options=AnalysisOptions(step=0)
+    png_path, json_path = ANALYSIS.analyze(
+        [run_dir], config=AlignmentConfig(num_views=2), options=AnalysisOptions(step=0)
     )
     assert AlignmentResult.parse(json.loads(json_path.read_text()), where="").spaces["pooled"].labels == {}
     assert Image.open(png_path).size[0] > 1000
@@ -125,7 +127,7 @@ def test_without_labels_there_are_no_class_centres(tmp_path: Path, monkeypatch: 
 def test_real_encoders_of_sounds(tmp_path: Path) -> None:
     data = write_tiny_sound_pair(tmp_path / "data", num_train=20, num_test=12)
     run_dir = write_run(tmp_path / "run", data, recipe=debug.audio)
-    _, json_path = analyze_alignment(run_dir, config=AlignmentConfig(num_views=2), options=AnalysisOptions(step=0))
+    _, json_path = ANALYSIS.analyze([run_dir], config=AlignmentConfig(num_views=2), options=AnalysisOptions(step=0))
     result = json.loads(json_path.read_text())
     assert (result["num_train"], result["num_test"]) == (20, 12)
     assert result["spaces"]["embedding"]["num_dimensions"] == 16

@@ -12,14 +12,14 @@ from torch import Tensor
 from configs import debug
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
-from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
+from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import write_run
 from trainer.analyses.collision import (
+    ANALYSIS,
     SWITCHES,
     CollisionConfig,
     CollisionResult,
     alone,
-    analyze_collision,
     collide,
     powers_of_two,
 )
@@ -74,7 +74,7 @@ def test_uses_are_powers_of_two(largest: int, uses: tuple[int, ...]) -> None:
 @pytest.mark.slow
 def test_blur_contracts_and_flips_do_not(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=40))
-    png_path, json_path = analyze_collision(run_dir, config=CollisionConfig(max_uses=16), options=AnalysisOptions())
+    png_path, json_path = ANALYSIS.analyze([run_dir], config=CollisionConfig(max_uses=16), options=AnalysisOptions())
     result = CollisionResult.parse(json.loads(json_path.read_text()), where="")
     assert result.num_pictures == 40
     assert result.policy == debug.image().views
@@ -87,23 +87,13 @@ def test_blur_contracts_and_flips_do_not(tmp_path: Path) -> None:
     assert min(flip) > 0.95
     assert Image.open(png_path).size[0] > 800
     before = json_path.read_bytes()
-    analyze_collision(run_dir, config=CollisionConfig(max_uses=16), options=AnalysisOptions())
+    ANALYSIS.analyze([run_dir], config=CollisionConfig(max_uses=16), options=AnalysisOptions())
     assert json_path.read_bytes() == before
 
 
-def test_sounds_and_a_single_picture_are_refused(tmp_path: Path) -> None:
-    sounds = write_tiny_sound_pair(tmp_path / "sounds", num_train=4, num_test=4)
-    with pytest.raises(UserError, match=r"collision needs pictures, but the samples of .* are sounds"):
-        analyze_collision(
-            write_run(tmp_path / "a", sounds, recipe=debug.audio), config=CollisionConfig(), options=AnalysisOptions()
-        )
-    one = write_tiny_pair(tmp_path / "one", num_train=4, num_test=1)
-    with pytest.raises(UserError, match="has fewer than two"):
-        analyze_collision(write_run(tmp_path / "b", one), config=CollisionConfig(), options=AnalysisOptions())
-
-
-def test_equal_pictures_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=5))
+@pytest.mark.parametrize("num", [1, 5])
+def test_a_single_picture_and_equal_ones_are_refused(num: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=num))
     monkeypatch.setattr(Pictures, "images", lambda pictures, rows: torch.full((len(rows), 3, 16, 16), 7))
-    with pytest.raises(UserError, match=r"collision compares pictures, but all 5 of the test set of .* are equal"):
-        analyze_collision(run_dir, config=CollisionConfig(), options=AnalysisOptions())
+    with pytest.raises(UserError, match="has no two different ones"):
+        ANALYSIS.analyze([run_dir], config=CollisionConfig(), options=AnalysisOptions())

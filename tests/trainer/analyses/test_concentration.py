@@ -9,25 +9,24 @@ import pytest
 import torch
 from PIL import Image
 
-from configs import debug
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
-from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
+from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import write_run
 from tests.trainer.probes.toy import toy_manifest
 from trainer.analyses import concentration
 from trainer.analyses.concentration import (
+    ANALYSIS,
     PAIRS,
     Concentration,
     ConcentrationConfig,
     ConcentrationResult,
-    analyze_concentration,
     draw_views,
     least_distances,
     sigma_bounds,
 )
-from trainer.analyses.loaded_run import AnalysisOptions
+from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun
 from trainer.probes.features import Pictures
 from trainer.views.expert_image import ExpertImage, huang_views
 
@@ -105,14 +104,11 @@ def test_pairs_that_undo_what_tells_pictures_apart_are_found(tmp_path: Path, mon
         torch.uint8
     )
     pictures = Pictures(toy_manifest(24), images_NCHW, None, torch.arange(24), {"base": label_N, "overlay": label_N})
-    monkeypatch.setattr(
-        "trainer.analyses.concentration.read_test_pictures",
-        lambda run_dir, options, what_for: (debug.image(), pictures),
-    )
+    monkeypatch.setattr(LoadedRun, "read_test", lambda loaded, pictures_for: pictures)
     data = write_tiny_pair(tmp_path / "data", num_train=4, num_test=4)
     run_dir = write_run(tmp_path / "run", data)
     config = ConcentrationConfig(num_per_class=12, num_views=12, deltas=(0.5, 100.0))
-    png_path, json_path = analyze_concentration(run_dir, config=config, options=AnalysisOptions())
+    png_path, json_path = ANALYSIS.analyze([run_dir], config=config, options=AnalysisOptions())
     result = ConcentrationResult.parse(json.loads(json_path.read_text()), where="")
     assert (result.num_classes, result.num_pictures) == (2, 24)
     assert set(result.pairs) == set(PAIRS)
@@ -127,30 +123,26 @@ def test_pairs_that_undo_what_tells_pictures_apart_are_found(tmp_path: Path, mon
     assert {pairs[1].clique for pairs in result.pairs.values()} == {0.0}
     assert Image.open(png_path).size[0] > 600
     before = json_path.read_bytes()
-    analyze_concentration(run_dir, config=config, options=AnalysisOptions())
+    ANALYSIS.analyze([run_dir], config=config, options=AnalysisOptions())
     assert json_path.read_bytes() == before
 
 
-def test_sounds_and_lonely_pictures_are_refused(tmp_path: Path) -> None:
-    sounds = write_tiny_sound_pair(tmp_path / "sounds", num_train=4, num_test=4)
-    run_dir = write_run(tmp_path / "a", sounds, recipe=debug.audio)
-    with pytest.raises(UserError, match=r"concentration needs pictures, but the samples of .* are sounds"):
-        analyze_concentration(run_dir, config=ConcentrationConfig(), options=AnalysisOptions())
+def test_lonely_pictures_are_refused(tmp_path: Path) -> None:
     few = write_tiny_pair(tmp_path / "few", num_train=4, num_test=2)
     with pytest.raises(UserError, match=r"class (dark|bright) of label_base has a single one in the test set"):
-        analyze_concentration(write_run(tmp_path / "b", few), config=ConcentrationConfig(), options=AnalysisOptions())
+        ANALYSIS.analyze([write_run(tmp_path / "b", few)], config=ConcentrationConfig(), options=AnalysisOptions())
 
 
 def test_a_class_without_pictures_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=6))
     config = ConcentrationConfig(num_views=2, deltas=(10,))
     monkeypatch.setattr(Pictures, "labels", lambda pictures, space: torch.ones(len(pictures), dtype=torch.int64))
-    _, json_path = analyze_concentration(run_dir, config=config, options=AnalysisOptions())
+    _, json_path = ANALYSIS.analyze([run_dir], config=config, options=AnalysisOptions())
     result = ConcentrationResult.parse(json.loads(json_path.read_text()), where="")
     assert (result.num_classes, result.num_pictures) == (1, 6)
     monkeypatch.setattr(Pictures, "labels", lambda pictures, space: torch.full((len(pictures),), NO_LABEL))
     with pytest.raises(UserError, match="no test picture has label_base"):
-        analyze_concentration(run_dir, config=config, options=AnalysisOptions())
+        ANALYSIS.analyze([run_dir], config=config, options=AnalysisOptions())
 
 
 def test_a_pair_that_shares_the_lowest_place_is_not_the_lowest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,5 +154,5 @@ def test_a_pair_that_shares_the_lowest_place_is_not_the_lowest(tmp_path: Path, m
     monkeypatch.setattr(concentration, "_concentration", lambda distance_KNN, delta: next(planted))
     run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=8))
     config = ConcentrationConfig(num_views=2, num_per_class=2, deltas=(1,))
-    _, json_path = analyze_concentration(run_dir, config=config, options=AnalysisOptions())
+    _, json_path = ANALYSIS.analyze([run_dir], config=config, options=AnalysisOptions())
     assert json.loads(json_path.read_text())["ad_is_lowest"] == [None]

@@ -99,7 +99,7 @@ def test_an_encoder_that_diverged_is_analysed_probed_and_reported(
     run = diverged_run(tmp_path / "run", data, {"encoder"})
     other = diverged_run(tmp_path / "other", data, {"encoder"})
     refused = {
-        "embedding": r"features .* at step 10 are not all finite; take an earlier --step",
+        "embedding": r"features .* at step 10 are not all finite; take another --step",
         "feature_dropout": "features are not all finite in epoch 1; probe with --views none",
     }
     with pytest.raises(UserError, match=refused["feature_dropout"]):

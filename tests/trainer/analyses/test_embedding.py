@@ -11,10 +11,9 @@ from data_pipeline.core.errors import UserError
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import DropBottom, plant, write_run
 from trainer.analyses.embedding import (
+    ANALYSIS,
     EmbeddingConfig,
     EmbeddingResult,
-    analyze_embedding,
-    class_colors,
     map_of,
     silhouette,
 )
@@ -50,10 +49,10 @@ def test_the_label_that_the_features_hold_is_told_from_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = write_tiny_pair(tmp_path / "data", num_train=8, num_test=80)
-    plant(monkeypatch, "embedding", run=DropBottom(0.0))
+    plant(monkeypatch, run=DropBottom(0.0))
     run_dir = write_run(tmp_path / "run", data)
-    png_path, json_path = analyze_embedding(
-        run_dir, config=EmbeddingConfig(num_samples=70), options=AnalysisOptions(seed=2)
+    png_path, json_path = ANALYSIS.analyze(
+        [run_dir], config=EmbeddingConfig(num_samples=70), options=AnalysisOptions(seed=2)
     )
     result = EmbeddingResult.parse(json.loads(json_path.read_text()), where="")
     assert (result.num_samples, result.seed) == (70, 2)
@@ -68,19 +67,14 @@ def test_the_label_that_the_features_hold_is_told_from_the_other(
 def test_too_few_samples_are_said(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=3))
     with pytest.raises(UserError, match=r"needs at least four samples, but the test set of .* has 3"):
-        analyze_embedding(run_dir, config=EmbeddingConfig(), options=AnalysisOptions(step=0))
+        ANALYSIS.analyze([run_dir], config=EmbeddingConfig(), options=AnalysisOptions(step=0))
 
 
 def test_features_that_are_all_equal_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """t-SNE ends the process on them with a segmentation fault, so that a test on the old code ends too."""
     monkeypatch.setattr("trainer.analyses.embedding.map_of", lambda *args, **kwargs: pytest.fail("t-SNE was called"))
     monkeypatch.setattr("trainer.analyses.embedding.unit_features", lambda loaded, rows_N: np.ones((len(rows_N), 3)))
-    plant(monkeypatch, "embedding", run=DropBottom(0.0))
+    plant(monkeypatch, run=DropBottom(0.0))
     run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=8))
     with pytest.raises(UserError, match=r"all 8 test samples of .* have the same features at step 0"):
-        analyze_embedding(run_dir, config=EmbeddingConfig(), options=AnalysisOptions())
-
-
-@pytest.mark.parametrize("num", [1, 10, 11, 26])
-def test_every_class_has_a_color_of_its_own(num: int) -> None:
-    assert len(set(class_colors(num))) == num
+        ANALYSIS.analyze([run_dir], config=EmbeddingConfig(), options=AnalysisOptions())

@@ -22,13 +22,13 @@ from trainer.analyses import feature_dropout
 from trainer.analyses.classifier import NUM_QUICK_EPOCHS, QUICK_FIT, fit_quickly, heads_of
 from trainer.analyses.dip import uniform_dips
 from trainer.analyses.feature_dropout import (
+    ANALYSIS,
     FeatureDropoutConfig,
     FeatureDropoutResult,
-    analyze_feature_dropout,
     describe,
     right_class_probability,
 )
-from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, load_run
+from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun
 from trainer.probed_runs.options import ProbeOptions
 from trainer.probed_runs.probing import probe_run
 from trainer.probes.features import Pictures, read_pictures
@@ -70,7 +70,7 @@ def plant_two_runs(data: Path, directory: Path, monkeypatch: pytest.MonkeyPatch,
     runs = [write_run(directory / name, data, name=name) for name in ("drops", "keeps")]
     for run_dir in runs:
         write_exact_heads(run_dir)
-    plant(monkeypatch, "feature_dropout", drops=policy, keeps=DropBottom(0.0))
+    plant(monkeypatch, drops=policy, keeps=DropBottom(0.0))
     return runs
 
 
@@ -78,7 +78,7 @@ def test_planted_dropout_is_found(data: Path, tmp_path: Path, monkeypatch: pytes
     """One run blackens the object in half of its views, the other changes nothing; both read perfectly."""
     policy = DropBottom(0.5)
     runs = plant_two_runs(data, tmp_path, monkeypatch, policy)
-    paths = analyze_feature_dropout(runs, config=CONFIG, options=AnalysisOptions())
+    paths = ANALYSIS.analyze(runs, config=CONFIG, options=AnalysisOptions())
     assert paths == [run.analysis / f"feature_dropout.{end}" for run in runs for end in ("png", "json")]
     assert paths[1].read_bytes() == paths[3].read_bytes()
     result = FeatureDropoutResult.parse(json.loads(paths[1].read_text()), where="")
@@ -133,7 +133,7 @@ def test_a_dip_is_compared_with_dips_of_as_many_labelled_samples(
 
     monkeypatch.setattr(feature_dropout, "uniform_dips", noted)
     monkeypatch.setattr(Pictures, "labels", labels)
-    analyze_feature_dropout(runs, config=CONFIG, options=AnalysisOptions())
+    ANALYSIS.analyze(runs, config=CONFIG, options=AnalysisOptions())
     assert set(sizes) == {NUM_TEST, NUM_TEST * 2 // 3}
 
 
@@ -143,7 +143,7 @@ def test_all_views_may_be_of_one_sample(data: Path, tmp_path: Path, monkeypatch:
     seen = read_pictures(data / "test").by_label["overlay"] != 0  # class 0 is what black looks like
     number = int(seen.nonzero()[0])
     config = CONFIG.model_copy(update={"of_sample": number})
-    *_, path = analyze_feature_dropout(runs, config=config, options=AnalysisOptions())
+    *_, path = ANALYSIS.analyze(runs, config=config, options=AnalysisOptions())
     assert path == runs[1].analysis / f"feature_dropout-of_sample_{number}.json"
     result = FeatureDropoutResult.parse(json.loads(path.read_text()), where="")
     lost = float(policy.dropped(DrawKeys(0, 0, torch.arange(1000), 0)).float().mean())
@@ -152,7 +152,7 @@ def test_all_views_may_be_of_one_sample(data: Path, tmp_path: Path, monkeypatch:
     assert shares == pytest.approx({"drops": lost, "keeps": 0.0})
     config = CONFIG.model_copy(update={"of_sample": NUM_TEST})
     with pytest.raises(UserError, match=rf"of_sample={NUM_TEST}, but the test set has the samples 0 to {NUM_TEST - 1}"):
-        analyze_feature_dropout(runs, config=config, options=AnalysisOptions())
+        ANALYSIS.analyze(runs, config=config, options=AnalysisOptions())
 
 
 def test_the_one_sample_is_named_by_its_index(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,18 +164,18 @@ def test_the_one_sample_is_named_by_its_index(data: Path, tmp_path: Path, monkey
     is_dark = whole.labels("overlay") == 0  # what a black object is taken for
     row = next(row for row in range(NUM_TEST - 2) if is_dark[row] and not is_dark[row + 2])
     config = CONFIG.model_copy(update={"of_sample": row + 2, "num_examples": 10})
-    *_, path = analyze_feature_dropout(runs, config=config, options=AnalysisOptions())
+    *_, path = ANALYSIS.analyze(runs, config=config, options=AnalysisOptions())
     result = FeatureDropoutResult.parse(json.loads(path.read_text()), where="")
     assert {j.accuracy for j in result.judgements if (j.views_of, j.label) == ("drops", "overlay")} == {1.0}
     with pytest.raises(UserError, match="of_sample=1, but the test set has the samples 2 to 301; take another"):
-        analyze_feature_dropout(runs, config=config.model_copy(update={"of_sample": 1}), options=AnalysisOptions())
+        ANALYSIS.analyze(runs, config=config.model_copy(update={"of_sample": 1}), options=AnalysisOptions())
 
 
 def test_examples_without_any_label_are_said(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = plant_two_runs(data, tmp_path, monkeypatch, DropBottom(0.5))
     monkeypatch.setattr(Pictures, "labels", lambda pictures, space: torch.full((len(pictures),), NO_LABEL))
     with pytest.raises(UserError, match="no example has label_base or label_overlay, so there is no right class"):
-        analyze_feature_dropout(runs, config=CONFIG, options=AnalysisOptions())
+        ANALYSIS.analyze(runs, config=CONFIG, options=AnalysisOptions())
 
 
 def test_probabilities_are_those_of_scipy() -> None:
@@ -202,7 +202,7 @@ def test_quick_heads_are_those_of_the_probe_and_are_kept(data: Path, tmp_path: P
     config = json.loads(run_dir.config.read_text())
     config["probe"]["views"] = "none"
     run_dir.config.write_text(json.dumps(config))
-    loaded = load_run(run_dir, AnalysisOptions(step=0))
+    loaded = LoadedRun(run_dir, AnalysisOptions(step=0))
     heads = fit_quickly(loaded)
     probed = fit(
         loaded.modules.encoder,
@@ -237,7 +237,7 @@ def test_heads_that_a_probe_fitted_in_train_mode_are_not_used(data: Path, tmp_pa
 
     probe()
     kept = (run_dir.probes(0) / "heads.safetensors").read_bytes()
-    loaded = load_run(run_dir, AnalysisOptions(step=0))
+    loaded = LoadedRun(run_dir, AnalysisOptions(step=0))
     assert heads_of(loaded).made_by == QUICK_FIT
     assert (run_dir.probes(0) / "heads.safetensors").read_bytes() == kept
     probe(batch_norm="eval")
@@ -246,7 +246,7 @@ def test_heads_that_a_probe_fitted_in_train_mode_are_not_used(data: Path, tmp_pa
 
 def test_a_probe_of_one_label_leaves_the_quick_heads_of_the_others(data: Path, tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", data)
-    loaded = load_run(run_dir, AnalysisOptions(step=0))
+    loaded = LoadedRun(run_dir, AnalysisOptions(step=0))
     quick = heads_of(loaded)
     probe_run(run_dir, ProbeOptions(steps=0, labels=["base"], changes={"num_epochs": 5}), device=torch.device("cpu"))
     heads = heads_of(loaded)
@@ -261,7 +261,7 @@ def test_labels_that_were_not_probed_get_quick_heads(data: Path, tmp_path: Path)
     """The order of the commands does not matter: the probe of one label comes first."""
     run_dir = write_run(tmp_path / "run", data)
     probe_run(run_dir, ProbeOptions(steps=0, labels=["overlay"]), device=torch.device("cpu"))
-    heads = heads_of(load_run(run_dir, AnalysisOptions(step=0)))
+    heads = heads_of(LoadedRun(run_dir, AnalysisOptions(step=0)))
     assert sorted(heads.by_label) == ["base", "overlay"]
     assert heads.made_by.endswith(f"; for label_base: {QUICK_FIT}")
 
@@ -274,14 +274,14 @@ def test_one_run_twice_or_of_other_data_is_refused(data: Path, tmp_path: Path) -
         ([one, other], "different test sets; feature_dropout compares runs of one dataset"),
     ):
         with pytest.raises(UserError, match=message):
-            analyze_feature_dropout(runs, config=CONFIG, options=AnalysisOptions(step=0))
+            ANALYSIS.analyze(runs, config=CONFIG, options=AnalysisOptions(step=0))
 
 
 def test_a_run_alone_judges_its_own_views_as_it_does_beside_others(data: Path, tmp_path: Path) -> None:
     one, two = write_run(tmp_path / "one", data), write_run(tmp_path / "two", data, name="two")
 
     def judgements(*runs: RunDir) -> list[dict[str, Any]]:
-        paths = analyze_feature_dropout(runs, config=CONFIG, options=AnalysisOptions(step=0))
+        paths = ANALYSIS.analyze(runs, config=CONFIG, options=AnalysisOptions(step=0))
         found: list[dict[str, Any]] = json.loads(paths[1].read_text())["judgements"]
         return [each for each in found if each["views_of"] == each["judged_by"]]
 
@@ -297,7 +297,7 @@ def test_real_encoders_judge_sounds(tmp_path: Path) -> None:
         run_dir = write_run(tmp_path / name, data, recipe=debug.audio, name="same")
         runs.append(run_dir)
     config = FeatureDropoutConfig(num_uniform_samples=19)
-    result = json.loads(analyze_feature_dropout(runs, config=config, options=AnalysisOptions(step=0))[1].read_text())
+    result = json.loads(ANALYSIS.analyze(runs, config=config, options=AnalysisOptions(step=0))[1].read_text())
     assert [run["name"] for run in result["runs"]] == [str(run_dir.path) for run_dir in runs]
     assert [run["selectivity_box"] for run in result["runs"]] == [None, None]
     assert result["num_examples"] == 16

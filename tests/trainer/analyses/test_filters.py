@@ -15,13 +15,13 @@ from torch import Tensor
 from configs import debug
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import drawn
-from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
+from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import write_run
 from trainer.analyses.filters import (
+    ANALYSIS,
     FiltersConfig,
     FiltersResult,
     activating_pictures,
-    analyze_filters,
     colourfulness,
     describe_found,
     explained_share,
@@ -99,7 +99,7 @@ def test_what_drives_a_known_feature_is_found() -> None:
 
 def test_numbers_of_a_real_encoder(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=40))
-    png_path, json_path = analyze_filters(run_dir, config=CONFIG, options=AnalysisOptions(step=0))
+    png_path, json_path = ANALYSIS.analyze([run_dir], config=CONFIG, options=AnalysisOptions(step=0))
     result = FiltersResult.parse(json.loads(json_path.read_text()), where="")
     assert (result.num_pictures, result.num_channels) == (40, 32)
     assert len(set(result.shown)) == len(result.gain) == len(result.colourfulness) == 10
@@ -112,17 +112,11 @@ def test_numbers_of_a_real_encoder(tmp_path: Path) -> None:
     assert 0 < r2 < 1
     assert Image.open(png_path).size[0] > 1000
     before = json_path.read_bytes()
-    analyze_filters(run_dir, config=CONFIG, options=AnalysisOptions(step=0))
+    ANALYSIS.analyze([run_dir], config=CONFIG, options=AnalysisOptions(step=0))
     assert json_path.read_bytes() == before
 
 
-def test_sounds_and_encoders_of_tokens_are_refused(tmp_path: Path) -> None:
-    sounds = write_tiny_sound_pair(tmp_path / "sounds", num_train=4, num_test=4)
-    with pytest.raises(UserError, match=r"filters needs pictures, but the samples of .* are sounds"):
-        analyze_filters(
-            write_run(tmp_path / "a", sounds, recipe=debug.audio), config=CONFIG, options=AnalysisOptions(step=0)
-        )
-
+def test_encoders_of_tokens_are_refused(tmp_path: Path) -> None:
     def transformer() -> RunConfig:
         options = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2}
         encoder: dict[str, Any] = {"kind": "timm", "name": "vit_tiny_patch16_224", "options": options}
@@ -131,6 +125,6 @@ def test_sounds_and_encoders_of_tokens_are_refused(tmp_path: Path) -> None:
 
     data = write_tiny_pair(tmp_path / "data", num_train=4, num_test=4)
     with pytest.raises(UserError, match=r"filters needs a convolutional encoder, but the last map of"):
-        analyze_filters(
-            write_run(tmp_path / "b", data, recipe=transformer), config=CONFIG, options=AnalysisOptions(step=0)
+        ANALYSIS.analyze(
+            [write_run(tmp_path / "b", data, recipe=transformer)], config=CONFIG, options=AnalysisOptions(step=0)
         )

@@ -12,14 +12,26 @@ from PIL import Image
 
 from configs import debug
 from data_pipeline.__main__ import main as data_pipeline
-from tests.tiny_data import write_tiny_pair
+from data_pipeline.core.errors import UserError
+from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.analyses.planted import write_run
-from trainer.analyses.collision import CollisionConfig, analyze_collision
-from trainer.analyses.concentration import ConcentrationConfig, analyze_concentration
-from trainer.analyses.loaded_run import AnalysisOptions, load_run
+from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun
+from trainer.analyze import load_analysis
 from trainer.config import read_config
 from trainer.preflight import check_data
 from trainer.run_dir import RunDir
+
+
+def analyze(name: str, run_dir: RunDir) -> list[Path]:
+    analysis = load_analysis(name)
+    return analysis.analyze([run_dir], config=analysis.settings(), options=AnalysisOptions(step=0))
+
+
+@pytest.mark.parametrize("name", ["collision", "concentration", "filters"])
+def test_analyses_of_pictures_refuse_sounds(name: str, tmp_path: Path) -> None:
+    sounds = write_tiny_sound_pair(tmp_path / "sounds", num_train=4, num_test=4)
+    with pytest.raises(UserError, match=rf"{name} needs pictures, but the samples of .* are sounds"):
+        analyze(name, write_run(tmp_path / "run", sounds, recipe=debug.audio))
 
 
 def test_no_train_picture_bears_the_very_overlay_of_a_test_picture(tmp_path: Path) -> None:
@@ -28,7 +40,7 @@ def test_no_train_picture_bears_the_very_overlay_of_a_test_picture(tmp_path: Pat
     config = json.loads(run_dir.config.read_text())
     config["data"]["test_dir"] = config["data"]["train_dir"]
     run_dir.config.write_text(json.dumps(config))
-    loaded = load_run(run_dir, AnalysisOptions(step=0))
+    loaded = LoadedRun(run_dir, AnalysisOptions(step=0))
     same_NHW = (loaded.train.images_NCHW == loaded.test.images_NCHW).all(1)
     assert not same_NHW.flatten(1).all(1).any()
 
@@ -53,8 +65,8 @@ def wide_run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     "work",
     [
         lambda run_dir: check_data(read_config(run_dir.config).override(["global_batch_size=8"], where="a test")),
-        lambda run_dir: analyze_collision(run_dir, config=CollisionConfig(), options=AnalysisOptions()),
-        lambda run_dir: analyze_concentration(run_dir, config=ConcentrationConfig(), options=AnalysisOptions()),
+        lambda run_dir: analyze("collision", run_dir),
+        lambda run_dir: analyze("concentration", run_dir),
     ],
     ids=["training", "collision", "concentration"],
 )

@@ -16,9 +16,9 @@ from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import DropBottom, plant, write_run
 from trainer.analyses.loaded_run import AnalysisOptions
 from trainer.analyses.monitors import (
+    ANALYSIS,
     MonitorsConfig,
     MonitorsResult,
-    analyze_monitors,
     decay_exponent,
     draw_figure,
     eigenspectrum,
@@ -119,10 +119,10 @@ def test_what_is_not_finite_is_null() -> None:
 
 def test_a_run_is_measured_in_both_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = write_tiny_pair(tmp_path / "data", num_train=8, num_test=40)
-    plant(monkeypatch, "monitors", run=DropBottom(0.5))
+    plant(monkeypatch, run=DropBottom(0.5))
     run_dir = write_run(tmp_path / "run", data)
     config = MonitorsConfig(num_samples=30, num_views=4, first_rank=1, last_rank=2)
-    png_path, json_path = analyze_monitors(run_dir, config=config, options=AnalysisOptions(seed=2))
+    png_path, json_path = ANALYSIS.analyze([run_dir], config=config, options=AnalysisOptions(seed=2))
     result = MonitorsResult.parse(json.loads(json_path.read_text()), where="")
     assert (result.num_samples, result.seed) == (30, 2)
     assert result.spaces["embedding"] == result.spaces["pooled"]  # the head of the planted encoder changes nothing

@@ -506,9 +506,9 @@ def test_no_overlay_no_overlay_probe() -> None:
         )
 
     assert list(label_targets(plain(0), plain(1))) == ["base"]
-    with pytest.raises(UserError, match="label_overlay has classes none in the train set but low, middle, high"):
+    with pytest.raises(UserError, match="class 0 of label_overlay is missing in the train set but low in the test set"):
         label_targets(plain(0), toy_pictures(20, seed=1))
-    with pytest.raises(UserError, match="the samples have no label_overlay, only label_base; probe that, or build"):
+    with pytest.raises(UserError, match="no label_overlay of two or more classes, only label_base; probe that"):
         label_targets(plain(0), plain(1), wanted=["overlay"])
 
 

@@ -295,7 +295,7 @@ def test_a_test_set_of_train_pictures_is_refused_unless_the_config_allows_it(
 
 def test_datasets_that_do_not_fit_each_other_are_refused(tiny: Path, tmp_path: Path) -> None:
     other = write_tiny_dataset(tmp_path / "other", num_samples=32, seed=2, overlay="none", split="test")
-    with pytest.raises(UserError, match="label_overlay has classes"):
+    with pytest.raises(UserError, match="of label_overlay is low in the train set but missing"):
         probe(Halves(), tiny / "train", other, config=QUICK)
     with pytest.raises(UserError, match="the config must have views=none"):
         probe(Halves(), tiny / "train", tiny / "test", config=ProbeConfig())

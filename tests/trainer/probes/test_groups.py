@@ -100,7 +100,9 @@ def test_labels_and_groups_do_not_change_the_protocol() -> None:
 
 def test_a_label_that_the_data_lack_is_told_with_those_that_there_are() -> None:
     manifest = toy_pictures(20, seed=0).manifest
-    with pytest.raises(UserError, match="the samples have no label_site, only label_base, label_overlay; probe that"):
+    with pytest.raises(
+        UserError, match="no label_site of two or more classes, only label_base, label_overlay; probe that"
+    ):
         readable_labels(manifest, manifest, wanted=["site"])
 
 

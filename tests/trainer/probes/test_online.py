@@ -195,7 +195,7 @@ def test_off_it_reads_nothing_and_on_it_says_what_is_missing() -> None:
     assert probe_of(off, encoder) is None
     with pytest.raises(UserError, match="data/debug/train does not exist; build it"):
         probe_of(recipe("synchronized", online_every_steps=1), encoder)
-    with pytest.raises(UserError, match="label_base has classes dark, bright in the train set but"):
+    with pytest.raises(UserError, match="class 0 of label_base is dark in the train set but cat"):
         OnlineProbe(encoder, train=TRAIN, test=_renamed(), device=CPU, dtype=torch.float32)
 
 

@@ -19,7 +19,7 @@ from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.loading.whole import read_all
 from tests.tiny_data import write_tiny_sound_pair, write_tiny_sounds
 from trainer.analyses.loaded_run import AnalysisOptions
-from trainer.analyses.views import analyze_views
+from trainer.analyses.views import ANALYSIS, ViewsAnalysisConfig
 from trainer.modules import build_modules
 from trainer.probe import main
 from trainer.probed_runs.readout import probe
@@ -142,7 +142,7 @@ def test_the_commands_work_on_an_untrained_run(
     monkeypatch.setattr(sys, "argv", ["probe", str(tmp_path), "--step", "0"])
     main()
     assert {path.name for path in run_dir.probes(0).iterdir()} == {"base.json", "overlay.json", "heads.safetensors"}
-    png, result = analyze_views(run_dir, options=AnalysisOptions(step=0))
+    png, result = ANALYSIS.analyze([run_dir], config=ViewsAnalysisConfig(), options=AnalysisOptions(step=0))
     numbers = json.loads(result.read_text())
     assert (numbers["num_pictures"], numbers["selectivity_box"]) == (41, None)
     if config["views"]["kind"] == "viewmaker":

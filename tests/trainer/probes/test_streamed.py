@@ -27,7 +27,7 @@ from tests.tiny_data import damage, write_tiny_dataset, write_tiny_pair
 from tests.trainer.probed_runs.test_probe_command import make_run
 from tests.trainer.test_tars import write_tars
 from trainer.analyses.loaded_run import AnalysisOptions
-from trainer.analyses.views import analyze_views
+from trainer.analyses.views import ANALYSIS, ViewsAnalysisConfig
 from trainer.modules import build_modules
 from trainer.probed_runs.readout import probe
 from trainer.probes import features, memory
@@ -169,7 +169,12 @@ def test_views_and_analyses_read_what_does_not_fit(tmp_path: Path, monkeypatch: 
     for num_bytes in (0, 1 << 60):
         monkeypatch.setattr(features, "_bytes_drawn", lambda _, num_bytes=num_bytes: num_bytes)
         run_dir = make_run(tmp_path / f"run{num_bytes}", data)
-        pages.append([path.read_bytes() for path in analyze_views(run_dir, options=AnalysisOptions(step=0))])
+        pages.append(
+            [
+                path.read_bytes()
+                for path in ANALYSIS.analyze([run_dir], config=ViewsAnalysisConfig(), options=AnalysisOptions(step=0))
+            ]
+        )
     assert pages[0] == pages[1]
 
 

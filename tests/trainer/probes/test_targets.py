@@ -75,31 +75,11 @@ def test_options_of_both_splits_are_compared(
     assert found is None if said is None else found is not None and found.startswith(said)
 
 
-def test_a_test_set_without_a_class_is_refused_with_what_mends_it(tmp_path: Path) -> None:
-    for split, classes in (("train", "abc"), ("test", "ac")):
-        for name in classes:
-            (tmp_path / "pics" / split / name).mkdir(parents=True)
-            (tmp_path / "pics" / split / name / f"{name}.png").write_bytes(PNG.getvalue())
-        with TarWriter(str(tmp_path / f"{split}.tar"), encoder=False) as writer:
-            for name in classes:
-                writer.write({"__key__": name, "png": PNG.getvalue(), "cls": name.encode()})
-        build_dataset("folder", tmp_path / split, root=tmp_path / "pics", split=split)
-        make_index(str(tmp_path / f"{split}.tar"), tmp_path / f"{split}_tar", fields=Fields(), size=16)
-    folders = [load_manifest(tmp_path / split) for split in ("train", "test")]
-    with pytest.raises(UserError, match=r"a, b, c in the train set but a, c .*; of a folder, put the labels of both"):
-        readable_labels(*folders)
-    tars = [load_manifest(tmp_path / f"{split}_tar") for split in ("train", "test")]
-    with pytest.raises(UserError, match=r"; index the tars of the test set again with the train set as --classes-of"):
-        readable_labels(*tars)
-    with pytest.raises(UserError, match=r"; build both from the same source and dataset"):
-        readable_labels(*reversed(tars))
-
-
-def test_labels_of_a_single_class_are_not_called_missing(tmp_path: Path) -> None:
+def test_a_label_of_a_single_class_is_not_probed(tmp_path: Path) -> None:
     manifest = load_manifest(write_tiny_dataset(tmp_path / "data", num_samples=4, overlay="none"))
     base = manifest.labels["base"].model_copy(update={"classes": ("dark",), "counts": (4,)})
     single = manifest.model_copy(update={"labels": {"base": base}})
-    with pytest.raises(UserError, match="the samples have only label_base, of a single class"):
+    with pytest.raises(UserError, match="the samples have no label of two or more classes"):
         readable_labels(single, single)
 
 
@@ -142,9 +122,9 @@ def test_the_volume_and_the_recordings_of_background_sounds_are_compared(tmp_pat
         (
             "json:coarse",
             "cls",
-            "label_base is the field json:coarse in the train set but the field cls in the test set",
+            "label_base is the field json:coarse in the train set but cls in the test set",
         ),
-        ("json:coarse", None, "label_base is the field json:coarse in the train set but the first of cls, label,"),
+        ("json:coarse", None, "label_base is the field json:coarse in the train set but cls in"),
         ("cls", None, None),
         (None, None, None),
     ],
@@ -162,7 +142,8 @@ def test_the_fields_of_labels_of_tars_are_compared_and_those_of_pictures_are_not
         fields = Fields(content=(extension,), labels=labels)
         manifests.append(make_index(str(tar), tmp_path / extension / "index", fields=fields, size=16)[0])
     found = option_difference(*manifests)
-    assert found is None if said is None else found is not None and found.startswith(said)
+    assert (found or "").startswith(said or "")
+    assert (found is None) == (said is None)
 
 
 @pytest.mark.process
