@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Collection
@@ -52,7 +51,7 @@ def train_on(
 
 
 def print_plan(config: RunConfig, *, world_size: int, device_gigabytes: float | None) -> None:
-    """Print the plan of a run, and the settings that DeepSpeed would get. Sizes of the data count if they are there."""
+    """Print the plan of a run. Sizes of the data count if they are there."""
     try:
         manifest = read_manifests(config.data).train
     except UserError as error:
@@ -73,6 +72,3 @@ def print_plan(config: RunConfig, *, world_size: int, device_gigabytes: float | 
         data_bytes=data_bytes,
     )
     print(describe(planned, config, device_gigabytes=device_gigabytes))
-    settings = config.engine.library_settings(global_batch_size=config.global_batch_size, num_ranks=world_size)
-    if settings is not None:
-        print(f"\n{config.engine.kind} gets\n{json.dumps(settings, indent=2)}")

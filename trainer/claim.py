@@ -8,10 +8,8 @@ from typing import TextIO
 
 from data_pipeline.core.errors import UserError
 from trainer.build import Training
-from trainer.checkpoint.files import refuse_other_run
 from trainer.checkpoint.restore import Restored, newest_state, restore
 from trainer.checkpoint.run_state import check_same_data
-from trainer.checkpoint.save import refuse_link
 from trainer.config import RunConfig, read_run_config
 from trainer.config_changes import refuse_edited_config, refuse_other_config
 from trainer.data import Manifests
@@ -36,7 +34,6 @@ def claim(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_
     is_new = not run_dir.config.is_file()
     if is_new and run_dir.path.exists() and any(path.name != LOCK_NAME for path in run_dir.path.iterdir()):
         raise UserError(f"{run_dir.path} is not empty and is not a run directory; pass another directory")
-    refuse_link(run_dir)
     held = hold(run_dir)
     try:
         if run_dir.config.is_file():
@@ -94,10 +91,9 @@ def _check_resumed(
     """Return whether a run goes on from the checkpoint `found` with new data, which the user has accepted.
 
     The position of a run is its step. With new data, the run therefore goes on with the epoch, the order and the
-    learning rate of the new data at this step. Raises `UserError` if the checkpoint is of another run, if the new data
-    were not accepted, or if a run on them would have ended before this step.
+    learning rate of the new data at this step. Raises `UserError` if the new data were not accepted, or if a run on
+    them would have ended before this step.
     """
-    refuse_other_run(run_dir, found.step, found.run_id)
     is_new = check_same_data(
         run_dir,
         step=found.step,

@@ -109,7 +109,7 @@ def write_provenance(
     }
     steps_per_epoch = config.data.num_steps_per_epoch(manifests.train.num_samples, config.global_batch_size)
     now = manifests.identity.model_dump() | {
-        "run_id": earlier.get("run_id") or restored.run_id or uuid.uuid4().hex,
+        "run_id": earlier.get("run_id") or uuid.uuid4().hex,
         RECORDED_CONFIG: config.model_dump(mode="json"),
         RECORDED_NUM_SAMPLES: manifests.train.num_samples,
         RECORDED_NUM_TEST_SAMPLES: manifests.test.num_samples,

@@ -18,12 +18,10 @@ from trainer.checkpoint.files import (
     SUFFIX,
     DamagedError,
     all_steps,
-    check_sizes,
     check_whole,
     latest_step,
     read_index,
     read_tensors,
-    refuse_other_run,
 )
 from trainer.checkpoint.run_state import DataIdentity, RunState
 from trainer.distributed.collectives import all_gather_object, broadcast_object, rank
@@ -40,12 +38,11 @@ T = TypeVar("T")
 class Restored:
     """The checkpoint from which a run goes on: its step, and the state of the run besides tensors.
 
-    At the start of a run, the step is 0, and there is no state. `run_id` is the id of the run that wrote it.
+    At the start of a run, the step is 0, and there is no state.
     """
 
     step: int
     run: RunState | None
-    run_id: str | None = None
 
     @property
     def trained_on(self) -> DataIdentity | None:
@@ -71,8 +68,14 @@ def newest_state(run_dir: RunDir) -> Restored:
 
 
 def _restored(run_dir: RunDir, step: int) -> Restored:
-    index = read_index(run_dir.checkpoint(step))
-    return Restored(step, index.run, index.run_id)
+    """Return the state in a checkpoint. Raises `UserError` if another run wrote it, and like `read_index`."""
+    index, own = read_index(run_dir.checkpoint(step)), run_dir.run_id()
+    if None not in {index.run_id, own} and index.run_id != own:
+        raise UserError(
+            f"{run_dir.checkpoint(step)} is a checkpoint of another run (its run_id is {index.run_id}, but "
+            f"{run_dir.provenance} has {own}); put the run's own checkpoints back, or remove this one"
+        )
+    return Restored(step, index.run)
 
 
 def restore(
@@ -149,7 +152,7 @@ def load_weights(
             steps = ", ".join(map(str, [0, *all_steps(run_dir)]))
             raise UserError(f"{run_dir.path} has no checkpoint of step {step}; it has checkpoints of steps {steps}")
         try:
-            _check_modules(run_dir, step, modules)
+            check_whole(run_dir.checkpoint(step), only=[f"{name}{SUFFIX}" for name in modules])
             _load_modules(run_dir.checkpoint(step), modules)
         except DamagedError as error:
             raise UserError(_cannot_load(run_dir.checkpoint(step), str(error))) from None
@@ -189,12 +192,6 @@ def _load_modules(directory: Path, modules: Mapping[str, nn.Module]) -> None:
         module.load_state_dict(state)
 
 
-def _check_modules(run_dir: RunDir, step: int, names: Collection[str]) -> None:
-    """Raise `DamagedError` if these modules are not whole, and `UserError` if they are of another run."""
-    index = check_whole(run_dir.checkpoint(step), only=[f"{name}{SUFFIX}" for name in names])
-    refuse_other_run(run_dir, step, index.run_id)
-
-
 def _steps_by_preference(run_dir: RunDir) -> list[int]:
     """Return the steps of all checkpoints: the step in `LATEST` first, then the others from the newest on."""
     latest = latest_step(run_dir)
@@ -202,72 +199,35 @@ def _steps_by_preference(run_dir: RunDir) -> list[int]:
     return others if latest is None else [latest, *others]
 
 
-@dataclass(frozen=True)
-class FoundCheckpoint:
-    """The checkpoint from which a run goes on.
-
-    step: None if no checkpoint is whole, or if there is none.
-    skipped: the steps of the checkpoints that would have come first but are not whole, each with the reason.
-    """
-
-    step: int | None
-    skipped: Mapping[int, str]
-
-
-def first_whole(run_dir: RunDir, check: Callable[[int], object]) -> FoundCheckpoint:
-    """Return the checkpoint in `LATEST` if it is whole, else the newest of the other whole ones.
-
-    `check` takes a step, and raises `DamagedError` if its checkpoint is not whole; its other errors are passed on. If
-    training saves a checkpoint meanwhile, which may remove others, this looks again.
-    """
-    latest = latest_step(run_dir)
-    skipped: dict[int, str] = {}
-    for step in _steps_by_preference(run_dir):
-        try:
-            check(step)
-        except DamagedError as error:
-            skipped[step] = str(error)
-            continue
-        found = FoundCheckpoint(step, skipped)
-        break
-    else:
-        found = FoundCheckpoint(None, skipped)
-    if skipped and latest_step(run_dir) != latest:
-        return first_whole(run_dir, check)
-    return found
-
-
-def first_of_full_size(run_dir: RunDir) -> FoundCheckpoint:
-    """Return what `first_whole` finds by the sizes of the files alone, without reading tensors.
-
-    Raises `UserError` if another version of this project wrote the checkpoint.
-    """
-    return first_whole(run_dir, lambda step: check_sizes(run_dir.checkpoint(step)))
-
-
 def _newest_whole(run_dir: RunDir, *, only: Collection[str] | None = None) -> int | None:
     """Return the step of the first whole checkpoint by preference; None if there are no checkpoints.
 
-    `only` limits the check to these modules. Logs the skipped checkpoints with the reasons. Raises `UserError` if no
-    checkpoint is whole, or if another version of this project wrote the first one.
+    `only` limits the check to these modules. Logs the skipped checkpoints with the reasons. If training saves a
+    checkpoint meanwhile, which may remove others, this looks again. Raises `UserError` if no checkpoint is whole, or if
+    another version of this project wrote the first one.
     """
-
-    def check(step: int) -> None:
-        if only is None:
-            check_whole(run_dir.checkpoint(step))
-        else:
-            _check_modules(run_dir, step, only)
-
-    found = first_whole(run_dir, check)
-    reasons = "; ".join(f"step {step} is damaged: {reason}" for step, reason in found.skipped.items())
-    if reasons and not found.step:
+    latest = latest_step(run_dir)
+    files = None if only is None else [f"{name}{SUFFIX}" for name in only]
+    found: int | None = None
+    skipped = []
+    for step in _steps_by_preference(run_dir):
+        try:
+            check_whole(run_dir.checkpoint(step), only=files)
+        except DamagedError as error:
+            skipped.append(f"step {step} is damaged: {error}")
+            continue
+        found = step
+        break
+    if skipped and latest_step(run_dir) != latest:
+        return _newest_whole(run_dir, only=only)
+    if skipped and found is None:
         raise UserError(
-            f"no checkpoint in {run_dir.checkpoints} is whole ({reasons}); copy a whole one there, or pass another "
-            "--run-dir to start again"
+            f"no checkpoint in {run_dir.checkpoints} is whole ({'; '.join(skipped)}); copy a whole one there, or pass "
+            "another --run-dir to start again"
         )
-    if reasons:
-        logger.warning("taking the checkpoint of step %d, because %s", found.step, reasons)
-    return found.step or None
+    if skipped:
+        logger.warning("taking the checkpoint of step %d, because %s", found, "; ".join(skipped))
+    return found
 
 
 def _read_explained(directory: Path, name: str) -> dict[str, Tensor]:

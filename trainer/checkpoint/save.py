@@ -57,21 +57,14 @@ _WAIT_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class HostCopy:
-    """A copy of states in host memory, complete once `wait` has returned.
-
-    `device_seconds` is then the time that the GPU needed for the copy.
-    """
+    """A copy of states in host memory, complete once `wait` has returned."""
 
     states: Mapping[str, Mapping[str, Tensor]]
-    events: tuple[torch.cuda.Event, torch.cuda.Event] | None
+    is_copied: torch.cuda.Event | None
 
     def wait(self) -> None:
-        if self.events is not None:
-            self.events[1].synchronize()
-
-    @property
-    def device_seconds(self) -> float:
-        return 0.0 if self.events is None else self.events[0].elapsed_time(self.events[1]) / 1e3
+        if self.is_copied is not None:
+            self.is_copied.synchronize()
 
 
 class HostMemory:
@@ -90,8 +83,6 @@ class HostMemory:
         num_bytes = sum(_aligned(tensor.nbytes) for tensor in tensors)
         if self._block.numel() < num_bytes or (device is not None and not self._block.is_pinned()):
             self._block = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device is not None)
-        stream = torch.cuda.current_stream(device) if device is not None else None
-        begun = stream.record_event(_timing_event()) if stream is not None else None
         copies: dict[str, dict[str, Tensor]] = {}
         end = 0
         for name, state in states.items():
@@ -100,8 +91,7 @@ class HostMemory:
                 place = self._block[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 copies[name][key] = place.copy_(tensor.detach(), non_blocking=True)
                 end += _aligned(tensor.nbytes)
-        done = stream.record_event(_timing_event()) if stream is not None else None
-        return HostCopy(copies, (begun, done) if begun is not None and done is not None else None)
+        return HostCopy(copies, torch.cuda.current_stream(device).record_event() if device is not None else None)
 
 
 @dataclass(frozen=True)
@@ -121,7 +111,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, run_dir: RunDir, *, keep: int) -> None:
-        run_dir.path.mkdir(parents=True, exist_ok=True)  # if it is gone later, it was moved
+        run_dir.path.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         self._keep = keep
         self._memory = HostMemory()
@@ -159,12 +149,7 @@ class CheckpointWriter:
         if rank() > 0:
             return
         self._step = step
-        try:
-            copy = self._memory.copy(states)
-        except Exception as error:  # the other ranks train on; the next save tells them
-            self._in_flight = Future()
-            self._in_flight.set_exception(error)
-            return
+        copy = self._memory.copy(states)
         waited_seconds = time.perf_counter() - began
         self._in_flight = self._thread.submit(self._write, step, copy, run, waited_seconds)
 
@@ -223,7 +208,7 @@ class CheckpointWriter:
             "checkpoint of step %d: %s MB, training waited %.2f s, written in %.2f s",
             step,
             f"{num_bytes / 1e6:,.3g}",
-            max(waited_seconds, copy.device_seconds),
+            waited_seconds,
             time.perf_counter() - began,
         )
 
@@ -239,29 +224,6 @@ def _states_of(
         states[f"{name}_optimizer"] = engine.optimizer_state()
     rest = {OBJECTIVE: objective_state, RUN: extra}
     return states | {name: state for name, state in rest.items() if state}
-
-
-def refuse_link(run_dir: RunDir) -> None:
-    """Raise `UserError` if the directory in which checkpoints are written and pruned is a symbolic link.
-
-    The files behind it may belong to another run. A single checkpoint may be a link, because pruning removes only the
-    link. The whole run directory may be a link too.
-    """
-    path = run_dir.checkpoints
-    if path.is_symlink():
-        raise UserError(
-            f"{path} is a symbolic link, and pruning would remove files behind it; replace it by a directory, or pass "
-            "a --run-dir on the other disk"
-        )
-
-
-def _refuse_moved(run_dir: RunDir, *, step: int) -> None:
-    """Raise `UserError` if the run directory is gone, in place of a new one with a part of the run."""
-    if not run_dir.path.is_dir():
-        raise UserError(
-            f"{run_dir.path} was moved or removed while the run trained in it, so there is no place for the checkpoint "
-            f"of step {step}; start it again with its new path as --run-dir, and it goes on from its newest checkpoint"
-        )
 
 
 def _write(
@@ -280,11 +242,9 @@ def _write(
     """
     final = run_dir.checkpoint(step)
     partial = final.with_name(f".{final.name}.partial")
-    refuse_link(run_dir)
-    _refuse_moved(run_dir, step=step)
     _check_finite(run_dir, step, states)
     try:
-        partial.parent.mkdir(parents=True, exist_ok=True)
+        partial.parent.mkdir(exist_ok=True)  # if the run directory is gone, it was moved
         for left in partial.parent.glob(".step_*"):  # left by a kill
             _delete(left)
         partial.mkdir()
@@ -358,10 +318,6 @@ def _delete(path: Path) -> None:
         path.unlink()
     else:
         shutil.rmtree(path)
-
-
-def _timing_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _aligned(num_bytes: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import pickle
 import shutil
@@ -25,14 +24,13 @@ from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
 from trainer.build import build_training
-from trainer.checkpoint.files import FORMAT_VERSION, read_tensors, refuse_other_run, write_files, write_tensors
+from trainer.checkpoint.files import FORMAT_VERSION, read_tensors, write_files, write_tensors
 from trainer.checkpoint.restore import newest_state, restore
 from trainer.checkpoint.save import CheckpointWriter, HostMemory
 from trainer.config import RunConfig
 from trainer.distributed.collectives import all_gather_object, rank
 from trainer.distributed.engines import Engine
 from trainer.distributed.engines.ddp_engine import DDPEngine
-from trainer.models import load_encoder
 from trainer.models.heads import HeadConfig
 from trainer.modules import build_modules
 from trainer.objectives import BYOLConfig, NTXentDecoderConfig, ObjectiveConfig, PureObjective, nt_xent_loss
@@ -123,18 +121,6 @@ def test_step_0_is_the_untrained_encoder_whatever_the_ambient_random_state(confi
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-def test_load_encoder_gives_the_trained_encoder_in_eval_mode(config: RunConfig, tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    engines = start(run_dir, config)
-    fake_step(engines, 0)
-    save(run_dir, 1, engines=engines, keep=1)
-    encoder = load_encoder(run_dir.path)
-    assert not encoder.training
-    pictures = torch.rand(2, 3, 32, 32)
-    engines["encoder"].module.eval()
-    torch.testing.assert_close(encoder(pictures), engines["encoder"].module(pictures), rtol=0, atol=0)
-
-
 def test_a_checkpoint_of_another_run_is_refused(config: RunConfig, tmp_path: Path) -> None:
     runs = [RunDir(tmp_path / name) for name in ("a", "b")]
     for run_dir in runs:
@@ -149,24 +135,10 @@ def test_a_checkpoint_of_another_run_is_refused(config: RunConfig, tmp_path: Pat
     for step in (None, 1):
         with pytest.raises(UserError, match="step_00000001 is a checkpoint of another run"):
             load_modules(one, step=step)
-    found = newest_state(one)
     with pytest.raises(UserError, match=r"its run_id is bbb.*has aaa.*put the run's own checkpoints back"):
-        refuse_other_run(one, found.step, found.run_id)
+        newest_state(one)
     one.provenance.unlink()
     assert load_modules(one).step == 1, "provenance.json is lost"
-
-
-@pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_a_damaged_checkpoint_is_named(damage: str, config: RunConfig, tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    save(run_dir, 1, engines=start(run_dir, config), keep=1)
-    path = run_dir.checkpoint(1) / "encoder.safetensors"
-    if damage == "cut":
-        path.write_bytes(path.read_bytes()[:-100])
-    else:
-        path.unlink()
-    with pytest.raises(UserError, match=r"encoder\.safetensors"):
-        load_modules(run_dir)
 
 
 def test_a_step_that_is_not_there_names_those_that_are(config: RunConfig, tmp_path: Path) -> None:
@@ -234,7 +206,6 @@ def test_a_copy_from_a_gpu_is_of_the_moment_too(tmp_path: Path) -> None:
     copy.wait()
     assert copy.states["a"]["weight"].is_pinned()
     assert all((tensor == 1).all() for tensor in copy.states["a"].values())
-    assert copy.device_seconds > 0
 
 
 class Gate:
@@ -268,21 +239,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
     assert not torch.equal(before["weight"], engines["encoder"].module_state()["weight"])
 
 
-def test_a_run_directory_that_was_moved_is_not_made_anew(tmp_path: Path) -> None:
-    """Its checkpoints would be in two places, and the newest ones without a config."""
-    run_dir, moved, engines = RunDir(tmp_path / "run"), RunDir(tmp_path / "moved"), tiny()
-    writer = CheckpointWriter(run_dir, keep=2)
-    writer.save(1, engines=engines, objective_state={})
-    while run_dir.latest_step() != 1:
-        time.sleep(0.01)
-    run_dir.path.rename(moved.path)
-    writer.save(2, engines=engines, objective_state={})
-    with pytest.raises(UserError, match=r"/run was moved or removed .* of step 2; start it again with its new path"):
-        writer.close()
-    assert not run_dir.path.exists()
-    assert moved.latest_step() == 1
-
-
 def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     monkeypatch.setattr("trainer.checkpoint.save._WAIT_SECONDS", 0.02)
@@ -311,15 +267,6 @@ def test_an_exception_in_the_loop_still_finishes_what_is_written(tmp_path: Path)
     assert restore_tiny(run_dir) == 7
 
 
-def test_the_log_says_how_long_and_how_much(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="trainer.checkpoint.save"):
-        save(RunDir(tmp_path), 500, engines=tiny())
-    (message,) = caplog.messages
-    num_bytes = sum(path.stat().st_size for path in RunDir(tmp_path).checkpoint(500).iterdir())
-    assert message.startswith(f"checkpoint of step 500: {num_bytes / 1e6:.3g} MB, training waited 0.")
-    assert " s, written in 0." in message
-
-
 def test_the_loops_own_state_travels(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     with CheckpointWriter(run_dir, keep=2) as writer:
@@ -329,24 +276,6 @@ def test_the_loops_own_state_travels(tmp_path: Path) -> None:
     scale, skipped = torch.zeros(()), torch.tensor(0)
     assert restore_tiny(run_dir, scale=scale, skipped=skipped) == 3
     assert (scale.item(), skipped.item()) == (512.0, 4)
-
-
-def test_a_failed_write_is_raised_by_the_next_call_and_leaves_the_writer_usable(tmp_path: Path) -> None:
-    run_dir, engines = RunDir(tmp_path), tiny()
-    writer = CheckpointWriter(run_dir, keep=2)
-    writer.save(1, engines=engines, objective_state={})
-    writer.save(2, engines=engines, objective_state={}, extra={"odd": torch.empty(2, device="meta")})
-    with pytest.raises(NotImplementedError, match="meta"):
-        writer.save(3, engines=engines, objective_state={})
-    run_dir.checkpoints.rename(tmp_path / "elsewhere")
-    run_dir.checkpoints.write_text("in the way")
-    writer.save(4, engines=engines, objective_state={})
-    with pytest.raises(UserError, match=r"cannot write the checkpoint of step 4 .* goes on from step 1"):
-        writer.save(5, engines=engines, objective_state={})
-    run_dir.checkpoints.unlink()
-    writer.save(6, engines=engines, objective_state={})
-    writer.close()
-    assert restore_tiny(run_dir) == 6
 
 
 def cut(directory: Path) -> None:
@@ -405,7 +334,7 @@ def test_a_damaged_checkpoint_takes_no_place_of_a_whole_one(tmp_path: Path) -> N
     assert sorted(path.name for path in run_dir.checkpoints.iterdir()) == ["step_00000010", "step_00000025"]
 
 
-@pytest.mark.parametrize("latest", [None, "", "step_", "step_00000015\n"])
+@pytest.mark.parametrize("latest", [None, "step_", "step_00000015\n"])
 def test_without_a_good_latest_the_newest_whole_one_is_taken(latest: str | None, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     save(run_dir, 10, 20, engines=tiny())
@@ -437,15 +366,6 @@ def test_another_architecture_is_named_by_its_first_tensor_and_both_shapes(tmp_p
     both = {"viewmaker": tiny()["encoder"]}
     with pytest.raises(UserError, match=r"viewmaker\.safetensors is missing"):
         restore(run_dir, both, PureObjective(nt_xent_loss, temperature=0.5))
-
-
-def test_players_of_another_architecture_are_named_too(config: RunConfig, tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    save(run_dir, 1, engines=start(run_dir, config))
-    other = resolve_recipe("debug:viewmaker", ["encoder.embedding_size=24"])
-    write_json(run_dir.config, other.model_dump(mode="json"))
-    with pytest.raises(UserError, match=r"encoder\.safetensors has another architecture \(.* \(24, "):
-        load_modules(run_dir)
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -603,17 +523,6 @@ def test_a_checkpoint_that_is_a_link_is_read_and_pruned_as_a_link(tmp_path: Path
     assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == kept
 
 
-def test_a_link_in_place_of_all_checkpoints_is_refused_and_nothing_behind_it_is_touched(tmp_path: Path) -> None:
-    run_dir, other = RunDir(tmp_path / "run"), RunDir(tmp_path / "other")
-    save(other, 10, 20, engines=tiny())
-    run_dir.path.mkdir()
-    run_dir.checkpoints.symlink_to(other.checkpoints)
-    with pytest.raises(UserError, match=r"run/checkpoints is a symbolic link, .* pass a --run-dir on the other disk"):
-        save(run_dir, 30, engines=tiny(), keep=1)
-    assert sorted(path.name for path in other.checkpoints.iterdir()) == ["step_00000010", "step_00000020"]
-    assert restore_tiny(run_dir) == 20  # which only reads
-
-
 @pytest.mark.parametrize("where", ["exp_avg_sq/weight", "weight"])
 def test_a_state_that_is_not_finite_is_not_saved(where: str, tmp_path: Path) -> None:
     """The loss may stay finite: where Adam's second moment is inf, the parameter only stands still."""
@@ -641,11 +550,7 @@ def fail_together(run_dir: RunDir) -> list[str]:
         met.append(f"{type(error).__name__}: {error}")
     if rank() == 0:
         run_dir.checkpoints.unlink()
-    writer.save(3, engines=engines, objective_state={}, extra={"odd": torch.empty(2, device="meta")})
-    try:
-        writer.close()
-    except BaseException as error:
-        met.append(f"{type(error).__name__}: {error}")
+    writer.close()
     with CheckpointWriter(run_dir, keep=2) as again:
         again.save(4, engines=engines, objective_state={})
     try:
@@ -662,12 +567,10 @@ def test_what_fails_on_the_first_rank_ends_all_of_them_at_the_same_call(tmp_path
     run_dir.checkpoints.write_text("in the way")
     first, second = run_ranks(fail_together, 2, run_dir)
     assert first[0].startswith("UserError: cannot write the checkpoint of step 1 in ")
-    assert first[1].startswith("NotImplementedError: ")
-    assert first[2].startswith("UserError: ")
-    assert "another architecture" in first[2]
-    assert second[0] == second[2] == "SystemExit: 2"
-    assert second[1].startswith("RuntimeError: the first rank could not write a checkpoint: ")
-    assert first[3:] == second[3:] == ["step 4", "step 4"]
+    assert first[1].startswith("UserError: ")
+    assert "another architecture" in first[1]
+    assert second[:2] == ["SystemExit: 2"] * 2
+    assert first[2:] == second[2:] == ["step 4", "step 4"]
 
 
 @pytest.fixture

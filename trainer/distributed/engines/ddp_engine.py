@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed.collectives import sum_in_rank_order, world_size
-from trainer.distributed.engines.engine import BaseEngineConfig, EngineInputs, without_gradients
+from trainer.distributed.engines.engine import BaseEngineConfig, EngineInputs, check_same_names, without_gradients
 from trainer.optim.optimizers import OptimizerConfig, build_optimizer
 from trainer.optim.skipping import step_unless
 
@@ -96,9 +96,7 @@ class DDPEngine:
     def load(self, module_state: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor]) -> None:
         self.module.load_state_dict(module_state)
         state = self.optimizer_state()
-        if state.keys() != optimizer_state.keys():
-            odd = sorted(state.keys() ^ optimizer_state.keys())
-            raise RuntimeError(f"the optimizer's state does not fit: {odd[0]} is in only one of the two")
+        check_same_names(state, optimizer_state)
         for name, value in state.items():
             value.copy_(optimizer_state[name])
 

@@ -1,8 +1,8 @@
 """Train a module with DeepSpeed's ZeRO (Rajbhandari et al. 2020), on any number of ranks.
 
-Stage 0 keeps everything on every rank, like DDP. Stage 1 partitions the optimizer's state over the ranks, stage 2 also
-the gradients, and stage 3 also the parameters. DeepSpeed is used as a library: the caller decides on precision,
-accumulation and skipped steps, so a step means the same under every engine.
+Stage 1 partitions the optimizer's state over the ranks, stage 2 also the gradients, and stage 3 also the parameters.
+DeepSpeed is used as a library: the caller decides on precision, accumulation and skipped steps, so a step means the
+same under every engine.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import model_validator
 from torch import Tensor, nn
 
 from data_pipeline.core.errors import UserError
@@ -26,6 +25,7 @@ from trainer.distributed.collectives import all_reduce_sum, rank, world_size
 from trainer.distributed.engines.engine import (
     BaseEngineConfig,
     EngineInputs,
+    check_same_names,
     without_gradients,
 )
 from trainer.optim.optimizers import OptimizerConfig, build_optimizer
@@ -38,25 +38,40 @@ class DeepSpeedConfig(BaseEngineConfig):
     """The config of ZeRO. `offload_optimizer` keeps the optimizer's state and computes its steps in host memory."""
 
     kind: Literal["deepspeed"] = "deepspeed"
-    zero_stage: Literal[0, 1, 2, 3] = 2
+    zero_stage: Literal[1, 2, 3] = 2
     offload_optimizer: bool = False
 
-    @model_validator(mode="after")
-    def _offload_needs_pieces(self) -> Self:
-        if self.offload_optimizer and self.zero_stage == 0:
-            raise ValueError("offload_optimizer needs zero_stage 1, 2 or 3; set one of them")
-        return self
-
     def check(self, run: Any) -> None:
-        if self.zero_stage == 3 and run.neighbours is not None:
-            raise UserError("neighbours needs a whole encoder on each rank; set engine.zero_stage=2")
-        check(
-            self,
-            num_modules=len(run.module_optimizers),
-            precision=run.precision,
-            optimizer_kinds=[optimizer.kind for optimizer in run.engine_optimizers.values()],
-            copies_encoder=run.objective.copies_encoder,
-        )
+        """Raise `UserError` for a run that DeepSpeed cannot train, or if DeepSpeed is not installed."""
+        if self.zero_stage == 3:
+            if run.neighbours is not None:
+                raise UserError("neighbours needs a whole encoder on each rank; set engine.zero_stage=2")
+            if len(run.module_optimizers) > 1:
+                raise UserError(
+                    "engine.zero_stage 3 trains only one module, and a viewmaker is a second one; set "
+                    "engine.zero_stage=1 or 2, or engine.kind=ddp"
+                )
+            if run.objective.copies_encoder:
+                raise UserError(
+                    "with engine.zero_stage 3 no rank has a whole encoder, but the objective keeps a momentum copy of "
+                    "it; set engine.zero_stage=2"
+                )
+        if run.precision in {"float16", "float64"}:
+            raise UserError(
+                f"precision {run.precision} needs engine.kind=ddp; set that, or precision=float32 or bfloat16, which "
+                "DeepSpeed supports"
+            )
+        kinds = {optimizer.kind for optimizer in run.engine_optimizers.values()}
+        if by_layer := sorted({"lars", "lamb"} & kinds):
+            raise UserError(
+                f"optimizer {by_layer[0]} needs the norms of whole layers, but engine.kind=deepspeed cuts layers into "
+                "pieces; set engine.kind=ddp or another optimizer"
+            )
+        if importlib.util.find_spec("deepspeed") is None:
+            raise UserError(
+                "engine.kind=deepspeed needs DeepSpeed, which is not installed: on Linux pip install -e "
+                "'.[deepspeed]', on macOS take engine.kind=ddp"
+            )
         if run.objective.has_trained_layers:
             self.of_module("objective")
 
@@ -74,56 +89,8 @@ class DeepSpeedConfig(BaseEngineConfig):
             module, optimizer=given.optimizer, config=self, global_batch_size=given.global_batch_size
         )
 
-    def library_settings(self, *, global_batch_size: int, num_ranks: int) -> dict[str, Any]:
-        return deepspeed_dictionary(self, global_batch_size=global_batch_size, num_ranks=num_ranks)
-
     def optimizer_share(self, world_size: int) -> float:
-        if self.offload_optimizer:
-            return 0.0
-        return 1 / world_size if self.zero_stage > 0 else 1.0
-
-
-def check(
-    config: DeepSpeedConfig,
-    *,
-    num_modules: int,
-    precision: str,
-    optimizer_kinds: Iterable[str],
-    copies_encoder: bool,
-) -> None:
-    """Raise `UserError` for a run that DeepSpeed cannot train, or if DeepSpeed is not installed.
-
-    Args:
-        num_modules: 2 if the views are learned, else 1.
-        optimizer_kinds: the `kind` of each optimizer.
-        copies_encoder: whether the objective keeps a momentum copy of the encoder.
-    """
-    stage = config.zero_stage
-    if num_modules > 1 and stage in {0, 3}:
-        raise UserError(
-            f"engine.zero_stage {stage} trains only one module, and a viewmaker is a second one; set "
-            "engine.zero_stage=1 or 2, or engine.kind=ddp"
-        )
-    if copies_encoder and stage == 3:
-        raise UserError(
-            "with engine.zero_stage 3 no rank has a whole encoder, but the objective keeps a momentum copy of it; set "
-            "engine.zero_stage=2"
-        )
-    if precision in {"float16", "float64"}:
-        raise UserError(
-            f"precision {precision} needs engine.kind=ddp; set that, or precision=float32 or bfloat16, which DeepSpeed "
-            "supports"
-        )
-    if stage > 0 and (by_layer := sorted({"lars", "lamb"} & set(optimizer_kinds))):
-        raise UserError(
-            f"optimizer {by_layer[0]} needs the norms of whole layers, but engine.zero_stage {stage} cuts layers into "
-            "pieces; set engine.zero_stage=0, engine.kind=ddp or another optimizer"
-        )
-    if importlib.util.find_spec("deepspeed") is None:
-        raise UserError(
-            "engine.kind=deepspeed needs DeepSpeed, which is not installed: on Linux pip install -e '.[deepspeed]', on "
-            "macOS take engine.kind=ddp"
-        )
+        return 0.0 if self.offload_optimizer else 1 / world_size
 
 
 def deepspeed_dictionary(config: DeepSpeedConfig, *, global_batch_size: int, num_ranks: int) -> dict[str, Any]:
@@ -132,16 +99,15 @@ def deepspeed_dictionary(config: DeepSpeedConfig, *, global_batch_size: int, num
     Overrides every default that would change the results, or make the host wait for the GPU.
     """
     stage = config.zero_stage
-    zero: dict[str, Any] = {"stage": stage}
-    if stage > 0:
-        zero |= {
-            "contiguous_gradients": True,
-            "overlap_comm": stage == 3,
-            # Counted in numbers: the default of 5e8 takes 2 GB on every rank.
-            "reduce_bucket_size": 1 << 24,
-            "allgather_bucket_size": 1 << 24,
-        }
-    if stage in {1, 2}:
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "contiguous_gradients": True,
+        "overlap_comm": stage == 3,
+        # Counted in numbers: the default of 5e8 takes 2 GB on every rank.
+        "reduce_bucket_size": 1 << 24,
+        "allgather_bucket_size": 1 << 24,
+    }
+    if stage < 3:
         # DeepSpeed's norm is needed only for its own clipping and skipping, but offloading requires it. Without
         # multi-rank buckets, each piece of a gradient is summed only at its own rank, which sends half as much.
         zero |= {"compute_grad_norm": config.offload_optimizer, "use_multi_rank_bucket_allreduce": False}
@@ -183,7 +149,7 @@ class _Piece:
 
 
 class DeepSpeedEngine:
-    """An `Engine` with DeepSpeed. Stages 2 and 3 send gradients during the backward pass, the others after it.
+    """An `Engine` with DeepSpeed. Stages 2 and 3 send gradients during the backward pass, stage 1 after it.
 
     The forward pass does not go through DeepSpeed's own engine, which expects one forward pass for each backward pass.
     A step has two views, and may have two trained modules. DeepSpeed's hooks on the parameters still run. Its
@@ -213,7 +179,7 @@ class DeepSpeedEngine:
         self._offloads = config.offload_optimizer
         self._zero = self._engine.optimizer
         self._is_averaged = False
-        self._pieces = self._cut_optimizer_state() if self._stage > 0 else {}
+        self._pieces = self._cut_optimizer_state()
 
     def __call__(self, *inputs: Any) -> Any:
         return self.module(*inputs)
@@ -225,9 +191,6 @@ class DeepSpeedEngine:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        if self._stage == 0:
-            yield  # gradients are only sent when they are needed
-            return
         # DeepSpeed's own context manager sends everything at its end, but the last part of the batch comes after it.
         self._zero._coalesce_grad_reduction = True
         try:
@@ -238,8 +201,6 @@ class DeepSpeedEngine:
     def gradient_norm(self) -> Tensor:
         self._average_gradients()
         gradients = self._gradients()
-        if self._stage == 0:
-            return torch.nn.utils.get_total_norm(gradients).float()
         device = next(self.module.parameters()).device
         return all_reduce_sum(torch.nn.utils.get_total_norm(gradients).to(device).square()).sqrt()
 
@@ -264,12 +225,6 @@ class DeepSpeedEngine:
             return {name: value.clone() for name, value in state.items()} if self._stage == 3 else state
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        if self._stage == 0:
-            return {
-                f"{key}/{name}": value
-                for name, parameter in self._trained.items()
-                for key, value in self._optimizer.state[parameter].items()
-            }
         return {
             f"{key}/{name}": value if key == _STEP_COUNT else self._whole(name, value)
             for name, piece in self._pieces.items()
@@ -279,8 +234,7 @@ class DeepSpeedEngine:
     def load(self, module_state: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor]) -> None:
         with self._gathered(modifier_rank=0):
             self.module.load_state_dict(module_state)
-        if self._stage > 0:
-            self._zero.refresh_fp32_params()
+        self._zero.refresh_fp32_params()
         self._load_optimizer(optimizer_state)
 
     def _average_gradients(self) -> None:
@@ -298,9 +252,7 @@ class DeepSpeedEngine:
             torch.cuda.synchronize(device)
 
     def _gradients(self) -> list[Tensor]:
-        """Return the averaged gradients that this rank keeps: all gradients in stage 0, else only of its pieces."""
-        if self._stage == 0:
-            return [parameter.grad for parameter in self._trained.values() if parameter.grad is not None]
+        """Return the averaged gradients of this rank's pieces."""
         if self._offloads:
             return [flat.grad for flat in self._optimizer.state if flat.grad is not None]
         return [gradient for group in self._zero.averaged_gradients.values() for gradient in group]
@@ -354,17 +306,15 @@ class DeepSpeedEngine:
     def _load_optimizer(self, given: Mapping[str, Tensor]) -> None:
         own = {
             f"{key}/{name}": (name, value)
-            for name, parameter in self._trained.items()
-            for key, value in self._optimizer.state[self._pieces[name].flat if self._pieces else parameter].items()
+            for name, piece in self._pieces.items()
+            for key, value in self._optimizer.state[piece.flat].items()
         }
-        if own.keys() != given.keys():
-            odd = sorted(own.keys() ^ given.keys())
-            raise RuntimeError(f"the optimizer's state does not fit: {odd[0]} is in only one of the two")
+        check_same_names(own, given)
         for path, (name, value) in own.items():
             is_count = path.startswith(f"{_STEP_COUNT}/")
             if given[path].shape != (value.shape if is_count else self._shapes[name]):
                 raise RuntimeError(f"the optimizer's state does not fit: {path} is {tuple(given[path].shape)}")
-            if is_count or not self._pieces:
+            if is_count:
                 value.copy_(given[path])
             else:
                 piece = self._pieces[name]

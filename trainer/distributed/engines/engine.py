@@ -111,6 +111,12 @@ class Engine(Protocol):
         ...
 
 
+def check_same_names(own: Mapping[str, object], given: Mapping[str, object]) -> None:
+    """Raise `RuntimeError` if the state of an optimizer and the state given to it do not hold the same tensors."""
+    if odd := sorted(own.keys() ^ given.keys()):
+        raise RuntimeError(f"the optimizer's state does not fit: {odd[0]} is in only one of the two")
+
+
 @contextmanager
 def without_gradients(parameters: Collection[Tensor]) -> Iterator[None]:
     """Let trained parameters need no gradients inside the block."""
@@ -145,10 +151,6 @@ class BaseEngineConfig(KindConfig):
     def build(self, module: nn.Module, given: EngineInputs) -> Engine:
         """Return the engine of a module that is on the training device. Every rank calls this at the same time."""
         raise NotImplementedError(f"{type(self).__qualname__} has no method build")
-
-    def library_settings(self, *, global_batch_size: int, num_ranks: int) -> dict[str, Any] | None:
-        """Return the settings that another library gets, to be printed with a plan; None if there is none."""
-        return None
 
 
 # The type of a section `engine`: the config of any engine, found by its kind.

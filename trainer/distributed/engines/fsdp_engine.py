@@ -23,14 +23,13 @@ from trainer.distributed.engines.ddp_engine import DDPConfig, DDPEngine, step_an
 from trainer.distributed.engines.engine import (
     BaseEngineConfig,
     EngineInputs,
+    check_same_names,
     without_gradients,
 )
 from trainer.optim.optimizers import OptimizerConfig, build_optimizer
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-_NORM_BYTES = 8  # the square of a gradient's norm in float64, which the ranks add up
 
 
 class FSDPConfig(BaseEngineConfig):
@@ -169,9 +168,7 @@ class FSDPEngine:
             for name, piece in self._pieces.items()
             for key, value in self._optimizer.state.get(piece, {}).items()
         }
-        if own.keys() != optimizer_state.keys():
-            odd = sorted(own.keys() ^ optimizer_state.keys())
-            raise RuntimeError(f"the optimizer's state does not fit: {odd[0]} is in only one of the two")
+        check_same_names(own, optimizer_state)
         for path, (name, value) in own.items():
             given = optimizer_state[path]
             if value.dim() == 0:
