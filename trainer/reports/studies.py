@@ -26,12 +26,11 @@ from trainer.reports.config_identity import identity_settings
 from trainer.reports.page import Table, accuracy, points, templates
 from trainer.reports.paired import LEVEL, Reading, difference_of, mean_of
 from trainer.reports.runs import Run
-from trainer.reports.suppression import BENCHMARK, suppression_page
+from trainer.reports.suppression import BENCHMARK, NONE, suppression_page
 from trainer.reports.table import FEATURES, Measurement
 from trainer.run_dir import write_atomically
 
 SMALL_STUDY, SMALL_RUN = "_small", "-small"
-NONE = "–"  # in a cell without a number
 # Settings that change results by rounding alone, or the order in which shards are read.
 _FREE = (
     "compile",

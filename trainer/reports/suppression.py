@@ -30,10 +30,11 @@ from trainer.reports.table import FEATURES, PIXELS, Measurement
 BENCHMARK = "suppression"  # begins the names of its studies
 CEILING = "ceiling: "  # begins the name of a cure that is none: the encoder trained with the label that follows
 FACTORS = ("setting", "difficulty", "cure")
-_NONE = "–"
+NONE = "–"  # in a cell without a number
 _FEW_LINES = 5  # cures of the second figure that have a colour
 _BEST, _LOWER, _FLOOR = "#9cc9ae", "#e8eef4", "#ffffff"
 _GREY, _INK = "#8a939c", "#1d2329"
+_STYLE: Any = {"font.size": 8, "font.family": "sans-serif"}
 _CELL = (0.62, 0.27)  # inches of a cell of the first figure
 
 
@@ -252,7 +253,7 @@ def _best_table(columns: Sequence[Column]) -> Table:
         ahead = f"{len(ranking.told)} of {len(ranking.rivals)}"
         lead = f", by {points(ranking.told[0].lead)}" if ranking.told else ""
         floors = [
-            _NONE if one is None else percent(one.mean) for one in (column.ceiling, column.untrained, column.pixels)
+            NONE if one is None else percent(one.mean) for one in (column.ceiling, column.untrained, column.pixels)
         ]
         is_floor = " (not above untrained)" if ranking.best in column.floor else ""
         rows.append(
@@ -282,9 +283,9 @@ def _published_table(settings: Sequence[Setting], published: Sequence[Mapping[st
         setting = by_name.get(line["setting"])
         rows = [] if setting is None else setting.of(line["difficulty"], line["label"], line["cure"])
         mean = _mean(by_seed(row for row in rows if row.step > 0))
-        text = f"{_NONE if mean is None else accuracy(mean)} ({float(line['mean']):.1f})"
+        text = f"{NONE if mean is None else accuracy(mean)} ({float(line['mean']):.1f})"
         ours.setdefault((line["setting"], line["cure"]), {})[line["difficulty"]] = text
-    measured = {key: cells for key, cells in ours.items() if any(not cell.startswith(_NONE) for cell in cells.values())}
+    measured = {key: cells for key, cells in ours.items() if any(not cell.startswith(NONE) for cell in cells.values())}
     if not measured:
         return None
     difficulties = list(dict.fromkeys(one for cells in measured.values() for one in cells))
@@ -296,7 +297,7 @@ def draw_overview(columns: Sequence[Column], cures: Sequence[str]) -> bytes:
     """Return a figure as PNG: the accuracy of each cure on each label, coloured by what is told from chance."""
     references = ("ceiling", "untrained", "pixels")
     num_rows, width, height = len(cures) + len(references) + 1, *_CELL
-    with _style():
+    with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(width * len(columns) + 2.2, height * num_rows + 2.1), layout="constrained")
         axes = figure.add_subplot()
         for x, column in enumerate(columns):
@@ -331,7 +332,7 @@ def draw_difficulties(settings: Sequence[Setting], cures: Sequence[str]) -> byte
     shown = [(setting, label) for setting in settings if len(setting.difficulties) > 1 for label in setting.hard]
     num_columns = min(3, len(shown))
     num_rows = -(-len(shown) // num_columns)
-    with _style():
+    with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(3.7 * num_columns, 2.8 * num_rows + 0.7), layout="constrained")
         panels = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
         for axes, (setting, label) in zip(panels, shown, strict=False):
@@ -379,7 +380,3 @@ def _draw_lines(axes: Axes, columns: Sequence[Column], cures: Sequence[str]) -> 
     axes.set(xlabel=columns[0].setting.unit or "difficulty", ylim=(0, 102))
     axes.grid(alpha=0.25, linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _style() -> Any:
-    return mpl.rc_context({"font.size": 8, "font.family": "sans-serif"})
