@@ -21,10 +21,9 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from configs.resolve import recipes, resolve_recipe, resolve_study, studies
+from configs.resolve import recipes, studies
 from data_pipeline.building.catalogue import DATASETS
 from data_pipeline.overlays.registry import OVERLAYS
-from launch.resources import RequestedResources, describe_request, resources_for
 from tests.config_models import models_in
 from tests.nursery import run_python
 from tests.real_data import REPOSITORY
@@ -199,16 +198,6 @@ def test_every_setting_and_file_that_is_named_is_there(page: Path) -> None:
                 assert f'"{extra}": [' in (REPOSITORY / "setup.py").read_text(), span
 
 
-def test_the_page_on_installing_names_every_extra() -> None:
-    page = (REPOSITORY / "docs" / "getting-started.md").read_text()
-    extras = re.search(r"extras_require=\{(.*?)\n    \}", (REPOSITORY / "setup.py").read_text(), flags=re.DOTALL)
-    assert extras is not None
-    named = {
-        name for row in re.findall(r"^\| (`.*?) \|", page, flags=re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
-    }
-    assert set(re.findall(r'^        "(\w+)": \[', extras[1], flags=re.MULTILINE)) == named
-
-
 def test_the_tree_of_the_architecture_page_is_that_of_the_code() -> None:
     text = (REPOSITORY / "docs" / "architecture.md").read_text()
     (tree,) = [block for block in code_blocks(text) if "data_pipeline/" in block and "trainer/" in block]
@@ -260,32 +249,6 @@ def test_the_new_overlay_builds_and_verifies(drawn: str, tmp_path: Path) -> None
     assert (tmp_path / "grid.png").stat().st_size > 10_000
 
 
-def test_the_probes_of_the_small_recipes_are_those_of_the_page() -> None:
-    rows = re.findall(
-        r"^\| (`\w+:.*?) \| (\d+) \| (.*?) \|$",
-        (REPOSITORY / "docs" / "reading-out.md").read_text(),
-        flags=re.MULTILINE,
-    )
-    documented = {
-        name: (int(epochs), "none" if fitted_on == "samples without views" else "policy")
-        for names, epochs, fitted_on in rows
-        for name in re.findall(r"`(\w+:\w+)`", names)
-    }
-    small = [name for name in recipes() if name.endswith("_small") or name.startswith("demo:")]
-    assert {*small, "studies:table1_small", "studies:suppression", "debug:image"} == documented.keys()
-    for name, probe in documented.items():
-        configs = resolve_study(name) if name.startswith("studies:") else [resolve_recipe(name)]
-        assert {(config.probe.num_epochs, config.probe.views) for config in configs} == {probe}
-
-
-def test_a_command_that_unpacks_results_makes_its_directory_first() -> None:
-    """The folder runs/ is not in git, and `tar -C` does not make it."""
-    for path in PAGES:
-        text = path.read_text()
-        for match in re.finditer(r"tar -xf \S+ -C (\w+)", text):
-            assert f"mkdir -p {match[1]}" in text[max(0, match.start() - 150) : match.start()], path.name
-
-
 def code_in_one_line() -> str:
     files = [path for top in TOPS[:4] for path in (REPOSITORY / top).rglob("*") if path.suffix in {".py", ".sh"}]
     sources = [path.read_text() for path in files]
@@ -312,10 +275,3 @@ def test_each_error_of_ours_that_the_cluster_page_quotes_is_one_of_the_code() ->
     values = r"\.\.\.|\b(?:[A-Z]|HOST|PORT|RUN_DIR|RUNNING|SIG\w+ asked|/tmp)\b|/tmp"
     fragments = [part.strip(" ,:()") for quote in quotes for part in re.split(values, quote)]
     assert not [fragment for fragment in fragments if fragment not in code]
-
-
-def test_the_cluster_page_shows_the_request_of_its_command() -> None:
-    resources = resources_for(RequestedResources(gpus_per_node=8), [resolve_recipe("viewmaker:digits")], nodes=4)
-    page = (REPOSITORY / "docs" / "cluster.md").read_text()
-    assert "--nodes 4 --gpus-per-node 8 --config viewmaker:digits" in page
-    assert f"`asks for {describe_request(resources)}`" in page

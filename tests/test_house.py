@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib import metadata
@@ -65,11 +65,6 @@ def dotted_name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else "?"
 
 
-def test_the_import_scanner_sees_every_form() -> None:
-    source = "import a.b\nfrom c import d\ndef f():\n    from . import e\n    from ..g import h\n"
-    assert list(imported_modules(ast.parse(source), package="x.y")) == ["a.b", "c.d", "x.y.e", "x.g.h"]
-
-
 @pytest.mark.parametrize("room", ROOMS)
 def test_imports_point_one_way(room: str) -> None:
     forbidden = {*ROOMS[ROOMS.index(room) + 1 :], "tests", "benchmarks"}
@@ -115,14 +110,6 @@ def reached_from(modules: set[str], *, but_for: tuple[str, str] | None = None) -
         reached |= new
         waiting += new
     return reached
-
-
-@pytest.mark.slow
-def test_the_import_graph_sees_functions_and_no_type_checking() -> None:
-    graph = import_graph()
-    assert "trainer.observability.wandb_run" in graph["trainer.observability.tracker"]  # inside a function
-    assert "trainer.pretrained" in graph["trainer.models"]  # in the `else` of a type check
-    assert "trainer.models.encoder" in reached_from({"trainer.train"})
 
 
 @pytest.mark.parametrize("for_types", [False, True])
@@ -229,164 +216,6 @@ def test_nothing_names_what_is_not_in_the_repository() -> None:
         text = (ROOT / path).read_bytes().decode(errors="replace")
         wrong += [f"{path}:{text[: m.start()].count(chr(10)) + 1}: {m.group()}" for m in pattern.finditer(text)]
     assert not wrong
-
-
-UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "pickle5", "shelve"}
-# Nodes and events are text with its place in the file: only a loader's `construct` makes objects of them.
-YAML_WITHOUT_OBJECTS = {
-    *("yaml", "safe_load", "SafeLoader", "compose", "YAMLError", "MarkedYAMLError"),
-    *("Node", "ScalarNode", "SequenceNode", "MappingNode", "AliasEvent"),
-    *("reader", "ReaderError", "composer", "ComposerError"),
-}
-RUNS_WHAT_IT_READS = {
-    "builtins.eval",
-    "builtins.exec",
-    "cloudpickle_dump",
-    "numpy.lib.format.read_array",
-    "os.popen",
-    "os.system",
-    "pandas.read_pickle",
-    "pickle_load",
-    "torch.hub",
-    "torch.jit.load",
-    "torch.load",
-    "torch.package",
-}
-# The build hands its recipe to processes that it starts itself.
-MAY_UNPICKLE = {"data_pipeline/building/pool.py: pickle"}
-
-
-def assert_tells_apart(scanner: Callable[[str], Iterable[str]], *, bad: Iterable[str], good: Iterable[str]) -> None:
-    """Check that a scanner finds something in each bad source, and nothing in a good one."""
-    for source in bad:
-        assert list(scanner(source)), source
-    for source in good:
-        assert not list(scanner(source)), source
-
-
-def calls_that_could_run_what_they_read(source: str) -> Iterator[str]:
-    """Pickles under any name, evaluated text, YAML that builds objects, arrays of objects, and shells."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module else []
-        elif isinstance(node, ast.Attribute):
-            names = [dotted_name(node)]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            names = [f"builtins.{node.func.id}"]
-        elif isinstance(node, ast.keyword) and node.arg in {"allow_pickle", "shell", "weights_only"}:
-            safe = "True" if node.arg == "weights_only" else "False"
-            names = [] if ast.unparse(node.value) == safe else [f"keyword.{node.arg}"]
-        else:
-            continue
-        for name in names:
-            first, last = name.split(".")[0], name.split(".")[-1]
-            if first in UNPICKLERS:
-                yield first
-            elif (
-                name in RUNS_WHAT_IT_READS
-                or last in RUNS_WHAT_IT_READS
-                or first == "keyword"
-                or (first == "yaml" and last not in YAML_WITHOUT_OBJECTS)
-            ):
-                yield last
-
-
-def test_the_scanner_of_what_runs_code_sees_every_form() -> None:
-    bad = (
-        "import pickle",
-        "from cloudpickle import load",
-        "from submitit.core.utils import pickle_load",
-        "torch.load(path)",
-        "numpy.load(path, allow_pickle=True)",
-        "torch.load(path, weights_only=False)",
-        "yaml.load(text, Loader=x)",
-        "yaml.unsafe_load(text)",
-        "from yaml import full_load",
-        "eval(text)",
-        "exec(text)",
-        "os.system(text)",
-        "subprocess.run(text, shell=True)",
-    )
-    good = (
-        "numpy.load(path, allow_pickle=False)",
-        "yaml.safe_load(text)",
-        "module.eval()",
-        "safetensors.torch.load(data)",
-    )
-    assert_tells_apart(calls_that_could_run_what_they_read, bad=bad, good=good)
-
-
-@pytest.mark.slow
-def test_nothing_runs_code_of_the_files_that_it_reads() -> None:
-    found = {
-        f"{path}: {name}"
-        for path in python_files(*ROOMS, "benchmarks")
-        for name in calls_that_could_run_what_they_read((ROOT / path).read_text())
-    }
-    assert found == MAY_UNPICKLE
-
-
-OPENS_A_FILE = {"open", "fdopen", "read_text", "write_text"}
-# These have names of functions that open text, but open none.
-OPENS_NO_TEXT = {"Image.open", "memory.open", "os.open", "tarfile.open"}
-
-
-def texts_of_no_encoding(source: str) -> Iterator[str]:
-    """Yield the name of each call that reads or writes text in the encoding of the machine."""
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Call) or "encoding" in {keyword.arg for keyword in node.keywords}:
-            continue
-        name = dotted_name(node.func)
-        last = name.rpartition(".")[2]
-        if last in OPENS_A_FILE and name not in OPENS_NO_TEXT:
-            if last.endswith("_text") or is_text_mode(node, number=int(name in {"open", "os.fdopen"})):
-                yield name
-        elif any(keyword.arg == "text" for keyword in node.keywords) and name.startswith("subprocess."):
-            yield name
-
-
-def is_text_mode(call: ast.Call, *, number: int) -> bool:
-    """Return whether a call of `open`, whose mode is argument `number`, opens text. A mode in a variable does not."""
-    given = [*call.args[number:], *(keyword.value for keyword in call.keywords if keyword.arg == "mode")]
-    if not given:
-        return True
-    mode = given[0].value if isinstance(given[0], ast.Constant) else None
-    return isinstance(mode, str) and set(mode) <= set("rwaxt+")
-
-
-def test_the_scanner_of_encodings_sees_every_form() -> None:
-    bad = (
-        "open(path)",
-        "open(path, 'a')",
-        "os.fdopen(number, mode='w')",
-        "path.open()",
-        "path.open('r+', errors='replace')",
-        "run_dir.log.read_text(errors='replace')",
-        "(folder / 'a').write_text(text)",
-        "subprocess.run(command, text=True)",
-    )
-    good = (
-        "open(path, encoding='utf-8')",
-        "open(path, 'rb')",
-        "path.open(mode='wb')",
-        "shards.open(number)",
-        "path.read_text(encoding='utf-8')",
-        "subprocess.run(command)",
-    )
-    assert_tells_apart(texts_of_no_encoding, bad=bad, good=good)
-
-
-@pytest.mark.slow
-def test_text_is_in_utf_8_on_every_machine() -> None:
-    """Without an encoding, Python takes that of the locale."""
-    found = {
-        f"{path}: {name}"
-        for path in python_files(*ROOMS, "benchmarks", "docs")
-        for name in texts_of_no_encoding((ROOT / path).read_text(encoding="utf-8"))
-    }
-    assert found == {"benchmarks/object_store.py: ?.open"}  # of fsspec, which opens bytes
 
 
 def test_the_training_loop_can_be_read_aloud() -> None:

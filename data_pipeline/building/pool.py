@@ -39,7 +39,7 @@ def _start_worker(inputs: bytes) -> None:
     assert parent is not None
     if not parent.is_alive():
         os._exit(1)
-    _inputs_of_worker = pickle.loads(inputs)
+    _inputs_of_worker = pickle.loads(inputs)  # noqa: S301  of the process that has started this one
 
 
 def _in_worker(work: Callable[[Any, U], T], task: U) -> T:

@@ -36,14 +36,9 @@ def named_device(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.ones(1, device=device)  # by a kernel, which a torch for other GPUs does not have
     except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason, *_ = str(error).splitlines()
         raise UserError(
-            f"--device {name} cannot be used now: {why_unusable(error)}; see in nvidia-smi what GPUs there are and "
-            'what uses them, or take "cpu"'
+            f"--device {name} cannot be used now: {reason}; see in nvidia-smi what GPUs there are and what uses them, "
+            'or take "cpu"'
         ) from error
     return device
-
-
-def why_unusable(error: Exception) -> str:
-    """Return the first sentence of torch about a device that it cannot use."""
-    lines = str(error).strip().splitlines()
-    return lines[0].partition(". ")[0] if lines else type(error).__name__

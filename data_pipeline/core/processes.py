@@ -24,26 +24,6 @@ def signals_blocked(numbers: Iterable[int]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@contextmanager
-def signals_deferred(numbers: Iterable[int]) -> Iterator[None]:
-    """Let signals to this process take effect only when the block ends. Works in the main thread alone.
-
-    `signals_blocked` is not enough for that, because threads of libraries take signals, too. It is used here as well,
-    for the processes that are started inside.
-    """
-    came: list[int] = []
-    numbers = tuple(numbers)
-    with signals_blocked(numbers):
-        before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            for number in came:
-                signal.raise_signal(number)
-
-
 def worker_context(*modules: str) -> ForkServerContext:
     """Return how `multiprocessing` starts workers that need these modules.
 

@@ -122,10 +122,8 @@ def test_recipes_for_own_pictures_take_their_numbers_and_their_name_from_the_dat
     ("location", "name"),
     [
         ("data/photos/train", "photos"),
-        ("/mnt/a b/photos.v2/", "photos.v2"),
         ("https://host:8000/birds/train/", "birds"),
         ("../写真/train", "data"),
-        ("train", "data"),
         ("x" * 200, "x" * 60),
         ("/data/birds/train-{0000..0009}.tar", "birds"),
         ("/data/birds/train/.tar_index", "birds"),
@@ -133,16 +131,6 @@ def test_recipes_for_own_pictures_take_their_numbers_and_their_name_from_the_dat
 )
 def test_the_name_of_data_is_the_name_of_their_folder(location: str, name: str) -> None:
     assert resolve_recipe("simclr:folder", [f"data.train_dir={json.dumps(location)}"]).name == f"simclr-{name}"
-
-
-def test_the_papers_recipes_have_the_published_numbers() -> None:
-    expert, viewmaker = resolve_recipe("simclr:digits"), resolve_recipe("viewmaker:letters")
-    assert (expert.global_batch_size, expert.num_epochs, expert.optimizer.learning_rate) == (256, 200, 0.03)
-    assert expert.objective == PublishedNTXentConfig(temperature=0.07)
-    assert isinstance(viewmaker.views, ViewmakerConfig)
-    assert viewmaker.views.budget == 0.1
-    assert viewmaker.adversary is not None
-    assert viewmaker.adversary.optimizer.learning_rate == 1e-3
 
 
 @pytest.mark.parametrize(
@@ -182,11 +170,6 @@ def test_the_recipes_of_sounds_have_the_published_numbers() -> None:
     assert behind == views.model_copy(update={"waveform": WaveformConfig()})
 
 
-def test_a_queue_that_the_batch_does_not_divide_is_refused() -> None:
-    with pytest.raises(UserError, match=r"objective.queue_size 4096 is not a multiple of global_batch_size 500"):
-        resolve_recipe("moco:cifar10", ["global_batch_size=500"])
-
-
 def test_a_config_with_a_mapping_can_be_hashed() -> None:
     config = resolve_recipe("debug:image", ["tracking.factors={setting: RandBit, cure: none}"])
     same = resolve_recipe("debug:image", ["tracking.factors={cure: none, setting: RandBit}"])
@@ -201,21 +184,10 @@ def test_set_overrides_one_setting_and_nothing_else() -> None:
     assert difference(base, changed) == ["optimizer.learning_rate", "adversary.update"]
 
 
-def test_setting_a_kind_starts_that_section_from_its_defaults() -> None:
-    changed = resolve_recipe("debug:image", ["objective.kind=nt_xent_published"])
-    assert changed.objective == PublishedNTXentConfig(temperature=0.07)
-
-
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
         ("simclt:digits", [], 'did you mean "simclr:digits"'),
-        ("viewmaker:digit", [], 'did you mean "viewmaker:digits"'),
-        ("debug:image", ["objective.temprature=0.1"], 'did you mean "temperature"'),
-        ("debug:image", ["optimiser.learning_rate=0.1"], "optimizer"),
-        ("debug:image", ["global_batch_size=many"], "global_batch_size"),
-        ("debug:image", ["objective.temperature=-1"], "temperature"),
-        ("debug:image", ["num_epochs"], 'has no "="'),
         ("debug:image", ["adversary={}"], "viewmaker"),
         ("debug:viewmaker", ["adversary=null"], "viewmaker"),
         ("nowhere.json", [], "nowhere.json"),

@@ -95,14 +95,11 @@ def test_every_name_of_a_run_can_be_a_directory(point: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("sweeps", "overrides", "said"),
     [
-        (["objective.temprature=0.1"], [], 'did you mean "temperature"'),
         (["num_epoch=1,2"], [], 'unknown key "num_epoch"; did you mean "num_epochs"?'),
         (["objective.temperature=0.1,-1"], [], "objective.temperature is -1; it must be"),
-        (["objective.temperature=0.1,many"], [], "objective.temperature"),
         (["objective.temperature="], [], "has no values"),
         (["objective.temperature=0.1,,0.2"], [], "not YAML"),
         (["objective.temperature"], [], "has no values; write --sweep objective.temperature=VALUE,VALUE"),
-        (["seed=[1"], [], "not YAML"),
         (["seed=0,1", "seed=2"], [], "--sweep seed: another --sweep or --set gives seed, too"),
         (["seed=0,1"], ["seed=2"], "--sweep seed: another --sweep or --set gives seed, too"),
         (["views.crop=true"], ["views={kind: expert_image, crop: false}"], "gives views.crop, too"),
