@@ -33,7 +33,7 @@ from trainer.distributed.collectives import (
     rank,
     world_size,
 )
-from trainer.mixture import MixtureManifest, SourceConfigs, TrainManifest, weights_of
+from trainer.mixture import MixtureManifest, SourceConfigs, TrainManifest, datasets_of, weights_of
 
 _CPU = torch.device("cpu")
 
@@ -160,8 +160,7 @@ class Manifests:
     @property
     def datasets(self) -> tuple[Manifest, ...]:
         """Return the manifest of each dataset: of the train set or of its sources, and of the test set."""
-        train = tuple(self.train.sources.values()) if isinstance(self.train, MixtureManifest) else (self.train,)
-        return (*train, self.test)
+        return (*datasets_of(self.train), self.test)
 
     @property
     def probed(self) -> Manifest:

@@ -130,14 +130,18 @@ class MixtureManifest:
 TrainManifest = Manifest | MixtureManifest
 
 
+def datasets_of(train: TrainManifest) -> tuple[Manifest, ...]:
+    """Return the manifest of the train set, or of each source of a mixture."""
+    return tuple(train.sources.values()) if isinstance(train, MixtureManifest) else (train,)
+
+
 def num_classes(train: TrainManifest) -> dict[str, int]:
     """Return the number of classes of each label by name.
 
     A label of a mixture counts if all sources that have it give it the same classes.
     """
-    sources = train.sources.values() if isinstance(train, MixtureManifest) else [train]
     classes: dict[str, set[tuple[str, ...]]] = {}
-    for manifest in sources:
+    for manifest in datasets_of(train):
         for name, label in manifest.labels.items():
             classes.setdefault(name, set()).add(label.classes)
     return {name: len(*found) for name, found in classes.items() if len(found) == 1}

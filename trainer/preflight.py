@@ -17,7 +17,7 @@ from trainer.config import RunConfig
 from trainer.config_rules import check
 from trainer.data import Manifests, read_manifests
 from trainer.distributed.collectives import world_size
-from trainer.mixture import MixtureManifest, TrainManifest, num_classes, weights_of
+from trainer.mixture import TrainManifest, datasets_of, num_classes, weights_of
 from trainer.models.batch_norm import check_splits
 from trainer.models.encoder import InputSizeError, check_input_size, check_norm_groups, decide_form
 from trainer.open_settings import input_size
@@ -90,14 +90,12 @@ def _warn_of_splits(config: RunConfig, manifests: Manifests) -> None:
 
 def _located(config: RunConfig, train: TrainManifest) -> dict[str, Manifest]:
     """Return the manifests of the train set, or of the sources of a mixture, by location."""
-    manifests = train.sources.values() if isinstance(train, MixtureManifest) else [train]
-    return dict(zip(config.data.train_locations.values(), manifests, strict=True))
+    return dict(zip(config.data.train_locations.values(), datasets_of(train), strict=True))
 
 
 def train_sizes(train: TrainManifest) -> tuple[int, ...]:
     """Return the number of samples of the train set, or of each source of a mixture."""
-    manifests = train.sources.values() if isinstance(train, MixtureManifest) else [train]
-    return tuple(manifest.num_samples for manifest in manifests)
+    return tuple(manifest.num_samples for manifest in datasets_of(train))
 
 
 def _check_overlays(config: RunConfig, sources: Mapping[str, Manifest]) -> None:

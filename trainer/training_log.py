@@ -26,7 +26,6 @@ from trainer.observability.step_pictures import step_pictures
 from trainer.observability.tracker import Tracker
 from trainer.observability.tracking import StepPictures
 from trainer.open_settings import input_size
-from trainer.optim.learning_rates import scaled_learning_rate
 from trainer.probes.online import online_probe
 from trainer.profiling import Clock, memory_in_use, slowest
 from trainer.run_dir import RunDir
@@ -175,7 +174,7 @@ def log_start(
     start_step: int,
     num_steps: int,
 ) -> None:
-    """Log the settings of the run, and warn of probable mistakes. Only rank 0 logs."""
+    """Log the settings of the run. Only rank 0 logs."""
     if rank() > 0:
         return
     sizes = ", ".join(
@@ -198,14 +197,6 @@ def log_start(
         config.num_epochs,
         steps_per_epoch,
         manifest.num_samples,
-    )
-    logger.info(
-        "engine %s; learning rates %s",
-        config.engine.kind,
-        ", ".join(
-            f"{name} {scaled_learning_rate(optimizer, global_batch_size=config.global_batch_size):.4g}"
-            for name, optimizer in config.module_optimizers.items()
-        ),
     )
     if (note := config.objective.note(global_batch_size=config.global_batch_size)) is not None:
         logger.info("%s", note)

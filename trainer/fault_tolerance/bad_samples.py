@@ -7,7 +7,6 @@ ranks raise it at the same step; no rank stops alone.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 from collections.abc import Iterable
@@ -58,24 +57,12 @@ class BadSamples:
         return len(self._found)
 
     def _write(self, fresh: list[BadSample]) -> None:
-        text = self._path.read_text(encoding="utf-8", errors="replace") if self._path.exists() else ""
-        listed = _listed(text)
+        listed = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
         with self._path.open("a", encoding="utf-8") as file:
-            if text and not text.endswith("\n"):
-                file.write("\n")
             for sample in fresh:
                 logger.warning(
                     "%s: sample %s is bad (%s); another replaces it", sample.shard, sample.key, sample.reason
                 )
-                if (sample.shard, sample.key) not in listed:
-                    file.write(json.dumps({"key": sample.key, "shard": sample.shard, "reason": sample.reason}) + "\n")
-
-
-def _listed(text: str) -> set[tuple[str, str]]:
-    """Return the shards and keys of the samples that are listed already. Skips a line that a power cut has torn."""
-    listed = set()
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):
-            entry = json.loads(line)
-            listed.add((entry["shard"], entry["key"]))
-    return listed
+                line = json.dumps({"key": sample.key, "shard": sample.shard, "reason": sample.reason})
+                if line not in listed:  # by an earlier start
+                    file.write(line + "\n")

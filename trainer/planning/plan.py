@@ -26,7 +26,7 @@ from trainer.build import assemble
 from trainer.config import RunConfig
 from trainer.distributed.engines import DDPConfig
 from trainer.distributed.fake_process_group import fake_ranks
-from trainer.mixture import MixtureManifest, TrainManifest
+from trainer.mixture import TrainManifest, datasets_of
 from trainer.models.encoder import decide_form
 from trainer.modules import build_modules, build_run_objective
 from trainer.open_settings import input_size
@@ -148,7 +148,7 @@ def bytes_of_data(config: RunConfig, train: TrainManifest, *, device_bytes: int)
     if config.data.placement in {"stream", "host"} or original_crops(config, train) is not None:
         return 0
     room, kept = config.data.resident_gigabytes * 1e9, 0
-    for manifest in train.sources.values() if isinstance(train, MixtureManifest) else [train]:
+    for manifest in datasets_of(train):
         num_bytes = resident_bytes(manifest)
         if config.data.placement == "device" or (num_bytes <= room and 2 * num_bytes <= device_bytes - kept):
             room -= num_bytes
@@ -267,7 +267,7 @@ def _fake_policy(policy: ViewPolicy, mel: MelConfig | None, views: BaseViewsConf
                 elif not isinstance(part, Composed):
                     setattr(container, name, _ReadyViews(mel, views))
         return policy
-    if not (views.is_learned or views.runs_in_plans):
+    if not views.is_learned:
         return _ReadyViews(mel, views)
     return _on_spectrograms(policy, mel, views)
 

@@ -13,7 +13,7 @@ from data_pipeline.storage.locations import dataset_directory
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.source_digests import SharedSources, read_source_digests, shared_sources
 from trainer.data import DataConfig
-from trainer.mixture import MixtureManifest, TrainManifest
+from trainer.mixture import TrainManifest, datasets_of
 
 
 def find_shared(data: DataConfig, *, train: TrainManifest, test: Manifest) -> SharedSources | None:
@@ -23,7 +23,7 @@ def find_shared(data: DataConfig, *, train: TrainManifest, test: Manifest) -> Sh
     others record none: of them, the samples of tars that both sets name count. Raises `UserError` if the digests or the
     index of a dataset cannot be read.
     """
-    manifests = list(train.sources.values()) if isinstance(train, MixtureManifest) else [train]
+    manifests = datasets_of(train)
     if test.sha256 in {manifest.sha256 for manifest in manifests}:
         return SharedSources(test.num_samples, test.num_samples, (("00000000", "00000000"),))
     if not test.tars.numbered:

@@ -11,7 +11,7 @@ Legend: B samples, C channels, H rows, W columns; D draws, one for each view or 
 
 from __future__ import annotations
 
-from typing import ClassVar, Final, Literal, Self
+from typing import Final, Literal, Self
 
 from pydantic import model_validator
 from torch import Tensor, nn
@@ -34,8 +34,6 @@ class ChannelDropoutConfig(BaseViewsConfig):
         each sample. Where there is no step, as in a probe on views or an analysis, "step" draws for each sample, the
         same for both its views.
     """
-
-    runs_in_plans: ClassVar[bool] = True
 
     kind: Literal["channel_dropout"] = "channel_dropout"
     rate: tuple[Share, Share] = (0.5, 1.0)

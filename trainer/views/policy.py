@@ -52,8 +52,6 @@ class BaseViewsConfig(KindConfig):
         takes_pictures, takes_sounds: the media that the policy changes.
         is_bounded: whether views of pictures lie in [0, 1], up to the budget of a learned policy.
         changes_with_epoch: whether the policy is another one in another epoch.
-        runs_in_plans: whether a plan can run the policy on tensors without data. If not, a plan counts the memory of
-            the views alone. A learned policy is always run.
     """
 
     kinds: ClassVar[Kinds[BaseViewsConfig]] = Kinds("view policy", group="views", built_in=VIEWS)
@@ -62,7 +60,6 @@ class BaseViewsConfig(KindConfig):
     takes_sounds: ClassVar[bool] = False
     is_bounded: ClassVar[bool] = True
     changes_with_epoch: ClassVar[bool] = False
-    runs_in_plans: ClassVar[bool] = False
 
     def build(self, given: ViewsInputs) -> ViewPolicy:
         """Return the policy, with its weights, if it has any, from torch's default generator."""

@@ -35,7 +35,6 @@ class RandomMaskConfig(BaseViewsConfig):
     """
 
     is_bounded: ClassVar[bool] = False  # views are doubled
-    runs_in_plans: ClassVar[bool] = True
 
     kind: Literal["random_mask"] = "random_mask"
     unit: Literal["value", "pixel"] = "value"

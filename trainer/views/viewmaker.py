@@ -77,7 +77,6 @@ class ViewmakerConfig(BaseViewsConfig):
 
     is_learned: ClassVar[bool] = True
     takes_sounds: ClassVar[bool] = True
-    runs_in_plans: ClassVar[bool] = True
 
     kind: Literal["viewmaker"] = "viewmaker"
     num_res_blocks: Annotated[int, Field(ge=1, le=100)] = 3
