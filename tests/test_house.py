@@ -151,20 +151,6 @@ def test_a_room_takes_its_section_of_the_config() -> None:
     assert inside == MAY_IMPORT_THE_WHOLE_CONFIG
 
 
-@pytest.mark.slow
-def test_only_the_distributed_folder_calls_torch_distributed() -> None:
-    """Its checkpoint package aside, which files tensors and starts no collective of ours."""
-    wrong = []
-    for path in python_files(*ROOMS, "benchmarks"):
-        if path.parts[:2] == ("trainer", "distributed"):
-            continue
-        attributes = [dotted_name(node) for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute)]
-        names = [*imports_of(path), *attributes]
-        calls = [name for name in names if f"{name}.".startswith("torch.distributed.")]
-        wrong += [f"{path}: {name}" for name in calls if not name.startswith("torch.distributed.checkpoint")]
-    assert not wrong
-
-
 @pytest.mark.process
 def test_a_rank_imports_nothing_that_only_few_need() -> None:
     """Each takes a rank half a second to start, and hundreds of files that all ranks of a cluster open at once."""

