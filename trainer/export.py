@@ -56,18 +56,21 @@ def _image_size(text: str) -> tuple[int, int]:
 
 def main() -> None:
     arguments = _parser().parse_args()
-    from trainer.exports.encoder import export, save_pretrained
+    from trainer.exports.encoder import ONNX_SUFFIX, export_onnx, save_encoder, save_pretrained
     from trainer.own_code import warn_of_changed_code
 
-    run_dir = open_run(arguments.run_dir)
+    run_dir, step = open_run(arguments.run_dir), arguments.step
+    is_onnx = arguments.out is not None and arguments.out.suffix == ONNX_SUFFIX
+    if is_onnx != (arguments.image_size is not None):
+        raise UserError("an ONNX file, and no other, needs --image-size; write --out FILE.onnx --image-size SIZE")
     import_code(arguments.code)
     warn_of_changed_code([run_dir])
-    if arguments.hub is None:
-        export(run_dir, arguments.out, step=arguments.step, image_size=arguments.image_size)
-    elif arguments.image_size is not None:
-        raise UserError("--image-size is for --out FILE.onnx; leave it out for --hub")
+    if is_onnx:
+        export_onnx(run_dir, arguments.out, image_size=arguments.image_size, step=step)
+    elif arguments.hub is None:
+        save_encoder(run_dir, arguments.out, step=step)
     else:
-        save_pretrained(run_dir, arguments.hub, step=arguments.step)
+        save_pretrained(run_dir, arguments.hub, step=step)
     print(arguments.out or arguments.hub)
 
 

@@ -8,8 +8,6 @@ theirs. A directory in the layout of the Hugging Face Hub holds the same file as
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -49,8 +47,8 @@ class ExportHeader(Schema):
 def load_encoder(path: str | Path, *, step: int | None = None) -> Encoder:
     """Return the encoder of a run directory, or of an export (a file or a Hub's directory), on the CPU in eval mode.
 
-    Its weights are float32, whatever torch's default dtype is. `step` is a checkpoint of the run; None means the
-    newest. An export has no head, so its encoder returns features and pooled features, but no embeddings.
+    `step` is a checkpoint of the run; None means the newest. An export has no head, so its encoder returns features and
+    pooled features, but no embeddings.
 
     Raises `UserError` if `path` is neither, has no such checkpoint, or has other weights than its header says.
     """
@@ -60,20 +58,7 @@ def load_encoder(path: str | Path, *, step: int | None = None) -> Encoder:
     is_export = path.is_file() or (path.suffix == EXPORT_SUFFIX and not path.is_dir())
     if is_export and step is not None:
         raise UserError(f"{path} is an export, which holds one step; leave out step={step}, or pass a run directory")
-    with _default_dtype(torch.float32):
-        if is_export:
-            return _load_export(path)
-        return load_modules(open_run(path), step=step).encoder
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    return _load_export(path) if is_export else load_modules(open_run(path), step=step).encoder
 
 
 def load_modules(run_dir: RunDir, *, step: int | None = None) -> TrainedModules:
@@ -136,20 +121,13 @@ def _load_export(path: Path) -> Encoder:
 
 
 def _read_export(path: Path) -> tuple[ExportHeader, dict[str, Tensor]]:
-    if not path.is_file():
-        raise UserError(f"there is no file {path}; pass an export, or a run directory")
     try:
         with safetensors.safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
+            header = json.loads((file.metadata() or {})[HEADER_KEY])
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
-    except (OSError, safetensors.SafetensorError) as error:
-        raise UserError(f"{path} is not a whole safetensors file ({error}); export the encoder again") from None
-    if HEADER_KEY not in metadata:
-        raise UserError(f"{path} is not an encoder that python -m trainer.export wrote: its header does not say which")
-    try:
-        parsed = ExportHeader.parse(json.loads(metadata[HEADER_KEY]), where=f"the header of {path}")
-    except json.JSONDecodeError:
-        raise UserError(f"the header of {path} is damaged; export the encoder again") from None
-    if parsed.encoder.normalization is None:
-        raise UserError(f"the header of {path} does not say by which mean and std to normalise; export it again")
-    return parsed, weights
+    except (OSError, safetensors.SafetensorError, KeyError, ValueError) as error:
+        raise UserError(
+            f"{path} is not an encoder that python -m trainer.export wrote ({type(error).__name__}: {error}); export "
+            "the encoder again"
+        ) from None
+    return ExportHeader.parse(header, where=f"the header of {path}"), weights

@@ -17,7 +17,7 @@ from data_pipeline.storage.manifest import Manifest, load_manifest
 from tests.photos import build_photos
 from tests.tiny_data import write_tiny_pair
 from trainer.config import RunConfig
-from trainer.exports.encoder import export
+from trainer.exports.encoder import save_encoder
 from trainer.models import Encoder, Normalization, ResNetConfig, build_encoder, load_encoder
 from trainer.models.encoder import decide_form
 from trainer.modules import build_modules
@@ -79,7 +79,7 @@ def test_a_run_normalises_by_its_train_set_and_needs_it_no_more_once_it_is_train
         for ours, expected in zip(numbers_of(encoder), (manifest.mean, manifest.std), strict=True):
             assert ours == pytest.approx(expected)
         assert encoder(views()).isfinite().all()
-    export(run_dir, tmp_path / "encoder.safetensors")
+    save_encoder(run_dir, tmp_path / "encoder.safetensors")
     exported = load_encoder(tmp_path / "encoder.safetensors")
     assert torch.equal(exported.pooled(views()), load_encoder(run_dir.path).pooled(views()))
 
@@ -176,7 +176,7 @@ def test_a_network_by_size_has_the_form_that_suits_the_pictures(
         assert encoder.state_dict().keys() == by_hand.state_dict().keys()
         for name, value in encoder.state_dict().items():
             assert value.shape == by_hand.state_dict()[name].shape, name
-    export(run_dir, tmp_path / "encoder.safetensors")
+    save_encoder(run_dir, tmp_path / "encoder.safetensors")
     x = torch.rand(2, 3, size, size)
     assert torch.equal(load_encoder(tmp_path / "encoder.safetensors").pooled(x), load_encoder(run_dir.path).pooled(x))
     run_dir.provenance.write_text(json.dumps({"normalization": {"mean": [0, 0, 0], "std": [1, 1, 1]}}))

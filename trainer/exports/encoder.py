@@ -15,16 +15,15 @@ import logging
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from data_pipeline.core.errors import UserError
-from trainer.exports.model_card import config_of_the_hub, model_card, model_card_of_run
+from trainer.exports.model_card import ExportedRun, config_of_the_hub, model_card
 from trainer.models.encoder import Encoder
-from trainer.modules import TrainedModules
 from trainer.open_settings import recorded_input_size
 from trainer.pretrained import (
     EXPORT_SUFFIX,
@@ -38,93 +37,75 @@ from trainer.pretrained import (
 from trainer.run_dir import RunDir, open_run, write_atomically, write_json
 
 ONNX_SUFFIX = ".onnx"
+Source: TypeAlias = nn.Module | RunDir | str | Path
+"""An encoder, also inside DataParallel, DistributedDataParallel or `torch.compile`; or a run, or its directory."""
 
 
-def export(run_dir: RunDir, out: Path, *, step: int | None = None, image_size: tuple[int, int] | None = None) -> None:
-    """Write the encoder of a run at `step` (None: the newest checkpoint) to `out`. Replaces an existing file.
+def save_encoder(source: Source, out: str | Path, *, name: str | None = None, step: int | None = None) -> None:
+    """Write an encoder as a file that `load_encoder` reads, without its head. Replaces an existing file.
 
-    The ending of `out` is .safetensors or .onnx. ONNX needs `image_size`, the height and width of the inputs. Raises
-    `UserError` if there is no such checkpoint or if `out` has another ending, and `OSError` if `out` cannot be written.
+    Of a run, takes the checkpoint `step` (None: the newest). Of an encoder of your own training loop, `name` and `step`
+    are kept in the file, for the reader. Raises `UserError` if `out` does not end in .safetensors, if there is no such
+    checkpoint, or if the encoder does not come from `build_encoder` or has no mean and std. Raises `OSError` if `out`
+    cannot be written.
     """
-    if out.suffix not in {EXPORT_SUFFIX, ONNX_SUFFIX}:
-        raise UserError(
-            f"cannot export to {out}: an encoder is written as {EXPORT_SUFFIX} or {ONNX_SUFFIX}; pass "
-            f"--out NAME{EXPORT_SUFFIX}, or --hub DIR"
-        )
-    if out.is_dir():
-        raise UserError(f"cannot export to {out}: it is a directory; pass the name of a file in --out")
-    if (out.suffix == ONNX_SUFFIX) != (image_size is not None):
-        raise UserError(
-            f"cannot export to {out}: an ONNX file, and no other, is for inputs of one size; "
-            f"{'pass' if image_size is None else 'leave out'} --image-size"
-        )
-    modules = load_modules(run_dir, step=step)
-    header = _header_of_run(run_dir, modules)
-    if image_size is None:
-        write_atomically(out, _safetensors_bytes(modules.encoder, header))
-    else:
-        write_atomically(out, _onnx_bytes(modules.encoder, header, image_size=image_size))
+    out = _checked(out, EXPORT_SUFFIX)
+    encoder, header, _ = _open(source, name=name, step=step)
+    write_atomically(out, _safetensors_bytes(encoder, header))
 
 
-def save_encoder(encoder: nn.Module, out: str | Path, *, name: str = "encoder", step: int = 0) -> None:
-    """Write an encoder of your own training loop as a file that `load_encoder` reads, without its head.
-
-    The encoder may be inside DataParallel, DistributedDataParallel or `torch.compile`. `name` and `step` are kept in
-    the file, for the reader. Raises `UserError` if `out` does not end in .safetensors, or if the encoder does not come
-    from `build_encoder` or has no mean and std.
-    """
-    out, encoder = Path(out), unwrapped(encoder)
-    if out.suffix != EXPORT_SUFFIX or out.is_dir():
-        raise UserError(f"cannot save the encoder to {out}: pass the name of a file that ends in {EXPORT_SUFFIX}")
-    write_atomically(out, _safetensors_bytes(encoder, _header_of(encoder, name=name, step=step)))
-
-
-def save_pretrained(
-    source: nn.Module | RunDir | str | Path, directory: str | Path, *, name: str | None = None, step: int | None = None
-) -> None:
+def save_pretrained(source: Source, directory: str | Path, *, name: str | None = None, step: int | None = None) -> None:
     """Write an encoder in the layout of the Hugging Face Hub: config.json, model.safetensors, README.md. No network.
 
-    `source` is an encoder, as `save_encoder` takes it, or a run directory, of which `step` is taken (None: the newest
-    checkpoint). The README.md is a model card. For a run it says on which data, with which settings and for how many
-    steps it was trained, and the accuracies of its probes. `load_encoder(directory)` reads it back;
-    `huggingface_hub.upload_folder` publishes it.
+    `source`, `name` and `step` are those of `save_encoder`. The README.md is a model card of the title `name` (default:
+    the name of the run). For a run it says on which data, with which settings and for how many steps it was trained,
+    and the accuracies of its probes. `load_encoder(directory)` reads it back; `huggingface_hub.upload_folder` publishes
+    it.
 
-    `name` is the title of the card (default: the name of the run). Replaces the three files if they are there. Raises
-    `UserError` as `load_encoder` and `save_encoder` do, or if `directory` is the directory of a run.
+    Replaces the three files if they are there. Raises `UserError` as `save_encoder` does, or if `directory` is the
+    directory of a run.
     """
     directory = Path(directory)
     if (directory / "checkpoints").is_dir():
         raise UserError(f"{directory} is a run directory, whose config.json would be lost; pass another directory")
-    if isinstance(source, nn.Module):
-        encoder, input_size = unwrapped(source), None
-        header = _header_of(encoder, name=name or "encoder", step=step or 0)
-        card = model_card(header)
-    else:
-        run_dir = source if isinstance(source, RunDir) else open_run(Path(source))
-        modules = load_modules(run_dir, step=step)
-        encoder, header = modules.encoder, _header_of_run(run_dir, modules)
-        input_size = recorded_input_size(run_dir.read_provenance())
-        card = model_card_of_run(run_dir, modules, header, title=name)
+    encoder, header, run = _open(source, name=name, step=step)
+    input_size = None if run is None else recorded_input_size(run.run_dir.read_provenance())
     write_json(directory / "config.json", config_of_the_hub(header, input_size=input_size))
-    write_atomically(directory / "README.md", card)
+    write_atomically(directory / "README.md", model_card(header, title=name, run=run, input_size=input_size))
     write_atomically(directory / HUB_WEIGHTS, _safetensors_bytes(encoder, header))  # last: it makes the directory whole
 
 
-def export_onnx(encoder: nn.Module, out: str | Path, *, image_size: int | tuple[int, int]) -> None:
+def export_onnx(source: Source, out: str | Path, *, image_size: int | tuple[int, int], step: int | None = None) -> None:
     """Write an encoder as an ONNX graph from "pictures" (B, C, H, W) in [0, 1] to "pooled" features (B, F), float32.
 
-    The graph normalises the pictures. B is free; `image_size` is H and W, or one number for both. The encoder may be
-    wrapped, as for `save_encoder`. Raises `UserError` if the packages onnx and onnxscript are missing, or if the
-    encoder does not take inputs of that size.
+    The graph normalises the pictures. B is free; `image_size` is H and W, or one number for both. `source` and `step`
+    are those of `save_encoder`. Raises `UserError` if the packages onnx and onnxscript are missing, or if the encoder
+    does not take inputs of that size.
     """
-    out, encoder = Path(out), unwrapped(encoder)
+    out = _checked(out, ONNX_SUFFIX)
     size = (image_size, image_size) if isinstance(image_size, int) else image_size
-    if out.suffix != ONNX_SUFFIX or out.is_dir():
-        raise UserError(f"cannot write ONNX to {out}: pass the name of a file that ends in {ONNX_SUFFIX}")
-    write_atomically(out, _onnx_bytes(encoder, _header_of(encoder, name="encoder", step=0), image_size=size))
+    encoder, header, _ = _open(source, name=None, step=step)
+    write_atomically(out, _onnx_bytes(encoder, header, image_size=size))
 
 
-def _header_of(encoder: Encoder, *, name: str, step: int, git_commit: str | None = None) -> ExportHeader:
+def _checked(out: str | Path, suffix: str) -> Path:
+    out = Path(out)
+    if out.suffix != suffix or out.is_dir():
+        raise UserError(f"cannot write the encoder to {out}: pass the name of a file that ends in {suffix}")
+    return out
+
+
+def _open(source: Source, *, name: str | None, step: int | None) -> tuple[Encoder, ExportHeader, ExportedRun | None]:
+    """Return the encoder, the header of its export, and the run that it comes from, if it comes from one."""
+    run = None
+    git_commit: str | None = None
+    if isinstance(source, nn.Module):
+        encoder, name, step = unwrapped(source), name or "encoder", step or 0
+    else:
+        run_dir = source if isinstance(source, RunDir) else open_run(Path(source))
+        run = ExportedRun(run_dir, load_modules(run_dir, step=step))
+        encoder, name, step = run.modules.encoder, run.modules.config.name, run.modules.step
+        git_commit = _git_commit(run)
     if encoder.config is None:
         raise UserError(
             "the encoder does not come from build_encoder, so no config says how to build it again; save its "
@@ -135,18 +116,13 @@ def _header_of(encoder: Encoder, *, name: str, step: int, git_commit: str | None
             "the encoder has no mean and std by which it normalises pictures; set them in its config, or pass "
             "normalization= to build_encoder"
         )
-    return ExportHeader(run=name, step=step, git_commit=git_commit, encoder=encoder.config)
+    return encoder, ExportHeader(run=name, step=step, git_commit=git_commit, encoder=encoder.config), run
 
 
-def _header_of_run(run_dir: RunDir, modules: TrainedModules) -> ExportHeader:
-    commit = _git_commit(run_dir, modules)
-    return _header_of(modules.encoder, name=modules.config.name, step=modules.step, git_commit=commit)
-
-
-def _git_commit(run_dir: RunDir, modules: TrainedModules) -> str | None:
-    """Return the commit of the last start before the step of `modules`; None if it is not recorded."""
-    starts: list[dict[str, Any]] = run_dir.read_provenance().get("starts") or []
-    before = [start.get("git_commit") for start in starts if (start.get("start_step") or 0) < modules.step]
+def _git_commit(run: ExportedRun) -> str | None:
+    """Return the commit of the last start before the step of the modules; None if it is not recorded."""
+    starts: list[dict[str, Any]] = run.run_dir.read_provenance().get("starts") or []
+    before = [start.get("git_commit") for start in starts if (start.get("start_step") or 0) < run.modules.step]
     return before[-1] if before else None
 
 

@@ -6,12 +6,12 @@ The card holds no path of the machine that trained. Every number comes from the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from trainer.models.encoder import EncoderConfig, ResNetConfig, TimmConfig
 from trainer.modules import TrainedModules
-from trainer.open_settings import recorded_input_size
 from trainer.own_code import is_own
 from trainer.pretrained import HEADER_KEY, ExportHeader
 from trainer.probes.result import ProbeResult, read_result
@@ -44,19 +44,11 @@ _CODE: Final = """{own}import torch
 from trainer.models import load_encoder
 
 encoder = load_encoder("PATH OF THIS DIRECTORY")
-pictures = torch.rand(8, {channels}, {height}, {width})  # in [0, 1]; the encoder normalises
+inputs = torch.rand(8, {channels}, {height}, {width})  # {inputs}
 with torch.no_grad():
-    pooled = encoder.pooled(pictures)"""
-_CODE_OF_SOUNDS: Final = """{own}import torch
-from data_pipeline.audio.log_mel import mel_config
-from trainer.models import load_encoder
-from trainer.views.expert_audio import clean_spectrogram
-
-encoder = load_encoder("PATH OF THIS DIRECTORY")
-mel = mel_config({sample_rate})
-waveforms = 2 * torch.rand(8, mel.num_points) - 1  # in [-1, 1]
-with torch.no_grad():
-    pooled = encoder.pooled(clean_spectrogram(waveforms, mel))"""
+    pooled = encoder.pooled(inputs)"""
+_PICTURES: Final = "pictures in [0, 1]; the encoder normalises"
+_SOUNDS: Final = "clean_spectrogram(waveforms, mel_config({sample_rate})) of trainer.views.expert_audio"
 _TIMM: Final = """
 timm loads it too: `timm.create_model("local-dir:PATH OF THIS DIRECTORY", pretrained=True)`. That model takes inputs
 that are normalised by mean {mean} and std {std}.
@@ -101,67 +93,61 @@ def timm_architecture(config: EncoderConfig | None) -> tuple[str | None, dict[st
     return None, {}
 
 
-def model_card(header: ExportHeader) -> str:
-    """Return the model card of an encoder from someone's own training loop, which may have read labels."""
-    return _card(header, title=header.run, facts={"encoder": header.encoder.kind})
+@dataclass(frozen=True)
+class ExportedRun:
+    """A run at the step that is exported."""
+
+    run_dir: RunDir
+    modules: TrainedModules
 
 
-def model_card_of_run(
-    run_dir: RunDir, modules: TrainedModules, header: ExportHeader, *, title: str | None = None
+def model_card(
+    header: ExportHeader, *, title: str | None, run: ExportedRun | None, input_size: tuple[int, int] | None
 ) -> str:
-    """Return the model card of a run's encoder: data, settings, steps, and the probes of this checkpoint."""
-    config = modules.config
-    facts = {
-        "encoder": header.encoder.kind,
-        "objective": config.objective.kind,
-        "labels in training": "read by the objective" if config.objective.needs_labels else "none",
-        "views": config.views.kind,
-        "steps": f"{header.step:,} of {config.global_batch_size:,} samples each",
-        "optimizer": config.optimizer.kind,
-        "seed": config.seed,
-        "train set": f"manifest {modules.trained_on.train_manifest_sha256[:12]}" if modules.trained_on else "not known",
-        "commit of the code": header.git_commit or "not known",
-    }
-    return _card(
-        header,
-        title=title or config.name,
-        facts=facts,
-        probes=_probes(run_dir, modules),
-        size=recorded_input_size(run_dir.read_provenance()),
-        sample_rate=config.data.sample_rate,
-        reads_labels=config.objective.needs_labels,
-    )
+    """Return the model card: of a run with its data, settings, steps, and the probes of this checkpoint.
 
-
-def _card(
-    header: ExportHeader,
-    *,
-    title: str,
-    facts: Mapping[str, object],
-    probes: Sequence[ProbeResult] = (),
-    size: tuple[int, int] | None = None,
-    sample_rate: int | None = None,
-    reads_labels: bool = True,
-) -> str:
+    An encoder without a run is from somebody's own training loop, which may have read labels. `title` is by default the
+    name in the header.
+    """
     encoder = header.encoder
     name, _ = timm_architecture(encoder)
-    tags = ["feature-extraction"] if reads_labels else ["self-supervised-learning", "feature-extraction"]
-    own = f"import {type(encoder).__module__}  # the code of the encoder\n" if is_own(encoder) else ""
-    height, width = size or _SIZE_OF_AN_EXAMPLE
-    code = _CODE if sample_rate is None else _CODE_OF_SOUNDS
+    facts: dict[str, object] = {"encoder": encoder.kind}
+    probes, sample_rate, reads_labels = list[ProbeResult](), None, True
+    if run is not None:
+        config, trained_on = run.modules.config, run.modules.trained_on
+        probes, sample_rate, reads_labels = _probes(run), config.data.sample_rate, config.objective.needs_labels
+        facts |= {
+            "objective": config.objective.kind,
+            "labels in training": "read by the objective" if reads_labels else "none",
+            "views": config.views.kind,
+            "steps": f"{header.step:,} of {config.global_batch_size:,} samples each",
+            "optimizer": config.optimizer.kind,
+            "seed": config.seed,
+            "train set": f"manifest {trained_on.train_manifest_sha256[:12]}" if trained_on else "not known",
+            "commit of the code": header.git_commit or "not known",
+        }
     training = _table(["", ""], facts.items())
     if probes:
         training += _table(
             ["label", "linear probe, %", "kNN, %", "majority, %", "chance, %", "test samples"], map(_row, probes)
         )
+    tags = ["feature-extraction"] if reads_labels else ["self-supervised-learning", "feature-extraction"]
+    height, width = input_size or _SIZE_OF_AN_EXAMPLE
+    code = _CODE.format(
+        own=f"import {type(encoder).__module__}  # the code of the encoder\n" if is_own(encoder) else "",
+        channels=encoder.in_channels,
+        height=height,
+        width=width,
+        inputs=_PICTURES if sample_rate is None else _SOUNDS.format(sample_rate=sample_rate),
+    )
     return _CARD.format(
         library="timm" if name else "feature-dropout",
         task="image-feature-extraction" if sample_rate is None else "feature-extraction",
         tags="\n".join(f"- {tag}" for tag in tags),
-        title=title,
+        title=title or header.run,
         medium="pictures" if sample_rate is None else "spectrograms of sounds",
         training=training,
-        code=code.format(own=own, channels=encoder.in_channels, height=height, width=width, sample_rate=sample_rate),
+        code=code,
         timm=_TIMM.format(mean=encoder.mean, std=encoder.std) if name else "",
         settings=json.dumps(header.model_dump(mode="json"), indent=2),
     )
@@ -177,14 +163,14 @@ def _row(result: ProbeResult) -> list[str]:
     return [result.title or result.label, *(f"{100 * share:.1f}" for share in shares), f"{result.num_test:,}"]
 
 
-def _probes(run_dir: RunDir, modules: TrainedModules) -> list[ProbeResult]:
+def _probes(run: ExportedRun) -> list[ProbeResult]:
     """Return the results with the settings of the run; those with other settings have a dash in their names.
 
     Leaves out results on another train set than the one of the training, which was replaced.
     """
-    paths = sorted(run_dir.probes(modules.step).glob("*.json"))
+    paths = sorted(run.run_dir.probes(run.modules.step).glob("*.json"))
     results = [read_result(path) for path in paths if "-" not in path.stem]
-    if (trained_on := modules.trained_on) is None:
+    if (trained_on := run.modules.trained_on) is None:
         return results
     of_training = {trained_on.train_manifest_sha256, *trained_on.train_sources.values()}
     return [result for result in results if result.train_manifest_sha256 in of_training]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import pickle
-import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-import trainer.export
 from configs import debug
 from configs.base import CIFAR10_MEAN, CIFAR10_STD
 from data_pipeline.core.errors import UserError
@@ -25,7 +22,7 @@ from trainer.checkpoint.save import CheckpointWriter
 from trainer.config import RunConfig
 from trainer.distributed.engines.ddp_engine import DDPEngine
 from trainer.export import main
-from trainer.exports.encoder import export
+from trainer.exports.encoder import save_encoder
 from trainer.models import (
     Encoder,
     ResNetConfig,
@@ -66,25 +63,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 @pytest.fixture
 def exported(run_dir: RunDir, tmp_path: Path) -> Path:
-    export(run_dir, tmp_path / "encoder.safetensors")
+    save_encoder(run_dir, tmp_path / "encoder.safetensors")
     return tmp_path / "encoder.safetensors"
-
-
-@pytest.mark.parametrize("kind", ["export", "run directory"])
-def test_a_loaded_encoder_is_float32_whatever_the_default_dtype(kind: str, run_dir: RunDir, exported: Path) -> None:
-    path = exported if kind == "export" else run_dir.path
-    expected = load_encoder(path)
-    torch.set_default_dtype(torch.float64)
-    try:
-        encoder = load_encoder(path)
-        assert torch.get_default_dtype() == torch.float64
-    finally:
-        torch.set_default_dtype(torch.float32)
-    for name, value in encoder.state_dict().items():
-        assert value.dtype == expected.state_dict()[name].dtype
-        assert torch.equal(value, expected.state_dict()[name])
-    x = torch.rand(2, 3, 32, 32)
-    assert torch.equal(encoder.pooled(x), expected.pooled(x))
 
 
 def read_header(path: Path) -> dict[str, Any]:
@@ -128,7 +108,7 @@ def test_torchvisions_resnet18_computes_the_same_bits(form: str, tmp_path: Path)
         model.relu = nn.Identity()
     run_dir = make_run(tmp_path / "run", config)
     out = tmp_path / "encoder.safetensors"
-    export(run_dir, out)
+    save_encoder(run_dir, out)
 
     model.load_state_dict(safetensors.torch.load_file(out))
     with torch.no_grad():
@@ -143,7 +123,7 @@ def test_timms_vit_tiny_computes_the_same_bits(tmp_path: Path) -> None:
     options: dict[str, Any] = {"img_size": 32, "patch_size": 8, "depth": 3}
     run_dir = make_run(tmp_path / "run", TimmConfig(name="vit_tiny_patch16_224", options=options, **CIFAR10))
     out = tmp_path / "encoder.safetensors"
-    export(run_dir, out)
+    save_encoder(run_dir, out)
 
     header = read_header(out)
     model = timm.create_model(header["encoder"]["name"], num_classes=0, **header["encoder"]["options"])
@@ -157,7 +137,7 @@ def test_timms_vit_tiny_computes_the_same_bits(tmp_path: Path) -> None:
 def test_the_chosen_step_is_exported_and_the_newest_if_none_is_chosen(run_dir: RunDir, tmp_path: Path) -> None:
     features = []
     for step in (0, 5, 10):
-        export(run_dir, tmp_path / "encoder.safetensors", step=step)  # over the one before
+        save_encoder(run_dir, tmp_path / "encoder.safetensors", step=step)  # over the one before
         assert read_header(tmp_path / "encoder.safetensors")["step"] == step
         encoder = load_encoder(tmp_path / "encoder.safetensors")
         assert not encoder.training
@@ -165,7 +145,7 @@ def test_the_chosen_step_is_exported_and_the_newest_if_none_is_chosen(run_dir: R
         features.append(features_of(encoder, 3))
     assert not torch.equal(features[0], features[1])
     assert not torch.equal(features[1], features[2])
-    export(run_dir, tmp_path / "newest.safetensors")
+    save_encoder(run_dir, tmp_path / "newest.safetensors")
     assert (tmp_path / "newest.safetensors").read_bytes() == (tmp_path / "encoder.safetensors").read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {"encoder.safetensors", "newest.safetensors"}
 
@@ -173,12 +153,12 @@ def test_the_chosen_step_is_exported_and_the_newest_if_none_is_chosen(run_dir: R
 def test_the_header_says_where_the_weights_come_from(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", steps=(5, 10))
     out = tmp_path / "new" / "encoder.safetensors"
-    export(run_dir, out)
+    save_encoder(run_dir, out)
     assert read_header(out)["git_commit"] is None
     starts = [{"start_step": step, "git_commit": commit} for step, commit in ((0, "aaa"), (5, "bbb"), (10, "ccc"))]
     write_json(run_dir.provenance, {"git_commit": "aaa", "starts": starts})
     for step, commit in ((5, "aaa"), (10, "bbb")):
-        export(run_dir, out, step=step)
+        save_encoder(run_dir, out, step=step)
         assert read_header(out) == {
             "version": 1,
             "run": "tiny-run",
@@ -198,42 +178,12 @@ def test_an_export_leaves_the_ambient_random_state_alone_and_has_no_embeddings(e
         encoder(pictures(3))
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("encoder.pt", r"encoder is written as \.safetensors or \.onnx"),
-        ("encoder", r"pass --out NAME\.safetensors, or --hub DIR"),
-        ("encoder.onnx", "pass --image-size"),
-        ("folder.safetensors", "it is a directory"),
-    ],
-)
-def test_a_place_that_will_not_do_is_refused(name: str, message: str, run_dir: RunDir, tmp_path: Path) -> None:
-    (tmp_path / "folder.safetensors").mkdir()
-    with pytest.raises(UserError, match=message):
-        export(run_dir, tmp_path / name)
-    assert {path.name for path in tmp_path.iterdir()} == {"folder.safetensors"}
-
-
 def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     write_json(run_dir.config, debug.image().model_dump(mode="json"))
     with pytest.raises(UserError, match="has no checkpoint yet"):
-        export(run_dir, tmp_path / "encoder.safetensors")
+        save_encoder(run_dir, tmp_path / "encoder.safetensors")
     assert not (tmp_path / "encoder.safetensors").exists()
-
-
-def test_the_earlier_file_stays_where_the_disk_has_no_room(
-    exported: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_room(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    before = exported.read_bytes()
-    monkeypatch.setattr(os, "fsync", no_room)
-    with pytest.raises(OSError, match="No space left"):
-        export(run_dir, exported, step=5)
-    assert exported.read_bytes() == before
-    assert list(exported.parent.iterdir()) == [exported]
 
 
 def test_the_command(
@@ -246,21 +196,6 @@ def test_the_command(
     assert capsys.readouterr().out == f"{out}\n"
 
 
-@pytest.mark.parametrize("out", ["encoder.safetensors", "file/encoder.safetensors"])
-def test_what_the_command_refuses_is_one_line_and_status_2(
-    out: str, run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("here already")
-    run = run_dir.path if out.startswith("file") else tmp_path  # which is none
-    monkeypatch.setattr(sys, "argv", ["export", str(run), "--out", str(tmp_path / out)])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(trainer.export.__file__, run_name="__main__")
-    assert end.value.code == 2
-    written = capsys.readouterr().err
-    assert written.startswith("error: ")
-    assert written.count("\n") == 1
-
-
 class CreatesAFile:
     """An object whose pickle creates the file when it is read."""
 
@@ -271,42 +206,33 @@ class CreatesAFile:
         return (Path.touch, (self.path,))
 
 
-@pytest.mark.parametrize("kind", ["pickle", "torch.save"])
-def test_a_pickle_by_the_name_of_an_export_is_refused_and_not_run(kind: str, tmp_path: Path) -> None:
-    payload, path = CreatesAFile(tmp_path / "ran"), tmp_path / "encoder.safetensors"
-    if kind == "pickle":
-        path.write_bytes(pickle.dumps(payload))
-    else:
-        torch.save(payload, path)
-    with pytest.raises(UserError, match="is not a whole safetensors file"):
+def test_a_pickle_by_the_name_of_an_export_is_refused_and_not_run(tmp_path: Path) -> None:
+    path = tmp_path / "encoder.safetensors"
+    torch.save(CreatesAFile(tmp_path / "ran"), path)
+    with pytest.raises(UserError, match="is not an encoder that"):
         load_encoder(path)
     assert not (tmp_path / "ran").exists()
-    pickle.loads(path.read_bytes()) if kind == "pickle" else torch.load(path, weights_only=False)
+    torch.load(path, weights_only=False)
     assert (tmp_path / "ran").exists()  # so it was armed
 
 
-def test_a_header_that_names_a_pickle_is_refused_and_it_is_not_run(tmp_path: Path) -> None:
-    pytest.importorskip("timm")
-    torch.save(CreatesAFile(tmp_path / "ran"), tmp_path / "weights.pth")
-    encoder = TimmConfig(name="test_vit", **CIFAR10).model_dump(mode="json")
-    encoder["options"] = {"checkpoint_path": str(tmp_path / "weights.pth")}
-    header = {"version": 1, "run": "r", "step": 1, "git_commit": None, "encoder": encoder}
-    path = write_export(tmp_path / "encoder.safetensors", header, {"x": torch.zeros(1)})
-    with pytest.raises(UserError):
-        load_encoder(path)
-    assert not (tmp_path / "ran").exists()
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
 
 
-def test_a_file_cut_short_is_refused(exported: Path) -> None:
-    exported.write_bytes(exported.read_bytes()[:-100])
-    with pytest.raises(UserError, match="is not a whole safetensors file"):
+def of_others(path: Path) -> None:
+    safetensors.torch.save_file({"conv1.weight": torch.zeros(1)}, path)
+
+
+def with_damaged_header(path: Path) -> None:
+    write_export(path, "no JSON", {"x": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("damage", [cut_short, of_others, with_damaged_header, Path.unlink])
+def test_other_files_are_no_export(damage: Callable[[Path], None], exported: Path) -> None:
+    damage(exported)
+    with pytest.raises(UserError, match=r"encoder\.safetensors is not an encoder that python -m trainer\.export wrote"):
         load_encoder(exported)
-
-
-def test_other_peoples_weights_are_no_export(tmp_path: Path) -> None:
-    safetensors.torch.save_file({"conv1.weight": torch.zeros(1)}, tmp_path / "theirs.safetensors")
-    with pytest.raises(UserError, match=r"theirs\.safetensors is not an encoder that python -m trainer\.export wrote"):
-        load_encoder(tmp_path / "theirs.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -316,10 +242,6 @@ def test_other_peoples_weights_are_no_export(tmp_path: Path) -> None:
         ({"encoder": {"kind": "resnet11"}}, "the header of .*encoder"),
         ({"encoder": TINY.model_dump(mode="json") | {"width": 8}}, 'does not hold the "resnet10"'),
         ({"encoder": ResNetConfig(kind="resnet18", **CIFAR10).model_dump(mode="json")}, 'does not hold the "resnet18"'),
-        (
-            {"encoder": ResNetConfig(kind="resnet18").model_dump(mode="json")},
-            "does not say by which mean and std to normalise",
-        ),
         ({"code": "import os"}, 'unknown key "code"'),
     ],
 )
@@ -330,14 +252,6 @@ def test_a_header_that_does_not_fit_is_refused(change: dict[str, Any], message: 
     assert "\n" not in str(refusal.value)
 
 
-def test_a_damaged_header_is_refused(tmp_path: Path) -> None:
-    path = write_export(tmp_path / "encoder.safetensors", "no JSON", {"x": torch.zeros(1)})
-    with pytest.raises(UserError, match=r"the header of .* is damaged"):
-        load_encoder(path)
-
-
-def test_an_export_that_is_not_there_and_a_step_of_one_that_is(exported: Path) -> None:
-    with pytest.raises(UserError, match="there is no file"):
-        load_encoder(exported.with_name("other.safetensors"))
+def test_an_export_has_one_step(exported: Path) -> None:
     with pytest.raises(UserError, match="leave out step=5"):
         load_encoder(exported, step=5)
