@@ -89,7 +89,7 @@ def test_an_unknown_experiment_names_the_nearest(monkeypatch: pytest.MonkeyPatch
         invoke(monkeypatch, "linear_contrastiv")
 
 
-@pytest.mark.parametrize("device", ["tpu", "meta", "cuda:99"])
+@pytest.mark.parametrize("device", ["tpu", "cuda:99"])
 def test_a_missing_device_is_named(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"--device {device}"):
         invoke(monkeypatch, "linear_contrastive", "--device", device, "--out", str(tmp_path / "out"))

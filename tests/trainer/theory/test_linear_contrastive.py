@@ -311,7 +311,7 @@ def test_the_noise_helps_the_weak_feature(tmp_path: Path) -> None:
     assert claims["fewer dominant features"] == "holds"
     assert claims["total noise"] == "holds"
     assert result.figures == ("linear_contrastive_training.png",)
-    assert 10_000 < (tmp_path / result.figures[0]).stat().st_size < 150_000
+    assert (tmp_path / result.figures[0]).stat().st_size > 10_000
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import numpy as np
 from matplotlib.colors import CenteredNorm
 from matplotlib.figure import Figure
-from PIL import Image
 from torch import Tensor
 
+from trainer.observability.figures import to_png
 from trainer.theory.framework.claim import t_bounds
 
 Values = Sequence[float] | Tensor
@@ -25,7 +24,7 @@ COLORS = (
     "#56b4e9",
     "#000000",
 )  # distinct for colour-blind readers
-_INK, DPI = "#333333", 110
+_INK = "#333333"
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Map:
 
 
 def draw(panels: Sequence[Panel | Map], *, num_columns: int = 3, panel_size: tuple[float, float] = (3.7, 2.9)) -> bytes:
-    """Return one PNG of the panels, row by row. `panel_size` is the width and height in inches of `DPI` pixels."""
+    """Return one PNG of the panels, row by row. `panel_size` is the width and height in inches of 100 pixels."""
     num_rows = -(-len(panels) // num_columns)
     figure = Figure(figsize=(panel_size[0] * num_columns, panel_size[1] * num_rows), layout="constrained")
     axes = figure.subplots(num_rows, num_columns, squeeze=False)
@@ -88,12 +87,7 @@ def draw(panels: Sequence[Panel | Map], *, num_columns: int = 3, panel_size: tup
             _draw_map(figure, axis, panel)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
-    small = io.BytesIO()
-    with Image.open(file) as image:  # a palette needs a third of the bytes
-        image.convert("RGB").quantize(128).save(small, format="png", optimize=True)
-    return small.getvalue()
+    return to_png(figure)
 
 
 def _draw_curves(axis: Any, panel: Panel) -> None:
