@@ -12,15 +12,12 @@ from typing import Final, NoReturn
 
 from data_pipeline.building.datasets import (
     DIGITS,
-    NOISE_CROPS,
-    NOISE_VOLUME,
     NUM_SAMPLES_PER_SHARD,
     OVERLAY_LAYOUTS,
     OVERLAY_MODES,
     PICTURE_OVERLAYS,
     SPLITS,
     TAR_PICTURE_SIZE,
-    TEST_SPEAKER,
     describe_datasets,
 )
 from data_pipeline.core.arguments import program
@@ -118,13 +115,6 @@ def _build(parser: argparse.ArgumentParser) -> None:
         help="The directory of cafe.wav, traffic.wav and machinery.wav (default: --root; the source procedural "
         "generates its own).",
     )
-    add("--noise-volume", metavar="V", type=float, help=f"The peak of each whole noise file (default: {NOISE_VOLUME}).")
-    add(
-        "--noise-crop",
-        metavar="|".join(NOISE_CROPS),
-        help="What the train split hears (default: first_or_last).",
-    )
-    add("--test-speaker", metavar="NAME", help=f"The test speaker of fsdd (default: {TEST_SPEAKER}).")
     add(
         "--samples-per-shard",
         metavar="N",

@@ -19,16 +19,13 @@ SPLITS: Final = ("train", "test")
 OVERLAY_MODES: Final = ("baked", "online")  # drawn once into the shards, or again at each reading
 OVERLAY_LAYOUTS: Final = ("scaled", "tiled")  # on pictures of more than 32 pixels: drawn larger, or repeated
 DIGITS: Final = ("mnist", "mnist_test_for_test", "mnist_t10k", "sklearn")
-NOISE_CROPS: Final = ("first_or_last", "random_offset")  # of the train split; the test split hears the first points
-NOISE_VOLUME: Final = 0.05  # Tamkin et al. 2022
-TEST_SPEAKER: Final = "yweweler"  # of the Free Spoken Digit Dataset
 NUM_SAMPLES_PER_SHARD: Final = 1_000
 TAR_PICTURE_SIZE: Final = 224  # pixels, to which the pictures of tars are brought when they are read
 # Options that have a flag of their own: their names by that of the flag.
-_SOURCE_FLAGS: Final = {name: name for name in ("image_size", "test_share", "labels", "test_speaker")}
+_SOURCE_FLAGS: Final = {name: name for name in ("image_size", "test_share", "labels")}
 _OVERLAY_FLAGS: Final = {
     "overlay_layout": "layout",
-    **{name: name for name in ("digits", "digits_root", "noise_root", "noise_volume", "noise_crop")},
+    **{name: name for name in ("digits", "digits_root", "noise_root")},
 }
 
 

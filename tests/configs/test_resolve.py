@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from configs.resolve import describe_recipes, explain, recipes, resolve_recipe, resolve_study, studies
-from data_pipeline.building.datasets import NOISE_VOLUME
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import difference
+from data_pipeline.overlays.noise import NoiseOptions
 from trainer.adversary import AdversaryConfig
 from trainer.config import read_config
 from trainer.models.encoder import build_encoder
@@ -78,7 +78,7 @@ def test_recipes_have_the_numbers_of_the_published_settings(
         adam = AdamConfig(learning_rate=1e-3, betas=(0.9, 0.999), weight_decay=0.0)
         assert config.adversary == AdversaryConfig(update="simultaneous", weight=1.0, optimizer=adam)
     if is_sound:
-        assert NOISE_VOLUME == 0.05
+        assert NoiseOptions().noise_volume == 0.05
 
 
 def test_the_published_policies_have_the_published_numbers() -> None:

@@ -34,7 +34,7 @@ CASES = {
     "noise": ["noise", *BY_CODE],
     "spoken_noise, baked": ["spoken_noise", *BY_CODE],
     "spoken_noise, online": ["spoken_noise", *BY_CODE, *ONLINE],
-    "spoken_noise, random offset": ["spoken_noise", *BY_CODE, *ONLINE, "--noise-crop", "random_offset"],
+    "spoken_noise, random offset": ["spoken_noise", *BY_CODE, *ONLINE, "--overlay-option", "noise_crop=random_offset"],
     "folder": ["folder", "--image-size", "32"],
     "folder, kept": ["folder", "--image-size", "32", "--keep"],
     "tars": ["tars", "--size", "32"],

@@ -18,20 +18,16 @@ from data_pipeline.__main__ import main
 from data_pipeline.building.catalogue import DATASETS, open_dataset
 from data_pipeline.building.datasets import (
     DIGITS,
-    NOISE_VOLUME,
     PICTURE_OVERLAYS,
     PICTURES,
     SOURCE_SUMMARIES,
     SOURCES,
-    TEST_SPEAKER,
 )
 from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.overlays import PixelOverlay
-from data_pipeline.overlays.noise import NoiseOptions
 from data_pipeline.overlays.registry import OVERLAYS, find_overlay
 from data_pipeline.sources.audiomnist import TEST_SPEAKERS
 from data_pipeline.sources.digits import MnistKind
-from data_pipeline.sources.fsdd import DEFAULT_TEST_SPEAKER
 from data_pipeline.storage.store import SampleStore
 from tests.data_pipeline.stored_samples import decode_sample
 from tests.nursery import PythonProcess, run_python
@@ -155,7 +151,7 @@ def test_a_bad_recording_is_named_and_leaves_nothing(
     torn = tmp_path / "wavs" / "2_theo_0.wav"
     if isinstance(damage, str):
         torn.write_bytes(b"not a sound" if damage == "text" else torn.read_bytes()[:-100])
-    options = ("--source", "fsdd", "--root", str(tmp_path / "wavs"), "--test-speaker", "jackson")
+    options = ("--source", "fsdd", "--root", str(tmp_path / "wavs"), "--source-option", "test_speaker=jackson")
     build = ("build", "spoken", "--out", str(tmp_path / "out"), *options)
     status, out, err = run(capsys, monkeypatch, *build)
     assert (status, out, len(err)) == (2, [], 1)
@@ -264,5 +260,3 @@ def test_the_help_names_what_the_overlays_and_sources_offer() -> None:
     """The names stand apart from the code that they name, so that the help needs none of it."""
     assert [kind for kind in OVERLAYS if issubclass(find_overlay(kind), PixelOverlay)] == [*PICTURE_OVERLAYS]
     assert (*get_args(MnistKind), "sklearn") == DIGITS
-    assert TEST_SPEAKER == DEFAULT_TEST_SPEAKER
-    assert NoiseOptions().noise_volume == NOISE_VOLUME
