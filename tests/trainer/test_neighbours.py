@@ -35,7 +35,6 @@ from trainer.neighbours import (
 from trainer.objectives import SymmetricInfoNCEConfig, symmetric_info_nce_loss
 from trainer.objectives.objective import ViewPair
 from trainer.objectives.symmetric_info_nce import SymmetricInfoNCE
-from trainer.preflight import check_batch
 from trainer.run_dir import RunDir
 from trainer.train import train
 
@@ -260,22 +259,12 @@ def test_a_run_that_goes_on_with_replaced_data_finds_their_groups(tmp_path: Path
     [
         (["objective={kind: nt_xent}"], "objective.kind=nt_xent does not compare samples in groups"),
         (["neighbours={group_size: 3}"], "neighbours.group_size 3 does not divide global_batch_size 16"),
-        (["neighbours={from_epoch: 3}"], "neighbours.from_epoch is 3, but the last epoch is 2"),
         (["engine={kind: fsdp}"], "neighbours needs a whole encoder on each rank; set engine.kind=ddp"),
     ],
 )
 def test_a_config_that_cannot_have_groups_is_refused(overrides: list[str], sentence: str, data: Path) -> None:
     with pytest.raises(UserError, match=sentence):
         configure(data, *overrides)
-
-
-def test_encoders_that_differ_between_ranks_find_no_neighbours(data: Path) -> None:
-    config = configure(data, "encoder.batch_norm=local")
-    check_batch(config, num_samples=[NUM_SAMPLES], num_ranks=1)
-    with pytest.raises(UserError, match=r"each of 2 ranks has its own; set encoder\.batch_norm=synchronized"):
-        check_batch(config, num_samples=[NUM_SAMPLES], num_ranks=2)
-    for fits in (config.model_copy(update={"neighbours": None}), configure(data, "encoder.batch_norm=split")):
-        check_batch(fits, num_samples=[NUM_SAMPLES], num_ranks=2)
 
 
 def test_an_order_of_groups_leaves_other_iterators_of_the_stream_alone(data: Path) -> None:

@@ -22,7 +22,6 @@ from trainer.models import Encoder, Normalization, ResNetConfig, build_encoder, 
 from trainer.models.encoder import decide_form
 from trainer.modules import build_modules
 from trainer.open_settings import normalization_of
-from trainer.planning.plan import plan
 from trainer.pretrained import load_modules
 from trainer.run_dir import RunDir
 from trainer.train import train
@@ -98,30 +97,6 @@ def test_the_numbers_of_the_train_set_given_by_hand_are_the_same_run(
     assert not torch.equal(other["trunk.conv1.weight"], theirs["trunk.conv1.weight"])
 
 
-@pytest.mark.slow
-def test_a_restart_normalises_as_before(trained: RunDir, data: Path, tmp_path: Path) -> None:
-    run_dir = RunDir(shutil.copytree(trained.path, tmp_path / "run"))
-    shutil.rmtree(run_dir.checkpoint(3))
-    run_dir.latest.unlink()
-    train(configure(data, *OF_THE_DATA), run_dir, device=CPU, command="train")
-    again, before = (load_encoder(each.path) for each in (run_dir, trained))
-    assert numbers_of(again) == numbers_of(before)
-    for name, value in before.state_dict().items():
-        torch.testing.assert_close(again.state_dict()[name], value, rtol=1e-5, atol=1e-6)
-    record, recorded = (json.loads(each.provenance.read_text()) for each in (run_dir, trained))
-    assert record["normalization"] == recorded["normalization"]
-
-
-def test_a_run_with_numbers_of_its_own_needs_no_record(trained: RunDir, tmp_path: Path) -> None:
-    """Runs from before there was a record have none."""
-    run_dir = RunDir(shutil.copytree(trained.path, tmp_path / "run"))
-    config = json.loads(run_dir.config.read_text())
-    config["encoder"] |= {"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25]}
-    run_dir.config.write_text(json.dumps(config))
-    run_dir.provenance.unlink()
-    assert numbers_of(load_modules(run_dir).encoder) == ([0.5] * 3, [0.25] * 3)
-
-
 @pytest.mark.parametrize(
     ("record", "message"),
     [
@@ -145,14 +120,6 @@ def test_a_run_that_has_not_begun_has_lost_nothing(trained: RunDir, tmp_path: Pa
     shutil.copy(trained.config, run_dir.config)
     with pytest.raises(UserError, match=r"/run has not begun to train yet; `python launch/status\.py .*/run` says why"):
         load_modules(run_dir, step=0)
-
-
-def test_a_plan_needs_no_data() -> None:
-    plans = [
-        plan(resolve_recipe("debug:image", settings), world_size=1, num_samples=64, device_gigabytes=None)
-        for settings in ([], OF_THE_DATA)
-    ]
-    assert plans[0] == plans[1]
 
 
 BY_SIZE = ["encoder={kind: resnet18_by_size, embedding_size: 8}"]
@@ -193,23 +160,6 @@ def test_the_standard_form_begins_at_64_pixels(size: int, kind: str) -> None:
     assert decide_form(decided, height=32, width=32) == decided
     with pytest.raises(ValueError, match="depends on the size of its inputs; call decide_form first"):
         build_encoder(config)
-
-
-@pytest.mark.slow
-def test_a_plan_takes_the_form_by_the_size() -> None:
-    plans = {
-        (kind, size): plan(
-            resolve_recipe("debug:image", [f"encoder={{kind: {kind}}}"]),
-            world_size=1,
-            num_samples=64,
-            device_gigabytes=None,
-            input_shape=(3, size, size),
-        )
-        for kind in ("resnet18_by_size", "resnet18_small", "resnet18")
-        for size in (32, 64)
-    }
-    assert plans["resnet18_by_size", 32] == plans["resnet18_small", 32]
-    assert plans["resnet18_by_size", 64] == plans["resnet18", 64]
 
 
 def test_spectrograms_come_normalised() -> None:

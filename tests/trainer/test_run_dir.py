@@ -95,22 +95,6 @@ def test_a_name_that_is_no_step_is_named_and_passed_over(
     assert f"{tmp_path}/probes/{name} is not the directory of a step" in caplog.text
 
 
-def test_strays_among_the_analyses_are_named_and_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = make_run(tmp_path / "run", trained={"base": [0.5]})
-    analysis = RunDir(run).analysis
-    png = (analysis / "views.png").read_bytes()
-    (analysis / "folder.png").mkdir()
-    (analysis / "text.png").write_text("no picture")
-    (analysis / "damaged.png").write_bytes(png)
-    (analysis / "damaged.json").write_text("{")
-    html = report(monkeypatch, tmp_path / "r.html", run)
-    for name in ("folder.png", "text.png", "damaged.json"):
-        assert re.search(rf"{name} is (no|not a|not valid) \w+", html), name
-        assert re.search(rf"{name} is (no|not a|not valid) \w+", caplog.text), name
-
-
 @pytest.mark.parametrize("content", [b"step_x", b"\xff", b"", b"step_" + b"9" * 5000])
 def test_a_damaged_latest_is_no_step(content: bytes, tmp_path: Path) -> None:
     run = RunDir(make_run(tmp_path / "run"))
