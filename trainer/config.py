@@ -138,22 +138,13 @@ def read_run_config(run_dir: RunDir) -> RunConfig:
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Return the values in a .json or .yaml file. Raises `UserError` if it cannot be read or holds no mapping."""
-    value = parse_file(path, what="config", is_yaml=path.suffix in {".yaml", ".yml"})
+    parse, language = (parse_yaml, "YAML") if path.suffix in {".yaml", ".yml"} else (parse_json, "JSON")
+    try:
+        value = parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read the config {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not valid {language}: {error}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} does not hold a mapping of settings; see RunConfig in trainer/config.py")
     return value
-
-
-def parse_file(path: Path, *, what: str, is_yaml: bool) -> Any:
-    """Return the value in a YAML or JSON file.
-
-    Raises:
-        UserError: if the file cannot be read, or is not valid. `what` names it, such as "config".
-    """
-    parse, language = (parse_yaml, "YAML") if is_yaml else (parse_json, "JSON")
-    try:
-        return parse(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read the {what} {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not valid {language}: {error}") from None
