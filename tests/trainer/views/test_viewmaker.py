@@ -18,9 +18,7 @@ from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 from data_pipeline.overlays.digits import Digits
 from data_pipeline.sources.digits import sklearn_digits
 from tests.trainer.views.viewmaker_as_written import AsWritten
-from trainer.views.policy import build_view_policy
 from trainer.views.viewmaker import (
-    ConvNorm,
     Pairing,
     Viewmaker,
     ViewmakerConfig,
@@ -51,18 +49,6 @@ def make(*, channels: int = 3, **config: Any) -> Viewmaker:
 def test_number_of_parameters_is_the_published_one(channels: int, num_res_blocks: int, num_parameters: int) -> None:
     viewmaker = make(channels=channels, num_res_blocks=num_res_blocks)
     assert sum(p.numel() for p in viewmaker.parameters()) == num_parameters
-
-
-def test_every_stage_has_the_published_size() -> None:
-    viewmaker, sizes = make(), []
-    for module in viewmaker.modules():
-        if isinstance(module, ConvNorm):
-            module.register_forward_hook(lambda module, inputs, output: sizes.append(tuple(output.shape[1:])))
-    viewmaker(pictures(2), keys(2))
-    residual = [(channels, 8, 8) for channels in (129, 129, 130, 130, 131, 131)]
-    assert sizes == [(32, 32, 32), (64, 16, 16), (128, 8, 8), *residual, (64, 16, 16), (32, 32, 32)]
-    half = make(base_width=16)
-    assert [p.shape[0] for name, p in half.stem.named_parameters() if name.endswith("conv.weight")] == [16, 32, 64]
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -139,7 +125,7 @@ def test_the_budget_holds_on_every_view(clamp: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [64, 96, 224])
+@pytest.mark.parametrize("size", [64, 224])
 @pytest.mark.parametrize("option", [*OPTIONS, "masked", "reprojected", "dropout"])
 def test_the_budget_and_the_masks_hold_at_any_size(size: int, option: str) -> None:
     more: dict[str, dict[str, Any]] = {
@@ -205,20 +191,6 @@ def test_views_repeat_exactly_and_differ_between_keys() -> None:
         assert ((same[1:] - same[:1]).abs().mean(dim=(1, 2, 3)) > 1e-4).all()  # one picture, four indices
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("size", [32, 64])
-def test_channels_last_changes_nothing(channels: int, size: int) -> None:
-    x = pictures(2, channels=channels, size=size)
-    viewmaker = make(channels=channels, base_width=16)
-    with torch.no_grad():
-        expected = viewmaker(x, keys(2))
-        viewmaker.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        last = viewmaker(x.contiguous(memory_format=torch.channels_last), keys(2))
-    assert expected.shape == x.shape
-    torch.testing.assert_close(last, expected, atol=1e-5, rtol=0)
-
-
 def test_views_are_made_without_waiting_for_the_device() -> None:
     index = torch.arange(8, device="meta")
     for dropout_rate in (None, 0.5):
@@ -247,15 +219,6 @@ def test_in_the_frequency_domain_the_budget_is_of_the_coefficients() -> None:
         spent = cosine_transform(deltas).abs().mean(dim=(1, 2, 3))
     assert (spent <= 4.0 * (1 + 1e-5)).all()
     assert (spent > 4.0 * 0.99).all()
-
-
-def test_what_a_budget_on_coefficients_does_to_pixels() -> None:
-    """Spread evenly, with random signs, 0.05 changes pixels by 0.0006; all on the mean, by 0.0125."""
-    sign = torch.randn(16, 1, 32, 32, generator=torch.Generator().manual_seed(0)).sign()
-    assert inverse_cosine_transform(0.05 * sign).abs().mean() == pytest.approx(0.0006, rel=0.05)
-    on_the_mean = torch.zeros(1, 1, 32, 32)
-    on_the_mean[:, :, 0, 0] = 0.05 * 32 * 32
-    torch.testing.assert_close(inverse_cosine_transform(on_the_mean), torch.full((1, 1, 32, 32), 0.0125))
 
 
 def test_a_downsampled_viewmaker_changes_pictures_smoothly_and_within_the_budget() -> None:
@@ -343,12 +306,6 @@ def test_masks_of_another_type_or_shape_are_refused(mask: str) -> None:
             viewmaker(x, keys(4), wrong)
 
 
-def test_every_policy_takes_masks() -> None:
-    viewmaker = build_view_policy(ViewmakerConfig(base_width=8, mask="box", clamp=False), image_channels=1)
-    views = viewmaker(pictures(3, channels=1), keys(3), masks(3))
-    assert views.shape == (3, 1, 32, 32)
-
-
 RATES = (0.02, 0.1, 0.25, 0.5, 0.9)
 
 
@@ -415,15 +372,6 @@ def test_views_that_are_not_attacked_are_the_pictures_and_the_others_what_they_w
     assert (every != x).flatten(1).any(dim=1).all()
 
 
-def test_what_is_attacked_does_not_depend_on_the_batch() -> None:
-    """As on four ranks: each asks for its own samples."""
-    all_keys = keys(64)
-    whole = attacked_views(all_keys, rate=0.3)
-    for rank in range(4):
-        own = dataclasses.replace(all_keys, index_B=all_keys.index_B[rank::4])
-        assert torch.equal(attacked_views(own, rate=0.3), whole[rank::4])
-
-
 @pytest.mark.slow
 def test_the_gradient_comes_from_attacked_views_alone() -> None:
     """The gradient of the whole batch equals that of its attacked rows; it is 0, not missing, if no row is attacked."""
@@ -464,26 +412,11 @@ def test_pictures_that_do_not_divide_are_refused(config: dict[str, Any], height:
         make(base_width=4, **config)(torch.rand(2, 3, height, width), keys(2))
 
 
-@pytest.mark.parametrize(("height", "width"), [(8, 8), (64, 32)])
-def test_pictures_that_divide_are_taken(height: int, width: int) -> None:
-    viewmaker = make(base_width=4, downsample_to=8)
-    viewmaker.config.check_image_size(height=height, width=width)
-    assert viewmaker(torch.rand(2, 3, height, width), keys(2)).shape == (2, 3, height, width)
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"budget": 0}, "greater than or equal to"),
-        ({"base_width": 0}, "greater than or equal to 1"),
-        ({"num_res_blocks": 0}, "greater than or equal to 1"),
-        ({"bugdet": 0.1}, "not permitted"),
-        ({"domain": "wavelet"}, "'pixel' or 'frequency'"),
-        ({"mask": "circle"}, "'none', 'box' or 'object'"),
         ({"downsample_to": 18}, "downsample_to is 18; it must be a multiple of 4, at least 8"),
         ({"downsample_to": 4}, "downsample_to is 4; it must be a multiple of 4, at least 8"),
-        ({"dropout_rate": 0}, "greater than 0"),
-        ({"dropout_rate": 1.1}, "less than or equal to 1"),
         ({"dropout_pairing": "exclusive"}, "needs a dropout_rate up to 0.5, got None"),
         ({"dropout_pairing": "exclusive", "dropout_rate": 0.6}, "needs a dropout_rate up to 0.5, got 0.6"),
         ({"reproject": True}, "needs mask=box or mask=object"),
