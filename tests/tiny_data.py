@@ -29,7 +29,7 @@ from data_pipeline.storage.manifest import (
 from data_pipeline.storage.source_digests import content_digest, write_source_digests
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.totals import Totals
-from data_pipeline.storage.write import encode, write_shards
+from data_pipeline.storage.write import encode, shard_name, write_shard
 
 SAMPLE_RATE = 8_000  # of the sounds, points a second
 NUM_POINTS = 8_333  # of a sound as it is read: the size that the log-mel of this rate takes
@@ -217,9 +217,12 @@ def _write(
     is_sound = len(input_shape) == 1
     sample_rate = SAMPLE_RATE if is_sound else None
     classes = {name: label.classes for name, label in labels.items()}
-    encoded = (encode(sample, classes, sample_rate=sample_rate) for sample in samples)
+    encoded = [encode(sample, classes, sample_rate=sample_rate) for sample in samples]
     directory.mkdir(parents=True)
-    paths = write_shards(encoded, directory.absolute(), num_samples_per_shard=num_samples_per_shard)
+    paths = []
+    for number, start in enumerate(range(0, len(encoded), num_samples_per_shard)):
+        paths.append(directory.absolute() / shard_name(number))
+        write_shard(encoded[start : start + num_samples_per_shard], paths[-1], first_index=start)
     entry = OverlayEntry(kind=baked_kind, drawn="baked") if baked_kind is not None else None
     beside = [SOURCE_DIGESTS_NAME]
     if online is not None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,8 +26,6 @@ from data_pipeline.core.errors import UserError
 CROP_PURPOSE: Final = 100  # `purpose` in `data_pipeline.core.counter_rng`
 _LEVELS = 32_768  # of int16 from 0 to 1
 _EXACT_IN_INT16 = frozenset({"PCM_16", "PCM_S8", "PCM_U8", "ULAW", "ALAW"})
-_MAX_TAG: Final = 128  # bytes of an ID3v1 tag, which programs append to a file
-_CHUNK_NAME: Final = re.compile(rb"\0?[A-Za-z][A-Za-z0-9_ ]{3}")  # after the zero behind a chunk of odd size
 _UNKNOWN_SIZE = 0x7FFF_0000  # a size at or above this is from a program that could not seek back to write it
 _DTYPES: Final[Mapping[tuple[int, int], np.dtype[Any]]] = MappingProxyType(
     {(1, 16): np.dtype("<i2"), (3, 32): np.dtype("<f4")}  # by WAV format tag and bits a point
@@ -52,7 +49,7 @@ def read_wav_at_its_rate(path: Path) -> tuple[NDArray[np.int16], int]:
     """Read the points of a mono WAV file, (T,) int16 exactly as recorded, and its rate in points a second.
 
     Raises `UserError` with the file's name if it is missing, is not a regular file or not a WAV, is cut off, has more
-    than one channel or no points, has points that int16 cannot hold exactly, or holds more than its header says.
+    than one channel or no points, or has points that int16 cannot hold exactly.
     """
     import soundfile  # imported here, like scipy below: training needs neither, and each takes a third of a second
 
@@ -69,18 +66,13 @@ def read_wav_at_its_rate(path: Path) -> tuple[NDArray[np.int16], int]:
                 raise UserError(f"{path} holds {file.subtype}, which 16 bits cannot hold exactly; convert it to PCM_16")
             points: NDArray[np.int16] = file.read(dtype="int16")
             rate: int = file.samplerate
-        declared, held, behind = _extent_of_sound(data)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); mend or remove it") from None
-    except (soundfile.LibsndfileError, StopIteration):
-        raise UserError(f"{path} {_why_not_read(data)}") from None
-    if held < declared < _UNKNOWN_SIZE:
-        raise UserError(f"{path} is cut off: {held} of {declared} bytes of sound are there; copy it again")
-    if len(behind.strip(b"\0")) > _MAX_TAG and _CHUNK_NAME.match(behind) is None:
-        raise UserError(
-            f"the header of {path} says that it holds {declared} bytes of sound, but {len(behind)} bytes that are no "
-            "part of a WAV follow, which may be sound; save it again with an audio program, or remove it"
-        )
+    except soundfile.LibsndfileError:
+        raise UserError(f"{path} is not a WAV file; mend or remove it") from None
+    for name, declared, sound in _chunks(data):
+        if name == b"data" and len(sound) < declared < _UNKNOWN_SIZE:
+            raise UserError(f"{path} is cut off: {len(sound)} of {declared} bytes of sound are there; copy it again")
     if points.size == 0:
         raise UserError(f"{path} holds no sound; mend or remove it")
     return points, rate
@@ -135,31 +127,6 @@ def _chunks(data: bytes | memoryview) -> Iterator[tuple[bytes, int, memoryview]]
         name, size = struct.unpack_from("<4sI", view, at)
         yield name, size, view[at + 8 : at + 8 + size]
         at += 8 + size + size % 2
-
-
-def _extent_of_sound(data: bytes) -> tuple[int, int, bytes]:
-    """Return the size of the sound by its header, its bytes that are there, and all that follows it.
-
-    Raises `StopIteration` if there is no sound.
-    """
-    at = 12 + 8
-    chunks = _chunks(data)
-    while (chunk := next(chunks))[0] != b"data":
-        at += 8 + chunk[1] + chunk[1] % 2
-    return chunk[1], len(chunk[2]), data[at + chunk[1] :]
-
-
-def _why_not_read(data: bytes) -> str:
-    """Say what is wrong with a file that libsndfile does not read, as a sentence without the file's name."""
-    names = [name for name, _, _ in _chunks(data)]
-    if (num_sounds := names.count(b"data")) > 1:
-        return f"holds {num_sounds} chunks of sound, of which a WAV has one; save it again with an audio program"
-    if names and num_sounds == 0:
-        return (
-            "is a WAV without a chunk of sound at the place that the sizes of its chunks say; one of odd size may lack "
-            "the zero behind it, so save it again with an audio program"
-        )
-    return "is not a WAV file; mend or remove it"
 
 
 def to_float(waveforms: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ import argparse
 import errno
 import hashlib
 import json
-import logging
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -70,8 +69,6 @@ from data_pipeline.storage.manifest import (
 from data_pipeline.storage.source_digests import write_source_digests
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.totals import Totals
-
-logger = logging.getLogger(__name__)
 
 _NUM_NAMED: Final = 12  # class names in the summary of a build
 _NUM_MEASURED, _NUM_MEASURED_AT_ONCE = 2_000, 100  # samples of the mean and std, if not of all samples
@@ -302,9 +299,6 @@ def _plan(
             num_measured=-(-_NUM_MEASURED * num_samples_per_shard // len(order)) if keep else 0,
         ),
     )
-    if isinstance(overlay, PixelOverlay):
-        for note in overlay.notes(num_samples=repeats * len(order)):
-            logger.warning("%s", note)
     return BuildPlan(inputs, how_made, overlay, entry, labels, order, num_samples_per_shard)
 
 

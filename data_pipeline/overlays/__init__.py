@@ -205,10 +205,6 @@ class PixelOverlay(Overlay):
         """
         return None
 
-    def notes(self, *, num_samples: int) -> Iterator[str]:
-        """Yield lines that a build says about a dataset of so many samples, such as a choice that is of no use."""
-        yield from ()
-
 
 class LayoutOptions(Schema):
     """The options of an overlay that paints: its `layout`, see `PictureOverlay`."""

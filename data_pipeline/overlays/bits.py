@@ -11,7 +11,7 @@ Shapes: B batch, C channels, H height, W width, N bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Final, Self
 
 import torch
@@ -38,9 +38,6 @@ class Bits(PixelOverlay):
 
     The label `overlay` is bit 1, and the labels `bit_2`, `bit_3`, ... are the others. With `bits=0`, nothing is added,
     and the label is a bit that cannot be seen; so its probe reads at chance. Nothing is marked in the mask.
-
-    Raises:
-        ValueError: `bits` is not from 0 to 32.
     """
 
     class_names = _VALUES
@@ -49,8 +46,6 @@ class Bits(PixelOverlay):
 
     def __init__(self, *, bits: int = BitsOptions().bits) -> None:
         super().__init__()
-        if not 0 <= bits <= MAX_BITS:
-            raise ValueError(f"bits is {bits}; give 0 to {MAX_BITS}")
         self.bits = bits
         self.chosen = {"bits": bits}
         self.more_labels = {f"bit_{n}": LabelClasses(f"bit {n}", _VALUES) for n in range(2, bits + 1)}
@@ -62,13 +57,6 @@ class Bits(PixelOverlay):
     def output_shape(self, stored_shape: Shape) -> Shape:
         num_channels, height, width = stored_shape
         return num_channels + self.bits, height, width
-
-    def notes(self, *, num_samples: int) -> Iterator[str]:
-        if 2**self.bits > num_samples:
-            yield (
-                f"{self.bits} bits have {2**self.bits:,} values, more than the {num_samples:,} samples: almost every "
-                "sample has bits of its own, and further bits change little"
-            )
 
     def forward(self, inputs: Tensor, keys: DrawKeys, labels: Mapping[str, Tensor] = NOTHING_GIVEN) -> Overlaid:
         """Add the bits to pictures (B, C, H, W) uint8: (B, C + bits, H, W) uint8. Does not read the keys."""

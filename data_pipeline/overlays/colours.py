@@ -35,7 +35,7 @@ from data_pipeline.overlays import (
     Shape,
     divide_by_255,
 )
-from data_pipeline.overlays.correlation import check_base_label, check_correlation, correlated_classes
+from data_pipeline.overlays.correlation import check_base_label, correlated_classes
 
 COLOURS: Final[Mapping[str, tuple[int, int, int]]] = {
     "red": (230, 25, 25),
@@ -62,9 +62,6 @@ class Colours(PixelOverlay):
     """An overlay that paints pictures of one or three channels in ten colours: the result has three.
 
     The label `overlay` is the colour. The mask marks every pixel that is not black, and the smallest box around them.
-
-    Raises:
-        ValueError: `correlation` is not from 0 to 1.
     """
 
     class_names = tuple(COLOURS)
@@ -74,7 +71,7 @@ class Colours(PixelOverlay):
 
     def __init__(self, *, correlation: float = 0.0) -> None:
         super().__init__()
-        self.correlation = check_correlation(correlation)
+        self.correlation = correlation
         self.chosen = {"correlation": correlation}
         self.register_buffer("colours_KC", torch.tensor(list(COLOURS.values()), dtype=torch.uint8), persistent=False)
 

@@ -18,13 +18,6 @@ from data_pipeline.core.sample import BASE, NO_LABEL
 from data_pipeline.overlays import OverlayInputs
 
 
-def check_correlation(correlation: float) -> float:
-    """Return a correlation; raise `ValueError` if it is not from 0 to 1."""
-    if not 0 <= correlation <= 1:
-        raise ValueError(f"correlation is {correlation}; give a number from 0 to 1")
-    return correlation
-
-
 def check_base_label(given: OverlayInputs, correlation: float) -> None:
     """Raise `UserError` if a correlation with the base label is asked for, and the pictures do not have one."""
     if correlation and not sum(given.class_counts.get(BASE, ())):

@@ -13,7 +13,7 @@ Shapes: B batch, N digits to choose from, K classes, C channels, H height, W wid
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Final, Literal, Self, get_args
+from typing import ClassVar, Final, Literal, Self
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, OVERLAY
 from data_pipeline.core.schema import Schema, Share
 from data_pipeline.overlays import FIRST_PURPOSE, NOTHING_GIVEN, Overlaid, OverlayInputs, PixelOverlay, Shape, no_mask
-from data_pipeline.overlays.correlation import check_base_label, check_correlation, correlated_classes
+from data_pipeline.overlays.correlation import check_base_label, correlated_classes
 from data_pipeline.overlays.digits import DigitOptions, check_pictures
 from data_pipeline.sources.digits import resize
 
@@ -89,9 +89,7 @@ class Dominoes(PixelOverlay):
             raise ValueError(
                 f"label_N is {label_N}; give int64 labels in ascending order, each of 0 to 9 at least once"
             )
-        if digit not in get_args(Place) or join not in get_args(Join):
-            raise ValueError(f"digit is {digit!r}, join {join!r}; give above or below, and tall or square")
-        self.correlation, self.digit, self.join = check_correlation(correlation), digit, join
+        self.correlation, self.digit, self.join = correlation, digit, join
         self.chosen = {"correlation": correlation, "digit": digit, "join": join}
         count_K = label_N.bincount(minlength=NUM_CLASSES)
         self.register_buffer("digits_NHW", digits_NHW)

@@ -13,7 +13,7 @@ Shapes: B batch, N digits to choose from, H height, W width, S height and width 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Final, Literal, Self, get_args
+from typing import ClassVar, Final, Literal, Self
 
 import numpy as np
 import torch
@@ -84,8 +84,6 @@ class TiledDigit(DigitOverlay):
 
     def __init__(self, digits_NHW: Tensor, label_N: Tensor, *, image_size: int, blend: Blend = "brighter") -> None:
         super().__init__(image_size=image_size)
-        if blend not in get_args(Blend):
-            raise ValueError(f"blend is {blend!r}; give one of {', '.join(get_args(Blend))}")
         self.size = digits_NHW.shape[-1]
         _check_size(self.size, image_size=image_size)
         self.keep_digits(digits_NHW, label_N, size=self.size)

@@ -166,16 +166,15 @@ class PictureTable:
         seed: int,
     ) -> NDArray[np.bool_]:
         """Return whether each picture of the table is in `split`, (N,) bool."""
-        mend = "write"
         if splits is None and any((self.root / name).is_dir() for name in _SPLITS):
-            splits, mend = [_first_folder(name) for name in self._files], "rename that folder to"
+            splits = [_first_folder(name) for name in self._files]
         if splits is not None:
             if test_share is not None:
                 raise UserError(
                     f"{self._table} or the folders of {self.root} say which split a picture is in, so it takes no "
                     "--test-share; leave it out"
                 )
-            self._check_splits(split, splits, mend=mend)
+            self._check_splits(split, splits)
             return np.array([name == split for name in splits])
         if test_share is None:
             raise UserError(
@@ -193,28 +192,19 @@ class PictureTable:
             )
         return chosen_N
 
-    def _check_splits(self, split: str, splits: list[str], *, mend: str) -> None:
-        """Raise `UserError` if no picture is in `split`, or if one is in a split such as `Train`; count all others.
-
-        `mend` says in the error how to bring a picture into the split whose name follows.
-        """
+    def _check_splits(self, split: str, splits: list[str]) -> None:
+        """Raise `UserError` if no picture is in `split`, or if one is in a split such as `Train`; count all others."""
         for file, name in zip(self._files, splits, strict=True):
             meant = name.strip().lower()
             if meant in _SPLITS and name != meant:
-                raise UserError(f'{self._table} puts {file} into the split "{name}"; {mend} {meant}')
+                raise UserError(f'{self._table} puts {file} into the split "{name}"; name it {meant}')
         if split not in splits:
             found = ", ".join(sorted(set(splits))[:_NUM_NAMED])
             raise UserError(f"{self._table} has no picture in the split {split}, only in {found}; name one {split}")
-        others = Counter(name for name in splits if name not in _SPLITS)
-        if others:
+        if others := Counter(name for name in splits if name not in _SPLITS):
             counts = ", ".join(f'{num} in "{name}"' for name, num in others.most_common(_NUM_NAMED))
-            logger.warning(
-                "%s: left out %d pictures that are neither in train nor in test: %s%s",
-                self._table,
-                others.total(),
-                counts,
-                ", ..." if len(others) > _NUM_NAMED else "",
-            )
+            num = others.total()
+            logger.warning("%s: left out %d pictures that are in neither split: %s", self._table, num, counts)
 
     def path(self, number: int) -> Path:
         """Return the file of a record."""

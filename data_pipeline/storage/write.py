@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,24 +74,3 @@ def write_shard(samples: Iterable[Mapping[str, bytes]], path: Path, *, first_ind
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def write_shards(samples: Iterable[Mapping[str, bytes]], directory: Path, *, num_samples_per_shard: int) -> list[Path]:
-    """Write the members of samples as `directory/shard-00000.tar`, ... Return the paths."""
-    directory.mkdir(parents=True, exist_ok=True)
-    paths: list[Path] = []
-    for number, some in enumerate(_groups(samples, num_samples_per_shard)):
-        paths.append(directory / shard_name(number))
-        write_shard(some, paths[-1], first_index=number * num_samples_per_shard)
-    return paths
-
-
-def _groups(samples: Iterable[Mapping[str, bytes]], num_at_once: int) -> Iterator[list[Mapping[str, bytes]]]:
-    group: list[Mapping[str, bytes]] = []
-    for sample in samples:
-        group.append(sample)
-        if len(group) == num_at_once:
-            yield group
-            group = []
-    if group:
-        yield group

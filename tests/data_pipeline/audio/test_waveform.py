@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -40,20 +39,6 @@ def wav(points: NDArray[np.generic], *, rate: int = 8_000, subtype: str = "PCM_1
     return file.getvalue()
 
 
-def chunk(name: bytes, content: bytes) -> bytes:
-    return name + struct.pack("<I", len(content)) + content
-
-
-def riff(*chunks: bytes) -> bytes:
-    return b"RIFF" + chunk(b"", b"WAVE" + b"".join(chunks))
-
-
-FORMAT, FORMAT_8_BIT = (
-    chunk(b"fmt ", struct.pack("<HHIIHH", 1, 1, 8_000, 8_000 * bits // 8, bits // 8, bits)) for bits in (16, 8)
-)
-POINTS = np.arange(-100, 100, dtype="<i2").tobytes()
-
-
 @given(st.one_of(INT16, FLOAT32), st.sampled_from([8_000, 48_000]))
 @settings(max_examples=100, deadline=None)
 def test_what_is_encoded_is_read_back_by_us_and_by_libsndfile(
@@ -75,19 +60,10 @@ def test_what_libsndfile_writes_is_decoded(subtype: str) -> None:
     assert np.array_equal(decode_wav(wav(written, subtype=subtype)), written)
 
 
-def test_a_decoded_sound_outlives_the_bytes_and_may_be_written_to() -> None:
-    data = bytearray(encode_wav(np.arange(10, dtype=np.int16), sample_rate=8_000))
-    decoded = decode_wav(memoryview(data))
-    data[-2:] = b"\0\0"
-    assert decoded[-1] == 9
-    decoded[0] = 1
-
-
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
         (b"", "not a WAV"),
-        (b"RIFF", "not a WAV"),
         (b"not a wav at all, whatever its name says", "not a WAV"),
         (wav(np.zeros(20, dtype=np.int16))[:-2], "cut off"),
         (wav(np.zeros(20, dtype=np.int16))[:40], "not a WAV"),
@@ -116,23 +92,6 @@ def test_damage_is_either_seen_or_harmless(data: st.DataObject) -> None:
     assert 1 <= points.size <= 100
 
 
-@pytest.mark.parametrize(
-    "behind",
-    [
-        chunk(b"LIST", b"INFO" + bytes(200)),
-        chunk(b"LIST", b"INFO" + bytes(200))[:-9],
-        b"\0" + chunk(b"bext", bytes(200)),
-        bytes(4_000),
-        b"TAG" + b"title".ljust(125),
-    ],
-)
-def test_what_is_no_sound_may_follow_the_sound(behind: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "a.wav"
-    for points in (POINTS, POINTS[:399]):
-        path.write_bytes(riff(FORMAT if points is POINTS else FORMAT_8_BIT, chunk(b"data", points)) + behind)
-        assert len(read_wav(path, sample_rate=8_000)) == (200 if points is POINTS else 399)
-
-
 def test_a_file_is_read_as_recorded(tmp_path: Path) -> None:
     points = np.array([-32_768, -1, 0, 1, 32_767], dtype=np.int16)
     path = tmp_path / "a.wav"
@@ -155,11 +114,7 @@ def test_a_file_is_read_as_recorded(tmp_path: Path) -> None:
         (wav(np.ones((20, 2), dtype=np.int16)), "2 channels"),
         (wav(np.zeros(0, dtype=np.int16)), "no sound"),
         (wav(np.ones(20, dtype=np.int16))[:-6], "34 of 40 bytes"),
-        (riff(FORMAT, b"data" + struct.pack("<I", 40) + POINTS), "says that it holds 40 bytes of sound, but 360 bytes"),
-        (riff(FORMAT, chunk(b"data", POINTS), chunk(b"data", POINTS)), "holds 2 chunks of sound"),
-        (riff(FORMAT, chunk(b"LIST", b"INFOabc"), chunk(b"data", POINTS)), "odd size may lack the zero behind it"),
         (wav(np.ones(20, dtype=np.int16), subtype="PCM_24"), "PCM_24"),
-        (wav(np.ones(20, dtype=np.float32), subtype="FLOAT"), "FLOAT"),
         (wav(np.ones(20, dtype=np.int16), container="FLAC"), "FLAC"),
         (b"an error page of a server", "not a WAV file"),
         (b"", "not a WAV file"),

@@ -165,14 +165,6 @@ def test_a_draw_depends_on_its_key_alone() -> None:
         assert not torch.equal(drawn(overlay, black(40, 48), epoch=1)[0], whole)
 
 
-def test_a_second_digit_larger_than_the_picture_is_refused() -> None:
-    with pytest.raises(
-        UserError, match="a digit of 80 pixels cannot be drawn on a picture of 64x64; give a size from 8"
-    ):
-        SecondDigit.of(equal_digits(), size=80, image_size=64)
-    second(48, 48)(black(2, 48), keys_of(2))  # as large as the picture
-
-
 # --- tiled digits
 
 

@@ -205,7 +205,7 @@ def test_the_share_is_drawn_in_all_also_if_each_group_of_equal_labels_is_small(t
         (["file", "sex"], ["a.png"], "line 2 of .* has 1 cells, but its header has 2"),
         (["file", "sex"], ["b.png", "f"], "names 1 files that are not in .*, such as b.png; give --root"),
         (["file", "sex"], ["a.png", ""], "has no value in the column sex; fill it, or remove the column"),
-        (["file", "sex", "split"], ["a.png", "f", "Train"], 'puts a.png into the split "Train"; write train'),
+        (["file", "sex", "split"], ["a.png", "f", "Train"], 'puts a.png into the split "Train"; name it train'),
         (["file", "sex", "split"], ["a.png", "f", "val"], "has no picture in the split train, only in val"),
     ],
 )
@@ -226,7 +226,7 @@ def test_pictures_in_neither_split_are_counted_by_what_the_table_says(
     write_table(table, ["file", "sex", "split"], rows)
     for split in ("train", "test"):
         assert len(PictureTable(tmp_path / "pics", table, split=split).labels) == 1
-    said = f'{table}: left out 4 pictures that are neither in train nor in test: 2 in "val", 1 in "tset", 1 in ""'
+    said = f'{table}: left out 4 pictures that are in neither split: 2 in "val", 1 in "tset", 1 in ""'
     assert caplog.messages == [said, said]
 
 

@@ -222,15 +222,6 @@ def test_with_the_rounding_carried_the_share_is_exact_in_all_and_within_one_pict
         assert np.any(drawn, axis=0).mean() > 0.9  # the seed decides which of the rare classes are tested
 
 
-def test_a_build_does_not_go_on_with_the_split_of_another_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = write_pictures(tmp_path / "root", num=10)
-    with monkeypatch.context() as patch:
-        patch.setattr("data_pipeline.sources.folder._SPLIT_RULE", 1)
-        build_dataset("folder", tmp_path / "out", root=root, source_options={"test_share": 0.2})
-    with pytest.raises(UserError, match=r"was built with source .* and rule 1, not .* and rule 2;"):
-        build_dataset("folder", tmp_path / "out", root=root, source_options={"test_share": 0.2})
-
-
 def test_a_share_that_leaves_a_class_empty_names_it(tmp_path: Path) -> None:
     root = write_pictures(tmp_path / "root", num=3)
     (root / "dog" / "001.png").unlink()
