@@ -19,7 +19,7 @@ from data_pipeline.core.schema import drawn
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.analyses.planted import DropBottom, plant, write_run
 from trainer.analyses import feature_dropout
-from trainer.analyses.classifier import NUM_QUICK_EPOCHS, QUICK_FIT, fit_quickly, heads_of
+from trainer.analyses.classifier import heads_of
 from trainer.analyses.dip import uniform_dips
 from trainer.analyses.feature_dropout import (
     ANALYSIS,
@@ -32,10 +32,8 @@ from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun
 from trainer.probed_runs.options import ProbeOptions
 from trainer.probed_runs.probing import probe_run
 from trainer.probes.features import Pictures, read_pictures
-from trainer.probes.fit import fit
 from trainer.probes.heads import Heads, read_heads, write_heads
 from trainer.probes.linear import LinearHead
-from trainer.probes.targets import label_targets
 from trainer.run_dir import RunDir
 
 NUM_TEST = 300
@@ -197,35 +195,6 @@ def test_a_skewed_single_mode_is_no_dropout() -> None:
     assert shown.share_below_0_1 == (probability_N < 0.1).mean()
 
 
-def test_quick_heads_are_those_of_the_probe_and_are_kept(data: Path, tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run", data)
-    config = json.loads(run_dir.config.read_text())
-    config["probe"]["views"] = "none"
-    run_dir.config.write_text(json.dumps(config))
-    loaded = LoadedRun(run_dir, AnalysisOptions(step=0))
-    heads = fit_quickly(loaded)
-    probed = fit(
-        loaded.modules.encoder,
-        view_policy=loaded.modules.view_policy,
-        train=loaded.train,
-        test=loaded.test,
-        targets=label_targets(loaded.train, loaded.test),
-        config=loaded.modules.config.probe.model_copy(update={"num_epochs": NUM_QUICK_EPOCHS}),
-        device=torch.device("cpu"),
-    )
-    for space, head in heads.by_label.items():
-        torch.testing.assert_close(head.weight_KF, probed[space].linear.head.weight_KF, rtol=0, atol=1e-5)
-
-    path = run_dir.probes(0) / "quick_heads.safetensors"
-    assert heads_of(loaded).made_by == QUICK_FIT
-    kept = path.read_bytes()
-    torch.testing.assert_close(heads_of(loaded).by_label["base"].weight_KF, heads.by_label["base"].weight_KF)
-    assert path.read_bytes() == kept
-    write_heads(path, Heads(read_heads(path).by_label, "probe", "0" * 64))
-    with pytest.raises(UserError, match="another train set or encoder"):
-        heads_of(loaded)
-
-
 def test_heads_that_a_probe_fitted_in_train_mode_are_not_used(data: Path, tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", data)
     config = json.loads(run_dir.config.read_text())
@@ -236,34 +205,15 @@ def test_heads_that_a_probe_fitted_in_train_mode_are_not_used(data: Path, tmp_pa
         probe_run(run_dir, ProbeOptions(steps=0, changes=changes), device=torch.device("cpu"))
 
     probe()
-    kept = (run_dir.probes(0) / "heads.safetensors").read_bytes()
     loaded = LoadedRun(run_dir, AnalysisOptions(step=0))
-    assert heads_of(loaded).made_by == QUICK_FIT
-    assert (run_dir.probes(0) / "heads.safetensors").read_bytes() == kept
+    with pytest.raises(UserError, match=r"heads-batch_norm_eval\.safetensors does not exist; .*--batch-norm eval"):
+        heads_of(loaded)
     probe(batch_norm="eval")
     assert "batch_norm eval" in heads_of(loaded).made_by
-
-
-def test_a_probe_of_one_label_leaves_the_quick_heads_of_the_others(data: Path, tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run", data)
-    loaded = LoadedRun(run_dir, AnalysisOptions(step=0))
-    quick = heads_of(loaded)
-    probe_run(run_dir, ProbeOptions(steps=0, labels=["base"], changes={"num_epochs": 5}), device=torch.device("cpu"))
-    heads = heads_of(loaded)
-    assert list(heads.by_label) == list(quick.by_label) == ["base", "overlay"]
-    torch.testing.assert_close(heads.by_label["overlay"].weight_KF, quick.by_label["overlay"].weight_KF, rtol=0, atol=0)
-    assert not torch.equal(heads.by_label["base"].weight_KF, quick.by_label["base"].weight_KF)
-    assert heads.made_by.startswith("probe with num_epochs 5")
-    assert heads.made_by.endswith(f"; for label_overlay: {QUICK_FIT}")
-
-
-def test_labels_that_were_not_probed_get_quick_heads(data: Path, tmp_path: Path) -> None:
-    """The order of the commands does not matter: the probe of one label comes first."""
-    run_dir = write_run(tmp_path / "run", data)
-    probe_run(run_dir, ProbeOptions(steps=0, labels=["overlay"]), device=torch.device("cpu"))
-    heads = heads_of(LoadedRun(run_dir, AnalysisOptions(step=0)))
-    assert sorted(heads.by_label) == ["base", "overlay"]
-    assert heads.made_by.endswith(f"; for label_base: {QUICK_FIT}")
+    path = run_dir.probes(0) / "heads-batch_norm_eval.safetensors"
+    write_heads(path, Heads(read_heads(path).by_label, "probe", "0" * 64))
+    with pytest.raises(UserError, match="another train set or encoder"):
+        heads_of(loaded)
 
 
 def test_one_run_twice_or_of_other_data_is_refused(data: Path, tmp_path: Path) -> None:
@@ -279,6 +229,8 @@ def test_one_run_twice_or_of_other_data_is_refused(data: Path, tmp_path: Path) -
 
 def test_a_run_alone_judges_its_own_views_as_it_does_beside_others(data: Path, tmp_path: Path) -> None:
     one, two = write_run(tmp_path / "one", data), write_run(tmp_path / "two", data, name="two")
+    for run_dir in (one, two):
+        probe_run(run_dir, ProbeOptions(steps=0), device=torch.device("cpu"))
 
     def judgements(*runs: RunDir) -> list[dict[str, Any]]:
         paths = ANALYSIS.analyze(runs, config=CONFIG, options=AnalysisOptions(step=0))
@@ -295,6 +247,7 @@ def test_real_encoders_judge_sounds(tmp_path: Path) -> None:
     runs = []
     for name in ("a", "b"):
         run_dir = write_run(tmp_path / name, data, recipe=debug.audio, name="same")
+        probe_run(run_dir, ProbeOptions(steps=0), device=torch.device("cpu"))
         runs.append(run_dir)
     config = FeatureDropoutConfig(num_uniform_samples=19)
     result = json.loads(ANALYSIS.analyze(runs, config=config, options=AnalysisOptions(step=0))[1].read_text())

@@ -71,8 +71,7 @@ def train_some_steps(batch_norm: str, probes: bool) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("batch_norm", ["synchronized", "split"])
+@pytest.mark.parametrize(("batch_norm", "world_size"), [("synchronized", 2), ("split", 1)])
 def test_training_has_the_same_bits_with_and_without_probes(batch_norm: str, world_size: int) -> None:
     with_probes = run_ranks(train_some_steps, world_size, batch_norm, True)
     without = run_ranks(train_some_steps, world_size, batch_norm, False)

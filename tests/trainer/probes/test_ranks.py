@@ -58,7 +58,7 @@ def read_out(directory: Path, views: str, num_steps: int) -> Any:
     return results, heads
 
 
-@pytest.mark.parametrize(("views", "num_steps"), [("policy", 1), ("policy", 3), ("none", 1)])
+@pytest.mark.parametrize(("views", "num_steps"), [("policy", 3), ("none", 1)])
 def test_probes_do_not_depend_on_the_ranks(views: str, num_steps: int, tmp_path: Path) -> None:
     """There are 7 steps."""
     data = write_tiny_pair(tmp_path, num_train=119, num_test=53, overlay="online")
