@@ -115,10 +115,10 @@ class MixtureSource:
 class Mixture:
     """Several datasets that are drawn from by weights.
 
-    Raises `UserError` if two sources have the same name, or if they differ in medium, input shape or sample rate.
+    Raises `UserError` if two sources differ in medium, input shape or sample rate.
 
     Attributes:
-        sources: in an order that must not change during a run.
+        sources: of different names, in an order that must not change during a run.
         weights: of the sources: numbers of 0 or more, not all 0.
         epoch_samples: the number of samples that count as an epoch; None means as many as all sources hold.
     """
@@ -128,13 +128,8 @@ class Mixture:
     epoch_samples: int | None = None
 
     def __post_init__(self) -> None:
-        first, names = self.sources[0], set[str]()
+        first = self.sources[0]
         for source in self.sources:
-            if source.name in names:
-                raise UserError(
-                    f"two sources of the mixture are named {source.name}; give each a name of its own, or leave one out"
-                )
-            names.add(source.name)
             for name, what in SAME_INPUTS.items():
                 here, there = getattr(source.store.manifest, name), getattr(first.store.manifest, name)
                 if here != there:

@@ -10,7 +10,6 @@ from typing import Final
 import numpy as np
 import torch
 
-from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample, Batch
 from data_pipeline.core.system import num_cores
 from data_pipeline.loading.collate import BatchMaker
@@ -41,11 +40,8 @@ def read_all(
     An online overlay is drawn with `evaluation_keys`, so it is the same in every run. Each `draw` gives another
     overlay, and None gives clean samples. Leaves out and logs the samples that cannot be read.
 
-    Raises `UserError` if `batch_size` is below 1, if the dataset is incomplete, or if more than `max_bad_share` of its
-    samples cannot be read.
+    Raises `UserError` if the dataset is incomplete, or if more than `max_bad_share` of its samples cannot be read.
     """
-    if batch_size < 1:
-        raise UserError(f"batch_size is {batch_size}; it must be 1 or more")
     store = dataset if isinstance(dataset, SampleStore) else SampleStore(dataset, remote=remote)
     maker = BatchMaker(
         store.manifest,

@@ -13,18 +13,15 @@ from typing import Final
 
 import torch
 
-from data_pipeline.building.catalogue import labels_of_overlay
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Sample
 from data_pipeline.loading.decode import DecodedSamples, decode
 from data_pipeline.loading.placement import stored_order
-from data_pipeline.overlays import PixelOverlay
-from data_pipeline.overlays.registry import kind_of
 from data_pipeline.remote.cache import RemoteConfig, fetch_manifest, is_remote
 from data_pipeline.storage.index import Index, map_file
 from data_pipeline.storage.locations import MANIFEST_NAME
-from data_pipeline.storage.manifest import OVERLAY_NAME, load_manifest
+from data_pipeline.storage.manifest import load_manifest
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.tar_headers import read_contents, tar_end
 from data_pipeline.storage.totals import Totals
@@ -73,7 +70,6 @@ class Verification:
         - The headers of the tars confirm the place of each member, with its key if `build` wrote the tars.
         - Pictures or sounds and masks decode and fit the manifest.
         - The counts of labels, and the mean and std of all values, agree with the samples.
-        - The online overlay is right.
         """
         self.num_problems = self.num_sound = 0
         for problem in self._problems():
@@ -87,7 +83,6 @@ class Verification:
             yield DatasetProblem(str(self.location), None, str(error))
             return
         yield from self._wrong_files(store.index)
-        yield from self._wrong_overlay(store)
         num_problems = self.num_problems
         totals, counts = Totals(), {name: Counter[int]() for name in self.manifest.stored_labels}
         with Progress(f"verifying {self.location}", total=len(store)) as progress:
@@ -157,25 +152,6 @@ class Verification:
         for field, (said, found) in numbers.items():
             if said != found:
                 yield DatasetProblem(MANIFEST_NAME, None, f"{field} is {said}, but the samples give {found}")
-
-    def _wrong_overlay(self, store: SampleStore) -> Iterator[DatasetProblem]:
-        """Compare the online overlay with the manifest."""
-        manifest, overlay = self.manifest, store.overlay
-        if manifest.overlay is None or overlay is None:
-            return
-        drawn = {name: label.classes for name, label in manifest.labels.items() if label.given_by == "overlay"}
-        said: tuple[object, ...] = (manifest.overlay.kind, drawn)
-        classes = {name: label.classes for name, label in labels_of_overlay(overlay).items()}
-        found: tuple[object, ...] = (kind_of(overlay), classes)
-        if isinstance(overlay, PixelOverlay):
-            said += (manifest.overlay.layout, manifest.batch_shape, manifest.overlay.options)
-            channels, height, width = manifest.input_shape
-            try:
-                found += (overlay.layout, overlay.output_shape((channels, height, width)), dict(overlay.chosen))
-            except UserError as error:
-                found += (str(error),)
-        if found != said:
-            yield DatasetProblem(OVERLAY_NAME, None, f"holds {found}, but {MANIFEST_NAME} says {said}")
 
     @property
     def summary(self) -> str:

@@ -38,9 +38,6 @@ STEPS = {
     "expert": ("debug:image", []),
     "simultaneous": ("debug:viewmaker", []),
     "alternating": ("debug:viewmaker", [*ALTERNATING, CONVNET]),
-    # With seed 0, some pixel lies at the edge of the clamp up to rounding, and the trajectories part by 1e-8. Without
-    # the clamp (views.clamp=false) they agree with seed 0 as well.
-    "published": ("debug:viewmaker", ["objective.kind=nt_xent_published", "seed=5"]),
     "split": ("debug:image", ["objective.kind=split", "view_forwards=one"]),
     "barlow_twins": ("debug:viewmaker", ["objective.kind=barlow_twins", "adversary.freeze_step=4"]),
     "moco": ("debug:image", ["objective.kind=moco", "objective.queue_size=64", CONVNET]),
@@ -182,7 +179,7 @@ def test_an_overlay_is_new_in_every_epoch_unless_it_is_baked_in(data: Path, onli
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", ["moco", "simsiam", "byol", "instance_discrimination"])
+@pytest.mark.parametrize("kind", ["moco", "byol", "instance_discrimination"])
 def test_the_state_of_an_objective_is_taken_up_by_any_number_of_ranks(
     kind: str, data: Path, tmp_path: Path, alone: Callable[[RunConfig], Path]
 ) -> None:
@@ -201,18 +198,6 @@ def test_the_state_of_an_objective_is_taken_up_by_any_number_of_ranks(
                 if num_ranks == 1:
                     assert torch.equal(found[name], tensor), name
                 torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-9, msg=name)
-
-
-@pytest.mark.ranks
-def test_ranks_follow_one_process_in_float32(data: Path, tmp_path: Path) -> None:
-    """At a small learning rate few ReLUs are pushed over zero: equal to 1e-5 in all steps."""
-    config = configure(data, "debug:image", ["optimizer.learning_rate=0.003"])
-    for num_ranks in (1, 2):
-        run_ranks(train_on_rank, num_ranks, config, tmp_path / str(num_ranks))
-    alone, together = (
-        [entry["train/loss"] for entry in RunDir(tmp_path / str(num_ranks)).read_metrics()] for num_ranks in (1, 2)
-    )
-    np.testing.assert_allclose(together, alone, rtol=1e-5)
 
 
 @pytest.mark.ranks
@@ -294,16 +279,6 @@ def test_bfloat16_and_channels_last_change_the_loss_by_their_rounding_only(
     np.testing.assert_allclose(losses["fast"][:2], losses["plain"][:2], rtol=0.03)
 
 
-@pytest.mark.slow
-def test_expert_views_are_the_same_in_bfloat16(data: Path) -> None:
-    views = []
-    for overrides in ([], ["precision=bfloat16"]):
-        config = configure(data, "debug:image", overrides)
-        _, (_, _, step) = one_step(config)
-        views.append(step(first_batch(config), learning_rates={"encoder": 0.0}).views_a_BCHW)
-    assert torch.equal(views[0], views[1])
-
-
 def one_step(config: RunConfig) -> tuple[dict[str, dict[str, Any]], Any]:
     training = build_training(config, num_samples=83, device=torch.device("cpu"))
     before = {
@@ -344,16 +319,3 @@ def test_the_players_pull_in_opposite_directions(data: Path) -> None:
         second = step(batch, learning_rates=rates).metrics["train/loss"]
         change[player] = (second - first).item()
     assert change["encoder"] < 0 < change["viewmaker"]
-
-
-def test_every_parameter_of_both_players_gets_a_gradient(data: Path) -> None:
-    config = configure(data, "debug:viewmaker", [])
-    _, (modules, engines, step) = one_step(config)
-    seen: dict[str, list[bool]] = {}
-    for name, engine in engines.items():
-        engine.step = lambda *, name=name, **_: seen.update(  # read the gradients in place of the step
-            {name: [parameter.grad is not None for parameter in modules.trained_modules[name].parameters()]}
-        )
-    step(first_batch(config), learning_rates={"encoder": 0.0, "viewmaker": 0.0})
-    assert set(seen) == {"encoder", "viewmaker"}
-    assert all(all(grads) for grads in seen.values())

@@ -246,7 +246,7 @@ def _write(
     try:
         partial.parent.mkdir(exist_ok=True)  # if the run directory is gone, it was moved
         for left in partial.parent.glob(".step_*"):  # left by a kill
-            _delete(left)
+            shutil.rmtree(left)
         partial.mkdir()
         num_bytes = write_files(partial, step=step, states=states, run=run, run_id=run_id)
         _remove(final)  # left by a kill between the rename and LATEST, or damaged
@@ -302,22 +302,11 @@ def _prune(run_dir: RunDir, *, newest: int, keep: int) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Remove a checkpoint; a kill meanwhile leaves it whole or removed.
-
-    If it is a symbolic link to another disk, only the link is removed.
-    """
-    if directory.is_dir() or directory.is_symlink():
+    """Remove a checkpoint; a kill meanwhile leaves it whole or removed."""
+    if directory.is_dir():
         gone = directory.with_name(f".{directory.name}.gone")
         directory.replace(gone)
-        _delete(gone)
-
-
-def _delete(path: Path) -> None:
-    """Delete a directory, a file or a symbolic link, but not the target of a link."""
-    if path.is_symlink() or not path.is_dir():
-        path.unlink()
-    else:
-        shutil.rmtree(path)
+        shutil.rmtree(gone)
 
 
 def _aligned(num_bytes: int) -> int:

@@ -30,7 +30,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("placement", "num_workers"), [("stream", 2), ("stream", 0), ("host", 0)])
+@pytest.mark.parametrize(("placement", "num_workers"), [("stream", 2), ("host", 0)])
 def test_memory_and_descriptors_stay_flat_over_epochs(directory: Path, placement: str, num_workers: int) -> None:
     stream = Stream(
         directory,

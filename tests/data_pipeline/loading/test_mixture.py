@@ -52,12 +52,6 @@ def test_counts_add_up_never_fall_and_stay_near_their_share(
         before = after
 
 
-def test_equal_weights_of_a_divisible_batch_give_equal_parts_of_each_batch() -> None:
-    shares = Shares([1.0] * 4)
-    assert [shares.counts(8 * step) for step in range(4)] == [[2 * step] * 4 for step in range(4)]
-    assert Shares([0.7, 0.3]).counts(10) == [7, 3]
-
-
 # The epochs of one source
 
 
@@ -220,13 +214,6 @@ def test_shares_are_those_of_a_random_mix_of_the_same_weights_without_its_chance
     assert np.abs(counts["ours"] - expected).max() < 2
     assert chisquare(counts["ours"][is_used], expected[is_used]).pvalue > 1 - 1e-3
     assert np.abs(counts["random"] - expected).max() > 10
-
-
-def test_sources_of_one_size_are_shuffled_independently() -> None:
-    order = order_of(([500, 500], (1.0, 1.0), 100, 1))
-    first, second = (order.rows(source, 0, bad={}).indices_R.tolist() for source in (0, 1))
-    assert first != second
-    assert 0 < len({*first} & {*second}) < 20  # 5 of 50 by chance
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import random
 import struct
 import time
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from typing import Any
 
@@ -252,15 +251,6 @@ def test_every_mode_becomes_rgb_as_in_a_build(picture: Image.Image, kind: str) -
     assert difference(view, reference(file, box, 20)).max() <= ROUNDING
 
 
-def test_cmyk_is_inverted_as_adobe_does() -> None:
-    """Pillow writes Adobe's part, which stands for inverted values. Pillow takes CMYK without it as inverted too."""
-    file = bytes(encode(Image.new("CMYK", (32, 32), (0, 255, 255, 0))))
-    start = file.index(b"\xff\xee")
-    without = file[:start] + file[start + 2 + int.from_bytes(file[start + 2 : start + 4], "big") :]
-    for each in (file, without):
-        assert decode_square(memoryview(each), size=4)[:, 0, 0].tolist() == pytest.approx([255, 0, 0], abs=3)
-
-
 @pytest.mark.parametrize(
     "options", [{"progressive": True}, {"restart_marker_rows": 1}, {"quality": 20}, {"keep_rgb": True}]
 )
@@ -343,11 +333,3 @@ def test_damaged_files_raise_nothing_but_value_errors(data: st.DataObject, kind:
         file[at] = random_bytes.randrange(256)
     with contextlib.suppress(ValueError):
         assert decode_square(memoryview(file), size=8).shape == (3, 8, 8)
-
-
-def test_threads_decode_the_same() -> None:
-    files = [encode(photo(100 + n, 140, "flower.jpg"), kind) for n in range(6) for kind in ("JPEG", "PNG")]
-    alone = [decode_square(file, size=32) for file in files]
-    with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda file: decode_square(file, size=32), files * 4))
-    assert all(torch.equal(a, b) for a, b in zip(alone * 4, together, strict=True))

@@ -22,7 +22,7 @@ from data_pipeline.core.sample import Batch
 from data_pipeline.core.system import SHARED, free_host_bytes
 from data_pipeline.loading import placement, shared_memory
 from data_pipeline.loading.placement import resident_bytes
-from data_pipeline.loading.shared_memory import NodeShare, shared_memory_identity
+from data_pipeline.loading.shared_memory import NodeShare
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.overlays.noise import Noise
 from data_pipeline.storage.store import SampleStore
@@ -208,10 +208,9 @@ def as_ranks(location: Path, token: str, **read: Any) -> list[Stream]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", ["auto", "device"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_of_a_machine_share_one_copy(
-    datasets: dict[str, Path], kind: str, placement: str, monkeypatch: pytest.MonkeyPatch
+    datasets: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
     read_stored = SampleStore.read
@@ -222,7 +221,7 @@ def test_ranks_of_a_machine_share_one_copy(
 
     with monkeypatch.context() as context:
         context.setattr(SampleStore, "read", counting)
-        streams = as_ranks(datasets[kind], token := f"test-{os.getpid()}-{kind}", placement=placement)
+        streams = as_ranks(datasets[kind], token := f"test-{os.getpid()}-{kind}")
     assert sorted(read) == list(range(NUM_SAMPLES))  # by one rank
     assert not (SHARED / token).exists()
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if f"{token} (deleted)" in line]
@@ -305,13 +304,3 @@ def test_a_killed_rank_leaves_nothing_behind(datasets: dict[str, Path], monkeypa
         os.kill(rank.pid, signal.SIGKILL)
         rank.join(10)
     assert rank.exitcode == -signal.SIGKILL
-
-
-def test_processes_know_whether_they_see_the_same_memory() -> None:
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        assert pool.apply(shared_memory_identity) == shared_memory_identity() != ""
-
-
-def test_without_shared_memory_there_is_none_to_identify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "SHARED", tmp_path / "nowhere")
-    assert shared_memory_identity() == ""

@@ -368,8 +368,7 @@ def test_another_architecture_is_named_by_its_first_tensor_and_both_shapes(tmp_p
         restore(run_dir, both, PureObjective(nt_xent_loss, temperature=0.5))
 
 
-@pytest.mark.parametrize("keep", [1, 2])
-def test_players_are_read_while_training_writes(keep: int, config: RunConfig, tmp_path: Path) -> None:
+def test_players_are_read_while_training_writes(config: RunConfig, tmp_path: Path) -> None:
     """Every tensor of a checkpoint is its step, so that a mixture of two would show."""
     run_dir = RunDir(tmp_path / "run")
     engines = start(run_dir, config)
@@ -377,7 +376,7 @@ def test_players_are_read_while_training_writes(keep: int, config: RunConfig, tm
 
     def train() -> None:
         step = 0
-        with CheckpointWriter(run_dir, keep=keep) as writer:
+        with CheckpointWriter(run_dir, keep=1) as writer:
             while not stop.is_set():
                 step += 1
                 for engine in engines.values():
@@ -414,17 +413,13 @@ class Trap:
         return Path.touch, (self._canary,)
 
 
-@pytest.mark.parametrize("form", ["pickle", "torch"])
-def test_a_strangers_code_is_not_run(form: str, config: RunConfig, tmp_path: Path) -> None:
+def test_a_strangers_code_is_not_run(config: RunConfig, tmp_path: Path) -> None:
     canary, run_dir = tmp_path / "canary", RunDir(tmp_path / "run")
     engines = start(run_dir, config)
     save(run_dir, 1, engines=engines)
     index = json.loads((run_dir.checkpoint(1) / "checkpoint.json").read_text())
     for path in run_dir.checkpoint(1).glob("*.safetensors"):
-        if form == "pickle":
-            path.write_bytes(pickle.dumps(Trap(canary)))
-        else:
-            torch.save({"weight": Trap(canary)}, path)
+        path.write_bytes(pickle.dumps(Trap(canary)))
         content = path.read_bytes()
         index["files"][path.name] = {"num_bytes": len(content), "sha256": sha256(content).hexdigest()}
     (run_dir.checkpoint(1) / "checkpoint.json").write_text(json.dumps(index))
@@ -508,19 +503,6 @@ def test_the_state_of_4_ranks_is_taken_up_by_1_2_and_8(tmp_path: Path) -> None:
     expected = sorted([1, *[2] * 2, *[4] * 4, *[8] * 8] * len(OBJECTIVES))
     assert sorted(world_size for world_size, _, _ in loads) == expected
     assert all(state == saved[kind] for _, kind, state in loads)
-
-
-def test_a_checkpoint_that_is_a_link_is_read_and_pruned_as_a_link(tmp_path: Path) -> None:
-    run_dir, elsewhere = RunDir(tmp_path / "run"), tmp_path / "elsewhere"
-    save(run_dir, 10, engines=tiny())
-    run_dir.checkpoint(10).rename(elsewhere)
-    run_dir.checkpoint(10).symlink_to(elsewhere)
-    (run_dir.checkpoints / ".step_00000005.gone").symlink_to(elsewhere)  # left by a kill
-    kept = {path.name: path.read_bytes() for path in elsewhere.iterdir()}
-    assert restore_tiny(run_dir) == 10
-    save(run_dir, 10, 20, engines=tiny(), keep=1)
-    assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step_00000020"]
-    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == kept
 
 
 @pytest.mark.parametrize("where", ["exp_avg_sq/weight", "weight"])

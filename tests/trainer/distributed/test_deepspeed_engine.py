@@ -253,30 +253,6 @@ def exchange(stages: tuple[Case, ...]) -> dict[str, Any]:
     return result
 
 
-def accumulate(case: Case) -> dict[str, Any]:
-    """Take a step on a batch as a whole, and cut into parts: two on each rank, then three on one rank and one on the
-    other, which could not end if a part sent anything.
-    """
-    counts = {"whole": (1, 1), "two": (2, 2)} | ({"uneven": (4, 2)} if case.stage < 3 else {})
-    states, norms = {}, {}
-    for name, both in counts.items():
-        engines = deepspeed_engines(case)
-        play(engines, case.game, last=2)
-        parts = pictures(2).chunk(both[rank()])
-        with ExitStack() as stack:
-            for engine in engines.values():
-                stack.enter_context(engine.accumulating())
-            for part in parts[:-1]:
-                engines["encoder"].backward(loss_of(engines, part, reverses=case.game != "encoder") / len(parts))
-        engines["encoder"].backward(loss_of(engines, parts[-1], reverses=case.game != "encoder") / len(parts))
-        norms[name] = engines["encoder"].gradient_norm()
-        for player, engine in engines.items():
-            engine.step(learning_rate=RATES[player])
-        play(engines, case.game, first=3, last=4)
-        states[name] = states_of(engines)
-    return {"states": states, "norms": norms}
-
-
 def skip_a_step(case: Case) -> dict[str, Any]:
     """Return whether a skipped step changes nothing, and the steps after it equal the steps of a run without it."""
     result: dict[str, Any] = {}
@@ -299,28 +275,8 @@ def skip_a_step(case: Case) -> dict[str, Any]:
     return result
 
 
-def who_moves(case: Case) -> dict[str, Any]:
-    """Return whose states change in each half of a step of the alternating game."""
-    engines = deepspeed_engines(case)
-    play(engines, "alternating", last=2)
-    start = states_of(engines)
-    with engines["viewmaker"].frozen():
-        engines["encoder"].backward(loss_of(engines, pictures(2)))
-        engines["encoder"].step(learning_rate=0.1)
-    middle = states_of(engines)
-    with engines["encoder"].frozen():
-        engines["viewmaker"].backward(-loss_of(engines, pictures(2)))
-        engines["viewmaker"].step(learning_rate=0.1)
-    end = states_of(engines)
-    return {
-        half: [name for name in engines if not same_bits(before[name], after[name])]
-        for half, (before, after) in {"encoder's": (start, middle), "viewmaker's": (middle, end)}.items()
-    }
-
-
 EXCHANGED = tuple(Case("encoder", stage, ADAMW) for stage in (2, 1, 3))
-PARTS = [Case("simultaneous", 1), Case("simultaneous", 2), Case("encoder", 3)]
-SKIPPED = [*PARTS, Case("encoder", 2, ADAM, offload=True)]
+SKIPPED = [Case("simultaneous", 1), Case("encoder", 3), Case("encoder", 2, ADAM, offload=True)]
 FUSED = Case("simultaneous", 2)
 
 
@@ -334,10 +290,10 @@ class RealRun:
 
 IN_PARTS = ["memory.micro_batches=2", "memory.encoder_checkpointing=whole"]
 REAL_RUNS: dict[str, tuple[str, list[str], Literal[1, 2, 3]]] = {
-    "simultaneous": ("debug:viewmaker", [], 2),
+    "simultaneous": ("debug:viewmaker", IN_PARTS, 2),
     "alternating": ("debug:viewmaker", ["adversary.update=alternating", CONVNET], 1),
     "predictor": ("debug:viewmaker", ["objective.kind=simsiam", "adversary.freeze_step=2", CONVNET], 2),
-    "micro_batches_in_pieces": ("debug:image", IN_PARTS, 3),
+    "in_pieces": ("debug:image", IN_PARTS, 3),
 }
 
 
@@ -388,9 +344,7 @@ def do_all(real_runs: dict[str, RealRun]) -> dict[str, Any]:
         "kept": {stage: numbers_kept(Case("encoder", stage)) for stage in (1, 2, 3)},
         "exchanged": exchange(EXCHANGED),
         "exchanged_from_3": exchange((EXCHANGED[2], EXCHANGED[0])),
-        "parts": {case.name: accumulate(case) for case in PARTS},
         "skipped": {case.name: skip_a_step(case) for case in SKIPPED} | {"fused": skip_fused()},
-        "moves": who_moves(Case("alternating", 2)),
         "real": {name: real_steps(run, engine="deepspeed") for name, run in real_runs.items()},
         "real_ddp": {name: real_steps(run, engine="ddp") for name, run in real_runs.items()},
     }
@@ -471,12 +425,6 @@ def test_all_stages_cut_the_state(ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.ranks
-def test_in_the_alternating_game_the_other_player_stays_bit_identical(ranks: list[dict[str, Any]]) -> None:
-    for result in ranks:
-        assert result["moves"] == {"encoder's": ["encoder"], "viewmaker's": ["viewmaker"]}
-
-
-@pytest.mark.ranks
 @pytest.mark.parametrize("way", ["exchanged", "exchanged_from_3"])
 def test_state_goes_from_stage_to_stage(way: str, ranks: list[dict[str, Any]]) -> None:
     """Bit-equal where it is taken up, and training goes on as if nothing had been; the master copies move as well."""
@@ -520,20 +468,6 @@ def take_up(saved: tuple[State, State]) -> dict[int, bool]:
             with pytest.raises(RuntimeError, match="does not fit"):
                 engines["encoder"].load(saved[0], state)
     return result
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("name", [case.name for case in PARTS])
-def test_parts_of_a_batch_add_up_to_the_batch(name: str, ranks: list[dict[str, Any]]) -> None:
-    """Also where one rank has more parts than the other: until the last part, nothing is sent."""
-    start = {player: module.state_dict() for player, module in players("simultaneous").items()}
-    for result in ranks:
-        states, norms = result["parts"][name]["states"], result["parts"][name]["norms"]
-        for cut in states.keys() - {"whole"}:
-            torch.testing.assert_close(norms[cut], norms["whole"], rtol=1e-5, atol=0)
-            for player, both in states[cut].items():
-                for found, expected in zip(both, states["whole"][player], strict=True):
-                    assert_follows(found, expected, start[player], rtol=1e-5)
 
 
 @pytest.mark.ranks

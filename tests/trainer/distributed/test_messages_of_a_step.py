@@ -7,17 +7,12 @@ where NCCL sends a sum.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partialmethod
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,7 +20,6 @@ from configs import resolve_recipe
 from data_pipeline.core.sample import Batch
 from trainer.build import Training, build_training
 from trainer.distributed.fake_process_group import fake_ranks
-from trainer.models.encoder import Encoder
 
 NUM_RANKS, NUM_ROWS = 2, 2
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes: the limits of DDP
@@ -142,40 +136,3 @@ def test_a_step_of_fsdp_gathers_each_block_twice_and_sends_each_gradient_once() 
         assert sum(message.num_bytes * num for message, num in gathers.items()) == 2 * whole // NUM_RANKS
         first = next(place for place, message in enumerate(found) if message in scatters)
         assert found[first:].count(Message(LAYER)) > num_layers / 2  # gradients leave while others are computed
-
-
-def calls_of_a_step(*overrides: str) -> list[Message]:
-    """Return the messages of a step by the calls that send them: the compiler does nothing inside `Messages`."""
-    training, batch = a_training("simclr:digits", *overrides)
-    training.step(batch, learning_rates=defaultdict(float))
-    found: list[Message] = []
-    with ExitStack() as stack:
-        for name, place in (("all_gather_into_tensor", 1), ("all_reduce", 0), ("reduce_scatter_tensor", 1)):
-            send = getattr(dist, name)
-
-            def note(*args: Any, name: str = name, place: int = place, send: Any = send) -> Any:
-                found.append(Message(name, args[place].nbytes))
-                return send(*args)
-
-            stack.enter_context(mock.patch.object(dist, name, note))
-        training.step(batch, learning_rates=defaultdict(float))
-    return found
-
-
-@pytest.mark.slow
-def test_a_compiled_encoder_sends_the_same_messages() -> None:
-    """Gradients leave while others are computed here too: the compiler cuts its graph where DDP cuts the gradients."""
-    torch._dynamo.reset()
-    counters.clear()
-    with fake_ranks(NUM_RANKS, sums_by_gathering=False):
-        plain = calls_of_a_step()
-        with mock.patch.object(Encoder, "compile", partialmethod(Encoder.compile, backend="aot_eager")):
-            found = calls_of_a_step("compile=true")
-    assert counters["stats"]["unique_graphs"] >= 1
-    assert not counters["graph_break"]
-    buckets, buckets_of_plain = ([each for each in of if each.num_bytes > FIRST_BUCKET] for of in (found, plain))
-    assert Counter(found) - Counter(buckets) == Counter(plain) - Counter(buckets_of_plain)
-    assert len(buckets) == len(buckets_of_plain) > 1  # cut elsewhere, because gradients are ready in another order
-    assert sum(each.num_bytes for each in buckets) == sum(each.num_bytes for each in buckets_of_plain)
-    last_norm = max(place for place, message in enumerate(found) if message.name == "all_reduce")
-    assert all(place < last_norm for place, message in enumerate(found) if message in buckets[:-1])

@@ -93,7 +93,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-RUNS = ("simultaneous", "moco", "byol", "composed", "online_per_view", "sounds_waveform", "sounds_viewmaker")
+RUNS = ("simultaneous", "moco", "byol", "composed", "online_per_view", "sounds_spectral", "sounds_viewmaker")
 
 
 def config_of(kind: str, data: dict[str, Path]) -> RunConfig:
