@@ -24,7 +24,7 @@ ONE_OF_EACH_KIND = (
     *("matrix rate", "pictures", "captured against eager, simclr", "views of the GPU", "float64, simclr"),
     *("float32, simclr", "a run, again", "viewmaker, one pass, recorded", "the original's two passes, float32"),
     *("lightly's SimCLR", "SimCLR, compiled and recorded", "recorded against compiled, simclr", "simclr:digits, eager"),
-    *("views and features, simclr", "64 x 8", "test_recorded_step"),
+    *("views and features, simclr", "64 x 8"),
 )
 
 
