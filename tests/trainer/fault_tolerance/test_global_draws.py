@@ -15,7 +15,6 @@ from configs import resolve_recipe
 from data_pipeline.core.counter_rng import DrawKeys, uniform
 from tests.trainer.test_recorded_step import CPU, batch_of
 from trainer.build import build_training
-from trainer.objectives import BaseObjectiveConfig, Objective, ObjectiveInputs, ObjectiveOutput, ViewPair
 from trainer.views import BaseViewsConfig, ViewsInputs
 
 SAID = "draws from a global random generator"
@@ -35,20 +34,6 @@ class OwnViews(nn.Module):
     def forward(self, images_BCHW: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
         OwnViewsConfig.draw(keys)
         return images_BCHW
-
-
-class OwnLossConfig(BaseObjectiveConfig):
-    """The config of a loss with noise."""
-
-    kind: Literal["draws_loss"] = "draws_loss"
-
-    def build(self, given: ObjectiveInputs) -> Objective:
-        return OwnLoss()
-
-
-class OwnLoss(Objective):
-    def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair) -> ObjectiveOutput:
-        return ObjectiveOutput((z_a_BD - z_b_BD + torch.randn_like(z_b_BD)).square().mean(), {})
 
 
 def said_in_two_steps(caplog: pytest.LogCaptureFixture, *overrides: str) -> list[str]:
@@ -77,8 +62,3 @@ def test_own_views_that_draw_from_keys_are_not_named(
 ) -> None:
     monkeypatch.setattr(OwnViewsConfig, "draw", lambda keys: uniform(keys, 1, purpose=0), raising=False)
     assert said_in_two_steps(caplog, "views.kind=draws_views") == []
-
-
-def test_an_own_objective_that_draws_from_a_global_generator_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    (said,) = said_in_two_steps(caplog, "objective.kind=draws_loss")
-    assert said.startswith(f"the code of objective.kind=draws_loss {SAID}")
