@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -171,24 +170,6 @@ def test_the_visible_root() -> None:
 
 def test_no_file_is_a_drawer() -> None:
     assert not [path for path in tracked_files() if path.stem in {"utils", "util", "common", "misc", "helpers"}]
-
-
-def dependency_modules() -> set[str]:
-    """Names under which what setup.py asks for is imported."""
-    required = {
-        re.split(r"[^\w.-]", line, maxsplit=1)[0].lower() for line in metadata.requires("feature-dropout") or ()
-    }
-    by_module = metadata.packages_distributions()
-    return {module for module, names in by_module.items() if required & {name.lower() for name in names}}
-
-
-def test_no_module_is_named_like_a_dependency_or_a_standard_module() -> None:
-    """`python launch/slurm.py` puts launch/ first on the path, where a submitit.py would hide the library."""
-    taken = dependency_modules() | sys.stdlib_module_names
-    assert {"torch", "submitit", "sklearn", "yaml", "PIL"} <= taken
-    own = {path.stem: path for path in python_files("setup.py", *ROOMS, "benchmarks", "tests")}
-    own |= {parent.name: parent for path in own.values() for parent in path.parents}
-    assert not [str(path) for name, path in own.items() if name in taken - {"__main__", "__init__"}]
 
 
 def test_nothing_names_what_is_not_in_the_repository() -> None:

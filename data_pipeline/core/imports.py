@@ -69,8 +69,6 @@ def import_object(path: str) -> Any:
 
 def import_module(name: str, *, wanted: str) -> Any:
     """Import a module for the import path `wanted`. Raises `UserError` if there is none."""
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise UserError(f"{wanted} is not an import path; write it as package.module:Name")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -91,8 +89,6 @@ def import_file(path: Path) -> str:
     if not path.is_file():
         raise UserError(f"{path} is not a file; name a Python file")
     name, path = path.stem, path.resolve()
-    if not name.isidentifier():
-        raise UserError(f"{path} cannot be imported, because {name} is not a name in Python; rename the file")
     _append_to_path(path.parent)
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None or Path(spec.origin).resolve() != path:
