@@ -85,50 +85,6 @@ def test_the_colour_furthest_from_grey_tells_the_colour() -> None:
         assert np.abs(colours - furthest).sum(1).argmin() == labels(plain())["colour"][number]
 
 
-def drawing(shape: str, texture: str, number: int) -> np.ndarray:
-    """Which pixels are drawn on, for a white shape on a picture of 96 pixels."""
-    rng = generator(1, "test", number)
-    return draw(SHAPES[shape], TEXTURES[texture], (1.0, 1.0, 1.0), size=96, rng=rng)[:, :, 0] > 191
-
-
-def test_the_area_and_the_extent_tell_a_solid_shape() -> None:
-    features = {}
-    for name in SHAPES:
-        rows = []
-        for number in range(12):
-            place = np.argwhere(drawing(name, "solid", number))
-            centred = place - place.mean(0)
-            spread = np.linalg.eigvalsh(np.cov(centred.T))
-            cubed = np.abs((centred[:, :, None] * centred[:, None, :]).mean((0,))).sum()
-            skew = np.hypot(*(centred * (centred**2).sum(1, keepdims=True)).mean(0)) ** (1 / 3)
-            rows.append([len(place) ** 0.5, *spread**0.5, cubed**0.5, skew])
-        features[name] = np.array(rows)
-    centres = {name: rows[:6].mean(0) for name, rows in features.items()}
-    scale = np.array(list(centres.values())).std(0)
-    right = sum(
-        min(centres, key=lambda other: np.abs((row - centres[other]) / scale).sum()) == name
-        for name, rows in features.items()
-        for row in rows[6:]
-    )
-    assert right >= 57  # of 60
-
-
-def test_the_little_patterns_tell_the_texture() -> None:
-    """The nearest of twenty drawings of each texture, by the histogram of all 3x3 patterns of ink."""
-    weights = 2 ** np.arange(9).reshape(3, 3)
-    features = {}
-    for name in TEXTURES:
-        windows = [np.lib.stride_tricks.sliding_window_view(drawing("square", name, n), (3, 3)) for n in range(25)]
-        counts = [np.bincount((window * weights).sum((2, 3)).reshape(-1), minlength=512) for window in windows]
-        features[name] = np.sqrt(np.array(counts)[:, 1:])  # without the empty pattern of the background
-    right = sum(
-        min(features, key=lambda other: float(np.square(row - features[other][:20]).sum(1).min())) == name
-        for name, rows in features.items()
-        for row in rows[20:]
-    )
-    assert right >= 48  # of 50
-
-
 @pytest.mark.parametrize("size", [48, 64, 224])
 def test_a_shape_has_its_size_and_lies_in_the_picture(size: int) -> None:
     for number in range(5):
