@@ -33,9 +33,6 @@ ANALYSES: Mapping[str, str] = {
 }
 
 
-_MOST_ERRORS = 3  # that are printed; a whole study may lack its checkpoints
-
-
 def load_analysis(name: str) -> Analysis:
     """Import the analysis of that name. Raises `UserError` with the nearest name if there is none."""
     if name not in ANALYSES:
@@ -101,7 +98,7 @@ def main() -> None:
     import_code(arguments.code)
     warn_of_changed_code(runs)
     groups = analysis.groups(runs)
-    failed = []
+    num_failed = 0
     for taken in groups:
         try:
             for path in analysis.analyze(taken, config=settings, options=options):
@@ -109,11 +106,10 @@ def main() -> None:
         except UserError as error:
             if len(groups) == 1:
                 raise
-            failed.append(error)
-    if failed:
-        for reason in failed[:_MOST_ERRORS]:
-            print(f"error: {reason}", file=sys.stderr)
-        print(f"error: {len(failed)} of {len(runs)} runs were not analysed", file=sys.stderr)
+            num_failed += 1
+            print(f"error: {error}", file=sys.stderr)
+    if num_failed:
+        print(f"error: {num_failed} of {len(runs)} runs were not analysed", file=sys.stderr)
         raise SystemExit(1)
 
 

@@ -160,8 +160,8 @@ def test_runs_that_cannot_be_analysed_do_not_stop_the_others(
     shown = capsys.readouterr()
     assert shown.out.splitlines()[-1] == str(whole.analysis / "monitors.json")
     errors = [line for line in shown.err.splitlines() if line.startswith("error: ")]
-    assert [f"run{number} has no checkpoint yet" in errors[number] for number in range(3)] == [True] * 3
-    assert errors[3:] == ["error: 4 of 5 runs were not analysed"]
+    assert [f"run{number} has no checkpoint yet" in errors[number] for number in range(4)] == [True] * 4
+    assert errors[4:] == ["error: 4 of 5 runs were not analysed"]
 
 
 def test_help_names_every_analysis(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

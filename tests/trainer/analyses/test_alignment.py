@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 from itertools import combinations
 from pathlib import Path
 
@@ -51,17 +50,6 @@ def test_class_centres_of_vectors_that_are_not_finite_have_no_accuracy(bad: str)
     train_NVD, test_ND = (u_NVD * torch.nan, u_NVD[:, 0]) if bad == "train" else (u_NVD, u_NVD[:, 0] * torch.nan)
     found = _class_centres(train_NVD, label_N, test_ND, label_N, class_names=("a", "b", "c"))
     assert found.nearest_centre_accuracy is None
-
-
-def test_views_of_a_known_angle() -> None:
-    """Three samples in ten have a view 0.3 radians away, the others none."""
-    u_NVD = torch.zeros(10, 2, 2, dtype=torch.float64)
-    u_NVD[:, :, 0] = 1.0
-    u_NVD[:3, 1] = torch.tensor([math.cos(0.3), math.sin(0.3)], dtype=torch.float64)
-    chord = 2 * math.sin(0.15)
-    assert alignment(u_NVD).item() == pytest.approx(0.3 * chord**2)
-    assert share_apart(u_NVD, chord - 0.01).item() == pytest.approx(0.3)
-    assert share_apart(u_NVD, chord + 0.01).item() == 0
 
 
 def test_nearest_centre_is_that_of_scikit_learn() -> None:

@@ -75,13 +75,6 @@ def test_a_planted_clique_is_found() -> None:
     assert sigma_bounds(near_KNN).clique_K.tolist() == [17]
 
 
-def test_complete_and_empty_graphs() -> None:
-    bounds = sigma_bounds(torch.stack([torch.ones(7, 7), torch.zeros(7, 7)]).bool())
-    assert bounds.clique_K.tolist() == [7, 1]
-    assert bounds.cover_K.tolist() == [0, 6]
-    assert bounds.matching_K.tolist() == [0, 3]
-
-
 def test_the_picture_itself_is_one_of_the_views_and_draws_depend_on_the_sample_alone() -> None:
     images_NCHW = torch.rand(5, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     index_N, policy = torch.arange(40, 45), ExpertImage(huang_views("ad"))

@@ -64,11 +64,6 @@ def test_the_dip_is_that_of_its_definition(kind: str) -> None:
         assert dip(x_N) == pytest.approx(dip_by_linear_programs(x_N), abs=1e-7)
 
 
-def test_the_dip_does_not_depend_on_order_or_scale() -> None:
-    x_N = np.random.default_rng(0).beta(0.4, 0.4, 300)
-    assert dip(7 * x_N[::-1] - 3) == pytest.approx(dip(x_N), abs=1e-12)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num", "quantiles"),

@@ -110,13 +110,6 @@ def test_rank_me_is_the_papers_formula() -> None:
     assert found.rank_me == pytest.approx(float(np.exp(-(share * np.log(share)).sum())), rel=1e-4)
 
 
-def test_what_is_not_finite_is_null() -> None:
-    x_ND = draw(6, 3)
-    x_ND[2, 1] = torch.nan
-    found = measure(x_ND, x_ND[:, None].expand(-1, 2, -1), MonitorsConfig())
-    assert (found.rank_me, found.lidar, found.alpha, found.eigenvalues) == (None, None, None, ())
-
-
 def test_a_run_is_measured_in_both_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = write_tiny_pair(tmp_path / "data", num_train=8, num_test=40)
     plant(monkeypatch, run=DropBottom(0.5))

@@ -26,7 +26,6 @@ from trainer.exports.encoder import save_encoder
 from trainer.models import (
     Encoder,
     ResNetConfig,
-    TimmConfig,
     load_encoder,
 )
 from trainer.modules import build_modules
@@ -115,23 +114,6 @@ def test_torchvisions_resnet18_computes_the_same_bits(form: str, tmp_path: Path)
         theirs = model.eval()(normalise(pictures(config.in_channels), read_header(out)))
     assert torch.equal(theirs, features_of(load_encoder(run_dir.path), config.in_channels))
     assert torch.equal(theirs, features_of(load_encoder(out), config.in_channels))
-
-
-@pytest.mark.slow
-def test_timms_vit_tiny_computes_the_same_bits(tmp_path: Path) -> None:
-    timm = pytest.importorskip("timm")
-    options: dict[str, Any] = {"img_size": 32, "patch_size": 8, "depth": 3}
-    run_dir = make_run(tmp_path / "run", TimmConfig(name="vit_tiny_patch16_224", options=options, **CIFAR10))
-    out = tmp_path / "encoder.safetensors"
-    save_encoder(run_dir, out)
-
-    header = read_header(out)
-    model = timm.create_model(header["encoder"]["name"], num_classes=0, **header["encoder"]["options"])
-    model.load_state_dict(safetensors.torch.load_file(out))
-    with torch.no_grad():
-        theirs = model.eval()(normalise(pictures(3), header))
-    assert torch.equal(theirs, features_of(load_encoder(run_dir.path), 3))
-    assert torch.equal(theirs, features_of(load_encoder(out), 3))
 
 
 def test_the_chosen_step_is_exported_and_the_newest_if_none_is_chosen(run_dir: RunDir, tmp_path: Path) -> None:

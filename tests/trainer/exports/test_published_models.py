@@ -122,19 +122,12 @@ def test_timm_takes_the_weights_and_gives_them_back(config: Any) -> None:
     [
         (ResNetConfig(kind="resnet10", **NORMALIZATION), to_torchvision, "no network like resnet10"),
         (ResNetConfig(kind="resnet18_small", **NORMALIZATION), to_timm, "timm has no network like resnet18_small"),
+        (WideResNet34x5Config(**NORMALIZATION), to_torchvision, "no network like wrn_34_5"),
     ],
 )
 def test_a_network_that_they_do_not_have_is_refused(config: Any, function: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         function(build_encoder(config))
-
-
-@pytest.mark.slow
-def test_a_wide_resnet_is_neithers() -> None:
-    encoder = build_encoder(WideResNet34x5Config(**NORMALIZATION))
-    for function in (to_torchvision, to_timm):
-        with pytest.raises(UserError, match="no network like wrn_34_5"):
-            function(encoder)
 
 
 def test_weights_of_another_network_are_refused_and_change_nothing() -> None:

@@ -92,8 +92,7 @@ def metrics_of_ranks(batch_norm: str) -> dict[str, float]:
 def test_the_numbers_do_not_depend_on_the_ranks() -> None:
     [alone] = run_ranks(metrics_of_ranks, 1, "synchronized")
     assert len(alone) == 4
-    for world_size in (2, 3):
-        assert run_ranks(metrics_of_ranks, world_size, "synchronized") == [alone] * world_size
+    assert run_ranks(metrics_of_ranks, 3, "synchronized") == [alone] * 3
 
 
 def accuracies_with_other_statistics_on_each_rank(seen: int) -> dict[str, float]:
@@ -125,7 +124,7 @@ def test_on_all_samples_it_is_the_knn_of_the_probe_command() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("value", [0.0, 3.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [0.0, float("nan")])
 def test_features_without_information_end_nothing(value: float) -> None:
     """Training goes on with a collapsed encoder, at or below chance, and with a diverged one, without accuracies."""
     encoder = build_modules(recipe("synchronized")).encoder
