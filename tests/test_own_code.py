@@ -30,9 +30,9 @@ from tests.nursery import run_python
 from tests.own_package import add_distribution, install, on_path
 from tests.real_data import REPOSITORY
 from tests.tiny_data import write_tiny_pair
+from trainer import load_encoder
 from trainer.config import read_config
 from trainer.distributed.engines.engine import ENGINES
-from trainer.models import load_encoder
 from trainer.models.encoder import ENCODERS
 from trainer.objectives.objective import OBJECTIVES
 from trainer.own_code import files_to_copy, own_packages

@@ -2,7 +2,7 @@
 
 Writes one safetensors file: the weights of the trunk by the names of its library, and a header. The header holds the
 encoder's config with the mean and std of its input, the run, the step and the commit. The file is no pickle, and it is
-written as a whole or not at all. `trainer.models.load_encoder("encoder.safetensors")` reads it.
+written as a whole or not at all. `trainer.load_encoder("encoder.safetensors")` reads it.
 
 `--out encoder.onnx --image-size 32` writes an ONNX graph from pictures in [0, 1] to pooled features. `--hub DIR` writes
 the layout of the Hugging Face Hub: config.json, model.safetensors, and a model card as README.md.

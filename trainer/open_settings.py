@@ -12,7 +12,7 @@ from typing import Any, Final
 from data_pipeline.core.errors import UserError
 from trainer.config import RunConfig
 from trainer.mixture import TrainManifest
-from trainer.models.encoder import Normalization, decide_form
+from trainer.models.encoder import Normalization
 from trainer.run_dir import RunDir
 
 RECORDED_NORMALIZATION: Final = "normalization"  # keys in provenance.json
@@ -94,7 +94,7 @@ def _recorded(run_dir: RunDir, name: str) -> Any:
 def _decided(config: RunConfig, normalization: Normalization | None, size: tuple[int, int] | None) -> RunConfig:
     encoder = config.encoder
     if size is not None:
-        encoder = decide_form(encoder, height=size[0], width=size[1])
+        encoder = encoder.with_form(height=size[0], width=size[1])
     if normalization is not None and encoder.normalization is None:
         encoder = encoder.model_copy(update={"mean": normalization.mean, "std": normalization.std})
     return config.model_copy(update={"encoder": encoder})

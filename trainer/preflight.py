@@ -19,7 +19,7 @@ from trainer.data import Manifests, read_manifests
 from trainer.distributed.collectives import world_size
 from trainer.mixture import TrainManifest, datasets_of, num_classes, weights_of
 from trainer.models.batch_norm import check_splits
-from trainer.models.encoder import InputSizeError, check_input_size, check_norm_groups, decide_form
+from trainer.models.encoder import InputSizeError, check_input_size, check_norm_groups
 from trainer.open_settings import input_size
 from trainer.probes.groups import pairs_of
 from trainer.probes.shared import check_shared, find_shared
@@ -174,7 +174,7 @@ def check_input_shape(config: RunConfig, *, height: int, width: int, where: str)
 
 def _check_further_size(config: RunConfig, *, height: int, width: int) -> None:
     """Raise `UserError` if the encoder of inputs of this size does not accept the further views of them."""
-    encoder = decide_form(config.encoder, height=height, width=width)
+    encoder = config.encoder.with_form(height=height, width=width)
     height, width = config.views.further_size(height=height, width=width)
     try:
         check_input_size(encoder, height=height, width=width)
@@ -193,7 +193,7 @@ def check_batch_norm(config: RunConfig, *, height: int, width: int, num_ranks: i
         "local": (together // num_ranks, together // num_ranks),
         "split": (together // config.encoder.batch_norm_splits, together),
     }[config.encoder.batch_norm]
-    encoder = decide_form(config.encoder, height=height, width=width)
+    encoder = config.encoder.with_form(height=height, width=width)
     height, width = config.views.further_size(height=height, width=width)  # the smaller size, if there are two
     check_norm_groups(encoder, height=height, width=width, trunk_rows=trunk_rows, head_rows=head_rows)
 

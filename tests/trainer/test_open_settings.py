@@ -16,10 +16,10 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.storage.manifest import Manifest, load_manifest
 from tests.photos import build_photos
 from tests.tiny_data import write_tiny_pair
+from trainer import load_encoder
 from trainer.config import RunConfig
 from trainer.exports.encoder import save_encoder
-from trainer.models import Encoder, Normalization, ResNetConfig, build_encoder, load_encoder
-from trainer.models.encoder import decide_form
+from trainer.models import Encoder, Normalization, ResNetConfig, build_encoder
 from trainer.modules import build_modules
 from trainer.open_settings import normalization_of
 from trainer.pretrained import load_modules
@@ -154,11 +154,11 @@ def test_a_network_by_size_has_the_form_that_suits_the_pictures(
 @pytest.mark.parametrize(("size", "kind"), [(63, "resnet34_small"), (64, "resnet34"), (224, "resnet34")])
 def test_the_standard_form_begins_at_64_pixels(size: int, kind: str) -> None:
     config = ResNetConfig(kind="resnet34_by_size")
-    decided = decide_form(config, height=224, width=size)
+    decided = config.with_form(height=224, width=size)
     assert isinstance(decided, ResNetConfig)
     assert (decided.kind, decided.init) == (kind, "torchvision")
-    assert decide_form(decided, height=32, width=32) == decided
-    with pytest.raises(ValueError, match="depends on the size of its inputs; call decide_form first"):
+    assert decided.with_form(height=32, width=32) == decided
+    with pytest.raises(ValueError, match="depends on the size of its inputs; call with_form first"):
         build_encoder(config)
 
 

@@ -41,7 +41,7 @@ An encoder. It turns {medium} into features; it has no classifier.
 ```
 """
 _CODE: Final = """{own}import torch
-from trainer.models import load_encoder
+from trainer import load_encoder
 
 encoder = load_encoder("PATH OF THIS DIRECTORY")
 inputs = torch.rand(8, {channels}, {height}, {width})  # {inputs}

@@ -6,8 +6,6 @@ the linear probe and pooled features (B, C) for kNN, all float32.
 Invariant: batch statistics do not depend on the number of ranks, unless the config has `batch_norm="local"`.
 """
 
-from typing import TYPE_CHECKING
-
 from trainer.models.encoder import (
     ConvNetConfig,
     Encoder,
@@ -20,19 +18,6 @@ from trainer.models.encoder import (
 )
 from trainer.models.heads import HeadConfig, build_head
 
-if TYPE_CHECKING:
-    from trainer.pretrained import load_encoder
-else:
-
-    def __getattr__(name: str) -> object:
-        """Import `load_encoder` at its first use, because it needs modules that import this one."""
-        if name != "load_encoder":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from trainer.pretrained import load_encoder
-
-        return load_encoder
-
-
 __all__ = [
     "ConvNetConfig",
     "Encoder",
@@ -44,5 +29,4 @@ __all__ = [
     "WideResNet34x5Config",
     "build_encoder",
     "build_head",
-    "load_encoder",
 ]

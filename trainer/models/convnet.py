@@ -81,7 +81,7 @@ def _dense(num_in: int, num_out: int) -> nn.Sequential:
 def _num_pixels(image_size: tuple[int, int] | None, *, num_layers: int, padding: Padding) -> int:
     """Return the number of pixels in the last map of pictures of a size."""
     if image_size is None:
-        raise ValueError("the dense layer of a convnet depends on the size of its inputs; call decide_form first")
+        raise ValueError("the dense layer of a convnet depends on the size of its inputs; call with_form first")
     sides: tuple[int, ...] = image_size
     for _ in range(num_layers):
         sides = tuple(-(-side // _STRIDE) if padding == "same" else (side - _KERNEL) // _STRIDE + 1 for side in sides)

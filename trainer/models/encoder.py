@@ -68,10 +68,7 @@ class Normalization(Schema):
         return self
 
 
-# Bounds of the arguments of a timm model.
-WholeOption = Annotated[int, Field(ge=-(10**6), le=10**6)]
-FloatOption = Annotated[float, Field(ge=-1e6, le=1e6)]
-Option: TypeAlias = bool | WholeOption | FloatOption | Line
+Option: TypeAlias = bool | int | float | Line  # an argument of a timm model
 
 
 class BaseEncoderConfig(KindConfig):
@@ -158,16 +155,10 @@ class ResNetConfig(BaseEncoderConfig):
     def _defaults_of_the_kind(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        defaults: dict[str, Any] = {
-            "resnet10": {"width": 16},
-            "resnet18": {"init": "torchvision"},
-            "resnet34": {"init": "torchvision"},
-            "resnet50": {"init": "torchvision"},
-            "resnet18_by_size": {"init": "torchvision"},
-            "resnet34_by_size": {"init": "torchvision"},
-            "resnet50_by_size": {"init": "torchvision"},
-        }
-        return defaults.get(str(values.get("kind")), {}) | values
+        kind = str(values.get("kind"))
+        if kind == "resnet10":
+            return {"width": 16} | values
+        return values if kind.endswith("_small") else {"init": "torchvision"} | values
 
     @model_validator(mode="after")
     def _only_resnet10_has_another_width(self) -> Self:
@@ -186,7 +177,7 @@ class ResNetConfig(BaseEncoderConfig):
     @property
     def form(self) -> Literal["standard", "small"]:
         if self.form_is_open:
-            raise ValueError(f"the form of a {self.kind} depends on the size of its inputs; call decide_form first")
+            raise ValueError(f"the form of a {self.kind} depends on the size of its inputs; call with_form first")
         return "small" if self.kind.endswith("_small") or self.kind == "resnet10" else "standard"
 
     def with_form(self, *, height: int, width: int) -> Self:
@@ -444,11 +435,6 @@ class Encoder(nn.Module):
         return (_at_least_float32(views_BCHW) - self.mean_C11).div_(self.std_C11)
 
 
-def decide_form(config: EncoderConfig, *, height: int, width: int) -> EncoderConfig:
-    """Return the config for inputs of one size: a kind such as resnet18_by_size becomes resnet18 or resnet18_small."""
-    return config.with_form(height=height, width=width)
-
-
 def build_encoder(config: EncoderConfig, *, normalization: Normalization | None = None) -> Encoder:
     """Return an encoder with new weights from torch's default generator.
 
@@ -495,7 +481,7 @@ def check_input_size(config: EncoderConfig, *, height: int, width: int) -> None:
     Tries an encoder on the meta device first, which needs no memory. If that fails, tries a real encoder, because some
     models of timm cannot be built or run on the meta device. Equal configs and sizes are tried once in a process.
     """
-    config = decide_form(config, height=height, width=width)
+    config = config.with_form(height=height, width=width)
     with contextlib.suppress(UserError), torch.device("meta"):
         build_encoder(config).eval()._map_of_size(height, width)
         return
@@ -511,7 +497,7 @@ def check_norm_groups(config: EncoderConfig, *, height: int, width: int, trunk_r
     """
     if min(trunk_rows, head_rows) > 1:
         return
-    config = decide_form(config, height=height, width=width)
+    config = config.with_form(height=height, width=width)
     with torch.device("meta"):
         encoder = build_encoder(config.model_copy(update={"batch_norm": "local"})).train()
         try:

@@ -27,7 +27,6 @@ from trainer.config import RunConfig
 from trainer.distributed.engines import DDPConfig
 from trainer.distributed.fake_process_group import fake_ranks
 from trainer.mixture import TrainManifest, datasets_of
-from trainer.models.encoder import decide_form
 from trainer.modules import build_modules, build_run_objective
 from trainer.open_settings import input_size
 from trainer.original_crops import original_crops
@@ -107,7 +106,7 @@ def plan(
     height, width = input_size(config, shape)
     check_input_shape(config, height=height, width=width, where=config.data.train_name)
     check_batch_norm(config, height=height, width=width, num_ranks=world_size)
-    encoder = decide_form(config.encoder, height=height, width=width)
+    encoder = config.encoder.with_form(height=height, width=width)
     if encoder.normalization is None:  # of the data, which a plan does not need
         ones = (1.0,) * encoder.in_channels
         encoder = encoder.model_copy(update={"mean": ones, "std": ones})

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from configs import debug
 from configs.base import CIFAR10_MEAN, CIFAR10_STD
 from data_pipeline.core.errors import UserError
+from trainer import load_encoder
 from trainer.checkpoint.save import CheckpointWriter
 from trainer.config import RunConfig
 from trainer.distributed.engines.ddp_engine import DDPEngine
@@ -26,7 +27,6 @@ from trainer.exports.encoder import save_encoder
 from trainer.models import (
     Encoder,
     ResNetConfig,
-    load_encoder,
 )
 from trainer.modules import build_modules
 from trainer.optim.optimizers import SGDConfig

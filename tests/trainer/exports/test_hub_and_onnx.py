@@ -20,10 +20,11 @@ import trainer.exports.encoder
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import LayerSize
 from tests.trainer.exports.test_export import CIFAR10, TINY, features_of, make_run, pictures
+from trainer import load_encoder
 from trainer.checkpoint.run_state import DataIdentity
 from trainer.export import main
 from trainer.exports.encoder import export_onnx, save_encoder, save_pretrained
-from trainer.models import Encoder, ResNetConfig, TimmConfig, build_encoder, load_encoder
+from trainer.models import Encoder, ResNetConfig, TimmConfig, build_encoder
 from trainer.models.encoder import BaseEncoderConfig, Normalization
 from trainer.models.trunk import Trunk
 from trainer.pretrained import load_modules

@@ -24,12 +24,10 @@ from trainer.models import ResNetConfig, TimmConfig, batch_norm, build_encoder
 from trainer.models.activation_checkpointing import Checkpointing, run_blocks
 from trainer.models.batch_norm import (
     SplitBatchNorm2d,
-    SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     average_running_statistics,
     check_splits,
     counted_together,
-    depends_on_row_order,
     grouped_statistics,
     reenter_groups,
     split_batch_norm,
@@ -124,13 +122,6 @@ def test_split_batch_norm_equals_that_of_moco_on_any_number_of_ranks(
     assert_ranks_give(expected, run_ranks(split, num_ranks, num_splits, parts, grads), rtol=rtol)
 
 
-def test_split_batch_norm_keeps_type_and_layout() -> None:
-    x = torch.randn(8, 3, 6, 6).bfloat16().contiguous(memory_format=torch.channels_last)
-    out = SplitBatchNorm2d(3, num_splits=4)(x)
-    assert out.dtype == torch.bfloat16
-    assert out.is_contiguous(memory_format=torch.channels_last)
-
-
 def test_batches_that_cannot_be_split_are_refused() -> None:
     norm = SplitBatchNorm2d(3, num_splits=4)
     with pytest.raises(ValueError, match="cannot cut 1 x 6 rows into 4 equal groups"):
@@ -156,14 +147,6 @@ def test_the_config_of_an_encoder_asks_for_split_batch_norm() -> None:
     assert encoder(torch.rand(4, 3, 8, 8)).shape == (4, 128)
     with pytest.raises(UserError, match=r"batch_norm=split does not work with encoders of timm"):
         build_encoder(TimmConfig(name="resnet10t", batch_norm="split"))
-
-
-def test_which_batch_norms_know_order() -> None:
-    assert not depends_on_row_order(nn.Linear(2, 2))
-    for norm in (SynchronizedBatchNorm2d(2), SynchronizedBatchNorm1d(2)):
-        assert not depends_on_row_order(nn.Sequential(norm))
-    for other in (nn.BatchNorm2d(2), nn.BatchNorm1d(2), SplitBatchNorm2d(2, num_splits=2)):
-        assert depends_on_row_order(nn.Sequential(SynchronizedBatchNorm2d(2), other))
 
 
 def assert_ranks_give(expected: dict[str, Tensor], by_rank: list[dict[str, Tensor]], *, rtol: float) -> None:

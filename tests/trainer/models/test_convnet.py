@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from data_pipeline.core.errors import UserError
 from trainer.models import ConvNetConfig, Encoder, HeadConfig, build_encoder
-from trainer.models.encoder import check_input_size, decide_form
+from trainer.models.encoder import check_input_size
 
 HEAD = HeadConfig(hidden_sizes=(256,), batch_norm=True, bias=False, defaults="keras")
 NUM_BITS = 10
@@ -90,24 +90,12 @@ def test_the_first_weights_are_those_of_keras() -> None:
         assert weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.03)
 
 
-def test_a_head_with_the_defaults_of_torch_has_its_numbers() -> None:
-    head = build(published(head=HeadConfig(hidden_sizes=(8,), batch_norm=True))).head
-    assert [(norm.eps, norm.momentum) for norm in head.modules() if isinstance(norm, _BatchNorm)] == [(1e-5, 0.1)]
-    assert [layer.bias is None for layer in head.modules() if isinstance(layer, nn.Linear)] == [False, False]
-
-
-def test_a_head_with_the_defaults_of_keras_may_have_biases() -> None:
-    head = build(published(head=HeadConfig(hidden_sizes=(8,), defaults="keras"))).head
-    biases = [layer.bias for layer in head.modules() if isinstance(layer, nn.Linear)]
-    assert all(bias is not None and not bias.any() for bias in biases)
-
-
 def test_the_size_of_the_data_decides_an_open_size() -> None:
     config = published(image_size=None)
-    decided = decide_form(config, height=32, width=20)
+    decided = config.with_form(height=32, width=20)
     assert decided == published(image_size=(32, 20))
-    assert decide_form(decided, height=28, width=28) == decided
-    with pytest.raises(ValueError, match="depends on the size of its inputs; call decide_form first"):
+    assert decided.with_form(height=28, width=28) == decided
+    with pytest.raises(ValueError, match="depends on the size of its inputs; call with_form first"):
         build(config)
     check_input_size(config, height=32, width=20)
 

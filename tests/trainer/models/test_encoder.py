@@ -181,17 +181,6 @@ def test_the_law_of_every_first_weight(config: ResNetConfig, stem_std: float, ot
     assert_law(encoder.head.weight.detach(), std=torchs, uniform=True)
 
 
-def test_the_first_weights_of_the_published_encoder_are_a_fifth_of_torchvisions_in_square() -> None:
-    """The sums over all convolutions that follow from the two laws are 1,600 and 7,686."""
-
-    def squares(config: ResNetConfig) -> float:
-        weights = build_encoder(config).trunk.parameters()
-        return sum(weight.square().sum().item() for weight in weights if weight.dim() == 4)
-
-    assert squares(ResNetConfig(kind="resnet18_small")) == pytest.approx(1_600, rel=0.01)
-    assert squares(ResNetConfig(kind="resnet18_small", init="torchvision")) == pytest.approx(7_686, rel=0.01)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["resnet18_small", "resnet18"])
 def test_a_stem_without_its_relu(kind: str) -> None:
@@ -265,23 +254,6 @@ def test_sizes_of_features(name: str, encoder: Encoder, height: int, width: int)
     assert encoder.pooled(views_BCHW).shape == (2, encoder.pooled_size)
     assert encoder(views_BCHW).shape == (2, 128)
     assert encoder.mean_C11.device.type == "cpu"
-
-
-def test_published_sizes_of_features() -> None:
-    image, sound = (
-        build_encoder(ResNetConfig(kind="resnet18_small"), normalization=CIFAR10),
-        build_encoder(ResNetConfig(kind="resnet18", **SPECTROGRAM), normalization=CIFAR10),
-    )
-    assert (image.feature_size(32, 32), image.pooled_size) == (8192, 512)
-    assert (sound.feature_size(64, 64), sound.pooled_size) == (2048, 512)
-    assert build_encoder(WideResNet34x5Config(), normalization=CIFAR10).feature_size(32, 32) == 320 * 8 * 8
-
-
-def test_the_probe_may_read_the_pooled_map() -> None:
-    encoder = build_encoder(ResNetConfig(kind="resnet10", width=4, probe_reads="pooled"), normalization=CIFAR10).eval()
-    views_BCHW = torch.rand(2, 3, 24, 24)
-    assert torch.equal(encoder.features(views_BCHW), encoder.pooled(views_BCHW))
-    assert encoder.feature_size(24, 24) == encoder.pooled_size == 32
 
 
 def test_features_are_the_map_whose_mean_is_pooled_in_either_memory_format() -> None:

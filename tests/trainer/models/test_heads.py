@@ -3,12 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.gloo import run_ranks
 from trainer.distributed.collectives import rank, world_size
-from trainer.models.batch_norm import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d
 from trainer.models.heads import HeadConfig, build_head
 
 WITH_NORMS = HeadConfig(hidden_sizes=(6, 7), batch_norm=True, output_batch_norm=True)
@@ -29,21 +28,6 @@ def test_numbers_of_parameters(config: HeadConfig, num_in: int, num_out: int, ex
     with torch.device("meta"):
         head = build_head(config, num_in, num_out, batch_norm="synchronized")
     assert sum(parameter.numel() for parameter in head.parameters()) == expected
-
-
-def test_layers_and_their_order() -> None:
-    def kinds(config: HeadConfig) -> list[type[nn.Module]]:
-        return [type(module) for module in build_head(config, 3, 4, batch_norm="local").children()]
-
-    linear, norm, relu = nn.Linear, nn.BatchNorm1d, nn.ReLU
-    assert type(build_head(HeadConfig(), 3, 4, batch_norm="local")) is linear
-    assert kinds(HeadConfig(output_batch_norm=True)) == [linear, norm]
-    assert kinds(HeadConfig(hidden_sizes=(5,))) == [linear, relu, linear]
-    assert kinds(HeadConfig(hidden_sizes=(5, 6), batch_norm=True)) == [linear, norm, relu, linear, norm, relu, linear]
-    assert kinds(WITH_NORMS) == [linear, norm, relu, linear, norm, relu, linear, norm]
-    head = build_head(WITH_NORMS, 3, 4, batch_norm="synchronized")
-    assert [type(head[i]) for i in (1, 4, 7)] == [SynchronizedBatchNorm1d] * 3  # type: ignore[index]
-    assert head(torch.rand(5, 3)).shape == (5, 4)
 
 
 def test_a_batch_norm_without_a_place_is_refused() -> None:
@@ -82,14 +66,3 @@ def test_ranks_equal_one_process(num_ranks: int) -> None:
     for result in by_rank:
         # The bias before a batch norm has no gradient but rounding errors; hence the absolute tolerance.
         torch.testing.assert_close(result[2], others, rtol=1e-9, atol=1e-12)
-
-
-def test_synchronised_norm_of_rows_is_batch_norm_1d_in_one_process() -> None:
-    ours, theirs = SynchronizedBatchNorm1d(3), nn.BatchNorm1d(3)
-    x_BC = 5 + torch.randn(6, 3)
-    assert torch.equal(ours(x_BC), theirs(x_BC))
-    assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in ours.state_dict().items())
-    assert torch.equal(ours.eval()(x_BC), theirs.eval()(x_BC))
-    with pytest.raises(ValueError, match=r"a head expects rows \(B, C\), got \(6, 3, 1, 1\)"):
-        ours(x_BC[:, :, None, None])
-    assert isinstance(ours, SynchronizedBatchNorm2d)

@@ -43,15 +43,6 @@ def test_parameters_follow_and_stay_frozen() -> None:
     assert not follower(pictures()).requires_grad
 
 
-def test_at_momentum_zero_it_is_the_online_module() -> None:
-    online = toy()
-    follower = MomentumCopy(online, momentum=0.0)
-    change(online)
-    follower.follow()
-    for ours, expected in zip(follower.parameters(), online.parameters(), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
-
-
 def test_the_online_module_is_no_part_of_it() -> None:
     online = toy()
     follower = MomentumCopy(online, momentum=0.9)
@@ -84,10 +75,6 @@ def test_a_forward_that_updates_no_buffers_gives_the_same() -> None:
     assert all(torch.equal(value, before[name]) for name, value in follower.state_dict().items())
     assert torch.equal(follower(views), without)
     assert not all(torch.equal(value, before[name]) for name, value in follower.state_dict().items())
-
-
-def test_it_is_in_training_mode_whatever_the_online_module_is_in() -> None:
-    assert all(module.training for module in MomentumCopy(toy().eval(), momentum=0.9).modules())
 
 
 @pytest.mark.parametrize("view_forwards", ["two", "one"])

@@ -67,17 +67,6 @@ def test_under_autocast_all_that_comes_out_is_float32() -> None:
     assert [output.dtype for output in outputs] == [torch.float32] * 3
 
 
-def test_the_same_seed_gives_the_same_weights() -> None:
-    def weights(seed: int) -> Tensor:
-        torch.manual_seed(seed)
-        return torch.cat(
-            [parameter.detach().flatten() for parameter in build_encoder(VIT, normalization=CIFAR10).parameters()]
-        )
-
-    assert torch.equal(weights(3), weights(3))
-    assert not torch.equal(weights(3), weights(4))
-
-
 @pytest.mark.slow
 def test_batch_norms_with_an_activation_keep_their_names_and_results() -> None:
     torch.manual_seed(0)
@@ -135,11 +124,6 @@ def test_two_ranks_are_one_process() -> None:
 def test_wrong_configs(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         TimmConfig.parse(settings, where="encoder")
-
-
-def test_options_that_timm_refuses() -> None:
-    with pytest.raises(UserError, match=r'timm cannot build "test_vit" with options \(img_sise=32\): .*img_sise'):
-        build_encoder(TimmConfig(name="test_vit", options={"img_sise": 32}), normalization=CIFAR10)
 
 
 def test_a_size_that_the_model_refuses() -> None:

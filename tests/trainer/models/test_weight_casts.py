@@ -132,10 +132,3 @@ def test_other_layers_and_parameters_are_left_to_autocast() -> None:
     layers[-1]._parameters = Managed(layers[-1]._parameters)
     with torch.autocast("cpu", dtype=torch.bfloat16), cast_together(weights_of(nn.Sequential(*layers)), device=CPU):
         assert {layer.weight.dtype for layer in layers} == {torch.float32, torch.float64}
-
-
-def test_nothing_is_cast_without_autocast() -> None:
-    layer = nn.Linear(2, 2)
-    weight = layer.weight
-    with cast_together(weights_of(layer), device=CPU):
-        assert layer.weight is weight

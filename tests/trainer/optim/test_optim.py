@@ -325,28 +325,12 @@ def test_biases_and_norms_are_without_decay_where_that_is_customary(
     assert [name for name, parameter in net.named_parameters() if id(parameter) in without] == left_out
 
 
-def test_parameters_that_are_not_trained_are_left_alone() -> None:
-    net = small_net(seed=0)
-    first = next(net.parameters()).requires_grad_(False)
-    optimizer = build_optimizer(LAMBConfig(), net)
-    assert first not in optimizer.state
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == 4
-
-
-def test_the_published_settings_reach_the_optimizer() -> None:
-    module = nn.Linear(1, 1)
-    (sgd,) = build_optimizer(SGDConfig(), module).param_groups
-    assert (sgd["lr"], sgd["momentum"], sgd["weight_decay"]) == (0.03, 0.9, 1e-4)
-    (adam,) = build_optimizer(AdamConfig(), module).param_groups
-    assert (adam["lr"], adam["betas"], adam["weight_decay"]) == (1e-3, (0.9, 0.999), 0.0)
-
-
 @pytest.mark.parametrize("config_class", [LARSConfig, LAMBConfig])
 def test_without_timm_the_config_says_what_to_install(
     config_class: type[LARSConfig | LAMBConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(UserError, match=r"recipe: kind: .* needs the package timm; .* pip install -e '.\[timm\]'"):
+    with pytest.raises(UserError, match=r"recipe: .*needs the package timm; .* pip install -e '.\[timm\]'"):
         config_class.parse({}, where="recipe")
     SGDConfig.parse({}, where="recipe")
 
@@ -356,10 +340,6 @@ def rates(config: OptimizerConfig, num_steps: int, *, global_batch_size: int = 2
         learning_rate_at(config, step=step, num_steps=num_steps, global_batch_size=global_batch_size)
         for step in range(num_steps)
     ]
-
-
-def test_a_constant_rate_stays() -> None:
-    assert set(rates(SGDConfig(learning_rate=0.03), 10)) == {0.03}
 
 
 def test_a_constant_rate_may_be_warmed_up_to() -> None:
@@ -394,11 +374,6 @@ def test_warm_up_rises_to_the_rate_and_the_cosine_ends_near_zero() -> None:
     assert of_step[10] == 1.0
     assert all(later < earlier for earlier, later in itertools.pairwise(of_step[10:]))
     assert of_step[-1] < 1e-3
-
-
-def test_warm_up_may_fill_all_of_a_short_run() -> None:
-    config = SGDConfig(learning_rate=1.0, schedule=CosineConfig(warmup_fraction=0.9))
-    assert rates(config, 3) == pytest.approx([1 / 3, 2 / 3, 1.0])
 
 
 def test_the_rate_grows_with_the_batch_as_published() -> None:
