@@ -60,7 +60,7 @@ def trains(run_dir: RunDir) -> bool:
 
 def process_of(run_dir: RunDir) -> int:
     """Return the process that trains a run, from its lock."""
-    return int((run_dir.path / ".lock").read_text().split()[0])
+    return int((run_dir.path / ".lock").read_text().split()[1])
 
 
 @contextlib.contextmanager
