@@ -46,7 +46,7 @@ def crop_and_flip(images_BCHW: Tensor, crop: CropDraws | None, flip_B: Tensor | 
 
 def _crop_source(start_B: Tensor, length_B: Tensor, mirror_B: Tensor | None, *, size: int) -> Tensor:
     """Return the positions on an axis from which the pixels of a crop are read, (B, size), from -1 to 1."""
-    centre_BQ = torch.arange(0.5, size, device=start_B.device).expand(len(start_B), size)
+    centre_BQ = torch.arange(0.5, size, dtype=start_B.dtype, device=start_B.device).expand(len(start_B), size)
     if mirror_B is not None:
         centre_BQ = torch.where(mirror_B[:, None], size - centre_BQ, centre_BQ)
     source_BQ = (centre_BQ * (length_B[:, None] / size)).sub_(0.5).clamp_min_(0)
