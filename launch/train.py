@@ -28,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = run_parser(__doc__, "--list", action="store_true", help=listing)
     add = parser.add_argument
     add("--explain", action="store_true", help="Print every setting and where it comes from, and stop.")
-    add("--plan", action="store_true", help="Print the memory and the network traffic that the run needs, and stop.")
+    add("--plan", action="store_true", help="Print the memory that a step of the run needs, and stop.")
     add("--nodes", type=positive, default=1, metavar="N", help="The nodes of the plan (default: 1).")
     add(
         "--tasks-per-node",

@@ -36,6 +36,7 @@ from data_pipeline.storage.manifest import Manifest, parse_manifest
 logger = logging.getLogger(__name__)
 
 _DEFAULT_GIGABYTES: Final = 4.0  # limit without a cache_dir: /tmp is small, and in memory on some machines
+_ABANDONED_SECONDS: Final = 3600  # a partial file that nobody has written to for so long may be evicted
 _MANIFEST_ATTEMPTS: Final = 3  # so that a mistyped location is told soon
 
 
@@ -272,12 +273,13 @@ class _Prefetcher:
 
 
 def _files(root: Path) -> Iterator[tuple[int, int, Path]]:
-    """Yield time of last use, size and path of each file of the cache, without locks and files of others."""
+    """Yield time of last use, size and path of each file of the cache, but locks and what somebody is fetching."""
     for path in root.glob("dataset-*/*"):
         if re.fullmatch(r"dataset-[0-9a-f]{16}", path.parent.name) and path.suffix != ".lock":
             with suppress(FileNotFoundError):
                 status = path.lstat()
-                yield status.st_mtime_ns, status.st_size, path
+                if path.suffix != ".partial" or status.st_mtime < time.time() - _ABANDONED_SECONDS:
+                    yield status.st_mtime_ns, status.st_size, path
 
 
 def _is_cached(path: Path, file: RemoteFile) -> bool:
