@@ -89,7 +89,7 @@ class TrainingLog:
         return self._clock.timed(stream)
 
     def add(self, batch: Batch, output: StepOutput, learning_rates: Mapping[str, float]) -> str:
-        """Log the step on a batch. Return a note for the progress bar, empty if the step is not logged.
+        """Log the step on a batch. Return a note for the line of progress, empty if the step is not logged.
 
         Raises `UserError` if too many samples could not be read.
         """

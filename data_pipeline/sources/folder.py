@@ -146,7 +146,7 @@ def check_same_size(pixels: NDArray[np.uint8], path: Path, *, shape: tuple[int, 
 def picture_digests(path: Callable[[int], Path], num: int, *, title: str) -> list[bytes]:
     """Return the digest of the whole upright picture in each of `num` files, whatever their formats.
 
-    Threads decode the files. The progress bar has the title `title`.
+    Threads decode the files. Progress is shown under `title`.
     """
     digests: list[bytes] = []
     with (

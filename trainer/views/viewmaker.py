@@ -369,6 +369,7 @@ class Viewmaker(nn.Module):
         if outside_B1HW is not None and not config.reproject:
             delta_BCHW = delta_BCHW * outside_B1HW
         if config.dropout_rate is not None:
+            # Not left out: the host would wait for their number, and a rank without one would reduce no gradients.
             attacked_B = attacked_views(keys, rate=config.dropout_rate, pairing=config.dropout_pairing)
             delta_BCHW = delta_BCHW * attacked_B[:, None, None, None].to(delta_BCHW.dtype)
         return delta_BCHW
