@@ -200,7 +200,8 @@ def test_the_limit_is_of_all_datasets_and_of_nothing_else(server: FaultyServer, 
     second.path(SHARDS[1])
     assert len(list(root.glob("dataset-[12]*/*.tar"))) == 2
     assert (mine / "thesis.tar").exists()
-    assert fetched.exists() and not left.exists()
+    assert fetched.exists()
+    assert not left.exists()
 
 
 def test_a_cache_that_cannot_hold_a_shard_or_be_made_is_told_before_training(
