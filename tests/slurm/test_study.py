@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -117,7 +116,7 @@ def test_a_study_runs_as_one_array_and_what_failed_alone_runs_again(
 
 
 def test_a_job_runs_the_code_of_its_submission(slurm: dict[str, str], settings: list[str], tmp_path: Path) -> None:
-    """The repository of the submission is gone before the job starts. The log warns of fewer cores than requested."""
+    """The repository of the submission is gone before the job starts."""
     repository = tmp_path / "repository"
     for package in ("data_pipeline", "trainer", "configs", "launch"):
         shutil.copytree(ROOT / package, repository / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -139,8 +138,6 @@ def test_a_job_runs_the_code_of_its_submission(slurm: dict[str, str], settings: 
     assert provenance["finished_step"] == 2, log
     (code,) = (run_dir.path / "code").iterdir()
     assert provenance["snapshot_sha256"].startswith(code.name)
-    few = len(os.sched_getaffinity(0)) < 4
-    assert ("fewer cores than the job requested (SLURM_CPUS_PER_TASK): rank 0 (" in log) == few
 
 
 def test_a_job_that_is_cancelled_while_it_waits(
