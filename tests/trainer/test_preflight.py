@@ -103,14 +103,6 @@ def test_training_on_pictures_that_the_test_set_holds_too_is_refused(tmp_path: P
         take(RunDir(tmp_path / "run"), with_test_dir(config, str(again)))
 
 
-def test_no_run_starts_whose_checkpoints_are_behind_a_link(tmp_path: Path, config: RunConfig) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    take(run_dir, config).close()
-    run_dir.checkpoints.symlink_to(tmp_path)
-    with pytest.raises(UserError, match=f"{run_dir.checkpoints} is a symbolic link, and pruning would"):
-        take(run_dir, config)
-
-
 def of_size(config: RunConfig, height: int, width: int) -> RunConfig:
     """Change the pictures' size in the manifests; before step 0 no other file of a dataset is read."""
     for directory in (config.data.probed_dir, config.data.test_dir):

@@ -95,8 +95,14 @@ def test_one_file_that_needs_nothing_else_and_is_the_same_again(
 
 def test_settings_and_commits_that_differ_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = make_run(tmp_path / "a", trained={"base": [0.4]}, name="a", num_epochs=2, global_batch_size=8)
-    start = {"git_commit": "fedcba9876543210", "git_diff_sha256": "1" * 64, "world_size": 4, "command": "go on"}
-    provenance = PROVENANCE | {"starts": [{"command": "begin", "world_size": 2}, start]}
+    start = {
+        "git_commit": "fedcba9876543210",
+        "git_diff_sha256": "1" * 64,
+        "world_size": 4,
+        "command": "go on",
+        "start_step": 1,
+    }
+    provenance = PROVENANCE | {"starts": [{"command": "begin", "world_size": 2, "start_step": 0}, start]}
     second = make_run(
         tmp_path / "b", trained={"base": [0.5]}, name="b", num_epochs=7, global_batch_size=4, provenance=provenance
     )
