@@ -60,6 +60,9 @@ def write_snapshot(snapshot: Snapshot, *, into: Path) -> Path:
             path.write_bytes(content)
         write_json(partial / SNAPSHOT_FILE, asdict(replace(this_code(), snapshot_sha256=snapshot.sha256)))
         partial.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # another process has written it meanwhile
+            raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder

@@ -43,6 +43,22 @@ def test_the_snapshot_holds_every_file_of_the_packages_and_its_hash_changes_with
     assert moved[0].sha256 != moved[1].sha256, "where a name ends is part of the hash"
 
 
+def test_two_processes_at_once_write_it_once(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials of a search start in one directory at the same time."""
+    snapshot, rename = read_snapshot(small), Path.rename
+
+    def second(partial: Path, folder: Path) -> Path:
+        monkeypatch.setattr(Path, "rename", rename)
+        write_snapshot(snapshot, into=tmp_path)  # the other process, whose partial copy has another name
+        partial.mkdir(exist_ok=True)
+        return rename(partial, folder)
+
+    monkeypatch.setattr(Path, "rename", second)
+    folder = write_snapshot(snapshot, into=tmp_path)
+    assert (folder / "trainer" / "a.py").read_text() == "a = 1\n"
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
 def test_it_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = read_snapshot()
 
