@@ -204,3 +204,5 @@ def log_start(
         logger.info("already at its last step %d; nothing to do", num_steps)
     elif start_step:
         logger.info("going on from step %d of %d", start_step, num_steps)
+    if config.compiles_networks and start_step < num_steps:
+        logger.info("compile=%s: the first step compiles the networks, which takes a minute or more", config.compile)
