@@ -6,8 +6,7 @@ import contextlib
 import random
 import socket
 
-# Below Linux's ephemeral range (from 32768), so that no outgoing connection takes one of them before it is used.
-_PORTS = range(20_000, 32_000)
+from trainer.distributed.environment import PORTS
 
 
 def free_ports(count: int) -> list[int]:
@@ -16,7 +15,7 @@ def free_ports(count: int) -> list[int]:
     They are drawn at random, so that two callers at the same time hardly ever get the same.
     """
     found: list[int] = []
-    for port in random.sample(_PORTS, len(_PORTS)):
+    for port in random.sample(PORTS, len(PORTS)):
         if len(found) == count:
             break
         with contextlib.suppress(OSError), socket.socket() as probe:

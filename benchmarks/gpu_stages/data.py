@@ -10,7 +10,7 @@ from typing import Final
 from benchmarks.gpu_stages.session import Setting
 
 ROOT = Path(__file__).parents[2]
-_NUM_PICTURES: Final = 20_000  # for throughput, where their content does not matter
+_NUM_PICTURES: Final = 20_000  # to measure throughput; what they show does not matter
 
 
 def pictures_without_overlay(setting: Setting) -> Path:

@@ -36,7 +36,7 @@ from data_pipeline.storage.manifest import Manifest, parse_manifest
 logger = logging.getLogger(__name__)
 
 _DEFAULT_GIGABYTES: Final = 4.0  # limit without a cache_dir: /tmp is small, and in memory on some machines
-_ABANDONED_SECONDS: Final = 3600  # a partial file that nobody has written to for so long may be evicted
+_ABANDONED_SECONDS: Final = 3600  # a partial file may be evicted after this time without a write
 _MANIFEST_ATTEMPTS: Final = 3  # so that a mistyped location is told soon
 
 

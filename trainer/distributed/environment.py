@@ -44,7 +44,7 @@ _SLURM_NAMES: Final = (
 # slurm.h numbers the steps that srun did not start (batch script, interactive shell, extern) down from 0xFFFFFFFF.
 _FIRST_RESERVED_STEP: Final = 0xFFFFFFF0
 # Below Linux's ephemeral range (from 32768), so that no outgoing connection takes one of them before it is used.
-_PORTS: Final = range(20_000, 32_000)
+PORTS: Final = range(20_000, 32_000)
 
 _LOST_ANOTHER: Final = re.compile(r"[Cc]onnection|[Ss]ocket|[Bb]roken pipe|[Pp]eer|[Gg]loo|NCCL")
 
@@ -234,7 +234,7 @@ def _port_of_step(environ: Mapping[str, str]) -> int:
     """Return a port that is the same for all ranks of a step; other jobs and steps on a node have other ports."""
     cluster = zlib.crc32(environ.get("SLURM_CLUSTER_NAME", "").encode())
     offset = cluster + int(environ["SLURM_JOB_ID"]) + 1_000 * int(environ["SLURM_STEP_ID"])
-    return _PORTS[offset % len(_PORTS)]
+    return PORTS[offset % len(PORTS)]
 
 
 def first_host(nodelist: str) -> str:

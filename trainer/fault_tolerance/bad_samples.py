@@ -57,7 +57,7 @@ class BadSamples:
         return len(self._found)
 
     def _write(self, fresh: list[BadSample]) -> None:
-        listed = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
+        listed = set(self._path.read_text(encoding="utf-8").splitlines()) if self._path.exists() else set()
         with self._path.open("a", encoding="utf-8") as file:
             for sample in fresh:
                 logger.warning(
