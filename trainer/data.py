@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,6 @@ from data_pipeline.core.random_crop import CropLaw
 from data_pipeline.core.schema import Count, Line, Name
 from data_pipeline.loading.mixture import Mixture, MixtureSource, num_steps_per_mixture_epoch
 from data_pipeline.loading.order import num_steps_per_epoch
-from data_pipeline.loading.shared_memory import NodeShare, shared_memory_identity
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.remote.cache import fetch_manifest, is_remote
 from data_pipeline.storage.index import has_remote_tars
@@ -26,13 +25,8 @@ from data_pipeline.storage.locations import dataset_directory
 from data_pipeline.storage.manifest import Manifest, load_manifest
 from data_pipeline.storage.store import SampleStore
 from trainer.checkpoint.run_state import DataIdentity
-from trainer.distributed.collectives import (
-    all_gather_object,
-    broadcast_object,
-    on_first_rank,
-    rank,
-    world_size,
-)
+from trainer.distributed.collectives import all_gather_object, on_first_rank, rank, world_size
+from trainer.distributed.environment import read_env
 from trainer.mixture import MixtureManifest, SourceConfigs, TrainManifest, datasets_of, weights_of
 
 _CPU = torch.device("cpu")
@@ -233,7 +227,7 @@ def open_stream(
         end_step=end_step,
         device=device,
         overlay_draw=data.overlay_draw,
-        share=_node_share(),
+        ranks_on_node=read_env(os.environ).local_world_size,
         crops=crops,
     )
 
@@ -249,19 +243,3 @@ def _open_train_set(data: DataConfig, manifest: TrainManifest | None) -> SampleS
         for name, location in data.train_locations.items()
     )
     return Mixture(tuple(sources), weights_of(data.mixture), data.mixture_epoch)
-
-
-def _node_share() -> NodeShare | None:
-    """Return how the ranks of one machine share data in memory; None if there is one rank only, or no such memory.
-
-    Ranks are on one machine if they see the same `SHARED`, whatever the launcher calls a node. On macOS there is none,
-    so each rank reads the data for itself.
-    """
-    if world_size() == 1:
-        return None
-    machines = all_gather_object(shared_memory_identity())
-    if "" in machines:
-        return None
-    token = broadcast_object(f"feature-dropout-{secrets.token_hex(8)}")
-    first = machines.index(machines[rank()])
-    return NodeShare(first == rank(), lambda value: all_gather_object(value)[first], token)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -35,8 +35,7 @@ from data_pipeline.audio.log_mel import MelConfig
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample
 from data_pipeline.core.schema import Count, Schema
-from data_pipeline.loading.order import Rows
-from data_pipeline.loading.reading_order import DatasetOrder
+from data_pipeline.loading.order import BatchOrder, Rows
 from data_pipeline.loading.stream import Stream
 from trainer.data import DataConfig
 from trainer.distributed.collectives import all_gather_rows, broadcast_object, on_first_rank
@@ -91,7 +90,7 @@ def nearest_neighbours(features_NF: Tensor, known_N: Tensor, *, group_size: int)
 
 
 @dataclass(frozen=True)
-class NeighbourOrder(DatasetOrder):
+class NeighbourOrder(BatchOrder):
     """The order of one dataset in groups of samples, which stand together in a batch and never on two ranks.
 
     The first samples of the epoch's order are read, each followed by the rest of its group. A sample may come twice in
@@ -103,17 +102,17 @@ class NeighbourOrder(DatasetOrder):
     alike, whatever each of them has met.
     """
 
-    groups: Callable[[int], NDArray[np.int64] | None]
+    groups: Callable[[int], NDArray[np.int64] | None] = field(kw_only=True)
 
     def rows(self, number: int, step: int, *, bad: Mapping[int, BadSample]) -> Rows:
         if (groups_NG := self.groups(step)) is None:
             return super().rows(number, step, bad=bad)
-        order, group_size = self.order, groups_NG.shape[1]
+        group_size = groups_NG.shape[1]
         epoch, step_in_epoch = divmod(step, self.num_steps_per_epoch)
-        num_groups = order.global_batch_size // group_size
-        num_own = num_groups // order.world_size
-        first = step_in_epoch * num_groups + order.rank * num_own
-        samples = order.of_epoch(epoch)(np.arange(first, first + num_own, dtype=np.int64))
+        num_groups = self.global_batch_size // group_size
+        num_own = num_groups // self.world_size
+        first = step_in_epoch * num_groups + self.rank * num_own
+        samples = self.of_epoch(epoch)(np.arange(first, first + num_own, dtype=np.int64))
         groups_KG = groups_NG[samples]
         met = {index: bad[index] for index in groups_KG.ravel().tolist() if index in bad} if bad else {}
         if met:
@@ -127,6 +126,12 @@ class NeighbourOrder(DatasetOrder):
             groups_KG = groups_NG[whole[np.searchsorted(whole, samples, side="right") - 1]]
         indices_R = groups_KG.reshape(-1)
         return Rows(indices_R, indices_R, epoch, tuple(met.values()), group_size=group_size)
+
+
+def in_groups(order: BatchOrder, groups: Callable[[int], NDArray[np.int64] | None]) -> NeighbourOrder:
+    """Return an order in groups of neighbours, as `NeighbourOrder` describes them."""
+    own = {each.name: getattr(order, each.name) for each in fields(order) if each.init}
+    return NeighbourOrder(**own, groups=groups)
 
 
 def in_memory(data: DataConfig, device: torch.device) -> DataConfig:
@@ -206,8 +211,8 @@ def neighbour_order(search: NeighbourSearch) -> NeighbourOrder:
     Raises `UserError` if the samples are not in memory, or if the groups do not divide the batch of a rank.
     """
     stream, size = search.stream, search.config.group_size
-    assert isinstance(stream.order, DatasetOrder)
-    order = stream.order.order
+    order = stream.order
+    assert isinstance(order, BatchOrder)
     if stream.placement == "stream":
         raise UserError(
             f"neighbours are found among all samples, so they must be in memory, but {stream.location} is streamed "
@@ -219,7 +224,7 @@ def neighbour_order(search: NeighbourSearch) -> NeighbourOrder:
             f"neighbours.group_size {size} does not divide the {own} samples of a batch on each rank; set another "
             "group_size, global_batch_size or number of ranks"
         )
-    return NeighbourOrder(order, search)
+    return in_groups(order, search)
 
 
 def read_groups(directory: Path, epoch: int) -> NDArray[np.int64]:

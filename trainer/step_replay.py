@@ -20,14 +20,14 @@ from torch.utils._pytree import tree_leaves
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Batch
-from data_pipeline.loading.reading_order import DatasetOrder
+from data_pipeline.loading.order import BatchOrder, ReadingOrder
 from trainer.build import build_training
 from trainer.config import RunConfig, read_run_config
 from trainer.data import open_stream, read_train_manifest
 from trainer.distributed.engines import DDPConfig
 from trainer.fault_tolerance.step_record import NonFiniteRecord
 from trainer.mixture import num_classes
-from trainer.neighbours import NeighbourOrder, read_groups
+from trainer.neighbours import in_groups, read_groups
 from trainer.open_settings import decide_as_recorded
 from trainer.optim.loss_scale import LossScale
 from trainer.original_crops import leave_out_crops, original_crops
@@ -104,11 +104,11 @@ def replay(
         crops=original_crops(config, train),
     )
     found_in = None if config.neighbours is None else config.neighbours.found_in(record.epoch)
-    order = stream.order
+    order: ReadingOrder = stream.order
     if found_in is not None:
-        assert isinstance(order, DatasetOrder)
+        assert isinstance(order, BatchOrder)
         groups_NG = read_groups(run_dir.path, found_in)
-        order = NeighbourOrder(order.order, lambda _: groups_NG)
+        order = in_groups(order, lambda _: groups_NG)
     batch = next(stream.batches(range(record.step, record.step + 1), order=order))
     if batch.keys != record.keys or record.train_manifest_sha256 != train.sha256:
         raise UserError(

@@ -19,7 +19,7 @@ import torch
 
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import Batch
-from data_pipeline.loading.reading_order import ReadingOrder
+from data_pipeline.loading.order import ReadingOrder
 from data_pipeline.loading.stream import Stream
 from trainer.build import Training, build_counters, build_training
 from trainer.checkpoint.save import CheckpointWriter

@@ -28,13 +28,23 @@ from numpy.typing import NDArray
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.randomness import key_words
 from data_pipeline.core.sample import BadSample
-from data_pipeline.loading.order import EpochOrder, Rows, check_ranks, epoch_order
+from data_pipeline.loading.order import (
+    BatchOrder,
+    EpochOrder,
+    ReadingOrder,
+    Rows,
+    check_batch_size,
+    check_ranks,
+    chunks_from,
+    epoch_order,
+    first_good,
+    rows_of_bad,
+)
 from data_pipeline.loading.permutation import KeyedPermutation
 from data_pipeline.storage.store import SampleStore
 
 # The fields of a manifest in which datasets that are read together agree, and their names in messages.
 SAME_INPUTS = {"medium": "medium", "batch_shape": "input shape", "sample_rate": "sample rate"}
-_CHUNK = 64  # replacements that are looked up at once
 
 
 @dataclass(frozen=True)
@@ -313,21 +323,16 @@ class MixtureOrder:
         drawn = self._drawn(step)
         draws_R, of_batch = drawn.draws[number], drawn.of_batch[number]
         epochs_R, indices_R = self.sources[number].at(draws_R)
-        bad_rows = [row for row, index in enumerate(indices_R.tolist()) if index in bad] if bad else []
         replaced: list[BadSample] = []
-        for row in bad_rows:
+        for row in rows_of_bad(indices_R, bad):
             replaced.append(bad[int(indices_R[row])])
-            for index in self._replacements(number, int(draws_R[row]), of_batch):
-                if index not in bad:
-                    epochs_R[row] = of_batch[-1] // self.sizes[number]
-                    indices_R[row] = index
-                    break
-                replaced.append(bad[index])
-            else:
+            index = first_good(self._replacements(number, int(draws_R[row]), of_batch), bad, replaced)
+            if index is None:
                 raise UserError(
                     f"sample {bad[int(indices_R[row])].key} of {self.names[number]} cannot be read, nor can any of the "
                     "samples that could replace it; build or copy that dataset again"
                 )
+            epochs_R[row], indices_R[row] = of_batch[-1] // self.sizes[number], index
         key_index_R = epochs_R * self.offsets[-1] + self.offsets[number] + indices_R
         return Rows(indices_R, key_index_R, 0, tuple(self.named(number, each) for each in replaced))
 
@@ -362,12 +367,38 @@ class MixtureOrder:
         epoch = of_batch[-1] // size
         _, in_batch = epochs.at(np.array(of_batch, dtype=np.int64))
         first = (draw - epoch * size) % len(of_batch)
-        positions = range(first, size, len(of_batch))
         now = max(0, (draw - epoch * size - first) // len(of_batch))
-        for part in (positions[now:], positions[:now]):
-            for start in range(0, len(part), _CHUNK):
-                samples = epochs.of_epoch(epoch, np.array(part[start : start + _CHUNK], dtype=np.int64))
-                yield from samples[~np.isin(samples, in_batch)].tolist()
+        for positions in chunks_from(range(first, size, len(of_batch)), now):
+            samples = epochs.of_epoch(epoch, positions)
+            yield from samples[~np.isin(samples, in_batch)].tolist()
+
+
+def reading_order(
+    dataset: SampleStore | Mixture,
+    *,
+    shuffle_shards: int | None,
+    seed: int,
+    global_batch_size: int,
+    rank: int,
+    world_size: int,
+) -> ReadingOrder:
+    """Return the order of a dataset or of a mixture. Raises `UserError` if the batch size does not fit it."""
+    if isinstance(dataset, Mixture):
+        stores = [source.store for source in dataset.sources]
+        return MixtureOrder(
+            [len(store) for store in stores],
+            dataset.weights,
+            names=[source.name for source in dataset.sources],
+            seed=seed,
+            global_batch_size=global_batch_size,
+            rank=rank,
+            world_size=world_size,
+            epoch_samples=dataset.epoch_samples,
+            shard_ends=[store.shard_ends for store in stores],
+            shuffle_shards=shuffle_shards,
+        )
+    check_batch_size(len(dataset), global_batch_size=global_batch_size, world_size=world_size)
+    return BatchOrder(len(dataset), seed, global_batch_size, rank, world_size, dataset.shard_ends, shuffle_shards)
 
 
 def _reach(size: int, global_batch_size: int) -> int:

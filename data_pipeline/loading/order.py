@@ -6,14 +6,17 @@ while it is read. It is cut into N // G global batches of G samples; rank r of W
 Guarantees: a global batch does not depend on the number of ranks, and no sample comes twice in it. A resumed run reads
 nothing that it skips. No array of N numbers is made.
 
+`ReadingOrder` is the interface of this order and of that of a mixture (`data_pipeline.loading.mixture`). So a stream
+reads, keeps in memory and replaces samples in the same way for both.
+
 Shapes: B rows of a rank, R rows of a rank from one dataset, X positions in an epoch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +47,44 @@ class Rows:
     key_epoch: int
     bad: tuple[BadSample, ...]
     group_size: int | None = None
+
+
+class ReadingOrder(Protocol):
+    """The rows that a rank reads at each step; `number` counts the datasets from 0.
+
+    A function of the step alone: iterators of one stream share it. It is asked for a step when the step is read, which
+    for data in memory is when the batch is asked for.
+    """
+
+    @property
+    def num_steps_per_epoch(self) -> int: ...
+
+    def rows(self, number: int, step: int, *, bad: Mapping[int, BadSample]) -> Rows:
+        """Return the rows that come from a dataset, without those of `bad`, its bad samples by index.
+
+        Raises `UserError` if a bad sample has no replacement.
+        """
+        ...
+
+    def row_order(self, step: int) -> NDArray[np.int64] | None:
+        """Return (B,) places in the rows of all datasets, put end to end; None if they are in order."""
+        ...
+
+    def position_at(self, number: int, step: int) -> tuple[int, int]:
+        """Return the epoch of a dataset, and the position in it, at which the global batch of a step begins."""
+        ...
+
+    def seed_of(self, number: int) -> int:
+        """Return the seed of the epochs of a dataset."""
+        ...
+
+    def reads_an_epoch(self, number: int, steps: range) -> bool:
+        """Return whether at least an epoch of a dataset is read at these steps."""
+        ...
+
+    def named(self, number: int, bad: BadSample) -> BadSample:
+        """Return a bad sample of a dataset under its index among the samples of all."""
+        ...
 
 
 def num_steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
@@ -140,24 +181,12 @@ class ShardWindows:
         return samples_X
 
 
-def batch_indices(
-    num_samples: int, *, seed: int, step: int, global_batch_size: int, rank: int = 0, world_size: int = 1
-) -> tuple[int, NDArray[np.int64]]:
-    """Return the epoch of a step and the indices of a rank's samples, (global_batch_size / world_size,) int64.
-
-    `step` counts from the start of training. The parts of all ranks, in rank order, make up the global batch. By
-    default, returns the whole global batch.
-    """
-    order = BatchOrder(num_samples, seed, global_batch_size, rank=rank, world_size=world_size)
-    epoch, indices, _ = order.at(step, bad={})
-    return epoch, indices
-
-
 @dataclass(frozen=True)
 class BatchOrder:
-    """The samples that a rank reads at each step.
+    """The samples of one dataset that a rank reads at each step: a `ReadingOrder`.
 
-    `shard_ends` and `shuffle_shards` mean the same as in `epoch_order`.
+    The parts of all ranks, in rank order, make up the global batch. `shard_ends` and `shuffle_shards` mean the same as
+    in `epoch_order`.
     """
 
     num_samples: int
@@ -187,17 +216,12 @@ class BatchOrder:
             )
         return self._orders[epoch]
 
-    def position_at(self, step: int) -> tuple[int, int]:
-        """Return the epoch of a step, and the position in it at which the global batch begins."""
-        epoch, step_in_epoch = divmod(step, self.num_steps_per_epoch)
-        return epoch, step_in_epoch * self.global_batch_size
+    def rows(self, number: int, step: int, *, bad: Mapping[int, BadSample]) -> Rows:
+        """Return the rows of this rank at a step.
 
-    def at(self, step: int, *, bad: Mapping[int, BadSample]) -> tuple[int, NDArray[np.int64], tuple[BadSample, ...]]:
-        """Return the epoch of a step, (B,) int64 indices of good samples, and the bad samples that were replaced.
-
-        `bad` holds the bad samples by index. A bad sample is replaced by the first good sample in the same row of the
-        other global batches of the epoch, the later batches before the earlier ones. So no sample comes twice in a
-        global batch, and a rank needs nothing from other ranks.
+        A bad sample is replaced by the first good sample in the same row of the other global batches of the epoch, the
+        later batches before the earlier ones. So no sample comes twice in a global batch, and a rank needs nothing from
+        other ranks.
 
         Raises `UserError` if there is none, as in a batch of more than half of the dataset.
         """
@@ -206,26 +230,54 @@ class BatchOrder:
         local_size = self.global_batch_size // self.world_size
         first_row = self.rank * local_size
         start = step_in_epoch * self.global_batch_size + first_row
-        indices = order(np.arange(start, start + local_size, dtype=np.int64))
-        bad_rows = [row for row, index in enumerate(indices.tolist()) if index in bad] if bad else []
+        indices_R = order(np.arange(start, start + local_size, dtype=np.int64))
         replaced: list[BadSample] = []
-        for row in bad_rows:
-            for index in self._replacements(order, first_row + row, step_in_epoch):
-                if index not in bad:
-                    indices[row] = index
-                    break
-                replaced.append(bad[index])
-            else:
+        for row in rows_of_bad(indices_R, bad):
+            positions = range(first_row + row, self.num_samples, self.global_batch_size)
+            candidates = (index for chunk in chunks_from(positions, step_in_epoch) for index in order(chunk).tolist())
+            index = first_good(candidates, bad, replaced)
+            if index is None:
                 raise UserError(
-                    f"sample {bad[int(indices[row])].key} cannot be read, and no good sample can replace it with a "
+                    f"sample {bad[int(indices_R[row])].key} cannot be read, and no good sample can replace it with a "
                     f"global_batch_size of {self.global_batch_size} of {self.num_samples} samples; lower "
                     "global_batch_size, or build or copy the dataset again"
                 )
-        return epoch, indices, tuple(replaced)
+            indices_R[row] = index
+        return Rows(indices_R, indices_R, epoch, tuple(replaced))
 
-    def _replacements(self, order: EpochOrder, row: int, step_in_epoch: int) -> Iterator[int]:
-        """Yield the samples of a row of the global batches from a step on, then of the batches before it."""
-        positions = range(row, self.num_samples, self.global_batch_size)
-        for part in (positions[step_in_epoch:], positions[:step_in_epoch]):
-            for start in range(0, len(part), _CHUNK):
-                yield from order(np.array(part[start : start + _CHUNK], dtype=np.int64)).tolist()
+    def row_order(self, step: int) -> None:
+        return None
+
+    def position_at(self, number: int, step: int) -> tuple[int, int]:
+        epoch, step_in_epoch = divmod(step, self.num_steps_per_epoch)
+        return epoch, step_in_epoch * self.global_batch_size
+
+    def seed_of(self, number: int) -> int:
+        return self.seed
+
+    def reads_an_epoch(self, number: int, steps: range) -> bool:
+        return len(steps) >= self.num_steps_per_epoch
+
+    def named(self, number: int, bad: BadSample) -> BadSample:
+        return bad
+
+
+def rows_of_bad(indices_R: NDArray[np.int64], bad: Mapping[int, BadSample]) -> list[int]:
+    """Return the rows whose samples are bad."""
+    return [row for row, index in enumerate(indices_R.tolist()) if index in bad] if bad else []
+
+
+def chunks_from(positions: range, start: int) -> Iterator[NDArray[np.int64]]:
+    """Yield all positions from number `start` on, then those before it, some at a time."""
+    for part in (positions[start:], positions[:start]):
+        for first in range(0, len(part), _CHUNK):
+            yield np.array(part[first : first + _CHUNK], dtype=np.int64)
+
+
+def first_good(indices: Iterable[int], bad: Mapping[int, BadSample], passed: list[BadSample]) -> int | None:
+    """Return the first sample that is not bad; None if there is none. Adds the bad samples before it to `passed`."""
+    for index in indices:
+        if index not in bad:
+            return index
+        passed.append(bad[index])
+    return None

@@ -1,17 +1,15 @@
 """Decide whether to keep the samples of a dataset in memory, and read them into memory once.
 
-The whole dataset is then one `DecodedSamples`, on the training device or in host memory that the ranks of a node share
-(`data_pipeline.loading.shared_memory`). Batches have the same bits wherever the samples are.
-
-Guarantees: the memory is free again when the processes end, and no rank waits for a rank that gave up.
+The whole dataset is then one `DecodedSamples`, on the training device or in host memory. Batches have the same bits
+wherever the samples are.
 
 Shapes: B batch, N all samples, C channels, H height, W width, X points of all sounds end to end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import numpy as np
@@ -24,14 +22,12 @@ from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import BadSample
 from data_pipeline.core.system import free_host_bytes, num_cores
 from data_pipeline.loading.decode import DecodedSamples, decode_ahead, sound_dtype
-from data_pipeline.loading.shared_memory import NodeShare, SharedTensors, TensorLayout
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
 
 _CPU: Final = torch.device("cpu")
 _CHUNK: Final = 512  # samples that a thread decodes at a time
 _MAX_THREADS: Final = 16
-_LABEL: Final = "label/"  # before the name of a label, in the name of its tensor
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,9 @@ class DataPlacement:
 
 def resident_bytes(manifest: Manifest) -> int:
     """Return the size of a dataset in memory, in bytes: exact for pictures, an upper bound for sounds."""
-    return sum(layout.num_bytes for layout in _layouts(manifest).values())
+    whole = _unfilled(manifest, torch.device("meta"))
+    values = (*vars(whole).values(), *whole.labels.values())
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 def place_data(
@@ -60,13 +58,13 @@ def place_data(
     wanted: Literal["auto", "stream", "host", "device"],
     resident_gigabytes: float,
     device: torch.device,
-    share: NodeShare | None,
     show_progress: bool,
+    ranks_on_node: int = 1,
 ) -> DataPlacement:
     """Read a dataset into memory if `wanted` says so, or if `wanted` is `auto` and the dataset fits.
 
     `auto` keeps at most `resident_gigabytes` (10^9 bytes), and never more than half of the free memory; what a GPU has
-    no room for is kept on the host. With a `share`, every rank of the run must call this with the same arguments.
+    no room for is kept on the host. There, each of `ranks_on_node` has a copy.
 
     Raises `UserError` if `host` or `device` is wanted and memory is too small, or if a shard cannot be fetched.
     """
@@ -77,16 +75,11 @@ def place_data(
     if wanted == "auto" and num_bytes > resident_gigabytes * 1e9:
         return DataPlacement("stream", f"{size} are more than the {resident_gigabytes:g} of data.resident_gigabytes")
     on_device = device.type != "cpu" if wanted == "auto" else wanted == "device"
-    # Until `_read_shared` has ended, nothing may depend on the memory of this machine: all ranks of the run must reach
-    # its exchanges.
-    shared = None if share is None else _read_shared(store, share, show_progress=show_progress)
-    of_device = _shortage(num_bytes, device) if on_device else ""
-    if of_device and wanted == "auto":
-        on_device = False
-    target = device if on_device else _CPU
-    shortage = "" if isinstance(shared, DecodedSamples) and not on_device else _shortage(num_bytes, target)
-    if isinstance(shared, str) and not on_device:
-        shortage = shared
+    shortage = _shortage(num_bytes, device if on_device else _CPU, ranks_on_node=ranks_on_node)
+    why_not_there = ""
+    if shortage and on_device and wanted == "auto":
+        on_device, why_not_there = False, f", because {shortage}"
+        shortage = _shortage(num_bytes, _CPU, ranks_on_node=ranks_on_node)
     if shortage:
         if wanted == "auto":
             return DataPlacement("stream", f"{size}, and {shortage}")
@@ -94,65 +87,53 @@ def place_data(
         raise UserError(
             f"{store.location} needs {size}, but {shortage}; set data.placement to {instead}, or free some memory"
         )
-    if isinstance(shared, DecodedSamples):
-        samples, how = shared.to(target), ", read once for all ranks of the machine"
-    else:
-        samples, how = read_whole(store, target, show_progress=show_progress), ""
+    samples = read_whole(store, device if on_device else _CPU, show_progress=show_progress)
     reason = "data.placement says so" if wanted != "auto" else f"within data.resident_gigabytes {resident_gigabytes:g}"
-    why_not_there = f", because {of_device}" if of_device else ""
-    return DataPlacement("device" if on_device else "host", f"{size}, {reason}{how}{why_not_there}", samples)
+    return DataPlacement("device" if on_device else "host", f"{size}, {reason}{why_not_there}", samples)
 
 
 def read_whole(store: SampleStore, device: torch.device, *, show_progress: bool = False) -> DecodedSamples:
-    """Read a whole dataset into the memory of this process, on `device`; row i is sample i."""
-    tensors = {
-        name: torch.empty(layout.shape, dtype=layout.dtype, device=device)
-        for name, layout in _layouts(store.manifest).items()
-    }
-    bad, longest = _fill(store, tensors, show_progress=show_progress)
-    return _whole(tensors, num_samples=len(store), bad=bad, longest=longest, device=device)
-
-
-def _layouts(manifest: Manifest) -> dict[str, TensorLayout]:
-    """Return the layouts of the tensors of `DecodedSamples` for a whole dataset, by name, without `index_B`."""
-    num_samples = manifest.num_samples
-    numbers = [f"{_LABEL}{name}" for name in manifest.labels]
-    layouts: dict[str, TensorLayout] = {}
-    if manifest.medium == "picture":
-        layouts["pictures_BCHW"] = TensorLayout((num_samples, *manifest.input_shape), torch.uint8)
-        if manifest.has_mask:
-            layouts["masks_BHW"] = TensorLayout((num_samples, *manifest.input_shape[1:]), torch.uint8)
-    else:
-        dtype = sound_dtype(manifest)
-        num_bytes = manifest.num_bytes
-        layouts["points_X"] = TensorLayout((num_bytes // dtype.itemsize,), dtype)
-        numbers += ["start_B", "length_B"]
-    return layouts | dict.fromkeys(numbers, TensorLayout((num_samples,), torch.int64))
-
-
-def _fill(
-    store: SampleStore, tensors: Mapping[str, Tensor], *, show_progress: bool
-) -> tuple[dict[int, BadSample], int]:
-    """Decode all samples into `tensors`, in stored order. Return the bad samples by index, and the longest length."""
+    """Read a whole dataset into the memory of this process, on `device`, in stored order; row i is sample i."""
+    whole = _unfilled(store.manifest, device)
     bad: dict[int, BadSample] = {}
     longest = num_points = 0
     with Progress(f"read {store.location}", total=len(store), enabled=show_progress) as progress:
         chunks = stored_order(store, range(len(store.shard_ends)))
         for chunk in decode_ahead(store, chunks, num_threads=min(num_cores(), _MAX_THREADS)):
             first = int(chunk.index_B[0])
-            for name, tensor in tensors.items():
-                is_label = name.startswith(_LABEL)
-                part = chunk.labels[name.removeprefix(_LABEL)] if is_label else getattr(chunk, name)
-                if name == "points_X":
-                    tensor[num_points : num_points + len(part)] = part
-                else:
-                    tensor[first : first + len(chunk)] = part + num_points if name == "start_B" else part
-            if chunk.points_X is not None:
+            rows = slice(first, first + len(chunk))
+            for name, label_N in whole.labels.items():
+                label_N[rows] = chunk.labels[name]
+            for name in ("pictures_BCHW", "masks_BHW", "start_B", "length_B"):
+                if (tensor := getattr(whole, name)) is not None:
+                    tensor[rows] = getattr(chunk, name)
+            if whole.points_X is not None and whole.start_B is not None and chunk.points_X is not None:
+                whole.start_B[rows] += num_points
+                whole.points_X[num_points : num_points + len(chunk.points_X)] = chunk.points_X
                 num_points += len(chunk.points_X)
             longest = max(longest, chunk.longest)
             bad |= {sample.index: sample for sample in chunk.bad.values()}
             progress.advance(len(chunk))
-    return bad, longest
+    return replace(whole, bad=bad, longest=longest)
+
+
+def _unfilled(manifest: Manifest, device: torch.device) -> DecodedSamples:
+    """Return memory for the samples of a whole dataset, in which only `index_B` has values."""
+    num_samples = manifest.num_samples
+
+    def numbers() -> Tensor:
+        return torch.empty(num_samples, dtype=torch.int64, device=device)
+
+    def pixels(*shape: int) -> Tensor:
+        return torch.empty(num_samples, *shape, dtype=torch.uint8, device=device)
+
+    whole = DecodedSamples(torch.arange(num_samples, device=device), {name: numbers() for name in manifest.labels})
+    if manifest.medium == "picture":
+        masks_BHW = pixels(*manifest.input_shape[1:]) if manifest.has_mask else None
+        return replace(whole, pictures_BCHW=pixels(*manifest.input_shape), masks_BHW=masks_BHW)
+    dtype = sound_dtype(manifest)
+    points_X = torch.empty(manifest.num_bytes // dtype.itemsize, dtype=dtype, device=device)
+    return replace(whole, points_X=points_X, start_B=numbers(), length_B=numbers())
 
 
 def stored_order(store: SampleStore, shards: range, *, num_at_once: int = _CHUNK) -> Iterator[NDArray[np.int64]]:
@@ -169,62 +150,16 @@ def stored_order(store: SampleStore, shards: range, *, num_at_once: int = _CHUNK
             yield np.arange(first, min(first + num_at_once, end), dtype=np.int64)
 
 
-def _whole(
-    tensors: Mapping[str, Tensor],
-    *,
-    num_samples: int,
-    bad: Mapping[int, BadSample],
-    longest: int,
-    device: torch.device = _CPU,
-) -> DecodedSamples:
-    return DecodedSamples(
-        index_B=torch.arange(num_samples, device=device),
-        labels={name.removeprefix(_LABEL): label_N for name, label_N in tensors.items() if name.startswith(_LABEL)},
-        pictures_BCHW=tensors.get("pictures_BCHW"),
-        masks_BHW=tensors.get("masks_BHW"),
-        points_X=tensors.get("points_X"),
-        start_B=tensors.get("start_B"),
-        length_B=tensors.get("length_B"),
-        longest=longest,
-        bad=bad,
-    )
-
-
-def _read_shared(store: SampleStore, share: NodeShare, *, show_progress: bool) -> DecodedSamples | str:
-    """Let the first rank of each node read the dataset into shared memory. Return the samples, or why that failed.
-
-    Every rank exchanges three values, whatever happens. If reading fails, raises `UserError` on all ranks of the node.
-    """
-    memory = SharedTensors(_layouts(store.manifest), token=share.token)
-    problem: str = ""
-    if share.is_first:
-        problem = _shortage(memory.num_bytes, _CPU) or memory.create()
-    problem = share.from_first(problem)
-    if not problem:
-        memory.open()
-    share.from_first(None)  # all have mapped the file
-    outcome: str | UserError | tuple[dict[int, BadSample], int] = problem
-    if share.is_first and not (outcome := problem or memory.reserve()):
-        try:
-            outcome = _fill(store, memory.tensors, show_progress=show_progress)
-        except UserError as error:
-            outcome = error
-    outcome = share.from_first(outcome)
-    if isinstance(outcome, UserError):
-        raise outcome
-    if isinstance(outcome, str):
-        return outcome
-    bad, longest = outcome
-    return _whole(memory.tensors, num_samples=len(store), bad=bad, longest=longest)
-
-
-def _shortage(num_bytes: int, device: torch.device) -> str:
+def _shortage(num_bytes: int, device: torch.device, *, ranks_on_node: int) -> str:
     """Return why a dataset of that size does not fit into the memory of a device; an empty text if it fits."""
     if device.type == "cuda":
-        free, where = free_device_bytes(device), f"on {device}"
+        free, where, num_copies = free_device_bytes(device), f"on {device}", 1
     else:
-        free, where = free_host_bytes(), "in host memory"
-    return f"only {free / 1e9:.3g} GB are free {where}, of which it may use half" if 2 * num_bytes > free else ""
+        free, where, num_copies = free_host_bytes(), "in host memory", ranks_on_node
+    if 2 * num_copies * num_bytes <= free:
+        return ""
+    who = "it" if num_copies == 1 else f"the copies of {num_copies} ranks"
+    return f"only {free / 1e9:.3g} GB are free {where}, of which {who} may use half"
 
 
 def free_device_bytes(device: torch.device) -> int:

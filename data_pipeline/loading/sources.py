@@ -6,7 +6,6 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import torch
@@ -20,12 +19,10 @@ from data_pipeline.loading.placement import DataPlacement
 from data_pipeline.remote.cache import RemoteConfig
 from data_pipeline.storage.store import SampleStore
 
-_NOT_PLACED: Final = DataPlacement("stream", "not decided yet")
 
-
-@dataclass
+@dataclass(frozen=True)
 class StreamSource:
-    """A dataset of a stream: its samples, the maker of its batches, and the samples in memory if they are there.
+    """A dataset of a stream: its samples, the maker of its batches, and the place of its samples.
 
     `number` counts the datasets of the stream. `name` is that of a source of a mixture, or else the location.
     """
@@ -34,7 +31,7 @@ class StreamSource:
     name: str
     store: SampleStore
     maker: BatchMaker
-    placed: DataPlacement = _NOT_PLACED
+    placed: DataPlacement
 
     def collate(self, samples: DecodedSamples, rows: Rows, *, step: int, index_B: torch.Tensor) -> Batch:
         """Return a batch without the online overlay. `index_B` holds `rows.key_index_R`, beside the samples."""

@@ -29,10 +29,9 @@ from data_pipeline.core.sample import BadSample, Batch
 from data_pipeline.core.schema import Count, Gigabytes, NumWorkers, Schema, Share
 from data_pipeline.loading.collate import BatchMaker, join_parts
 from data_pipeline.loading.decode import DecodedSamples
-from data_pipeline.loading.mixture import Mixture, MixtureOrder
+from data_pipeline.loading.mixture import Mixture, MixtureOrder, reading_order
+from data_pipeline.loading.order import ReadingOrder
 from data_pipeline.loading.placement import DataPlacement, place_data, resident_bytes
-from data_pipeline.loading.reading_order import ReadingOrder, reading_order
-from data_pipeline.loading.shared_memory import NodeShare
 from data_pipeline.loading.sources import (
     StreamSource,
     check_bad_share,
@@ -57,7 +56,7 @@ class ReadConfig(Schema):
     Attributes:
         num_workers: processes of each rank that decode the next batches; 0 decodes in the training process.
         placement: `stream` decodes samples as they are needed. `device` reads all samples once into the memory of the
-            training device, and `host` into host memory that the ranks of a node share. `auto` does so if they fit.
+            training device, and `host` into host memory, where each rank has a copy. `auto` does so if they fit.
         resident_gigabytes: the largest decoded dataset, in 10^9 bytes, that `auto` keeps in memory.
         shuffle_shards: None shuffles all samples of the dataset. A number shuffles the shards, and then the samples
             within windows of that many shards. A remote dataset then needs a cache of only two windows.
@@ -83,9 +82,9 @@ class Stream:
     is one epoch in this process.
 
     Each rank gets global_batch_size / world_size samples a step, on `device`. With `overlay_draw="per_view"`, each view
-    of a sample has its own crop and online overlay; otherwise the two views share them. With a `share`, the ranks of a
-    node hold a dataset in memory together, and all ranks must make their streams at the same time. Iterating twice
-    gives the same batches twice, also at the same time. The caller's random state does not change.
+    of a sample has its own crop and online overlay; otherwise the two views share them. `ranks_on_node` ranks share the
+    memory of this machine. Iterating twice gives the same batches twice, also at the same time. The caller's random
+    state does not change.
 
     `dataset` is a location, an open store, whose own `remote` settings then apply, or a `Mixture` of open stores. With
     `crops`, for tars without an overlay, each view of a picture is a crop that is drawn so, cut out of the stored
@@ -117,7 +116,7 @@ class Stream:
         end_step: int | None = None,
         device: torch.device | str = _CPU,
         overlay_draw: Literal["per_item", "per_view"] = "per_item",
-        share: NodeShare | None = None,
+        ranks_on_node: int = 1,
         crops: CropLaw | None = None,
     ) -> None:
         if isinstance(dataset, str | Path):
@@ -138,12 +137,12 @@ class Stream:
             rank=rank,
             world_size=world_size,
         )
-        self._sources = self._open_sources(named, seed=seed, per_view=overlay_draw == "per_view")
         self._num_samples = sum(map(len, named.values()))
         self._label_names = sorted({name for store in named.values() for name in store.manifest.labels})
         end_step = start_step + self.order.num_steps_per_epoch if end_step is None else end_step
         self._steps = range(start_step, end_step)
-        self._place(share)
+        per_view = overlay_draw == "per_view"
+        self._sources = self._open_sources(named, seed=seed, per_view=per_view, ranks_on_node=ranks_on_node)
         check_bad_share(
             self.known_bad, num_samples=self._num_samples, max_share=read.max_bad_share, where=self.location
         )
@@ -153,8 +152,13 @@ class Stream:
         if rank == 0:
             self._log_start()
 
-    def _open_sources(self, named: Mapping[str, SampleStore], *, seed: int, per_view: bool) -> list[StreamSource]:
-        """Return the datasets by number. Raises `UserError` if they do not fit the arguments of the stream."""
+    def _open_sources(
+        self, named: Mapping[str, SampleStore], *, seed: int, per_view: bool, ranks_on_node: int
+    ) -> list[StreamSource]:
+        """Return the datasets by number, in memory if the settings say so and they fit together.
+
+        Raises `UserError` if they do not fit the arguments of the stream, or if memory or cache are too small.
+        """
         if self._crops is not None:
             check_crops(list(named.values()))
         if per_view and all(store.overlay is None for store in named.values()):
@@ -164,37 +168,37 @@ class Stream:
             )
         keys = partial(_training_keys, seed)
         sources = []
+        read, room = self._read, self._read.resident_gigabytes
         for number, (name, store) in enumerate(named.items()):
             overlay = None if store.overlay is None else store.overlay.to(self._device)
             maker = BatchMaker(store.manifest, overlay, keys, per_view=per_view, crops=self._crops)
-            sources.append(StreamSource(number, name, store, maker))
+            placed = self._place(number, store, resident_gigabytes=room, ranks_on_node=ranks_on_node)
+            if placed.samples is not None:
+                room -= resident_bytes(store.manifest) / 1e9
+            sources.append(StreamSource(number, name, store, maker, placed))
+        streamed = [source.store for source in sources if source.placed.samples is None]
+        check_cache(streamed, read.remote, shuffle_shards=read.shuffle_shards)
         return sources
 
-    def _place(self, share: NodeShare | None) -> None:
-        """Read the samples of each dataset into memory, if the settings say so and they fit together."""
-        read, room = self._read, self._read.resident_gigabytes
-        for source in self._sources:
-            store = source.store
-            is_short = not self.order.reads_an_epoch(source.number, self._steps)
-            # A run whose cache is too small to stream began with the data in memory, so it must also end like this.
-            if is_short and read.placement == "auto" and fits_cache(store, shuffle_shards=read.shuffle_shards):
-                source.placed = DataPlacement("stream", "less than an epoch is left to read")
-            elif self._crops is not None:
-                source.placed = DataPlacement("stream", "crops are cut out of the stored pictures")
-            else:
-                source.placed = place_data(
-                    store,
-                    wanted=read.placement,
-                    resident_gigabytes=room,
-                    device=self._device,
-                    share=_share_of(share, source.number),
-                    show_progress=self._rank == 0,
-                )
-                # All ranks must count alike, so this counts what was tried.
-                gigabytes = resident_bytes(store.manifest) / 1e9
-                room -= gigabytes if gigabytes <= room and self._mixture is not None else 0
-        streamed = [source.store for source in self._sources if source.placed.samples is None]
-        check_cache(streamed, read.remote, shuffle_shards=read.shuffle_shards)
+    def _place(
+        self, number: int, store: SampleStore, *, resident_gigabytes: float, ranks_on_node: int
+    ) -> DataPlacement:
+        """Read the samples of a dataset into memory, if the settings say so and they fit."""
+        read = self._read
+        is_short = not self.order.reads_an_epoch(number, self._steps)
+        # A run whose cache is too small to stream began with the data in memory, so it must also end like this.
+        if is_short and read.placement == "auto" and fits_cache(store, shuffle_shards=read.shuffle_shards):
+            return DataPlacement("stream", "less than an epoch is left to read")
+        if self._crops is not None:
+            return DataPlacement("stream", "crops are cut out of the stored pictures")
+        return place_data(
+            store,
+            wanted=read.placement,
+            resident_gigabytes=resident_gigabytes,
+            device=self._device,
+            show_progress=self._rank == 0,
+            ranks_on_node=ranks_on_node,
+        )
 
     def _log_start(self) -> None:
         logger.info("%s: %d samples, %d steps an epoch", self.location, self._num_samples, self.num_steps_per_epoch)
@@ -347,8 +351,3 @@ class Stream:
 def _training_keys(seed: int, index_B: torch.Tensor, epoch: int, view: int) -> DrawKeys:
     """Return the keys of the crops and overlays of a batch. A function of the module, so workers can get it pickled."""
     return DrawKeys(seed=seed, epoch=epoch, index_B=index_B, view=view)
-
-
-def _share_of(share: NodeShare | None, number: int) -> NodeShare | None:
-    """Return how the ranks of a node share one dataset of a stream: each has a file of its own."""
-    return share if share is None or number == 0 else replace(share, token=f"{share.token}-{number}")

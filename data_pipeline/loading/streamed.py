@@ -19,8 +19,7 @@ from data_pipeline.core.processes import leave_signals_to_parent, signals_blocke
 from data_pipeline.core.sample import BadSample, Batch
 from data_pipeline.core.system import SHARED
 from data_pipeline.loading.decode import decode
-from data_pipeline.loading.order import ShardWindows
-from data_pipeline.loading.reading_order import ReadingOrder
+from data_pipeline.loading.order import ReadingOrder, ShardWindows
 from data_pipeline.loading.sources import StreamSource
 
 

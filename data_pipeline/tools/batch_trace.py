@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import sample_key
-from data_pipeline.loading.mixture import Mixture, MixtureSource
-from data_pipeline.loading.order import check_ranks
-from data_pipeline.loading.reading_order import ReadingOrder, reading_order
+from data_pipeline.loading.mixture import Mixture, MixtureSource, reading_order
+from data_pipeline.loading.order import ReadingOrder, check_ranks
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.storage.store import SampleStore
 

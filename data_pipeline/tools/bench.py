@@ -10,6 +10,7 @@ other rows are of squares, of which views are cut with `data.crop_from=decoded`.
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from data_pipeline.core.devices import named_device
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.random_crop import CropLaw
 from data_pipeline.loading.decode import decode
-from data_pipeline.loading.order import batch_indices, epoch_order
+from data_pipeline.loading.order import BatchOrder, epoch_order
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.overlays import NOTHING_GIVEN, Overlay, evaluation_keys
 from data_pipeline.storage.store import SampleStore
@@ -96,12 +97,10 @@ def encoded_counts(store: SampleStore) -> Iterator[int]:
 
 def decoded_counts(store: SampleStore, *, batch_size: int) -> Iterator[int]:
     """Read and decode samples in shuffled order, `batch_size` at a time."""
-    step = 0
-    while True:
-        _, indices = batch_indices(len(store), seed=0, step=step, global_batch_size=batch_size)
-        decode(store, indices)
+    order = BatchOrder(len(store), 0, batch_size)
+    for step in itertools.count():
+        decode(store, order.rows(0, step, bad={}).indices_R)
         yield batch_size
-        step += 1
 
 
 def stream_counts(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
-from data_pipeline.loading.order import batch_indices
+from data_pipeline.loading.order import BatchOrder
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer import replay, step_replay
@@ -164,7 +164,7 @@ def test_the_first_module_that_is_not_finite_is_named(
     assert found in first
     assert "the output of" in first
     assert (f"before the step, {poisoned} held 1 values" in said) == (not math.isfinite(value))
-    _, indices = batch_indices(NUM_SAMPLES, seed=0, step=BAD_STEP, global_batch_size=BATCH_SIZE)
+    indices = BatchOrder(NUM_SAMPLES, 0, BATCH_SIZE).rows(0, BAD_STEP, bad={}).indices_R
     assert sum(f"{index:08d}  " in said for index in indices.tolist()) == 10
     assert {path: path.read_bytes() for path in before} == before
 
@@ -180,7 +180,7 @@ def test_ranks_record_together_what_one_process_replays(
     run_dir = RunDir(tmp_path)
     assert recorded_steps(run_dir) == list(range(BAD_STEP, BAD_STEP + MAX_RECORDS))  # and no more
     record, states = read_record(run_dir, BAD_STEP)
-    _, indices = batch_indices(NUM_SAMPLES, seed=0, step=BAD_STEP, global_batch_size=BATCH_SIZE)
+    indices = BatchOrder(NUM_SAMPLES, 0, BATCH_SIZE).rows(0, BAD_STEP, bad={}).indices_R
     assert record.keys == [f"{index:08d}" for index in indices.tolist()]
     assert record.bad_ranks == [0, 1]
     assert {len(values.keys) for values in record.ranks} == {BATCH_SIZE // 2}

@@ -326,7 +326,7 @@ def _choose(shard_ends: NDArray[np.int64], *, num: int, num_shards: int | None) 
 
 
 def _read_sounds(store: SampleStore) -> DecodedSamples:
-    placed = place_data(store, wanted="auto", resident_gigabytes=math.inf, device=_CPU, share=None, show_progress=False)
+    placed = place_data(store, wanted="auto", resident_gigabytes=math.inf, device=_CPU, show_progress=False)
     if placed.samples is None:
         raise UserError(f"{store.location} cannot be read into memory ({placed.reason}); free some memory")
     return placed.samples

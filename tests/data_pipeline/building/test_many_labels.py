@@ -151,7 +151,7 @@ def test_labels_are_the_same_from_memory_from_the_shards_and_on_another_build(tm
         read_whole(one, torch.device("cpu")).labels,
         read_whole(two, torch.device("cpu")).labels,
         place_data(
-            two, wanted="host", resident_gigabytes=1, device=torch.device("cpu"), share=None, show_progress=False
+            two, wanted="host", resident_gigabytes=1, device=torch.device("cpu"), show_progress=False
         ).samples.labels,  # type: ignore[union-attr]
     ):
         assert {name: label_N.tolist() for name, label_N in whole.items()} == {

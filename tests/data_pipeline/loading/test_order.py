@@ -58,7 +58,7 @@ def test_global_batches_are_the_same_for_any_ranks_and_hold_no_key_twice(
     def seen(world_size: int) -> list[list[int]]:
         orders = [BatchOrder(num_samples, seed, size, rank, world_size, **options) for rank in range(world_size)]
         return whole_batches(
-            [[order.at(step, bad={})[1].tolist() for step in range(2 * num_steps)] for order in orders]
+            [[order.rows(0, step, bad={}).indices_R.tolist() for step in range(2 * num_steps)] for order in orders]
         )
 
     together = seen(world_size)
@@ -79,7 +79,7 @@ def test_bad_samples_are_replaced_alike_on_any_ranks(
     indices = data.draw(st.sets(st.integers(0, num_samples - 1), max_size=num_samples))
     bad = {index: BadSample(index, "shard", "torn") for index in indices}
     for step in range(num_samples // size):
-        clean = BatchOrder(num_samples, seed, size, 0, 1, **options).at(step, bad={})[1].tolist()
+        clean = BatchOrder(num_samples, seed, size, 0, 1, **options).rows(0, step, bad={}).indices_R.tolist()
         order = whole_order(num_samples, seed=seed, epoch=0, **options)
         by_row = [np.roll(order[row::size], -step).tolist() for row in range(size)]
         expected = [next((index for index in row if index not in indices), None) for row in by_row]
@@ -88,9 +88,9 @@ def test_bad_samples_are_replaced_alike_on_any_ranks(
         passed: list[BadSample] = []
         try:
             for rank in range(world_size):
-                part = BatchOrder(num_samples, seed, size, rank, world_size, **options).at(step, bad=bad)
-                parts.append(part[1].tolist())
-                passed += part[2]
+                part = BatchOrder(num_samples, seed, size, rank, world_size, **options).rows(0, step, bad=bad)
+                parts.append(part.indices_R.tolist())
+                passed += part.bad
         except UserError:
             assert hopeless
             continue
@@ -119,7 +119,7 @@ def test_continued_on_other_ranks_sees_the_rest_of_the_epoch(
 
     def seen(world_size: int, steps: range) -> list[int]:
         orders = [BatchOrder(num_samples, 3, size, rank, world_size, **options) for rank in range(world_size)]
-        return [index for step in steps for order in orders for index in order.at(step, bad={})[1].tolist()]
+        return [index for step in steps for order in orders for index in order.rows(0, step, bad={}).indices_R.tolist()]
 
     together = seen(4, range(stopped_at)) + seen(resumed_on, range(stopped_at, num_steps))
     assert together == seen(1, range(num_steps))
@@ -234,11 +234,11 @@ def test_the_first_batch_of_a_billion_samples_takes_no_memory_for_them(shuffle_s
     ends = np.arange(1, num_shards + 1, dtype=np.int64) * (num_samples // num_shards)
     order = BatchOrder(num_samples, 0, 4_096, 3, 4, shard_ends=ends, shuffle_shards=shuffle_shards)
     tracemalloc.start()
-    epoch, indices, _ = order.at(int(0.9 * order.num_steps_per_epoch), bad={})
+    rows = order.rows(0, int(0.9 * order.num_steps_per_epoch), bad={})
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert epoch == 0
-    assert len(set(indices.tolist())) == 1_024
+    assert rows.key_epoch == 0
+    assert len(set(rows.indices_R.tolist())) == 1_024
     assert peak < 8e6
-    shards = np.unique(np.searchsorted(ends, indices, side="right"))
+    shards = np.unique(np.searchsorted(ends, rows.indices_R, side="right"))
     assert (len(shards) > 1_000) if shuffle_shards is None else (len(shards) <= 8)

@@ -27,7 +27,7 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Sample
 from data_pipeline.loading.decode import decode
-from data_pipeline.loading.order import ShardWindows, batch_indices
+from data_pipeline.loading.order import BatchOrder, ShardWindows
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.loading.whole import read_all
 from data_pipeline.overlays import evaluation_keys
@@ -349,7 +349,8 @@ def test_training_goes_on_past_bad_samples(tmp_path: Path, num_workers: int, wor
         )
         for rank in range(world_size)
     ]
-    clean = [batch_indices(40, seed=7, step=step, global_batch_size=8)[1].tolist() for step in range(10)]
+    order = BatchOrder(40, 7, 8)
+    clean = [order.rows(0, step, bad={}).indices_R.tolist() for step in range(10)]
     seen = whole_batches([[batch.index_B.tolist() for batch in batches] for batches in by_rank])
     passed = whole_batches([[batch.bad for batch in batches] for batches in by_rank])
     for was, now, told in zip(clean, seen, passed, strict=True):
