@@ -14,7 +14,13 @@ setup(
         "": ["py.typed"],  # the types are for users too (PEP 561)
         "data_pipeline": ["overlays/assets/*"],
         "launch": ["job.sh"],
-        "trainer": ["reports/report.css", "reports/templates/*", "reports/published/*.csv", "theory/*/claims.yaml"],
+        "trainer": [
+            "exports/model_card.md",
+            "reports/report.css",
+            "reports/templates/*",
+            "reports/published/*.csv",
+            "theory/*/claims.yaml",
+        ],
     },
     entry_points={
         "console_scripts": [

@@ -423,8 +423,8 @@ TABLES = {
     "trainer/distributed/engines/engine.py": ENGINES,
 }
 # A view inside another, an analysis of one policy, the engine of a run that says nothing or runs in one process and of
-# the modules that FSDP does not cut, and exports to the libraries that have the same encoder.
-EXPORTS = {"trainer/exports/model_card.py", "trainer/exports/published_models.py"}
+# the modules that FSDP does not cut, and exports for a library that has the same encoder.
+EXPORTS = {"trainer/exports/model_card.py"}
 COMPOSED = "trainer/views/composed.py"  # says which of them may be a part of which
 NAMED_BY = {
     "ResNetConfig": EXPORTS,

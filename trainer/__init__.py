@@ -15,7 +15,7 @@ from data_pipeline.core.public_names import imported_when_used
 if TYPE_CHECKING:
     from trainer.adversary import reverse_gradient
     from trainer.exports.encoder import export_onnx, save_encoder, save_pretrained
-    from trainer.exports.published_models import load_published, to_timm, to_torchvision
+    from trainer.exports.published_models import load_published
     from trainer.pretrained import load_encoder
 else:
     __getattr__ = imported_when_used(
@@ -27,8 +27,6 @@ else:
             "reverse_gradient": "trainer.adversary",
             "save_encoder": "trainer.exports.encoder",
             "save_pretrained": "trainer.exports.encoder",
-            "to_timm": "trainer.exports.published_models",
-            "to_torchvision": "trainer.exports.published_models",
         },
     )
 
@@ -39,6 +37,4 @@ __all__ = [
     "reverse_gradient",
     "save_encoder",
     "save_pretrained",
-    "to_timm",
-    "to_torchvision",
 ]

@@ -7,8 +7,8 @@ written as a whole or not at all. `trainer.load_encoder("encoder.safetensors")` 
 `--out encoder.onnx --image-size 32` writes an ONNX graph from pictures in [0, 1] to pooled features. `--hub DIR` writes
 the layout of the Hugging Face Hub: config.json, model.safetensors, and a model card as README.md.
 
-The weights of a standard ResNet have torchvision's names, and those of a timm backbone have timm's.
-`trainer.exports.published_models` makes the models of these libraries from an encoder, and reads theirs.
+The weights of a standard ResNet have torchvision's names, and those of a timm backbone have timm's. So these libraries
+load them, and `trainer.load_published` reads theirs.
 """
 
 from __future__ import annotations

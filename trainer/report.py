@@ -58,7 +58,7 @@ def main() -> None:
     say_what_is_left_out([path for path in arguments.run_dirs if path not in tables])
     paths = [] if tables else runs_of(arguments.run_dirs)
     import_code(arguments.code)
-    runs = read_runs(paths, probes_at=arguments.probes, make_views=arguments.study is None)
+    runs = read_runs(paths, probes_at=arguments.probes)
     runs, problems = without_copies(runs)
     rows = measure(runs)
     rows += [row for table in tables for row in read_csv(table)]

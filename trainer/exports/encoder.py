@@ -7,13 +7,8 @@ Guarantees: the same encoder gives the same safetensors bytes. A file is written
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib.util
-import io
-import logging
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -149,10 +144,11 @@ def _onnx_bytes(encoder: Encoder, header: ExportHeader, *, image_size: tuple[int
     for package in ("onnx", "onnxscript"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f"writing ONNX needs the package {package}; install it with pip install -e '.[onnx]'")
-    encoder.feature_size(*image_size)  # raises UserError if the encoder does not take this size
-    with torch.no_grad(), _quiet():
+    pooled = _Pooled(copy.deepcopy(encoder)).cpu().float().eval()
+    pooled.encoder.feature_size(*image_size)  # raises UserError if the encoder does not take this size
+    with torch.no_grad():
         program = torch.onnx.export(
-            _Pooled(copy.deepcopy(encoder)).cpu().float().eval(),
+            pooled,
             (torch.zeros(2, header.encoder.in_channels, *image_size),),
             input_names=["pictures"],
             output_names=["pooled"],
@@ -163,17 +159,3 @@ def _onnx_bytes(encoder: Encoder, header: ExportHeader, *, image_size: tuple[int
     assert program is not None
     program.model.metadata_props[HEADER_KEY] = header.model_dump_json()
     return bytes(program.model_proto.SerializeToString())
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hold back what the exporter prints about its own versions and passes."""
-    exporter = logging.getLogger("torch.onnx")
-    level = exporter.level
-    exporter.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        exporter.setLevel(level)

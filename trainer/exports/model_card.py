@@ -1,14 +1,16 @@
 """Describe an exported encoder for the Hugging Face Hub: the model card (README.md) and config.json.
 
-The card holds no path of the machine that trained. Every number comes from the run directory.
+The words of the card are in model_card.md. It holds no path of the machine that trained. Every number comes from the
+run directory.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any, Final
+
+from jinja2 import StrictUndefined, Template
 
 from trainer.models.encoder import EncoderConfig, ResNetConfig, TimmConfig
 from trainer.modules import TrainedModules
@@ -17,42 +19,6 @@ from trainer.pretrained import HEADER_KEY, ExportHeader
 from trainer.probes.result import ProbeResult, read_result
 from trainer.run_dir import RunDir
 
-_CARD: Final = """---
-library_name: {library}
-pipeline_tag: {task}
-tags:
-{tags}
----
-
-# {title}
-
-An encoder. It turns {medium} into features; it has no classifier.
-
-{training}## Use
-
-```python
-{code}
-```
-{timm}
-## All settings of the encoder
-
-```json
-{settings}
-```
-"""
-_CODE: Final = """{own}import torch
-from trainer import load_encoder
-
-encoder = load_encoder("PATH OF THIS DIRECTORY")
-inputs = torch.rand(8, {channels}, {height}, {width})  # {inputs}
-with torch.no_grad():
-    pooled = encoder.pooled(inputs)"""
-_PICTURES: Final = "pictures in [0, 1]; the encoder normalises"
-_SOUNDS: Final = "clean_spectrogram(waveforms, mel_config({sample_rate})) of trainer.views.expert_audio"
-_TIMM: Final = """
-timm loads it too: `timm.create_model("local-dir:PATH OF THIS DIRECTORY", pretrained=True)`. That model takes inputs
-that are normalised by mean {mean} and std {std}.
-"""
 _SIZE_OF_AN_EXAMPLE: Final = (32, 32)
 
 
@@ -109,58 +75,25 @@ def model_card(
     An encoder without a run is from somebody's own training loop, which may have read labels. `title` is by default the
     name in the header.
     """
-    encoder = header.encoder
+    encoder, config = header.encoder, None if run is None else run.modules.config
     name, _ = timm_architecture(encoder)
-    facts: dict[str, object] = {"encoder": encoder.kind}
-    probes, sample_rate, reads_labels = list[ProbeResult](), None, True
-    if run is not None:
-        config, trained_on = run.modules.config, run.modules.trained_on
-        probes, sample_rate, reads_labels = _probes(run), config.data.sample_rate, config.objective.needs_labels
-        facts |= {
-            "objective": config.objective.kind,
-            "labels in training": "read by the objective" if reads_labels else "none",
-            "views": config.views.kind,
-            "steps": f"{header.step:,} of {config.global_batch_size:,} samples each",
-            "optimizer": config.optimizer.kind,
-            "seed": config.seed,
-            "train set": f"manifest {trained_on.train_manifest_sha256[:12]}" if trained_on else "not known",
-            "commit of the code": header.git_commit or "not known",
-        }
-    training = _table(["", ""], facts.items())
-    if probes:
-        training += _table(
-            ["label", "linear probe, %", "kNN, %", "majority, %", "chance, %", "test samples"], map(_row, probes)
-        )
-    tags = ["feature-extraction"] if reads_labels else ["self-supervised-learning", "feature-extraction"]
-    height, width = input_size or _SIZE_OF_AN_EXAMPLE
-    code = _CODE.format(
-        own=f"import {type(encoder).__module__}  # the code of the encoder\n" if is_own(encoder) else "",
-        channels=encoder.in_channels,
-        height=height,
-        width=width,
-        inputs=_PICTURES if sample_rate is None else _SOUNDS.format(sample_rate=sample_rate),
-    )
-    return _CARD.format(
-        library="timm" if name else "feature-dropout",
-        task="image-feature-extraction" if sample_rate is None else "feature-extraction",
-        tags="\n".join(f"- {tag}" for tag in tags),
+    text = files("trainer.exports").joinpath("model_card.md").read_text(encoding="utf-8")
+    template = Template(text, trim_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    card: str = template.render(
         title=title or header.run,
-        medium="pictures" if sample_rate is None else "spectrograms of sounds",
-        training=training,
-        code=code,
-        timm=_TIMM.format(mean=encoder.mean, std=encoder.std) if name else "",
-        settings=json.dumps(header.model_dump(mode="json"), indent=2),
+        step=header.step,
+        git_commit=header.git_commit,
+        encoder=encoder,
+        is_in_timm=name is not None,
+        own_module=type(encoder).__module__ if is_own(encoder) else None,
+        input_size=input_size or _SIZE_OF_AN_EXAMPLE,
+        config=config,
+        sample_rate=None if config is None else config.data.sample_rate,
+        trained_on=None if run is None else run.modules.trained_on,
+        probes=[] if run is None else _probes(run),
+        settings=header.model_dump_json(indent=2),
     )
-
-
-def _table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n\n"
-
-
-def _row(result: ProbeResult) -> list[str]:
-    shares = (result.linear.accuracy, result.knn.accuracy, result.majority_share, result.chance)
-    return [result.title or result.label, *(f"{100 * share:.1f}" for share in shares), f"{result.num_test:,}"]
+    return card
 
 
 def _probes(run: ExportedRun) -> list[ProbeResult]:

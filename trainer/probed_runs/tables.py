@@ -27,9 +27,6 @@ def _worst(groups: Groups, results: Mapping[LabelSpace, ProbeResult]) -> list[st
     """Return a line about the worst group of the linear probe, if a group is large enough."""
     if (worst := groups.worst("linear")) is None:
         return []
-    names = [
-        results[label].class_names[number] if label in results else f"{label} {number}"
-        for label, number in zip(groups.labels, worst.classes, strict=True)
-    ]
-    which = f"{' · '.join(names)}, {worst.num_test} samples"
+    name = groups.name(worst, {label: result.class_names for label, result in results.items()})
+    which = f"{name}, {worst.num_test} samples"
     return [f"  worst group of {' x '.join(groups.labels)}: linear {100 * worst.accuracy:.1f} ({which})"]

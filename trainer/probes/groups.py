@@ -64,6 +64,13 @@ class Groups(Schema):
             return None
         return WorstGroup((row, column), self.right[method][row][column], self.num_test[row][column])
 
+    def name(self, group: WorstGroup, class_names: Mapping[LabelSpace, Sequence[str]]) -> str:
+        """Return the classes of a group in words, such as "wren · site 3" if `class_names` lacks the label site."""
+        return " · ".join(
+            class_names[label][number] if label in class_names else f"{label} {number}"
+            for label, number in zip(self.labels, group.classes, strict=True)
+        )
+
 
 def pairs_of(
     labels: Mapping[LabelSpace, Sequence[str]], wanted: Sequence[tuple[LabelSpace, LabelSpace]] | None

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.core.errors import UserError, storage_problem
-from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, write_result
-from trainer.analyses.views import ViewsResult, measure_views
+from data_pipeline.core.errors import UserError
+from trainer.analyses.views import ViewsResult
 from trainer.config import RunConfig, read_run_config
 from trainer.config_changes import edited_config
 from trainer.probes.features import LabelSpace
@@ -24,7 +22,6 @@ from trainer.run_dir import RunDir, open_run, places_of_probes, read_object
 
 logger = logging.getLogger(__name__)
 
-MOST_VIEWS = 40  # runs of one report whose grids of views are made; each takes seconds
 LOGGED = ("train/loss", "train/viewmaker_loss", "perf/samples_per_second", "perf/data_wait_fraction")
 _LEFT_OUT = {"data/bad_samples": "bad samples", "train/skipped_steps": "steps"}
 _MEND_ANALYSIS = "remove it, or run `python -m trainer.analyze` again"
@@ -88,8 +85,8 @@ class Run:
         return parts[-2] if len(parts) > 1 and parts[-1] == "train" else train_dir
 
 
-def read_runs(paths: Sequence[Path], *, probes_at: Path | None = None, make_views: bool = True) -> list[Run]:
-    """Read every run, and make its grid of views if the newest checkpoint has none and the data are there.
+def read_runs(paths: Sequence[Path], *, probes_at: Path | None = None) -> list[Run]:
+    """Read every run.
 
     probes_at: a directory with further probe results, by the name of each run directory. They replace the run's own.
 
@@ -108,10 +105,9 @@ def read_runs(paths: Sequence[Path], *, probes_at: Path | None = None, make_view
         places = [
             [other, own] for other, own in zip(places_of_probes(directories, probes_at), directories, strict=True)
         ]
-    options = AnalysisOptions() if make_views and len(directories) <= MOST_VIEWS else None
     names = _unique_names(directories, configs)
     return [
-        _read_run(run_dir, config, name, probes_in=of_run, options=options)
+        _read_run(run_dir, config, name, probes_in=of_run)
         for run_dir, config, name, of_run in zip(directories, configs, names, places, strict=True)
     ]
 
@@ -121,13 +117,11 @@ def protocol_of(config: ProbeConfig) -> ProbeConfig:
     return config.protocol.model_copy(update={"seed": 0})
 
 
-def _read_run(
-    run_dir: RunDir, config: RunConfig, name: str, *, probes_in: Sequence[RunDir], options: AnalysisOptions | None
-) -> Run:
+def _read_run(run_dir: RunDir, config: RunConfig, name: str, *, probes_in: Sequence[RunDir]) -> Run:
     metrics, provenance = run_dir.read_metrics(), run_dir.read_provenance()
     results, problems = _read_results(probes_in, run_dir, config, identity=run_identity(config, provenance))
     test_set = next((result.test_manifest_sha256 for result in results), None)
-    pictures, more = _read_pictures(run_dir, options, test_set=test_set)
+    pictures, more = _read_pictures(run_dir, test_set=test_set)
     run = Run(name, run_dir.path, config, provenance, results, _logged(metrics), pictures)
     problems += more
     if run.has_other_train_set:
@@ -164,7 +158,10 @@ def _read_results(
     for place in places:
         for result in _results_in(place):
             if result.is_of_other_run(identity):
-                problems[place.all_probes] = f"Left out: {of_other_run(place, run_dir, result)}"
+                problems[place.all_probes] = (
+                    f"Left out: {place.all_probes} holds probe results of another run ({result.run}) than "
+                    f"{run_dir.path}; probe this one with an --out of its own."
+                )
             else:
                 key = result.label, result.checkpoint_step, protocol_of(result.probe_config)
                 found.setdefault(key, result)
@@ -181,14 +178,6 @@ def _read_results(
     return tuple(result for result in results if result.data == last.data), [*problems.values(), *said]
 
 
-def of_other_run(place: RunDir, run_dir: RunDir, result: ProbeResult) -> str:
-    """Return a sentence on a result of another run than `run_dir` in the directory of its results."""
-    return (
-        f"{place.all_probes} holds probe results of another run ({result.run}) than {run_dir.path}; probe this one "
-        "with an --out of its own."
-    )
-
-
 def _results_in(place: RunDir) -> Iterator[ProbeResult]:
     """Yield the results of all steps, of each label first the one with the run's own protocol."""
     for step in place.probe_steps():
@@ -199,64 +188,25 @@ def _results_in(place: RunDir) -> Iterator[ProbeResult]:
                 yield read_result(path)
 
 
-def _read_pictures(
-    run_dir: RunDir, options: AnalysisOptions | None, *, test_set: str | None
-) -> tuple[tuple[Picture, ...], list[str]]:
+def _read_pictures(run_dir: RunDir, *, test_set: str | None) -> tuple[tuple[Picture, ...], list[str]]:
     """Return the views and the pictures of the other analyses, and a sentence for each that is left out."""
     pictures: list[Picture] = []
     problems: list[str] = []
-    others = [path for path in sorted(run_dir.analysis.glob("*.png")) if path.stem != "views"]
-    for path in [run_dir.analysis / "views.png", *others]:
+    for path in sorted(run_dir.analysis.glob("*.png"), key=lambda path: (path.stem != "views", path)):
         try:
-            if path in others:
-                result = _read_analysis(path, test_set)
-                pictures.append(
-                    Picture(path.stem, path.read_bytes(), f"step {result.get('checkpoint_step', 'unknown')}")
-                )
-            elif (views := _views(run_dir, options, test_set)) is not None:
-                pictures.append(views)
+            result = _read_analysis(path, test_set)
+            caption = _views_caption(result, path) if path.stem == "views" else f"step {result.get('checkpoint_step')}"
+            pictures.append(Picture(path.stem, path.read_bytes(), caption))
         except UserError as error:
             problems.append(f"Left out: {error}.")
     return tuple(pictures), problems
 
 
-def _views(run_dir: RunDir, options: AnalysisOptions | None, test_set: str | None) -> Picture | None:
-    """Return the grid of views of the newest checkpoint, made now if there is none and if there are `options`.
-
-    An earlier grid stays if the newest cannot be made now from the same test set.
-    """
-    png_path = run_dir.analysis / "views.png"
-    earlier = None
-    if png_path.is_file():
-        result = ViewsResult.parse(_read_analysis(png_path, test_set), where=str(png_path.with_suffix(".json")))
-        earlier = _views_picture(result, png_path.read_bytes())
-        is_chosen = png_path.stat().st_mtime_ns > (run_dir.latest.stat().st_mtime_ns if run_dir.latest.is_file() else 0)
-        if options is None or is_chosen or result.checkpoint_step >= (run_dir.latest_step() or 0):
-            return earlier
-        test_set = result.test_manifest_sha256
-    if options is None:
-        return None
-    try:
-        result, png = measure_views(LoadedRun(run_dir, options))
-    except UserError:
-        if earlier is not None:
-            return earlier
-        raise
-    if earlier is not None and result.test_manifest_sha256 != test_set:
-        return earlier
-    try:
-        write_result(run_dir, "views", result, png)
-    except OSError as error:  # the next report can make it again
-        if (problem := storage_problem(error)) is None:
-            raise
-        logger.info("the views of %s are not saved: %s", run_dir.path, problem)
-    return _views_picture(result, png)
-
-
-def _views_picture(result: ViewsResult, png: bytes) -> Picture:
-    change = "— no number" if result.change is None or not math.isfinite(result.change) else f"{result.change:.4f}"
-    caption = f"{result.views}, step {result.checkpoint_step}; mean change of a pixel {change}"
-    return Picture("views", png, f"{caption}; differences × {result.difference_gain} around middle grey")
+def _views_caption(result: dict[str, Any], png_path: Path) -> str:
+    views = ViewsResult.parse(result, where=str(png_path.with_suffix(".json")))
+    change = "— no number" if views.change is None else f"{views.change:.4f}"
+    caption = f"{views.views}, step {views.checkpoint_step}; mean change of a pixel {change}"
+    return f"{caption}; differences × {views.difference_gain} around middle grey"
 
 
 def _read_analysis(png_path: Path, test_set: str | None) -> dict[str, Any]:

@@ -16,13 +16,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import as_typed, value_at
 from data_pipeline.core.validation import KIND
 from trainer.probes.features import LabelSpace
-from trainer.probes.groups import LEAST_GROUP, Groups
 from trainer.probes.linear import ProbeConfig
 from trainer.probes.online import online_readings
 from trainer.probes.result import ProbeResult
@@ -284,11 +281,16 @@ def _rows(run: Run, encoder: str, factors: Mapping[str, str]) -> Iterator[Measur
                 group="",
                 right_samples=result.right_samples.get("linear", "") if readout == "linear" else "",
             )
-        if (worst := _worst_group(result.groups, classes)) is not None:
-            group, num_right, num = worst
-            readout, value = "linear, worst group", num_right / num
+        worst = [(one, groups) for groups in result.groups if (one := groups.worst("linear")) is not None]
+        if worst:
+            group, groups = min(worst, key=lambda found: found[0].accuracy)
             yield Measurement(
-                **shared_by_result, readout=readout, value=value, num_right=num_right, num_samples=num, group=group
+                **shared_by_result,
+                readout="linear, worst group",
+                value=group.accuracy,
+                num_right=group.num_right,
+                num_samples=group.num_test,
+                group=groups.name(group, classes),
             )
     yield from _online(run, shared)
 
@@ -329,24 +331,6 @@ def _online_num_test(most: int, num_test: int | None, num_labelled: int | None) 
         return most if num_labelled is None else min(most, num_labelled)
     drawn = min(most, num_test)
     return drawn if num_labelled is None else max(1, round(drawn * min(1.0, num_labelled / num_test)))
-
-
-def _worst_group(pairs: Sequence[Groups], classes: Mapping[LabelSpace, Sequence[str]]) -> tuple[str, int, int] | None:
-    """Return the classes, the right samples and all samples of the worst group; None if all are too small.
-
-    Of a small group the accuracy is low by chance alone.
-    """
-    found: list[tuple[float, str, int, int]] = []
-    for groups in (groups for groups in pairs if "linear" in groups.right):
-        num_KL, right_KL = np.array(groups.num_test), np.array(groups.right["linear"])
-        for place in zip(*np.nonzero(num_KL >= LEAST_GROUP), strict=True):
-            names = [
-                classes[label][number] if label in classes else f"{label} {number}"
-                for label, number in zip(groups.labels, place, strict=True)
-            ]
-            right, num = int(right_KL[place]), int(num_KL[place])
-            found.append((right / num, " · ".join(names), right, num))
-    return min(found)[1:] if found else None
 
 
 def _initial(run: Run, result: ProbeResult) -> str:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import re
 import shutil
 import sys
 from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,10 +18,7 @@ from configs.sweep import resolve_sweep
 from data_pipeline.core.errors import UserError
 from tests.trainer.observability.stand_in_wandb import StandIn, stand_in_server
 from tests.trainer.reports.made_runs import PROVENANCE, Page, make_run, report, samples
-from trainer.analyses.views import ViewsResult
 from trainer.report import main
-from trainer.reports import runs as runs_module
-from trainer.reports.runs import read_runs
 from trainer.run_dir import RunDir, write_json
 
 TITLES = {"base": "picture", "overlay": "digit"}
@@ -150,31 +145,6 @@ def test_names_are_text_not_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "<b>run" not in html
     assert "<img src=x" not in html
     assert "&lt;i&gt;x" in html
-
-
-def test_views_of_an_earlier_checkpoint_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a page of a run that went on shows the views of its first report for ever."""
-    run_dir = RunDir(make_run(tmp_path / "run", trained={"base": [0.4]}))
-    old = (run_dir.analysis / "views.png").read_bytes()
-    before = ViewsResult.parse(json.loads((run_dir.analysis / "views.json").read_text()), where="")
-    newer = before.model_copy(update={"checkpoint_step": 20})
-
-    def shown(**options: Any) -> bytes:
-        return read_runs([run_dir.path], **options)[0].pictures[0].png
-
-    made: list[Any] = [(newer.model_copy(update={"test_manifest_sha256": "c" * 64}), old + b"other")]
-    monkeypatch.setattr(runs_module, "measure_views", lambda *_, **__: made[-1])
-    run_dir.latest.write_text("step_00000011")
-    assert shown() == old, "it is of the newest checkpoint"
-    run_dir.latest.write_text("step_00000020")
-    assert shown(make_views=False) == old
-    assert shown() == old, "the test set was replaced"
-    made.append((newer, old + b"new"))
-    assert shown() == old + b"new" == (run_dir.analysis / "views.png").read_bytes()
-    run_dir.latest.write_text("step_00000030")
-    os.utime(run_dir.latest, (0, 0))
-    made.append((newer, old + b"newest"))
-    assert shown() == old + b"new", "`analyze views --step 20` made them"
 
 
 def test_views_and_analyses_of_another_test_set_are_left_out_and_named(

@@ -85,9 +85,7 @@ def test_the_page_of_the_table_is_that_of_the_runs(tmp_path: Path, monkeypatch: 
 
 
 def test_cures_are_marked_by_what_is_told_from_chance(tmp_path: Path) -> None:
-    ((setting,), num_left_out) = settings_of(
-        measure(read_runs(sorted(make_study(tmp_path).iterdir()), make_views=False))
-    )
+    ((setting,), num_left_out) = settings_of(measure(read_runs(sorted(make_study(tmp_path).iterdir()))))
     assert num_left_out == 0
     assert (setting.difficulties, setting.middle, setting.cures) == (("0", "10"), "10", ("IFM", "SimCLR", "viewmaker"))
     easiest, hardest = (column_of(setting, at, "base") for at in setting.difficulties)
@@ -142,7 +140,7 @@ def test_difficulties_begin_with_the_easiest(
     for number, level in enumerate(levels):
         factors = {"difficulty": level} | ({} if easiest is None else {"easiest": easiest})
         cure_run(tmp_path, "IFM", 0.5, bits=number, factors=factors)
-    ((setting,), _) = settings_of(measure(read_runs(sorted(tmp_path.iterdir()), make_views=False)))
+    ((setting,), _) = settings_of(measure(read_runs(sorted(tmp_path.iterdir()))))
     assert setting.difficulties == order
 
 
@@ -150,7 +148,7 @@ def test_raw_pixels_are_a_floor_and_hard_labels_are_those_of_the_factor(tmp_path
     run = RunDir(cure_run(tmp_path, "IFM", 0.5, factors={"hard": "overlay", "easy": "base"}))
     pixels = PROBE.model_copy(update={"reads": "pixels"})
     write_json(run.probes(0) / "overlay-reads_pixels.json", probe_result("overlay", 0, [0.66], 400, config=pixels))
-    ((setting,), _) = settings_of(measure(read_runs([run.path], make_views=False)))
+    ((setting,), _) = settings_of(measure(read_runs([run.path])))
     assert (setting.hard, setting.easy) == (("overlay",), ("base",))
     column = column_of(setting, "10", "overlay")
     assert column.pixels is not None

@@ -22,7 +22,7 @@ from trainer.run_dir import RunDir, write_json
 
 
 def rows_of(*paths: Path) -> list[Measurement]:
-    return measure(read_runs(paths, make_views=False))
+    return measure(read_runs(paths))
 
 
 def values(rows: list[Measurement], **wanted: Any) -> list[float]:
@@ -114,7 +114,7 @@ def test_every_setting_of_a_protocol_is_in_its_words() -> None:
 def test_a_seed_counts_once_and_the_copy_is_named(tmp_path: Path) -> None:
     first = make_run(tmp_path / "first", trained={"base": [0.4]}, untrained={"base": [0.2]})
     copy = make_run(tmp_path / "copy", trained={"base": [0.4]})
-    runs, (problem,) = without_copies(read_runs([first, copy], make_views=False))
+    runs, (problem,) = without_copies(read_runs([first, copy]))
     assert values(measure(runs), readout="linear") == [0.2, 0.4]
     assert str(copy) in problem
 
@@ -125,14 +125,14 @@ def test_data_that_were_replaced_are_left_out_or_kept_apart(tmp_path: Path) -> N
     for step in (0, 5):
         other = probe_result("base", step, [0.333], 1000) | {"test_manifest_sha256": "c" * 64}
         write_json(run.probes(step) / "base.json", other)
-    (read,) = read_runs([run.path], make_views=False)
+    (read,) = read_runs([run.path])
     assert [result.checkpoint_step for result in read.results] == [11]
     assert all("on other data" in problem for problem in read.problems)
     assert len(read.problems) == 2
 
     before = PROVENANCE | {"train_manifest_sha256": "c" * 64}
     old = make_run(tmp_path / "old", trained={"base": [0.8]}, seed=1, provenance=before)
-    runs = read_runs([run.path, old], make_views=False)
+    runs = read_runs([run.path, old])
     assert len(compare(measure(runs))) == 2
     assert any("another train set (manifest cccccccccccc)" in problem for problem in runs[1].problems)
 
@@ -140,7 +140,7 @@ def test_data_that_were_replaced_are_left_out_or_kept_apart(tmp_path: Path) -> N
 def test_results_of_another_run_are_left_out_and_named(tmp_path: Path) -> None:
     run = RunDir(make_run(tmp_path / "run", provenance=PROVENANCE | {"host": "a"}))
     write_json(run.probes(11) / "base.json", probe_result("base", 11, [0.4], 1000) | {"run": "somebody else's"})
-    (read,) = read_runs([run.path], make_views=False)
+    (read,) = read_runs([run.path])
     assert not read.results
     assert any("of another run" in problem for problem in read.problems)
 
@@ -149,7 +149,7 @@ def test_a_config_that_was_edited_and_samples_that_were_left_out_are_named(tmp_p
     run = RunDir(make_run(tmp_path / "run"))
     write_json(run.provenance, PROVENANCE | {"config": json.loads(run.config.read_text()) | {"num_epochs": 3}})
     run.metrics.write_text('{"step": 1, "data/bad_samples": 7.0}\n')
-    (read,) = read_runs([run.path], make_views=False)
+    (read,) = read_runs([run.path])
     assert any("num_epochs" in problem for problem in read.problems)
     assert any("7 bad samples" in problem for problem in read.problems)
 
