@@ -48,10 +48,10 @@ class ChannelDropoutConfig(BaseViewsConfig):
     def build(self, given: ViewsInputs) -> ChannelDropout:
         return ChannelDropout(self)
 
-    def check_channels(self, num_channels: int, *, where: str = "views") -> None:
+    def check_channels(self, num_channels: int) -> None:
         if num_channels < 2:
             raise ValueError(
-                f'{where} of kind "{self.kind}" lose some channels of a picture and keep others, but pictures have '
+                f'views of kind "{self.kind}" lose some channels of a picture and keep others, but pictures have '
                 f"{num_channels} channel; use other views"
             )
 

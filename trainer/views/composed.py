@@ -14,7 +14,7 @@ Legend: B samples, C channels, H rows, W columns.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 import torch
@@ -45,14 +45,14 @@ class _ComposedConfig(BaseViewsConfig):
     """The base of the configs of compositions: what they can do follows from their single policies."""
 
     @property
-    def members(self) -> Mapping[str, SingleConfig | SequenceConfig]:
-        """Return the policies of the composition by the names of their settings, such as "parts[0]", in their order."""
+    def members(self) -> tuple[SingleConfig | SequenceConfig, ...]:
+        """Return the policies of the composition, in their order."""
         raise NotImplementedError
 
     @property
     def singles(self) -> tuple[SingleConfig, ...]:
         """Return the configs of the single policies, in their order."""
-        return _singles_of(*self.members.values())
+        return _singles_of(*self.members)
 
     @property
     def is_learned(self) -> bool:  # type: ignore[override]
@@ -68,16 +68,16 @@ class _ComposedConfig(BaseViewsConfig):
 
     def check_medium(self, mel: MelConfig | None) -> None:
         super().check_medium(mel)
-        for member in self.members.values():
+        for member in self.members:
             member.check_medium(mel)
 
     def check_image_size(self, *, height: int, width: int) -> None:
         for single in self.singles:
             single.check_image_size(height=height, width=width)
 
-    def check_channels(self, num_channels: int, *, where: str = "views") -> None:
-        for name, member in self.members.items():
-            member.check_channels(num_channels, where=f"{where}.{name}")
+    def check_channels(self, num_channels: int) -> None:
+        for single in self.singles:
+            single.check_channels(num_channels)
 
     @model_validator(mode="after")
     def _has_one_viewmaker(self) -> Self:
@@ -97,8 +97,8 @@ class SequenceConfig(_ComposedConfig):
     parts: Annotated[tuple[_Part, ...], Field(min_length=1, max_length=8)]
 
     @property
-    def members(self) -> Mapping[str, SingleConfig | SequenceConfig]:
-        return {f"parts[{number}]": part for number, part in enumerate(self.parts)}
+    def members(self) -> tuple[SingleConfig | SequenceConfig, ...]:
+        return self.parts
 
     def build(self, given: ViewsInputs) -> Sequence:
         return Sequence(part.build(given) for part in self.parts)
@@ -147,8 +147,8 @@ class PairConfig(_ComposedConfig):
     second: _Member
 
     @property
-    def members(self) -> Mapping[str, SingleConfig | SequenceConfig]:
-        return {"first": self.first, "second": self.second}
+    def members(self) -> tuple[SingleConfig | SequenceConfig, ...]:
+        return self.first, self.second
 
     def build(self, given: ViewsInputs) -> Pair:
         return Pair(self.first.build(given), self.second.build(given))
@@ -186,8 +186,8 @@ class ByEpochConfig(_ComposedConfig):
     policies: Annotated[tuple[_Member, ...], Field(min_length=2, max_length=MOST_TURNS)]
 
     @property
-    def members(self) -> Mapping[str, SingleConfig | SequenceConfig]:
-        return {f"policies[{number}]": policy for number, policy in enumerate(self.policies)}
+    def members(self) -> tuple[SingleConfig | SequenceConfig, ...]:
+        return self.policies
 
     def learns_in(self, epoch: int) -> bool:
         return self.policies[epoch % len(self.policies)].is_learned

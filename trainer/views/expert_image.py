@@ -17,6 +17,8 @@ Legend: B samples, C channels, H rows, W columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Annotated, Final, Literal, Self
@@ -29,19 +31,10 @@ from data_pipeline.core.counter_rng import DrawKeys, uniform
 from data_pipeline.core.random_crop import NUM_CROP_NUMBERS, CropLaw, between, crop_boxes, crop_boxes_of_squares
 from data_pipeline.core.schema import PositiveShare, Share
 from trainer.views.colour import HUE, LUMA, NUM_COLOURS, JitterDraws, jitter_colour_, luma
-from trainer.views.expert_draws import ExpertDraws
-from trainer.views.few_kernels import apply_draws_in_few_kernels
+from trainer.views.few_kernels import change_colours
 from trainer.views.inputs import check_pictures, rows_of, without_autocast
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
-from trainer.views.resampling import (
-    CropDraws,
-    blur_,
-    constant_blur_,
-    crop_and_flip,
-    gaussian_blur_matrix,
-    per_picture,
-    pil_blur_matrix,
-)
+from trainer.views.resampling import blur, blur_, crop_and_flip, gaussian_blur_matrix, per_picture, pil_blur_matrix
 
 Aspect = Annotated[float, Field(ge=0.01, le=100)]
 Sigma = Annotated[float, Field(ge=0.01, le=1_000)]  # pixels; twice its square is a denominator
@@ -114,12 +107,12 @@ class ExpertImageConfig(BaseViewsConfig):
     def build(self, given: ViewsInputs) -> ExpertImage:
         return ExpertImage(self)
 
-    def check_channels(self, num_channels: int, *, where: str = "views") -> None:
+    def check_channels(self, num_channels: int) -> None:
         changes_colours = self.jitters or self.grayscale_probability > 0
         if changes_colours and num_channels != NUM_COLOURS:
             raise ValueError(
                 f"colour jitter and grayscale need pictures of {NUM_COLOURS} channels, got {num_channels}; set "
-                f"{where}.jitter_probability=0 and {where}.grayscale_probability=0"
+                "jitter_probability=0 and grayscale_probability=0 in these views"
             )
 
     def without_colours(self) -> Self:
@@ -173,6 +166,26 @@ NO_VIEWS: Final = ExpertImageConfig(
 )
 
 
+@dataclass(frozen=True)
+class ExpertDraws:
+    """The random parameters of one view of each sample; None for an operation that is switched off.
+
+    Attributes:
+        box_B4: float32, top, left, height and width of the crop in whole pixels.
+        flip_B, gray_B: bool.
+        jitter: see its class.
+        sigma_B: sigma of the blur, in pixels; 0 for a picture without blur.
+        blur_matrix: a function that returns the weights of the blur along an axis, such as `pil_blur_matrix`.
+    """
+
+    box_B4: Tensor | None
+    flip_B: Tensor | None
+    jitter: JitterDraws | None
+    gray_B: Tensor | None
+    sigma_B: Tensor | None
+    blur_matrix: Callable[..., Tensor]
+
+
 class ExpertImage(nn.Module):
     """The expert view policy: a module `policy(images_BCHW, keys, masks_BHW) -> views_BCHW` without parameters.
 
@@ -206,20 +219,40 @@ class ExpertImage(nn.Module):
         self.config.check_channels(C)
         draws = draw(self.config, keys, size=(H, W))
         with without_autocast(images_BCHW.device):  # a crop in bfloat16 would lose shades
-            if images_BCHW.device.type != "cpu" and not images_BCHW.requires_grad:
-                luma_C, identity_CC = (constant.to(images_BCHW) for constant in (self.luma_C, self.identity_CC))
-                return apply_draws_in_few_kernels(images_BCHW, draws, luma_C=luma_C, identity_CC=identity_CC)
+            if images_BCHW.device.type != "cpu":
+                return self.apply_draws(images_BCHW, draws, in_few_kernels=True)
             # Threads wait for each other after each operation, so several threads get more at a time.
             threads = torch.get_num_threads()
             size = max(1, _VALUES_ON_CPU * (1 if threads == 1 else 16 * threads) // (C * H * W))
             if size >= B or images_BCHW.requires_grad:
-                return apply_draws(images_BCHW, draws)
+                return self.apply_draws(images_BCHW, draws)
             # A few at a time, so that their numbers stay in the cache. The bits are those of the whole batch.
             views_BCHW = torch.empty_like(images_BCHW, memory_format=torch.contiguous_format)
             for first in range(0, B, size):
                 rows = slice(first, first + size)
-                views_BCHW[rows] = apply_draws(images_BCHW[rows], rows_of(draws, rows))
+                views_BCHW[rows] = self.apply_draws(images_BCHW[rows], rows_of(draws, rows))
             return views_BCHW
+
+    def apply_draws(self, images_BCHW: Tensor, draws: ExpertDraws, *, in_few_kernels: bool = False) -> Tensor:
+        """Return the views with these parameters, (B, C, H, W) float32 in [0, 1] like the pictures, in new memory.
+
+        The order is crop, flip, jitter, grayscale, blur. The published code of the default policy flips last, with the
+        same result: a flip commutes with everything except the crop. A blur commutes with grayscale, but not with the
+        jitter, which clamps.
+
+        The host reads the draws, and leaves out what changes no picture. With `in_few_kernels`, for GPUs, it reads
+        nothing, so it never waits for the device; the views are the same up to rounding.
+        """
+        x_BCHW = crop_and_flip(images_BCHW, draws.box_B4, draws.flip_B)
+        if in_few_kernels:
+            luma_C, identity_CC = (constant.to(x_BCHW) for constant in (self.luma_C, self.identity_CC))
+            x_BCHW = change_colours(x_BCHW, draws.jitter, draws.gray_B, luma_C=luma_C, identity_CC=identity_CC)
+            return x_BCHW if draws.sigma_B is None else blur(x_BCHW, draws.sigma_B, draws.blur_matrix)
+        if draws.jitter is not None:
+            jitter_colour_(x_BCHW, draws.jitter.factor_B4, draws.jitter.order_B4)
+        if draws.gray_B is not None and draws.gray_B.any():
+            x_BCHW.lerp_(luma(x_BCHW), per_picture(draws.gray_B.to(x_BCHW.dtype)))
+        return x_BCHW if draws.sigma_B is None else blur_(x_BCHW, draws.sigma_B, draws.blur_matrix)
 
 
 def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int | tuple[int, int]) -> ExpertDraws:
@@ -228,7 +261,7 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int | tuple[int, in
     numbers = torch.split(uniform(keys, sum(_DRAWS.values()), purpose=_PURPOSE), list(_DRAWS.values()), dim=1)
     u = dict(zip(_DRAWS, numbers, strict=True))
 
-    crop = flip_B = jitter = gray_B = pil_sigma_B = sigma_B = constant_blur_B = None
+    box_B4 = flip_B = jitter = gray_B = sigma_B = None
     if config.area is not None:
         if height == width:
             box_B4 = crop_boxes_of_squares(u["crop"], height, scale=config.area, ratio=config.aspect)
@@ -237,7 +270,6 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int | tuple[int, in
             sizes_12 = height + (width - height) * torch.arange(2, device=u["crop"].device)[None]
             low, high = (aspect * width / height for aspect in config.aspect)
             box_B4 = crop_boxes(u["crop"], sizes_12, scale=config.area, ratio=(low, high))
-        crop = CropDraws(*box_B4.unbind(dim=1))
     if config.flip_probability:
         flip_B = u["flip"][:, 0] < config.flip_probability
     if config.jitters:
@@ -251,46 +283,13 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int | tuple[int, in
         jitter = JitterDraws(factor_B4=change_B4, order_B4=u["jitter_order"].argsort(dim=1, stable=True))
     if config.grayscale_probability:
         gray_B = u["grayscale"][:, 0] < config.grayscale_probability
+    blur_matrix: Callable[..., Tensor] = pil_blur_matrix
     if config.blur_probability:
-        blurred_B = u["blur"][:, 0] < config.blur_probability
-        drawn_sigma_B = between(config.blur_sigma, u["sigma"])[:, 0] * blurred_B
-        match config.blur:
-            case "pil":
-                pil_sigma_B = drawn_sigma_B
-            case "gaussian" | "simclr":
-                sigma_B = drawn_sigma_B
-            case "constant":
-                constant_blur_B = blurred_B
+        limits = (1.0, 1.0) if config.blur == "constant" else config.blur_sigma
+        sigma_B = between(limits, u["sigma"])[:, 0] * (u["blur"][:, 0] < config.blur_probability)
+        if config.blur in ("gaussian", "simclr"):
+            reach = min(height, width) // _SIMCLR_BLUR if config.blur == "simclr" else None
+            blur_matrix = partial(gaussian_blur_matrix, reach=reach)
     return ExpertDraws(
-        crop=crop,
-        flip_B=flip_B,
-        jitter=jitter,
-        gray_B=gray_B,
-        pil_sigma_B=pil_sigma_B,
-        sigma_B=sigma_B,
-        reach=min(height, width) // _SIMCLR_BLUR if config.blur == "simclr" else None,
-        constant_blur_B=constant_blur_B,
+        box_B4=box_B4, flip_B=flip_B, jitter=jitter, gray_B=gray_B, sigma_B=sigma_B, blur_matrix=blur_matrix
     )
-
-
-def apply_draws(images_BCHW: Tensor, draws: ExpertDraws) -> Tensor:
-    """Return the views with these parameters, (B, C, H, W) float32 in [0, 1] like the pictures, in new memory.
-
-    The order is crop, flip, jitter, grayscale, blur. The published code of the default policy flips last, with the same
-    result: a flip commutes with everything except the crop. A blur commutes with grayscale, but not with the jitter,
-    which clamps.
-
-    This is the form for CPUs, whose host may read the draws; see `trainer.views.few_kernels` for GPUs.
-    """
-    x_BCHW = crop_and_flip(images_BCHW, draws.crop, draws.flip_B)
-    if draws.jitter is not None:
-        jitter_colour_(x_BCHW, draws.jitter.factor_B4, draws.jitter.order_B4)
-    if draws.gray_B is not None and draws.gray_B.any():
-        x_BCHW.lerp_(luma(x_BCHW), per_picture(draws.gray_B.to(x_BCHW.dtype)))
-    if draws.pil_sigma_B is not None:
-        x_BCHW = blur_(x_BCHW, draws.pil_sigma_B, pil_blur_matrix)
-    if draws.sigma_B is not None:
-        x_BCHW = blur_(x_BCHW, draws.sigma_B, partial(gaussian_blur_matrix, reach=draws.reach))
-    if draws.constant_blur_B is not None:
-        x_BCHW = constant_blur_(x_BCHW, draws.constant_blur_B)
-    return x_BCHW

@@ -1,4 +1,4 @@
-"""Expert views in few kernels, for GPUs: the same draws as on a CPU, and the same views up to rounding.
+"""Colour changes in few kernels, for GPUs: the same draws as on a CPU, and the same views up to rounding.
 
 At the batch sizes of the papers, launching a kernel takes a GPU longer than running it. So this file computes some
 numbers that a CPU leaves out, if that saves kernels. Brightness, contrast, saturation and grayscale multiply the three
@@ -10,47 +10,20 @@ colour jitter.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from trainer.views.colour import CONTRAST, HUE, SATURATION, JitterDraws
-from trainer.views.expert_draws import ExpertDraws
-from trainer.views.resampling import (
-    blur,
-    constant_blur,
-    crop_and_flip,
-    gaussian_blur_matrix,
-    per_picture,
-    pil_blur_matrix,
-)
-
-
-def apply_draws_in_few_kernels(
-    images_BCHW: Tensor, draws: ExpertDraws, *, luma_C: Tensor, identity_CC: Tensor
-) -> Tensor:
-    """Return the views with these parameters, (B, C, H, W) float32 in [0, 1] like the pictures, in new memory.
-
-    Equals `trainer.views.expert_image.apply_draws` up to rounding, and never makes the host wait for the device. The
-    weights of `trainer.views.colour.LUMA` and a 3 x 3 identity are arguments, because making them takes kernels.
-    """
-    x_BCHW = crop_and_flip(images_BCHW, draws.crop, draws.flip_B)
-    if draws.jitter is not None or draws.gray_B is not None:
-        x_BCHW = change_colours(x_BCHW, draws.jitter, draws.gray_B, luma_C=luma_C, identity_CC=identity_CC)
-    if draws.pil_sigma_B is not None:
-        x_BCHW = blur(x_BCHW, draws.pil_sigma_B, pil_blur_matrix)
-    if draws.sigma_B is not None:
-        x_BCHW = blur(x_BCHW, draws.sigma_B, partial(gaussian_blur_matrix, reach=draws.reach))
-    if draws.constant_blur_B is not None:
-        x_BCHW = torch.where(per_picture(draws.constant_blur_B), constant_blur(x_BCHW), x_BCHW)
-    return x_BCHW
 
 
 def change_colours(
     x_BCHW: Tensor, jitter: JitterDraws | None, gray_B: Tensor | None, *, luma_C: Tensor, identity_CC: Tensor
 ) -> Tensor:
-    """Return the pictures after `trainer.views.colour.jitter_colour_` and grayscale, either of which may be None."""
+    """Return the pictures after `trainer.views.colour.jitter_colour_` and grayscale, either of which may be None.
+
+    Never makes the host wait for the device. `luma_C`, the weights of `trainer.views.colour.LUMA`, and a 3 x 3 identity
+    are arguments, because making them takes kernels.
+    """
     x_BCP = x_BCHW.flatten(2)
     if jitter is not None:
         x_BCP = _jitter(x_BCP, jitter, luma_C, identity_CC)

@@ -57,9 +57,9 @@ class MultiCropConfig(BaseViewsConfig):
                 f"{height} or less"
             )
 
-    def check_channels(self, num_channels: int, *, where: str = "views") -> None:
-        self.global_views.check_channels(num_channels, where=f"{where}.global_views")
-        self.local_views.check_channels(num_channels, where=f"{where}.local_views")
+    def check_channels(self, num_channels: int) -> None:
+        self.global_views.check_channels(num_channels)
+        self.local_views.check_channels(num_channels)
 
 
 class MultiCrop(nn.Module):

@@ -92,11 +92,8 @@ class BaseViewsConfig(KindConfig):
     def check_image_size(self, *, height: int, width: int) -> None:
         """Raise `ValueError` if views cannot be made of pictures or spectrograms of that size."""
 
-    def check_channels(self, num_channels: int, *, where: str = "views") -> None:
-        """Raise `ValueError` if views cannot be made of pictures with that number of channels.
-
-        `where` is the place of this policy in the config, for the error.
-        """
+    def check_channels(self, num_channels: int) -> None:
+        """Raise `ValueError` if views cannot be made of pictures with that number of channels."""
 
     @property
     def num_further(self) -> int:

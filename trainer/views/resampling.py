@@ -10,48 +10,41 @@ batch that are blurred.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class CropDraws:
-    """The boxes of crops in whole pixels, (B,) float32 each."""
-
-    top_B: Tensor
-    left_B: Tensor
-    height_B: Tensor
-    width_B: Tensor
-
-
-def crop_and_flip(images_BCHW: Tensor, crop: CropDraws | None, flip_B: Tensor | None) -> Tensor:
+def crop_and_flip(images_BCHW: Tensor, box_B4: Tensor | None, flip_B: Tensor | None) -> Tensor:
     """Return the pictures cropped and flipped, in new contiguous memory even if nothing changes.
 
-    The crop is bilinear with half-pixel centres, and edge pixels of the box are repeated. A crop is never larger than
-    its picture, so the antialiasing of torchvision and PIL would change nothing.
+    `box_B4` is top, left, height and width of each crop, in whole pixels. The crop is bilinear with half-pixel centres,
+    and edge pixels of the box are repeated. A crop is never larger than its picture, so the antialiasing of torchvision
+    and PIL would change nothing.
     """
-    if crop is None:
+    if box_B4 is None:
         x_BCHW = images_BCHW.clone(memory_format=torch.contiguous_format)
         return x_BCHW if flip_B is None else torch.where(per_picture(flip_B), x_BCHW.flip(3), x_BCHW)
     B, _, H, W = images_BCHW.shape
-    y_BH = _crop_source(crop.top_B, crop.height_B, None, size=H)
-    x_BW = _crop_source(crop.left_B, crop.width_B, flip_B, size=W)
+    if H == W:  # both axes at once: half as many kernels
+        y_BH, x_BW = _crop_source(box_B4, size=H).unbind(1)
+    else:
+        y_BH, x_BW = _crop_source(box_B4, size=H)[:, 0], _crop_source(box_B4, size=W)[:, 1]
+    if flip_B is not None:
+        x_BW = torch.where(flip_B[:, None], x_BW.flip(1), x_BW)
     grid_BHW2 = torch.stack([x_BW[:, None, :].expand(B, H, W), y_BH[:, :, None].expand(B, H, W)], dim=3)
     x_BCHW = F.grid_sample(images_BCHW, grid_BHW2, mode="bilinear", padding_mode="border", align_corners=False)
     return x_BCHW.contiguous()
 
 
-def _crop_source(start_B: Tensor, length_B: Tensor, mirror_B: Tensor | None, *, size: int) -> Tensor:
-    """Return the positions on an axis from which the pixels of a crop are read, (B, size), from -1 to 1."""
-    centre_BQ = torch.arange(0.5, size, dtype=start_B.dtype, device=start_B.device).expand(len(start_B), size)
-    if mirror_B is not None:
-        centre_BQ = torch.where(mirror_B[:, None], size - centre_BQ, centre_BQ)
-    source_BQ = (centre_BQ * (length_B[:, None] / size)).sub_(0.5).clamp_min_(0)
-    source_BQ = source_BQ.minimum((length_B - 1)[:, None]).add_(start_B[:, None])
-    return source_BQ.mul_(2 / size).add_(1 / size - 1)  # for `grid_sample`
+def _crop_source(box_B4: Tensor, *, size: int) -> Tensor:
+    """Return the positions on either axis from which the pixels of a crop are read, (B, 2, size), from -1 to 1."""
+    start_B21, length_B21 = box_B4[:, :, None].chunk(2, dim=1)
+    centre_Q = torch.arange(0.5, size, dtype=box_B4.dtype, device=box_B4.device)
+    source_B2Q = (centre_Q * (length_B21 / size)).sub_(0.5).clamp_min_(0)
+    source_B2Q = source_B2Q.minimum(length_B21 - 1).add_(start_B21)
+    return source_B2Q.mul_(2 / size).add_(1 / size - 1)  # for `grid_sample`
 
 
 def gaussian_blur_matrix(sigma_B: Tensor, *, size: int, reach: int | None = None) -> Tensor:
@@ -107,28 +100,15 @@ def _matrix_of_filter(weight_BP: Tensor) -> Tensor:
     return matrix_BQP
 
 
-def constant_blur_matrix(*, size: int, device: torch.device | None = None) -> Tensor:
-    """Return the (size, size) weights of PIL's `GaussianBlur(radius=1)` along one axis.
-
-    PIL applies three box filters, whose variances add up to the variance of the Gaussian. For radius 1 the box is 3/2
-    pixels wide and has the weights 1/6, 2/3, 1/6. Each box repeats the edge pixels again.
-    """
-    identity_QP = torch.eye(size, device=device)
-    pixel_Q = torch.arange(size, device=device)
-    above_QP, below_QP = identity_QP[(pixel_Q - 1).clamp_min(0)], identity_QP[(pixel_Q + 1).clamp_max(size - 1)]
-    box_QP = (4 * identity_QP + above_QP + below_QP) / 6
-    return box_QP @ box_QP @ box_QP
-
-
 def apply_matrices(x_BCHW: Tensor, rows_BQP: Tensor, columns_BQP: Tensor) -> Tensor:
-    """Return `rows @ channel @ columns.T` for each sample."""
+    """Return `rows @ channel @ columns.T` for each sample; the matrices of one sample (B = 1) serve for all."""
     B, C, H, W = x_BCHW.shape
-    across_BCHW = torch.bmm(x_BCHW.reshape(B, C * H, W), columns_BQP.mT).view(B, C, H, W)
+    across_BCHW = torch.bmm(x_BCHW.reshape(B, C * H, W), columns_BQP.mT.expand(B, -1, -1)).view(B, C, H, W)
     return torch.matmul(rows_BQP[:, None], across_BCHW)
 
 
 def blur(x_BCHW: Tensor, sigma_B: Tensor, matrix_of: Callable[..., Tensor]) -> Tensor:
-    """Return the pictures, each blurred with its own sigma.
+    """Return the pictures, each blurred with its own sigma, or all with the only one.
 
     `matrix_of` is `pil_blur_matrix` or `gaussian_blur_matrix`.
     """
@@ -140,19 +120,10 @@ def blur(x_BCHW: Tensor, sigma_B: Tensor, matrix_of: Callable[..., Tensor]) -> T
 def blur_(x_BCHW: Tensor, sigma_B: Tensor, matrix_of: Callable[..., Tensor]) -> Tensor:
     """Do `blur` in place, and leave out pictures with a sigma of 0, which gives the same bits."""
     some_S = sigma_B.nonzero()[:, 0]
-    return x_BCHW.index_copy_(0, some_S, blur(x_BCHW.index_select(0, some_S), sigma_B[some_S], matrix_of))
-
-
-def constant_blur(x_BCHW: Tensor) -> Tensor:
-    """Return the pictures blurred like PIL's `GaussianBlur(radius=1)`."""
-    rows_QP, columns_QP = (constant_blur_matrix(size=size, device=x_BCHW.device) for size in x_BCHW.shape[2:])
-    return rows_QP @ (x_BCHW @ columns_QP.T)
-
-
-def constant_blur_(x_BCHW: Tensor, blurred_B: Tensor) -> Tensor:
-    """Do `constant_blur` of the pictures in `blurred_B`, in place; leave out the others."""
-    some_S = blurred_B.nonzero()[:, 0]
-    return x_BCHW.index_copy_(0, some_S, constant_blur(x_BCHW.index_select(0, some_S)))
+    sigma_S = sigma_B[some_S]
+    if (sigma_S == sigma_S[:1]).all():  # one matrix blurs all, at twice the speed
+        sigma_S = sigma_S[:1]
+    return x_BCHW.index_copy_(0, some_S, blur(x_BCHW.index_select(0, some_S), sigma_S, matrix_of))
 
 
 def per_picture(x_B: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ def test_pictures_of_one_channel_and_sounds_are_refused() -> None:
     sequence = {"kind": "sequence", "parts": [{"kind": "random_mask", "rescale": False}, {"kind": "channel_dropout"}]}
     config = TypeAdapter(ViewsConfig).validate_python(sequence)
     config.check_channels(3)
-    with pytest.raises(ValueError, match=r'views.parts\[1\] of kind "channel_dropout" .* pictures have 1 channel'):
+    with pytest.raises(ValueError, match=r'views of kind "channel_dropout" .* pictures have 1 channel'):
         config.check_channels(1)
     with pytest.raises(ValueError, match="pictures have 1 channel"):
         ChannelDropout(ChannelDropoutConfig())(torch.rand(2, 1, 4, 4), keys(2))

@@ -25,48 +25,20 @@ from data_pipeline.core.random_crop import (
 )
 from tests.trainer.views.kolmogorov import ks_p_value
 from trainer.views import expert_image
-from trainer.views.colour import (
-    BRIGHTNESS,
-    CONTRAST,
-    HUE,
-    LUMA,
-    SATURATION,
-    blend_,
-    jitter_colour_,
-    luma,
-    shift_hue_,
-)
-from trainer.views.expert_draws import ExpertDraws
+from trainer.views.colour import BRIGHTNESS, CONTRAST, HUE, SATURATION, blend_, luma, shift_hue_
 from trainer.views.expert_image import (
     HUANG_LETTERS,
+    ExpertDraws,
     ExpertImage,
     ExpertImageConfig,
-    apply_draws,
     draw,
     huang_views,
 )
-from trainer.views.few_kernels import apply_draws_in_few_kernels
 from trainer.views.inputs import rows_of
-from trainer.views.resampling import (
-    CropDraws,
-    apply_matrices,
-    blur_,
-    constant_blur_,
-    constant_blur_matrix,
-    crop_and_flip,
-    gaussian_blur_matrix,
-    pil_blur_matrix,
-)
+from trainer.views.resampling import apply_matrices, blur_, crop_and_flip, gaussian_blur_matrix, pil_blur_matrix
 
 LUMA_TOLERANCE = 2e-4  # torchvision's tensors weigh red by 0.2989, PIL and we by 0.299
-# Draws for seed 3, epoch 0, view 0 and the samples 0, 1, ...
-GOLDEN_BOXES = [[0, 5, 21, 17], [3, 1, 29, 27]]
-GOLDEN_FACTORS = [
-    [0.7444413900, 1.1300711632, 1.1126406193, 0.0682309046],
-    [1.0770692825, 0.7123368979, 1.0972925425, 0.0276626237],
-]
-GOLDEN_SIGMAS = [0.6579807401, 0.3608081937, 0.6144099236, 0]
-COMPOSED = ["ab", "abc", "abcd", "abcde", "ad", "bcde", "ce"]
+GAUSSIAN, SIMCLR = ExpertImageConfig(blur="gaussian"), ExpertImageConfig(blur="simclr")
 
 
 def keys(num: int, *, seed: int = 0, epoch: int = 0, view: int = 0) -> DrawKeys:
@@ -85,23 +57,19 @@ def pictures(num: int, *, size: int = 32) -> Tensor:
     return x
 
 
-def box(crop: CropDraws, i: int) -> list[int]:
-    """Sample i's top, left, height and width, as torchvision takes them."""
-    return [int(side[i]) for side in (crop.top_B, crop.left_B, crop.height_B, crop.width_B)]
-
-
 @pytest.mark.parametrize("antialias", [False, True])
-def test_crop_and_flip_equal_torchvision(antialias: bool) -> None:
+@pytest.mark.parametrize("width", [32, 20])
+def test_crop_and_flip_equal_torchvision(width: int, antialias: bool) -> None:
     """Antialiasing changes nothing, because a crop is never larger than the picture that it is resized to."""
-    draws = draw(ExpertImageConfig(area=(0.01, 1.0)), keys(200), size=32)
-    crop, flip_B = draws.crop, draws.flip_B
-    assert crop is not None
+    draws = draw(ExpertImageConfig(area=(0.01, 1.0)), keys(200), size=(32, width))
+    box_B4, flip_B = draws.box_B4, draws.flip_B
+    assert box_B4 is not None
     assert flip_B is not None
-    x = pictures(200)
-    ours = crop_and_flip(x, crop, flip_B)
-    for i in range(len(x)):
+    x = pictures(200)[..., :width]
+    ours = crop_and_flip(x, box_B4, flip_B)
+    for i, box in enumerate(box_B4.int().tolist()):
         expected = tv.resized_crop(
-            x[i], *box(crop, i), size=[32, 32], interpolation=InterpolationMode.BILINEAR, antialias=antialias
+            x[i], *box, size=[32, width], interpolation=InterpolationMode.BILINEAR, antialias=antialias
         )
         expected = tv.horizontal_flip(expected) if flip_B[i] else expected
         torch.testing.assert_close(ours[i], expected, atol=1e-5, rtol=0)
@@ -187,58 +155,10 @@ def test_pil_blur_is_that_of_pil(size: int, sigma: float) -> None:
     assert (ours - pil).abs().mean() < 1 / 255
 
 
-@pytest.mark.parametrize(
-    ("sigma", "of_pil", "of_gaussian"), [(0.3, 0.3, 0.088), (0.5, 0.5, 0.4637), (1.0, 1.0, 1.0), (2.0, 2.0, 2.0)]
-)
-def test_pil_blurs_as_far_as_asked_where_a_sampled_gaussian_does_not(
-    sigma: float, of_pil: float, of_gaussian: float
-) -> None:
-    """The standard deviation of the weights of the middle pixel."""
-    distance = torch.arange(65) - 32
-    for matrix_of, expected in ((pil_blur_matrix, of_pil), (gaussian_blur_matrix, of_gaussian)):
-        weight = matrix_of(torch.tensor([sigma], dtype=torch.float64), size=65)[0, 32]
-        assert float(weight.sum()) == pytest.approx(1)
-        assert float((weight * distance**2).sum().sqrt()) == pytest.approx(expected, abs=1e-3)
-
-
-@pytest.mark.parametrize("size", [32, 7, 2])
-def test_constant_blur_is_that_of_pil(size: int) -> None:
-    """Ours are PIL's filters without the rounding, and with it they are PIL's: one level aside, in one pixel of 100."""
-    x = (pictures(40)[..., :size, :size] * 255).round() / 255
-    matrix = constant_blur_matrix(size=size).expand(40, -1, -1)
-    ours = apply_matrices(x, matrix, matrix)
-    torch.testing.assert_close(constant_blur_(x.clone(), torch.ones(40, dtype=torch.bool)), ours, atol=1e-6, rtol=0)
-    for picture, view in zip(x, ours, strict=True):
-        torch.testing.assert_close(view, boxes_of_pil(picture.double()).float(), atol=1e-6, rtol=0)
-    pil = torch.stack(
-        [on_pil(picture, lambda image: image.filter(ImageFilter.GaussianBlur(radius=1))) for picture in x]
-    )
-    with_rounding = torch.stack([boxes_of_pil(picture.double(), rounded=True) for picture in x])
-    levels = ((pil - with_rounding) * 255).abs().round()
-    assert levels.max() <= 1
-    assert levels.mean() < 0.01
-    assert (ours - pil).abs().mean() < 1 / 255
-
-
-def test_no_blur_leaves_exactly_the_picture() -> None:
-    x, some = pictures(8), torch.arange(8) % 2 == 0
-    for blurred in (
-        constant_blur_(x.clone(), some),
-        *(blur_(x.clone(), 2.0 * some, matrix_of) for matrix_of in (pil_blur_matrix, gaussian_blur_matrix)),
-    ):
-        assert torch.equal(blurred[~some], x[~some])
-        assert ((blurred - x)[some].abs().amax(dim=(1, 2, 3)) > 0.1).all()
-
-
-def one_by_one(x: Tensor, draws: ExpertDraws, i: int, *, flip_last: bool) -> Tensor:
-    """Sample i's view by torchvision's functions in the source's own order: crop, jitter, grayscale, blur, flip, or
-    crop, flip, jitter, grayscale, blur.
-    """
-    flips = draws.flip_B is not None and bool(draws.flip_B[i])
-    if draws.crop is not None:
-        x = tv.resized_crop(x, *box(draws.crop, i), size=list(x.shape[1:]), antialias=True)
-    if flips and not flip_last:
-        x = tv.horizontal_flip(x)
+def one_by_one(x: Tensor, draws: ExpertDraws, i: int, *, blur: str) -> Tensor:
+    """Sample i's view by torchvision's functions in the order of the published code: the flip is last."""
+    if draws.box_B4 is not None:
+        x = tv.resized_crop(x, *draws.box_B4[i].int().tolist(), size=list(x.shape[1:]), antialias=True)
     adjust = {
         BRIGHTNESS: tv.adjust_brightness,
         CONTRAST: tv.adjust_contrast,
@@ -250,17 +170,15 @@ def one_by_one(x: Tensor, draws: ExpertDraws, i: int, *, flip_last: bool) -> Ten
             x = adjust[operation](x, float(draws.jitter.factor_B4[i, operation]))
     if draws.gray_B is not None and draws.gray_B[i]:
         x = tv.rgb_to_grayscale(x, num_output_channels=3)
-    if draws.pil_sigma_B is not None and draws.pil_sigma_B[i] > 0:
-        x = boxes_of_pil(x, sigma=float(draws.pil_sigma_B[i]))
     if draws.sigma_B is not None and draws.sigma_B[i] > 0:
-        wide, side = tv.pad(x, [30], padding_mode="edge"), 31 if draws.reach is None else 2 * draws.reach + 1
-        x = tv.gaussian_blur(wide, kernel_size=[side] * 2, sigma=[float(draws.sigma_B[i])] * 2)[..., 30:-30, 30:-30]
-    if draws.constant_blur_B is not None and draws.constant_blur_B[i]:
-        x = boxes_of_pil(x)
-    return tv.horizontal_flip(x) if flips and flip_last else x
-
-
-GAUSSIAN, SIMCLR = ExpertImageConfig(blur="gaussian"), ExpertImageConfig(blur="simclr")
+        sigma = float(draws.sigma_B[i])
+        if blur in ("pil", "constant"):
+            x = boxes_of_pil(x, sigma=sigma)
+        else:
+            side = 31 if blur == "gaussian" else 2 * (x.shape[1] // 20) + 1
+            wide = tv.pad(x, [30], padding_mode="edge")
+            x = tv.gaussian_blur(wide, kernel_size=[side] * 2, sigma=[sigma] * 2)[..., 30:-30, 30:-30]
+    return tv.horizontal_flip(x) if draws.flip_B is not None and draws.flip_B[i] else x
 
 
 @pytest.mark.slow
@@ -272,14 +190,16 @@ GAUSSIAN, SIMCLR = ExpertImageConfig(blur="gaussian"), ExpertImageConfig(blur="s
         (SIMCLR, 64, 40),
         (SIMCLR, 96, 30),
         (ExpertImageConfig(), 224, 12),
+        *((huang_views(letters, strength=1.0), 32, 60) for letters in ("b", "ad", "ce", "abcde")),
     ],
 )
 def test_whole_views_equal_torchvision_one_by_one(config: ExpertImageConfig, size: int, num: int) -> None:
     x, draws = pictures(num, size=size), draw(config, keys(num), size=size)
-    views = ExpertImage(config)(x, keys(num))
-    assert torch.equal(views, apply_draws(x, draws))
+    policy = ExpertImage(config)
+    views = policy(x, keys(num))
+    assert torch.equal(views, policy.apply_draws(x, draws))
     for i in range(num):
-        torch.testing.assert_close(views[i], one_by_one(x[i], draws, i, flip_last=True), atol=5e-4, rtol=0)
+        torch.testing.assert_close(views[i], one_by_one(x[i], draws, i, blur=config.blur), atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -293,14 +213,12 @@ def test_whole_views_equal_torchvision_one_by_one(config: ExpertImageConfig, siz
 @pytest.mark.parametrize(("height", "width", "num"), [(32, 32, 200), (96, 96, 24), (64, 32, 60)])
 def test_views_in_few_kernels_are_those_of_a_cpu(config: ExpertImageConfig, height: int, width: int, num: int) -> None:
     """Far below 1 / 255, the step between two shades: only the order of the additions differs."""
-    x = pictures(num, size=height)[..., :width]
+    x, policy = pictures(num, size=height)[..., :width], ExpertImage(config)
     draws = draw(config, keys(num), size=(height, width))
-    constants = {"luma_C": torch.tensor(LUMA), "identity_CC": torch.eye(3)}
-    views = apply_draws_in_few_kernels(x, draws, **constants)
-    torch.testing.assert_close(views, apply_draws(x, draws), atol=1e-4, rtol=0)
+    views = policy.apply_draws(x, draws, in_few_kernels=True)
+    torch.testing.assert_close(views, policy.apply_draws(x, draws), atol=1e-4, rtol=0)
     assert views.data_ptr() != x.data_ptr()
     assert views.is_contiguous()
-    assert torch.equal(apply_draws_in_few_kernels(x.to(memory_format=torch.channels_last), draws, **constants), views)
 
 
 @pytest.mark.parametrize("ratio", [(3 / 4, 4 / 3), (1.5, 2.0)])
@@ -313,25 +231,12 @@ def test_boxes_in_squares_are_the_boxes_in_any_pictures(size: int, ratio: tuple[
         assert torch.equal(crop_boxes_of_squares(numbers_BN, size, scale=scale, ratio=ratio), expected)
 
 
-@pytest.mark.parametrize("config", [ExpertImageConfig(), huang_views("abcde")])
-def test_both_views_at_once_are_each_of_them(config: ExpertImageConfig) -> None:
-    policy, x = ExpertImage(config), pictures(12)
-    both = policy(torch.cat([x, x]), keys(12, view=4).two_views())
-    assert torch.equal(both, torch.cat([policy(x, keys(12, view=view)) for view in (4, 5)]))
-
-
-@pytest.mark.parametrize(("size", "reach"), [(32, 1), (64, 3), (96, 4), (224, 11)])
+@pytest.mark.parametrize(("size", "reach"), [(32, 1), (96, 4), (224, 11)])
 def test_the_blur_of_simclr_reaches_a_tenth_of_the_picture(size: int, reach: int) -> None:
-    draws = draw(SIMCLR, keys(50), size=size)
-    assert draws.sigma_B is not None
-    assert draws.reach == reach
-    matrix = gaussian_blur_matrix(torch.full((1,), 2.0), size=size, reach=reach)[0]
+    matrix = draw(SIMCLR, keys(1), size=size).blur_matrix(torch.full((1,), 2.0), size=size)[0]
     distance = (torch.arange(size)[:, None] - torch.arange(size)).abs()
     assert torch.equal(matrix > 0, distance <= reach)
     torch.testing.assert_close(matrix.sum(dim=1), torch.ones(size))
-    same = draw(GAUSSIAN, keys(50), size=size).sigma_B
-    assert same is not None
-    assert torch.equal(draws.sigma_B, same)
 
 
 @pytest.mark.parametrize("config", [ExpertImageConfig(), SIMCLR, huang_views("abcde"), huang_views("ab")])
@@ -342,50 +247,17 @@ def test_pictures_that_are_changed_a_few_at_a_time_are_those_of_the_whole_batch(
     """A CPU also leaves out what changes none of the few; neither changes a bit."""
     monkeypatch.setattr(expert_image, "_VALUES_ON_CPU", 3 * size**2 * 3)
     x = pictures(num, size=size)
-    draws = draw(config, keys(num), size=size)
-    assert torch.equal(ExpertImage(config)(x, keys(num)), apply_draws(x, draws))
-    alone = torch.cat([apply_draws(x[i : i + 1], rows_of(draws, slice(i, i + 1))) for i in range(num)])
-    assert torch.equal(alone, apply_draws(x, draws))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("letters", [*HUANG_LETTERS, *COMPOSED])
-def test_views_of_huang_equal_torchvision_one_by_one(letters: str) -> None:
-    config, x = huang_views(letters, strength=1.0), pictures(60)
-    views, draws = ExpertImage(config)(x, keys(60)), draw(config, keys(60), size=32)
-    for i in range(60):
-        torch.testing.assert_close(views[i], one_by_one(x[i], draws, i, flip_last=False), atol=1e-3, rtol=0)
-    assert (views != x).flatten(1).any(dim=1).double().mean() > 0.1
-
-
-@pytest.mark.parametrize(
-    ("config", "matrix_of"), [(ExpertImageConfig(), pil_blur_matrix), (GAUSSIAN, gaussian_blur_matrix)]
-)
-def test_views_are_bit_for_bit_the_operations_one_after_the_other(
-    config: ExpertImageConfig, matrix_of: Callable[..., Tensor]
-) -> None:
-    """Recorded draws are part of it, so that recorded runs stay what they are."""
-    x, draws = pictures(64), draw(config, keys(64, seed=3), size=32)
-    crop, jitter, gray_B = draws.crop, draws.jitter, draws.gray_B
-    sigma_B = draws.pil_sigma_B if config.blur == "pil" else draws.sigma_B
-    assert crop is not None
-    assert jitter is not None
-    assert sigma_B is not None
-    assert gray_B is not None
-    expected = jitter_colour_(crop_and_flip(x, crop, draws.flip_B), jitter.factor_B4, jitter.order_B4)
-    expected.lerp_(luma(expected), gray_B.float()[:, None, None, None])
-    blur = matrix_of(sigma_B, size=32)
-    assert torch.equal(ExpertImage(config)(x, keys(64, seed=3)), apply_matrices(expected, blur, blur))
-
-    assert torch.stack(dataclasses.astuple(crop), dim=1)[:2].tolist() == GOLDEN_BOXES
-    torch.testing.assert_close(jitter.factor_B4[:2], torch.tensor(GOLDEN_FACTORS))
-    torch.testing.assert_close(sigma_B[:4], torch.tensor(GOLDEN_SIGMAS))
+    policy, draws = ExpertImage(config), draw(config, keys(num), size=size)
+    whole = policy.apply_draws(x, draws)
+    assert torch.equal(policy(x, keys(num)), whole)
+    alone = torch.cat([policy.apply_draws(x[i : i + 1], rows_of(draws, slice(i, i + 1))) for i in range(num)])
+    assert torch.equal(alone, whole)
 
 
 @pytest.mark.parametrize("letters", [*HUANG_LETTERS, "abcd"])
 def test_a_switched_off_operation_changes_no_draw_of_the_others(letters: str) -> None:
     whole, part = (draw(huang_views(which), keys(50), size=32) for which in (HUANG_LETTERS, letters))
-    fields = {"a": "crop", "b": "constant_blur_B", "c": "gray_B", "d": "jitter", "e": "flip_B"}
+    fields = {"a": "box_B4", "b": "sigma_B", "c": "gray_B", "d": "jitter", "e": "flip_B"}
     for letter, field in fields.items():
         ours, expected = getattr(part, field), getattr(whole, field)
         if letter not in letters:
@@ -412,26 +284,22 @@ def test_crop_boxes_have_torchvisions_law(area: tuple[float, float]) -> None:
     torch.manual_seed(0)
     transform = v2.RandomResizedCrop(32, scale=area)
     theirs = [transform.make_params([torch.empty(3, 32, 32)]) for _ in range(5000)]
-    crop = draw(ExpertImageConfig(area=area), keys(5000), size=32).crop
-    assert crop is not None
-    for name, ours in {
-        "height": crop.height_B,
-        "width": crop.width_B,
-        "top": crop.top_B,
-        "left": crop.left_B,
-    }.items():
-        assert ks_p_value(ours.numpy(), [box[name] for box in theirs]) > 1e-3, name
-    slack = torch.tensor([32 - box["height"] - box["top"] for box in theirs])
-    assert ks_p_value((32 - crop.height_B - crop.top_B).numpy(), slack.numpy()) > 1e-3
+    box_B4 = draw(ExpertImageConfig(area=area), keys(5000), size=32).box_B4
+    assert box_B4 is not None
+    ours = dict(zip(("top", "left", "height", "width"), box_B4.double().numpy().T, strict=True))
+    for name, of_side in ours.items():
+        assert ks_p_value(of_side, [box[name] for box in theirs]) > 1e-3, name
+    slack = np.array([32 - box["height"] - box["top"] for box in theirs])
+    assert ks_p_value(32 - ours["height"] - ours["top"], slack) > 1e-3
     ratio = np.array([box["width"] / box["height"] for box in theirs])
-    assert ks_p_value((crop.width_B.double() / crop.height_B).numpy(), ratio) > 1e-3
+    assert ks_p_value(ours["width"] / ours["height"], ratio) > 1e-3
 
 
 def test_a_decoder_draws_the_boxes_of_the_views() -> None:
-    crop = draw(ExpertImageConfig(), keys(500), size=96).crop
-    assert crop is not None
-    boxes_B4 = random_resized_crops(torch.full((500, 2), 96), keys(500), scale=(0.2, 1.0), purpose=0)
-    assert torch.equal(torch.stack(dataclasses.astuple(crop), dim=1), boxes_B4.float())
+    box_B4 = draw(ExpertImageConfig(), keys(500), size=96).box_B4
+    assert box_B4 is not None
+    of_decoder_B4 = random_resized_crops(torch.full((500, 2), 96), keys(500), scale=(0.2, 1.0), purpose=0)
+    assert torch.equal(box_B4, of_decoder_B4.float())
 
 
 @pytest.mark.parametrize(
@@ -440,7 +308,7 @@ def test_a_decoder_draws_the_boxes_of_the_views() -> None:
         (ExpertImageConfig(jitter_probability=1.0), v2.ColorJitter(0.4, 0.4, 0.4, 0.1)),
         *(
             (huang_views("ad", strength=s, jitter_probability=1.0), v2.ColorJitter(0.8 * s, 0.8 * s, 0.8 * s, 0.2 * s))
-            for s in (1.25, 1, 1 / 2, 1 / 4, 1 / 8)
+            for s in (1.25, 1 / 8)
         ),
     ],
 )
@@ -460,21 +328,19 @@ def test_jitter_factors_have_torchvisions_law(config: ExpertImageConfig, theirs:
 def test_operations_happen_as_often_as_configured(config: ExpertImageConfig) -> None:
     num = 20_000
     draws = draw(config, keys(num), size=32)
-    blurred_B = draws.constant_blur_B if draws.pil_sigma_B is None else draws.pil_sigma_B > 0
     assert draws.jitter is not None
     assert draws.gray_B is not None
     assert draws.flip_B is not None
-    assert blurred_B is not None
-    happened = torch.stack([draws.jitter.factor_B4[:, HUE] != 0, draws.gray_B, blurred_B, draws.flip_B], dim=1).double()
+    assert draws.sigma_B is not None
+    hue_B, sigma_B = draws.jitter.factor_B4[:, HUE], draws.sigma_B
+    happened = torch.stack([hue_B != 0, draws.gray_B, sigma_B > 0, draws.flip_B], dim=1).double()
     for share, expected in zip(happened.mean(dim=0).tolist(), [0.8, 0.2, 0.5, 0.5], strict=True):
         assert abs(share - expected) < 4 * (expected * (1 - expected) / num) ** 0.5
     assert np.abs(np.corrcoef(happened.numpy().T) - np.eye(4)).max() < 4 / num**0.5
-
-
-def test_the_blurs_sigma_is_uniform() -> None:
-    sigma_B = draw(ExpertImageConfig(), keys(20_000), size=32).pil_sigma_B
-    assert sigma_B is not None
-    assert ks_p_value(((sigma_B[sigma_B > 0] - 0.1) / 1.9).numpy()) > 1e-3
+    if config.blur == "pil":
+        assert ks_p_value(((sigma_B[sigma_B > 0] - 0.1) / 1.9).numpy()) > 1e-3
+    else:
+        assert set(sigma_B.tolist()) == {0, 1}
 
 
 TAMKIN = v2.Compose(
@@ -486,25 +352,15 @@ TAMKIN = v2.Compose(
         v2.RandomHorizontalFlip(),
     ]
 )
-HUANG = v2.Compose(
-    [
-        v2.RandomResizedCrop(32, scale=(0.08, 1.0)),
-        v2.RandomHorizontalFlip(),
-        v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.8),
-        v2.RandomGrayscale(0.2),
-        v2.RandomApply([v2.Lambda(boxes_of_pil)], p=0.5),
-    ]
-)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "pipeline"), [(ExpertImageConfig(), TAMKIN), (huang_views("abcde"), HUANG)])
-def test_the_whole_policy_has_torchvisions_law(config: ExpertImageConfig, pipeline: v2.Compose) -> None:
+def test_the_whole_policy_has_torchvisions_law() -> None:
     """Views of one picture: mean, contrast and colourfulness are distributed as under torchvision's own pipeline."""
     torch.manual_seed(0)
     num, picture = 1000, pictures(2)[1]
-    theirs = torch.stack([pipeline(picture) for _ in range(num)])
-    ours = ExpertImage(config)(picture.expand(num, -1, -1, -1), keys(num))
+    theirs = torch.stack([TAMKIN(picture) for _ in range(num)])
+    ours = ExpertImage(ExpertImageConfig())(picture.expand(num, -1, -1, -1), keys(num))
     statistics: dict[str, Callable[[Tensor], Tensor]] = {
         "mean": lambda x: x.mean(dim=(1, 2, 3)),
         "contrast": lambda x: luma(x).std(dim=(1, 2, 3)),
@@ -525,29 +381,16 @@ def test_masks_and_memory_layout_change_nothing(config: ExpertImageConfig) -> No
     assert views.is_contiguous()
 
 
-@pytest.mark.parametrize("config", [ExpertImageConfig(), huang_views("b"), huang_views("abc"), huang_views("abcde")])
-def test_a_view_does_not_depend_on_its_batch(config: ExpertImageConfig) -> None:
-    policy, x, all_keys = ExpertImage(config), pictures(8), keys(8)
-    whole = policy(x, all_keys)
-    for part in (slice(0, 4), slice(4, 8), slice(3, 4)):
-        assert torch.equal(whole[part], policy(x[part], dataclasses.replace(all_keys, index_B=all_keys.index_B[part])))
-
-
 @pytest.mark.parametrize("policy", [ExpertImageConfig(), GAUSSIAN, huang_views("b")])
 @pytest.mark.parametrize("probability", [0.01, 0.5, 1.0])
 def test_pictures_without_blur_are_left_out(policy: ExpertImageConfig, probability: float) -> None:
     """The same bits as with the identity for a blur, down to a batch of which no picture is blurred."""
     config = policy.model_copy(update={"blur_probability": probability})
     x, draws = pictures(16), draw(config, keys(16), size=32)
-    if draws.pil_sigma_B is not None:
-        matrix = pil_blur_matrix(draws.pil_sigma_B, size=32)
-    elif draws.sigma_B is not None:
-        matrix = gaussian_blur_matrix(draws.sigma_B, size=32)
-    else:
-        assert draws.constant_blur_B is not None
-        matrix = torch.where(draws.constant_blur_B[:, None, None], constant_blur_matrix(size=32), torch.eye(32))
-    before = apply_draws(x, dataclasses.replace(draws, pil_sigma_B=None, sigma_B=None, constant_blur_B=None))
-    assert torch.equal(apply_draws(x, draws), apply_matrices(before, matrix, matrix))
+    assert draws.sigma_B is not None
+    matrix = draws.blur_matrix(draws.sigma_B, size=32)
+    before = ExpertImage(config).apply_draws(x, dataclasses.replace(draws, sigma_B=None))
+    assert torch.equal(ExpertImage(config).apply_draws(x, draws), apply_matrices(before, matrix, matrix))
 
 
 def test_views_repeat_exactly_and_differ_between_keys() -> None:
@@ -563,7 +406,7 @@ def test_views_stay_in_range_and_the_pictures_as_they_were() -> None:
     x = pictures(64)
     before = x.clone()
     strongest = ExpertImageConfig(brightness=1, contrast=1, saturation=1, hue=0.5)
-    for config in (strongest, *(huang_views(letters) for letters in [*HUANG_LETTERS, *COMPOSED])):
+    for config in (strongest, *(huang_views(letters) for letters in [*HUANG_LETTERS, "abcd", "bcde"])):
         views = ExpertImage(config)(x, keys(64))
         assert torch.equal(x, before)
         assert views.dtype == torch.float32
@@ -595,38 +438,26 @@ def test_views_are_made_without_waiting_for_the_device(config: ExpertImageConfig
 
 def test_other_pictures_are_refused() -> None:
     for colours in (ExpertImageConfig(), huang_views("c"), huang_views("d")):
-        with pytest.raises(ValueError, match=r"need pictures of 3 channels, got 1; set views.jitter_probability=0 and"):
+        with pytest.raises(ValueError, match="need pictures of 3 channels, got 1; set jitter_probability=0"):
             ExpertImage(colours)(torch.rand(2, 1, 32, 32), keys(2))
 
 
-def test_a_crop_of_a_picture_that_is_not_square_is_that_of_torchvision() -> None:
-    config = huang_views("a")
-    x, crop = torch.rand(80, 3, 64, 32), draw(config, keys(80), size=(64, 32)).crop
-    assert crop is not None
-    views = ExpertImage(config)(x, keys(80))
-    box_B4 = torch.stack([crop.top_B, crop.left_B, crop.height_B, crop.width_B], dim=1).int()
-    for picture, view, box in zip(x, views, box_B4.tolist(), strict=True):
-        expected = tv.resized_crop(picture, *box, size=[64, 32], antialias=True)
-        torch.testing.assert_close(view, expected, atol=1e-5, rtol=0)
-
-
 def test_the_aspect_of_a_crop_is_relative_to_the_picture() -> None:
-    crop = draw(ExpertImageConfig(area=(0.2, 1.0)), keys(4_000), size=(640, 320)).crop
-    assert crop is not None
-    share_B, aspect_B = crop.height_B * crop.width_B / (640 * 320), 2 * crop.width_B / crop.height_B
-    assert 0.19 < float(share_B.min()) < 0.22
-    assert 0.95 < float(share_B.max()) <= 1
-    assert 0.73 < float(aspect_B.min()) < 0.77
-    assert 1.3 < float(aspect_B.max()) < 1.36
-    assert abs(float(aspect_B.log().mean())) < 0.02
-    square = draw(ExpertImageConfig(area=(0.2, 1.0)), keys(4_000), size=640).crop
+    wide, square, whole = (
+        draw(ExpertImageConfig(area=area, aspect=aspect), keys(4_000), size=size).box_B4
+        for area, aspect, size in (
+            ((0.2, 1.0), (3 / 4, 4 / 3), (640, 320)),
+            ((0.2, 1.0), (3 / 4, 4 / 3), (640, 640)),
+            ((1.0, 1.0), (1.0, 1.0), (64, 32)),
+        )
+    )
+    assert wide is not None
     assert square is not None
-    # The same law in relative units; float32 may round a side, or the test whether a box fits, the other way.
-    assert float(((square.height_B - crop.height_B).abs() <= 1).double().mean()) > 0.99
-    whole = draw(ExpertImageConfig(area=(1.0, 1.0), aspect=(1.0, 1.0)), keys(9), size=(64, 32)).crop
     assert whole is not None
-    assert (whole.height_B == 64).all()
-    assert (whole.width_B == 32).all()
+    # The same law in relative units; float32 may round a side, or the test whether a box fits, the other way.
+    assert float(((square - wide)[:, 2].abs() <= 1).double().mean()) > 0.99
+    assert float(((square / 2 - wide)[:, 3].abs() <= 1).double().mean()) > 0.99
+    assert (whole == torch.tensor([0, 0, 64, 32])).all()
 
 
 @pytest.mark.parametrize("config", [GAUSSIAN, SIMCLR, huang_views("b"), ExpertImageConfig()])
@@ -654,9 +485,6 @@ def test_each_of_any_number_of_channels_is_changed_as_in_a_picture_of_three(
     for channel in range(num_channels):
         expected = policy(x.detach()[:, channel : channel + 1].expand(-1, 3, -1, -1), all_keys)
         assert torch.equal(views[:, channel], expected[:, 0])
-    draws = draw(config, all_keys, size=32)
-    on_gpus = apply_draws_in_few_kernels(x.detach(), draws, luma_C=torch.tensor(LUMA), identity_CC=torch.eye(3))
-    torch.testing.assert_close(on_gpus, views.detach(), atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
