@@ -85,7 +85,7 @@ def main() -> None:
         print(describe_settings(settings))
         return
     from data_pipeline.core.devices import named_device
-    from trainer.analyses.loaded_run import AnalysisOptions
+    from trainer.analyses.analysis import AnalysisOptions
     from trainer.own_code import warn_of_changed_code
 
     options = AnalysisOptions(

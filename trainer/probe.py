@@ -80,8 +80,7 @@ def main() -> None:
     import_code(arguments.code)
     from trainer.distributed.collectives import broadcast_object, on_first_rank, rank
     from trainer.distributed.environment import choose_device, process_group, read_env
-    from trainer.probed_runs.options import ProbeOptions
-    from trainer.probed_runs.probing import is_probed, probe_each
+    from trainer.probed_runs.probing import ProbeOptions, is_probed, probe_each
 
     world = read_env(os.environ)
     changes = {

@@ -198,13 +198,6 @@ class PixelOverlay(Overlay):
         """
         return stored_shape
 
-    def labels_of_keys(self, keys: DrawKeys, labels: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """Return every label of the overlay by name, (B,) int64; None if they depend on the pictures.
-
-        `labels` are those of the source. A reader of many samples calls this, because it needs no picture.
-        """
-        return None
-
 
 class LayoutOptions(Schema):
     """The options of an overlay that paints: its `layout`, see `PictureOverlay`."""
@@ -285,10 +278,6 @@ class PictureOverlay(PixelOverlay):
         if self.drawn_size < self.image_size:
             layer = tile(layer, self.image_size)
         return paint(pictures_BCHW, layer), layer
-
-    def labels_of_keys(self, keys: DrawKeys, labels: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        layer = self.draw_given(keys, labels)
-        return {OVERLAY: layer.label_B, **layer.more_labels}
 
     def forward(self, inputs: Tensor, keys: DrawKeys, labels: Mapping[str, Tensor] = NOTHING_GIVEN) -> Overlaid:
         """Paint over pictures (B, C, H, W) uint8; each value is rounded to the nearest integer.

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, OVERLAY
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 from data_pipeline.core.schema import Schema, Share
 from data_pipeline.overlays import (
     FIRST_PURPOSE,
@@ -88,9 +88,6 @@ class Colours(PixelOverlay):
         if num_channels not in (1, 3):
             raise UserError(f"the overlay colours paints pictures of 1 or 3 channels, but these have {num_channels}")
         return 3, height, width
-
-    def labels_of_keys(self, keys: DrawKeys, labels: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        return {OVERLAY: self._draw(keys, labels)}
 
     def forward(self, inputs: Tensor, keys: DrawKeys, labels: Mapping[str, Tensor] = NOTHING_GIVEN) -> Overlaid:
         """Paint pictures (B, 1, H, W) or (B, 3, H, W) uint8: (B, 3, H, W) uint8, each value rounded."""

@@ -8,7 +8,6 @@ Shapes: B batch, N digits to choose from, H height, W width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Final, Self
 
@@ -18,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, integers
-from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, OVERLAY, Layout
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Layout
 from data_pipeline.core.schema import Schema
 from data_pipeline.overlays import (
     FIRST_PURPOSE,
@@ -95,9 +94,6 @@ class DigitOverlay(PictureOverlay):
     def draw_numbers(self, keys: DrawKeys) -> Tensor:
         """Draw the number of a digit for each key, (B,) int64."""
         return integers(keys, 1, self.label_N.numel(), purpose=DIGIT_PURPOSE)[:, 0]
-
-    def labels_of_keys(self, keys: DrawKeys, labels: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {OVERLAY: self.label_N[self.draw_numbers(keys)]}
 
 
 class Digits(DigitOverlay):

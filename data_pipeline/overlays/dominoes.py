@@ -21,7 +21,7 @@ from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, OVERLAY
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
 from data_pipeline.core.schema import Schema, Share
 from data_pipeline.overlays import FIRST_PURPOSE, NOTHING_GIVEN, Overlaid, OverlayInputs, PixelOverlay, Shape, no_mask
 from data_pipeline.overlays.correlation import check_base_label, correlated_classes
@@ -122,9 +122,6 @@ class Dominoes(PixelOverlay):
         if self.join == "square" and tall % 2:
             raise UserError(f"join=square halves the rows of a picture, and {tall} cannot be halved; set join=tall")
         return num_channels, tall // 2 if self.join == "square" else tall, width
-
-    def labels_of_keys(self, keys: DrawKeys, labels: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        return {OVERLAY: self._draw(keys, labels)}
 
     def forward(self, inputs: Tensor, keys: DrawKeys, labels: Mapping[str, Tensor] = NOTHING_GIVEN) -> Overlaid:
         """Join a digit to pictures (B, C, H, W) uint8: (B, C, H + W, W) uint8, or half as many rows.

@@ -13,10 +13,9 @@ from configs import resolve_recipe
 from data_pipeline.tools.preview import draw_grid
 from tests.data_pipeline.stored_samples import find_problems
 from tests.photos import build_photos
-from trainer.analyses.loaded_run import AnalysisOptions
+from trainer.analyses.analysis import AnalysisOptions
 from trainer.analyze import ANALYSES, load_analysis
-from trainer.probed_runs.options import ProbeOptions
-from trainer.probed_runs.probing import probe_run
+from trainer.probed_runs.probing import ProbeOptions, probe_run
 from trainer.reports.page import page
 from trainer.reports.runs import read_runs
 from trainer.reports.table import measure

@@ -19,14 +19,13 @@ from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
 from tests.tiny_data import write_tiny_dataset
 from tests.trainer.probed_runs.test_probe_command import make_run
 from tests.trainer.probes.toy import toy_pictures
-from trainer.analyses.loaded_run import AnalysisOptions
+from trainer.analyses.analysis import AnalysisOptions
 from trainer.analyses.views import ANALYSIS, ViewsAnalysisConfig, mean_change
 from trainer.analyze import ANALYSES, load_analysis, main
 from trainer.modules import build_modules
 from trainer.observability.figures import GAP, LEFT, TOP, GridRow, difference_pictures, picture_grid
 from trainer.observability.view_grid import choose_pictures
-from trainer.probed_runs.options import ProbeOptions
-from trainer.probed_runs.probing import probe_run
+from trainer.probed_runs.probing import ProbeOptions, probe_run
 from trainer.probes.features import read_pictures
 from trainer.run_dir import RunDir, write_json
 

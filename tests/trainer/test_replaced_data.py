@@ -22,7 +22,7 @@ from data_pipeline.storage.manifest import load_manifest
 from launch.slurm_command import plan_from
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
-from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun
+from trainer.analyses.analysis import AnalysisOptions, LoadedRun
 from trainer.build import build_training
 from trainer.checkpoint.files import INDEX_NAME
 from trainer.checkpoint.restore import newest_state, restore

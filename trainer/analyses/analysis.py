@@ -1,14 +1,141 @@
-"""The form of an analysis for the command `python -m trainer.analyze`: settings, and a function that measures runs."""
+"""The form and the input of every analysis: a run at one checkpoint, its samples, and the options of the command.
+
+Shapes: N samples, B batch, C channels, H height, W width.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.randomness import generator
 from data_pipeline.core.schema import Schema
-from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun, write_result
-from trainer.run_dir import RunDir
+from trainer.checkpoint.run_state import other_data
+from trainer.config import RunConfig, read_run_config
+from trainer.modules import TrainedModules
+from trainer.pretrained import load_modules
+from trainer.probes.features import TRAIN_DRAW, LabelSpace, Pictures, read_pictures
+from trainer.run_dir import RunDir, write_atomically, write_json
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class AnalysisOptions:
+    """Options of an analysis.
+
+    step: the checkpoint (None: the newest; 0: untrained).
+    seed: of all draws (None: the seed of the run).
+    """
+
+    step: int | None = None
+    device: torch.device = CPU
+    seed: int | None = None
+
+
+class RunResult(Schema):
+    """The fields that the numbers of one checkpoint have in common. `seed` is that of all draws."""
+
+    seed: int
+    checkpoint_step: int
+    test_manifest_sha256: str
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run at one checkpoint. Its parts are read when they are used.
+
+    Raises `UserError` then if the run has no such checkpoint, or if data is missing.
+    """
+
+    run_dir: RunDir
+    options: AnalysisOptions
+
+    @cached_property
+    def config(self) -> RunConfig:
+        return read_run_config(self.run_dir)
+
+    @property
+    def device(self) -> torch.device:
+        return self.options.device
+
+    @property
+    def seed(self) -> int:
+        return self.config.seed if self.options.seed is None else self.options.seed
+
+    @cached_property
+    def modules(self) -> TrainedModules:
+        """Return the modules of the checkpoint, on `device`, in eval mode."""
+        return load_modules(self.run_dir, step=self.options.step).to(self.device)
+
+    @cached_property
+    def train(self) -> Pictures:
+        data = self.config.data
+        train = read_pictures(data.probed_dir, read=data, draw=TRAIN_DRAW)
+        return self._checked(train, "train", location=data.probed_dir)
+
+    @cached_property
+    def test(self) -> Pictures:
+        return self._checked(self.read_test(), "test", location=self.config.data.test_dir)
+
+    def read_test(self, *, pictures_for: str | None = None) -> Pictures:
+        """Read the test samples, without the checkpoint.
+
+        With `pictures_for`, the name of an analysis, raises `UserError` if they are sounds.
+        """
+        test = read_pictures(self.config.data.test_dir, read=self.config.data)
+        if pictures_for is not None and test.are_sounds:
+            raise UserError(
+                f"{pictures_for} needs pictures, but the samples of {self.run_dir.path} are sounds; pass a run on "
+                "pictures"
+            )
+        return test
+
+    def _checked(self, pictures: Pictures, which: Literal["train", "test"], *, location: str) -> Pictures:
+        """Return the pictures. Prints a warning if their dataset is not the one of the training."""
+        sha256 = pictures.manifest.sha256
+        if warning := other_data(self.modules.trained_on, which=which, sha256=sha256, location=location):
+            print(f"warning: {warning}", file=sys.stderr)
+        return pictures
+
+    def label_spaces(self) -> tuple[LabelSpace, ...]:
+        """Return the labels of the samples, such as `base`, and `overlay` if something was drawn or mixed in."""
+        return tuple(self.test.manifest.labels)
+
+    def choose_rows(self, pictures: Pictures, num: int) -> Tensor:
+        """Draw rows of `num` of the samples, or of all if there are fewer; (num,) int64, ascending."""
+        return choose_rows(len(pictures), num, seed=self.seed)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return the fields of a `RunResult`."""
+        return {
+            "seed": self.seed,
+            "checkpoint_step": self.modules.step,
+            "test_manifest_sha256": self.test.manifest.sha256,
+        }
+
+
+def choose_rows(num_samples: int, num: int, *, seed: int) -> Tensor:
+    """Draw rows of `num` samples without replacement, or of all if there are fewer; (num,) int64, ascending."""
+    order = generator(seed, "samples of an analysis").permutation(num_samples)
+    return torch.from_numpy(order[:num]).sort().values
+
+
+def write_result(run_dir: RunDir, name: str, result: Schema, png: bytes) -> list[Path]:
+    """Write analysis/NAME.png and NAME.json, and return their paths."""
+    png_path, json_path = run_dir.analysis / f"{name}.png", run_dir.analysis / f"{name}.json"
+    write_atomically(png_path, png)
+    write_json(json_path, result.model_dump(mode="json"))  # last: the numbers are there only if the picture is
+    return [png_path, json_path]
 
 
 @dataclass(frozen=True)

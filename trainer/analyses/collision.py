@@ -20,8 +20,7 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.schema import Schema
-from trainer.analyses.analysis import Analysis
-from trainer.analyses.loaded_run import LoadedRun
+from trainer.analyses.analysis import Analysis, LoadedRun
 from trainer.observability.figures import to_png
 from trainer.probes.features import ViewFunction, to_float
 from trainer.views.colour import NUM_COLOURS

@@ -31,8 +31,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import PositiveFactor, Schema
-from trainer.analyses.analysis import Analysis
-from trainer.analyses.loaded_run import LoadedRun, choose_rows
+from trainer.analyses.analysis import Analysis, LoadedRun, choose_rows
 from trainer.observability.figures import to_png
 from trainer.probes.features import Pictures, to_float
 from trainer.views.colour import NUM_COLOURS

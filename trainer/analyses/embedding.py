@@ -25,8 +25,7 @@ from torch.nn import functional as F
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import Measured, Schema
-from trainer.analyses.analysis import Analysis
-from trainer.analyses.loaded_run import LoadedRun, RunResult
+from trainer.analyses.analysis import Analysis, LoadedRun, RunResult
 from trainer.observability.figures import to_png
 from trainer.probes.features import LabelSpace, extract, frozen
 

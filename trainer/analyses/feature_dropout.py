@@ -23,18 +23,18 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import CountOrZero, Measured, Schema, drawn, shown
-from trainer.analyses.analysis import Analysis
-from trainer.analyses.classifier import heads_of
+from trainer.analyses.analysis import Analysis, LoadedRun
 from trainer.analyses.dip import Floats, dip, dip_p_value, uniform_dips
-from trainer.analyses.loaded_run import LoadedRun
 from trainer.analyses.views import Change, mean_change, ratio
 from trainer.observability.figures import to_png
 from trainer.probes.features import LabelSpace, frozen
-from trainer.probes.heads import Heads
+from trainer.probes.heads import Heads, read_heads
 from trainer.probes.linear import LinearHead
+from trainer.probes.targets import readable_labels
 from trainer.probes.view_batches import view_batches
 
 LOW, HIGH = 0.1, 0.9
+_NEEDED = {"batch_norm": "eval", "reads": "features", "precision": "float32"}  # of the probe that fitted the heads
 
 
 class FeatureDropoutConfig(Schema):
@@ -164,6 +164,36 @@ def measure(loaded_runs: Sequence[LoadedRun], config: FeatureDropoutConfig) -> t
 
 
 ANALYSIS = Analysis("feature_dropout", FeatureDropoutConfig, measure, compares_runs=True, in_name="of_sample")
+
+
+def heads_of(loaded: LoadedRun) -> Heads:
+    """Return the heads that the probe saved with the checkpoint of a loaded run, on its device.
+
+    The encoder is in eval mode and in float32, so heads that were fitted in train mode, in bfloat16 or on something
+    else than the features are never used.
+
+    Raises `UserError` if the run was not probed at this step, if the file is damaged, or if its heads do not fit this
+    train set and encoder.
+    """
+    # With another probe in its config, the fitting heads are in the file of a probe with these options.
+    own = loaded.config.probe
+    changes = {name: value for name, value in _NEEDED.items() if getattr(own, name) != value}
+    suffix = "".join(f"-{name}_{value}" for name, value in changes.items())
+    path = loaded.run_dir.probes(loaded.modules.step) / f"heads{suffix}.safetensors"
+    if not path.is_file():
+        options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in changes.items())
+        raise UserError(
+            f"{path} does not exist; fit the heads with `python -m trainer.probe {loaded.run_dir.path} --step "
+            f"{loaded.modules.step}{options}`"
+        )
+    heads = read_heads(path, device=loaded.device)
+    num_features = loaded.modules.encoder.feature_size(*loaded.test.images_NCHW.shape[2:])
+    labels = readable_labels(loaded.train.manifest, loaded.test.manifest)
+    expected = {space: (len(names), num_features) for space, names in labels.items()}
+    found = {space: tuple(head.weight_KF.shape) for space, head in heads.by_label.items()}
+    if heads.train_manifest_sha256 != loaded.train.manifest.sha256 or not found.items() <= expected.items():
+        raise UserError(f"{path} was fitted on another train set or encoder; remove it")
+    return heads
 
 
 def _examples(loaded: LoadedRun, config: FeatureDropoutConfig) -> tuple[Tensor, Tensor]:

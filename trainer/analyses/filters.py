@@ -22,9 +22,8 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.schema import Count, LearningRate, Measured, Schema
-from trainer.analyses.analysis import Analysis
+from trainer.analyses.analysis import Analysis, LoadedRun, RunResult
 from trainer.analyses.embedding import silhouette
-from trainer.analyses.loaded_run import LoadedRun, RunResult
 from trainer.observability.figures import GridRow, picture_grid
 from trainer.observability.view_grid import to_nhwc
 from trainer.probes.features import LabelSpace, frozen, to_float

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.core.progress import Progress
-from trainer.analyses.loaded_run import LoadedRun
+from trainer.analyses.analysis import LoadedRun
 from trainer.probes.features import Pictures, extract, frozen
 from trainer.probes.view_batches import view_batches
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
 from data_pipeline.core.schema import Count, Measured, Schema
-from trainer.analyses.analysis import Analysis
-from trainer.analyses.loaded_run import LoadedRun
+from trainer.analyses.analysis import Analysis, LoadedRun
 from trainer.observability.view_grid import choose_pictures, view_grid
 from trainer.probes.view_batches import view_batches
 

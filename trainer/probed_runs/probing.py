@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, Literal
 
 import torch
 
@@ -22,11 +24,9 @@ from trainer.modules import TrainedModules
 from trainer.observability.wandb_run import summarize
 from trainer.own_code import hashes_of_code, warn_of_changed_code
 from trainer.pretrained import load_modules
-from trainer.probed_runs.options import ProbeOptions
 from trainer.probed_runs.readout import Readout, probe
-from trainer.probed_runs.tables import table
 from trainer.probes.features import TRAIN_DRAW, LabelSpace, Pictures, read_pictures
-from trainer.probes.groups import pairs_of
+from trainer.probes.groups import Groups, pairs_of
 from trainer.probes.heads import write_heads
 from trainer.probes.linear import ProbeConfig, check_ranks
 from trainer.probes.result import ProbeResult, read_result
@@ -34,6 +34,42 @@ from trainer.probes.shared import check_shared, find_shared
 from trainer.probes.targets import option_difference, readable_labels
 from trainer.reports.config_identity import run_identity
 from trainer.run_dir import RunDir, steps_in, write_json
+
+
+@dataclass(frozen=True)
+class ProbeOptions:
+    """What to probe of a run. The defaults are the newest checkpoint and the probe of the run's config.
+
+    steps: the checkpoint, or "all"; None for the newest.
+    labels: None for `probe.labels` of the config, or all labels of the data.
+    changes: to the probe of the config. The names of the result files then say them.
+    untrained: probe the untrained encoder too, before the others.
+    """
+
+    steps: int | Literal["all"] | None = None
+    labels: Sequence[LabelSpace] | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    untrained: bool = False
+
+    def changed(self, own: ProbeConfig) -> ProbeConfig:
+        """Return the probe of a run's config with the changes. Raises `UserError` for a value that it cannot have."""
+        return ProbeConfig.parse(own.model_dump() | dict(self.changes), where="the probe")
+
+    def suffix(self, own: ProbeConfig) -> str:
+        """Return the part of file names that says how the probe differs from the one of the run's config."""
+        changed = {name: value for name, value in self.changes.items() if value != getattr(own, name)}
+        return "".join(f"-{name}_{value}" for name, value in changed.items())
+
+    def checkpoint_steps(self, at_all: Sequence[int | None], newest: int | None) -> list[int | None]:
+        """Return the steps to probe, 0 for the untrained encoder.
+
+        at_all: the steps of all checkpoints.
+        newest: the step that None stands for; None leaves it open.
+        """
+        untrained: list[int | None] = [0] if self.untrained else []
+        if self.steps == "all":
+            return [*untrained, *at_all]
+        return [*untrained, newest if self.steps is None else self.steps]
 
 
 def probe_each(
@@ -106,6 +142,29 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
     if rank() == 0 and run_dir.probes_at is None and not options.suffix(config.probe):
         _summarize(run_dir, config, readout.results)
     return readout.results
+
+
+def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
+    """Return a table of test accuracies in per cent, by label."""
+    width = max([18, *(len(f"label_{space} ") for space in results)])
+    lines = [f"{'test accuracy, %':{width}}{'linear':>8}{'(best, epoch)':>16}{'kNN':>8}{'majority':>10}{'chance':>8}"]
+    for space, result in results.items():
+        best = f"({100 * result.linear.best_accuracy:.1f}, {result.linear.best_epoch})"
+        lines.append(
+            f"{'label_' + space:{width}}{100 * result.linear.accuracy:8.1f}{best:>16}{100 * result.knn.accuracy:8.1f}"
+            f"{100 * result.majority_share:10.1f}{100 * result.chance:8.1f}"
+        )
+        lines += [line for groups in result.groups for line in _worst(groups, results)]
+    return "\n".join(lines)
+
+
+def _worst(groups: Groups, results: Mapping[LabelSpace, ProbeResult]) -> list[str]:
+    """Return a line about the worst group of the linear probe, if a group is large enough."""
+    if (worst := groups.worst("linear")) is None:
+        return []
+    name = groups.name(worst, {label: result.class_names for label, result in results.items()})
+    which = f"{name}, {worst.num_test} samples"
+    return [f"  worst group of {' x '.join(groups.labels)}: linear {100 * worst.accuracy:.1f} ({which})"]
 
 
 def _read_pictures(config: RunConfig, probe_config: ProbeConfig, manifests: Manifests) -> tuple[Pictures, Pictures]:

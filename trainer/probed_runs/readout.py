@@ -21,10 +21,10 @@ from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, ViewFu
 from trainer.probes.fit import Fitted, fit
 from trainer.probes.groups import measure_groups, pairs_of
 from trainer.probes.heads import Heads
-from trainer.probes.linear import ProbeConfig, Target, num_labelled
+from trainer.probes.knn import NUM_NEIGHBORS, TEMPERATURE, KNNResult
+from trainer.probes.linear import ProbeConfig, Target, finite_accuracy, num_labelled
 from trainer.probes.reads import InBfloat16, reader
-from trainer.probes.result import ProbeResult
-from trainer.probes.right_samples import pack_right
+from trainer.probes.result import ProbeResult, pack_right
 from trainer.probes.targets import label_targets, readable_labels
 
 
@@ -105,7 +105,7 @@ def describe(
 ) -> ProbeResult:
     """Return the result of one label: its accuracies, on the whole and in the groups of `pairs`, and the `facts`."""
     target = fitted.target
-    predicted = {"linear": fitted.linear.predicted_N, "knn": fitted.knn.predicted_N}
+    predicted = {"linear": fitted.linear.predicted_N, "knn": fitted.knn_N}
     groups = (
         measure_groups(
             space,
@@ -124,7 +124,11 @@ def describe(
         title=test.manifest.labels[space].title,
         class_names=test.class_names(space),
         linear=fitted.linear.result,
-        knn=fitted.knn.result,
+        knn=KNNResult(
+            accuracy=finite_accuracy(fitted.knn_N, target.test_N, name=space),
+            num_neighbors=min(NUM_NEIGHBORS, num_labelled(target.train_N)),
+            temperature=TEMPERATURE,
+        ),
         chance=target.chance,
         majority_share=majority_share(target),
         num_train=num_labelled(target.train_N),

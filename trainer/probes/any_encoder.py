@@ -10,15 +10,13 @@ Shapes: N samples, B batch, C channels, H height, W width, F features of the lin
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.data import DataLoader, Dataset
 
 from data_pipeline.core.errors import UserError
@@ -35,16 +33,14 @@ from trainer.views.inputs import to_floating, to_unit_range
 
 logger = logging.getLogger(__name__)
 
-Labels: TypeAlias = Tensor | Mapping[str, Tensor]
-LabelledData: TypeAlias = str | Path | Dataset[Any] | DataLoader[Any] | tuple[Tensor, Labels]
-"""A location of a dataset of this package; a torch Dataset of (picture, label) or (picture, {name: label}); a
-DataLoader of batches of these; or the tensors themselves, pictures (N, C, H, W) and labels (N,)."""
+LabelledData: TypeAlias = str | Path | Dataset[Any] | DataLoader[Any]
+"""A location of a dataset of this package; a torch Dataset of (picture, label) or (picture, {name: label}); or a
+DataLoader of batches of these."""
 
 ONLY_LABEL: Final = "label"  # the name of a label without a name
 _WITHOUT_VIEWS: Final = ProbeConfig(views="none")
 _FIXED: Final = {"views": "none", "batch_norm": "eval", "reads": "features", "precision": "float32"}
 _CPU: Final = torch.device("cpu")
-_OTHER_VALUES: Final = 1.5  # of pictures whose ranges of values differ by this factor, one set is scaled differently
 
 
 @dataclass(frozen=True)
@@ -75,8 +71,8 @@ def probe(
     `encoder` is an `Encoder`, also inside DataParallel, DistributedDataParallel, AveragedModel or `torch.compile`, or a
     module or function from pictures (B, C, H, W) to features (B, D). It gets uint8 pictures scaled to [0, 1], int16
     waveforms (B, T) scaled to [-1, 1), and floats as they are, `batch_size` at a time: a module on the device and in
-    the dtype of its parameters, a function as float32 on the CPU. It is not changed: modules, also those that a
-    function calls, run in eval mode and get their modes back. An autocast around this call has no effect; a function
+    the dtype of its parameters, a function as float32 on the CPU. A module runs in eval mode, also if its method is
+    passed, and is not changed; a function is called as it is. An autocast around this call has no effect; a function
     may use one of its own.
 
     A label without a name is called "label". Classes are whole numbers from 0, and -1 for a sample without the label,
@@ -91,7 +87,7 @@ def probe(
 
     Raises `UserError` if a dataset is missing or has no labels, if the labels of both differ, or if the encoder returns
     anything but finite rows. It also does so if two datasets of this package share more of the test samples than
-    `config.allow_shared`. Logs a warning if the values of one set have another range than those of the other.
+    `config.allow_shared`.
     """
     if config.fit_settings != config.fit_settings | _FIXED:
         raise UserError(
@@ -108,7 +104,6 @@ def probe(
         with frozen(encoder, getattr(encoder, "__self__", None)):  # of a method, the module that has it
             known = _encode(encoder, train, which="train", batch_size=batch_size)
             asked = _encode(encoder, test, which="test", batch_size=batch_size)
-        _warn_of_other_values(known, asked)
         targets = _targets(known, asked, wanted=labels if labels is not None else config.labels)
         batches = stored_batches(known.features_NF, targets, config=config)
         linear = fit_linear_probe(batches, test_features=lambda: asked.features_NF, targets=targets, config=config)
@@ -118,16 +113,12 @@ def probe(
 
 @dataclass(frozen=True)
 class _Encoded:
-    """The features of a dataset and its labels (N,) int64 on the host.
-
-    `manifest` is None for data of others. `range_2` holds the least and the greatest value that the encoder got.
-    """
+    """The features of a dataset and its labels (N,) int64 on the host. `manifest` is None for data of others."""
 
     features_NF: Tensor
     pooled_ND: Tensor
     labels: Mapping[str, Tensor]
     manifest: Manifest | None
-    range_2: tuple[float, float]
 
 
 def _encode(encoder: object, data: LabelledData, *, which: str, batch_size: int) -> _Encoded:
@@ -135,15 +126,12 @@ def _encode(encoder: object, data: LabelledData, *, which: str, batch_size: int)
     parameter = next(encoder.parameters(), None) if isinstance(encoder, nn.Module) else None
     device = _CPU if parameter is None else parameter.device
     precision = parameter.dtype if parameter is not None and parameter.is_floating_point() else None
-    ranges: list[Tensor] = []
 
-    def features_of(inputs: Tensor, *, is_checked: bool = False) -> list[Tensor]:
-        x_BCHW = (to_unit_range(inputs) if is_checked else to_floating(inputs)).to(device, precision)
-        ranges.append(torch.stack(x_BCHW.aminmax()))
+    def features_of(inputs: Tensor) -> list[Tensor]:
+        x_BCHW = to_floating(inputs).to(device, precision)
         if isinstance(encoder, Encoder):
             return [_rows(each, len(inputs)) for each in encoder.features_and_pooled(x_BCHW)]
-        with nullcontext() if isinstance(encoder, nn.Module) else _frozen_calls():
-            return [_rows(cast(Callable[[Tensor], Tensor], encoder)(x_BCHW), len(inputs))]
+        return [_rows(cast(Callable[[Tensor], Tensor], encoder)(x_BCHW), len(inputs))]
 
     manifest = None
     if isinstance(data, str | Path):
@@ -151,74 +139,39 @@ def _encode(encoder: object, data: LabelledData, *, which: str, batch_size: int)
         manifest, labels = pictures.manifest, pictures.by_label
         wholes = shared_rows(features_of, pictures, chunk_size=batch_size)
     else:
+        if not isinstance(data, DataLoader):
+            # A generator of its own, because a loader draws a number for its workers, also without any.
+            data = DataLoader(data, batch_size=batch_size, generator=torch.Generator())
         parts, label_parts = [], []
-        for inputs, label_of in _batches(data, which=which, batch_size=batch_size):
-            parts.append(features_of(inputs, is_checked=isinstance(encoder, Encoder)))
+        for batch in data:
+            inputs, label_of = _inputs_and_labels(batch, which=which)
+            parts.append(features_of(to_unit_range(inputs) if isinstance(encoder, Encoder) else inputs))
             label_parts.append(label_of)
         if not parts:
-            raise UserError(f"the {which} set of the probe holds no sample with a label; give it some")
+            raise UserError(f"the {which} set of the probe holds no sample")
         wholes = [torch.cat(each) for each in zip(*parts, strict=True)]
         labels = {name: torch.cat([label_of[name] for label_of in label_parts]) for name in label_parts[0]}
     if not all(whole.isfinite().all() for whole in wholes):
         raise UserError(f"the features of the {which} set are not all finite; did the training of the encoder diverge?")
-    low, high = torch.stack(ranges).float().unbind(1)
-    return _Encoded(wholes[0], wholes[-1], labels, manifest, (low.min().item(), high.max().item()))
+    return _Encoded(wholes[0], wholes[-1], labels, manifest)
 
 
-@contextmanager
-def _frozen_calls() -> Iterator[None]:
-    """Put each module that is called meanwhile into eval mode before it runs. Restores the modes at the end."""
-    with ExitStack() as stack:
+def _inputs_and_labels(batch: Any, *, which: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the inputs of a batch, and by name its classes (B,) int64 on the host.
 
-        def freeze(module: nn.Module, _inputs: object) -> None:
-            if module.training:
-                stack.enter_context(frozen(module))
-
-        stack.callback(register_module_forward_pre_hook(freeze).remove)
-        yield
-
-
-def _batches(
-    data: Dataset[Any] | DataLoader[Any] | tuple[Tensor, Labels], *, which: str, batch_size: int
-) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yield the inputs and the labels by name of all samples, in order."""
-    if isinstance(data, tuple):
-        inputs, labels = _as_pair(data, which=which)
-        for first in range(0, len(inputs), batch_size):
-            rows = slice(first, first + batch_size)
-            yield inputs[rows], {name: label_N[rows] for name, label_N in labels.items()}
-    else:
-        if not isinstance(data, DataLoader):
-            # A generator of its own, because a loader draws a number for its workers, also without any.
-            data = DataLoader(data, batch_size=batch_size, generator=torch.Generator())
-        yield from (_as_pair(item, which=which) for item in data)
-
-
-def _as_pair(item: Any, *, which: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the inputs, and by name the classes (N,) int64 on the host, of (inputs, labels).
-
-    Raises `UserError` if it is anything else.
+    Raises `UserError` if it is anything but (inputs, labels), with a whole number for each input.
     """
-    if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], Tensor):
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise UserError(
-            f"the {which} set of the probe has no labels: it gives {type(item).__name__} in place of (picture, label) "
+            f"the {which} set of the probe has no labels: it gives {type(batch).__name__} in place of (picture, label) "
             "or (picture, {name: label})"
         )
-    inputs, labels = item
-    classes = {}
-    for name, given in (labels if isinstance(labels, Mapping) else {ONLY_LABEL: labels}).items():
-        try:
-            label_N = torch.as_tensor(given)
-        except (TypeError, ValueError):
-            label_N = torch.empty(0)
-        if label_N.is_floating_point() or label_N.is_complex() or label_N.shape != (len(inputs),):
-            raise UserError(
-                f"label {name!r} of the {which} set is {type(given).__name__}, {label_N.dtype} of shape "
-                f"{tuple(label_N.shape)}, for {len(inputs)} pictures; a probe predicts classes, one whole number for "
-                "each picture"
-            )
-        classes[str(name)] = label_N.long().cpu()
-    return inputs, classes
+    inputs, labels = batch
+    named = labels if isinstance(labels, Mapping) else {ONLY_LABEL: labels}
+    for name, label_B in named.items():
+        if not isinstance(label_B, Tensor) or label_B.is_floating_point() or label_B.shape != (len(inputs),):
+            raise UserError(f"label {name!r} of the {which} set is not one whole number for each picture, a class")
+    return inputs, {str(name): label_B.long().cpu() for name, label_B in named.items()}
 
 
 def _rows(features_BF: Tensor, num: int) -> Tensor:
@@ -238,17 +191,6 @@ def _refuse_shared(train: str | Path, test: str | Path, *, allowed: float) -> No
     shared = find_shared(data, train=SampleStore(train).manifest, test=SampleStore(test).manifest)
     if (said := check_shared(shared, data, allowed=allowed)) is not None:
         logger.warning("%s", said)
-
-
-def _warn_of_other_values(train: _Encoded, test: _Encoded) -> None:
-    """Log a warning if the encoder got one set in another range than the other, such as 0 to 255 and 0 to 1."""
-    widths = [high - low for low, high in (train.range_2, test.range_2)]
-    if max(widths) > _OTHER_VALUES * min(widths):
-        logger.warning(
-            "the train inputs have values from %g to %g, but the test inputs from %g to %g; scale both alike",
-            *train.range_2,
-            *test.range_2,
-        )
 
 
 def _targets(train: _Encoded, test: _Encoded, *, wanted: Sequence[str] | None) -> dict[LabelSpace, Target]:

@@ -41,10 +41,10 @@ from data_pipeline.loading.permutation import KeyedPermutation
 from data_pipeline.loading.placement import place_data, read_whole, resident_bytes
 from data_pipeline.loading.sources import check_bad_share
 from data_pipeline.loading.stream import ReadConfig
-from data_pipeline.overlays import Overlay, PixelOverlay, evaluation_keys
+from data_pipeline.overlays import Overlay, evaluation_keys
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
-from trainer.distributed.collectives import all_gather_object, all_gather_rows, rank, world_size
+from trainer.distributed.collectives import all_gather_rows, rank, world_size
 from trainer.probes import memory
 from trainer.probes.streamed_samples import StreamedSamples, find_readable
 from trainer.views.expert_audio import clean_spectrogram
@@ -257,7 +257,11 @@ def read_pictures(location: Path | str, *, read: ReadConfig = _DEFAULT_READ, dra
     samples: DecodedSamples | StreamedSamples
     if store.manifest.medium == "picture" and not memory.fits(num_bytes := _bytes_drawn(store.manifest)):
         logger.info("%s takes %.3g GB in memory, so it is streamed", location, num_bytes / 1e9)
-        samples, bad = find_readable(store)
+
+        def labels_of(good: DecodedSamples) -> Mapping[LabelSpace, Tensor]:
+            return StoredInputs(store.manifest, good, store.overlay, draw).batch(torch.arange(len(good))).labels
+
+        samples, bad = find_readable(store, labels_of)
         if (rows := _labelled_rows(store, samples.labels)) is not None:
             samples = samples.chosen(rows)
     else:
@@ -341,7 +345,7 @@ def _finish(stored: StoredInputs) -> Pictures:
             images_NCHW=torch.empty(shape, dtype=torch.uint8, device="meta"),
             masks_NHW=torch.empty(shape[0], *shape[2:], dtype=torch.uint8, device="meta"),
             index_N=samples.index_B,
-            by_label={**samples.labels, **_drawn_labels(stored, samples)},
+            by_label=samples.labels,
             stored=stored,
         )
     row_N = torch.arange(len(samples), device=samples.index_B.device)
@@ -356,26 +360,6 @@ def _finish(stored: StoredInputs) -> Pictures:
         by_label={name: torch.cat([batch.labels[name] for batch in batches]) for name in batches[0].labels},
         stored=stored if is_drawn else None,
     )
-
-
-def _drawn_labels(stored: StoredInputs, samples: StreamedSamples) -> dict[LabelSpace, Tensor]:
-    """Return the labels of an online overlay by name, (N,) each. Each rank draws its share."""
-    if stored.overlay is None:
-        return {}
-    assert isinstance(stored.overlay, PixelOverlay)
-    given = {name: samples.labels[name] for name in stored.manifest.stored_labels}
-    names = (OVERLAY, *stored.overlay.more_labels)
-    drawn: dict[LabelSpace, list[Tensor]] = {name: [samples.index_B[:0]] for name in names}
-    mine = torch.tensor_split(torch.arange(len(samples)), world_size())[rank()]
-    for row_B in torch.split(mine, _ENCODED_AT_ONCE):
-        keys = evaluation_keys(samples.index_B[row_B], draw=stored.draw)
-        of_rows = stored.overlay.labels_of_keys(keys, {name: label_N[row_B] for name, label_N in given.items()})
-        if of_rows is None:  # the pictures decide, so they are decoded
-            of_rows = {name: label_B for name, label_B in stored.batch(row_B).labels.items() if name in drawn}
-        for name, label_B in of_rows.items():
-            drawn[name].append(label_B)
-    of_ranks = all_gather_object({name: torch.cat(parts) for name, parts in drawn.items()})
-    return {name: torch.cat([of_rank[name] for of_rank in of_ranks]) for name in names}
 
 
 def _input_batch(batch: Batch) -> InputBatch:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, ViewFunction, encode, extract, frozen
-from trainer.probes.knn import KNNProbe, probe_knn
+from trainer.probes.knn import knn_classes
 from trainer.probes.linear import (
     LinearProbe,
     ProbeConfig,
@@ -30,11 +30,11 @@ from trainer.probes.linear import (
 
 @dataclass(frozen=True)
 class Fitted:
-    """Both probes of one label. Each holds its accuracies and the classes that it gives to the test samples."""
+    """Both probes of one label. `knn_N` are the classes that the vote gives to the test samples, (N,) int64."""
 
     target: Target
     linear: LinearProbe
-    knn: KNNProbe
+    knn_N: Tensor
 
 
 def fit(
@@ -73,5 +73,5 @@ def fit(
         linear = fit_linear_probe(
             batches, test_features=test_features, targets=targets, config=config, on_epoch=on_epoch
         )
-        knn = probe_knn(train_NC.to(device), test_NC, targets)
+        knn = knn_classes(train_NC.to(device), test_NC, targets)
     return {space: Fitted(target, linear[space], knn[space]) for space, target in targets.items()}

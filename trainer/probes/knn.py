@@ -11,7 +11,6 @@ kNN).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch.nn import functional as F
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import Schema
 from trainer.probes.features import LabelSpace, shared_rows
-from trainer.probes.linear import Target, accuracy, best_classes, finite_accuracy, num_labelled
+from trainer.probes.linear import Target, accuracy, best_classes
 
 NUM_NEIGHBORS = 200
 TEMPERATURE = 0.1
@@ -103,29 +102,3 @@ def knn_accuracies(
     """
     classes = knn_classes(bank_NC, queries_QC, targets, chunk_size=chunk_size)
     return {name: accuracy(class_Q, targets[name].test_N) for name, class_Q in classes.items()}
-
-
-@dataclass(frozen=True)
-class KNNProbe:
-    """The result of the vote, and the classes that it gives to the test samples, (N,) int64."""
-
-    result: KNNResult
-    predicted_N: Tensor
-
-
-def probe_knn(bank_NC: Tensor, queries_QC: Tensor, targets: Mapping[LabelSpace, Target]) -> dict[LabelSpace, KNNProbe]:
-    """Measure kNN accuracy for every target, from pooled features of train and test pictures without views.
-
-    Every rank calls this with the same arguments. Raises `UserError` if features are not finite.
-    """
-    return {
-        name: KNNProbe(
-            KNNResult(
-                accuracy=finite_accuracy(class_Q, targets[name].test_N, name=name),
-                num_neighbors=min(NUM_NEIGHBORS, num_labelled(targets[name].train_N)),
-                temperature=TEMPERATURE,
-            ),
-            class_Q,
-        )
-        for name, class_Q in knn_classes(bank_NC, queries_QC, targets).items()
-    }

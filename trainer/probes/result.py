@@ -1,18 +1,31 @@
-"""The result of `python -m trainer.probe` for one label: RUN_DIR/probes/step_00010000/LABEL.json, such as base.json."""
+"""The result of `python -m trainer.probe` for one label: RUN_DIR/probes/step_00010000/LABEL.json, such as base.json.
+
+It holds a bit for each test sample: whether a probe gets it right. Accuracies of two encoders on the same samples share
+the luck of the draw, because a sample that is hard for one is often hard for the other. Differences of single samples
+leave that out, and so tell smaller differences from chance.
+"""
 
 from __future__ import annotations
 
+import base64
 import re
 from pathlib import Path
+from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
+from torch import Tensor
 
+from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import Schema, is_label_name
 from trainer.probes.features import LabelSpace, label_order
 from trainer.probes.groups import Groups
 from trainer.probes.knn import KNNResult
 from trainer.probes.linear import LinearResult, ProbeConfig
 from trainer.run_dir import read_object
+
+MOST_SAMPLES: Final = 100_000  # whose bits are kept, so that a result stays a small file
 
 
 class ProbeResult(Schema):
@@ -28,8 +41,8 @@ class ProbeResult(Schema):
     groups: accuracies in the groups of this label and each other one; none in results from before there were groups.
     own_code: the SHA-256 of the source of each package of the user's own that the run uses; it lacks those that were
         not imported, and is empty in old results.
-    right_samples: for each method, "linear" and "knn", a bit for each test sample; see `trainer.probes.right_samples`.
-        It lacks methods of old results, and of test sets that are too large.
+    right_samples: for each method, "linear" and "knn", a bit for each test sample, see `unpack_right`. It
+        lacks methods of old results, and of test sets that are too large.
     run: the run whose encoder it is, see `trainer.reports.config_identity.run_identity`; None in old results, and if
         the run records no start.
     """
@@ -80,3 +93,30 @@ def read_result(path: Path) -> ProbeResult:
     return ProbeResult.parse(
         read_object(path, mend="remove it, or run `python -m trainer.probe` again"), where=str(path)
     )
+
+
+def pack_right(class_N: Tensor, label_N: Tensor) -> str | None:
+    """Return the bits as base64: 1 for each labelled test sample whose class is right, in the order of the dataset.
+
+    `class_N` and `label_N` are (N,) int64; a sample with `NO_LABEL` has no bit. Returns None for more than
+    `MOST_SAMPLES` bits.
+    """
+    classes_N, labels_N = class_N.cpu().numpy(), label_N.cpu().numpy()
+    right_L = (classes_N == labels_N)[labels_N != NO_LABEL]
+    if len(right_L) > MOST_SAMPLES:
+        return None
+    return base64.b64encode(np.packbits(right_L).tobytes()).decode()
+
+
+def unpack_right(text: str, *, num_test: int) -> NDArray[np.bool_] | None:
+    """Return which of the `num_test` labelled test samples are right, (num_test,) bool; None if the text is damaged.
+
+    Examples:
+        >>> unpack_right("oA==", num_test=3).tolist()  # bits 1010 0000
+        [True, False, True]
+    """
+    try:
+        packed = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
+    except ValueError:
+        return None
+    return np.unpackbits(packed)[:num_test].astype(bool) if len(packed) == -(-num_test // 8) else None

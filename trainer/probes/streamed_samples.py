@@ -8,7 +8,7 @@ Shapes: N samples, B batch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -35,7 +35,7 @@ class StreamedSamples:
     Attributes:
         store: the dataset.
         index_B: (N,) int64, the dataset index of each row, ascending.
-        labels: each label by name, (N,) int64, as stored.
+        labels: each label by name, (N,) int64.
     """
 
     def __init__(self, store: SampleStore, *, index_B: Tensor, labels: Mapping[str, Tensor]) -> None:
@@ -65,10 +65,8 @@ class StreamedSamples:
     def ahead(self, rows: Sequence[Tensor], *, title: str) -> Iterator[Tensor]:
         """Yield each tensor of `rows`, while threads decode the next ones: `take` then returns at once.
 
-        Shows the progress under `title`. Raises `UserError` as `take` does, and if the rows of a remote dataset come in
-        an order for which its cache is too small.
+        Shows the progress under `title`. Raises `UserError` as `take` does.
         """
-        self._check_cache(rows)
         waiting = deque(rows)
         samples_of_rows = decode_ahead(self.store, map(self._indices, rows), num_threads=_num_threads())
         with Progress(title, total=sum(map(len, rows)), enabled=rank() == 0) as progress:
@@ -93,21 +91,13 @@ class StreamedSamples:
             )
         return samples
 
-    def _check_cache(self, rows: Sequence[Tensor]) -> None:
-        most, num_shards = self.store.max_shards, len(self.store.shard_ends)
-        is_in_order = not rows or not bool((rows[0].diff() < 0).any())
-        if most is None or most >= num_shards or is_in_order:
-            return
-        raise UserError(
-            f"{self.store.location}: a probe on views reads all of its {num_shards} shards in another order in each "
-            f"epoch, but the cache holds {most}; raise data.remote.cache_gigabytes, or probe with --views none"
-        )
 
-
-def find_readable(store: SampleStore) -> tuple[StreamedSamples, tuple[BadSample, ...]]:
+def find_readable(
+    store: SampleStore, labels_of: Callable[[DecodedSamples], Mapping[str, Tensor]]
+) -> tuple[StreamedSamples, tuple[BadSample, ...]]:
     """Decode every sample once. Return those that can be read, and the others. Every rank calls this.
 
-    Each rank decodes its share of the shards. Keeps the labels only.
+    Each rank decodes its share of the shards. Keeps the labels only: `labels_of` returns those of decoded samples.
     """
     num_shards = len(store.shard_ends)
     first, end = (number * num_shards // world_size() for number in (rank(), rank() + 1))
@@ -119,13 +109,14 @@ def find_readable(store: SampleStore) -> tuple[StreamedSamples, tuple[BadSample,
     with Progress(f"read {store.location}", total=total, enabled=rank() == 0) as progress:
         for samples in decode_ahead(store, chunks, num_threads=_num_threads()):
             bad += samples.bad.values()
-            good = samples.without_bad()
-            parts.append([good.index_B, *(good.labels[name] for name in names)])
+            if len(good := samples.without_bad()):
+                labels = labels_of(good)
+                parts.append([good.index_B, *(labels[name] for name in names)])
             progress.advance(len(samples))
     mine = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
     of_ranks = all_gather_object((mine, bad))
-    index_B, *labels = (torch.cat(tensors) for tensors in zip(*(found for found, _ in of_ranks), strict=True))
-    readable = StreamedSamples(store, index_B=index_B, labels=dict(zip(names, labels, strict=True)))
+    index_B, *by_name = (torch.cat(tensors) for tensors in zip(*(found for found, _ in of_ranks), strict=True))
+    readable = StreamedSamples(store, index_B=index_B, labels=dict(zip(names, by_name, strict=True)))
     return readable, tuple(sample for _, bad_of_rank in of_ranks for sample in bad_of_rank)
 
 

@@ -13,7 +13,6 @@ from data_pipeline.storage.manifest import OVERLAY_NAME, Manifest
 from trainer.probes.features import LabelSpace, Pictures
 from trainer.probes.linear import Target, num_labelled
 
-_NUM_SHOWN: Final = 12  # class names in a message
 # Options that may differ from split to split: a correlation holds in the train split, splits have other digits, and the
 # test split hears other parts of background sounds.
 _OF_A_SPLIT: Final = frozenset({"correlation", "correlated", "kind", "noise_crop", "unique"})

@@ -22,8 +22,7 @@ from data_pipeline.core.validation import KIND
 from trainer.probes.features import LabelSpace
 from trainer.probes.linear import ProbeConfig
 from trainer.probes.online import online_readings
-from trainer.probes.result import ProbeResult
-from trainer.probes.right_samples import unpack_right
+from trainer.probes.result import ProbeResult, unpack_right
 from trainer.provenance import RECORDED_NUM_SAMPLES, RECORDED_NUM_TEST_SAMPLES
 from trainer.reports.config_identity import config_identity, identity_settings
 from trainer.reports.paired import Reading
@@ -56,7 +55,7 @@ class Measurement:
     data: the datasets by their hashes. Accuracies on different data are never compared.
     initial: the untrained encoder by a hash of its settings; encoders with one hash start alike.
     commit, hardware: of the first start of the training.
-    right_samples: which test samples are right, see `trainer.probes.right_samples`; empty if it is not known.
+    right_samples: which test samples are right, see `unpack_right` of trainer.probes.result; empty if it is not known.
     """
 
     run: str

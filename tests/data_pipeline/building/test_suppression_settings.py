@@ -62,6 +62,12 @@ def opened(
     )
 
 
+def labels_of(overlay: PixelOverlay, base_B: torch.Tensor) -> torch.Tensor:
+    """Return the labels that the overlay draws for black pictures of these classes."""
+    pictures = torch.zeros(len(base_B), 3, 32, 32, dtype=torch.uint8)
+    return overlay.forward(pictures, keys_of(len(base_B)), {BASE: base_B}).label_B
+
+
 def write_mnist(root: Path, *, num: int) -> tuple[np.ndarray, np.ndarray]:
     """Write `num` made-up training digits in MNIST's format, and return them with their labels."""
     rng = np.random.default_rng(0)
@@ -218,9 +224,7 @@ def test_mnist_is_stored_with_one_channel(tmp_path: Path) -> None:
 def test_a_class_follows_the_base_label_as_often_as_asked(kind: str, correlation: float) -> None:
     num = 10_000
     overlay, base_B = opened(kind, correlation=correlation), torch.arange(num) % 10
-    found = overlay.labels_of_keys(keys_of(num), {BASE: base_B})
-    assert found is not None
-    label_B = found[OVERLAY]
+    label_B = labels_of(overlay, base_B)
     assert is_uniform(label_B, 10)
     share = float((label_B == base_B).double().mean())
     expected = correlation + (1 - correlation) / 10
@@ -242,10 +246,9 @@ def test_a_class_follows_the_base_label_as_often_as_asked(kind: str, correlation
 def test_classes_beyond_ten_and_records_without_a_class(kind: str) -> None:
     overlay = opened(kind, correlation=1.0)
     base_B = torch.cat([torch.arange(100), torch.full((5_000,), NO_LABEL)])
-    found = overlay.labels_of_keys(keys_of(len(base_B)), {BASE: base_B})
-    assert found is not None
-    assert torch.equal(found[OVERLAY][:100], torch.arange(100) % 10)
-    assert is_uniform(found[OVERLAY][100:], 10)
+    label_B = labels_of(overlay, base_B)
+    assert torch.equal(label_B[:100], torch.arange(100) % 10)
+    assert is_uniform(label_B[100:], 10)
     with pytest.raises(UserError, match=f"the overlay {kind} with correlation=1 follows the label base, and these pi"):
         opened(kind, counts=(), correlation=1)
     assert opened(kind, counts=(), correlation=0)

@@ -73,4 +73,4 @@ def plant(monkeypatch: pytest.MonkeyPatch, **policies: nn.Module) -> None:
         policy = policies[run_dir.path.name]
         return TrainedModules(read_config(run_dir.config), 0, cast(Encoder, HalvesEncoder()), policy)
 
-    monkeypatch.setattr("trainer.analyses.loaded_run.load_modules", open_planted)
+    monkeypatch.setattr("trainer.analyses.analysis.load_modules", open_planted)

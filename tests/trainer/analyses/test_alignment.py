@@ -26,7 +26,7 @@ from trainer.analyses.alignment import (
     nearest_centre,
     share_apart,
 )
-from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun
+from trainer.analyses.analysis import AnalysisOptions, LoadedRun
 
 
 def random_views(seed: int, *, num: int = 30, num_views: int = 4) -> torch.Tensor:

@@ -14,6 +14,7 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import write_run
+from trainer.analyses.analysis import AnalysisOptions
 from trainer.analyses.collision import (
     ANALYSIS,
     SWITCHES,
@@ -23,7 +24,6 @@ from trainer.analyses.collision import (
     collide,
     powers_of_two,
 )
-from trainer.analyses.loaded_run import AnalysisOptions
 from trainer.probes.features import Pictures
 from trainer.views.expert_image import ExpertImageConfig
 

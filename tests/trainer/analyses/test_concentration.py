@@ -16,6 +16,7 @@ from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import write_run
 from tests.trainer.probes.toy import toy_manifest
 from trainer.analyses import concentration
+from trainer.analyses.analysis import AnalysisOptions, LoadedRun
 from trainer.analyses.concentration import (
     ANALYSIS,
     PAIRS,
@@ -26,7 +27,6 @@ from trainer.analyses.concentration import (
     least_distances,
     sigma_bounds,
 )
-from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun
 from trainer.probes.features import Pictures
 from trainer.views.expert_image import ExpertImage, huang_views
 

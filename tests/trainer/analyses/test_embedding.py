@@ -10,6 +10,7 @@ from PIL import Image
 from data_pipeline.core.errors import UserError
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import DropBottom, plant, write_run
+from trainer.analyses.analysis import AnalysisOptions
 from trainer.analyses.embedding import (
     ANALYSIS,
     EmbeddingConfig,
@@ -17,7 +18,6 @@ from trainer.analyses.embedding import (
     map_of,
     silhouette,
 )
-from trainer.analyses.loaded_run import AnalysisOptions
 
 
 def test_silhouette_is_rousseeuws() -> None:

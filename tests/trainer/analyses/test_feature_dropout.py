@@ -19,18 +19,17 @@ from data_pipeline.core.schema import drawn
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.analyses.planted import DropBottom, plant, write_run
 from trainer.analyses import feature_dropout
-from trainer.analyses.classifier import heads_of
+from trainer.analyses.analysis import AnalysisOptions, LoadedRun
 from trainer.analyses.dip import uniform_dips
 from trainer.analyses.feature_dropout import (
     ANALYSIS,
     FeatureDropoutConfig,
     FeatureDropoutResult,
     describe,
+    heads_of,
     right_class_probability,
 )
-from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun
-from trainer.probed_runs.options import ProbeOptions
-from trainer.probed_runs.probing import probe_run
+from trainer.probed_runs.probing import ProbeOptions, probe_run
 from trainer.probes.features import Pictures, read_pictures
 from trainer.probes.heads import Heads, read_heads, write_heads
 from trainer.probes.linear import LinearHead

@@ -17,6 +17,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import drawn
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import write_run
+from trainer.analyses.analysis import AnalysisOptions
 from trainer.analyses.filters import (
     ANALYSIS,
     FiltersConfig,
@@ -27,7 +28,6 @@ from trainer.analyses.filters import (
     explained_share,
     sparsity_of,
 )
-from trainer.analyses.loaded_run import AnalysisOptions
 from trainer.config import RunConfig
 
 CONFIG = FiltersConfig(num_shown=10, num_steps=3)

@@ -15,7 +15,7 @@ from data_pipeline.__main__ import main as data_pipeline
 from data_pipeline.core.errors import UserError
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.analyses.planted import write_run
-from trainer.analyses.loaded_run import AnalysisOptions, LoadedRun
+from trainer.analyses.analysis import AnalysisOptions, LoadedRun
 from trainer.analyze import load_analysis
 from trainer.config import read_config
 from trainer.preflight import check_data

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import DropBottom, plant, write_run
-from trainer.analyses.loaded_run import AnalysisOptions
+from trainer.analyses.analysis import AnalysisOptions
 from trainer.analyses.monitors import (
     ANALYSIS,
     MonitorsConfig,

@@ -36,8 +36,7 @@ from trainer.probes.any_encoder import probe as probe_any
 from trainer.probes.features import Pictures, frozen, read_pictures
 from trainer.probes.heads import read_heads
 from trainer.probes.linear import ProbeConfig, Target
-from trainer.probes.result import read_result
-from trainer.probes.right_samples import unpack_right
+from trainer.probes.result import read_result, unpack_right
 from trainer.probes.targets import label_targets
 from trainer.run_dir import RunDir
 

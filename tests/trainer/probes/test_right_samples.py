@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from data_pipeline.core.sample import NO_LABEL
-from trainer.probes import right_samples
-from trainer.probes.right_samples import pack_right, unpack_right
+from trainer.probes import result
+from trainer.probes.result import pack_right, unpack_right
 
 
 @pytest.mark.parametrize("num", [0, 1, 7, 8, 9, 1000])
@@ -24,7 +24,7 @@ def test_bits_come_out_as_they_went_in(num: int) -> None:
 
 
 def test_a_test_set_that_is_too_large_keeps_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(right_samples, "MOST_SAMPLES", 9)
+    monkeypatch.setattr(result, "MOST_SAMPLES", 9)
     assert pack_right(torch.zeros(10), torch.zeros(10)) is None
 
 

@@ -18,7 +18,6 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.decode import decode_ahead
 from data_pipeline.loading.stream import ReadConfig
-from data_pipeline.remote.cache import RemoteConfig
 from data_pipeline.storage.locations import INDEX_NAME
 from data_pipeline.storage.manifest import Fields
 from data_pipeline.storage.store import SampleStore
@@ -26,12 +25,12 @@ from tests.gloo import run_ranks
 from tests.tiny_data import damage, write_tiny_dataset, write_tiny_pair
 from tests.trainer.probed_runs.test_probe_command import make_run
 from tests.trainer.test_tars import write_tars
-from trainer.analyses.loaded_run import AnalysisOptions
+from trainer.analyses.analysis import AnalysisOptions
 from trainer.analyses.views import ANALYSIS, ViewsAnalysisConfig
 from trainer.modules import build_modules
 from trainer.probed_runs.readout import probe
 from trainer.probes import features, memory
-from trainer.probes.features import Pictures, extract, read_pictures
+from trainer.probes.features import Pictures, read_pictures
 from trainer.probes.view_batches import view_batches
 
 CPU = torch.device("cpu")
@@ -192,16 +191,6 @@ def test_too_many_bad_samples_are_refused_as_in_memory(tmp_path: Path) -> None:
     for streams in (True, False):
         with pytest.raises(UserError, match=r"10 of 40 samples .* cannot be read"):
             read(directory, streams=streams)
-
-
-def test_a_cache_that_is_too_small_for_an_epoch_in_another_order_is_named(tmp_path: Path) -> None:
-    directory = write_tiny_dataset(tmp_path / "data", num_samples=64, num_samples_per_shard=8)
-    remote = RemoteConfig(cache_dir=str(tmp_path / "cache"), cache_gigabytes=1e-4)
-    streamed = read(f"file://{directory}", streams=True, config=ReadConfig(remote=remote))
-    features_NF = extract(lambda x_BCHW: x_BCHW.flatten(1), streamed, device=CPU)
-    assert torch.equal(features_NF, read(directory, streams=False).images_NCHW.flatten(1).float() / 255)
-    with pytest.raises(UserError, match=r"raise data.remote.cache_gigabytes, or probe with --views none"):
-        list(streamed.ahead([torch.tensor([60, 1])], title="epoch"))
 
 
 def test_features_that_fit_nowhere_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.sources.background import FILE_NAMES
 from data_pipeline.storage.manifest import Fields, Manifest, load_manifest
 from tests.tiny_data import write_tiny_dataset
-from trainer.probed_runs.options import ProbeOptions
-from trainer.probed_runs.probing import probe_run
+from trainer.probed_runs.probing import ProbeOptions, probe_run
 from trainer.probes.targets import option_difference, readable_labels
 from trainer.run_dir import RunDir
 from trainer.train import train

@@ -20,8 +20,7 @@ from configs import debug
 from trainer.analyses.views import ViewsResult
 from trainer.probes.knn import KNNResult
 from trainer.probes.linear import LinearResult, ProbeConfig
-from trainer.probes.result import ProbeResult
-from trainer.probes.right_samples import pack_right
+from trainer.probes.result import ProbeResult, pack_right
 from trainer.report import main
 from trainer.run_dir import RunDir, write_json
 
