@@ -120,7 +120,7 @@ def replay(
     try:
         for name, module in modules.items():
             module.load_state_dict(states[name])
-        objective.load_saved(states["objective"])
+        objective.load_state_dict(states["objective"])
     except (KeyError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"the recorded state of step {record.step} does not fit the config ({reason})") from None

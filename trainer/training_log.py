@@ -198,8 +198,8 @@ def log_start(
         steps_per_epoch,
         manifest.num_samples,
     )
-    if (note := config.objective.note(global_batch_size=config.global_batch_size)) is not None:
-        logger.info("%s", note)
+    if config.objective.note is not None:
+        logger.info("%s", config.objective.note)
     if start_step == num_steps:
         logger.info("already at its last step %d; nothing to do", num_steps)
     elif start_step:

@@ -45,7 +45,6 @@ def test_a_loss_that_is_negative_by_design_is_explained(
     with caplog.at_level(logging.INFO):
         log_start(config, build_modules(config), manifest, device=torch.device("cpu"), start_step=0, num_steps=1)
     assert len([line for line in caplog.messages if "negative by design" in line]) == lines
-    assert ("is -5.545, not 0" in caplog.text) is (lines == 1)
 
 
 @pytest.mark.parametrize(

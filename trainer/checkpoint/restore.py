@@ -120,7 +120,7 @@ def restore(
         for name, state in wanted.items():
             _check_fits(directory / f"{name}{SUFFIX}", states[name], state)
         if OBJECTIVE in wanted:
-            objective.load_saved(states[OBJECTIVE])
+            objective.load_state_dict(states[OBJECTIVE])
         for name, engine in engines.items():
             module_state = engine.module_state() if name == OBJECTIVE else states[name]
             try:

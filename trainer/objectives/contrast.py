@@ -7,7 +7,6 @@ dimensions; I and J rows and columns of one tile.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -92,13 +91,11 @@ def alignment_of(u_ND: Tensor, temperature: float | Tensor) -> Tensor:
 def scale_of(temperature: float | Tensor, *, chunk_size: int | None) -> float | Tensor:
     """Return 1 / sqrt(temperature): with embeddings of this length, inner products are the logits.
 
-    Raises `ValueError` if the temperature or the chunk size is out of range.
+    Raises `ValueError` if the temperature is not positive, or too low for a `chunk_size`.
     """
     value = temperature.item() if isinstance(temperature, Tensor) else temperature
     if not value > 0:
         raise ValueError(f"temperature is {value}; it must be positive")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}; it must be positive, or None for the full matrix")
     if chunk_size is not None and value < MIN_TILED_TEMPERATURE:
         raise ValueError(f"temperature is {value}; with a chunk_size it must be at least {MIN_TILED_TEMPERATURE}")
     return temperature**-0.5
@@ -160,8 +157,8 @@ def margins(z_a_BD: Tensor, z_b_BD: Tensor, *, temperature: float | Tensor, chun
         chunk_size: as in `AnchorChunks`; the result is the same.
 
     Raises:
-        ValueError: if temperature or chunk size is out of range, if the embeddings are not (B, D) with equal shapes, or
-            if all ranks together have a single sample.
+        ValueError: if the temperature is not positive, if the embeddings are not (B, D) with equal shapes, or if all
+            ranks together have a single sample.
     """
     if not isinstance(temperature, Tensor):
         scale_of(temperature, chunk_size=None)
@@ -178,12 +175,10 @@ def log_sums(anchors_ND: Tensor, candidates_KD: Tensor, left_out_NV: Tensor, chu
     """Return the log sum exp of each anchor's inner products with the candidates, (N,).
 
     `left_out_NV` holds the numbers of V candidates that an anchor is not compared with. `chunk_size` is as in
-    `AnchorChunks`. Raises `ValueError` if it is below 1.
+    `AnchorChunks`.
     """
     if chunk_size is None:
         return _log_sums(anchors_ND, candidates_KD, left_out_NV)
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}; it must be positive, or None for the full matrix")
     chunks = zip(torch.split(anchors_ND, chunk_size), torch.split(left_out_NV, chunk_size), strict=True)
     return torch.cat(
         [
@@ -229,19 +224,6 @@ class _UnitRows(torch.autograd.Function):
         return grad_a_BD, grad_b_BD, grad_scale
 
 
-@dataclass(frozen=True)
-class _Tile:
-    """The exp of the inner products of the anchors `rows` with the candidates `columns`.
-
-    `mirrored` says that the columns are later anchors, so the tile also counts for its mirror image.
-    """
-
-    rows: slice
-    columns: slice
-    mirrored: bool
-    exp_IJ: Tensor
-
-
 class _TiledLogProbability(torch.autograd.Function):
     """`log_probability` in tiles: the inner product with the positive minus the log of the sum over the candidates."""
 
@@ -249,10 +231,10 @@ class _TiledLogProbability(torch.autograd.Function):
     def forward(ctx: Any, u_GD: Tensor, positive_N: Tensor, with_self: bool, chunk_size: int) -> Tensor:
         ctx.how = len(positive_N), with_self, chunk_size
         sums_N = u_GD.new_zeros(len(positive_N))
-        for tile in _tiles(u_GD, *ctx.how):
-            sums_N[tile.rows] += tile.exp_IJ.sum(1)
-            if tile.mirrored:
-                sums_N[tile.columns] += tile.exp_IJ.sum(0)
+        for rows, columns, is_mirrored, exp_IJ in _tiles(u_GD, *ctx.how):
+            sums_N[rows] += exp_IJ.sum(1)
+            if is_mirrored:
+                sums_N[columns] += exp_IJ.sum(0)
         ctx.save_for_backward(u_GD, positive_N, sums_N)
         own_N = [(u_GD[rows] * u_GD[positive_N[rows]]).sum(1) for rows in _slices(0, len(positive_N), chunk_size)]
         return torch.cat(own_N) - sums_N.log()
@@ -264,21 +246,25 @@ class _TiledLogProbability(torch.autograd.Function):
         grad_GD = torch.zeros_like(u_GD)
         weight_N = -grad_N / sums_N
         with torch.autocast(u_GD.device.type, enabled=False):
-            for tile in _tiles(u_GD, *ctx.how):
-                weight_I1 = weight_N[tile.rows, None]
-                tile.exp_IJ.mul_(weight_I1 + weight_N[tile.columns] if tile.mirrored else weight_I1)
-                grad_GD[tile.rows].addmm_(tile.exp_IJ, u_GD[tile.columns])
-                grad_GD[tile.columns].addmm_(tile.exp_IJ.T, u_GD[tile.rows])
+            for rows, columns, is_mirrored, exp_IJ in _tiles(u_GD, *ctx.how):
+                weight_I1 = weight_N[rows, None]
+                exp_IJ.mul_(weight_I1 + weight_N[columns] if is_mirrored else weight_I1)
+                grad_GD[rows].addmm_(exp_IJ, u_GD[columns])
+                grad_GD[columns].addmm_(exp_IJ.T, u_GD[rows])
             for rows in _slices(0, len(positive_N), ctx.how[-1]):
                 grad_GD[rows].addcmul_(grad_N[rows, None], u_GD[positive_N[rows]])
                 grad_GD.index_add_(0, positive_N[rows], grad_N[rows, None] * u_GD[rows])
         return grad_GD, None, None, None
 
 
-def _tiles(u_GD: Tensor, num_anchors: int, with_self: bool, chunk_size: int) -> Iterator[_Tile]:
+def _tiles(
+    u_GD: Tensor, num_anchors: int, with_self: bool, chunk_size: int
+) -> Iterator[tuple[slice, slice, bool, Tensor]]:
     """Yield the tiles of anchors with themselves, with later anchors, and with candidates that are not anchors.
 
-    All tiles share one buffer: a tile is valid until the next one is requested.
+    A tile is its rows (anchors) and columns (candidates), whether the columns are later anchors, so that it also counts
+    for its mirror image, and the exp of the inner products. All tiles share one buffer: a tile is valid until the next
+    one is requested.
     """
     anchors = _slices(0, num_anchors, chunk_size)
     others = _slices(num_anchors, len(u_GD), chunk_size)
@@ -290,7 +276,7 @@ def _tiles(u_GD: Tensor, num_anchors: int, with_self: bool, chunk_size: int) -> 
             torch.mm(u_GD[rows], u_GD[columns].T, out=exp_IJ).exp_()
             if i == j and not with_self:
                 exp_IJ.fill_diagonal_(0)
-            yield _Tile(rows, columns, mirrored=i < j < len(anchors), exp_IJ=exp_IJ)
+            yield rows, columns, i < j < len(anchors), exp_IJ
 
 
 def _slices(start: int, stop: int, size: int) -> list[slice]:

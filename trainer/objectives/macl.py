@@ -41,7 +41,12 @@ class MACLConfig(AnchorChunks):
 
     @model_validator(mode="after")
     def _the_temperature_stays_positive(self) -> Self:
-        check(self.sensitivity, self.neutral_alignment)
+        if self.sensitivity * (1 + self.neutral_alignment) >= 1:  # at a mean cosine of -1
+            raise ValueError(
+                f"sensitivity {self.sensitivity} and neutral_alignment {self.neutral_alignment} let the temperature "
+                "fall to 0 if all positives point in opposite directions; set sensitivity below "
+                f"{1 / (1 + self.neutral_alignment):.3g}"
+            )
         return self
 
     def build(self, given: ObjectiveInputs) -> PureObjective:
@@ -51,15 +56,6 @@ class MACLConfig(AnchorChunks):
             sensitivity=self.sensitivity,
             neutral_alignment=self.neutral_alignment,
             chunk_size=self.chunk_size,
-        )
-
-
-def check(sensitivity: float, neutral_alignment: float) -> None:
-    """Raise `ValueError` if a mean cosine of -1 would bring the temperature to 0 or below."""
-    if sensitivity * (1 + neutral_alignment) >= 1:
-        raise ValueError(
-            f"sensitivity {sensitivity} and neutral_alignment {neutral_alignment} let the temperature fall to 0 if all "
-            f"positives point in opposite directions; set sensitivity below {1 / (1 + neutral_alignment):.3g}"
         )
 
 
@@ -81,7 +77,7 @@ def macl_loss(
     negatives come from all ranks. The mean of the losses of the ranks is exactly the loss of the whole batch, and
     averaging parameter gradients over the ranks gives its gradient.
 
-    The other arguments, types and errors are as in `trainer.objectives.contrast.margins` and in `check`.
+    The other arguments, types and errors are as in `trainer.objectives.contrast.margins`.
 
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
@@ -89,7 +85,6 @@ def macl_loss(
         >>> round(macl_loss(z_a, z_b, temperature=0.5).loss.item(), 4)
         1.4065
     """
-    check(sensitivity, neutral_alignment)
     if isinstance(temperature, int | float):  # a tensor is not checked, as in `margins`
         scale_of(temperature, chunk_size=None)
     now = _temperature(z_a_BD, z_b_BD, temperature, sensitivity, neutral_alignment)

@@ -62,7 +62,12 @@ class MoCoConfig(BaseObjectiveConfig):
         return self.direction == "symmetric"
 
     def check(self, run: Any) -> None:
-        check(self, run.global_batch_size)
+        if self.queue_size % run.global_batch_size:
+            nearest_size = max(1, round(self.queue_size / run.global_batch_size)) * run.global_batch_size
+            raise UserError(
+                f"objective.queue_size {self.queue_size} is not a multiple of global_batch_size "
+                f"{run.global_batch_size}; the nearest is {nearest_size}"
+            )
 
     def why_not_recorded(self, run: Any) -> str | None:
         if run.encoder.batch_norm == "synchronized":
@@ -71,16 +76,6 @@ class MoCoConfig(BaseObjectiveConfig):
 
     def build(self, given: ObjectiveInputs) -> Objective:
         return MoCo(self, encoder=given.encoder, embedding_size=given.embedding_size)
-
-
-def check(config: MoCoConfig, global_batch_size: int) -> None:
-    """Raise `UserError` if the queue size is not a multiple of the global batch size."""
-    if config.queue_size % global_batch_size:
-        nearest_size = max(1, round(config.queue_size / global_batch_size)) * global_batch_size
-        raise UserError(
-            f"objective.queue_size {config.queue_size} is not a multiple of global_batch_size {global_batch_size}; the "
-            f"nearest is {nearest_size}"
-        )
 
 
 def key_log_probability(z_BD: Tensor, keys_BD: Tensor, queue_QD: Tensor, *, temperature: float) -> Tensor:

@@ -52,7 +52,7 @@ def nt_xent_loss(
             fastest on CPUs. None keeps the whole matrix.
 
     Raises:
-        ValueError: if temperature or chunk size is out of range, or if the embeddings are not (B, D) with equal shapes.
+        ValueError: if the temperature is out of range, or if the embeddings are not (B, D) with equal shapes.
 
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])

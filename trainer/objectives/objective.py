@@ -131,6 +131,7 @@ class BaseObjectiveConfig(KindConfig):
             further views are refused.
         can_be_recorded: whether the objective launches the same kernels at each step, and decides nothing on the host,
             for example by the number of the step. Then a step can be recorded once and replayed (`compile`).
+        note: a sentence for the log and the report that explains an unusual loss; None if the loss is as expected.
     """
 
     kinds: ClassVar[Kinds[BaseObjectiveConfig]] = Kinds("objective", group="objectives", built_in=OBJECTIVES)
@@ -141,6 +142,7 @@ class BaseObjectiveConfig(KindConfig):
     compares_in_groups: ClassVar[bool] = False
     takes_further_views: ClassVar[bool] = False
     can_be_recorded: ClassVar[bool] = False
+    note: ClassVar[str | None] = None
 
     @property
     def trains_second_view(self) -> bool:
@@ -164,10 +166,6 @@ class BaseObjectiveConfig(KindConfig):
         """Return the optimizer of the objective's own parameters: by default that of the encoder."""
         return of_encoder
 
-    def note(self, *, global_batch_size: int) -> str | None:
-        """Return a sentence for the log that explains an unusual loss; None if the loss is as expected."""
-        return None
-
 
 class Objective(nn.Module, ABC):
     """A loss. Every rank calls it with embeddings (B, D) of both views of its part of the batch, in any float type.
@@ -185,10 +183,6 @@ class Objective(nn.Module, ABC):
     def saved_state(self) -> dict[str, Tensor]:
         """Return all state, equal on any number of ranks. Every rank must call this at the same time."""
         return self.state_dict()
-
-    def load_saved(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the result of `saved_state`, on any number of ranks."""
-        self.load_state_dict(state)
 
 
 class PureObjective(Objective):

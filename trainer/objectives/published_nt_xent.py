@@ -31,34 +31,16 @@ class PublishedNTXentConfig(ContrastiveConfig):
     """The config of the published NT-Xent."""
 
     can_be_recorded: ClassVar[bool] = True
+    note: ClassVar[str | None] = (
+        "the published NT-Xent is negative by design: it keeps the anchor's similarity with itself in the denominator "
+        "and subtracts log(2B)"
+    )
 
     kind: Literal["nt_xent_published"] = "nt_xent_published"
     temperature: Temperature = 0.07
 
-    def note(self, *, global_batch_size: int) -> str | None:
-        num_candidates = 2 * global_batch_size
-        return (
-            "the published NT-Xent is negative by design: it keeps the anchor's similarity with itself in the "
-            f"denominator and subtracts log(2B) = {math.log(num_candidates):.3f}; if the views of each picture "
-            f"coincide, at right angles to all others, the loss at temperature {self.temperature:g} and batch "
-            f"{global_batch_size} is {floor_of_loss(temperature=self.temperature, num_candidates=num_candidates):.3f}, "
-            "not 0, and it can fall a little lower"
-        )
-
     def build(self, given: ObjectiveInputs) -> PureObjective:
         return PureObjective(published_nt_xent_loss, temperature=self.temperature, chunk_size=self.chunk_size)
-
-
-def floor_of_loss(*, temperature: float, num_candidates: int) -> float:
-    """Return the loss if both views of every picture coincide, orthogonal to the embeddings of all other pictures.
-
-    It can fall a little lower, because the cosines of two pictures can be negative: in a batch of B, all -1 / (B - 1).
-
-    Examples:
-        >>> round(floor_of_loss(temperature=0.07, num_candidates=512), 4)
-        -5.545
-    """
-    return math.log(2 + (num_candidates - 2) * math.exp(-1 / temperature)) - math.log(num_candidates)
 
 
 def published_nt_xent_loss(
@@ -66,8 +48,9 @@ def published_nt_xent_loss(
 ) -> ObjectiveOutput:
     """Return the published form: the mean over B anchors of -log softmax of the positive, minus log of G.
 
-    Its value in `floor_of_loss` is log(2 exp(1 / t) + G - 2) - 1 / t - log G: -5.5450 at t = 0.07, G = 512. Arguments,
-    types, errors and the mean over the ranks are as in `nt_xent_loss`.
+    If both views of every picture coincide, orthogonal to all others, it is log(2 exp(1 / t) + G - 2) - 1 / t - log G:
+    -5.5450 at t = 0.07, G = 512. It can fall a little lower, because the cosines of two pictures can be negative: in a
+    batch of B, all -1 / (B - 1). Arguments, types, errors and the mean over the ranks are as in `nt_xent_loss`.
     """
     with torch.autocast(z_a_BD.device.type, enabled=False):
         u_2BD = unit_rows(z_a_BD, z_b_BD, scale=scale_of(temperature, chunk_size=chunk_size))

@@ -9,7 +9,7 @@ ranks, D dimensions.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -73,8 +73,8 @@ def split_loss(
         temperature, divergence_weight, negatives, chunk_size: as in `SplitLossConfig`.
 
     Raises:
-        ValueError: if temperature or chunk size is out of range, if `negatives` has another value, if the embeddings
-            are not (B, D) with equal shapes, or if all ranks together have a single sample.
+        ValueError: if the temperature is not positive, if the embeddings are not (B, D) with equal shapes, or if all
+            ranks together have a single sample.
 
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
@@ -82,12 +82,10 @@ def split_loss(
         >>> round(split_loss(z_a, z_b, temperature=0.5, divergence_weight=1.0).loss.item(), 4)
         0.8
     """
-    if negatives not in get_args(Negatives):
-        raise ValueError(f"negatives is {negatives!r}; it must be one of {', '.join(get_args(Negatives))}")
     scale_of(temperature, chunk_size=None)
     with torch.autocast(z_a_BD.device.type, enabled=False):
         u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
-        views = (v_BD,) if negatives == "second_view" else (u_BD, v_BD)
+        views = {"second_view": (v_BD,), "both_views": (u_BD, v_BD)}[negatives]
         own_BV = torch.arange(len(views) * len(u_BD), device=u_BD.device).view(len(views), -1).T
         distance_B = (u_BD - v_BD).square().sum(1)
         log_sum_B = log_sums(u_BD / temperature, candidates(*views), own_BV, chunk_size)

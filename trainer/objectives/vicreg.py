@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Epsilon, PositiveFactor
 from trainer.distributed.collectives import all_gather_rows, rank, world_size
 from trainer.objectives.contrast import check_pair
@@ -43,11 +42,6 @@ class VICRegConfig(BaseObjectiveConfig):
     epsilon: Epsilon = 1e-4
 
     def build(self, given: ObjectiveInputs) -> PureObjective:
-        """Return the objective. Raises `UserError` if embeddings have a single dimension."""
-        if given.embedding_size < 2:
-            raise UserError(
-                "objective.kind=vicreg decorrelates dimensions, but encoder.embedding_size is 1; set it to 2 or more"
-            )
         return PureObjective(
             vicreg_loss,
             invariance_weight=self.invariance_weight,

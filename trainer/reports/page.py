@@ -50,7 +50,7 @@ def page(runs: Sequence[Run], rows: Sequence[Measurement], problems: Sequence[st
     probed = {row.run for row in rows if row.step > 0 and not row.readout.startswith("online")}
     axes = list(dict.fromkeys(axis for run in runs for axis in run.config.tracking.axes if axis != "seed"))
     pictures = [(run, picture) for run in runs for picture in run.pictures]
-    notes = (run.config.objective.note(global_batch_size=run.config.global_batch_size) for run in runs)
+    notes = (run.config.objective.note for run in runs)
     return (
         templates()
         .get_template("page.html")

@@ -446,7 +446,7 @@ OBJECTIVES: dict[str, ObjectiveConfig] = {
     "nt_xent_decoder": NTXentDecoderConfig(target_size=2),
     "dino": DINOConfig(num_prototypes=12),
 }
-NUM_SAMPLES = 37  # no multiple of any number of ranks, so a bank's parts are uneven
+NUM_SAMPLES = 37
 
 
 def whole_state(config: RunConfig, run_dir: RunDir, *, trains: bool) -> dict[str, str]:
@@ -455,9 +455,6 @@ def whole_state(config: RunConfig, run_dir: RunDir, *, trains: bool) -> dict[str
     objective, engines = training.objective, training.engines
     if trains:
         fake_step(engines, 0)
-        if config.objective.kind == "instance_discrimination":  # whose state is a part of the whole, on each rank
-            for buffer in objective.buffers():
-                buffer.add_(rank() + 1)
         with CheckpointWriter(run_dir, keep=1) as writer:
             writer.save(5, engines=engines, objective_state=objective.saved_state())
     else:

@@ -1,16 +1,15 @@
-"""BYOL: against the loop of the paper in plain torch, with lightly's parts, and on several ranks."""
+"""BYOL: against the loop of the paper in plain torch, with lightly's parts."""
 
 from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
+from lightly.loss import NegativeCosineSimilarity
+from lightly.models.utils import deactivate_requires_grad, update_momentum
 from torch import Tensor, nn
 
-from tests.gloo import run_ranks
 from tests.trainer.objectives.toy_moco import pair_of, toy_encoder, training_views
-from trainer.distributed.collectives import all_reduce_sum, rank, world_size
 from trainer.models.heads import HeadConfig
 from trainer.objectives.byol import BYOL, BYOLConfig, byol_loss
 
@@ -52,19 +51,18 @@ def test_the_teachers_embeddings_get_no_gradient() -> None:
 
 
 def steps_of_ours(num_steps: int) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Each step's loss over all ranks, and encoder, predictor and teacher after the last one."""
+    """Each step's loss, and encoder, predictor and teacher after the last one."""
     encoder = toy_encoder()
     objective = byol(encoder)
     trained = [*encoder.parameters(), *objective.predictor.parameters()]
     losses = []
     for step, views_VBCHW in enumerate(training_views(num_steps)):
-        views_VLCHW = views_VBCHW.chunk(world_size(), dim=1)[rank()]
-        output = objective(encoder(views_VLCHW[0]), encoder(views_VLCHW[1]), pair_of(views_VLCHW, step=step))
+        output = objective(encoder(views_VBCHW[0]), encoder(views_VBCHW[1]), pair_of(views_VBCHW, step=step))
         gradients = torch.autograd.grad(output.loss, trained)
-        losses.append(all_reduce_sum(output.loss.detach()) / world_size())
+        losses.append(output.loss.detach())
         with torch.no_grad():
             for parameter, gradient in zip(trained, gradients, strict=True):
-                parameter.sub_(0.5 * all_reduce_sum(gradient) / world_size())
+                parameter.sub_(0.5 * gradient)
     state = {f"encoder.{name}": value for name, value in encoder.state_dict().items()}
     return losses, copy.deepcopy(state | objective.saved_state())
 
@@ -74,9 +72,6 @@ def steps_of_the_paper(num_steps: int) -> tuple[list[Tensor], dict[str, Tensor]]
 
     The teacher is returned as it was in the last step, because ours follows at the beginning of the next one.
     """
-    from lightly.loss import NegativeCosineSimilarity  # here, because every rank imports this file
-    from lightly.models.utils import deactivate_requires_grad, update_momentum
-
     online = toy_encoder()
     teacher = copy.deepcopy(online)
     predictor = byol(online).predictor
@@ -109,16 +104,6 @@ def test_three_steps_are_those_of_the_paper() -> None:
     assert state.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-13, msg=name)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_equal_one_process(num_ranks: int) -> None:
-    expected_losses, expected = steps_of_ours(3)
-    for losses, state in run_ranks(steps_of_ours, num_ranks, 3):
-        torch.testing.assert_close(losses, expected_losses, rtol=1e-9, atol=0)
-        for name, value in expected.items():
-            torch.testing.assert_close(state[name], value, rtol=1e-8, atol=1e-12, msg=name)
 
 
 def test_a_call_that_may_not_update_the_state_leaves_it() -> None:

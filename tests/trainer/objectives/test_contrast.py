@@ -1,4 +1,4 @@
-"""The shared parts of contrastive losses: tiles and chunks, memory, unit vectors, extreme temperatures, an encoder."""
+"""The shared parts of contrastive losses: tiles and chunks, memory, unit vectors, extreme temperatures."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ import pytest
 import torch
 from lightly.loss import NTXentLoss
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.gloo import run_ranks
 from tests.trainer.objectives import loops
 from tests.trainer.objectives.pair_losses import Loss, assert_near, loss_and_gradient, related_views
-from trainer.distributed.collectives import rank, world_size
-from trainer.models import Encoder, ResNetConfig, build_encoder
-from trainer.models.heads import HeadConfig
 from trainer.objectives import dcl_loss, ifm_loss, macl_loss, nt_xent_loss, published_nt_xent_loss, split_loss
 from trainer.objectives.contrast import unit_rows
 
@@ -133,64 +128,3 @@ def test_unit_rows_and_their_gradients_equal_those_of_torch(dtype: torch.dtype, 
         # Gradients by rows without direction are huge.
         found.append((u_ND.detach(), grad_scale, grad_VBD[:, :1], grad_VBD[:, 1:]))
     assert_near(*found, rtol=rtol)
-
-
-# A batch of all ranks B, of one rank L; views are V.
-
-
-def local_part(whole_VB: Tensor) -> Tensor:
-    return whole_VB.chunk(world_size(), dim=1)[rank()]
-
-
-def temperature_gradients(z_VBD: Tensor) -> dict[str, Tensor]:
-    found = {}
-    for name, loss in {"standard": nt_xent_loss, "published": published_nt_xent_loss}.items():
-        for chunk_size in (None, 3):
-            t = torch.tensor(0.07, dtype=z_VBD.dtype, requires_grad=True)
-            value = loss(*local_part(z_VBD), temperature=t, chunk_size=chunk_size).loss
-            (found[f"{name} {chunk_size}"],) = torch.autograd.grad(value, t)
-    return found
-
-
-@pytest.mark.ranks
-def test_the_mean_gradient_of_a_temperature_over_ranks_is_that_of_one_process() -> None:
-    z_VBD = related_views(20, 8)
-    by_rank = run_ranks(temperature_gradients, 4, z_VBD)
-    for name, expected in temperature_gradients(z_VBD).items():
-        mean = torch.stack([found[name] for found in by_rank]).mean()
-        torch.testing.assert_close(mean, expected, rtol=1e-9, atol=0)
-
-
-def encoder() -> Encoder:
-    torch.manual_seed(0)
-    config = ResNetConfig(
-        kind="resnet10", width=4, head=HeadConfig(hidden_sizes=(32,)), mean=(0.5,) * 3, std=(0.25,) * 3
-    )
-    return build_encoder(config)
-
-
-def parameter_gradients(views_VBCHW: Tensor) -> dict[str, Tensor]:
-    """One step's gradients and new buffers, views encoded one after the other, under DDP where there are ranks."""
-    module = encoder().to(views_VBCHW.dtype)
-    model = DistributedDataParallel(module, broadcast_buffers=False) if world_size() > 1 else module
-    view_a, view_b = local_part(views_VBCHW)
-    torch.autograd.backward(nt_xent_loss(model(view_a), model(view_b), temperature=0.5).loss)
-    gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
-    assert len(gradients) == len(list(module.parameters()))
-    return gradients | dict(module.named_buffers())
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_gradients_of_an_encoder_with_synchronised_batch_norm(num_ranks: int) -> None:
-    # Pictures get brighter along the batch, so that each rank's own statistics would be wrong.
-    views_VBCHW = torch.rand(2, 12, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    views_VBCHW *= torch.linspace(0.2, 1, 12)[:, None, None, None]
-    expected = parameter_gradients(views_VBCHW.double())
-    scale = torch.stack([value.double().norm() for value in expected.values()]).max()
-    for gradients in run_ranks(parameter_gradients, num_ranks, views_VBCHW):
-        assert gradients.keys() == expected.keys()
-        for name, value in expected.items():
-            # A weight right before a batch norm has next to no gradient along itself; hence the second term.
-            tolerance = 1e-5 * value.double().norm() + 1e-7 * scale
-            assert (gradients[name].double() - value.double()).norm() <= tolerance, name

@@ -83,16 +83,6 @@ def health_of_part(z_a: Tensor, z_b: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_give_what_one_process_gives(num_ranks: int) -> None:
-    z_a, z_b = (z.double() for z in random_views(24, 8))
-    expected = embedding_health(z_a, z_b)
-    for health in run_ranks(health_of_part, num_ranks, z_a, z_b):
-        for name, value in expected.items():
-            torch.testing.assert_close(health[name], value, rtol=1e-9, atol=0)
-
-
-@pytest.mark.ranks
 def test_of_a_large_batch_the_first_pictures_of_every_rank_are_taken() -> None:
     z_a, z_b = (z.double() for z in random_views(MAX_PICTURES + 100, 8))
     taken = MAX_PICTURES // 2

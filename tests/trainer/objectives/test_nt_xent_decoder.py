@@ -1,15 +1,12 @@
-"""NT-Xent with a decoder: the squared error against a loop, the sum of the two losses, ranks, and a planted picture."""
+"""NT-Xent with a decoder: the squared error against a loop, the sum of the two losses, and a planted picture."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from tests.gloo import run_ranks
 from tests.trainer.objectives.pair_losses import related_views
-from trainer.distributed.collectives import rank, world_size
 from trainer.models.heads import HeadConfig
 from trainer.objectives import NTXentDecoderConfig, ViewPair, nt_xent_loss
 from trainer.objectives.nt_xent_decoder import NTXentDecoder, reconstruction_loss
@@ -104,28 +101,3 @@ def test_spectrograms_have_one_channel() -> None:
     assert objective(in_channels=1)(z_a, z_b, pair_of(views(6, in_channels=1))).loss.isfinite()
     with pytest.raises(ValueError, match=r"\(B, C \* S \* S\) = \(6, 12\), got \(6, 4\)"):
         objective(in_channels=1)(z_a, z_b, pair_of(views(6)))
-
-
-def of_this_rank(z_VBD: Tensor, views_VBCHW: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Loss, the embeddings' gradient, and the decoder's gradients and running statistics."""
-    z_VLD = z_VBD.chunk(world_size(), dim=1)[rank()].clone().requires_grad_()
-    views_VLCHW = views_VBCHW.chunk(world_size(), dim=1)[rank()]
-    module = objective()
-    model = DistributedDataParallel(module, broadcast_buffers=False) if world_size() > 1 else module
-    output = model(z_VLD[0], z_VLD[1], pair_of(views_VLCHW))
-    output.loss.backward()
-    assert z_VLD.grad is not None
-    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    return output.loss.detach(), z_VLD.grad / world_size(), gradients | dict(module.named_buffers())
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_equal_one_process(num_ranks: int) -> None:
-    z_VBD, views_VBCHW = related_views(12, 5), views(12)
-    loss, gradient, others = of_this_rank(z_VBD, views_VBCHW)
-    by_rank = run_ranks(of_this_rank, num_ranks, z_VBD, views_VBCHW)
-    torch.testing.assert_close(torch.stack([result[0] for result in by_rank]).mean(), loss, rtol=1e-9, atol=0)
-    torch.testing.assert_close(torch.cat([result[1] for result in by_rank], dim=1), gradient, rtol=1e-9, atol=1e-14)
-    for result in by_rank:
-        torch.testing.assert_close(result[2], others, rtol=1e-8, atol=1e-13)

@@ -2,11 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightly.loss import NegativeCosineSimilarity
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from tests.gloo import run_ranks
-from trainer.distributed.collectives import rank, world_size
 from trainer.models.heads import HeadConfig
 from trainer.objectives.objective import ObjectiveOutput, ViewPair
 from trainer.objectives.simsiam import SimSiam, SimSiamConfig, simsiam_loss
@@ -54,8 +52,6 @@ def test_embeddings_get_no_gradient_but_through_the_predictor() -> None:
 
 
 def test_loss_equals_lightlys() -> None:
-    from lightly.loss import NegativeCosineSimilarity  # here, because every rank imports this file
-
     p_a, p_b, z_a, z_b = rows(30, 8, number=4, dtype=torch.float32)
     peer = NegativeCosineSimilarity()
     expected = (peer(p_a, z_b.detach()) + peer(p_b, z_a.detach())) / 2
@@ -106,32 +102,3 @@ def test_autocast_changes_nothing_and_low_precision_is_raised() -> None:
         loss = objective(torch.float32)(z_a, z_b, pair()).loss
     assert loss.dtype == torch.float32
     assert torch.equal(loss, expected)
-
-
-def of_this_rank(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """Loss, the embeddings' gradients, and the predictor's gradients and running statistics."""
-    local = [z_BD.detach().chunk(world_size())[rank()].clone().requires_grad_() for z_BD in (z_a_BD, z_b_BD)]
-    module = objective()
-    model = DistributedDataParallel(module, broadcast_buffers=False) if world_size() > 1 else module
-    output = model(*local, pair())
-    output.loss.backward()
-    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    assert len(gradients) == len(list(module.parameters()))
-    of_embeddings = [z.grad / world_size() for z in local if z.grad is not None]
-    return output.loss.detach(), of_embeddings, gradients | dict(module.named_buffers())
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_ranks_equal_one_process(num_ranks: int) -> None:
-    inputs = rows(12, 5, number=2)
-    loss, gradients, others = of_this_rank(*inputs)
-    by_rank = run_ranks(of_this_rank, num_ranks, *inputs)
-    assert len({round(result[0].item(), 6) for result in by_rank}) == num_ranks
-    torch.testing.assert_close(torch.stack([result[0] for result in by_rank]).mean(), loss, rtol=1e-9, atol=0)
-    for view, gradient in enumerate(gradients):
-        gathered = torch.cat([result[1][view] for result in by_rank])
-        torch.testing.assert_close(gathered, gradient, rtol=1e-9, atol=1e-14)
-    for result in by_rank:
-        # The bias before a batch norm has no gradient but rounding errors; hence the absolute tolerance.
-        torch.testing.assert_close(result[2], others, rtol=1e-9, atol=1e-14)

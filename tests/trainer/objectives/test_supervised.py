@@ -1,25 +1,20 @@
-"""Supervised training: its loss against a loop and over ranks, samples without the label, and planted data."""
+"""Supervised training: its loss against a loop, samples without the label, and planted data."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL, Batch
-from tests.gloo import run_ranks
 from trainer.build import Training, build_training
-from trainer.distributed.collectives import rank, world_size
 from trainer.objectives import ObjectiveInputs, SupervisedConfig, ViewPair, build_objective, labelled_cross_entropy
 from trainer.objectives.supervised import Supervised
 
 NUM_CLASSES = 3
-LABELS = torch.tensor(
-    [2, NO_LABEL, 0, NO_LABEL, NO_LABEL, NO_LABEL, 1, 0, 2, 1, 1, NO_LABEL]
-)  # 1, 0, 3 and 2 on 4 ranks
+LABELS = torch.tensor([2, NO_LABEL, 0, NO_LABEL, NO_LABEL, NO_LABEL, 1, 0, 2, 1, 1, NO_LABEL])
 CPU = torch.device("cpu")
 
 
@@ -82,33 +77,6 @@ def test_low_precision_is_raised() -> None:
         loss = labelled_cross_entropy(logits, LABELS)
     assert loss.dtype == torch.float32
     assert torch.equal(loss, labelled_cross_entropy(logits.float(), LABELS))
-
-
-def of_this_rank() -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """Return the loss and the accuracy, the embeddings' gradients, and the classifier's gradients."""
-    rows = slice(rank() * len(LABELS) // world_size(), (rank() + 1) * len(LABELS) // world_size())
-    local = [z_BD.detach()[rows].clone().requires_grad_() for z_BD in embeddings()]
-    module = objective()
-    model = DistributedDataParallel(module) if world_size() > 1 else module
-    output = model(*local, pair(LABELS[rows]))
-    output.loss.backward()
-    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    assert len(gradients) == 2
-    of_embeddings = [z.grad / world_size() for z in local if z.grad is not None]
-    return torch.stack([output.loss.detach(), output.metrics["accuracy"]]), of_embeddings, gradients
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_with_different_numbers_of_labelled_samples_equal_one_process(num_ranks: int) -> None:
-    scalars, of_embeddings, gradients = of_this_rank()
-    by_rank = run_ranks(of_this_rank, num_ranks)
-    torch.testing.assert_close(torch.stack([result[0] for result in by_rank]).mean(0), scalars, rtol=1e-12, atol=0)
-    for view, gradient in enumerate(of_embeddings):
-        gathered = torch.cat([result[1][view] for result in by_rank])
-        torch.testing.assert_close(gathered, gradient, rtol=1e-12, atol=1e-15)
-    for result in by_rank:
-        torch.testing.assert_close(result[2], gradients, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize(

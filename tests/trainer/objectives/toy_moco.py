@@ -46,14 +46,11 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def train(
-    views_TVBCHW: Tensor, direction: str, saved: dict[str, Tensor] | None, batch_norm: str = "synchronized"
+    views_TVBCHW: Tensor, batch_norm: str = "synchronized"
 ) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Each step's loss over all ranks, the encoder's last gradients and end, and the objective's saved state."""
     encoder = toy_encoder(batch_norm)
-    config = MoCoConfig.model_validate({"queue_size": 24, "momentum": 0.8, "direction": direction})
-    objective = toy_moco(encoder, config)
-    if saved is not None:
-        objective.load_saved(saved)
+    objective = toy_moco(encoder, MoCoConfig(queue_size=24, momentum=0.8))
     losses = []
     for step, views_VBCHW in enumerate(views_TVBCHW):
         views_VLCHW = views_VBCHW.chunk(world_size(), dim=1)[rank()]
