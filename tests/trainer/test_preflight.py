@@ -182,7 +182,7 @@ def test_pictures_of_a_size_that_cannot_be_trained_on_are_refused(
 def test_colours_of_pictures_without_three_channels_are_refused(config: RunConfig) -> None:
     one = config.override(["encoder.in_channels=1", "encoder.mean=null", "encoder.std=null"], where="x")
     with pytest.raises(
-        UserError, match=r"^digits: colour jitter and grayscale need pictures of 3 channels, got 1; set v"
+        UserError, match=r"^digits: colour jitter and grayscale need pictures of 3 channels, got 1; set j"
     ):
         check_input_shape(one, height=16, width=16, where="digits")
     off = ["views.jitter_probability=0", "views.grayscale_probability=0"]

@@ -87,7 +87,9 @@ def log_ratio(z_BD: Tensor, bank_ND: Tensor, index_B: Tensor, noise_BK: Tensor, 
         noise_B = torch.cat(
             [
                 (u_ID @ bank_ND.T).gather(1, noise_IK).div(temperature).logsumexp(1)
-                for u_ID, noise_IK in zip(u_BD.split(num_pictures), noise_BK.split(num_pictures), strict=True)
+                for u_ID, noise_IK in zip(
+                    torch.split(u_BD, num_pictures), torch.split(noise_BK, num_pictures), strict=True
+                )
             ]
         )
         return (u_BD * bank_ND[index_B]).sum(1) / temperature - (noise_B - math.log(noise_BK.shape[1]))
