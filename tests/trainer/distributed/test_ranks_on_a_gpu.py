@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from configs import resolve_recipe
 from tests.nccl import machine_of, run_nccl_ranks
 from tests.small_encoder import CONVNET
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from tests.trainer import test_exactness as exactness
 from tests.trainer import test_trajectory as trajectory
-from tests.trainer.distributed import test_deepspeed_engine as deepspeed
+from tests.trainer.distributed import test_engines as engines
 from trainer.config import RunConfig
 from trainer.run_dir import RunDir
 
@@ -124,36 +123,30 @@ def test_a_run_of_ranks_on_a_gpu_is_that_of_one_process(
     trajectory.assert_same_runs(runs[kind], tmp_path / "alone", config)
 
 
-def deepspeed_on_rank(real_runs: dict[str, deepspeed.RealRun]) -> dict[str, Any]:
+CASES = {name: case for name, case in engines.CASES.items() if case.engine.kind == "deepspeed"}
+REAL_RUNS = [name for name, (_, _, engine) in engines.REAL_RUNS.items() if engine.kind == "deepspeed"]
+
+
+def deepspeed_on_rank(real_runs: dict[str, engines.RealRun]) -> dict[str, Any]:
     return {
-        "trained": {name: deepspeed.train_on_rank(case, CUDA) for name, case in deepspeed.CASES.items()},
-        "real": {name: deepspeed.real_steps(run, engine="deepspeed", device=CUDA) for name, run in real_runs.items()},
-        "real_ddp": {name: deepspeed.real_steps(run, engine="ddp", device=CUDA) for name, run in real_runs.items()},
+        "trained": {name: engines.train_on_rank(case, CUDA) for name, case in CASES.items()},
+        "real": {name: engines.real_steps(real_runs[name], is_ddp=False, device=CUDA) for name in REAL_RUNS},
+        "real_ddp": {name: engines.real_steps(real_runs[name], is_ddp=True, device=CUDA) for name in REAL_RUNS},
     }
 
 
 @pytest.fixture(scope="module")
-def real_runs(data: dict[str, Path]) -> dict[str, deepspeed.RealRun]:
-    given = [f"data.{split}_dir={data['pictures'] / split}" for split in ("train", "test")]
-    given += ["data.num_workers=0", "global_batch_size=16", "compile=false"]
-    return {
-        name: deepspeed.RealRun(resolve_recipe(recipe, [*given, *overrides]), stage)
-        for name, (recipe, overrides, stage) in deepspeed.REAL_RUNS.items()
-    }
-
-
-@pytest.fixture(scope="module")
-def of_deepspeed(real_runs: dict[str, deepspeed.RealRun]) -> list[dict[str, Any]]:
+def of_deepspeed(data: dict[str, Path]) -> list[dict[str, Any]]:
     pytest.importorskip("deepspeed")
-    return run_nccl_ranks(deepspeed_on_rank, WORLD_SIZE, real_runs)
+    return run_nccl_ranks(deepspeed_on_rank, WORLD_SIZE, engines.configure_real_runs(data["pictures"], "compile=false"))
 
 
-@pytest.mark.parametrize("name", deepspeed.CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_deepspeed_on_a_gpu_follows_one_plain_process(name: str, of_deepspeed: list[dict[str, Any]]) -> None:
-    deepspeed.assert_follow_one_process([result["trained"][name] for result in of_deepspeed], deepspeed.CASES[name])
+    engines.assert_follow_one_process([result["trained"][name] for result in of_deepspeed], CASES[name])
 
 
-@pytest.mark.parametrize("name", deepspeed.REAL_RUNS)
+@pytest.mark.parametrize("name", REAL_RUNS)
 def test_a_real_run_of_deepspeed_on_a_gpu_follows_ddp(name: str, of_deepspeed: list[dict[str, Any]]) -> None:
     """Kernels may sum in another order each time, so the last digits of float32 may differ."""
     for result in of_deepspeed:
