@@ -66,11 +66,6 @@ def _parser() -> argparse.ArgumentParser:
         choices=["features", "embedding", "pixels"],
         help="The input of the probes: the features of the encoder, its embedding, or the raw pixels.",
     )
-    fit.add_argument(
-        "--precision",
-        choices=["float32", "bfloat16"],
-        help="Compute views and features in this precision; bfloat16 is meant for GPUs.",
-    )
     fit.add_argument("--epochs", type=positive, metavar="N", help="The number of epochs of the fit.")
     return parser
 
@@ -88,7 +83,6 @@ def main() -> None:
         "batch_norm": arguments.batch_norm,
         "num_epochs": arguments.epochs,
         "reads": arguments.reads,
-        "precision": arguments.precision,
     }
     options = ProbeOptions(
         steps="all" if arguments.all_steps else arguments.step,

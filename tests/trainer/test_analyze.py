@@ -16,7 +16,8 @@ from data_pipeline.building.build import build_dataset
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
-from tests.tiny_data import write_tiny_dataset
+from tests.tiny_data import write_tiny_dataset, write_tiny_pair
+from tests.trainer.analyses.planted import write_run
 from tests.trainer.probed_runs.test_probe_command import make_run
 from tests.trainer.probes.toy import toy_pictures
 from trainer.analyses.analysis import AnalysisOptions
@@ -27,7 +28,7 @@ from trainer.observability.figures import GAP, LEFT, TOP, GridRow, difference_pi
 from trainer.observability.view_grid import choose_pictures
 from trainer.probed_runs.probing import ProbeOptions, probe_run
 from trainer.probes.features import read_pictures
-from trainer.run_dir import RunDir, write_json
+from trainer.run_dir import RunDir
 
 SMALL = {
     "views": {"num_pictures": 8},
@@ -45,12 +46,7 @@ SMALL = {
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """Make an untrained run with data; these tests need no training."""
     directory = tmp_path_factory.mktemp("run")
-    for number, split in enumerate(("train", "test")):
-        write_tiny_dataset(directory / split, num_samples=37, seed=number)
-    config = debug.viewmaker().model_dump()
-    config["data"] |= {"train_dir": str(directory / "train"), "test_dir": str(directory / "test")}
-    (directory / "config.json").write_text(json.dumps(config))
-    return RunDir(directory)
+    return write_run(directory / "run", write_tiny_pair(directory, num_train=37, num_test=37), recipe=debug.viewmaker)
 
 
 def test_change_is_split_by_the_mask() -> None:
@@ -104,7 +100,7 @@ def test_numbers_are_those_of_the_views_that_training_draws(run_dir: RunDir) -> 
     png_path, json_path = ANALYSIS.analyze([run_dir], config=ViewsAnalysisConfig(), options=AnalysisOptions(step=0))
     result = json.loads(json_path.read_text())
     modules = build_modules(debug.viewmaker())
-    test = read_pictures(Path(run_dir.path / "test"))
+    test = read_pictures(run_dir.path.parent / "test")
     images = test.images_NCHW.float() / 255
     with torch.no_grad():
         views = modules.view_policy.eval()(images, DrawKeys(seed=0, epoch=0, index_B=test.index_N, view=0))
@@ -152,7 +148,7 @@ def test_runs_that_cannot_be_analysed_do_not_stop_the_others(
         path = tmp_path / f"run{number}"
         path.mkdir()
         RunDir(path).config.write_text(run_dir.config.read_text())
-    whole = make_run(tmp_path / "run9", run_dir.path)
+    whole = make_run(tmp_path / "run9", run_dir.path.parent)
     monkeypatch.setattr(sys, "argv", ["analyze", "monitors", str(tmp_path), "--device", "cpu"])
     with pytest.raises(SystemExit, match="1"):
         main()
@@ -200,9 +196,7 @@ def test_settings_and_seed_reach_the_analysis_of_every_run(
 
 
 @pytest.fixture(scope="module", params=[1, 7])
-def runs_of_channels(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[int, list[RunDir]]:
+def runs_of_channels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[RunDir]:
     """Make two untrained runs on pictures of one channel, or of seven: three colours and four that bits fill."""
     directory, num_channels = tmp_path_factory.mktemp("channels"), request.param
     for number, split in enumerate(("train", "test")):
@@ -214,24 +208,16 @@ def runs_of_channels(
                 "procedural_bits", directory / split, split=split, limit=40, overlay="online", overlay_options=options
             )
     channels = {"in_channels": num_channels, "mean": (0.5,) * num_channels, "std": (0.25,) * num_channels}
-    runs = []
-    for name in ("a", "b"):
-        config = debug.viewmaker().model_dump(mode="json")
-        config["name"] = name
-        config["encoder"] |= channels
-        config["data"] |= {"train_dir": str(directory / "train"), "test_dir": str(directory / "test")}
-        runs.append(RunDir(directory / name))
-        write_json(runs[-1].config, config)
-    return num_channels, runs
+    return [
+        write_run(directory / name, directory, recipe=debug.viewmaker, name=name, encoder=channels)
+        for name in ("a", "b")
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ANALYSES)
-def test_each_analysis_takes_pictures_of_any_number_of_channels(
-    name: str, runs_of_channels: tuple[int, list[RunDir]]
-) -> None:
-    _, runs = runs_of_channels
-    analysis = load_analysis(name)
+def test_each_analysis_takes_pictures_of_any_number_of_channels(name: str, runs_of_channels: list[RunDir]) -> None:
+    runs, analysis = runs_of_channels, load_analysis(name)
     config = analysis.settings.parse(SMALL[name], where=name)
     if name == "feature_dropout":
         for run in runs:

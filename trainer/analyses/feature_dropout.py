@@ -34,7 +34,7 @@ from trainer.probes.targets import readable_labels
 from trainer.probes.view_batches import view_batches
 
 LOW, HIGH = 0.1, 0.9
-_NEEDED = {"batch_norm": "eval", "reads": "features", "precision": "float32"}  # of the probe that fitted the heads
+_NEEDED = {"batch_norm": "eval", "reads": "features"}  # of the probe that fitted the heads
 
 
 class FeatureDropoutConfig(Schema):
@@ -169,8 +169,8 @@ ANALYSIS = Analysis("feature_dropout", FeatureDropoutConfig, measure, compares_r
 def heads_of(loaded: LoadedRun) -> Heads:
     """Return the heads that the probe saved with the checkpoint of a loaded run, on its device.
 
-    The encoder is in eval mode and in float32, so heads that were fitted in train mode, in bfloat16 or on something
-    else than the features are never used.
+    The encoder is in eval mode, so heads that were fitted in train mode are never used. Nor are heads on something else
+    than the features.
 
     Raises `UserError` if the run was not probed at this step, if the file is damaged, or if its heads do not fit this
     train set and encoder.

@@ -25,7 +25,7 @@ from trainer.observability.wandb_run import summarize
 from trainer.own_code import hashes_of_code, warn_of_changed_code
 from trainer.pretrained import load_modules
 from trainer.probed_runs.readout import Readout, probe
-from trainer.probes.features import TRAIN_DRAW, LabelSpace, Pictures, read_pictures
+from trainer.probes.features import TRAIN_DRAW, LabelSpace, read_pictures
 from trainer.probes.groups import Groups, pairs_of
 from trainer.probes.heads import write_heads
 from trainer.probes.linear import ProbeConfig, check_ranks
@@ -120,7 +120,10 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
     steps = broadcast_object(on_first_rank(check)) or []
     modules = _load(run_dir, steps[-1])  # before the data are read, in case the run has no checkpoint
     num_shared = broadcast_object(on_first_rank(lambda: count_shared(config, manifests)))
-    train, test = _read_pictures(config, probe_config, manifests)
+    if (said := option_difference(manifests.probed, manifests.test)) is not None and rank() == 0:
+        print(f"warning: {said}; the accuracies measure this difference too", file=sys.stderr)
+    train = read_pictures(config.data.probed_dir, read=config.data, draw=TRAIN_DRAW)
+    test = read_pictures(config.data.test_dir, read=config.data)
     for step in steps:
         modules = modules if len(steps) == 1 else _load(run_dir, step)
         if rank() == 0:
@@ -167,22 +170,6 @@ def _worst(groups: Groups, results: Mapping[LabelSpace, ProbeResult]) -> list[st
     return [f"  worst group of {' x '.join(groups.labels)}: linear {100 * worst.accuracy:.1f} ({which})"]
 
 
-def _read_pictures(config: RunConfig, probe_config: ProbeConfig, manifests: Manifests) -> tuple[Pictures, Pictures]:
-    """Read the train set and the test set of the probes, and print what is special about them."""
-    data = config.data
-    if (said := option_difference(manifests.probed, manifests.test)) is not None and rank() == 0:
-        print(f"warning: {said}; the accuracies measure this difference too", file=sys.stderr)
-    train = read_pictures(data.probed_dir, read=data, draw=TRAIN_DRAW)
-    test = read_pictures(data.test_dir, read=data)
-    if train.streamed is not None and probe_config.views == "policy" and rank() == 0:
-        print(
-            f"{data.probed_dir} does not fit in memory, and a probe on views reads it once in each of its "
-            f"{probe_config.num_epochs} epochs; --views none reads it twice in all",
-            file=sys.stderr,
-        )
-    return train, test
-
-
 def _summarize(run_dir: RunDir, config: RunConfig, results: Mapping[LabelSpace, ProbeResult]) -> None:
     """Write the accuracies into the summary of the run at W&B, if they are those of the run's end."""
     finished = run_dir.read_provenance().get("finished_step")
@@ -192,13 +179,6 @@ def _summarize(run_dir: RunDir, config: RunConfig, results: Mapping[LabelSpace, 
         f"probe/{space}/{method}_final": getattr(result, method).accuracy
         for space, result in results.items()
         for method in ("linear", "knn")
-    }
-    final |= {
-        f"probe/{space}/{method}_worst_{'_'.join(groups.labels)}_final": worst.accuracy
-        for space, result in results.items()
-        for groups in result.groups
-        for method in groups.right
-        if (worst := groups.worst(method)) is not None
     }
     summarize(run_dir, config.tracking, final)
 

@@ -1,29 +1,42 @@
 """Probe the encoder of one checkpoint: a linear probe and a vote of nearest neighbours for each label.
 
-Guarantees: the encoder is not changed, and no result depends on the number of ranks.
+Guarantees: neither the encoder nor the view policy is changed, and no result depends on the number of ranks. The order
+of an epoch, every online overlay and every view depend only on (config.seed, epoch, sample index). The global random
+states of torch and numpy are not used.
+
+Shapes: N samples, B pictures, C channels, H by W pixels, F features of the linear probe, D embedding size.
 """
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import NO_LABEL
-from trainer.distributed.collectives import rank
+from trainer.models.encoder import Encoder
 from trainer.modules import TrainedModules
 from trainer.own_code import hashes_of_code
-from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, ViewFunction
-from trainer.probes.fit import Fitted, fit
+from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, ViewFunction, encode, extract, frozen
 from trainer.probes.groups import measure_groups, pairs_of
 from trainer.probes.heads import Heads
-from trainer.probes.knn import NUM_NEIGHBORS, TEMPERATURE, KNNResult
-from trainer.probes.linear import ProbeConfig, Target, finite_accuracy, num_labelled
-from trainer.probes.reads import InBfloat16, reader
+from trainer.probes.knn import NUM_NEIGHBORS, TEMPERATURE, KNNResult, knn_classes
+from trainer.probes.linear import (
+    LinearProbe,
+    ProbeConfig,
+    Target,
+    check_ranks,
+    drawn_batches,
+    finite_accuracy,
+    fit_linear_probe,
+    num_labelled,
+    stored_batches,
+)
 from trainer.probes.result import ProbeResult, pack_right
 from trainer.probes.targets import label_targets, readable_labels
 
@@ -59,25 +72,15 @@ def probe(
     config = config or modules.config.probe
     targets = label_targets(train, test, wanted=labels)
     modules = modules.to(device)
-    encoder: FeatureEncoder = reader(modules.encoder, config.reads)
-    view_policy: ViewFunction = modules.view_policy
-    if config.precision == "bfloat16":
-        encoder, view_policy = InBfloat16(encoder), InBfloat16(view_policy)
-    with Progress(f"probe of step {modules.step}", total=config.num_epochs, enabled=rank() == 0) as progress:
-
-        def on_epoch(epoch: int, accuracy: Mapping[LabelSpace, float]) -> None:
-            progress.advance(note=", ".join(f"label_{name} {100 * value:.1f} %" for name, value in accuracy.items()))
-
-        fitted = fit(
-            encoder,
-            view_policy=view_policy,
-            train=train.on(device),
-            test=test.on(device),
-            targets=targets,
-            config=config,
-            device=device,
-            on_epoch=on_epoch,
-        )
+    fitted = fit(
+        reader(modules.encoder, config.reads),
+        view_policy=modules.view_policy,
+        train=train.on(device),
+        test=test.on(device),
+        targets=targets,
+        config=config,
+        device=device,
+    )
     facts: dict[str, Any] = {
         "checkpoint_step": modules.step,
         "probe_config": config.protocol,
@@ -93,6 +96,80 @@ def probe(
     settings = (f"{name} {value}" for name, value in config.fit_settings.items())
     heads = {space: one.linear.head for space, one in fitted.items()}
     return Readout(results, Heads(heads, f"probe with {', '.join(settings)}", train.manifest.sha256))
+
+
+def reader(encoder: Encoder, reads: str) -> FeatureEncoder:
+    """Return a module from which probes read, with the weights of the encoder.
+
+    "features" is the encoder itself: the linear probe reads its `features`, and kNN its `pooled`. "embedding" gives
+    both the output of the head, on which the loss works. "pixels" gives both the normalised pictures, flattened.
+    """
+    match reads:
+        case "embedding":
+            return _Reader(encoder, Encoder.__call__)
+        case "pixels":
+            return _Reader(encoder, lambda encoder, views_BCHW: encoder.normalise(views_BCHW).flatten(1))
+        case _:
+            return encoder
+
+
+class _Reader(nn.Module):
+    """A module of the encoder's weights that gives one reading as both kinds of features."""
+
+    def __init__(self, encoder: Encoder, read: Callable[[Encoder, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self._read = read  # takes the encoder as an argument, so that a deep copy of this module reads its own copy
+
+    def features_and_pooled(self, views_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+        reading = self._read(self.encoder, views_BCHW)
+        return reading, reading
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Both probes of one label. `knn_N` are the classes that the vote gives to the test samples, (N,) int64."""
+
+    target: Target
+    linear: LinearProbe
+    knn_N: Tensor
+
+
+def fit(
+    encoder: FeatureEncoder,
+    *,
+    view_policy: ViewFunction,
+    train: Pictures,
+    test: Pictures,
+    targets: Mapping[LabelSpace, Target],
+    config: ProbeConfig,
+    device: torch.device,
+) -> dict[LabelSpace, Fitted]:
+    """Fit and score both probes for every target. Every rank calls this with the same arguments.
+
+    kNN and the test of the linear probe see samples without views, which are encoded once. Overlays are drawn again in
+    every epoch of a fit on views, as in training. Raises `UserError` for `batch_norm="train"` on several ranks, if a
+    head diverges, or if features are not finite.
+    """
+    check_ranks(config)
+    live = copy.deepcopy(encoder) if config.batch_norm == "train" else encoder
+    with frozen(encoder, live, view_policy):
+        test_NF, test_NC = encode(encoder, test, device=device)
+        if config.views == "none" and live is encoder:
+            train_NF, train_NC = encode(encoder, train, device=device)
+            batches = stored_batches(train_NF, targets, config=config, device=device)
+        else:
+            train_NC = extract(lambda x_BCHW: encoder.features_and_pooled(x_BCHW)[1], train, device=device)
+            batches = drawn_batches(live, view_policy, train, labels=list(targets), config=config, device=device)
+
+        def test_features() -> Tensor:
+            if live is encoder:
+                return test_NF
+            return extract(lambda x_BCHW: live.features_and_pooled(x_BCHW)[0], test, device=device)
+
+        linear = fit_linear_probe(batches, test_features=test_features, targets=targets, config=config)
+        knn = knn_classes(train_NC.to(device), test_NC, targets)
+    return {space: Fitted(target, linear[space], knn[space]) for space, target in targets.items()}
 
 
 def describe(

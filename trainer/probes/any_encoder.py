@@ -39,7 +39,7 @@ DataLoader of batches of these."""
 
 ONLY_LABEL: Final = "label"  # the name of a label without a name
 _WITHOUT_VIEWS: Final = ProbeConfig(views="none")
-_FIXED: Final = {"views": "none", "batch_norm": "eval", "reads": "features", "precision": "float32"}
+_FIXED: Final = {"views": "none", "batch_norm": "eval", "reads": "features"}
 _CPU: Final = torch.device("cpu")
 
 

@@ -35,17 +35,17 @@ from data_pipeline.core.pixels import from_bytes
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY, Batch
 from data_pipeline.core.schema import LabelName
+from data_pipeline.core.system import free_host_bytes
 from data_pipeline.loading.collate import BatchMaker
 from data_pipeline.loading.decode import DecodedSamples, decode
 from data_pipeline.loading.permutation import KeyedPermutation
-from data_pipeline.loading.placement import place_data, read_whole, resident_bytes
+from data_pipeline.loading.placement import free_device_bytes, place_data, read_whole, resident_bytes
 from data_pipeline.loading.sources import check_bad_share
 from data_pipeline.loading.stream import ReadConfig
 from data_pipeline.overlays import Overlay, evaluation_keys
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
-from trainer.distributed.collectives import all_gather_rows, rank, world_size
-from trainer.probes import memory
+from trainer.distributed.collectives import all_gather_rows, any_rank, rank, world_size
 from trainer.probes.streamed_samples import StreamedSamples, find_readable
 from trainer.views.expert_audio import clean_spectrogram
 
@@ -178,7 +178,7 @@ class Pictures:
         inputs = [self.images_NCHW, self.masks_NHW]
         if samples is not None:
             inputs += [samples.pictures_BCHW, samples.masks_BHW, samples.points_X]
-        if not memory.fits(sum(each.nbytes for each in inputs if each is not None), device):
+        if not fits(sum(each.nbytes for each in inputs if each is not None), device):
             return self
         if stored is not None and samples is not None:
             # A copy, because a module is moved in place.
@@ -255,7 +255,7 @@ def read_pictures(location: Path | str, *, read: ReadConfig = _DEFAULT_READ, dra
     """
     store = SampleStore(location, remote=read.remote)
     samples: DecodedSamples | StreamedSamples
-    if store.manifest.medium == "picture" and not memory.fits(num_bytes := _bytes_drawn(store.manifest)):
+    if store.manifest.medium == "picture" and not fits(num_bytes := _bytes_drawn(store.manifest)):
         logger.info("%s takes %.3g GB in memory, so it is streamed", location, num_bytes / 1e9)
 
         def labels_of(good: DecodedSamples) -> Mapping[LabelSpace, Tensor]:
@@ -455,7 +455,31 @@ def _room_for(inputs: Tensor | Pictures, part: Tensor) -> Tensor:
     shape = (len(inputs), *part.shape[1:])
     if isinstance(inputs, Tensor):
         return part.new_empty(shape)
-    return memory.empty(shape, dtype=part.dtype, device=part.device)
+    return empty(shape, dtype=part.dtype, device=part.device)
+
+
+def fits(num_bytes: int, device: torch.device = _CPU) -> bool:
+    """Return whether `num_bytes` take at most half of the free memory of a device; ranks share that of the host.
+
+    Every rank calls this, and all get the same answer: no, if one of them has too little memory.
+    """
+    free = free_device_bytes(device) if device.type == "cuda" else free_host_bytes() // world_size()
+    return not any_rank(num_bytes > free // 2)
+
+
+def empty(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor for features: on `device` if they fit there, else on the CPU. Every rank calls this.
+
+    Raises `UserError` if they do not fit on the CPU either.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    for place in dict.fromkeys((device, _CPU)):
+        if fits(num_bytes, place):
+            return torch.empty(*shape, dtype=dtype, device=place)
+    raise UserError(
+        f"the features take {num_bytes / 1e9:.3g} GB on each rank, more than half of the free memory; use a machine "
+        "with more, fit with --views policy, which keeps no train features, or train with encoder.probe_reads=pooled"
+    )
 
 
 def to_float(inputs: Tensor, device: torch.device) -> Tensor:

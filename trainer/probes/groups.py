@@ -78,7 +78,7 @@ def pairs_of(
     """Return the pairs of labels whose groups are measured: `wanted`, or by default every pair of `labels`.
 
     `labels` holds the class names of each label of the data. By default, leaves out pairs of more than `MAX_GROUPS`
-    groups. Raises `UserError` if a wanted label is unknown, or if a wanted pair has more groups.
+    groups. Raises `UserError` if a wanted label is unknown.
     """
     if wanted is None:
         every = combinations(labels, 2)
@@ -89,11 +89,6 @@ def pairs_of(
                 raise UserError(
                     f"probe.groups names label_{space}, which the samples do not have{nearest(space, labels)}"
                 )
-        if (num := len(labels[pair[0]]) * len(labels[pair[1]])) > MAX_GROUPS:
-            raise UserError(
-                f"probe.groups pairs {pair[0]} with {pair[1]}, which gives {num} groups; name labels of at most "
-                f"{MAX_GROUPS} groups"
-            )
     return list(wanted)
 
 

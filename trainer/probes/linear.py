@@ -19,15 +19,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.progress import Progress
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import (
@@ -62,9 +63,7 @@ class ProbeConfig(Schema):
         trained, as the original code does. That changes the running statistics, which the test then uses. It needs a
         single process.
     reads: the input of the probes: the features of the encoder, its embedding (the output of the projector), or the
-        pixels without any encoder. See `trainer.probes.reads`. The online probe always reads the features.
-    precision: "bfloat16" computes views and features under autocast to bfloat16; heads are fitted in float32 all the
-        same. The online probe has the precision of the training.
+        pixels without any encoder. See `trainer.probed_runs.readout`. The online probe always reads the features.
     online_every_steps, online_num_train, online_num_test: the steps between two measurements of kNN and ridge
         regression during training (None: never), and the number of samples they use at most. See
         `trainer.probes.online`.
@@ -82,7 +81,6 @@ class ProbeConfig(Schema):
     views: Literal["policy", "none"] = "policy"
     batch_norm: Literal["eval", "train"] = "eval"
     reads: Literal["features", "embedding", "pixels"] = "features"
-    precision: Literal["float32", "bfloat16"] = "float32"
     seed: Seed = 0
     online_every_steps: Count | None = None
     online_num_train: Count = 4096
@@ -90,13 +88,6 @@ class ProbeConfig(Schema):
     allow_shared: Share = 0.01
     labels: Annotated[tuple[LabelName, ...], Field(min_length=1, max_length=100)] | None = None
     groups: Annotated[tuple[tuple[LabelName, LabelName], ...], Field(max_length=100)] | None = None
-
-    @model_validator(mode="after")
-    def _pairs_differ(self) -> Self:
-        for one, other in self.groups or ():
-            if one == other:
-                raise ValueError(f"groups pairs {one} with itself; a group is a pair of classes of two labels")
-        return self
 
     @property
     def fit_settings(self) -> dict[str, Any]:
@@ -255,33 +246,33 @@ def fit_linear_probe(
     test_features: Callable[[], Tensor],
     targets: Mapping[LabelSpace, Target],
     config: ProbeConfig,
-    on_epoch: Callable[[int, Mapping[LabelSpace, float]], None] = lambda epoch, accuracies: None,
 ) -> dict[LabelSpace, LinearProbe]:
     """Train a head for each target by SGD on the cross entropy, all in one pass over the features.
 
     `batches(epoch)` yields the steps of an epoch. `test_features()` returns (N_test, F) and is called after each epoch.
-    `on_epoch` gets the epoch, from 1, and the test accuracies. Raises `UserError` if a head diverges, or if features
-    are not finite.
+    Shows the progress with the test accuracies. Raises `UserError` if a head diverges, or if features are not finite.
     """
     heads: dict[LabelSpace, _Head] = {}
     predicted: dict[LabelSpace, Tensor] = {}
     test_accuracy: dict[LabelSpace, list[float]] = {name: [] for name in targets}
     train_accuracy: dict[LabelSpace, list[float]] = {name: [] for name in targets}
-    for epoch in range(config.num_epochs):
-        learning_rate = config.learning_rate * 0.1 ** sum(
-            epoch >= int(fraction * config.num_epochs) for fraction in config.milestones
-        )
-        for batch in batches(epoch):
-            if not heads:
-                heads = {name: _Head(target, batch.features_BF, config) for name, target in targets.items()}
+    with Progress("epochs of the linear probe", total=config.num_epochs, enabled=rank() == 0) as progress:
+        for epoch in range(config.num_epochs):
+            learning_rate = config.learning_rate * 0.1 ** sum(
+                epoch >= int(fraction * config.num_epochs) for fraction in config.milestones
+            )
+            for batch in batches(epoch):
+                if not heads:
+                    heads = {name: _Head(target, batch.features_BF, config) for name, target in targets.items()}
+                for name, head in heads.items():
+                    head.step(batch.features_BF, batch.labels[name], learning_rate=learning_rate)
+            test_NF = test_features()
             for name, head in heads.items():
-                head.step(batch.features_BF, batch.labels[name], learning_rate=learning_rate)
-        test_NF = test_features()
-        for name, head in heads.items():
-            train_accuracy[name].append(head.end_epoch(name, epoch))
-            predicted[name] = head.frozen.classes(test_NF)
-            test_accuracy[name].append(finite_accuracy(predicted[name], targets[name].test_N, name=name))
-        on_epoch(epoch + 1, {name: curve[-1] for name, curve in test_accuracy.items()})
+                train_accuracy[name].append(head.end_epoch(name, epoch))
+                predicted[name] = head.frozen.classes(test_NF)
+                test_accuracy[name].append(finite_accuracy(predicted[name], targets[name].test_N, name=name))
+            shown = (f"label_{name} {100 * curve[-1]:.1f} %" for name, curve in test_accuracy.items())
+            progress.advance(note=", ".join(shown))
     return {
         name: LinearProbe(_result(test_accuracy[name], train_accuracy[name]), head.frozen, predicted[name])
         for name, head in heads.items()

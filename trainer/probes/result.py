@@ -78,13 +78,9 @@ class ProbeResult(Schema):
         return None not in (self.run, run) and self.run != run
 
 
-def labels_in(directory: Path, *, suffix: str | None = "") -> list[LabelSpace]:
-    """Return the labels that have a result in a directory of one checkpoint, in the order of `label_order`.
-
-    `suffix` ends the names of the files before ".json"; None stands for any.
-    """
-    ending = r"(-.*)?" if suffix is None else re.escape(suffix)
-    found = (re.fullmatch(rf"(\w+){ending}\.json", path.name) for path in directory.glob("*.json"))
+def labels_in(directory: Path) -> list[LabelSpace]:
+    """Return the labels that have a result in a directory of one checkpoint, in the order of `label_order`."""
+    found = (re.fullmatch(r"(\w+)(-.*)?\.json", path.name) for path in directory.glob("*.json"))
     return label_order(match[1] for match in found if match is not None and is_label_name(match[1]))
 
 

@@ -182,7 +182,7 @@ def _results_in(place: RunDir) -> Iterator[ProbeResult]:
     """Yield the results of all steps, of each label first the one with the run's own protocol."""
     for step in place.probe_steps():
         directory = place.probes(step)
-        for label in labels_in(directory, suffix=None):
+        for label in labels_in(directory):
             paths = [*directory.glob(f"{label}.json"), *directory.glob(f"{label}-*.json")]
             for path in sorted(paths, key=lambda path: (len(path.name), path)):
                 yield read_result(path)

@@ -56,11 +56,18 @@ class DropBottom(nn.Module):
         return views_BCHW
 
 
-def write_run(directory: Path, data: Path, *, recipe: Callable[[], RunConfig] = debug.image, name: str = "") -> RunDir:
-    """Write a run directory without checkpoints, so that only its untrained modules can be loaded."""
+def write_run(
+    directory: Path, data: Path, *, recipe: Callable[[], RunConfig] = debug.image, name: str = "", **sections: Any
+) -> RunDir:
+    """Write a run directory without checkpoints, so that only its untrained modules can be loaded.
+
+    `sections` holds further settings of sections of the config.
+    """
     directory.mkdir(parents=True)
     config: dict[str, Any] = recipe().model_dump(mode="json")
     config["name"] = name or config["name"]
+    for section, settings in sections.items():
+        config[section] |= settings
     config["data"] |= {"train_dir": str(data / "train"), "test_dir": str(data / "test")}
     (directory / "config.json").write_text(json.dumps(config))
     return RunDir(directory)

@@ -11,10 +11,9 @@ from PIL import Image
 from sklearn.neighbors import NearestCentroid
 from torch.nn import functional as F
 
-from configs import debug
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import drawn
-from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
+from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import DropBottom, plant, write_run
 from trainer.analyses.alignment import (
     ANALYSIS,
@@ -110,13 +109,3 @@ def test_without_labels_there_are_no_class_centres(tmp_path: Path, monkeypatch: 
     )
     assert AlignmentResult.parse(json.loads(json_path.read_text()), where="").spaces["pooled"].labels == {}
     assert Image.open(png_path).size[0] > 1000
-
-
-def test_real_encoders_of_sounds(tmp_path: Path) -> None:
-    data = write_tiny_sound_pair(tmp_path / "data", num_train=20, num_test=12)
-    run_dir = write_run(tmp_path / "run", data, recipe=debug.audio)
-    _, json_path = ANALYSIS.analyze([run_dir], config=AlignmentConfig(num_views=2), options=AnalysisOptions(step=0))
-    result = json.loads(json_path.read_text())
-    assert (result["num_train"], result["num_test"]) == (20, 12)
-    assert result["spaces"]["embedding"]["num_dimensions"] == 16
-    assert 0 < result["spaces"]["embedding"]["alignment"] < 4

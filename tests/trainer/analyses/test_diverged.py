@@ -15,11 +15,12 @@ import trainer.probe
 from configs import debug
 from data_pipeline.core.errors import UserError
 from tests.tiny_data import write_tiny_pair
+from tests.trainer.analyses.planted import write_run
 from tests.trainer.reports.made_runs import report
 from trainer.checkpoint.files import write_files
-from trainer.config import RunConfig
+from trainer.config import read_run_config
 from trainer.modules import build_modules
-from trainer.run_dir import RunDir, write_json
+from trainer.run_dir import RunDir
 
 SMALL = {
     "views": ["num_pictures=16"],
@@ -38,20 +39,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=40, num_test=24)
 
 
-def diverged_run(directory: Path, data: Path, players: set[str]) -> RunDir:
-    """Make a run whose checkpoint of step 10 has nan in every weight of some modules."""
-    config = debug.viewmaker().model_dump()
-    config["probe"] |= {"views": "none", "num_epochs": 1}  # no head can be fitted on views that are not finite
-    config["data"] |= {"train_dir": str(data / "train"), "test_dir": str(data / "test")}
-    run_dir = RunDir(directory)
+def diverged_run(directory: Path, data: Path, module: str) -> RunDir:
+    """Make a run whose checkpoint of step 10 has nan in every weight of a module."""
+    probe = {"views": "none", "num_epochs": 1}  # no head can be fitted on views that are not finite
+    run_dir = write_run(directory, data, recipe=debug.viewmaker, probe=probe)
     run_dir.checkpoint(10).mkdir(parents=True)
-    write_json(run_dir.config, config)
-    states = {
-        name: {
-            key: tensor * math.nan if name in players and tensor.is_floating_point() else tensor
-            for key, tensor in module.state_dict().items()
-        }
-        for name, module in build_modules(RunConfig.model_validate(config)).trained_modules.items()
+    states = {name: one.state_dict() for name, one in build_modules(read_run_config(run_dir)).trained_modules.items()}
+    states[module] = {
+        name: tensor * math.nan if tensor.is_floating_point() else tensor for name, tensor in states[module].items()
     }
     write_files(run_dir.checkpoint(10), step=10, states=states)
     run_dir.latest.write_text("step_00000010\n")
@@ -64,46 +59,22 @@ def call(monkeypatch: pytest.MonkeyPatch, command: Any, *arguments: object) -> N
 
 
 @pytest.mark.slow
-def test_a_viewmaker_that_diverged_is_analysed_probed_and_reported(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("module", ["viewmaker", "encoder"])
+def test_a_module_that_diverged_is_probed_analysed_and_reported(
+    module: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = diverged_run(tmp_path / "run", data, {"viewmaker"})
-    other = diverged_run(tmp_path / "other", data, {"viewmaker"})
-    for one in (run, other):
-        call(monkeypatch, trainer.probe, one.path, "--untrained")
-    with pytest.raises(
-        UserError, match=r"features are not all finite in epoch 1; probe with --views none if the views"
-    ):
-        call(monkeypatch, trainer.probe, run.path, "--views", "policy")
-    html = report(monkeypatch, tmp_path / "first.html", run.path)  # which makes the views
-    assert "mean change of a pixel — no number" in html
-    assert json.loads((run.analysis / "views.json").read_text())["change"] is None
-    for name, small in SMALL.items():
-        runs = [run.path, other.path] if name == "feature_dropout" else [run.path]
-        call(monkeypatch, trainer.analyze, name, *runs, *(part for setting in small for part in ("--set", setting)))
-        written = (run.analysis / f"{name}.json").read_text()
-        assert "NaN" not in written
-        assert "Infinity" not in written
-    assert json.loads((run.analysis / "alignment.json").read_text())["spaces"]["embedding"]["alignment"] is None
-    judgement = json.loads((run.analysis / "feature_dropout.json").read_text())["judgements"][0]
-    assert judgement["probabilities"]["dip"] is None
-    assert judgement["accuracy"] is None
-    html = report(monkeypatch, tmp_path / "second.html", run.path)
-    assert ">nan<" not in html
-
-
-@pytest.mark.slow
-def test_an_encoder_that_diverged_is_analysed_probed_and_reported(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = diverged_run(tmp_path / "run", data, {"encoder"})
-    other = diverged_run(tmp_path / "other", data, {"encoder"})
-    refused = {
-        "embedding": r"features .* at step 10 are not all finite; take another --step",
-        "feature_dropout": r"heads\.safetensors does not exist; fit the heads with",
-    }
-    with pytest.raises(UserError, match=r"label_base cannot be probed|features are not all finite"):
-        call(monkeypatch, trainer.probe, run.path)
+    run, other = (diverged_run(tmp_path / name, data, module) for name in ("run", "other"))
+    refused = {}
+    if module == "viewmaker":
+        for one in (run, other):
+            call(monkeypatch, trainer.probe, one.path, "--untrained")
+        with pytest.raises(UserError, match=r"not all finite in epoch 1; probe with --views none if the views"):
+            call(monkeypatch, trainer.probe, run.path, "--views", "policy")
+    else:
+        refused = {"embedding": "not all finite", "feature_dropout": r"heads\.safetensors does not exist"}
+        with pytest.raises(UserError, match=r"label_base cannot be probed|features are not all finite"):
+            call(monkeypatch, trainer.probe, run.path)
+    numbers = {}
     for name, small in SMALL.items():
         runs = [run.path, other.path] if name == "feature_dropout" else [run.path]
         arguments = [name, *runs, *(part for setting in small for part in ("--set", setting))]
@@ -112,8 +83,19 @@ def test_an_encoder_that_diverged_is_analysed_probed_and_reported(
                 call(monkeypatch, trainer.analyze, *arguments)
             continue
         call(monkeypatch, trainer.analyze, *arguments)
-        assert "NaN" not in (run.analysis / f"{name}.json").read_text()
-    filters = json.loads((run.analysis / "filters.json").read_text())
-    assert filters["colour_r2"] is None
-    assert filters["silhouette"] == {"base": None, "overlay": None}
-    assert "alignment" in report(monkeypatch, tmp_path / "r.html", run.path)
+        text = (run.analysis / f"{name}.json").read_text()
+        assert "NaN" not in text
+        assert "Infinity" not in text
+        numbers[name] = json.loads(text)
+    html = report(monkeypatch, tmp_path / "r.html", run.path)
+    assert ">nan<" not in html
+    if module == "viewmaker":
+        assert "mean change of a pixel — no number" in html
+        assert numbers["views"]["change"] is None
+        assert numbers["alignment"]["spaces"]["embedding"]["alignment"] is None
+        judgement = numbers["feature_dropout"]["judgements"][0]
+        assert judgement["probabilities"]["dip"] is None
+        assert judgement["accuracy"] is None
+    else:
+        assert numbers["filters"]["colour_r2"] is None
+        assert numbers["filters"]["silhouette"] == {"base": None, "overlay": None}

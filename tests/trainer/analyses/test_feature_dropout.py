@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -195,10 +194,7 @@ def test_a_skewed_single_mode_is_no_dropout() -> None:
 
 
 def test_heads_that_a_probe_fitted_in_train_mode_are_not_used(data: Path, tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run", data)
-    config = json.loads(run_dir.config.read_text())
-    config["probe"] |= {"batch_norm": "train", "num_epochs": 1}
-    run_dir.config.write_text(json.dumps(config))
+    run_dir = write_run(tmp_path / "run", data, probe={"batch_norm": "train", "num_epochs": 1})
 
     def probe(**changes: str) -> None:
         probe_run(run_dir, ProbeOptions(steps=0, changes=changes), device=torch.device("cpu"))
@@ -224,21 +220,6 @@ def test_one_run_twice_or_of_other_data_is_refused(data: Path, tmp_path: Path) -
     ):
         with pytest.raises(UserError, match=message):
             ANALYSIS.analyze(runs, config=CONFIG, options=AnalysisOptions(step=0))
-
-
-def test_a_run_alone_judges_its_own_views_as_it_does_beside_others(data: Path, tmp_path: Path) -> None:
-    one, two = write_run(tmp_path / "one", data), write_run(tmp_path / "two", data, name="two")
-    for run_dir in (one, two):
-        probe_run(run_dir, ProbeOptions(steps=0), device=torch.device("cpu"))
-
-    def judgements(*runs: RunDir) -> list[dict[str, Any]]:
-        paths = ANALYSIS.analyze(runs, config=CONFIG, options=AnalysisOptions(step=0))
-        found: list[dict[str, Any]] = json.loads(paths[1].read_text())["judgements"]
-        return [each for each in found if each["views_of"] == each["judged_by"]]
-
-    alone = judgements(one)
-    assert {each["label"] for each in alone} == {"base", "overlay"}
-    assert alone == [each for each in judgements(one, two) if each["views_of"] == alone[0]["views_of"]]
 
 
 def test_real_encoders_judge_sounds(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from pydantic import ValidationError
 from torch import Tensor
 
 from tests.tiny_data import write_tiny_pair
@@ -141,10 +140,3 @@ def test_features_that_are_not_finite_or_all_equal_have_a_picture(value: float) 
         test_manifest_sha256="0",
     )
     assert draw_figure(result).startswith(b"\x89PNG")
-
-
-def test_settings_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ValidationError, match="set last_rank above first_rank"):
-        MonitorsConfig(first_rank=9, last_rank=9)
-    with pytest.raises(ValidationError):
-        MonitorsConfig(num_views=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from trainer import load_encoder
 from trainer.checkpoint.save import CheckpointWriter
 from trainer.config import RunConfig
 from trainer.distributed.engines.ddp_engine import DDPEngine
-from trainer.export import main
 from trainer.exports.encoder import save_encoder
 from trainer.models import (
     Encoder,
@@ -160,24 +158,6 @@ def test_an_export_leaves_the_ambient_random_state_alone_and_has_no_embeddings(e
         encoder(pictures(3))
 
 
-def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    write_json(run_dir.config, debug.image().model_dump(mode="json"))
-    with pytest.raises(UserError, match="has no checkpoint yet"):
-        save_encoder(run_dir, tmp_path / "encoder.safetensors")
-    assert not (tmp_path / "encoder.safetensors").exists()
-
-
-def test_the_command(
-    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "encoder.safetensors"
-    monkeypatch.setattr(sys, "argv", ["export", str(run_dir.path), "--out", str(out), "--step", "5"])
-    main()
-    assert read_header(out)["step"] == 5
-    assert capsys.readouterr().out == f"{out}\n"
-
-
 class CreatesAFile:
     """An object whose pickle creates the file when it is read."""
 
@@ -232,8 +212,3 @@ def test_a_header_that_does_not_fit_is_refused(change: dict[str, Any], message: 
     with pytest.raises(UserError, match=message) as refusal:
         load_encoder(changed)
     assert "\n" not in str(refusal.value)
-
-
-def test_an_export_has_one_step(exported: Path) -> None:
-    with pytest.raises(UserError, match="leave out step=5"):
-        load_encoder(exported, step=5)

@@ -24,7 +24,6 @@ from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
 from tests.tiny_data import share_sources, write_tiny_pair
-from tests.trainer.probes.toy import toy_pictures
 from trainer.checkpoint.files import write_files
 from trainer.config import RunConfig
 from trainer.modules import build_modules
@@ -33,11 +32,10 @@ from trainer.probe import main
 from trainer.probed_runs.readout import majority_share, probe
 from trainer.probes import features
 from trainer.probes.any_encoder import probe as probe_any
-from trainer.probes.features import Pictures, frozen, read_pictures
+from trainer.probes.features import frozen, read_pictures
 from trainer.probes.heads import read_heads
 from trainer.probes.linear import ProbeConfig, Target
 from trainer.probes.result import read_result, unpack_right
-from trainer.probes.targets import label_targets
 from trainer.run_dir import RunDir
 
 
@@ -194,24 +192,12 @@ def test_one_label_alone_is_the_same_and_leaves_the_other_heads(
     )
     assert alone == together
     of_one.write_bytes(b"damaged")
-    with pytest.raises(UserError, match=r"heads-num_epochs_2\.safetensors is damaged or not a file of heads; remove"):
+    with pytest.raises(UserError, match=r"heads-num_epochs_2\.safetensors is damaged"):
         read_heads(of_one)
     call(monkeypatch, one.path, "--epochs", 2, "--label", "overlay")
     assert list(read_heads(of_one).by_label) == ["overlay"]
-    with pytest.raises(UserError, match=r"heads\.safetensors does not exist; fit the heads with"):
+    with pytest.raises(UserError, match=r"heads\.safetensors does not exist"):
         read_heads(of_one.with_name("heads.safetensors"))
-
-
-@pytest.mark.slow
-def test_another_protocol_is_filed_under_its_name(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_dir = make_run(tmp_path / "run", data)
-    call(monkeypatch, run_dir.path, "--batch-norm", "train", "--views", "none", "--epochs", 5)  # 5 are the run's own
-    names = {path.name for path in run_dir.probes(10).iterdir()}
-    suffix = "-views_none-batch_norm_train"
-    assert names == {f"base{suffix}.json", f"overlay{suffix}.json", f"heads{suffix}.safetensors"}
-    result = read_result(run_dir.probes(10) / f"base{suffix}.json")
-    assert (result.probe_config.views, result.probe_config.batch_norm) == ("none", "train")
-    assert "batch_norm train" in read_heads(run_dir.probes(10) / f"heads{suffix}.safetensors").made_by
 
 
 def test_the_embedding_and_the_pixels_are_filed_under_their_names(
@@ -244,14 +230,13 @@ def test_the_embedding_and_the_pixels_are_filed_under_their_names(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_each_sample_passes_the_encoder_once_for_both_probes(precision: str, data: Path, tmp_path: Path) -> None:
+def test_each_sample_passes_the_encoder_once_for_both_probes(data: Path, tmp_path: Path) -> None:
     """Without views; and both kinds of features have the bits of their own methods."""
     modules = load_modules(make_run(tmp_path / "run", data))
     passed: list[int] = []
     modules.encoder.trunk.register_forward_pre_hook(lambda _, inputs: passed.append(len(inputs[0])))
     train, test = (read_pictures(data / split) for split in ("train", "test"))
-    config = ProbeConfig.model_validate({"views": "none", "num_epochs": 2, "precision": precision})
+    config = ProbeConfig.model_validate({"views": "none", "num_epochs": 2})
     probe(modules, train=train, test=test, device=torch.device("cpu"), config=config)
     assert sum(passed) == len(train) + len(test)
     pictures_BCHW = torch.rand(4, 3, 16, 16)
@@ -259,31 +244,6 @@ def test_each_sample_passes_the_encoder_once_for_both_probes(precision: str, dat
         both = modules.encoder.features_and_pooled(pictures_BCHW)
         apart = modules.encoder.features(pictures_BCHW), modules.encoder.pooled(pictures_BCHW)
     assert all(map(torch.equal, both, apart))
-
-
-def test_features_in_bfloat16_are_those_of_an_autocast_and_filed_under_their_name(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir = make_run(tmp_path / "run", data)
-    call(monkeypatch, run_dir.path, "--views", "none", "--epochs", 2, "--precision", "bfloat16")
-    suffix = "-views_none-num_epochs_2-precision_bfloat16"
-    names = {path.name for path in run_dir.probes(10).iterdir()}
-    assert names == {f"base{suffix}.json", f"overlay{suffix}.json", f"heads{suffix}.safetensors"}
-    encoder = load_modules(run_dir, step=10).encoder.eval()
-
-    def features(pictures: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return encoder.features(pictures).float()
-
-    config = debug.image().probe.model_copy(update={"views": "none", "num_epochs": 2})
-    expected = probe_any(features, data / "train", data / "test", config=config)
-    for space, accuracy in expected.items():
-        result = read_result(run_dir.probes(10) / f"{space}{suffix}.json")
-        assert result.probe_config == config.model_copy(update={"precision": "bfloat16"}).protocol
-        assert result.linear.accuracy == accuracy.linear
-    assert "precision bfloat16" in read_heads(run_dir.probes(10) / f"heads{suffix}.safetensors").made_by
-    with pytest.raises(UserError, match="precision=float32"):
-        probe_any(encoder, data / "train", data / "test", config=config.model_copy(update={"precision": "bfloat16"}))
 
 
 @pytest.mark.slow
@@ -404,26 +364,6 @@ def make_damaged_study(home: Path, data: Path) -> list[RunDir]:
     return study
 
 
-@pytest.mark.slow
-def test_runs_that_cannot_be_probed_are_named_and_the_others_are_probed(
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    study = make_damaged_study(tmp_path / "study", data)
-    with pytest.raises(SystemExit) as end:
-        call(monkeypatch, tmp_path / "study")
-    assert end.value.code == 1
-    printed = capsys.readouterr()
-    named = [line for line in printed.err.splitlines() if ": not probed: " in line]
-    assert len(named) == 2
-    assert named[0].startswith(f"{study[0].path}: not probed: {study[0].path} has no checkpoint yet")
-    assert named[1].startswith(f"{study[2].path}: not probed: {study[2].config} is not valid JSON")
-    assert printed.err.splitlines()[-1] == "error: 2 of 4 run(s) were not probed"
-    assert [run_dir.probe_steps() for run_dir in study] == [[], [10], [], [10]]
-
-
 def statuses_of_rank(study: str) -> tuple[object, str]:
     """Return the exit status of the command as this rank, and what it prints on stderr."""
     with contextlib.redirect_stderr(io.StringIO()) as err:
@@ -449,52 +389,30 @@ def test_several_ranks_go_on_after_a_run_that_cannot_be_probed(tmp_path: Path) -
     assert [run_dir.probe_steps() for run_dir in study] == [[], [10], [], [10]]
 
 
-def test_no_overlay_no_overlay_probe() -> None:
-    def plain(seed: int) -> Pictures:
-        pictures = toy_pictures(20, seed=seed)
-        labels = {"base": pictures.manifest.labels["base"]}
-        return Pictures(
-            manifest=pictures.manifest.model_copy(update={"labels": labels}),
-            images_NCHW=pictures.images_NCHW,
-            masks_NHW=pictures.masks_NHW,
-            index_N=pictures.index_N,
-            by_label={"base": pictures.by_label["base"]},
-        )
-
-    assert list(label_targets(plain(0), plain(1))) == ["base"]
-    with pytest.raises(UserError, match="class 0 of label_overlay is missing in the train set but low in the test set"):
-        label_targets(plain(0), toy_pictures(20, seed=1))
-    with pytest.raises(UserError, match="no label_overlay of two or more classes, only label_base; probe that"):
-        label_targets(plain(0), plain(1), wanted=["overlay"])
-
-
 def test_majority_share_is_that_of_the_train_sets_commonest_class() -> None:
     target = Target(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 0, 1, 2]), num_classes=3)
     assert majority_share(target) == pytest.approx(1 / 5)
 
 
 def test_wrong_input_is_said_in_one_sentence(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="is not a run directory"):
-        call(monkeypatch, tmp_path / "nothing")
-    run_dir = make_run(tmp_path / "run", data)
-    with pytest.raises(UserError, match=r"no checkpoint of step 99; it has checkpoints of steps 0, 10"):
-        call(monkeypatch, run_dir.path, "--step", 99)
-    bare = make_run(tmp_path / "bare", data)
+    run_dir, bare, gone = (make_run(tmp_path / name, data) for name in ("run", "bare", "gone"))
     shutil.rmtree(bare.checkpoints)
     bare.latest.unlink()
-    for which in ((), ("--all-steps",)):
-        with pytest.raises(UserError, match=r"bare has no checkpoint yet; train it, or use step 0"):
-            call(monkeypatch, bare.path, *which)
-    gone = make_run(tmp_path / "gone", tmp_path / "no_data")
-    with pytest.raises(UserError, match=r"no_data/train does not exist; build it with"):
-        call(monkeypatch, gone.path)
-    assert not (gone.path / "probes").exists()
+    gone.config.write_text(gone.config.read_text().replace(str(data), str(tmp_path / "no_data")))
+    for arguments, message in (
+        ([tmp_path / "nothing"], "is not a run directory"),
+        ([run_dir.path, "--step", 99], "no checkpoint of step 99; it has checkpoints of steps 0, 10"),
+        ([bare.path], "bare has no checkpoint yet"),
+        ([bare.path, "--all-steps"], "bare has no checkpoint yet"),
+        ([gone.path], "no_data/train does not exist"),
+    ):
+        with pytest.raises(UserError, match=message):
+            call(monkeypatch, *arguments)
+    assert not gone.all_probes.exists()
     damaged = run_dir.probes(10) / "base.json"
     damaged.parent.mkdir(parents=True)
     damaged.write_text('{"label": "base"')
-    with pytest.raises(
-        UserError, match=r"base\.json is not valid JSON .*; remove it, or run `python -m trainer\.probe`"
-    ):
+    with pytest.raises(UserError, match=r"base\.json is not valid JSON"):
         read_result(damaged)
 
 

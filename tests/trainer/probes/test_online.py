@@ -193,16 +193,6 @@ def test_off_it_reads_nothing_and_on_it_says_what_is_missing() -> None:
     assert probe_of(off, encoder) is None
     with pytest.raises(UserError, match="data/debug/train does not exist; build it"):
         probe_of(recipe("synchronized", online_every_steps=1), encoder)
-    with pytest.raises(UserError, match="class 0 of label_base is dark in the train set but cat"):
-        OnlineProbe(encoder, train=TRAIN, test=_renamed(), device=CPU, dtype=torch.float32)
-
-
-def _renamed() -> Any:
-    pictures = toy_pictures(20, seed=0)
-    base = pictures.manifest.labels["base"].model_copy(update={"classes": ("cat", "dog")})
-    labels = {**pictures.manifest.labels, "base": base}
-    object.__setattr__(pictures, "manifest", pictures.manifest.model_copy(update={"labels": labels}))
-    return pictures
 
 
 def train_on_tiny_data(data: Path, directory: Path, every: int | None) -> None:

@@ -19,9 +19,9 @@ from data_pipeline.loading.decode import DecodedSamples
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.test_on_a_gpu import CUDA, Waits, on_the_gpu, tensors_without_data
 from trainer.modules import build_modules
-from trainer.probes import features, linear, memory
+from trainer.probed_runs.readout import fit
+from trainer.probes import features, linear
 from trainer.probes.features import Pictures, extract, read_pictures
-from trainer.probes.fit import fit
 from trainer.probes.knn import knn_classes
 from trainer.probes.linear import ProbeConfig, Target
 from trainer.probes.targets import label_targets
@@ -135,7 +135,7 @@ def test_features_go_to_the_host_if_the_gpu_has_no_room(monkeypatch: pytest.Monk
     with tensors_without_data():
         for num_bytes, device in ((800, CUDA), (799, CPU)):
             free_on_the_gpu(monkeypatch, num_bytes)
-            assert memory.empty((10, 10), dtype=torch.float32, device=CUDA).device == device
+            assert features.empty((10, 10), dtype=torch.float32, device=CUDA).device == device
 
 
 def test_memory_that_the_allocator_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_memory_that_the_allocator_keeps_is_free(monkeypatch: pytest.MonkeyPatch
     free_on_the_gpu(monkeypatch, 200)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 900)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300)
-    assert [memory.fits(num_bytes, CUDA) for num_bytes in (400, 401)] == [True, False]
+    assert [features.fits(num_bytes, CUDA) for num_bytes in (400, 401)] == [True, False]
 
 
 def test_samples_stay_on_the_host_if_the_gpu_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

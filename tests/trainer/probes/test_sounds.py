@@ -21,8 +21,8 @@ from tests.tiny_data import write_tiny_sound_pair, write_tiny_sounds
 from trainer.analyses.analysis import AnalysisOptions
 from trainer.analyses.views import ANALYSIS, ViewsAnalysisConfig
 from trainer.probe import main
+from trainer.probed_runs.readout import fit
 from trainer.probes.features import read_pictures
-from trainer.probes.fit import fit
 from trainer.probes.linear import ProbeConfig, accuracy
 from trainer.probes.targets import label_targets
 from trainer.run_dir import RunDir

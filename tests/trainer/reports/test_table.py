@@ -102,7 +102,6 @@ def test_every_setting_of_a_protocol_is_in_its_words() -> None:
         "milestones": (0.5,),
         "views": "none",
         "batch_norm": "train",
-        "precision": "bfloat16",
     }
     assert {*changes} | {"seed", "reads"} == set(ProbeConfig().fit_settings)
     for name, value in changes.items():
