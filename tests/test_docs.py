@@ -248,29 +248,26 @@ def test_the_new_overlay_builds_and_verifies(tmp_path: Path) -> None:
     assert (tmp_path / "grid.png").stat().st_size > 10_000
 
 
-def code_in_one_line() -> str:
-    files = [path for top in TOPS[:4] for path in (REPOSITORY / top).rglob("*") if path.suffix in {".py", ".sh"}]
-    sources = [path.read_text() for path in files]
-    return " ".join(re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources)).split())
+TROUBLESHOOTING, CLUSTER = "troubleshooting.md", "cluster.md"
+OF_SLURM = re.compile(r"PENDING|\(|srun:|oom-kill|Node failure|Connection ")
 
 
-def test_each_error_that_troubleshooting_quotes_is_one_of_the_code() -> None:
-    """A quote may leave out values, by `...` or as N."""
-    quotes = re.findall(r'"([^"]+)"', (REPOSITORY / "docs" / "troubleshooting.md").read_text())
-    assert len(quotes) > 10
-    code = code_in_one_line()
-    fragments = [part.strip() for quote in quotes for part in re.split(r"\.\.\.|\bN\b", quote) if part.strip()]
-    assert not [fragment for fragment in fragments if fragment not in code]
+def errors_quoted_by(page: str) -> list[str]:
+    text = (REPOSITORY / "docs" / page).read_text()
+    if page == TROUBLESHOOTING:
+        return re.findall(r'"([^"]+)"', text)
+    cells = re.findall(r"^\| (`.*?) \| ", text.partition("## What an error means")[2], flags=re.MULTILINE)
+    return [quote for cell in cells for quote in re.findall(r"`([^`]+)`", cell) if not OF_SLURM.match(quote)]
 
 
-def test_each_error_of_ours_that_the_cluster_page_quotes_is_one_of_the_code() -> None:
+@pytest.mark.parametrize("page", [TROUBLESHOOTING, CLUSTER])
+def test_each_error_of_ours_that_a_page_quotes_is_one_of_the_code(page: str) -> None:
     """A quote may leave out values, by `...` or in capitals."""
-    of_slurm = re.compile(r"PENDING|\(|srun:|oom-kill|Node failure|Connection ")
-    table = (REPOSITORY / "docs" / "cluster.md").read_text().partition("## What an error means")[2]
-    cells = re.findall(r"^\| (`.*?) \| ", table, flags=re.MULTILINE)
-    quotes = [quote for cell in cells for quote in re.findall(r"`([^`]+)`", cell) if not of_slurm.match(quote)]
+    files = [path for top in TOPS[:4] for path in (REPOSITORY / top).rglob("*") if path.suffix in {".py", ".sh"}]
+    sources = "\n".join(path.read_text() for path in files)
+    code = " ".join(re.sub(r'"\s*\n\s*f?"', "", sources).split())
+    quotes = errors_quoted_by(page)
     assert len(quotes) > 4
-    code = code_in_one_line()
     values = r"\.\.\.|\b(?:[A-Z]|HOST|PORT|RUN_DIR|RUNNING|SIG\w+ asked|/tmp)\b|/tmp"
     fragments = [part.strip(" ,:()") for quote in quotes for part in re.split(values, quote)]
     assert not [fragment for fragment in fragments if fragment not in code]

@@ -135,17 +135,6 @@ def test_a_room_knows_nothing_of(room: str, never: tuple[str, ...]) -> None:
     assert not [module for other in never for module in reached & modules_of(other)]
 
 
-# Planning builds a training from a whole config; the others read the config of a run.
-MAY_IMPORT_THE_WHOLE_CONFIG = {"planning", "probed_runs", "analyses", "reports"}
-
-
-def test_a_room_takes_its_section_of_the_config() -> None:
-    """The modules at the root of trainer/ take the whole."""
-    importing = {module for module, imported in import_graph().items() if "trainer.config" in imported}
-    inside = {module.split(".")[1] for module in importing if module.startswith("trainer.") and module.count(".") > 1}
-    assert inside == MAY_IMPORT_THE_WHOLE_CONFIG
-
-
 @pytest.mark.process
 def test_a_rank_imports_nothing_that_only_few_need() -> None:
     """Each takes a rank half a second to start, and hundreds of files that all ranks of a cluster open at once."""

@@ -32,14 +32,10 @@ from tests.real_data import REPOSITORY
 from tests.tiny_data import write_tiny_pair
 from trainer import load_encoder
 from trainer.config import read_config
-from trainer.distributed.engines.engine import ENGINES
-from trainer.models.encoder import ENCODERS
-from trainer.objectives.objective import OBJECTIVES
 from trainer.own_code import files_to_copy, own_packages
 from trainer.probes.result import read_result
 from trainer.recorded_step import why_not_by_default, why_not_recorded
 from trainer.run_dir import RunDir
-from trainer.views.policy import VIEWS
 
 MINE = "seaside.recipes:mine"
 OWN_KINDS = {
@@ -411,52 +407,3 @@ def test_every_block_of_the_page_works_in_an_empty_folder(
     assert re.search(r"objective\.spread_weight +0\.5 +mine\.yaml", said[6])
     assert RunDir(Path("runs/spread")).report.is_file()
     assert RunDir(Path("runs/spread")).read_config()["objective"]["spread_weight"] == 3
-
-
-# One way in.
-
-
-TABLES = {
-    "trainer/objectives/objective.py": OBJECTIVES,
-    "trainer/views/policy.py": VIEWS,
-    "trainer/models/encoder.py": ENCODERS,
-    "trainer/distributed/engines/engine.py": ENGINES,
-}
-# A view inside another, an analysis of one policy, the engine of a run that says nothing or runs in one process and of
-# the modules that FSDP does not cut, and exports for a library that has the same encoder.
-EXPORTS = {"trainer/exports/model_card.py"}
-COMPOSED = "trainer/views/composed.py"  # says which of them may be a part of which
-NAMED_BY = {
-    "ResNetConfig": EXPORTS,
-    "TimmConfig": EXPORTS,
-    "WaveformConfig": {"trainer/views/viewmaker.py", COMPOSED},
-    "ExpertImageConfig": {
-        "trainer/analyses/collision.py",
-        "trainer/views/multi_crop.py",
-        COMPOSED,
-    },
-    "RandomMaskConfig": {COMPOSED},
-    "ChannelDropoutConfig": {COMPOSED},
-    "SpectralConfig": {COMPOSED},
-    "ViewmakerConfig": {COMPOSED},
-    "DDPConfig": {
-        "trainer/config.py",
-        "trainer/distributed/engines/fsdp_engine.py",
-        "trainer/planning/plan.py",
-        "trainer/step_replay.py",
-    },
-}
-
-
-@pytest.mark.parametrize("table", TABLES)
-def test_a_kind_of_this_project_stands_in_its_file_and_in_one_line_of_its_room(table: str) -> None:
-    """So a class is added by a file, a line, and its tests. Its room may make it public."""
-    files = [path for top in ("trainer", "launch") for path in (REPOSITORY / top).rglob("*.py")]
-    sources = {str(path.relative_to(REPOSITORY)): path.read_text() for path in files}
-    for target in set(TABLES[table].values()):
-        module, _, config = target.partition(":")
-        own = f"{module.replace('.', '/')}.py"
-        naming = {path for path, text in sources.items() if re.search(rf"\b{config}\b", text)}
-        public = {str(Path(table).with_name("__init__.py"))}
-        assert {own, table} <= naming <= {own, table} | public | NAMED_BY.get(config, set()), config
-        assert sources[table].count(f'"{target}"') == 1

@@ -37,6 +37,7 @@ from data_pipeline.overlays.noise import Noise
 from data_pipeline.overlays.second_digit import SecondDigit
 from data_pipeline.overlays.shapes import Shapes
 from data_pipeline.overlays.tiled_digit import TiledDigit
+from tests.small_encoder import convnet
 from trainer.build import assemble
 from trainer.config import RunConfig
 from trainer.distributed.engines.ddp_engine import DDPEngine
@@ -195,7 +196,7 @@ def batch(config: RunConfig) -> Batch:
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
     [
-        *[("debug:image", [f"objective.kind={kind}"]) for kind in OBJECTIVES if kind != "dino"],
+        *[("debug:image", [f"objective.kind={kind}", convnet(32)]) for kind in OBJECTIVES if kind != "dino"],
         ("debug:image", ["objective.chunk_size=4"]),
         ("debug:image", ["precision=float16", "channels_last=true"]),
         ("debug:image", ["memory.micro_batches=2", "memory.encoder_checkpointing=whole"]),
@@ -209,7 +210,7 @@ def batch(config: RunConfig) -> Batch:
         ("debug:audio", []),
         ("debug:audio", ["views.kind=waveform"]),
     ],
-    ids=lambda value: value.replace("debug:", "") if isinstance(value, str) else ",".join(value).replace("=", "-"),
+    ids=lambda value: value.replace("debug:", "") if isinstance(value, str) else ",".join(value)[:60],
 )
 def test_a_step_makes_the_host_wait_for_nothing(
     monkeypatch: pytest.MonkeyPatch, recipe: str, overrides: list[str]

@@ -285,16 +285,3 @@ def test_all_train_sets_on_which_steps_were_taken_are_known(
     listed = [{"train_manifest_sha256": name, "start_step": step} for name, step in starts]
     provenance = {"train_manifest_sha256": "new", "starts": listed}
     assert train_sets(configure(data), provenance) == expected
-
-
-def test_checkpoints_of_another_seed_are_refused_before_training_goes_on(data: Path, tmp_path: Path) -> None:
-    runs = [RunDir(tmp_path / name) for name in ("one", "other")]
-    for seed, run_dir in enumerate(runs):
-        train(configure(data, f"seed={seed}"), run_dir, device=torch.device("cpu"), command="")
-        stop_after(run_dir, 3)
-    one, other = runs
-    shutil.rmtree(one.checkpoints)
-    shutil.copytree(other.checkpoints, one.checkpoints)
-    config = configure(data, "seed=0")
-    with pytest.raises(UserError, match="step_00000003 is a checkpoint of another run"):
-        train(config, one, device=torch.device("cpu"), command="")

@@ -24,8 +24,8 @@ from data_pipeline.loading.whole import read_all
 from data_pipeline.storage.locations import INDEX_NAME
 from data_pipeline.storage.manifest import Fields, load_manifest
 from tests.commands import call
+from tests.small_encoder import convnet
 from trainer import probe, report
-from trainer.config import RunConfig
 from trainer.original_crops import leave_out_crops, original_crops
 from trainer.preflight import check_data
 from trainer.run_dir import RunDir
@@ -33,6 +33,7 @@ from trainer.train import train
 from trainer.views.expert_image import ExpertImage, ExpertImageConfig
 
 CPU = torch.device("cpu")
+CONVNET = convnet(32)
 
 
 def write_tars(
@@ -118,9 +119,10 @@ def test_crops_of_the_original_are_the_views_that_the_policy_would_make(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["data.num_workers=2"], ["data.shuffle_shards=1"]])
-def test_a_run_on_tars_can_be_resumed_to_the_same_bits(tars: Path, tmp_path: Path, more: list[str]) -> None:
-    config = resolve_recipe("debug:image", settings(tars, "precision=float64", *more))
+@pytest.mark.parametrize("more", ["data.num_workers=2", "data.shuffle_shards=1"])
+def test_a_run_on_tars_can_be_resumed_to_the_same_bits(tars: Path, tmp_path: Path, more: str) -> None:
+    """Workers change nothing, and windows of shards the order."""
+    config = resolve_recipe("debug:image", settings(tars, "precision=float64", CONVNET, more))
     whole = RunDir(tmp_path / "whole")
     train(config, whole, device=CPU, command="train")
     resumed = RunDir(shutil.copytree(whole.path, tmp_path / "resumed"))
@@ -129,21 +131,19 @@ def test_a_run_on_tars_can_be_resumed_to_the_same_bits(tars: Path, tmp_path: Pat
     train(config, resumed, device=CPU, command="train")
     assert len(losses(whole)) == 6
     assert losses(resumed)[-6:] == losses(whole)
-    if more:
-        first = RunDir(tmp_path / "first")
-        train(resolve_recipe("debug:image", settings(tars, "precision=float64")), first, device=CPU, command="train")
-        assert (losses(first) == losses(whole)) == (more == ["data.num_workers=2"])
+    first = RunDir(tmp_path / "first")
+    plain = resolve_recipe("debug:image", settings(tars, "precision=float64", CONVNET))
+    train(plain, first, device=CPU, command="train")
+    assert (losses(first) == losses(whole)) == (more == "data.num_workers=2")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["debug:image", "viewmaker:folder"])
 def test_from_tars_to_a_report(
-    tars: Path, tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     narrow = ["encoder={kind: resnet10, width: 4, embedding_size: 16}", "probe.num_epochs=1"]
-    if recipe.startswith("viewmaker"):
-        narrow += ["views.base_width=4", "views.num_res_blocks=1"]
-    config: RunConfig = resolve_recipe(recipe, settings(tars, "num_epochs=1", *narrow))
+    narrow += ["views.base_width=4", "views.num_res_blocks=1"]
+    config = resolve_recipe("viewmaker:folder", settings(tars, "num_epochs=1", *narrow))
     run_dir = RunDir(tmp_path / "run")
     train(config, run_dir, device=CPU, command="train")
     probed = call(probe.main, run_dir.path, monkeypatch=monkeypatch, capsys=capsys)
@@ -157,16 +157,9 @@ def test_from_tars_to_a_report(
     assert provenance["train_manifest_sha256"]
 
 
-VIT = ["encoder.kind=timm", "encoder.name=vit_tiny_patch16_224", "encoder.options.img_size=64", "optimizer.kind=adamw"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], VIT])
 def test_tars_with_an_overlay_are_cut_out_of_squares_and_probed_for_both_labels(
-    tmp_path: Path,
-    more: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ((90, 70), (64, 100))
     for name, num in (("train", 48), ("test", 18)):
@@ -181,7 +174,7 @@ def test_tars_with_an_overlay_are_cut_out_of_squares_and_probed_for_both_labels(
             split=split,
             classes_of=None if name == "train" else tmp_path / "train",
         )
-    config = resolve_recipe("debug:image", settings(tmp_path, "num_epochs=1", "data.overlay=online", *more))
+    config = resolve_recipe("debug:image", settings(tmp_path, "num_epochs=1", "data.overlay=online"))
     assert original_crops(config, load_manifest(tmp_path / "train")) is None
     run_dir = RunDir(tmp_path / "run")
     train(config, run_dir, device=CPU, command="train")
@@ -216,9 +209,7 @@ def test_a_test_set_that_names_a_tar_of_the_train_set_is_refused(tars: Path, tmp
     out = tmp_path / "index"
     make_index(str(both), out, fields=Fields(), size=32, classes_of=tars / "train")
     refused = resolve_recipe("debug:image", settings(tars, f"data.test_dir={out}"))
-    with pytest.raises(UserError, match=r"24 of the 42 test samples of \S+ \(57.1 %\) have their picture"):
-        check_data(refused)
-    with pytest.raises(UserError, match="sample 00000018 is sample 00000024 of the train set"):
+    with pytest.raises(UserError, match=r"24 of the 42 test samples of .*sample 00000018 is sample 00000024 of"):
         check_data(refused)
     mixed = ["data.train_dir=null", f"data.mixture={{a: {{train_dir: {tars}/train, weight: 1}}}}"]
     with pytest.raises(UserError, match="24 of the 42 test samples"):

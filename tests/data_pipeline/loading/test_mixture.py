@@ -25,7 +25,7 @@ from data_pipeline.remote.cache import RemoteConfig
 from data_pipeline.storage.store import SampleStore
 from tests.tiny_data import damage, tiny_noise, write_tiny_dataset, write_tiny_sounds
 
-EXAMPLES = settings(deadline=None, database=None, max_examples=80)
+EXAMPLES = settings(deadline=None, database=None, max_examples=50)
 WEIGHTS = st.lists(
     st.one_of(st.just(0.0), st.floats(1e-3, 1e3), st.integers(1, 9).map(float)), min_size=1, max_size=8
 ).filter(any)
@@ -192,7 +192,7 @@ def test_bad_samples_are_replaced_within_their_source_alike_on_any_ranks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", [(0.5, 0.3, 0.2), (3.0, 1.0), (1.0, 1.0, 5.0, 0.5), (8.0, 2.0, 0.0)])
+@pytest.mark.parametrize("weights", [(0.5, 0.3, 0.2), (8.0, 2.0, 0.0)])
 def test_shares_are_those_of_a_random_mix_of_the_same_weights_without_its_chance(
     weights: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,7 +41,7 @@ from tests.tiny_data import NUM_POINTS, damage, write_tiny_dataset, write_tiny_s
 
 SHARDS = (3, 5, 17)
 GLOBAL_BATCH_SIZE = 8
-SHARD_SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=17)
+SHARD_SIZES = st.lists(st.integers(1, 20), min_size=4, max_size=17)
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +101,7 @@ def time_limit(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-# Which samples, in which order (test_order.py has the rest)
-
-
-# Through the shards
+# Through the shards (test_order.py has the rest of the order)
 
 
 @settings(deadline=None, database=None, max_examples=20)
@@ -117,11 +114,9 @@ def test_all_ranks_get_equally_many_equal_batches_from_any_shards(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_shards", "world_size", "num_workers"), [(5, 2, 2)])
-def test_workers_change_nothing(tmp_path: Path, num_shards: int, world_size: int, num_workers: int) -> None:
-    sizes = random_shard_sizes(num_shards)
+def test_workers_change_nothing(tmp_path: Path) -> None:
     with time_limit(60):
-        check_exactness(tmp_path, sizes, world_size, num_workers=num_workers, shuffled_by_windows=True)
+        check_exactness(tmp_path, random_shard_sizes(5), 2, num_workers=2, shuffled_by_windows=True)
 
 
 def check_exactness(
@@ -131,10 +126,6 @@ def check_exactness(
     size = max(len(samples) // 3 // world_size, 1) * world_size
     shuffle_shards = (len(sizes) + 1) // 2 if shuffled_by_windows else None
     options: dict[str, Any] = {"global_batch_size": size, "shuffle_shards": shuffle_shards}
-    if size > len(samples):
-        with pytest.raises(UserError, match="global_batch_size"):
-            stream(directory, end_step=1, world_size=world_size, **options)
-        return
     num_steps = len(samples) // size
     by_rank = [
         list(
@@ -160,16 +151,11 @@ def check_exactness(
         assert set(seen) <= {sample.key for sample in samples}
 
 
-@pytest.mark.parametrize(
-    ("num_samples", "global_batch_size", "world_size"), [(40, 10, 4), (41, 64, 4), (41, 0, 4), (3, 4, 4)]
-)
-def test_batches_that_ranks_cannot_share_equally_are_refused(
-    tmp_path: Path, num_samples: int, global_batch_size: int, world_size: int
-) -> None:
-    write_dataset(tmp_path, [num_samples])
-    for rank in range(world_size):
-        with pytest.raises(UserError, match=f"global_batch_size {global_batch_size}"):
-            stream(tmp_path, end_step=1, rank=rank, world_size=world_size, global_batch_size=global_batch_size)
+@pytest.mark.parametrize("global_batch_size", [0, 10, 64])
+def test_batches_that_ranks_cannot_share_equally_are_refused(tmp_path: Path, global_batch_size: int) -> None:
+    write_dataset(tmp_path, [40])
+    with pytest.raises(UserError, match=f"global_batch_size {global_batch_size}"):
+        stream(tmp_path, end_step=1, world_size=4, global_batch_size=global_batch_size)
 
 
 def test_batches_hold_what_was_stored(datasets: dict[int, tuple[Path, Sequence[Sample]]]) -> None:

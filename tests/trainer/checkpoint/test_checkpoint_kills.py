@@ -34,8 +34,9 @@ from trainer.objectives import PureObjective, nt_xent_loss
 from trainer.optim.optimizers import AdamConfig
 from trainer.run_dir import RunDir
 
-NUM_KILLS = 100
+NUM_KILLS = 50
 KEEP = 2
+NT_XENT = PureObjective(nt_xent_loss, temperature=0.5)
 
 
 class Board:
@@ -68,7 +69,7 @@ def fill(engines: dict[str, DDPEngine], step: int) -> None:
 def restored(run_dir: RunDir) -> int:
     """Load the checkpoint and return its step; every number in it must be that step."""
     engines, extra = build(), torch.zeros(())
-    step = restore(run_dir, engines, PureObjective(nt_xent_loss, temperature=0.5), extra={"step": extra}).step
+    step = restore(run_dir, engines, NT_XENT, extra={"step": extra}).step
     for engine in engines.values():
         for tensor in [*engine.module_state().values(), *engine.optimizer_state().values(), extra]:
             if step:
@@ -79,9 +80,7 @@ def restored(run_dir: RunDir) -> int:
 def save_on(run_dir: RunDir, board: Board, *, until: float = float("inf")) -> None:
     """Go on from the newest checkpoint as a training run does, saving after every step."""
     engines = build()
-    step = first = restore(
-        run_dir, engines, PureObjective(nt_xent_loss, temperature=0.5), extra={"step": torch.zeros(())}
-    ).step
+    step = first = restore(run_dir, engines, NT_XENT, extra={"step": torch.zeros(())}).step
     with CheckpointWriter(run_dir, keep=KEEP) as writer:
         while step < until:
             step += 1
@@ -180,11 +179,11 @@ def in_clean_process(call: str, path: Path) -> dict[str, int]:
 
 
 @pytest.mark.process
-def test_a_hundred_kills_at_random_moments(tmp_path: Path) -> None:
+def test_kills_at_random_moments(tmp_path: Path) -> None:
     seed = int.from_bytes(os.urandom(4), "little")
     seen = in_clean_process(f"kill_at_random(path, {seed})", tmp_path)
-    assert seen["partial"] > 10, seen  # the kills fell into the writing
-    assert seen["step"] > 20, seen  # and the run came on in spite of them
+    assert seen["partial"] > 5, seen  # the kills fell into the writing
+    assert seen["step"] > 10, seen  # and the run came on in spite of them
 
 
 @pytest.mark.process
