@@ -20,8 +20,7 @@ from torch.nn import functional as F
 
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import Measured, PositiveFactor, Schema, drawn, shown
-from trainer.analyses.analysis import Analysis, LoadedRun, RunResult
-from trainer.analyses.vectors import SPACES, Space, plain_vectors, view_vectors
+from trainer.analyses.analysis import SPACES, Analysis, LoadedRun, RunResult, Space, plain_vectors, view_vectors
 from trainer.objectives.health import effective_rank, uniformity
 from trainer.observability.figures import to_png
 from trainer.probes.features import LabelSpace

@@ -1,6 +1,6 @@
 """The form and the input of every analysis: a run at one checkpoint, its samples, and the options of the command.
 
-Shapes: N samples, B batch, C channels, H height, W width.
+Shapes: N samples, V views of each, D dimensions of a space, C pooled features.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ import torch
 from torch import Tensor
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.progress import Progress
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.schema import Schema
 from trainer.checkpoint.run_state import other_data
 from trainer.config import RunConfig, read_run_config
 from trainer.modules import TrainedModules
 from trainer.pretrained import load_modules
-from trainer.probes.features import TRAIN_DRAW, LabelSpace, Pictures, read_pictures
+from trainer.probes.features import TRAIN_DRAW, LabelSpace, Pictures, extract, frozen, read_pictures
+from trainer.probes.view_batches import view_batches
 from trainer.run_dir import RunDir, write_atomically, write_json
 
 CPU = torch.device("cpu")
+Space = Literal["embedding", "pooled"]  # of vectors: the embedding, or the pooled features below the head
+SPACES: tuple[Space, ...] = ("embedding", "pooled")
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,29 @@ def choose_rows(num_samples: int, num: int, *, seed: int) -> Tensor:
     """Draw rows of `num` samples without replacement, or of all if there are fewer; (num,) int64, ascending."""
     order = generator(seed, "samples of an analysis").permutation(num_samples)
     return torch.from_numpy(order[:num]).sort().values
+
+
+def plain_vectors(loaded: LoadedRun, rows_N: Tensor) -> dict[Space, Tensor]:
+    """Return the vectors (N, D) of test samples without views in every space."""
+    encoder = loaded.modules.encoder
+    with frozen(encoder):
+        pooled_NC = extract(encoder.pooled, loaded.test.images(rows_N), device=loaded.device)
+        return {"embedding": encoder.head(pooled_NC), "pooled": pooled_NC}
+
+
+def view_vectors(loaded: LoadedRun, pictures: Pictures, rows_N: Tensor, *, num_views: int) -> dict[Space, Tensor]:
+    """Return the vectors (N, V, D) of `num_views` views of each sample in every space."""
+    encoder, policy = loaded.modules.encoder, loaded.modules.view_policy
+    by_view: dict[Space, list[Tensor]] = {space: [] for space in SPACES}
+    with frozen(encoder), Progress("views encoded", total=num_views * len(rows_N)) as progress:
+        for view in range(num_views):
+            parts = []
+            for batch in view_batches(policy, pictures, rows_N, seed=loaded.seed, view=view, device=loaded.device):
+                parts.append(encoder.pooled(batch.views_BCHW))
+                progress.advance(len(batch.views_BCHW))
+            by_view["pooled"].append(torch.cat(parts))
+            by_view["embedding"].append(encoder.head(by_view["pooled"][-1]))
+    return {space: torch.stack(views, dim=1) for space, views in by_view.items()}
 
 
 def write_result(run_dir: RunDir, name: str, result: Schema, png: bytes) -> list[Path]:

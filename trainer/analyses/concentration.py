@@ -17,7 +17,6 @@ Shapes: K classes, N pictures of a class, V views of each, P values of a picture
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from typing import Annotated
 
@@ -85,15 +84,6 @@ class ConcentrationResult(Schema):
     order: tuple[tuple[str, ...], ...]
     ad_is_lowest: tuple[bool | None, ...]
     test_manifest_sha256: str
-
-
-@dataclass(frozen=True)
-class SigmaBounds:
-    """Sizes (K,) int64 of a clique, of a vertex cover of the complement, and of the matching behind the cover."""
-
-    clique_K: Tensor
-    cover_K: Tensor
-    matching_K: Tensor
 
 
 def measure(loaded: LoadedRun, config: ConcentrationConfig) -> tuple[ConcentrationResult, bytes]:
@@ -165,11 +155,13 @@ def least_distances(views_NVP: Tensor) -> Tensor:
     return least_NN.fill_diagonal_(0)
 
 
-def sigma_bounds(near_KNN: Tensor) -> SigmaBounds:
-    """Return bounds of the largest clique of each graph (K, N, N) bool; diagonals are ignored."""
+def sigma_bounds(near_KNN: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sizes (K,) int64 of a clique of each graph (K, N, N) bool, and of a matching of its complement.
+
+    Twice the matching covers the edges of the complement. Diagonals are ignored.
+    """
     loops_NN = torch.eye(near_KNN.shape[1], dtype=torch.bool, device=near_KNN.device)
-    matching_K = _matching_sizes(~near_KNN & ~loops_NN)
-    return SigmaBounds(_greedy_clique_sizes(near_KNN & ~loops_NN), 2 * matching_K, matching_K)
+    return _greedy_clique_sizes(near_KNN & ~loops_NN), _matching_sizes(~near_KNN & ~loops_NN)
 
 
 def _greedy_clique_sizes(edges_KNN: Tensor) -> Tensor:
@@ -205,15 +197,16 @@ def _matching_sizes(edges_KNN: Tensor) -> Tensor:
 
 def _concentration(distance_KNN: Tensor, delta: float) -> Concentration:
     num = distance_KNN.shape[1]
-    bounds = sigma_bounds(distance_KNN <= delta)
-    clique_K, cover_K = 1 - bounds.clique_K.double() / num, bounds.cover_K.double() / num
+    clique_K, matching_K = sigma_bounds(distance_KNN <= delta)
+    clique_K, matching_K = 1 - clique_K.double() / num, matching_K.double() / num
+    cover_K = 2 * matching_K
     return Concentration(
         delta=delta,
         clique=clique_K.mean().item(),
         clique_worst=clique_K.max().item(),
         cover=cover_K.mean().item(),
         cover_worst=cover_K.max().item(),
-        at_least=(bounds.matching_K.double() / num).mean().item(),
+        at_least=matching_K.mean().item(),
     )
 
 

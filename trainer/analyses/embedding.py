@@ -25,9 +25,9 @@ from torch.nn import functional as F
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import Measured, Schema
-from trainer.analyses.analysis import Analysis, LoadedRun, RunResult
+from trainer.analyses.analysis import Analysis, LoadedRun, RunResult, plain_vectors
 from trainer.observability.figures import to_png
-from trainer.probes.features import LabelSpace, extract, frozen
+from trainer.probes.features import LabelSpace
 
 
 class EmbeddingConfig(Schema):
@@ -92,9 +92,7 @@ ANALYSIS = Analysis("embedding", EmbeddingConfig, measure)
 
 def unit_features(loaded: LoadedRun, rows_N: Tensor) -> NDArray[np.float64]:
     """Return pooled features of test samples without views, at unit length, (N, C)."""
-    encoder = loaded.modules.encoder
-    with frozen(encoder):
-        pooled_NC = extract(encoder.pooled, loaded.test.images(rows_N), device=loaded.device)
+    pooled_NC = plain_vectors(loaded, rows_N)["pooled"]
     unit_NC: NDArray[np.float64] = F.normalize(pooled_NC.double(), dim=1).cpu().numpy()
     return unit_NC
 

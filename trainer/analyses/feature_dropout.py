@@ -205,9 +205,8 @@ def _examples(loaded: LoadedRun, config: FeatureDropoutConfig) -> tuple[Tensor, 
     rows = (indices_M == config.of_sample).nonzero()
     if not len(rows):
         least, most = int(indices_M.min()), int(indices_M.max())
-        left_out = ", except some that are left out" if least <= config.of_sample <= most else ""
         raise UserError(
-            f"of_sample={config.of_sample}, but the test set has the samples {least} to {most}{left_out}; take another"
+            f"of_sample={config.of_sample}, but the test set has samples from {least} to {most}; take another"
         )
     index_N = torch.arange(config.num_examples)
     return torch.full_like(index_N, int(rows[0])), index_N

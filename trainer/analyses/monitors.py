@@ -18,8 +18,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from data_pipeline.core.schema import Count, Epsilon, Measured, Schema, drawn, shown
-from trainer.analyses.analysis import Analysis, LoadedRun, RunResult
-from trainer.analyses.vectors import SPACES, Space, plain_vectors, view_vectors
+from trainer.analyses.analysis import SPACES, Analysis, LoadedRun, RunResult, Space, plain_vectors, view_vectors
 from trainer.objectives.health import effective_rank
 from trainer.observability.figures import to_png
 

@@ -150,11 +150,10 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
 def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
     """Return a table of test accuracies in per cent, by label."""
     width = max([18, *(len(f"label_{space} ") for space in results)])
-    lines = [f"{'test accuracy, %':{width}}{'linear':>8}{'(best, epoch)':>16}{'kNN':>8}{'majority':>10}{'chance':>8}"]
+    lines = [f"{'test accuracy, %':{width}}{'linear':>8}{'kNN':>8}{'majority':>10}{'chance':>8}"]
     for space, result in results.items():
-        best = f"({100 * result.linear.best_accuracy:.1f}, {result.linear.best_epoch})"
         lines.append(
-            f"{'label_' + space:{width}}{100 * result.linear.accuracy:8.1f}{best:>16}{100 * result.knn.accuracy:8.1f}"
+            f"{'label_' + space:{width}}{100 * result.linear.accuracy:8.1f}{100 * result.knn.accuracy:8.1f}"
             f"{100 * result.majority_share:10.1f}{100 * result.chance:8.1f}"
         )
         lines += [line for groups in result.groups for line in _worst(groups, results)]

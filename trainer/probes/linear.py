@@ -106,18 +106,11 @@ class ProbeConfig(Schema):
 
 
 class LinearResult(Schema):
-    """Test accuracies in [0, 1]; epochs count from 1.
-
-    accuracy: of the last epoch; this is the one to report.
-    best_accuracy: of an epoch that was chosen on the test set, so it is optimistic. It is only shown beside `accuracy`.
-    """
+    """Test accuracies in [0, 1]. `accuracy` is that of the last epoch; this is the one to report."""
 
     accuracy: float
-    best_accuracy: float
-    best_epoch: int
     accuracy_by_epoch: tuple[float, ...]
     train_accuracy_by_epoch: tuple[float, ...]
-    best_chosen_on: Literal["test"] = "test"
 
 
 @dataclass(frozen=True)
@@ -253,9 +246,6 @@ def fit_linear_probe(
     Shows the progress with the test accuracies. Raises `UserError` if a head diverges, or if features are not finite.
     """
     heads: dict[LabelSpace, _Head] = {}
-    predicted: dict[LabelSpace, Tensor] = {}
-    test_accuracy: dict[LabelSpace, list[float]] = {name: [] for name in targets}
-    train_accuracy: dict[LabelSpace, list[float]] = {name: [] for name in targets}
     with Progress("epochs of the linear probe", total=config.num_epochs, enabled=rank() == 0) as progress:
         for epoch in range(config.num_epochs):
             learning_rate = config.learning_rate * 0.1 ** sum(
@@ -268,15 +258,10 @@ def fit_linear_probe(
                     head.step(batch.features_BF, batch.labels[name], learning_rate=learning_rate)
             test_NF = test_features()
             for name, head in heads.items():
-                train_accuracy[name].append(head.end_epoch(name, epoch))
-                predicted[name] = head.frozen.classes(test_NF)
-                test_accuracy[name].append(finite_accuracy(predicted[name], targets[name].test_N, name=name))
-            shown = (f"label_{name} {100 * curve[-1]:.1f} %" for name, curve in test_accuracy.items())
+                head.end_epoch(name, test_NF, targets[name].test_N)
+            shown = (f"label_{name} {100 * head.test_accuracy[-1]:.1f} %" for name, head in heads.items())
             progress.advance(note=", ".join(shown))
-    return {
-        name: LinearProbe(_result(test_accuracy[name], train_accuracy[name]), head.frozen, predicted[name])
-        for name, head in heads.items()
-    }
+    return {name: head.probe() for name, head in heads.items()}
 
 
 def drawn_batches(
@@ -372,7 +357,7 @@ def epoch_rows(num: int, *, epoch: int, config: ProbeConfig, device: torch.devic
 
 
 class _Head:
-    """Weights, momentum and the running train accuracy of one target."""
+    """Weights, momentum and accuracies by epoch of one target."""
 
     def __init__(self, target: Target, like_BF: Tensor, config: ProbeConfig) -> None:
         device, num_features = like_BF.device, like_BF.shape[1]
@@ -391,6 +376,7 @@ class _Head:
         self._is_in_all = target.is_in_all
         self._num_right, self._loss = torch.zeros((), device=device), torch.zeros((), device=device)
         self._num_seen = 0
+        self.train_accuracy, self.test_accuracy = list[float](), list[float]()
         self._are_finite = torch.ones((), dtype=torch.bool, device=device)  # the features that were seen
 
     def step(self, features_BF: Tensor, label_B: Tensor, *, learning_rate: float) -> None:
@@ -414,38 +400,38 @@ class _Head:
         self._loss += loss.detach()
         self._num_seen += len(label_B)
 
-    def end_epoch(self, name: str, epoch: int) -> float:
-        """Return the train accuracy of the epoch, measured on views while the head changed, and start the next epoch.
+    def end_epoch(self, name: str, test_NF: Tensor, test_label_N: Tensor) -> None:
+        """Measure the test accuracy, and the train accuracy of the epoch, on views and while the head changed.
 
         Raises `UserError` if features or loss are not finite.
         """
+        epoch = len(self.test_accuracy) + 1
         if not self._are_finite.item():
             raise UserError(
                 f"no linear probe of label_{name} can be fitted: the encoder's features are not all finite in epoch "
-                f"{epoch + 1}; probe with --views none if the views are the cause, or take an earlier --step"
+                f"{epoch}; probe with --views none if the views are the cause, or take an earlier --step"
             )
         if not math.isfinite(self._loss.item()):
             raise UserError(
-                f"the linear probe of label_{name} diverged in its epoch {epoch + 1}: its loss is not finite; "
+                f"the linear probe of label_{name} diverged in its epoch {epoch}: its loss is not finite; "
                 "lower probe.learning_rate"
             )
-        share = self._num_right.item() / max(1, self._num_seen)
+        self.train_accuracy.append(self._num_right.item() / max(1, self._num_seen))
         self._num_right.zero_()
         self._loss.zero_()
         self._num_seen = 0
-        return share
+        self._predicted_N = self._frozen.classes(test_NF)
+        self.test_accuracy.append(finite_accuracy(self._predicted_N, test_label_N, name=name))
+
+    def probe(self) -> LinearProbe:
+        """Return the result after the last epoch."""
+        result = LinearResult(
+            accuracy=self.test_accuracy[-1],
+            accuracy_by_epoch=tuple(self.test_accuracy),
+            train_accuracy_by_epoch=tuple(self.train_accuracy),
+        )
+        return LinearProbe(result, self._frozen, self._predicted_N)
 
     @property
-    def frozen(self) -> LinearHead:
+    def _frozen(self) -> LinearHead:
         return LinearHead(self._weight_KF.detach(), self._bias_K.detach())
-
-
-def _result(test_accuracy: Sequence[float], train_accuracy: Sequence[float]) -> LinearResult:
-    best = max(test_accuracy)
-    return LinearResult(
-        accuracy=test_accuracy[-1],
-        best_accuracy=best,
-        best_epoch=test_accuracy.index(best) + 1,
-        accuracy_by_epoch=tuple(test_accuracy),
-        train_accuracy_by_epoch=tuple(train_accuracy),
-    )

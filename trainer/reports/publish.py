@@ -17,7 +17,6 @@ import wandb
 
 from data_pipeline.core.environment import unset_empty_variables, variable
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.schema import Schema
 from trainer.reports.charts import LOSSES
 from trainer.reports.comparison import compare
 from trainer.reports.page import differences, provenance, templates, title_of
@@ -26,15 +25,6 @@ from trainer.reports.table import Measurement
 from trainer.run_dir import RunDir, read_object, write_json
 
 MAX_TITLE = 128  # characters that W&B allows
-
-
-class PublishedReport(Schema):
-    """PAGE.wandb.json: the address of a published report, by which it is found again."""
-
-    entity: str
-    project: str
-    report_id: str
-    url: str
 
 
 def publish(page: Path, runs: Sequence[Run], rows: Sequence[Measurement]) -> str:
@@ -115,7 +105,7 @@ def _save_report(
     run_id: str,
     title: str,
 ) -> str:
-    """Save the report at W&B and return its address. Writes its id beside the page, for the next time."""
+    """Save the report at W&B and return its address. Writes its id into PAGE.wandb.json, for the next time."""
     wr = _workspaces()
     kept = page.with_name(f"{page.name}.wandb.json")
     report = wr.Report(
@@ -127,15 +117,13 @@ def _save_report(
         width="fluid",
     )
     if kept.is_file():
-        published = PublishedReport.parse(
-            read_object(kept, mend="remove it, and a new report is made at W&B"), where=str(kept)
-        )
-        if (published.entity, published.project) == (entity, project):
-            report.id = published.report_id
+        published = read_object(kept, mend="remove it, and a new report is made at W&B")
+        if (published["entity"], published["project"]) == (entity, project):
+            report.id = published["report_id"]
     report.save()
-    published = PublishedReport(entity=entity, project=project, report_id=report.id, url=report.url)
-    write_json(kept, published.model_dump(mode="json"))
-    return published.url
+    url: str = report.url
+    write_json(kept, {"entity": entity, "project": project, "report_id": report.id, "url": url})
+    return url
 
 
 def blocks(runs: Sequence[Run], rows: Sequence[Measurement], *, entity: str, project: str, run_id: str) -> list[Any]:

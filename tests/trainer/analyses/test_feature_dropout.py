@@ -147,7 +147,9 @@ def test_all_views_may_be_of_one_sample(data: Path, tmp_path: Path, monkeypatch:
     shares = {j.views_of: j.probabilities.share_below_0_1 for j in result.judgements if j.label == "overlay"}
     assert shares == pytest.approx({"drops": lost, "keeps": 0.0})
     config = CONFIG.model_copy(update={"of_sample": NUM_TEST})
-    with pytest.raises(UserError, match=rf"of_sample={NUM_TEST}, but the test set has the samples 0 to {NUM_TEST - 1}"):
+    with pytest.raises(
+        UserError, match=rf"of_sample={NUM_TEST}, but the test set has samples from 0 to {NUM_TEST - 1}"
+    ):
         ANALYSIS.analyze(runs, config=config, options=AnalysisOptions())
 
 
@@ -163,7 +165,7 @@ def test_the_one_sample_is_named_by_its_index(data: Path, tmp_path: Path, monkey
     *_, path = ANALYSIS.analyze(runs, config=config, options=AnalysisOptions())
     result = FeatureDropoutResult.parse(json.loads(path.read_text()), where="")
     assert {j.accuracy for j in result.judgements if (j.views_of, j.label) == ("drops", "overlay")} == {1.0}
-    with pytest.raises(UserError, match="of_sample=1, but the test set has the samples 2 to 301; take another"):
+    with pytest.raises(UserError, match="of_sample=1, but the test set has samples from 2 to 301; take another"):
         ANALYSIS.analyze(runs, config=config.model_copy(update={"of_sample": 1}), options=AnalysisOptions())
 
 

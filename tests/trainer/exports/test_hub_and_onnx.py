@@ -65,11 +65,14 @@ def own_encoder(config: Any = TINY) -> Encoder:
 
 def probe_result(label: str, *, title: str, accuracy: float) -> dict[str, Any]:
     """The file of a result, as `trainer.probe` writes it."""
-    linear = {"accuracy": accuracy, "best_accuracy": accuracy, "best_epoch": 1}
     return {
         "label": label,
         "checkpoint_step": 10,
-        "linear": linear | {"accuracy_by_epoch": [accuracy], "train_accuracy_by_epoch": [accuracy]},
+        "linear": {
+            "accuracy": accuracy,
+            "accuracy_by_epoch": [accuracy],
+            "train_accuracy_by_epoch": [accuracy],
+        },
         "knn": {"accuracy": 0.5, "num_neighbors": 200, "temperature": 0.1},
         "chance": 0.1,
         "majority_share": 0.11,

@@ -119,14 +119,11 @@ def probe_result(
     config: ProbeConfig | None = None,
     title: str | None = None,
 ) -> dict[str, Any]:
-    best = max(curve)
     return ProbeResult(
         label=label,
         checkpoint_step=step,
         linear=LinearResult(
             accuracy=curve[-1],
-            best_accuracy=best,
-            best_epoch=list(curve).index(best) + 1,
             accuracy_by_epoch=tuple(curve),
             train_accuracy_by_epoch=tuple(curve),
         ),
