@@ -66,7 +66,7 @@ def described(manifest: Manifest) -> str:
 def local_lines(directory: Path, *, seconds: float) -> Iterator[Line]:
     """Shards of a local dataset, shuffled, as stored bytes and as finished batches."""
     manifest = load_manifest(directory)
-    urls = [str(directory / name) for name in SampleStore(directory).index.names]
+    urls = [str(directory / name) for name in SampleStore(directory).tar_names]
 
     def ours(placement: str) -> Callable[[], Iterator[int]]:
         read = ReadConfig.parse({"num_workers": 0, "placement": placement}, where="benchmark")
@@ -121,7 +121,7 @@ def remote_lines(directory: Path, *, kind: str, location: str, url: str) -> Iter
     `location` is what we read, `url` the address of a file for WebDataset, both with {name} in the place of its name.
     """
     manifest = load_manifest(directory)
-    urls = [url.format(name=name) for name in SampleStore(directory).index.names]
+    urls = [url.format(name=name) for name in SampleStore(directory).tar_names]
     # Batches that divide an epoch without a rest, so that both sides deliver every sample.
     batch_size = next(size for size in range(BATCH_SIZE, 0, -1) if manifest.num_samples % size == 0)
 
@@ -171,7 +171,7 @@ def remote_lines(directory: Path, *, kind: str, location: str, url: str) -> Iter
 def opening_lines(directory: Path) -> Iterator[Line]:
     """Seconds to the first batch, at the start and at 90 % of an epoch."""
     manifest = load_manifest(directory)
-    urls = [str(directory / name) for name in SampleStore(directory).index.names]
+    urls = [str(directory / name) for name in SampleStore(directory).tar_names]
     num_steps = manifest.num_samples // BATCH_SIZE
     step = 9 * num_steps // 10
     seeds = iter(range(1 << 30))  # a new order each time, so that none is remembered

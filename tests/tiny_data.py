@@ -98,7 +98,7 @@ def damage(directory: Path, indices: Sequence[int]) -> None:
     store = SampleStore(directory)
     for index in indices:
         content = bytes(store.read(np.array([index])).files["content"][0])
-        shard = store.index.tar_path(int(np.searchsorted(store.shard_ends, index, side="right")))
+        shard = store.tar_path(int(np.searchsorted(store.shard_ends, index, side="right")))
         data = shard.read_bytes()
         assert data.count(content) == 1
         shard.write_bytes(data.replace(content, b"\xff" * len(content)))
@@ -106,8 +106,8 @@ def damage(directory: Path, indices: Sequence[int]) -> None:
 
 def shard_paths(directory: Path) -> list[Path]:
     """The tars of a local dataset, in their order."""
-    index = SampleStore(directory).index
-    return [index.tar_path(number) for number in range(len(index.names))]
+    store = SampleStore(directory)
+    return [store.tar_path(number) for number in range(len(store.tar_names))]
 
 
 def change_file(directory: Path, name: str, content: bytes) -> None:

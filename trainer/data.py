@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal, Self
 
 import torch
@@ -19,10 +18,10 @@ from data_pipeline.core.schema import Count, Line, Name
 from data_pipeline.loading.mixture import Mixture, MixtureSource, num_steps_per_mixture_epoch
 from data_pipeline.loading.order import num_steps_per_epoch
 from data_pipeline.loading.stream import ReadConfig, Stream
-from data_pipeline.remote.cache import fetch_manifest, is_remote
+from data_pipeline.remote.cache import is_remote, read_manifest
 from data_pipeline.storage.index import has_remote_tars
 from data_pipeline.storage.locations import dataset_directory
-from data_pipeline.storage.manifest import Manifest, load_manifest
+from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
 from trainer.checkpoint.run_state import DataIdentity
 from trainer.distributed.collectives import all_gather_object, on_first_rank, rank, world_size
@@ -164,21 +163,15 @@ class Manifests:
 
 def read_manifests(data: DataConfig) -> Manifests:
     """Return the manifests of all datasets. Raises `UserError` if one is missing."""
-    return Manifests(read_train_manifest(data), _read_manifest(data.test_dir, data))
+    return Manifests(read_train_manifest(data), read_manifest(data.test_dir, config=data.remote))
 
 
 def read_train_manifest(data: DataConfig) -> TrainManifest:
     """Return the manifest of the train set, or of the sources of a mixture, as `read_manifests` does."""
-    manifests = {name: _read_manifest(location, data) for name, location in data.train_locations.items()}
+    manifests = {name: read_manifest(location, config=data.remote) for name, location in data.train_locations.items()}
     if data.mixture is None:
         return manifests[data.probed_name]
     return MixtureManifest.of(manifests, weights_of(data.mixture), probed=data.probed_name)
-
-
-def _read_manifest(location: str, data: DataConfig) -> Manifest:
-    if is_remote(location):
-        return fetch_manifest(location, config=data.remote)
-    return load_manifest(Path(location))
 
 
 def read_agreed_manifests(data: DataConfig) -> Manifests:

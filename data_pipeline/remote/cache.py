@@ -17,9 +17,8 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -30,8 +29,8 @@ from pydantic import Field
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Gigabytes, Line, Schema, Seconds
 from data_pipeline.remote.fetch import RemoteFile, fetch
-from data_pipeline.storage.locations import MANIFEST_NAME
-from data_pipeline.storage.manifest import Manifest, parse_manifest
+from data_pipeline.storage.locations import MANIFEST_NAME, dataset_directory
+from data_pipeline.storage.manifest import Manifest, load_manifest, parse_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +98,14 @@ def fetch_file(file: RemoteFile, path: Path, *, config: RemoteConfig) -> None:
     )
 
 
-def fetch_manifest(location: str, *, config: RemoteConfig) -> Manifest:
-    """Fetch the manifest of a remote dataset. Raises `UserError` if it cannot be fetched or is not valid."""
+def read_manifest(location: str | Path, *, config: RemoteConfig) -> Manifest:
+    """Read the manifest of a local or remote dataset.
+
+    Raises `UserError` if it is missing, cannot be fetched or is not valid.
+    """
+    if not is_remote(location):
+        return load_manifest(location)
+    location = str(location)
     if re.search(r"\.tar\b", location) is not None:
         raise UserError(
             f"{location} names tars; index them with `python -m data_pipeline index '{location}' --out DIR`, and name "
@@ -114,31 +119,25 @@ def fetch_manifest(location: str, *, config: RemoteConfig) -> Manifest:
         return parse_manifest(path.read_bytes(), where=url)
 
 
+def path_beside(location: str | Path, name: str, manifest: Manifest, *, config: RemoteConfig) -> Path:
+    """Return the local path of a file beside the manifest of a dataset; fetch it first if the dataset is remote."""
+    if not is_remote(location):
+        return dataset_directory(location) / name
+    location = str(location)
+    cache = FileCache(location, sha256=manifest.sha256, config=config)
+    return cache.path(name, RemoteFile(file_url(location, name), sha256=manifest.files[name].sha256))
+
+
 class FileCache:
     """The files of one remote dataset as local paths; each file is fetched when it is first used.
 
-    May be forked and pickled.
+    May be forked and pickled. `location` is that of the dataset, for messages; `sha256` is the hash of its manifest.
 
-    Args:
-        location: of the dataset, for messages.
-        find: returns the file whose copy gets a plain name; None if there is none.
-        shard_bytes_S: (S,) int64, the size of each shard.
-        sha256: of what identifies the dataset.
-
-    Raises `UserError` if the cache cannot be written, or cannot hold the largest shard.
+    Raises `UserError` if the cache cannot be written.
     """
 
-    def __init__(
-        self,
-        location: str,
-        find: Callable[[str], RemoteFile | None],
-        *,
-        shard_bytes_S: NDArray[np.int64],
-        sha256: str,
-        config: RemoteConfig,
-    ) -> None:
-        self.location = location
-        self._config, self._find, self._shard_bytes_S = config, find, shard_bytes_S
+    def __init__(self, location: str, *, sha256: str, config: RemoteConfig) -> None:
+        self.location, self._config = location, config
         gigabytes = config.cache_gigabytes
         if config.cache_dir is not None:
             self._root = Path(config.cache_dir).expanduser().absolute()
@@ -151,33 +150,33 @@ class FileCache:
         with self._disk_errors_as_user_errors():
             self._root.mkdir(mode=0o700 if config.cache_dir is None else 0o777, parents=True, exist_ok=True)
             self._directory.mkdir(exist_ok=True)
-        if self.max_shards == 0:
-            raise UserError(
-                f"the largest shard of {location} takes {shard_bytes_S.max() / 1e9:.3g} GB, and the cache may hold "
-                f"{gigabytes:.3g} GB; raise data.remote.cache_gigabytes"
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_prefetcher": None}
 
-    @cached_property
-    def max_shards(self) -> int | None:
-        """Return the number of the largest shards that the cache can hold at once; None if it can hold all shards."""
-        totals_S = np.cumsum(np.sort(self._shard_bytes_S)[::-1])
-        if self._limit is None or not totals_S.size or totals_S[-1] <= self._limit:
-            return None
-        return int(np.searchsorted(totals_S, self._limit, side="right"))
+    def max_files(self, num_bytes_S: NDArray[np.int64]) -> int | None:
+        """Return how many of the largest files of these sizes the cache can hold at once; None if it can hold all.
 
-    def path(self, name: str) -> Path:
-        """Return the local path of a file of the dataset; fetch it if it is not cached.
+        Raises `UserError` if it cannot hold one.
+        """
+        totals_S = np.cumsum(np.sort(num_bytes_S)[::-1])
+        if self._limit is None or totals_S[-1] <= self._limit:
+            return None
+        if not (num := int(np.searchsorted(totals_S, self._limit, side="right"))):
+            raise UserError(
+                f"the largest shard of {self.location} takes {totals_S[0] / 1e9:.3g} GB, and the cache may hold "
+                f"{self._limit / 1e9:.3g} GB; raise data.remote.cache_gigabytes"
+            )
+        return num
+
+    def path(self, name: str, file: RemoteFile) -> Path:
+        """Return the local path of a file, whose copy gets a name; fetch it if it is not cached.
 
         Another process may evict the file at any time. A mapped or open file stays readable; if the path is gone, call
         this again.
 
         Raises `UserError` if the file cannot be fetched in time, or if the disk is full.
         """
-        if (file := self._find(name)) is None:
-            raise ValueError(f"the dataset at {self.location} has no file {name!r}")
         path = self._directory / name
         while True:
             if not _is_cached(path, file):
@@ -190,15 +189,15 @@ class FileCache:
                 pass
             return path
 
-    def prefetch(self, names: Iterable[str]) -> None:
+    def prefetch(self, files: Iterable[tuple[str, RemoteFile]]) -> None:
         """Fetch these files in the background, in this order; drop the files of an earlier call that still wait.
 
         Never raises; a later `path` meets the same problem and raises. Fetching evicts the least recently used files,
-        so these files and the files in use should together be at most `max_shards`.
+        so these files and the files in use should together be at most `max_files`.
         """
         if self._prefetcher is None or self._prefetcher.process_id != os.getpid():  # a thread does not survive a fork
             self._prefetcher = _Prefetcher(self)
-        self._prefetcher.replace(names)
+        self._prefetcher.replace(files)
 
     def _fetch(self, path: Path, file: RemoteFile) -> None:
         """Fetch one file, or wait for the process that is fetching it."""
@@ -245,16 +244,16 @@ class FileCache:
 class _Prefetcher:
     """A thread that fetches the files of the last `replace`, and ends after the last file."""
 
-    def __init__(self, files: FileCache) -> None:
+    def __init__(self, cache: FileCache) -> None:
         self.process_id = os.getpid()
-        self._files = files
-        self._names: Iterator[str] = iter(())
+        self._cache = cache
+        self._files: Iterator[tuple[str, RemoteFile]] = iter(())
         self._lock = threading.Lock()
         self._is_running = False
 
-    def replace(self, names: Iterable[str]) -> None:
+    def replace(self, files: Iterable[tuple[str, RemoteFile]]) -> None:
         with self._lock:
-            self._names = iter(names)
+            self._files = iter(files)
             if not self._is_running:
                 self._is_running = True
                 threading.Thread(target=self._run, name="prefetch", daemon=True).start()
@@ -262,14 +261,14 @@ class _Prefetcher:
     def _run(self) -> None:
         while True:
             with self._lock:
-                name = next(self._names, None)
-                if name is None:
+                found = next(self._files, None)
+                if found is None:
                     self._is_running = False
                     return
             try:
-                self._files.path(name)
+                self._cache.path(*found)
             except (UserError, OSError) as error:
-                logger.info("could not prefetch %s: %s", name, error)
+                logger.info("could not prefetch %s: %s", found[0], error)
 
 
 def _files(root: Path) -> Iterator[tuple[int, int, Path]]:

@@ -18,9 +18,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import sample_key
-from data_pipeline.remote.cache import RemoteConfig, is_remote
-from data_pipeline.storage.index import files_beside
-from data_pipeline.storage.locations import dataset_directory
+from data_pipeline.remote.cache import RemoteConfig, path_beside
 from data_pipeline.storage.manifest import SOURCE_DIGESTS_NAME, Manifest
 
 NUM_CONTENT_BYTES: Final = 32  # of a `content_digest`
@@ -51,10 +49,7 @@ def read_source_digests(location: str | Path, manifest: Manifest, *, remote: Rem
     """
     if (entry := manifest.files.get(SOURCE_DIGESTS_NAME)) is None:
         return None
-    if is_remote(location):
-        path = files_beside(str(location), manifest, remote).path(SOURCE_DIGESTS_NAME)
-    else:
-        path = dataset_directory(location) / SOURCE_DIGESTS_NAME
+    path = path_beside(location, SOURCE_DIGESTS_NAME, manifest, config=remote)
     try:
         data = path.read_bytes()
     except OSError as error:

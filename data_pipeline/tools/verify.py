@@ -18,10 +18,9 @@ from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Sample
 from data_pipeline.loading.decode import DecodedSamples, decode
 from data_pipeline.loading.placement import stored_order
-from data_pipeline.remote.cache import RemoteConfig, fetch_manifest, is_remote
-from data_pipeline.storage.index import Index, map_file
+from data_pipeline.remote.cache import RemoteConfig, read_manifest
+from data_pipeline.storage.index import map_file
 from data_pipeline.storage.locations import MANIFEST_NAME
-from data_pipeline.storage.manifest import load_manifest
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.tar_headers import read_contents, tar_end
 from data_pipeline.storage.totals import Totals
@@ -57,7 +56,7 @@ class Verification:
     def __init__(self, location: str | Path, *, remote: RemoteConfig = _REMOTE) -> None:
         self.location = location
         self._remote = remote
-        self.manifest = fetch_manifest(str(location), config=remote) if is_remote(location) else load_manifest(location)
+        self.manifest = read_manifest(location, config=remote)
         self.num_problems = self.num_sound = 0
 
     def problems(self) -> Iterator[DatasetProblem]:
@@ -82,14 +81,14 @@ class Verification:
         except UserError as error:
             yield DatasetProblem(str(self.location), None, str(error))
             return
-        yield from self._wrong_files(store.index)
+        yield from self._wrong_files(store)
         num_problems = self.num_problems
         totals, counts = Totals(), {name: Counter[int]() for name in self.manifest.stored_labels}
         with Progress(f"verifying {self.location}", total=len(store)) as progress:
             for number in range(self.manifest.num_shards):
-                start, end = store.index.samples_of(number)
+                samples = store.samples_of(number)
                 try:
-                    yield from self._wrong_tar(store.index, number)
+                    yield from self._wrong_tar(store, number)
                     for indices in stored_order(store, range(number, number + 1), num_at_once=_CHUNK):
                         decoded = decode(store, indices)
                         yield from self._wrong_samples(decoded)
@@ -98,33 +97,33 @@ class Verification:
                             counts[name].update(label_B.tolist())
                 except UserError as error:
                     yield DatasetProblem(store.shard_name(number), None, str(error))
-                progress.advance(end - start)
+                progress.advance(len(samples))
         if self.num_problems == num_problems and self.num_sound == len(store):
             yield from self._wrong_numbers(counts, totals)
 
-    def _wrong_files(self, index: Index) -> Iterator[DatasetProblem]:
+    def _wrong_files(self, store: SampleStore) -> Iterator[DatasetProblem]:
         for name, entry in self.manifest.files.items():
             try:
-                with index.path(name).open("rb") as file:
+                with store.path(name).open("rb") as file:
                     is_right = hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256
             except OSError as error:
                 yield DatasetProblem(name, None, f"cannot be read ({error.strerror})")
                 continue
             if not is_right:
                 yield DatasetProblem(name, None, f"does not have the sha256 in {MANIFEST_NAME}")
-        if index.directory is not None and self.manifest.tars.numbered:
-            for path in sorted(index.directory.glob("*.tar")):
-                if path.name not in index.names:
+        if isinstance(store.location, Path) and self.manifest.tars.numbered:
+            for path in sorted(store.location.glob("*.tar")):
+                if path.name not in store.tar_names:
                     yield DatasetProblem(path.name, None, "is not in the index")
 
-    def _wrong_tar(self, index: Index, number: int) -> Iterator[DatasetProblem]:
+    def _wrong_tar(self, store: SampleStore, number: int) -> Iterator[DatasetProblem]:
         """Yield what is wrong with a local tar as a whole. A remote one was compared with its hash when it came."""
-        if index.is_remote:
+        if store.is_remote:
             return
-        index.check_size(number)
-        path = index.tar_path(number)
+        store.check_size(number)
+        path = store.tar_path(number)
         data = map_file(path)
-        if (due := index.sha256(number)) is not None and hashlib.sha256(data).hexdigest() != due:
+        if (due := store.sha256(number)) is not None and hashlib.sha256(data).hexdigest() != due:
             yield DatasetProblem(path.name, None, "does not have the sha256 in the index")
         if (problem := tar_end(data, end=read_contents(data).end).problem) is not None:
             yield DatasetProblem(path.name, None, problem)

@@ -8,10 +8,9 @@ import numpy as np
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import sample_key
-from data_pipeline.storage.index import Index
-from data_pipeline.storage.locations import dataset_directory
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.source_digests import SharedSources, read_source_digests, shared_sources
+from data_pipeline.storage.store import SampleStore
 from trainer.data import DataConfig
 from trainer.mixture import TrainManifest, datasets_of
 
@@ -54,7 +53,7 @@ def _shared_tars(data: DataConfig, train: Sequence[Manifest], test: Manifest) ->
 
 
 def _ranges(location: str, manifest: Manifest, data: DataConfig) -> dict[str, range]:
-    return dict(Index(dataset_directory(location), manifest, remote=data.remote).ranges())
+    return SampleStore(location, remote=data.remote, manifest=manifest, surveys=False).samples_by_tar()
 
 
 def check_shared(shared: SharedSources | None, data: DataConfig, *, allowed: float) -> str | None:

@@ -10,7 +10,7 @@ import resource
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,26 +49,33 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-def find(origin: Path, url: str, name: str) -> RemoteFile | None:
-    if name not in SHARDS:
-        return None
-    sha256 = hashlib.sha256((origin / name).read_bytes()).hexdigest()
-    return RemoteFile(f"{url}/{name}", SHARD_BYTES, sha256)
+class ShardCache(FileCache):
+    """A cache of the shards of a server, by their names."""
+
+    def __init__(self, server: FaultyServer, *, sha256: str, config: RemoteConfig) -> None:
+        super().__init__(server.url, sha256=sha256, config=config)
+        self._server = server
+
+    def _shard(self, name: str) -> tuple[str, RemoteFile]:
+        sha256 = hashlib.sha256((self._server.directory / name).read_bytes()).hexdigest()
+        return name, RemoteFile(f"{self._server.url}/{name}", SHARD_BYTES, sha256)
+
+    def shard(self, name: str) -> Path:
+        return self.path(*self._shard(name))
+
+    def prefetch_shards(self, names: Iterable[str]) -> None:
+        self.prefetch(map(self._shard, names))
 
 
 def cache_of(
     server: FaultyServer, root: Path | None, *, num_shards: float | None = None, sha256: str = "0" * 64, **limits: Any
-) -> FileCache:
+) -> ShardCache:
     """A cache that holds so many shards."""
     gigabytes = None if num_shards is None else num_shards * SHARD_BYTES / 1e9
     settings = {"stall_seconds": 5.0, "file_seconds": 20.0, "num_attempts": 2, **limits}
-    return FileCache(
-        server.url,
-        partial(find, server.directory, server.url),
-        shard_bytes_S=np.full(len(SHARDS), SHARD_BYTES),
-        sha256=sha256,
-        config=RemoteConfig(cache_dir=None if root is None else str(root), cache_gigabytes=gigabytes, **settings),
-    )
+    cache_dir = None if root is None else str(root)
+    config = RemoteConfig(cache_dir=cache_dir, cache_gigabytes=gigabytes, **settings)
+    return ShardCache(server, sha256=sha256, config=config)
 
 
 def cached_names(root: Path) -> set[str]:
@@ -111,32 +118,27 @@ def test_samples_are_those_of_the_local_dataset(overlay: Any, tmp_path: Path) ->
             assert not there.bad
 
 
-def test_a_file_that_the_dataset_has_not_is_our_mistake(server: FaultyServer, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no file"):
-        cache_of(server, tmp_path / "cache").path("../shard-0.tar")
-
-
 def test_a_shard_that_stays_damaged_is_never_given_out(server: FaultyServer, tmp_path: Path) -> None:
     server.faults[SHARDS[1]], server.for_ever = ["corrupt"], True
     with pytest.raises(UserError, match=f"{SHARDS[1]}.*sha256"):
-        cache_of(server, tmp_path / "cache").path(SHARDS[1])
+        cache_of(server, tmp_path / "cache").shard(SHARDS[1])
     assert not cached_names(tmp_path / "cache")
 
 
 def test_a_cache_serves_later_runs(server: FaultyServer, tmp_path: Path) -> None:
     for _ in range(2):
         cache = cache_of(server, tmp_path / "cache")
-        paths = [cache.path(name) for name in SHARDS]
+        paths = [cache.shard(name) for name in SHARDS]
     assert sorted(server.requests) == SHARDS
     paths[0].write_bytes(paths[0].read_bytes()[:-512])  # a disk that lost the end of a file
-    assert cache.path(SHARDS[0]).read_bytes() == (server.directory / SHARDS[0]).read_bytes()
+    assert cache.shard(SHARDS[0]).read_bytes() == (server.directory / SHARDS[0]).read_bytes()
 
 
 def test_processes_at_once_fetch_each_shard_once(server: FaultyServer, tmp_path: Path) -> None:
     def read(shift: int) -> None:
         cache = cache_of(server, tmp_path / "cache")
         for name in SHARDS[shift:] + SHARDS[:shift]:
-            assert cache.path(name).read_bytes() == (server.directory / name).read_bytes()
+            assert cache.shard(name).read_bytes() == (server.directory / name).read_bytes()
 
     processes = [in_process(partial(read, shift)) for shift in (0, 0, 1, 3)]
     for process in processes:
@@ -148,15 +150,15 @@ def test_processes_at_once_fetch_each_shard_once(server: FaultyServer, tmp_path:
 def test_a_fetch_that_was_killed_is_taken_over(server: FaultyServer, tmp_path: Path) -> None:
     server.faults[SHARDS[0]] = ["stall"]
     cache = cache_of(server, tmp_path / "cache")
-    killed = in_process(lambda: cache.path(SHARDS[0]))
+    killed = in_process(lambda: cache.shard(SHARDS[0]))
     assert until(lambda: SHARDS[0] in server.requests)
-    waiting = in_process(lambda: cache.path(SHARDS[0]))
+    waiting = in_process(lambda: cache.shard(SHARDS[0]))
     time.sleep(0.2)
     assert waiting.is_alive()
     os.kill(killed.pid, signal.SIGKILL)
     waiting.join(10)
     assert waiting.exitcode == 0
-    assert cache.path(SHARDS[0]).read_bytes() == (server.directory / SHARDS[0]).read_bytes()
+    assert cache.shard(SHARDS[0]).read_bytes() == (server.directory / SHARDS[0]).read_bytes()
     assert server.requests.count(SHARDS[0]) == 2
 
 
@@ -174,30 +176,30 @@ def test_a_process_forked_in_the_middle_of_a_fetch_keeps_no_lock(tmp_path: Path)
 def test_the_shards_used_longest_ago_go_first(server: FaultyServer, tmp_path: Path) -> None:
     root = tmp_path / "cache"
     cache = cache_of(server, root, num_shards=3.2)
-    assert cache.max_shards == 3
+    assert cache.max_files(np.full(len(SHARDS), SHARD_BYTES)) == 3
     for name in SHARDS[:3]:
-        cache.path(name)
-    mapped = np.memmap(cache.path(SHARDS[1]), mode="r")
+        cache.shard(name)
+    mapped = np.memmap(cache.shard(SHARDS[1]), mode="r")
     for name in (SHARDS[2], SHARDS[0], SHARDS[3]):
-        cache.path(name)
+        cache.shard(name)
     assert cached_names(root) == {SHARDS[0], SHARDS[2], SHARDS[3]}
     assert mapped.tobytes() == (server.directory / SHARDS[1]).read_bytes()
-    assert cache.path(SHARDS[1]).read_bytes() == (server.directory / SHARDS[1]).read_bytes()
+    assert cache.shard(SHARDS[1]).read_bytes() == (server.directory / SHARDS[1]).read_bytes()
     assert server.requests.count(SHARDS[1]) == 2
 
 
 def test_the_limit_is_of_all_datasets_and_of_nothing_else(server: FaultyServer, tmp_path: Path) -> None:
     root = tmp_path / "cache"
     first, second = (cache_of(server, root, num_shards=2.2, sha256=digit * 64) for digit in "12")
-    first.path(SHARDS[0])
+    first.shard(SHARDS[0])
     (mine := root / "dataset-of-mine").mkdir()
     (mine / "thesis.tar").write_bytes(bytes(10**6))
-    left = first.path(SHARDS[0]).with_name(f".{SHARDS[5]}.partial")  # as a killed fetch leaves it
+    left = first.shard(SHARDS[0]).with_name(f".{SHARDS[5]}.partial")  # as a killed fetch leaves it
     left.write_bytes(bytes(10**6))
     os.utime(left, (0, 0))
     (fetched := left.with_name(f".{SHARDS[4]}.partial")).write_bytes(bytes(10**6))  # another process writes to it
-    second.path(SHARDS[0])
-    second.path(SHARDS[1])
+    second.shard(SHARDS[0])
+    second.shard(SHARDS[1])
     assert len(list(root.glob("dataset-[12]*/*.tar"))) == 2
     assert (mine / "thesis.tar").exists()
     assert fetched.exists()
@@ -208,7 +210,7 @@ def test_a_cache_that_cannot_hold_a_shard_or_be_made_is_told_before_training(
     server: FaultyServer, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="cache_gigabytes"):
-        cache_of(server, tmp_path / "cache", num_shards=0.9)
+        cache_of(server, tmp_path / "cache", num_shards=0.9).max_files(np.full(2, SHARD_BYTES))
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cache_dir"):
         cache_of(server, tmp_path / "file" / "cache")
@@ -222,7 +224,7 @@ def test_a_disk_that_fills_is_told(server: FaultyServer, tmp_path: Path) -> None
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
         with pytest.raises(UserError, match="cache_dir"):
-            cache.path(SHARDS[1])
+            cache.shard(SHARDS[1])
 
     process = in_process(fetch_with_little_room)
     process.join(20)
@@ -231,21 +233,21 @@ def test_a_disk_that_fills_is_told(server: FaultyServer, tmp_path: Path) -> None
 
 
 def test_without_a_cache_dir_copies_are_the_users_own(server: FaultyServer, temporary: Path) -> None:
-    path = cache_of(server, None).path(SHARDS[0])
+    path = cache_of(server, None).shard(SHARDS[0])
     assert path.is_relative_to(temporary)
     assert (path.parents[1].stat().st_mode & 0o777) == 0o700
 
 
 def test_shards_come_in_the_background(server: FaultyServer, tmp_path: Path) -> None:
     cache = cache_of(server, tmp_path / "cache")
-    cache.prefetch(SHARDS[:3])
+    cache.prefetch_shards(SHARDS[:3])
     assert until(lambda: cached_names(tmp_path / "cache") == set(SHARDS[:3]))
-    cache.prefetch(SHARDS[3:4])
-    cache.path(SHARDS[3])
+    cache.prefetch_shards(SHARDS[3:4])
+    cache.shard(SHARDS[3])
     assert server.requests == SHARDS[:4]
 
     def fork() -> None:  # which has not the thread of the process that forked it
-        cache.prefetch([SHARDS[5]])
+        cache.prefetch_shards([SHARDS[5]])
         assert until(lambda: SHARDS[5] in cached_names(tmp_path / "cache"))
 
     process = in_process(fork)
@@ -257,9 +259,9 @@ def test_shards_come_in_the_background(server: FaultyServer, tmp_path: Path) -> 
 def test_a_later_call_replaces_what_still_waits(server: FaultyServer, tmp_path: Path) -> None:
     server.faults[SHARDS[0]] = ["stall"]
     cache = cache_of(server, tmp_path / "cache", stall_seconds=0.6, num_attempts=10)
-    cache.prefetch(SHARDS[:3])
+    cache.prefetch_shards(SHARDS[:3])
     assert until(lambda: SHARDS[0] in server.requests)
-    cache.prefetch([SHARDS[4]])
+    cache.prefetch_shards([SHARDS[4]])
     assert until(lambda: cached_names(tmp_path / "cache") == {SHARDS[0], SHARDS[4]})
     time.sleep(0.2)
     assert SHARDS[1] not in server.requests
@@ -271,8 +273,8 @@ def test_trouble_ahead_is_not_raised_and_told_by_path(
     caplog.set_level(logging.INFO)
     server.faults[SHARDS[0]], server.for_ever = [404], True
     cache = cache_of(server, tmp_path / "cache")
-    cache.prefetch(SHARDS[:2])
+    cache.prefetch_shards(SHARDS[:2])
     assert until(lambda: cached_names(tmp_path / "cache") == {SHARDS[1]})
     assert "could not prefetch" in caplog.text
     with pytest.raises(UserError, match="FileNotFound"):
-        cache.path(SHARDS[0])
+        cache.shard(SHARDS[0])
