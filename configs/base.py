@@ -10,7 +10,7 @@ from trainer.models.encoder import ResNetConfig
 from trainer.models.heads import HeadConfig
 from trainer.objectives import BarlowTwinsConfig, MoCoConfig, NTXentConfig, ObjectiveConfig, SimSiamConfig
 from trainer.optim.optimizers import AdamConfig, SGDConfig
-from trainer.optim.schedules import CosineConfig
+from trainer.optim.schedules import ScheduleConfig
 from trainer.views.expert_image import huang_views
 
 CIFAR10_MEAN, CIFAR10_STD = (0.491, 0.482, 0.446), (0.247, 0.243, 0.261)  # the values of Tamkin et al. 2022
@@ -80,7 +80,9 @@ def huang(method: HuangMethod, dataset: str) -> RunConfig:
             std=IMAGENET_STD,
         ),
         objective=objective,
-        optimizer=SGDConfig(learning_rate=learning_rate, momentum=0.9, weight_decay=5e-4, schedule=CosineConfig()),
+        optimizer=SGDConfig(
+            learning_rate=learning_rate, momentum=0.9, weight_decay=5e-4, schedule=ScheduleConfig(kind="cosine")
+        ),
         global_batch_size=512,
         num_epochs=800,
     )

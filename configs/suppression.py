@@ -44,7 +44,7 @@ from trainer.objectives import (
     VICRegConfig,
 )
 from trainer.optim.optimizers import AdamConfig
-from trainer.optim.schedules import LinearConfig
+from trainer.optim.schedules import ScheduleConfig
 from trainer.probes.linear import ProbeConfig
 from trainer.views.channel_dropout import ChannelDropoutConfig
 from trainer.views.composed import ByEpochConfig, PairConfig, SequenceConfig
@@ -130,7 +130,11 @@ def base_run(point: Point) -> RunConfig:
         encoder=_small_encoder(point) if is_small else _encoder(point),
         objective=SymmetricInfoNCEConfig(temperature=TEMPERATURE),
         optimizer=AdamConfig(
-            learning_rate=1e-3, weight_decay=2e-4, decay="matrices", epsilon=1e-7, schedule=LinearConfig()
+            learning_rate=1e-3,
+            weight_decay=2e-4,
+            decay="matrices",
+            epsilon=1e-7,
+            schedule=ScheduleConfig(kind="linear"),
         ),
         global_batch_size=(125 if setting.is_sound else 250) if is_small else 512,
         num_epochs=(20 if setting.is_sound else 10) if is_small else 100,

@@ -71,10 +71,10 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
     _warn_of_splits(config, manifests)
     height, width = _check_medium(config, train)
     check_input_shape(config, height=height, width=width, where=train_dir)
+    check_batch_norm(config, height=height, width=width, num_ranks=world_size())
     _check_overlays(config, sources)
     config.objective.check_labels(num_classes(manifests.train))
     check_batch(config, num_samples=train_sizes(manifests.train), num_ranks=world_size())
-    check_batch_norm(config, height=height, width=width, num_ranks=world_size())
     shared = find_shared(config.data, train=manifests.train, test=test)
     if (said := check_shared(shared, config.data, allowed=config.probe.allow_shared)) is not None:
         logger.warning("%s", said)
@@ -166,8 +166,7 @@ def check_input_shape(config: RunConfig, *, height: int, width: int, where: str)
         if config.views.num_further:
             _check_further_size(config, height=height, width=width)
     except InputSizeError as error:
-        option = config.encoder.size_option(height)
-        raise UserError(f"{where}: {error}; set {f'{option}, or ' if option else ''}another encoder.kind") from None
+        raise UserError(f"{where}: {error}; set another encoder.kind, or its setting of the size") from None
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
 

@@ -17,7 +17,7 @@ from trainer.models.encoder import build_encoder
 from trainer.models.heads import HeadConfig, build_head
 from trainer.objectives import PublishedNTXentConfig
 from trainer.optim.optimizers import AdamConfig, SGDConfig
-from trainer.optim.schedules import ConstantConfig
+from trainer.optim.schedules import ScheduleConfig
 from trainer.views.expert_audio import SpectralConfig, WaveformConfig
 from trainer.views.expert_image import ExpertImageConfig
 from trainer.views.viewmaker import ViewmakerConfig
@@ -62,7 +62,7 @@ def test_recipes_have_the_numbers_of_the_published_settings(
     assert config.data.train_dir == f"data/{dataset}/train"
     assert config.data.sample_rate == (48_000 if is_sound else None)
     assert config.objective == PublishedNTXentConfig(temperature=0.07)
-    assert config.optimizer == SGDConfig(learning_rate=0.03, momentum=0.9, weight_decay=1e-4, schedule=ConstantConfig())
+    assert config.optimizer == SGDConfig(learning_rate=0.03, momentum=0.9, weight_decay=1e-4, schedule=ScheduleConfig())
     assert (config.encoder.kind, config.encoder.embedding_size) == ("resnet18" if is_sound else "resnet18_small", 128)
     assert config.encoder.head == HeadConfig()  # one linear layer
     assert config.encoder.in_channels == (1 if is_sound else 3)

@@ -16,7 +16,7 @@ Shapes: B rows of this rank, C channels, H by W pixels, R ranks, S groups of thi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -223,35 +223,18 @@ def check_splits(num_splits: int, *, global_batch_size: int, num_ranks: int, for
         )
 
 
-def synchronize_batch_norm(module: nn.Module) -> nn.Module:
-    """Replace every `nn.BatchNorm2d` inside `module` by a `SynchronizedBatchNorm2d`, in place.
+def replace_batch_norm(module: nn.Module, kind: type[nn.BatchNorm2d], **settings: Any) -> nn.Module:
+    """Replace every `nn.BatchNorm2d` inside `module` by a `kind` with these settings, in place.
 
     A state_dict fits before and after.
     """
-    return _replaced(
-        module, lambda norm: SynchronizedBatchNorm2d(norm.num_features, eps=norm.eps, momentum=norm.momentum)
-    )
-
-
-def split_batch_norm(module: nn.Module, *, num_splits: int) -> nn.Module:
-    """Replace every `nn.BatchNorm2d` inside `module` by a `SplitBatchNorm2d`, in place.
-
-    A state_dict fits before and after.
-    """
-    return _replaced(
-        module,
-        lambda norm: SplitBatchNorm2d(norm.num_features, num_splits=num_splits, eps=norm.eps, momentum=norm.momentum),
-    )
-
-
-def _replaced(module: nn.Module, twin_of: Callable[[nn.BatchNorm2d], nn.BatchNorm2d]) -> nn.Module:
     for name, child in module.named_children():
         if type(child) is nn.BatchNorm2d:
-            twin = twin_of(child)
+            twin = kind(child.num_features, eps=child.eps, momentum=child.momentum, **settings)
             twin.load_state_dict(child.state_dict())
             setattr(module, name, twin)
         else:
-            _replaced(child, twin_of)
+            replace_batch_norm(child, kind, **settings)
     return module
 
 
@@ -268,12 +251,7 @@ def average_running_statistics(module: nn.Module) -> None:
     second call changes nothing, and later training changes only by rounding. Other batch norms do not change.
     """
     norms = [norm for norm in module.modules() if isinstance(norm, SplitBatchNorm2d)]
-    if not (norms and is_distributed()):
-        return
-    stats = [stat for norm in norms for stat in (norm.running_mean, norm.running_var) if stat is not None]
-    mean = all_reduce_sum(torch.cat(stats)) / world_size()
-    for stat, settled in zip(stats, torch.split(mean, [len(stat) for stat in stats]), strict=True):
-        stat.copy_(settled)
+    _replace_statistics(norms, lambda own: all_reduce_sum(own) / world_size())
 
 
 @torch.no_grad()
@@ -285,12 +263,17 @@ def take_statistics_of_first_rank(module: nn.Module) -> None:
     """
     shared = SynchronizedBatchNorm2d | SplitBatchNorm2d
     norms = [norm for norm in module.modules() if isinstance(norm, _BatchNorm) and not isinstance(norm, shared)]
+    _replace_statistics(norms, lambda own: all_gather_rows(own[None])[0])
+
+
+def _replace_statistics(norms: Sequence[_BatchNorm], by_all_ranks: Callable[[Tensor], Tensor]) -> None:
+    """Replace all running statistics of batch norms by what `by_all_ranks` makes of them, together in one row."""
     if not (norms and is_distributed()):
         return
     stats = [stat for norm in norms for stat in (norm.running_mean, norm.running_var) if stat is not None]
-    of_first = all_gather_rows(torch.cat(stats)[None])[0]
-    for stat, taken in zip(stats, torch.split(of_first, [len(stat) for stat in stats]), strict=True):
-        stat.copy_(taken)
+    new = by_all_ranks(torch.cat(stats))
+    for stat, value in zip(stats, torch.split(new, [len(stat) for stat in stats]), strict=True):
+        stat.copy_(value)
 
 
 def _normalised_by_all_ranks(

@@ -30,7 +30,7 @@ from trainer.models.batch_norm import counted_together, depends_on_row_order, gr
 from trainer.models.convnet import ConvNet, Padding
 from trainer.models.heads import HeadConfig, build_head
 from trainer.models.resnet import Init, blocks_of_depth, resnet_trunk
-from trainer.models.timm_trunk import OWN_ARGUMENTS, TimmTrunk, check_timm_name
+from trainer.models.timm_trunk import OWN_ARGUMENTS, TimmTrunk
 from trainer.models.trunk import Trunk
 from trainer.models.weight_casts import cast_together, weights_of
 from trainer.models.wide_resnet import wide_resnet_trunk
@@ -123,10 +123,6 @@ class BaseEncoderConfig(KindConfig):
     def build_trunk(self) -> Trunk:
         """Return the network without its classifier, with weights from torch's default generator."""
         raise NotImplementedError(f"{type(self).__qualname__} has no method build_trunk")
-
-    def size_option(self, height: int) -> str | None:
-        """Return the setting with which the network accepts inputs of that height; None if there is none."""
-        return None
 
 
 class ResNetConfig(BaseEncoderConfig):
@@ -241,9 +237,6 @@ class ConvNetConfig(BaseEncoderConfig):
             in_channels=self.in_channels,
         )
 
-    def size_option(self, height: int) -> str | None:
-        return None if self.image_size is None else "encoder.image_size=null"
-
 
 class TimmConfig(BaseEncoderConfig):
     """An untrained backbone of timm (install the extra "timm").
@@ -258,12 +251,6 @@ class TimmConfig(BaseEncoderConfig):
     name: Line
     options: dict[Line, Option] = {}  # noqa: RUF012  pydantic copies defaults
     probe_reads: Literal["map", "pooled"] = "pooled"
-
-    @field_validator("name")
-    @classmethod
-    def _timm_has_it(cls, name: str) -> str:
-        check_timm_name(name)
-        return name
 
     @field_validator("options")
     @classmethod
@@ -282,9 +269,6 @@ class TimmConfig(BaseEncoderConfig):
 
     def build_trunk(self) -> Trunk:
         return TimmTrunk(self.name, in_channels=self.in_channels, options=self.options)
-
-    def size_option(self, height: int) -> str | None:
-        return f"encoder.options.img_size={height}"
 
 
 # The type of a section `encoder`: the config of any encoder, found by its kind.
@@ -317,12 +301,6 @@ class Encoder(nn.Module):
         probe_reads: Literal["map", "pooled"] = "map",
         config: EncoderConfig | None = None,
     ) -> None:
-        """Take the parts. Raises `ValueError` if `normalization` has another number of channels than `in_channels`."""
-        if normalization is not None and len(normalization.mean) != in_channels:
-            raise ValueError(
-                f"in_channels is {in_channels}, but the normalization has {len(normalization.mean)} numbers in mean "
-                f"and {len(normalization.std)} in std; set one for each channel"
-            )
         super().__init__()
         self.config = config
         self.trunk = trunk
@@ -406,7 +384,7 @@ class Encoder(nn.Module):
         except (AssertionError, RuntimeError, ValueError) as error:
             raise InputSizeError(f"{refused}: {' '.join(str(error).split()).rstrip('.')}") from None
         if map_1CHW.numel() == 0:
-            raise InputSizeError(f"{refused}: the map has no pixels left; use larger inputs or another encoder.kind")
+            raise InputSizeError(f"{refused}: the map has no pixels left")
         return map_1CHW
 
     def _map(self, views_BCHW: Tensor) -> Tensor:
@@ -441,9 +419,8 @@ def build_encoder(config: EncoderConfig, *, normalization: Normalization | None 
     `normalization` is used if the config has no mean and std. If both are None, the encoder has its parameters, but
     refuses pictures.
 
-    Raises `UserError` if timm does not take the options, if the encoder has no batch norm of the kind in the config, or
-    if the config only holds the values of a class that was not imported. Raises `ValueError` if its form is not
-    decided, or if `normalization` has another number of channels.
+    Raises `UserError` if timm does not take the options, or if the encoder has no batch norm of the kind in the config.
+    Raises `ValueError` if its form is not decided.
     """
     trunk = config.build_trunk()
     if config.batch_norm == "split":

@@ -5,7 +5,6 @@ Shapes: B pictures, C channels, H by W pixels.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Mapping
 from types import ModuleType
@@ -26,15 +25,6 @@ OWN_ARGUMENTS = frozenset(
 )
 
 
-def check_timm_name(name: str) -> None:
-    """Raise `UserError` if timm is not installed or has no such model."""
-    timm = load_timm()
-    if not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models(), n=1)
-        hint = f'did you mean "{near[0]}"?' if near else "timm.list_models() lists the models"
-        raise UserError(f'timm {timm.__version__} has no model "{name}"; {hint}')
-
-
 class TimmTrunk(Trunk):
     """A timm model without its classifier, from (B, `in_channels`, H, W) to its features, a map or tokens.
 
@@ -47,7 +37,6 @@ class TimmTrunk(Trunk):
 
     def __init__(self, name: str, *, in_channels: int, options: Mapping[str, bool | int | float | str]) -> None:
         super().__init__()
-        check_timm_name(name)
         try:
             self.model: Any = load_timm().create_model(
                 name, pretrained=False, num_classes=0, in_chans=in_channels, **options

@@ -14,7 +14,7 @@ from itertools import groupby
 from torch import Tensor, nn
 
 from trainer.models.activation_checkpointing import Checkpointing, run_blocks
-from trainer.models.batch_norm import reenter_groups, split_batch_norm, synchronize_batch_norm
+from trainer.models.batch_norm import SplitBatchNorm2d, SynchronizedBatchNorm2d, reenter_groups, replace_batch_norm
 from trainer.models.random_layers import has_random_layers
 
 
@@ -39,11 +39,11 @@ class Trunk(nn.Module):
 
     def synchronize_batch_norm(self) -> None:
         """Make every batch norm work on the global batch. Raises `UserError` if one cannot."""
-        synchronize_batch_norm(self)
+        replace_batch_norm(self, SynchronizedBatchNorm2d)
 
     def split_batch_norm(self, num_splits: int) -> None:
         """Make every batch norm work on equal groups of the global batch. Raises `UserError` if one cannot."""
-        split_batch_norm(self, num_splits=num_splits)
+        replace_batch_norm(self, SplitBatchNorm2d, num_splits=num_splits)
 
     def blocks(self) -> tuple[nn.Module, ...]:
         """Return the blocks, which run one after the other and are called as modules; empty if they are not known.

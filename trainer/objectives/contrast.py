@@ -70,15 +70,11 @@ def unit_pair(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unit_rows(z_a_BD: Tensor, z_b_BD: Tensor, *, scale: float | Tensor) -> Tensor:
-    """Return the rows of `unit_pair` times `scale`, (2 B, D), with the rows of the first view first.
-
-    Differentiable once, with little memory: the backward pass keeps only the result.
-    """
+    """Return the rows of `unit_pair` times `scale`, (2 B, D), with the rows of the first view first."""
     check_pair(z_a_BD, z_b_BD)
-    dtype = torch.promote_types(z_a_BD.dtype, torch.float32)
-    if not isinstance(scale, Tensor):  # made on the device: a copy from the host would wait for queued work
-        scale = torch.full((), scale, dtype=dtype, device=z_a_BD.device)
-    u_ND: Tensor = _UnitRows.apply(z_a_BD.to(dtype), z_b_BD.to(dtype), scale)  # type: ignore[no-untyped-call]
+    z_ND = torch.cat([z_a_BD, z_b_BD]).to(torch.promote_types(z_a_BD.dtype, torch.float32))
+    length_N1 = torch.linalg.vector_norm(z_ND, dim=1, keepdim=True).clamp_min(_SHORTEST)
+    u_ND: Tensor = z_ND * (scale / length_N1)
     return u_ND
 
 
@@ -193,35 +189,6 @@ def _log_sums(anchors_ND: Tensor, candidates_KD: Tensor, left_out_NV: Tensor) ->
     with torch.no_grad():  # a term of 0 has no gradient, so autograd need not know about this
         logits_NK.scatter_(1, left_out_NV, -torch.inf)
     return logits_NK.logsumexp(1)
-
-
-class _UnitRows(torch.autograd.Function):
-    """`F.normalize` and `torch.cat` without the copies for their backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, z_a_BD: Tensor, z_b_BD: Tensor, scale: Tensor) -> Tensor:
-        u_ND = torch.cat([z_a_BD, z_b_BD])
-        norm_N1 = torch.linalg.vector_norm(u_ND, dim=1, keepdim=True)
-        factor_N1 = scale / norm_N1.clamp_min(_SHORTEST)
-        u_ND *= factor_N1
-        ctx.save_for_backward(u_ND, factor_N1, norm_N1 > _SHORTEST, scale)
-        return u_ND
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        u_ND, factor_N1, has_direction_N1, scale = ctx.saved_tensors
-        with torch.autocast(u_ND.device.type, enabled=False):
-            along_N1 = torch.linalg.vecdot(grad_ND, u_ND)[:, None]
-            grad_scale = along_N1.sum() / scale if ctx.needs_input_grad[2] else None
-            along_N1 *= -factor_N1 / scale.square() * has_direction_N1
-            grad_a_BD, grad_b_BD = (
-                (factor_B1 * grad_BD).addcmul_(along_B1, u_BD)
-                for factor_B1, grad_BD, along_B1, u_BD in zip(
-                    *(rows.chunk(2) for rows in (factor_N1, grad_ND, along_N1, u_ND)), strict=True
-                )
-            )
-        return grad_a_BD, grad_b_BD, grad_scale
 
 
 class _TiledLogProbability(torch.autograd.Function):

@@ -23,7 +23,7 @@ from trainer.objectives.objective import (
     mean_cosine,
 )
 from trainer.optim.optimizers import OptimizerConfig
-from trainer.optim.schedules import ConstantConfig
+from trainer.optim.schedules import ScheduleConfig
 
 
 class SimSiamConfig(BaseObjectiveConfig):
@@ -43,7 +43,7 @@ class SimSiamConfig(BaseObjectiveConfig):
 
     def own_optimizer(self, of_encoder: OptimizerConfig) -> OptimizerConfig:
         is_constant = self.predictor_rate == "constant"
-        return of_encoder.model_copy(update={"schedule": ConstantConfig()}) if is_constant else of_encoder
+        return of_encoder.model_copy(update={"schedule": ScheduleConfig()}) if is_constant else of_encoder
 
     def build(self, given: ObjectiveInputs) -> Objective:
         return SimSiam(self, embedding_size=given.embedding_size)

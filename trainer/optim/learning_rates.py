@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from trainer.optim.optimizers import OptimizerConfig
-from trainer.optim.schedules import ConstantConfig, CosineConfig, LinearConfig
 
 
 def scaled_learning_rate(config: OptimizerConfig, *, global_batch_size: int) -> float:
@@ -31,7 +30,8 @@ def learning_rate_at(config: OptimizerConfig, *, step: int, num_steps: int, glob
 
     Examples:
         >>> from trainer.optim.optimizers import SGDConfig
-        >>> config = SGDConfig(learning_rate=0.5, schedule=CosineConfig())
+        >>> from trainer.optim.schedules import ScheduleConfig
+        >>> config = SGDConfig(learning_rate=0.5, schedule=ScheduleConfig(kind="cosine"))
         >>> learning_rate_at(config, step=50, num_steps=100, global_batch_size=256)
         0.25
     """
@@ -40,10 +40,10 @@ def learning_rate_at(config: OptimizerConfig, *, step: int, num_steps: int, glob
     if step < num_warmup_steps:
         return highest * (step + 1) / num_warmup_steps
     progress = (step - num_warmup_steps) / (num_steps - num_warmup_steps)
-    match config.schedule:
-        case ConstantConfig():
+    match config.schedule.kind:
+        case "constant":
             return highest
-        case CosineConfig():
+        case "cosine":
             return highest * 0.5 * (1 + math.cos(math.pi * progress))
-        case LinearConfig():
+        case "linear":
             return highest * (1 - progress)

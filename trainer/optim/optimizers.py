@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import BatchSize, Decay, Epsilon, LearningRate, PositiveFactor, Schema, ShareBelowOne
-from trainer.optim.schedules import ConstantConfig, ScheduleConfig
+from trainer.optim.schedules import ScheduleConfig
 
 Decayed = Literal["all", "matrices"]
 
@@ -25,7 +25,7 @@ class _Fields(Schema):
         (Krizhevsky 2014).
     """
 
-    schedule: ScheduleConfig = ConstantConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
     scaling: Literal["none", "linear", "square_root"] = "none"
     reference_batch_size: BatchSize = 256
 

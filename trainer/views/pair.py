@@ -5,18 +5,16 @@ Shapes: B samples, C channels, H height, W width, T points of a waveform.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TypeAlias
 
 from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, keys_of_rows
 from trainer.views.inputs import to_unit_range
 
-
-class Policy(Protocol):
-    """A view policy: one of `build_view_policy`, or a module or function of your own with these arguments."""
-
-    def __call__(self, inputs: Tensor, keys: DrawKeys, masks_BHW: Tensor | None, /) -> Tensor: ...
+# A view policy: one of `build_view_policy`, or a module or function of your own with these arguments.
+Policy: TypeAlias = Callable[[Tensor, DrawKeys, Tensor | None], Tensor]
 
 
 def two_views(

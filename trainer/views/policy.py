@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Self, TypeAlias
@@ -80,13 +79,11 @@ class BaseViewsConfig(KindConfig):
     def check_medium(self, mel: MelConfig | None) -> None:
         """Raise `ValueError` if the views do not fit sounds with this spectrogram, or pictures (None)."""
         if mel is not None and not self.takes_sounds:
-            fitting = self._kinds_that(lambda config: config.takes_sounds)
-            raise ValueError(f'views of kind "{self.kind}" are for pictures, not for sounds; use {fitting}')
+            raise ValueError(f'views of kind "{self.kind}" are for pictures, not for sounds')
         if mel is None and not self.takes_pictures:
-            fitting = self._kinds_that(lambda config: config.takes_pictures)
             raise ValueError(
-                f'views of kind "{self.kind}" are for sounds, not for pictures; use {fitting}, or set '
-                "data.sample_rate if the data are sounds"
+                f'views of kind "{self.kind}" are for sounds, not for pictures; set data.sample_rate if the data are '
+                "sounds"
             )
 
     def check_image_size(self, *, height: int, width: int) -> None:
@@ -120,10 +117,6 @@ class BaseViewsConfig(KindConfig):
     def without_crop(self) -> Self:
         """Return the config of the same views without the crop of `crop_law`."""
         return self
-
-    def _kinds_that(self, fit: Callable[[type[BaseViewsConfig]], bool]) -> str:
-        names = [kind for kind in self.kinds.built_in if fit(self.kinds.find(kind))]
-        return " or ".join([", ".join(names[:-1]), names[-1]])
 
 
 def build_view_policy(config: BaseViewsConfig, *, image_channels: int, mel: MelConfig | None = None) -> ViewPolicy:

@@ -4,7 +4,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -30,8 +29,7 @@ from trainer.models.batch_norm import (
     counted_together,
     grouped_statistics,
     reenter_groups,
-    split_batch_norm,
-    synchronize_batch_norm,
+    replace_batch_norm,
     synchronized_batch_norm,
 )
 from trainer.optim.optimizers import SGDConfig
@@ -395,11 +393,10 @@ def test_in_one_process_it_is_batch_norm_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("replace", "kind"),
-    [(synchronize_batch_norm, SynchronizedBatchNorm2d), (partial(split_batch_norm, num_splits=2), SplitBatchNorm2d)],
+    ("kind", "settings"), [(SynchronizedBatchNorm2d, {}), (SplitBatchNorm2d, {"num_splits": 2})], ids=["sync", "split"]
 )
 def test_every_batch_norm_is_replaced_and_the_state_fits_before_and_after(
-    replace: Callable[[nn.Module], nn.Module], kind: type[nn.BatchNorm2d]
+    kind: type[nn.BatchNorm2d], settings: dict[str, Any]
 ) -> None:
     def network() -> nn.Module:
         inner = nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 4, 1), bn=nn.BatchNorm2d(4, eps=1e-3, momentum=0.3)))
@@ -407,7 +404,7 @@ def test_every_batch_norm_is_replaced_and_the_state_fits_before_and_after(
 
     plain = network()
     plain(torch.randn(2, 3, 4, 4))
-    twin = replace(network())
+    twin = replace_batch_norm(network(), kind, **settings)
     twin.load_state_dict(plain.state_dict())
     norms = [module for module in twin.modules() if isinstance(module, nn.BatchNorm2d)]
     assert [type(norm) for norm in norms] == [kind] * 2

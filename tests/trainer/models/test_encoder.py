@@ -341,8 +341,6 @@ def test_pictures_of_whole_numbers_are_refused(dtype: torch.dtype) -> None:
 
 def test_a_normalization_has_one_mean_and_deviation_for_each_channel() -> None:
     one = Normalization(mean=(0.5,), std=(0.2,))
-    with pytest.raises(ValueError, match="in_channels is 3, but the normalization has 1 numbers in mean and 1 in std"):
-        build_encoder(SMALL, normalization=one)
     with pytest.raises(ValueError, match="there are 3 numbers in mean and 1 in std; set one for each channel"):
         Normalization(mean=(0.5, 0.5, 0.5), std=(0.2,))
     named = SMALL.model_copy(update={"mean": CIFAR10.mean, "std": CIFAR10.std})
