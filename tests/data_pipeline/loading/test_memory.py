@@ -5,12 +5,13 @@ import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from data_pipeline.core.sample import Batch
 from data_pipeline.loading.stream import ReadConfig, Stream
-from tests.data_pipeline.loading.test_stream import noise
+from tests.data_pipeline.loading.batches import noise
 from tests.tiny_data import damage, write_tiny_dataset, write_tiny_sounds
 
 NUM_SAMPLES = 320
@@ -31,16 +32,12 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("placement", "num_workers"), [("stream", 2), ("host", 0)])
-def test_memory_and_descriptors_stay_flat_over_epochs(directory: Path, placement: str, num_workers: int) -> None:
+def test_memory_and_descriptors_stay_flat_over_epochs(directory: Path, placement: Any, num_workers: int) -> None:
     stream = Stream(
         directory,
-        read=ReadConfig.parse(
-            {"num_workers": num_workers, "placement": placement, "max_bad_share": 0.01}, where="the test"
-        ),
+        read=ReadConfig(num_workers=num_workers, placement=placement, max_bad_share=0.01),
         global_batch_size=GLOBAL_BATCH_SIZE,
         seed=0,
-        rank=0,
-        world_size=1,
         end_step=30 * NUM_SAMPLES // GLOBAL_BATCH_SIZE,
         overlay_draw="per_view",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from fractions import Fraction
-from itertools import chain, islice, repeat
+from itertools import chain, islice, repeat, starmap
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import NO_LABEL, BadSample, Batch
+from data_pipeline.core.sample import NO_LABEL, BadSample
 from data_pipeline.loading.mixture import Mixture, MixtureOrder, MixtureSource, Shares, SourceEpochs
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.remote.cache import RemoteConfig
 from data_pipeline.storage.store import SampleStore
+from tests.data_pipeline.loading.batches import assert_same
 from tests.tiny_data import damage, tiny_noise, write_tiny_dataset, write_tiny_sounds
 
 EXAMPLES = settings(deadline=None, database=None, max_examples=50)
@@ -256,9 +257,12 @@ def stream(
     num_workers: int = 0,
     **read: Any,
 ) -> Stream:
+    config = ReadConfig(num_workers=num_workers, **{"placement": "stream", **read})
+    where = f"file://{root}" if config.remote.cache_dir else root
+    stores = {name: SampleStore(f"{where}/{name}", remote=config.remote) for name in names}
     return Stream(
-        Mixture(tuple(MixtureSource(name, SampleStore(root / name)) for name in names), WEIGHTS_OF_STREAM),
-        read=ReadConfig(num_workers=num_workers, **{"placement": "stream", **read}),
+        Mixture(tuple(starmap(MixtureSource, stores.items())), WEIGHTS_OF_STREAM),
+        read=config,
         global_batch_size=12,
         seed=7,
         rank=rank,
@@ -266,17 +270,6 @@ def stream(
         start_step=start_step,
         end_step=end_step,
     )
-
-
-def assert_same(a: Batch, b: Batch) -> None:
-    assert (a.step, a.epoch, a.keys) == (b.step, b.epoch, b.keys)
-    assert a.draw_index_B is not None
-    assert b.draw_index_B is not None
-    assert torch.equal(a.draw_index_B, b.draw_index_B)
-    assert torch.equal(a.inputs_a, b.inputs_a)
-    assert torch.equal(a.inputs_b, b.inputs_b)
-    for mask_a, mask_b in ((a.masks_BHW, b.masks_BHW), (a.masks_b_BHW, b.masks_b_BHW)):
-        assert mask_a is None or (mask_b is not None and torch.equal(mask_a, mask_b))
 
 
 def test_a_mixture_in_memory_partly_or_wholly_gives_the_batches_of_streaming(sources: Path) -> None:
@@ -287,10 +280,8 @@ def test_a_mixture_in_memory_partly_or_wholly_gives_the_batches_of_streaming(sou
     partly = stream(sources, placement="auto", resident_gigabytes=0.00015)  # 31 pictures of 3 kB with masks, not 83
     assert [source.placed.kind for source in partly._sources] == ["host", "stream"]
     for others in (whole, partly, stream(sources, num_workers=2)):
-        for a, b in zip(streamed, others, strict=True):
-            assert_same(a, b)
-            assert a.inputs_a is a.inputs_b
-            assert b.inputs_a is b.inputs_b
+        assert_same(streamed, others)
+    assert streamed[0].inputs_a is streamed[0].inputs_b
 
 
 def test_a_mixture_is_resumed_at_any_step_on_other_ranks(sources: Path) -> None:
@@ -325,26 +316,15 @@ def test_a_second_visit_has_another_overlay_and_the_log_counts_the_sources(sourc
     assert [batch.epoch for batch in batches] == [step // 9 for step in range(20)]
 
 
-def test_sources_may_differ_in_overlay_and_sounds_mix_too(tmp_path: Path) -> None:
-    write_tiny_dataset(tmp_path / "few", num_samples=31, overlay="baked")
-    write_tiny_dataset(tmp_path / "many", num_samples=83, seed=5, overlay="none")
-    for batch in stream(tmp_path):
-        assert batch.masks_BHW is not None
-        is_few = batch.index_B < 31
-        assert batch.masks_BHW[is_few].any()
-        assert not batch.masks_BHW[~is_few].any()
+def test_sounds_mix_too(tmp_path: Path) -> None:
     write_tiny_sounds(tmp_path / "noisy", num_samples=31, overlay=tiny_noise())
     write_tiny_sounds(tmp_path / "quiet", num_samples=83, seed=5)
-    for a, b in zip(
-        stream(tmp_path, names=("noisy", "quiet")),
-        stream(tmp_path, names=("noisy", "quiet"), placement="host"),
-        strict=True,
-    ):
-        assert a.inputs_a.dtype == torch.float32
-        assert_same(a, b)
+    streamed, held = (list(stream(tmp_path, names=("noisy", "quiet"), placement=way)) for way in ("stream", "host"))
+    assert streamed[0].inputs_a.dtype == torch.float32
+    assert_same(streamed, held)
 
 
-def test_every_batch_of_every_rank_has_the_labels_of_all_sources(tmp_path: Path) -> None:
+def test_sources_may_differ_in_overlay_and_every_batch_has_the_labels_of_all(tmp_path: Path) -> None:
     """Also a batch without a row of the only source that has a label, of which no sample then has it."""
     write_tiny_dataset(tmp_path / "few", num_samples=31, overlay="baked")
     write_tiny_dataset(tmp_path / "many", num_samples=83, seed=5, overlay="none")
@@ -352,8 +332,10 @@ def test_every_batch_of_every_rank_has_the_labels_of_all_sources(tmp_path: Path)
     for rank in range(4):
         for batch in stream(tmp_path, rank=rank, world_size=4):
             assert list(batch.labels) == ["base", "overlay"]
+            assert batch.masks_BHW is not None
             is_few = batch.index_B < 31
             assert torch.equal(batch.labels["overlay"] != NO_LABEL, is_few)
+            assert torch.equal(batch.masks_BHW.flatten(1).any(1), is_few)
             has_row.add(bool(is_few.any()))
     assert has_row == {True, False}
 
@@ -378,30 +360,12 @@ def test_a_bad_sample_of_a_source_is_named_and_replaced(sources: Path, tmp_path:
 
 def test_remote_sources_in_windows_give_the_batches_of_local_ones(sources: Path, tmp_path: Path) -> None:
     """Two windows of each source fit into the cache; a cache that is too small for both together is refused."""
-    options: dict[str, Any] = {"shuffle_shards": 1, "end_step": 20}
-    sizes = [int(SampleStore(sources / name).shard_bytes.max()) for name in ("few", "many")]
+    largest = max(int(SampleStore(sources / name).shard_bytes.max()) for name in SIZES) / 1e9
 
-    def remote(gigabytes: float) -> list[Batch]:
+    def remote(gigabytes: float) -> Stream:
         config = RemoteConfig(cache_dir=str(tmp_path / "cache"), cache_gigabytes=gigabytes)
-        mixture = Mixture(
-            tuple(
-                MixtureSource(name, SampleStore(f"file://{sources / name}", remote=config)) for name in ("few", "many")
-            ),
-            WEIGHTS_OF_STREAM,
-        )
-        return list(
-            Stream(
-                mixture,
-                read=ReadConfig(num_workers=1, placement="stream", shuffle_shards=1, remote=config),
-                global_batch_size=12,
-                seed=7,
-                rank=0,
-                world_size=1,
-                end_step=20,
-            )
-        )
+        return stream(sources, num_workers=1, shuffle_shards=1, remote=config)
 
-    for a, b in zip(stream(sources, **options), remote(5 * max(sizes) / 1e9 + 0.02), strict=True):
-        assert_same(a, b)
+    assert_same(stream(sources, shuffle_shards=1), remote(5 * largest + 0.02))
     with pytest.raises(UserError, match=r"few and .*many: the shuffling needs .* GB.*data.remote.cache_gigabytes"):
-        remote(3 * max(sizes) / 1e9)
+        remote(3 * largest)

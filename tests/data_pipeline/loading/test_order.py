@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Sequence
 from itertools import chain
 from typing import Any, Literal
 
@@ -18,6 +17,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample
 from data_pipeline.loading.order import BatchOrder, ShardWindows, epoch_order
 from data_pipeline.loading.permutation import KeyedPermutation
+from tests.data_pipeline.loading.batches import whole_batches
 
 EXAMPLES = settings(deadline=None, database=None, max_examples=60)
 SHARD_SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=17)
@@ -25,11 +25,6 @@ SHARD_SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=17)
 
 def whole_order(num_samples: int, **options: Any) -> NDArray[np.int64]:
     return epoch_order(num_samples, **options)(np.arange(num_samples))
-
-
-def whole_batches(by_rank: Sequence[Sequence[Sequence[Any]]]) -> list[list[Any]]:
-    """The global batch of each step, from what each rank saw at it."""
-    return [list(chain.from_iterable(parts)) for parts in zip(*by_rank, strict=True)]
 
 
 @st.composite

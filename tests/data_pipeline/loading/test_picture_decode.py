@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import random
-import struct
-import time
-import zlib
 from functools import cache, lru_cache
 from typing import Any
 
@@ -18,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 from sklearn.datasets import load_sample_image
 from torch import Tensor
 
@@ -292,34 +289,15 @@ def test_what_is_not_a_picture_is_refused(content: bytes) -> None:
         assert "0x" not in str(caught.value)  # the reason is the same in every process
 
 
-def huge_png(side: int) -> bytes:
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(bytes(10**7)))
-        + chunk(b"IEND", b"")
-    )
-
-
-def huge_jpeg(side: int) -> bytes:
-    file = bytes(encode(photo(50, 50)))
-    start = file.index(b"\xff\xc0") + 5
-    return file[:start] + struct.pack(">HH", side, side) + file[start + 4 :]
-
-
-@pytest.mark.parametrize("make", [huge_png, huge_jpeg])
-@pytest.mark.parametrize("side", [9_460, 60_000])
-def test_too_many_pixels_are_refused_by_the_header(make: Any, side: int) -> None:
-    file = memoryview(make(side))
-    start = time.perf_counter()
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+@pytest.mark.parametrize("most", [700, 1_300])  # of which Pillow refuses the first, and warns of the second
+def test_too_many_pixels_are_refused_by_the_header(kind: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = encode(photo(50, 30), kind)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", most)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("decodes pixels"))
     for read in (picture_size, lambda file: decode_square(file, size=8)):
-        with pytest.raises(ValueError, match="it has more than 89,478,485 pixels"):
+        with pytest.raises(ValueError, match=f"it has more than {most:,} pixels"):
             read(file)
-    assert time.perf_counter() - start < 1
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,14 +8,13 @@ import pytest
 import torch
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import Batch
 from data_pipeline.core.system import free_host_bytes
 from data_pipeline.loading import placement
 from data_pipeline.loading.placement import resident_bytes
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.overlays.noise import Noise
 from data_pipeline.storage.store import SampleStore
-from tests.data_pipeline.loading.test_stream import noise
+from tests.data_pipeline.loading.batches import assert_same, noise
 from tests.tiny_data import damage, write_tiny_dataset, write_tiny_sounds
 
 NUM_SAMPLES = 42
@@ -57,25 +55,6 @@ def stream(location: Path, *, start_step: int = 0, ranks_on_node: int = 1, **rea
         overlay_draw="per_view" if location.name in ("online", "noise") else "per_item",
         ranks_on_node=ranks_on_node,
     )
-
-
-def assert_same(ours: Iterable[Batch], theirs: Iterable[Batch]) -> None:
-    """Bit for bit."""
-    num = 0
-    for batch, other in zip(ours, theirs, strict=True):
-        num += 1
-        assert batch.labels.keys() == other.labels.keys()
-        for name, value in {**vars(batch), **batch.labels}.items():
-            if name in ("seconds", "labels"):  # what its making took is no part of what a batch is
-                continue
-            other_value = other.labels[name] if name in batch.labels else getattr(other, name)
-            if isinstance(value, torch.Tensor):
-                assert value.dtype == other_value.dtype, name
-                assert torch.equal(value, other_value), name
-            else:
-                assert value == other_value, name
-        assert (batch.inputs_a is batch.inputs_b) == (other.inputs_a is other.inputs_b)
-    assert num
 
 
 @pytest.mark.parametrize("placement", ["host", "device"])

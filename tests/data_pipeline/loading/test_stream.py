@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
@@ -31,10 +30,10 @@ from data_pipeline.loading.order import BatchOrder, ShardWindows
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.loading.whole import read_all
 from data_pipeline.overlays import evaluation_keys
-from data_pipeline.overlays.noise import Noise
 from data_pipeline.overlays.shapes import Shapes
 from data_pipeline.remote.cache import RemoteConfig
 from data_pipeline.storage.store import SampleStore
+from tests.data_pipeline.loading.batches import noise, whole_batches
 from tests.data_pipeline.random_shards import random_shard_sizes, write_dataset
 from tests.data_pipeline.stored_samples import decode_sample
 from tests.tiny_data import NUM_POINTS, damage, write_tiny_dataset, write_tiny_sounds
@@ -78,11 +77,6 @@ def stream(
 
 def keys(batches: Stream) -> list[list[str]]:
     return [batch.keys for batch in batches]
-
-
-def whole_batches(by_rank: Sequence[Sequence[Sequence[Any]]]) -> list[list[Any]]:
-    """The global batch of each step, from what each rank saw at it."""
-    return [list(chain.from_iterable(parts)) for parts in zip(*by_rank, strict=True)]
 
 
 @contextmanager
@@ -241,11 +235,6 @@ def test_the_callers_random_state_is_untouched(
 
 
 # What is drawn
-
-
-def noise() -> Noise:
-    sounds = [torch.from_numpy(np.random.default_rng(seed).normal(size=9_000).astype(np.float32)) for seed in range(3)]
-    return Noise.of(sounds, num_points=NUM_POINTS, volume=0.05, crop="first_or_last")
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -1,4 +1,4 @@
-"""A process that is killed while it saves, at any moment, leaves a checkpoint that loads, and it is one of the newest.
+"""A process that is killed while it saves, at any operation, leaves a checkpoint that loads, the old or the new one.
 
 Processes are forked from one that has imported everything and never started a thread, so a kill takes a few
 milliseconds. Every number of a checkpoint is its step: a mixture of two would show.
@@ -7,14 +7,10 @@ milliseconds. Every number of a checkpoint is its step: a mixture of two would s
 from __future__ import annotations
 
 import json
-import mmap
 import os
-import random
 import shutil
 import signal
-import struct
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,23 +30,8 @@ from trainer.objectives import PureObjective, nt_xent_loss
 from trainer.optim.optimizers import AdamConfig
 from trainer.run_dir import RunDir
 
-NUM_KILLS = 50
 KEEP = 2
 NT_XENT = PureObjective(nt_xent_loss, temperature=0.5)
-
-
-class Board:
-    """Memory in which a killed process leaves two steps: the last that it began to save, and the last that it saved."""
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, 16)
-
-    def write(self, *, begun: int, over: int) -> None:
-        self._memory[:] = struct.pack("qq", begun, over)
-
-    def read(self) -> tuple[int, int]:
-        begun, over = struct.unpack("qq", self._memory)
-        return begun, over
 
 
 def build() -> dict[str, DDPEngine]:
@@ -77,17 +58,15 @@ def restored(run_dir: RunDir) -> int:
     return step
 
 
-def save_on(run_dir: RunDir, board: Board, *, until: float = float("inf")) -> None:
+def save_on(run_dir: RunDir, *, until: int) -> None:
     """Go on from the newest checkpoint as a training run does, saving after every step."""
     engines = build()
-    step = first = restore(run_dir, engines, NT_XENT, extra={"step": torch.zeros(())}).step
+    step = restore(run_dir, engines, NT_XENT, extra={"step": torch.zeros(())}).step
     with CheckpointWriter(run_dir, keep=KEEP) as writer:
         while step < until:
             step += 1
             fill(engines, step)
-            board.write(begun=step, over=max(first, step - 2))
             writer.save(step, engines=engines, objective_state={}, extra={"step": torch.tensor(float(step))})
-            board.write(begun=step, over=max(first, step - 1))
 
 
 def fork(action: Callable[[], Any]) -> int:
@@ -101,40 +80,11 @@ def fork(action: Callable[[], Any]) -> int:
         os._exit(1)
 
 
-def kill_at_random(path: Path, seed: int) -> dict[str, int]:
-    torch.set_num_threads(1)
-    run_dir, board, draw = RunDir(path), Board(), random.Random(seed)
-    build()  # so that the first process, which is timed, imports no part of torch either
-    seen: Counter[str] = Counter()
-    step = 5
-    began = time.perf_counter()
-    assert os.waitpid(fork(lambda: save_on(run_dir, board, until=step)), 0)[1] == 0
-    save_seconds = (time.perf_counter() - began) / step
-    for _ in range(NUM_KILLS):
-        board.write(begun=step, over=step)
-        pid = fork(lambda: save_on(run_dir, board))
-        while board.read()[0] == step:  # until it has begun to save
-            assert os.waitpid(pid, os.WNOHANG) == (0, 0), "the child ended before it saved"
-            time.sleep(1e-4)
-        time.sleep(draw.uniform(0, 3 * save_seconds))
-        os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
-        assert os.WIFSIGNALED(status), "the child ended by itself"
-        begun, over = board.read()
-        seen["partial"] += any(run_dir.checkpoints.glob(".*.partial"))
-        step = restored(run_dir)
-        assert over <= step <= begun, f"seed {seed}: step {step} loads, where {over} was whole and {begun} begun"
-        assert begun - over <= KEEP
-    seen["step"] = step
-    return dict(seen)
-
-
 def kill_at_each_operation(path: Path) -> dict[str, int]:
     """From two checkpoints, kill at the first operation on the run's files, then at the second, until a save ends."""
     torch.set_num_threads(1)
-    board = Board()
     seen: Counter[str] = Counter()
-    assert os.waitpid(fork(lambda: save_on(RunDir(path / "0"), board, until=KEEP)), 0)[1] == 0
+    assert os.waitpid(fork(lambda: save_on(RunDir(path / "0"), until=KEEP)), 0)[1] == 0
     for operation in range(1, 1000):
         run_dir = RunDir(shutil.copytree(path / "0", path / str(operation)))
 
@@ -149,7 +99,7 @@ def kill_at_each_operation(path: Path) -> dict[str, int]:
                         os.kill(os.getpid(), signal.SIGKILL)
 
             sys.addaudithook(count_down)
-            save_on(run_dir, board, until=KEEP + 1)
+            save_on(run_dir, until=KEEP + 1)
 
         _, status = os.waitpid(fork(save_and_die), 0)
         found = restored(run_dir)
@@ -163,32 +113,17 @@ def kill_at_each_operation(path: Path) -> dict[str, int]:
     raise AssertionError("a save has no end")
 
 
-def in_clean_process(call: str, path: Path) -> dict[str, int]:
-    """Evaluate `call`, in which `path` is a directory, in a process that never started a thread."""
+@pytest.mark.process
+def test_a_kill_at_each_operation_on_the_files(tmp_path: Path) -> None:
     code = (
         "import json, sys\n"
         "from pathlib import Path\n"
-        f"from {__name__} import kill_at_each_operation, kill_at_random\n"
-        "path = Path(sys.argv[1])\n"
-        f"print(json.dumps({call}))\n"
+        f"from {__name__} import kill_at_each_operation\n"
+        "print(json.dumps(kill_at_each_operation(Path(sys.argv[1]))))\n"
     )
-    done = run_python([sys.executable, "-c", code, path], cwd=REPOSITORY)
+    done = run_python([sys.executable, "-c", code, tmp_path], cwd=REPOSITORY)  # a process that never started a thread
     assert done.returncode == 0, done.stderr
     seen: dict[str, int] = json.loads(done.stdout)
-    return seen
-
-
-@pytest.mark.process
-def test_kills_at_random_moments(tmp_path: Path) -> None:
-    seed = int.from_bytes(os.urandom(4), "little")
-    seen = in_clean_process(f"kill_at_random(path, {seed})", tmp_path)
-    assert seen["partial"] > 5, seen  # the kills fell into the writing
-    assert seen["step"] > 10, seen  # and the run came on in spite of them
-
-
-@pytest.mark.process
-def test_a_kill_at_each_operation_on_the_files(tmp_path: Path) -> None:
-    seen = in_clean_process("kill_at_each_operation(path)", tmp_path)
     assert seen["operations"] > 20, seen
     assert seen["before"] > 5, seen
     assert seen["after"] > 5, seen

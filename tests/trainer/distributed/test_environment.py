@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from data_pipeline.core.devices import named_device
 from data_pipeline.core.errors import UserError
 from launch.ports import free_ports
-from tests.nursery import PythonProcess
 from trainer.distributed import environment as env_module
 from trainer.distributed.environment import (
     WorldEnv,
     choose_device,
     expand_tasks_per_node,
     first_host,
+    init_process_group,
     process_group,
     read_env,
 )
-
-ROOT = Path(__file__).parents[3]
 
 TORCHRUN = {
     "RANK": "5",
@@ -184,67 +179,24 @@ def test_gpus_that_torch_cannot_use_are_no_silent_cpu(monkeypatch: pytest.Monkey
     assert named_device("cpu") == torch.device("cpu")
 
 
-RANK_PROGRAM = """
-import logging, os, sys
-logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-from data_pipeline.core.errors import run_command
-from trainer.distributed.collectives import any_rank
-from trainer.distributed.environment import choose_device, destroy_process_group, init_process_group, read_env
-def main():
-    world = read_env(os.environ)
-    init_process_group(world, choose_device(world), timeout_seconds=float(os.environ.get("TIMEOUT", "60")))
-    assert any_rank(world.rank == world.world_size - 1)
-    destroy_process_group()
-run_command(main)
-"""
+def test_a_single_process_joins_nothing_and_says_where_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        init_process_group(WorldEnv(), torch.device("cpu"))
+    assert not dist.is_initialized()
+    assert f"rank 0 (launcher: none): cpu of {socket.gethostname()}" in caplog.text
 
 
-def clean_environment() -> dict[str, str]:
-    prefixes = ("SLURM_", "TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_")
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(prefixes)}
-    return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
-def start_rank(rank: int, world_size: int, port: int, **more: str) -> subprocess.Popen[str]:
-    environ = clean_environment() | exported(rank, world_size) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)} | more
-    pipe = subprocess.PIPE
-    return PythonProcess(
-        [sys.executable, "-c", RANK_PROGRAM], env=environ, cwd=ROOT, stdout=pipe, stderr=pipe, text=True
-    )
-
-
-@pytest.mark.process
-def test_two_ranks_meet_and_rank_0_says_where_they_are() -> None:
-    port = free_ports(1)[0]
-    ranks = [start_rank(rank, 2, port) for rank in range(2)]
-    outputs = [process.communicate(timeout=120) for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], outputs
-    assert [line.partition(",")[0] for line in outputs[0][0].splitlines()] == [
-        f"rank {rank} (launcher: torchrun): cpu of {socket.gethostname()}" for rank in range(2)
-    ]
-    assert outputs[1][0] == ""
-
-
-@pytest.mark.process
-def test_taken_port_is_one_sentence_and_exit_status_2() -> None:
+def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("", 0)) as holder:
-        port = holder.getsockname()[1]
-        rank_0 = start_rank(0, 2, port)
-        _, stderr = rank_0.communicate(timeout=60)
-    assert rank_0.returncode == 2
-    (last,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
-    assert "EADDRINUSE" in last
-    assert "MASTER_PORT" in last
+        world = WorldEnv(0, 2, master_addr="127.0.0.1", master_port=holder.getsockname()[1])
+        with pytest.raises(UserError, match=r"EADDRINUSE.*MASTER_PORT"):
+            init_process_group(world, torch.device("cpu"))
 
 
-@pytest.mark.process
 def test_a_rank_that_never_comes_is_named_within_the_timeout() -> None:
-    port = free_ports(1)[0]
-    rank_1 = start_rank(1, 2, port, TIMEOUT="1")
-    _, stderr = rank_1.communicate(timeout=60)
-    assert rank_1.returncode == 2
-    assert f"rank 1 of 2 on {socket.gethostname()} did not meet the others at 127.0.0.1:{port} within 1 s" in stderr
+    world = WorldEnv(1, 2, master_addr="127.0.0.1", master_port=free_ports(1)[0])
+    with pytest.raises(UserError, match=r"rank 1 of 2 on \S+ did not meet the others at 127.0.0.1:\d+ within 1 s"):
+        init_process_group(world, torch.device("cpu"), timeout_seconds=1)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
