@@ -54,15 +54,14 @@ def run_blocks(
 def _contexts(
     modules: list[nn.Module], recompute_context: Callable[[], AbstractContextManager[None]]
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _recomputation(modules, recompute_context)
+    """Return the contexts of the first forward pass and of the recomputation."""
 
+    @contextmanager
+    def recomputation() -> Iterator[None]:
+        with buffers_untouched(*modules), recompute_context():
+            yield
 
-@contextmanager
-def _recomputation(
-    modules: list[nn.Module], recompute_context: Callable[[], AbstractContextManager[None]]
-) -> Iterator[None]:
-    with buffers_untouched(*modules), recompute_context():
-        yield
+    return nullcontext(), recomputation()
 
 
 def _run(blocks: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias, get_args
 
@@ -32,7 +31,6 @@ from trainer.models.heads import HeadConfig, build_head
 from trainer.models.resnet import Init, blocks_of_depth, resnet_trunk
 from trainer.models.timm_trunk import OWN_ARGUMENTS, TimmTrunk
 from trainer.models.trunk import Trunk
-from trainer.models.weight_casts import cast_together, weights_of
 from trainer.models.wide_resnet import wide_resnet_trunk
 
 _Decided = Literal["resnet18_small", "resnet34_small", "resnet50_small", "resnet18", "resnet34", "resnet50", "resnet10"]
@@ -327,16 +325,14 @@ class Encoder(nn.Module):
         together = (is_distributed() or views_BCHW.device.type != "cpu") and not depends_on_row_order(self)
         if num_groups == 1 or together:
             with grouped_statistics(num_groups), counted_together():
-                return self._embed([views_BCHW])[0]
-        return torch.cat(self._embed(views_BCHW.chunk(num_groups)))
+                return self._embed(views_BCHW)
+        return torch.cat([self._embed(group_BCHW) for group_BCHW in views_BCHW.chunk(num_groups)])
 
-    def _embed(self, groups: Sequence[Tensor]) -> list[Tensor]:
-        """Return the embeddings of groups that pass the trunk, and then the head, one after the other."""
-        with cast_together(weights_of(self.trunk), device=groups[0].device):
-            maps = [self._map(views_BCHW) for views_BCHW in groups]
-        pooled = [self._pool(map_BCHW) for map_BCHW in maps]
-        with torch.autocast(pooled[0].device.type, enabled=False):
-            return [self.head(pooled_BC) for pooled_BC in pooled]
+    def _embed(self, views_BCHW: Tensor) -> Tensor:
+        pooled_BC = self.pooled(views_BCHW)
+        with torch.autocast(pooled_BC.device.type, enabled=False):
+            embeddings_BD: Tensor = self.head(pooled_BC)
+        return embeddings_BD
 
     def features(self, views_BCHW: Tensor) -> Tensor:
         """Return the input of the linear probe, (B, F): the trunk's last map, flattened, or the result of `pooled`."""

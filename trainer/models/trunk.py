@@ -21,9 +21,6 @@ from trainer.models.random_layers import has_random_layers
 class Trunk(nn.Module):
     """The base class of networks without a classifier, from pictures (B, `in_channels`, H, W) to their last map.
 
-    In a training step under autocast, `nn.Linear` and `nn.ConvNd` layers have copies of their parameters in bfloat16
-    or float16 while `forward` runs (see `trainer.models.weight_casts`).
-
     Attributes:
         num_channels: the channels C of what `pool` returns.
         checkpointing: the part that the backward pass computes again, set after the trunk is built. A trunk may ignore

@@ -12,7 +12,6 @@ from typing import ClassVar, Literal
 from torch import Tensor, nn
 
 from data_pipeline.core.schema import ShareBelowOne
-from trainer.models.batch_norm import average_running_statistics
 from trainer.models.heads import HeadConfig, build_head
 from trainer.models.momentum import MomentumCopy
 from trainer.objectives.objective import (
@@ -95,7 +94,3 @@ class BYOL(Objective):
         )
         loss = byol_loss(p_a_BD, p_b_BD, teacher_a_BD, teacher_b_BD)
         return ObjectiveOutput(loss, {"alignment": mean_cosine(z_a_BD, z_b_BD)})
-
-    def saved_state(self) -> dict[str, Tensor]:
-        average_running_statistics(self.teacher)
-        return super().saved_state()

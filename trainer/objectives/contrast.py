@@ -7,7 +7,7 @@ dimensions; I and J rows and columns of one tile.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from pydantic import model_validator
@@ -34,6 +34,8 @@ class AnchorChunks(BaseObjectiveConfig):
         batch, but similarities are computed twice. None compares all at once.
     """
 
+    can_be_recorded: ClassVar[bool] = True
+
     chunk_size: BatchSize | None = None
 
 
@@ -43,6 +45,8 @@ class ContrastiveConfig(BaseObjectiveConfig):
     chunk_size: the rows of a tile of the similarity matrix, for memory linear in the batch. None computes the whole
         matrix at once.
     """
+
+    can_be_recorded: ClassVar[bool] = True
 
     temperature: Temperature
     chunk_size: BatchSize | None = None

@@ -8,7 +8,7 @@ Shapes: B samples of this rank, N = 2 B anchors, D dimensions.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,8 +20,6 @@ from trainer.objectives.objective import ObjectiveInputs, ObjectiveOutput, PureO
 
 class DCLConfig(AnchorChunks):
     """The config of the decoupled contrastive loss."""
-
-    can_be_recorded: ClassVar[bool] = True
 
     kind: Literal["dcl"] = "dcl"
     temperature: Temperature = 0.1
@@ -37,11 +35,8 @@ def dcl_loss(
 
     The margin is cosine / t with the positive, minus the log of the sum over the negatives of exp(cosine / t).
 
-    With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank, and
-    negatives come from all ranks. The mean of the losses of the ranks is exactly the loss of the whole batch, and
-    averaging parameter gradients over the ranks gives its gradient.
-
-    Arguments, types and errors are as in `trainer.objectives.contrast.margins`.
+    Arguments, types and errors are as in `trainer.objectives.contrast.margins`, and the mean over
+    the ranks is as in `nt_xent_loss`.
 
     Examples:
         >>> import torch

@@ -21,7 +21,6 @@ from torch.nn import functional as F
 
 from data_pipeline.core.schema import CountOrZero, ShareBelowOne, Temperature
 from trainer.distributed.collectives import all_reduce_sum, world_size
-from trainer.models.batch_norm import average_running_statistics
 from trainer.models.momentum import MomentumCopy
 from trainer.objectives.objective import (
     BaseObjectiveConfig,
@@ -175,7 +174,3 @@ class DINO(Objective):
             mean_K = all_reduce_sum(torch.cat(teacher_BK).mean(0)) / world_size()
             self.center_K.lerp_(mean_K.to(self.center_K.dtype), 1 - config.center_momentum)
         return ObjectiveOutput(loss, {"alignment": mean_cosine(z_a_BD, z_b_BD), "teacher_entropy": entropy})
-
-    def saved_state(self) -> dict[str, Tensor]:
-        average_running_statistics(self.teacher)
-        return super().saved_state()

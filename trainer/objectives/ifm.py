@@ -9,7 +9,7 @@ Shapes: B samples of this rank, N = 2 B anchors, D dimensions.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -31,21 +31,13 @@ class IFMConfig(AnchorChunks):
         divided by 1 + alpha.
     """
 
-    can_be_recorded: ClassVar[bool] = True
-
     kind: Literal["ifm"] = "ifm"
     temperature: Temperature = 0.5
     epsilon: Perturbation = 0.1
     perturbed_weight: PositiveFactor = 1.0
 
     def build(self, given: ObjectiveInputs) -> PureObjective:
-        return PureObjective(
-            ifm_loss,
-            temperature=self.temperature,
-            epsilon=self.epsilon,
-            perturbed_weight=self.perturbed_weight,
-            chunk_size=self.chunk_size,
-        )
+        return PureObjective(ifm_loss, **self.model_dump(exclude={"kind"}))
 
 
 def ifm_loss(
@@ -62,11 +54,8 @@ def ifm_loss(
     `plain` is NT-Xent. `harder` is NT-Xent with `epsilon` subtracted from the cosine of each positive and added to the
     cosine of each negative. The logged probability is the probability of the plain loss.
 
-    With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank, and
-    negatives come from all ranks. The mean of the losses of the ranks is exactly the loss of the whole batch, and
-    averaging parameter gradients over the ranks gives its gradient.
-
-    The other arguments, types and errors are as in `trainer.objectives.contrast.margins`.
+    The other arguments, types and errors are as in `trainer.objectives.contrast.margins`, and the mean over
+    the ranks is as in `nt_xent_loss`.
 
     Examples:
         >>> import torch

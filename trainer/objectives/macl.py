@@ -9,7 +9,7 @@ Shapes: B samples of this rank, N = 2 B anchors, D dimensions.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 import torch
 from pydantic import model_validator
@@ -32,8 +32,6 @@ class MACLConfig(AnchorChunks):
     neutral_alignment: the mean cosine of positives at which the temperature does not change, A_0 in the paper.
     """
 
-    can_be_recorded: ClassVar[bool] = True
-
     kind: Literal["macl"] = "macl"
     temperature: Temperature = 0.1
     sensitivity: Share = 0.5
@@ -50,13 +48,7 @@ class MACLConfig(AnchorChunks):
         return self
 
     def build(self, given: ObjectiveInputs) -> PureObjective:
-        return PureObjective(
-            macl_loss,
-            temperature=self.temperature,
-            sensitivity=self.sensitivity,
-            neutral_alignment=self.neutral_alignment,
-            chunk_size=self.chunk_size,
-        )
+        return PureObjective(macl_loss, **self.model_dump(exclude={"kind"}))
 
 
 def macl_loss(
@@ -73,11 +65,8 @@ def macl_loss(
     p is the probability of NT-Xent at the temperature t (1 + `sensitivity` (A - `neutral_alignment`)). A is the mean
     cosine of the positives of all ranks, without gradient. Also logs this `temperature`.
 
-    With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank, and
-    negatives come from all ranks. The mean of the losses of the ranks is exactly the loss of the whole batch, and
-    averaging parameter gradients over the ranks gives its gradient.
-
-    The other arguments, types and errors are as in `trainer.objectives.contrast.margins`.
+    The other arguments, types and errors are as in `trainer.objectives.contrast.margins`, and the mean over
+    the ranks is as in `nt_xent_loss`.
 
     Examples:
         >>> z_a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])

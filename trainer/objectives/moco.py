@@ -24,7 +24,7 @@ from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import BatchSize, ShareBelowOne, Temperature
 from trainer.distributed.collectives import all_gather_rows, rank
-from trainer.models.batch_norm import average_running_statistics, depends_on_row_order
+from trainer.models.batch_norm import depends_on_row_order
 from trainer.models.momentum import MomentumCopy
 from trainer.objectives.contrast import unit_pair
 from trainer.objectives.objective import (
@@ -143,10 +143,6 @@ class MoCo(Objective):
         queries = (z_a_BD,) if self._config.direction == "one_way" else (z_a_BD, z_b_BD)
         log_probability_N = torch.cat([self._query(z_BD, pair, key_view=1 - view) for view, z_BD in enumerate(queries)])
         return contrastive_output(-log_probability_N.mean(), log_probability_N, z_a_BD, z_b_BD)
-
-    def saved_state(self) -> dict[str, Tensor]:
-        average_running_statistics(self.key_encoder)
-        return super().saved_state()
 
     def _query(self, z_BD: Tensor, pair: ViewPair, *, key_view: int) -> Tensor:
         """Return the log-probability of the own keys, and add these keys to the queue."""

@@ -7,7 +7,7 @@ Shapes: B pictures of this rank, N = 2 B anchors, G = 2 B W candidates of all W 
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,8 +26,6 @@ from trainer.objectives.objective import ObjectiveInputs, ObjectiveOutput, PureO
 
 class NTXentConfig(ContrastiveConfig):
     """The config of NT-Xent."""
-
-    can_be_recorded: ClassVar[bool] = True
 
     kind: Literal["nt_xent"] = "nt_xent"
     temperature: Temperature = 0.5

@@ -33,7 +33,6 @@ class NTXentDecoderConfig(ContrastiveConfig):
     """
 
     has_trained_layers: ClassVar[bool] = True
-    can_be_recorded: ClassVar[bool] = True
 
     kind: Literal["nt_xent_decoder"] = "nt_xent_decoder"
     temperature: Temperature = 0.5

@@ -30,7 +30,6 @@ from trainer.objectives.objective import ObjectiveInputs, ObjectiveOutput, PureO
 class PublishedNTXentConfig(ContrastiveConfig):
     """The config of the published NT-Xent."""
 
-    can_be_recorded: ClassVar[bool] = True
     note: ClassVar[str | None] = (
         "the published NT-Xent is negative by design: it keeps the anchor's similarity with itself in the denominator "
         "and subtracts log(2B)"

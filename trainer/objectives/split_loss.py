@@ -9,7 +9,7 @@ ranks, D dimensions.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,21 +32,13 @@ class SplitLossConfig(AnchorChunks):
         negatives: the negatives of a first view: the second views of all other samples, or both views of them.
     """
 
-    can_be_recorded: ClassVar[bool] = True
-
     kind: Literal["split"] = "split"
     temperature: Temperature = 0.2
     divergence_weight: PositiveFactor = 0.4
     negatives: Negatives = "second_view"
 
     def build(self, given: ObjectiveInputs) -> PureObjective:
-        return PureObjective(
-            split_loss,
-            temperature=self.temperature,
-            divergence_weight=self.divergence_weight,
-            negatives=self.negatives,
-            chunk_size=self.chunk_size,
-        )
+        return PureObjective(split_loss, **self.model_dump(exclude={"kind"}))
 
 
 def split_loss(

@@ -54,11 +54,6 @@ class SupervisedConfig(BaseObjectiveConfig):
             )
 
     def check_labels(self, num_classes: Mapping[str, int]) -> None:
-        if not num_classes:
-            raise UserError(
-                f"objective.label={self.label} is to be predicted, but the train set has no labels; set another "
-                "objective.kind, or build a train set with labels"
-            )
         if self.label not in num_classes:
             raise UserError(
                 f"objective.label={self.label} is no label of the train set{nearest(self.label, num_classes)}"

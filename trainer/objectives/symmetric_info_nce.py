@@ -28,7 +28,6 @@ class SymmetricInfoNCEConfig(AnchorChunks):
     """
 
     compares_in_groups: ClassVar[bool] = True
-    can_be_recorded: ClassVar[bool] = True
 
     kind: Literal["symmetric_info_nce"] = "symmetric_info_nce"
     temperature: Temperature = 0.1

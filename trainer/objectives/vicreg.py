@@ -42,13 +42,7 @@ class VICRegConfig(BaseObjectiveConfig):
     epsilon: Epsilon = 1e-4
 
     def build(self, given: ObjectiveInputs) -> PureObjective:
-        return PureObjective(
-            vicreg_loss,
-            invariance_weight=self.invariance_weight,
-            variance_weight=self.variance_weight,
-            covariance_weight=self.covariance_weight,
-            epsilon=self.epsilon,
-        )
+        return PureObjective(vicreg_loss, **self.model_dump(exclude={"kind"}))
 
 
 def vicreg_loss(

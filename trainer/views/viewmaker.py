@@ -33,7 +33,6 @@ from data_pipeline.core.counter_rng import DrawKeys, uniform, uniforms
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 from data_pipeline.core.schema import ImageSize, PositiveShare
 from trainer.models.activation_checkpointing import Checkpointing, run_blocks
-from trainer.models.weight_casts import cast_together
 from trainer.views.expert_audio import Waveform, WaveformConfig, clean_spectrogram
 from trainer.views.inputs import check_pictures
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
@@ -395,22 +394,12 @@ class Viewmaker(nn.Module):
         blocks += [rectified(conv_norm) for conv_norm in self.upsample]
         checkpointing = self.checkpointing if self.training else "none"
         assert self.out.bias is not None
-        with cast_together(self._weights_as_multiplied(x_BCHW.device), device=x_BCHW.device):
-            x_BCHW = run_blocks(blocks, x_BCHW, checkpointing=checkpointing)
-            r_BCHW = convolve_large_kernel(x_BCHW, self.out.weight) + self.out.bias[:, None, None]
+        x_BCHW = run_blocks(blocks, x_BCHW, checkpointing=checkpointing)
+        r_BCHW = convolve_large_kernel(x_BCHW, self.out.weight) + self.out.bias[:, None, None]
         if not learns:
             return r_BCHW
         unused = [module.conv.bias for module in self.modules() if isinstance(module, ConvNorm)]
         return with_zero_gradients(r_BCHW, unused)
-
-    def _weights_as_multiplied(self, device: torch.device) -> list[tuple[nn.Module, str]]:
-        """Return the weights that a convolution multiplies as they are. The others must be cast after other work."""
-        layers = [each.conv for each in self.modules() if isinstance(each, ConvNorm) and each.resize != "up"]
-        return [
-            (layer, "weight")
-            for layer in (*layers, self.out)
-            if device.type != "cpu" or layer.kernel_size[0] != _LARGE_KERNEL
-        ]
 
 
 class SoundViewmaker(Viewmaker):

@@ -82,7 +82,7 @@ def test_low_precision_is_raised() -> None:
 @pytest.mark.parametrize(
     ("label", "num_classes", "said"),
     [
-        ("base", {}, "objective.label=base is to be predicted, but the train set has no labels; set another objective"),
+        ("base", {}, "objective.label=base is no label of the train set"),
         ("shap", {"base": 2, "shape": 9}, 'label=shap is no label of the train set; did you mean "shape"?'),
         ("digit", {"base": 2, "overlay": 9}, "label=digit is no label of the train set; valid are: base, overlay"),
         ("base", {"base": 1, "overlay": 9}, "objective.label=base has a single class"),
