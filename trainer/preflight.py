@@ -22,7 +22,7 @@ from trainer.models.batch_norm import check_splits
 from trainer.models.encoder import InputSizeError, check_input_size, check_norm_groups
 from trainer.open_settings import input_size
 from trainer.probes.groups import pairs_of
-from trainer.probes.shared import check_shared, find_shared
+from trainer.probes.shared import check_shared
 from trainer.probes.targets import check_same_classes, option_difference, readable_labels
 
 logger = logging.getLogger(__name__)
@@ -75,8 +75,8 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
     _check_overlays(config, sources)
     config.objective.check_labels(num_classes(manifests.train))
     check_batch(config, num_samples=train_sizes(manifests.train), num_ranks=world_size())
-    shared = find_shared(config.data, train=manifests.train, test=test)
-    if (said := check_shared(shared, config.data, allowed=config.probe.allow_shared)) is not None:
+    _, said = check_shared(config.data, train=manifests.train, test=test, allowed=config.probe.allow_shared)
+    if said is not None:
         logger.warning("%s", said)
 
 

@@ -85,7 +85,7 @@ def measure_probe(
 
     targets = {name: Target(classes(num_train), classes(num_test), num_classes=10) for name in ("base", "overlay")}
 
-    batches = stored_batches(train_NF, targets, config=config)
+    batches = stored_batches(train_NF, targets, config=config, device=device)
 
     def seconds(run: Callable[[], object]) -> float:
         setting.wait()

@@ -159,14 +159,6 @@ def test_runs_that_cannot_be_analysed_do_not_stop_the_others(
     assert errors[4:] == ["error: 4 of 5 runs were not analysed"]
 
 
-def test_help_names_every_analysis(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["analyze", "--help"])
-    with pytest.raises(SystemExit):
-        main()
-    shown = capsys.readouterr().out
-    assert all(f"\n  {name} " in shown for name in ANALYSES)
-
-
 @pytest.mark.parametrize("name", ANALYSES)
 def test_every_setting_is_listed_with_its_value_and_what_it_means(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

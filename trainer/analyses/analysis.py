@@ -23,7 +23,7 @@ from trainer.checkpoint.run_state import other_data
 from trainer.config import RunConfig, read_run_config
 from trainer.modules import TrainedModules
 from trainer.pretrained import load_modules
-from trainer.probes.features import TRAIN_DRAW, LabelSpace, Pictures, extract, frozen, read_pictures
+from trainer.probes.features import LabelSpace, Pictures, extract, frozen, read_pictures, read_train
 from trainer.probes.view_batches import view_batches
 from trainer.run_dir import RunDir, write_atomically, write_json
 
@@ -83,8 +83,7 @@ class LoadedRun:
     @cached_property
     def train(self) -> Pictures:
         data = self.config.data
-        train = read_pictures(data.probed_dir, read=data, draw=TRAIN_DRAW)
-        return self._checked(train, "train", location=data.probed_dir)
+        return self._checked(read_train(data), "train", location=data.probed_dir)
 
     @cached_property
     def test(self) -> Pictures:

@@ -63,12 +63,12 @@ class Probabilities(Schema):
     """
 
     histogram: tuple[Measured, ...]
-    mean: Measured
-    share_below_0_1: Measured
-    share_above_0_9: Measured
-    dip: Measured
-    dip_p: Measured
-    tails_exceed_middle: bool | None
+    mean: Measured = None
+    share_below_0_1: Measured = None
+    share_above_0_9: Measured = None
+    dip: Measured = None
+    dip_p: Measured = None
+    tails_exceed_middle: bool | None = None
 
 
 class JudgedRun(Schema):
@@ -225,15 +225,7 @@ def right_class_probability(head: LinearHead, features_NF: Tensor, label_N: Tens
 def describe(probability_N: Floats, *, num_bins: int, uniform_dips_D: Floats) -> Probabilities:
     """Describe probabilities (N,); `uniform_dips_D` are the dips of uniform samples of the same size."""
     if not np.isfinite(probability_N).all():
-        return Probabilities(
-            histogram=(None,) * num_bins,
-            mean=None,
-            share_below_0_1=None,
-            share_above_0_9=None,
-            dip=None,
-            dip_p=None,
-            tails_exceed_middle=None,
-        )
+        return Probabilities(histogram=(None,) * num_bins)
     counts, _ = np.histogram(probability_N, bins=num_bins, range=(0.0, 1.0))
     tenths, _ = np.histogram(probability_N, bins=10, range=(0.0, 1.0))
     value = dip(probability_N)

@@ -199,12 +199,9 @@ def activating_pictures(
 
 def _measure(loaded: LoadedRun, rows_N: Tensor) -> tuple[Sparsity, Tensor]:
     """Return the sparsity of the map and the pooled features (N, C) float64 of test pictures without views."""
-    encoder, pooled = loaded.modules.encoder, []
-    zero = torch.zeros((), dtype=torch.float64, device=loaded.device)
-    sums = dict.fromkeys(("active_share", "treves_rolls", "hoyer"), zero)
+    encoder, pooled, measured = loaded.modules.encoder, [], []
     maps: list[Tensor] = []
     hook = encoder.trunk.register_forward_hook(lambda module, args, output: maps.append(output))
-    fires_C: Tensor | None = None
     try:
         with frozen(encoder):
             for images_BCHW in torch.split(loaded.test.images(rows_N), 256):
@@ -215,16 +212,12 @@ def _measure(loaded: LoadedRun, rows_N: Tensor) -> tuple[Sparsity, Tensor]:
                         f"filters needs a convolutional encoder, but the last map of {loaded.run_dir.path} has the "
                         f"shape {tuple(map_BCHW.shape[1:])}, not (channels, height, width); pass another run"
                     )
-                measured = sparsity_of(map_BCHW)
-                for name in sums:
-                    sums[name] = sums[name] + measured[name].sum()
-                fired_C = measured["fires"].any(0)
-                fires_C = fired_C if fires_C is None else fires_C | fired_C
+                measured.append(sparsity_of(map_BCHW))
     finally:
         hook.remove()
-    assert fires_C is not None
-    means = {name: total.item() / len(rows_N) for name, total in sums.items()}
-    dead_share = 1 - fires_C.double().mean().item()
+    values = {name: torch.cat([one[name] for one in measured]) for name in measured[0]}
+    dead_share = 1 - values.pop("fires").any(0).double().mean().item()
+    means = {name: value_N.mean().item() for name, value_N in values.items()}
     return Sparsity(**means, dead_share=dead_share if math.isfinite(means["hoyer"]) else None), torch.cat(pooled)
 
 

@@ -18,19 +18,19 @@ from data_pipeline.storage.manifest import Manifest
 from trainer.checkpoint.run_state import other_data
 from trainer.config import RunConfig, read_run_config
 from trainer.config_changes import edited_config
-from trainer.data import Manifests, read_agreed_manifests, read_manifests
+from trainer.data import read_agreed_manifests, read_manifests
 from trainer.distributed.collectives import FirstRankExit, broadcast_object, is_known_to_all, on_first_rank, rank
 from trainer.modules import TrainedModules
 from trainer.observability.wandb_run import summarize
 from trainer.own_code import hashes_of_code, warn_of_changed_code
 from trainer.pretrained import load_modules
 from trainer.probed_runs.readout import Readout, probe
-from trainer.probes.features import TRAIN_DRAW, LabelSpace, read_pictures
+from trainer.probes.features import LabelSpace, read_pictures, read_train
 from trainer.probes.groups import Groups, pairs_of
 from trainer.probes.heads import write_heads
 from trainer.probes.linear import ProbeConfig, check_ranks
 from trainer.probes.result import ProbeResult, read_result
-from trainer.probes.shared import check_shared, find_shared
+from trainer.probes.shared import check_shared
 from trainer.probes.targets import option_difference, readable_labels
 from trainer.reports.config_identity import run_identity
 from trainer.run_dir import RunDir, steps_in, write_json
@@ -117,12 +117,20 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
         check_ranks(probe_config)
         return options.checkpoint_steps(checkpoint_steps(run_dir) if options.steps == "all" else [], None)
 
+    def count_shared() -> int | None:
+        num_shared, said = check_shared(
+            config.data, train=manifests.train, test=manifests.test, allowed=config.probe.allow_shared
+        )
+        if said is not None:
+            print(said, file=sys.stderr)
+        return num_shared
+
     steps = broadcast_object(on_first_rank(check)) or []
     modules = _load(run_dir, steps[-1])  # before the data are read, in case the run has no checkpoint
-    num_shared = broadcast_object(on_first_rank(lambda: count_shared(config, manifests)))
+    num_shared = broadcast_object(on_first_rank(count_shared))
     if (said := option_difference(manifests.probed, manifests.test)) is not None and rank() == 0:
         print(f"warning: {said}; the accuracies measure this difference too", file=sys.stderr)
-    train = read_pictures(config.data.probed_dir, read=config.data, draw=TRAIN_DRAW)
+    train = read_train(config.data)
     test = read_pictures(config.data.test_dir, read=config.data)
     for step in steps:
         modules = modules if len(steps) == 1 else _load(run_dir, step)
@@ -255,17 +263,6 @@ def _load(run_dir: RunDir, step: int | None) -> TrainedModules:
     modules = on_first_rank(lambda: load_modules(run_dir, step=step))
     found = broadcast_object(None if modules is None else modules.step)
     return load_modules(run_dir, step=found) if modules is None else modules
-
-
-def count_shared(config: RunConfig, manifests: Manifests) -> int | None:
-    """Return how many test samples are in the train set too, and print a warning if some are; None if it is unknown.
-
-    Raises `UserError` if more are shared than the config allows.
-    """
-    shared = find_shared(config.data, train=manifests.train, test=manifests.test)
-    if (said := check_shared(shared, config.data, allowed=config.probe.allow_shared)) is not None:
-        print(said, file=sys.stderr)
-    return None if shared is None else shared.num_shared
 
 
 def warn_of_other_data(modules: TrainedModules, *, train: Manifest, test: Manifest) -> None:

@@ -27,7 +27,7 @@ from trainer.models.encoder import Encoder, inside_wrappers
 from trainer.probes.features import TRAIN_DRAW, LabelSpace, frozen, read_pictures, shared_rows
 from trainer.probes.knn import knn_accuracies
 from trainer.probes.linear import ProbeConfig, Target, fit_linear_probe, stored_batches
-from trainer.probes.shared import check_shared, find_shared
+from trainer.probes.shared import check_shared
 from trainer.probes.targets import check_labelled, readable_labels
 from trainer.views.inputs import to_floating, to_unit_range
 
@@ -98,14 +98,18 @@ def probe(
     if isinstance(inner := inside_wrappers(encoder), Encoder):
         encoder = inner
     if isinstance(train, str | Path) and isinstance(test, str | Path):
-        _refuse_shared(train, test, allowed=config.allow_shared)
+        manifests = {"train": SampleStore(train).manifest, "test": SampleStore(test).manifest}
+        data = DataConfig(train_dir=str(train), test_dir=str(test))
+        _, said = check_shared(data, **manifests, allowed=config.allow_shared)
+        if said is not None:
+            logger.warning("%s", said)
     # In inference mode no head can be fitted. Autocast would keep the first copy of the head's weights.
     with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         with frozen(encoder, getattr(encoder, "__self__", None)):  # of a method, the module that has it
             known = _encode(encoder, train, which="train", batch_size=batch_size)
             asked = _encode(encoder, test, which="test", batch_size=batch_size)
         targets = _targets(known, asked, wanted=labels if labels is not None else config.labels)
-        batches = stored_batches(known.features_NF, targets, config=config)
+        batches = stored_batches(known.features_NF, targets, config=config, device=known.features_NF.device)
         linear = fit_linear_probe(batches, test_features=lambda: asked.features_NF, targets=targets, config=config)
         knn = knn_accuracies(known.pooled_ND, asked.pooled_ND, targets)
     return {name: Accuracy(linear[name].result.accuracy, knn[name], target.chance) for name, target in targets.items()}
@@ -176,21 +180,12 @@ def _inputs_and_labels(batch: Any, *, which: str) -> tuple[Tensor, dict[str, Ten
 
 def _rows(features_BF: Tensor, num: int) -> Tensor:
     """Return features as float32. Raises `UserError` if they are not one row for each picture."""
-    if not isinstance(features_BF, Tensor) or features_BF.dim() != 2 or len(features_BF) != num:
-        shape = tuple(features_BF.shape) if isinstance(features_BF, Tensor) else type(features_BF).__name__
+    if features_BF.dim() != 2 or len(features_BF) != num:
         raise UserError(
-            f"the encoder returns {shape} for {num} pictures, but a probe reads one row for each, (B, D); pool or "
-            "flatten it, for example by nn.Sequential(encoder, nn.AdaptiveAvgPool2d(1), nn.Flatten())"
+            f"the encoder returns {tuple(features_BF.shape)} for {num} pictures, but a probe reads one row for each, "
+            "(B, D); pool or flatten it, for example by nn.Sequential(encoder, nn.AdaptiveAvgPool2d(1), nn.Flatten())"
         )
     return features_BF.float()
-
-
-def _refuse_shared(train: str | Path, test: str | Path, *, allowed: float) -> None:
-    """Log a warning if test samples are in the train set too. Raises `UserError` if more than `allowed` are."""
-    data = DataConfig(train_dir=str(train), test_dir=str(test))
-    shared = find_shared(data, train=SampleStore(train).manifest, test=SampleStore(test).manifest)
-    if (said := check_shared(shared, data, allowed=allowed)) is not None:
-        logger.warning("%s", said)
 
 
 def _targets(train: _Encoded, test: _Encoded, *, wanted: Sequence[str] | None) -> dict[LabelSpace, Target]:

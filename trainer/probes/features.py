@@ -39,12 +39,13 @@ from data_pipeline.core.system import free_host_bytes
 from data_pipeline.loading.collate import BatchMaker
 from data_pipeline.loading.decode import DecodedSamples, decode
 from data_pipeline.loading.permutation import KeyedPermutation
-from data_pipeline.loading.placement import free_device_bytes, place_data, read_whole, resident_bytes
+from data_pipeline.loading.placement import free_device_bytes, read_whole, resident_bytes
 from data_pipeline.loading.sources import check_bad_share
 from data_pipeline.loading.stream import ReadConfig
 from data_pipeline.overlays import Overlay, evaluation_keys
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
+from trainer.data import DataConfig
 from trainer.distributed.collectives import all_gather_rows, any_rank, rank, world_size
 from trainer.probes.streamed_samples import StreamedSamples, find_readable
 from trainer.views.expert_audio import clean_spectrogram
@@ -157,10 +158,6 @@ class Pictures:
         return self.manifest.medium == "sound"
 
     @property
-    def is_drawn_online(self) -> bool:
-        return self.stored is not None and self.stored.overlay is not None
-
-    @property
     def streamed(self) -> StreamedSamples | None:
         """Return the samples if they are decoded each time they are asked for; None if they are in memory."""
         samples = None if self.stored is None else self.stored.samples
@@ -255,7 +252,14 @@ def read_pictures(location: Path | str, *, read: ReadConfig = _DEFAULT_READ, dra
     """
     store = SampleStore(location, remote=read.remote)
     samples: DecodedSamples | StreamedSamples
-    if store.manifest.medium == "picture" and not fits(num_bytes := _bytes_drawn(store.manifest)):
+    if fits(num_bytes := _bytes_drawn(store.manifest)):
+        whole = read_whole(store, _CPU)
+        samples, bad = _usable(store, whole), tuple(whole.bad.values())
+    elif store.manifest.medium == "sound":
+        raise UserError(
+            f"{location} takes {num_bytes / 1e9:.3g} GB in memory, more than half of what is free; free some"
+        )
+    else:
         logger.info("%s takes %.3g GB in memory, so it is streamed", location, num_bytes / 1e9)
 
         def labels_of(good: DecodedSamples) -> Mapping[LabelSpace, Tensor]:
@@ -264,9 +268,6 @@ def read_pictures(location: Path | str, *, read: ReadConfig = _DEFAULT_READ, dra
         samples, bad = find_readable(store, labels_of)
         if (rows := _labelled_rows(store, samples.labels)) is not None:
             samples = samples.chosen(rows)
-    else:
-        whole = _read_sounds(store) if store.manifest.medium == "sound" else read_whole(store, _CPU)
-        samples, bad = _usable(store, whole), tuple(whole.bad.values())
     check_bad_share(bad, num_samples=len(store), max_share=read.max_bad_share, where=store.location)
     for sample in bad:
         logger.warning("%s: %s in %s is left out: %s", location, sample.key, sample.shard, sample.reason)
@@ -274,8 +275,13 @@ def read_pictures(location: Path | str, *, read: ReadConfig = _DEFAULT_READ, dra
     return replace(pictures, num_left_out=len(store) - len(bad) - len(samples))
 
 
+def read_train(data: DataConfig) -> Pictures:
+    """Read the train set of probes and analyses. Its online overlays are not those of the test samples."""
+    return read_pictures(data.probed_dir, read=data, draw=TRAIN_DRAW)
+
+
 def _bytes_drawn(manifest: Manifest) -> int:
-    """Return the bytes that pictures take in memory, with the channels and rows that an online overlay adds."""
+    """Return the bytes that samples take in memory, with the channels and rows that an online overlay adds."""
     return resident_bytes(manifest) * math.prod(manifest.batch_shape) // math.prod(manifest.input_shape)
 
 
@@ -327,13 +333,6 @@ def _choose(shard_ends: NDArray[np.int64], *, num: int, num_shards: int | None) 
     shards = np.sort(draw.permutation(len(shard_ends))[:num_shards])
     candidates = np.concatenate([np.arange(starts[shard], shard_ends[shard]) for shard in shards])
     return np.sort(draw.permutation(candidates)[:num]).astype(np.int64)
-
-
-def _read_sounds(store: SampleStore) -> DecodedSamples:
-    placed = place_data(store, wanted="auto", resident_gigabytes=math.inf, device=_CPU, show_progress=False)
-    if placed.samples is None:
-        raise UserError(f"{store.location} cannot be read into memory ({placed.reason}); free some memory")
-    return placed.samples
 
 
 def _finish(stored: StoredInputs) -> Pictures:

@@ -53,8 +53,6 @@ def write_heads(path: Path, heads: Heads) -> None:
 def read_heads(path: Path, *, device: torch.device = _CPU) -> Heads:
     """Read the heads in a file. Raises `UserError` if there is no such file, or if it is damaged."""
     run_dir = path.parents[2]
-    if not path.is_file():
-        raise UserError(f"{path} does not exist; fit the heads with `python -m trainer.probe {run_dir}`")
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             names, origin = set(file.keys()), json.loads((file.metadata() or {})["heads"])
@@ -63,6 +61,6 @@ def read_heads(path: Path, *, device: torch.device = _CPU) -> Heads:
                 for space in label_order(name.split("/")[1] for name in names if name.count("/") == 2)
             }
         return Heads(by_label, origin["made_by"], origin["train_manifest_sha256"])
-    except (SafetensorError, KeyError, ValueError):
-        mend = f"remove it and run `python -m trainer.probe {run_dir}`"
-        raise UserError(f"{path} is damaged or not a file of heads; {mend}") from None
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        mend = f"fit the heads with `python -m trainer.probe {run_dir}`"
+        raise UserError(f"{path} holds no heads ({error}); {mend}") from None

@@ -214,13 +214,9 @@ def stored_batches(
     targets: Mapping[LabelSpace, Target],
     *,
     config: ProbeConfig,
-    device: torch.device | None = None,
+    device: torch.device,
 ) -> Callable[[int], Iterator[FeatureBatch]]:
-    """Return the function `batches` for `fit_linear_probe`, for stored features (N, F) of all train samples.
-
-    The batches are on `device`; None stands for the device of the features.
-    """
-    device = features_NF.device if device is None else device
+    """Return the function `batches` of `fit_linear_probe`, on `device`, for stored features (N, F) of train samples."""
     labels = {space: target.train_N.to(device) for space, target in targets.items()}
 
     def batches(epoch: int) -> Iterator[FeatureBatch]:

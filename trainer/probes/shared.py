@@ -15,12 +15,36 @@ from trainer.data import DataConfig
 from trainer.mixture import TrainManifest, datasets_of
 
 
-def find_shared(data: DataConfig, *, train: TrainManifest, test: Manifest) -> SharedSources | None:
+def check_shared(
+    data: DataConfig, *, train: TrainManifest, test: Manifest, allowed: float
+) -> tuple[int | None, str | None]:
+    """Return how many test samples have their source in the train set too, and a sentence about them if some have.
+
+    The number is None if it is not known. Raises `UserError` if they exceed the share `allowed` of the test samples, or
+    if the digests or the index of a dataset cannot be read.
+    """
+    shared = _find_shared(data, train=train, test=test)
+    if shared is None or shared.num_shared == 0:
+        return None if shared is None else 0, None
+    examples = " and ".join(f"sample {test} is sample {train} of the train set" for test, train in shared.examples)
+    sentence = (
+        f"{shared.num_shared} of the {shared.num_test} test samples of {data.test_dir} "
+        f"({100 * shared.share:.3g} %) have their picture or sound in {data.train_name} too ({examples})"
+    )
+    if shared.share <= allowed:
+        return shared.num_shared, sentence
+    raise UserError(
+        f"{sentence}, so test accuracy would partly measure training samples; build the test set from other pictures "
+        "or sounds (after --test-share, both splits need the same --root, --seed and --test-share), or allow some of "
+        "them, as a share of the test samples, with probe.allow_shared"
+    )
+
+
+def _find_shared(data: DataConfig, *, train: TrainManifest, test: Manifest) -> SharedSources | None:
     """Count the test samples whose source is in the train set too; None if a dataset does not record its sources.
 
     If both are the same dataset, all samples count. Of a mixture, the datasets that record their sources count. Tars of
-    others record none: of them, the samples of tars that both sets name count. Raises `UserError` if the digests or the
-    index of a dataset cannot be read.
+    others record none: of them, the samples of tars that both sets name count.
     """
     manifests = datasets_of(train)
     if test.sha256 in {manifest.sha256 for manifest in manifests}:
@@ -54,24 +78,3 @@ def _shared_tars(data: DataConfig, train: Sequence[Manifest], test: Manifest) ->
 
 def _ranges(location: str, manifest: Manifest, data: DataConfig) -> dict[str, range]:
     return SampleStore(location, remote=data.remote, manifest=manifest, surveys=False).samples_by_tar()
-
-
-def check_shared(shared: SharedSources | None, data: DataConfig, *, allowed: float) -> str | None:
-    """Return a sentence about the shared samples; None if there are none.
-
-    Raises `UserError` if they exceed the share `allowed` of the test samples.
-    """
-    if shared is None or shared.num_shared == 0:
-        return None
-    examples = " and ".join(f"sample {test} is sample {train} of the train set" for test, train in shared.examples)
-    sentence = (
-        f"{shared.num_shared} of the {shared.num_test} test samples of {data.test_dir} "
-        f"({100 * shared.share:.3g} %) have their picture or sound in {data.train_name} too ({examples})"
-    )
-    if shared.share <= allowed:
-        return sentence
-    raise UserError(
-        f"{sentence}, so test accuracy would partly measure training samples; build the test set from other pictures "
-        "or sounds (after --test-share, both splits need the same --root, --seed and --test-share), or allow some of "
-        "them, as a share of the test samples, with probe.allow_shared"
-    )

@@ -65,13 +65,12 @@ def option_difference(train: Manifest, test: Manifest) -> str | None:
 
     The field of a label is an option of tars. None if they do not differ, or only in options that belong to a split.
     """
-    overlays = [each.overlay for each in (train, test)]
     in_train, in_test = (
         {
             **{f"the overlay's {name}": value for name, value in (overlay.options if overlay else {}).items()},
             **{f"the source's {name}": value for name, value in each.how_made.source_options.items()},
         }
-        for each, overlay in zip((train, test), overlays, strict=True)
+        for each, overlay in ((train, train.overlay), (test, test.overlay))
     )
     for option, value in in_train.items():
         if in_test.get(option, value) != value and option.split()[-1] not in _OF_A_SPLIT:

@@ -42,20 +42,6 @@ def test_a_transform_that_halves_distances_collides_after_two_uses() -> None:
     assert epochs == [1, 2, 3, 4]  # every use has draws of its own
 
 
-def test_a_transform_that_loses_nothing_never_collides() -> None:
-    images_NCHW = torch.rand(6, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    found = collide(
-        lambda images_BCHW, keys, masks: images_BCHW.flip(3),
-        images_NCHW,
-        torch.arange(6),
-        uses=(0, 3),
-        near=0.2,
-        seed=0,
-    )
-    assert found.relative_distance == pytest.approx((1, 1))
-    assert found.uses_to_half is None
-
-
 @pytest.mark.parametrize("name", SWITCHES)
 def test_alone_leaves_one_transform_on(name: str) -> None:
     config = ExpertImageConfig(area=(0.3, 0.9))

@@ -24,7 +24,6 @@ from trainer.analyses.feature_dropout import (
     ANALYSIS,
     FeatureDropoutConfig,
     FeatureDropoutResult,
-    describe,
     heads_of,
     right_class_probability,
 )
@@ -185,14 +184,6 @@ def test_probabilities_are_those_of_scipy() -> None:
     logits = features_NF.numpy() @ head.weight_KF.numpy().T + head.bias_K.numpy()
     expected = softmax(logits.astype(np.float64), axis=1)[np.arange(20), label_N.numpy()]
     np.testing.assert_allclose(right_class_probability(head, features_NF, label_N).numpy(), expected, rtol=1e-5)
-
-
-def test_a_skewed_single_mode_is_no_dropout() -> None:
-    probability_N = np.random.default_rng(0).beta(0.6, 4, 500)
-    shown = describe(probability_N, num_bins=20, uniform_dips_D=uniform_dips(500, num_draws=99, seed=0))
-    assert drawn([shown.dip_p])[0] > 0.1
-    assert not shown.tails_exceed_middle
-    assert shown.share_below_0_1 == (probability_N < 0.1).mean()
 
 
 def test_heads_that_a_probe_fitted_in_train_mode_are_not_used(data: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,40 +18,17 @@ from torch import Tensor, nn
 
 import trainer.exports.encoder
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.schema import LayerSize
 from tests.trainer.exports.test_export import CIFAR10, TINY, features_of, make_run, pictures
 from trainer import load_encoder
 from trainer.checkpoint.run_state import DataIdentity
 from trainer.export import main
 from trainer.exports.encoder import export_onnx, save_encoder, save_pretrained
 from trainer.models import Encoder, ResNetConfig, TimmConfig, build_encoder
-from trainer.models.encoder import BaseEncoderConfig, Normalization
-from trainer.models.trunk import Trunk
+from trainer.models.encoder import Normalization
 from trainer.pretrained import load_modules
 from trainer.run_dir import RunDir, write_json
 
 SMALL_VIT = TimmConfig(name="vit_tiny_patch16_224", options={"img_size": 32, "patch_size": 8, "depth": 2}, **CIFAR10)
-
-
-class PatchesConfig(BaseEncoderConfig):
-    """The config of an encoder of another package: one convolution over patches, and batch norm."""
-
-    kind: Literal["hub_patches"] = "hub_patches"
-    channels: LayerSize
-
-    def build_trunk(self) -> Trunk:
-        return Patches(self.channels)
-
-
-class Patches(Trunk):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.num_channels = channels
-        self.layers = nn.Sequential(nn.Conv2d(3, channels, 4, stride=4), nn.BatchNorm2d(channels))
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        map_BCHW: Tensor = self.layers(x_BCHW)
-        return map_BCHW
 
 
 def own_encoder(config: Any = TINY) -> Encoder:
@@ -179,12 +156,13 @@ def names_of_the_code(directory: Path) -> dict[str, Any]:
     return names
 
 
-def test_the_card_of_an_encoder_of_another_package_imports_its_code(tmp_path: Path) -> None:
-    config = PatchesConfig(channels=4, embedding_size=8, mean=(0.5,) * 3, std=(0.25,) * 3)
-    save_pretrained(own_encoder(config), tmp_path)
-    card = (tmp_path / "README.md").read_text()
-    assert f"import {__name__}  #" in card
-    assert names_of_the_code(tmp_path)["pooled"].shape == (8, 4)
+def test_the_code_in_the_card_works_and_imports_code_of_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.exports.model_card.is_own", lambda config: True)
+    save_pretrained(own_encoder(), tmp_path)
+    assert f"import {ResNetConfig.__module__}  #" in (tmp_path / "README.md").read_text()
+    assert names_of_the_code(tmp_path)["pooled"].shape == (8, 32)
 
 
 def test_the_card_of_a_run_shows_its_inputs_and_the_probes_on_its_train_set(

@@ -236,7 +236,6 @@ def fixed(shape: tuple[int, ...]) -> nn.Module:
     [
         (Halves(), Pairs(8, plain), Pairs(8, lambda x, y: x), "the test set of the probe has no labels"),
         (Halves(), Pairs(8, lambda x, y: (x, float(y))), Pairs(8, plain), "label 'label' of the train set is"),
-        (Halves(), Pairs(8, lambda x, y: (x, "cat")), Pairs(8, plain), "label 'label' of the train set is"),
         (Halves(), Pairs(8, lambda x, y: (x, {"a": y})), Pairs(8, plain), "both need a"),
         (Halves(), Pairs(8, plain), Pairs(8, lambda x, y: (x, 7)), "classes of label 'label' that"),
         (Halves(), Pairs(0, plain), Pairs(8, plain), "the train set of the probe holds no sample"),
@@ -261,9 +260,6 @@ def test_a_test_set_of_train_pictures_is_refused_unless_the_config_allows_it(
     with pytest.raises(UserError, match=r"96 of the 96 test samples of .*train \(100 %\).*probe.allow_shared"):
         probe(Halves(), tiny / "train", str(tiny / "train"), config=QUICK)
     data = share_sources(tmp_path / "data", num_test=50, num_shared=4)
-    with pytest.raises(UserError, match=r"4 of the 50 test samples of .*test \(8 %\)"):
-        probe(Halves(), data / "train", data / "test", config=QUICK)
-    assert not caplog.records
     assert set(probe(Halves(), data / "train", data / "test", config=QUICK.model_copy(update={"allow_shared": 0.08})))
     assert "4 of the 50 test samples" in caplog.text
 

@@ -16,7 +16,7 @@ from trainer.probes.groups import Groups, measure_groups, pairs_of
 from trainer.probes.knn import knn_accuracies, knn_classes
 from trainer.probes.linear import ProbeConfig, Target
 from trainer.probes.online import OnlineProbe
-from trainer.probes.targets import label_targets, readable_labels
+from trainer.probes.targets import label_targets
 
 CPU = torch.device("cpu")
 
@@ -95,14 +95,6 @@ def test_labels_and_groups_do_not_change_the_protocol() -> None:
     assert config.protocol == ProbeConfig()
 
 
-def test_a_label_that_the_data_lack_is_told_with_those_that_there_are() -> None:
-    manifest = toy_pictures(20, seed=0).manifest
-    with pytest.raises(
-        UserError, match="no label_site of two or more classes, only label_base, label_overlay; probe that"
-    ):
-        readable_labels(manifest, manifest, wanted=["site"])
-
-
 def partial(num: int, *, seed: int, share: float) -> Pictures:
     """Toy pictures of which some have no overlay label."""
     pictures = toy_pictures(num, seed=seed)
@@ -150,9 +142,3 @@ def test_the_online_probe_leaves_out_samples_without_a_label() -> None:
     one = OnlineProbe(encoder, train=train, test=test, device=CPU, dtype=torch.float32, labels=["base"])()
     assert "probe/overlay/knn" not in one
     assert one["probe/base/knn"] == found["probe/base/knn"]
-
-
-def test_a_label_that_no_sample_of_a_set_has_is_told() -> None:
-    train, test = partial(40, seed=0, share=0.3), partial(20, seed=1, share=1.1)
-    with pytest.raises(UserError, match=r"none of the test samples has label_overlay; leave it out of"):
-        label_targets(train, test)

@@ -16,7 +16,7 @@ from data_pipeline.core.sample import NO_LABEL
 from tests.trainer.probes.toy import Spy, ToyEncoder, toy_pictures
 from trainer.probed_runs.readout import fit
 from trainer.probes import linear
-from trainer.probes.features import LabelSpace, extract
+from trainer.probes.features import LabelSpace
 from trainer.probes.knn import knn_accuracies
 from trainer.probes.linear import (
     PROBE_VIEW,
@@ -242,22 +242,3 @@ def test_scores_that_are_not_finite_have_no_class_and_no_accuracy() -> None:
     for bank_NF, query_NF in ((good_NF, bad_NF), (one_bad_NF, good_NF)):
         assert math.isnan(knn_accuracies(bank_NF, query_NF, target)["base"])
         assert (ridge_predict(bank_NF, label_N, query_NF, num_classes=2) < 0).all()
-
-
-def test_test_features_that_are_not_finite_are_refused_as_train_features_are() -> None:
-    train_NF = torch.eye(203, 4)
-    with pytest.raises(UserError, match=r"label_base cannot be probed: .* not all finite, .* earlier --step"):
-        fit_linear_probe(
-            lambda epoch: feature_batches(train_NF, epoch=epoch, config=CONFIG),
-            test_features=lambda: torch.full((103, 4), torch.nan),
-            targets=TARGETS,
-            config=CONFIG,
-        )
-
-
-def test_features_do_not_depend_on_order_or_batch() -> None:
-    encoder = ToyEncoder().eval()
-    order = torch.randperm(103, generator=torch.Generator().manual_seed(0))
-    straight = extract(encoder.pooled, TEST.images_NCHW, device=CPU)
-    shuffled = extract(encoder.pooled, TEST.images_NCHW[order], device=CPU, batch_size=7)
-    torch.testing.assert_close(shuffled, straight[order], rtol=1e-6, atol=1e-6)

@@ -174,18 +174,6 @@ def probe_of(config: RunConfig, encoder: Encoder) -> OnlineProbe | None:
     return online_probe(config.probe, encoder, data=config.data, precision=config.precision, device=CPU)
 
 
-def test_a_run_has_the_probe_that_its_config_asks_for(tmp_path: Path) -> None:
-    write_tiny_pair(tmp_path, num_train=40, num_test=20)
-    where = {"train_dir": str(tmp_path / "train"), "test_dir": str(tmp_path / "test")}
-    config = recipe("synchronized", online_every_steps=3, online_num_train=30, online_num_test=10)
-    config = config.model_copy(update={"data": config.data.model_copy(update=where)})
-    probe = probe_of(config, build_modules(config).encoder)
-    assert probe is not None
-    assert all(
-        10 * value == pytest.approx(round(10 * value)) for name, value in probe().items() if name != "probe/seconds"
-    )
-
-
 def test_off_it_reads_nothing_and_on_it_says_what_is_missing() -> None:
     off = recipe("synchronized")
     assert off.probe.online_every_steps is None

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
-from configs import debug
 from data_pipeline.audio.log_mel import FSDD
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.loading.whole import read_all
 from tests.tiny_data import write_tiny_sound_pair, write_tiny_sounds
-from trainer.analyses.analysis import AnalysisOptions
-from trainer.analyses.views import ANALYSIS, ViewsAnalysisConfig
-from trainer.probe import main
 from trainer.probed_runs.readout import fit
 from trainer.probes.features import read_pictures
 from trainer.probes.linear import ProbeConfig, accuracy
 from trainer.probes.targets import label_targets
-from trainer.run_dir import RunDir
 from trainer.views.expert_audio import Spectral, SpectralConfig, clean_spectrogram
 
 CPU = torch.device("cpu")
@@ -105,27 +98,6 @@ def test_what_can_be_heard_is_read_out(data: Path) -> None:
         assert results["base"].linear.result.accuracy > 0.9
         assert results["overlay"].linear.result.accuracy > 0.9
         assert accuracy(results["base"].knn_N, results["base"].target.test_N) > 0.9
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", [debug.audio, debug.audio_viewmaker])
-def test_the_commands_work_on_an_untrained_run(
-    recipe: object, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = recipe().model_dump()  # type: ignore[operator]
-    config["data"] |= {"train_dir": str(data / "train"), "test_dir": str(data / "test")}
-    config["probe"]["num_epochs"] = 1
-    run_dir = RunDir(tmp_path)
-    run_dir.config.write_text(json.dumps(config))
-    monkeypatch.setattr(sys, "argv", ["probe", str(tmp_path), "--step", "0"])
-    main()
-    assert {path.name for path in run_dir.probes(0).iterdir()} == {"base.json", "overlay.json", "heads.safetensors"}
-    png, result = ANALYSIS.analyze([run_dir], config=ViewsAnalysisConfig(), options=AnalysisOptions(step=0))
-    numbers = json.loads(result.read_text())
-    assert (numbers["num_pictures"], numbers["selectivity_box"]) == (41, None)
-    if config["views"]["kind"] == "viewmaker":
-        assert numbers["change"] == pytest.approx(0.125, rel=2e-3)
-    assert Image.open(png).size[0] > 1000
 
 
 def test_a_rate_without_a_spectrogram_is_said_in_one_sentence(data: Path, tmp_path: Path) -> None:

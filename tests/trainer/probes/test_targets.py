@@ -6,18 +6,15 @@ import io
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 from webdataset import TarWriter
 
 from configs import resolve_recipe
-from data_pipeline.audio.waveform import encode_wav
 from data_pipeline.building.build import build_dataset
 from data_pipeline.building.index_tars import make_index
 from data_pipeline.core.errors import UserError
-from data_pipeline.sources.background import FILE_NAMES
 from data_pipeline.storage.manifest import Fields, Manifest, load_manifest
 from tests.tiny_data import write_tiny_dataset
 from trainer.probed_runs.probing import ProbeOptions, probe_run
@@ -87,7 +84,7 @@ def test_options_of_the_source_and_the_seed_of_chosen_digits_are_compared(tmp_pa
     assert option_difference(one, other) == "the 20 digits of the test set are not those of the train set"
 
 
-def test_the_volume_and_the_recordings_of_background_sounds_are_compared(tmp_path: Path) -> None:
+def test_the_volume_of_background_sounds_is_compared(tmp_path: Path) -> None:
     def heard(name: str, split: str, **options: Any) -> Manifest:
         arguments: dict[str, Any] = {"source": "procedural", "split": split, "limit": 6, "overlay": "online"}
         return build_dataset("spoken_noise", tmp_path / name, overlay_options=options, **arguments)
@@ -97,14 +94,6 @@ def test_the_volume_and_the_recordings_of_background_sounds_are_compared(tmp_pat
     loud = heard("loud", "test", noise_volume=0.5)
     said = "the overlay's noise_volume is 0.05 in the train set but 0.5 in the test set"
     assert option_difference(train_set, loud) == said
-    recordings = tmp_path / "recordings"
-    recordings.mkdir()
-    for seed, name in enumerate(FILE_NAMES):
-        points = np.random.default_rng(seed).integers(-999, 999, 16_000).astype(np.int16)
-        (recordings / name).write_bytes(encode_wav(points, sample_rate=8_000))
-    found = option_difference(train_set, heard("recorded", "test", noise_root=str(recordings)))
-    assert found is not None
-    assert found.startswith("the overlay's noise_sha256 is ")
 
 
 @pytest.mark.parametrize(
