@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from torch import Tensor, nn
 
@@ -24,14 +23,12 @@ from trainer.checkpoint.files import (
     read_tensors,
 )
 from trainer.checkpoint.run_state import DataIdentity, RunState
-from trainer.distributed.collectives import all_gather_object, broadcast_object, rank
+from trainer.distributed.collectives import broadcast_object, on_every_rank, on_first_rank, rank
 from trainer.distributed.engines.engine import Engine
 from trainer.objectives import Objective
 from trainer.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -101,10 +98,10 @@ def restore(
     """
 
     def find() -> Restored | None:
-        step = _newest_whole(run_dir) if rank() == 0 else None
+        step = _newest_whole(run_dir)
         return None if step is None else _restored(run_dir, step)
 
-    found = broadcast_object(_together(find))
+    found = broadcast_object(on_first_rank(find))
     if found is None:
         return Restored(0, None)
     step = found.step
@@ -114,7 +111,7 @@ def restore(
     others = {OBJECTIVE: {} if starts_anew else objective.saved_state(), RUN: dict(extra or {})}
     wanted |= {name: state for name, state in others.items() if state}
     files = [*wanted, *(f"{name}_optimizer" for name in engines)]
-    states = _together(lambda: {name: _read_explained(directory, name) for name in files})
+    states = on_every_rank(lambda: {name: _read_explained(directory, name) for name in files})
 
     def load() -> None:
         for name, state in wanted.items():
@@ -131,7 +128,7 @@ def restore(
         for name, tensor in wanted.get(RUN, {}).items():
             tensor.copy_(states[RUN][name])
 
-    _together(load)
+    on_every_rank(load)
     if starts_anew and rank() == 0:
         logger.warning("the objective has state for every sample of the train set, which starts anew with the new data")
     return found
@@ -254,20 +251,3 @@ def _check_fits(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Te
 
 def _cannot_load(path: Path, reason: str) -> str:
     return f"cannot load {path} ({reason}); remove that checkpoint or pass another --run-dir"
-
-
-def _together(action: Callable[[], T]) -> T:
-    """Return the result of `action` on this rank. If it raises `UserError` on some rank, all ranks end.
-
-    The first of these ranks raises its error, and all others raise SystemExit(2), which prints nothing.
-    """
-    result: list[T] = []
-    error: UserError | None = None
-    try:
-        result.append(action())
-    except UserError as raised:
-        error = raised
-    has_error = all_gather_object(error is not None)
-    if any(has_error):
-        raise error if error is not None and has_error.index(True) == rank() else SystemExit(2)
-    return result[0]

@@ -26,7 +26,7 @@ _KNOWN_TO_ALL = "is_known_to_all_ranks"  # an attribute of errors
 
 
 class FirstRankExit(SystemExit):
-    """The exit of a rank after rank 0 has raised a `UserError` in `on_first_rank`. It prints nothing."""
+    """The exit of a rank after another has raised a `UserError` in `on_every_rank`. It prints nothing."""
 
 
 def is_distributed() -> bool:
@@ -128,32 +128,41 @@ def broadcast_object(value: T, *, source: int = 0) -> T:
     return box[0]
 
 
-def on_first_rank(action: Callable[[], T]) -> T | None:
-    """Run `action` on rank 0, and return its result there; None on other ranks.
+def on_every_rank(action: Callable[[], T], *, catch: type[Exception] = UserError) -> T:
+    """Run `action` on every rank, and return its result on this one.
 
-    If it raises, rank 0 raises the same, and the other ranks exit without a message: by `FirstRankExit` if the error is
-    a `UserError`, and else by `SystemExit`.
+    If it raises `catch` on some ranks, the first of them raises the same, and the others exit without a message: by
+    `FirstRankExit` if the error is a `UserError`, and else by `SystemExit`. Any other error leaves at once, because
+    the other ranks may wait in a collective of `action`.
     """
     error: Exception | None = None
-    result: T | None = None
-    if rank() == 0:
-        try:
-            result = action()
-        except Exception as raised:
-            error = raised
-    failed = broadcast_object(None if error is None else isinstance(error, UserError))
-    if failed is None:
-        return result
-    if error is None:
-        raise FirstRankExit(2) if failed else SystemExit(2)
+    result: list[T] = []
+    try:
+        result.append(action())
+    except catch as raised:
+        error = raised
+    errors = all_gather_object(None if error is None else isinstance(error, UserError))
+    first = next((number for number, is_users in enumerate(errors) if is_users is not None), None)
+    if first is None:
+        return result[0]
+    if error is None or first != rank():
+        raise FirstRankExit(2) if errors[first] else SystemExit(2)
     setattr(error, _KNOWN_TO_ALL, True)
     raise error
+
+
+def on_first_rank(action: Callable[[], T]) -> T | None:
+    """Run `action`, without collectives, on rank 0, and return its result there; None on other ranks.
+
+    If it raises, all ranks end as in `on_every_rank`.
+    """
+    return on_every_rank(lambda: action() if rank() == 0 else None, catch=Exception)
 
 
 def is_known_to_all(error: BaseException) -> bool:
     """Return whether every rank has raised at the same call as this one, so that all can go on with something else.
 
-    This holds for what `on_first_rank` raises for a `UserError`, and for any error of a single process.
+    This holds for what `on_every_rank` raises for a `UserError`, and for any error of a single process.
     """
     if not is_distributed() or isinstance(error, FirstRankExit):
         return True
