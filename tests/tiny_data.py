@@ -11,8 +11,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from data_pipeline.building.index_tars import Described, partial_path, write_index
-from data_pipeline.building.tar_scan import Made, ScanInputs, TarTask, begin_parts, scan_tar
+from data_pipeline.building.index_tars import partial_path, write_index
+from data_pipeline.building.tar_scan import ScanInputs, TarTask, scan_tar
 from data_pipeline.core.sample import NO_LABEL, Sample
 from data_pipeline.overlays import Overlay
 from data_pipeline.overlays.noise import Noise
@@ -21,6 +21,7 @@ from data_pipeline.overlays.shapes import Shapes
 from data_pipeline.storage.manifest import (
     OVERLAY_NAME,
     SOURCE_DIGESTS_NAME,
+    Description,
     Fields,
     HowMade,
     LabelEntry,
@@ -231,14 +232,14 @@ def _write(
         beside.append(OVERLAY_NAME)
     totals = Totals()
     for sample in samples:
-        totals.add(sample)
+        totals += Totals.of(sample.content)
     digests = b"".join(content_digest(sample.content) for sample in samples)
     write_source_digests(partial_path(directory, SOURCE_DIGESTS_NAME), digests, num_samples=len(samples))
     stored = [name for name in labels if name == "base" or online is None]
     index(
         directory,
         paths,
-        Described(
+        Description(
             how_made=HowMade(
                 dataset="tiny",
                 source="test",
@@ -250,26 +251,24 @@ def _write(
             mean=totals.mean,
             std=totals.std,
             labels=labels,
-            fields=Fields(
-                content=("wav" if is_sound else "png",),
-                mask="mask.png" if samples[0].mask is not None else None,
-                labels={name: f"json:{name}" for name in stored},
-            ),
             medium="sound" if is_sound else "picture",
             sample_rate=sample_rate,
-            numbered=True,
             overlay=entry,
-            beside=beside,
         ),
+        fields=Fields(
+            content=("wav" if is_sound else "png",),
+            mask="mask.png" if samples[0].mask is not None else None,
+            labels={name: f"json:{name}" for name in stored},
+        ),
+        beside=beside,
     )
     return directory
 
 
-def index(directory: Path, paths: Sequence[Path], described: Described) -> None:
+def index(
+    directory: Path, paths: Sequence[Path], description: Description, *, fields: Fields, beside: Sequence[str] = ()
+) -> None:
     """Index tars as a build does."""
-    inputs = ScanInputs(described.fields, directory)
-    begin_parts(directory, "tiny")
-    made = Made(sums=Totals().sums, digests="")
     tasks = [TarTask(number, str(path)) for number, path in enumerate(paths)]
-    facts = [scan_tar(inputs, task, made=made) for task in tasks]
-    write_index([task.path for task in tasks], facts, directory, described)
+    tars = [scan_tar(ScanInputs(fields, directory), task, is_built=True) for task in tasks]
+    write_index(tars, directory, description, fields=fields, numbered=True, beside=beside)

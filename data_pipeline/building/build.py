@@ -4,8 +4,7 @@ Sample `i` shows record `order[i % num_records]`. Its overlay is drawn from (see
 overlay is stored beside the tars instead, and drawn at each reading. The order is a seeded shuffle in rounds of one
 record from every class, so that the first part of a dataset, of any length, is balanced.
 
-A build writes to `DIR.partial`, the manifest last, and then renames it to `DIR`. An interrupted build leaves its
-finished tars in `DIR.partial`, and the same build goes on from them.
+A build writes to `DIR.partial` and then renames it to `DIR`. An interrupted build begins again.
 
 Guarantees: `DIR` holds a whole dataset or does not exist. The same arguments and source give the same bytes: each tar
 is made by one process from its number alone.
@@ -22,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Final, Literal, cast
 
 import numpy as np
 import torch
@@ -38,16 +37,16 @@ from data_pipeline.building.datasets import (
     overlay_options,
     source_options,
 )
-from data_pipeline.building.index_tars import Described, partial_path, write_index
+from data_pipeline.building.index_tars import partial_path, write_index
 from data_pipeline.building.locks import LOCK_NAME, locked
 from data_pipeline.building.pool import run_all
-from data_pipeline.building.tar_scan import ScanInputs, TarFacts, begin_parts, finished, mean_and_std
-from data_pipeline.building.workers import BuildInputs, ShardTask, content_digests, make_shard, shard_path
+from data_pipeline.building.tar_scan import ScanInputs, mean_and_std
+from data_pipeline.building.workers import BuildInputs, MadeTar, ShardTask, content_digests, make_shard
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.options import Options
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.randomness import generator
-from data_pipeline.core.sample import NO_LABEL, Sample
+from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.validation import describe
 from data_pipeline.overlays import NOTHING_GIVEN, Overlay, PixelOverlay, Shape, baked_keys
 from data_pipeline.overlays.registry import kind_of, save_overlay
@@ -55,11 +54,12 @@ from data_pipeline.sources import Source, labels_of
 from data_pipeline.sources.folder import ImageFolder
 from data_pipeline.sources.picture_table import PictureTable
 from data_pipeline.sources.silence import SilenceSource
-from data_pipeline.storage.locations import MANIFEST_NAME, PARTS_NAME, PICTURE_FIELDS
+from data_pipeline.storage.locations import MANIFEST_NAME, PICTURE_FIELDS
 from data_pipeline.storage.manifest import (
     OVERLAY_NAME,
     SOURCE_DIGESTS_NAME,
     BatchEntry,
+    Description,
     Fields,
     HowMade,
     LabelEntry,
@@ -133,33 +133,8 @@ class BuildPlan:
         )
 
     @property
-    def paths(self) -> list[str]:
-        """Return the path of each tar."""
-        num = -(-self.num_samples // self.num_samples_per_shard)
-        return [str(shard_path(self.directory, number)) for number in range(num)]
-
-    @property
-    def arguments(self) -> str:
-        """Return as JSON what must be equal for a build to go on from the finished tars of another."""
-        columns = labels_of(self.inputs.source).items()
-        state = {} if self.overlay is None else self.overlay.state_dict()
-        return json.dumps(
-            {
-                "how_made": self.how_made.model_dump(),
-                "overlay": None if self.overlay_entry is None else self.overlay_entry.model_dump(),
-                "overlay_sha256": [_sha256(tensor.numpy()) for tensor in state.values()],
-                "num_samples_per_shard": self.num_samples_per_shard,
-                "keeps_files": self.inputs.keeps_files,
-                "labels": {name: label.model_dump() for name, label in self.labels.items()},
-                "labels_sha256": {name: _sha256(column.label_N) for name, column in columns},
-                "order_sha256": _sha256(self.order),
-            },
-            indent=2,
-        )
-
-
-def _sha256(array: NDArray[Any]) -> str:
-    return hashlib.sha256(array.tobytes()).hexdigest()
+    def num_shards(self) -> int:
+        return -(-self.num_samples // self.num_samples_per_shard)
 
 
 def build_dataset(
@@ -227,9 +202,9 @@ def build_dataset(
         )
         if _is_taken(directory):
             return _check_finished(directory, plan, num_workers=num_workers)
-        with _whole_or_nothing(directory, plan):
-            facts = _make_shards(plan, title=f"building {directory.name}", num_workers=num_workers)
-            return _write_index(plan, facts)
+        with _whole_or_nothing(directory, plan.directory):
+            tars = _make_tars(plan, title=f"building {directory.name}", num_workers=num_workers)
+            return _write_index(plan, tars)
     except ValidationError as error:
         raise UserError(
             f"{dataset} cannot be built from this input: {describe(error)}; change that in the source"
@@ -329,7 +304,7 @@ def _batch_entry(
         keys = baked_keys(torch.arange(start, start + len(numbers_B)), seed=0, split=split)
         overlaid = overlay(torch.from_numpy(pictures_BHWC).permute(0, 3, 1, 2), keys, labels)
         for picture_HWC in overlaid.inputs.permute(0, 2, 3, 1).numpy():
-            totals.add(Sample(0, picture_HWC, None, {}))
+            totals += Totals.of(picture_HWC)
     return BatchEntry(shape=shape, mean=totals.mean, std=totals.std)
 
 
@@ -349,57 +324,49 @@ def _labels(source: Source, overlay: Overlay | None) -> dict[str, LabelEntry]:
     return {**of_source, **of_overlay}
 
 
-def _make_shards(plan: BuildPlan, *, title: str, num_workers: int) -> list[TarFacts]:
-    """Write the tars that are not finished. Return the facts of all."""
-    facts = {number: finished(plan.directory, path) for number, path in enumerate(plan.paths)}
-    missing = [number for number, known in facts.items() if known is None]
-    start = sum(known.num_samples for known in facts.values() if known is not None)
-    tasks = map(plan.shard, missing)
-    made = run_all(make_shard, plan.inputs, tasks, num_workers=min(num_workers, max(1, len(missing))))
-    with closing(made), Progress(title, total=plan.num_samples, start=start) as progress:
-        for number, found in zip(missing, made, strict=True):
-            facts[number] = found
-            progress.advance(found.num_samples)
-    return [found for found in facts.values() if found is not None]
+def _make_tars(plan: BuildPlan, *, title: str, num_workers: int) -> list[MadeTar]:
+    """Write all tars."""
+    tars = []
+    made = run_all(make_shard, plan.inputs, map(plan.shard, range(plan.num_shards)), num_workers=num_workers)
+    with closing(made), Progress(title, total=plan.num_samples) as progress:
+        for tar in made:
+            tars.append(tar)
+            progress.advance(tar.scanned.num_samples)
+    return tars
 
 
-def _write_index(plan: BuildPlan, facts: list[TarFacts]) -> Manifest:
+def _write_index(plan: BuildPlan, tars: list[MadeTar]) -> Manifest:
     """Write what lies beside the tars, the manifest last."""
     inputs, entry, beside = plan.inputs, plan.overlay_entry, []
     if entry is not None and entry.drawn == "online":
         assert plan.overlay is not None
         save_overlay(plan.overlay, partial_path(plan.directory, OVERLAY_NAME))
         beside.append(OVERLAY_NAME)
-    how_made, totals = plan.how_made, Totals()
+    how_made, scanned = plan.how_made, [tar.scanned for tar in tars]
     if inputs.keeps_files:
-        mean, std = mean_and_std(facts)
+        mean, std = mean_and_std(scanned)
     else:
-        digests: list[bytes] = []
-        for each in facts:
-            assert each.made is not None
-            totals.merge(each.made.sums)
-            digests.append(bytes.fromhex(each.made.digests))
+        totals, digests = Totals(), [tar.digests for tar in tars]
+        for tar in tars:
+            totals += tar.totals
         mean, std = totals.mean, totals.std
         how_made = how_made.model_copy(update={"source_sha256": _source_sha256(plan, digests)})
         if not isinstance(inputs.source, SilenceSource):  # its records are all alike
             path = partial_path(plan.directory, SOURCE_DIGESTS_NAME)
             write_source_digests(path, b"".join(digests), num_samples=plan.num_samples)
             beside.append(SOURCE_DIGESTS_NAME)
-    described = Described(
+    description = Description(
         how_made=how_made,
         input_shape=_stored_shape(plan) if inputs.num_points is None else (inputs.num_points,),
         mean=mean,
         std=std,
         labels=plan.labels,
-        fields=inputs.scan.fields,
         medium="picture" if inputs.num_points is None else "sound",
         sample_rate=inputs.sample_rate,
         any_size=inputs.keeps_files,
-        numbered=True,
         overlay=entry,
-        beside=beside,
     )
-    return write_index(plan.paths, facts, plan.directory, described)
+    return write_index(scanned, plan.directory, description, fields=inputs.scan.fields, numbered=True, beside=beside)
 
 
 def _stored_shape(plan: BuildPlan) -> Shape:
@@ -420,19 +387,17 @@ def _check_finished(directory: Path, plan: BuildPlan, *, num_workers: int) -> Ma
     """
     manifest = SampleStore(directory).manifest  # raises if a tar is missing
     other = "choose another directory or remove it"
-    for name in HowMade.model_fields:
-        before, now = getattr(manifest.how_made, name), getattr(plan.how_made, name)
-        if before != now and name != "source_sha256":
-            raise UserError(f"{directory} was built with {name} {before}, not {now}; {other}")
     before_and_now: dict[str, tuple[object, object]] = {
-        "overlay, or with other digits, sounds or options for it": (manifest.overlay, plan.overlay_entry),
+        **{name: (before, getattr(plan.how_made, name)) for name, before in manifest.how_made},
+        "overlay": (manifest.overlay, plan.overlay_entry),
         "--keep or --image-size": (manifest.tars.fields, plan.inputs.scan.fields),
         "number of samples": (manifest.num_samples, plan.num_samples),
-        "--samples-per-shard": (manifest.num_shards, len(plan.paths)),
+        "number of shards": (manifest.num_shards, plan.num_shards),
     }
-    for what, (then, planned) in before_and_now.items():
-        if then != planned:
-            raise UserError(f"{directory} was built with another {what}; {other}")
+    del before_and_now["source_sha256"]
+    for what, (before, now) in before_and_now.items():
+        if before != now:
+            raise UserError(f"{directory} was built with {what} {before}, not {now}; {other}")
     if not plan.inputs.keeps_files:
         starts = range(0, len(plan.order), NUM_SAMPLES_PER_SHARD)
         slices = (plan.order[start : start + NUM_SAMPLES_PER_SHARD] for start in starts)
@@ -443,26 +408,22 @@ def _check_finished(directory: Path, plan: BuildPlan, *, num_workers: int) -> Ma
 
 
 @contextmanager
-def _whole_or_nothing(directory: Path, plan: BuildPlan) -> Iterator[None]:
-    """Make the folder of a plan to build in, and rename it to `directory` at the end.
+def _whole_or_nothing(directory: Path, unfinished: Path) -> Iterator[None]:
+    """Make the empty folder `unfinished` to build in, and rename it to `directory` at the end.
 
-    The folder may hold finished tars of the same plan; all else in it is removed. After an error it is kept if it holds
-    a finished tar. Raises `UserError` if another build is writing there.
+    Removes what a killed build has left there. Raises `UserError` if another build is writing there, or if the folder
+    is not from a build.
     """
-    unfinished = plan.directory
+    if unfinished.exists() and not (unfinished / LOCK_NAME).exists():
+        raise UserError(f"{unfinished} is not from a build; move it, or choose another --out")
     with locked(unfinished):
-        if not (unfinished / PARTS_NAME).exists() and any(path.name != LOCK_NAME for path in unfinished.iterdir()):
-            raise UserError(f"{unfinished} is not from a build; move it, or choose another --out")
-        if not begin_parts(unfinished, plan.arguments):
-            for path in unfinished.glob("*.tar"):
+        for path in unfinished.iterdir():
+            if path.name != LOCK_NAME:
                 path.unlink()
-        for path in unfinished.glob(".*.partial"):  # of a process that was killed
-            path.unlink()
         try:
             yield
         except BaseException as error:
-            if not any((unfinished / PARTS_NAME).glob("*.part")):
-                shutil.rmtree(unfinished, ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                 error.filename = unfinished  # the error of a write has no file name
             raise

@@ -1,7 +1,7 @@
 """Index WebDataset tars, so that they can be trained from as they are.
 
-The tars are scanned as `data_pipeline.building.tar_scan` says, and the facts of all tars are joined into one index,
-whose files `data_pipeline.storage.index` lists. `build` writes tars and indexes them in the same way.
+The tars are scanned as `data_pipeline.building.tar_scan` says, and what was found is joined into one index, whose files
+ `data_pipeline.storage.index` lists. `build` writes tars and indexes them in the same way.
 
 An index may name an overlay that is drawn on the pictures each time they are read. Its file lies beside the index.
 
@@ -12,44 +12,46 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import logging
 import os
 import re
-import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from data_pipeline.building.catalogue import labels_of_overlay, open_picture_overlay
 from data_pipeline.building.datasets import TAR_PICTURE_SIZE, check_at_least, overlay_options
 from data_pipeline.building.locks import locked
+from data_pipeline.building.pool import run_all
 from data_pipeline.building.tar_scan import (
     LABEL_FIELDS,
     ScanInputs,
-    TarFacts,
-    begin_parts,
+    ScannedTar,
+    TarTask,
     expand,
     mean_and_std,
-    read_part,
-    scan_all,
+    scan_tar,
 )
 from data_pipeline.core.errors import UserError, printable
-from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY, Medium
+from data_pipeline.core.progress import Progress
+from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY
 from data_pipeline.core.schema import check_label_name
 from data_pipeline.overlays import PixelOverlay
 from data_pipeline.overlays.registry import kind_of, save_overlay
 from data_pipeline.remote.cache import is_remote
 from data_pipeline.sources import class_names_of
 from data_pipeline.storage.index import HASHES_NAME, NUMBERS_NAME, SAMPLES_NAME, TIMES_NAME, labels_name
-from data_pipeline.storage.locations import MANIFEST_NAME, PARTS_NAME, TARS_NAME, index_directory
+from data_pipeline.storage.locations import MANIFEST_NAME, TARS_NAME, index_directory
 from data_pipeline.storage.manifest import (
     MAX_CLASSES,
     OVERLAY_NAME,
+    Description,
     Fields,
     FileEntry,
     HowMade,
@@ -65,28 +67,7 @@ _UNLABELLED: Final = "-1"  # in many datasets, the label of a sample without a c
 
 Split = Literal["train", "test"]
 
-
-@dataclass(frozen=True)
-class Described:
-    """What a manifest says of the samples beside what is in their tars; see `Manifest`.
-
-    Attributes:
-        labels: every label; those that are stored get their counts from the tars.
-        beside: the names of the files that lie beside the index, or partial files of them.
-    """
-
-    how_made: HowMade
-    input_shape: tuple[int, ...]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    labels: Mapping[str, LabelEntry]
-    fields: Fields
-    medium: Medium = "picture"
-    sample_rate: int | None = None
-    any_size: bool = False
-    numbered: bool = False
-    overlay: OverlayEntry | None = None
-    beside: Sequence[str] = ()
+logger = logging.getLogger(__name__)
 
 
 def make_index(
@@ -100,8 +81,8 @@ def make_index(
     split: Split = "train",
     num_workers: int = 1,
     show_progress: bool = False,
-) -> tuple[Manifest, list[TarFacts]]:
-    """Index the tars of a location into the directory `out`. Return its manifest, and the facts of each tar.
+) -> tuple[Manifest, list[ScannedTar]]:
+    """Index the tars of a location into the directory `out`. Return its manifest, and what was found in each tar.
 
     Pictures are brought to `size` when they are read. `classes_of` is an index whose class numbers are used; for a test
     set, the index of its train set. `overlay` is drawn on the pictures when they are read, with digits of `split`.
@@ -114,19 +95,24 @@ def make_index(
     settings = ScanInputs(fields=fields, size=size, num_measured=-(-_NUM_MEASURED // len(paths)), directory=out)
 
     with locked(out):
-        begin_parts(out, repr((fields, size, settings.num_measured)))
-        facts = scan_all(paths, settings, num_workers=num_workers, show_progress=show_progress)
-        try:
-            labels = _found_labels(location, facts, fields, classes_of=classes_of)
-            mean, std = mean_and_std(facts)
-        except UserError:
-            shutil.rmtree(out / PARTS_NAME)  # the tars may be mended before the next try
-            raise
+        tars: list[ScannedTar] = []
+        num_samples = 0
+        tasks = [TarTask(number, path) for number, path in enumerate(paths)]
+        with Progress("index", total=len(paths), enabled=show_progress) as progress:
+            for tar in run_all(scan_tar, settings, tasks, num_workers=num_workers):
+                tars.append(tar)
+                num_samples += tar.num_samples
+                progress.advance(note=f"{num_samples} samples")
+                if tar.problem is not None:
+                    logger.warning("%s %s", tar.path, tar.problem)
+        labels = _found_labels(location, tars, fields, classes_of=classes_of)
+        mean, std = mean_and_std(tars)
         drawn = {} if overlay is None else labels_of_overlay(overlay)
         if both := sorted(labels.keys() & drawn.keys()):
             raise UserError(f"--label and the overlay both give the label {both[0]}; give yours another name")
         entry = _save_overlay(overlay, out)
-        described = Described(
+        description = Description(
+            medium="picture",
             how_made=HowMade(
                 dataset="tars" if entry is None else f"tars_{entry.kind}",
                 source=location if overlay is None else f"{location}{overlay.made_from}",
@@ -136,60 +122,57 @@ def make_index(
             mean=mean,
             std=std,
             labels={**labels, **drawn},
-            fields=fields,
             any_size=True,
             overlay=entry,
-            beside=() if entry is None else (OVERLAY_NAME,),
         )
-        return write_index(paths, facts, out, described), facts
+        beside = () if entry is None else (OVERLAY_NAME,)
+        return write_index(tars, out, description, fields=fields, numbered=False, beside=beside), tars
 
 
-def write_index(paths: Sequence[str], facts: Sequence[TarFacts], out: Path, described: Described) -> Manifest:
-    """Write the index of tars whose parts lie in `out`, and the manifest at last. Remove the parts.
+def write_index(
+    tars: Sequence[ScannedTar],
+    out: Path,
+    description: Description,
+    *,
+    fields: Fields,
+    numbered: bool,
+    beside: Sequence[str],
+) -> Manifest:
+    """Write the index of tars into the directory `out`, and the manifest at last.
 
-    The caller keeps `out` locked. The old manifest goes first and the new one comes last, so no process reads an index
-    that is half replaced.
+    `description` says what the samples are, `beside` names further files, whose partial files are there already. The
+    labels that are stored get their counts from the tars. The caller keeps `out` locked. The old manifest goes first
+    and the new one comes last, so no process reads an index that is half replaced.
     """
-    stored = {name: label for name, label in described.labels.items() if not _is_drawn_later(label, described.overlay)}
-    samples = _SampleFiles(out, stored)
-    with samples:
-        for name in paths:
-            samples.add(out, name)
-    ends = np.cumsum([each.num_samples for each in facts], dtype=np.int64)
-    numbers_S2 = np.stack([ends, np.array([each.num_bytes for each in facts], dtype=np.int64)], axis=1)
+    ends = np.cumsum([tar.num_samples for tar in tars], dtype=np.int64)
+    numbers_S2 = np.stack([ends, np.array([tar.num_bytes for tar in tars], dtype=np.int64)], axis=1)
     contents = {
-        TARS_NAME: "".join(f"{_stored(path, out)}\n" for path in paths).encode(),
+        TARS_NAME: "".join(f"{_stored(tar.path, out)}\n" for tar in tars).encode(),
         NUMBERS_NAME: numbers_S2.astype("<i8").tobytes(),
-        HASHES_NAME: bytes.fromhex("".join(each.sha256 for each in facts)),
+        HASHES_NAME: bytes.fromhex("".join(tar.sha256 for tar in tars)),
+        SAMPLES_NAME: np.concatenate([tar.packed_NM for tar in tars if tar.num_samples]).astype("<i8").tobytes(),
     }
-    if not contents[HASHES_NAME]:
-        times = np.array([each.changed_ns for each in facts], dtype="<i8").tobytes()
-        partial_path(out, TIMES_NAME).write_bytes(times)
+    labels = dict(description.labels)
+    for name, label in description.stored_labels.items():
+        label_N = _numbers_of(label, [(tar.labels[name], tar.label_of[name]) for tar in tars])
+        counts = np.bincount(label_N[label_N >= 0], minlength=len(label.classes))
+        labels[name] = label.model_copy(update={"counts": tuple(counts.tolist())})
+        contents[labels_name(name)] = label_N.astype("<i4").tobytes()
     for name, content in contents.items():
         partial_path(out, name).write_bytes(content)
-    labels = {
-        name: label.model_copy(update={"counts": samples.counts(name)}) if name in stored else label
-        for name, label in described.labels.items()
-    }
-    listed = [*contents, *samples.names, *described.beside]
-    manifest = Manifest(
-        num_samples=int(ends[-1]),
-        medium=described.medium,
-        input_shape=described.input_shape,
-        any_size=described.any_size,
-        sample_rate=described.sample_rate,
-        labels={name: labels[name] for name in (BASE, OVERLAY, *labels) if name in labels},
-        mean=described.mean,
-        std=described.std,
-        overlay=described.overlay,
-        how_made=described.how_made,
-        tars=Tars(
-            fields=described.fields,
-            numbered=described.numbered,
-            num_tars=len(paths),
-            num_bytes=int(numbers_S2[:, 1].sum()),
-        ),
-        files={name: _file_entry(partial_path(out, name)) for name in listed},
+    if not contents[HASHES_NAME]:
+        times = np.array([tar.changed_ns for tar in tars], dtype="<i8").tobytes()
+        partial_path(out, TIMES_NAME).write_bytes(times)
+    num_bytes = int(numbers_S2[:, 1].sum())
+    listed = [*contents, *beside]
+    manifest = Manifest.model_validate(
+        {
+            **dict(description),
+            "labels": {name: labels[name] for name in (BASE, OVERLAY, *labels) if name in labels},
+            "num_samples": int(ends[-1]),
+            "tars": Tars(fields=fields, numbered=numbered, num_tars=len(tars), num_bytes=num_bytes),
+            "files": {name: _file_entry(partial_path(out, name)) for name in listed},
+        }
     )
     (out / MANIFEST_NAME).unlink(missing_ok=True)
     for old in (out / OVERLAY_NAME, out / TIMES_NAME, *out.glob(labels_name("*"))):
@@ -201,64 +184,20 @@ def write_index(paths: Sequence[str], facts: Sequence[TarFacts], out: Path, desc
     for name in (*listed, TIMES_NAME, MANIFEST_NAME):
         if (partial := partial_path(out, name)).exists():
             partial.replace(out / name)
-    shutil.rmtree(out / PARTS_NAME)
     return manifest
 
 
-def _is_drawn_later(label: LabelEntry, overlay: OverlayEntry | None) -> bool:
-    return label.given_by == "overlay" and overlay is not None and overlay.drawn == "online"
+def _numbers_of(label: LabelEntry, found: Sequence[tuple[tuple[str, ...], NDArray[np.int32]]]) -> NDArray[np.int64]:
+    """Return the number of the class of each sample, from the values in each tar and the numbers of these."""
+    numbers = {word: number for number, word in enumerate(label.classes)}
+    # The last entry is for samples without a label.
+    of_class = [np.array([*(numbers.get(word, NO_LABEL) for word in words), NO_LABEL]) for words, _ in found]
+    return np.concatenate([numbers_W[label_N] for numbers_W, (_, label_N) in zip(of_class, found, strict=True)])
 
 
 def _file_entry(path: Path) -> FileEntry:
     with path.open("rb") as file:
         return FileEntry(num_bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
-
-
-class _SampleFiles:
-    """The partial files of an index with an entry for each sample, while they are written.
-
-    Attributes:
-        names: the names of the files.
-    """
-
-    def __init__(self, out: Path, labels: Mapping[str, LabelEntry]) -> None:
-        self._numbers = {
-            name: {word: number for number, word in enumerate(label.classes)} for name, label in labels.items()
-        }
-        self._counts = {name: np.zeros(len(label.classes), dtype=np.int64) for name, label in labels.items()}
-        self._out = out
-        self.names = [SAMPLES_NAME, *map(labels_name, labels)]
-        self._stack = ExitStack()
-        self._files: dict[str, BinaryIO] = {}
-
-    def __enter__(self) -> None:
-        self._files = {name: self._stack.enter_context(partial_path(self._out, name).open("wb")) for name in self.names}
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def add(self, directory: Path, name: str) -> None:
-        """Add the samples of a tar from its part."""
-        part = read_part(directory, name)
-        if part is None:
-            raise UserError(f"{directory / PARTS_NAME} was changed while the index was made; index again")
-        facts, numbers = part
-        if not facts.num_samples:
-            return
-        num_members = numbers.shape[1] - len(facts.labels)
-        self._files[SAMPLES_NAME].write(numbers[:, :num_members].astype("<i8").tobytes())
-        for column, (label, words) in enumerate(facts.labels.items(), num_members):
-            if label not in self._numbers:
-                continue
-            # The last entry is for samples without a label.
-            of_class = np.array([*(self._numbers[label].get(word, NO_LABEL) for word in words), NO_LABEL])
-            label_N = of_class[numbers[:, column]]
-            self._files[labels_name(label)].write(label_N.astype("<i4").tobytes())
-            self._counts[label] += np.bincount(label_N[label_N >= 0], minlength=len(self._counts[label]))
-
-    def counts(self, label: str) -> tuple[int, ...]:
-        """Return the number of samples of each class of a label."""
-        return tuple(self._counts[label].tolist())
 
 
 def _save_overlay(overlay: PixelOverlay | None, out: Path) -> OverlayEntry | None:
@@ -280,30 +219,30 @@ def partial_path(out: Path, name: str) -> Path:
     return out / f".{name}.partial"
 
 
-def _count_fields(facts: Sequence[TarFacts]) -> Counter[str]:
+def _count_fields(tars: Sequence[ScannedTar]) -> Counter[str]:
     """Return how many samples of all tars have each extension."""
     seen: Counter[str] = Counter()
-    for each in facts:
+    for each in tars:
         seen.update(each.fields)
     return seen
 
 
 def _found_labels(
-    location: str, facts: Sequence[TarFacts], fields: Fields, *, classes_of: Path | None
+    location: str, tars: Sequence[ScannedTar], fields: Fields, *, classes_of: Path | None
 ) -> dict[str, LabelEntry]:
     """Return each label of which some sample has a value. Raises `UserError` as `make_index` does."""
-    seen = ", ".join(name for name, _ in _count_fields(facts).most_common(10)) or "none"
-    if not any(each.num_samples for each in facts):
+    seen = ", ".join(name for name, _ in _count_fields(tars).most_common(10)) or "none"
+    if not any(each.num_samples for each in tars):
         raise UserError(
             f"no sample of {location} has a picture under one of {', '.join(fields.content)}; its fields are {seen}, "
             "so name yours with --image"
         )
     of_train = None if classes_of is None else load_manifest(classes_of).labels
     labels: dict[str, LabelEntry] = {}
-    for name in facts[0].labels:
-        words = {word for each in facts for word in each.labels[name]}
+    for name in tars[0].labels:
+        words = {word for each in tars for word in each.labels[name]}
         if not words and fields.labels is not None:
-            unread = next((f" ({each.first_unread[name]})" for each in facts if name in each.first_unread), "")
+            unread = next((f" ({reason})" for each in tars for reason in each.unread_labels[name]), "")
             raise UserError(
                 f"no sample of {location} has a label under {fields.labels[name]}{printable(unread)}; its fields are "
                 f"{seen}, so name yours with --label"
@@ -347,7 +286,7 @@ def index_options(manifest: Manifest | None) -> tuple[Fields, int]:
     return manifest.tars.fields, manifest.input_shape[1]
 
 
-def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[str]:
+def describe_index(manifest: Manifest, tars: Sequence[ScannedTar]) -> Iterator[str]:
     """Yield lines that say what was found, and what was left out."""
     found = [
         f"{sum(label.counts)} labels of {len(label.classes)} classes ({name})"
@@ -357,7 +296,7 @@ def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[st
         f"{manifest.num_samples} samples in {manifest.num_shards} tars, {manifest.num_bytes:,} bytes, "
         f"{', '.join(found) or 'no labels'}"
     )
-    fields = _count_fields(facts)
+    fields = _count_fields(tars)
     yield f"fields: {', '.join(f'{name} {count}' for name, count in fields.most_common(10))}"
     yield f"pictures are brought to {manifest.input_shape[1]} x {manifest.input_shape[2]} pixels when they are read"
     if manifest.overlay is not None:
@@ -368,16 +307,18 @@ def describe_index(manifest: Manifest, facts: Sequence[TarFacts]) -> Iterator[st
         if 0 < (num_labelled := sum(label.counts)) < manifest.num_samples:
             yield f"{manifest.num_samples - num_labelled} samples have no label ({name})"
     left_out = {
-        "samples without a picture, or with one of more than 268 MB, are left out": [x.num_left_out for x in facts],
-        "links are not read; store files in their place, with `tar --dereference`": [x.num_links for x in facts],
-        "labels cannot be read": [sum(x.unread_labels.values()) for x in facts],
-        "of the pictures that were tried do not decode": [len(x.unreadable) for x in facts],
-        "bytes behind the ends of tars, some cut short or damaged, are not used": [x.end.num_unread for x in facts],
+        "samples without a picture, or with one of more than 268 MB, are left out": [x.num_left_out for x in tars],
+        "links are not read; store files in their place, with `tar --dereference`": [x.num_links for x in tars],
+        "labels cannot be read": [len(reason) for x in tars for reason in x.unread_labels.values()],
+        "of the pictures that were tried do not decode": [len(x.unreadable) for x in tars],
+        "bytes behind the ends of tars, some cut short or damaged, are not used": [x.num_unread for x in tars],
     }
     for what, nums in left_out.items():
         if num := sum(nums):
             yield f"{num:,} {what}"
-    for reason in [*(reason for each in facts for reason in (*each.first_unread.values(), *each.unreadable))][:1]:
+    for reason in [*(reason for each in tars for reason in (*chain(*each.unread_labels.values()), *each.unreadable))][
+        :1
+    ]:
         yield f"the first that cannot be read: {printable(reason)}"
 
 
@@ -448,7 +389,7 @@ def run(args: argparse.Namespace) -> None:
         content=tuple(word.strip().lower().lstrip(".") for word in words if word.strip()),
         labels=parse_labels(args.label or ()) or given.labels,
     )
-    manifest, facts = make_index(
+    manifest, tars = make_index(
         args.location,
         out,
         fields=fields,
@@ -461,5 +402,5 @@ def run(args: argparse.Namespace) -> None:
     )
     seconds = max(time.monotonic() - started, 1e-3)
     print(f"{out}: indexed in {seconds:.1f} s, {manifest.num_samples / seconds:,.0f} samples a second")
-    for line in describe_index(manifest, facts):
+    for line in describe_index(manifest, tars):
         print(line)

@@ -9,18 +9,16 @@ import multiprocessing
 import os
 import pickle
 import signal
-from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.processes import end_with_parent, worker_context
-
-_NUM_TASKS_AHEAD = 2  # per worker, so that all are busy
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -60,18 +58,11 @@ def run_all(
     context = worker_context(__name__)
     # Pickled here, to bytes: multiprocessing itself would share the overlay's tensors through files in memory.
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(pickle.dumps(inputs),))
-    under_way: deque[Future[T]] = deque()
     try:
-        for task in tasks:
-            under_way.append(pool.submit(_in_worker, work, task))
-            if len(under_way) == _NUM_TASKS_AHEAD * num_workers:
-                yield under_way.popleft().result()
-        while under_way:
-            yield under_way.popleft().result()
+        yield from pool.map(partial(_in_worker, work), tasks)
     except BrokenProcessPool:
         raise UserError(
-            "a worker process was killed, most likely for lack of memory; run the same command again with fewer "
-            "--workers; it goes on from what is finished"
+            "a worker process was killed, most likely for lack of memory; run the same command with fewer --workers"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)

@@ -2,7 +2,7 @@
 
     python -m data_pipeline suppression --root DIR --out data/suppression_small --small
 
-goes on where it was stopped. `--root` holds what torchvision downloads (CIFAR-10, MNIST) and the
+leaves out the datasets that are finished. `--root` holds what torchvision downloads (CIFAR-10, MNIST) and the
 recordings of spoken digits. A setting whose files are missing is named at the end, and the others are built.
 
 A correlation of two labels holds in the train split. In the test split, labels are independent, so that every pair of

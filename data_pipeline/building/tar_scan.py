@@ -1,8 +1,7 @@
 """Scan WebDataset tars: where the members of their samples lie, and what their labels are.
 
 Each tar is scanned once, by its headers; only the labels and a few pictures, for the mean and the deviation, are read.
-Worker processes scan tars side by side. The facts of a tar are kept in a part, a file of their own, when it is done, so
-that a scan or a build that was interrupted goes on from there.
+Worker processes scan tars side by side.
 
 Shapes: N samples of a tar, M members of a sample.
 """
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 import re
 import tempfile
@@ -23,32 +21,20 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from braceexpand import braceexpand
 from numpy.typing import NDArray
-from pydantic import NonNegativeInt
 
-from data_pipeline.building.pool import run_all
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.progress import Progress
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import BASE, NO_LABEL
-from data_pipeline.core.schema import MAX_CHARACTERS, Schema
+from data_pipeline.core.schema import MAX_CHARACTERS
 from data_pipeline.loading.picture_decode import decode_square
 from data_pipeline.remote.cache import RemoteConfig, fetch_file, file_url, is_remote
 from data_pipeline.remote.fetch import RemoteFile
 from data_pipeline.storage.index import MAX_MEMBER_BYTES, map_file, pack
-from data_pipeline.storage.locations import PARTS_NAME, listed_tars
+from data_pipeline.storage.locations import expand_braces, listed_tars
 from data_pipeline.storage.manifest import Fields
-from data_pipeline.storage.tar_headers import (
-    TarEnd,
-    TarMember,
-    read_contents,
-    split_name,
-    tar_end,
-)
-from data_pipeline.storage.totals import Sums
+from data_pipeline.storage.tar_headers import TarMember, read_contents, split_name
 
-logger = logging.getLogger(__name__)
 LABEL_FIELDS: Final = ("cls", "label", "label.txt", "class", "cls.txt")  # tried in this order if none is named
 _MAX_LABEL_BYTES: Final = 1 << 20
 _REMOTE: Final = RemoteConfig()
@@ -57,46 +43,46 @@ _METADATA: Final = re.compile(r"__[^/]*__($|/)")  # names of members that WebDat
 _FINE: Final = 1 << 20  # places of a draw in a piece of a tar
 
 
-class Made(Schema):
-    """What a build knows of the samples of a tar: their totals, and in hexadecimal the digests of new records."""
-
-    sums: Sums
-    digests: str
-
-
-class TarFacts(Schema):
-    """The entries of an index for one tar, beside the places of the members of its samples.
+@dataclass(frozen=True)
+class ScannedTar:
+    """The entries of an index for one tar.
 
     Attributes:
+        path: the path or URL.
         num_bytes, changed_ns: size and time of change of the file when it was scanned; of a remote tar the size alone.
         sha256: of a remote tar, or one of a build; empty for others.
-        num_samples: with all members.
+        packed_NM: (N, M) int64, where the members of each sample lie (`data_pipeline.storage.index.pack`).
+        labels: for each label by name, the different values, in the order in which they are met.
+        label_of: for each label by name, (N,) int32, the number of the value of each sample; `NO_LABEL` if it has none.
         num_left_out: samples that lack a member.
         num_links: links in the tar, which are not read.
-        end: where the tar ends. A local tar may be cut short or damaged; what is before is used.
+        num_unread: bytes behind the end of the tar that are not used.
+        problem: why they are not; a local tar may be cut short or damaged, and what is before is used.
         fields: how many samples have each extension.
-        labels: for each label by name, the different values, in the order in which they are met.
-        unread_labels: for each label by name, the number of its files that cannot be read as one.
-        first_unread: for each label that has some, the first of these files, and why.
+        unread_labels: for each label by name, the files that cannot be read as one, and why.
         sums: of the measured pictures: their number, and for each channel the mean and the mean square.
         unreadable: a reason for each of the measured pictures that do not decode.
-        made: of a tar that a build has written.
     """
 
-    num_bytes: NonNegativeInt
+    path: str
+    num_bytes: int
     changed_ns: int
     sha256: str
-    num_samples: NonNegativeInt
-    num_left_out: NonNegativeInt
-    num_links: NonNegativeInt
-    end: TarEnd
-    fields: dict[str, int]
-    labels: dict[str, tuple[str, ...]]
-    unread_labels: dict[str, NonNegativeInt]
-    first_unread: dict[str, str]
-    sums: tuple[float, ...]
-    unreadable: tuple[str, ...]
-    made: Made | None = None
+    packed_NM: NDArray[np.int64]
+    labels: Mapping[str, tuple[str, ...]]
+    label_of: Mapping[str, NDArray[np.int32]]
+    num_left_out: int
+    num_links: int
+    num_unread: int
+    problem: str | None
+    fields: Mapping[str, int]
+    unread_labels: Mapping[str, Sequence[str]]
+    sums: NDArray[np.float64]
+    unreadable: Sequence[str]
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.packed_NM)
 
 
 @dataclass(frozen=True)
@@ -109,7 +95,10 @@ class TarTask:
 
 @dataclass(frozen=True)
 class ScanInputs:
-    """The settings with which a worker scans a tar. It decodes `num_measured` pictures of each, to `size`."""
+    """The settings with which a worker scans a tar. It decodes `num_measured` pictures of each, to `size`.
+
+    Copies of remote tars lie in `directory` while they are scanned.
+    """
 
     fields: Fields
     directory: Path
@@ -143,10 +132,7 @@ def expand(location: str) -> list[str]:
 
 
 def _expand_remote(location: str) -> list[str]:
-    try:
-        urls = list(braceexpand(location))
-    except ValueError as error:
-        raise UserError(f"{location} is not a pattern ({error}); write braces as in train-{{0000..0099}}.tar") from None
+    urls = expand_braces(location)
     for url in urls:
         if url.endswith("/"):
             raise UserError(
@@ -157,8 +143,8 @@ def _expand_remote(location: str) -> list[str]:
     return urls
 
 
-def scan_tar(inputs: ScanInputs, task: TarTask, *, made: Made | None = None) -> TarFacts:
-    """Scan one tar and write what is known of it. A worker process calls this.
+def scan_tar(inputs: ScanInputs, task: TarTask, *, is_built: bool = False) -> ScannedTar:
+    """Scan one tar. A worker process calls this.
 
     Raises `UserError` if the file is no tar.
     """
@@ -167,7 +153,6 @@ def scan_tar(inputs: ScanInputs, task: TarTask, *, made: Made | None = None) -> 
         contents = read_contents(data)
         if contents.end == 0 and any(data[:1]):
             raise UserError(f"{task.path} is not a plain tar; unpack it if it is compressed, or leave it out")
-        is_hashed = made is not None or is_remote(task.path)
         labels = {name: _LabelReader(inputs.fields, name) for name in inputs.label_names}
         fields: Counter[str] = Counter()
         num_members = 1 if inputs.fields.mask is None else 2
@@ -181,31 +166,27 @@ def scan_tar(inputs: ScanInputs, task: TarTask, *, made: Made | None = None) -> 
             chosen += members
             for label in labels.values():
                 label.read(of_sample, data)
-        num_samples = len(chosen) // num_members
-        rows = measured_rows(num_samples, num=inputs.num_measured, tar=task.number)
+        rows = measured_rows(len(chosen) // num_members, num=inputs.num_measured, tar=task.number)
         sums, unreadable = _measure([chosen[num_members * row] for row in rows], data, size=inputs.size)
-        facts = TarFacts(
+        offsets = np.array([member.offset for member in chosen], dtype=np.int64)
+        sizes = np.array([member.size for member in chosen], dtype=np.int64)
+        return ScannedTar(
+            path=task.path,
             num_bytes=status.st_size,
             changed_ns=status.st_mtime_ns,
-            sha256=hashlib.sha256(data).hexdigest() if is_hashed else "",
-            num_samples=num_samples,
-            num_left_out=num_left_out,
-            num_links=len(contents.links),
-            end=tar_end(data, end=contents.end),
-            fields=dict(fields.most_common(_MAX_FIELDS)),
+            sha256=hashlib.sha256(data).hexdigest() if is_built or is_remote(task.path) else "",
+            packed_NM=pack(offsets, sizes).reshape(-1, num_members),
             labels={name: tuple(label.numbers) for name, label in labels.items()},
-            unread_labels={name: label.num_unread for name, label in labels.items()},
-            first_unread={name: label.first_unread for name, label in labels.items() if label.num_unread},
-            sums=tuple(sums),
-            unreadable=tuple(unreadable),
-            made=made,
+            label_of={name: np.array(label.found, dtype=np.int32) for name, label in labels.items()},
+            num_left_out=num_left_out,
+            num_links=contents.num_links,
+            num_unread=contents.num_unread,
+            problem=contents.problem,
+            fields=dict(fields.most_common(_MAX_FIELDS)),
+            unread_labels={name: label.unread for name, label in labels.items()},
+            sums=sums,
+            unreadable=unreadable,
         )
-    offsets = np.array([member.offset for member in chosen], dtype=np.int64)
-    sizes = np.array([member.size for member in chosen], dtype=np.int64)
-    packed_NM = pack(offsets, sizes).reshape(num_samples, num_members)
-    columns = [np.array(label.found, dtype=np.int64)[:, None] for label in labels.values()]
-    _write_part(part_path(inputs.directory, task.path), facts, np.concatenate([packed_NM, *columns], axis=1))
-    return facts
 
 
 def _members(fields: Fields, of_sample: Mapping[str, TarMember]) -> list[TarMember] | None:
@@ -246,13 +227,13 @@ def _local(inputs: ScanInputs, task: TarTask) -> Iterator[Path]:
     if not is_remote(task.path):
         yield Path(task.path)
         return
-    with tempfile.TemporaryDirectory(dir=inputs.directory / PARTS_NAME) as directory:
+    with tempfile.TemporaryDirectory(dir=inputs.directory) as directory:
         path = Path(directory, "copy.tar")
         fetch_file(RemoteFile(task.path), path, config=_REMOTE)
-        data = map_file(path)
-        contents = read_contents(data)
-        if not (contents.members and tar_end(data, end=contents.end).is_whole):
-            raise UserError(f"{task.path}: the answer of {len(data)} bytes is not a whole tar; check the location")
+        contents = read_contents(map_file(path))
+        if not (contents.members and contents.is_whole):
+            num_bytes = path.stat().st_size
+            raise UserError(f"{task.path}: the answer of {num_bytes} bytes is not a whole tar; check the location")
         yield path
 
 
@@ -262,21 +243,21 @@ class _LabelReader:
     Attributes:
         numbers: the different values, with their numbers in the order in which they were met.
         found: the number of the value of each sample; `NO_LABEL` if it has none.
+        unread: the files that cannot be read as a label, and why.
     """
 
     def __init__(self, fields: Fields, name: str) -> None:
         self._field = None if fields.labels is None else fields.labels[name]
         self.numbers: dict[str, int] = {}
         self.found: list[int] = []
-        self.num_unread, self.first_unread = 0, ""
+        self.unread: list[str] = []
 
     def read(self, of_sample: Mapping[str, TarMember], data: memoryview) -> None:
         try:
             word = _label(self._field, of_sample, data)
         except ValueError as error:
             word = None
-            self.num_unread += 1
-            self.first_unread = self.first_unread or str(error)
+            self.unread.append(str(error))
         self.found.append(NO_LABEL if word is None else self.numbers.setdefault(word, len(self.numbers)))
 
 
@@ -345,7 +326,7 @@ def measured_rows(num_samples: int, *, num: int, tar: int) -> list[int]:
     return [(piece * _FINE + shift) * num_samples // (num * _FINE) for piece in range(num)]
 
 
-def _measure(pictures: Sequence[TarMember], data: memoryview, *, size: int) -> tuple[list[float], list[str]]:
+def _measure(pictures: Sequence[TarMember], data: memoryview, *, size: int) -> tuple[NDArray[np.float64], list[str]]:
     """Return number, means and mean squares of some pictures of a tar, and why others do not decode."""
     sums = np.zeros(7)
     unreadable: list[str] = []
@@ -357,90 +338,18 @@ def _measure(pictures: Sequence[TarMember], data: memoryview, *, size: int) -> t
             continue
         values = picture.numpy().reshape(3, -1) / 255.0
         sums += np.concatenate([[1.0], values.mean(axis=1), np.square(values).mean(axis=1)])
-    return sums.tolist(), unreadable
+    return sums, unreadable
 
 
-def mean_and_std(facts: Sequence[TarFacts]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def mean_and_std(tars: Sequence[ScannedTar]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the mean and the deviation of each channel, of the measured pictures.
 
     The measured pictures of a tar stand for all its samples: a tar counts by its size.
     """
-    measured = [each for each in facts if each.sums[0]]
+    measured = [tar for tar in tars if tar.sums[0]]
     if not measured:
-        reasons = [reason for each in facts for reason in each.unreadable][:1]
+        reasons = [reason for tar in tars for reason in tar.unreadable][:1]
         raise UserError(f"none of the pictures decodes ({'; '.join(reasons)}); name another field with --image")
-    sums = np.sum([np.array(each.sums) * (each.num_samples / each.sums[0]) for each in measured], axis=0)
+    sums = np.sum([tar.sums * (tar.num_samples / tar.sums[0]) for tar in measured], axis=0)
     mean, square = sums[1:4] / sums[0], sums[4:7] / sums[0]
     return tuple(mean.tolist()), tuple(np.sqrt(np.maximum(square - mean**2, 0)).tolist())
-
-
-def part_path(directory: Path, path: str) -> Path:
-    return directory / PARTS_NAME / f"{hashlib.sha256(path.encode()).hexdigest()[:24]}.part"
-
-
-def _write_part(path: Path, facts: TarFacts, numbers: NDArray[np.int64]) -> None:
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        file.write(facts.model_dump_json().encode() + b"\n")
-        file.write(numbers.astype("<i8").tobytes())
-    partial.replace(path)
-
-
-def read_part(directory: Path, name: str) -> tuple[TarFacts, NDArray[np.int64]] | None:
-    """Return the facts of a tar; and of its samples the places of the members, and each label. None if not whole.
-
-    The numbers are (N, M + num_labels) int64.
-    """
-    try:
-        head, _, tail = part_path(directory, name).read_bytes().partition(b"\n")
-        facts = TarFacts.model_validate_json(head)
-    except (OSError, ValueError):
-        return None
-    numbers = np.frombuffer(tail, dtype="<i8").astype(np.int64)
-    return facts, numbers.reshape(facts.num_samples, -1 if facts.num_samples else 1)
-
-
-def begin_parts(out: Path, settings: str) -> bool:
-    """Make the directory of the parts. Return whether it holds parts that were made with the same settings.
-
-    Removes the parts of other settings.
-    """
-    directory, note = out / PARTS_NAME, out / PARTS_NAME / "settings"
-    if note.is_file() and note.read_text(encoding="utf-8") == settings:
-        return True
-    directory.mkdir(parents=True, exist_ok=True)
-    for old in directory.glob("*.part"):
-        old.unlink()
-    note.write_text(settings, encoding="utf-8")
-    return False
-
-
-def finished(directory: Path, name: str) -> TarFacts | None:
-    """Return the facts of a tar that has a part; None if it has none, or has changed since.
-
-    Does not ask for a remote tar; None if it gave no sample.
-    """
-    part = read_part(directory, name)
-    if part is None or is_remote(name):
-        return None if part is None or not part[0].num_samples else part[0]
-    facts, path = part[0], Path(name)
-    status = path.stat() if path.is_file() else None
-    is_same = status is not None and (status.st_size, status.st_mtime_ns) == (facts.num_bytes, facts.changed_ns)
-    return facts if is_same else None
-
-
-def scan_all(paths: Sequence[str], settings: ScanInputs, *, num_workers: int, show_progress: bool) -> list[TarFacts]:
-    """Return the facts of all tars. A tar that is finished is not scanned again."""
-    facts = {number: finished(settings.directory, name) for number, name in enumerate(paths)}
-    tasks = [TarTask(number, paths[number]) for number, known in facts.items() if known is None]
-    num_samples = 0
-    with Progress("index", total=len(paths), start=len(paths) - len(tasks), enabled=show_progress) as progress:
-        for task, found in zip(tasks, run_all(scan_tar, settings, tasks, num_workers=num_workers), strict=True):
-            facts[task.number] = found
-            num_samples += found.num_samples
-            progress.advance(note=f"{num_samples} samples")
-    whole = [each for each in facts.values() if each is not None]
-    for name, each in zip(paths, whole, strict=True):
-        if (problem := each.end.problem) is not None:
-            logger.warning("%s %s", name, problem)
-    return whole

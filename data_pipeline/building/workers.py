@@ -1,6 +1,6 @@
 """Make the tars of a build; one process makes a whole tar.
 
-A worker writes the tar, and scans it as `index` scans somebody else's; so the part of a tar says that it is finished.
+A worker writes the tar, and scans it as `index` scans somebody else's.
 
 Guarantees: no byte depends on which process made it.
 
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from data_pipeline.audio.waveform import crop_last, fit_length, to_float
-from data_pipeline.building.tar_scan import Made, ScanInputs, TarFacts, TarTask, scan_tar
+from data_pipeline.building.tar_scan import ScanInputs, ScannedTar, TarTask, scan_tar
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Record, Sample
 from data_pipeline.overlays import Overlay, baked_keys
@@ -79,29 +79,38 @@ class ShardTask:
     num_new: int
 
 
+@dataclass(frozen=True)
+class MadeTar:
+    """A tar of a build, with the totals of its samples, and the digests of its new records end to end."""
+
+    scanned: ScannedTar
+    totals: Totals
+    digests: bytes
+
+
 def shard_path(directory: Path, number: int) -> Path:
     return directory.absolute() / shard_name(number)
 
 
-def make_shard(inputs: BuildInputs, task: ShardTask) -> TarFacts:
-    """Write one tar, and then its part. Return the facts of the tar."""
+def make_shard(inputs: BuildInputs, task: ShardTask) -> MadeTar:
+    """Write one tar and scan it."""
     path = shard_path(inputs.scan.directory, task.number)
     totals, digests = Totals(), list[bytes]()
 
     def drawn() -> Iterator[dict[str, bytes]]:
+        nonlocal totals
         for sample, record in _samples(inputs, task):
             if len(digests) < task.num_new:
                 digests.append(content_digest(record.content))
-            totals.add(sample)
+            totals += Totals.of(sample.content)
             yield encode(sample, inputs.classes, sample_rate=inputs.sample_rate)
 
     members = _kept_files(inputs, task) if inputs.keeps_files else drawn()
     write_shard(members, path, first_index=task.first_index)
-    made = Made(sums=totals.sums, digests=b"".join(digests).hex())
-    facts = scan_tar(inputs.scan, TarTask(task.number, str(path)), made=made)
-    if facts.num_samples != len(task.records_B):
-        raise UserError(f"{path} has {facts.num_left_out} samples of more than 268 MB; make them smaller")
-    return facts
+    scanned = scan_tar(inputs.scan, TarTask(task.number, str(path)), is_built=True)
+    if scanned.num_samples != len(task.records_B):
+        raise UserError(f"{path} has {scanned.num_left_out} samples of more than 268 MB; make them smaller")
+    return MadeTar(scanned, totals, b"".join(digests))
 
 
 def _kept_files(inputs: BuildInputs, task: ShardTask) -> Iterator[dict[str, bytes]]:

@@ -15,7 +15,6 @@ from data_pipeline.core.errors import UserError
 
 MANIFEST_NAME: Final = "manifest.json"
 INDEX_NAME: Final = ".tar_index"  # the directory of an index of somebody else's tars, beside them
-PARTS_NAME: Final = ".parts"  # in a directory that is not finished: a file for each finished tar
 TARS_NAME: Final = "tars.txt"  # of an index: the path or URL of each tar, a line each
 PICTURE_FIELDS: Final = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "image.png", "image.jpg")
 _LISTS: Final = (".txt", ".list")  # endings of a file that names tars
@@ -50,8 +49,7 @@ def names_tars(location: str | Path) -> bool:
     """Return whether a location seems to name tars and no dataset: by their ending, or a directory that holds some."""
     path = Path(location).expanduser()
     if path.is_dir():
-        is_built = (path / MANIFEST_NAME).exists() or (path / PARTS_NAME).exists()
-        return not is_built and any(tars_in(path))
+        return not (path / MANIFEST_NAME).exists() and any(tars_in(path))
     return is_tars(path.name) or (path.suffix in _LISTS and path.is_file())
 
 
@@ -75,13 +73,16 @@ def listed_tars(location: str | Path) -> list[str]:
         if not paths:
             raise UserError(f"{location} names no tars; write the path of one in each line")
     else:
-        try:
-            paths = [str(Path(each).expanduser().absolute()) for each in braceexpand(str(path))]
-        except ValueError as error:
-            raise UserError(
-                f"{location} is not a pattern ({error}); write braces as in train-{{0000..0099}}.tar"
-            ) from None
+        paths = [str(Path(each).absolute()) for each in expand_braces(str(path))]
     return paths
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Return the names that a pattern with braces stands for. Raises `UserError` if its braces are wrong."""
+    try:
+        return list(braceexpand(pattern))
+    except ValueError as error:
+        raise UserError(f"{pattern} is not a pattern ({error}); write braces as in train-{{0000..0099}}.tar") from None
 
 
 def is_tars(name: str) -> bool:

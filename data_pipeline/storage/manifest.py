@@ -155,8 +155,8 @@ class HowMade(Schema):
     source_options: OptionValues = Field(default_factory=dict)
 
 
-class Manifest(Schema):
-    """The content of a dataset, and how it was made.
+class Description(Schema):
+    """What the samples of a dataset are, and how they were made.
 
     Attributes:
         input_shape: the shape of one stored input: (C, H, W) of a picture, (T,) of a sound. A sound is stored in its
@@ -167,11 +167,8 @@ class Manifest(Schema):
         labels: every label by name. A sample may lack any of them.
         mean, std: over all stored values: for each channel of pictures in [0, 1], or for waveforms in [-1, 1]. A `std`
             is 0 if all values of a channel are equal.
-        files: the files beside the manifest, by name, without the tars.
     """
 
-    format_version: Literal[7] = FORMAT_VERSION
-    num_samples: PositiveInt
     medium: Medium
     input_shape: tuple[PositiveInt, ...]
     any_size: bool = False
@@ -181,34 +178,6 @@ class Manifest(Schema):
     std: tuple[NonNegativeFloat, ...]
     overlay: OverlayEntry | None = None
     how_made: HowMade
-    tars: Tars
-    files: dict[str, FileEntry]
-
-    @model_validator(mode="after")
-    def _agrees(self) -> Self:
-        for contradiction in _contradictions(self):
-            raise ValueError(contradiction)
-        return self
-
-    @property
-    def sha256(self) -> str:
-        """Return the hash of the canonical JSON. It covers the hash of every file, so it identifies the content."""
-        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()
-
-    @property
-    def num_shards(self) -> int:
-        return self.tars.num_tars
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the size of all tars in bytes."""
-        return self.tars.num_bytes
-
-    @property
-    def has_mask(self) -> bool:
-        """Return whether each sample is stored with the mask of its overlay."""
-        return self.tars.fields.mask is not None
 
     @property
     def stored_labels(self) -> dict[str, LabelEntry]:
@@ -238,6 +207,46 @@ class Manifest(Schema):
     @property
     def _batch(self) -> BatchEntry | None:
         return None if self.overlay is None else self.overlay.batch
+
+
+class Manifest(Description):
+    """The content of a dataset, and how it was made.
+
+    Attributes:
+        labels: with the counts of those that are stored.
+        files: the files beside the manifest, by name, without the tars.
+    """
+
+    format_version: Literal[7] = FORMAT_VERSION
+    num_samples: PositiveInt
+    tars: Tars
+    files: dict[str, FileEntry]
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        for contradiction in _contradictions(self):
+            raise ValueError(contradiction)
+        return self
+
+    @property
+    def sha256(self) -> str:
+        """Return the hash of the canonical JSON. It covers the hash of every file, so it identifies the content."""
+        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    @property
+    def num_shards(self) -> int:
+        return self.tars.num_tars
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of all tars in bytes."""
+        return self.tars.num_bytes
+
+    @property
+    def has_mask(self) -> bool:
+        """Return whether each sample is stored with the mask of its overlay."""
+        return self.tars.fields.mask is not None
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:

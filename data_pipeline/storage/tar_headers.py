@@ -1,9 +1,7 @@
 """Read the headers of a tar in memory: which files it holds, and where.
 
-Several times as fast as `tarfile`, and bounded in time and memory for any bytes. Reads ustar, GNU and PAX headers of
-all writers, with long names and with files above 8 GiB.
-
-Shapes: N headers.
+Twice as fast as `tarfile`, and bounded in time and memory for any bytes. Reads ustar, GNU and PAX headers of all
+writers, with long names and with files above 8 GiB.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 BLOCK: Final = 512  # members start at multiples of this, each after a header of the same size
 # The kinds of headers.
@@ -23,10 +20,7 @@ _LINK_TYPES: Final = frozenset(b"12")  # hard and symbolic
 _LONG_NAME: Final = ord("L")  # GNU tar: the content is the name of the next file
 _RECORDS: Final = ord("x")  # PAX: the content is records of the next file, such as its name
 _MAX_RECORDS_BYTES: Final = 1 << 20
-_CHUNK: Final = 2_048  # headers whose checksums are computed at once
 _MANY: Final = 1 << 20  # bytes that are compared with zero at once
-_SPACE: Final = np.uint8(ord(" "))
-_OCTAL_SHIFTS: Final = np.arange(15, -1, -3)  # of the six digits of a checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,88 +34,18 @@ class TarMember:
 
 @dataclass(frozen=True, slots=True)
 class TarContents:
-    """The files of a tar in stored order, the position after the last member, and the names of links."""
+    """The files of a tar in stored order, and its end.
+
+    Attributes:
+        num_links: hard and symbolic links, which are not among the members.
+        end: the position after the last member.
+        is_whole: whether the zeros that end a tar follow.
+        num_unread: the number of bytes behind `end`; 0 if they are all zero.
+    """
 
     members: list[TarMember]
+    num_links: int
     end: int
-    links: list[str]
-
-
-def read_contents(data: memoryview) -> TarContents:
-    """Read the headers of a tar. Return its files in stored order, and the position after the last of them.
-
-    Ends before the first block that is not a header, or whose content is cut short. Links, devices and folders are left
-    out, but the names of hard and symbolic links are returned.
-    """
-    headers: list[int] = []  # positions
-    offsets: list[int] = []  # of the contents of files; negative for other headers
-    sizes: list[int] = []
-    links: list[int] = []  # numbers of headers
-    long_names: dict[int, bytes] = {}  # by the number of the header that they belong to
-    position, num_bytes = 0, len(data)
-    long_name: bytes | None = None
-    long_size: int | None = None
-    while position + BLOCK <= num_bytes and data[position]:
-        fields = data[position + 124 : position + 157].tobytes()
-        kind = fields[32]
-        try:
-            size = int(fields[:11], 8)  # as almost all writers store it
-        except ValueError:
-            number = number_in(fields[:12])
-            if number is None:
-                break
-            size = number
-        if kind in _EMPTY_TYPES or size < 0:
-            size = 0
-        elif kind in _FILE_TYPES and long_size is not None:
-            size = long_size
-        offset = position + BLOCK
-        if offset + size > num_bytes:
-            break
-        if kind in _FILE_TYPES:
-            if long_name is not None:
-                long_names[len(headers)] = long_name
-            long_name = long_size = None
-        elif kind == _LONG_NAME and size <= _MAX_RECORDS_BYTES:
-            long_name = bytes(data[offset : offset + size]).partition(b"\0")[0]
-        elif kind == _RECORDS and size <= _MAX_RECORDS_BYTES:
-            content = bytes(data[offset : offset + size])
-            if b" path=" in content or b" size=" in content:  # most writers only add a time
-                records = _pax_records(content)
-                long_name = records.get(b"path", long_name)
-                long_size = int(records[b"size"]) if records.get(b"size", b"").isdigit() else long_size
-        elif kind in _EMPTY_TYPES:
-            if kind in _LINK_TYPES:
-                links.append(len(headers))
-                if long_name is not None:
-                    long_names[len(headers)] = long_name
-            long_name = long_size = None
-        headers.append(position)
-        offsets.append(offset if kind in _FILE_TYPES else -1)
-        sizes.append(size)
-        position = offset + padded(size)
-    names = _names_in(np.frombuffer(data, dtype=np.uint8), np.array(headers, dtype=np.int64))
-    for number, name in long_names.items():
-        if number < len(names):
-            names[number] = name
-    found = [
-        TarMember(name.decode(errors="replace"), offset, size)
-        for name, offset, size in zip(names, offsets, sizes, strict=False)
-        if offset >= 0
-    ]
-    last = len(names) - 1
-    end = min(headers[last] + BLOCK + padded(sizes[last]), num_bytes) if names else 0
-    return TarContents(found, end, [names[number].decode(errors="replace") for number in links if number < len(names)])
-
-
-@dataclass(frozen=True, slots=True)
-class TarEnd:
-    """The end of a tar: where its last member ends, whether the zeros that end a tar follow, and the bytes not read.
-
-    `num_unread` counts the bytes behind `position`; 0 if they are all zero.
-    """
-
-    position: int
     is_whole: bool
     num_unread: int
 
@@ -129,23 +53,59 @@ class TarEnd:
     def problem(self) -> str | None:
         """Return what is wrong with the end, with the position and the number of bytes lost; None if nothing is."""
         if not self.is_whole:
-            return (
-                f"is cut short or damaged at byte {self.position:,}; the {self.num_unread:,} bytes behind are not used"
-            )
+            return f"is cut short or damaged at byte {self.end:,}; the {self.num_unread:,} bytes behind are not used"
         if self.num_unread:
             return (
-                f"goes on behind its end mark at byte {self.position:,}; the {self.num_unread:,} bytes behind are not "
+                f"goes on behind its end mark at byte {self.end:,}; the {self.num_unread:,} bytes behind are not "
                 "used, so if they are another tar, store it as a file of its own"
             )
         return None
 
 
-def tar_end(data: memoryview, *, end: int) -> TarEnd:
-    """Return what follows the last member of a tar, which ends at `end`."""
+def read_contents(data: memoryview) -> TarContents:
+    """Read the headers of a tar.
+
+    Ends before the first block that is not a header, or whose content is cut short. Links, devices and folders are left
+    out.
+    """
+    members: list[TarMember] = []
+    num_links, end = 0, 0
+    long_name: bytes | None = None
+    long_size: int | None = None
+    while end + BLOCK <= len(data):
+        header = data[end : end + BLOCK].tobytes()
+        size, kind, offset = number_in(header[124:136]), header[156], end + BLOCK
+        if size is None or not _is_header(header):
+            break
+        if kind in _EMPTY_TYPES or size < 0:
+            size = 0
+        elif kind in _FILE_TYPES and long_size is not None:
+            size = long_size
+        if offset + size > len(data):
+            break
+        if kind in _FILE_TYPES or kind in _EMPTY_TYPES:
+            if kind in _FILE_TYPES:
+                name = _name_in(header) if long_name is None else long_name
+                members.append(TarMember(name.decode(errors="replace"), offset, size))
+            num_links += kind in _LINK_TYPES
+            long_name = long_size = None
+        elif kind == _LONG_NAME and size <= _MAX_RECORDS_BYTES:
+            long_name = bytes(data[offset : offset + size]).partition(b"\0")[0]
+        elif kind == _RECORDS and size <= _MAX_RECORDS_BYTES:
+            records = _pax_records(bytes(data[offset : offset + size]))
+            long_name = records.get(b"path", long_name)
+            long_size = int(records[b"size"]) if records.get(b"size", b"").isdigit() else long_size
+        end = min(offset + padded(size), len(data))
     is_whole = data[end : end + BLOCK].tobytes() == bytes(BLOCK)
     rest = np.frombuffer(data, dtype=np.uint8)[end:]
     is_used = is_whole and not any(rest[start : start + _MANY].any() for start in range(0, len(rest), _MANY))
-    return TarEnd(end, is_whole, 0 if is_used else len(rest))
+    return TarContents(members, num_links, end, is_whole, 0 if is_used else len(rest))
+
+
+def _is_header(header: bytes) -> bool:
+    """Return whether a block has a name, and the checksum of a header, which is taken with spaces in its own place."""
+    due = sum(header) - sum(header[148:156]) + 8 * ord(" ")
+    return header[0] != 0 and number_in(header[148:156]) == due
 
 
 def padded(size: int) -> int:
@@ -198,29 +158,6 @@ def _pax_records(content: bytes) -> dict[bytes, bytes]:
         records[match[2]] = content[match.end() : length - 1]
         content = content[length:]
     return records
-
-
-def _names_in(data: NDArray[np.uint8], positions_N: NDArray[np.int64]) -> list[bytes]:
-    """Return the names in headers, up to the first header whose checksum is wrong."""
-    names: list[bytes] = []
-    for start in range(0, len(positions_N), _CHUNK):
-        headers_NB = data[positions_N[start : start + _CHUNK, None] + np.arange(BLOCK)]
-        checksum_N8 = headers_NB[:, 148:156]
-        # The checksum is taken with spaces in its own field.
-        due_N = headers_NB.sum(axis=1, dtype=np.int64) - checksum_N8.sum(axis=1, dtype=np.int64) + 8 * ord(" ")
-        chunk: list[bytes] = headers_NB[:, :100].copy().view("S100")[:, 0].tolist()  # NumPy ends them at the zeros
-        is_long_N = (headers_NB[:, 345] > 0) & (headers_NB[:, 257:263] == np.frombuffer(b"ustar\0", np.uint8)).all(
-            axis=1
-        )
-        for number in np.flatnonzero(is_long_N).tolist():
-            chunk[number] = _name_in(headers_NB[number].tobytes())
-        digits_N6 = (due_N[:, None] >> _OCTAL_SHIFTS & 7) + ord("0")  # as almost all writers store it
-        is_other_N = (checksum_N8[:, :6] != digits_N6).any(axis=1) | (checksum_N8[:, 6:] & ~_SPACE).any(axis=1)
-        for number in np.flatnonzero(is_other_N).tolist():
-            if number_in(checksum_N8[number].tobytes()) != due_N[number]:
-                return names + chunk[:number]
-        names += chunk
-    return names
 
 
 def split_name(name: str) -> tuple[str, str]:

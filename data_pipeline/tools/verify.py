@@ -15,14 +15,14 @@ import torch
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
-from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Sample
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 from data_pipeline.loading.decode import DecodedSamples, decode
 from data_pipeline.loading.placement import stored_order
 from data_pipeline.remote.cache import RemoteConfig, read_manifest
 from data_pipeline.storage.index import map_file
 from data_pipeline.storage.locations import MANIFEST_NAME
 from data_pipeline.storage.store import SampleStore
-from data_pipeline.storage.tar_headers import read_contents, tar_end
+from data_pipeline.storage.tar_headers import read_contents
 from data_pipeline.storage.totals import Totals
 
 _MASK_LEVELS: Final = torch.tensor([MASK_OUTSIDE, MASK_BOX, MASK_OBJECT], dtype=torch.uint8)
@@ -92,7 +92,7 @@ class Verification:
                     for indices in stored_order(store, range(number, number + 1), num_at_once=_CHUNK):
                         decoded = decode(store, indices)
                         yield from self._wrong_samples(decoded)
-                        _add(decoded, totals)
+                        totals += _totals_of(decoded)
                         for name, label_B in store.labels(indices).items():
                             counts[name].update(label_B.tolist())
                 except UserError as error:
@@ -125,7 +125,7 @@ class Verification:
         data = map_file(path)
         if (due := store.sha256(number)) is not None and hashlib.sha256(data).hexdigest() != due:
             yield DatasetProblem(path.name, None, "does not have the sha256 in the index")
-        if (problem := tar_end(data, end=read_contents(data).end).problem) is not None:
+        if (problem := read_contents(data).problem) is not None:
             yield DatasetProblem(path.name, None, problem)
 
     def _wrong_samples(self, decoded: DecodedSamples) -> Iterator[DatasetProblem]:
@@ -154,23 +154,13 @@ class Verification:
 
     @property
     def summary(self) -> str:
-        """Return one line about the result: samples, shards, bytes, sizes and classes."""
+        """Return one line about the result."""
         manifest = self.manifest
         found = f"has {self.num_problems} problem{'s' * (self.num_problems > 1)}" if self.num_problems else "is sound"
-        samples = f"{manifest.num_samples} samples"
-        if self.num_problems:
-            samples = f"{self.num_sound} of {manifest.num_samples} samples sound"
-        shape = "x".join(map(str, manifest.input_shape))
-        if manifest.medium == "picture":
-            size = f"pictures of {shape}"
-        else:
-            size = f"sounds for inputs of {shape} points at {manifest.sample_rate} a second"
         files = f"{manifest.num_shards} {'shards' if manifest.tars.numbered else 'tars'}"
-        parts = [f"{samples} in {files}", f"{manifest.num_bytes:,} bytes", size]
-        for name, label in manifest.labels.items():
-            how = f"of {min(label.counts)} to {max(label.counts)} samples" if label.counts else "drawn at each reading"
-            parts.append(f"{len(label.classes)} {name} classes {how}")
-        return f"{self.location} {found}: {'; '.join(parts)}"
+        samples = f"{self.num_sound} of " if self.num_problems else ""
+        sound = " sound" if self.num_problems else ""
+        return f"{self.location} {found}: {samples}{manifest.num_samples} samples{sound} in {files}"
 
     @property
     def remedy(self) -> str:
@@ -182,15 +172,15 @@ class Verification:
         )
 
 
-def _add(decoded: DecodedSamples, totals: Totals) -> None:
-    """Add the values of samples to the totals."""
-    for row in range(len(decoded)):
-        if row in decoded.bad:
-            continue
+def _totals_of(decoded: DecodedSamples) -> Totals:
+    """Add up the values of the samples that decoded."""
+    totals = Totals()
+    for row in sorted(set(range(len(decoded))) - decoded.bad.keys()):
         if decoded.pictures_BCHW is not None:
-            totals.add(Sample(0, decoded.pictures_BCHW[row].permute(1, 2, 0).contiguous().numpy(), None, {}))
+            totals += Totals.of(decoded.pictures_BCHW[row].permute(1, 2, 0).contiguous().numpy())
         else:
-            totals.add(Sample(0, decoded.sound(row).numpy(), None, {}))
+            totals += Totals.of(decoded.sound(row).numpy())
+    return totals
 
 
 def run(args: argparse.Namespace) -> None:

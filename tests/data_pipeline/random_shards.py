@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import webdataset
 
-from data_pipeline.building.index_tars import Described
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Sample
-from data_pipeline.storage.manifest import Fields, HowMade, LabelEntry, OverlayEntry
+from data_pipeline.storage.manifest import Description, Fields, HowMade, LabelEntry, OverlayEntry
 from data_pipeline.storage.write import encode
 from tests.tiny_data import index as index_tars
 
@@ -59,15 +58,14 @@ def write_dataset(
                 sample = next(remaining)
                 writer.write({"__key__": sample.key, **encode(sample, CLASSES)})
     how_made = HowMade(dataset="random", source="random", split="train")
-    described = Described(
+    description = Description(
+        medium="picture",
         how_made=how_made,
         input_shape=(3, IMAGE_SIZE, IMAGE_SIZE),
         mean=(0.5,) * 3,
         std=(0.3,) * 3,
         labels=LABELS,
-        fields=FIELDS,
-        numbered=True,
         overlay=OverlayEntry(kind="random", drawn="baked"),
     )
-    index_tars(directory, paths, described)
+    index_tars(directory, paths, description, fields=FIELDS)
     return samples

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.storage.locations import INDEX_NAME, dataset_directory, index_directory
 from data_pipeline.storage.manifest import Fields, load_manifest
 from data_pipeline.storage.store import SampleStore
-from data_pipeline.storage.tar_headers import read_contents
 from tests.commands import call
 from tests.tars import by_tarfile, by_webdataset, indexed, number_of, numbers_in, picture, simple
 
@@ -83,28 +81,6 @@ def test_a_tar_that_is_changed_later_is_noticed(tmp_path: Path, caplog: pytest.L
     path.unlink()
     with pytest.raises(UserError, match=r"train-0001.tar is in the index"):
         SampleStore(tmp_path)
-
-
-def test_an_index_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    simple(tmp_path / "tars", [3, 3, 3])
-    num_scanned = 0
-
-    def scan(data: memoryview) -> Any:
-        nonlocal num_scanned
-        if num_scanned == 2:
-            num_scanned = 10
-            raise KeyboardInterrupt
-        num_scanned += 1
-        return read_contents(data)
-
-    monkeypatch.setattr("data_pipeline.building.tar_scan.read_contents", scan)
-    with pytest.raises(KeyboardInterrupt):
-        indexed(tmp_path / "tars", tmp_path / "index")
-    with pytest.raises(UserError, match=r"holds no manifest.json"):
-        SampleStore(tmp_path / "index")
-    assert numbers_in(indexed(tmp_path / "tars", tmp_path / "index")) == list(range(9))
-    assert num_scanned == 11
-    assert not (tmp_path / "index" / ".parts").exists()
 
 
 def bytes_of(index: Path) -> dict[str, bytes]:

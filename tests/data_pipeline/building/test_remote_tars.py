@@ -137,7 +137,7 @@ def test_a_remote_tar_that_is_not_whole_is_refused(server: FaultyServer, tmp_pat
     server.faults.clear()
     path.write_bytes(content)
     assert numbers_in(indexed_remote(server, tmp_path / "index")) == list(range(6))
-    assert server.requests.count("train-0000.tar") == 2  # for the index, and to read the pictures
+    assert server.requests.count("train-0000.tar") == 3  # for each index, and to read the pictures
 
 
 def indexed_remote(server: FaultyServer, out: Path) -> SampleStore:

@@ -95,7 +95,7 @@ def test_options_are_checked_and_stand_in_the_file_and_in_the_manifest(tmp_path:
     assert load_overlay(tmp_path / "out" / "overlay.safetensors", sha256=None).options() == {"correlation": 0.5}
     assert load_manifest(tmp_path / "out") == manifest
     assert build(overlay_options={"correlation": 0.5}) == manifest
-    with pytest.raises(UserError, match="another overlay"):
+    with pytest.raises(UserError, match="was built with overlay"):
         build(overlay_options={"correlation": 0.6})
     assert not list(find_problems(tmp_path / "out"))
 

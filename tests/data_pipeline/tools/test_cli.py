@@ -26,7 +26,7 @@ from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.overlays import PixelOverlay
 from data_pipeline.overlays.registry import OVERLAYS, find_overlay
 from data_pipeline.sources.digits import MnistKind
-from tests.nursery import PythonProcess, run_python
+from tests.nursery import PythonProcess
 from tests.real_data import REPOSITORY
 
 Run = tuple[int, list[str], list[str]]  # exit status, lines of stdout, lines of stderr
@@ -69,7 +69,7 @@ def test_build_verify_and_preview(
 
     status, out, _ = run(capsys, monkeypatch, "verify", built)
     assert (status, len(out)) == (0, 1)
-    assert out[0].startswith(f"{built} is sound: 40 samples in 2 shards; ")
+    assert out[0].startswith(f"{built} is sound: 40 samples in 2 shards")
 
     picture = str(tmp_path / "grid.png")
     assert run(capsys, monkeypatch, "preview", built, "--out", picture)[:2] == (0, [picture])
@@ -83,7 +83,7 @@ def test_build_verify_and_preview(
     assert err[-1].startswith(
         "to mend it, copy the files that are named above again from a whole copy, or build it again"
     )
-    assert out[-1].startswith(f"{built} has 1 problem: 20 of 40 samples sound in 2 shards; ")
+    assert out[-1].startswith(f"{built} has 1 problem: 20 of 40 samples sound in 2 shards")
 
 
 @pytest.mark.parametrize(
@@ -165,12 +165,12 @@ def test_a_dataset_takes_the_sources_that_the_help_names_and_no_other(dataset: s
 
 
 @pytest.mark.process
-def test_ctrl_c_ends_a_build_without_a_traceback_and_the_next_one_goes_on(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_build_without_a_traceback_and_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "data_pipeline", "build", "procedural", "--out", str(tmp_path / "data")]
-    command += ["--limit", "960", "--samples-per-shard", "80"]
+    command += ["--limit", "9600", "--samples-per-shard", "80", "--workers", "2"]
     with PythonProcess(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, start_new_session=True) as build:
         deadline = time.monotonic() + 60
-        while not list(tmp_path.glob("data.partial/.parts/*.part")) and time.monotonic() < deadline:
+        while not list(tmp_path.glob("data.partial/*.tar")) and time.monotonic() < deadline:
             time.sleep(0.01)
         os.killpg(build.pid, signal.SIGINT)  # as a terminal sends it: to all processes of the build
         assert build.stderr is not None
@@ -178,9 +178,7 @@ def test_ctrl_c_ends_a_build_without_a_traceback_and_the_next_one_goes_on(tmp_pa
     assert build.returncode == 130
     assert "Traceback" not in said
     assert said.splitlines()[-1] == "interrupted"
-    assert list(tmp_path.glob("data.partial/*.tar"))
-    assert run_python(command, cwd=REPOSITORY, timeout=120).returncode == 0
-    assert len(list((tmp_path / "data").glob("*.tar"))) == 12
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_current_directory_cannot_be_built_anew(

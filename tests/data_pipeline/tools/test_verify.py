@@ -169,7 +169,7 @@ def test_every_location_that_can_be_trained_from_is_verified(
         location = server.url if scheme == "http" else f"file://{copy}"
         status, lines = said(capsys, monkeypatch, location)
         assert (status, len(lines)) == (0, 1)
-        assert lines[0].startswith(f"{location} is sound: 30 samples in 3 shards; ")
+        assert lines[0].startswith(f"{location} is sound: 30 samples in 3 shards")
         for path in tmp_path.glob("feature-dropout-*/dataset-*/tar-*"):
             path.unlink()
         change_member(copy, "00000012.png", lambda _: b"")
@@ -177,4 +177,4 @@ def test_every_location_that_can_be_trained_from_is_verified(
     assert status == 1
     assert lines[0].startswith(f"{SHARD}: ")
     assert "sha256" in lines[0]
-    assert lines[1].startswith(f"{location} has 1 problem: 20 of 30 samples sound in 3 shards; ")
+    assert lines[1].startswith(f"{location} has 1 problem: 20 of 30 samples sound in 3 shards")
