@@ -9,8 +9,7 @@ from trainer.data import DataConfig
 from trainer.models.encoder import ResNetConfig
 from trainer.models.heads import HeadConfig
 from trainer.objectives import BarlowTwinsConfig, MoCoConfig, NTXentConfig, ObjectiveConfig, SimSiamConfig
-from trainer.optim.optimizers import AdamConfig, SGDConfig
-from trainer.optim.schedules import ScheduleConfig
+from trainer.optim.optimizers import AdamConfig, ScheduleConfig, SGDConfig
 from trainer.views.expert_image import huang_views
 
 CIFAR10_MEAN, CIFAR10_STD = (0.491, 0.482, 0.446), (0.247, 0.243, 0.261)  # the values of Tamkin et al. 2022

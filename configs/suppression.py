@@ -43,8 +43,7 @@ from trainer.objectives import (
     SymmetricInfoNCEConfig,
     VICRegConfig,
 )
-from trainer.optim.optimizers import AdamConfig
-from trainer.optim.schedules import ScheduleConfig
+from trainer.optim.optimizers import AdamConfig, ScheduleConfig
 from trainer.probes.linear import ProbeConfig
 from trainer.views.channel_dropout import ChannelDropoutConfig
 from trainer.views.composed import ByEpochConfig, PairConfig, SequenceConfig

@@ -27,4 +27,4 @@ def test_examples(module: str) -> None:
 
 
 def test_there_are_examples() -> None:
-    assert "trainer.optim.learning_rates" in WITH_EXAMPLES
+    assert "trainer.optim.optimizers" in WITH_EXAMPLES

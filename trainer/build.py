@@ -22,7 +22,7 @@ from trainer.fault_tolerance.skipped_steps import SkippedSteps
 from trainer.models.random_layers import has_random_layers
 from trainer.modules import NO_CLASSES, TrainedModules, build_modules, build_run_objective
 from trainer.objectives import Objective
-from trainer.optim.learning_rates import learning_rate_at
+from trainer.optim.optimizers import learning_rate_at
 from trainer.recorded_step import CudaGraphs, RecordedStep, why_not_by_default, why_not_recorded
 from trainer.run_dir import RunDir
 from trainer.step import TrainingStep

@@ -9,8 +9,7 @@ import pytest
 from configs.resolve import explain, resolve_recipe, resolve_study
 from data_pipeline.core.errors import UserError
 from trainer.objectives import BYOLConfig, MoCoConfig, NTXentConfig, SplitLossConfig
-from trainer.optim.optimizers import AdamConfig
-from trainer.optim.schedules import ScheduleConfig
+from trainer.optim.optimizers import AdamConfig, ScheduleConfig
 from trainer.views.expert_audio import WaveformConfig
 from trainer.views.viewmaker import ViewmakerConfig
 

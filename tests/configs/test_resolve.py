@@ -16,8 +16,7 @@ from trainer.config import read_config
 from trainer.models.encoder import build_encoder
 from trainer.models.heads import HeadConfig, build_head
 from trainer.objectives import PublishedNTXentConfig
-from trainer.optim.optimizers import AdamConfig, SGDConfig
-from trainer.optim.schedules import ScheduleConfig
+from trainer.optim.optimizers import AdamConfig, ScheduleConfig, SGDConfig
 from trainer.views.expert_audio import SpectralConfig, WaveformConfig
 from trainer.views.expert_image import ExpertImageConfig
 from trainer.views.viewmaker import ViewmakerConfig

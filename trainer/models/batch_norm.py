@@ -75,11 +75,7 @@ def synchronized_batch_norm(
 
     Returns the output, like `x_BCHW`, and the mean and the unbiased variance of each channel, (S, C), without gradient.
     The gradients of weight and bias are this rank's part, like the gradient of every other parameter.
-
-    Raises `ValueError` if the groups do not divide the rows.
     """
-    if len(x_BCHW) % num_groups:
-        raise ValueError(f"{len(x_BCHW)} rows cannot be cut into {num_groups} equal groups")
     if torch.compiler.is_compiling():
         out_BCHW, mean_SC, unbiased_SC, _, _ = _forward_operator(x_BCHW, weight_C, bias_C, eps, num_groups)
         return out_BCHW, mean_SC.detach(), unbiased_SC.detach()
@@ -100,12 +96,7 @@ def grouped_batch_norm(
     eps: float,
     num_groups: int,
 ) -> Tensor:
-    """Return the batch norm of each of `num_groups` equal runs of rows, and update the running statistics by each.
-
-    Raises `ValueError` if the groups do not divide the rows.
-    """
-    if len(x_BCHW) % num_groups:
-        raise ValueError(f"{len(x_BCHW)} rows cannot be cut into {num_groups} equal groups")
+    """Return the batch norm of each of `num_groups` equal runs of rows, and update the running statistics by each."""
     if num_groups == 1 or torch.compiler.is_compiling():  # the compiler fuses the parts with their neighbours
         outs = [
             F.batch_norm(x, running_mean_C, running_var_C, weight_C, bias_C, True, momentum, eps)
@@ -129,6 +120,8 @@ class SynchronizedBatchNorm2d(nn.BatchNorm2d):
         assert self.running_var is not None
         self._check_input_dim(input)
         num_groups = _num_groups[-1]
+        if len(input) % num_groups:
+            raise ValueError(f"{len(input)} rows cannot be cut into {num_groups} equal groups")
         self._count(num_groups)
         if not is_distributed():
             return grouped_batch_norm(

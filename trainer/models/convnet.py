@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data_pipeline.core.errors import UserError
-from trainer.models.keras_defaults import set_keras_defaults
+from trainer.models.heads import set_keras_defaults
 from trainer.models.trunk import ConvolutionalTrunk
 
 Padding: TypeAlias = Literal["valid", "same"]

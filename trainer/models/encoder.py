@@ -28,10 +28,9 @@ from trainer.distributed.collectives import is_distributed
 from trainer.models.batch_norm import counted_together, depends_on_row_order, grouped_statistics
 from trainer.models.convnet import ConvNet, Padding
 from trainer.models.heads import HeadConfig, build_head
-from trainer.models.resnet import Init, blocks_of_depth, resnet_trunk
+from trainer.models.resnet import Init, blocks_of_depth, resnet_trunk, wide_resnet_trunk
 from trainer.models.timm_trunk import OWN_ARGUMENTS, TimmTrunk
 from trainer.models.trunk import Trunk
-from trainer.models.wide_resnet import wide_resnet_trunk
 
 _Decided = Literal["resnet18_small", "resnet34_small", "resnet50_small", "resnet18", "resnet34", "resnet50", "resnet10"]
 _Open = Literal["resnet18_by_size", "resnet34_by_size", "resnet50_by_size"]
@@ -336,9 +335,7 @@ class Encoder(nn.Module):
 
     def features(self, views_BCHW: Tensor) -> Tensor:
         """Return the input of the linear probe, (B, F): the trunk's last map, flattened, or the result of `pooled`."""
-        if self._probe_reads == "pooled":
-            return self.pooled(views_BCHW)
-        return _at_least_float32(self._map(views_BCHW)).flatten(1)
+        return self.features_and_pooled(views_BCHW)[0]
 
     def features_and_pooled(self, views_BCHW: Tensor) -> tuple[Tensor, Tensor]:
         """Return the results of `features` and of `pooled`, (B, F) and (B, C), by one pass through the trunk."""

@@ -6,14 +6,17 @@ Shapes: B rows of this rank, C channels.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, model_validator
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from data_pipeline.core.schema import LayerSize, Schema
 from trainer.models.batch_norm import SynchronizedBatchNorm1d
-from trainer.models.keras_defaults import set_keras_defaults
+
+KERAS_EPSILON: Final = 1e-3
+KERAS_MOMENTUM: Final = 0.01  # Keras calls this 0.99, the share of the old running statistics that is kept
 
 
 class HeadConfig(Schema):
@@ -24,7 +27,7 @@ class HeadConfig(Schema):
     output_batch_norm: whether a batch norm follows the last layer, which has no ReLU.
     bias: whether the layers have a bias.
     defaults: the library whose first weights and batch norm the layers get. "keras" is for experiments that were run in
-        it, see `trainer.models.keras_defaults`.
+        it, see `set_keras_defaults`.
 
     The heads of the papers: SimCLR's (512,); SimSiam's projector (2048,) with both batch norms, and its predictor
     (512,) with `batch_norm` (Chen and He 2021); the head of Barlow Twins (2048, 2048) with both (Zbontar et al. 2021);
@@ -63,3 +66,18 @@ def build_head(
     if config.defaults == "keras":
         set_keras_defaults(head)
     return head
+
+
+def set_keras_defaults(module: nn.Module) -> None:
+    """Give every convolution, linear layer and batch norm in `module` what Keras gives them by default, in place.
+
+    Weights are uniform within sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio 2010), from torch's default generator.
+    Biases are 0. Batch norms add 1e-3 to the variance, and a step changes their running statistics by a hundredth.
+    """
+    for layer in module.modules():
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            nn.init.xavier_uniform_(layer.weight)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+        elif isinstance(layer, _BatchNorm):
+            layer.eps, layer.momentum = KERAS_EPSILON, KERAS_MOMENTUM

@@ -42,9 +42,7 @@ def info_nce_loss(z_a_BD: Tensor, z_b_BD: Tensor) -> ObjectiveOutput:
     """Return InfoNCE with one negative: the mean of -log(exp(p) / (exp(p) + exp(n))) with cosines p and n.
 
     It is the sum of `alignment` and `divergence`. Also logs the divergence; the logged alignment is minus the other
-    part. With a process group, `z_a_BD` and `z_b_BD` are this rank's part of
-    the batch, equally large on every rank, and negatives come from all ranks. The mean of the losses of the ranks is
-    exactly the loss of the whole batch, and averaging parameter gradients over the ranks gives its gradient.
+    part. With a process group, parts of the batch and the mean over the ranks are as in `nt_xent_loss`.
 
     Args:
         z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.

@@ -40,9 +40,7 @@ def linear_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, divergence_weight: float) -> 
     the second views of all other samples. Time and memory are linear in the batch, because the mean over them is one
     product with the sum of all second views.
 
-    With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank, and
-    negatives come from all ranks. The mean of the losses of the ranks is exactly the loss of the whole batch, and
-    averaging parameter gradients over the ranks gives its gradient.
+    With a process group, parts of the batch and the mean over the ranks are as in `nt_xent_loss`.
 
     Args:
         z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.

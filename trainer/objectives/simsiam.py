@@ -22,8 +22,7 @@ from trainer.objectives.objective import (
     ViewPair,
     mean_cosine,
 )
-from trainer.optim.optimizers import OptimizerConfig
-from trainer.optim.schedules import ScheduleConfig
+from trainer.optim.optimizers import OptimizerConfig, ScheduleConfig
 
 
 class SimSiamConfig(BaseObjectiveConfig):

@@ -56,9 +56,7 @@ def split_loss(
     over first views of log sum exp(cosine with a negative / temperature). Also logs this mean as `divergence`. The
     distance is 2 - 2 * the logged alignment.
 
-    With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank, and
-    negatives come from all ranks. The mean of the losses of the ranks is exactly the loss of the whole batch, and
-    averaging parameter gradients over the ranks gives its gradient.
+    With a process group, parts of the batch and the mean over the ranks are as in `nt_xent_loss`.
 
     Args:
         z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.

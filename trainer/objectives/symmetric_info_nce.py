@@ -51,9 +51,7 @@ def symmetric_info_nce_loss(
     Row i of the matrix holds the cosines of the first view of sample i with all second views, divided by `temperature`.
     The right class of a row or column is on the diagonal.
 
-    With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank, and
-    negatives come from all ranks. The mean of the losses of the ranks is exactly the loss of the whole batch, and
-    averaging parameter gradients over the ranks gives its gradient.
+    With a process group, parts of the batch and the mean over the ranks are as in `nt_xent_loss`.
 
     Args:
         z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
@@ -89,17 +87,10 @@ class SymmetricInfoNCE(Objective):
 
     def __init__(self, config: SymmetricInfoNCEConfig) -> None:
         super().__init__()
-        self._config = config
+        self._settings = config.model_dump(exclude={"kind"})
 
     def forward(self, z_a_BD: Tensor, z_b_BD: Tensor, pair: ViewPair) -> ObjectiveOutput:
-        return symmetric_info_nce_loss(
-            z_a_BD,
-            z_b_BD,
-            temperature=self._config.temperature,
-            total=self._config.total,
-            chunk_size=self._config.chunk_size,
-            group_size=pair.group_size,
-        )
+        return symmetric_info_nce_loss(z_a_BD, z_b_BD, **self._settings, group_size=pair.group_size)
 
 
 def _log_probability(u_BD: Tensor, v_BD: Tensor, temperature: float | Tensor, chunk_size: int | None) -> Tensor:

@@ -1,9 +1,13 @@
-"""Configs of optimizers, and their construction."""
+"""Configs of optimizers, their construction, and their learning rates.
+
+A rate is a pure function of config, batch size and step, so no checkpoint needs it.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 from typing import Annotated, Any, Literal
 
 import torch
@@ -12,9 +16,20 @@ from torch import Tensor, nn
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import BatchSize, Decay, Epsilon, LearningRate, PositiveFactor, Schema, ShareBelowOne
-from trainer.optim.schedules import ScheduleConfig
 
 Decayed = Literal["all", "matrices"]
+
+
+class ScheduleConfig(Schema):
+    """A linear warm-up over the first share of training, then a rate of this kind.
+
+    kind: "constant" is, without warm-up, the published pretraining on images and sounds of Tamkin et al. 2022. "cosine"
+        falls along a half cosine to zero (Huang et al. 2023: no warm-up). It falls at every step; in the published code
+        of Huang et al. it falls once an epoch. "linear" falls to zero along a line (Chen, Luo, Li 2021: no warm-up).
+    """
+
+    kind: Literal["constant", "cosine", "linear"] = "constant"
+    warmup_fraction: ShareBelowOne = 0.0
 
 
 class _Fields(Schema):
@@ -110,6 +125,45 @@ class LAMBConfig(_FromTimm):
 
 
 OptimizerConfig = Annotated[SGDConfig | AdamConfig | AdamWConfig | LARSConfig | LAMBConfig, Field(discriminator="kind")]
+
+
+def scaled_learning_rate(config: OptimizerConfig, *, global_batch_size: int) -> float:
+    """Return the highest rate of the schedule for this batch size.
+
+    Examples:
+        >>> scaled_learning_rate(SGDConfig(learning_rate=0.5, scaling="square_root"), global_batch_size=1024)
+        1.0
+    """
+    share = global_batch_size / config.reference_batch_size
+    match config.scaling:
+        case "none":
+            return config.learning_rate
+        case "linear":
+            return config.learning_rate * share
+        case "square_root":
+            return config.learning_rate * math.sqrt(share)
+
+
+def learning_rate_at(config: OptimizerConfig, *, step: int, num_steps: int, global_batch_size: int) -> float:
+    """Return the learning rate of a step, from 0, in a run of `num_steps`.
+
+    Examples:
+        >>> config = SGDConfig(learning_rate=0.5, schedule=ScheduleConfig(kind="cosine"))
+        >>> learning_rate_at(config, step=50, num_steps=100, global_batch_size=256)
+        0.25
+    """
+    highest = scaled_learning_rate(config, global_batch_size=global_batch_size)
+    num_warmup_steps = round(config.schedule.warmup_fraction * num_steps)
+    if step < num_warmup_steps:
+        return highest * (step + 1) / num_warmup_steps
+    progress = (step - num_warmup_steps) / (num_steps - num_warmup_steps)
+    match config.schedule.kind:
+        case "constant":
+            return highest
+        case "cosine":
+            return highest * 0.5 * (1 + math.cos(math.pi * progress))
+        case "linear":
+            return highest * (1 - progress)
 
 
 def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.Optimizer:

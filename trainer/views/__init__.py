@@ -11,8 +11,7 @@ from trainer.views.channel_dropout import ChannelDropoutConfig
 from trainer.views.expert_audio import SpectralConfig, WaveformConfig
 from trainer.views.expert_image import ExpertImageConfig
 from trainer.views.multi_crop import MultiCropConfig
-from trainer.views.pair import two_views
-from trainer.views.policy import BaseViewsConfig, ViewPolicy, ViewsConfig, ViewsInputs, build_view_policy
+from trainer.views.policy import BaseViewsConfig, ViewPolicy, ViewsConfig, ViewsInputs, build_view_policy, two_views
 from trainer.views.random_mask import RandomMaskConfig
 from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
 

@@ -56,7 +56,7 @@ class _ComposedConfig(BaseViewsConfig):
 
     @property
     def is_learned(self) -> bool:  # type: ignore[override]
-        return any(map(_is_viewmaker, self.singles))
+        return any(single.is_learned for single in self.singles)
 
     @property
     def is_bounded(self) -> bool:  # type: ignore[override]
@@ -81,7 +81,7 @@ class _ComposedConfig(BaseViewsConfig):
 
     @model_validator(mode="after")
     def _has_one_viewmaker(self) -> Self:
-        if (num := sum(map(_is_viewmaker, self.singles))) > 1:
+        if (num := sum(single.is_learned for single in self.singles)) > 1:
             raise ValueError(f'views of kind "{self.kind}" hold {num} viewmakers, but a run trains one; leave one')
         return self
 
@@ -123,7 +123,7 @@ class SequenceConfig(_ComposedConfig):
                     f"{where} has mask={part.mask}, which knows where the object was before the crop or flip ahead of "
                     "it; put the viewmaker first, or set its mask=none"
                 )
-            if isinstance(part, ExpertImageConfig) and part.jitters and any(map(_is_viewmaker, before)):
+            if isinstance(part, ExpertImageConfig) and part.jitters and any(each.is_learned for each in before):
                 raise ValueError(
                     f"{where} jitters colours behind a viewmaker, whose gradient cannot pass a colour jitter; put it "
                     "before the viewmaker, or set its jitter_probability=0"
@@ -325,10 +325,6 @@ def _places_of_shared_draws(member: SingleConfig | SequenceConfig) -> dict[str, 
         ):
             places.setdefault(single.kind, set()).add(num_after)
     return places
-
-
-def _is_viewmaker(config: SingleConfig) -> bool:
-    return isinstance(config, ViewmakerConfig)
 
 
 def _moves_pixels(config: SingleConfig) -> bool:

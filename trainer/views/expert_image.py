@@ -6,9 +6,8 @@ transforms. Every operation means the same as torchvision's transform of that na
 rounded to 256 levels between operations, unlike in a chain of PIL pictures. One exception: the aspect of a crop is
 relative to that of the picture, which differs if the picture is not square.
 
-`trainer.views.resampling` holds crop, flip and blur; `trainer.views.colour` changes colours on CPUs, and
-`trainer.views.few_kernels` on GPUs. An operation that the config switches off is neither drawn nor computed, and the
-draws of the others do not change.
+`trainer.views.resampling` holds crop, flip and blur, and `trainer.views.colour` changes colours. An operation that the
+config switches off is neither drawn nor computed, and the draws of the others do not change.
 
 Colour jitter and grayscale need red, green and blue; the other operations take any number of channels.
 
@@ -30,8 +29,7 @@ from torch import Tensor, nn
 from data_pipeline.core.counter_rng import DrawKeys, uniform
 from data_pipeline.core.random_crop import NUM_CROP_NUMBERS, CropLaw, between, crop_boxes, crop_boxes_of_squares
 from data_pipeline.core.schema import PositiveShare, Share
-from trainer.views.colour import HUE, LUMA, NUM_COLOURS, JitterDraws, jitter_colour_, luma
-from trainer.views.few_kernels import change_colours
+from trainer.views.colour import HUE, LUMA, NUM_COLOURS, change_in_few_kernels, jitter_colour_, luma
 from trainer.views.inputs import check_pictures, rows_of, without_autocast
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
 from trainer.views.resampling import blur, blur_, crop_and_flip, gaussian_blur_matrix, per_picture, pil_blur_matrix
@@ -173,14 +171,15 @@ class ExpertDraws:
     Attributes:
         box_B4: float32, top, left, height and width of the crop in whole pixels.
         flip_B, gray_B: bool.
-        jitter: see its class.
+        factor_B4, order_B4: the colour jitter, see `trainer.views.colour`.
         sigma_B: sigma of the blur, in pixels; 0 for a picture without blur.
         blur_matrix: a function that returns the weights of the blur along an axis, such as `pil_blur_matrix`.
     """
 
     box_B4: Tensor | None
     flip_B: Tensor | None
-    jitter: JitterDraws | None
+    factor_B4: Tensor | None
+    order_B4: Tensor | None
     gray_B: Tensor | None
     sigma_B: Tensor | None
     blur_matrix: Callable[..., Tensor]
@@ -246,10 +245,12 @@ class ExpertImage(nn.Module):
         x_BCHW = crop_and_flip(images_BCHW, draws.box_B4, draws.flip_B)
         if in_few_kernels:
             luma_C, identity_CC = (constant.to(x_BCHW) for constant in (self.luma_C, self.identity_CC))
-            x_BCHW = change_colours(x_BCHW, draws.jitter, draws.gray_B, luma_C=luma_C, identity_CC=identity_CC)
+            x_BCHW = change_in_few_kernels(
+                x_BCHW, draws.factor_B4, draws.order_B4, draws.gray_B, luma_C=luma_C, identity_CC=identity_CC
+            )
             return x_BCHW if draws.sigma_B is None else blur(x_BCHW, draws.sigma_B, draws.blur_matrix)
-        if draws.jitter is not None:
-            jitter_colour_(x_BCHW, draws.jitter.factor_B4, draws.jitter.order_B4)
+        if draws.factor_B4 is not None and draws.order_B4 is not None:
+            jitter_colour_(x_BCHW, draws.factor_B4, draws.order_B4)
         if draws.gray_B is not None and draws.gray_B.any():
             x_BCHW.lerp_(luma(x_BCHW), per_picture(draws.gray_B.to(x_BCHW.dtype)))
         return x_BCHW if draws.sigma_B is None else blur_(x_BCHW, draws.sigma_B, draws.blur_matrix)
@@ -261,7 +262,7 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int | tuple[int, in
     numbers = torch.split(uniform(keys, sum(_DRAWS.values()), purpose=_PURPOSE), list(_DRAWS.values()), dim=1)
     u = dict(zip(_DRAWS, numbers, strict=True))
 
-    box_B4 = flip_B = jitter = gray_B = sigma_B = None
+    box_B4 = flip_B = factor_B4 = order_B4 = gray_B = sigma_B = None
     if config.area is not None:
         if height == width:
             box_B4 = crop_boxes_of_squares(u["crop"], height, scale=config.area, ratio=config.aspect)
@@ -273,14 +274,14 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int | tuple[int, in
     if config.flip_probability:
         flip_B = u["flip"][:, 0] < config.flip_probability
     if config.jitters:
-        change_B4 = (2 * u["jitter_factors"] - 1) * (u["jitter"] < config.jitter_probability)
+        factor_B4 = (2 * u["jitter_factors"] - 1) * (u["jitter"] < config.jitter_probability)
         first = 0
         for strength, equal in groupby((config.brightness, config.contrast, config.saturation, config.hue)):
             last = first + len(list(equal))
-            change_B4[:, first:last].mul_(strength)
+            factor_B4[:, first:last].mul_(strength)
             first = last
-        change_B4[:, :HUE].add_(1)
-        jitter = JitterDraws(factor_B4=change_B4, order_B4=u["jitter_order"].argsort(dim=1, stable=True))
+        factor_B4[:, :HUE].add_(1)
+        order_B4 = u["jitter_order"].argsort(dim=1, stable=True)
     if config.grayscale_probability:
         gray_B = u["grayscale"][:, 0] < config.grayscale_probability
     blur_matrix: Callable[..., Tensor] = pil_blur_matrix
@@ -290,6 +291,4 @@ def draw(config: ExpertImageConfig, keys: DrawKeys, *, size: int | tuple[int, in
         if config.blur in ("gaussian", "simclr"):
             reach = min(height, width) // _SIMCLR_BLUR if config.blur == "simclr" else None
             blur_matrix = partial(gaussian_blur_matrix, reach=reach)
-    return ExpertDraws(
-        box_B4=box_B4, flip_B=flip_B, jitter=jitter, gray_B=gray_B, sigma_B=sigma_B, blur_matrix=blur_matrix
-    )
+    return ExpertDraws(box_B4, flip_B, factor_B4, order_B4, gray_B, sigma_B, blur_matrix)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,14 +44,9 @@ def check_keys(inputs: Tensor, keys: DrawKeys) -> None:
 
 
 def rows_of(draws: Draws, rows: slice) -> Draws:
-    """Return the draws of some of the samples: a dataclass with these rows of its tensors, and of those in it."""
-
-    def some(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value[rows]
-        return rows_of(value, rows) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
-
-    return dataclasses.replace(draws, **{name: some(value) for name, value in vars(draws).items()})
+    """Return the draws of some of the samples: a dataclass with these rows of its tensors."""
+    tensors = {name: value for name, value in vars(draws).items() if isinstance(value, Tensor)}
+    return dataclasses.replace(draws, **{name: value[rows] for name, value in tensors.items()})
 
 
 def to_floating(inputs: Tensor) -> Tensor:

@@ -1,17 +1,20 @@
-"""The interface of views: what the config of a view policy says of it, and how policies are built."""
+"""The interface of views: what the config of a view policy says of it, how policies are built and called."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Self, TypeAlias
 
 from pydantic import BeforeValidator, SerializeAsAny
-from torch import nn
+from torch import Tensor, nn
 
 from data_pipeline.audio.log_mel import MelConfig
+from data_pipeline.core.counter_rng import DrawKeys, keys_of_rows
 from data_pipeline.core.kinds import KindConfig, Kinds
 from data_pipeline.core.random_crop import CropLaw
+from trainer.views.inputs import to_unit_range
 
 # The config class of each kind. A new view of this project needs a line here and its own file.
 VIEWS: Final = MappingProxyType(
@@ -30,8 +33,8 @@ VIEWS: Final = MappingProxyType(
 )
 
 ViewPolicy: TypeAlias = nn.Module
-
-__all__ = ["BaseViewsConfig", "ViewPolicy", "ViewsConfig", "ViewsInputs", "build_view_policy"]
+# A view policy: one of `build_view_policy`, or a module or function of your own with these arguments.
+Policy: TypeAlias = Callable[[Tensor, DrawKeys, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,25 @@ def build_view_policy(config: BaseViewsConfig, *, image_channels: int, mel: MelC
     """
     config.check_medium(mel)
     return config.build(ViewsInputs(image_channels, mel))
+
+
+def two_views(
+    policy: Policy, inputs: Tensor, *, seed: int, step: int, first_row: int = 0, masks_BHW: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return two views of each sample of a batch of pictures (B, C, H, W) or waveforms (B, T).
+
+    Pictures are uint8, or float in [0, 1]. Waveforms are int16, or float in [-1, 1].
+
+    `masks_BHW` (B, H, W) uint8 marks the objects on the pictures, for a masked viewmaker: 0 outside, 128 in the box
+    around the object, 255 on it, as `Batch.masks_BHW` does.
+
+    Equal arguments give equal views, because no draw comes from torch's generator. On several ranks, pass the number of
+    rows of the ranks before this one as `first_row`. Raises `UserError` if inputs are of another type, pictures are
+    outside [0, 1] or waveforms far outside [-1, 1], and `ValueError` as the policy does.
+    """
+    inputs = to_unit_range(inputs)
+    a, b = (keys_of_rows(inputs, seed=seed, step=step, view=view, first_row=first_row) for view in (0, 1))
+    return policy(inputs, a, masks_BHW), policy(inputs, b, masks_BHW)
 
 
 # The type of a section `views`: the config of any view policy, found by its kind.

@@ -92,11 +92,7 @@ def draw_mask(keys: DrawKeys, *, shape: tuple[int, int, int], patch_size: int = 
     C, H, W = shape
     num_rows, num_columns = H // patch_size, W // patch_size
     keep_BCHW = coins(keys, C * num_rows * num_columns).view(-1, C, num_rows, num_columns)
-    if patch_size > 1:
-        for axis, size in ((3, W), (2, H)):
-            patch_of = torch.arange(size, device=keep_BCHW.device) // patch_size
-            keep_BCHW = keep_BCHW.index_select(axis, patch_of)
-    return keep_BCHW
+    return keep_BCHW.repeat_interleave(patch_size, dim=2).repeat_interleave(patch_size, dim=3)
 
 
 def coins(keys: DrawKeys, num: int) -> Tensor:

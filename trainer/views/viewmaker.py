@@ -440,18 +440,12 @@ def _outside(masks_BHW: Tensor | None, mask: Literal["box", "object"], *, like_B
     """Return 1 for each pixel of the pictures that may change and 0 for the others, (B, 1, H, W)."""
     if masks_BHW is None:
         raise ValueError(f"the viewmaker has mask={mask}, but these pictures have no masks of their objects")
-    if masks_BHW.dtype != torch.uint8:
-        kind = str(masks_BHW.dtype).removeprefix("torch.")
-        raise ValueError(
-            f"masks must be uint8 in the levels of data_pipeline.core.sample, {MASK_OUTSIDE} outside, {MASK_BOX} in "
-            f"the box and {MASK_OBJECT} on the object, got {kind}; for a mask that is True on the object, pass "
-            f"mask.to(torch.uint8) * {MASK_OBJECT}"
-        )
     B, _, H, W = like_BCHW.shape
-    if masks_BHW.shape != (B, H, W):
+    if masks_BHW.dtype != torch.uint8 or masks_BHW.shape != (B, H, W):
         raise ValueError(
-            f"masks have the shape {tuple(masks_BHW.shape)}, but the pictures need {(B, H, W)}; pass one mask of the "
-            "same size for each picture"
+            f"masks must be uint8 of shape {(B, H, W)} in the levels of data_pipeline.core.sample, {MASK_OUTSIDE} "
+            f"outside, {MASK_BOX} in the box and {MASK_OBJECT} on the object, got {masks_BHW.dtype} of shape "
+            f"{tuple(masks_BHW.shape)}"
         )
     return (masks_BHW < _FIRST_MASKED_LEVEL[mask]).unsqueeze(1).to(like_BCHW.dtype)
 

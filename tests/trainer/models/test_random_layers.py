@@ -52,10 +52,7 @@ def test_random_layers_are_found(module: nn.Module, expected: bool) -> None:
     "options",
     [
         {"drop_path_rate": 0.5},
-        {"drop_rate": 0.5},
-        {"proj_drop_rate": 0.5},
         {"attn_drop_rate": 0.5},
-        {"pos_drop_rate": 0.5},
         {"patch_drop_rate": 0.5},
     ],
 )

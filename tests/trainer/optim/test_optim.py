@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from data_pipeline.core.errors import UserError
 from trainer.distributed.engines.ddp_engine import DDPEngine
 from trainer.optim import skipping
-from trainer.optim.learning_rates import learning_rate_at, scaled_learning_rate
 from trainer.optim.loss_scale import LossScale
 from trainer.optim.optimizers import (
     AdamConfig,
@@ -27,10 +26,12 @@ from trainer.optim.optimizers import (
     LAMBConfig,
     LARSConfig,
     OptimizerConfig,
+    ScheduleConfig,
     SGDConfig,
     build_optimizer,
+    learning_rate_at,
+    scaled_learning_rate,
 )
-from trainer.optim.schedules import ScheduleConfig
 
 timm_optim = pytest.importorskip("timm.optim")
 

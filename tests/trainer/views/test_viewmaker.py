@@ -212,15 +212,6 @@ def test_the_cosine_transform_is_that_of_scipy(height: int, width: int) -> None:
     assert cosine_transform(torch.ones(1, 1, height, width))[0, 0, 0, 0] == pytest.approx(4 * height * width)
 
 
-def test_in_the_frequency_domain_the_budget_is_of_the_coefficients() -> None:
-    viewmaker, x = make(domain="frequency", budget=4.0, base_width=8), pictures(8)
-    with torch.no_grad():
-        deltas = viewmaker.deltas(x, keys(8))
-        spent = cosine_transform(deltas).abs().mean(dim=(1, 2, 3))
-    assert (spent <= 4.0 * (1 + 1e-5)).all()
-    assert (spent > 4.0 * 0.99).all()
-
-
 def test_a_downsampled_viewmaker_changes_pictures_smoothly_and_within_the_budget() -> None:
     """Stretched by a whole number every small pixel weighs the same, so the mean change cannot grow."""
     viewmaker, x = make(downsample_to=8, base_width=8), pictures(8)
@@ -297,12 +288,8 @@ def test_masks_are_read_by_a_masked_viewmaker_only() -> None:
 @pytest.mark.parametrize("mask", ["box", "object"])
 def test_masks_of_another_type_or_shape_are_refused(mask: str) -> None:
     viewmaker, x = make(base_width=8, mask=mask), pictures(4)
-    levels = r"uint8 in the levels of .*, 0 outside, 128 in the box and 255 on the object, got {}; .*uint8\) \* 255$"
-    for dtype in (torch.bool, torch.float32, torch.int64):
-        with pytest.raises(ValueError, match=levels.format(str(dtype).removeprefix("torch."))):
-            viewmaker(x, keys(4), masks(4).to(dtype))
-    for wrong in (masks(1), masks(4)[:, :16, :16], masks(4)[:, None]):
-        with pytest.raises(ValueError, match=r"but the pictures need \(4, 32, 32\)"):
+    for wrong in (masks(4).bool(), masks(4).long(), masks(1), masks(4)[:, :16, :16], masks(4)[:, None]):
+        with pytest.raises(ValueError, match=r"masks must be uint8 of shape \(4, 32, 32\) .* 255 on the object, got "):
             viewmaker(x, keys(4), wrong)
 
 
