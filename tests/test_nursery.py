@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -81,45 +79,3 @@ def test_two_of_them_draw_different_random_numbers() -> None:
     code = "import random, numpy; print(random.random(), numpy.random.random())"
     drawn = [run_python([sys.executable, "-c", code]).stdout.split() for _ in range(2)]
     assert len({*drawn[0], *drawn[1]}) == 4
-
-
-RANK = """
-import json, os, sys, time
-from pathlib import Path
-place = Path(sys.argv[1]) / os.environ["RANK"]
-place.with_suffix(".part").write_text(json.dumps([os.getpid(), os.getppid(), os.getsid(0), os.environ["WORLD_SIZE"]]))
-place.with_suffix(".part").rename(place)
-time.sleep(600)
-"""
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_ranks_are_children_of_their_torchrun_and_hear_of_its_end(number: signal.Signals, tmp_path: Path) -> None:
-    """torchrun ends its ranks if it can; killed, it leaves them with another parent."""
-    (tmp_path / "rank.py").write_text(RANK)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process = PythonProcess([*torchrun, str(tmp_path / "rank.py"), str(tmp_path)], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not all((tmp_path / rank).is_file() for rank in "01"):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    found = [json.loads((tmp_path / rank).read_text()) for rank in "01"]
-    pids = [pid for pid, *_ in found]
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
-    assert [pid for pid, command in commands.items() if "rank.py" in command] == pids
-    try:
-        assert found == [[pid, process.pid, pid, "2"] for pid in pids]
-        process.send_signal(number)
-        process.wait(timeout=60)
-        for pid in pids:
-            if number == signal.SIGKILL:
-                stat = Path(f"/proc/{pid}/stat").read_text()
-                assert int(stat.rpartition(")")[2].split()[1]) != process.pid
-            else:
-                assert not Path(f"/proc/{pid}").exists()
-    finally:
-        for pid in pids:
-            if Path(f"/proc/{pid}").exists():
-                os.kill(pid, signal.SIGKILL)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import shutil
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -14,14 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from configs import resolve_recipe
-from tests.tiny_data import write_tiny_pair
 from tests.trainer.test_recorded_step import CPU, batch_of
 from trainer.build import Training, build_training
 from trainer.config import RunConfig
 from trainer.models.encoder import BaseEncoderConfig
 from trainer.models.trunk import Trunk
-from trainer.run_dir import RunDir, write_json
-from trainer.train import train
 
 pytest.importorskip("timm")
 
@@ -161,30 +155,3 @@ def test_each_step_update_part_and_seed_draws_anew(monkeypatch: pytest.MonkeyPat
         assert len(seeds) == 8  # two updates of two parts, each of which is encoded twice
         assert all(seeds.count(seed) == 2 for seed in seeds)
     assert len({seed for found in seeds_of.values() for seed in found}) == 3 * 4
-
-
-def test_a_run_that_goes_on_is_bit_for_bit_the_run_that_was_not_stopped(tmp_path: Path) -> None:
-    data = write_tiny_pair(tmp_path / "data", num_train=16, num_test=8)
-    config = configure(
-        f"data.train_dir={data / 'train'}",
-        f"data.test_dir={data / 'test'}",
-        "data.num_workers=0",
-        "num_epochs=2",
-        "checkpoint_every_steps=1",
-        "keep_checkpoints=9",
-    )
-    through, stopped = RunDir(tmp_path / "through"), RunDir(tmp_path / "stopped")
-    torch.manual_seed(1)
-    train(config, through, device=CPU, command="train")
-    shutil.copytree(through.path, stopped.path)
-    for step in (3, 4):
-        shutil.rmtree(stopped.checkpoint(step))
-    stopped.latest.write_text(stopped.checkpoint(2).name + "\n")
-    provenance = json.loads(stopped.provenance.read_text())
-    write_json(stopped.provenance, {name: value for name, value in provenance.items() if name != "finished_step"})
-    torch.manual_seed(2)
-    train(config, stopped, device=CPU, command="train")
-    files = sorted(path.name for path in through.checkpoint(4).glob("*.safetensors"))
-    assert files
-    for name in files:
-        assert (stopped.checkpoint(4) / name).read_bytes() == (through.checkpoint(4) / name).read_bytes(), name

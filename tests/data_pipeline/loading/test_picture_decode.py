@@ -225,36 +225,31 @@ def grey_of_16_bits() -> Image.Image:
     return Image.fromarray(np.linspace(0, 65_535, 2000).astype(np.uint16).reshape(40, 50))
 
 
+COLOUR = photo(40, 50)
+
+
 @pytest.mark.parametrize(
-    ("picture", "kind"),
+    ("picture", "kind", "options"),
     [
-        (photo(40, 50).convert("L"), "JPEG"),
-        (photo(40, 50).convert("CMYK"), "JPEG"),
-        (photo(40, 50).convert("CMYK"), "TIFF"),
-        (photo(40, 50).convert("1"), "PNG"),
-        (photo(40, 50).convert("LA"), "PNG"),
-        (photo(40, 50).convert("P"), "GIF"),
-        (transparent_palette(), "PNG"),
-        (grey_of_16_bits(), "PNG"),
-        (grey_of_16_bits(), "TIFF"),
-        (Image.merge("RGBA", [*photo(40, 50).split(), photo(40, 50).convert("L")]), "PNG"),
-        (Image.merge("RGBA", [*photo(40, 50).split(), photo(40, 50).convert("L")]), "WEBP"),
+        (COLOUR, "JPEG", {"progressive": True}),
+        (COLOUR, "JPEG", {"restart_marker_rows": 1}),
+        (COLOUR, "JPEG", {"quality": 20}),
+        (COLOUR, "JPEG", {"keep_rgb": True}),
+        *((COLOUR.convert(mode), "JPEG", {}) for mode in ("L", "CMYK")),
+        *((COLOUR.convert(mode), "PNG", {}) for mode in ("1", "LA")),
+        (COLOUR.convert("CMYK"), "TIFF", {}),
+        (COLOUR.convert("P"), "GIF", {}),
+        (transparent_palette(), "PNG", {}),
+        *((grey_of_16_bits(), kind, {}) for kind in ("PNG", "TIFF")),
+        *((Image.merge("RGBA", [*COLOUR.split(), COLOUR.convert("L")]), kind, {}) for kind in ("PNG", "WEBP")),
     ],
-    ids=lambda value: value if isinstance(value, str) else value.mode,
 )
-def test_every_mode_becomes_rgb_as_in_a_build(picture: Image.Image, kind: str) -> None:
-    file, box = encode(picture, kind), Crop(3, 5, 30, 32)
+def test_every_kind_and_mode_becomes_rgb_as_in_a_build(
+    picture: Image.Image, kind: str, options: dict[str, Any]
+) -> None:
+    file, box = encode(picture, kind, **options), Crop(3, 5, 30, 32)
     (view,) = decode_crops(file, [box], size=20)
     assert difference(view, reference(file, box, 20)).max() <= ROUNDING
-
-
-@pytest.mark.parametrize(
-    "options", [{"progressive": True}, {"restart_marker_rows": 1}, {"quality": 20}, {"keep_rgb": True}]
-)
-def test_kinds_of_jpeg(options: dict[str, Any]) -> None:
-    file, box = encode(photo(90, 120), **options), Crop(3, 5, 80, 100)
-    (view,) = decode_crops(file, [box], size=64)
-    assert difference(view, reference(file, box, 64)).max() <= ROUNDING
 
 
 def test_a_jpeg_with_wrong_bytes_between_its_parts_is_a_picture() -> None:

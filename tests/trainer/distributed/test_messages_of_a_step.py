@@ -116,23 +116,3 @@ def test_a_step_sends_each_number_once_and_gradients_while_others_are_computed(r
             assert num_buckets > 1
             start += num_buckets
         assert start == len(places)
-
-
-@pytest.mark.slow
-def test_a_step_of_fsdp_gathers_each_block_twice_and_sends_each_gradient_once() -> None:
-    with fake_ranks(NUM_RANKS, sums_by_gathering=False):
-        training, found = a_step("simclr:digits", "engine.kind=fsdp")
-        encoder = training.modules.encoder
-        of_engine = Counter(found) - without_engines(training)
-        num_units = len(encoder.trunk.blocks()) + 1
-        num_layers = of_engine.pop(Message(LAYER))
-        assert of_engine.pop(Message("allreduce", 8)) == 1  # the norm of the whole gradient
-        gathers = {message: num for message, num in of_engine.items() if message.name == "allgather"}
-        scatters = {message: num for message, num in of_engine.items() if message.name == "reduce_scatter"}
-        assert of_engine == gathers | scatters
-        assert (sum(gathers.values()), sum(scatters.values())) == (2 * num_units, num_units)
-        whole = sum(parameter.nbytes for parameter in encoder.parameters())
-        assert sum(message.num_bytes * num for message, num in scatters.items()) == whole
-        assert sum(message.num_bytes * num for message, num in gathers.items()) == 2 * whole // NUM_RANKS
-        first = next(place for place, message in enumerate(found) if message in scatters)
-        assert found[first:].count(Message(LAYER)) > num_layers / 2  # gradients leave while others are computed
