@@ -156,14 +156,6 @@ def view_vectors(loaded: LoadedRun, pictures: Pictures, rows_N: Tensor, *, num_v
     return {space: torch.stack(views, dim=1) for space, views in by_view.items()}
 
 
-def write_result(run_dir: RunDir, name: str, result: Schema, png: bytes) -> list[Path]:
-    """Write analysis/NAME.png and NAME.json, and return their paths."""
-    png_path, json_path = run_dir.analysis / f"{name}.png", run_dir.analysis / f"{name}.json"
-    write_atomically(png_path, png)
-    write_json(json_path, result.model_dump(mode="json"))  # last: the numbers are there only if the picture is
-    return [png_path, json_path]
-
-
 @dataclass(frozen=True)
 class Analysis:
     """An analysis of a run, or of several runs together.
@@ -194,4 +186,10 @@ class Analysis:
         result, png = self.measure(runs if self.compares_runs else runs[0], config)
         value = None if self.in_name is None else getattr(config, self.in_name)
         name = self.name if value is None else f"{self.name}-{self.in_name}_{value}"
-        return [path for run_dir in run_dirs for path in write_result(run_dir, name, result, png)]
+        paths = []
+        for run_dir in run_dirs:
+            png_path, json_path = run_dir.analysis / f"{name}.png", run_dir.analysis / f"{name}.json"
+            write_atomically(png_path, png)
+            write_json(json_path, result.model_dump(mode="json"))  # last: the numbers are there only if the picture is
+            paths += [png_path, json_path]
+        return paths

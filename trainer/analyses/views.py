@@ -56,9 +56,6 @@ class ViewsResult(Schema):
     test_manifest_sha256: str
 
 
-_DEFAULT = ViewsAnalysisConfig()
-
-
 @dataclass(frozen=True)
 class Change:
     """Mean absolute change, everywhere and on the box and the object of the mask; None if the mask has none."""
@@ -68,7 +65,7 @@ class Change:
     in_object: float | None
 
 
-def measure_views(loaded: LoadedRun, config: ViewsAnalysisConfig = _DEFAULT) -> tuple[ViewsResult, bytes]:
+def measure_views(loaded: LoadedRun, config: ViewsAnalysisConfig) -> tuple[ViewsResult, bytes]:
     """Return the numbers and the grid as PNG. Raises `UserError` if data is missing."""
     modules, test, seed, device = loaded.modules, loaded.test, loaded.seed, loaded.device
     policy = modules.view_policy

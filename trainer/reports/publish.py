@@ -1,7 +1,7 @@
 """Publish the report at Weights & Biases, which needs a login. The local file never depends on it.
 
-Two things are made there. A run of job type "report" holds the page. A W&B report has the same table, live curves of
-the runs, and the page. Publishing the same runs again updates both. Invariant: the same runs never get a second report.
+Two things are made there. A run of job type "report" holds the page. A W&B report has the same table, and the page with
+its curves. Publishing the same runs again updates both. Invariant: the same runs never get a second report.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import wandb
 
 from data_pipeline.core.environment import unset_empty_variables, variable
 from data_pipeline.core.errors import UserError
-from trainer.reports.charts import LOSSES
 from trainer.reports.comparison import compare
 from trainer.reports.page import differences, provenance, templates, title_of
 from trainer.reports.runs import Run
@@ -107,15 +106,23 @@ def _save_report(
 ) -> str:
     """Save the report at W&B and return its address. Writes its id into PAGE.wandb.json, for the next time."""
     wr = _workspaces()
-    kept = page.with_name(f"{page.name}.wandb.json")
+    words = templates().get_template("wandb.md")
+    text = words.render(comparisons=compare(rows), tables=[differences(runs), *provenance(runs)])
+    this_run = wr.Runset(entity=entity, project=project, name="this report", filters=f"ID in {json.dumps([run_id])}")
+    panel = wr.MediaBrowser(title="report", media_keys=["report"], num_columns=1)
     report = wr.Report(
         entity=entity,
         project=project,
         title=title,
         description=f"Runs: {', '.join(run.name for run in runs)}",
-        blocks=blocks(runs, rows, entity=entity, project=project, run_id=run_id),
+        blocks=[
+            wr.MarkdownBlock(text=text),
+            wr.H2(text="Curves, views and analyses"),
+            wr.PanelGrid(runsets=[this_run], panels=[panel]),
+        ],
         width="fluid",
     )
+    kept = page.with_name(f"{page.name}.wandb.json")
     if kept.is_file():
         published = read_object(kept, mend="remove it, and a new report is made at W&B")
         if (published["entity"], published["project"]) == (entity, project):
@@ -124,56 +131,3 @@ def _save_report(
     url: str = report.url
     write_json(kept, {"entity": entity, "project": project, "report_id": report.id, "url": url})
     return url
-
-
-def blocks(runs: Sequence[Run], rows: Sequence[Measurement], *, entity: str, project: str, run_id: str) -> list[Any]:
-    """Return the blocks of the report at W&B. Asks the server for the projects of the runs."""
-    wr = _workspaces()
-    text = (
-        templates()
-        .get_template("wandb.md")
-        .render(comparisons=compare(rows), tables=[differences(runs), *provenance(runs)])
-    )
-    this_run = wr.Runset(entity=entity, project=project, name="this report", filters=f"ID in {json.dumps([run_id])}")
-    page = wr.MediaBrowser(title="report", media_keys=["report"], num_columns=1)
-    return [
-        wr.MarkdownBlock(text=text),
-        *_curve_blocks(runs, rows, entity=entity),
-        wr.H2(text="Views and analyses"),
-        wr.PanelGrid(runsets=[this_run], panels=[page]),
-    ]
-
-
-def _curve_blocks(runs: Sequence[Run], rows: Sequence[Measurement], *, entity: str) -> list[Any]:
-    """Return blocks with live curves of the runs that W&B has, as means over seeds."""
-    wr = _workspaces()
-    by_project: dict[str, list[str]] = {}
-    for run in runs:
-        if (run_id := _run_id(run)) is not None:
-            by_project.setdefault(run.config.tracking.wandb_project, []).append(run_id)
-    plotted = {name: name for name in dict.fromkeys(name for run in runs for name in run.logged or {})} | LOSSES
-    logged = [name for name in plotted if any(run.by_step(name) for run in runs) and name != "probe/seconds"]
-    if not by_project or not logged:
-        return []
-    runsets = [
-        wr.Runset(
-            entity=entity,
-            project=name,
-            name=name,
-            filters=f"ID in {json.dumps(ids)}",
-            groupby=["config.name"],
-        )
-        for name, ids in by_project.items()
-    ]
-    plots = [
-        wr.LinePlot(
-            title=plotted[name],
-            x="Step",
-            y=[name],
-            groupby_aggfunc="mean",
-            groupby_rangefunc="stddev",
-        )
-        for name in logged
-    ]
-    note = "Curves of offline runs appear when they are synchronised: `wandb sync RUN_DIR/wandb/offline-run-*`."
-    return [wr.H2(text="Curves"), wr.PanelGrid(runsets=runsets, panels=plots), wr.MarkdownBlock(text=note)]

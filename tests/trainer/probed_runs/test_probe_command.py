@@ -4,8 +4,10 @@ import contextlib
 import copy
 import io
 import json
+import os
 import shutil
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,7 +38,7 @@ from trainer.probes.features import frozen, read_pictures
 from trainer.probes.heads import read_heads
 from trainer.probes.linear import ProbeConfig, Target
 from trainer.probes.result import read_result, unpack_right
-from trainer.run_dir import RunDir
+from trainer.run_dir import RunDir, write_json
 
 
 def make_run(directory: Path, data: Path, **settings: Any) -> RunDir:
@@ -136,13 +138,15 @@ def test_a_study_is_probed_at_once_with_its_untrained_encoders(
 
 
 @pytest.mark.slow
-def test_real_players_come_out_as_they_went_in(data: Path) -> None:
+@pytest.mark.parametrize("batch_norm", ["eval", "train"])
+def test_real_players_come_out_as_they_went_in(batch_norm: str, data: Path) -> None:
     modules = build_modules(debug.viewmaker())
     for module in modules.trained_modules.values():
         module.train()
     before = {name: copy.deepcopy(module.state_dict()) for name, module in modules.trained_modules.items()}
     train, test = read_pictures(data / "train"), read_pictures(data / "test")
-    probe(modules, train=train, test=test, device=torch.device("cpu"))
+    config = modules.config.probe.model_copy(update={"batch_norm": batch_norm})
+    probe(modules, train=train, test=test, device=torch.device("cpu"), config=config)
     for name, module in modules.trained_modules.items():
         assert all(part.training for part in module.modules())
         assert all(parameter.requires_grad and parameter.grad is None for parameter in module.parameters())
@@ -401,3 +405,35 @@ def test_the_summary_at_wandb_gets_the_runs_own_probe_of_its_end_alone(
     call(monkeypatch, run_dir.path, *arguments)
     names = {f"probe/{space}/{method}_final" for space in ("base", "overlay") for method in ("linear", "knn")}
     assert [names & of_call for of_call in found] == ([names] if is_final else [])
+
+
+@pytest.mark.slow
+def test_what_is_missing_is_probed_and_nothing_else(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probe = {"num_epochs": 2, "views": "none"}
+    study = [make_run(tmp_path / "study" / f"run{seed}", data, seed=seed, probe=probe) for seed in range(3)]
+    call(monkeypatch, study[0].path, "--untrained")
+    call(monkeypatch, study[1].path)
+    capsys.readouterr()
+
+    def probed(*options: str) -> set[str]:
+        """Probe what is missing, and return the names of the runs that got results."""
+        before = {path: path.stat().st_mtime_ns for path in (tmp_path / "study").rglob("probes/step_00000010/*.json")}
+        call(monkeypatch, tmp_path / "study", "--missing", *options)
+        after = {path: path.stat().st_mtime_ns for path in (tmp_path / "study").rglob("probes/step_00000010/*.json")}
+        return {path.parts[-4] for path, at in after.items() if before.get(path) != at}
+
+    assert probed() == {"run2"}
+    assert "2 of 3 run(s) are probed already" in capsys.readouterr().out
+    assert probed() == set()
+    assert probed("--untrained") == {"run1", "run2"}
+    (study[0].probes(10) / "base.json").write_text("{")
+    assert probed("--untrained") == {"run0"}
+    assert read_result(study[0].probes(10) / "base.json").checkpoint_step == 10
+    study[2].latest.unlink()  # what is left of an unpacked run
+    shutil.rmtree(study[2].checkpoints)
+    write_json(study[2].provenance, {"finished_step": 10})
+    assert probed("--all-steps") == set()
+    os.utime(study[1].checkpoint(10), (time.time() + 60, time.time() + 60))  # trained again
+    assert probed() == {"run1"}

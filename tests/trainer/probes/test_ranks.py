@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,7 +10,8 @@ import pytest
 import torch
 
 from configs import debug
-from tests.gloo import RankError, run_ranks
+from data_pipeline.core.errors import UserError
+from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_pair
 from trainer.modules import build_modules
 from trainer.probed_runs.readout import probe
@@ -60,14 +60,7 @@ def test_probes_do_not_depend_on_the_ranks(views: str, num_steps: int, tmp_path:
     assert run_ranks(read_out, 3, data, views, num_steps) == [read_out(data, views, num_steps)] * 3
 
 
-def test_the_published_quirk_of_batch_norm_is_for_one_process(tmp_path: Path) -> None:
-    data = write_tiny_pair(tmp_path, num_train=40, num_test=20)
-    with pytest.raises(RankError, match=r"batch_norm train moves the running statistics .* start it as one process"):
-        run_ranks(functools.partial(with_batch_statistics, data), 2)
-
-
-def with_batch_statistics(directory: Path) -> None:
-    recipe = debug.image()
-    config = recipe.probe.model_copy(update={"batch_norm": "train"})
-    train, test = read_pictures(directory / "train"), read_pictures(directory / "test")
-    probe(build_modules(recipe), train=train, test=test, device=CPU, config=config)
+def test_the_published_quirk_of_batch_norm_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "world_size", lambda: 2)
+    with pytest.raises(UserError, match=r"batch_norm train moves the running statistics .* start it as one process"):
+        linear.check_ranks(linear.ProbeConfig(batch_norm="train"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 from data_pipeline.audio.log_mel import FSDD
 from data_pipeline.core.counter_rng import DrawKeys
-from data_pipeline.core.errors import UserError
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.loading.whole import read_all
 from tests.tiny_data import write_tiny_sound_pair, write_tiny_sounds
@@ -98,14 +96,3 @@ def test_what_can_be_heard_is_read_out(data: Path) -> None:
         assert results["base"].linear.result.accuracy > 0.9
         assert results["overlay"].linear.result.accuracy > 0.9
         assert accuracy(results["base"].knn_N, results["base"].target.test_N) > 0.9
-
-
-def test_a_rate_without_a_spectrogram_is_said_in_one_sentence(data: Path, tmp_path: Path) -> None:
-    manifest = json.loads((data / "test" / "manifest.json").read_text()) | {"sample_rate": 44_100}
-    directory = tmp_path / "other"
-    directory.mkdir()
-    for path in (data / "test").iterdir():
-        (directory / path.name).write_bytes(path.read_bytes())
-    (directory / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match="no spectrogram is defined for sounds of 44100"):
-        read_pictures(directory)

@@ -231,12 +231,7 @@ def test_the_report_at_wandb_is_made_once_and_then_renewed(
     spec = internal.Spec.model_validate_json(view["spec"])
     texts = [block.content for block in spec.blocks if isinstance(block, internal.MarkdownBlock)]
     assert re.search(r"^\| debug-image \| 40\.0 ± \d\.\d \| +\| 39\.0 \| 0, 1 \| 11 \|$", texts[0], flags=re.MULTILINE)
-    curves, sent_page = [block for block in spec.blocks if isinstance(block, internal.PanelGrid)]
-    (runset,) = curves.metadata.run_sets
-    assert runset.project.name == "mine"
-    assert runset.filters["filters"][0]["value"] == ["id-seed0", "id-seed1"]
-    metrics = [panel.config.metrics for panel in curves.metadata.panel_bank_section_config.panels]
-    assert ["train/loss"] in metrics
+    (sent_page,) = [block for block in spec.blocks if isinstance(block, internal.PanelGrid)]
     ((report_id, report_run),) = server.runs.items()
     assert report_run.job_type == "report"
     assert sent_page.metadata.run_sets[0].filters["filters"][0]["value"] == [report_id]
