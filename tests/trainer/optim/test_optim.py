@@ -302,30 +302,6 @@ def test_a_run_taken_up_by_the_names_of_its_parameters_ends_in_the_same_bits(
         assert all(torch.equal(state[name], expected[name]) for name in state)
 
 
-@pytest.mark.parametrize(
-    ("config", "left_out"),
-    [
-        (SGDConfig(), []),
-        (AdamConfig(weight_decay=0.1), []),
-        (SGDConfig(decay="matrices"), ["1.weight", "1.bias", "3.bias"]),
-        (AdamWConfig(), ["1.weight", "1.bias", "3.bias"]),
-        (LARSConfig(), ["1.weight", "1.bias", "3.bias"]),
-        (LAMBConfig(), ["1.weight", "1.bias", "3.bias"]),
-    ],
-)
-def test_biases_and_norms_are_without_decay_where_that_is_customary(
-    config: OptimizerConfig, left_out: list[str]
-) -> None:
-    net = small_net(seed=0)
-    without = {
-        id(parameter)
-        for group in build_optimizer(config, net).param_groups
-        if group["weight_decay"] == 0
-        for parameter in group["params"]
-    }
-    assert [name for name, parameter in net.named_parameters() if id(parameter) in without] == left_out
-
-
 @pytest.mark.parametrize("config_class", [LARSConfig, LAMBConfig])
 def test_without_timm_the_config_says_what_to_install(
     config_class: type[LARSConfig | LAMBConfig], monkeypatch: pytest.MonkeyPatch
