@@ -115,7 +115,10 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
         pairs_of(readable_labels(manifests.probed, manifests.test), probe_config.groups)
         readable_labels(manifests.probed, manifests.test, wanted=options.labels or probe_config.labels)
         check_ranks(probe_config)
-        return options.checkpoint_steps(checkpoint_steps(run_dir) if options.steps == "all" else [], None)
+        at_all = steps_in(run_dir.checkpoints)
+        if options.steps == "all" and not at_all:
+            raise UserError(f"{run_dir.path} has no checkpoint yet; train it, or use step 0, the untrained encoder")
+        return options.checkpoint_steps(at_all, None)
 
     def count_shared() -> int | None:
         num_shared, said = check_shared(
@@ -248,14 +251,6 @@ def _write(run_dir: RunDir, step: int, readout: Readout, *, suffix: str) -> None
     write_heads(directory / f"heads{suffix}.safetensors", readout.heads)
     for space, result in readout.results.items():
         write_json(directory / f"{space}{suffix}.json", result.model_dump(mode="json"))
-
-
-def checkpoint_steps(run_dir: RunDir) -> list[int | None]:
-    """Return the steps of all checkpoints, ascending. Raises `UserError` if there is none."""
-    steps = steps_in(run_dir.checkpoints)
-    if not steps:
-        raise UserError(f"{run_dir.path} has no checkpoint yet; train it, or use step 0, the untrained encoder")
-    return [*steps]
 
 
 def _load(run_dir: RunDir, step: int | None) -> TrainedModules:

@@ -175,7 +175,7 @@ class Pictures:
         inputs = [self.images_NCHW, self.masks_NHW]
         if samples is not None:
             inputs += [samples.pictures_BCHW, samples.masks_BHW, samples.points_X]
-        if not fits(sum(each.nbytes for each in inputs if each is not None), device):
+        if not fits_in_memory(sum(each.nbytes for each in inputs if each is not None), device):
             return self
         if stored is not None and samples is not None:
             # A copy, because a module is moved in place.
@@ -252,7 +252,7 @@ def read_pictures(location: Path | str, *, read: ReadConfig = _DEFAULT_READ, dra
     """
     store = SampleStore(location, remote=read.remote)
     samples: DecodedSamples | StreamedSamples
-    if fits(num_bytes := _bytes_drawn(store.manifest)):
+    if fits_in_memory(num_bytes := _bytes_drawn(store.manifest)):
         whole = read_whole(store, _CPU)
         samples, bad = _usable(store, whole), tuple(whole.bad.values())
     elif store.manifest.medium == "sound":
@@ -454,10 +454,10 @@ def _room_for(inputs: Tensor | Pictures, part: Tensor) -> Tensor:
     shape = (len(inputs), *part.shape[1:])
     if isinstance(inputs, Tensor):
         return part.new_empty(shape)
-    return empty(shape, dtype=part.dtype, device=part.device)
+    return empty_features(shape, dtype=part.dtype, device=part.device)
 
 
-def fits(num_bytes: int, device: torch.device = _CPU) -> bool:
+def fits_in_memory(num_bytes: int, device: torch.device = _CPU) -> bool:
     """Return whether `num_bytes` take at most half of the free memory of a device; ranks share that of the host.
 
     Every rank calls this, and all get the same answer: no, if one of them has too little memory.
@@ -466,14 +466,14 @@ def fits(num_bytes: int, device: torch.device = _CPU) -> bool:
     return not any_rank(num_bytes > free // 2)
 
 
-def empty(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+def empty_features(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor for features: on `device` if they fit there, else on the CPU. Every rank calls this.
 
     Raises `UserError` if they do not fit on the CPU either.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     for place in dict.fromkeys((device, _CPU)):
-        if fits(num_bytes, place):
+        if fits_in_memory(num_bytes, place):
             return torch.empty(*shape, dtype=dtype, device=place)
     raise UserError(
         f"the features take {num_bytes / 1e9:.3g} GB on each rank, more than half of the free memory; use a machine "

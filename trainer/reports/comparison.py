@@ -97,18 +97,23 @@ def last_rows(rows: Iterable[Measurement]) -> list[Measurement]:
     return [row for row in rows if row.step == last[row.run]]
 
 
-def by_seed(rows: Iterable[Measurement]) -> dict[int, Reading]:
-    """Return the linear readings of rows by seed; of several of one seed, the first."""
-    found: dict[int, Reading] = {}
+def linear_by_seed(rows: Iterable[Measurement]) -> dict[int, Measurement]:
+    """Return the rows of linear probes by seed; of several of one seed, the first."""
+    found: dict[int, Measurement] = {}
     for row in rows:
-        if row.readout == "linear" and row.seed not in found:
-            found[row.seed] = row.reading
+        if row.readout == "linear":
+            found.setdefault(row.seed, row)
     return found
+
+
+def by_seed(rows: Iterable[Measurement]) -> dict[int, Reading]:
+    """Return the readings of `linear_by_seed`."""
+    return {seed: row.reading for seed, row in linear_by_seed(rows).items()}
 
 
 def score(rows: Sequence[Measurement]) -> Score | None:
     """Return the score of rows of one label, at one checkpoint of each run; None if none is of a linear probe."""
-    linear = list({row.seed: row for row in reversed(rows) if row.readout == "linear"}.values())[::-1]
+    linear = [*linear_by_seed(rows).values()]
     if not linear:
         return None
     values = [row.value for row in linear]

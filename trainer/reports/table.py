@@ -186,12 +186,11 @@ def write_csv(rows: Iterable[Measurement]) -> str:
     at = columns.index("factors")
     head = [*columns[:at], *(_FACTOR + name for name in names), *columns[at + 1 :]]
     file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(head)
+    writer = csv.DictWriter(file, head, lineterminator="\n")
+    writer.writeheader()
     for row in rows:
         values = {name: _text(getattr(row, name)) for name in columns if name != "factors"}
-        values |= {_FACTOR + name: level for name, level in row.factors.items()}
-        writer.writerow([values.get(name, "") for name in head])
+        writer.writerow(values | {_FACTOR + name: level for name, level in row.factors.items()})
     return file.getvalue()
 
 

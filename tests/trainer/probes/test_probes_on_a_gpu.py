@@ -135,7 +135,7 @@ def test_features_go_to_the_host_if_the_gpu_has_no_room(monkeypatch: pytest.Monk
     with tensors_without_data():
         for num_bytes, device in ((800, CUDA), (799, CPU)):
             free_on_the_gpu(monkeypatch, num_bytes)
-            assert features.empty((10, 10), dtype=torch.float32, device=CUDA).device == device
+            assert features.empty_features((10, 10), dtype=torch.float32, device=CUDA).device == device
 
 
 def test_memory_that_the_allocator_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_memory_that_the_allocator_keeps_is_free(monkeypatch: pytest.MonkeyPatch
     free_on_the_gpu(monkeypatch, 200)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 900)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300)
-    assert [features.fits(num_bytes, CUDA) for num_bytes in (400, 401)] == [True, False]
+    assert [features.fits_in_memory(num_bytes, CUDA) for num_bytes in (400, 401)] == [True, False]
 
 
 def test_samples_stay_on_the_host_if_the_gpu_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,6 +193,6 @@ def test_too_many_bad_samples_are_refused_as_in_memory(tmp_path: Path) -> None:
 
 def test_features_that_fit_nowhere_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features, "free_host_bytes", lambda: 2_000)
-    assert features.empty((25, 10), dtype=torch.float32, device=CPU).shape == (25, 10)
+    assert features.empty_features((25, 10), dtype=torch.float32, device=CPU).shape == (25, 10)
     with pytest.raises(UserError, match="more than half of the free memory"):
-        features.empty((26, 10), dtype=torch.float32, device=CPU)
+        features.empty_features((26, 10), dtype=torch.float32, device=CPU)
