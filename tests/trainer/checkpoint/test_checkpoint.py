@@ -18,7 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
@@ -83,9 +83,11 @@ def test_a_restored_run_goes_on_bit_for_bit(config: RunConfig, tmp_path: Path) -
     run_dir = RunDir(tmp_path / "run")
     engines = start(run_dir, config)
     fake_step(engines, 0)
-    save(run_dir, 1, engines=engines, keep=2)
-    again = start(run_dir, config)
-    assert restore(run_dir, again, NT_XENT).step == 1
+    with CheckpointWriter(run_dir, keep=2) as writer:
+        writer.save(1, engines=engines, objective_state={}, extra={"scale": torch.tensor(512.0)})
+    again, scale = start(run_dir, config), torch.zeros(())
+    assert restore(run_dir, again, NT_XENT, extra={"scale": scale}).step == 1
+    assert scale.item() == 512
     for each in (engines, again):
         fake_step(each, 1)  # momentum and Adam's moments matter here
     assert all(map(torch.equal, weights(engines), weights(again)))
@@ -135,8 +137,8 @@ def tiny(seed: int = 0, *, num_columns: int = 3) -> dict[str, DDPEngine]:
     return {"encoder": DDPEngine(nn.Linear(num_columns, 2), optimizer=AdamConfig())}
 
 
-def restore_tiny(run_dir: RunDir, **extra: Tensor) -> int:
-    return restore(run_dir, tiny(1), NT_XENT, extra=extra).step
+def restore_tiny(run_dir: RunDir) -> int:
+    return restore(run_dir, tiny(1), NT_XENT).step
 
 
 def test_files_are_what_the_library_reads_and_writes(tmp_path: Path) -> None:
@@ -188,50 +190,34 @@ def test_a_copy_from_a_gpu_is_of_the_moment_too(tmp_path: Path) -> None:
     assert all((tensor == 1).all() for tensor in copy.states["a"].values())
 
 
-class Gate:
-    """A gate that keeps the thread from writing until it is open."""
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, entered = threading.Event(), threading.Event()
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.open = threading.Event()
-        self.entered = threading.Event()
+    def gated(*args: Any, **kwargs: Any) -> int:
+        entered.set()
+        assert gate.wait(10)
+        return write_files(*args, **kwargs)
 
-        def gated(*args: Any, **kwargs: Any) -> int:
-            self.entered.set()
-            assert self.open.wait(10)
-            return write_files(*args, **kwargs)
-
-        monkeypatch.setattr("trainer.checkpoint.save.write_files", gated)
-
-
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(monkeypatch)
+    monkeypatch.setattr("trainer.checkpoint.save.write_files", gated)
+    monkeypatch.setattr("trainer.checkpoint.save._WAIT_SECONDS", 0.02)
     run_dir, engines = RunDir(tmp_path), tiny()
     before = {name: tensor.clone() for name, tensor in engines["encoder"].module_state().items()}
     with CheckpointWriter(run_dir, keep=2) as writer:
         writer.save(1, engines=engines, objective_state={})
-        assert gate.entered.wait(10)
+        assert entered.wait(10)
         fake_step(engines, 0)  # what is written is the state of the call
         assert run_dir.latest_step() is None
-        gate.open.set()
-    assert run_dir.latest_step() == 1
-    found = read_tensors(run_dir.checkpoint(1) / "encoder.safetensors")
-    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
-    assert not torch.equal(before["weight"], engines["encoder"].module_state()["weight"])
-
-
-def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(monkeypatch)
-    monkeypatch.setattr("trainer.checkpoint.save._WAIT_SECONDS", 0.02)
-    run_dir, engines = RunDir(tmp_path), tiny()
-    with CheckpointWriter(run_dir, keep=2) as writer:
-        writer.save(1, engines=engines, objective_state={})
-        timer = threading.Timer(0.2, gate.open.set)
+        threading.Timer(0.2, gate.set).start()
         began = time.perf_counter()
-        timer.start()
         writer.save(2, engines=engines, objective_state={})
         assert time.perf_counter() - began > 0.15
         assert run_dir.checkpoint(1).is_dir()
     assert run_dir.latest_step() == 2
+    found = read_tensors(run_dir.checkpoint(1) / "encoder.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+    assert not torch.equal(before["weight"], engines["encoder"].module_state()["weight"])
 
 
 def test_an_exception_in_the_loop_still_finishes_what_is_written(tmp_path: Path) -> None:
@@ -245,17 +231,6 @@ def test_an_exception_in_the_loop_still_finishes_what_is_written(tmp_path: Path)
     with pytest.raises(FloatingPointError):
         loop()
     assert restore_tiny(run_dir) == 7
-
-
-def test_the_loops_own_state_travels(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    with CheckpointWriter(run_dir, keep=2) as writer:
-        writer.save(
-            3, engines=tiny(), objective_state={}, extra={"scale": torch.tensor(512.0), "skipped": torch.tensor(4)}
-        )
-    scale, skipped = torch.zeros(()), torch.tensor(0)
-    assert restore_tiny(run_dir, scale=scale, skipped=skipped) == 3
-    assert (scale.item(), skipped.item()) == (512.0, 4)
 
 
 def cut(directory: Path) -> None:
