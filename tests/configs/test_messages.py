@@ -40,7 +40,7 @@ TIMM = ("encoder.kind=timm", "encoder.name=vit_tiny_patch16_224")
         (["objective.kind=5"], "objective.kind is 5; valid are: barlow_twins, "),
         (["views={}"], "views.kind is null; valid are: "),
         (["optimizer=adam"], 'optimizer is "adam"; it must be a valid dictionary'),
-        (["optimizer.schedule.kind=cosin"], 'optimizer.schedule.kind is "cosin"; did you mean "cosine"?'),
+        (["optimizer.kind=adamwe"], 'optimizer.kind is "adamwe"; did you mean "adamw"?'),
         # A key.
         (["encoder.widht=4"], 'unknown key "encoder.widht" of kind "resnet10"; did you mean "width"?'),
         (["encoder.head.batchnorm=true"], 'unknown key "encoder.head.batchnorm"; did you mean "batch_norm"?'),
