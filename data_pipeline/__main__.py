@@ -207,11 +207,6 @@ def _trace(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="Shuffle within windows of N shards (default: across the whole dataset).",
     )
-    add(
-        "--order-only",
-        action="store_true",
-        help="Read no samples, which is much faster; unreadable ones are then not replaced.",
-    )
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:

@@ -19,9 +19,8 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -37,11 +36,11 @@ from data_pipeline.building.datasets import (
     overlay_options,
     source_options,
 )
-from data_pipeline.building.index_tars import partial_path, write_index
+from data_pipeline.building.index_tars import describe_manifest, partial_path, write_index
 from data_pipeline.building.locks import LOCK_NAME, locked
 from data_pipeline.building.pool import run_all
 from data_pipeline.building.tar_scan import ScanInputs, mean_and_std
-from data_pipeline.building.workers import BuildInputs, MadeTar, ShardTask, content_digests, make_shard
+from data_pipeline.building.workers import BuildPlan, MadeTar, content_digests, make_tar
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.options import Options
 from data_pipeline.core.progress import Progress
@@ -70,7 +69,6 @@ from data_pipeline.storage.source_digests import write_source_digests
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.totals import Totals
 
-_NUM_NAMED: Final = 12  # class names in the summary of a build
 _NUM_MEASURED, _NUM_MEASURED_AT_ONCE = 2_000, 100  # samples of the mean and std, if not of all samples
 
 
@@ -92,49 +90,13 @@ def balanced_order(labels: NDArray[np.int64], *, seed: int, split: str, limit: i
 
 def _source_sha256(plan: BuildPlan, digests: Iterable[bytes]) -> str:
     """Hash the labels, and the contents of the records in the order of the dataset."""
-    source, sha256 = plan.inputs.source, hashlib.sha256()
+    source, sha256 = plan.ingredients.source, hashlib.sha256()
     for name, column in labels_of(source).items():
         sha256.update(json.dumps([name, column.title, column.classes]).encode())
         sha256.update(column.label_N[plan.order].astype("<i8").tobytes())
     for some in digests:
         sha256.update(some)
     return sha256.hexdigest()
-
-
-@dataclass(frozen=True)
-class BuildPlan:
-    """A dataset to build: its inputs, the entries of its manifest, and the record of each sample."""
-
-    inputs: BuildInputs
-    how_made: HowMade
-    overlay: Overlay | None
-    overlay_entry: OverlayEntry | None
-    labels: dict[str, LabelEntry]  # without counts
-    order: NDArray[np.int64]  # from `balanced_order`
-    num_samples_per_shard: int
-
-    @property
-    def num_samples(self) -> int:
-        return self.how_made.repeats * len(self.order)
-
-    @property
-    def directory(self) -> Path:
-        """Return where the tars are built."""
-        return self.inputs.scan.directory
-
-    def shard(self, number: int) -> ShardTask:
-        first_index = number * self.num_samples_per_shard
-        stop = min(first_index + self.num_samples_per_shard, self.num_samples)
-        return ShardTask(
-            number=number,
-            first_index=first_index,
-            records_B=self.order[np.arange(first_index, stop) % len(self.order)],
-            num_new=min(max(len(self.order) - first_index, 0), stop - first_index),
-        )
-
-    @property
-    def num_shards(self) -> int:
-        return -(-self.num_samples // self.num_samples_per_shard)
 
 
 def build_dataset(
@@ -202,7 +164,7 @@ def build_dataset(
         )
         if _is_taken(directory):
             return _check_finished(directory, plan, num_workers=num_workers)
-        with _whole_or_nothing(directory, plan.directory):
+        with _whole_or_nothing(directory, plan.scan.directory):
             tars = _make_tars(plan, title=f"building {directory.name}", num_workers=num_workers)
             return _write_index(plan, tars)
     except ValidationError as error:
@@ -251,30 +213,21 @@ def _plan(
             batch=None if of_pixels is None else _batch_entry(of_pixels, source, order, split=split, drawn=drawn),
         )
     labels = _labels(source, overlay)
-    stored = {name: label for name, label in labels.items() if label.given_by == "source" or drawn != "online"}
     has_mask = isinstance(overlay, PixelOverlay) and drawn != "online"
     fields = Fields(
         content=PICTURE_FIELDS if keep else ("png" if ingredients.num_points is None else "wav",),
         mask="mask.png" if has_mask else None,
-        labels={name: f"json:{name}" for name in stored},
+        labels={
+            name: f"json:{name}" for name, label in labels.items() if label.given_by == "source" or drawn != "online"
+        },
     )
-    inputs = BuildInputs(
-        source=source,
-        overlay=None if drawn == "online" else overlay,
-        labels=stored,
-        split=split,
-        seed=seed,
-        sample_rate=ingredients.sample_rate,
-        num_points=ingredients.num_points,
-        keeps_files=keep,
-        scan=ScanInputs(
-            fields=fields,
-            directory=unfinished,
-            size=(source.image_size or 0) if isinstance(source, (ImageFolder, PictureTable)) else 0,
-            num_measured=-(-_NUM_MEASURED * num_samples_per_shard // len(order)) if keep else 0,
-        ),
+    scan = ScanInputs(
+        fields=fields,
+        directory=unfinished,
+        size=(source.image_size or 0) if isinstance(source, (ImageFolder, PictureTable)) else 0,
+        num_measured=-(-_NUM_MEASURED * num_samples_per_shard // len(order)) if keep else 0,
     )
-    return BuildPlan(inputs, how_made, overlay, entry, labels, order, num_samples_per_shard)
+    return BuildPlan(ingredients, how_made, entry, labels, order, num_samples_per_shard, keep, scan)
 
 
 def _batch_entry(
@@ -327,7 +280,7 @@ def _labels(source: Source, overlay: Overlay | None) -> dict[str, LabelEntry]:
 def _make_tars(plan: BuildPlan, *, title: str, num_workers: int) -> list[MadeTar]:
     """Write all tars."""
     tars = []
-    made = run_all(make_shard, plan.inputs, map(plan.shard, range(plan.num_shards)), num_workers=num_workers)
+    made = run_all(make_tar, plan, range(plan.num_shards), num_workers=num_workers)
     with closing(made), Progress(title, total=plan.num_samples) as progress:
         for tar in made:
             tars.append(tar)
@@ -337,13 +290,13 @@ def _make_tars(plan: BuildPlan, *, title: str, num_workers: int) -> list[MadeTar
 
 def _write_index(plan: BuildPlan, tars: list[MadeTar]) -> Manifest:
     """Write what lies beside the tars, the manifest last."""
-    inputs, entry, beside = plan.inputs, plan.overlay_entry, []
-    if entry is not None and entry.drawn == "online":
-        assert plan.overlay is not None
-        save_overlay(plan.overlay, partial_path(plan.directory, OVERLAY_NAME))
+    out, how_made, num_points = plan.scan.directory, plan.how_made, plan.ingredients.num_points
+    scanned, beside = [tar.scanned for tar in tars], []
+    if plan.overlay is not None and plan.baked is None:
+        assert plan.ingredients.overlay is not None
+        save_overlay(plan.ingredients.overlay, partial_path(out, OVERLAY_NAME))
         beside.append(OVERLAY_NAME)
-    how_made, scanned = plan.how_made, [tar.scanned for tar in tars]
-    if inputs.keeps_files:
+    if plan.keeps_files:
         mean, std = mean_and_std(scanned)
     else:
         totals, digests = Totals(), [tar.digests for tar in tars]
@@ -351,29 +304,29 @@ def _write_index(plan: BuildPlan, tars: list[MadeTar]) -> Manifest:
             totals += tar.totals
         mean, std = totals.mean, totals.std
         how_made = how_made.model_copy(update={"source_sha256": _source_sha256(plan, digests)})
-        if not isinstance(inputs.source, SilenceSource):  # its records are all alike
-            path = partial_path(plan.directory, SOURCE_DIGESTS_NAME)
+        if not isinstance(plan.ingredients.source, SilenceSource):  # its records are all alike
+            path = partial_path(out, SOURCE_DIGESTS_NAME)
             write_source_digests(path, b"".join(digests), num_samples=plan.num_samples)
             beside.append(SOURCE_DIGESTS_NAME)
     description = Description(
         how_made=how_made,
-        input_shape=_stored_shape(plan) if inputs.num_points is None else (inputs.num_points,),
+        input_shape=_stored_shape(plan) if num_points is None else (num_points,),
         mean=mean,
         std=std,
-        labels=plan.labels,
-        medium="picture" if inputs.num_points is None else "sound",
-        sample_rate=inputs.sample_rate,
-        any_size=inputs.keeps_files,
-        overlay=entry,
+        labels=dict(plan.labels),
+        medium="picture" if num_points is None else "sound",
+        sample_rate=plan.ingredients.sample_rate,
+        any_size=plan.keeps_files,
+        overlay=plan.overlay,
     )
-    return write_index(scanned, plan.directory, description, fields=inputs.scan.fields, numbered=True, beside=beside)
+    return write_index(scanned, out, description, fields=plan.scan.fields, numbered=True, beside=beside)
 
 
 def _stored_shape(plan: BuildPlan) -> Shape:
     """Return channels, height and width of the stored pictures."""
-    height, width, num_channels = plan.inputs.source[int(plan.order[0])].content.shape
+    height, width, num_channels = plan.ingredients.source[int(plan.order[0])].content.shape
     shape = (num_channels, height, width)
-    return plan.inputs.overlay.output_shape(shape) if isinstance(plan.inputs.overlay, PixelOverlay) else shape
+    return plan.baked.output_shape(shape) if isinstance(plan.baked, PixelOverlay) else shape
 
 
 def _is_taken(directory: Path) -> bool:
@@ -389,8 +342,8 @@ def _check_finished(directory: Path, plan: BuildPlan, *, num_workers: int) -> Ma
     other = "choose another directory or remove it"
     before_and_now: dict[str, tuple[object, object]] = {
         **{name: (before, getattr(plan.how_made, name)) for name, before in manifest.how_made},
-        "overlay": (manifest.overlay, plan.overlay_entry),
-        "--keep or --image-size": (manifest.tars.fields, plan.inputs.scan.fields),
+        "overlay": (manifest.overlay, plan.overlay),
+        "--keep or --image-size": (manifest.tars.fields, plan.scan.fields),
         "number of samples": (manifest.num_samples, plan.num_samples),
         "number of shards": (manifest.num_shards, plan.num_shards),
     }
@@ -398,10 +351,10 @@ def _check_finished(directory: Path, plan: BuildPlan, *, num_workers: int) -> Ma
     for what, (before, now) in before_and_now.items():
         if before != now:
             raise UserError(f"{directory} was built with {what} {before}, not {now}; {other}")
-    if not plan.inputs.keeps_files:
+    if not plan.keeps_files:
         starts = range(0, len(plan.order), NUM_SAMPLES_PER_SHARD)
         slices = (plan.order[start : start + NUM_SAMPLES_PER_SHARD] for start in starts)
-        with closing(run_all(content_digests, plan.inputs, slices, num_workers=num_workers)) as digests:
+        with closing(run_all(content_digests, plan, slices, num_workers=num_workers)) as digests:
             if manifest.how_made.source_sha256 != _source_sha256(plan, digests):
                 raise UserError(f"{directory} was built from other data; {other}")
     return manifest
@@ -429,37 +382,6 @@ def _whole_or_nothing(directory: Path, unfinished: Path) -> Iterator[None]:
             raise
         (unfinished / LOCK_NAME).unlink()
         unfinished.rename(directory)
-
-
-def describe_manifest(manifest: Manifest) -> list[str]:
-    """Return lines that describe a dataset: its samples, each label with its classes, the overlay, the source."""
-    size = " x ".join(map(str, manifest.input_shape[:0:-1]))
-    samples = (
-        f"pictures of {size} pixels"
-        if manifest.sample_rate is None
-        else f"sounds at {manifest.sample_rate} points a second, read as {manifest.input_shape[0]} points"
-    )
-    megabytes = manifest.num_bytes / 1e6
-    lines = [f"samples: {samples}, {megabytes:.1f} MB in all"]
-    for name, label in manifest.labels.items():
-        classes, of_each = label.classes, ""
-        if label.counts:
-            least, most = min(label.counts), max(label.counts)
-            of_each = f" of {least} samples each" if least == most else f" of {least} to {most} samples each"
-        more = ", ..." if len(classes) > _NUM_NAMED else ""
-        shown = ", ".join(classes[:_NUM_NAMED])
-        lines.append(f"label_{name}, {label.title}: {len(classes)} classes{of_each}, {shown}{more}")
-    if manifest.overlay is not None:
-        when = "anew at each reading" if manifest.is_online else "into the shards"
-        layout = ", tiled" if manifest.overlay.layout == "tiled" else ""
-        options = "".join(f", {name}={value}" for name, value in manifest.overlay.options.items())
-        lines.append(f"overlay: {manifest.overlay.kind}{layout}{options}, drawn {when}")
-        if manifest.batch_shape != manifest.input_shape:
-            channels, height, width = manifest.batch_shape
-            lines.append(f"in a batch: pictures of {channels} channels and {width} x {height} pixels")
-    made = manifest.how_made
-    lines.append(f"made from: {made.source}; split {made.split}, seed {made.seed}")
-    return lines
 
 
 def run(args: argparse.Namespace) -> None:

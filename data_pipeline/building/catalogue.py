@@ -27,7 +27,7 @@ from data_pipeline.core.options import (
 )
 from data_pipeline.core.sample import NO_LABEL, OVERLAY
 from data_pipeline.core.schema import Schema
-from data_pipeline.overlays import NOTHING_GIVEN, Overlay, OverlayInputs, PixelOverlay, Shape
+from data_pipeline.overlays import NOTHING_GIVEN, Overlay, OverlayInputs, PixelOverlay
 from data_pipeline.overlays.noise import Noise, NoiseOptions
 from data_pipeline.overlays.registry import NAMES as OVERLAY_NAMES
 from data_pipeline.overlays.registry import OVERLAYS, find_overlay
@@ -133,14 +133,16 @@ def _open_pictures(name: str, given: SourceInputs, overlay: str | None, options:
     if overlay is not None:
         height, width, num_channels = opened[0].content.shape
         drawn = open_picture_overlay(
-            overlay,
-            shape=(num_channels, height, width),
-            split=given.split,
-            seed=given.seed,
-            base=given.base,
-            root=given.root,
-            class_counts=_class_counts(opened),
-            options=options,
+            OverlayInputs(
+                name=overlay,
+                shape=(num_channels, height, width),
+                split=given.split,
+                base=given.base,
+                root=given.root,
+                seed=given.seed,
+                class_counts=_class_counts(opened),
+                options=options,
+            )
         )
     return Ingredients(
         opened,
@@ -161,39 +163,21 @@ def _class_counts(source: Source) -> dict[str, tuple[int, ...]]:
     }
 
 
-def open_picture_overlay(
-    name: str,
-    *,
-    shape: Shape,
-    split: str,
-    seed: int = 0,
-    base: str = "tars",
-    root: Path | None = None,
-    class_counts: Mapping[str, tuple[int, ...]] = NOTHING_GIVEN,
-    options: Options = NOTHING_GIVEN,
-) -> PixelOverlay:
-    """Open an overlay of pictures of `shape`. The arguments mean the same as in `OverlayInputs`.
+def open_picture_overlay(given: OverlayInputs) -> PixelOverlay:
+    """Open an overlay of pictures.
 
     Raises `UserError` if a name or an option is unknown, if the digits are missing, or if the overlay cannot be drawn
     on such pictures.
     """
-    if name not in OVERLAY_NAMES.names():
-        raise UserError(f'unknown overlay "{name}"{nearest(name, OVERLAY_NAMES.names())}')
-    if split not in SPLITS:
-        raise UserError(f'unknown split "{split}"{nearest(split, SPLITS)}')
-    overlay = find_overlay(name)
+    if given.name not in OVERLAY_NAMES.names():
+        raise UserError(f'unknown overlay "{given.name}"{nearest(given.name, OVERLAY_NAMES.names())}')
+    if given.split not in SPLITS:
+        raise UserError(f'unknown split "{given.split}"{nearest(given.split, SPLITS)}')
+    overlay = find_overlay(given.name)
     if not issubclass(overlay, PixelOverlay):
-        raise UserError(f"{name} is no overlay of pictures; name a subclass of data_pipeline.overlays.PictureOverlay")
-    given = OverlayInputs(
-        name=name,
-        shape=shape,
-        split=split,
-        base=base,
-        root=root,
-        seed=seed,
-        class_counts=class_counts,
-        options=options,
-    )
+        raise UserError(
+            f"{given.name} is no overlay of pictures; name a subclass of data_pipeline.overlays.PictureOverlay"
+        )
     given.read(overlay.options_schema)  # also for an overlay that forgets to
     return overlay.open(given)
 

@@ -42,7 +42,7 @@ from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY
 from data_pipeline.core.schema import check_label_name
-from data_pipeline.overlays import PixelOverlay
+from data_pipeline.overlays import OverlayInputs, PixelOverlay
 from data_pipeline.overlays.registry import kind_of, save_overlay
 from data_pipeline.remote.cache import is_remote
 from data_pipeline.sources import class_names_of
@@ -63,6 +63,7 @@ from data_pipeline.storage.manifest import (
 )
 
 _NUM_MEASURED: Final = 2_000  # pictures from which the mean and the deviation are computed
+_NUM_NAMED: Final = 12  # class names in a description
 _UNLABELLED: Final = "-1"  # in many datasets, the label of a sample without a class
 
 Split = Literal["train", "test"]
@@ -286,26 +287,44 @@ def index_options(manifest: Manifest | None) -> tuple[Fields, int]:
     return manifest.tars.fields, manifest.input_shape[1]
 
 
-def describe_index(manifest: Manifest, tars: Sequence[ScannedTar]) -> Iterator[str]:
-    """Yield lines that say what was found, and what was left out."""
-    found = [
-        f"{sum(label.counts)} labels of {len(label.classes)} classes ({name})"
-        for name, label in manifest.stored_labels.items()
-    ]
-    yield (
-        f"{manifest.num_samples} samples in {manifest.num_shards} tars, {manifest.num_bytes:,} bytes, "
-        f"{', '.join(found) or 'no labels'}"
+def describe_manifest(manifest: Manifest) -> list[str]:
+    """Return lines that describe a dataset: its samples, each label with its classes, the overlay, the source."""
+    size = " x ".join(map(str, manifest.input_shape[:0:-1]))
+    samples = (
+        f"pictures {'brought to' if manifest.any_size else 'of'} {size} pixels"
+        if manifest.sample_rate is None
+        else f"sounds at {manifest.sample_rate} points a second, read as {manifest.input_shape[0]} points"
     )
-    fields = _count_fields(tars)
-    yield f"fields: {', '.join(f'{name} {count}' for name, count in fields.most_common(10))}"
-    yield f"pictures are brought to {manifest.input_shape[1]} x {manifest.input_shape[2]} pixels when they are read"
-    if manifest.overlay is not None:
-        yield f"overlay: {manifest.overlay.kind}, {manifest.overlay.layout}, drawn anew at each reading"
-    if manifest.tars.fields.labels is None and len(several := [name for name in LABEL_FIELDS if name in fields]) > 1:
-        yield f"the label of a sample is the first of its fields {', '.join(several)}; name one with --label"
-    for name, label in manifest.stored_labels.items():
+    lines = [f"samples: {samples}, {manifest.num_bytes / 1e6:.1f} MB in all"]
+    for name, label in manifest.labels.items():
+        classes, of_each = label.classes, ""
+        if label.counts:
+            least, most = min(label.counts), max(label.counts)
+            of_each = f" of {least} samples each" if least == most else f" of {least} to {most} samples each"
+        more = ", ..." if len(classes) > _NUM_NAMED else ""
+        shown = ", ".join(classes[:_NUM_NAMED])
+        lines.append(f"label_{name}, {label.title}: {len(classes)} classes{of_each}, {shown}{more}")
         if 0 < (num_labelled := sum(label.counts)) < manifest.num_samples:
-            yield f"{manifest.num_samples - num_labelled} samples have no label ({name})"
+            lines.append(f"{manifest.num_samples - num_labelled} samples have no label ({name})")
+    if manifest.overlay is not None:
+        when = "anew at each reading" if manifest.is_online else "into the shards"
+        layout = ", tiled" if manifest.overlay.layout == "tiled" else ""
+        options = "".join(f", {name}={value}" for name, value in manifest.overlay.options.items())
+        lines.append(f"overlay: {manifest.overlay.kind}{layout}{options}, drawn {when}")
+        if manifest.batch_shape != manifest.input_shape:
+            channels, height, width = manifest.batch_shape
+            lines.append(f"in a batch: pictures of {channels} channels and {width} x {height} pixels")
+    made = manifest.how_made
+    lines.append(f"made from: {made.source}; split {made.split}, seed {made.seed}")
+    return lines
+
+
+def describe_tars(tars: Sequence[ScannedTar], fields: Fields) -> Iterator[str]:
+    """Yield lines that say what was found in tars, and what was left out."""
+    found = _count_fields(tars)
+    yield f"fields: {', '.join(f'{name} {count}' for name, count in found.most_common(10))}"
+    if fields.labels is None and len(several := [name for name in LABEL_FIELDS if name in found]) > 1:
+        yield f"the label of a sample is the first of its fields {', '.join(several)}; name one with --label"
     left_out = {
         "samples without a picture, or with one of more than 268 MB, are left out": [x.num_left_out for x in tars],
         "links are not read; store files in their place, with `tar --dereference`": [x.num_links for x in tars],
@@ -367,7 +386,7 @@ def overlay_to_draw(args: argparse.Namespace, *, size: int) -> PixelOverlay | No
             raise UserError(f"{next(iter(options))} is an option of an overlay; leave it out, or give --overlay")
         return None
     shape = (3, size, size)
-    overlay = open_picture_overlay(args.overlay, shape=shape, split=args.split, options=options)
+    overlay = open_picture_overlay(OverlayInputs(args.overlay, shape, args.split, options=options))
     if (changed := overlay.output_shape(shape)) != shape:
         raise UserError(
             f"the overlay {args.overlay} makes pictures of {changed} out of {shape}, and an index of tars does not "
@@ -401,6 +420,7 @@ def run(args: argparse.Namespace) -> None:
         show_progress=True,
     )
     seconds = max(time.monotonic() - started, 1e-3)
-    print(f"{out}: indexed in {seconds:.1f} s, {manifest.num_samples / seconds:,.0f} samples a second")
-    for line in describe_index(manifest, tars):
+    rate = manifest.num_samples / seconds
+    print(f"{out}: {manifest.num_samples} samples in {len(tars)} tars, {seconds:.1f} s, {rate:,.0f} samples a second")
+    for line in (*describe_manifest(manifest), *describe_tars(tars, fields)):
         print(line)

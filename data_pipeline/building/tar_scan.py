@@ -28,7 +28,7 @@ from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import BASE, NO_LABEL
 from data_pipeline.core.schema import MAX_CHARACTERS
 from data_pipeline.loading.picture_decode import decode_square
-from data_pipeline.remote.cache import RemoteConfig, fetch_file, file_url, is_remote
+from data_pipeline.remote.cache import RemoteConfig, fetch_file, is_remote
 from data_pipeline.remote.fetch import RemoteFile
 from data_pipeline.storage.index import MAX_MEMBER_BYTES, map_file, pack
 from data_pipeline.storage.locations import expand_braces, listed_tars
@@ -139,7 +139,6 @@ def _expand_remote(location: str) -> list[str]:
                 f"{url} is a directory, which is not listed if it is remote; name its tars, as in "
                 f"{url}train-{{0000..0099}}.tar"
             )
-        file_url(url.rpartition("/")[0], url.rpartition("/")[2])  # refuses what cannot be fetched
     return urls
 
 

@@ -70,20 +70,12 @@ def is_remote(location: str | Path) -> bool:
 
 
 def file_url(location: str, name: str) -> str:
-    """Return the URL of one file of a dataset: the file name replaces `{name}` in `location`, or is appended.
-
-    Raises `UserError` if `location` has a query and no `{name}`.
+    """Return the URL of one file of a dataset.
 
     Examples:
         >>> file_url("http://host/cifar/", "manifest.json")
         'http://host/cifar/manifest.json'
-        >>> file_url("https://host/get?file={name}&key=7", "shard-00000.tar")
-        'https://host/get?file=shard-00000.tar&key=7'
     """
-    if "{name}" in location:
-        return location.replace("{name}", name)
-    if "?" in location:
-        raise UserError(f"{location} lacks {{name}}; put it where the name of a file goes")
     return f"{location.rstrip('/')}/{name}"
 
 

@@ -281,13 +281,7 @@ def load_manifest(directory: str | Path) -> Manifest:
     if not path.is_file():
         what = f"holds no {MANIFEST_NAME}, so it is not a finished dataset" if directory.exists() else "does not exist"
         raise UserError(f"{directory} {what}; build it with `python -m data_pipeline build DATASET --out {directory}`")
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read ({error.strerror}); make it readable, or choose another dataset"
-        ) from None
-    return parse_manifest(content, where=str(path))
+    return parse_manifest(path.read_bytes(), where=str(path))
 
 
 def parse_manifest(text: str | bytes, *, where: str) -> Manifest:

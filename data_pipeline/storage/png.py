@@ -2,10 +2,10 @@
 
 PNG stores each row of a picture with one of five filters. `encode_png` always uses the filter "up", the difference to
 the row above. Files are about a tenth larger than with the best filters, but one addition for each row decodes a whole
-batch. Any program can open them. torchvision decodes pictures of other writers one by one.
+batch. Any program can open them. `decode_pngs` reads these files alone.
 
-Guarantees: nothing is decompressed before the size in the header was compared with the expected size, and never more
-bytes than that size holds. A file may come from a stranger.
+Guarantees: nothing is decompressed before the header was compared with the expected one, and never more bytes than a
+picture of that size holds. A file may come from a stranger.
 
 Shapes: B pictures, C channels (3: RGB, 1: grey), H height, W width.
 """
@@ -27,7 +27,6 @@ _SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 _UP: Final = 2  # the filter type of PNG
 _COLOUR_TYPES: Final = {1: 0, 3: 2}
 _LEVEL: Final = 3  # pictures of 32x32 are at most 1 % larger than with level 9
-_SIZE: Final = struct.Struct(">8s4x4sII")  # the signature, the first chunk's name, width and height
 _END: Final = struct.pack(">I", 0) + b"IEND" + struct.pack(">I", zlib.crc32(b"IEND"))
 
 
@@ -56,42 +55,14 @@ def _chunk(name: bytes, content: bytes) -> bytes:
     return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(content, zlib.crc32(name)))
 
 
-def png_size(file: bytes | memoryview) -> tuple[int, int] | None:
-    """Return height and width of a PNG, (H, W), from its header alone; None if it is not a PNG.
-
-    Examples:
-        >>> png_size(encode_png(np.zeros((2, 5), dtype=np.uint8)))
-        (2, 5)
-    """
-    if len(file) < _SIZE.size:
-        return None
-    signature, name, width, height = _SIZE.unpack_from(file)
-    return (height, width) if (signature, name) == (_SIGNATURE, b"IHDR") else None
-
-
-def wrong_size(file: bytes | memoryview, height: int, width: int) -> str | None:
-    """Return the reason why a file is not a PNG of that size, from its header alone; None if it is one.
-
-    Call it before decoding a file: two megabytes may decompress to gigabytes.
-    """
-    size = png_size(file)
-    if size is None:
-        return "it is not a whole PNG: its beginning is wrong"
-    return None if size == (height, width) else f"it is {size[1]}x{size[0]} pixels, not {width}x{height}"
-
-
 def decode_pngs(files: Sequence[memoryview], shape: tuple[int, int, int]) -> tuple[Tensor, dict[int, str]]:
-    """Decode PNG files that should all have `shape`, (C, H, W).
+    """Decode PNG files of `encode_png` that should all have `shape`, (C, H, W).
 
-    Returns (B, C, H, W) uint8, and by row the reason why a picture did not decode; such a picture is black. The memory
-    of `files` must be writable for torch, but nothing is written to it.
+    Returns (B, C, H, W) uint8, and by row the reason why a picture did not decode; such a picture is black.
     """
     num_channels, height, width = shape
-    if files and _points_by_up(files[0], shape) is None:
-        return _decode_one_by_one(files, range(len(files)), torch.zeros(len(files), *shape, dtype=torch.uint8))
     blank = bytes(height * (1 + width * num_channels))
     points = [_points_by_up(file, shape) for file in files]
-    others = [row for row, found in enumerate(points) if found is None]
     filtered = np.frombuffer(b"".join([found or blank for found in points]), dtype=np.uint8)
     rows_BHX = filtered.reshape(len(files), height, 1 + width * num_channels)
     rows_HBCW = rows_BHX[:, :, 1:].reshape(len(files), height, width, num_channels).transpose(1, 0, 3, 2)
@@ -99,7 +70,8 @@ def decode_pngs(files: Sequence[memoryview], shape: tuple[int, int, int]) -> tup
     above_BCW: NDArray[np.uint8] | np.uint8 = np.uint8(0)
     for y, row_BCW in enumerate(rows_HBCW):
         above_BCW = np.add(above_BCW, row_BCW, out=pictures_BCHW[:, :, y])
-    return _decode_one_by_one(files, others, torch.from_numpy(pictures_BCHW))
+    reason = f"it is not a whole PNG of a build with {num_channels} channels of {width}x{height} pixels"
+    return torch.from_numpy(pictures_BCHW), {row: reason for row, found in enumerate(points) if found is None}
 
 
 def _points_by_up(file: memoryview, shape: tuple[int, int, int]) -> bytes | None:
@@ -122,30 +94,3 @@ def _points_by_up(file: memoryview, shape: tuple[int, int, int]) -> bytes | None
         return None
     is_whole = stream.eof and len(points) == num_bytes
     return points if is_whole and points[::row_size] == bytes([_UP]) * height else None
-
-
-def _decode_one_by_one(
-    files: Sequence[memoryview], rows: Sequence[int], pictures_BCHW: Tensor
-) -> tuple[Tensor, dict[int, str]]:
-    """Decode the files of `rows` into `pictures_BCHW` with torchvision. Return by row why a file did not decode."""
-    shape = pictures_BCHW.shape[1:]
-    errors: dict[int, str] = {}
-    if not rows:
-        return pictures_BCHW, errors
-    from torchvision.io import ImageReadMode, decode_png  # more than a second, and own shards do not need it
-
-    mode = {1: ImageReadMode.GRAY, 3: ImageReadMode.RGB}[shape[0]]
-    for row in rows:
-        if (wrong := wrong_size(files[row], shape[1], shape[2])) is not None:
-            errors[row] = wrong
-            continue
-        try:
-            picture = decode_png(torch.frombuffer(files[row], dtype=torch.uint8), mode)
-        except (RuntimeError, ValueError) as error:
-            errors[row] = f"it is not a whole PNG: {' '.join(str(error).split())}"
-            continue
-        if picture.shape == shape and picture.dtype == torch.uint8:
-            pictures_BCHW[row] = picture
-        else:
-            errors[row] = f"it is {tuple(picture.shape)} {picture.dtype}, not {tuple(shape)} torch.uint8"
-    return pictures_BCHW, errors

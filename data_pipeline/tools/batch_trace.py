@@ -13,13 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import sample_key
 from data_pipeline.loading.mixture import Mixture, MixtureSource, reading_order
-from data_pipeline.loading.order import ReadingOrder, check_ranks
+from data_pipeline.loading.order import check_ranks
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.storage.store import SampleStore
 
@@ -36,7 +32,6 @@ def run(args: argparse.Namespace) -> None:
             seed=args.seed,
             from_step=args.from_step,
             shuffle_shards=args.shuffle_shards,
-            order_only=args.order_only,
         ):
             print(line)
         sys.stdout.flush()
@@ -74,12 +69,10 @@ def trace(
     seed: int = 0,
     from_step: int = 0,
     shuffle_shards: int | None = None,
-    order_only: bool = False,
 ) -> Iterator[str]:
     """Yield lines `step<TAB>rank<TAB>key key ...` of one epoch from `from_step` on, by step and then by rank.
 
-    The samples are read, because training replaces those that cannot be read. With `order_only`, nothing is read, and
-    only samples that are not whole in a local shard are replaced.
+    The samples are read, because training replaces those that cannot be read.
 
     Raises `UserError` like `Stream`, and if a number is out of range.
     """
@@ -97,18 +90,6 @@ def trace(
     opened = SampleStore(dataset) if isinstance(dataset, str | Path) else dataset
     read = ReadConfig(num_workers=num_workers, placement="stream", shuffle_shards=shuffle_shards)
 
-    def stream(rank: int, *, start_step: int, end_step: int) -> Stream:
-        return Stream(
-            opened,
-            read=read,
-            global_batch_size=global_batch_size,
-            seed=seed,
-            rank=rank,
-            world_size=num_ranks,
-            start_step=start_step,
-            end_step=end_step,
-        )
-
     check_ranks(global_batch_size, world_size=num_ranks)
     order = reading_order(
         opened, shuffle_shards=shuffle_shards, seed=seed, global_batch_size=global_batch_size, rank=0, world_size=1
@@ -117,23 +98,19 @@ def trace(
     if from_step >= num_steps:
         raise UserError(f"--from-step {from_step} is past the epoch's {num_steps} steps; use 0 to {num_steps - 1}")
     start, end = epoch * num_steps + from_step, (epoch + 1) * num_steps
-    if order_only:
-        stores = [opened] if isinstance(opened, SampleStore) else [source.store for source in opened.sources]
-        for step in range(start, end):
-            for rank, of_rank in enumerate(np.split(_global_batch(order, stores, step), num_ranks)):
-                yield f"{step}\t{rank}\t{' '.join(map(sample_key, of_rank.tolist()))}"
-        return
-    streams = [stream(rank, start_step=start, end_step=end) for rank in range(num_ranks)]
+    streams = [
+        Stream(
+            opened,
+            read=read,
+            global_batch_size=global_batch_size,
+            seed=seed,
+            rank=rank,
+            world_size=num_ranks,
+            start_step=start,
+            end_step=end,
+        )
+        for rank in range(num_ranks)
+    ]
     for batches in zip(*streams, strict=True):
         for rank, batch in enumerate(batches):
             yield f"{batch.step}\t{rank}\t{' '.join(batch.keys)}"
-
-
-def _global_batch(order: ReadingOrder, stores: Sequence[SampleStore], step: int) -> NDArray[np.int64]:
-    """Return the samples of a step, (B,) int64, by their numbers among the samples of all stores."""
-    parts, first = [], 0
-    for number, store in enumerate(stores):
-        parts.append(first + order.rows(number, step, bad={}).indices_R)
-        first += len(store)
-    together, places = np.concatenate(parts), order.row_order(step)
-    return together if places is None else together[places]

@@ -1,9 +1,8 @@
 """Draw the first samples of a dataset as a grid, as training reads them, with their labels below.
 
-The object on a picture is outlined by its mask. Channels that an overlay adds to a picture are tiles below it, eight in
-a row, dark for 0 and bright for 255. A sound is drawn as the log-mel spectrogram that the encoder gets: time to the
-right, frequency upwards, the quietest cell dark and the loudest bright. An online overlay has the first draw of an
-evaluation.
+The object on a picture is outlined by its mask. Of pictures to which an overlay adds channels, those of the stored
+picture are drawn. A sound is drawn as the log-mel spectrogram that the encoder gets: time to the right, frequency
+upwards, the quietest cell dark and the loudest bright. An online overlay has the first draw of an evaluation.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from data_pipeline.storage.store import SampleStore
 NUM_COLUMNS: Final = 10
 _CELL: Final = 1.3  # inches, with about as many lines of captions as there are labels
 _LINE: Final = 0.15  # inches
-_TILES, _BETWEEN = 8, 128  # tiles in a row, and the grey level around them
 _INK, _OUTLINE = "#282828", "#ff00c8"
 
 
@@ -82,35 +80,15 @@ def _write_labels(cell: Axes, batch: Batch, manifest: Manifest, row: int) -> Non
 def pictures_of(batch: Batch, manifest: Manifest) -> NDArray[np.generic]:
     """Return the pictures of a batch in colour, (B, H, W, 3) uint8, or its sounds as spectrograms, (B, bands, frames).
 
-    Pictures with channels beyond those of the stored pictures are higher, by the tiles of these channels.
+    Of pictures with further channels, these are those of the stored pictures.
     """
     if manifest.sample_rate is not None:
         config = mel_config(manifest.sample_rate)
         return log_mel(power_mel(batch.inputs_a, config), config).numpy()
     inputs_BHWC: NDArray[np.uint8] = batch.inputs_a.permute(0, 2, 3, 1).contiguous().numpy()
     num_channels = inputs_BHWC.shape[3]
-    num_shown = 3 if num_channels == 3 else min(manifest.input_shape[0], num_channels)
-    pictures_BHWC = np.repeat(inputs_BHWC[..., :1], 3, axis=3) if num_shown == 1 else inputs_BHWC[..., :3]
-    return add_tiles(pictures_BHWC, inputs_BHWC[..., num_shown:])
-
-
-def add_tiles(pictures_BHWC: NDArray[np.uint8], channels_BHWE: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return pictures with their E further channels below them, as small grey tiles in rows of eight."""
-    _, height, width, num_extra = channels_BHWE.shape
-    if not num_extra:
-        return pictures_BHWC
-    side = max(1, width // _TILES)
-    place = np.arange(side) * width // side  # the pixels that a tile shows
-    tiles_BhwE = channels_BHWE[:, place * height // width][:, :, place]
-    rows = []
-    for first in range(0, num_extra, _TILES):
-        row_BhWC = np.full((len(pictures_BHWC), side, width, 3), _BETWEEN, dtype=np.uint8)
-        for number in range(first, min(first + _TILES, num_extra)):
-            left = (number - first) * side
-            row_BhWC[:, :, left : left + side] = tiles_BhwE[..., number, None][:, :, : width - left]
-        gap_B1WC = np.full((len(pictures_BHWC), 1, width, 3), _BETWEEN, dtype=np.uint8)
-        rows += [gap_B1WC, row_BhWC]
-    return np.concatenate([pictures_BHWC, *rows], axis=1)
+    is_grey = num_channels != 3 and 1 in (manifest.input_shape[0], num_channels)
+    return np.repeat(inputs_BHWC[..., :1], 3, axis=3) if is_grey else inputs_BHWC[..., :3]
 
 
 def run(args: argparse.Namespace) -> None:

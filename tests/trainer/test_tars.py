@@ -21,6 +21,7 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.loading.whole import read_all
+from data_pipeline.overlays import OverlayInputs
 from data_pipeline.storage.locations import INDEX_NAME
 from data_pipeline.storage.manifest import Fields, load_manifest
 from tests.commands import call
@@ -170,7 +171,7 @@ def test_tars_with_an_overlay_are_cut_out_of_squares_and_probed_for_both_labels(
             tmp_path / name / INDEX_NAME,
             fields=Fields(),
             size=64,
-            overlay=open_picture_overlay("shapes", shape=(3, 64, 64), split=name),
+            overlay=open_picture_overlay(OverlayInputs("shapes", (3, 64, 64), name)),
             split=split,
             classes_of=None if name == "train" else tmp_path / "train",
         )

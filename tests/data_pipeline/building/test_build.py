@@ -21,8 +21,9 @@ import torch
 from PIL import Image
 
 from data_pipeline.audio.waveform import crop_last
-from data_pipeline.building.build import balanced_order, build_dataset, describe_manifest
+from data_pipeline.building.build import balanced_order, build_dataset
 from data_pipeline.building.catalogue import open_dataset
+from data_pipeline.building.index_tars import describe_manifest
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_OUTSIDE, Sample
 from data_pipeline.loading.whole import read_all

@@ -17,8 +17,8 @@ from PIL import Image
 from torch import Tensor
 
 from data_pipeline.__main__ import main
-from data_pipeline.building.build import build_dataset, describe_manifest
-from data_pipeline.building.index_tars import make_index, parse_labels
+from data_pipeline.building.build import build_dataset
+from data_pipeline.building.index_tars import describe_manifest, make_index, parse_labels
 from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import MASK_OBJECT, NO_LABEL
@@ -310,7 +310,7 @@ def test_tars_have_a_label_for_each_field_that_is_named(
     )
     assert done.status == 0, done.stderr
     for said in (
-        "3 labels of 2 classes (base), 2 labels of 2 classes (colour)",
+        "label_base, base: 2 classes of 1 to 2 samples each",
         "1 samples have no label (base)\n",
         "no label (ring)",
     ):

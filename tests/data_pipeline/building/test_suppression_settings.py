@@ -21,7 +21,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import parse_words
 from data_pipeline.core.sample import BASE, MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, NO_LABEL, OVERLAY, Batch
 from data_pipeline.loading.whole import read_all
-from data_pipeline.overlays import PixelOverlay
+from data_pipeline.overlays import OverlayInputs, PixelOverlay
 from data_pipeline.overlays.bits import Bits, bits_of
 from data_pipeline.overlays.colours import COLOURS, grey, object_mask
 from data_pipeline.overlays.dominoes import Dominoes, halve_rows
@@ -53,13 +53,9 @@ def is_uniform(values: Tensor, num: int) -> bool:
 def opened(
     kind: str, *, counts: tuple[int, ...] = (1,) * 10, shape: tuple[int, int, int] = (3, 32, 32), **options: Any
 ) -> PixelOverlay:
-    return open_picture_overlay(
-        kind,
-        shape=shape,
-        split="train",
-        class_counts={BASE: counts} if counts else {},
-        options={"digits": "sklearn", **options} if kind == "dominoes" else options,
-    )
+    options = {"digits": "sklearn", **options} if kind == "dominoes" else options
+    class_counts = {BASE: counts} if counts else {}
+    return open_picture_overlay(OverlayInputs(kind, shape, "train", class_counts=class_counts, options=options))
 
 
 def labels_of(overlay: PixelOverlay, base_B: torch.Tensor) -> torch.Tensor:

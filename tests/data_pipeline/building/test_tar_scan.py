@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipeline.__main__ import main
-from data_pipeline.building.index_tars import describe_index, make_index
+from data_pipeline.building.index_tars import describe_manifest, describe_tars, make_index
 from data_pipeline.building.tar_scan import measured_rows
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
@@ -196,7 +196,7 @@ def test_labels_that_cannot_be_read_are_counted_and_the_first_is_named(
     by_tarfile(tmp_path / "a.tar", members)
     manifest, facts = make_index(str(tmp_path), tmp_path / "index", fields=Fields(), size=16)
     assert not manifest.labels
-    lines = list(describe_index(manifest, facts))
+    lines = list(describe_tars(facts, Fields()))
     assert "2 labels cannot be read" in lines
     assert said in lines[-1]
     with pytest.raises(UserError, match=f"has a label under cls .{said}"):
@@ -210,10 +210,11 @@ def test_json_that_is_no_label_is_told_and_a_missing_entry_is_none(tmp_path: Pat
         [each for k, text in enumerate(texts) for each in ((f"{k}.png", picture(k)), (f"{k}.json", text))],
     )
     fields = Fields(labels={"site": "json:y"})
-    lines = list(describe_index(*make_index(str(tmp_path), tmp_path / "index", fields=fields, size=16)))
+    manifest, tars = make_index(str(tmp_path), tmp_path / "index", fields=fields, size=16)
+    lines = list(describe_tars(tars, fields))
     assert "3 labels cannot be read" in lines
     assert lines[-1].endswith("0.json, which is not JSON")
-    assert "6 samples have no label (site)" in lines
+    assert "6 samples have no label (site)" in describe_manifest(manifest)
 
 
 def test_samples_without_a_picture_or_a_label_are_counted(
@@ -231,7 +232,7 @@ def test_samples_without_a_picture_or_a_label_are_counted(
     assert done.status == 0, done.stderr
     for said in (
         "3 samples in 1 tars",
-        "1 labels of 5 classes",
+        "label_base, base: 5 classes",
         "fields: png 3, cls 1, txt 1",
         "2 samples have no label",
         "1 samples without a picture",
@@ -313,7 +314,7 @@ def test_links_are_counted_and_named(tmp_path: Path) -> None:
             info = tarfile.TarInfo(name)
             info.type, info.linkname, info.size = kind, "b.png", len(picture(1)) * (kind == tarfile.REGTYPE)
             tar.addfile(info, io.BytesIO(picture(1)))
-    manifest, facts = make_index(str(tmp_path), tmp_path / "index", fields=Fields(), size=32)
+    _, tars = make_index(str(tmp_path), tmp_path / "index", fields=Fields(), size=32)
     assert numbers_in(SampleStore(tmp_path / "index")) == [1]
-    (said,) = (line for line in describe_index(manifest, facts) if "links" in line)
+    (said,) = (line for line in describe_tars(tars, Fields()) if "links" in line)
     assert said.startswith("2 links are not read")

@@ -20,7 +20,7 @@ import pytest
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.decode import decode
-from data_pipeline.remote.cache import FileCache, RemoteConfig, _locked, file_url
+from data_pipeline.remote.cache import FileCache, RemoteConfig, _locked
 from data_pipeline.remote.fetch import RemoteFile
 from data_pipeline.storage.store import SampleStore
 from tests.data_pipeline.remote.http_server import FaultyServer, serve
@@ -94,11 +94,6 @@ def until(condition: Callable[[], bool], *, seconds: float = 10.0) -> bool:
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
     return condition()
-
-
-def test_a_query_needs_a_place_for_the_name() -> None:
-    with pytest.raises(UserError, match="lacks"):
-        file_url("http://host/dir?token=1", "a.tar")
 
 
 @pytest.mark.parametrize("overlay", ["baked", "online"])

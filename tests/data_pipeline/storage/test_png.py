@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,16 +34,13 @@ def decode(files: Sequence[bytes], shape: tuple[int, int, int]) -> tuple[np.ndar
     width=st.integers(1, 40),
     num_channels=st.sampled_from([1, 3]),
     seed=st.integers(0, 9),
-    ours=st.lists(st.booleans(), max_size=6),
+    num=st.integers(0, 6),
 )
-def test_pictures_of_all_writers_come_back(
-    height: int, width: int, num_channels: int, seed: int, ours: list[bool]
-) -> None:
-    pictures = [picture(height, width, num_channels, seed + place) for place in range(len(ours))]
-    files = [(encode_png if is_ours else by_pillow)(pixels) for pixels, is_ours in zip(pictures, ours, strict=True)]
-    decoded, errors = decode(files, (num_channels, height, width))
+def test_pictures_come_back(height: int, width: int, num_channels: int, seed: int, num: int) -> None:
+    pictures = [picture(height, width, num_channels, seed + place) for place in range(num)]
+    decoded, errors = decode(list(map(encode_png, pictures)), (num_channels, height, width))
     assert errors == {}
-    assert decoded.shape == (len(ours), height, width, num_channels)
+    assert decoded.shape == (num, height, width, num_channels)
     for found, pixels in zip(decoded, pictures, strict=True):
         np.testing.assert_array_equal(found.reshape(pixels.shape), pixels)
 
@@ -78,21 +74,21 @@ def test_a_file_that_is_damaged_anywhere_never_gives_other_points(first: bool) -
 
 
 @pytest.mark.parametrize(
-    ("file", "reason"),
+    "file",
     [
-        (b"", "not a whole PNG"),
-        (b"\x89PNG\r\n\x1a\n" + bytes(40), "not a whole PNG"),
-        (encode_png(picture(8, 8, 3, 0))[:-40], "not a whole PNG"),
-        (encode_png(picture(8, 7, 3, 0)), "it is 7x8 pixels, not 8x8"),
-        (by_pillow(picture(9, 8, 3, 0)), "it is 8x9 pixels, not 8x8"),
-        (by_pillow(picture(8, 8, 1, 0).astype(np.uint16)), "torch.uint"),
+        b"",
+        b"\x89PNG\r\n\x1a\n" + bytes(40),
+        encode_png(picture(8, 8, 3, 0))[:-40],
+        encode_png(picture(8, 7, 3, 0)),
+        encode_png(picture(8, 8, 1, 0)),
+        by_pillow(picture(8, 8, 3, 0)),
     ],
 )
-def test_what_does_not_decode_is_told(file: bytes, reason: str) -> None:
+def test_what_does_not_decode_is_told(file: bytes) -> None:
     good = picture(8, 8, 3, 1)
     for files, place in (([file, encode_png(good)], 0), ([encode_png(good), file], 1)):
         decoded, errors = decode(files, (3, 8, 8))
         assert list(errors) == [place]
-        assert re.search(reason, errors[place])
+        assert "not a whole PNG of a build with 3 channels of 8x8 pixels" in errors[place]
         assert not decoded[place].any()
         np.testing.assert_array_equal(decoded[1 - place], good)

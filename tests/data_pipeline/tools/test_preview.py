@@ -14,7 +14,7 @@ from data_pipeline.loading.decode import decode
 from data_pipeline.overlays import evaluation_keys
 from data_pipeline.overlays.shapes import Shapes
 from data_pipeline.storage.store import SampleStore
-from data_pipeline.tools.preview import add_tiles, draw_grid
+from data_pipeline.tools.preview import draw_grid
 from tests.data_pipeline.stored_samples import decode_sample
 from tests.tiny_data import NUM_POINTS, write_tiny_dataset, write_tiny_sounds
 
@@ -64,16 +64,6 @@ def test_sounds_are_drawn_with_time_to_the_right_and_frequency_upwards(tmp_path:
         if end < 0.7 * num_frames:
             assert values[:, : end - 3].max() > values[:, end + 3 :].max()
     assert min(loudest_bands[1]) > max(loudest_bands[0])  # a high tone lies above a deep one
-
-
-def test_further_channels_are_tiles_below_the_picture() -> None:
-    pictures, channels = np.zeros((2, 32, 32, 3), dtype=np.uint8), np.zeros((2, 32, 32, 10), dtype=np.uint8)
-    channels[..., 9] = 255
-    tiled = add_tiles(pictures, channels)
-    assert tiled.shape == (2, 32 + 2 * 5, 32, 3)
-    assert (tiled[:, 38:, 4:8] == 255).all()
-    assert (tiled[:, 38:, :4] == 0).all()
-    assert (tiled[:, 38:, 8:] == 128).all()
 
 
 def test_the_command_writes_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
