@@ -27,8 +27,6 @@ from trainer.probes.features import LabelSpace
 from trainer.probes.linear import accuracy, best_classes
 from trainer.probes.targets import check_same_classes
 
-_EPSILONS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
-
 
 class AlignmentConfig(Schema):
     """The settings of the analysis of alignment."""
@@ -38,7 +36,8 @@ class AlignmentConfig(Schema):
     )
     num_views: Annotated[int, Field(ge=2, le=10**6)] = Field(4, description="The views of each sample.")
     epsilons: Annotated[tuple[PositiveFactor, ...], Field(min_length=1, max_length=1_000)] = Field(
-        _EPSILONS, description="The distances of two views at which R(epsilon) is counted."
+        (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4),
+        description="The distances of two views at which R(epsilon) is counted.",
     )
 
 

@@ -9,12 +9,12 @@ Shapes: N samples, V views of each, D dimensions, R ranks of eigenvalues, from 1
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from data_pipeline.core.schema import Count, Epsilon, Measured, Schema, drawn, shown
@@ -35,15 +35,6 @@ class MonitorsConfig(Schema):
     )
     first_rank: Count = Field(4, description="The rank of the first eigenvalue in the fit of alpha.")
     last_rank: Count = Field(100, description="The rank of the last eigenvalue in the fit of alpha.")
-
-    @model_validator(mode="after")
-    def _ranks_ascend(self) -> Self:
-        if self.first_rank >= self.last_rank:
-            raise ValueError(
-                f"first_rank is {self.first_rank} and last_rank {self.last_rank}; a slope needs a range, so set "
-                "last_rank above first_rank"
-            )
-        return self
 
 
 class Monitors(Schema):
