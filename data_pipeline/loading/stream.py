@@ -21,6 +21,7 @@ from typing import Final, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
@@ -122,8 +123,7 @@ class Stream:
         if isinstance(dataset, str | Path):
             dataset = SampleStore(dataset, remote=read.remote)
         self._read, self._device, self._rank, self._world_size = read, torch.device(device), rank, world_size
-        self._global_batch_size, self._crops = global_batch_size, crops
-        self._mixture = dataset if isinstance(dataset, Mixture) else None
+        self._crops = crops
         if isinstance(dataset, Mixture):
             named = {source.name: source.store for source in dataset.sources}
             self.location: str | Path = f"the mixture of {' and '.join(named)}"
@@ -256,7 +256,7 @@ class Stream:
             if source.placed.samples is None:
                 rows, store = self.order.rows(source.number, step, bad={}), source.store
                 numbers = np.unique(np.searchsorted(store.shard_ends, rows.indices_R, side="right"))
-                prefix = "" if self._mixture is None else f"{source.name}/"
+                prefix = f"{source.name}/" if isinstance(self.order, MixtureOrder) else ""
                 shards += [prefix + store.shard_name(number) for number in numbers.tolist()]
         return shards
 
@@ -330,22 +330,21 @@ class Stream:
         self, source: StreamSource, samples: DecodedSamples, order: ReadingOrder, step: int
     ) -> Batch | None:
         """Return the rows of a dataset in memory, without the online overlay; None if the step has none."""
-        is_cuda, is_there = self._device.type == "cuda", samples.index_B.device.type == self._device.type
+        is_there = samples.index_B.device.type == self._device.type
         began = time.perf_counter()
         rows = order.rows(source.number, step, bad=samples.bad)
         if not len(rows.indices_R):
             return None
-        row_B = torch.tensor(rows.indices_R)
-        if is_cuda and is_there:
-            row_B = row_B.pin_memory().to(self._device, non_blocking=True)
-        taken = samples.take(row_B)
-        index_B = taken.index_B
-        if rows.key_index_R is not rows.indices_R:
-            index_B = torch.from_numpy(rows.key_index_R)
-            index_B = self._to_device(index_B) if is_there else index_B
+
+        def beside_samples(indices_R: NDArray[np.int64]) -> torch.Tensor:
+            return self._to_device(torch.tensor(indices_R)) if is_there else torch.tensor(indices_R)
+
+        taken = samples.take(beside_samples(rows.indices_R))
+        is_keyed_alike = rows.key_index_R is rows.indices_R
+        index_B = taken.index_B if is_keyed_alike else beside_samples(rows.key_index_R)
         clean = source.collate(taken, rows, step=step, index_B=index_B)
         clean = replace(clean, seconds={"read": time.perf_counter() - began})
-        return clean if is_there or not is_cuda else clean.pin_memory()
+        return clean if is_there else clean.pin_memory()
 
 
 def _training_keys(seed: int, index_B: torch.Tensor, epoch: int, view: int) -> DrawKeys:
