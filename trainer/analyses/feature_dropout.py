@@ -29,7 +29,7 @@ from trainer.analyses.views import Change, mean_change, ratio
 from trainer.observability.figures import to_png
 from trainer.probes.features import LabelSpace, frozen
 from trainer.probes.heads import Heads, read_heads
-from trainer.probes.linear import LinearHead
+from trainer.probes.linear import LinearHead, accuracy
 from trainer.probes.targets import readable_labels
 from trainer.probes.view_batches import view_batches
 
@@ -290,7 +290,7 @@ def _judge(
         checkpoint_step=loaded.modules.step,
         views=loaded.modules.config.views.kind,
         classifier=policy.heads.made_by,
-        accuracy={space: heads[space].accuracy(plain_NF, label_N) for space, label_N in labels.items()},
+        accuracy={space: accuracy(heads[space].classes(plain_NF), label_N) for space, label_N in labels.items()},
         without_views={space: probabilities(heads[space], plain_NF, label_N) for space, label_N in labels.items()},
         selectivity_box=ratio(change.in_box, change.overall),
         selectivity_object=ratio(change.in_object, change.overall),
@@ -305,7 +305,7 @@ def _judge(
                     views_of=policy.name,
                     judged_by=judge.name,
                     label=space,
-                    accuracy=head.accuracy(features_NF, label_N),
+                    accuracy=accuracy(head.classes(features_NF), label_N),
                     probabilities=probabilities(head, features_NF, label_N),
                 )
             )

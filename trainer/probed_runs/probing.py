@@ -26,7 +26,7 @@ from trainer.own_code import hashes_of_code, warn_of_changed_code
 from trainer.pretrained import load_modules
 from trainer.probed_runs.readout import Readout, probe
 from trainer.probes.features import LabelSpace, read_pictures, read_train
-from trainer.probes.groups import Groups, pairs_of
+from trainer.probes.groups import pairs_of
 from trainer.probes.heads import write_heads
 from trainer.probes.linear import ProbeConfig, check_ranks
 from trainer.probes.result import ProbeResult, read_result
@@ -159,7 +159,8 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
 
 
 def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
-    """Return a table of test accuracies in per cent, by label."""
+    """Return a table of test accuracies in per cent, by label, with the worst groups of the linear probe below."""
+    class_names = {label: result.class_names for label, result in results.items()}
     width = max([18, *(len(f"label_{space} ") for space in results)])
     lines = [f"{'test accuracy, %':{width}}{'linear':>8}{'kNN':>8}{'majority':>10}{'chance':>8}"]
     for space, result in results.items():
@@ -167,17 +168,12 @@ def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
             f"{'label_' + space:{width}}{100 * result.linear.accuracy:8.1f}{100 * result.knn.accuracy:8.1f}"
             f"{100 * result.majority_share:10.1f}{100 * result.chance:8.1f}"
         )
-        lines += [line for groups in result.groups for line in _worst(groups, results)]
+        for groups in result.groups:
+            if (worst := groups.worst("linear")) is not None:
+                which = f"{groups.name(worst, class_names)}, {worst.num_test} samples"
+                labels = " x ".join(groups.labels)
+                lines.append(f"  worst group of {labels}: linear {100 * worst.accuracy:.1f} ({which})")
     return "\n".join(lines)
-
-
-def _worst(groups: Groups, results: Mapping[LabelSpace, ProbeResult]) -> list[str]:
-    """Return a line about the worst group of the linear probe, if a group is large enough."""
-    if (worst := groups.worst("linear")) is None:
-        return []
-    name = groups.name(worst, {label: result.class_names for label, result in results.items()})
-    which = f"{name}, {worst.num_test} samples"
-    return [f"  worst group of {' x '.join(groups.labels)}: linear {100 * worst.accuracy:.1f} ({which})"]
 
 
 def _summarize(run_dir: RunDir, config: RunConfig, results: Mapping[LabelSpace, ProbeResult]) -> None:

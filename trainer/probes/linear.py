@@ -132,10 +132,6 @@ class LinearHead:
         parts = [features_NF] if features_NF.device == device else torch.split(features_NF, _MOVED_AT_ONCE)
         return torch.cat([best_classes(self.logits(part.to(device))) for part in parts])
 
-    def accuracy(self, features_NF: Tensor, label_N: Tensor) -> float:
-        """Return the `accuracy` of the classes of features (N, F) for labels (N,) int64."""
-        return accuracy(self.classes(features_NF), label_N)
-
 
 @dataclass(frozen=True)
 class LinearProbe:

@@ -36,7 +36,7 @@ from trainer.probes import features
 from trainer.probes.any_encoder import probe as probe_any
 from trainer.probes.features import frozen, read_pictures
 from trainer.probes.heads import read_heads
-from trainer.probes.linear import ProbeConfig, Target
+from trainer.probes.linear import ProbeConfig, Target, accuracy
 from trainer.probes.result import read_result, unpack_right
 from trainer.run_dir import RunDir, write_json
 
@@ -163,7 +163,7 @@ def test_the_heads_that_are_kept_score_what_was_reported(data: Path, probed: Pro
         features_NF = encoder.features(test.images_NCHW / 255)
     for space, head in heads.by_label.items():
         result = read_result(run_dir.probes(0) / f"{space}.json")
-        assert head.accuracy(features_NF, test.labels(space)) == result.linear.accuracy
+        assert accuracy(head.classes(features_NF), test.labels(space)) == result.linear.accuracy
         right_N = unpack_right(result.right_samples["linear"], num_test=result.num_test)
         assert right_N is not None
         assert right_N.tolist() == (head.classes(features_NF) == test.labels(space)).tolist()
@@ -222,10 +222,10 @@ def test_the_embedding_and_the_pixels_are_filed_under_their_names(
         }
         config = debug.image().probe.model_copy(update=others)
         expected = probe_any(function, data / "train", data / "test", config=config)
-        for space, accuracy in expected.items():
+        for space, found in expected.items():
             result = read_result(run_dir.probes(step) / f"{space}{suffix}.json")
             assert result.probe_config == config.model_copy(update={"reads": reads}).protocol
-            assert (result.linear.accuracy, result.knn.accuracy) == (accuracy.linear, accuracy.knn)
+            assert (result.linear.accuracy, result.knn.accuracy) == (found.linear, found.knn)
         assert f"reads {reads}" in read_heads(run_dir.probes(step) / f"heads{suffix}.safetensors").made_by
     with pytest.raises(UserError, match="reads=features"):
         probe_any(encoder, data / "train", data / "test", config=config.model_copy(update={"reads": "pixels"}))

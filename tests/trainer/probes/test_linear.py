@@ -202,7 +202,7 @@ def test_scores_that_are_not_finite_have_no_class_and_no_accuracy() -> None:
         assert math.isnan(linear.accuracy(linear.best_classes(score_NK), label_N))
     bad_NF, good_NF = torch.full((6, 4), torch.nan), torch.eye(6, 4)
     label_N = torch.arange(6) % 2
-    assert math.isnan(LinearHead(torch.ones(2, 4), torch.zeros(2)).accuracy(bad_NF, label_N))
+    assert math.isnan(linear.accuracy(LinearHead(torch.ones(2, 4), torch.zeros(2)).classes(bad_NF), label_N))
     target = {"base": Target(label_N, label_N, num_classes=2)}
     one_bad_NF = good_NF.clone()
     one_bad_NF[3, 0] = torch.nan
