@@ -24,7 +24,3 @@ def test_examples(module: str) -> None:
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted > 0
     assert result.failed == 0
-
-
-def test_there_are_examples() -> None:
-    assert "trainer.optim.optimizers" in WITH_EXAMPLES

@@ -179,17 +179,6 @@ def test_the_training_loop_can_be_read_aloud() -> None:
     assert loop.end_lineno - loop.lineno < 25
 
 
-def test_every_folder_says_what_it_is() -> None:
-    """The opening paragraph: what comes in, what goes out, what may never happen."""
-    folders = {path.parent for path in python_files(*ROOMS)}
-    undescribed = [
-        str(folder)
-        for folder in folders
-        if not (init := ROOT / folder / "__init__.py").is_file() or not ast.get_docstring(ast.parse(init.read_text()))
-    ]
-    assert not undescribed
-
-
 def test_each_promise_of_the_docs_names_a_test_that_exists() -> None:
     """In docs/reliability.md the last cell of a promise names files of tests/, or folders of them."""
     text = (ROOT / "docs" / "reliability.md").read_text().partition("## Exact")[2]
