@@ -30,10 +30,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from configs import resolve_recipe
 from data_pipeline.core.errors import run_command
 from data_pipeline.core.sample import Batch
+from trainer import liveness
 from trainer.build import assemble
 from trainer.config import RunConfig
 from trainer.distributed.fake_process_group import fake_ranks
-from trainer.fault_tolerance import liveness
 from trainer.modules import build_modules, build_run_objective
 
 GPU = torch.device("cuda", 0)

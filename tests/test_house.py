@@ -119,6 +119,24 @@ def test_no_imports_go_round_in_a_circle(for_types: bool) -> None:
         pytest.fail(" <- ".join(error.args[1]))
 
 
+def test_rooms_of_the_trainer_stand_one_above_the_other() -> None:
+    """A folder counts as one, so that all of it can be read after what it imports."""
+    rooms: dict[str, set[str]] = {}
+    for module in modules_of("trainer") - {"trainer"}:
+        reached = {name for name in import_graph()[module] if name.startswith("trainer.")}
+        rooms.setdefault(room_of(module), set()).update(room_of(name) for name in reached)
+    assert len(rooms) > 30
+    try:
+        TopologicalSorter({room: below - {room} for room, below in rooms.items()}).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
+def room_of(module: str) -> str:
+    """Return the folder or file at the top of a package, such as "trainer.views"."""
+    return ".".join(module.split(".")[:2])
+
+
 @pytest.mark.parametrize(
     ("room", "never"),
     [

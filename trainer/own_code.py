@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.imports import given_code
-from data_pipeline.core.kinds import KindConfig, sections
+from data_pipeline.core.kinds import OF_THIS_PROJECT, is_own, package_of, sections
 from data_pipeline.overlays.registry import NAMES as OVERLAY_NAMES
 from data_pipeline.overlays.registry import find_overlay
 from data_pipeline.storage.manifest import Manifest
@@ -32,7 +32,6 @@ from trainer.run_dir import RunDir
 logger = logging.getLogger(__name__)
 
 RECORDED_CODE: Final = "own_code"  # the key in each start of provenance.json
-OF_THIS_PROJECT: Final = frozenset({"data_pipeline", "trainer", "configs", "launch"})
 _SUFFIXES: Final = frozenset({".py", ".so"})
 _NAME_DIGITS: Final = 12
 
@@ -42,20 +41,11 @@ def own_packages(config: RunConfig, manifests: Sequence[Manifest] = ()) -> list[
 
     They are those of its config classes, and of the online overlays of the datasets with these `manifests`.
     """
-    of_config = {_package_of(type(section)) for section in sections(config) if is_own(section)}
+    of_config = {package_of(type(section)) for section in sections(config) if is_own(section)}
     online = {each.overlay.kind for each in manifests if each.overlay is not None and each.overlay.drawn == "online"}
     known = set(OVERLAY_NAMES.names()) - OVERLAY_NAMES.built_in.keys()
-    of_overlays = {_package_of(find_overlay(kind)) for kind in online & known}
+    of_overlays = {package_of(find_overlay(kind)) for kind in online & known}
     return sorted(of_config | of_overlays)
-
-
-def is_own(section: KindConfig) -> bool:
-    """Return whether the class of a section is of another package."""
-    return _package_of(type(section)) not in OF_THIS_PROJECT
-
-
-def _package_of(found: type) -> str:
-    return found.__module__.partition(".")[0]
 
 
 def source_files(package: str, *, suffixes: Collection[str] | None = _SUFFIXES) -> dict[str, Path]:

@@ -5,7 +5,7 @@
 "replay" is a recorded step as a whole (`trainer.recorded_step`), whose stages cannot be timed.
 
 Code enters a `stage` around its work. The time of an inner stage does not count for the outer stage. Entering and
-leaving a stage is also a sign of life (see `trainer.fault_tolerance.liveness`).
+leaving a stage is also a sign of life (see `trainer.liveness`).
 
 On the CPU, the clock times a stage. On a GPU, events in its stream time a stage, only in steps that are logged, so that
 nothing waits. There, "read" is the time that the GPU waits for a batch. Communication in parallel to computation (DDP's
@@ -24,7 +24,7 @@ import torch
 
 from data_pipeline.core.sample import Batch
 from data_pipeline.core.system import peak_memory_bytes
-from trainer.fault_tolerance import liveness
+from trainer import liveness
 
 Stage = Literal[
     "read",

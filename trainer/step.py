@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.audio.log_mel import MelConfig
+from data_pipeline.core.kinds import is_own
 from data_pipeline.core.pixels import from_bytes
 from data_pipeline.core.randomness import key_words
 from data_pipeline.core.sample import Batch
@@ -39,7 +40,6 @@ from trainer.objectives import Objective, ObjectiveOutput, ViewPair
 from trainer.objectives.health import embedding_health
 from trainer.optim.loss_scale import LossScale
 from trainer.optim.skipping import StateSnapshot, any_not_finite
-from trainer.own_code import is_own
 from trainer.profiling import stage
 from trainer.views import ViewPolicy
 from trainer.views.composed import Composed

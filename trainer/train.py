@@ -21,13 +21,13 @@ from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import Batch
 from data_pipeline.loading.order import ReadingOrder
 from data_pipeline.loading.stream import Stream
+from trainer import liveness
 from trainer.build import Training, build_counters, build_training
 from trainer.checkpoint.save import CheckpointWriter
 from trainer.claim import begin, resume
 from trainer.config import RunConfig
 from trainer.data import Manifests, open_stream, read_agreed_manifests
 from trainer.distributed.collectives import on_first_rank, rank, world_size
-from trainer.fault_tolerance import liveness
 from trainer.fault_tolerance.preemption import StoppedError, StopRequests
 from trainer.fault_tolerance.run_counters import RunCounters
 from trainer.fault_tolerance.watchdog import Watchdog
@@ -127,7 +127,7 @@ class TrainingLoop:
         with self.watchdog.patience("compiling") if may_compile else contextlib.nullcontext():
             output = self.training.step(batch, learning_rates=rates)
         with liveness.inside("waiting for GPU"):
-            self.counters.add(batch, output, rates)
+            self.counters.add(batch, skipped=output.skipped, metrics=output.metrics, learning_rates=rates)
         return output, rates
 
     def _save(self, num_done: int) -> None:

@@ -13,10 +13,10 @@ from typing import Self
 import torch
 
 from data_pipeline.core.sample import Batch
+from trainer import liveness
 from trainer.build import Training
 from trainer.config import RunConfig
 from trainer.distributed.collectives import all_reduce_mean_scalars, rank, world_size
-from trainer.fault_tolerance import liveness
 from trainer.fault_tolerance.run_counters import RunCounters
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.mixture import TrainManifest

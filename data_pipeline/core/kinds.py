@@ -25,6 +25,7 @@ from data_pipeline.core.schema import Line, Schema
 from data_pipeline.core.validation import KIND
 
 GROUP_PREFIX: Final = "overlay."  # of the groups of entry points
+OF_THIS_PROJECT: Final = frozenset({"data_pipeline", "trainer", "configs", "launch"})
 _OTHER_KINDS: Final = "; others are registered by --code FILE or an installed package"
 
 Config = TypeVar("Config", bound="KindConfig")
@@ -158,6 +159,16 @@ def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:
 def path_of(found: Any) -> str:
     """Return the import path of a class."""
     return f"{found.__module__}:{found.__qualname__}"
+
+
+def package_of(found: type) -> str:
+    """Return the package of a class: the first part of its import path."""
+    return found.__module__.partition(".")[0]
+
+
+def is_own(section: KindConfig) -> bool:
+    """Return whether the class of a section is of the user's own code, or of another package."""
+    return package_of(type(section)) not in OF_THIS_PROJECT
 
 
 def sections(config: BaseModel) -> Iterator[KindConfig]:

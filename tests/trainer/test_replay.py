@@ -78,7 +78,7 @@ def train_into_trouble(config: RunConfig, directory: Path, poisoned: str, value:
                 parameter.view(-1)[0] = value
         output = training.step(batch, learning_rates=RATES)
         skipped.append(bool(output.skipped))
-        log.add(batch, output, RATES)
+        log.add(batch, skipped=output.skipped, metrics=output.metrics, learning_rates=RATES)
     return skipped
 
 
@@ -215,7 +215,8 @@ def test_a_gradient_that_is_finite_but_too_long_for_float32_is_named(
         config.data, global_batch_size=BATCH_SIZE, seed=0, start_step=BAD_STEP, end_step=BAD_STEP + 1
     )
     log = skipped_steps(RunDir(tmp_path), training)
-    log.add(batch, training.step(batch, learning_rates=RATES), RATES)
+    output = training.step(batch, learning_rates=RATES)
+    log.add(batch, skipped=output.skipped, metrics=output.metrics, learning_rates=RATES)
     assert log.counts.total == 1
     said = explained(config, RunDir(tmp_path), monkeypatch, capsys)
     assert "the loss was finite, but a gradient or its length was not" in said

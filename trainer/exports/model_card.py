@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from jinja2 import StrictUndefined, Template
 
+from data_pipeline.core.kinds import is_own
 from trainer.models.encoder import EncoderConfig, ResNetConfig, TimmConfig
 from trainer.modules import TrainedModules
-from trainer.own_code import is_own
 from trainer.pretrained import HEADER_KEY, ExportHeader
 from trainer.probes.result import ProbeResult, read_result
 from trainer.run_dir import RunDir

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from data_pipeline.core.kinds import KindConfig
+from data_pipeline.core.kinds import KindConfig, is_own
 from trainer.distributed.collectives import rank
-from trainer.own_code import is_own
 
 logger = logging.getLogger(__name__)
 

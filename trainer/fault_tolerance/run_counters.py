@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from torch import Tensor
+
 from data_pipeline.core.sample import Batch
 from trainer.checkpoint.run_state import DataIdentity, RunState
 from trainer.fault_tolerance.bad_samples import BadSamples
 from trainer.fault_tolerance.skipped_steps import SkippedSteps
-from trainer.step import StepOutput
 
 
 class RunCounters:
@@ -24,9 +25,11 @@ class RunCounters:
         self._skipped, self._bad, self._data = skipped, bad, data
         self._seconds_before, self._started = seconds_before, time.perf_counter()
 
-    def add(self, batch: Batch, output: StepOutput, learning_rates: Mapping[str, float]) -> None:
-        """Count a step. Raises `UserError` if too many in a row were skipped."""
-        self._skipped.add(batch, output, learning_rates)
+    def add(
+        self, batch: Batch, *, skipped: Tensor, metrics: Mapping[str, Tensor], learning_rates: Mapping[str, float]
+    ) -> None:
+        """Count a step; see `SkippedSteps.add`. Raises `UserError` if too many in a row were skipped."""
+        self._skipped.add(batch, skipped=skipped, metrics=metrics, learning_rates=learning_rates)
         self._bad.add(batch.bad)
 
     def metrics(self) -> dict[str, float]:

@@ -23,7 +23,6 @@ from trainer.distributed.engines.engine import Engine
 from trainer.fault_tolerance.step_record import NonFiniteRecord, RankValues, has_room, recorded_steps, write_record
 from trainer.objectives import Objective
 from trainer.run_dir import RunDir
-from trainer.step import StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -86,12 +85,18 @@ class SkippedSteps:
         self._pending: deque[_PendingStep] = deque()
         self._has_learned = False  # since the checkpoint of `saved_step`
 
-    def add(self, batch: Batch, output: StepOutput, learning_rates: Mapping[str, float]) -> None:
-        """Add a step. Raises `UserError` if too many steps in a row were skipped."""
-        flag = _copy_to_host(output.skipped)
-        self._pending.append(
-            _PendingStep(batch.step, batch.epoch, batch.index_B, output.metrics, learning_rates, *flag)
-        )
+    def add(
+        self, batch: Batch, *, skipped: Tensor, metrics: Mapping[str, Tensor], learning_rates: Mapping[str, float]
+    ) -> None:
+        """Add a step. Raises `UserError` if too many steps in a row were skipped.
+
+        Args:
+            batch: the samples of the step.
+            skipped: a bool scalar, equal on all ranks: whether nothing was learned.
+            metrics, learning_rates: for the record of a skipped step.
+        """
+        flag = _copy_to_host(skipped)
+        self._pending.append(_PendingStep(batch.step, batch.epoch, batch.index_B, metrics, learning_rates, *flag))
         if len(self._pending) > self._lag:
             self._judge(self._pending.popleft(), num_done=batch.step + 1)
 

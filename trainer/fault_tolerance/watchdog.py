@@ -1,7 +1,7 @@
 """End a rank that freezes, with the Python stacks of all its threads.
 
 The training loop calls `beat` when it begins to read a batch and when it begins to train on it. Inside a step, every
-stage and every block of a network gives a sign of life (`trainer.fault_tolerance.liveness`). Each sign sets the timer
+stage and every block of a network gives a sign of life (`trainer.liveness`). Each sign sets the timer
 of `faulthandler` anew, at most once a second. If none comes in time, a thread in C, which needs no interpreter, writes
 the stacks to RUN_DIR/stalled/rank_N.txt. A moment later, when the other ranks have written theirs, SIGALRM ends the
 process, and the launcher ends the other ranks.
@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from data_pipeline.core.schema import Schema, Seconds
-from trainer.fault_tolerance import liveness
+from trainer import liveness
 from trainer.run_dir import RunDir
 
 _TIMES: Final = 20  # the longest gap so far

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from configs import resolve_recipe
 from data_pipeline.core.counter_rng import DrawKeys
-from trainer.fault_tolerance import liveness
+from trainer import liveness
 from trainer.modules import build_modules
 from trainer.profiling import stage
 from trainer.views.viewmaker import Viewmaker
