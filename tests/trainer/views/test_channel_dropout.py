@@ -14,10 +14,6 @@ from torch import Tensor
 
 from configs import resolve_recipe
 from data_pipeline.core.counter_rng import DrawKeys
-from data_pipeline.core.sample import Batch
-from tests.gloo import run_ranks
-from trainer.distributed.collectives import rank, world_size
-from trainer.modules import build_modules
 from trainer.views import ViewsConfig
 from trainer.views.channel_dropout import ChannelDropout, ChannelDropoutConfig, draw_kept
 
@@ -115,28 +111,6 @@ def test_a_step_in_a_tensor_draws_the_same(step: int) -> None:
     policy, x = ChannelDropout(ChannelDropoutConfig()), pictures(8)
     recorded = dataclasses.replace(keys(8, step=torch.tensor(step)), recorded_epoch=torch.tensor(9))
     assert torch.equal(policy(x, recorded), policy(x, keys(8, step=step)))
-
-
-def _views_of_rank(num: int) -> list[Tensor]:
-    """Return the views of ten steps of a run of `debug:image`, of this rank's part of batches of `num` pictures."""
-    config = resolve_recipe("debug:image", ["views.kind=channel_dropout", "views.rate=[0.2, 0.8]"])
-    policy = build_modules(config).view_policy
-    size, views = num // world_size(), []
-    for step in range(10):
-        index_B = torch.randperm(64, generator=torch.Generator().manual_seed(step))[rank() * size :][:size]
-        pictures_BCHW = torch.full((size, 3, 4, 4), 100, dtype=torch.uint8)
-        batch = Batch(step, 0, index_B, pictures_BCHW, pictures_BCHW, None, None, {})
-        views.append(policy(pictures_BCHW / 255, batch.draw_keys(seed=config.seed, view=0)))
-    return views
-
-
-@pytest.mark.ranks
-def test_all_ranks_lose_the_same() -> None:
-    (one_process,) = run_ranks(_views_of_rank, 1, 8)
-    assert len({tuple(kept(views)[0].tolist()) for views in one_process}) > 2
-    for of_rank in run_ranks(_views_of_rank, 2, 8):
-        for views, expected in zip(of_rank, one_process, strict=True):
-            assert torch.equal(kept(views), kept(expected)[: len(views)])
 
 
 @pytest.mark.parametrize("wrong", [{"rate": 0.5}, {"rate": [-0.1, 1]}, {"rate": [0.9, 0.5]}, {"shared": "batch"}])
