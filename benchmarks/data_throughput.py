@@ -34,7 +34,7 @@ from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.loading.order import epoch_order
 from data_pipeline.loading.stream import ReadConfig, Stream
-from data_pipeline.remote.cache import RemoteConfig
+from data_pipeline.remote.fetch import RemoteConfig
 from data_pipeline.storage.manifest import Manifest, load_manifest
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.tools.bench import encoded_counts, rate, stream_counts

@@ -130,8 +130,7 @@ def _index(parser: argparse.ArgumentParser) -> None:
     add(
         "location",
         metavar="LOCATION",
-        help="A directory of tars, a tar, a pattern such as 'train-{000000..001281}.tar', or a text file with a tar in "
-        "each line.",
+        help="A directory of tars, a tar, or a pattern such as 'train-{000000..001281}.tar'.",
     )
     add("--out", metavar="DIR", type=Path, help="The directory of the index (default: beside the tars).")
     add(

@@ -18,9 +18,9 @@ from data_pipeline.core.schema import Count, Line, Name
 from data_pipeline.loading.mixture import Mixture, MixtureSource, num_steps_per_mixture_epoch
 from data_pipeline.loading.order import num_steps_per_epoch
 from data_pipeline.loading.stream import ReadConfig, Stream
-from data_pipeline.remote.cache import is_remote, read_manifest
+from data_pipeline.remote.cache import read_manifest
 from data_pipeline.storage.index import has_remote_tars
-from data_pipeline.storage.locations import dataset_directory
+from data_pipeline.storage.locations import dataset_directory, is_remote
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
 from trainer.checkpoint.run_state import DataIdentity

@@ -1,7 +1,7 @@
 """Index WebDataset tars, so that they can be trained from as they are.
 
 The tars are scanned as `data_pipeline.building.tar_scan` says, and what was found is joined into one index, whose files
- `data_pipeline.storage.index` lists. `build` writes tars and indexes them in the same way.
+`data_pipeline.storage.index` lists. `build` writes tars and indexes them in the same way.
 
 An index may name an overlay that is drawn on the pictures each time they are read. Its file lies beside the index.
 
@@ -34,7 +34,6 @@ from data_pipeline.building.tar_scan import (
     ScanInputs,
     ScannedTar,
     TarTask,
-    expand,
     mean_and_std,
     scan_tar,
 )
@@ -44,10 +43,9 @@ from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY
 from data_pipeline.core.schema import check_label_name
 from data_pipeline.overlays import OverlayInputs, PixelOverlay
 from data_pipeline.overlays.registry import kind_of, save_overlay
-from data_pipeline.remote.cache import is_remote
 from data_pipeline.sources import class_names_of
 from data_pipeline.storage.index import HASHES_NAME, NUMBERS_NAME, SAMPLES_NAME, TIMES_NAME, labels_name
-from data_pipeline.storage.locations import MANIFEST_NAME, TARS_NAME, index_directory
+from data_pipeline.storage.locations import MANIFEST_NAME, TARS_NAME, index_directory, is_remote, listed_tars
 from data_pipeline.storage.manifest import (
     MAX_CLASSES,
     OVERLAY_NAME,
@@ -92,7 +90,7 @@ def make_index(
     a label is none of `classes_of`, or another process is making an index in `out`.
     """
     check_at_least(("--size", size, 1), ("--workers", num_workers, 1))
-    paths = expand(location)
+    paths = listed_tars(location)
     settings = ScanInputs(fields=fields, size=size, num_measured=-(-_NUM_MEASURED // len(paths)), directory=out)
 
     with locked(out):
@@ -111,7 +109,11 @@ def make_index(
         drawn = {} if overlay is None else labels_of_overlay(overlay)
         if both := sorted(labels.keys() & drawn.keys()):
             raise UserError(f"--label and the overlay both give the label {both[0]}; give yours another name")
-        entry = _save_overlay(overlay, out)
+        entry = None
+        if overlay is not None:
+            save_overlay(overlay, partial_path(out, OVERLAY_NAME))
+            options = dict(overlay.chosen)
+            entry = OverlayEntry(kind=kind_of(overlay), drawn="online", layout=overlay.layout, options=options)
         description = Description(
             medium="picture",
             how_made=HowMade(
@@ -199,14 +201,6 @@ def _numbers_of(label: LabelEntry, found: Sequence[tuple[tuple[str, ...], NDArra
 def _file_entry(path: Path) -> FileEntry:
     with path.open("rb") as file:
         return FileEntry(num_bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
-
-
-def _save_overlay(overlay: PixelOverlay | None, out: Path) -> OverlayEntry | None:
-    """Write the partial file of an overlay, and return its entry."""
-    if overlay is None:
-        return None
-    save_overlay(overlay, partial_path(out, OVERLAY_NAME))
-    return OverlayEntry(kind=kind_of(overlay), drawn="online", layout=overlay.layout, options=dict(overlay.chosen))
 
 
 def _stored(path: str, out: Path) -> str:

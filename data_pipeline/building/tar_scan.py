@@ -28,10 +28,9 @@ from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import BASE, NO_LABEL
 from data_pipeline.core.schema import MAX_CHARACTERS
 from data_pipeline.loading.picture_decode import decode_square
-from data_pipeline.remote.cache import RemoteConfig, fetch_file, is_remote
-from data_pipeline.remote.fetch import RemoteFile
+from data_pipeline.remote.fetch import RemoteConfig, RemoteFile, fetch
 from data_pipeline.storage.index import MAX_MEMBER_BYTES, map_file, pack
-from data_pipeline.storage.locations import expand_braces, listed_tars
+from data_pipeline.storage.locations import is_remote
 from data_pipeline.storage.manifest import Fields
 from data_pipeline.storage.tar_headers import TarMember, read_contents, split_name
 
@@ -108,38 +107,6 @@ class ScanInputs:
     @property
     def label_names(self) -> tuple[str, ...]:
         return (BASE,) if self.fields.labels is None else tuple(self.fields.labels)
-
-
-def expand(location: str) -> list[str]:
-    """Return the paths of the tars that a location names, in the order in which they are read.
-
-    `listed_tars` says what a location may be. A tar or a pattern may also be remote. Raises `UserError` if it names
-    none, one twice, or one that does not exist.
-    """
-    paths = _expand_remote(location) if is_remote(location) else listed_tars(location)
-    files = paths if is_remote(location) else [str(Path(name).resolve()) for name in paths]
-    for file, num in Counter(files).items():
-        if num > 1:
-            raise UserError(f"{location} names {file} {num} times; name each tar once")
-    if is_remote(location):
-        return paths
-    for name in paths:
-        if not name.isprintable():
-            raise UserError(f"the name {name!r} cannot stand in an index; rename the file")
-        if not Path(name).is_file():
-            raise UserError(f"{name}, which {location} names, does not exist; mend the location")
-    return paths
-
-
-def _expand_remote(location: str) -> list[str]:
-    urls = expand_braces(location)
-    for url in urls:
-        if url.endswith("/"):
-            raise UserError(
-                f"{url} is a directory, which is not listed if it is remote; name its tars, as in "
-                f"{url}train-{{0000..0099}}.tar"
-            )
-    return urls
 
 
 def scan_tar(inputs: ScanInputs, task: TarTask, *, is_built: bool = False) -> ScannedTar:
@@ -228,7 +195,7 @@ def _local(inputs: ScanInputs, task: TarTask) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(dir=inputs.directory) as directory:
         path = Path(directory, "copy.tar")
-        fetch_file(RemoteFile(task.path), path, config=_REMOTE)
+        fetch(RemoteFile(task.path), path, config=_REMOTE)
         contents = read_contents(map_file(path))
         if not (contents.members and contents.is_whole):
             num_bytes = path.stat().st_size

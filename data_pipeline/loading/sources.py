@@ -16,7 +16,7 @@ from data_pipeline.loading.collate import BatchMaker
 from data_pipeline.loading.decode import DecodedSamples
 from data_pipeline.loading.order import Rows
 from data_pipeline.loading.placement import DataPlacement
-from data_pipeline.remote.cache import RemoteConfig
+from data_pipeline.remote.fetch import RemoteConfig
 from data_pipeline.storage.store import SampleStore
 
 

@@ -41,7 +41,7 @@ from data_pipeline.loading.sources import (
     fits_cache,
 )
 from data_pipeline.loading.streamed import streamed_batches
-from data_pipeline.remote.cache import RemoteConfig
+from data_pipeline.remote.fetch import RemoteConfig
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
 

@@ -16,7 +16,7 @@ from data_pipeline.loading.collate import BatchMaker
 from data_pipeline.loading.decode import decode_ahead
 from data_pipeline.loading.sources import check_bad_share
 from data_pipeline.overlays import evaluation_keys
-from data_pipeline.remote.cache import RemoteConfig
+from data_pipeline.remote.fetch import RemoteConfig
 from data_pipeline.storage.store import SampleStore
 
 logger = logging.getLogger(__name__)

@@ -20,16 +20,14 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.schema import Gigabytes, Line, Schema, Seconds
-from data_pipeline.remote.fetch import RemoteFile, fetch
-from data_pipeline.storage.locations import MANIFEST_NAME, dataset_directory
+from data_pipeline.remote.fetch import RemoteConfig, RemoteFile, fetch
+from data_pipeline.storage.locations import MANIFEST_NAME, dataset_directory, is_remote
 from data_pipeline.storage.manifest import Manifest, load_manifest, parse_manifest
 
 logger = logging.getLogger(__name__)
@@ -37,36 +35,6 @@ logger = logging.getLogger(__name__)
 _DEFAULT_GIGABYTES: Final = 4.0  # limit without a cache_dir: /tmp is small, and in memory on some machines
 _ABANDONED_SECONDS: Final = 3600  # a partial file may be evicted after this time without a write
 _MANIFEST_ATTEMPTS: Final = 3  # so that a mistyped location is told soon
-
-
-class RemoteConfig(Schema):
-    """The settings for fetching and caching a remote dataset. A local dataset ignores them.
-
-    Attributes:
-        cache_dir: the directory that keeps copies for later runs. Without it, copies lie in the directory for temporary
-            files.
-        cache_gigabytes: the size of the cache, in 10**9 bytes. When it is full, the least recently used files are
-            evicted; files that are being fetched come on top. None means no limit with a `cache_dir`, and 4 without.
-        stall_seconds: an attempt that receives no byte for this time is given up.
-        file_seconds: the time for all attempts at one file together.
-        num_attempts: the number of attempts at a file, with pauses of 0.5, 1, 2, ... up to 16 seconds between them.
-    """
-
-    cache_dir: Line | None = None
-    cache_gigabytes: Gigabytes | None = None
-    stall_seconds: Seconds = 30.0
-    file_seconds: Seconds = 600.0
-    num_attempts: Annotated[int, Field(ge=1, le=1_000)] = 10
-
-
-def is_remote(location: str | Path) -> bool:
-    """Return whether `location` is remote; a `Path` is always a local directory.
-
-    Examples:
-        >>> is_remote("https://host/cifar"), is_remote("s3://bucket/cifar"), is_remote("data/cifar")
-        (True, True, False)
-    """
-    return isinstance(location, str) and re.match(r"[a-z][a-z0-9+.-]*://", location) is not None
 
 
 def file_url(location: str, name: str) -> str:
@@ -77,17 +45,6 @@ def file_url(location: str, name: str) -> str:
         'http://host/cifar/manifest.json'
     """
     return f"{location.rstrip('/')}/{name}"
-
-
-def fetch_file(file: RemoteFile, path: Path, *, config: RemoteConfig) -> None:
-    """Write a remote file to a path, within the limits of `config`. Raises as `fetch` does."""
-    fetch(
-        file,
-        path,
-        stall_seconds=config.stall_seconds,
-        file_seconds=config.file_seconds,
-        num_attempts=config.num_attempts,
-    )
 
 
 def read_manifest(location: str | Path, *, config: RemoteConfig) -> Manifest:
@@ -107,7 +64,7 @@ def read_manifest(location: str | Path, *, config: RemoteConfig) -> Manifest:
     soon = config.model_copy(update={"num_attempts": min(config.num_attempts, _MANIFEST_ATTEMPTS)})
     with tempfile.TemporaryDirectory(prefix="manifest-") as directory:
         path = Path(directory, MANIFEST_NAME)
-        fetch_file(RemoteFile(url), path, config=soon)
+        fetch(RemoteFile(url), path, config=soon)
         return parse_manifest(path.read_bytes(), where=url)
 
 
@@ -138,13 +95,10 @@ class FileCache:
             gigabytes = gigabytes or _DEFAULT_GIGABYTES
         self._limit = None if gigabytes is None else int(gigabytes * 1e9)
         self._directory = self._root / f"dataset-{sha256[:16]}"
-        self._prefetcher: _Prefetcher | None = None
+        self._num_prefetches = 0
         with self._disk_errors_as_user_errors():
             self._root.mkdir(mode=0o700 if config.cache_dir is None else 0o777, parents=True, exist_ok=True)
             self._directory.mkdir(exist_ok=True)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_prefetcher": None}
 
     def max_files(self, num_bytes_S: NDArray[np.int64]) -> int | None:
         """Return how many of the largest files of these sizes the cache can hold at once; None if it can hold all.
@@ -187,9 +141,18 @@ class FileCache:
         Never raises; a later `path` meets the same problem and raises. Fetching evicts the least recently used files,
         so these files and the files in use should together be at most `max_files`.
         """
-        if self._prefetcher is None or self._prefetcher.process_id != os.getpid():  # a thread does not survive a fork
-            self._prefetcher = _Prefetcher(self)
-        self._prefetcher.replace(files)
+        self._num_prefetches += 1
+        threading.Thread(target=self._fetch_ahead, args=(files, self._num_prefetches), daemon=True).start()
+
+    def _fetch_ahead(self, files: Iterable[tuple[str, RemoteFile]], number: int) -> None:
+        """Fetch files until a later call of `prefetch` than the one of this number."""
+        for name, file in files:
+            if number != self._num_prefetches:
+                return
+            try:
+                self.path(name, file)
+            except (UserError, OSError) as error:
+                logger.info("could not prefetch %s: %s", name, error)
 
     def _fetch(self, path: Path, file: RemoteFile) -> None:
         """Fetch one file, or wait for the process that is fetching it."""
@@ -200,7 +163,7 @@ class FileCache:
                 if _is_cached(path, file):
                     return
                 start = time.monotonic()
-                fetch_file(file, partial, config=self._config)
+                fetch(file, partial, config=self._config)
                 with partial.open("rb") as whole:
                     os.fsync(whole.fileno())  # a later run checks only the size, also after a power cut
                     num_bytes = os.fstat(whole.fileno()).st_size
@@ -231,36 +194,6 @@ class FileCache:
                 f"{self._root} cannot be the cache of {self.location} ({error.strerror}: {error.filename}); free some "
                 "room, or set data.remote.cache_dir to another disk that you may write to"
             ) from None
-
-
-class _Prefetcher:
-    """A thread that fetches the files of the last `replace`, and ends after the last file."""
-
-    def __init__(self, cache: FileCache) -> None:
-        self.process_id = os.getpid()
-        self._cache = cache
-        self._files: Iterator[tuple[str, RemoteFile]] = iter(())
-        self._lock = threading.Lock()
-        self._is_running = False
-
-    def replace(self, files: Iterable[tuple[str, RemoteFile]]) -> None:
-        with self._lock:
-            self._files = iter(files)
-            if not self._is_running:
-                self._is_running = True
-                threading.Thread(target=self._run, name="prefetch", daemon=True).start()
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                found = next(self._files, None)
-                if found is None:
-                    self._is_running = False
-                    return
-            try:
-                self._cache.path(*found)
-            except (UserError, OSError) as error:
-                logger.info("could not prefetch %s: %s", found[0], error)
 
 
 def _files(root: Path) -> Iterator[tuple[int, int, Path]]:

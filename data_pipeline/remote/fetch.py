@@ -17,12 +17,14 @@ import time
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import aiohttp
 import fsspec
+from pydantic import Field
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.schema import Gigabytes, Line, Schema, Seconds
 
 logger = logging.getLogger(__name__)
 
@@ -43,25 +45,43 @@ class RemoteFile:
     sha256: str | None = None
 
 
-def fetch(file: RemoteFile, path: Path, *, stall_seconds: float, file_seconds: float, num_attempts: int) -> None:
-    """Write a remote file to a path; try again after a pause if an attempt fails.
+class RemoteConfig(Schema):
+    """The settings for fetching and caching a remote dataset. A local dataset ignores them.
 
-    An attempt that receives no byte for `stall_seconds` is given up. All attempts together take `file_seconds` at most.
+    Attributes:
+        cache_dir: the directory that keeps copies for later runs. Without it, copies lie in the directory for temporary
+            files.
+        cache_gigabytes: the size of the cache, in 10**9 bytes. When it is full, the least recently used files are
+            evicted; files that are being fetched come on top. None means no limit with a `cache_dir`, and 4 without.
+        stall_seconds: an attempt that receives no byte for this time is given up.
+        file_seconds: the time for all attempts at one file together.
+        num_attempts: the number of attempts at a file, with pauses of 0.5, 1, 2, ... up to 16 seconds between them.
+    """
+
+    cache_dir: Line | None = None
+    cache_gigabytes: Gigabytes | None = None
+    stall_seconds: Seconds = 30.0
+    file_seconds: Seconds = 600.0
+    num_attempts: Annotated[int, Field(ge=1, le=1_000)] = 10
+
+
+def fetch(file: RemoteFile, path: Path, *, config: RemoteConfig) -> None:
+    """Write a remote file to a path; try again after a pause if an attempt fails, within the limits of `config`.
 
     Raises `UserError` with the reason of the last attempt: at once if another attempt would fail too, such as for a
     file that is not there, else when a limit is reached. Raises `OSError` if the file cannot be written.
     """
-    deadline = time.monotonic() + file_seconds
+    deadline = time.monotonic() + config.file_seconds
     for attempt in itertools.count(1):
         try:
-            _attempt(file, path, stall_seconds=stall_seconds, deadline=deadline)
+            _attempt(file, path, stall_seconds=config.stall_seconds, deadline=deadline)
             return
         except Exception as error:  # each kind of store has errors of its own
             if isinstance(error, OSError) and (error.errno in _DISK_FULL or error.filename == str(path)):
                 raise
             pause = min(0.5 * 2.0 ** min(attempt - 1, 9), _LONGEST_PAUSE)
             reason = str(error) if isinstance(error, _AttemptError) else f"{type(error).__name__}: {error}"
-            if attempt == num_attempts or time.monotonic() + pause >= deadline or _is_final(error):
+            if attempt == config.num_attempts or time.monotonic() + pause >= deadline or _is_final(error):
                 raise UserError(
                     f"{file.url} could not be fetched: {reason} (attempt {attempt}); check the location and the server "
                     "that holds it"

@@ -16,8 +16,6 @@ Shapes: B samples to read, N samples of a tar, M members of a sample.
 
 from __future__ import annotations
 
-import errno
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -26,9 +24,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data_pipeline.core.errors import UserError
-from data_pipeline.remote.cache import is_remote
-from data_pipeline.storage.locations import TARS_NAME
+from data_pipeline.core.errors import UserError, printable
+from data_pipeline.storage.locations import TARS_NAME, is_remote
 from data_pipeline.storage.tar_headers import BLOCK
 
 NUMBERS_NAME: Final = "tars.bin"
@@ -97,9 +94,6 @@ def map_file(path: Path) -> memoryview:
     try:
         mapped = torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
     except RuntimeError as error:
-        found = re.search(r": ([^:]+) \((\d+)\)$", str(error))  # "unable to open file <a.tar>: Permission denied (13)"
-        if found is not None and int(found[2]) == errno.ENOENT:
-            raise FileNotFoundError(errno.ENOENT, found[1], str(path)) from None
-        reason = str(error) if found is None else found[1]
-        raise UserError(f"{path} cannot be mapped into memory ({reason}); mend that, or read another copy") from None
+        path.stat()
+        raise UserError(f"{path} cannot be mapped into memory ({printable(str(error))}); read another copy") from None
     return mapped.numpy().data

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -17,7 +18,6 @@ MANIFEST_NAME: Final = "manifest.json"
 INDEX_NAME: Final = ".tar_index"  # the directory of an index of somebody else's tars, beside them
 TARS_NAME: Final = "tars.txt"  # of an index: the path or URL of each tar, a line each
 PICTURE_FIELDS: Final = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "image.png", "image.jpg")
-_LISTS: Final = (".txt", ".list")  # endings of a file that names tars
 _MAX_WORDS: Final = 100  # letters of a location's name in that of its index
 
 
@@ -50,34 +50,53 @@ def names_tars(location: str | Path) -> bool:
     path = Path(location).expanduser()
     if path.is_dir():
         return not (path / MANIFEST_NAME).exists() and any(tars_in(path))
-    return is_tars(path.name) or (path.suffix in _LISTS and path.is_file())
+    return is_tars(path.name)
 
 
-def listed_tars(location: str | Path) -> list[str]:
-    """Return the paths of the tars that a local location names, in the order in which they are read.
+def is_remote(location: str | Path) -> bool:
+    """Return whether `location` is remote; a `Path` is always a local directory.
 
-    A location is a directory, a tar, a pattern with braces such as `train-{000000..001281}.tar`, or a text file that
-    names a tar in each line. No tar is opened. Raises `UserError` if a directory or a text file names none, or if a
-    file is neither a tar by its name nor a text file.
+    Examples:
+        >>> is_remote("https://host/cifar"), is_remote("s3://bucket/cifar"), is_remote("data/cifar")
+        (True, True, False)
     """
-    path = Path(location).expanduser()
-    if path.is_dir():
-        paths = sorted(map(str, tars_in(path.absolute())))
-        if not paths:
-            raise UserError(f"{location} holds no file that ends in .tar; name a directory that does, or a pattern")
-    elif path.is_file() and is_tars(path.name):
-        paths = [str(path.absolute())]  # not a pattern, even if a folder has braces in its name
-    elif path.is_file():
-        lines = [line.strip() for line in _text(path).splitlines()]
-        paths = [str((path.parent / line).absolute()) for line in lines if line and not line.startswith("#")]
-        if not paths:
-            raise UserError(f"{location} names no tars; write the path of one in each line")
+    return isinstance(location, str) and re.match(r"[a-z][a-z0-9+.-]*://", location) is not None
+
+
+def listed_tars(location: str) -> list[str]:
+    """Return the paths or URLs of the tars that a location names, in the order in which they are read.
+
+    A location is a directory, a tar, or a pattern with braces such as `train-{000000..001281}.tar`; a tar or a pattern
+    may be remote. No tar is opened. Raises `UserError` if it names none, one twice, or one that does not exist.
+    """
+    if is_remote(location):
+        names = files = _expanded(location)
+        if location.endswith("/"):
+            raise UserError(
+                f"{location} is a directory, which is not listed if it is remote; name its tars, as in "
+                f"{location}train-{{0000..0099}}.tar"
+            )
     else:
-        paths = [str(Path(each).absolute()) for each in expand_braces(str(path))]
-    return paths
+        path = Path(location).expanduser().absolute()
+        if path.is_dir():
+            names = sorted(map(str, tars_in(path)))
+        else:  # a file is not a pattern, even if a folder has braces in its name
+            names = [str(path)] if path.is_file() else _expanded(str(path))
+        files = [str(Path(name).resolve()) for name in names]
+    if not names:
+        raise UserError(f"{location} holds no file that ends in .tar; name a directory that does, or a pattern")
+    for file, num in Counter(files).items():
+        if num > 1:
+            raise UserError(f"{location} names {file} {num} times; name each tar once")
+    for name in names:
+        if not name.isprintable():
+            raise UserError(f"the name {name!r} cannot stand in an index; rename the file")
+        if not is_remote(name) and not Path(name).is_file():
+            raise UserError(f"{name}, which {location} names, does not exist; mend the location")
+    return names
 
 
-def expand_braces(pattern: str) -> list[str]:
+def _expanded(pattern: str) -> list[str]:
     """Return the names that a pattern with braces stands for. Raises `UserError` if its braces are wrong."""
     try:
         return list(braceexpand(pattern))
@@ -101,14 +120,3 @@ def tars_in(directory: Path) -> Iterator[Path]:
     macOS lays a hidden `._x.tar` beside each `x.tar` that it copies to another file system.
     """
     return (path for path in directory.iterdir() if path.suffix.lower() == ".tar" and not path.name.startswith("."))
-
-
-def _text(path: Path) -> str:
-    """Return the content of a text file. Raises `UserError` if it is no text."""
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise UserError(
-            f"{path} is neither a tar, whose name ends in .tar, nor a text file in UTF-8 that names tars; name one of "
-            "these"
-        ) from None

@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal
 
 import pydantic_core
 from pydantic import (
@@ -21,11 +20,10 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
-    model_validator,
 )
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import OVERLAY, Layout, Medium
+from data_pipeline.core.sample import Layout, Medium
 from data_pipeline.core.schema import LabelName, Line, Schema, Share
 from data_pipeline.storage.locations import MANIFEST_NAME, PICTURE_FIELDS, dataset_directory, names_tars
 
@@ -112,12 +110,6 @@ class BatchEntry(Schema):
     shape: tuple[PositiveInt, PositiveInt, PositiveInt]
     mean: tuple[Share, ...]
     std: tuple[Share, ...]
-
-    @model_validator(mode="after")
-    def _agrees(self) -> Self:
-        if not self.shape[0] == len(self.mean) == len(self.std):
-            raise ValueError(f"mean and std have {len(self.mean)} and {len(self.std)} numbers for {self.shape}")
-        return self
 
 
 class OverlayEntry(Schema):
@@ -222,12 +214,6 @@ class Manifest(Description):
     tars: Tars
     files: dict[str, FileEntry]
 
-    @model_validator(mode="after")
-    def _agrees(self) -> Self:
-        for contradiction in _contradictions(self):
-            raise ValueError(contradiction)
-        return self
-
     @property
     def sha256(self) -> str:
         """Return the hash of the canonical JSON. It covers the hash of every file, so it identifies the content."""
@@ -249,29 +235,6 @@ class Manifest(Description):
         return self.tars.fields.mask is not None
 
 
-def _contradictions(manifest: Manifest) -> Iterator[str]:
-    """Yield contradictions between the fields of a manifest."""
-    shape, overlay = manifest.input_shape, manifest.overlay
-    is_picture = manifest.medium == "picture"
-    if len(shape) != (3 if is_picture else 1):
-        yield f"input_shape is {shape} for a dataset of {manifest.medium}s"
-    if is_picture != (manifest.sample_rate is None):
-        yield f"sample_rate is {manifest.sample_rate} for a dataset of {manifest.medium}s"
-    num_channels = shape[0] if is_picture else 1
-    if not len(manifest.mean) == len(manifest.std) == num_channels:
-        yield f"mean and std have {len(manifest.mean)} and {len(manifest.std)} numbers for {num_channels} channels"
-    if (overlay is not None) != (OVERLAY in manifest.labels):
-        yield f"overlay is {overlay}, but the labels are {', '.join(manifest.labels)}"
-    if manifest.is_online != (OVERLAY_NAME in manifest.files):
-        yield f"{OVERLAY_NAME} belongs to an overlay that is drawn at each reading, but overlay is {overlay}"
-    stored = manifest.stored_labels
-    for name, label in manifest.labels.items():
-        if len(label.counts) != (len(label.classes) if name in stored else 0):
-            yield f"labels.{name}.counts has {len(label.counts)} numbers for {len(label.classes)} classes"
-        if sum(label.counts) > manifest.num_samples:
-            yield f"labels.{name}.counts adds up to {sum(label.counts)}, but num_samples is {manifest.num_samples}"
-
-
 def load_manifest(directory: str | Path) -> Manifest:
     """Read the manifest of a local dataset. Raises `UserError` if it is missing, or is not a manifest."""
     directory = dataset_directory(directory)
@@ -287,7 +250,7 @@ def load_manifest(directory: str | Path) -> Manifest:
 def parse_manifest(text: str | bytes, *, where: str) -> Manifest:
     """Return a manifest from its JSON.
 
-    Raises `UserError` that names `where` if it is not a manifest, has another format, or contradicts itself.
+    Raises `UserError` that names `where` if it is not a manifest, has another format, or lacks a value.
     """
     try:
         value = pydantic_core.from_json(text)

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import sample_key
-from data_pipeline.remote.cache import RemoteConfig, path_beside
+from data_pipeline.remote.cache import path_beside
+from data_pipeline.remote.fetch import RemoteConfig
 from data_pipeline.storage.manifest import SOURCE_DIGESTS_NAME, Manifest
 
 NUM_CONTENT_BYTES: Final = 32  # of a `content_digest`

@@ -31,8 +31,8 @@ from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.sample import NO_LABEL, BadSample, sample_key
 from data_pipeline.overlays import Overlay
 from data_pipeline.overlays.registry import load_overlay
-from data_pipeline.remote.cache import FileCache, RemoteConfig, file_url, is_remote, path_beside, read_manifest
-from data_pipeline.remote.fetch import RemoteFile
+from data_pipeline.remote.cache import FileCache, file_url, path_beside, read_manifest
+from data_pipeline.remote.fetch import RemoteConfig, RemoteFile
 from data_pipeline.storage.index import (
     HASHES_NAME,
     NUMBERS_NAME,
@@ -42,7 +42,7 @@ from data_pipeline.storage.index import (
     labels_name,
     map_file,
 )
-from data_pipeline.storage.locations import MANIFEST_NAME, TARS_NAME, dataset_directory
+from data_pipeline.storage.locations import MANIFEST_NAME, TARS_NAME, dataset_directory, is_remote
 from data_pipeline.storage.manifest import OVERLAY_NAME, Manifest
 from data_pipeline.storage.tar_headers import is_file_at, name_at
 

@@ -18,7 +18,8 @@ from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 from data_pipeline.loading.decode import DecodedSamples, decode
 from data_pipeline.loading.placement import stored_order
-from data_pipeline.remote.cache import RemoteConfig, read_manifest
+from data_pipeline.remote.cache import read_manifest
+from data_pipeline.remote.fetch import RemoteConfig
 from data_pipeline.storage.index import map_file
 from data_pipeline.storage.locations import MANIFEST_NAME
 from data_pipeline.storage.store import SampleStore

@@ -14,7 +14,7 @@ from data_pipeline.building.index_tars import make_index
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.decode import decode
 from data_pipeline.loading.stream import ReadConfig, Stream
-from data_pipeline.remote.cache import RemoteConfig
+from data_pipeline.remote.fetch import RemoteConfig
 from data_pipeline.storage.index import has_remote_tars
 from data_pipeline.storage.manifest import Fields, load_manifest
 from data_pipeline.storage.store import SampleStore

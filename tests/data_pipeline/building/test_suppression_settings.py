@@ -27,7 +27,7 @@ from data_pipeline.overlays.colours import COLOURS, grey, object_mask
 from data_pipeline.overlays.dominoes import Dominoes, halve_rows
 from data_pipeline.overlays.registry import load_overlay
 from data_pipeline.sources.digits import resize, sklearn_digits
-from data_pipeline.storage.manifest import Manifest, load_manifest
+from data_pipeline.storage.manifest import load_manifest
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.tools.preview import draw_grid
 from tests.data_pipeline.stored_samples import find_problems
@@ -348,22 +348,3 @@ def test_a_picture_too_narrow_for_a_digit_is_refused() -> None:
         opened("dominoes", shape=(3, 9, 7))
     with pytest.raises(UserError, match="join=square halves the rows of a picture, and 17 cannot be halved"):
         opened("dominoes", shape=(3, 9, 8), join="square").output_shape((3, 9, 8))
-
-
-# --- manifests of strangers
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"shape": [4, 28, 28]}, "mean and std have 3 and 3 numbers"),
-    ],
-)
-def test_the_shape_in_a_manifest_is_checked(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    write_mnist(tmp_path, num=20)
-    manifest = build_dataset("mnist_colours", tmp_path / "out", root=tmp_path, overlay="online")
-    values = manifest.model_dump(mode="json")
-    values["overlay"]["batch"] |= change
-    with pytest.raises(UserError) as error:
-        Manifest.parse(values, where="it")
-    assert message in str(error.value)

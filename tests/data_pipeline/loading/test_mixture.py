@@ -21,7 +21,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL, BadSample
 from data_pipeline.loading.mixture import Mixture, MixtureOrder, MixtureSource, Shares, SourceEpochs
 from data_pipeline.loading.stream import ReadConfig, Stream
-from data_pipeline.remote.cache import RemoteConfig
+from data_pipeline.remote.fetch import RemoteConfig
 from data_pipeline.storage.store import SampleStore
 from tests.data_pipeline.loading.batches import assert_same
 from tests.tiny_data import damage, tiny_noise, write_tiny_dataset, write_tiny_sounds

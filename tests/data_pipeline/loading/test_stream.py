@@ -31,7 +31,7 @@ from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.loading.whole import read_all
 from data_pipeline.overlays import evaluation_keys
 from data_pipeline.overlays.shapes import Shapes
-from data_pipeline.remote.cache import RemoteConfig
+from data_pipeline.remote.fetch import RemoteConfig
 from data_pipeline.storage.store import SampleStore
 from tests.data_pipeline.loading.batches import noise, whole_batches
 from tests.data_pipeline.random_shards import random_shard_sizes, write_dataset

@@ -20,8 +20,8 @@ import pytest
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.decode import decode
-from data_pipeline.remote.cache import FileCache, RemoteConfig, _locked
-from data_pipeline.remote.fetch import RemoteFile
+from data_pipeline.remote.cache import FileCache, _locked
+from data_pipeline.remote.fetch import RemoteConfig, RemoteFile
 from data_pipeline.storage.store import SampleStore
 from tests.data_pipeline.remote.http_server import FaultyServer, serve
 from tests.tiny_data import write_tiny_dataset

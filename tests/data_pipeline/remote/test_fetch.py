@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.remote.fetch import RemoteFile, fetch
+from data_pipeline.remote.fetch import RemoteConfig, RemoteFile, fetch
 from tests.data_pipeline.remote.http_server import Fault, FaultyServer, closed_port, serve
 from tests.object_store import served_bucket
 
@@ -37,7 +37,7 @@ def bucket() -> Iterator[str]:
 
 def fetched(url: str, tmp_path: Path, *, stall: float = 10.0, attempts: int = 2, seconds: float = 20) -> bytes:
     path, file = tmp_path / "copy", RemoteFile(url, len(CONTENT), SHA256)
-    fetch(file, path, stall_seconds=stall, file_seconds=seconds, num_attempts=attempts)
+    fetch(file, path, config=RemoteConfig(stall_seconds=stall, file_seconds=seconds, num_attempts=attempts))
     return path.read_bytes()
 
 

@@ -13,7 +13,7 @@ import boto3
 import pytest
 
 from data_pipeline.loading.stream import ReadConfig, Stream
-from data_pipeline.remote.cache import RemoteConfig
+from data_pipeline.remote.fetch import RemoteConfig
 from tests.nursery import PythonProcess
 from tests.object_store import served_bucket
 from tests.tiny_data import write_tiny_dataset

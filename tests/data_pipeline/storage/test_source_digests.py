@@ -12,7 +12,7 @@ from PIL import Image
 
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
-from data_pipeline.remote.cache import RemoteConfig
+from data_pipeline.remote.fetch import RemoteConfig
 from data_pipeline.sources.folder import ImageFolder, in_test_split
 from data_pipeline.sources.picture_table import PictureTable
 from data_pipeline.storage.manifest import SOURCE_DIGESTS_NAME, load_manifest

@@ -18,7 +18,7 @@ from data_pipeline.core.sample import NO_LABEL, Sample
 from data_pipeline.loading.decode import decode
 from data_pipeline.overlays.noise import Noise
 from data_pipeline.overlays.shapes import Shapes
-from data_pipeline.remote.cache import RemoteConfig
+from data_pipeline.remote.fetch import RemoteConfig
 from data_pipeline.storage.index import NUMBERS_NAME, SAMPLES_NAME, labels_name
 from data_pipeline.storage.locations import MANIFEST_NAME, TARS_NAME
 from data_pipeline.storage.manifest import OVERLAY_NAME, load_manifest
@@ -238,18 +238,12 @@ def test_an_index_that_is_not_whole_is_named(tmp_path: Path, name: str) -> None:
     ("changed", "said"),
     [
         ({"num_samples": -64}, "num_samples"),
-        ({"input_shape": [8]}, "input_shape"),
-        ({"sample_rate": 8_000}, "sample_rate"),
-        ({"mean": [0.5]}, "mean"),
         ({"std": [0.5, 0.5, -1]}, "std"),
-        ({"overlay": None}, "overlay"),
         ({"format_version": 6}, "format version"),
         ({"unheard_of": 0}, "unknown key"),
     ],
 )
-def test_a_manifest_that_contradicts_itself_is_one_sentence(
-    tmp_path: Path, changed: dict[str, object], said: str
-) -> None:
+def test_a_manifest_with_a_wrong_value_is_one_sentence(tmp_path: Path, changed: dict[str, object], said: str) -> None:
     build(tmp_path, random_samples(20))
     path = tmp_path / MANIFEST_NAME
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))

@@ -13,7 +13,7 @@ import torch
 from configs import debug
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.stream import ReadConfig
-from data_pipeline.remote.cache import RemoteConfig
+from data_pipeline.remote.fetch import RemoteConfig
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.probes.toy import toy_pictures
