@@ -220,7 +220,7 @@ def open_stream(
         end_step=end_step,
         device=device,
         overlay_draw=data.overlay_draw,
-        ranks_on_node=read_env(os.environ).local_world_size,
+        ranks_on_node=read_env(os.environ).local_world_size if world_size() > 1 else 1,
         crops=crops,
     )
 

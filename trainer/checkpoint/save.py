@@ -43,7 +43,7 @@ from trainer.checkpoint.files import (
     write_files,
 )
 from trainer.checkpoint.run_state import RunState
-from trainer.distributed.collectives import broadcast_object, rank
+from trainer.distributed.collectives import broadcast_object, on_first_rank, rank
 from trainer.distributed.engines.engine import Engine
 from trainer.run_dir import RunDir, write_atomically
 
@@ -94,20 +94,12 @@ class HostMemory:
         return HostCopy(copies, torch.cuda.current_stream(device).record_event() if device is not None else None)
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """The outcome of a write, for the other ranks; `error` is None if it succeeded."""
-
-    error: str | None
-    is_user_error: bool
-
-
 class CheckpointWriter:
     """A writer of a run's checkpoints in the background, one at a time, which keeps the newest `keep`.
 
     Every rank has one, and must call `save` and `close` at the same steps. If the thread of the first rank fails, the
-    next of these calls raises its error on every rank. As a context manager, it closes itself; after an exception in
-    the loop, it still finishes the checkpoint that is being written.
+    next of these calls raises its error there, and ends the other ranks. As a context manager, it closes itself; after
+    an exception in the loop, it still finishes the checkpoint that is being written.
     """
 
     def __init__(self, run_dir: RunDir, *, keep: int) -> None:
@@ -176,29 +168,22 @@ class CheckpointWriter:
             logger.warning("%s", failure)
 
     def _flush(self) -> None:
-        """Wait until the checkpoint in flight is written. Raise its error on every rank."""
-        while (outcome := broadcast_object(self._outcome())) is None:
+        """Wait until the checkpoint in flight is written. If that failed, all ranks end as in `on_first_rank`."""
+        while not broadcast_object(self._is_written()):
             pass
         in_flight, self._in_flight = self._in_flight, None
-        if outcome.error is None:
-            return
-        error = in_flight.exception() if in_flight is not None else None
-        if error is not None:
-            raise error
-        if outcome.is_user_error:
-            raise SystemExit(2)
-        raise RuntimeError(f"the first rank could not write a checkpoint: {outcome.error}")
+        on_first_rank(lambda: None if in_flight is None else in_flight.result())
 
-    def _outcome(self) -> _Outcome | None:
-        """Wait for the checkpoint in flight, and return its outcome; None if it is not written after a minute."""
+    def _is_written(self) -> bool:
+        """Wait for the checkpoint in flight; return False if it is not written after a minute."""
         if self._in_flight is None:
-            return _Outcome(None, is_user_error=False)
+            return True
         try:
-            error = self._in_flight.exception(timeout=_WAIT_SECONDS)
+            self._in_flight.exception(timeout=_WAIT_SECONDS)
         except TimeoutError:
             logger.info("waiting for the checkpoint of step %d to be written", self._step)
-            return None
-        return _Outcome(None if error is None else str(error), isinstance(error, UserError))
+            return False
+        return True
 
     def _write(self, step: int, copy: HostCopy, run: RunState | None, waited_seconds: float) -> None:
         copy.wait()
