@@ -56,18 +56,11 @@ class Messages(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def a_training(recipe: str, *overrides: str) -> tuple[Training, Batch]:
-    training = build_training(
-        resolve_recipe(recipe, [*SETTINGS, *overrides]), num_samples=64, device=torch.device("cpu")
-    )
+def a_step(recipe: str) -> tuple[Training, list[Message]]:
+    """Return the messages of the third step; after its first one, DDP plans its buckets anew."""
+    training = build_training(resolve_recipe(recipe, SETTINGS), num_samples=64, device=torch.device("cpu"))
     pictures = torch.randint(0, 256, (NUM_ROWS, 3, 16, 16), dtype=torch.uint8)
     batch = Batch(0, 0, torch.arange(NUM_ROWS), pictures, pictures, None, None, {})
-    return training, batch
-
-
-def a_step(recipe: str, *overrides: str) -> tuple[Training, list[Message]]:
-    """Return the messages of the third step; after its first one, DDP plans its buckets anew."""
-    training, batch = a_training(recipe, *overrides)
     for _ in range(3):
         with Messages() as messages:
             training.step(batch, learning_rates=defaultdict(float))
