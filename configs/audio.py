@@ -9,10 +9,10 @@ so the views do not share the second feature. The recipes `..._per_item` have on
 here silence replaces it. Build the shards first, for example
 
     for split in train test; do
-      python -m data_pipeline build spoken_noise --root DIR --noise-root DIR --overlay online --split $split \
+      python -m data_pipeline build spoken_noise --root DIR --overlay online --split $split \
              --out data/spoken_noise/$split
       python -m data_pipeline build spoken --root DIR --split $split --out data/spoken/$split
-      python -m data_pipeline build noise --noise-root DIR --overlay online --split $split --out data/noise/$split
+      python -m data_pipeline build noise --root DIR --overlay online --split $split --out data/noise/$split
     done
     torchrun --standalone --nproc-per-node 8 launch/train.py --config audio:spectral
 

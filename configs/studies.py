@@ -14,7 +14,8 @@ Their accuracies mean nothing by themselves, so the report compares only directi
 
     python launch/slurm.py --executor local --study studies:table1_small --at-a-time 2
 
-Build their shards from any source. If you have only MNIST's test digits, add `--digits mnist_t10k` to cifar10_digits:
+Build their shards from any source. If you have only MNIST's test digits, add
+`--overlay-option digits=mnist_t10k` to cifar10_digits:
 
     for set in cifar10 cifar10_shapes cifar10_digits cifar10_letters; do
       drawn=$([ $set = cifar10 ] || echo --overlay online)
@@ -22,7 +23,7 @@ Build their shards from any source. If you have only MNIST's test digits, add `-
       python -m data_pipeline build $set $drawn --root DIR --split test --limit 2000 --out data/small/$set/test
     done
     for set in spoken noise spoken_noise; do for split in train test; do
-      drawn=$([ $set = spoken ] || echo --overlay online --noise-root DIR)
+      drawn=$([ $set = spoken ] || echo --overlay online --overlay-option noise_root=DIR)
       python -m data_pipeline build $set $drawn --source fsdd --root DIR --split $split --limit 1000 \
              --out data/small/$set/$split
     done; done

@@ -13,7 +13,6 @@ from typing import Final, NoReturn
 from data_pipeline.building.datasets import (
     DIGITS,
     NUM_SAMPLES_PER_SHARD,
-    OVERLAY_LAYOUTS,
     OVERLAY_MODES,
     PICTURE_OVERLAYS,
     SPLITS,
@@ -23,6 +22,7 @@ from data_pipeline.building.datasets import (
 from data_pipeline.core.arguments import program
 from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.core.imports import add_code_argument, import_code
+from data_pipeline.core.options import OVERLAY_OPTION, SOURCE_OPTION, add_option_argument
 from data_pipeline.core.system import num_cores
 from data_pipeline.storage.locations import PICTURE_FIELDS
 
@@ -37,16 +37,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def _add_overlay_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--overlay-layout",
-        metavar="|".join(OVERLAY_LAYOUTS),
-        help="On pictures of more than 32 pixels, draw the overlay larger (default) or repeat it in its size.",
-    )
-    parser.add_argument(
-        "--overlay-option",
-        metavar="NAME=VALUE",
-        action="append",
-        help="An option of the overlay, such as bits=10.",
+    add_option_argument(
+        parser, OVERLAY_OPTION, "An option of the overlay, such as bits=10, digits=sklearn or layout=tiled."
     )
 
 
@@ -68,11 +60,10 @@ def _build(parser: argparse.ArgumentParser) -> None:
         help="Draw overlays into the shards (default) or again at each reading.",
     )
     _add_overlay_options(parser)
-    add(
-        "--source-option",
-        metavar="NAME=VALUE",
-        action="append",
-        help="An option of the source, such as kind=mnist.",
+    add_option_argument(
+        parser,
+        SOURCE_OPTION,
+        "An option of the source, such as image_size=64, or labels=labels.csv and test_share=0.2 for a folder.",
     )
     add(
         "--repeats",
@@ -84,36 +75,8 @@ def _build(parser: argparse.ArgumentParser) -> None:
     add(
         "--keep",
         action="store_true",
-        help="For the dataset folder: keep the files as they are, of any size, and bring them to --image-size (224, if "
-        "it is not given) when they are read.",
-    )
-    add("--image-size", metavar="N", type=int, help="Bring pictures to NxN pixels, or draw them so large.")
-    add(
-        "--test-share",
-        metavar="P",
-        type=float,
-        help="For a folder without train/ and test/: the share of pictures in the test split. --seed draws them.",
-    )
-    add(
-        "--labels",
-        metavar="CSV",
-        type=Path,
-        help="For a folder: a csv file with a column file and a column for each label, and split if there is one "
-        "(default: the folder of a picture is its label).",
-    )
-    add("--digits", metavar="|".join(DIGITS), help="The digits to draw (default: sklearn for procedural, else mnist).")
-    add(
-        "--digits-root",
-        metavar="PATH",
-        type=Path,
-        help="The directory of MNIST/raw (default: --root).",
-    )
-    add(
-        "--noise-root",
-        metavar="PATH",
-        type=Path,
-        help="The directory of cafe.wav, traffic.wav and machinery.wav (default: --root; the source procedural "
-        "generates its own).",
+        help="For the dataset folder: keep the files as they are, of any size, and bring them to image_size (default: "
+        f"{TAR_PICTURE_SIZE}) when they are read.",
     )
     add(
         "--samples-per-shard",
@@ -167,8 +130,6 @@ def _index(parser: argparse.ArgumentParser) -> None:
         help="Draw this on the pictures each time they are read (default: nothing).",
     )
     _add_overlay_options(parser)
-    add("--digits", metavar="|".join(DIGITS), help="The digits to draw (default: mnist).")
-    add("--digits-root", metavar="PATH", type=Path, help="The directory that holds MNIST/raw.")
     add("--split", metavar="|".join(SPLITS), default="train", help="The split of the digits (default: train).")
     add("--workers", metavar="N", type=int, default=num_cores(), help="The number of processes (default: one per CPU).")
 

@@ -63,8 +63,8 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
     in_train, in_test = (None if each.overlay is None else each.overlay.layout for each in (train, test))
     if in_train != in_test:
         raise UserError(
-            f"the overlay of {train_dir} is {in_train}, and that of {test_dir} {in_test}; build both with the same "
-            "--overlay-layout"
+            f"the overlay of {train_dir} is {in_train}, and that of {test_dir} {in_test}; "
+            "build both with the same layout"
         )
     if (said := option_difference(train, test)) is not None:
         logger.warning("%s; build both with the same --seed and options, unless the test shall differ", said)

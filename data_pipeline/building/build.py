@@ -33,8 +33,6 @@ from data_pipeline.building.datasets import (
     OVERLAY_MODES,
     TAR_PICTURE_SIZE,
     check_at_least,
-    overlay_options,
-    source_options,
 )
 from data_pipeline.building.index_tars import describe_manifest, partial_path, write_index
 from data_pipeline.building.locks import LOCK_NAME, locked
@@ -343,7 +341,7 @@ def _check_finished(directory: Path, plan: BuildPlan, *, num_workers: int) -> Ma
     before_and_now: dict[str, tuple[object, object]] = {
         **{name: (before, getattr(plan.how_made, name)) for name, before in manifest.how_made},
         "overlay": (manifest.overlay, plan.overlay),
-        "--keep or --image-size": (manifest.tars.fields, plan.scan.fields),
+        "--keep or image_size": (manifest.tars.fields, plan.scan.fields),
         "number of samples": (manifest.num_samples, plan.num_samples),
         "number of shards": (manifest.num_shards, plan.num_shards),
     }
@@ -399,8 +397,8 @@ def run(args: argparse.Namespace) -> None:
         num_workers=args.workers,
         source=args.source,
         root=args.root,
-        source_options=source_options(args),
-        overlay_options=overlay_options(args),
+        source_options=dict(args.source_option),
+        overlay_options=dict(args.overlay_option),
     )
     done = "exists already, built from the same data with the same arguments" if existed else "built"
     print(f"{args.out} {done}: {manifest.num_samples} samples in {manifest.num_shards} shards, {manifest.sha256[:12]}")

@@ -210,7 +210,7 @@ def _open_sounds(name: str, given: SourceInputs, overlay: str | None, options: O
         # Always seed 0: as with recordings, every build has the same sounds, and its seed draws the parts of them.
         sounds = background.procedural_sounds(0, sample_rate=kind.sample_rate, num_points=num_points)
     else:
-        raise UserError("the background sounds are read from a folder; name it with --noise-root")
+        raise UserError(f"the background sounds are read from a folder; name it with {OVERLAY_OPTION} noise_root=DIR")
     crop = "first" if given.split == "test" else read.noise_crop
     noise = Noise.of(sounds, num_points=num_points, volume=read.noise_volume, crop=crop)
     digest = hashlib.sha256(b"".join(sound.numpy().tobytes() for sound in sounds)).hexdigest()[:12]

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.building.catalogue import labels_of_overlay, open_picture_overlay
-from data_pipeline.building.datasets import TAR_PICTURE_SIZE, check_at_least, overlay_options
+from data_pipeline.building.datasets import TAR_PICTURE_SIZE, check_at_least
 from data_pipeline.building.locks import locked
 from data_pipeline.building.pool import run_all
 from data_pipeline.building.tar_scan import (
@@ -374,7 +374,7 @@ def overlay_to_draw(args: argparse.Namespace, *, size: int) -> PixelOverlay | No
 
     Raises `UserError` as `open_picture_overlay` does, and if options of an overlay are given without one.
     """
-    options = overlay_options(args)
+    options = dict(args.overlay_option)
     if args.overlay is None:
         if options:
             raise UserError(f"{next(iter(options))} is an option of an overlay; leave it out, or give --overlay")

@@ -6,7 +6,8 @@ takes no options.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import argparse
+from collections.abc import Mapping
 from typing import Final, TypeVar
 
 from data_pipeline.core.errors import UserError
@@ -24,20 +25,16 @@ class NoOptions(Schema):
     """The options of a class that has none."""
 
 
-def parse_words(words: Sequence[str], *, flag: str) -> dict[str, OptionValue]:
-    """Return the options of words such as "bits=10"; the last one counts. Raises `UserError` without "=".
+def add_option_argument(parser: argparse.ArgumentParser, flag: str, summary: str) -> None:
+    """Add `flag`, which may be given several times. Its value is a list of (name, value)."""
+    parser.add_argument(flag, metavar="NAME=VALUE", type=_name_and_value, action="append", default=[], help=summary)
 
-    Examples:
-        >>> parse_words(["bits=10", "join=tall"], flag="--overlay-option")
-        {'bits': '10', 'join': 'tall'}
-    """
-    options: dict[str, OptionValue] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals:
-            raise UserError(f"{flag} {word} is not of the form NAME=VALUE; write it as in {flag} bits=10")
-        options[name] = value
-    return options
+
+def _name_and_value(word: str) -> tuple[str, str]:
+    name, equals, value = word.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{word!r} is not of the form NAME=VALUE")
+    return name, value
 
 
 def parse_options(schema: type[T], given: Options, *, owner: str, flag: str) -> T:

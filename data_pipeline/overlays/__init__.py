@@ -317,7 +317,7 @@ def square_size(given: OverlayInputs) -> int:
     if height != width or height < IMAGE_SIZE:
         raise UserError(
             f"overlays are drawn on square pictures of {IMAGE_SIZE}x{IMAGE_SIZE} pixels or more, but {given.pictures} "
-            f"have {width}x{height}; give --image-size {max(IMAGE_SIZE, min(height, width))} (--size for an index)"
+            f"have {width}x{height}; give image_size={max(IMAGE_SIZE, min(height, width))} (--size for an index)"
         )
     return height
 

@@ -105,7 +105,7 @@ class Dominoes(PixelOverlay):
         source = options.read(given)
         order = np.argsort(source.labels, kind="stable")
         if missing := sorted(set(range(NUM_CLASSES)) - set(source.labels.tolist())):
-            raise UserError(f"{source.name} has no digit {missing[0]}; choose other --digits")
+            raise UserError(f"{source.name} has no digit {missing[0]}; choose other digits")
         digits_NHW = torch.from_numpy(np.stack([resize(source.images[number], width) for number in order.tolist()]))
         overlay = cls(digits_NHW, torch.from_numpy(source.labels[order].astype(np.int64)), **options.model_dump())
         overlay.made_from = f" + {source.description}"
@@ -157,6 +157,6 @@ def _checked_width(shape: Shape, pictures: str) -> int:
     if shape[2] < MIN_WIDTH:
         raise UserError(
             f"a domino holds a digit as wide as the picture, so that needs {MIN_WIDTH} pixels or more, but {pictures} "
-            f"are {shape[2]} wide; give a larger --image-size"
+            f"are {shape[2]} wide; give them a larger image_size"
         )
     return shape[2]

@@ -82,7 +82,7 @@ def save_overlay(overlay: Overlay, path: Path) -> str:
     if len(data) > MAX_OVERLAY_BYTES:
         raise UserError(
             f"the {header.kind} overlay takes {len(data):,} bytes in this size, and its file may have "
-            f"{MAX_OVERLAY_BYTES:,}; give a smaller --image-size, or --overlay-layout tiled"
+            f"{MAX_OVERLAY_BYTES:,}; give a smaller image_size, or layout=tiled"
         )
     path.write_bytes(data)
     return hashlib.sha256(data).hexdigest()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from data_pipeline.audio.waveform import read_wav_at_its_rate, resample, to_float
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.options import OVERLAY_OPTION
 from data_pipeline.core.randomness import generator
 
 FILE_NAMES: Final = ("cafe.wav", "traffic.wav", "machinery.wav")
@@ -34,7 +35,8 @@ def read_sounds(root: Path, *, sample_rate: int, num_points: int) -> list[Tensor
     """
     if missing := [name for name in FILE_NAMES if not (root / name).is_file()]:
         raise UserError(
-            f"{root} lacks {' and '.join(missing)}; give --noise-root the folder of {', '.join(FILE_NAMES)}"
+            f"{root} lacks {' and '.join(missing)}; name the folder of {', '.join(FILE_NAMES)} by {OVERLAY_OPTION} "
+            "noise_root=DIR"
         )
     sounds = []
     for name in FILE_NAMES:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.options import OVERLAY_OPTION
 
 MnistKind = Literal["mnist", "mnist_test_for_test", "mnist_t10k"]
 DigitKind = MnistKind | Literal["sklearn"]
@@ -60,7 +61,7 @@ def check_fits(size: int, *, image_size: int) -> None:
     if not SMALLEST_SIZE <= size <= image_size:
         raise UserError(
             f"a digit of {size} pixels cannot be drawn on a picture of {image_size}x{image_size}; give a size from "
-            f"{SMALLEST_SIZE} to {image_size}, or a larger --image-size"
+            f"{SMALLEST_SIZE} to {image_size}, or a larger image_size"
         )
 
 
@@ -70,8 +71,8 @@ def read_digits(kind: DigitKind, root: Path | None, *, split: str) -> DigitSourc
         return sklearn_digits(split=split)
     if root is None:
         raise UserError(
-            "the digits of MNIST are read from a folder; name it with --digits-root or --root, or choose the digits "
-            "sklearn"
+            f"the digits of MNIST are read from a folder; name it with --root or {OVERLAY_OPTION} digits_root=DIR, or "
+            "choose the digits sklearn"
         )
     return mnist_digits(root, split=split, kind=kind)
 
@@ -87,7 +88,7 @@ def mnist_digits(root: Path, *, split: str, kind: MnistKind = "mnist") -> DigitS
     if _find(raw, f"{prefix}-images-idx3-ubyte") is None:
         instead = ""
         if prefix == "train" and _find(raw, "t10k-images-idx3-ubyte") is not None:
-            instead = ", or choose --digits mnist_t10k, which cuts the test digits that are there into two splits"
+            instead = ", or choose the digits mnist_t10k, which cuts the test digits that are there into two splits"
         raise UserError(
             f"{raw} has no {prefix}-images-idx3-ubyte, with or without .gz; download MNIST with `python -c "
             f"\"import torchvision; torchvision.datasets.MNIST('{root}', download=True)\"`{instead}"

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.options import SOURCE_OPTION
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import Record
 from data_pipeline.core.system import num_cores
@@ -102,7 +103,7 @@ class ImageFolder:
         counts = np.bincount(self.labels[chosen_N], minlength=len(self.class_names))
         if not counts.all():
             raise UserError(
-                f"--test-share {test_share} leaves no pictures of class {self.class_names[int(counts.argmin())]} of "
+                f"test_share={test_share} leaves no pictures of class {self.class_names[int(counts.argmin())]} of "
                 f"{self.root} for the {split} split; choose another share or add pictures"
             )
         self.labels = self.labels[chosen_N]
@@ -139,7 +140,7 @@ def check_same_size(pixels: NDArray[np.uint8], path: Path, *, shape: tuple[int, 
         (height, width, _), (first_height, first_width, _) = pixels.shape, shape
         raise UserError(
             f"{path} is {width}x{height} pixels but {first} is {first_width}x{first_height}; bring all pictures to one "
-            "size with --image-size"
+            f"size with {SOURCE_OPTION} image_size=N"
         )
 
 
@@ -214,11 +215,11 @@ def _split_folder(root: Path, split: str, test_share: float | None) -> Path:
         if test_share is None:
             raise UserError(
                 f"{root} has no folders train and test, so both splits would hold the same pictures; make these two "
-                "folders, or give --test-share 0.2 to the train and the test build, which draws a test split"
+                f"folders, or give {SOURCE_OPTION} test_share=0.2 to both builds, which draws a test split"
             )
         return root
     if test_share is not None:
-        raise UserError(f"{root} has a folder {there[0]}, so it takes no --test-share; leave it out")
+        raise UserError(f"{root} has a folder {there[0]}, so it takes no test_share; leave it out")
     if split not in there:
         raise UserError(f"{root} has no folder {split}; add it, or choose the other --split")
     return root / split

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.options import SOURCE_OPTION
 from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY, Record
 from data_pipeline.core.schema import ImageSize, Schema, check_label_name
 from data_pipeline.sources import LabelColumn, SourceInputs, class_names_of
@@ -172,14 +173,14 @@ class PictureTable:
             if test_share is not None:
                 raise UserError(
                     f"{self._table} or the folders of {self.root} say which split a picture is in, so it takes no "
-                    "--test-share; leave it out"
+                    "test_share; leave it out"
                 )
             self._check_splits(split, splits)
             return np.array([name == split for name in splits])
         if test_share is None:
             raise UserError(
                 f"{self._table} has no column {SPLIT_COLUMN}, so both splits would hold the same pictures; add it, or "
-                "give --test-share 0.2 to the train and the test build, which draws a test split"
+                f"give {SOURCE_OPTION} test_share=0.2 to both builds, which draws a test split"
             )
         digests = picture_digests(self.path, len(self._files), title=f"splitting {self.root.name} into train and test")
         _, group_N = np.unique(np.stack([label.label_N for label in labels.values()]), axis=1, return_inverse=True)
@@ -187,9 +188,7 @@ class PictureTable:
         self.description += describe_draw(in_test_N, test_share=test_share, seed=seed)
         chosen_N: NDArray[np.bool_] = in_test_N == (split == "test")
         if not chosen_N.any():
-            raise UserError(
-                f"--test-share {test_share} leaves the {split} split of {self._table} empty; choose another"
-            )
+            raise UserError(f"test_share={test_share} leaves the {split} split of {self._table} empty; choose another")
         return chosen_N
 
     def _check_splits(self, split: str, splits: list[str]) -> None:
@@ -234,7 +233,7 @@ def _read_table(path: Path) -> dict[str, list[str]]:
             # With the number in the file, because empty lines are left out and a cell may hold several lines.
             lines = [(reader.line_num, [cell.strip() for cell in line]) for line in reader if any(line)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path} cannot be read as a csv file ({error}); name another by --labels") from None
+        raise UserError(f"{path} cannot be read as a csv file ({error}); name another by labels=") from None
     if len(lines) < 2:
         raise UserError(f"{path} holds no line of a picture; write a header with {FILE_COLUMN}, and a line for each")
     (_, head), *rows = lines

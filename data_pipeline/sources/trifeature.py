@@ -282,7 +282,7 @@ class Trifeature:
         if self.image_size < SMALLEST_IMAGE_SIZE:
             raise UserError(
                 f"trifeature draws pictures of {SMALLEST_IMAGE_SIZE} pixels or more, not of {self.image_size}; give a "
-                "larger --image-size"
+                "larger image_size"
             )
         for name in self.correlated:
             if name not in CORRELATED:

@@ -19,7 +19,7 @@ NUM_SAMPLES = 12
 OVERLAYS = ("shapes", "digits", "letters", "colours", "dominoes", "second_digit", "tiled_digit")
 ONLINE = ["--overlay", "online"]
 BY_CODE = ["--source", "procedural"]
-LARGE = ["--size", "64", "--overlay", "digits", "--digits", "sklearn", "--overlay-layout"]
+LARGE = ["--size", "64", "--overlay", "digits", "--overlay-option", "digits=sklearn", "--overlay-option"]
 
 # The words of `build`; those of the dataset "tars" are of `index`.
 CASES = {
@@ -35,11 +35,11 @@ CASES = {
     "spoken_noise, baked": ["spoken_noise", *BY_CODE],
     "spoken_noise, online": ["spoken_noise", *BY_CODE, *ONLINE],
     "spoken_noise, random offset": ["spoken_noise", *BY_CODE, *ONLINE, "--overlay-option", "noise_crop=random_offset"],
-    "folder": ["folder", "--image-size", "32"],
-    "folder, kept": ["folder", "--image-size", "32", "--keep"],
+    "folder": ["folder", "--source-option", "image_size=32"],
+    "folder, kept": ["folder", "--source-option", "image_size=32", "--keep"],
     "tars": ["tars", "--size", "32"],
-    "tars with large digits": ["tars", *LARGE, "scaled"],
-    "tars with tiled digits": ["tars", *LARGE, "tiled"],
+    "tars with large digits": ["tars", *LARGE, "layout=scaled"],
+    "tars with tiled digits": ["tars", *LARGE, "layout=tiled"],
 }
 
 

@@ -35,7 +35,7 @@ def check_shared(
         return shared.num_shared, sentence
     raise UserError(
         f"{sentence}, so test accuracy would partly measure training samples; build the test set from other pictures "
-        "or sounds (after --test-share, both splits need the same --root, --seed and --test-share), or allow some of "
+        "or sounds (after test_share, both splits need the same --root, --seed and test_share), or allow some of "
         "them, as a share of the test samples, with probe.allow_shared"
     )
 

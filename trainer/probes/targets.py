@@ -55,7 +55,7 @@ def check_same_classes(train: Manifest, test: Manifest) -> None:
             if name != test_name:
                 raise UserError(
                     f"class {number} of label_{space} is {name} in the train set but {test_name} in the test set; "
-                    "build both from the same source and dataset (of a folder, with one table for `--labels`), or "
+                    "build both from the same source and dataset (of a folder, with one table of labels), or "
                     "index the test set with the train set as --classes-of"
                 )
 

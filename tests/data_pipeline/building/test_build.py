@@ -497,7 +497,7 @@ def test_totals_are_exact_in_any_order() -> None:
         ({"split": "tset"}, 'did you mean "test"?'),
         ({"dataset": "cifar10"}, "name it with --root"),
         ({"source": "folder"}, 'procedural_shapes cannot come from the source "folder"'),
-        ({"dataset": "noise"}, "name it with --noise-root"),
+        ({"dataset": "noise"}, "noise_root"),
         ({"overlay": "onlien"}, 'did you mean "online"?'),
         ({"overlay": "online", "repeats": 2}, "--repeats stores nothing new"),
         ({"dataset": "procedural", "overlay": "online"}, "procedural has no overlay"),
@@ -505,7 +505,7 @@ def test_totals_are_exact_in_any_order() -> None:
         ({"source_options": {"image_size": 32}}, 'unknown key "image_size"'),
         ({"overlay_options": {"noise_volume": 0.1}}, 'unknown key "noise_volume"'),
         ({"overlay_options": {"layout": "tild"}}, 'layout is "tild"'),
-        ({"dataset": "procedural_digits", "overlay_options": {"digits": "mnist"}}, "name it with --digits-root"),
+        ({"dataset": "procedural_digits", "overlay_options": {"digits": "mnist"}}, "digits_root"),
         ({"limit": 0}, "--limit must be at least 1, got 0"),
     ],
 )
@@ -521,7 +521,7 @@ def test_overlays_need_square_pictures_of_32_pixels_or_more(tmp_path: Path) -> N
         (tmp_path / "root" / "train" / name).mkdir(parents=True)
         Image.new("RGB", (64, 48)).save(tmp_path / "root" / "train" / name / "0.png")
     with pytest.raises(
-        UserError, match=r"square pictures of 32x32 pixels or more, but .*root have 64x48; give --image-size 48"
+        UserError, match=r"square pictures of 32x32 pixels or more, but .*root have 64x48; give image_size=48"
     ):
         build_dataset("cifar10_letters", tmp_path / "out", source="folder", root=tmp_path / "root")
     assert build_dataset("cifar10", tmp_path / "out", source="folder", root=tmp_path / "root").input_shape == (

@@ -19,7 +19,17 @@ def test_a_folder_is_packed_without_a_second_encoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, out = write_folder(tmp_path / "photos"), tmp_path / "kept"
-    arguments = ["build", "folder", "--keep", "--root", str(root), "--out", str(out), "--image-size", "32"]
+    arguments = [
+        "build",
+        "folder",
+        "--keep",
+        "--root",
+        str(root),
+        "--out",
+        str(out),
+        "--source-option",
+        "image_size=32",
+    ]
     done = call(main, *arguments, "--samples-per-shard", "4", monkeypatch=monkeypatch, capsys=capsys)
     assert done.status == 0, done.stderr
     assert "6 samples in 2 shards" in done.stdout
@@ -58,7 +68,7 @@ def contents_of(path: Path) -> list[tuple[str, bytes]]:
             "--overlay online",
         ),
         (["build", "folder", "--keep", "--root", "photos", "--overlay", "online"], "takes no --overlay"),
-        (["build", "folder", "--keep", "--root", "photos", "--digits", "sklearn"], "no option digits"),
+        (["build", "folder", "--keep", "--root", "photos", "--overlay-option", "digits=sklearn"], "no option digits"),
         (["build", "procedural", "--keep"], "of a folder"),
         (["build", "folder", "--keep"], "name it with --root"),
         (["build", "folder", "--keep", "--root", "photos", "--repeats", "2"], "leave out --repeats"),
@@ -87,7 +97,16 @@ def test_a_picture_without_a_known_ending_is_refused_before_packing(
     (tmp_path / name).write_bytes(picture(0))
     table = tmp_path / "labels.csv"
     table.write_text(f"file,split,base\n{name},train,owl\n")
-    words = ["--root", str(tmp_path), "--labels", str(table), "--out", str(tmp_path / "kept"), "--image-size", "32"]
+    words = [
+        "--root",
+        str(tmp_path),
+        "--source-option",
+        f"labels={table}",
+        "--out",
+        str(tmp_path / "kept"),
+        "--source-option",
+        "image_size=32",
+    ]
     done = call(main, "build", "folder", "--keep", *words, monkeypatch=monkeypatch, capsys=capsys)
     assert done.status == 2
     assert f"/{name} has no ending of a picture" in done.stderr

@@ -87,10 +87,22 @@ def test_a_table_gives_each_picture_its_labels(
 ) -> None:
     table, labels = hospital(tmp_path / "pics")
     out = tmp_path / "train"
-    options: list[str | Path] = ["--keep", "--image-size", "32"] if keep else []
+    options: list[str | Path] = ["--keep", "--source-option", "image_size=32"] if keep else []
     done = call(
         main,
-        *("build", "folder", "--root", tmp_path / "pics", "--labels", table, "--out", out, "--workers", "1", *options),
+        *(
+            "build",
+            "folder",
+            "--root",
+            tmp_path / "pics",
+            "--source-option",
+            f"labels={table}",
+            "--out",
+            out,
+            "--workers",
+            "1",
+            *options,
+        ),
         monkeypatch=monkeypatch,
         capsys=capsys,
     )

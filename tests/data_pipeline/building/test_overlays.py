@@ -409,7 +409,7 @@ def test_sizes_and_layouts_that_cannot_be_drawn_are_refused(tmp_path: Path, monk
         with pytest.raises(UserError, match=rf"on pictures of 64x64 pixels, but these have {width}x{height}; build"):
             make_at("shapes", 64)(torch.zeros(1, 3, height, width, dtype=torch.uint8), keys_of(range(1)))
     monkeypatch.setattr(registry, "MAX_OVERLAY_BYTES", 1 << 20)
-    with pytest.raises(UserError, match=r"the digits overlay takes .* bytes in this size.*--overlay-layout tiled"):
+    with pytest.raises(UserError, match=r"the digits overlay takes .* bytes in this size.*layout=tiled"):
         save_overlay(make_at("digits", 224), tmp_path / "overlay")
 
 

@@ -151,7 +151,7 @@ def test_folder_names_the_picture_that_does_not_decode(tmp_path: Path) -> None:
 def test_folder_names_the_picture_of_another_size(tmp_path: Path) -> None:
     save_picture(tmp_path / "train" / "a" / "0.png", size=(6, 4))
     save_picture(tmp_path / "train" / "b" / "0.png", size=(4, 6))
-    with pytest.raises(UserError, match=r"b/0\.png is 4x6 pixels but .*a/0\.png is 6x4; .*--image-size"):
+    with pytest.raises(UserError, match=r"b/0\.png is 4x6 pixels but .*a/0\.png is 6x4; .*image_size"):
         ImageFolder(tmp_path, split="train")[1]
 
 
@@ -219,7 +219,7 @@ def test_the_test_digits_of_mnist_are_cut_in_two_where_that_is_asked_for(tmp_pat
 def test_test_digits_do_not_stand_in_for_training_digits(kind: MnistKind, split: str, tmp_path: Path) -> None:
     write_idx(tmp_path, "t10k", num=15)
     with pytest.raises(
-        UserError, match=r"has no train-images-idx3-ubyte.*download=True.*or choose --digits mnist_t10k, which cuts"
+        UserError, match=r"has no train-images-idx3-ubyte.*download=True.*or choose the digits mnist_t10k, which cuts"
     ):
         mnist_digits(tmp_path, split=split, kind=kind)
     assert len(mnist_digits(tmp_path, split="test", kind="mnist_test_for_test").labels) == 15

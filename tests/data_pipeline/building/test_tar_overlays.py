@@ -50,8 +50,8 @@ def test_batches_are_those_of_a_dataset_that_was_built_with_the_overlay(
 ) -> None:
     built = build_photos(tmp_path, size=64, num_train=24, num_test=10, dataset=f"folder_{kind}", layout=layout)
     tars = tmp_path / "tars"
-    options = ["--label", "json:base", "--size", "64", "--overlay", kind, "--overlay-layout", layout]
-    options += ["--digits", "sklearn"] if kind == "digits" else []
+    options = ["--label", "json:base", "--size", "64", "--overlay", kind, "--overlay-option", f"layout={layout}"]
+    options += ["--overlay-option", "digits=sklearn"] if kind == "digits" else []
     index(only_tars(built / "train", tars / "train"), *options)
     index(only_tars(built / "test", tars / "test"), *options, "--split", "test", "--classes-of", tars / "train")
     for split in ("train", "test"):
@@ -84,7 +84,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_folder_is_kept_as_it_is_and_drawn_on_when_it_is_read(photos: Path, tmp_path: Path) -> None:
-    words = ["build", "folder_shapes", "--root", str(photos), "--keep", "--image-size", "48"]
+    words = ["build", "folder_shapes", "--root", str(photos), "--keep", "--source-option", "image_size=48"]
     main([*words, "--overlay", "online", "--out", str(tmp_path / "kept")])
     store = SampleStore(tmp_path / "kept")
     assert store.overlay is not None
@@ -98,7 +98,7 @@ def test_a_folder_is_kept_as_it_is_and_drawn_on_when_it_is_read(photos: Path, tm
 
 
 def test_crops_are_refused_for_data_of_which_none_are_cut(photos: Path, tmp_path: Path) -> None:
-    words = ["--root", str(photos), "--image-size", "48"]
+    words = ["--root", str(photos), "--source-option", "image_size=48"]
     main(["build", "folder", *words, "--out", str(tmp_path / "built")])
     main(["build", "folder_shapes", *words, "--keep", "--overlay", "online", "--out", str(tmp_path / "kept")])
     for name, why in (("built", "they have one size"), ("kept", "its overlay is drawn on whole pictures")):
@@ -110,7 +110,7 @@ def test_crops_are_refused_for_data_of_which_none_are_cut(photos: Path, tmp_path
 
 def test_an_index_that_is_made_again_without_its_overlay_draws_nothing(photos: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    main(["build", "folder", "--root", str(photos), "--keep", "--image-size", "32", "--out", str(kept)])
+    main(["build", "folder", "--root", str(photos), "--keep", "--source-option", "image_size=32", "--out", str(kept)])
     tars = only_tars(kept, tmp_path / "tars")
     index(tars, "--label", "json:base", "--size", "32", "--overlay", "letters")
     assert (tars / INDEX_NAME / OVERLAY_NAME).is_file()
@@ -123,7 +123,19 @@ def test_an_index_that_is_made_again_without_its_overlay_draws_nothing(photos: P
 
 
 def test_what_cannot_be_drawn_is_one_sentence(photos: Path, tmp_path: Path) -> None:
-    main(["build", "folder", "--root", str(photos), "--keep", "--image-size", "32", "--out", str(tmp_path / "kept")])
+    main(
+        [
+            "build",
+            "folder",
+            "--root",
+            str(photos),
+            "--keep",
+            "--source-option",
+            "image_size=32",
+            "--out",
+            str(tmp_path / "kept"),
+        ]
+    )
     tars = only_tars(tmp_path / "kept", tmp_path / "tars")
     for options, said in (
         (["--overlay", "letters", "--size", "31"], r"but these pictures have 31x31"),
@@ -132,10 +144,10 @@ def test_what_cannot_be_drawn_is_one_sentence(photos: Path, tmp_path: Path) -> N
         (["--overlay", "colours", "--overlay-option", "correlation=1"], "follows the label base"),
         (["--overlay-option", "bits=2"], "bits is an option of an overlay"),
         (["--overlay", "leters"], 'did you mean "letters"'),
-        (["--overlay", "letters", "--overlay-layout", "tile"], 'layout is "tile"'),
+        (["--overlay", "letters", "--overlay-option", "layout=tile"], 'layout is "tile"'),
         (["--overlay", "letters", "--split", "val"], 'unknown split "val"'),
-        (["--overlay", "digits"], "name it with --digits-root"),
-        (["--digits", "sklearn"], "digits is an option of an overlay"),
+        (["--overlay", "digits"], "digits_root"),
+        (["--overlay-option", "digits=sklearn"], "digits is an option of an overlay"),
     ):
         with pytest.raises(UserError, match=said):
             index(tars, *options)

@@ -100,7 +100,7 @@ def test_a_shape_has_its_size_and_lies_in_the_picture(size: int) -> None:
     ("settings", "message"),
     [
         ({"correlated": ("colours",)}, 'only texture and colour can follow the shape, not "colours"; did you mean'),
-        ({"image_size": 32}, "trifeature draws pictures of 48 pixels or more, not of 32; give a larger --image-size"),
+        ({"image_size": 32}, "trifeature draws pictures of 48 pixels or more, not of 32; give a larger image_size"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, object], message: str) -> None:

@@ -109,7 +109,7 @@ def test_a_folder_without_splits_is_refused_unless_a_test_share_is_given(tmp_pat
     root = write_pictures(tmp_path / "root", num=3)
     for split in ("train", "test"):
         with pytest.raises(
-            UserError, match=r"root has no folders train and test, so both splits would hold .* give --test-share 0\.2"
+            UserError, match=r"root has no folders train and test, so both splits would hold .* test_share=0\.2"
         ):
             build_dataset("folder", tmp_path / "out", root=root, split=split)
     for share in (0.0, 1.0, -0.2, 20.0):
@@ -119,7 +119,7 @@ def test_a_folder_without_splits_is_refused_unless_a_test_share_is_given(tmp_pat
 
 def test_a_test_share_that_is_not_needed_is_refused(tmp_path: Path) -> None:
     write_pictures(tmp_path / "root" / "test", num=3)
-    with pytest.raises(UserError, match="root has a folder test, so it takes no --test-share; leave it out"):
+    with pytest.raises(UserError, match="root has a folder test, so it takes no test_share"):
         build_dataset(
             "folder", tmp_path / "out", root=tmp_path / "root", split="test", source_options={"test_share": 0.2}
         )
@@ -227,6 +227,6 @@ def test_a_share_that_leaves_a_class_empty_names_it(tmp_path: Path) -> None:
     (root / "dog" / "001.png").unlink()
     (root / "dog" / "002.png").unlink()
     with pytest.raises(
-        UserError, match=r"--test-share 0\.3 leaves no pictures of class dog of .*root for the test split"
+        UserError, match=r"test_share=0\.3 leaves no pictures of class dog of .*root for the test split"
     ):
         ImageFolder(root, split="test", test_share=0.3)
