@@ -13,7 +13,6 @@ is made by one process from its number alone.
 from __future__ import annotations
 
 import argparse
-import errno
 import hashlib
 import json
 import shutil
@@ -373,10 +372,8 @@ def _whole_or_nothing(directory: Path, unfinished: Path) -> Iterator[None]:
                 path.unlink()
         try:
             yield
-        except BaseException as error:
+        except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
-            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                error.filename = unfinished  # the error of a write has no file name
             raise
         (unfinished / LOCK_NAME).unlink()
         unfinished.rename(directory)

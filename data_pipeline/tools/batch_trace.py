@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from data_pipeline.building.datasets import check_at_least
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.mixture import Mixture, MixtureSource, reading_order
 from data_pipeline.loading.order import check_ranks
@@ -76,17 +77,14 @@ def trace(
 
     Raises `UserError` like `Stream`, and if a number is out of range.
     """
-    for option, value, least in (
+    check_at_least(
         ("--ranks", num_ranks, 1),
         ("--workers", num_workers, 0),
         ("--epoch", epoch, 0),
         ("--seed", seed, 0),
         ("--from-step", from_step, 0),
-        ("--shuffle-shards", 1 if shuffle_shards is None else shuffle_shards, 1),
-    ):
-        if value < least:
-            raise UserError(f"{option} must be at least {least}, got {value}")
-
+        ("--shuffle-shards", shuffle_shards, 1),
+    )
     opened = SampleStore(dataset) if isinstance(dataset, str | Path) else dataset
     read = ReadConfig(num_workers=num_workers, placement="stream", shuffle_shards=shuffle_shards)
 

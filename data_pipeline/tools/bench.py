@@ -2,9 +2,6 @@
 
 The rows of the table measure, for shuffled samples: reading the stored bytes; reading and decoding; streaming batches,
 with the online overlay if there is one, with 0, 1, 2, ... workers; batches of data in memory; and the overlay alone.
-
-Of tars without an overlay, expert views stream two crops of each stored picture. These have rows of their own; the
-other rows are of squares, of which views are cut with `data.crop_from=decoded`.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ import torch
 
 from data_pipeline.core.devices import named_device
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.random_crop import CropLaw
 from data_pipeline.loading.decode import decode
 from data_pipeline.loading.order import BatchOrder, epoch_order
 from data_pipeline.loading.stream import ReadConfig, Stream
@@ -32,8 +28,6 @@ from data_pipeline.storage.store import SampleStore
 
 WARM_UP_SECONDS = 0.3  # not counted: files are mapped and kernels are chosen
 _RESIDENT: Final = "batches, resident"
-_OF_CROPS: Final = ", crops of expert views"
-_CROPS: Final = CropLaw(scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), purpose=100)  # as expert views cut them by default
 _ORDER_CHUNK: Final = 4_096  # positions whose samples are looked up at once, as in a large batch
 
 
@@ -56,21 +50,17 @@ def rows(
 ) -> Iterator[Row]:
     """Yield the measurements of a dataset, in the order of the table."""
     manifest = store.manifest
-    has_crops = manifest.any_size and manifest.overlay is None
 
-    def stream(placement: str, num_workers: int, crops: CropLaw | None = None) -> Iterator[int]:
+    def stream(placement: str, num_workers: int) -> Iterator[int]:
         settings = {"num_workers": num_workers, "placement": placement, "shuffle_shards": shuffle_shards}
         read = ReadConfig.parse(settings, where="bench")
-        return stream_counts(store, read=read, global_batch_size=batch_size, device=device, crops=crops)
+        return stream_counts(store, read=read, global_batch_size=batch_size, device=device)
 
     yield Row("stored bytes", 0, partial(encoded_counts, store))
     yield Row("decoded samples", 0, partial(decoded_counts, store, batch_size=batch_size))
     for num_workers in worker_counts(max_workers):
         yield Row("batches, streamed", num_workers, partial(stream, "stream", num_workers))
-    for num_workers in worker_counts(max_workers) if has_crops else ():
-        yield Row(f"batches, streamed{_OF_CROPS}", num_workers, partial(stream, "stream", num_workers, _CROPS))
-    resident = f"{_RESIDENT}{', crop_from=decoded' if has_crops else ''}"
-    yield Row(resident, None, partial(stream, "device" if device.type == "cuda" else "host", 0))
+    yield Row(_RESIDENT, None, partial(stream, "device" if device.type == "cuda" else "host", 0))
     inputs = torch.zeros(
         (batch_size, *manifest.input_shape),
         dtype=torch.float32 if manifest.medium == "sound" else torch.uint8,
@@ -109,12 +99,8 @@ def stream_counts(
     read: ReadConfig,
     global_batch_size: int,
     device: torch.device,
-    crops: CropLaw | None = None,
 ) -> Iterator[int]:
-    """Read finished batches from an endless stream; do not count the batches that workers prepare while they start.
-
-    With `crops`, for tars, two crops of each picture are cut out of the stored one, as `Stream` does.
-    """
+    """Read finished batches from an endless stream; do not count the batches that workers prepare while they start."""
     stream = Stream(
         dataset,
         read=read,
@@ -124,7 +110,6 @@ def stream_counts(
         world_size=1,
         end_step=1 << 40,
         device=device,
-        crops=crops,
     )
     batches = iter(stream)
     for _ in islice(batches, 2 * read.num_workers + 1):
@@ -207,7 +192,7 @@ def run(args: argparse.Namespace) -> None:
         try:
             figure = f"{rate(row.counts(), seconds=args.seconds):,.0f}"
         except UserError as error:
-            if not row.what.startswith(_RESIDENT):
+            if row.what != _RESIDENT:
                 raise
             figure = f"-  {error}"  # a dataset may be too large for that
         print(f"{row.what:<{width}}{workers:>8}{figure:>12}", flush=True)

@@ -28,6 +28,10 @@ from data_pipeline.storage.totals import Totals
 
 _MASK_LEVELS: Final = torch.tensor([MASK_OUTSIDE, MASK_BOX, MASK_OBJECT], dtype=torch.uint8)
 _REMOTE: Final = RemoteConfig()
+_REMEDY: Final = (
+    "copy the named files again from a whole copy, or build or index the dataset again; training leaves out bad "
+    "samples up to the share data.max_bad_share"
+)
 _CHUNK: Final = 256  # samples that are decoded at a time
 
 
@@ -163,15 +167,6 @@ class Verification:
         sound = " sound" if self.num_problems else ""
         return f"{self.location} {found}: {samples}{manifest.num_samples} samples{sound} in {files}"
 
-    @property
-    def remedy(self) -> str:
-        """Return what to do about the problems."""
-        again = "build it again" if self.manifest.tars.numbered else "index it again if its tars were changed"
-        return (
-            "to mend it, copy the files that are named above again from a whole copy, or "
-            f"{again}; training leaves out bad samples up to the share data.max_bad_share"
-        )
-
 
 def _totals_of(decoded: DecodedSamples) -> Totals:
     """Add up the values of the samples that decoded."""
@@ -190,5 +185,5 @@ def run(args: argparse.Namespace) -> None:
         print(problem)
     print(verification.summary)
     if verification.num_problems:
-        print(verification.remedy, file=sys.stderr)
+        print(_REMEDY, file=sys.stderr)
         raise SystemExit(1)

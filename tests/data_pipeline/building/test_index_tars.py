@@ -8,8 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from data_pipeline.__main__ import main
 from data_pipeline.building.index_tars import make_index
@@ -21,23 +19,7 @@ from data_pipeline.storage.locations import INDEX_NAME, dataset_directory, index
 from data_pipeline.storage.manifest import Fields, load_manifest
 from data_pipeline.storage.store import SampleStore
 from tests.commands import call
-from tests.tars import by_tarfile, by_webdataset, indexed, number_of, numbers_in, picture, simple
-
-
-def test_a_test_set_takes_the_classes_of_its_train_set(tmp_path: Path) -> None:
-    for name, words in (("train", "wren owl crow"), ("test", "wren crow"), ("other", "emu")):
-        (tmp_path / name).mkdir()
-        by_webdataset(
-            tmp_path / name / "x.tar",
-            [{"__key__": word, "png": picture(0), "cls": word.encode()} for word in words.split()],
-        )
-    make_index(str(tmp_path / "train"), tmp_path / "train" / INDEX_NAME, fields=Fields())
-    test = indexed(tmp_path / "test", tmp_path / "t", classes_of=tmp_path / "train")
-    assert test.manifest.labels["base"].classes == ("crow", "owl", "wren")
-    assert test.manifest.labels["base"].counts == (1, 0, 1)
-    assert decode(test, np.arange(2)).labels["base"].tolist() == [2, 0]
-    with pytest.raises(UserError, match=r"has labels that .* lacks, such as emu"):
-        indexed(tmp_path / "other", tmp_path / "o", classes_of=tmp_path / "train")
+from tests.tars import by_tarfile, indexed, number_of, numbers_in, picture, simple
 
 
 def test_the_command_takes_what_is_left_out_from_the_train_set(
@@ -109,7 +91,6 @@ def two_fields(directory: Path) -> Path:
     [
         (["--image", "other", "--label", "base=shape"], "none of the pictures decodes"),
         (["--image", "none"], "has a picture under one of none"),
-        (["--label", "base=none"], "has a label under none"),
     ],
 )
 def test_an_index_that_is_not_made_again_stays_as_it_was(
@@ -124,7 +105,7 @@ def test_an_index_that_is_not_made_again_stays_as_it_was(
     assert bytes_of(tars / INDEX_NAME) == before
 
 
-@pytest.mark.parametrize("num_replaced", [0, 1, 3])
+@pytest.mark.parametrize("num_replaced", [0, 2])
 def test_an_index_whose_replacement_was_interrupted_is_made_again_and_not_read(
     tmp_path: Path, num_replaced: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,21 +142,6 @@ def test_an_index_that_cannot_be_written_or_is_being_written_is_refused(tmp_path
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="choose another --out"):
         make_index(str(tmp_path / "tars"), tmp_path / "file" / "index", fields=Fields())
-
-
-@pytest.mark.slow
-@settings(deadline=None, database=None, max_examples=100)
-@given(content=st.binary(min_size=32, max_size=32))
-def test_any_places_in_an_index_are_read_or_named_bad(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
-    directory = tmp_path_factory.mktemp("any")
-    simple(directory, [4])
-    make_index(str(directory), directory / INDEX_NAME, fields=Fields(), size=32)
-    (directory / INDEX_NAME / "samples.bin").write_bytes(content)
-    decoded = decode(SampleStore(directory), np.arange(4))
-    assert decoded.pictures_BCHW is not None
-    for row in set(range(4)) - set(decoded.bad):
-        assert number_of(decoded.pictures_BCHW[row].numpy()) in range(4)
-    shutil.rmtree(directory)
 
 
 def test_locations_of_similar_names_have_indexes_of_their_own(tmp_path: Path) -> None:
@@ -255,25 +221,3 @@ def test_an_index_that_is_made_again_leaves_open_readers_alone(tmp_path: Path) -
     make_index(str(tmp_path / "train-0000.tar"), tmp_path / INDEX_NAME, fields=Fields(), size=32)
     assert numbers_in(store) == list(range(6))
     assert numbers_in(SampleStore(tmp_path)) == [0, 1, 2]
-
-
-def test_verify_reads_every_picture_of_the_tars(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    simple(tmp_path, [4, 5])
-    make_index(str(tmp_path), tmp_path / INDEX_NAME, fields=Fields(), size=32)
-    done = call(main, "verify", tmp_path, monkeypatch=monkeypatch, capsys=capsys)
-    assert (done.status, done.stdout.count("\n")) == (0, 1)
-    assert "is sound: 9 samples in 2 tars" in done.stdout
-    path = tmp_path / "train-0001.tar"
-    content = path.read_bytes()
-    place = content.index(b"IDAT")
-    path.write_bytes(content[:place] + bytes(40) + content[place + 40 :])
-    done = call(main, "verify", tmp_path, monkeypatch=monkeypatch, capsys=capsys)
-    assert done.status == 1
-    assert "train-0001.tar: 00000004: part1/s00004.png: " in done.stdout  # as the tar names it
-    assert "8 of 9 samples sound in 2 tars" in done.stdout
-    path.write_bytes(content[:-512])
-    done = call(main, "verify", tmp_path, monkeypatch=monkeypatch, capsys=capsys)
-    assert done.status == 1
-    assert "but it had" in done.stdout

@@ -63,16 +63,9 @@ def contents_of(path: Path) -> list[tuple[str, bytes]]:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (
-            ["build", "folder_shapes", "--keep", "--root", "photos"],
-            "--overlay online",
-        ),
-        (["build", "folder", "--keep", "--root", "photos", "--overlay", "online"], "takes no --overlay"),
-        (["build", "folder", "--keep", "--root", "photos", "--overlay-option", "digits=sklearn"], "no option digits"),
+        (["build", "folder_shapes", "--keep", "--root", "photos"], "--overlay online"),
         (["build", "procedural", "--keep"], "of a folder"),
-        (["build", "folder", "--keep"], "name it with --root"),
         (["build", "folder", "--keep", "--root", "photos", "--repeats", "2"], "leave out --repeats"),
-        (["build", "folder", "--keep", "--root", "nothing"], "is not a folder"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_in_a_sentence(

@@ -16,11 +16,11 @@ from data_pipeline.loading.decode import decode
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.remote.fetch import RemoteConfig
 from data_pipeline.storage.index import has_remote_tars
-from data_pipeline.storage.manifest import Fields, load_manifest
+from data_pipeline.storage.manifest import Fields
 from data_pipeline.storage.store import SampleStore
 from tests.data_pipeline.remote.http_server import FaultyServer, serve
 from tests.object_store import served_bucket
-from tests.tars import Member, by_tarfile, number_of, numbers_in, picture, simple
+from tests.tars import number_of, numbers_in, simple
 
 
 @pytest.fixture(scope="module")
@@ -143,25 +143,3 @@ def test_a_remote_tar_that_is_not_whole_is_refused(server: FaultyServer, tmp_pat
 def indexed_remote(server: FaultyServer, out: Path) -> SampleStore:
     make_index(f"{server.url}/{BOTH}", out, fields=Fields(), size=32)
     return SampleStore(out, remote=RemoteConfig(cache_dir=str(out / "cache")))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ([("a.txt", b"")], "has a picture under one of"),
-        ([("a.png", b"no"), ("a.cls", b"0")], "none of the pictures decodes"),
-        ([("a.png", picture(0))], "has a label under cls"),
-    ],
-)
-def test_a_remote_tar_that_was_mended_after_a_refusal_is_fetched_again(
-    server: FaultyServer, tmp_path: Path, wrong: list[Member], said: str
-) -> None:
-    location, fields = f"{server.url}/train-0000.tar", Fields(labels={"base": "cls"})
-    whole = (server.directory / "train-0000.tar").read_bytes()
-    by_tarfile(server.directory / "train-0000.tar", wrong)
-    with pytest.raises(UserError, match=said):
-        make_index(location, tmp_path / "index", fields=fields, size=32)
-    (server.directory / "train-0000.tar").write_bytes(whole)
-    make_index(location, tmp_path / "index", fields=fields, size=32)
-    assert load_manifest(tmp_path / "index").num_samples == 3
-    assert len(server.requests) == 2

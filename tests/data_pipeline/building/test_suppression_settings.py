@@ -100,14 +100,10 @@ def test_options_are_checked_and_stand_in_the_file_and_in_the_manifest(tmp_path:
 @pytest.mark.parametrize(
     ("dataset", "options", "message"),
     [
-        ("procedural_bits", {"bit": 3}, 'unknown key "bit"'),
         ("procedural_bits", {"bits": 33}, "bits is 33"),
-        ("procedural_bits", {"bits": "ten"}, 'bits is "ten"'),
         ("procedural_bits", {"layout": "tiled"}, 'unknown key "layout"'),
         ("procedural_colours", {"correlation": 1.5}, "correlation is 1.5"),
         ("procedural_dominoes", {"digit": "left"}, 'digit is "left"'),
-        ("procedural_shapes", {"bits": 3}, 'unknown key "bits"'),
-        ("procedural", {"bits": 3}, "procedural has no overlay"),
     ],
 )
 def test_wrong_options_are_named(dataset: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -252,25 +248,6 @@ def test_classes_beyond_ten_and_records_without_a_class(kind: str) -> None:
     with pytest.raises(UserError, match=f"the overlay {kind} with correlation=1 follows the label base, and these pi"):
         opened(kind, counts=(), correlation=1)
     assert opened(kind, counts=(), correlation=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["colours", "dominoes"])
-def test_the_correlation_is_in_the_stored_samples_and_the_same_after_a_rebuild(kind: str, tmp_path: Path) -> None:
-    build = partial(build_dataset, f"procedural_{kind}", limit=200, overlay_options={"correlation": 0.8})
-    manifests = [build(tmp_path / name) for name in ("a", "b")]
-    assert manifests[0] == manifests[1]
-    batch = whole(tmp_path / "a")
-    agree = float((batch.labels[BASE] == batch.labels[OVERLAY]).double().mean())
-    assert abs(agree - 0.82) < 4 * np.sqrt(0.82 * 0.18 / 200)
-    assert not list(find_problems(tmp_path / "a"))
-    build_dataset(
-        f"procedural_{kind}", tmp_path / "online", limit=200, overlay="online", overlay_options={"correlation": 0.8}
-    )
-    drawn = whole(tmp_path / "online")
-    assert drawn.inputs_a.shape == batch.inputs_a.shape
-    agree = float((drawn.labels[BASE] == drawn.labels[OVERLAY]).double().mean())
-    assert abs(agree - 0.82) < 4 * np.sqrt(0.82 * 0.18 / 200)
 
 
 # --- colours

@@ -140,14 +140,10 @@ def test_what_cannot_be_drawn_is_one_sentence(photos: Path, tmp_path: Path) -> N
     for options, said in (
         (["--overlay", "letters", "--size", "31"], r"but these pictures have 31x31"),
         (["--overlay", "bits", "--overlay-option", "bits=2"], r"makes pictures of \(5, 224, 224\) out of"),
-        (["--overlay", "letters", "--overlay-option", "bits=2"], 'unknown key "bits"'),
         (["--overlay", "colours", "--overlay-option", "correlation=1"], "follows the label base"),
         (["--overlay-option", "bits=2"], "bits is an option of an overlay"),
         (["--overlay", "leters"], 'did you mean "letters"'),
-        (["--overlay", "letters", "--overlay-option", "layout=tile"], 'layout is "tile"'),
         (["--overlay", "letters", "--split", "val"], 'unknown split "val"'),
-        (["--overlay", "digits"], "digits_root"),
-        (["--overlay-option", "digits=sklearn"], "digits is an option of an overlay"),
     ):
         with pytest.raises(UserError, match=said):
             index(tars, *options)

@@ -117,14 +117,6 @@ def test_a_folder_without_splits_is_refused_unless_a_test_share_is_given(tmp_pat
             build_dataset("folder", tmp_path / "out", root=root, source_options={"test_share": share})
 
 
-def test_a_test_share_that_is_not_needed_is_refused(tmp_path: Path) -> None:
-    write_pictures(tmp_path / "root" / "test", num=3)
-    with pytest.raises(UserError, match="root has a folder test, so it takes no test_share"):
-        build_dataset(
-            "folder", tmp_path / "out", root=tmp_path / "root", split="test", source_options={"test_share": 0.2}
-        )
-
-
 def test_both_splits_of_a_cut_folder_are_all_pictures_once_and_say_how_they_were_cut(tmp_path: Path) -> None:
     root = write_pictures(tmp_path / "root", num=20)
     for split in ("train", "test"):

@@ -130,18 +130,10 @@ def blank(tensor: Tensor | None, place: int) -> bool:
     return tensor is not None and not tensor[place].any()
 
 
-@pytest.mark.parametrize(
-    ("member", "flip", "reason"),
-    [
-        ("00000012.png", 60, r"not a whole PNG"),
-        ("00000012.mask.png", 60, r"not a whole PNG"),
-    ],
-)
-def test_a_sample_that_does_not_decode_is_told_in_its_place(
-    tmp_path: Path, member: str, flip: int, reason: str
-) -> None:
+@pytest.mark.parametrize("member", ["00000012.png", "00000012.mask.png"])
+def test_a_sample_that_does_not_decode_is_told_in_its_place(tmp_path: Path, member: str) -> None:
     samples = random_samples(23)
-    damage(build(tmp_path, samples) / "shard-00001.tar", member, flip=flip)
+    damage(build(tmp_path, samples) / "shard-00001.tar", member)
     store = SampleStore(tmp_path)
     for wanted in ([12, 3, 22], [3, 12, 22], [12]):
         stored = decode(store, np.array(wanted))
@@ -158,7 +150,7 @@ def test_a_sample_that_does_not_decode_is_told_in_its_place(
                     stored.pictures_BCHW[number].permute(1, 2, 0).numpy(), samples[index].content
                 )
                 assert stored.labels["base"][number] == samples[index].labels["base"]
-    with pytest.raises(UserError, match=rf"sample 00000012 in shard-00001\.tar cannot be read \(.*{reason}"):
+    with pytest.raises(UserError, match=r"sample 00000012 in shard-00001\.tar cannot be read \(.*not a whole PNG"):
         decode_sample(store, 12)
 
 
@@ -171,15 +163,6 @@ def test_a_sound_that_does_not_decode_is_told_in_its_place(tmp_path: Path) -> No
     assert stored.sound(0).dtype == torch.int16
     assert stored.labels["base"].tolist()[0] == NO_LABEL
     assert len(stored.sound(1)) > 1
-
-
-def test_shards_hold_no_file_open(tmp_path: Path) -> None:
-    write_dataset(tmp_path, [1] * 20)
-    store = SampleStore(tmp_path)  # its index has some files open
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    samples = [decode_sample(store, index) for index in range(20)]
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
-    assert len(samples) == 20
 
 
 def test_a_sample_under_another_index_is_not_given_out(tmp_path: Path) -> None:
@@ -207,19 +190,6 @@ def test_tars_that_changed_places_are_not_read_as_each_other(tmp_path: Path) -> 
     second.rename(first)
     (tmp_path / "x").rename(second)
     assert len(decode(SampleStore(tmp_path), np.arange(4)).bad) == 4
-
-
-def test_a_tar_that_is_missing_or_has_another_size_is_named(tmp_path: Path) -> None:
-    write_dataset(tmp_path, [2, 2])
-    path = tmp_path / "shard-00001.tar"
-    store = SampleStore(tmp_path)
-    path.write_bytes(path.read_bytes()[:-512])
-    for opening in (lambda: SampleStore(tmp_path), lambda: store.read(np.array([3]))):
-        with pytest.raises(UserError, match="bytes"):
-            opening()
-    path.unlink()
-    with pytest.raises(UserError, match=r"shard-00001\.tar"):
-        SampleStore(tmp_path)
 
 
 @pytest.mark.parametrize("name", [SAMPLES_NAME, NUMBERS_NAME, TARS_NAME, labels_name("base")])

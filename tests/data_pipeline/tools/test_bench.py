@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -9,16 +8,11 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from PIL import Image
-from webdataset import TarWriter
 
 from data_pipeline.__main__ import main
-from data_pipeline.building.index_tars import make_index
 from data_pipeline.core.errors import UserError
 from data_pipeline.overlays.noise import Noise
-from data_pipeline.overlays.shapes import Shapes
 from data_pipeline.sources.background import procedural_sounds
-from data_pipeline.storage.manifest import Fields
 from data_pipeline.storage.store import SampleStore, StoredSamples
 from data_pipeline.tools import bench
 from data_pipeline.tools.bench import encoded_counts, rate, rows
@@ -82,34 +76,6 @@ def test_a_dataset_is_measured_in_all_that_happens_to_it(tmp_path: Path) -> None
     assert what(online, max_workers=0) == [*reading, *resident, ("overlay alone", None)]
     spoken = write_tiny_sounds(tmp_path / "spoken", num_samples=20, overlay=noise)
     assert what(spoken, max_workers=0) == [*reading, *resident, ("overlay alone", None)]
-
-
-def write_picture_tar(directory: Path) -> Path:
-    """Write a tar of 8 pictures of noise, 50 x 40 pixels."""
-    directory.mkdir()
-    pixels_NHWC = np.random.default_rng(0).integers(0, 256, (8, 40, 50, 3), dtype=np.uint8)
-    with TarWriter(str(directory / "x.tar"), encoder=False) as tar:
-        for number, pixels_HWC in enumerate(pixels_NHWC):
-            file = io.BytesIO()
-            Image.fromarray(pixels_HWC).save(file, "PNG")
-            tar.write({"__key__": str(number), "png": file.getvalue()})
-    return directory
-
-
-def test_crops_of_expert_views_have_rows_if_training_would_cut_them_out_of_tars(tmp_path: Path) -> None:
-    tars = write_picture_tar(tmp_path / "tars")
-    make_index(str(tars), tmp_path / "plain", fields=Fields(), size=32)
-    squares = [("stored bytes", 0), ("decoded samples", 0), *(("batches, streamed", num) for num in (0, 1))]
-    crops = [("batches, streamed, crops of expert views", num) for num in (0, 1)]
-    resident = [("batches, resident, crop_from=decoded", None)]
-    assert what(tmp_path / "plain", max_workers=1) == [*squares, *crops, *resident]
-    overlay = Shapes()
-    make_index(str(tars), tmp_path / "drawn", fields=Fields(), size=32, overlay=overlay)
-    assert what(tmp_path / "drawn", max_workers=1) == [
-        *squares,
-        ("batches, resident", None),
-        ("overlay alone", None),
-    ]
 
 
 def run_bench(*words: str) -> None:

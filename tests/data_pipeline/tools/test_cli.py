@@ -80,9 +80,7 @@ def test_build_verify_and_preview(
     status, out, err = run(capsys, monkeypatch, "verify", built)
     assert (status, len(out)) == (1, 2)
     assert out[0].startswith(f"shard-00001.tar: {shard} is in the index {built}, but it is not there; ")
-    assert err[-1].startswith(
-        "to mend it, copy the files that are named above again from a whole copy, or build it again"
-    )
+    assert err[-1].startswith("copy the named files again")
     assert out[-1].startswith(f"{built} has 1 problem: 20 of 40 samples sound in 2 shards")
 
 
@@ -151,7 +149,7 @@ def test_a_bad_recording_is_named_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["wavs"]
 
 
-@pytest.mark.parametrize("dataset", DATASETS)
+@pytest.mark.parametrize("dataset", ["cifar10", "folder", "mnist_bits", "procedural_letters", "spoken_noise", "noise"])
 def test_a_dataset_takes_the_sources_that_the_help_names_and_no_other(dataset: str) -> None:
     for source in SOURCE_SUMMARIES:
         try:
