@@ -9,15 +9,12 @@ says. A new process opens it and makes the batch of one step: of the first, and 
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import multiprocessing
 import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -108,11 +105,10 @@ def first_batch(index: Path, *, share: float, shuffle_shards: int | None) -> dic
     return {"seconds": seconds, "megabytes": megabytes}
 
 
-def in_new_process(measure: Callable[..., dict[str, float]], index: Path, **choices: object) -> dict[str, float]:
-    """Return what `measure(index, **choices)` returns in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        return pool.apply(measure, (index,), choices)
+def in_new_process(index: Path, *, share: float, shuffle_shards: int | None) -> dict[str, float]:
+    """Return what `first_batch` returns in a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(first_batch, (index,), {"share": share, "shuffle_shards": shuffle_shards})
 
 
 def milliseconds_of_order(num_samples: int) -> float:
@@ -129,7 +125,7 @@ def milliseconds_of_order(num_samples: int) -> float:
 def lines_of(index: Path, *, num_samples: int) -> list[Line]:
     def line(title: str, unit: str, share: float, shuffle_shards: int | None, most: float) -> Line:
         def measured() -> float:
-            found = in_new_process(first_batch, index, share=share, shuffle_shards=shuffle_shards)
+            found = in_new_process(index, share=share, shuffle_shards=shuffle_shards)
             return found["seconds" if unit == "s" else "megabytes"]
 
         return Line(title, unit, {"ours": measured}, lambda m: m["ours"], "seconds", most, at_most=True)
@@ -145,29 +141,9 @@ def lines_of(index: Path, *, num_samples: int) -> list[Line]:
     return [*lines, Line(title, "ms", peer, lambda m: m["ours"], "seconds", 2.0, at_most=True)]
 
 
-def options(description: str, *, space: str) -> argparse.ArgumentParser:
-    """Return a parser of the options that do not depend on the dataset. `space` is the free space that it needs."""
-    parser = record.benchmark_parser(description, rounds=3)
-    parser.add_argument("--directory", type=Path, metavar="DIR", help=f"with {space} free; default: in /tmp")
-    return parser
-
-
-def measure_dataset(
-    args: argparse.Namespace,
-    *,
-    make: Callable[[Path], Path],
-    lines: Callable[[Path], Sequence[Line]],
-    settings: Mapping[str, int],
-) -> None:
-    """Make a dataset in a new directory, measure its lines, and file them. `args` are those of `options`."""
-    before = record.circumstances(packages=["torch", "numpy"])
-    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
-        results = record.measure_each(lines(make(Path(directory))), num_rounds=args.rounds)
-    record.save(args.out, {**before, **settings, "batch_size": BATCH_SIZE, "ranks": RANKS, "lines": results})
-
-
 def main() -> None:
-    parser = options("from opening a dataset of a billion samples to its first batch", space="8 bytes a sample")
+    parser = record.benchmark_parser("from opening a dataset of a billion samples to its first batch", rounds=3)
+    parser.add_argument("--directory", type=Path, metavar="DIR", help="with 8 bytes a sample free; default: in /tmp")
     parser.add_argument("--samples", type=int, default=10**9, metavar="N")
     parser.add_argument("--tars", type=int, default=10**5, metavar="S")
     args = parser.parse_args()
@@ -176,12 +152,12 @@ def main() -> None:
             f"--samples {args.samples} in --tars {args.tars} is not possible; give {BATCH_SIZE} samples or more, and 1 "
             "to as many tars"
         )
-    measure_dataset(
-        args,
-        make=partial(make_dataset, num_samples=args.samples, num_tars=args.tars),
-        lines=partial(lines_of, num_samples=args.samples),
-        settings={"num_samples": args.samples, "num_tars": args.tars},
-    )
+    before = record.circumstances(packages=["torch", "numpy"])
+    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
+        index = make_dataset(Path(directory), num_samples=args.samples, num_tars=args.tars)
+        results = record.measure_each(lines_of(index, num_samples=args.samples), num_rounds=args.rounds)
+    settings = {"num_samples": args.samples, "num_tars": args.tars, "batch_size": BATCH_SIZE, "ranks": RANKS}
+    record.save(args.out, {**before, **settings, "lines": results})
 
 
 if __name__ == "__main__":

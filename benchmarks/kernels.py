@@ -14,7 +14,6 @@ launches one kernel for each gradient. Every other operation counts as one launc
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -305,7 +304,6 @@ def main() -> None:
     parser.add_argument("--precision", nargs="+", default=["float32", "bfloat16"], metavar="P")
     parser.add_argument("--set", nargs="+", default=[], metavar="a.b=c", dest="overrides", help="settings of the runs")
     parser.add_argument("--operations", type=int, default=0, metavar="N", help="also list the N commonest operations")
-    parser.add_argument("--json", action="store_true", help="print the counts as JSON")
     arguments = parser.parse_args()
     counters = {
         f"{recipe}, {precision}": count_kernels(
@@ -314,9 +312,6 @@ def main() -> None:
         for recipe in arguments.recipes
         for precision in arguments.precision
     }
-    if arguments.json:
-        print(json.dumps({name: counter.launches for name, counter in counters.items()}, indent=1))
-        return
     print(table(counters))
     for name, counter in counters.items() if arguments.operations else ():
         print(f"\n{name}")

@@ -7,12 +7,10 @@ figure of a line is the median over the rounds of what is judged within each.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ from typing import Any
 import torch
 
 from trainer.memory import keep_freed_memory
-from trainer.provenance import command_line, cpu_name
+from trainer.provenance import command_line, cpu_name, this_code
 
 Measured = Mapping[str, float]  # of one round, by peer
 Peers = Mapping[str, Callable[[], float]]  # one measurement each
@@ -116,27 +114,6 @@ def save(path: Path | None, contents: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
 
 
-def print_rates(
-    groups: Mapping[str, Mapping[str, Callable[[], object]]], *, num_samples: int, num_rounds: int, unit: str
-) -> None:
-    """For each group a table of its peers: median rate by the processor time of one thread, ratio to the first peer.
-
-    A call of a peer handles `num_samples` samples.
-    """
-    torch.set_num_threads(1)
-    keep_freed_memory()  # as a training process does
-    for title, peers in groups.items():
-        for call in peers.values():
-            call()
-        rounds = [{name: cpu_seconds(call) for name, call in peers.items()} for _ in range(num_rounds)]
-        print(f"{title:<40}{unit:>12}{'ratio':>8}")
-        first = next(iter(peers))
-        for name in peers:
-            rate = num_samples / statistics.median(measured[name] for measured in rounds)
-            ratio = statistics.median(measured[first] / measured[name] for measured in rounds)
-            print(f"  {name:<38}{rate:>12,.0f}{ratio:>8.2f}")
-
-
 def cpu_seconds(call: Callable[[], object]) -> float:
     """Return the processor time of one call."""
     start = time.process_time()
@@ -165,20 +142,18 @@ def table(result: Mapping[str, Any]) -> str:
 def circumstances(*, packages: Sequence[str]) -> dict[str, Any]:
     """What a figure depends on besides the code: command, commit, machine, versions.
 
-    `stolen_share` is of the processor time that was asked for since this process began, on all cores: what the host of
-    a virtual machine gave to others. None if the system does not say, as for the version of a package that is not
-    installed and the commit of code without its repository.
+    The version of a package that is not installed, and the commit of code without its repository, are None.
     """
+    code = this_code()
     return {
         "command": command_line(),
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "git_commit": _git("rev-parse", "HEAD"),
-        "changed_files": (_git("diff", "--name-only", "HEAD") or "").splitlines(),
+        "git_commit": code.git_commit,
+        "is_changed": bool(code.git_diff),
         "cpu": cpu_name(),
         "num_cpus": len(os.sched_getaffinity(0)),
         "memory_gigabytes": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1),
         "load_average": [round(load, 2) for load in os.getloadavg()],
-        "stolen_share": _stolen_share(),
         "torch_threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
     }
@@ -189,32 +164,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _asked_and_stolen() -> tuple[int, int] | None:
-    """Processor time since the machine started, in ticks: of user, nice, system and stolen, and of stolen alone."""
-    with contextlib.suppress(OSError):
-        ticks = Path("/proc/stat").read_text(encoding="utf-8").split()[1:11]
-        user, nice, system, _, _, _, _, stolen, *_ = map(int, ticks)
-        return user + nice + system + stolen, stolen
-    return None
-
-
-_BEFORE = _asked_and_stolen()
-
-
-def _stolen_share() -> float | None:
-    now = _asked_and_stolen()
-    if _BEFORE is None or now is None:
-        return None
-    return round((now[1] - _BEFORE[1]) / max(1, now[0] - _BEFORE[0]), 3)
-
-
-def _git(*arguments: str) -> str | None:
-    """Return what git prints; None on a machine to which the code came without its repository."""
-    command = ["git", "-c", "safe.directory=*", *arguments]
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, encoding="utf-8", check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()

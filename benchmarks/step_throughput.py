@@ -85,7 +85,7 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def data_line(train_dir: Path, device: torch.device) -> Iterator[Line]:
+def data_lines(train_dir: Path, device: torch.device) -> Iterator[Line]:
     for placement, num_workers in (("auto", 0), ("stream", 1)):
         config = configure(train_dir, data__placement=placement, data__num_workers=num_workers)
         run, stream = step_of(config, device), batches(config, device)
@@ -104,7 +104,7 @@ def data_line(train_dir: Path, device: torch.device) -> Iterator[Line]:
         )
 
 
-def micro_batch_line(train_dir: Path, device: torch.device) -> Line:
+def micro_batch_lines(train_dir: Path, device: torch.device) -> Iterator[Line]:
     base = 64
     small = configure(train_dir, global_batch_size=base)
     large = configure(train_dir, global_batch_size=16 * base, memory__micro_batches=16, objective__chunk_size=512)
@@ -112,7 +112,7 @@ def micro_batch_line(train_dir: Path, device: torch.device) -> Line:
         (step_of(each, device), batches(each, device)) for each in (small, large)
     )
     run(next(stream))
-    return ratio_line(
+    yield ratio_line(
         f"a batch of {16 * base} in 16 micro batches",
         {
             "ours": lambda: rate(run_large, stream_large, num_steps=1, device=device),
@@ -123,7 +123,7 @@ def micro_batch_line(train_dir: Path, device: torch.device) -> Line:
     )
 
 
-def checkpointing_line(train_dir: Path, device: torch.device) -> tuple[Line, dict[str, Any]]:
+def checkpointing_lines(train_dir: Path, device: torch.device) -> Iterator[Line]:
     encoder = ResNetConfig(kind="resnet18_small", mean=CIFAR10_MEAN, std=CIFAR10_STD).model_dump()
     plain = configure(train_dir, encoder=encoder, global_batch_size=64)
     saving = configure(train_dir, encoder=encoder, global_batch_size=64, memory__encoder_checkpointing=1)
@@ -135,7 +135,7 @@ def checkpointing_line(train_dir: Path, device: torch.device) -> tuple[Line, dic
         with LiveBytes() as live:
             run(batch)
         peaks[name] = live.peak_bytes
-    line = ratio_line(
+    yield ratio_line(
         "gradient checkpointing of every block, ResNet-18, batch 64",
         {
             name: lambda run=run: rate(run, itertools.repeat(batch), num_steps=1, device=device)  # type: ignore[misc]
@@ -144,14 +144,15 @@ def checkpointing_line(train_dir: Path, device: torch.device) -> tuple[Line, dic
         against="nothing computed again",
         target=1 / 1.35,
     )
-    memory = {
-        "line": "peak of what is alive in such a step, with checkpointing over without",
-        "ratio": record.rounded(peaks["ours"] / peaks["nothing computed again"]),
-        "target": {"at_most": 0.5},
-        "met": peaks["ours"] <= 0.5 * peaks["nothing computed again"],
-        "bytes": peaks,
-    }
-    return line, memory
+    yield Line(
+        "peak of what is alive in such a step, with checkpointing over without",
+        "bytes",
+        {name: lambda peak=peak: peak for name, peak in peaks.items()},  # type: ignore[misc]
+        lambda peaks: peaks["ours"] / peaks["nothing computed again"],
+        "ratio",
+        target=0.5,
+        at_most=True,
+    )
 
 
 def main() -> None:
@@ -162,25 +163,10 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     keep_freed_memory()
-    results: list[dict[str, Any]] = []
-
-    def add(result: dict[str, Any]) -> None:
-        results.append(result)
-        if "medians" in result:
-            print(record.table(result), flush=True)
-        else:
-            verdict = "met" if result["met"] else "NOT MET"
-            print(f"{result['line']}\n  ratio {result['ratio']:g}, target at most 0.5: {verdict}", flush=True)
-
-    if "data" in arguments.only:
-        for line in data_line(arguments.train_dir, device):
-            add(record.measure(line, num_rounds=arguments.rounds))
-    if "micro batches" in arguments.only:
-        add(record.measure(micro_batch_line(arguments.train_dir, device), num_rounds=arguments.rounds))
-    if "checkpointing" in arguments.only:
-        line, memory = checkpointing_line(arguments.train_dir, device)
-        add(record.measure(line, num_rounds=arguments.rounds))
-        add(memory)
+    lines = {"data": data_lines, "micro batches": micro_batch_lines, "checkpointing": checkpointing_lines}
+    results = []
+    for group in arguments.only:
+        results += record.measure_each(lines[group](arguments.train_dir, device), num_rounds=arguments.rounds)
     circumstances = record.circumstances(packages=["torch"])
     record.save(arguments.out, {**circumstances, "device": str(device), "results": results})
 

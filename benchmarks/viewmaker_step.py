@@ -8,9 +8,6 @@ another one on new views; while one learns, the other passes gradients through a
 measured twice: as our alternating game, and as written down here from torch's own layers, torchvision's ResNet and the
 formula of the loss. All start from the same weights and noise, and the losses of the first step must agree. The peers
 take turns, step by step; one thread, and its processor time.
-
-Then each of ours runs a step under torch's profiler: which share of its time goes where. "The rest" is the loss and
-what prepares the pictures.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.profiler import ProfilerActivity, profile, record_function
 from torchvision.models import resnet18
 
 from benchmarks import record
@@ -56,10 +52,10 @@ def config_of(name: str, batch_size: int) -> RunConfig:
     return RunConfig.parse(config, where="benchmark")
 
 
-def our_step(config: RunConfig) -> tuple[Step, TrainedModules]:
+def our_step(config: RunConfig) -> Step:
     training = build_training(config, num_samples=50_000, device=torch.device("cpu"))
     rates = training.learning_rates(0, num_steps=1)
-    return lambda batch: training.step(batch, learning_rates=rates).metrics["train/loss"].item(), training.modules
+    return lambda batch: training.step(batch, learning_rates=rates).metrics["train/loss"].item()
 
 
 class StepAsWritten:
@@ -134,12 +130,11 @@ def resnet_of(modules: TrainedModules) -> nn.Module:
     return resnet
 
 
-def build(name: str, batch_size: int) -> tuple[Step, TrainedModules]:
+def build(name: str, batch_size: int) -> Step:
     config = config_of(name, batch_size)
     if name not in {WRITTEN, WRITTEN_FAST}:
         return our_step(config)
-    modules = build_modules(config)
-    return StepAsWritten(config, modules), modules
+    return StepAsWritten(config, build_modules(config))
 
 
 def batch_of(batch_size: int) -> Batch:
@@ -197,52 +192,6 @@ def ratio(name: str, against: str, measured: Measured) -> float:
     return measured[name] / measured[against]
 
 
-def breakdown(step: Step, modules: TrainedModules, batch: Batch) -> dict[str, float]:
-    """Shares of the time of one step by player and direction; a backward is that of the player through whose forward it
-    goes back.
-    """
-    spans: dict[nn.Module, Any] = {}
-    hooks = []
-    for player, module in modules.trained_modules.items():
-
-        def enter(module: nn.Module, _: object, player: str = player) -> None:
-            spans[module] = record_function(player)
-            spans[module].__enter__()
-
-        def leave(module: nn.Module, _: object, __: object) -> None:
-            spans[module].__exit__(None, None, None)
-
-        hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-    with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("step"):
-        step(batch)
-    for hook in hooks:
-        hook.remove()
-    events = profiler.events()
-    assert events is not None
-    seconds = {f"{player}, {way}": 0.0 for player in ("viewmaker", "encoder") for way in ("forward", "backward")}
-    player_of: dict[int, str] = {}
-    for event in events:
-        if event.name in modules.trained_modules and not is_within(event, modules.trained_modules):
-            seconds[f"{event.name}, forward"] += event.cpu_time_total / 1e6
-            player_of |= {child.sequence_nr: event.name for child in descendants(event) if child.sequence_nr >= 0}
-    for event in events:
-        if event.name.startswith("autograd::engine::evaluate_function") and event.sequence_nr in player_of:
-            seconds[f"{player_of[event.sequence_nr]}, backward"] += event.cpu_time_total / 1e6
-    total = sum(event.cpu_time_total for event in events if event.name == "step") / 1e6
-    seconds["optimizers"] = sum(e.cpu_time_total for e in events if e.name.startswith("Optimizer.step")) / 1e6
-    seconds["the rest"] = total - sum(seconds.values())
-    return {part: value / total for part, value in seconds.items()}
-
-
-def is_within(event: Any, names: Mapping[str, object]) -> bool:
-    parent = event.cpu_parent
-    return parent is not None and (parent.name in names or is_within(parent, names))
-
-
-def descendants(event: Any) -> list[Any]:
-    return [each for child in event.cpu_children for each in (child, *descendants(child))]
-
-
 def main() -> None:
     parser = record.benchmark_parser("a step of the viewmaker's game in one pass, against two passes", rounds=5)
     parser.add_argument("--batch-size", type=int, default=64, metavar="B")
@@ -251,19 +200,14 @@ def main() -> None:
     before = record.on_one_core(packages=["torch", "torchvision"])
     batch = batch_of(args.batch_size)
     built = {name: build(name, args.batch_size) for name in args.only}
-    check_equal({name: step(batch) for name, (step, _) in built.items()})
+    check_equal({name: step(batch) for name, step in built.items()})
     rates: dict[str, list[float]] = {name: [] for name in built}
     for _ in range(args.rounds):
-        for name, (step, _) in built.items():
+        for name, step in built.items():
             rates[name].append(rate(step, batch))
     results = record.measure_each(lines_of(rates), num_rounds=args.rounds)
-    parts = {}
-    for name, (step, modules) in built.items():
-        if name not in {WRITTEN, WRITTEN_FAST}:
-            parts[name] = {part: record.rounded(value) for part, value in breakdown(step, modules, batch).items()}
-            print(name, *(f"  {part:<24}{share:>8.1%}" for part, share in parts[name].items()), sep="\n")
     settings = {"rounds": args.rounds, "batch_size": args.batch_size}
-    record.save(args.out, {**before, **settings, "lines": results, "shares_of_a_step": parts})
+    record.save(args.out, {**before, **settings, "lines": results})
 
 
 if __name__ == "__main__":

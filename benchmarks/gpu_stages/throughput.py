@@ -17,9 +17,7 @@ import torch
 from benchmarks.gpu_stages.checks import RECIPES, captured_against_eager
 from benchmarks.gpu_stages.data import pictures_without_overlay
 from benchmarks.gpu_stages.kernel_trace import count_launches, trace_steps
-from benchmarks.gpu_stages.session import Outcome, Setting, Stage, Task
-from benchmarks.record import rounded
-from benchmarks.training_throughput import (
+from benchmarks.gpu_stages.peers import (
     GAME,
     LIGHTLY,
     OURS,
@@ -33,7 +31,10 @@ from benchmarks.training_throughput import (
     matrix_rate,
     measure,
     ours,
+    void,
 )
+from benchmarks.gpu_stages.session import Outcome, Setting, Stage, Task
+from benchmarks.record import rounded
 from benchmarks.viewmaker_step import StepAsWritten
 from configs import viewmaker
 from data_pipeline.loading.placement import resident_bytes
@@ -163,7 +164,7 @@ def measure_as_written(setting: Setting, batch_size: int, precision: str) -> Out
     )
     clock = Clock(device=setting.device)
     batches = clock.timed(stream)
-    peer = Peer(lambda: _discard(written.train(next(batches))), clock)
+    peer = Peer(lambda: void(written.train(next(batches))), clock)
     peer.step()
     peer.flops = count_flops(peer)
     return Outcome(_measure(setting, form, peer) | {"precision": precision})
@@ -174,10 +175,6 @@ def _form(setting: Setting, batch_size: int, compile_setting: CompileSetting) ->
     if setting.is_tiny:
         return Form(train_dir, 2, "float32", compile_setting, 0, _TINY_ENCODER)
     return Form(train_dir, batch_size, "bfloat16", compile_setting, _NUM_WORKERS)
-
-
-def _discard(_: object) -> None:
-    """Do not look at the result of a step."""
 
 
 def _measure(setting: Setting, form: Form, peer: Peer) -> dict[str, Any]:

@@ -14,8 +14,8 @@ import torch
 from benchmarks import gpu
 from benchmarks.gpu_stages import checks, throughput
 from benchmarks.gpu_stages.kernel_trace import Kernel, Trace, busy_microseconds, summary
+from benchmarks.gpu_stages.peers import Form, Peer
 from benchmarks.gpu_stages.session import Setting, read_record
-from benchmarks.training_throughput import Form, Peer
 from data_pipeline.core.errors import UserError
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 

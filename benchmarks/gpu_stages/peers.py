@@ -1,22 +1,13 @@
-"""Training at full tilt against lightly's SimCLR, and the viewmaker's game in one pass against two, on one device.
+"""Trainings to measure on one device: SimCLR and the viewmaker's game of ours, and lightly's SimCLR.
 
-    python -m benchmarks.training_throughput TRAIN_DIR --device cuda --batch-size 1024 --precision bfloat16 [--out JSON]
-
-TRAIN_DIR holds pictures of 32 x 32 without an online overlay. ResNet-18 in its small form, channels_last. Each of ours
-is what the loop does: batches from the shards, views, forward, backward, step. lightly's is the loop of its examples:
-its transform on PIL pictures in DataLoader workers, its head, its loss, torchvision's ResNet-18, the same precision.
-The peers take turns, round by round.
-
-For each: samples a second, the share of the device's own matrix rate (floating-point operations of encoder and
-viewmaker, counted in one step, over the rate of a large product of matrices in the same precision), the most memory
-that tensors took, and, for ours, the share of the time in which the device waited for data.
+Each of ours is what the loop does: batches from the shards, views, forward, backward, step, with ResNet-18 in its small
+form and channels_last. lightly's is the loop of its examples: its transform on PIL pictures in DataLoader workers, its
+head, its loss, torchvision's ResNet-18, the same precision.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -30,23 +21,19 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import resnet18
 
-from benchmarks import record
 from benchmarks.step_throughput import wait_for
 from configs import simclr, viewmaker
-from data_pipeline.core.errors import run_command
 from data_pipeline.loading.whole import read_all
 from data_pipeline.storage.manifest import load_manifest
 from trainer.build import build_training
 from trainer.config import RunConfig
 from trainer.data import open_stream
-from trainer.memory import keep_freed_memory
 from trainer.profiling import Clock
 from trainer.recorded_step import RecordedStep
 from trainer.step import TrainingStep
 
 OURS, GAME, TWO_PASSES, LIGHTLY = "SimCLR", "viewmaker, one pass", "viewmaker, two passes", "lightly's SimCLR"
 CompileSetting: TypeAlias = bool | Literal["step", "both"]
-PEERS = (OURS, GAME, TWO_PASSES, LIGHTLY)
 
 
 @dataclass(frozen=True)
@@ -223,58 +210,3 @@ def measure(peer: Peer, *, num_steps: int, batch_size: int, device: torch.device
         peer.peak_bytes = torch.cuda.max_memory_allocated()
     if peer.clock is not None:
         peer.data_wait_fraction = peer.clock.read(num_samples=batch_size)["perf/data_wait_fraction"]
-
-
-def main() -> None:
-    parser = record.benchmark_parser(__doc__, rounds=5)
-    parser.add_argument("train_dir", type=Path, metavar="TRAIN_DIR")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--batch-size", type=int, default=64, metavar="B")
-    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--compile", action="store_true", help="torch.compile of our encoder")
-    parser.add_argument("--num-workers", type=int, default=len(os.sched_getaffinity(0)), help="of lightly's DataLoader")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="of a round")
-    parser.add_argument("--only", nargs="+", choices=PEERS, default=PEERS, metavar="PEER", help="; ".join(PEERS))
-    arguments = parser.parse_args()
-    device = torch.device(arguments.device)
-    form = Form(
-        arguments.train_dir, arguments.batch_size, arguments.precision, arguments.compile, arguments.num_workers
-    )
-    keep_freed_memory()
-    peak_rate = matrix_rate(device, arguments.precision)
-    peers: dict[str, Peer] = {}
-    for name in arguments.only:
-        peers[name] = lightlys(form, device) if name == LIGHTLY else ours(name, form, device)
-        peers[name].step()
-        peers[name].flops = count_flops(peers[name])
-    for _ in range(arguments.rounds):
-        for peer in peers.values():
-            measure(peer, num_steps=arguments.steps, batch_size=arguments.batch_size, device=device)
-    print(f"{'peer':<24}{'samples/s':>12}{'matrix rate':>14}{'peak memory':>14}{'data wait':>12}")
-    results: list[dict[str, Any]] = []
-    for name, peer in peers.items():
-        rate = statistics.median(peer.rates)
-        share = peer.flops / arguments.batch_size * rate / peak_rate
-        waits = "" if peer.data_wait_fraction is None else f"{peer.data_wait_fraction:.1%}"
-        memory = f"{peer.peak_bytes / 1e9:.2f} GB" if peer.peak_bytes else "not counted"
-        print(f"{name:<24}{rate:>12,.0f}{share:>14.1%}{memory:>14}{waits:>12}")
-        results.append(
-            {
-                "peer": name,
-                "samples_per_second": record.rounded(rate),
-                "rounds": [record.rounded(each) for each in peer.rates],
-                "flops_per_sample": peer.flops / arguments.batch_size,
-                "share_of_matrix_rate": record.rounded(share),
-                "peak_bytes": peer.peak_bytes or None,
-                "data_wait_fraction": peer.data_wait_fraction,
-            }
-        )
-    where = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    settings = {name: str(value) for name, value in vars(arguments).items()}
-    filed = record.circumstances(packages=["torch", "torchvision", "lightly"]) | {"device": where}
-    filed |= {"settings": settings, "matrix_flops_per_second": peak_rate, "results": results}
-    record.save(arguments.out, filed)
-
-
-if __name__ == "__main__":
-    run_command(main)
