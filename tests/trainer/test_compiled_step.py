@@ -62,7 +62,8 @@ class CountingBackend:
 def backend() -> Iterator[CountingBackend]:
     """Return the backend of all cases, for a compiler that has seen nothing yet and may not give up in silence."""
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, automatic_dynamic_shapes=False):
+    config = torch._dynamo.config  # the limit is for the networks of all cases
+    with config.patch(recompile_limit=32, fail_on_recompile_limit_hit=True, automatic_dynamic_shapes=False):
         yield CountingBackend()
     torch._dynamo.reset()
 
@@ -90,18 +91,20 @@ GAMES: list[list[str]] = [
     [f"views={{kind: pair, first: {{kind: expert_image}}, second: {SMALL}}}"],
     [f"views={{kind: by_epoch, policies: [{{kind: expert_image}}, {SMALL}]}}"],
 ]
+NARROW = "encoder.width=2"  # a ResNet
 CASES = [
-    *(("debug:image", [f"objective.kind={kind}", *overrides]) for kind, overrides in IMAGE.items()),
-    ("debug:image", ["views.kind=random_mask"]),
-    ("debug:image", ["views.kind=channel_dropout"]),
-    *(("debug:viewmaker", overrides) for overrides in GAMES),
+    *(("debug:image", [NARROW, f"objective.kind={kind}", *overrides]) for kind, overrides in IMAGE.items()),
+    ("debug:image", [NARROW, "views.kind=random_mask"]),
+    ("debug:image", [NARROW, "views.kind=channel_dropout"]),
+    ("debug:viewmaker", [NARROW, *GAMES[0]]),
+    *(("debug:viewmaker", [*overrides, CONVNET]) for overrides in GAMES[1:]),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "overrides"), CASES, ids=str)
 def test_compiled_networks_train_alike(recipe: str, overrides: list[str], backend: CountingBackend) -> None:
-    config = configure(recipe, [*overrides, "encoder.width=2"])
+    config = configure(recipe, overrides)
     plain, training = (build_training(config, num_samples=64, num_classes=NUM_CLASSES, device=CPU) for _ in range(2))
     num_before = backend.num_runs
     found = losses(compiled(training, backend), 2)
@@ -174,7 +177,7 @@ def test_a_compiled_viewmaker_is_one_graph_that_an_epoch_does_not_change() -> No
     """By inductor, which refuses the padding by repeated pixels (see `trainer.views.viewmaker`)."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    config = configure("debug:viewmaker", ["encoder.width=2", "views.base_width=2"])
+    config = configure("debug:viewmaker", ["encoder.width=2", "views.base_width=2", "views.num_res_blocks=1"])
     plain, training = (build_training(config, num_samples=64, device=CPU) for _ in range(2))
     assert isinstance(training.modules.viewmaker, Viewmaker)
     training.modules.viewmaker.compile_layers()
