@@ -137,11 +137,10 @@ class Verification:
         for bad in decoded.bad.values():
             yield DatasetProblem(bad.shard, bad.key, bad.reason)
         self.num_sound += len(decoded) - len(decoded.bad)
+        where = f"samples {int(decoded.index_B[0])} to {int(decoded.index_B[-1])}"
         if decoded.masks_BHW is not None and not torch.isin(decoded.masks_BHW, _MASK_LEVELS).all():
-            where = f"samples {int(decoded.index_B[0])} to {int(decoded.index_B[-1])}"
             yield DatasetProblem(where, None, f"a mask has other levels than {_MASK_LEVELS.tolist()}")
         if decoded.points_X is not None and not torch.isfinite(decoded.points_X).all():
-            where = f"samples {int(decoded.index_B[0])} to {int(decoded.index_B[-1])}"
             yield DatasetProblem(where, None, "a sound holds points that are not numbers")
 
     def _wrong_numbers(self, counts: dict[str, Counter[int]], totals: Totals) -> Iterator[DatasetProblem]:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipeline.__main__ import main
-from data_pipeline.building.index_tars import describe_manifest, describe_tars, make_index
+from data_pipeline.building.index_tars import describe_tars, make_index
 from data_pipeline.building.tar_scan import measured_rows
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
@@ -201,20 +201,6 @@ def test_labels_that_cannot_be_read_are_counted_and_the_first_is_named(
     assert said in lines[-1]
     with pytest.raises(UserError, match=f"has a label under cls .{said}"):
         make_index(str(tmp_path), tmp_path / "named", fields=Fields(labels={"base": "cls"}), size=16)
-
-
-def test_json_that_is_no_label_is_told_and_a_missing_entry_is_none(tmp_path: Path) -> None:
-    texts = [b"{", b'{"y": [1]}', b'{"y": 2.5}', b'{"y": null}', b"{}", b'{"y": 1}', b'{"y": ""}']
-    by_tarfile(
-        tmp_path / "a.tar",
-        [each for k, text in enumerate(texts) for each in ((f"{k}.png", picture(k)), (f"{k}.json", text))],
-    )
-    fields = Fields(labels={"site": "json:y"})
-    manifest, tars = make_index(str(tmp_path), tmp_path / "index", fields=fields, size=16)
-    lines = list(describe_tars(tars, fields))
-    assert "3 labels cannot be read" in lines
-    assert lines[-1].endswith("0.json, which is not JSON")
-    assert "6 samples have no label (site)" in describe_manifest(manifest)
 
 
 def test_samples_without_a_picture_or_a_label_are_counted(
