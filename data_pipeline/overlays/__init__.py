@@ -23,9 +23,8 @@ Shapes: B batch, C channels, H height, W width.
 from __future__ import annotations
 
 import dataclasses
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -286,21 +285,16 @@ class PictureOverlay(PixelOverlay):
         """
         num_channels, height, width = inputs.shape[1:]
         self.output_shape((num_channels, height, width))
-        painted, found, masks = zip(*self._paint_parts(inputs, keys, labels), strict=True)
-        drawn = {name: torch.cat([part[name] for part in found]) for name in (OVERLAY, *self.more_labels)}
-        return Overlaid(torch.cat(painted), drawn.pop(OVERLAY), torch.cat(masks), drawn)
-
-    def _paint_parts(
-        self, inputs: Tensor, keys: DrawKeys, labels: Mapping[str, Tensor]
-    ) -> Iterator[tuple[Tensor, dict[str, Tensor], Tensor]]:
-        """Yield pictures, labels by name and masks of a part of the batch at a time, which bounds the memory."""
-        size = max(1, _VALUES_AT_ONCE // math.prod(inputs.shape[1:]))
-        for first in range(0, max(1, len(inputs)), size):
-            rows = slice(first, first + size)
+        parts = []
+        num_rows = max(1, _VALUES_AT_ONCE // (num_channels * height * width))
+        for first in range(0, max(1, len(inputs)), num_rows):  # which bounds the memory
+            rows = slice(first, first + num_rows)
             of_rows = {name: label_B[rows] for name, label_B in labels.items()}
-            of_part = dataclasses.replace(keys, index_B=keys.index_B[rows])
-            painted_BCHW, layer = self.draw_over(inputs[rows], of_part, of_rows)
-            yield painted_BCHW, {OVERLAY: layer.label_B, **layer.more_labels}, layer.mask_BHW
+            painted_BCHW, layer = self.draw_over(inputs[rows], keys.rows(rows), of_rows)
+            parts.append((painted_BCHW, layer.label_B, layer.mask_BHW, layer.more_labels))
+        painted, found, masks, more = zip(*parts, strict=True)
+        more_labels = {name: torch.cat([part[name] for part in more]) for name in self.more_labels}
+        return Overlaid(torch.cat(painted), torch.cat(found), torch.cat(masks), more_labels)
 
 
 def square_size(given: OverlayInputs) -> int:

@@ -8,8 +8,9 @@ Shapes: B batch, N digits to choose from, H height, W width.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from pathlib import Path
-from typing import ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 import torch
@@ -44,18 +45,13 @@ def resized(source: DigitSource, size: int) -> tuple[Tensor, Tensor]:
 
 def check_digits(digits_NHW: Tensor, label_N: Tensor, *, size: int) -> None:
     """Raise `ValueError` unless these are at least one digit, (N, size, size) uint8, and labels 0 to 9, (N,) int64."""
-    check_pictures(digits_NHW, num_digits=label_N.numel(), size=size)
-    if label_N.dtype != torch.int64 or not label_N.numel() or not 0 <= int(label_N.min()) <= int(label_N.max()) <= 9:
-        raise ValueError(f"label_N is {label_N}; give at least one int64 label, each from 0 to 9")
-
-
-def check_pictures(digits_NHW: Tensor, *, num_digits: int, size: int) -> None:
-    """Raise `ValueError` unless these are (num_digits, size, size) uint8."""
-    if digits_NHW.shape != (num_digits, size, size) or digits_NHW.dtype != torch.uint8:
+    if digits_NHW.shape != (label_N.numel(), size, size) or digits_NHW.dtype != torch.uint8:
         raise ValueError(
-            f"digits_NHW is {tuple(digits_NHW.shape)} {digits_NHW.dtype}; give ({num_digits}, {size}, {size}) "
+            f"digits_NHW is {tuple(digits_NHW.shape)} {digits_NHW.dtype}; give ({label_N.numel()}, {size}, {size}) "
             "uint8, one digit for each label"
         )
+    if label_N.dtype != torch.int64 or not label_N.numel() or not 0 <= int(label_N.min()) <= int(label_N.max()) <= 9:
+        raise ValueError(f"label_N is {label_N}; give at least one int64 label, each from 0 to 9")
 
 
 class DigitOptions(Schema):
@@ -68,10 +64,10 @@ class DigitOptions(Schema):
     digits: DigitKind | None = Field(None, exclude=True)
     digits_root: Path | None = Field(None, exclude=True)
 
-    def read(self, given: OverlayInputs, *, split: str | None = None) -> DigitSource:
-        """Read the digits of a split, by default that of `given`. Raises `UserError` if they are missing."""
+    def read(self, given: OverlayInputs) -> DigitSource:
+        """Read the digits of a split. Raises `UserError` if they are missing."""
         kind = self.digits or ("sklearn" if given.base == "procedural" else "mnist")
-        return read_digits(kind, self.digits_root or given.root, split=split or given.split)
+        return read_digits(kind, self.digits_root or given.root, split=given.split)
 
 
 class PaintedDigitOptions(DigitOptions, LayoutOptions):
@@ -84,6 +80,22 @@ class DigitOverlay(PictureOverlay):
     class_names = tuple("0123456789")
     digits_NHW: Tensor
     label_N: Tensor
+
+    @classmethod
+    def open(cls, given: OverlayInputs) -> Self:
+        """Return `cls.of(digits, image_size=..., **options)` for square pictures of 32 pixels or more."""
+        options = given.read(cls.options_schema)
+        assert isinstance(options, DigitOptions)
+        image_size = square_size(given)
+        source = options.read(given)
+        overlay = cls.of(source, image_size=image_size, **options.model_dump())
+        overlay.made_from = f" + {source.description}"
+        return overlay
+
+    @classmethod
+    @abstractmethod
+    def of(cls, *args: Any, **options: Any) -> Self:
+        """Return the overlay of a `DigitSource`. Takes `image_size`, and the options of the user by name."""
 
     def keep_digits(self, digits_NHW: Tensor, label_N: Tensor, *, size: int) -> None:
         """Keep the digits as assets. Raises `ValueError` as `check_digits` does."""
@@ -119,15 +131,6 @@ class Digits(DigitOverlay):
     ) -> None:
         super().__init__(image_size=image_size, layout=layout)
         self.keep_digits(digits_NHW, label_N, size=scaled(DIGIT_SIZE, drawn_size=self.drawn_size))
-
-    @classmethod
-    def open(cls, given: OverlayInputs) -> Self:
-        options = given.read(PaintedDigitOptions)
-        size = square_size(given)
-        source = options.read(given)
-        overlay = cls.of(source, image_size=size, layout=options.layout)
-        overlay.made_from = f" + {source.description}"
-        return overlay
 
     @classmethod
     def of(cls, source: DigitSource, *, image_size: int = IMAGE_SIZE, layout: Layout = "scaled") -> Self:

@@ -13,6 +13,7 @@ Shapes: B batch, N digits to choose from, K classes, C channels, H height, W wid
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import groupby
 from typing import ClassVar, Final, Literal, Self
 
 import numpy as np
@@ -25,7 +26,7 @@ from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
 from data_pipeline.core.schema import Schema, Share
 from data_pipeline.overlays import FIRST_PURPOSE, NOTHING_GIVEN, Overlaid, OverlayInputs, PixelOverlay, Shape, no_mask
 from data_pipeline.overlays.correlation import check_base_label, correlated_classes
-from data_pipeline.overlays.digits import DigitOptions, check_pictures
+from data_pipeline.overlays.digits import DigitOptions, check_digits
 from data_pipeline.sources.digits import resize
 
 Join = Literal["tall", "square"]
@@ -82,13 +83,9 @@ class Dominoes(PixelOverlay):
         join: Join = "tall",
     ) -> None:
         super().__init__()
-        num_digits, width = label_N.numel(), digits_NHW.shape[-1]
-        check_pictures(digits_NHW, num_digits=num_digits, size=width)
-        is_sorted = label_N.dtype == torch.int64 and bool((label_N.diff() >= 0).all())
-        if not is_sorted or sorted(set(label_N.tolist())) != list(range(NUM_CLASSES)):
-            raise ValueError(
-                f"label_N is {label_N}; give int64 labels in ascending order, each of 0 to 9 at least once"
-            )
+        check_digits(digits_NHW, label_N, size=digits_NHW.shape[-1])
+        if [label for label, _ in groupby(label_N.tolist())] != list(range(NUM_CLASSES)):
+            raise ValueError(f"label_N is {label_N}; give labels in ascending order, each of 0 to 9 at least once")
         self.correlation, self.digit, self.join = correlation, digit, join
         self.chosen = {"correlation": correlation, "digit": digit, "join": join}
         count_K = label_N.bincount(minlength=NUM_CLASSES)

@@ -75,7 +75,7 @@ class Letters(PictureOverlay):
         image_size, layout: see `PictureOverlay`.
 
     Raises:
-        ValueError: `glyphs_KHW` is of another shape or dtype, or a glyph has no ink.
+        ValueError: `glyphs_KHW` is of another shape or dtype.
     """
 
     class_names = tuple(string.ascii_uppercase)
@@ -93,8 +93,6 @@ class Letters(PictureOverlay):
             raise ValueError(
                 f"glyphs_KHW is {tuple(glyphs_KHW.shape)} {glyphs_KHW.dtype}; give (26, {size}, {size}) uint8"
             )
-        if not glyphs_KHW.flatten(1).any(dim=1).all():
-            raise ValueError("glyphs_KHW has a glyph without ink; give coverage from 0 to 255")
         self.register_buffer("glyphs_KHW", glyphs_KHW)
         self.register_buffer("masks_KHW", torch.stack([glyph_mask(glyph) for glyph in glyphs_KHW]), persistent=False)
 

@@ -21,13 +21,14 @@ from collections.abc import Mapping
 from typing import ClassVar, Final, Self
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.options import OptionValue
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 from data_pipeline.core.schema import Schema
-from data_pipeline.overlays import Layer, OverlayInputs, square_size
+from data_pipeline.overlays import Layer
 from data_pipeline.overlays.digits import DIGIT_PURPOSE, DigitOptions, DigitOverlay, resized
 from data_pipeline.sources.digits import SMALLEST_SIZE, DigitSource, check_fits
 
@@ -41,7 +42,7 @@ class SecondDigitOptions(DigitOptions):
     size: the width of a digit in pixels; published are 20 to 80 of 112, and the default is 40 of 112 in proportion.
     """
 
-    size: int | None = None
+    size: int | None = Field(None, ge=SMALLEST_SIZE)
 
 
 class SecondDigit(DigitOverlay):
@@ -73,18 +74,8 @@ class SecondDigit(DigitOverlay):
     @classmethod
     def of(cls, source: DigitSource, *, size: int | None = None, image_size: int) -> Self:
         """Return the overlay of all digits of `source`, `size` pixels wide; None stands for 40 of 112 in proportion."""
-        size = max(SMALLEST_SIZE, image_size * 40 // 112) if size is None else size
-        check_fits(size, image_size=image_size)
+        size = size or max(SMALLEST_SIZE, image_size * 40 // 112)
         return cls(*resized(source, size), image_size=image_size)
-
-    @classmethod
-    def open(cls, given: OverlayInputs) -> Self:
-        options = given.read(SecondDigitOptions)
-        image_size = square_size(given)
-        source = options.read(given)
-        overlay = cls.of(source, size=options.size, image_size=image_size)
-        overlay.made_from = f" + {source.description}"
-        return overlay
 
     def options(self) -> dict[str, OptionValue]:
         return {"image_size": self.image_size}  # the digits say their size

@@ -13,11 +13,13 @@ Shapes: B batch, N digits to choose from, H height, W width, S height and width 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar, Final, Literal, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, integers
@@ -26,7 +28,7 @@ from data_pipeline.core.options import OptionValue
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
 from data_pipeline.core.schema import Schema
-from data_pipeline.overlays import Layer, OverlayInputs, square_size
+from data_pipeline.overlays import Layer, OverlayInputs
 from data_pipeline.overlays.digits import DIGIT_PURPOSE, DigitOptions, DigitOverlay, resized
 from data_pipeline.sources.digits import SMALLEST_SIZE, DigitSource
 
@@ -57,9 +59,18 @@ class TiledDigitOptions(DigitOptions):
         digit is not black, as C+Digits does, so that digits can be read on bright pictures too.
     """
 
-    unique: int | None = None
-    size: int | None = None
+    unique: int | None = Field(None, exclude=True)
+    size: int | None = Field(None, ge=SMALLEST_SIZE)
     blend: Blend = "brighter"
+
+    def read(self, given: OverlayInputs) -> DigitSource:
+        """Read the digits. A few are those of the train split in both splits: others would be new classes to a probe.
+
+        Raises `UserError` if they are missing, or if there are fewer than `unique`.
+        """
+        if self.unique is None:
+            return super().read(given)
+        return choose_digits(super().read(replace(given, split="train")), self.unique, seed=given.seed)
 
 
 class TiledDigit(DigitOverlay):
@@ -85,47 +96,19 @@ class TiledDigit(DigitOverlay):
     def __init__(self, digits_NHW: Tensor, label_N: Tensor, *, image_size: int, blend: Blend = "brighter") -> None:
         super().__init__(image_size=image_size)
         self.size = digits_NHW.shape[-1]
-        _check_size(self.size, image_size=image_size)
+        if not SMALLEST_SIZE <= self.size <= image_size // 2:
+            raise UserError(
+                f"a digit of {self.size} pixels cannot be tiled over a picture of {image_size}x{image_size}, because "
+                f"no copy would be whole or legible; give a size from {SMALLEST_SIZE} to {image_size // 2}"
+            )
         self.keep_digits(digits_NHW, label_N, size=self.size)
         self.blend = blend
         self.chosen = {"unique": label_N.numel(), "size": self.size, "blend": blend}
 
     @classmethod
-    def of(
-        cls,
-        source: DigitSource,
-        *,
-        unique: int | None = None,
-        seed: int = 0,
-        size: int | None = None,
-        blend: Blend = "brighter",
-        image_size: int,
-    ) -> Self:
-        """Return the overlay of `unique` digits of `source`, which `seed` chooses; None stands for all of them.
-
-        `size` is in pixels, and None stands for `default_size`. Raises `UserError` if there are fewer digits.
-        """
-        size = default_size(image_size) if size is None else size
-        _check_size(size, image_size=image_size)
-        chosen = source if unique is None else choose_digits(source, unique, seed=seed)
-        return cls(*resized(chosen, size), image_size=image_size, blend=blend)
-
-    @classmethod
-    def open(cls, given: OverlayInputs) -> Self:
-        options = given.read(TiledDigitOptions)
-        image_size = square_size(given)
-        # A few digits are those of the train split in both splits: others would be new classes to a probe.
-        source = options.read(given, split=None if options.unique is None else "train")
-        overlay = cls.of(
-            source,
-            unique=options.unique,
-            seed=given.seed,
-            size=options.size,
-            blend=options.blend,
-            image_size=image_size,
-        )
-        overlay.made_from = f" + {source.description}"
-        return overlay
+    def of(cls, source: DigitSource, *, size: int | None = None, blend: Blend = "brighter", image_size: int) -> Self:
+        """Return the overlay of the digits of `source`, `size` pixels wide; None stands for `default_size`."""
+        return cls(*resized(source, size or default_size(image_size)), image_size=image_size, blend=blend)
 
     def options(self) -> dict[str, OptionValue]:
         return {"image_size": self.image_size, "blend": self.blend}  # the digits say their number and size
@@ -170,11 +153,3 @@ def _in_rounds(label_N: NDArray[np.int64], *, seed: int) -> NDArray[np.int64]:
         of_class_N = label_N[shuffled_N] == label
         round_N[of_class_N] = np.arange(of_class_N.sum())
     return shuffled_N[np.argsort(round_N, kind="stable")]
-
-
-def _check_size(size: int, *, image_size: int) -> None:
-    if not SMALLEST_SIZE <= size <= image_size // 2:
-        raise UserError(
-            f"a digit of {size} pixels cannot be tiled over a picture of {image_size}x{image_size}, because no copy "
-            f"would be whole or legible; give a size from {SMALLEST_SIZE} to {image_size // 2}"
-        )

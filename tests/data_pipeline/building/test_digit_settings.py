@@ -158,7 +158,7 @@ def test_the_second_digit_spares_the_first_where_it_can() -> None:
 
 
 def test_a_draw_depends_on_its_key_alone() -> None:
-    for overlay in (second(), TiledDigit.of(equal_digits(), unique=10, image_size=48)):
+    for overlay in (second(), TiledDigit.of(choose_digits(equal_digits(), 10, seed=0), image_size=48)):
         whole, _, _ = drawn(overlay, black(40, 48))
         part = overlay(black(3, 48), DrawKeys(seed=0, epoch=0, index_B=torch.tensor([30, 2, 11]), view=0))
         assert torch.equal(part.inputs, whole[[30, 2, 11]])
@@ -169,7 +169,7 @@ def test_a_draw_depends_on_its_key_alone() -> None:
 
 
 def test_tiles_repeat_one_digit_and_leave_the_brighter_pixel() -> None:
-    overlay = TiledDigit.of(equal_digits(), unique=20, size=16, image_size=48)
+    overlay = TiledDigit.of(choose_digits(equal_digits(), 20, seed=0), size=16, image_size=48)
     pictures = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (60, 3, 48, 48), dtype=np.uint8))
     grey_BHW = drawn(overlay, black(60, 48))[0][:, 0]
     inputs, label_B, masks_BHW = drawn(overlay, pictures)
@@ -187,7 +187,7 @@ def test_tiles_repeat_one_digit_and_leave_the_brighter_pixel() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("unique", [1, 3, 10, 25, 500])
 def test_there_are_as_many_different_tiled_digits_as_asked(unique: int) -> None:
-    overlay = TiledDigit.of(equal_digits(), unique=unique, image_size=32)
+    overlay = TiledDigit.of(choose_digits(equal_digits(), unique, seed=0), image_size=32)
     assert overlay.size == 16
     inputs, label_B, _ = drawn(overlay, black(NUM, 32))
     assert len({first_of_shifts(picture) for picture in inputs[:200, 0].numpy()}) <= unique

@@ -8,8 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import string
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -75,21 +73,6 @@ def is_uniform(values: Tensor, num: int) -> bool:
     return chi_square(np.bincount(values.numpy(), minlength=num), 1 / num) < CHI_SQUARE[num - 1]
 
 
-@cache
-def shapes() -> Shapes:
-    return Shapes()
-
-
-@cache
-def digits() -> Digits:
-    return Digits.of(sklearn_digits(split="train"))
-
-
-@cache
-def capitals() -> Letters:
-    return Letters()
-
-
 def as_pillow(picture_CHW: Tensor) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(picture_CHW.permute(1, 2, 0).numpy()))
 
@@ -114,53 +97,65 @@ class Stripes(PictureOverlay):
         return Layer(label_B, colour_BC[:, :, None, None], mask_BHW, mask_BHW)  # opaque: MASK_OBJECT is 255
 
 
-MAKERS: list[Callable[[], PictureOverlay]] = [shapes, digits, capitals, Stripes]
-pictures_overlay = pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+@cache
+def make_at(kind: str, image_size: int = 32, layout: Layout = "scaled") -> PictureOverlay:
+    match kind:
+        case "shapes":
+            return Shapes(image_size=image_size, layout=layout)
+        case "digits":
+            return Digits.of(sklearn_digits(split="train"), image_size=image_size, layout=layout)
+        case "letters":
+            return Letters(image_size=image_size, layout=layout)
+    return Stripes(image_size=image_size, layout=layout)
+
+
+def shapes() -> PictureOverlay:
+    return make_at("shapes")
+
+
+def capitals() -> PictureOverlay:
+    return make_at("letters")
+
+
+all_kinds = pytest.mark.parametrize("kind", ["shapes", "digits", "letters", "stripes"])
 
 
 # --- what holds for every overlay of pictures
 
 
-@pictures_overlay
-def test_an_overlay_is_pure_and_its_mask_is_exact(make: Callable[[], PictureOverlay]) -> None:
-    overlay, pictures, keys = make(), random_pictures(64), keys_of(range(64))
+@all_kinds
+@pytest.mark.parametrize(("size", "layout"), [(32, "scaled"), (48, "scaled"), (48, "tiled")])
+def test_an_overlay_is_pure_and_its_mask_is_exact(kind: str, size: int, layout: Layout) -> None:
+    overlay, pictures, keys = make_at(kind, size, layout), random_pictures(40, size=size), keys_of(range(40))
     before, state = pictures.clone(), torch.get_rng_state()
     first, again, other = overlay(pictures, keys), overlay(pictures, keys), overlay(255 - pictures, keys)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(pictures, before)
+    assert first.masks_BHW is not None
+    assert other.masks_BHW is not None
     assert torch.equal(first.inputs, again.inputs)
     assert torch.equal(first.masks_BHW, other.masks_BHW)  # nothing that is drawn depends on the pictures
-    assert torch.equal(first.label_B, again.label_B)
     assert torch.equal(first.label_B, other.label_B)
     assert first.inputs.dtype == first.masks_BHW.dtype == torch.uint8
-    assert first.label_B.dtype == torch.int64
-    assert (first.inputs.shape, first.masks_BHW.shape, first.label_B.shape) == ((64, 3, 32, 32), (64, 32, 32), (64,))
+    assert (first.inputs.shape, first.masks_BHW.shape) == ((40, 3, size, size), (40, size, size))
     assert {MASK_OUTSIDE, MASK_OBJECT} <= set(first.masks_BHW.unique().tolist())
     assert set(first.masks_BHW.unique().tolist()) <= {MASK_OUTSIDE, MASK_BOX, MASK_OBJECT}
     untouched = (first.masks_BHW != MASK_OBJECT)[:, None].expand_as(pictures)
     assert torch.equal(first.inputs[untouched], pictures[untouched])
     assert (first.masks_BHW == MASK_OBJECT).flatten(1).any(dim=1).all()
-
-
-@pictures_overlay
-def test_a_draw_is_that_of_its_key_in_any_batch(make: Callable[[], PictureOverlay]) -> None:
-    overlay, pictures = make(), random_pictures(40)
-    whole = overlay(pictures, keys_of(range(40)))
     some_B = torch.tensor([39, 3, 17])
     some = overlay(pictures[some_B], keys_of(some_B))
-    assert torch.equal(some.inputs, whole.inputs[some_B])
-    assert torch.equal(some.masks_BHW, whole.masks_BHW[some_B])
-    assert torch.equal(some.label_B, whole.label_B[some_B])
-    empty = overlay(pictures[:0], keys_of(range(0)))
-    assert empty.inputs.shape == (0, 3, 32, 32)
+    for name in ("inputs", "masks_BHW", "label_B"):
+        assert torch.equal(getattr(some, name), getattr(first, name)[some_B]), name
+    assert overlay(pictures[:0], keys_of(range(0))).inputs.shape == (0, 3, size, size)
     for name in ("seed", "epoch", "view"):
-        assert not torch.equal(overlay(pictures, keys_of(range(40), **{name: 1})).inputs, whole.inputs), name
+        assert not torch.equal(overlay(pictures, keys_of(range(40), **{name: 1})).inputs, first.inputs), name
 
 
 @pytest.mark.slow
-@pictures_overlay
-def test_labels_have_the_stated_frequencies_and_are_independent(make: Callable[[], PictureOverlay]) -> None:
-    overlay = make()
+@all_kinds
+def test_labels_have_the_stated_frequencies_and_are_independent(kind: str) -> None:
+    overlay = make_at(kind)
     num_classes = len(overlay.class_names)
     label_B = overlay.draw(keys_of(range(10_000))).label_B
     shares: np.ndarray | float = 1 / num_classes
@@ -173,9 +168,9 @@ def test_labels_have_the_stated_frequencies_and_are_independent(make: Callable[[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [shapes, capitals, Stripes])
-def test_colours_are_uniform_and_independent(make: Callable[[], PictureOverlay]) -> None:
-    layer = make().draw(keys_of(range(10_000)))
+@pytest.mark.parametrize("kind", ["shapes", "letters", "stripes"])
+def test_colours_are_uniform_and_independent(kind: str) -> None:
+    layer = make_at(kind).draw(keys_of(range(10_000)))
     colour_BC = layer.colour_BCHW[:, :, 0, 0].to(torch.int64)
     for channel_B in colour_BC.T:
         assert is_uniform(channel_B // 16, 16)
@@ -232,43 +227,7 @@ def test_overlays_of_32_pixels_are_those_recorded() -> None:
         assert sha256.hexdigest().startswith(RECORDED[kind]), kind
 
 
-LAYOUTS: tuple[Layout, ...] = ("scaled", "tiled")
 SIZES = (33, 48, 64, 96, 224)
-
-
-@cache
-def make_at(kind: str, image_size: int, layout: Layout = "scaled") -> PictureOverlay:
-    if kind == "digits":
-        return Digits.of(sklearn_digits(split="train"), image_size=image_size, layout=layout)
-    match kind:
-        case "shapes":
-            return Shapes(image_size=image_size, layout=layout)
-        case "letters":
-            return Letters(image_size=image_size, layout=layout)
-    return Stripes(image_size=image_size, layout=layout)
-
-
-all_kinds = pytest.mark.parametrize("kind", ["shapes", "digits", "letters", "stripes"])
-
-
-@all_kinds
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", [48])
-def test_an_overlay_of_any_size_is_pure_and_its_mask_is_exact(kind: str, layout: Layout, size: int) -> None:
-    overlay, pictures, keys = make_at(kind, size, layout), random_pictures(9, size=size), keys_of(range(9))
-    before = pictures.clone()
-    overlaid = overlay(pictures, keys)
-    assert torch.equal(pictures, before)
-    assert overlaid.inputs.shape == (9, 3, size, size)
-    assert overlaid.masks_BHW is not None
-    assert overlaid.masks_BHW.shape == (9, size, size)
-    assert set(overlaid.masks_BHW.unique().tolist()) <= {MASK_OUTSIDE, MASK_BOX, MASK_OBJECT}
-    untouched = (overlaid.masks_BHW != MASK_OBJECT)[:, None].expand_as(pictures)
-    assert torch.equal(overlaid.inputs[untouched], pictures[untouched])
-    some_B = torch.tensor([7, 2])
-    some = overlay(pictures[some_B], keys_of(some_B))
-    assert torch.equal(some.inputs, overlaid.inputs[some_B])
-    assert overlay(pictures[:0], keys_of(range(0))).inputs.shape == (0, 3, size, size)
 
 
 @all_kinds
@@ -277,26 +236,6 @@ def test_classes_do_not_depend_on_the_size(kind: str) -> None:
     at_32 = make_at(kind, 32).draw(keys).label_B
     for size in (33, 96):
         assert torch.equal(make_at(kind, size).draw(keys).label_B, at_32)
-
-
-@all_kinds
-def test_a_scaled_drawing_is_the_published_one_seen_larger(kind: str) -> None:
-    """Shrunk to 32 pixels, its object covers what the published object covers, up to pixels at the rim."""
-    keys = keys_of(range(40))
-    if kind == "letters":  # places are drawn in whole pixels, so larger pictures have more of them
-        small, large = (make_at(kind, size).draw(keys).alpha_BHW.float().mean() / 255 for size in (32, 128))
-        assert abs(small - large) < 0.01
-        return
-    small, large = (make_at(kind, size).draw(keys).mask_BHW == MASK_OBJECT for size in (32, 128))
-    if kind == "stripes":
-        assert large.flatten(1).sum(dim=1).tolist() == [128] * 40
-        return
-    shrunk = torch.nn.functional.avg_pool2d(large[:, None].float(), 4)[:, 0] > 0.5
-    assert (shrunk != small).float().mean() < 0.05
-    box = make_at(kind, 128).draw(keys).mask_BHW != MASK_OUTSIDE
-    small_box = make_at(kind, 32).draw(keys).mask_BHW != MASK_OUTSIDE
-    shrunk_box = torch.nn.functional.avg_pool2d(box[:, None].float(), 4)[:, 0]
-    assert torch.equal(shrunk_box > 0, small_box)
 
 
 def test_scaled_shapes_fill_the_middle_third() -> None:
@@ -372,41 +311,32 @@ def test_a_tiled_drawing_repeats_the_published_one(kind: str, size: int) -> None
 
 
 @all_kinds
-def test_both_layouts_are_one_at_32_pixels(kind: str, tmp_path: Path) -> None:
-    scaled_one, tiled_one = make_at(kind, 32), make_at(kind, 32, "tiled")
-    assert (scaled_one.options(), tiled_one.options(), tiled_one.layout) == ({}, {}, "scaled")
-    assert save_overlay(tiled_one, tmp_path / "tiled") == save_overlay(scaled_one, tmp_path / "scaled")
-
-
-@all_kinds
 def test_size_and_layout_are_in_the_file_of_an_overlay(kind: str, tmp_path: Path) -> None:
-    overlays = [make_at(kind, 96), make_at(kind, 96, "tiled"), make_at(kind, 64), make_at(kind, 32)]
-    digests = {save_overlay(overlay, tmp_path / f"{number}") for number, overlay in enumerate(overlays)}
-    assert len(digests) == 4
+    overlays = [make_at(kind, 96), make_at(kind, 96, "tiled"), make_at(kind, 32)]
+    digests = [save_overlay(overlay, tmp_path / f"{number}") for number, overlay in enumerate(overlays)]
+    assert len(set(digests)) == 3
+    assert save_overlay(make_at(kind, 32, "tiled"), tmp_path / "tiled") == digests[-1]  # both are one at 32 pixels
     for number, overlay in enumerate(overlays):
         loaded = load_overlay(tmp_path / f"{number}", sha256=None)
         pictures, keys = random_pictures(4, size=overlay.image_size), keys_of(range(4), epoch=2)
         assert torch.equal(loaded(pictures, keys).inputs, overlay(pictures, keys).inputs)
-        assert save_overlay(loaded, tmp_path / "again") in digests
 
 
 def test_a_large_batch_is_painted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     pictures, keys = random_pictures(7, size=64), keys_of(range(7))
-    for kind in ("shapes", "digits", "letters"):
-        whole = make_at(kind, 64)(pictures, keys)
-        monkeypatch.setattr(overlays, "_VALUES_AT_ONCE", 2 * 3 * 64 * 64)
-        in_parts = make_at(kind, 64)(pictures, keys)
-        monkeypatch.undo()
-        for name in ("inputs", "label_B", "masks_BHW"):
-            assert torch.equal(getattr(in_parts, name), getattr(whole, name))
+    whole = make_at("letters", 64)(pictures, keys)
+    monkeypatch.setattr(overlays, "_VALUES_AT_ONCE", 2 * 3 * 64 * 64)
+    in_parts = make_at("letters", 64)(pictures, keys)
+    for name in ("inputs", "label_B", "masks_BHW"):
+        assert torch.equal(getattr(in_parts, name), getattr(whole, name))
 
 
 def test_sizes_and_layouts_that_cannot_be_drawn_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments in ({"image_size": 31}, {"layout": "tild"}):
-        with pytest.raises(ValueError, match="give at least 32, and one of scaled, tiled"):
+        with pytest.raises(ValueError, match="at least 32"):
             Shapes(**arguments)
     for height, width in ((32, 32), (64, 32)):
-        with pytest.raises(UserError, match=rf"on pictures of 64x64 pixels, but these have {width}x{height}; build"):
+        with pytest.raises(UserError, match=rf"64x64 pixels, but these have {width}x{height}"):
             make_at("shapes", 64)(torch.zeros(1, 3, height, width, dtype=torch.uint8), keys_of(range(1)))
     monkeypatch.setattr(registry, "MAX_OVERLAY_BYTES", 1 << 20)
     with pytest.raises(UserError, match=r"the digits overlay takes .* bytes in this size.*layout=tiled"):
@@ -482,13 +412,6 @@ def test_digits_are_drawn_as_published() -> None:
         assert torch.equal(mask[4:14, 4:14] == MASK_OBJECT, torch.from_numpy(np.array(stamp)[..., 3] > 0))
         assert torch.equal(mask[4:14, 4:14], mask[16:26, 16:26])
     assert len(seen) > 150
-
-
-def test_all_digits_are_drawn_evenly() -> None:
-    overlay = Digits(torch.arange(10, dtype=torch.uint8)[:, None, None].expand(10, 10, 10) + 1, torch.arange(10))
-    layer = overlay.draw(keys_of(range(10_000)))
-    assert is_uniform(layer.label_B, 10)
-    assert torch.equal(layer.colour_BCHW[:, 0, 20, 20], layer.label_B.to(torch.uint8) + 1)
 
 
 def write_idx(root: Path, prefix: str, *, num: int, level: int) -> None:
@@ -707,9 +630,7 @@ def overlay_inputs(name: str, **options: str) -> OverlayInputs:
 # --- saved and read back
 
 SAVED: dict[str, Callable[[], Overlay]] = {
-    "shapes": shapes,
-    "digits": digits,
-    "letters": capitals,
+    **{kind: partial(make_at, kind) for kind in ("shapes", "digits", "letters")},
     "noise": toy_noise,
     "bits": Bits,
     "colours": partial(Colours, correlation=0.5),
@@ -727,6 +648,12 @@ def test_every_overlay_has_a_name() -> None:
     assert set(SAVED) == set(OVERLAYS)
     assert {kind: kind_of(make()) for kind, make in SAVED.items()} == {kind: kind for kind in SAVED}
     assert kind_of(Stripes()) == "stripes"
+
+
+def test_a_saved_overlay_has_the_recorded_bytes(tmp_path: Path) -> None:
+    """In every process: hash seeds differ, and with them the order of some containers."""
+    assert save_overlay(Bits(bits=3), tmp_path / "bits").startswith("3a391a23c6b25f47")
+    assert save_overlay(make_at("shapes", 64, "tiled"), tmp_path / "shapes").startswith("e79ab4e565652271")
 
 
 @pytest.mark.slow
@@ -749,43 +676,24 @@ def test_a_saved_overlay_draws_the_same(kind: str, tmp_path: Path, monkeypatch: 
     assert save_overlay(loaded, tmp_path / "third") == sha256
 
 
-@pytest.mark.process
-def test_a_saved_overlay_has_the_same_bytes_in_another_process(tmp_path: Path) -> None:
-    """Hash seeds differ between processes, and with them the order of some containers."""
-    program = (
-        "import sys, pathlib\n"
-        "from tests.data_pipeline.building.test_overlays import SAVED, save_overlay\n"
-        "path = pathlib.Path(sys.argv[1])\n"
-        "print(*(save_overlay(make(), path) for make in SAVED.values()))"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "there")]
-    there = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3])
-    assert there.stdout.split() == [save_overlay(make(), tmp_path / "here") for make in SAVED.values()]
-
-
 def test_an_overlay_file_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "overlay.safetensors"
-    with pytest.raises(UserError, match=r"overlay\.safetensors cannot be read \(No such file"):
+    with pytest.raises(UserError, match=r"overlay\.safetensors cannot be read"):
         load_overlay(path, sha256=None)
     sha256 = save_overlay(capitals(), path)
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(UserError, match="is not the file that the manifest names"):
         load_overlay(path, sha256=sha256)
-    foreign = safetensors.torch.save({"glyphs_KHW": capitals().glyphs_KHW})
     no_options = safetensors.torch.save({}, metadata={"overlay": json.dumps({"kind": "shapes"})})
-    not_json = safetensors.torch.save({}, metadata={"overlay": "{"})
-    for damaged in (b"", whole[:5], whole[:300], whole[:-1], b"\xff" * 300, foreign, no_options, not_json):
+    for damaged in (b"", whole[:300], whole[:-1], safetensors.torch.save({}), no_options):
         path.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"is not a whole overlay file \(.*\); copy or build") as caught:
+        with pytest.raises(UserError, match="is not a whole overlay file"):
             load_overlay(path, sha256=None)
-        assert "\n" not in str(caught.value)
     path.write_bytes(safetensors.torch.save({}, metadata={"overlay": json.dumps({"kind": "letter", "options": {}})}))
     with pytest.raises(UserError, match='holds an unknown overlay "letter"'):
         load_overlay(path, sha256=None)
-    for kind, options in (("digits", {}), ("letters", {"size": 3}), ("noise", {"num_points": 40})):
-        path.write_bytes(
-            safetensors.torch.save({}, metadata={"overlay": json.dumps({"kind": kind, "options": options})})
-        )
-        with pytest.raises(UserError, match=rf"does not hold a {kind} overlay \(.*\); copy or build"):
-            load_overlay(path, sha256=None)
+    data = safetensors.torch.save({}, metadata={"overlay": json.dumps({"kind": "letters", "options": {"size": 3}})})
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="does not hold a letters overlay"):
+        load_overlay(path, sha256=None)
