@@ -91,26 +91,13 @@ def _settings_of_file(path: Path) -> dict[str, Any]:
 
 
 def _name_of_data(data: DataConfig) -> str:
-    """Return a name for the train set of a run: of its location, or of the sources of a mixture."""
-    if data.train_dir is not None:
-        return _name_of(data.train_dir)
-    return "+".join(data.train_locations)[:_MAX_DATA_CHARACTERS]
+    """Return a name for the train set of a run: its last folder but `train`, or the names of the parts of a mixture.
 
-
-def _name_of(location: str) -> str:
-    """Return a name for the data at a location: its last folder but `train`, in the characters of a run's name.
-
-    Tars, lists of tars and indexes get the name of their folder.
-
-    Examples:
-        >>> _name_of("data/My photos/train"), _name_of("https://host/birds/train/")
-        ('My-photos', 'birds')
-        >>> _name_of("imagenet/train-{0000..0009}.tar"), _name_of("imagenet/train/.tar_index")
-        ('imagenet', 'imagenet')
+    Tars, lists of tars and indexes have the name of their folder.
     """
-    folders = [
-        part for part in location.split("/") if part not in ("", "train", "..", INDEX_NAME) and not is_tars(part)
-    ]
+    location = data.train_dir or "+".join(data.train_locations)
+    no_name = {"", "train", "..", INDEX_NAME}
+    folders = [part for part in location.split("/") if part not in no_name and not is_tars(part)]
     letters = re.sub(r"[^A-Za-z0-9._+=-]+", "-", folders[-1]).strip("-.") if folders else ""
     return letters[:_MAX_DATA_CHARACTERS] or "data"
 

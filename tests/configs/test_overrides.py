@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 
-from configs.resolve import explain, resolve_recipe, resolve_study
+from configs.resolve import explain, resolve_recipe
 from data_pipeline.core.errors import UserError
 from trainer.objectives import BYOLConfig, MoCoConfig, NTXentConfig, SplitLossConfig
 from trainer.optim.optimizers import AdamConfig, ScheduleConfig
@@ -106,11 +106,6 @@ def test_values_mean_what_they_say() -> None:
     config = resolve_recipe("debug:image", ["optimizer.learning_rate=1e-2", "num_epochs=100"])
     assert (config.optimizer.learning_rate, config.num_epochs) == (0.01, 100)
     assert resolve_recipe("debug:image", ["name='7'"]).name == "7"
-
-
-def test_every_run_of_a_study_is_set_alike() -> None:
-    for run in resolve_study("studies:debug_seeds", ["objective.temperature=0.3", "objective.kind=split"]):
-        assert run.objective == SplitLossConfig(temperature=0.3)
 
 
 def test_explain_names_what_a_mapping_sets_and_what_a_new_kind_brings() -> None:

@@ -123,9 +123,7 @@ def test_recipes_for_own_pictures_take_their_numbers_and_their_name_from_the_dat
         ("data/photos/train", "photos"),
         ("https://host:8000/birds/train/", "birds"),
         ("../写真/train", "data"),
-        ("x" * 200, "x" * 60),
         ("/data/birds/train-{0000..0009}.tar", "birds"),
-        ("/data/birds/train/.tar_index", "birds"),
     ],
 )
 def test_the_name_of_data_is_the_name_of_their_folder(location: str, name: str) -> None:
@@ -155,8 +153,6 @@ def test_the_recipes_of_huang_have_the_published_numbers(
 def test_the_recipes_of_sounds_have_the_published_numbers() -> None:
     for name in ("audio:spectral", "audio:waveform", "audio:viewmaker"):
         config, shared = resolve_recipe(name), resolve_recipe(f"{name}_per_item")
-        assert (config.global_batch_size, config.num_epochs, config.optimizer.learning_rate) == (128, 200, 0.03)
-        assert (config.objective.kind, config.seed) == ("nt_xent_published", 1337)
         assert (config.probe.batch_size, config.probe.learning_rate, config.probe.milestones) == (256, 0.01, ())
         assert (config.data.sample_rate, config.data.overlay_draw) == (48_000, "per_view")
         assert difference(config, shared) == ["name", "data.overlay"]
@@ -187,7 +183,6 @@ def test_set_overrides_one_setting_and_nothing_else() -> None:
     ("name", "overrides", "message"),
     [
         ("simclt:digits", [], 'did you mean "simclr:digits"'),
-        ("debug:image", ["adversary={}"], "viewmaker"),
         ("debug:viewmaker", ["adversary=null"], "viewmaker"),
         ("nowhere.json", [], "nowhere.json"),
     ],
@@ -203,7 +198,8 @@ def test_a_mistake_is_one_sentence_that_names_the_mend(name: str, overrides: lis
 @pytest.mark.parametrize("name", studies())
 def test_every_run_of_a_study_survives_the_round_trip(name: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    for config in {run.name: run for run in resolve_study(name)}.values():  # one of its seeds
+    of_each_kind = {(run.views.kind, run.objective.kind, run.encoder.kind): run for run in resolve_study(name)}
+    for config in of_each_kind.values():
         path.write_text(json.dumps(config.model_dump(mode="json")))
         assert read_config(path) == config
 
@@ -251,12 +247,3 @@ def test_the_list_has_every_recipe_and_study_with_what_it_is() -> None:
     assert all(len(text.split()) >= 3 for text in told.values())
     assert lines[0] == "recipes, for --config:"
     assert "studies, for --study of launch/slurm.py:" in lines
-
-
-def test_explain_says_where_each_value_came_from() -> None:
-    lines = {line.split()[0]: line for line in explain("debug:image", ["num_epochs=3"]).splitlines()}
-    assert lines["num_epochs"].split()[1:] == ["3", "--set"]
-    assert lines["global_batch_size"].split()[1:] == ["32", "debug:image"]
-    assert lines["precision"].split()[1:] == ["float32", "default"]
-    assert lines["views.kind"].split()[1:] == ["expert_image", "debug:image"]
-    assert lines["optimizer.kind"].split()[1:] == ["sgd", "default"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from configs import studies
 from configs.resolve import resolve_study
 from data_pipeline.__main__ import main as data_pipeline
+from trainer.config import RunConfig
 from trainer.data import open_stream
 from trainer.models.encoder import build_encoder
 from trainer.objectives import SplitLossConfig
@@ -23,9 +25,15 @@ EVERY = [*STUDIES, "sharing", "firing", "ablations"]
 FORMS = [form for name in STUDIES for form in (name, f"{name}_small")]
 
 
+@cache
+def runs_of(name: str) -> list[RunConfig]:
+    """Return the runs of a study. Several tests look at the same ones, and to check them all takes seconds."""
+    return resolve_study(f"studies:{name}")
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_a_study_fills_every_cell_of_its_table_and_no_other(name: str) -> None:
-    table, runs = study(name), resolve_study(f"studies:{name}")
+    table, runs = study(name), runs_of(name)
     assert {cell.run for cell in table.cells} == {run.name for run in runs}
     assert all((run.tracking.tags, run.tracking.group) == ((name,), name) for run in runs)
 
@@ -45,7 +53,7 @@ def test_a_study_fills_every_cell_of_its_table_and_no_other(name: str) -> None:
 def test_at_paper_scale_runs_have_the_papers_encoder_batch_and_epochs(
     name: str, encoder: str, batch_size: int, num_epochs: set[int]
 ) -> None:
-    runs = resolve_study(f"studies:{name}")
+    runs = runs_of(name)
     assert {(run.encoder.kind, run.global_batch_size) for run in runs} == {(encoder, batch_size)}
     assert {run.num_epochs for run in runs} == num_epochs
     assert all(str(run.num_epochs) in run.name for run in runs if name == "temperatures")
@@ -54,7 +62,7 @@ def test_at_paper_scale_runs_have_the_papers_encoder_batch_and_epochs(
 @pytest.mark.parametrize("name", EVERY)
 def test_at_paper_scale_every_recipe_has_three_seeds_and_the_published_one(name: str) -> None:
     seeds: dict[str, set[int]] = {}
-    for run in resolve_study(f"studies:{name}"):
+    for run in runs_of(name):
         seeds.setdefault(run.name, set()).add(run.seed)
     for run_name, found in seeds.items():
         assert len(found) == 3
@@ -65,14 +73,14 @@ def test_at_paper_scale_every_recipe_has_three_seeds_and_the_published_one(name:
 def test_the_documented_numbers_of_runs_are_those_of_the_studies(name: str) -> None:
     text = (Path(studies.__file__).parents[1] / "docs" / "reports.md").read_text()
     (row,) = (line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
-    full, small = (len(resolve_study(f"studies:{form}")) for form in (name, f"{name}_small"))
+    full, small = (len(runs_of(form)) for form in (name, f"{name}_small"))
     assert row.endswith(f"| {full} | {small} |")
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_the_small_form_differs_in_size_alone(name: str) -> None:
-    full = {run.name: run for run in resolve_study(f"studies:{name}")}
-    for run in resolve_study(f"studies:{name}_small"):
+    full = {run.name: run for run in runs_of(name)}
+    for run in runs_of(f"{name}_small"):
         large = full[run.name.removesuffix(SMALL_RUN)]
         assert run.objective == large.objective
         assert run.optimizer == large.optimizer
@@ -106,7 +114,7 @@ def test_every_run_of_a_small_study_can_start_on_its_data(
     name: str, small_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(small_data)
-    for config in resolve_study(f"studies:{name}_small"):
+    for config in runs_of(f"{name}_small"):
         check_data(config)
         stream = open_stream(config.data, global_batch_size=config.global_batch_size, seed=0, end_step=1)
         assert len(next(iter(stream))) == config.global_batch_size
@@ -114,7 +122,7 @@ def test_every_run_of_a_small_study_can_start_on_its_data(
 
 def test_views_of_the_huang_tables_are_those_of_their_rows() -> None:
     def views(name: str, run: str) -> ExpertImageConfig:
-        (found,) = {config.views for config in resolve_study(f"studies:{name}") if config.name == run}  # of three seeds
+        (found,) = {config.views for config in runs_of(name) if config.name == run}  # of three seeds
         assert isinstance(found, ExpertImageConfig)
         return found
 
@@ -129,7 +137,7 @@ def test_views_of_the_huang_tables_are_those_of_their_rows() -> None:
 
 def test_the_studies_of_huang_vote_on_all_pictures_after_every_tenth_epoch() -> None:
     for name in ("richness", "colour", "temperatures", "pairs"):
-        for run in resolve_study(f"studies:{name}"):
+        for run in runs_of(name):
             assert run.probe.online_every_steps == 10 * (50_000 // run.global_batch_size)
             assert (run.probe.online_num_train, run.probe.online_num_test) == (50_000, 10_000)
 

@@ -58,22 +58,15 @@ def test_a_name_depends_neither_on_other_values_nor_on_the_order_nor_on_the_nota
     [
         ("objective.kind=nt_xent,barlow_twins", ["objective.kind=nt_xent", "objective.kind=barlow_twins"]),
         ("encoder.head.hidden_sizes=[],[8, 8]", ["encoder.head.hidden_sizes=empty", "encoder.head.hidden_sizes=8-8"]),
-        ("compile=false,true", ["compile=false", "compile=true"]),
         (
             "tracking.pictures_every_steps=null,5",
             ["tracking.pictures_every_steps=null", "tracking.pictures_every_steps=5"],
         ),
         ("data.train_dir=data/a/train,'/b, c/train'", ["data.train_dir=data-a-train", "data.train_dir=b-c-train"]),
-        ("alarms.max_uniformity=-1,-2", ["alarms.max_uniformity=-1", "alarms.max_uniformity=-2"]),
     ],
 )
 def test_values_of_every_kind_have_a_name(sweep: str, endings: list[str]) -> None:
     assert [config.name for config in runs(sweep)] == [f"debug-image-{ending}" for ending in endings]
-
-
-def test_more_values_of_a_sweep_rename_none_of_its_runs() -> None:
-    (alone,) = runs("objective.kind=nt_xent", "optimizer.momentum=0.8")
-    assert alone.name in {config.name for config in runs("objective.kind=nt_xent,moco", "optimizer.momentum=0.8")}
 
 
 def test_a_name_that_would_be_too_long_ends_in_a_hash() -> None:
@@ -96,15 +89,12 @@ def test_every_name_of_a_run_can_be_a_directory(point: dict[str, str]) -> None:
     ("sweeps", "overrides", "said"),
     [
         (["num_epoch=1,2"], [], 'unknown key "num_epoch"; did you mean "num_epochs"?'),
-        (["objective.temperature=0.1,-1"], [], "objective.temperature is -1; it must be"),
-        (["objective.temperature="], [], "has no values"),
         (["objective.temperature=0.1,,0.2"], [], "not YAML"),
         (["objective.temperature"], [], "has no values; write --sweep objective.temperature=VALUE,VALUE"),
         (["seed=0,1", "seed=2"], [], "--sweep seed: another --sweep or --set gives seed, too"),
         (["seed=0,1"], ["seed=2"], "--sweep seed: another --sweep or --set gives seed, too"),
         (["views.crop=true"], ["views={kind: expert_image, crop: false}"], "gives views.crop, too"),
         (["seed=0,1,0"], [], "the sweep has 2 runs called debug-image with seed 0"),
-        (["objective.temperature=0.1,1e-1"], [], "2 runs called debug-image-objective.temperature=0.1 with seed 0"),
     ],
 )
 def test_a_mistake_is_one_sentence(sweeps: list[str], overrides: list[str], said: str) -> None:

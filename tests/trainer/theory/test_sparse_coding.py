@@ -26,7 +26,6 @@ from trainer.theory.sparse_coding.model import (
     raise_bias,
     train,
 )
-from trainer.theory.sparse_coding.probes import measure_growth
 from trainer.theory.sparse_coding.settings import (
     MASK_BIAS,
     MASK_LINEAR,
@@ -80,12 +79,6 @@ def test_atoms_are_orthonormal(kind: str) -> None:
         torch.testing.assert_close(atoms_SDP.square().sum(1), torch.full((2, 50), 8 / 50).double())
 
 
-def test_codes_have_their_probabilities() -> None:
-    z_SND = draw_codes(keys_of(0), 40_000, num_features=4, probability=0.2)
-    counts = [(z_SND == value).double().mean().item() for value in (-1, 0, 1)]
-    assert counts == pytest.approx([0.1, 0.8, 0.1], abs=0.003)
-
-
 def test_masked_views_share_no_coordinate_and_sum_to_twice_the_example() -> None:
     x_SBP = torch.randn(2, 50, 40)
     first, second = masked_views(x_SBP, keys_of(0, 1))
@@ -117,23 +110,6 @@ def test_growth_matrix_equals_the_mean_over_sampled_views() -> None:
     error_PP = products_NPP.std(0) / math.sqrt(num)
     closed_PP = growth_matrix(atoms_SDP[0], probability=0.3, noise_variance=0.25, mask_share=share)
     assert ((products_NPP.mean(0) - closed_PP).abs() <= 5 * error_PP + 1e-12).all()
-
-
-def test_measured_growth_agrees_with_the_closed_form() -> None:
-    settings = SMALL.model_copy(update={"growth_pixels": 64, "num_growth_samples": 20_000})
-    for masked in (True, False):
-        found = measure_growth(settings, masked=masked, device=CPU)
-        for name in ("along", "across"):
-            closed_S, sampled_S = found[name], found[f"{name}_sampled"]
-            torch.testing.assert_close(sampled_S, closed_S, rtol=0.05, atol=0)
-
-
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
-def test_first_loss_equals_the_loss_of_silent_features(temperature: float) -> None:
-    problem = problem_of(SMALL.model_copy(update={"temperature": temperature}))
-    positive, negative, bias = (torch.zeros(1, num, 3) for num in (2, problem.num_negatives, 1))
-    loss, _ = contrast(positive, positive, negative, bias, temperature=temperature)
-    assert loss.item() == pytest.approx(problem.first_loss)
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
@@ -254,25 +230,6 @@ def test_seeds_trained_together_equal_seeds_trained_alone() -> None:
     torch.testing.assert_close(together.logs["loss_log"][1:2], alone.logs["loss_log"], rtol=1e-5, atol=0)
     assert torch.equal(torch.cat([g.start_SA for g in together.groups], 1)[1:2],
                        torch.cat([g.start_SA for g in alone.groups], 1))  # fmt: skip
-
-
-@pytest.mark.slow
-def test_noise_levels_trained_together_equal_levels_trained_alone() -> None:
-    levels = (0.05, 0.2)
-    together = train_small(SMALL.model_copy(update={"study": "noise", "noise_variances": levels}))
-    for place, variance in enumerate(levels):
-        alone = train_small(SMALL.model_copy(update={"study": "noise", "noise_variances": (variance,)}))
-        lanes = slice(place * SMALL.num_seeds, (place + 1) * SMALL.num_seeds)
-        torch.testing.assert_close(arm_weights(together)[lanes], arm_weights(alone), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_arms_start_from_the_same_weights_and_see_the_same_examples() -> None:
-    """Two arms that differ in the bias alone are equal until the bias starts."""
-    trained = train_small(SMALL.model_copy(update={"bias_growth_start": 1e9}))
-    for group in trained.groups:
-        weights_SAMP = group.weights_by_arm
-        assert torch.equal(weights_SAMP[:, 0], weights_SAMP[:, 1])
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def planted_arms(
         "accuracy_labels": r2_SAC,
         "raw_r2_labels": torch.zeros(3, 1, 2),
     }
-    return ArmMetrics(problem, 0.1, metrics)
+    return ArmMetrics(problem, metrics)
 
 
 LOW, HIGH = [2.0, 0.6, 0.5, 0.5], [3.4, 3.1, 3.0, 3.0]  # from 3.5 at the start
@@ -157,7 +157,7 @@ def test_a_mask_and_a_bias_that_change_nothing_are_not_said_to_help() -> None:
     """Planted: equal arms, as with mask_share 0. With equal losses the mask does not make the loss higher either."""
     equal = planted_arms(losses=dict.fromkeys(GOOD, HIGH), r2=dict.fromkeys(GOOD, 0.9))
     cosine_log = equal.metrics["cosine_log"][:, :1].expand(3, 4, 4)
-    arms = ArmMetrics(equal.problem, 0.1, {**equal.metrics, "cosine_log": cosine_log})
+    arms = ArmMetrics(equal.problem, {**equal.metrics, "cosine_log": cosine_log})
     found = verdicts(arms)
     assert found["the mask makes the loss higher"] == found["the lower loss has the worse features"] == "does not hold"
     assert found["single atoms need the bias"] == "does not hold"
@@ -206,7 +206,6 @@ def test_every_study_runs_and_covers_its_grid(study: str, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_metrics_of_a_seed_do_not_depend_on_the_others() -> None:
-    """They do not depend on the other noise levels either."""
     settings = TINY.model_copy(update={"study": "noise"})
     two, three = (train_grid(settings.model_copy(update={"seeds_at_once": num}), CPU)[1] for num in (2, 3))
     assert two.of(MASK_BIAS, "r2").shape == two.of(NONE_BIAS, "loss").shape == (3,)

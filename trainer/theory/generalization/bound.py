@@ -126,7 +126,6 @@ def measure_cells(settings: BoundSettings, *, seeds: Sequence[int], device: torc
     unconditional: the least (1 - sigma) + R_epsilon over all (delta, epsilon).
     slack: the greatest difference of the right and the left side of the condition, over all (delta, epsilon). It is
         positive if the condition is met.
-    rho: the rho of that difference.
     centre_shrinkage: Delta = 1 - min_k |mu_k|^2.
     closest: the greatest mu_k.mu_l.
     sigma_at_0: share of the largest subset in which every two samples have a view in common.
@@ -185,14 +184,13 @@ def _at_strength(settings: BoundSettings, samples: Samples, strength: float) -> 
     allowed = centre_condition(rho, centre_shrinkage=shrinkage_SQG[..., None, None])
     slack = (allowed - closest_SQG[..., None, None]).flatten(-2)
     claimed = (1 - sigma_SQGWE + unaligned_SQGE[..., None, :]).flatten(-2)
-    best_slack_SQG, best = slack.max(-1)
+    best_slack_SQG = slack.amax(-1)
     return {
         "error": error_SQG,
         "bound": torch.where(slack > 0, claimed, torch.ones_like(claimed)).amin(-1),
         "met": best_slack_SQG > 0,
         "unconditional": claimed.amin(-1),
         "slack": best_slack_SQG,
-        "rho": rho.flatten(-2).gather(-1, best[..., None])[..., 0],
         "centre_shrinkage": shrinkage_SQG,
         "closest": closest_SQG,
         "sigma_at_0": sigma_SQW[:, :, None, 0].expand_as(error_SQG),

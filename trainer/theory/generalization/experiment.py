@@ -175,32 +175,13 @@ def _encoder_table(names: Sequence[str], measured: Mapping[str, Tensor]) -> list
 
 
 def _bound_table(bound: BoundSettings, cells: Tensors) -> dict[str, Any]:
-    """Return counts over all cells of all seeds, and a row for each share of outliers, gain and strength."""
+    """Return counts over all cells of all seeds."""
     met, value, error = cells["met"], cells["bound"], cells["error"]
-    columns = {
-        "met_share": met.double(),
-        "error": error,
-        "bound": value,
-        "bound_without_condition": cells["unconditional"],
-        "slack": cells["slack"],
-        "rho": cells["rho"],
-        "centre_shrinkage": cells["centre_shrinkage"],
-        "closest_centres": cells["closest"],
-        "sigma_at_0": cells["sigma_at_0"],
-    }
-    rows = [
-        {"outlier_share": share, "gain": gain, "strength": strength}
-        | {name: values[:, q, g, t].mean().item() for name, values in columns.items()}
-        for q, share in enumerate(bound.outlier_shares)
-        for g, gain in enumerate(bound.gains)
-        for t, strength in enumerate(bound.strengths)
-    ]
     return {
         "cells": met.numel(),
         "cells_that_meet_the_condition": int(met.sum()),
         "cells_in_which_the_bound_is_vacuous": int((~met | (value >= 1 - 1 / bound.num_classes)).sum()),
         "cells_that_do_not_meet_it_and_exceed_the_bound": int((~met & (error > cells["unconditional"] + 1e-9)).sum()),
-        "grid": rows,
     }
 
 

@@ -18,12 +18,10 @@ from trainer.theory.framework.claim import (
     Measurement,
     Measurements,
     at_places,
-    decide,
     exact_interval,
     mean_entries,
     moment_bounds,
     simultaneous,
-    worst_place,
 )
 from trainer.theory.framework.experiment import Tensors, require_finite
 from trainer.theory.linear_contrastive.settings import GRID_AXES, ErrorSettings, TheoremSettings, TrainingSettings
@@ -83,13 +81,9 @@ def measure_grid(theorem: TheoremSettings, found: Tensors, *, num: int) -> tuple
         kind=f"95 % normal interval for all {len(mean_G)} points, {num} batches",
         places=[", ".join(f"{name.replace('_', ' ')} {at:g}" for name, at in point.items()) for point in points],
     )
-    verdicts = [decide(low, high, at_least=0) for low, high in zip(low_G.tolist(), high_G.tolist(), strict=True)]
     return gains, {
         "points": len(mean_G),
-        "points_by_verdict": {one: verdicts.count(one) for one in ("holds", "not decidable here", "does not hold")},
-        "batches": num,
         "gain_percent_least_median_greatest": torch.quantile(mean_G, torch.tensor([0, 0.5, 1]).double()).tolist(),
-        "worst_point": points[worst_place(low_G, high_G, at_least=0)],
     }
 
 

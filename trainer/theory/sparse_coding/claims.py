@@ -28,13 +28,12 @@ _REACHED = 0.9  # share of the rise of a curve, from its first value to its high
 
 @dataclass(frozen=True)
 class ArmMetrics:
-    """The metrics of all arms of one problem at one noise level, (S, A, ...).
+    """The metrics of all arms of one problem, (S, A, ...).
 
     A metric whose name ends in `_log` has a value for each logged step. The others are of the trained arms.
     """
 
     problem: Problem
-    noise_variance: float
     metrics: Mapping[str, Tensor]
 
     def of(self, arm: LearnerKind, name: str) -> Tensor:
@@ -50,18 +49,19 @@ class ArmMetrics:
     def linear_ceiling(self) -> float:
         """Return the R^2 of the best linear function of x: E[z^2] / (E[z^2] + sigma^2)."""
         probability = self.problem.feature_probability
-        return probability / (probability + self.noise_variance)
+        return probability / (probability + self.problem.noise_variance)
 
     @property
     def bias_over_noise(self) -> float:
         """Return kappa / sigma: the largest bias over the standard deviation of <w, noise>, for |w| = 1."""
-        return self.problem.bias_cap / math.sqrt(self.noise_variance) if self.noise_variance else math.inf
+        variance = self.problem.noise_variance
+        return self.problem.bias_cap / math.sqrt(variance) if variance else math.inf
 
     @property
     def noise_over_signal(self) -> float:
         """Return E|xi|^2 / E|M z|^2 = P sigma^2 / (D E[z^2])."""
         problem = self.problem
-        return problem.num_pixels * self.noise_variance / (problem.num_features * problem.feature_probability)
+        return problem.num_pixels * problem.noise_variance / (problem.num_features * problem.feature_probability)
 
     def untrained(self, arms: Sequence[LearnerKind], settings: SparseCodingSettings) -> str:
         """Return a text that names the arms of which a seed has not trained or still trains; "" if there are none."""
@@ -151,14 +151,14 @@ def measure_arms(arms: ArmMetrics, settings: SparseCodingSettings) -> tuple[dict
 
 
 def measure_gaps(grid: Sequence[ArmMetrics], settings: SparseCodingSettings) -> dict[str, Sequence[Measurement]]:
-    """Return how much better features are with the mask, for each problem at each noise level."""
+    """Return how much better features are with the mask, for each problem."""
     return {"the mask helps at {where}": [_gap(arms, settings) for arms in grid]}
 
 
 def _gap(arms: ArmMetrics, settings: SparseCodingSettings) -> Measurement:
     problem = arms.problem
     words = {
-        "where": f"D={problem.num_features}, P={problem.num_pixels}, sigma^2={arms.noise_variance:g}",
+        "where": f"D={problem.num_features}, P={problem.num_pixels}, sigma^2={problem.noise_variance:g}",
         "bias_over_noise": arms.bias_over_noise,
         "noise_over_signal": arms.noise_over_signal,
         "losses": " and ".join(f"{arms.of(arm, 'loss').mean():.2f}" for arm in problem.arms),

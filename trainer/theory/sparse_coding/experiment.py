@@ -28,7 +28,8 @@ from trainer.theory.sparse_coding.settings import (
     problems,
 )
 
-_PROBLEM = ("num_features", "num_pixels", "num_neurons", "num_steps", "feature_probability", "bias_cap", "first_loss")
+_PROBLEM = ("num_features", "num_pixels", "num_neurons", "num_steps", "feature_probability", "bias_cap", "first_loss",
+            "noise_variance")  # fmt: skip
 
 
 def run(settings: SparseCodingSettings, device: torch.device) -> Outcome:
@@ -50,33 +51,25 @@ def run(settings: SparseCodingSettings, device: torch.device) -> Outcome:
 
 
 def train_grid(settings: SparseCodingSettings, device: torch.device) -> list[ArmMetrics]:
-    """Return the grid of the study: every problem at every noise level, `seeds_at_once` seeds at a time.
+    """Return the metrics of every problem of the study, `seeds_at_once` seeds at a time.
 
     Raises `UserError` if a training diverged.
     """
     grid = []
     for problem in problems(settings):
 
+        @torch.no_grad()
         def trained(seeds: Sequence[int], problem: Problem = problem) -> Tensors:
-            return _trained(problem, settings, seeds, device)
+            return measure(train(problem, settings, seeds=seeds, device=device), problem, settings, seeds=seeds)
 
-        joined = in_blocks(settings.seeds, settings.seeds_at_once, trained)
-        for level, variance in enumerate(problem.noise_variances):
-            metrics = {name: values[:, level].contiguous() for name, values in joined.items()}
-            require_finite(metrics["loss_log"], "learning_rate", settings.learning_rate)
-            grid.append(ArmMetrics(problem, variance, metrics))
+        metrics = in_blocks(settings.seeds, settings.seeds_at_once, trained)
+        require_finite(metrics["loss_log"], "learning_rate", settings.learning_rate)
+        grid.append(ArmMetrics(problem, metrics))
     return grid
 
 
-@torch.no_grad()
-def _trained(problem: Problem, settings: SparseCodingSettings, seeds: Sequence[int], device: torch.device) -> Tensors:
-    """Return the metrics of trained arms, (seeds, noise levels, ...)."""
-    metrics = measure(train(problem, settings, seeds=seeds, device=device), problem, settings, seeds=seeds)
-    return {name: lanes.view(-1, len(seeds), *lanes.shape[1:]).transpose(0, 1) for name, lanes in metrics.items()}
-
-
 def _table(arms: ArmMetrics, settings: SparseCodingSettings) -> dict[str, Any]:
-    """Return the ratios of one problem at one noise level, and mean and standard deviation of each arm's metrics."""
+    """Return the ratios of one problem, and mean and standard deviation of each arm's metrics."""
     single = ("noise_cosine", "signal_cosine", "active", "active_on_noise", "coverage", "atoms_per_neuron", "r2",
               "accuracy", "loss")  # fmt: skip
     rows: dict[str, Any] = {}
@@ -93,8 +86,7 @@ def _table(arms: ArmMetrics, settings: SparseCodingSettings) -> dict[str, Any]:
     problem = arms.problem
     return {
         **{name: getattr(problem, name) for name in _PROBLEM},
-        "noise_variance": arms.noise_variance,
-        "bias_over_noise": arms.bias_over_noise if arms.noise_variance else None,
+        "bias_over_noise": arms.bias_over_noise if problem.noise_variance else None,
         "noise_over_signal": arms.noise_over_signal,
         "linear_ceiling": arms.linear_ceiling,
         "label_counts": list(settings.label_counts),

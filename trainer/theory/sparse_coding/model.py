@@ -6,10 +6,10 @@ sparse, with entries -1, 0, 1. xi ~ N(0, sigma^2 I) is dense, and by far the lar
 The learner is one layer of soft thresholds f(x)_m = sign(u_m) max(|u_m| - b_m, 0) with u_m = <w_m, x>. It learns to
 tell the second view of an example from other examples by the unnormalised <f(first view), stop_gradient(f(other))>.
 
-All arms see the same draws, which depend on (seed, step) alone. The arms, seeds and noise levels train in lockstep, as
-one batched computation. A lane is one noise level of one seed; the lanes of a level are next to each other.
+All arms see the same draws, which depend on (seed, step) alone. The arms and seeds train in lockstep, as one batched
+computation.
 
-Legend: S lanes, A arms, B positives, N negatives, M neurons, D features, P pixels (coordinates of x), Q = A M,
+Legend: S seeds, A arms, B positives, N negatives, M neurons, D features, P pixels (coordinates of x), Q = A M,
 L logged steps.
 """
 
@@ -61,14 +61,10 @@ def draw_noise(keys: DrawKeys, num: int, *, num_pixels: int) -> Tensor:
 
 
 def draw_parts(keys: DrawKeys, num: int, *, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Draw codes (S, num, D) and noise (S, num, P) of examples. The noise levels of a seed share its draws."""
-    D, P, levels = problem.num_features, problem.num_pixels, len(problem.noise_variances)
-    z_SND = draw_codes(keys, num, num_features=D, probability=problem.feature_probability)
-    noise_SNP = draw_noise(keys, num, num_pixels=P)
-    sigma = [math.sqrt(variance) for variance in problem.noise_variances]
-    if levels == 1:
-        return z_SND, noise_SNP.mul_(sigma[0])
-    return z_SND.repeat(levels, 1, 1), torch.cat([noise_SNP * factor for factor in sigma])
+    """Draw codes (S, num, D) and noise (S, num, P) of examples."""
+    z_SND = draw_codes(keys, num, num_features=problem.num_features, probability=problem.feature_probability)
+    noise_SNP = draw_noise(keys, num, num_pixels=problem.num_pixels)
+    return z_SND, noise_SNP.mul_(math.sqrt(problem.noise_variance))
 
 
 def masked_views(x_SBP: Tensor, keys: DrawKeys, *, mask_share: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -208,7 +204,7 @@ def raise_bias(
 
 @dataclass
 class Trained:
-    """Trained lanes. `groups` are masked and unmasked arms.
+    """Trained arms. `groups` are masked and unmasked arms.
 
     `logs` are loss_log and, after each logged step, the means of `measure_atoms`: share_log, cosine_log and bias_log.
     They are (S, A, L), in the order of `problem.arms`. The loss is the mean since the last logged step.
@@ -237,12 +233,11 @@ def atom_cosines(learners: Learners, atoms_SDP: Tensor) -> Tensor:
 
 
 def train(problem: Problem, settings: SparseCodingSettings, *, seeds: Sequence[int], device: torch.device) -> Trained:
-    """Train every arm for every noise level and seed on the same draws: `noise_variances` x `seeds` lanes."""
-    levels = len(problem.noise_variances)
+    """Train every arm of every seed on the same draws."""
     keys = draw_keys(seeds, device, view=TRAINING)
     D, P, M = problem.num_features, problem.num_pixels, problem.num_neurons
-    atoms_SDP = draw_atoms(keys, num_features=D, num_pixels=P, kind=settings.atoms).float().repeat(levels, 1, 1)
-    weights_SMP = normal(keys, M * P, purpose=_WEIGHTS).view(-1, M, P).repeat(levels, 1, 1)
+    atoms_SDP = draw_atoms(keys, num_features=D, num_pixels=P, kind=settings.atoms).float()
+    weights_SMP = normal(keys, M * P, purpose=_WEIGHTS).view(-1, M, P)
     weights_SMP *= settings.initial_scale / math.sqrt(P)
     groups = [
         new_learners(arms, weights_SMP)
@@ -262,8 +257,7 @@ def train(problem: Problem, settings: SparseCodingSettings, *, seeds: Sequence[i
         for group in groups:
             views = (positive_SBP, positive_SBP)
             if group.arms[0].masked:
-                lane_keys = dataclasses.replace(keys, index_B=keys.index_B.repeat(levels))
-                views = masked_views(positive_SBP, lane_keys, mask_share=settings.mask_share)
+                views = masked_views(positive_SBP, keys, mask_share=settings.mask_share)
             step_losses.append(train_step(group, views, negative_SNP, problem=problem, settings=settings, step=step))
         losses += torch.cat(step_losses, dim=1)
         if (step + 1) % problem.log_every == 0:

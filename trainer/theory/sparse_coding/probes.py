@@ -1,6 +1,6 @@
 """Measure the trained sparse coding model: cosines to signal and noise, active neurons, probes on labels.
 
-Legend: S lanes, A arms, M neurons, D features, P pixels, T items, C label counts, K targets.
+Legend: S seeds, A arms, M neurons, D features, P pixels, T items, C label counts, K targets.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def measure(
         }.items():
             sums[name] = sums.get(name, 0) + values_SAT.sum(-1)
     z_STD = torch.cat(codes, dim=1)
-    w_SD1 = normal(keys, problem.num_features, purpose=_LABELS)[..., None].repeat(len(problem.noise_variances), 1, 1)
+    w_SD1 = normal(keys, problem.num_features, purpose=_LABELS)[..., None]
     y_ST1 = torch.bmm(z_STD, w_SD1)
     target_STK = torch.cat([y_ST1, y_ST1.sign()], dim=-1)
     cosine_SAMD = torch.cat([atom_cosines(group, atoms_SDP) for group in trained.groups], dim=1)

@@ -110,7 +110,7 @@ NONE_LINEAR = LearnerKind("no mask, no bias", masked=False, biased=False)
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of a study, with all its numbers. Its `noise_variances` train side by side."""
+    """One problem of a study, with all its numbers."""
 
     arms: tuple[LearnerKind, ...]
     num_features: int
@@ -120,7 +120,7 @@ class Problem:
     num_negatives: int
     temperature: float
     feature_probability: float
-    noise_variances: tuple[float, ...]
+    noise_variance: float
     num_steps: int
     log_every: int
     bias_first: float
@@ -133,18 +133,18 @@ class Problem:
 
 
 def problems(settings: SparseCodingSettings) -> list[Problem]:
-    """Return the problems of a study, in the order of its grid. The study "noise" has one problem with all levels."""
+    """Return the problems of a study, in the order of its grid."""
     counts = settings.feature_counts if settings.study == "features" else (settings.num_features,)
     pixels = settings.pixel_counts if settings.study == "pixels" else (None,)
-    return [_problem(settings, D, P) for D, P in itertools.product(counts, pixels)]
+    variances = settings.noise_variances if settings.study == "noise" else (settings.noise_variance,)
+    return [_problem(settings, *of_problem) for of_problem in itertools.product(counts, pixels, variances)]
 
 
-def _problem(settings: SparseCodingSettings, D: int, P: int | None) -> Problem:
+def _problem(settings: SparseCodingSettings, D: int, P: int | None, variance: float | None) -> Problem:
     probability, usual = (
         settings.feature_probability or math.log(math.log(count)) / count for count in (D, settings.num_features)
     )
     steps = round(settings.num_steps * usual / probability)
-    variance = math.sqrt(math.log(D)) / D if settings.noise_variance is None else settings.noise_variance
     threshold = math.sqrt(math.log(D) / D / (math.log(16) / 16))
     cap = settings.bias_cap or 0.45 * threshold
     return Problem(
@@ -156,7 +156,7 @@ def _problem(settings: SparseCodingSettings, D: int, P: int | None) -> Problem:
         num_negatives=settings.negatives_per_feature * D,
         temperature=settings.temperature,
         feature_probability=probability,
-        noise_variances=settings.noise_variances if settings.study == "noise" else (variance,),
+        noise_variance=math.sqrt(math.log(D)) / D if variance is None else variance,
         num_steps=steps,
         log_every=max(1, steps // settings.num_logs),
         bias_first=min(settings.bias_first or 0.2 * threshold, cap),
