@@ -64,7 +64,6 @@ every_case = pytest.mark.parametrize(
         ("debug:image", ["encoder.batch_norm=split", "encoder.batch_norm_splits=2", "view_forwards=one"], 1),
         ("debug:audio", [], 1),
         ("debug:audio", ["views.kind=waveform"], 1),
-        ("debug:audio_viewmaker", [], 1),
         ("debug:audio_viewmaker", ["views.waveform={}", "views.downsample_to=16"], 1),
     ],
     ids=lambda value: ",".join(value).replace("=", "-") if isinstance(value, list) else str(value).replace(":", "-"),
