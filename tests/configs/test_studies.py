@@ -114,10 +114,12 @@ def test_every_run_of_a_small_study_can_start_on_its_data(
     name: str, small_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(small_data)
-    for config in runs_of(f"{name}_small"):
+    first = {run.name: run for run in runs_of(f"{name}_small")}  # one of its seeds
+    for config in first.values():
         check_data(config)
-        stream = open_stream(config.data, global_batch_size=config.global_batch_size, seed=0, end_step=1)
-        assert len(next(iter(stream))) == config.global_batch_size
+    for data, batch_size in {(run.data, run.global_batch_size) for run in first.values()}:
+        stream = open_stream(data, global_batch_size=batch_size, seed=0, end_step=1)
+        assert len(next(iter(stream))) == batch_size
 
 
 def test_views_of_the_huang_tables_are_those_of_their_rows() -> None:
