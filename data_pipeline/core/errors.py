@@ -14,10 +14,9 @@ from pathlib import Path
 
 from data_pipeline.core.environment import name_unknown_user
 
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-# Errors of a file system that refuses a path. ENOENT is not here, because commands first check whether a file exists.
-_REFUSED = frozenset(
-    {errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE}
+# Errors of the storage that the user can mend. ENOENT is not here: commands first check whether a file exists.
+_OF_STORAGE = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE}
     | {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 )
 
@@ -51,26 +50,6 @@ def filename_in_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def storage_problem(error: OSError) -> str | None:
-    """Return one sentence for an error of the storage that the user can mend; None for any other, which may be a bug.
-
-    The user can mend a full disk, and a refused file if the error names it.
-
-    Examples:
-        >>> storage_problem(OSError(errno.EROFS, "Read-only file system", "/archive/run/report.html"))
-        '/archive/run/report.html: read-only file system; mend that, or choose another place'
-        >>> storage_problem(OSError(errno.EINVAL, "Invalid argument", "report.html")) is None
-        True
-    """
-    reason = (error.strerror or "").lower()
-    if error.errno in _NO_ROOM:
-        where = f" for {error.filename}" if error.filename else ""
-        return f"no room on the disk{where} ({reason}); free some, or choose another place for what is written"
-    if error.errno in _REFUSED and error.filename:
-        return f"{error.filename}: {reason}; mend that, or choose another place"
-    return None
-
-
 def printable(text: str) -> str:
     """Return `text` with Python's escapes in place of the characters that are not printable.
 
@@ -101,7 +80,7 @@ def show_info_of(packages: Iterable[str]) -> None:
 def run_command(main: Callable[[], None]) -> None:
     """Run the `main` of a command; print an error of the user's input as one line, without a traceback.
 
-    A `UserError`, or an `OSError` that `storage_problem` can explain, becomes one line on stderr and exit status 2.
+    A `UserError`, or an `OSError` of the storage such as a full disk, becomes one line on stderr and exit status 2.
     Ctrl-C ends with exit status 130, and a pipe that nothing reads any more with 141, as in a shell.
 
     A `main` should parse its arguments before it imports heavy modules, so that --help answers at once.
@@ -120,8 +99,7 @@ def run_command(main: Callable[[], None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python's last flush does not fail
         raise SystemExit(128 + signal.SIGPIPE) from None
     except OSError as error:
-        problem = storage_problem(error)
-        if problem is None:
+        if error.errno not in _OF_STORAGE:
             raise
-        print(f"error: {printable(problem)}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None

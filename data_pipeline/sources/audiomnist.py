@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -15,12 +14,11 @@ from data_pipeline.audio.waveform import read_wav
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Record
 from data_pipeline.sources import SourceInputs
-from data_pipeline.sources.wav_folder import warn_of_ignored, wav_files
+from data_pipeline.sources.wav_folder import recordings_in, warn_of_ignored
 
 NUM_SPEAKERS: Final = 60
 # The published split. Tamkin et al. 2022 train on its training and validation speakers.
 TEST_SPEAKERS: Final = (5, 13, 18, 22, 26, 32, 33, 42, 45, 51, 52, 60)
-_NAME = re.compile(r"([0-9])_([0-9]{2})_(0|[1-9][0-9]*)\.wav")
 
 
 class AudioMnist:
@@ -58,7 +56,12 @@ class AudioMnist:
                 "copy them from AudioMNIST's data folder"
             )
         others: list[Path] = []
-        takes = sorted(take for speaker in speakers for take in _takes(self.root / f"{speaker:02d}", speaker, others))
+        takes = []
+        for speaker in speakers:
+            folder = self.root / f"{speaker:02d}"
+            names, form = rf"([0-9])_{folder.name}_(0|[1-9][0-9]*)\.wav", f"DIGIT_{folder.name}_TAKE.wav"
+            found = recordings_in(folder, names, form=form, others=others)
+            takes += sorted((speaker, int(match[1]), int(match[2])) for match in found)
         warn_of_ignored(self.root, others)
         # Numbers, not names: 30,000 strings would be copied into every worker.
         self._speakers, digits, self._takes = np.array(takes, dtype=np.int32).T
@@ -68,20 +71,3 @@ class AudioMnist:
         speaker, digit = f"{self._speakers[number]:02d}", int(self.labels[number])
         path = self.root / speaker / f"{digit}_{speaker}_{self._takes[number]}.wav"
         return Record(read_wav(path, sample_rate=self.sample_rate), digit)
-
-
-def _takes(folder: Path, speaker: int, others: list[Path]) -> list[tuple[int, int, int]]:
-    """Return (speaker, digit, take) of each WAV file in a speaker's folder; add other files to `others`."""
-    takes = []
-    paths, not_wav = wav_files(folder)
-    others += not_wav
-    for path in paths:
-        match = _NAME.fullmatch(path.name)
-        if match is None or int(match[2]) != speaker:
-            raise UserError(
-                f"{path} is not named DIGIT_{speaker:02d}_TAKE.wav as AudioMNIST's files are; rename or remove it"
-            )
-        takes.append((speaker, int(match[1]), int(match[3])))
-    if not takes:
-        raise UserError(f"{folder} holds no WAV files; copy them from AudioMNIST's data folder")
-    return takes

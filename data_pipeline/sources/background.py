@@ -29,8 +29,8 @@ Sound = NDArray[np.float64]  # (X,): the points of one long sound
 def read_sounds(root: Path, *, sample_rate: int, num_points: int) -> list[Tensor]:
     """Read the three recordings in `root`, each a float32 sound (X,) in [-1, 1] at `sample_rate` points a second.
 
-    Raises `UserError` with the file's name if a file is missing, is not a mono WAV, is silent, or has fewer than
-    `num_points` points, which are heard behind one sample. Also if its first or last `num_points` points, which are the
+    Raises `UserError` with the file's name if a file is missing, is not a mono WAV, or has fewer than `num_points`
+    points, which are heard behind one sample. Also if its first or last `num_points` points, which are the
     parts that are heard as published, have less than a thousandth of its largest magnitude.
     """
     if missing := [name for name in FILE_NAMES if not (root / name).is_file()]:
@@ -47,10 +47,8 @@ def read_sounds(root: Path, *, sample_rate: int, num_points: int) -> list[Tensor
                 f"{root / name} gives {len(sound)} points at {sample_rate} a second, but {num_points} are needed; "
                 "give a longer recording"
             )
-        if not points.any():
-            raise UserError(f"{root / name} is silent; give a recording with sound in it")
         for part, heard in (("first", sound[:num_points]), ("last", sound[-num_points:])):
-            if heard.abs().max() < _SILENCE * sound.abs().max():
+            if heard.abs().max() <= _SILENCE * sound.abs().max():
                 seconds = f"{num_points / sample_rate:.2f} s"
                 raise UserError(
                     f"the {part} {seconds} of {root / name} are silent, and a sample has the first or the last "

@@ -71,24 +71,16 @@ class ImageFolder:
             found = f"only one class folder ({folders[0].name})" if folders else "no class folders"
             raise UserError(f"{self.root} holds {found}; give a folder that holds at least two, each with its pictures")
         self.class_names = tuple(folder.name for folder in folders)
-        # All names in one bytes object: a file costs its letters and 16 bytes, and there may be millions of files.
-        names, lengths, num_files = [], [], []
+        names: list[bytes] = []
+        num_files = []
         others: list[Path] = []
         for folder in folders:
-            in_class = [os.fsencode(name) for name in _picture_names(folder, others)]
-            names.append(b"".join(in_class))
-            lengths.append(np.array([len(name) for name in in_class], dtype=np.int64))
+            in_class = _picture_names(folder, others)
+            names += map(os.fsencode, in_class)
             num_files.append(len(in_class))
         if others:
-            logger.warning(
-                "%s: ignored %d entries without the ending of a picture, such as %s",
-                self.root,
-                len(others),
-                others[0],
-            )
-        length_N = np.concatenate(lengths)
-        self._names, self._name_ends = b"".join(names), np.cumsum(length_N)
-        self._name_starts = self._name_ends - length_N
+            logger.warning("%s: ignored %d entries that are no pictures, such as %s", self.root, len(others), others[0])
+        self._name_N = np.array(names)  # bytes: there may be millions of files, and each worker has a copy
         self.labels: NDArray[np.int64] = np.repeat(np.arange(len(folders)), num_files)
         if test_share is not None:
             self._keep_split(split, test_share=test_share, seed=seed)
@@ -106,13 +98,11 @@ class ImageFolder:
                 f"test_share={test_share} leaves no pictures of class {self.class_names[int(counts.argmin())]} of "
                 f"{self.root} for the {split} split; choose another share or add pictures"
             )
-        self.labels = self.labels[chosen_N]
-        self._name_starts, self._name_ends = self._name_starts[chosen_N], self._name_ends[chosen_N]
+        self.labels, self._name_N = self.labels[chosen_N], self._name_N[chosen_N]
 
     def path(self, number: int) -> Path:
         """Return the file of a record."""
-        name = os.fsdecode(self._names[self._name_starts[number] : self._name_ends[number]])
-        return self.root / self.class_names[int(self.labels[number])] / name
+        return self.root / self.class_names[int(self.labels[number])] / os.fsdecode(self._name_N[number])
 
     def _decode(self, number: int) -> NDArray[np.uint8]:
         return decode_picture(self.path(number), self.image_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -17,10 +16,10 @@ from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.sample import Record
 from data_pipeline.core.schema import Schema
 from data_pipeline.sources import SourceInputs
-from data_pipeline.sources.wav_folder import warn_of_ignored, wav_files
+from data_pipeline.sources.wav_folder import recordings_in, warn_of_ignored
 
 DEFAULT_TEST_SPEAKER: Final = "yweweler"
-_NAME = re.compile(r"([0-9])_([A-Za-z]+)_(0|[1-9][0-9]*)\.wav")
+_NAME: Final = r"([0-9])_([A-Za-z]+)_(0|[1-9][0-9]*)\.wav"
 
 
 class FsddOptions(Schema):
@@ -53,7 +52,12 @@ class Fsdd:
 
     def __init__(self, root: Path, *, split: str, test_speaker: str = DEFAULT_TEST_SPEAKER) -> None:
         self.root = root / "recordings" if (root / "recordings").is_dir() else root
-        recordings = _recordings(self.root)
+        if not self.root.is_dir():
+            raise UserError(f"{self.root} is not a folder; give --root the folder of the Free Spoken Digit Dataset")
+        others: list[Path] = []
+        found = recordings_in(self.root, _NAME, form="DIGIT_SPEAKER_INDEX.wav", others=others)
+        warn_of_ignored(self.root, others)
+        recordings = [(match[2], int(match[1]), int(match[3])) for match in found]
         speakers = {speaker for speaker, _, _ in recordings}
         if test_speaker not in speakers:
             raise UserError(f'{self.root} has no speaker "{test_speaker}"{nearest(test_speaker, speakers)}')
@@ -69,26 +73,3 @@ class Fsdd:
         digit = int(self.labels[number])
         path = self.root / f"{digit}_{self._speakers[number]}_{self._indices[number]}.wav"
         return Record(read_wav(path, sample_rate=self.sample_rate), digit)
-
-
-def _recordings(folder: Path) -> list[tuple[str, int, int]]:
-    """Return (speaker, digit, index) of each WAV file in a folder.
-
-    Ignores other files with a warning, and hidden files without one.
-    """
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder; give --root the folder of the Free Spoken Digit Dataset")
-    recordings = []
-    paths, others = wav_files(folder)
-    for path in paths:
-        match = _NAME.fullmatch(path.name)
-        if match is None:
-            raise UserError(
-                f"{path} is not named DIGIT_SPEAKER_INDEX.wav as the Free Spoken Digit Dataset's files are; "
-                "rename or remove it"
-            )
-        recordings.append((match[2], int(match[1]), int(match[3])))
-    warn_of_ignored(folder, others)
-    if not recordings:
-        raise UserError(f"{folder} holds no WAV files; unpack the Free Spoken Digit Dataset's recordings there")
-    return recordings

@@ -34,19 +34,19 @@ _COLUMN, _ROW = np.meshgrid(_POINTS, _POINTS)
 _LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float64)  # ITU-R BT.601, as in Pillow's conversion to grey
 
 
-def _phase(distance: Coordinate) -> Coordinate:
+def phase(distance: Coordinate) -> Coordinate:
     """Return the fractional part, in [0, 1): the position within a period."""
     return distance - np.floor(distance)
 
 
 def _stripes(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Region:
-    return _phase(x / period) < rng.uniform(0.35, 0.65)
+    return phase(x / period) < rng.uniform(0.35, 0.65)
 
 
 def _waves(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Region:
     length = period * rng.uniform(1.6, 2.4)
     bent = x + period * rng.uniform(0.5, 0.8) * np.sin(2 * math.pi / length * y)
-    return _phase(bent / period) < rng.uniform(0.35, 0.65)
+    return phase(bent / period) < rng.uniform(0.35, 0.65)
 
 
 def _checker(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Region:
@@ -58,23 +58,23 @@ def _checker(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Reg
 
 def _grid(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Region:
     side, line = period * 1.1, rng.uniform(0.2, 0.3)
-    return np.minimum(_phase(x / side), _phase(y / side)) < line
+    return np.minimum(phase(x / side), phase(y / side)) < line
 
 
 def _bricks(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Region:
     height, line = period * 0.8, rng.uniform(1.0, 1.6)
     row = np.floor(y / height)
-    along = _phase(x / (2 * height) + 0.5 * (row % 2)) * 2 * height
-    return np.minimum(along, _phase(y / height) * height) < line
+    along = phase(x / (2 * height) + 0.5 * (row % 2)) * 2 * height
+    return np.minimum(along, phase(y / height) * height) < line
 
 
 def _rings(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Region:
-    return _phase(np.hypot(x, y) / period) < rng.uniform(0.35, 0.65)
+    return phase(np.hypot(x, y) / period) < rng.uniform(0.35, 0.65)
 
 
 def _spokes(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Region:
     num_spokes = int(rng.integers(6, 12))
-    return _phase(np.arctan2(y, x) * num_spokes / (2 * math.pi)) < rng.uniform(0.4, 0.6)
+    return phase(np.arctan2(y, x) * num_spokes / (2 * math.pi)) < rng.uniform(0.4, 0.6)
 
 
 def _dots(x: Coordinate, y: Coordinate, period: float, rng: Generator) -> Region:

@@ -30,6 +30,7 @@ from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import Record
 from data_pipeline.core.schema import ImageSize, Schema, Share
 from data_pipeline.sources import LabelColumn, SourceInputs
+from data_pipeline.sources.procedural import phase
 
 Coordinate = NDArray[np.float64]  # (H, W): x or y of every point of a picture
 Region = NDArray[np.bool_]  # (H, W): the points that a form covers
@@ -104,21 +105,16 @@ SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
 )
 
 
-def _phase(distance: Coordinate) -> Coordinate:
-    """Return the fractional part, in [0, 1): the position within a period."""
-    return distance - np.floor(distance)
-
-
 def _solid(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
     return np.ones(x.shape, dtype=np.bool_)
 
 
 def _stripes(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
-    return _phase(y) < 0.4
+    return phase(y) < 0.4
 
 
 def _grid(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
-    return np.minimum(_phase(x), _phase(y)) < 0.3
+    return np.minimum(phase(x), phase(y)) < 0.3
 
 
 def _honeycomb(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
@@ -127,14 +123,14 @@ def _honeycomb(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
     height = math.sqrt(3)
     from_centre = []
     for shift in (0.0, 0.5):
-        u = np.abs(_phase(x + shift) - 0.5)
-        v = np.abs(_phase(y / height + shift) - 0.5) * height
+        u = np.abs(phase(x + shift) - 0.5)
+        v = np.abs(phase(y / height + shift) - 0.5) * height
         from_centre.append(np.maximum(u, u / 2 + v * (height / 2)))
     return np.minimum(*from_centre) > 0.37
 
 
 def _dots(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
-    return np.hypot(_phase(x) - 0.5, _phase(y) - 0.5) < 0.36
+    return np.hypot(phase(x) - 0.5, phase(y) - 0.5) < 0.36
 
 
 def _noise(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
@@ -143,11 +139,11 @@ def _noise(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
 
 
 def _triangles(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
-    return np.abs(_phase(x) - 0.5) < 0.5 * _phase(y)
+    return np.abs(phase(x) - 0.5) < 0.5 * phase(y)
 
 
 def _zigzags(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
-    return _phase(y + np.abs(_phase(x / 2) - 0.5) * 2) < 0.4
+    return phase(y + np.abs(phase(x / 2) - 0.5) * 2) < 0.4
 
 
 def _rain(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
@@ -155,12 +151,12 @@ def _rain(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
     column = _cell(x / 0.45)
     along = y / 1.6 + rng.random(_NUM_CELLS)[column]
     is_line = rng.random((_NUM_CELLS, _NUM_CELLS)) < 0.9
-    return is_line[_cell(along), column] & (_phase(along) < 0.65) & (_phase(x / 0.45) < 0.5)
+    return is_line[_cell(along), column] & (phase(along) < 0.65) & (phase(x / 0.45) < 0.5)
 
 
 def _pluses(x: Coordinate, y: Coordinate, rng: Generator) -> Region:
     row = np.floor(y / 1.2)
-    u, v = np.abs(_phase(x / 1.2 + row / 2) - 0.5), np.abs(_phase(y / 1.2) - 0.5)
+    u, v = np.abs(phase(x / 1.2 + row / 2) - 0.5), np.abs(phase(y / 1.2) - 0.5)
     return (np.minimum(u, v) < 0.12) & (np.maximum(u, v) < 0.4)
 
 

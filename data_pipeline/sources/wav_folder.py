@@ -1,28 +1,36 @@
-"""Find the WAV files in a folder of recordings, and warn of what is left out."""
+"""Find the WAV files in a folder of recordings by their names, and warn of what is left out."""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
+
+from data_pipeline.core.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 
-def wav_files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the WAV files in a folder and the other entries, without hidden ones."""
-    entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    are_wav = [path.suffix.lower() == ".wav" for path in entries]
-    wavs = [path for path, is_wav in zip(entries, are_wav, strict=True) if is_wav]
-    return wavs, [path for path, is_wav in zip(entries, are_wav, strict=True) if not is_wav]
+def recordings_in(folder: Path, names: str, *, form: str, others: list[Path]) -> list[re.Match[str]]:
+    """Return how the name of each WAV file matches `names`. Add other entries that are not hidden to `others`.
+
+    Raises `UserError` if there is no WAV file, or if one has another name than `form`, the pattern in words.
+    """
+    found = []
+    for path in sorted(path for path in folder.iterdir() if not path.name.startswith(".")):
+        if path.suffix.lower() != ".wav":
+            others.append(path)
+        elif match := re.fullmatch(names, path.name):
+            found.append(match)
+        else:
+            raise UserError(f"{path} is not named {form}, as the published files are; rename or remove it")
+    if not found:
+        raise UserError(f"{folder} holds no WAV files; copy the published recordings there")
+    return found
 
 
 def warn_of_ignored(root: Path, others: Sequence[Path]) -> None:
     """Log a warning of the entries that were left out, if there are any."""
     if others:
-        logger.warning(
-            "%s: ignored %d entries without the ending .wav, such as %s; convert other recordings to WAV to use them",
-            root,
-            len(others),
-            others[0],
-        )
+        logger.warning("%s: ignored %d entries that are no .wav, such as %s", root, len(others), others[0])

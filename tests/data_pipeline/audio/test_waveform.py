@@ -53,20 +53,11 @@ def test_what_is_encoded_is_read_back_by_us_and_by_libsndfile(
     assert their_rate == rate
 
 
-@pytest.mark.parametrize("subtype", ["PCM_16", "FLOAT"])
-def test_what_libsndfile_writes_is_decoded(subtype: str) -> None:
-    points = np.arange(-500, 500, dtype=np.int16)
-    written = points if subtype == "PCM_16" else points.astype(np.float32) / 32_768
-    assert np.array_equal(decode_wav(wav(written, subtype=subtype)), written)
-
-
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
         (b"", "not a WAV"),
-        (b"not a wav at all, whatever its name says", "not a WAV"),
         (wav(np.zeros(20, dtype=np.int16))[:-2], "cut off"),
-        (wav(np.zeros(20, dtype=np.int16))[:40], "not a WAV"),
         (wav(np.zeros((20, 2), dtype=np.int16)), "2 channels"),
         (wav(np.zeros(20, dtype=np.int16), subtype="PCM_24"), "24 bits"),
         (wav(np.zeros(0, dtype=np.int16)), "0 bytes"),
@@ -117,7 +108,6 @@ def test_a_file_is_read_as_recorded(tmp_path: Path) -> None:
         (wav(np.ones(20, dtype=np.int16), subtype="PCM_24"), "PCM_24"),
         (wav(np.ones(20, dtype=np.int16), container="FLAC"), "FLAC"),
         (b"an error page of a server", "not a WAV file"),
-        (b"", "not a WAV file"),
         (None, "No such file"),
     ],
 )

@@ -198,7 +198,6 @@ def test_without_a_split_a_share_of_each_group_is_drawn(tmp_path: Path) -> None:
         (["file", "Finding Labels"], ["a.png", "x"], 'the column "Finding Labels" is not a valid name of a label'),
         (["file", "sex"], ["b.png", "f"], "names 1 files that are not in .*, such as b.png; give --root"),
         (["file", "sex"], ["a.png", ""], "has no value in the column sex; fill it, or remove the column"),
-        (["file", "sex", "split"], ["a.png", "f", "Train"], 'puts a.png into the split "Train"; name it train'),
         (["file", "sex", "split"], ["a.png", "f", "val"], "has no picture in the split train, only in val"),
     ],
 )

@@ -48,7 +48,7 @@ from data_pipeline.overlays.second_digit import SecondDigit
 from data_pipeline.overlays.shapes import Shapes, shape_mask
 from data_pipeline.overlays.tiled_digit import TiledDigit
 from data_pipeline.sources.background import read_sounds
-from data_pipeline.sources.digits import mnist_digits, resize, sklearn_digits
+from data_pipeline.sources.digits import resize, sklearn_digits
 from tests.real_data import archive
 from tests.trainer.views.kolmogorov import ks_p_value
 
@@ -412,28 +412,6 @@ def test_digits_are_drawn_as_published() -> None:
         assert torch.equal(mask[4:14, 4:14] == MASK_OBJECT, torch.from_numpy(np.array(stamp)[..., 3] > 0))
         assert torch.equal(mask[4:14, 4:14], mask[16:26, 16:26])
     assert len(seen) > 150
-
-
-def write_idx(root: Path, prefix: str, *, num: int, level: int) -> None:
-    raw = root / "MNIST" / "raw"
-    raw.mkdir(parents=True, exist_ok=True)
-    sizes = b"".join(size.to_bytes(4, "big") for size in (num, 28, 28))
-    (raw / f"{prefix}-images-idx3-ubyte").write_bytes(bytes([0, 0, 8, 3]) + sizes + bytes([level]) * num * 28 * 28)
-    (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1]) + sizes[:4] + bytes([level]) * num)
-
-
-def test_mnist_test_for_test_shares_no_digit_between_the_splits(tmp_path: Path) -> None:
-    write_idx(tmp_path, "train", num=20, level=1)
-    with pytest.raises(UserError, match="has no t10k-images-idx3-ubyte"):
-        mnist_digits(tmp_path, split="test", kind="mnist_test_for_test")
-    write_idx(tmp_path, "t10k", num=15, level=2)
-    train = mnist_digits(tmp_path, split="train", kind="mnist_test_for_test")
-    test = mnist_digits(tmp_path, split="test", kind="mnist_test_for_test")
-    assert (train.name, test.name) == ("mnist train digits", "mnist test digits")
-    assert (len(train.labels), len(test.labels)) == (20, 15)
-    assert np.unique(train.images) == 1
-    assert np.unique(test.images) == np.unique(test.labels) == 2
-    assert mnist_digits(tmp_path, split="test").name == "mnist train digits"  # as published
 
 
 # --- letters
