@@ -4,8 +4,7 @@
 
 All peers read the same tar with WebDataset. "webdataset, PIL" decodes with Pillow and crops with torchvision's
 transforms; "torchvision" is `decode_jpeg` and the v2 transforms on tensors. The boxes of all follow one law, and the
-views are stacked, uint8. Lines that say "one core" are measured with one thread, by its processor time; those of
-threads by the wall clock.
+views are stacked, uint8. One thread, and its processor time.
 
 The pictures are parts of the two photographs that scikit-learn ships, or of those in DIR, stretched to the sizes of the
 line and stored with 4:2:0 chroma and quality 90. Larger files of one size take all peers longer to decode: some lines
@@ -19,7 +18,6 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
@@ -133,24 +131,6 @@ def one_core_peers(tar: Path, *, seconds: float) -> Peers:
     return {name: measurement(epoch) for name, epoch in peers.items()}
 
 
-def thread_peers(tar: Path) -> Peers:
-    """Measure all pictures of the tar, decoded by one thread and by two."""
-    files = [memoryview(data) for (data,) in samples(tar).to_tuple("jpg")]
-    crops = crops_of(files)
-
-    def measurement(num_threads: int) -> Callable[[], float]:
-        def measure() -> float:
-            with ThreadPoolExecutor(num_threads) as pool:
-                start = time.perf_counter()
-                for _ in pool.map(views_of, files, crops):
-                    pass
-                return len(files) / (time.perf_counter() - start)
-
-        return measure
-
-    return {"one thread": measurement(1), "ours": measurement(2)}
-
-
 def lines(work: Path, photos: Sequence[Image.Image], *, num: int, seconds: float) -> Iterator[Line]:
     def tar_and_title(height: int, width: int, quality: int) -> tuple[Path, str]:
         tar = work / f"{width}x{height}_{quality}.tar"
@@ -162,7 +142,6 @@ def lines(work: Path, photos: Sequence[Image.Image], *, num: int, seconds: float
         tar, title = tar_and_title(400, 500, quality)
         for against, target in zip(("webdataset, PIL", "torchvision"), targets, strict=True):
             yield ratio_line(f"{title}, one core", one_core_peers(tar, seconds=seconds), against=against, target=target)
-        yield ratio_line(f"{title}, two threads", thread_peers(tar), against="one thread")
     for height, width in MANY_SIZES:
         tar, title = tar_and_title(height, width, 90)
         yield ratio_line(f"{title}, one core", one_core_peers(tar, seconds=seconds), against="torchvision")

@@ -32,7 +32,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Trace:
-    """The kernels of some steps, and the names of the calls by which the host launched them."""
+    """The kernels of some steps, and the names of the calls by which the host launched them; a recorded step is one."""
 
     kernels: Sequence[Kernel]
     launches: Sequence[str]
@@ -58,11 +58,6 @@ def trace_steps(setting: Setting, step: Callable[[], object], *, num_steps: int)
     ]
     launches = [event.name for event in events if event.device_type.name == "CPU"]
     return Trace(kernels, [name for name in launches if name.startswith(_LAUNCHES)])
-
-
-def count_launches(trace: Trace) -> int:
-    """Return how often the host launched something; a recorded step is one launch."""
-    return len(trace.launches)
 
 
 def busy_microseconds(kernels: Iterable[Kernel]) -> float:
@@ -94,7 +89,7 @@ def summary(trace: Trace, *, num_steps: int) -> dict[str, Any]:
     slowest = sorted(seconds, key=lambda name: -sum(seconds[name]))[:_NUM_KERNELS]
     return {
         "kernels_a_step": rounded(len(trace.kernels) / num_steps),
-        "launches_a_step": rounded(count_launches(trace) / num_steps),
+        "launches_a_step": rounded(len(trace.launches) / num_steps),
         "microseconds_a_step": rounded(span / num_steps),
         "idle_share": rounded(1 - busy_microseconds(trace.kernels) / span),
         "slowest": [

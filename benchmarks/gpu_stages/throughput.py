@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.gpu_stages.checks import RECIPES, captured_against_eager
 from benchmarks.gpu_stages.data import pictures_without_overlay
-from benchmarks.gpu_stages.kernel_trace import count_launches, trace_steps
+from benchmarks.gpu_stages.kernel_trace import trace_steps
 from benchmarks.gpu_stages.peers import (
     GAME,
     LIGHTLY,
@@ -200,7 +200,7 @@ def _measure(setting: Setting, form: Form, peer: Peer) -> dict[str, Any]:
         "share_of_matrix_rate": rounded(peer.flops / form.batch_size * rate / peak_rate),
         "matrix_flops_per_second": rounded(peak_rate),
         "kernels_a_step": len(trace.kernels) or None,  # None if the profiler may not see the GPU
-        "launches_a_step": count_launches(trace) or None,
+        "launches_a_step": len(trace.launches) or None,
         "peak_bytes": most_bytes or None,
         "data_wait_fraction": peer.data_wait_fraction,
     }

@@ -54,7 +54,7 @@ def be_interrupted() -> Outcome:
 
 
 def fragile_tasks(_: Setting) -> Mapping[str, Task]:
-    found = {name: Task(run, 1) for name, run in {"fails": fail, "crashes": crash, "works": succeed}.items()}
+    found = {name: Task(run, 1) for name, run in {"crashes": crash, "works": succeed}.items()}
     found["hangs"] = Task(hang, -11.9)  # it is ended after half a second
     return found | {"is long": Task(succeed, 10_000), "also works": Task(succeed, 0)}
 
@@ -71,16 +71,23 @@ SOUND = Stage("sound", sound_tasks)
 
 
 @pytest.mark.process
-def test_what_fails_crashes_or_hangs_costs_no_other_measurement(tmp_path: Path) -> None:
+def test_what_crashes_or_hangs_costs_no_other_measurement(tmp_path: Path) -> None:
     setting = setting_at(tmp_path)
     session = begin_session(setting, {})
     found = run_stage(Stage("fragile", fragile_tasks), setting, session=session, is_isolated=True)
     assert found["measured"] == ["works", "also works"]
-    assert found["FAILED"] == ["fails", "crashes", "hangs"]
+    assert found["FAILED"] == ["crashes", "hangs"]
     assert found["left for another session"] == ["is long"]
-    filed = read_record(setting.record).stages["fragile"]
+    assert read_record(setting.record).stages["fragile"]["works"].values == {"answer": 42}
+
+
+def test_the_reason_of_a_failure_is_filed_and_the_next_measurement_is_made(tmp_path: Path) -> None:
+    setting = setting_at(tmp_path)
+    stage = Stage("failing", lambda _: {"fails": Task(fail, 0), "works": Task(succeed, 0)})
+    found = run_stage(stage, setting, session=begin_session(setting, {}), is_isolated=False)
+    assert (found["FAILED"], found["measured"]) == (["fails"], ["works"])
+    filed = read_record(setting.record).stages["failing"]
     assert filed["fails"].failed == "RuntimeError: CUDA error: an illegal memory access"
-    assert filed["works"].values == {"answer": 42}
 
 
 def test_a_session_repeats_nothing_but_what_failed_and_can_be_about_some_measurements_only(tmp_path: Path) -> None:

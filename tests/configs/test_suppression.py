@@ -11,10 +11,8 @@ import pytest
 from PIL import Image
 
 from configs.suppression import CURES, benchmark
-from data_pipeline.__main__ import main as data_main
 from data_pipeline.building.suppression import Files, build_suppression
 from data_pipeline.building.suppression_settings import SETTINGS, Scale, directory_of
-from data_pipeline.core.errors import UserError
 from data_pipeline.storage.manifest import load_manifest
 from tests.real_data import archive
 from trainer.config import RunConfig
@@ -61,12 +59,6 @@ def test_all_cures_of_a_point_have_the_same_data_optimizer_and_steps() -> None:
         assert _shared(run) == shared[point]
 
 
-def test_simclr_has_online_probes_at_every_point() -> None:
-    runs = [run for scale in get_args(Scale) for run in benchmark(scale=scale, cures=["SimCLR", "DCL"])]
-    assert {run.tracking.factors["cure"] for run in runs if run.probe.online_every_steps} == {"SimCLR"}
-    assert all(run.probe.online_every_steps for run in runs if run.tracking.factors["cure"] == "SimCLR")
-
-
 LACKS = {
     "speech": {"masked viewmaker", "crop, then viewmaker", "channel dropout"},
     "randbit": {"masked viewmaker"},
@@ -100,11 +92,6 @@ def test_temperatures_in_cycles_reach_their_lowest() -> None:
 def test_pictures_of_one_channel_have_none_to_lose() -> None:
     runs = benchmark(scale="small", settings=("randbit",), cures=("channel dropout",), seeds=(0,), with_ceilings=False)
     assert [run.tracking.factors["difficulty"] for run in runs] == ["5", "10"]
-
-
-def test_the_first_seed_is_complete_before_the_second_begins() -> None:
-    seeds = [run.seed for run in benchmark(scale="small")]
-    assert seeds == sorted(seeds)
 
 
 @pytest.mark.slow
@@ -160,8 +147,3 @@ def test_a_setting_without_files_is_named_and_the_others_are_built(tmp_path: Pat
     )
     assert problem.startswith("C+Shapes was not built:")
     assert load_manifest(tmp_path / "trifeature" / "0.0" / "train").num_samples == 20
-
-
-def test_an_unknown_setting_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r'unknown setting "randbits".*randbit'):
-        data_main(["suppression", "--root", str(tmp_path), "--out", str(tmp_path), "--settings", "randbits"])

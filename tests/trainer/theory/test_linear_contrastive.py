@@ -136,12 +136,6 @@ def test_a_grid_does_not_depend_on_how_its_batches_are_cut(monkeypatch: pytest.M
     assert torch.allclose(grid(), whole, rtol=1e-12)
 
 
-def test_norms_beyond_float64_are_refused() -> None:
-    weak, other = feature_states([10], [60], [0.5]), feature_states([10], [60], [0.5])
-    with pytest.raises(UserError, match="norms of the grid are too large"):
-        angular_speeds(weak, other, NONE_BESIDE, draw_pairs(0, 0, 3, num_pairs=16, num_features=2, device=CPU))
-
-
 THEOREM = [
     "studies=[theorem]",
     "num_seeds=4",
