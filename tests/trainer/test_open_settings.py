@@ -126,10 +126,10 @@ BY_SIZE = ["encoder={kind: resnet18_by_size, embedding_size: 8}"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "kind"), [(32, "resnet18_small"), (64, "resnet18")])
 def test_a_network_by_size_has_the_form_that_suits_the_pictures(
-    size: int, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    size, kind = 64, "resnet18"
     data = build_photos(tmp_path / "photos", size=size, num_train=16, num_test=8)
     with caplog.at_level(logging.INFO):
         run_dir = start(data, tmp_path / "run", *BY_SIZE, "global_batch_size=8", "precision=float32", ONLINE)
@@ -151,7 +151,9 @@ def test_a_network_by_size_has_the_form_that_suits_the_pictures(
         load_encoder(run_dir.path)
 
 
-@pytest.mark.parametrize(("size", "kind"), [(63, "resnet34_small"), (64, "resnet34"), (224, "resnet34")])
+@pytest.mark.parametrize(
+    ("size", "kind"), [(32, "resnet34_small"), (63, "resnet34_small"), (64, "resnet34"), (224, "resnet34")]
+)
 def test_the_standard_form_begins_at_64_pixels(size: int, kind: str) -> None:
     config = ResNetConfig(kind="resnet34_by_size")
     decided = config.with_form(height=224, width=size)
