@@ -103,10 +103,12 @@ def on_cpu(found: Tensors) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
 
 
-def in_blocks(seeds: Sequence[int], size: int, measure: Callable[[Sequence[int]], Tensors]) -> dict[str, Tensor]:
-    """Measure `size` seeds at a time, and join their tensors in the first dimension, which is the seed, on the CPU."""
+def in_blocks(
+    seeds: Sequence[int], size: int, measure: Callable[[Sequence[int]], Tensors], *, dim: int = 0
+) -> dict[str, Tensor]:
+    """Measure `size` seeds at a time, and join their tensors on the CPU in `dim`, the dimension of the seeds."""
     blocks = [on_cpu(measure(seeds[first : first + size])) for first in range(0, len(seeds), size)]
-    return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
+    return {name: torch.cat([block[name] for block in blocks], dim) for name in blocks[0]}
 
 
 def require_finite(values: Tensor, setting: str, learning_rate: float) -> None:

@@ -20,7 +20,7 @@ IDENTITIES = {
     "linear_divergence": "the linear loss wants mean zero",
     "stacked_losses": "the losses in lockstep",
 }
-RANK_LIMIT, ROUNDING = 4.0, 1e-9  # as in claims.yaml
+ROUNDING = 1e-9  # as in claims.yaml
 
 
 def measure_identities(found: Mapping[str, Tensor]) -> dict[str, Measurement]:
@@ -47,20 +47,17 @@ def measure_collapse(
         "other losses": (other, spread),
         "hot InfoNCE": (hot, spread),
     }
-    limits = {"rank": (0.0, max(found["rank"].max().item(), 2 * RANK_LIMIT)), "closest": (-1.0, 1.0)}
     measured = {}
     for group, (members, claims) in groups.items():
         objectives = [at for at, is_member in enumerate(members) if is_member]
+        places = [f", at the worst loss ({names[at]})" for at in objectives]
         untrained = ", ".join(names[at] for at in objectives if bool((found["trained"][:, at] < trained).any()))
+        reason = f"; not judged, because the loss of {untrained} is near its start" if untrained else ""
+        if not objectives:
+            continue
         for quantity, claim in claims.items():
-            values_SO = found[quantity][:, objectives]
-            if untrained:
-                reason = f"; not judged, because the loss of {untrained} is near its start"
-                interval = _undecided(values_SO, *limits[quantity])
-                measured[f"{group}: {claim}"] = Measurement(interval, {"place": ""}, undecided=reason)
-            elif objectives:
-                places = [f", at the worst loss ({names[at]})" for at in objectives]
-                measured[f"{group}: {claim}"] = Measurement(at_places(values_SO, places, of="losses"))
+            values = at_places(found[quantity][:, objectives], places, of="losses")
+            measured[f"{group}: {claim}"] = Measurement(values, undecided=reason)
     return measured
 
 
@@ -87,13 +84,12 @@ def measure_theorems(
             continue
         of_loss_SO = bound_SO[:, list(objectives)]
         least, greatest = of_loss_SO.min().item(), of_loss_SO.max().item()
-        says = f"{name} says something"
-        if objectives is not everyone and bool((found["trained"][:, list(objectives)] < trained).any()):
-            interval = _undecided(of_loss_SO.max(), -1.0, max(2.0, greatest))
-            measured[says] = Measurement(interval, undecided="; not judged, because the loss is near its start")
-        else:
-            kind = f"least to greatest of {of_loss_SO.numel()} encoders"
-            measured[says] = Measurement(Interval(value=greatest, low=least, high=greatest, kind=kind))
+        kind = f"least to greatest of {of_loss_SO.numel()} encoders"
+        is_untrained = objectives is not everyone and bool((found["trained"][:, list(objectives)] < trained).any())
+        measured[f"{name} says something"] = Measurement(
+            Interval(value=greatest, low=least, high=greatest, kind=kind),
+            undecided="; not judged, because the loss is near its start" if is_untrained else "",
+        )
     return measured
 
 
@@ -128,7 +124,7 @@ def measure_bound(
         words = {"best": ascending[best], "least": ascending[0], "most": ascending[-1]}
         return Measurement(share_ST[:, best] - share_ST[:, at], words)
 
-    unmet = Measurement(_undecided(torch.zeros(1), -1, 1, "no cell meets the condition"))
+    unmet = Measurement(Interval(value=0, low=-1, high=1, kind="no cell meets the condition"))
     measured = {
         "error bound": _greatest(excess, "cells") if len(excess) else unmet,
         "error bound says something": share_of(met & (value < 1 - 1 / bound.num_classes)),
@@ -144,8 +140,3 @@ def measure_bound(
 
 def _greatest(values: Tensor, of: str) -> Measurement:
     return Measurement(exact_interval(values.max().item(), kind=f"greatest of {values.numel()} {of}"))
-
-
-def _undecided(values: Tensor, low: float, high: float, kind: str = "any value: the loss has not trained") -> Interval:
-    """Return an interval that decides nothing, with the mean of the values."""
-    return Interval(value=values.mean().item(), low=low, high=high, kind=kind)

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, normal
 from data_pipeline.core.errors import UserError
-from trainer.theory.framework.experiment import draw_keys
+from trainer.theory.framework.experiment import draw_keys, in_blocks
 from trainer.theory.linear_contrastive.settings import TrainingSettings
 
 # Purposes of `counter_rng`: four of the training, then the pairs of the grid, test samples, gradient check.
@@ -251,15 +252,12 @@ def train_arms(
     the loss of each step's batch.
     """
     num_at_once = max(1, TRAINING_NUMBERS[device.type] // (len(alpha_AK) * training.num_pairs**2))
-    histories = [
-        _train_together(training, alpha_AK, beta_AK, seeds=seeds[first : first + num_at_once], device=device)
-        for first in range(0, len(seeds), num_at_once)
-    ]
-    return {name: torch.cat([history[name] for history in histories], dim=1) for name in histories[0]}
+    train_block = partial(_train_together, training, alpha_AK, beta_AK, device)
+    return in_blocks(seeds, num_at_once, train_block, dim=1)
 
 
 def _train_together(
-    training: TrainingSettings, alpha_AK: Tensor, beta_AK: Tensor, *, seeds: Sequence[int], device: torch.device
+    training: TrainingSettings, alpha_AK: Tensor, beta_AK: Tensor, device: torch.device, seeds: Sequence[int]
 ) -> dict[str, Tensor]:
     dim, num_pairs = training.dim, training.num_pairs
     num_arms, num_features = alpha_AK.shape

@@ -5,7 +5,6 @@ Legend: S seeds, A arms, L logged steps.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -44,24 +43,6 @@ class ArmMetrics:
         values = self.metrics[{"r2": "r2_labels", "accuracy": "accuracy_labels", "loss": "loss_log"}.get(name, name)]
         values = values[:, self.problem.arms.index(arm)]
         return values[..., -1] if name in {"r2", "accuracy", "loss"} else values
-
-    @property
-    def linear_ceiling(self) -> float:
-        """Return the R^2 of the best linear function of x: E[z^2] / (E[z^2] + sigma^2)."""
-        probability = self.problem.feature_probability
-        return probability / (probability + self.problem.noise_variance)
-
-    @property
-    def bias_over_noise(self) -> float:
-        """Return kappa / sigma: the largest bias over the standard deviation of <w, noise>, for |w| = 1."""
-        variance = self.problem.noise_variance
-        return self.problem.bias_cap / math.sqrt(variance) if variance else math.inf
-
-    @property
-    def noise_over_signal(self) -> float:
-        """Return E|xi|^2 / E|M z|^2 = P sigma^2 / (D E[z^2])."""
-        problem = self.problem
-        return problem.num_pixels * problem.noise_variance / (problem.num_features * problem.feature_probability)
 
     def untrained(self, arms: Sequence[LearnerKind], settings: SparseCodingSettings) -> str:
         """Return a text that names the arms of which a seed has not trained or still trains; "" if there are none."""
@@ -117,13 +98,13 @@ def measure_arms(arms: ArmMetrics, settings: SparseCodingSettings) -> tuple[dict
     found: dict[str, tuple[Tensor, Sequence[LearnerKind]]] = {
         "low loss without mask": (of(NONE_BIAS, "loss") / problem.first_loss, [NONE_BIAS]),
         "noise decides without mask": (of(NONE_LINEAR, "noise_cosine"), [NONE_LINEAR]),
-        "bad regression without mask": (of(NONE_BIAS, "r2") - arms.linear_ceiling, [NONE_BIAS]),
+        "bad regression without mask": (of(NONE_BIAS, "r2") - problem.linear_ceiling, [NONE_BIAS]),
         "bad classification without mask": (of(NONE_LINEAR, "accuracy"), [NONE_LINEAR]),
         "atoms missed without mask": (of(NONE_BIAS, "coverage") / D, [NONE_BIAS]),
         "the mask makes the loss higher": (of(MASK_BIAS, "loss") - of(NONE_BIAS, "loss"), [MASK_BIAS, NONE_BIAS]),
         "the lower loss has the worse features": (of(MASK_BIAS, "r2") - of(NONE_BIAS, "r2"), [MASK_BIAS, NONE_BIAS]),
         "signal decides with mask": (of(MASK_BIAS, "signal_cosine"), [MASK_BIAS]),
-        "good regression with mask": (of(MASK_BIAS, "r2") - arms.linear_ceiling, [MASK_BIAS]),
+        "good regression with mask": (of(MASK_BIAS, "r2") - problem.linear_ceiling, [MASK_BIAS]),
         "few labels are enough with mask": (of(MASK_BIAS, "r2_labels")[:, few] - raw_few_S, [MASK_BIAS]),
         "every atom is covered with mask": (of(MASK_BIAS, "coverage"), [MASK_BIAS]),
         "noise fires nothing with mask": (of(MASK_BIAS, "active_on_noise"), [MASK_BIAS]),
@@ -137,10 +118,10 @@ def measure_arms(arms: ArmMetrics, settings: SparseCodingSettings) -> tuple[dict
         "most": settings.label_counts[-1],
         "few": settings.label_counts[few],
         "raw": raw_few_S.mean(),
-        "ceiling": arms.linear_ceiling,
+        "ceiling": problem.linear_ceiling,
         "mask_loss": of(MASK_BIAS, "loss").mean(),
         "none_loss": of(NONE_BIAS, "loss").mean(),
-        "bias_over_noise": arms.bias_over_noise,
+        "bias_over_noise": problem.bias_over_noise,
         "num_features": D,
         "num_pixels": problem.num_pixels,
         "log_every": problem.log_every,
@@ -159,8 +140,8 @@ def _gap(arms: ArmMetrics, settings: SparseCodingSettings) -> Measurement:
     problem = arms.problem
     words = {
         "where": f"D={problem.num_features}, P={problem.num_pixels}, sigma^2={problem.noise_variance:g}",
-        "bias_over_noise": arms.bias_over_noise,
-        "noise_over_signal": arms.noise_over_signal,
+        "bias_over_noise": problem.bias_over_noise,
+        "noise_over_signal": problem.noise_over_signal,
         "losses": " and ".join(f"{arms.of(arm, 'loss').mean():.2f}" for arm in problem.arms),
     }
     gap_S = arms.of(MASK_BIAS, "r2") - arms.of(NONE_BIAS, "r2")

@@ -86,9 +86,9 @@ def _table(arms: ArmMetrics, settings: SparseCodingSettings) -> dict[str, Any]:
     problem = arms.problem
     return {
         **{name: getattr(problem, name) for name in _PROBLEM},
-        "bias_over_noise": arms.bias_over_noise if problem.noise_variance else None,
-        "noise_over_signal": arms.noise_over_signal,
-        "linear_ceiling": arms.linear_ceiling,
+        "bias_over_noise": arms.problem.bias_over_noise if problem.noise_variance else None,
+        "noise_over_signal": arms.problem.noise_over_signal,
+        "linear_ceiling": arms.problem.linear_ceiling,
         "label_counts": list(settings.label_counts),
         "raw_r2_by_labels": arms.metrics["raw_r2_labels"][:, 0].mean(0).tolist(),
         "raw_accuracy_by_labels": arms.metrics["raw_accuracy_labels"][:, 0].mean(0).tolist(),
@@ -127,7 +127,7 @@ def _arm_figures(arms: ArmMetrics, settings: SparseCodingSettings) -> dict[str, 
         raw_SC = arms.metrics[f"raw_{name}_labels"][:, 0]
         curves.append(mean_curve(counts, raw_SC, "" if name == "r2" else "x itself", 4, marker="s"))
         if name == "r2":
-            ceiling = [arms.linear_ceiling] * len(counts)
+            ceiling = [arms.problem.linear_ceiling] * len(counts)
             curves.append(Curve(counts, ceiling, "best linear function of x", 6, ":"))
         labels.append(Panel(title, "labels", "R²" if name == "r2" else "accuracy", curves, log_x=True))
     return {
@@ -138,8 +138,8 @@ def _arm_figures(arms: ArmMetrics, settings: SparseCodingSettings) -> dict[str, 
 
 def _grid_figures(grid: Sequence[ArmMetrics], settings: SparseCodingSettings) -> dict[str, bytes]:
     label, x = {
-        "noise": ("largest bias over noise, κ / σ", [arms.bias_over_noise for arms in grid]),
-        "pixels": ("noise over signal, Pσ² / (D E[z²])", [arms.noise_over_signal for arms in grid]),
+        "noise": ("largest bias over noise, κ / σ", [arms.problem.bias_over_noise for arms in grid]),
+        "pixels": ("noise over signal, Pσ² / (D E[z²])", [arms.problem.noise_over_signal for arms in grid]),
         "features": ("features, D", [float(arms.problem.num_features) for arms in grid]),
     }[settings.study]
     x = [float(f"{value:.3g}") for value in x]  # rounded, because they are the labels of the axis
@@ -155,7 +155,7 @@ def _grid_figures(grid: Sequence[ArmMetrics], settings: SparseCodingSettings) ->
             values_SX = torch.stack([arms.of(arm, name).double() for arms in grid], dim=1) / scale_X
             curves.append(mean_curve(x, values_SX, arm.name, color, marker="o"))
         if name == "r2":
-            curves.append(Curve(x, [arms.linear_ceiling for arms in grid], "best linear function of x", 6, ":"))
+            curves.append(Curve(x, [arms.problem.linear_ceiling for arms in grid], "best linear function of x", 6, ":"))
         if name == "loss":
             curves.append(Curve(x, [arms.problem.first_loss for arms in grid], "at the start", 6, ":"))
         y_range = (-0.03, 1.05) if name == "coverage" else None

@@ -131,6 +131,21 @@ class Problem:
         """Return the loss of f = 0."""
         return self.temperature * math.log1p(self.num_negatives)
 
+    @property
+    def linear_ceiling(self) -> float:
+        """Return the R^2 of the best linear function of x: E[z^2] / (E[z^2] + sigma^2)."""
+        return self.feature_probability / (self.feature_probability + self.noise_variance)
+
+    @property
+    def bias_over_noise(self) -> float:
+        """Return kappa / sigma: the largest bias over the standard deviation of <w, noise>, for |w| = 1."""
+        return self.bias_cap / math.sqrt(self.noise_variance) if self.noise_variance else math.inf
+
+    @property
+    def noise_over_signal(self) -> float:
+        """Return E|xi|^2 / E|M z|^2 = P sigma^2 / (D E[z^2])."""
+        return self.num_pixels * self.noise_variance / (self.num_features * self.feature_probability)
+
 
 def problems(settings: SparseCodingSettings) -> list[Problem]:
     """Return the problems of a study, in the order of its grid."""
