@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.processes import end_with_parent, worker_context
+from data_pipeline.core.processes import end_with_parent
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -55,7 +55,9 @@ def run_all(
     if num_workers == 1:
         yield from (work(inputs, task) for task in tasks)
         return
-    context = worker_context(__name__)
+    # A server without threads forks the workers: a fork of this process could copy a held lock.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     # Pickled here, to bytes: multiprocessing itself would share the overlay's tensors through files in memory.
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(pickle.dumps(inputs),))
     try:

@@ -20,15 +20,14 @@ def program(module: str) -> str:
 
 def positive(text: str) -> int:
     """Return a whole number from 1, such as a number of nodes. Raises `ArgumentTypeError` for any other text."""
-    number = int(text) if text.isdecimal() and len(text) <= len(str(_MAX_NUMBER)) else 0
-    if not 1 <= number <= _MAX_NUMBER:
+    if not (text.isdecimal() and 1 <= int(text) <= _MAX_NUMBER):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number up to {_MAX_NUMBER:,}")
-    return number
+    return int(text)
 
 
 def whole(text: str) -> int:
     """Return a whole number from 0, such as a step. Raises `ArgumentTypeError` for any other text."""
-    if not text.isdecimal() or len(text) > len(str(2**63)):
+    if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
     return int(text)
 

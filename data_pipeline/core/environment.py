@@ -8,17 +8,6 @@ from __future__ import annotations
 
 import getpass
 import os
-from collections.abc import Mapping
-
-
-def set_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are not empty.
-
-    Examples:
-        >>> set_variables({"RANK": "", "HOME": "/data"})
-        {'HOME': '/data'}
-    """
-    return {name: value for name, value in environ.items() if value}
 
 
 def variable(name: str) -> str | None:

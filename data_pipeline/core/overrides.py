@@ -46,7 +46,18 @@ def parse_setting(text: str, *, flag: str = "--set") -> Setting:
 
 def set_paths(overrides: Sequence[str]) -> set[Path]:
     """Return the paths that `overrides` set, also inside mappings. Raises `UserError` like `parse_setting`."""
-    return {path for text in overrides for setting in [parse_setting(text)] for path, _ in _inside(setting)}
+    paths: set[Path] = set()
+
+    def add(path: Path, value: Any) -> None:
+        paths.add(path)
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                add((*path, key), inner)
+
+    for text in overrides:
+        setting = parse_setting(text)
+        add(setting.path, setting.value)
+    return paths
 
 
 def merge(values: Mapping[str, Any], changes: Mapping[str, Any], *, where: str) -> dict[str, Any]:
@@ -78,18 +89,6 @@ def apply_settings(values: Mapping[str, Any], given: Sequence[Setting]) -> dict[
     for setting in sorted(last.values(), key=lambda each: (len(each.path), each.path[-1] != KIND)):
         _apply(result, setting)
     return result
-
-
-def _inside(setting: Setting) -> Iterator[tuple[Path, Any]]:
-    """Yield the path and value of a setting, and of everything inside its value."""
-
-    def walk(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-        yield path, value
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                yield from walk((*path, key), inner)
-
-    return walk(setting.path, setting.value)
 
 
 def _apply(values: dict[str, Any], setting: Setting) -> None:

@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from multiprocessing.context import ForkServerContext
 
 
 @contextmanager
@@ -22,17 +21,6 @@ def signals_blocked(numbers: Iterable[int]) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def worker_context(*modules: str) -> ForkServerContext:
-    """Return how `multiprocessing` starts workers that need these modules.
-
-    It forks them from a server that has imported the modules and has no threads: a fork of this process could copy a
-    held lock.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(modules))
-    return context
 
 
 def end_with_parent() -> None:

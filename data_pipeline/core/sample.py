@@ -169,17 +169,13 @@ class Batch:
         masks_b_BHW = masks_BHW
         if self.masks_b_BHW is not None and self.masks_b_BHW is not self.masks_BHW:
             masks_b_BHW = move(self.masks_b_BHW)
-        return Batch(
-            step=self.step,
-            epoch=self.epoch,
+        return replace(
+            self,
             index_B=move(self.index_B),
             inputs_a=inputs_a,
             inputs_b=inputs_a if self.inputs_b is self.inputs_a else move(self.inputs_b),
             masks_BHW=masks_BHW,
             masks_b_BHW=masks_b_BHW,
             labels={name: move(label_B) for name, label_B in self.labels.items()},
-            bad=self.bad,
-            seconds=self.seconds,
             draw_index_B=None if self.draw_index_B is None else move(self.draw_index_B),
-            group_size=self.group_size,
         )

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from data_pipeline.core.devices import has_gpu
-from data_pipeline.core.environment import set_variables
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.system import num_cores
 
@@ -75,7 +74,7 @@ def read_env(environ: Mapping[str, str]) -> WorldEnv:
     Raises `UserError` if a variable is missing, or if RANK and SLURM_PROCID disagree. One torchrun in each Slurm task
     is allowed: each task is then a node of torchrun.
     """
-    environ = set_variables(environ)
+    environ = {name: value for name, value in environ.items() if value}  # an empty variable counts as unset
     if {"RANK", "WORLD_SIZE"} & environ.keys():
         world = _read_torchrun(environ)
         _check_agrees_with_slurm(world, environ)

@@ -87,25 +87,18 @@ def test_a_table_gives_each_picture_its_labels(
 ) -> None:
     table, labels = hospital(tmp_path / "pics")
     out = tmp_path / "train"
-    options: list[str | Path] = ["--keep", "--source-option", "image_size=32"] if keep else []
-    done = call(
-        main,
-        *(
-            "build",
-            "folder",
-            "--root",
-            tmp_path / "pics",
-            "--source-option",
-            f"labels={table}",
-            "--out",
-            out,
-            "--workers",
-            "1",
-            *options,
-        ),
-        monkeypatch=monkeypatch,
-        capsys=capsys,
-    )
+    words: list[str | Path] = [
+        "build",
+        "folder",
+        "--root",
+        tmp_path / "pics",
+        "--source-option",
+        f"labels={table}",
+        "--out",
+        out,
+    ]
+    words += ["--workers", "1", *(["--keep", "--source-option", "image_size=32"] if keep else [])]
+    done = call(main, *words, monkeypatch=monkeypatch, capsys=capsys)
     assert done.status == 0, done.stderr
     manifest = load_manifest(out)
     assert {name: label.classes for name, label in manifest.labels.items()} == {
@@ -192,20 +185,28 @@ def test_without_a_split_a_share_of_each_group_is_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head", "row", "said"),
+    ("head", "rows", "said"),
     [
-        (["name", "sex"], ["a.png", "f"], "has no column file, only name, sex; name that of the files so"),
-        (["file", "Finding Labels"], ["a.png", "x"], 'the column "Finding Labels" is not a valid name of a label'),
-        (["file", "sex"], ["b.png", "f"], "names 1 files that are not in .*, such as b.png; give --root"),
-        (["file", "sex"], ["a.png", ""], "has no value in the column sex; fill it, or remove the column"),
-        (["file", "sex", "split"], ["a.png", "f", "val"], "has no picture in the split train, only in val"),
+        (["name", "sex"], [["a.png", "f"]], "has no column file"),
+        (["file", "Finding Labels"], [["a.png", "x"]], '"Finding Labels" is not a valid name of a label'),
+        (["file", "sex"], [["c.png", "f"]], "names 1 files that are not in .*, such as c.png"),
+        (["file", "sex"], [["a.png", ""]], "has no value in the column sex"),
+        (["file", "sex", "split"], [["a.png", "f", "val"]], "has no picture in the split train, only in val"),
+        (["file", "sex"], [["a.png", "f"], ["a.png", "m"]], r"names a\.png 2 times"),
+        (["file", "sex", "split"], [["a.png", "f", "train"], ["./a.png", "f", "test"]], r"names a\.png 2 times"),
+        (["file", "base"], [["a.png", "f"], ["b.png", ""]], r"gives b\.png no value in the column base"),
     ],
 )
-def test_a_wrong_table_is_told_in_one_sentence(tmp_path: Path, head: list[str], row: list[str], said: str) -> None:
-    (tmp_path / "a.png").write_bytes(png(0))
-    table = write_table(tmp_path / "labels.csv", head, [row])
+def test_a_wrong_table_is_told_in_one_sentence(
+    tmp_path: Path, head: list[str], rows: list[list[str]], said: str
+) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.png").write_bytes(png(0))
+    table = write_table(tmp_path / "labels.csv", head, rows)
     with pytest.raises(UserError, match=said):
         PictureTable(tmp_path, table, split="train")
+    with pytest.raises(UserError, match="cannot be read as a csv file"):
+        PictureTable(tmp_path, tmp_path / "other.csv", split="train")
 
 
 def test_pictures_in_neither_split_are_counted_by_what_the_table_says(
@@ -222,40 +223,13 @@ def test_pictures_in_neither_split_are_counted_by_what_the_table_says(
     assert caplog.messages == [said, said]
 
 
-def test_a_picture_twice_or_without_a_base_label_and_a_missing_table_are_told(tmp_path: Path) -> None:
-    for name in "ab":
-        (tmp_path / f"{name}.png").write_bytes(png(0))
-    table = write_table(tmp_path / "labels.csv", ["file", "sex"], [["a.png", "f"], ["a.png", "m"]])
-    with pytest.raises(UserError, match=r"names a\.png 2 times; give each picture one line"):
-        PictureTable(tmp_path, table, split="train")
-    write_table(table, ["file", "base"], [["a.png", "f"], ["b.png", ""]])
-    with pytest.raises(UserError, match=r"gives b\.png no value in the column base, which every picture needs"):
-        PictureTable(tmp_path, table, split="train")
-    with pytest.raises(UserError, match="cannot be read as a csv file"):
-        PictureTable(tmp_path, tmp_path / "other.csv", split="train")
-    with pytest.raises(UserError, match='unknown key "labels"'):
-        build_dataset("procedural", tmp_path / "out", source_options={"labels": str(table)})
-
-
-@pytest.mark.parametrize("again", ["./d/a.png", "{root}/d/a.png"])
-def test_a_picture_in_two_spellings_is_twice_in_the_table(tmp_path: Path, again: str) -> None:
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "a.png").write_bytes(png(0))
-    rows = [["d/a.png", "f", "train"], [again.format(root=tmp_path), "f", "test"]]
-    table = write_table(tmp_path / "labels.csv", ["file", "sex", "split"], rows)
-    with pytest.raises(UserError, match=r"names d/a\.png 2 times; give each picture one line"):
-        PictureTable(tmp_path, table, split="train")
-    write_table(table, ["file", "sex", "split"], rows[1:])
-    assert PictureTable(tmp_path, table, split="test").path(0) == tmp_path / "d" / "a.png"
-
-
 @pytest.mark.parametrize("name", ["../a.png", "{root}/a.png"])
 def test_a_table_names_only_pictures_below_its_root(tmp_path: Path, name: str) -> None:
     (tmp_path / "root" / "d").mkdir(parents=True)
     for path in (tmp_path / "a.png", tmp_path / "root" / "a.png"):
         path.write_bytes(png(0))
     table = write_table(tmp_path / "labels.csv", ["file", "sex", "split"], [[name.format(root=tmp_path), "f", "train"]])
-    with pytest.raises(UserError, match=r"names .*a\.png, which is not a path below .*root; write it without \.\."):
+    with pytest.raises(UserError, match=r"names .*a\.png, which is not a path below .*root"):
         PictureTable(tmp_path / "root", table, split="train")
 
 

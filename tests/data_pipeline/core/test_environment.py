@@ -8,7 +8,7 @@ import pwd
 
 import pytest
 
-from data_pipeline.core.environment import set_variables, unset_empty_variables, variable
+from data_pipeline.core.environment import unset_empty_variables, variable
 from data_pipeline.core.errors import run_command
 
 
@@ -18,7 +18,6 @@ def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> N
     assert variable("FEATURE_DROPOUT_TEST_EMPTY") is None
     assert variable("FEATURE_DROPOUT_TEST_ZERO") == "0"
     assert variable("FEATURE_DROPOUT_TEST_ABSENT") is None
-    assert set_variables({"RANK": "", "WORLD_SIZE": "0"}) == {"WORLD_SIZE": "0"}
 
 
 def test_only_the_empty_variables_of_a_prefix_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
