@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,7 @@ _MAX_RECORDS_BYTES: Final = 1 << 20
 _MANY: Final = 1 << 20  # bytes that are compared with zero at once
 
 
-@dataclass(frozen=True, slots=True)
-class TarMember:
+class TarMember(NamedTuple):
     """One file in a tar: its name, and the position and size of its content."""
 
     name: str
@@ -118,7 +117,10 @@ def number_in(field: bytes) -> int | None:
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     digits = field.strip(b"\0 ")
-    return int(digits, 8) if digits.isdigit() and not digits.strip(b"01234567") else None
+    try:
+        return int(digits, 8) if digits.isdigit() else None
+    except ValueError:
+        return None
 
 
 def is_file_at(data: memoryview, *, offset: int, size: int, start: bytes = b"") -> bool:
