@@ -175,11 +175,12 @@ def _encoder_table(names: Sequence[str], measured: Mapping[str, Tensor]) -> list
 
 
 def _bound_table(bound: BoundSettings, cells: Tensors) -> dict[str, Any]:
-    """Return counts over all cells of all seeds."""
+    """Return counts over all cells of all seeds, and the share of the seeds that meet the condition, as (Q, G, T)."""
     met, value, error = cells["met"], cells["bound"], cells["error"]
     return {
         "cells": met.numel(),
         "cells_that_meet_the_condition": int(met.sum()),
+        "share_of_seeds_that_meet_the_condition": met.double().mean(0).tolist(),
         "cells_in_which_the_bound_is_vacuous": int((~met | (value >= 1 - 1 / bound.num_classes)).sum()),
         "cells_that_do_not_meet_it_and_exceed_the_bound": int((~met & (error > cells["unconditional"] + 1e-9)).sum()),
     }
