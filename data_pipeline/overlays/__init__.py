@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import OVERLAY_OPTION, NoOptions, Options, OptionValue, parse_options
-from data_pipeline.core.sample import MASK_OUTSIDE, OVERLAY, Layout
+from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, OVERLAY, Layout
 from data_pipeline.core.schema import Schema
 
 __all__ = [
@@ -356,6 +356,21 @@ def divide_by_255(total: Tensor) -> Tensor:
 def no_mask(pictures_BCHW: Tensor) -> Tensor:
     """Return the mask of pictures on which nothing is drawn, (B, H, W) uint8."""
     return torch.full_like(pictures_BCHW[:, 0], MASK_OUTSIDE)
+
+
+def object_mask(inside_BHW: Tensor) -> Tensor:
+    """Return masks (B, H, W) uint8 of objects, given where they are: the object, and the smallest box around it."""
+    rows_BH, columns_BW = inside_BHW.any(dim=2), inside_BHW.any(dim=1)
+    box_BHW = _between_ends(rows_BH)[:, :, None] & _between_ends(columns_BW)[:, None, :]
+    mask_BHW = torch.full_like(inside_BHW, MASK_OUTSIDE, dtype=torch.uint8)
+    return mask_BHW.masked_fill_(box_BHW, MASK_BOX).masked_fill_(inside_BHW, MASK_OBJECT)
+
+
+def _between_ends(marked_BX: Tensor) -> Tensor:
+    """Return which places are at, or between, the first and the last that are marked."""
+    from_first_BX = marked_BX.cumsum(dim=1) > 0
+    to_last_BX = marked_BX.flip(1).cumsum(dim=1).flip(1) > 0
+    return from_first_BX & to_last_BX
 
 
 _EVALUATION, _BAKED = 1_000, {"train": 1_001, "test": 1_002}  # numbers of views that training never uses

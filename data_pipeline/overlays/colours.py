@@ -24,7 +24,6 @@ from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE
 from data_pipeline.core.schema import Schema, Share
 from data_pipeline.overlays import (
     FIRST_PURPOSE,
@@ -34,6 +33,7 @@ from data_pipeline.overlays import (
     PixelOverlay,
     Shape,
     divide_by_255,
+    object_mask,
 )
 from data_pipeline.overlays.correlation import check_base_label, correlated_classes
 
@@ -109,18 +109,3 @@ def grey(pictures_BCHW: Tensor) -> Tensor:
     red_B1HW, green_B1HW, blue_B1HW = pictures_BCHW.to(torch.int32).chunk(3, dim=1)
     total_B1HW = red_B1HW * _RED + green_B1HW * _GREEN + blue_B1HW * _BLUE
     return torch.div(total_B1HW, 1_000, rounding_mode="floor").to(torch.uint8)
-
-
-def object_mask(inside_BHW: Tensor) -> Tensor:
-    """Return masks (B, H, W) uint8 of objects, given where they are: the object, and the smallest box around it."""
-    rows_BH, columns_BW = inside_BHW.any(dim=2), inside_BHW.any(dim=1)
-    box_BHW = _between_ends(rows_BH)[:, :, None] & _between_ends(columns_BW)[:, None, :]
-    mask_BHW = torch.full_like(inside_BHW, MASK_OUTSIDE, dtype=torch.uint8)
-    return mask_BHW.masked_fill_(box_BHW, MASK_BOX).masked_fill_(inside_BHW, MASK_OBJECT)
-
-
-def _between_ends(marked_BX: Tensor) -> Tensor:
-    """Return which places are at, or between, the first and the last that are marked."""
-    from_first_BX = marked_BX.cumsum(dim=1) > 0
-    to_last_BX = marked_BX.flip(1).cumsum(dim=1).flip(1) > 0
-    return from_first_BX & to_last_BX

@@ -24,8 +24,8 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, integers
-from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, Layout
-from data_pipeline.overlays import FIRST_PURPOSE, IMAGE_SIZE, Layer, PictureOverlay, divide_by_255, scaled
+from data_pipeline.core.sample import MASK_OUTSIDE, Layout
+from data_pipeline.overlays import FIRST_PURPOSE, IMAGE_SIZE, Layer, PictureOverlay, divide_by_255, object_mask, scaled
 
 FONT_PATH: Final = Path(__file__).parent / "assets" / "LiberationSans-Regular.ttf"
 FONT_SIZE: Final = 12  # in a picture of 32 pixels, like the ranges
@@ -52,16 +52,6 @@ def render_glyphs(drawn_size: int = IMAGE_SIZE) -> Tensor:
         ImageDraw.Draw(picture).text((0, 0), letter, fill=255, font=font, anchor="la")
         glyphs.append(np.array(picture))
     return torch.from_numpy(np.stack(glyphs))
-
-
-def glyph_mask(glyph_GG: Tensor) -> Tensor:
-    """Return the mask of one glyph, (G, G) uint8 in the three mask levels: its ink, and the smallest box around it."""
-    ink = glyph_GG > 0
-    rows, columns = ink.any(dim=1).nonzero(), ink.any(dim=0).nonzero()
-    mask = torch.full_like(glyph_GG, MASK_OUTSIDE)
-    mask[int(rows[0]) : int(rows[-1]) + 1, int(columns[0]) : int(columns[-1]) + 1] = MASK_BOX
-    mask[ink] = MASK_OBJECT
-    return mask
 
 
 class Letters(PictureOverlay):
@@ -94,7 +84,7 @@ class Letters(PictureOverlay):
                 f"glyphs_KHW is {tuple(glyphs_KHW.shape)} {glyphs_KHW.dtype}; give (26, {size}, {size}) uint8"
             )
         self.register_buffer("glyphs_KHW", glyphs_KHW)
-        self.register_buffer("masks_KHW", torch.stack([glyph_mask(glyph) for glyph in glyphs_KHW]), persistent=False)
+        self.register_buffer("masks_KHW", object_mask(glyphs_KHW > 0), persistent=False)
 
     def draw(self, keys: DrawKeys) -> Layer:
         """Draw one letter for each key."""

@@ -22,9 +22,9 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import add_option_argument
 from data_pipeline.core.sample import BASE, MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, NO_LABEL, OVERLAY, Batch
 from data_pipeline.loading.whole import read_all
-from data_pipeline.overlays import OverlayInputs, PixelOverlay
+from data_pipeline.overlays import OverlayInputs, PixelOverlay, object_mask
 from data_pipeline.overlays.bits import Bits, bits_of
-from data_pipeline.overlays.colours import COLOURS, grey, object_mask
+from data_pipeline.overlays.colours import COLOURS, grey
 from data_pipeline.overlays.dominoes import Dominoes, halve_rows
 from data_pipeline.overlays.registry import load_overlay
 from data_pipeline.sources.digits import resize, sklearn_digits
