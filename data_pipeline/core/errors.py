@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import errno
+import gc
 import logging
 import os
 import signal
@@ -86,6 +88,9 @@ def run_command(main: Callable[[], None]) -> None:
     A `main` should parse its arguments before it imports heavy modules, so that --help answers at once.
     """
     name_unknown_user()
+    atexit.register(
+        gc.freeze
+    )  # at the end, Python would search all objects of the imported libraries for half a second
     try:
         main()
         sys.stdout.flush()

@@ -59,6 +59,13 @@ def four_ranks(directory: Path, trouble: Callable[[], None]) -> Iterator[list[Ba
             process.join()
 
 
+def is_alive(pid: int) -> bool:
+    """Return whether a process has not ended; a parent may still have to wait for one that has."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
 def left_by(directory: Path, rank: int) -> str:
     return (RunDir(directory).stalled / f"rank_{rank}.txt").read_text()
 
@@ -287,6 +294,9 @@ def test_a_real_run_with_a_frozen_rank(tmp_path: Path) -> None:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         ranks = [int(pid) for pid in children if "launch/train.py" in Path(f"/proc/{pid}/cmdline").read_text()]
         os.kill(ranks[CULPRIT], signal.SIGSTOP)
+        others = [rank for number, rank in enumerate(ranks) if number != CULPRIT]
+        wait_until(lambda: not any(map(is_alive, others)), seconds=90)
+        os.kill(ranks[CULPRIT], signal.SIGKILL)  # torchrun does it too, after 30 seconds
         process.communicate(timeout=90)
     finally:
         kill_tree(process)
