@@ -126,10 +126,6 @@ def test_trifeature_is_a_dataset_of_three_labels(tmp_path: Path) -> None:
     assert list(find_problems(tmp_path / "one")) == []
 
 
-def test_trifeature_takes_overlays_and_no_root(tmp_path: Path) -> None:
+def test_trifeature_takes_overlays(tmp_path: Path) -> None:
     manifest = build_dataset("trifeature_letters", tmp_path / "letters", limit=10, source_options={"image_size": 48})
     assert set(manifest.labels) == {"base", "texture", "colour", "overlay"}
-    with pytest.raises(UserError, match=r"trifeature data is generated, not read from .*; leave --root out"):
-        build_dataset("trifeature", tmp_path / "x", root=tmp_path)
-    with pytest.raises(UserError, match="only texture and colour can follow the shape"):
-        build_dataset("trifeature", tmp_path / "x", source_options={"correlated": "texture,shape"})

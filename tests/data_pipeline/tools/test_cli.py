@@ -159,7 +159,7 @@ def test_a_dataset_takes_the_sources_that_the_help_names_and_no_other(dataset: s
             said = str(error)
         refused = f'{dataset} cannot come from the source "{source}"; ' in said
         assert refused == (source not in SOURCES[DATASETS[dataset].base])
-        assert refused or not said or "; name it with --" in said  # --root, --digits-root or --noise-root
+        assert refused or not said or "; name it with --" in said  # --root, or an option of the overlay
 
 
 @pytest.mark.process
