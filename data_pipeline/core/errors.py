@@ -88,9 +88,7 @@ def run_command(main: Callable[[], None]) -> None:
     A `main` should parse its arguments before it imports heavy modules, so that --help answers at once.
     """
     name_unknown_user()
-    atexit.register(
-        gc.freeze
-    )  # at the end, Python would search all objects of the imported libraries for half a second
+    atexit.register(gc.freeze)  # else Python searches all objects of torch for garbage at the end, for half a second
     try:
         main()
         sys.stdout.flush()
