@@ -124,8 +124,8 @@ def worker(rank: int, core: int, size: int, start: Barrier, pipe: Connection, ot
             init_process_group(world, device)
         config = configure(
             Path("unread"),
-            global_batch_size=size * (1 if apart else NUM_PROCESSES),
-            encoder__batch_norm="local" if asked == "local" else "synchronized",
+            f"global_batch_size={size * (1 if apart else NUM_PROCESSES)}",
+            f"encoder.batch_norm={'local' if asked == 'local' else 'synchronized'}",
         )
         run = step_of(config, device)
         with waiting:
@@ -148,7 +148,7 @@ def worker(rank: int, core: int, size: int, start: Barrier, pipe: Connection, ot
 
 def least_bytes(size: int) -> int:
     """Return the least number of bytes that one rank must put into collectives in a step."""
-    config = configure(Path("unread"), global_batch_size=size * NUM_PROCESSES)
+    config = configure(Path("unread"), f"global_batch_size={size * NUM_PROCESSES}")
     encoder = build_modules(config).encoder
     gradients = sum(parameter.numel() for parameter in encoder.parameters())
     embeddings = 2 * size * config.encoder.embedding_size

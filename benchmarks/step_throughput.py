@@ -19,13 +19,12 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks import record
 from benchmarks.record import Line, ratio_line
-from configs import simclr
+from configs import resolve_recipe
 from configs.base import CIFAR10_MEAN, CIFAR10_STD
 from data_pipeline.core.errors import run_command
 from data_pipeline.core.sample import Batch
@@ -33,23 +32,14 @@ from trainer.build import build_training
 from trainer.config import RunConfig
 from trainer.data import open_stream
 from trainer.memory import keep_freed_memory
-from trainer.models.encoder import ResNetConfig
 from trainer.planning.live_bytes import LiveBytes
 
 LINES = ("data", "micro batches", "checkpointing")
 
 
-def configure(train_dir: Path, **changes: Any) -> RunConfig:
-    """`simclr:digits_small`, the overlay as it is baked into the shards, and what is asked for."""
-    config = simclr.digits_small().model_dump()
-    config["data"] |= {"train_dir": str(train_dir), "overlay": "baked"}
-    for path, value in changes.items():
-        *sections, name = path.split("__")
-        section = config
-        for each in sections:
-            section = section[each]
-        section[name] = value
-    return RunConfig.parse(config, where="benchmark")
+def configure(train_dir: Path, *overrides: str) -> RunConfig:
+    """Return `simclr:digits_small` with the overlay as it is baked into the shards, and with overrides of `--set`."""
+    return resolve_recipe("simclr:digits_small", [f"data.train_dir={train_dir}", "data.overlay=baked", *overrides])
 
 
 def step_of(config: RunConfig, device: torch.device) -> Callable[[Batch], None]:
@@ -87,7 +77,7 @@ def wait_for(device: torch.device) -> None:
 
 def data_lines(train_dir: Path, device: torch.device) -> Iterator[Line]:
     for placement, num_workers in (("auto", 0), ("stream", 1)):
-        config = configure(train_dir, data__placement=placement, data__num_workers=num_workers)
+        config = configure(train_dir, f"data.placement={placement}", f"data.num_workers={num_workers}")
         run, stream = step_of(config, device), batches(config, device)
         held = next(stream)
         run(held)
@@ -106,8 +96,9 @@ def data_lines(train_dir: Path, device: torch.device) -> Iterator[Line]:
 
 def micro_batch_lines(train_dir: Path, device: torch.device) -> Iterator[Line]:
     base = 64
-    small = configure(train_dir, global_batch_size=base)
-    large = configure(train_dir, global_batch_size=16 * base, memory__micro_batches=16, objective__chunk_size=512)
+    small = configure(train_dir, f"global_batch_size={base}")
+    in_pieces = ("memory.micro_batches=16", "objective.chunk_size=512")
+    large = configure(train_dir, f"global_batch_size={16 * base}", *in_pieces)
     (run, stream), (run_large, stream_large) = (
         (step_of(each, device), batches(each, device)) for each in (small, large)
     )
@@ -124,9 +115,10 @@ def micro_batch_lines(train_dir: Path, device: torch.device) -> Iterator[Line]:
 
 
 def checkpointing_lines(train_dir: Path, device: torch.device) -> Iterator[Line]:
-    encoder = ResNetConfig(kind="resnet18_small", mean=CIFAR10_MEAN, std=CIFAR10_STD).model_dump()
-    plain = configure(train_dir, encoder=encoder, global_batch_size=64)
-    saving = configure(train_dir, encoder=encoder, global_batch_size=64, memory__encoder_checkpointing=1)
+    encoder = f"{{kind: resnet18_small, mean: {list(CIFAR10_MEAN)}, std: {list(CIFAR10_STD)}}}"
+    form = (f"encoder={encoder}", "global_batch_size=64")
+    plain = configure(train_dir, *form)
+    saving = configure(train_dir, *form, "memory.encoder_checkpointing=1")
     batch = next(batches(plain, device))
     runs = {"ours": step_of(saving, device), "nothing computed again": step_of(plain, device)}
     peaks = {}

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
+from configs.base import named
 from data_pipeline.building.suppression_settings import SETTINGS, SMALL_SAMPLE_RATE, Scale, Setting, directory_of
 from trainer.adversary import AdversaryConfig
 from trainer.config import RunConfig
@@ -315,13 +316,5 @@ def _placed(run: RunConfig, point: Point, cure: str, changes: Mapping[str, Any])
         "easy": ",".join(setting.easy),
     }
     slug = "".join(letter if letter.isalnum() else "-" for letter in cure.lower().replace(", ", "-").replace(": ", "-"))
-    return RunConfig.model_validate(
-        run.model_dump()
-        | {
-            "name": f"{run.name}-{slug}",
-            "tracking": run.tracking.model_copy(
-                update={"factors": {name: level for name, level in factors.items() if level}}
-            ),
-        }
-        | dict(changes)
-    )
+    shown = {name: level for name, level in factors.items() if level}
+    return named(run, slug, tracking=run.tracking.model_copy(update={"factors": shown}), **changes)
