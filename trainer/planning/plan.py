@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -115,6 +116,7 @@ def plan(
         memory = config.memory.model_copy(update={"micro_batches": micro_batches})
         return config.model_copy(update={"memory": memory, "encoder": encoder})
 
+    @cache
     def at(micro_batches: int) -> TrainingPlan:
         found = _measure(
             cut(micro_batches), world_size, num_samples=num_samples or 0, num_classes=num_classes or {}, shape=shape

@@ -116,9 +116,10 @@ def test_the_cut_that_fits_is_the_least_that_does() -> None:
     found = planned(whole, device_gigabytes=gigabytes)
     assert found.fit == (2, enough)
     assert "memory.micro_batches=2" in describe(found, whole, device_gigabytes=gigabytes)
-    found = planned(whole, device_gigabytes=1e-5)
+    few = whole.model_copy(update={"global_batch_size": 2})
+    found = planned(few, device_gigabytes=1e-5)
     assert found.fit is None
-    assert "does not fit" in describe(found, whole, device_gigabytes=1e-5)
+    assert "does not fit" in describe(found, few, device_gigabytes=1e-5)
 
 
 def test_data_are_kept_on_a_device_as_the_stream_does(tmp_path: Path) -> None:
