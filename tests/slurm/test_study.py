@@ -157,7 +157,7 @@ def test_a_job_that_is_cancelled_while_it_waits(
     [
         (["--partition", "nope"], "Invalid partition name specified"),
         (["--cpus-per-task", "99"], "Requested node configuration is not available"),
-        (["--run-dir", "/proc/version/run"], "/proc/version/run: not a directory"),
+        (["--run-dir", "/proc/version/run"], "Not a directory: '/proc/version/run'"),
     ],
 )
 def test_what_cannot_run_is_one_sentence_and_leaves_nothing(
