@@ -2,8 +2,8 @@
 
 Reads run directories and the shards that their configs name. For each checkpoint it writes into
 RUN_DIR/probes/step_00010000/ a result for each label, such as base.json and, if the samples have overlays,
-overlay.json, and the trained heads in heads.safetensors. With `--out DIR` it
-writes into DIR/NAME instead, NAME being the name of the run directory, which may then be read-only.
+overlay.json, and the trained heads in heads.safetensors. With `--out DIR` it writes into DIR/NAME instead, NAME being
+the name of the run directory, which may then be read-only.
 
 It runs in one process. `torchrun --standalone --nproc-per-node 8 -m trainer.probe RUN_DIR`, or srun, is faster.
 """

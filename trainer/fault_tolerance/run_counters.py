@@ -17,8 +17,8 @@ class RunCounters:
     """The counts of skipped steps, bad samples and seconds over all starts of a run. The seconds pass from now on.
 
     Every rank must make the same calls at the same steps. `seconds_before` are the seconds up to the checkpoint from
-    which the run goes on, as in `RunState.wall_seconds`. Bad samples of another train set, from before the user
-    accepted a new one, no longer count.
+    which the run goes on, as in `RunState.wall_seconds`. Bad samples of an earlier train set, in
+    whose place the user has accepted another, do not count.
     """
 
     def __init__(self, skipped: SkippedSteps, bad: BadSamples, *, data: DataIdentity, seconds_before: float) -> None:
