@@ -92,7 +92,7 @@ def slurm_executor(plan: SubmissionPlan, *, code: Path) -> Any:
         | {name: value for name, value in wanted.sbatch.items() if value is not False},
     }
     python = shlex.join([sys.executable, "-I", "-S", str(code / "launch" / "block_signals.py"), sys.executable])
-    executor = _SlurmExecutor(plan.logs, python=f"train {python}")
+    executor = _SlurmExecutor(plan.logs, python=f"train {python}")  # `train` is a function of launch/job.sh
     executor.update_parameters(**{name: value for name, value in parameters.items() if value is not None})
     return executor
 

@@ -1,4 +1,4 @@
-"""Steps with compiled networks against plain steps, in float64: every objective, both games, every kind of views.
+"""Steps with compiled networks against plain steps, in float64: all ways to encode, both games, every kind of views.
 
 The cases share what the compiler has made, so that only the first case of each network takes seconds.
 """
