@@ -152,11 +152,10 @@ def test_results_elsewhere_belong_to_their_run_and_not_to_a_name(
 def test_a_command_that_must_write_says_so_in_one_sentence(
     command: str, number: int, run: Path, protect: Callable[..., None], call: Callable[..., str]
 ) -> None:
-    arguments = ["views", str(run)] if command == "analyze" else [str(run)]
     protect(run, number)
-    line = call(getattr(trainer, command), *arguments)
+    line = call(getattr(trainer, command), str(run))
     assert line.startswith("error: ")
-    assert os.strerror(number).lower() in line
+    assert os.strerror(number) in line
     assert str(run) in line
     assert ".partial" not in line  # the requested file, not the temporary one that is written first
 

@@ -204,9 +204,10 @@ def test_only_expert_views_of_tars_are_cropped_out_of_the_original(tars: Path, t
 
 
 def test_a_test_set_that_names_a_tar_of_the_train_set_is_refused(tars: Path, tmp_path: Path) -> None:
-    both = tmp_path / "both.txt"
-    (tmp_path / "link.tar").symlink_to(tars / "train" / "1.tar")
-    both.write_text(f"{tars}/test/0.tar\n{tars}/test/1.tar\n{tmp_path}/link.tar\n")
+    both = tmp_path / "both"
+    both.mkdir()
+    for name, tar in {"0": "test/0.tar", "1": "test/1.tar", "2": "train/1.tar"}.items():
+        (both / f"{name}.tar").symlink_to(tars / tar)
     out = tmp_path / "index"
     make_index(str(both), out, fields=Fields(), size=32, classes_of=tars / "train")
     refused = resolve_recipe("debug:image", settings(tars, f"data.test_dir={out}"))
