@@ -27,7 +27,7 @@ demo: $(INSTALLED)
 	$(BIN)/python launch/demo.py
 
 test: $(INSTALLED)
-	$(BIN)/pytest -n 4 $(WORKERS) $(ARGS)
+	$(BIN)/pytest -n 3 $(WORKERS) $(ARGS)
 
 quick: $(INSTALLED)
 	$(BIN)/pytest -n 2 $(WORKERS) -m 'not (ranks or process or slurm or slow)' $(ARGS)
