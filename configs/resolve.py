@@ -75,7 +75,7 @@ def _settings(name: str) -> dict[str, Any]:
 
 
 def _settings_of_file(path: Path) -> dict[str, Any]:
-    """Return the settings of a file. If it names a base, they override those of the base.
+    """Return the settings of a file, on top of the settings of its base if it names one.
 
     Raises `UserError` if its base is a recipe that is not of this project, because a config imports nothing.
     """

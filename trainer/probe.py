@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> None:
     arguments = _parser().parse_args()
     import_code(arguments.code)
-    from trainer.distributed.collectives import broadcast_object, on_first_rank, rank
+    from trainer.distributed.collectives import from_first_rank, on_first_rank, rank
     from trainer.distributed.environment import choose_device, process_group, read_env
     from trainer.probed_runs.probing import ProbeOptions, is_probed, probe_each
 
@@ -106,8 +106,7 @@ def main() -> None:
         if arguments.out is not None:
             run_dirs = places_of_probes(run_dirs, arguments.out)
         if arguments.missing:
-            left = on_first_rank(lambda: [run_dir for run_dir in run_dirs if not is_probed(run_dir, options)])
-            left = broadcast_object(left) or []
+            left = from_first_rank(lambda: [run_dir for run_dir in run_dirs if not is_probed(run_dir, options)])
             if rank() == 0 and len(left) < len(run_dirs):
                 print(f"{len(run_dirs) - len(left)} of {len(run_dirs)} run(s) are probed already")
             run_dirs = left

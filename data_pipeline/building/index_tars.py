@@ -18,7 +18,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Final, Literal
 
@@ -329,10 +328,9 @@ def describe_tars(tars: Sequence[ScannedTar], fields: Fields) -> Iterator[str]:
     for what, nums in left_out.items():
         if num := sum(nums):
             yield f"{num:,} {what}"
-    for reason in [*(reason for each in tars for reason in (*chain(*each.unread_labels.values()), *each.unreadable))][
-        :1
-    ]:
-        yield f"the first that cannot be read: {printable(reason)}"
+    reasons = (reason for each in tars for found in (*each.unread_labels.values(), each.unreadable) for reason in found)
+    if (first := next(reasons, None)) is not None:
+        yield f"the first that cannot be read: {printable(first)}"
 
 
 def parse_labels(words: Sequence[str]) -> dict[str, str] | None:

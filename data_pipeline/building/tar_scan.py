@@ -112,11 +112,13 @@ class ScanInputs:
 def scan_tar(inputs: ScanInputs, task: TarTask, *, is_built: bool = False) -> ScannedTar:
     """Scan one tar. A worker process calls this.
 
-    Raises `UserError` if the file is no tar.
+    Raises `UserError` if the file is no tar, or if a remote one is cut short or holds no file.
     """
     with _local(inputs, task) as path:
         status, data = path.stat(), map_file(path)
         contents = read_contents(data)
+        if is_remote(task.path) and not (contents.members and contents.is_whole):
+            raise UserError(f"{task.path}: the answer of {len(data)} bytes is not a whole tar; check the location")
         if contents.end == 0 and any(data[:1]):
             raise UserError(f"{task.path} is not a plain tar; unpack it if it is compressed, or leave it out")
         labels = {name: _LabelReader(inputs.fields, name) for name in inputs.label_names}
@@ -188,7 +190,7 @@ def _samples(members: Iterable[TarMember]) -> Iterator[dict[str, TarMember]]:
 def _local(inputs: ScanInputs, task: TarTask) -> Iterator[Path]:
     """Yield the path of a tar on this machine while the block runs.
 
-    Raises `UserError` if a remote tar cannot be fetched, is cut short or holds no file.
+    Raises `UserError` if a remote tar cannot be fetched.
     """
     if not is_remote(task.path):
         yield Path(task.path)
@@ -196,10 +198,6 @@ def _local(inputs: ScanInputs, task: TarTask) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=inputs.directory) as directory:
         path = Path(directory, "copy.tar")
         fetch(RemoteFile(task.path), path, config=_REMOTE)
-        contents = read_contents(map_file(path))
-        if not (contents.members and contents.is_whole):
-            num_bytes = path.stat().st_size
-            raise UserError(f"{task.path}: the answer of {num_bytes} bytes is not a whole tar; check the location")
         yield path
 
 

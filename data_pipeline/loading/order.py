@@ -60,7 +60,7 @@ class ReadingOrder(Protocol):
     def num_steps_per_epoch(self) -> int: ...
 
     def rows(self, number: int, step: int, *, bad: Mapping[int, BadSample]) -> Rows:
-        """Return the rows that come from a dataset, without those of `bad`, its bad samples by index.
+        """Return the rows that come from a dataset. Samples in `bad`, by index, are replaced by others.
 
         Raises `UserError` if a bad sample has no replacement.
         """

@@ -158,8 +158,8 @@ def _shortage(num_bytes: int, device: torch.device, *, ranks_on_node: int) -> st
         free, where, num_copies = free_host_bytes(), "in host memory", ranks_on_node
     if 2 * num_copies * num_bytes <= free:
         return ""
-    who = "it" if num_copies == 1 else f"the copies of {num_copies} ranks"
-    return f"only {free / 1e9:.3g} GB are free {where}, of which {who} may use half"
+    user = "it" if num_copies == 1 else f"the copies of {num_copies} ranks"
+    return f"only {free / 1e9:.3g} GB are free {where}, of which {user} may use half"
 
 
 def free_device_bytes(device: torch.device) -> int:

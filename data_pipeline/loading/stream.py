@@ -57,7 +57,8 @@ class ReadConfig(Schema):
     Attributes:
         num_workers: processes of each rank that decode the next batches; 0 decodes in the training process.
         placement: `stream` decodes samples as they are needed. `device` reads all samples once into the memory of the
-            training device, and `host` into host memory, where each rank has a copy. `auto` does so if they fit.
+            training device. `host` reads them into host memory, where each rank has a copy. `auto` keeps them in memory
+            if they fit.
         resident_gigabytes: the largest decoded dataset, in 10^9 bytes, that `auto` keeps in memory.
         shuffle_shards: None shuffles all samples of the dataset. A number shuffles the shards, and then the samples
             within windows of that many shards. A remote dataset then needs a cache of only two windows.

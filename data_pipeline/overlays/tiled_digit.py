@@ -64,7 +64,7 @@ class TiledDigitOptions(DigitOptions):
     blend: Blend = "brighter"
 
     def read(self, given: OverlayInputs) -> DigitSource:
-        """Read the digits. A few are those of the train split in both splits: others would be new classes to a probe.
+        """Read the digits. With `unique`, both splits have digits of the train split, so a probe knows all classes.
 
         Raises `UserError` if they are missing, or if there are fewer than `unique`.
         """

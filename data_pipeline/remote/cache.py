@@ -80,7 +80,7 @@ def path_beside(location: str | Path, name: str, manifest: Manifest, *, config: 
 class FileCache:
     """The files of one remote dataset as local paths; each file is fetched when it is first used.
 
-    May be forked and pickled. `location` is that of the dataset, for messages; `sha256` is the hash of its manifest.
+    May be forked and pickled. `location` names the dataset in messages; `sha256` is the hash of its manifest.
 
     Raises `UserError` if the cache cannot be written.
     """

@@ -1,7 +1,7 @@
 """Draw the first samples of a dataset as a grid, as training reads them, with their labels below.
 
-The object on a picture is outlined by its mask. Of pictures to which an overlay adds channels, those of the stored
-picture are drawn. A sound is drawn as the log-mel spectrogram that the encoder gets: time to the right, frequency
+The object on a picture is outlined by its mask. Channels that an overlay adds are not drawn.
+A sound is drawn as the log-mel spectrogram that the encoder gets: time to the right, frequency
 upwards, the quietest cell dark and the loudest bright. An online overlay has the first draw of an evaluation.
 """
 
@@ -80,7 +80,7 @@ def _write_labels(cell: Axes, batch: Batch, manifest: Manifest, row: int) -> Non
 def pictures_of(batch: Batch, manifest: Manifest) -> NDArray[np.generic]:
     """Return the pictures of a batch in colour, (B, H, W, 3) uint8, or its sounds as spectrograms, (B, bands, frames).
 
-    Of pictures with further channels, these are those of the stored pictures.
+    Channels that an overlay adds to a picture are left out.
     """
     if manifest.sample_rate is not None:
         config = mel_config(manifest.sample_rate)

@@ -23,7 +23,7 @@ from trainer.checkpoint.files import (
     read_tensors,
 )
 from trainer.checkpoint.run_state import DataIdentity, RunState
-from trainer.distributed.collectives import broadcast_object, on_every_rank, on_first_rank, rank
+from trainer.distributed.collectives import from_first_rank, on_every_rank, rank
 from trainer.distributed.engines.engine import Engine
 from trainer.objectives import Objective
 from trainer.run_dir import RunDir
@@ -101,7 +101,7 @@ def restore(
         step = _newest_whole(run_dir)
         return None if step is None else _restored(run_dir, step)
 
-    found = broadcast_object(on_first_rank(find))
+    found = from_first_rank(find)
     if found is None:
         return Restored(0, None)
     step = found.step

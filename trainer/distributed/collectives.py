@@ -159,6 +159,11 @@ def on_first_rank(action: Callable[[], T]) -> T | None:
     return on_every_rank(lambda: action() if rank() == 0 else None, catch=Exception)
 
 
+def from_first_rank(action: Callable[[], T]) -> T:
+    """Run `action` as `on_first_rank` does, and return its picklable result on every rank."""
+    return cast(T, broadcast_object(on_first_rank(action)))
+
+
 def is_known_to_all(error: BaseException) -> bool:
     """Return whether every rank has raised at the same call as this one, so that all can go on with something else.
 

@@ -19,7 +19,14 @@ from trainer.checkpoint.run_state import other_data
 from trainer.config import RunConfig, read_run_config
 from trainer.config_changes import edited_config
 from trainer.data import read_agreed_manifests, read_manifests
-from trainer.distributed.collectives import FirstRankExit, broadcast_object, is_known_to_all, on_first_rank, rank
+from trainer.distributed.collectives import (
+    FirstRankExit,
+    broadcast_object,
+    from_first_rank,
+    is_known_to_all,
+    on_first_rank,
+    rank,
+)
 from trainer.modules import TrainedModules
 from trainer.observability.wandb_run import summarize
 from trainer.own_code import hashes_of_code, warn_of_changed_code
@@ -107,7 +114,7 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
         if (said := edited_config(run_dir, config)) is not None:
             print(f"warning: {said}", file=sys.stderr)
     probe_config = options.changed(config.probe)
-    identity = broadcast_object(on_first_rank(lambda: run_identity(config, run_dir.read_provenance())))
+    identity = from_first_rank(lambda: run_identity(config, run_dir.read_provenance()))
     manifests = read_agreed_manifests(config.data)
 
     def check() -> list[int | None]:
@@ -128,9 +135,9 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
             print(said, file=sys.stderr)
         return num_shared
 
-    steps = broadcast_object(on_first_rank(check)) or []
+    steps = from_first_rank(check)
     modules = _load(run_dir, steps[-1])  # before the data are read, in case the run has no checkpoint
-    num_shared = broadcast_object(on_first_rank(count_shared))
+    num_shared = from_first_rank(count_shared)
     if (said := option_difference(manifests.probed, manifests.test)) is not None and rank() == 0:
         print(f"warning: {said}; the accuracies measure this difference too", file=sys.stderr)
     train = read_train(config.data)

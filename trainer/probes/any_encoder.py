@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.storage.manifest import Manifest
-from data_pipeline.storage.store import SampleStore
-from trainer.data import DataConfig
+from trainer.data import DataConfig, read_manifests
 from trainer.models.encoder import Encoder, inside_wrappers
 from trainer.probes.features import TRAIN_DRAW, LabelSpace, frozen, read_pictures, shared_rows
 from trainer.probes.knn import knn_accuracies
@@ -98,9 +97,9 @@ def probe(
     if isinstance(inner := inside_wrappers(encoder), Encoder):
         encoder = inner
     if isinstance(train, str | Path) and isinstance(test, str | Path):
-        manifests = {"train": SampleStore(train).manifest, "test": SampleStore(test).manifest}
         data = DataConfig(train_dir=str(train), test_dir=str(test))
-        _, said = check_shared(data, **manifests, allowed=config.allow_shared)
+        manifests = read_manifests(data)
+        _, said = check_shared(data, train=manifests.train, test=manifests.test, allowed=config.allow_shared)
         if said is not None:
             logger.warning("%s", said)
     # In inference mode no head can be fitted. Autocast would keep the first copy of the head's weights.
