@@ -15,6 +15,7 @@ from trainer.distributed.collectives import (
     any_rank,
     barrier,
     broadcast_object,
+    from_first_rank,
     rank,
     world_size,
 )
@@ -68,15 +69,16 @@ def test_sum_and_its_gradient_are_summed_over_the_ranks() -> None:
         torch.testing.assert_close(grad_D, weight_WD.sum(0))
 
 
-def _agreements() -> tuple[dict[str, float], bool, bool, str]:
+def _agreements() -> tuple[dict[str, float], bool, bool, str, str]:
     barrier()
     means = all_reduce_mean_scalars({"b": float(rank()), "a": torch.tensor(2.0 * rank(), requires_grad=True)})
-    return means, any_rank(rank() == 1), any_rank(False), broadcast_object(f"from {rank()}", source=1)
+    objects = broadcast_object(f"from {rank()}", source=1), from_first_rank(lambda: f"found by {rank()}")
+    return means, any_rank(rank() == 1), any_rank(False), *objects
 
 
 @pytest.mark.ranks
 def test_ranks_agree_on_means_flags_and_objects() -> None:
-    assert run_ranks(_agreements, 3) == [({"a": 2.0, "b": 1.0}, True, False, "from 1")] * 3
+    assert run_ranks(_agreements, 3) == [({"a": 2.0, "b": 1.0}, True, False, "from 1", "found by 0")] * 3
 
 
 def test_without_a_process_group_everything_is_the_identity() -> None:
