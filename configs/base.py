@@ -95,7 +95,7 @@ def _huang_methods() -> dict[HuangMethod, tuple[ObjectiveConfig, float, int, Hea
     )
     return {
         "simclr-huang": (NTXentConfig(temperature=0.5), 0.06, 128, one_layer),
-        "barlow_twins": (BarlowTwinsConfig(), 0.11, 2048, deep),
+        "barlow_twins": (BarlowTwinsConfig(unbiased=True), 0.11, 2048, deep),
         "moco": (MoCoConfig(), 0.08, 128, one_layer),
         "simsiam": (SimSiamConfig(), 0.05, 2048, normed),
     }

@@ -24,6 +24,7 @@ CASES: dict[str, str] = {
     **dict.fromkeys(("nt_xent", "nt_xent_published", "info_nce", "split", "linear", "barlow_twins", "simsiam"), ""),
     **dict.fromkeys(("symmetric_info_nce", "dcl", "macl", "ifm", "vicreg"), ""),
     **{f"{kind} in chunks": "chunk_size=3" for kind in IN_CHUNKS},
+    "barlow_twins unbiased": "unbiased=true",
     "symmetric_info_nce mean": "total=mean chunk_size=3",
     "moco": "queue_size=16",
     "moco one way": "queue_size=16 direction=one_way",

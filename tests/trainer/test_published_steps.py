@@ -196,7 +196,7 @@ def simclr_by_loop(objective: Objective) -> tuple[Loss, list[nn.Module]]:
 
 
 def barlow_by_loop(objective: Objective) -> tuple[Loss, list[nn.Module]]:
-    return lambda net, a, b: loops.barlow_twins(net(a), net(b), off_diagonal_weight=5e-3), []
+    return lambda net, a, b: loops.barlow_twins(net(a), net(b), off_diagonal_weight=5e-3, unbiased=True), []
 
 
 def simsiam_by_loop(objective: Any) -> tuple[Loss, list[nn.Module]]:

@@ -25,29 +25,36 @@ from trainer.objectives.objective import (
     mean_cosine,
 )
 
+_EPSILON = 1e-5  # added to a variance
+
 
 class BarlowTwinsConfig(BaseObjectiveConfig):
     """The config of Barlow Twins.
 
     off_diagonal_weight: the weight of the squared correlation of two different dimensions.
+    unbiased: whether dimensions are divided by their unbiased deviation, as in the code of Huang et al. (2023). The
+        published code divides by the root of the biased variance plus 1e-5.
     """
 
     can_be_recorded: ClassVar[bool] = True
 
     kind: Literal["barlow_twins"] = "barlow_twins"
     off_diagonal_weight: PositiveFactor = 5e-3
+    unbiased: bool = False
 
     def build(self, given: ObjectiveInputs) -> PureObjective:
-        return PureObjective(barlow_twins_loss, off_diagonal_weight=self.off_diagonal_weight)
+        return PureObjective(barlow_twins_loss, **self.model_dump(exclude={"kind"}))
 
 
-def barlow_twins_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, off_diagonal_weight: float = 5e-3) -> ObjectiveOutput:
+def barlow_twins_loss(
+    z_a_BD: Tensor, z_b_BD: Tensor, *, off_diagonal_weight: float = 5e-3, unbiased: bool = False
+) -> ObjectiveOutput:
     """Return the sum of (1 - C_ii)^2 and of `off_diagonal_weight` C_ij^2 (Zbontar et al. 2021, equation 1).
 
     C_ij is the mean over the batch of dimension i of the first view times dimension j of the second. Both are
-    standardised with the batch's mean and unbiased standard deviation, so C_ii is (G - 1) / G if the views coincide. A
-    dimension that is constant over the batch counts as uncorrelated. Rows are not normalised. Also logs the two parts
-    without weights: `invariance`, the sum of (1 - C_ii)^2, and `redundancy`, the sum of C_ij^2.
+    standardised with the batch's mean and deviation, as `BarlowTwinsConfig.unbiased` says. A dimension that is constant
+    over the batch counts as uncorrelated. Rows are not normalised. Also logs the two parts without weights:
+    `invariance`, the sum of (1 - C_ii)^2, and `redundancy`, the sum of C_ij^2.
 
     With a process group, `z_a_BD` and `z_b_BD` are this rank's part of the batch, equally large on every rank. The mean
     of the losses of the ranks is exactly the loss of the whole batch, and averaging parameter gradients over the ranks
@@ -55,7 +62,7 @@ def barlow_twins_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, off_diagonal_weight: fl
 
     Args:
         z_a_BD, z_b_BD: (B, D) embeddings of any float type; computed in float32 at least, even under autocast.
-        off_diagonal_weight: the weight of each squared correlation with i different from j.
+        off_diagonal_weight, unbiased: as in `BarlowTwinsConfig`.
 
     Raises:
         ValueError: if the embeddings are not (B, D) with equal shapes, or if the batch is a single picture.
@@ -66,7 +73,7 @@ def barlow_twins_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, off_diagonal_weight: fl
         >>> round(barlow_twins_loss(z_a, z_b).loss.item(), 4)
         0.4319
     """
-    invariance, redundancy = _invariance_and_redundancy(z_a_BD, z_b_BD)
+    invariance, redundancy = _invariance_and_redundancy(z_a_BD, z_b_BD, unbiased)
     metrics = {
         "alignment": mean_cosine(z_a_BD, z_b_BD),
         "invariance": invariance.detach(),
@@ -75,7 +82,7 @@ def barlow_twins_loss(z_a_BD: Tensor, z_b_BD: Tensor, *, off_diagonal_weight: fl
     return ObjectiveOutput(invariance + off_diagonal_weight * redundancy, metrics)
 
 
-def _invariance_and_redundancy(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, Tensor]:
+def _invariance_and_redundancy(z_a_BD: Tensor, z_b_BD: Tensor, unbiased: bool) -> tuple[Tensor, Tensor]:
     """Return the sums of (1 - C_ii)^2 and of C_ij^2 over this rank's share of C, times the number of ranks."""
     check_pair(z_a_BD, z_b_BD)
     size, num_ranks = z_a_BD.shape[1], world_size()
@@ -85,7 +92,7 @@ def _invariance_and_redundancy(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, 
     with torch.autocast(z_a_BD.device.type, enabled=False):
         dtype = torch.promote_types(z_a_BD.dtype, torch.float32)
         z_GF = all_gather_rows(torch.cat([z_a_BD, z_b_BD], dim=1).to(dtype))
-        a_GI, b_GD = _standardised(z_GF[:, start:stop]), _standardised(z_GF[:, size:])
+        a_GI, b_GD = (_standardised(part, unbiased) for part in (z_GF[:, start:stop], z_GF[:, size:]))
         correlation_ID = (a_GI / len(a_GI)).T @ b_GD
         diagonal_I = correlation_ID.diagonal(start)
         invariance = (1 - diagonal_I).square().sum()
@@ -94,8 +101,10 @@ def _invariance_and_redundancy(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, 
         return num_ranks * invariance, num_ranks * redundancy
 
 
-def _standardised(x_GD: Tensor) -> Tensor:
-    """Return columns with mean 0 and unbiased deviation 1. Columns that are constant up to rounding become 0."""
-    std_D, mean_D = torch.std_mean(x_GD, dim=0)
+def _standardised(x_GD: Tensor, unbiased: bool) -> Tensor:
+    """Return columns with mean 0 and deviation 1. Columns that are constant up to rounding become 0."""
+    std_D, mean_D = torch.std_mean(x_GD, dim=0, correction=int(unbiased))
     constant_D = std_D <= torch.finfo(x_GD.dtype).eps * mean_D.abs()
+    if not unbiased:  # as batch norm does, in the published code
+        std_D = (std_D.square() + _EPSILON).sqrt()
     return (x_GD - mean_D) / std_D.masked_fill(constant_D, torch.inf)

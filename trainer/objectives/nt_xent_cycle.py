@@ -22,18 +22,19 @@ from trainer.objectives.objective import BaseObjectiveConfig, Objective, Objecti
 
 
 class NTXentCycleConfig(BaseObjectiveConfig):
-    """The config of NT-Xent with a cycle of temperatures; the defaults are those of the paper.
+    """The config of NT-Xent with a cycle of temperatures; the defaults are those of the published code.
 
     highest, lowest: the temperature at the start and in the middle of a cycle.
-    period_epochs: the epochs of a cycle. Within an epoch, the temperature does not change. So no epoch has the lowest
-        temperature if this number is odd.
+    period_epochs: the epochs of a cycle. The published code takes the cosine of pi epoch / 200, so a cycle has twice
+        its setting of 200. Within an epoch, the temperature does not change. So no epoch has the lowest temperature if
+        this number is odd.
     chunk_size: as in NT-Xent.
     """
 
     kind: Literal["nt_xent_cycle"] = "nt_xent_cycle"
     highest: Temperature = 1.0
     lowest: Temperature = 0.1
-    period_epochs: Count = 200
+    period_epochs: Count = 400
     chunk_size: BatchSize | None = None
 
     @model_validator(mode="after")

@@ -128,13 +128,15 @@ def info_nce(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
     return torch.stack(losses).mean()
 
 
-def barlow_twins(z_a_BD: Tensor, z_b_BD: Tensor, *, off_diagonal_weight: float = 5e-3) -> Tensor:
+def barlow_twins(z_a_BD: Tensor, z_b_BD: Tensor, *, off_diagonal_weight: float, unbiased: bool = False) -> Tensor:
     """One pair of dimensions after the other."""
     batch_size, size = z_a_BD.shape
     standardised = []
     for z_BD in (z_a_BD.double(), z_b_BD.double()):
         columns = [z_BD[:, i] - z_BD[:, i].sum() / batch_size for i in range(size)]
-        standardised.append([column / (column.square().sum() / (batch_size - 1)).sqrt() for column in columns])
+        sums = [column.square().sum() for column in columns]
+        variances = [each / (batch_size - 1) if unbiased else each / batch_size + 1e-5 for each in sums]
+        standardised.append([column / variance.sqrt() for column, variance in zip(columns, variances, strict=True)])
     loss = torch.zeros((), dtype=torch.float64)
     for i, a_B in enumerate(standardised[0]):
         for j, b_B in enumerate(standardised[1]):

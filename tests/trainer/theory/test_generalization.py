@@ -104,8 +104,8 @@ def test_identities_hold() -> None:
 def test_a_wrong_identity_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: a wrong weight, a missing constant, and an inequality with half its right side."""
 
-    def other_weight(z_a_BD: Tensor, z_b_BD: Tensor, *, off_diagonal_weight: float) -> ObjectiveOutput:
-        return barlow_twins_loss(z_a_BD, z_b_BD, off_diagonal_weight=1.01 * off_diagonal_weight)
+    def other_weight(z_a_BD: Tensor, z_b_BD: Tensor, *, off_diagonal_weight: float, unbiased: bool) -> ObjectiveOutput:
+        return barlow_twins_loss(z_a_BD, z_b_BD, off_diagonal_weight=1.01 * off_diagonal_weight, unbiased=unbiased)
 
     monkeypatch.setattr(generalization_identities, "barlow_twins_loss", other_weight)
     settings = IdentitySettings(batch_size=12, dim=5, num_classes=4)
@@ -127,7 +127,7 @@ def plain_loss(objective: ObjectiveSettings, z_a_BD: Tensor, z_b_BD: Tensor) -> 
     if objective.loss == "linear":
         return linear_loss(z_a_BD, z_b_BD, divergence_weight=weight).loss
     if objective.loss == "barlow_twins":
-        return barlow_twins_loss(z_a_BD, z_b_BD).loss
+        return barlow_twins_loss(z_a_BD, z_b_BD, unbiased=True).loss
     if objective.loss == "split":
         return split_loss(z_a_BD, z_b_BD, temperature=temperature, divergence_weight=weight).loss
     return nt_xent_loss(z_a_BD, z_b_BD, temperature=temperature).loss

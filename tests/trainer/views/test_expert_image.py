@@ -84,6 +84,14 @@ def test_blends_equal_torchvision(operation: int, theirs: object) -> None:
         torch.testing.assert_close(ours[i], theirs(x[i], float(factor[i])), atol=LUMA_TOLERANCE, rtol=0)
 
 
+def test_pil_cuts_a_blend_down_to_a_whole_level() -> None:
+    """So the published views are darker, by half a level for each blend; ours keep the fraction."""
+    levels = (pictures(1) * 255).floor()
+    ours = blend_(levels / 255, torch.tensor([BRIGHTNESS]), torch.tensor([0.7]))[0] * 255
+    theirs = tv.adjust_brightness(tv.to_pil_image(levels[0].byte()), 0.7)
+    assert torch.equal(tv.pil_to_tensor(theirs).float(), (ours + 1e-3).floor())
+
+
 def test_hue_equals_torchvision() -> None:
     x, turns = pictures(101), torch.linspace(-0.5, 0.5, 101)
     ours = shift_hue_(x.clone(), turns)

@@ -184,7 +184,11 @@ def stacked_loss(objective: ObjectiveSettings) -> PairLoss:
         return partial(stacked_nt_xent, temperature=temperature)
     if objective.loss == "split":
         return partial(stacked_split, temperature=temperature, divergence_weight=weight)
-    one = partial(linear_loss, divergence_weight=weight) if objective.loss == "linear" else barlow_twins_loss
+    one = (
+        partial(linear_loss, divergence_weight=weight)
+        if objective.loss == "linear"
+        else partial(barlow_twins_loss, unbiased=True)
+    )
     mapped: PairLoss = torch.func.vmap(lambda u_BD, v_BD: one(u_BD, v_BD).loss)
     return mapped
 

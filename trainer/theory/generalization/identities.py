@@ -43,18 +43,18 @@ def info_nce_split(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
 def correlation_split(z_a_BD: Tensor, z_b_BD: Tensor, *, weight: float = 5e-3) -> Tensor:
     """Check that the cross-correlation loss is (1 - lambda) L1 + lambda |C - I|^2, with C from `torch.corrcoef`."""
     num, dim = z_a_BD.shape
-    # The loss standardises by unbiased deviations, and divides its sums by B.
+    # Huang et al. standardise by unbiased deviations, and divide the sums by B.
     correlation_DD = torch.corrcoef(torch.cat([z_a_BD, z_b_BD], 1).T)[:dim, dim:] * (num - 1) / num
     first = (1 - correlation_DD.diagonal()).square().sum()
     distance = (correlation_DD - torch.eye(dim, dtype=z_a_BD.dtype, device=z_a_BD.device)).square().sum()
-    whole = barlow_twins_loss(z_a_BD, z_b_BD, off_diagonal_weight=weight).loss
+    whole = barlow_twins_loss(z_a_BD, z_b_BD, off_diagonal_weight=weight, unbiased=True).loss
     return ((1 - weight) * first + weight * distance - whole).abs() / whole
 
 
 def alignment_lemma(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
     """Return E |f1 - f2|^2 / (2 sqrt(D L1)) for standardised embeddings. The lemma says that it is at most 1."""
     a_BD, b_BD = ((z_BD - z_BD.mean(0)) / z_BD.std(0) for z_BD in (z_a_BD, z_b_BD))
-    first = barlow_twins_loss(z_a_BD, z_b_BD, off_diagonal_weight=0).loss
+    first = barlow_twins_loss(z_a_BD, z_b_BD, off_diagonal_weight=0, unbiased=True).loss
     return (a_BD - b_BD).square().sum(1).mean() / (2 * (z_a_BD.shape[1] * first).sqrt())
 
 
