@@ -47,8 +47,7 @@ from data_pipeline.core.validation import describe
 from data_pipeline.overlays import NOTHING_GIVEN, Overlay, PixelOverlay, Shape, baked_keys
 from data_pipeline.overlays.registry import kind_of, save_overlay
 from data_pipeline.sources import Source, labels_of
-from data_pipeline.sources.folder import ImageFolder
-from data_pipeline.sources.picture_table import PictureTable
+from data_pipeline.sources.folder import PictureFiles
 from data_pipeline.sources.silence import SilenceSource
 from data_pipeline.storage.locations import MANIFEST_NAME, PICTURE_FIELDS
 from data_pipeline.storage.manifest import (
@@ -221,7 +220,7 @@ def _plan(
     scan = ScanInputs(
         fields=fields,
         directory=unfinished,
-        size=(source.image_size or 0) if isinstance(source, (ImageFolder, PictureTable)) else 0,
+        size=(source.image_size or 0) if isinstance(source, PictureFiles) else 0,
         num_measured=-(-_NUM_MEASURED * num_samples_per_shard // len(order)) if keep else 0,
     )
     return BuildPlan(ingredients, how_made, entry, labels, order, num_samples_per_shard, keep, scan)

@@ -11,7 +11,6 @@ Shapes: N samples of a tar, S tars.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import logging
 import os
 import re
@@ -173,7 +172,7 @@ def write_index(
             "labels": {name: labels[name] for name in (BASE, OVERLAY, *labels) if name in labels},
             "num_samples": int(ends[-1]),
             "tars": Tars(fields=fields, numbered=numbered, num_tars=len(tars), num_bytes=num_bytes),
-            "files": {name: _file_entry(partial_path(out, name)) for name in listed},
+            "files": {name: FileEntry.of(partial_path(out, name)) for name in listed},
         }
     )
     (out / MANIFEST_NAME).unlink(missing_ok=True)
@@ -195,11 +194,6 @@ def _numbers_of(label: LabelEntry, found: Sequence[tuple[tuple[str, ...], NDArra
     # The last entry is for samples without a label.
     of_class = [np.array([*(numbers.get(word, NO_LABEL) for word in words), NO_LABEL]) for words, _ in found]
     return np.concatenate([numbers_W[label_N] for numbers_W, (_, label_N) in zip(of_class, found, strict=True)])
-
-
-def _file_entry(path: Path) -> FileEntry:
-    with path.open("rb") as file:
-        return FileEntry(num_bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def _stored(path: str, out: Path) -> str:

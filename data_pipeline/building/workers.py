@@ -24,8 +24,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Record, Sample
 from data_pipeline.overlays import Overlay, baked_keys
 from data_pipeline.sources import labels_of
-from data_pipeline.sources.folder import ImageFolder
-from data_pipeline.sources.picture_table import PictureTable
+from data_pipeline.sources.folder import PictureFiles
 from data_pipeline.storage.manifest import HowMade, LabelEntry, OverlayEntry
 from data_pipeline.storage.source_digests import content_digest
 from data_pipeline.storage.totals import Totals
@@ -98,7 +97,7 @@ def make_tar(plan: BuildPlan, number: int) -> MadeTar:
             if sample.index < len(plan.order):  # the first sample of its record
                 digests.append(content_digest(record.content))
             totals += Totals.of(sample.content)
-            yield encode(sample, plan.classes, sample_rate=plan.ingredients.sample_rate)
+            yield encode(sample, plan.classes, sample_rate=plan.ingredients.sample_rate, file=record.file)
 
     write_shard(_kept_files(plan, index_B) if plan.keeps_files else drawn(), path, first_index=first_index)
     scanned = scan_tar(plan.scan, TarTask(number, str(path)), is_built=True)
@@ -110,7 +109,7 @@ def make_tar(plan: BuildPlan, number: int) -> MadeTar:
 def _kept_files(plan: BuildPlan, index_B: NDArray[np.int64]) -> Iterator[dict[str, bytes]]:
     """Yield the file of each record as it is, with its labels."""
     source = plan.ingredients.source
-    assert isinstance(source, (ImageFolder, PictureTable))
+    assert isinstance(source, PictureFiles)
     columns = labels_of(source)
     for number in plan.order[index_B].tolist():
         path = source.path(number)
@@ -118,7 +117,7 @@ def _kept_files(plan: BuildPlan, index_B: NDArray[np.int64]) -> Iterator[dict[st
         if ending not in plan.scan.fields.content:
             raise UserError(f"{path} has no ending of a picture that can be kept; rename it, or build without --keep")
         labels = {name: int(column.label_N[number]) for name, column in columns.items()}
-        yield {ending: path.read_bytes(), "json": encode_labels(labels, plan.classes)}
+        yield {ending: path.read_bytes(), "json": encode_labels(labels, plan.classes, file=source.name(number))}
 
 
 def _samples(plan: BuildPlan, index_B: NDArray[np.int64]) -> Iterator[tuple[Sample, Record]]:

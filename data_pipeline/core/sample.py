@@ -23,6 +23,7 @@ Medium = Literal["picture", "sound"]
 Layout = Literal["scaled", "tiled"]  # of an overlay, on pictures of more than 32 pixels; see `PictureOverlay`
 
 NO_LABEL = -1  # the class of a sample without this label
+FILE_ENTRY = "__file__"  # of the JSON of a sample, beside its labels, none of which has such a name: see `Record`
 BASE, OVERLAY = "base", "overlay"  # the labels that most datasets have; see `Manifest.labels` for all
 
 MASK_OUTSIDE = 0  #   outside the object's box
@@ -39,11 +40,13 @@ def sample_key(index: int) -> str:
 class Record:
     """One clean picture or sound of a source; `label` is its base label, an index into the source's class names.
 
-    `content` is a picture, (H, W, 3) or (H, W, 1) uint8, or a sound of any length, (T,) int16.
+    `content` is a picture, (H, W, 3) or (H, W, 1) uint8, or a sound of any length, (T,) int16. `file` is the path of
+    its file below the folder of the source; empty if it has no file of its own.
     """
 
     content: NDArray[np.uint8] | NDArray[np.int16]
     label: int
+    file: str = ""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.random_crop import Crop, CropLaw, random_resized_crops
 from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL, BadSample, sample_key
-from data_pipeline.loading.picture_decode import decode_crops, middle_square, picture_size
+from data_pipeline.loading.picture_decode import decode_crops, decode_square, picture_size
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.png import decode_pngs
 from data_pipeline.storage.store import SampleStore
@@ -183,19 +183,22 @@ def _decode_pictures(
     There are two views, each of which is a crop, or one, the square in the middle if there are no `crops`.
     """
     errors: dict[int, str] = {}
-    sizes_B2 = torch.ones(len(files), 2, dtype=torch.int64)
-    for row, file in enumerate(files):
-        try:
-            sizes_B2[row] = torch.tensor(picture_size(file))
-        except ValueError as error:
-            errors[row] = str(error)
-    boxes = [[middle_square(*size) for size in sizes_B2.tolist()]] if crops is None else crops.boxes(sizes_B2)
-    views_VBCHW = torch.zeros(len(boxes), len(files), 3, size, size, dtype=torch.uint8)
+    boxes: list[list[Crop]] = []
+    if crops is not None:
+        sizes_B2 = torch.ones(len(files), 2, dtype=torch.int64)
+        for row, file in enumerate(files):
+            try:
+                sizes_B2[row] = torch.tensor(picture_size(file))
+            except ValueError as error:
+                errors[row] = str(error)
+        boxes = crops.boxes(sizes_B2)
+    views_VBCHW = torch.zeros(len(boxes) or 1, len(files), 3, size, size, dtype=torch.uint8)
     for row, file in enumerate(files):
         if row in errors:
             continue
         try:
-            views_VBCHW[:, row] = decode_crops(file, [box[row] for box in boxes], size=size)
+            of_row = [box[row] for box in boxes]
+            views_VBCHW[:, row] = decode_crops(file, of_row, size=size) if of_row else decode_square(file, size=size)
         except ValueError as error:
             errors[row] = str(error)
     return views_VBCHW, errors

@@ -211,6 +211,12 @@ class Stream:
                 source.placed.kind,
                 source.placed.reason,
             )
+        if len({source.store.manifest.any_size for source in self._sources}) > 1:
+            logger.warning(
+                "%s: a build has resized the pictures of some sources; those of others are resized as they are read, "
+                "large JPEGs with differences of about two levels, by which an encoder may tell sources apart",
+                self.location,
+            )
 
     def source_metrics(self, num_done: int) -> dict[str, float]:
         """Return what the first `num_done` steps drew from each source of a mixture; nothing for one dataset.

@@ -82,6 +82,11 @@ def labels_of(source: Source) -> dict[str, LabelColumn]:
     return {**base, **more}
 
 
+def visible(folder: Path) -> list[Path]:
+    """Return what a folder holds, sorted by name, without hidden entries and the folder `__MACOSX` of a Mac's zip."""
+    return sorted(path for path in folder.iterdir() if not path.name.startswith((".", "__MACOSX")))
+
+
 def class_names_of(values: Collection[str]) -> tuple[str, ...]:
     """Return the names of the classes of some labels. Whole numbers are their own classes; other labels are sorted.
 

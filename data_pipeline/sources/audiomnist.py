@@ -61,13 +61,11 @@ class AudioMnist:
             folder = self.root / f"{speaker:02d}"
             names, form = rf"([0-9])_{folder.name}_(0|[1-9][0-9]*)\.wav", f"DIGIT_{folder.name}_TAKE.wav"
             found = recordings_in(folder, names, form=form, others=others)
-            takes += sorted((speaker, int(match[1]), int(match[2])) for match in found)
+            takes += sorted((speaker, int(match[1]), int(match[2]), f"{folder.name}/{match.string}") for match in found)
         warn_of_ignored(self.root, others)
-        # Numbers, not names: 30,000 strings would be copied into every worker.
-        self._speakers, digits, self._takes = np.array(takes, dtype=np.int32).T
-        self.labels: NDArray[np.int64] = digits.astype(np.int64)
+        self._name_N = np.array([name for *_, name in takes], dtype=np.bytes_)  # not 30,000 strings in every worker
+        self.labels: NDArray[np.int64] = np.array([digit for _, digit, *_ in takes], dtype=np.int64)
 
     def __getitem__(self, number: int) -> Record:
-        speaker, digit = f"{self._speakers[number]:02d}", int(self.labels[number])
-        path = self.root / speaker / f"{digit}_{speaker}_{self._takes[number]}.wav"
-        return Record(read_wav(path, sample_rate=self.sample_rate), digit)
+        name = self._name_N[number].decode()
+        return Record(read_wav(self.root / name, sample_rate=self.sample_rate), int(self.labels[number]), name)

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
@@ -22,133 +22,148 @@ from PIL import Image
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import SOURCE_OPTION
 from data_pipeline.core.progress import Progress
-from data_pipeline.core.sample import Record
+from data_pipeline.core.sample import BASE, NO_LABEL, Record
 from data_pipeline.core.system import num_cores
-from data_pipeline.sources.picture_file import read_rgb
+from data_pipeline.sources import LabelColumn, visible
+from data_pipeline.sources.picture_file import middle_square, read_rgb
 from data_pipeline.storage.source_digests import content_digest
 
 logger = logging.getLogger(__name__)
 
 SUFFIXES: Final = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
-
-
-def middle_square(picture: Image.Image, size: int) -> Image.Image:
-    """Resize a picture so that its shorter side has `size` pixels, and crop the middle to (size, size).
-
-    Resizes bilinearly with antialiasing, and rounds sizes like torchvision's `Resize` and `CenterCrop`.
-    """
-    shorter = min(picture.size)
-    width, height = (int(size * side / shorter) for side in picture.size)
-    left, top = round((width - size) / 2), round((height - size) / 2)
-    return picture.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + size, top + size))
-
-
-class ImageFolder:
-    """The pictures of one split, read by `read_rgb`, with classes and files sorted by name.
-
-    If `root` has folders `train` and `test`, reads the one named `split`. If it has neither, `root` itself holds the
-    classes, and `in_test_split` draws the share `test_share` of each class as the test split; this decodes every
-    picture once. Files with other endings than `SUFFIXES`, and pictures beside the class folders, are ignored with a
-    warning, hidden files without one.
-    `middle_square` brings each picture to `image_size`; if that is None, all pictures must have the size of the first.
-
-    Raises `UserError` with the name of the folder or file if a folder is missing or empty, if there are fewer than two
-    classes, or if `test_share` is missing, not needed or leaves a class without pictures. Reading a record raises it if
-    the picture does not decode or has another size.
-    """
-
-    title = "picture"
-
-    def __init__(
-        self, root: Path, *, split: str, image_size: int | None = None, test_share: float | None = None, seed: int = 0
-    ) -> None:
-        self.root = _split_folder(root, split, test_share)
-        self.image_size = image_size
-        self.description = "folder" if image_size is None else f"folder, middle {image_size}x{image_size}"
-        visible = sorted(path for path in self.root.iterdir() if not path.name.startswith("."))
-        folders = [path for path in visible if path.is_dir()]
-        if len(folders) < 2:
-            found = f"only one class folder ({folders[0].name})" if folders else "no class folders"
-            raise UserError(f"{self.root} holds {found}; give a folder that holds at least two, each with its pictures")
-        self.class_names = tuple(folder.name for folder in folders)
-        names: list[bytes] = []
-        num_files = []
-        others: list[Path] = []
-        for folder in folders:
-            in_class = _picture_names(folder, others)
-            names += map(os.fsencode, in_class)
-            num_files.append(len(in_class))
-        if others:
-            logger.warning("%s: ignored %d entries that are no pictures, such as %s", self.root, len(others), others[0])
-        self._name_N = np.array(names)  # bytes: there may be millions of files, and each worker has a copy
-        self.labels: NDArray[np.int64] = np.repeat(np.arange(len(folders)), num_files)
-        if test_share is not None:
-            self._keep_split(split, test_share=test_share, seed=seed)
-        self._shape = self._decode(0).shape
-
-    def _keep_split(self, split: str, *, test_share: float, seed: int) -> None:
-        """Keep the records of one split."""
-        digests = picture_digests(self.path, len(self.labels), title=f"splitting {self.root.name} into train and test")
-        in_test_N = in_test_split(digests, self.labels, test_share=test_share, seed=seed, carry_rounding=False)
-        self.description += describe_draw(in_test_N, test_share=test_share, seed=seed)
-        chosen_N = in_test_N == (split == "test")
-        counts = np.bincount(self.labels[chosen_N], minlength=len(self.class_names))
-        if not counts.all():
-            raise UserError(
-                f"test_share={test_share} leaves no pictures of class {self.class_names[int(counts.argmin())]} of "
-                f"{self.root} for the {split} split; choose another share or add pictures"
-            )
-        self.labels, self._name_N = self.labels[chosen_N], self._name_N[chosen_N]
-
-    def path(self, number: int) -> Path:
-        """Return the file of a record."""
-        return self.root / self.class_names[int(self.labels[number])] / os.fsdecode(self._name_N[number])
-
-    def _decode(self, number: int) -> NDArray[np.uint8]:
-        return decode_picture(self.path(number), self.image_size)
-
-    def __getitem__(self, number: int) -> Record:
-        pixels = self._decode(number)
-        check_same_size(pixels, self.path(number), shape=self._shape, first=self.path(0))
-        return Record(pixels, int(self.labels[number]))
-
-
 _NUM_AT_ONCE: Final = 1_000  # pictures that wait for the threads
 # In the manifest, so that no build goes on with the split of another rule. Manifests of the first rule name none.
 _SPLIT_RULE: Final = 2
 
 
-def decode_picture(path: Path, image_size: int | None) -> NDArray[np.uint8]:
-    """Return the pixels of a picture, (H, W, 3): its `middle_square` of `image_size`, or all if that is None."""
+class PictureFiles:
+    """The pictures of one split, read by `read_rgb`, and their labels.
+
+    Args:
+        root: the folder that the user named.
+        names: the path of each picture below `root`.
+        labels: each label by name; `base` may be among them.
+        image_size: the size to which each picture is brought, as torchvision's `Resize` and `CenterCrop` do; if it is
+            None, all must have the size of the first.
+        description: the kind of source, for the manifest.
+
+    Reading a record raises `UserError` with the name of the file if it does not decode or has another size.
+    """
+
+    title = "picture"
+
+    def __init__(
+        self,
+        root: Path,
+        names: Sequence[str],
+        labels: Mapping[str, LabelColumn],
+        *,
+        image_size: int | None,
+        description: str,
+    ) -> None:
+        self.root, self.image_size, self.description = root, image_size, description
+        # Bytes: there may be millions of files, and each worker has a copy.
+        self._name_N = np.array([os.fsencode(name) for name in names])
+        self.more_labels = dict(labels)
+        base = self.more_labels.pop(BASE, None)
+        self.class_names: tuple[str, ...] = () if base is None else base.classes
+        self.labels: NDArray[np.int64] = np.full(len(names), NO_LABEL) if base is None else base.label_N
+        self._shape = _decoded(self.path(0), image_size).shape
+
+    def name(self, number: int) -> str:
+        """Return the path of the file of a record below `root`."""
+        return os.fsdecode(self._name_N[number])
+
+    def path(self, number: int) -> Path:
+        """Return the file of a record."""
+        return self.root / self.name(number)
+
+    def __getitem__(self, number: int) -> Record:
+        pixels = _decoded(self.path(number), self.image_size)
+        if pixels.shape != self._shape:
+            (height, width, _), (first_height, first_width, _) = pixels.shape, self._shape
+            raise UserError(
+                f"{self.path(number)} is {width}x{height} pixels but {self.path(0)} is {first_width}x{first_height}; "
+                f"bring all pictures to one size with {SOURCE_OPTION} image_size=N"
+            )
+        return Record(pixels, int(self.labels[number]), self.name(number))
+
+
+def _decoded(path: Path, image_size: int | None) -> NDArray[np.uint8]:
+    """Return the pixels of a picture, (H, W, 3): its middle square in `image_size`, or all if that is None."""
     picture = read_rgb(path)
-    return np.asarray(picture if image_size is None else middle_square(picture, image_size))
+    if image_size is not None:
+        height, width, top, left = middle_square(picture.height, picture.width, image_size)
+        resized = picture.resize((width, height), Image.Resampling.BILINEAR)
+        picture = resized.crop((left, top, left + image_size, top + image_size))
+    return np.asarray(picture)
 
 
-def check_same_size(pixels: NDArray[np.uint8], path: Path, *, shape: tuple[int, ...], first: Path) -> None:
-    """Raise `UserError` if the pixels of a picture do not have the shape (H, W, 3) of the first one."""
-    if pixels.shape != shape:
-        (height, width, _), (first_height, first_width, _) = pixels.shape, shape
-        raise UserError(
-            f"{path} is {width}x{height} pixels but {first} is {first_width}x{first_height}; bring all pictures to one "
-            f"size with {SOURCE_OPTION} image_size=N"
-        )
+def image_folder(
+    root: Path, *, split: str, image_size: int | None = None, test_share: float | None = None, seed: int = 0
+) -> PictureFiles:
+    """Return the pictures of one split, with classes and files sorted by name.
+
+    If `root` has folders `train` and `test`, reads the one named `split`. If it has neither, `root` itself holds the
+    classes, and `draw_split` draws the share `test_share` of each class as the test split. Files with other endings
+    than `SUFFIXES`, and pictures beside the class folders, are ignored with a warning, hidden files without one.
+
+    Raises `UserError` with the name of the folder or file if a folder is missing or empty, if there are fewer than two
+    classes, or if `test_share` is missing, not needed or leaves a class without pictures.
+    """
+    top = _split_folder(root, split, test_share)
+    folders = [path for path in visible(top) if path.is_dir()]
+    if len(folders) < 2:
+        found = f"only one class folder ({folders[0].name})" if folders else "no class folders"
+        raise UserError(f"{top} holds {found}; give a folder that holds at least two, each with its pictures")
+    classes = tuple(folder.name for folder in folders)
+    others: list[Path] = []
+    names_of = [_picture_names(folder, others) for folder in folders]
+    if others:
+        logger.warning("%s: ignored %d entries that are no pictures, such as %s", top, len(others), others[0])
+    below = top.relative_to(root)
+    names = [str(below / name / each) for name, in_class in zip(classes, names_of, strict=True) for each in in_class]
+    label_N = np.repeat(np.arange(len(folders)), [len(in_class) for in_class in names_of])
+    description = described("folder", image_size)
+    if test_share is not None:
+        in_test_N, drawn = draw_split(root, names, label_N, test_share=test_share, seed=seed, carry_rounding=False)
+        chosen_N = np.flatnonzero(in_test_N == (split == "test"))
+        counts = np.bincount(label_N[chosen_N], minlength=len(classes))
+        if not counts.all():
+            raise UserError(
+                f"test_share={test_share} leaves no pictures of class {classes[int(counts.argmin())]} of {root} for "
+                f"the {split} split; choose another share or add pictures"
+            )
+        names, label_N = [names[number] for number in chosen_N.tolist()], label_N[chosen_N]
+        description += drawn
+    labels = {BASE: LabelColumn(PictureFiles.title, classes, label_N)}
+    return PictureFiles(root, names, labels, image_size=image_size, description=description)
 
 
-def picture_digests(path: Callable[[int], Path], num: int, *, title: str) -> list[bytes]:
-    """Return the digest of the whole upright picture in each of `num` files, whatever their formats.
+def described(kind: str, image_size: int | None) -> str:
+    """Return the description of a source of pictures that are brought to `image_size`."""
+    return kind if image_size is None else f"{kind}, middle {image_size}x{image_size}"
 
-    Threads decode the files. Progress is shown under `title`.
+
+def draw_split(
+    root: Path, names: Sequence[str], group_N: NDArray[np.int64], *, test_share: float, seed: int, carry_rounding: bool
+) -> tuple[NDArray[np.bool_], str]:
+    """Return whether each picture is in the test split, (N,) bool, and the draw in words for the manifest.
+
+    `group_N` numbers the groups over which the draw is spread, as `in_test_split` does. Threads decode every picture.
     """
     digests: list[bytes] = []
     with (
         ThreadPoolExecutor(num_cores()) as pool,
-        Progress(title, total=num) as progress,
+        Progress(f"splitting {root.name} into train and test", total=len(names)) as progress,
     ):
-        for start in range(0, num, _NUM_AT_ONCE):
-            numbers = range(start, min(start + _NUM_AT_ONCE, num))
-            digests += pool.map(lambda number: content_digest(decode_picture(path(number), None)), numbers)
-            progress.advance(len(numbers))
-    return digests
+        for start in range(0, len(names), _NUM_AT_ONCE):
+            some = names[start : start + _NUM_AT_ONCE]
+            digests += pool.map(lambda name: content_digest(_decoded(root / name, None)), some)
+            progress.advance(len(some))
+    in_test_N = in_test_split(digests, group_N, test_share=test_share, seed=seed, carry_rounding=carry_rounding)
+    num = f"{np.count_nonzero(in_test_N)} of {len(in_test_N)} pictures"
+    return in_test_N, f", test share {test_share} ({num}) by seed {seed} and rule {_SPLIT_RULE}"
 
 
 def in_test_split(
@@ -189,12 +204,6 @@ def _rounded(number: Fraction) -> int:
     return math.floor(number + Fraction(1, 2))
 
 
-def describe_draw(in_test_N: NDArray[np.bool_], *, test_share: float, seed: int) -> str:
-    """Return for the manifest how a test split was drawn, and how many pictures it has."""
-    num = int(np.count_nonzero(in_test_N))
-    return f", test share {test_share} ({num} of {len(in_test_N)} pictures) by seed {seed} and rule {_SPLIT_RULE}"
-
-
 def _split_folder(root: Path, split: str, test_share: float | None) -> Path:
     if not root.is_dir():
         raise UserError(
@@ -217,14 +226,9 @@ def _split_folder(root: Path, split: str, test_share: float | None) -> Path:
 
 def _picture_names(folder: Path, others: list[Path]) -> list[str]:
     """Return the sorted names of the pictures in a folder; add everything else that is not hidden to `others`."""
-    names = []
-    for path in folder.iterdir():
-        if path.name.startswith("."):
-            continue
-        if path.suffix.lower() in SUFFIXES:
-            names.append(path.name)
-        else:
-            others.append(path)
+    paths = visible(folder)
+    names = [path.name for path in paths if path.suffix.lower() in SUFFIXES]
+    others += [path for path in paths if path.suffix.lower() not in SUFFIXES]
     if not names:
         raise UserError(f"{folder} holds no pictures ({', '.join(sorted(SUFFIXES))}); add some or remove the folder")
-    return sorted(names)
+    return names

@@ -57,19 +57,17 @@ class Fsdd:
         others: list[Path] = []
         found = recordings_in(self.root, _NAME, form="DIGIT_SPEAKER_INDEX.wav", others=others)
         warn_of_ignored(self.root, others)
-        recordings = [(match[2], int(match[1]), int(match[3])) for match in found]
-        speakers = {speaker for speaker, _, _ in recordings}
+        recordings = [(match[2], int(match[1]), int(match[3]), match.string) for match in found]
+        speakers = {speaker for speaker, *_ in recordings}
         if test_speaker not in speakers:
             raise UserError(f'{self.root} has no speaker "{test_speaker}"{nearest(test_speaker, speakers)}')
         if len(speakers) == 1:
             raise UserError(f"{self.root} holds only one speaker, {test_speaker}; add the recordings of others")
         self.description = f"fsdd, test speaker {test_speaker}"
         chosen = sorted(entry for entry in recordings if (entry[0] == test_speaker) == (split == "test"))
-        self._speakers = tuple(speaker for speaker, _, _ in chosen)
-        self._indices = tuple(index for _, _, index in chosen)
-        self.labels: NDArray[np.int64] = np.array([digit for _, digit, _ in chosen], dtype=np.int64)
+        self._names = tuple(name for *_, name in chosen)
+        self.labels: NDArray[np.int64] = np.array([digit for _, digit, *_ in chosen], dtype=np.int64)
 
     def __getitem__(self, number: int) -> Record:
-        digit = int(self.labels[number])
-        path = self.root / f"{digit}_{self._speakers[number]}_{self._indices[number]}.wav"
-        return Record(read_wav(path, sample_rate=self.sample_rate), digit)
+        name = self._names[number]
+        return Record(read_wav(self.root / name, sample_rate=self.sample_rate), int(self.labels[number]), name)

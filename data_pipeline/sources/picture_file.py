@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Final, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageFile
@@ -102,6 +102,22 @@ def to_rgb(picture: Image.Image) -> Image.Image:
         rgba = picture.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", rgba.size, (*_BACKGROUND, 255)), rgba).convert("RGB")
     return picture.convert("RGB")
+
+
+class MiddleSquare(NamedTuple):
+    """The size of a picture whose shorter side is brought to some pixels, and where its middle square begins."""
+
+    height: int
+    width: int
+    top: int
+    left: int
+
+
+def middle_square(height: int, width: int, size: int) -> MiddleSquare:
+    """Return the middle square of `size` pixels; rounds like torchvision's `Resize(size)` and `CenterCrop(size)`."""
+    shorter = min(height, width)
+    resized = int(size * height / shorter), int(size * width / shorter)
+    return MiddleSquare(*resized, *(round((side - size) / 2) for side in resized))
 
 
 def open_picture(file: Path | IO[bytes]) -> ImageFile.ImageFile:

@@ -8,20 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.sources import visible
 
 logger = logging.getLogger(__name__)
 
 
 def recordings_in(folder: Path, names: str, *, form: str, others: list[Path]) -> list[re.Match[str]]:
-    """Return how the name of each WAV file matches `names`. Add other entries that are not hidden to `others`.
+    """Return how the name of each WAV file matches `names`, in capitals or not. Add other visible entries to `others`.
 
     Raises `UserError` if there is no WAV file, or if one has another name than `form`, the pattern in words.
     """
     found = []
-    for path in sorted(path for path in folder.iterdir() if not path.name.startswith(".")):
+    for path in visible(folder):
         if path.suffix.lower() != ".wav":
             others.append(path)
-        elif match := re.fullmatch(names, path.name):
+        elif match := re.fullmatch(names, path.name, re.IGNORECASE):
             found.append(match)
         else:
             raise UserError(f"{path} is not named {form}, as the published files are; rename or remove it")

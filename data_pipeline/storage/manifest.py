@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, Self
 
 import pydantic_core
 from pydantic import (
@@ -52,6 +52,12 @@ class FileEntry(Schema):
 
     num_bytes: NonNegativeInt
     sha256: Sha256
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """Return the entry of a file, which is read."""
+        with path.open("rb") as file:
+            return cls(num_bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
 
 class Fields(Schema):

@@ -5,6 +5,8 @@ pages of the samples that it needs.
 
 Guarantees:
 
+- An index that is not the one of the manifest is refused: by the sha256 of each file up to 100 MB, which holds the
+  labels of 25 million samples; of a larger file, by its size.
 - A tar of another size than when it was indexed is refused.
 - No sample is returned under the index of another: a member is read only from a place that the tar's own header
   confirms, with the key of the sample if `build` wrote the tar.
@@ -16,6 +18,7 @@ Shapes: B samples to read, M members of a sample, S tars.
 
 from __future__ import annotations
 
+import json
 import logging
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.core.errors import UserError, printable
-from data_pipeline.core.sample import NO_LABEL, BadSample, sample_key
+from data_pipeline.core.sample import FILE_ENTRY, NO_LABEL, BadSample, sample_key
 from data_pipeline.overlays import Overlay
 from data_pipeline.overlays.registry import load_overlay
 from data_pipeline.remote.cache import FileCache, file_url, path_beside, read_manifest
@@ -43,15 +46,17 @@ from data_pipeline.storage.index import (
     map_file,
 )
 from data_pipeline.storage.locations import MANIFEST_NAME, TARS_NAME, dataset_directory, is_remote
-from data_pipeline.storage.manifest import OVERLAY_NAME, Manifest
-from data_pipeline.storage.tar_headers import is_file_at, name_at
+from data_pipeline.storage.manifest import OVERLAY_NAME, FileEntry, Manifest
+from data_pipeline.storage.tar_headers import is_file_at, name_at, padded, read_contents
 
 logger = logging.getLogger(__name__)
 
 _MAX_OPEN_SHARDS: Final = 4_096  # Linux gives a process 65,530 mappings
 _HASH_BYTES: Final = 32
+_MAX_HASHED_BYTES: Final = 100_000_000  # of a file of the index that is read whole when a dataset is opened
 _NUM_SURVEYED: Final = 10_000  # tars whose size is looked at before the first is read
 _NUM_ATTEMPTS: Final = 5
+_JSON_ROOM: Final = 1 << 16  # bytes behind a content in which its JSON is looked for
 _MEND: Final = "copy the dataset again, or build or index it again"
 _REMOTE: Final = RemoteConfig()
 
@@ -89,9 +94,9 @@ class SampleStore:
         shard_bytes: (S,) int64, the size of each tar.
         max_shards: the number of tars that the cache can hold at a time; None if it can hold all.
 
-    A `manifest` that was read already is not read again. Unless it `surveys` the tars, a tar that is missing or has
-    another size is noticed when it is opened. Raises `UserError` if the manifest, the index, a tar or the
-    overlay of a local dataset is missing or wrong.
+    A `manifest` that was read already is not read again. Unless it `surveys` the files, those of the index are known by
+    their size alone, and a tar that is missing or has another size is noticed when it is opened. Raises `UserError` if
+    the manifest, the index, a tar or the overlay of a local dataset is missing or wrong.
     """
 
     def __init__(
@@ -102,7 +107,7 @@ class SampleStore:
         manifest: Manifest | None = None,
         surveys: bool = True,
     ) -> None:
-        self.remote = remote
+        self.remote, self._surveys = remote, surveys
         self.location: str | Path = str(location) if is_remote(location) else dataset_directory(location)
         self.manifest = manifest = read_manifest(self.location, config=remote) if manifest is None else manifest
         self.members = ("content", "mask") if manifest.has_mask else ("content",)
@@ -152,6 +157,8 @@ class SampleStore:
         """Return the local path of a file of the index. Raises `UserError` if it is not as the manifest says."""
         entry = self.manifest.files.get(name)
         if entry is None or not (path := self.path(name)).is_file() or path.stat().st_size != entry.num_bytes:
+            raise self._contradiction(name)
+        if self._surveys and entry.num_bytes <= _MAX_HASHED_BYTES and FileEntry.of(path) != entry:
             raise self._contradiction(name)
         return path
 
@@ -268,10 +275,24 @@ class SampleStore:
 
     def undecoded(self, index: int, reason: str) -> BadSample:
         """Return a sample whose bytes could be read and do not decode, with the name of its file."""
-        tar = self._tar(self._shard_of(index))
-        offsets_1M, _ = tar.places(np.array([index - tar.first]))
-        name = name_at(tar.data, offset=int(offsets_1M[0, 0]))
-        return self.bad_sample(index, f"{printable(name)}: {reason}")
+        return self.bad_sample(index, f"{printable(self.file_of(index))}: {reason}")
+
+    def file_of(self, index: int) -> str:
+        """Return the name of the file of a sample: in a tar of `build` the one from which it was made.
+
+        That stands in `KEY.json`, before or behind the content. If there is none, as for a generated sample and in
+        other tars, it is the name of the content.
+        """
+        tar, key = self._tar(self._shard_of(index)), sample_key(index)
+        first = index == tar.first
+        offsets_2M, sizes_2M = tar.places(np.array([index - tar.first - (not first), index - tar.first]))
+        begin, end = (offsets_2M + sizes_2M).max(axis=1).tolist()
+        found = ""
+        if self.manifest.tars.numbered:
+            around = tar.data[0 if first else padded(begin) : end + _JSON_ROOM]
+            beside = (each for each in read_contents(around).members if each.name == f"{key}.json")
+            found = next((_file_in(around[each.offset : each.offset + each.size]) for each in beside), "")
+        return found or name_at(tar.data, offset=int(offsets_2M[1, 0]))
 
     def _shard_of(self, index: int) -> int:
         return bisect_right(self.shard_ends, index)  # for one number faster than NumPy's own
@@ -330,3 +351,11 @@ class SampleStore:
         kept = [number for number, _ in opened if number not in gone]
         for number in gone + kept[: -self._limit]:
             self._open.pop(number, None)
+
+
+def _file_in(labels: memoryview) -> str:
+    """Return the file in the JSON of a sample; "" if there is none."""
+    with suppress(ValueError):  # damaged
+        entries = json.loads(bytes(labels))
+        return str(entries.get(FILE_ENTRY, "")) if isinstance(entries, dict) else ""
+    return ""

@@ -93,7 +93,7 @@ def read_contents(data: memoryview) -> TarContents:
         elif kind == _RECORDS and size <= _MAX_RECORDS_BYTES:
             records = _pax_records(bytes(data[offset : offset + size]))
             long_name = records.get(b"path", long_name)
-            long_size = int(records[b"size"]) if records.get(b"size", b"").isdigit() else long_size
+            long_size = int(records[b"size"]) if re.fullmatch(rb"\d{1,18}", records.get(b"size", b"")) else long_size
         end = min(offset + padded(size), len(data))
     is_whole = data[end : end + BLOCK].tobytes() == bytes(BLOCK)
     rest = np.frombuffer(data, dtype=np.uint8)[end:]

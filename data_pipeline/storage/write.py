@@ -1,8 +1,8 @@
 """Write samples as plain WebDataset tars, which any WebDataset reader can open.
 
-A sample has the members `KEY.json`, the class name of each of its labels, and `KEY.wav` or `KEY.png`, and also
-`KEY.mask.png` if an overlay is drawn on it. KEY is its index in eight digits. Samples are written in the order of their
-index to `shard-00000.tar`, ...
+A sample has the members `KEY.json`, the class name of each of its labels and the file from which it was made, and
+`KEY.wav` or `KEY.png`, and also `KEY.mask.png` if an overlay is drawn on it. KEY is its index in eight digits. Samples
+are written in the order of their index to `shard-00000.tar`, ...
 
 Guarantees: the same samples give the same bytes on any machine, for any user, at any time.
 """
@@ -19,18 +19,18 @@ from numpy.typing import NDArray
 from webdataset import TarWriter
 
 from data_pipeline.audio.waveform import encode_wav
-from data_pipeline.core.sample import NO_LABEL, Sample, sample_key
+from data_pipeline.core.sample import FILE_ENTRY, NO_LABEL, Sample, sample_key
 from data_pipeline.storage.png import encode_png
 
 
 def encode(
-    sample: Sample, classes: Mapping[str, tuple[str, ...]], *, sample_rate: int | None = None
+    sample: Sample, classes: Mapping[str, tuple[str, ...]], *, sample_rate: int | None = None, file: str = ""
 ) -> dict[str, bytes]:
     """Return the members of one sample, by extension. `classes` are the class names of each label.
 
-    `sample_rate` is in points a second for a sound, None for a picture.
+    `sample_rate` is in points a second for a sound, None for a picture. `file` is that of `Record`.
     """
-    members = {"json": encode_labels(sample.labels, classes)}
+    members = {"json": encode_labels(sample.labels, classes, file=file)}
     content: NDArray[Any] = sample.content
     if content.ndim == 1:
         assert sample_rate is not None
@@ -42,9 +42,10 @@ def encode(
     return members
 
 
-def encode_labels(labels: Mapping[str, int], classes: Mapping[str, tuple[str, ...]]) -> bytes:
-    """Return the JSON of a sample: the class name of each label that it has."""
-    return json.dumps({name: classes[name][number] for name, number in labels.items() if number != NO_LABEL}).encode()
+def encode_labels(labels: Mapping[str, int], classes: Mapping[str, tuple[str, ...]], *, file: str = "") -> bytes:
+    """Return the JSON of a sample: the class name of each label that it has, and its file if it has one."""
+    entries = {name: classes[name][number] for name, number in labels.items() if number != NO_LABEL}
+    return json.dumps({**entries, FILE_ENTRY: file} if file else entries).encode()
 
 
 def shard_name(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Draw the first samples of a dataset as a grid, as training reads them, with their labels below.
+"""Draw the first samples of a dataset as a grid, as training reads them, with their labels and files below.
 
 The object on a picture is outlined by its mask. Channels that an overlay adds are not drawn.
 A sound is drawn as the log-mel spectrogram that the encoder gets: time to the right, frequency
@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from data_pipeline.audio.log_mel import log_mel, mel_config, power_mel
-from data_pipeline.core.errors import UserError
+from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL, Batch
 from data_pipeline.loading.whole import read_all
 from data_pipeline.storage.manifest import Manifest
@@ -24,6 +24,7 @@ from data_pipeline.storage.store import SampleStore
 
 NUM_COLUMNS: Final = 10
 _CELL: Final = 1.3  # inches, with about as many lines of captions as there are labels
+_MAX_CHARACTERS: Final = 22  # of the name of a file, as many as fit below a cell
 _LINE: Final = 0.15  # inches
 _INK, _OUTLINE = "#282828", "#ff00c8"
 
@@ -35,10 +36,11 @@ def draw_grid(location: str, *, num_samples: int) -> Figure:
     batch = next(read_all(store, batch_size=min(num_samples, manifest.num_samples)))
     num_columns = min(NUM_COLUMNS, len(batch))
     num_rows = -(-len(batch) // num_columns)
-    height = _CELL + _LINE * len(manifest.labels)
+    num_lines = len(manifest.labels) + 1
+    height = _CELL + _LINE * num_lines
     figure = Figure(figsize=(_CELL * num_columns, height * num_rows))
     cells = figure.subplots(num_rows, num_columns, squeeze=False)
-    space = _LINE * (len(manifest.labels) + 1) / _CELL
+    space = _LINE * (num_lines + 1) / _CELL
     figure.subplots_adjust(left=0.01, right=0.99, top=0.99, bottom=space / num_rows / 2, wspace=0.05, hspace=space)
     pictures = pictures_of(batch, manifest)
     for cell in cells.flat:
@@ -54,26 +56,32 @@ def draw_grid(location: str, *, num_samples: int) -> Figure:
         )
         if batch.masks_BHW is not None and (inside_HW := batch.masks_BHW[row].numpy() != MASK_OUTSIDE).any():
             cell.contour(inside_HW, levels=[0.5], colors=[_OUTLINE], linewidths=1)
-        _write_labels(cell, batch, manifest, row)
+        _write_captions(cell, batch, store, row)
     return figure
 
 
-def _write_labels(cell: Axes, batch: Batch, manifest: Manifest, row: int) -> None:
-    """Write the class names of a sample below it, a line for each label of the dataset, in the order of the manifest.
+def _write_captions(cell: Axes, batch: Batch, store: SampleStore, row: int) -> None:
+    """Write the class names of a sample below it, in the order of the manifest, and then the end of its file's name.
 
     Those of an overlay have the colour of its outline.
     """
-    for line, (name, label) in enumerate(manifest.labels.items()):
+    captions = []
+    for name, label in store.manifest.labels.items():
         number = int(batch.labels[name][row])
+        colour = _OUTLINE if label.given_by == "overlay" else _INK
+        captions.append(("" if number == NO_LABEL else label.classes[number], colour))
+    captions.append((printable(store.file_of(int(batch.index_B[row])))[-_MAX_CHARACTERS:], _INK))
+    for line, (text, colour) in enumerate(captions):
         cell.text(
             0,
             -_LINE * line / _CELL,
-            "" if number == NO_LABEL else label.classes[number],
+            text,
             transform=cell.transAxes,
             verticalalignment="top",
             fontsize=8,
-            color=_OUTLINE if label.given_by == "overlay" else _INK,
+            color=colour,
             clip_on=False,
+            parse_math=False,
         )
 
 

@@ -22,6 +22,7 @@ from data_pipeline.remote.cache import read_manifest
 from data_pipeline.remote.fetch import RemoteConfig
 from data_pipeline.storage.index import map_file
 from data_pipeline.storage.locations import MANIFEST_NAME
+from data_pipeline.storage.manifest import FileEntry
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.tar_headers import read_contents
 from data_pipeline.storage.totals import Totals
@@ -109,13 +110,10 @@ class Verification:
     def _wrong_files(self, store: SampleStore) -> Iterator[DatasetProblem]:
         for name, entry in self.manifest.files.items():
             try:
-                with store.path(name).open("rb") as file:
-                    is_right = hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256
+                if FileEntry.of(store.path(name)) != entry:
+                    yield DatasetProblem(name, None, f"does not have the sha256 in {MANIFEST_NAME}")
             except OSError as error:
                 yield DatasetProblem(name, None, f"cannot be read ({error.strerror})")
-                continue
-            if not is_right:
-                yield DatasetProblem(name, None, f"does not have the sha256 in {MANIFEST_NAME}")
         if isinstance(store.location, Path) and self.manifest.tars.numbered:
             for path in sorted(store.location.glob("*.tar")):
                 if path.name not in store.tar_names:

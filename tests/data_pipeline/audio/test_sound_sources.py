@@ -43,7 +43,7 @@ def audiomnist(tmp_path: Path) -> Path:
     for speaker in range(1, 61):
         folder = tmp_path / "data" / f"{speaker:02d}"
         folder.mkdir(parents=True)
-        for name in (f"3_{speaker:02d}_10.wav", f"3_{speaker:02d}_9.wav", f"0_{speaker:02d}_0.wav", "._x.wav", "a.txt"):
+        for name in (f"3_{speaker:02d}_10.wav", f"3_{speaker:02d}_9.wav", f"0_{speaker:02d}_0.WAV", "._x.wav", "a.txt"):
             (folder / name).touch()
     return tmp_path
 
@@ -55,15 +55,15 @@ def test_the_published_speakers_in_the_order_of_speaker_digit_and_take(audiomnis
             assert source.labels.dtype == np.int64
             assert source.labels.tolist() == [0, 3, 3] * len(speakers)
         for position, speaker in enumerate(sorted(speakers)):
-            for offset, name in enumerate((f"0_{speaker}_0", f"3_{speaker}_9", f"3_{speaker}_10")):
-                path = audiomnist / "data" / speaker / f"{name}.wav"
-                write_points(path, num=3 * position + offset + 1)
+            for offset, name in enumerate((f"0_{speaker}_0.WAV", f"3_{speaker}_9.wav", f"3_{speaker}_10.wav")):
+                write_points(audiomnist / "data" / speaker / name, num=3 * position + offset + 1)
         again = pickle.loads(pickle.dumps(source))
         for number in range(len(source.labels)):
             record = again[number]
             assert record.content.dtype == np.int16
             assert len(record.content) == number + 1
             assert record.label == source.labels[number]
+            assert record.file.startswith(f"{sorted(speakers)[number // 3]}/{record.label}_")
 
 
 def test_missing_speakers_are_named(audiomnist: Path) -> None:

@@ -27,12 +27,13 @@ from data_pipeline.loading.placement import read_whole
 from data_pipeline.loading.whole import read_all
 from data_pipeline.overlays import FIRST_PURPOSE, LabelClasses, Layer, PictureOverlay
 from data_pipeline.overlays.registry import NAMES
-from data_pipeline.sources.picture_table import PictureTable
+from data_pipeline.sources.picture_table import picture_table
 from data_pipeline.storage.locations import INDEX_NAME
 from data_pipeline.storage.manifest import Fields, load_manifest
 from data_pipeline.storage.store import SampleStore
 from tests.commands import call
 from tests.data_pipeline.stored_samples import decode_sample, find_problems
+from tests.tiny_data import damage
 
 SEX, SITES = ("f", "m"), ("Bonn", "Kiel", "Ulm")
 
@@ -74,9 +75,11 @@ def found_labels(location: Path, labels: Mapping[str, Mapping[str, str]]) -> dic
     store, found = SampleStore(location), {}
     for index in range(len(store)):
         sample = decode_sample(store, index)
-        found[pixels_of[sample.content.tobytes()]] = {
-            name: "" if number == NO_LABEL else store.manifest.labels[name].classes[number]
-            for name, number in sample.labels.items()
+        name = pixels_of[sample.content.tobytes()]
+        assert store.file_of(index) == name
+        found[name] = {
+            label: "" if number == NO_LABEL else store.manifest.labels[label].classes[number]
+            for label, number in sample.labels.items()
         }
     return found
 
@@ -116,6 +119,9 @@ def test_a_table_gives_each_picture_its_labels(
     assert list(find_problems(out)) == []
     assert "label_sex, sex: 2 classes" in done.stdout
     assert "made from: folder with a table of labels" in done.stdout
+    name = SampleStore(out).file_of(3)
+    damage(out, [3])
+    assert decode(SampleStore(out), np.arange(5)).bad[3].reason.startswith(f"{name}: it ")
 
 
 @pytest.mark.parametrize("overlay", ["baked", "online"])
@@ -169,19 +175,19 @@ def test_without_a_split_a_share_of_each_group_is_drawn(tmp_path: Path) -> None:
     write_table(table, ["file", "sex"], [[name, cells["sex"]] for name, cells in labels.items()])
     parts = {}
     for split in ("train", "test"):
-        source = PictureTable(tmp_path / "pics", table, split=split, test_share=0.2)
+        source = picture_table(tmp_path / "pics", table, split=split, test_share=0.2)
         parts[split] = {source.path(number) for number in range(len(source.labels))}
         counts = np.bincount(source.more_labels["sex"].label_N)
         assert counts.tolist() == {"train": [16, 16], "test": [4, 4]}[split]
     assert not parts["train"] & parts["test"]
     with pytest.raises(UserError, match="has no column split, so both splits would hold the same pictures"):
-        PictureTable(tmp_path / "pics", table, split="train")
+        picture_table(tmp_path / "pics", table, split="train")
     (tmp_path / "pics" / "train").mkdir()
     (tmp_path / "pics" / "a").rename(tmp_path / "pics" / "train" / "a")
     write_table(table, ["file", "sex"], [[f"train/{name}", cells["sex"]] for name, cells in labels.items()])
-    assert len(PictureTable(tmp_path / "pics", table, split="train").labels) == 40
+    assert len(picture_table(tmp_path / "pics", table, split="train").labels) == 40
     with pytest.raises(UserError, match="has no picture in the split test, only in train"):
-        PictureTable(tmp_path / "pics", table, split="test")
+        picture_table(tmp_path / "pics", table, split="test")
 
 
 @pytest.mark.parametrize(
@@ -204,9 +210,9 @@ def test_a_wrong_table_is_told_in_one_sentence(
         (tmp_path / f"{name}.png").write_bytes(png(0))
     table = write_table(tmp_path / "labels.csv", head, rows)
     with pytest.raises(UserError, match=said):
-        PictureTable(tmp_path, table, split="train")
+        picture_table(tmp_path, table, split="train")
     with pytest.raises(UserError, match="cannot be read as a csv file"):
-        PictureTable(tmp_path, tmp_path / "other.csv", split="train")
+        picture_table(tmp_path, tmp_path / "other.csv", split="train")
 
 
 def test_pictures_in_neither_split_are_counted_by_what_the_table_says(
@@ -218,7 +224,7 @@ def test_pictures_in_neither_split_are_counted_by_what_the_table_says(
     rows = [[name, "f", split] for name, split in zip(names, splits, strict=False)]
     write_table(table, ["file", "sex", "split"], rows)
     for split in ("train", "test"):
-        assert len(PictureTable(tmp_path / "pics", table, split=split).labels) == 1
+        assert len(picture_table(tmp_path / "pics", table, split=split).labels) == 1
     said = f'{table}: left out 4 pictures that are in neither split: 2 in "val", 1 in "tset", 1 in ""'
     assert caplog.messages == [said, said]
 
@@ -230,7 +236,7 @@ def test_a_table_names_only_pictures_below_its_root(tmp_path: Path, name: str) -
         path.write_bytes(png(0))
     table = write_table(tmp_path / "labels.csv", ["file", "sex", "split"], [[name.format(root=tmp_path), "f", "train"]])
     with pytest.raises(UserError, match=r"names .*a\.png, which is not a path below .*root"):
-        PictureTable(tmp_path / "root", table, split="train")
+        picture_table(tmp_path / "root", table, split="train")
 
 
 # --- tars

@@ -19,7 +19,7 @@ from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
 from data_pipeline.sources.cifar import Cifar
 from data_pipeline.sources.digits import MnistKind, mnist_digits, sklearn_digits
-from data_pipeline.sources.folder import ImageFolder
+from data_pipeline.sources.folder import image_folder
 from data_pipeline.sources.procedural import Procedural
 from data_pipeline.storage.store import SampleStore
 from tests.data_pipeline.stored_samples import decode_sample, find_problems
@@ -106,30 +106,33 @@ def test_folder_sorts_classes_and_files(tmp_path: Path, caplog: pytest.LogCaptur
     for number, name in enumerate(["dog/b.png", "dog/a.jpeg", "cat/10.PNG", "cat/9.png"]):
         save_picture(tmp_path / "train" / name, colour=(number, 0, 0))
     (tmp_path / "train" / "cat" / "notes.txt").write_text("no picture")
-    (tmp_path / "train" / "cat" / ".hidden.png").write_text("no picture")
-    folder = ImageFolder(tmp_path, split="train")
+    for hidden in ("cat/.hidden.png", "__MACOSX/._cat.png"):  # the second as a Mac packs it into a zip
+        (tmp_path / "train" / hidden).parent.mkdir(exist_ok=True)
+        (tmp_path / "train" / hidden).write_text("no picture")
+    folder = image_folder(tmp_path, split="train")
     for name in ("cat", "dog"):
         save_picture(tmp_path / "test" / name / "x.png", colour=(9, 0, 0))
-    assert ImageFolder(tmp_path, split="test")[0].content[0, 0, 0] == 9
+    assert image_folder(tmp_path, split="test")[0].content[0, 0, 0] == 9
     assert "ignored 1 entries" in caplog.text
     assert folder.class_names == ("cat", "dog")
     assert folder.labels.tolist() == [0, 0, 1, 1]
     assert [int(folder[number].content[0, 0, 0]) for number in (0, 1, 3)] == [2, 3, 0]  # cat/10, cat/9, dog/b
     assert folder[2].content.shape == (4, 6, 3)
+    assert [folder[number].file for number in (0, 2)] == ["train/cat/10.PNG", "train/dog/a.jpeg"]
 
 
 def test_folder_refuses_what_is_not_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere is not a folder; give --root"):
-        ImageFolder(tmp_path / "nowhere", split="train")
+        image_folder(tmp_path / "nowhere", split="train")
     (tmp_path / "train").mkdir()
     with pytest.raises(UserError, match="holds no class folders"):
-        ImageFolder(tmp_path, split="train")
+        image_folder(tmp_path, split="train")
     save_picture(tmp_path / "train" / "only" / "x.png")
     with pytest.raises(UserError, match=r"only one class folder \(only\)"):
-        ImageFolder(tmp_path, split="train")
+        image_folder(tmp_path, split="train")
     (tmp_path / "train" / "void").mkdir()
     with pytest.raises(UserError, match="void holds no pictures"):
-        ImageFolder(tmp_path, split="train")
+        image_folder(tmp_path, split="train")
 
 
 def test_folder_names_the_picture_that_does_not_decode(tmp_path: Path) -> None:
@@ -140,14 +143,14 @@ def test_folder_names_the_picture_that_does_not_decode(tmp_path: Path) -> None:
     for torn in (b"", b"text, not a picture", whole[: len(whole) // 2]):
         (folder / "a" / "1.png").write_bytes(torn)
         with pytest.raises(UserError, match=r"a/1\.png does not decode as a picture .*; mend or remove it"):
-            ImageFolder(tmp_path, split="train")[1]
+            image_folder(tmp_path, split="train")[1]
 
 
 def test_folder_names_the_picture_of_another_size(tmp_path: Path) -> None:
     save_picture(tmp_path / "train" / "a" / "0.png", size=(6, 4))
     save_picture(tmp_path / "train" / "b" / "0.png", size=(4, 6))
     with pytest.raises(UserError, match=r"b/0\.png is 4x6 pixels but .*a/0\.png is 6x4; .*image_size"):
-        ImageFolder(tmp_path, split="train")[1]
+        image_folder(tmp_path, split="train")[1]
 
 
 @pytest.mark.parametrize(("width", "height"), [(32, 32), (40, 30), (29, 47), (301, 64), (33, 32), (7, 5)])
@@ -156,7 +159,7 @@ def test_folder_makes_squares_as_torchvision_does(width: int, height: int, tmp_p
     for name in "ab":
         (tmp_path / "train" / name).mkdir(parents=True)
         Image.fromarray(pixels).save(tmp_path / "train" / name / "0.png")
-    square = ImageFolder(tmp_path, split="train", image_size=32)[1].content
+    square = image_folder(tmp_path, split="train", image_size=32)[1].content
     peer = torchvision.transforms.Compose([torchvision.transforms.Resize(32), torchvision.transforms.CenterCrop(32)])
     np.testing.assert_array_equal(square, np.asarray(peer(Image.fromarray(pixels))))
 
@@ -165,14 +168,14 @@ def test_folder_reads_names_of_any_letters(tmp_path: Path) -> None:
     names = ["a/ä ö.png", "a/b\udcff.png", "a/x.png", "b/日本.png"]  # the second is not UTF-8
     for number, name in enumerate(names):
         save_picture(tmp_path / "train" / name, colour=(number, 0, 0))
-    folder = pickle.loads(pickle.dumps(ImageFolder(tmp_path, split="train")))
+    folder = pickle.loads(pickle.dumps(image_folder(tmp_path, split="train")))
     assert sorted(int(folder[number].content[0, 0, 0]) for number in range(4)) == [0, 1, 2, 3]
 
 
 def test_folder_reads_the_real_cifar_archive_as_pillow_does(tmp_path: Path) -> None:
     with tarfile.open(archive("cifar10-images-test.tar.gz")) as tar:
         unpack_tar(tar, tmp_path, [member for member in tar if member.name.endswith(("0000.jpg", "0001.jpg"))])
-    folder = ImageFolder(tmp_path, split="test")
+    folder = image_folder(tmp_path, split="test")
     reference = torchvision.datasets.ImageFolder(str(tmp_path / "test"))
     assert list(folder.class_names) == reference.classes
     assert len(folder.labels) == len(reference) == 20

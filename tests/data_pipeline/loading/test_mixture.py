@@ -24,6 +24,7 @@ from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.remote.fetch import RemoteConfig
 from data_pipeline.storage.store import SampleStore
 from tests.data_pipeline.loading.batches import assert_same
+from tests.tars import indexed, simple
 from tests.tiny_data import damage, tiny_noise, write_tiny_dataset, write_tiny_sounds
 
 EXAMPLES = settings(deadline=None, database=None, max_examples=50)
@@ -338,6 +339,15 @@ def test_sources_may_differ_in_overlay_and_every_batch_has_the_labels_of_all(tmp
             assert torch.equal(batch.masks_BHW.flatten(1).any(1), is_few)
             has_row.add(bool(is_few.any()))
     assert has_row == {True, False}
+
+
+def test_a_mixture_of_pictures_that_are_resized_in_two_ways_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_tiny_dataset(tmp_path / "few", num_samples=31, overlay="none")
+    indexed(simple(tmp_path / "tars", [83]), tmp_path / "many", size=16)
+    stream(tmp_path, end_step=1)
+    assert "may tell sources apart" in caplog.text
 
 
 @pytest.mark.parametrize("placement", ["stream", "host"])

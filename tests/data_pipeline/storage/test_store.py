@@ -25,8 +25,8 @@ from data_pipeline.storage.manifest import OVERLAY_NAME, load_manifest
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.write import encode
 from tests.data_pipeline.random_shards import CLASSES, random_samples, write_dataset
-from tests.data_pipeline.stored_samples import decode_sample
-from tests.tiny_data import NUM_POINTS, write_tiny_dataset, write_tiny_sounds
+from tests.data_pipeline.stored_samples import decode_sample, find_problems
+from tests.tiny_data import NUM_POINTS, change_file, write_tiny_dataset, write_tiny_sounds
 
 
 def assert_same(actual: Sample, expected: Sample) -> None:
@@ -172,7 +172,7 @@ def test_a_sample_under_another_index_is_not_given_out(tmp_path: Path) -> None:
     for columns in (slice(0, 2), slice(1, 2)):  # whole samples; masks alone, beside the pictures of others
         wrong_NM = rows_NM.copy()
         wrong_NM[:, columns] = np.roll(rows_NM[:, columns], 1, axis=0)
-        wrong_NM.tofile(tmp_path / SAMPLES_NAME)
+        change_file(tmp_path, SAMPLES_NAME, wrong_NM.tobytes())
         store = SampleStore(tmp_path)
         assert len(decode(store, np.arange(3)).bad) == 3
         with pytest.raises(UserError, match="otherwise"):
@@ -193,15 +193,29 @@ def test_tars_that_changed_places_are_not_read_as_each_other(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", [SAMPLES_NAME, NUMBERS_NAME, TARS_NAME, labels_name("base")])
-def test_an_index_that_is_not_whole_is_named(tmp_path: Path, name: str) -> None:
+def test_an_index_that_is_not_the_one_of_the_manifest_is_named(tmp_path: Path, name: str) -> None:
     write_dataset(tmp_path, [2, 2])
     path = tmp_path / name
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UserError, match=name):
-        SampleStore(tmp_path)
+    whole = path.read_bytes()
+    for content in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1])):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=name):
+            SampleStore(tmp_path)
     path.unlink()
     with pytest.raises(UserError, match=name):
         SampleStore(tmp_path)
+
+
+def test_a_large_file_of_an_index_is_known_by_its_size_until_it_is_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10^9 samples have 4 GB of labels, and the first batch does not wait for their hash."""
+    write_dataset(tmp_path, [2, 2])
+    path = tmp_path / labels_name("base")
+    path.write_bytes(bytes(path.stat().st_size))
+    monkeypatch.setattr("data_pipeline.storage.store._MAX_HASHED_BYTES", 15)
+    assert SampleStore(tmp_path).labels(np.arange(4))["base"].tolist() == [0] * 4
+    assert any(problem.file == path.name for problem in find_problems(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def drawn(figure: Figure) -> list[np.ndarray]:
     return [np.asarray(image.get_array()) for cell in figure.axes for image in cell.images]
 
 
-def test_a_cell_shows_the_picture_the_outline_of_its_mask_and_both_names(tmp_path: Path) -> None:
+def test_a_cell_shows_the_picture_the_outline_of_its_mask_both_names_and_its_file(tmp_path: Path) -> None:
     directory = write_tiny_dataset(tmp_path / "built", num_samples=25)
     store = SampleStore(directory)
     figure = draw_grid(str(directory), num_samples=60)
@@ -33,7 +33,8 @@ def test_a_cell_shows_the_picture_the_outline_of_its_mask_and_both_names(tmp_pat
         sample, cell = decode_sample(store, index), figure.axes[index]
         np.testing.assert_array_equal(picture, sample.content)
         assert [text.get_text() for text in cell.texts] == [
-            label.classes[sample.labels[name]] for name, label in store.manifest.labels.items()
+            *(label.classes[sample.labels[name]] for name, label in store.manifest.labels.items()),
+            f"{sample.key}.png",
         ]
         (outline,) = cell.collections
         assert sample.mask is not None
