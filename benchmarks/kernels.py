@@ -133,7 +133,7 @@ def _launches_of_lists(lists: Sequence[Sequence[Tensor]]) -> int:
 
 
 class _Stages:
-    """A listener that tells a counter the phase of the step: `trainer.profiling.stage` names most of them."""
+    """A listener that tells a counter the phase of the step: `trainer.liveness.stage` names most of them."""
 
     def __init__(self, counter: KernelCounter) -> None:
         self._counter = counter
@@ -170,12 +170,12 @@ def count_kernels(config: RunConfig, *, num_ranks: int = 1, batch_size: int | No
         training = assemble(config, modules, objective)
         with fake_ranks(num_ranks, sums_by_gathering=False), _loss_phase(objective, counter):
             listener = _Stages(counter)
-            liveness.listen(listener)
+            liveness.listeners.append(listener)
             try:
                 with counter:
                     training.step(_batch(size), learning_rates=defaultdict(float))
             finally:
-                liveness.stop_listening(listener)
+                liveness.listeners.remove(listener)
     return counter
 
 

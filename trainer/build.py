@@ -16,7 +16,6 @@ from trainer.data import Manifests
 from trainer.distributed.collectives import rank, world_size
 from trainer.distributed.engines import Engine, EngineInputs
 from trainer.fault_tolerance.bad_samples import BadSamples
-from trainer.fault_tolerance.global_draws import notice_global_draws
 from trainer.fault_tolerance.run_counters import RunCounters
 from trainer.fault_tolerance.skipped_steps import SkippedSteps
 from trainer.models.random_layers import has_random_layers
@@ -73,9 +72,6 @@ def build_training(
     objective = build_run_objective(
         config, modules.encoder, num_samples=num_samples, num_classes=num_classes, device=device
     )
-    if not config.compiles_networks:  # the compiler cannot follow a look at the generators
-        parts = {"views": (config.views, modules.view_policy), "objective": (config.objective, objective)}
-        notice_global_draws(parts, device=device)
     return assemble(config, modules, objective)
 
 

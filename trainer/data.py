@@ -24,7 +24,7 @@ from data_pipeline.storage.locations import dataset_directory, is_remote
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
 from trainer.checkpoint.run_state import DataIdentity
-from trainer.distributed.collectives import all_gather_object, on_first_rank, rank, world_size
+from trainer.distributed.collectives import all_gather_json, on_first_rank, rank, world_size
 from trainer.distributed.environment import read_env
 from trainer.mixture import MixtureManifest, SourceConfigs, TrainManifest, datasets_of, weights_of
 
@@ -181,7 +181,7 @@ def read_agreed_manifests(data: DataConfig) -> Manifests:
     other datasets than rank 0, rank 0 raises `UserError`, and the others exit.
     """
     manifests = on_first_rank(partial(read_manifests, data)) or read_manifests(data)
-    found = all_gather_object(manifests.identity)
+    found = all_gather_json(manifests.identity, DataIdentity)
     odd = [number for number, identity in enumerate(found) if identity != found[0]]
     if not odd:
         return manifests

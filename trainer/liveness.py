@@ -1,22 +1,36 @@
-"""Report signs of life from inside a training step: the stage, and that the step goes on.
+"""Tell listeners which stage of a training step this process is in, and that the step goes on.
 
-`trainer.profiling.stage` reports every stage. `follow` makes a network report every block, forward and backward. The
-watchdog listens to both, and the progress line shows them. A sign reads no tensor and never waits for a device.
+Code enters a `stage` around its work. `follow` makes a network give a sign at every block, forward and backward. The
+clock of `trainer.profiling` and the watchdog listen. A sign reads no tensor and never waits for a device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
+# The parts of a step that are timed; see `trainer.profiling`.
+Stage = Literal[
+    "read",
+    "decode",
+    "overlay",
+    "transfer",
+    "views",
+    "forward",
+    "backward",
+    "communication",
+    "optimizer",
+    "replay",
+    "other",
+]
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Linear)
 
 
 class Listener(Protocol):
-    """A receiver of the signs of life of this process."""
+    """A receiver of the stages and signs of life of this process."""
 
     def sign(self) -> None:
         """Note that the step goes on."""
@@ -31,38 +45,26 @@ class Listener(Protocol):
         ...
 
 
-_listeners: list[Listener] = []  # the open watchdog, if there is one
-
-
-def listen(listener: Listener) -> None:
-    """Send every sign to `listener` from now on, until `stop_listening`."""
-    _listeners.append(listener)
-
-
-def stop_listening(listener: Listener) -> None:
-    """Send no more signs to `listener`; do nothing if it does not listen."""
-    if listener in _listeners:
-        _listeners.remove(listener)
+listeners: list[Listener] = []  # the running clock and the open watchdog, if there are any
 
 
 def sign() -> None:
     """Give a sign of life. Takes about a microsecond."""
-    for listener in _listeners:
+    for listener in listeners:
         listener.sign()
 
 
 @contextmanager
-def inside(stage: str) -> Iterator[None]:
-    """Report the block inside as `stage`."""
-    if not _listeners:
-        yield
-        return
-    listener = _listeners[-1]
-    listener.enter(stage)
+def stage(name: Stage | Literal["waiting for GPU"]) -> Iterator[None]:
+    """Tell all listeners that the code inside is the stage `name`."""
+    told = tuple(listeners)
+    for listener in told:
+        listener.enter(name)
     try:
         yield
     finally:
-        listener.leave()
+        for listener in told:
+            listener.leave()
 
 
 def follow(network: nn.Module) -> None:

@@ -39,7 +39,7 @@ from data_pipeline.loading.order import BatchOrder, Rows
 from data_pipeline.loading.stream import Stream
 from trainer.data import DataConfig
 from trainer.distributed.collectives import all_gather_rows, from_first_rank, on_first_rank
-from trainer.models.batch_norm import average_running_statistics
+from trainer.models.batch_norm import share_running_statistics
 from trainer.models.encoder import Encoder
 from trainer.probes.features import frozen, to_float
 from trainer.run_dir import write_atomically
@@ -177,7 +177,8 @@ class NeighbourSearch:
                 features_NF, known_N = self._features(epoch)
                 size = self.config.group_size
                 on_first_rank(lambda: self._find(features_NF, known_N, found_in, group_size=size))
-            self._groups_NG = from_first_rank(lambda: read_groups(self.directory, found_in))
+            groups = from_first_rank(lambda: read_groups(self.directory, found_in).tolist(), list[list[int]])
+            self._groups_NG = np.array(groups, dtype=np.int64)
         self._found_in, self.is_new = found_in, False
         return self._groups_NG
 
@@ -189,7 +190,7 @@ class NeighbourSearch:
     def _features(self, epoch: int) -> tuple[Tensor, Tensor]:
         """Return the pooled features (N, F) of all samples as an epoch shows them, and which it shows, (N,) bool."""
         encoder = self.encoder
-        average_running_statistics(encoder)  # as before a checkpoint, from which the run may go on
+        share_running_statistics(encoder)  # as before a checkpoint, from which the run may go on
         parameter = next(encoder.parameters())
         num_samples, num_steps = self.stream.num_samples, self.stream.num_steps_per_epoch
         features_NF, known_N = torch.empty(0), torch.zeros(num_samples, dtype=torch.bool, device=parameter.device)

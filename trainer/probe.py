@@ -106,7 +106,8 @@ def main() -> None:
         if arguments.out is not None:
             run_dirs = places_of_probes(run_dirs, arguments.out)
         if arguments.missing:
-            left = from_first_rank(lambda: [run_dir for run_dir in run_dirs if not is_probed(run_dir, options)])
+            are_probed = from_first_rank(lambda: [is_probed(run_dir, options) for run_dir in run_dirs], list[bool])
+            left = [run_dir for run_dir, is_done in zip(run_dirs, are_probed, strict=True) if not is_done]
             if rank() == 0 and len(left) < len(run_dirs):
                 print(f"{len(run_dirs) - len(left)} of {len(run_dirs)} run(s) are probed already")
             run_dirs = left

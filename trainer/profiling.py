@@ -4,8 +4,7 @@
 
 "replay" is a recorded step as a whole (`trainer.recorded_step`), whose stages cannot be timed.
 
-Code enters a `stage` around its work. The time of an inner stage does not count for the outer stage. Entering and
-leaving a stage is also a sign of life (see `trainer.liveness`).
+Code enters a `trainer.liveness.stage` around its work. The time of an inner stage does not count for the outer stage.
 
 On the CPU, the clock times a stage. On a GPU, events in its stream time a stage, only in steps that are logged, so that
 nothing waits. There, "read" is the time that the GPU waits for a batch. Communication in parallel to computation (DDP's
@@ -18,57 +17,32 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 
 from data_pipeline.core.sample import Batch
 from data_pipeline.core.system import peak_memory_bytes
 from trainer import liveness
+from trainer.distributed.collectives import all_gather_rows, message_device
+from trainer.liveness import Stage, stage
 
-Stage = Literal[
-    "read",
-    "decode",
-    "overlay",
-    "transfer",
-    "views",
-    "forward",
-    "backward",
-    "communication",
-    "optimizer",
-    "replay",
-    "other",
-]
 _NAMES: tuple[Stage, ...] = get_args(Stage)
 _DATA = _NAMES[:4]
-
-_clocks: list[Clock] = []  # the running clock, if there is one
-
-
-@contextmanager
-def stage(name: Stage) -> Iterator[None]:
-    """Time the code inside as `name`, if a clock is running."""
-    with liveness.inside(name):
-        if not _clocks:
-            yield
-            return
-        clock = _clocks[-1]
-        clock.enter(name)
-        try:
-            yield
-        finally:
-            clock.leave()
+_BEFORE_BACKWARD = _NAMES[:6]
+_RATIO_SAID = 1.3  # of a rank's time to that of the others, from which the log names it
 
 
 @contextmanager
 def untimed() -> Iterator[None]:
     """Let no clock time the stages inside: the events of a recorded step cannot be read."""
-    hidden = list(_clocks)
-    _clocks.clear()
+    clocks = [listener for listener in liveness.listeners if isinstance(listener, Clock)]
+    for clock in clocks:
+        liveness.listeners.remove(clock)
     try:
         yield
     finally:
-        _clocks.extend(hidden)
+        liveness.listeners.extend(clocks)
 
 
 class Clock:
@@ -89,15 +63,15 @@ class Clock:
         self._num_done = start_step
         self._started = self._last_reading = self._last = time.perf_counter()
         self._num_steps = 0
-        self._stages: list[Stage] = ["other"]
-        self._seconds: defaultdict[Stage, float] = defaultdict(float)
-        self._marks: list[tuple[Stage, torch.cuda.Event]] = []
+        self._stages: list[str] = ["other"]
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._marks: list[tuple[str, torch.cuda.Event]] = []
         self._is_split = not self._is_cuda
 
     def timed(self, stream: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches. Divides the waiting time for a batch among the stages that made it, by their seconds."""
         batches = iter(stream)
-        _clocks.append(self)
+        liveness.listeners.append(self)
         try:
             while True:
                 self._is_split = not self._is_cuda or self._is_read(self._num_done + 1)
@@ -112,13 +86,18 @@ class Clock:
                 self._num_done += 1
                 yield batch
         finally:
-            _clocks.remove(self)
+            liveness.listeners.remove(self)
 
-    def enter(self, name: Stage) -> None:
+    def sign(self) -> None:
+        """Do nothing: a sign begins no stage."""
+
+    def enter(self, stage: str) -> None:
+        """Begin a stage. One that is not timed counts for the stage around it."""
         self._mark()
-        self._stages.append(name)
+        self._stages.append(stage if stage in _NAMES else self._stages[-1])
 
     def leave(self) -> None:
+        """End the innermost stage."""
         self._mark()
         self._stages.pop()
 
@@ -189,9 +168,31 @@ class Clock:
 
 
 def slowest(metrics: dict[str, float]) -> str:
-    """Return the stage that takes most of the time in the metrics of `Clock.read`, such as "backward 52 %"."""
+    """Return the stage that takes most of the time in the metrics of `Clock.read`, such as "backward 52 %".
+
+    Adds a rank that is much slower than the others, which `slowest_rank` finds.
+    """
     name = max(_NAMES, key=lambda stage: metrics.get(f"perf/{stage}_fraction", 0.0))
-    return f"{name} {100 * metrics[f'perf/{name}_fraction']:.0f} %"
+    said = f"{name} {100 * metrics[f'perf/{name}_fraction']:.0f} %"
+    if (ratio := metrics.get("perf/slowest_rank_ratio", 1.0)) < _RATIO_SAID:
+        return said
+    return f"{said}, rank {metrics['perf/slowest_rank']:.0f} takes {ratio:.1f} times as long as the others"
+
+
+def slowest_rank(fractions: dict[str, float]) -> dict[str, float]:
+    """Return the slowest of several ranks, and the ratio of its time to the mean of the others, as metrics.
+
+    A rank's time is that of the stages up to the forward pass, without communication: from the backward pass on, it may
+    wait for the others. `fractions` are the metrics of `Clock.read` of this rank. Every rank must call this at the same
+    time.
+    """
+    own = sum(fractions[f"perf/{name}_fraction"] for name in _BEFORE_BACKWARD if f"perf/{name}_fraction" in fractions)
+    times_W = all_gather_rows(torch.tensor([own], dtype=torch.float64, device=message_device()))
+    if len(times_W) == 1:
+        return {}
+    slowest, number = times_W.max(0)
+    others = (times_W.sum() - slowest) / (len(times_W) - 1)
+    return {"perf/slowest_rank": float(number), "perf/slowest_rank_ratio": float(slowest / others)}
 
 
 def memory_in_use(device: torch.device) -> dict[str, float]:

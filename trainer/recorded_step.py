@@ -25,9 +25,10 @@ from torch import Tensor, nn
 
 from data_pipeline.core.sample import Batch
 from trainer.config import RunConfig
+from trainer.liveness import stage
 from trainer.optim.loss_scale import LossScale
 from trainer.own_code import own_packages
-from trainer.profiling import stage, untimed
+from trainer.profiling import untimed
 from trainer.step import RecordedMoment, StepOutput, TrainingStep
 
 logger = logging.getLogger(__name__)

@@ -33,6 +33,7 @@ from trainer.adversary import AdversaryConfig, reverse_gradient
 from trainer.config import RunConfig
 from trainer.distributed.collectives import rank
 from trainer.distributed.engines.engine import Engine
+from trainer.liveness import stage
 from trainer.memory import interleave
 from trainer.models.activation_checkpointing import buffers_untouched
 from trainer.models.random_layers import has_random_layers, seeded
@@ -40,7 +41,6 @@ from trainer.objectives import Objective, ObjectiveOutput, ViewPair
 from trainer.objectives.health import embedding_health
 from trainer.optim.loss_scale import LossScale
 from trainer.optim.skipping import StateSnapshot, any_not_finite
-from trainer.profiling import stage
 from trainer.views import ViewPolicy
 from trainer.views.composed import Composed
 from trainer.views.expert_audio import clean_spectrogram

@@ -21,18 +21,19 @@ from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import Batch
 from data_pipeline.loading.order import ReadingOrder
 from data_pipeline.loading.stream import Stream
-from trainer import liveness
 from trainer.build import Training, build_counters, build_training
 from trainer.checkpoint.save import CheckpointWriter
 from trainer.claim import begin, resume
 from trainer.config import RunConfig
 from trainer.data import Manifests, open_stream, read_agreed_manifests
 from trainer.distributed.collectives import on_first_rank, rank, world_size
+from trainer.fault_tolerance.first_step import check_first_step
 from trainer.fault_tolerance.preemption import StoppedError, StopRequests
 from trainer.fault_tolerance.run_counters import RunCounters
 from trainer.fault_tolerance.watchdog import Watchdog
+from trainer.liveness import follow, stage
 from trainer.mixture import num_classes
-from trainer.models.batch_norm import average_running_statistics
+from trainer.models.batch_norm import share_running_statistics
 from trainer.neighbours import NeighbourSearch, in_memory, neighbour_order
 from trainer.open_settings import decide
 from trainer.original_crops import leave_out_crops, original_crops
@@ -126,7 +127,7 @@ class TrainingLoop:
         may_compile = self.config.may_compile_again(batch.step, steps_per_epoch=self.stream.num_steps_per_epoch)
         with self.watchdog.patience("compiling") if may_compile else contextlib.nullcontext():
             output = self.training.step(batch, learning_rates=rates)
-        with liveness.inside("waiting for GPU"):
+        with stage("waiting for GPU"):
             self.counters.add(batch, skipped=output.skipped, metrics=output.metrics, learning_rates=rates)
         return output, rates
 
@@ -135,7 +136,7 @@ class TrainingLoop:
         run = self.counters.state_to_save(num_done, num_steps=self.steps.stop)
         if run is None:
             return
-        average_running_statistics(self.training.modules.encoder)
+        share_running_statistics(self.training.modules.encoder)
         with self.watchdog.patience("writing a checkpoint"):
             self.checkpoints.save(
                 num_done,
@@ -173,6 +174,7 @@ def open_loop(
     )
     check_channels_last(decided, training.modules.encoder, manifests.probed, device=device)
     follow_networks(training)
+    check_first_step(training.modules, training.objective, device=device)
     restored = resume(run_dir, config, manifests, training, accepted_data=accepted_data)
     steps = range(restored.step, num_steps)
     log_start(config, training.modules, train_set, device=device, start_step=steps.start, num_steps=num_steps)
@@ -222,7 +224,7 @@ def open_loop(
 
 def follow_networks(training: Training) -> None:
     """Let all networks give signs of life, except compiled ones, which run as a single operation."""
-    liveness.follow(training.objective)
+    follow(training.objective)
     if not training.modules.config.compiles_networks:
         for network in training.modules.trained_modules.values():
-            liveness.follow(network)
+            follow(network)

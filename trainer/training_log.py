@@ -13,12 +13,12 @@ from typing import Self
 import torch
 
 from data_pipeline.core.sample import Batch
-from trainer import liveness
 from trainer.build import Training
 from trainer.config import RunConfig
 from trainer.distributed.collectives import all_reduce_mean_scalars, rank, world_size
 from trainer.fault_tolerance.run_counters import RunCounters
 from trainer.fault_tolerance.watchdog import Watchdog
+from trainer.liveness import stage
 from trainer.mixture import TrainManifest
 from trainer.modules import TrainedModules
 from trainer.observability.alarms import Alarms
@@ -27,7 +27,7 @@ from trainer.observability.tracker import Tracker
 from trainer.observability.tracking import StepPictures
 from trainer.open_settings import input_size
 from trainer.probes.online import online_probe
-from trainer.profiling import Clock, memory_in_use, slowest
+from trainer.profiling import Clock, memory_in_use, slowest, slowest_rank
 from trainer.run_dir import RunDir
 from trainer.step import StepOutput
 from trainer.views import BaseViewsConfig
@@ -129,7 +129,7 @@ class TrainingLog:
     def _metrics(
         self, output: StepOutput, learning_rates: Mapping[str, float], num_done: int, *, epoch: int
     ) -> dict[str, float]:
-        with liveness.inside("waiting for GPU"):
+        with stage("waiting for GPU"):
             values = all_reduce_mean_scalars(output.read())
         metrics = {name: value for name, value in values.items() if math.isfinite(value)}
         if self._tracker is not None:
@@ -137,7 +137,7 @@ class TrainingLog:
                 logger.warning("%s", alarm)
         metrics |= self._counters.metrics() | self._source_metrics(num_done)
         speed = self._clock.read(num_samples=self._config.global_batch_size)
-        metrics |= all_reduce_mean_scalars(speed | memory_in_use(self._device))
+        metrics |= all_reduce_mean_scalars(speed | memory_in_use(self._device)) | slowest_rank(speed)
         return metrics | {f"optim/{name}_learning_rate": rate for name, rate in learning_rates.items()}
 
 

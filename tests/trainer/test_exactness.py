@@ -24,7 +24,7 @@ from tests.small_encoder import CONVNET
 from trainer.build import build_training
 from trainer.config import RunConfig
 from trainer.distributed.collectives import all_reduce_mean_scalars, rank, world_size
-from trainer.models.batch_norm import average_running_statistics
+from trainer.models.batch_norm import share_running_statistics
 
 CPU = torch.device("cpu")
 BATCH_SIZE = 8
@@ -139,7 +139,7 @@ def one_step(config: RunConfig, device: torch.device = CPU, batch: Batch | None 
         engine.step = functools.partial(note_gradients, name)  # type: ignore[method-assign]
     output = training.step(batch.to(device), learning_rates=dict.fromkeys(engines, 0.0))
     assert not output.skipped
-    average_running_statistics(training.modules.encoder)  # of split batch norm, as before each save
+    share_running_statistics(training.modules.encoder)  # of split batch norm, as before each save
     found["loss"] = torch.tensor(all_reduce_mean_scalars({"": output.metrics["train/loss"]})[""])
     found |= {f"encoder/{name}": buffer.clone() for name, buffer in training.modules.encoder.named_buffers()}
     found |= {f"objective state/{name}": tensor.clone() for name, tensor in training.objective.saved_state().items()}

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from configs import resolve_recipe
 from data_pipeline.core.counter_rng import DrawKeys
 from trainer import liveness
+from trainer.liveness import stage
 from trainer.modules import build_modules
-from trainer.profiling import stage
 from trainer.views.viewmaker import Viewmaker
 
 
@@ -40,11 +40,11 @@ class Heard:
 @contextmanager
 def listening() -> Iterator[Heard]:
     heard = Heard()
-    liveness.listen(heard)
+    liveness.listeners.append(heard)
     try:
         yield heard
     finally:
-        liveness.stop_listening(heard)
+        liveness.listeners.remove(heard)
 
 
 def gradients(network: nn.Module, forward: Callable[[], Tensor]) -> list[Tensor]:

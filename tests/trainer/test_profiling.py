@@ -16,9 +16,11 @@ from data_pipeline.loading.collate import BatchMaker
 from data_pipeline.storage.store import SampleStore
 from tests.gloo import run_ranks
 from tests.tiny_data import write_tiny_pair
+from trainer.distributed.collectives import rank
 from trainer.distributed.engines.ddp_engine import DDPEngine
+from trainer.liveness import stage
 from trainer.models.encoder import Encoder
-from trainer.profiling import Clock, slowest, stage
+from trainer.profiling import Clock, slowest
 from trainer.run_dir import RunDir
 from trainer.train import train
 from trainer.views.expert_image import ExpertImage
@@ -110,18 +112,19 @@ def test_on_a_gpu_each_step_that_is_read_is_split(monkeypatch: pytest.MonkeyPatc
     assert all(share > 0.5 for share in shares.values()), shares
 
 
-def delayed(call: Callable[..., Any]) -> Callable[..., Any]:
+def delayed(call: Callable[..., Any], *, on_rank: int | None) -> Callable[..., Any]:
     def slow(*arguments: Any, **named: Any) -> Any:
-        time.sleep(DELAY_SECONDS)
+        if on_rank in {None, rank()}:
+            time.sleep(DELAY_SECONDS)
         return call(*arguments, **named)
 
     return slow
 
 
-def train_with_a_delay(slow: str, data: Path, directory: Path) -> None:
+def train_with_a_delay(slow: str, data: Path, directory: Path, on_rank: int | None = None) -> None:
     owner, name = DELAYED[slow]
     is_class_method = isinstance(owner, type) and isinstance(owner.__dict__.get(name), classmethod)
-    call = delayed(getattr(owner, name))
+    call = delayed(getattr(owner, name), on_rank=on_rank)
     setattr(owner, name, staticmethod(call) if is_class_method else call)
     config = resolve_recipe(
         "debug:image",
@@ -151,3 +154,16 @@ def test_a_delay_is_named(slow: str, data: Path, tmp_path: Path) -> None:
     assert slowest(metrics).startswith(slow), metrics
     fractions = [value for name, value in metrics.items() if name.endswith("_fraction")]
     assert sum(fractions) - metrics["perf/data_wait_fraction"] == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.ranks
+def test_a_slow_rank_is_named_and_one_of_equal_ranks_is_not(data: Path, tmp_path: Path) -> None:
+    """Rank 1 waits 50 ms in the forward pass of each step, and rank 0 for it in a message."""
+    for on_rank in (1, None):
+        run_ranks(train_with_a_delay, 2, "forward", data, tmp_path / str(on_rank), on_rank)
+    metrics = json.loads((tmp_path / "1" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert metrics["perf/slowest_rank"] == 1
+    assert metrics["perf/slowest_rank_ratio"] > 1.5
+    assert "rank 1 takes" in slowest(metrics)
+    metrics = json.loads((tmp_path / "None" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert "takes" not in slowest(metrics)

@@ -23,7 +23,7 @@ from tests.trainer.objectives import loops, test_moco, test_simsiam
 from tests.trainer.views.viewmaker_as_written import AsWritten
 from trainer.build import build_training
 from trainer.config import RunConfig
-from trainer.models.batch_norm import average_running_statistics
+from trainer.models.batch_norm import share_running_statistics
 from trainer.models.encoder import Encoder, ResNetConfig
 from trainer.modules import TrainedModules, build_modules
 from trainer.objectives import Objective, SimSiamConfig
@@ -126,7 +126,7 @@ def draw_keys(config: RunConfig, batch: Batch, view: int) -> DrawKeys:
 
 def assert_same_encoder(encoder: Encoder, written: AsTorchHasIt, *, atol: float) -> None:
     """Weights and running statistics."""
-    average_running_statistics(encoder)
+    share_running_statistics(encoder)
     theirs = written.trunk.state_dict()
     for name, value in encoder.trunk.state_dict().items():
         torch.testing.assert_close(value, theirs[name], rtol=0, atol=atol)

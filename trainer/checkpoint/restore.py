@@ -101,7 +101,7 @@ def restore(
         step = _newest_whole(run_dir)
         return None if step is None else _restored(run_dir, step)
 
-    found = from_first_rank(find)
+    found = from_first_rank(find, Restored | None)
     if found is None:
         return Restored(0, None)
     step = found.step

@@ -24,6 +24,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -43,8 +44,9 @@ from trainer.checkpoint.files import (
     write_files,
 )
 from trainer.checkpoint.run_state import RunState
-from trainer.distributed.collectives import broadcast_object, on_first_rank, rank
+from trainer.distributed.collectives import broadcast_json, on_every_rank, on_first_rank, rank
 from trainer.distributed.engines.engine import Engine
+from trainer.distributed.replicas import first_difference
 from trainer.run_dir import RunDir, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -132,12 +134,13 @@ class CheckpointWriter:
 
         Raises:
             UserError: on the first rank, if the previous save failed because the disk had no room or refused it, or
-                because the state was not finite.
+                because the state was not finite; or if the ranks hold different states now.
             SystemExit: with status 2, on the other ranks in these cases, so that only one rank reports.
         """
         began = time.perf_counter()
         self._flush()
         states = _states_of(engines, objective_state, extra or {})
+        on_every_rank(partial(_check_replicas, self._run_dir, step, first_difference(states)))
         if rank() > 0:
             return
         self._step = step
@@ -169,7 +172,7 @@ class CheckpointWriter:
 
     def _flush(self) -> None:
         """Wait until the checkpoint in flight is written. If that failed, all ranks end as in `on_first_rank`."""
-        while not broadcast_object(self._is_written()):
+        while not broadcast_json(self._is_written(), bool):
             pass
         in_flight, self._in_flight = self._in_flight, None
         on_first_rank(lambda: None if in_flight is None else in_flight.result())
@@ -209,6 +212,16 @@ def _states_of(
         states[f"{name}_optimizer"] = engine.optimizer_state()
     rest = {OBJECTIVE: objective_state, RUN: extra}
     return states | {name: state for name, state in rest.items() if state}
+
+
+def _check_replicas(run_dir: RunDir, step: int, difference: str | None) -> None:
+    """Raise `UserError` if `first_difference` has found one in the states after `step`."""
+    if difference is not None:
+        raise UserError(
+            f"the state after step {step} is not saved, because the ranks have parted: {difference}. They were equal "
+            f"at {_describe_newest(run_dir)}, from which the run goes on if you start it again. If it comes back, the "
+            "memory or the GPU of that rank is broken; the log of the start names its machine"
+        )
 
 
 def _write(

@@ -3,6 +3,8 @@
 They use the default process group, on gloo (CPU) or NCCL (GPU). Every rank must call them in the same order with
 tensors of equal shape; the caller is responsible for this.
 
+Guarantees: messages hold numbers and JSON, never code or a pickle.
+
 Shapes: B rows of this rank, G = W * B rows of all W ranks, D columns.
 """
 
@@ -13,11 +15,13 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from data_pipeline.core.errors import UserError
-from trainer.profiling import stage
+from trainer.liveness import stage
 
 T = TypeVar("T")
 
@@ -42,6 +46,12 @@ def rank() -> int:
 def world_size() -> int:
     """Return the number of processes; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def message_device() -> torch.device:
+    """Return the device on which the backend expects its tensors."""
+    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def all_gather_rows(x_BD: Tensor) -> Tensor:
@@ -75,7 +85,9 @@ def all_reduce_mean_scalars(scalars: Mapping[str, Tensor | float]) -> dict[str, 
     names = sorted(scalars)
     if not names:
         return {}
-    values = torch.stack([torch.as_tensor(scalars[name]).detach().to(_device(), torch.float64) for name in names])
+    values = torch.stack(
+        [torch.as_tensor(scalars[name]).detach().to(message_device(), torch.float64) for name in names]
+    )
     if is_distributed():
         values = _sum_over_ranks(values)
     return dict(zip(names, (values / world_size()).tolist(), strict=True))
@@ -85,7 +97,7 @@ def any_rank(flag: bool) -> bool:
     """Return whether `flag` is true on at least one rank; every rank gets the same answer."""
     if not is_distributed():
         return flag
-    flags = torch.tensor(int(flag), device=_device())
+    flags = torch.tensor(int(flag), device=message_device())
     return bool(_sum_over_ranks(flags).item())
 
 
@@ -118,14 +130,20 @@ class AnyRank:
         return bool(answer)
 
 
-def broadcast_object(value: T, *, source: int = 0) -> T:
-    """Return the picklable `value` of rank `source` on every rank; ignore the values of the other ranks."""
+def broadcast_json(value: T, kind: Any, *, source: int = 0) -> T:
+    """Return the `value` of rank `source` on every rank; ignore the values of the other ranks.
+
+    It is sent as JSON, and read as pydantic reads the type `kind`.
+    """
     if not is_distributed():
         return value
-    box = [value]
+    content = _to_bytes(value, kind) if rank() == source else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor(len(content), device=message_device())
     with stage("communication"):
-        dist.broadcast_object_list(box, src=source, device=_device())
-    return box[0]
+        dist.broadcast(size, source)
+        content = content.to(size.device) if rank() == source else size.new_empty(int(size), dtype=torch.uint8)
+        dist.broadcast(content, source)
+    return cast(T, _from_bytes(content, kind))
 
 
 def on_every_rank(action: Callable[[], T], *, catch: type[Exception] = UserError) -> T:
@@ -141,7 +159,7 @@ def on_every_rank(action: Callable[[], T], *, catch: type[Exception] = UserError
         result.append(action())
     except catch as raised:
         error = raised
-    errors = all_gather_object(None if error is None else isinstance(error, UserError))
+    errors = all_gather_json(None if error is None else isinstance(error, UserError), bool | None)
     first = next((number for number, is_users in enumerate(errors) if is_users is not None), None)
     if first is None:
         return result[0]
@@ -159,9 +177,9 @@ def on_first_rank(action: Callable[[], T]) -> T | None:
     return on_every_rank(lambda: action() if rank() == 0 else None, catch=Exception)
 
 
-def from_first_rank(action: Callable[[], T]) -> T:
-    """Run `action` as `on_first_rank` does, and return its picklable result on every rank."""
-    return cast(T, broadcast_object(on_first_rank(action)))
+def from_first_rank(action: Callable[[], T], kind: Any) -> T:
+    """Run `action` as `on_first_rank` does, and return its result on every rank, as `broadcast_json` does."""
+    return cast(T, broadcast_json(on_first_rank(action), kind))
 
 
 def is_known_to_all(error: BaseException) -> bool:
@@ -174,14 +192,21 @@ def is_known_to_all(error: BaseException) -> bool:
     return isinstance(error, UserError) and getattr(error, _KNOWN_TO_ALL, False)
 
 
-def all_gather_object(value: T) -> list[T]:
-    """Return the picklable values of all ranks, in rank order, on every rank."""
+def all_gather_json(value: T, kind: Any) -> list[T]:
+    """Return the values of all ranks, in rank order, on every rank, as `broadcast_json` sends and reads them."""
     if not is_distributed():
         return [value]
-    values: list[T | None] = [None] * world_size()
-    with stage("communication"):
-        dist.all_gather_object(values, value)
-    return cast(list[T], values)
+    return [_from_bytes(content, kind) for content in all_gather_parts(_to_bytes(value, kind).to(message_device()))]
+
+
+def all_gather_parts(x_BD: Tensor) -> list[Tensor]:
+    """Return the rows of each rank, which may be differently many, in rank order, without gradient."""
+    if not is_distributed():
+        return [x_BD]
+    nums_W = all_gather_rows(torch.tensor([len(x_BD)], device=x_BD.device)).tolist()
+    padding = [0, 0] * (x_BD.dim() - 1) + [0, max(nums_W) - len(x_BD)]
+    rows_WBD = all_gather_rows(F.pad(x_BD.detach(), padding)[None])
+    return [rows_BD[:num] for rows_BD, num in zip(rows_WBD, nums_W, strict=True)]
 
 
 def barrier() -> None:
@@ -263,7 +288,10 @@ def _sum_over_ranks(x: Tensor) -> Tensor:
     return total
 
 
-def _device() -> torch.device:
-    """Return the device on which the backend expects its tensors."""
-    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+def _to_bytes(value: object, kind: Any) -> Tensor:
+    """Return a value as JSON, in bytes."""
+    return torch.frombuffer(bytearray(TypeAdapter(kind).dump_json(value)), dtype=torch.uint8)
+
+
+def _from_bytes(content: Tensor, kind: Any) -> Any:
+    return TypeAdapter(kind).validate_json(content.cpu().numpy().tobytes())

@@ -14,6 +14,7 @@ import os
 import re
 import socket
 import sys
+import traceback
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from data_pipeline.core.devices import has_gpu
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.system import num_cores
+from trainer.distributed.collectives import all_gather_json
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,8 @@ _FIRST_RESERVED_STEP: Final = 0xFFFFFFF0
 # Below Linux's ephemeral range (from 32768), so that no outgoing connection takes one of them before it is used.
 PORTS: Final = range(20_000, 32_000)
 
-_LOST_ANOTHER: Final = re.compile(r"[Cc]onnection|[Ss]ocket|[Bb]roken pipe|[Pp]eer|[Gg]loo|NCCL")
+# Files of the Python frames in which a rank sends to others or waits for them.
+COLLECTIVES: Final = re.compile(r"torch/distributed/|distributed/collectives|deepspeed/comm/")
 
 
 @dataclass(frozen=True)
@@ -119,11 +122,9 @@ def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds
     if device.type == "cuda":
         torch.cuda.set_device(device)
     place = f"{device} of {socket.gethostname()}, {num_cores()} cores"
-    places: list[str | None] = [place]
     if world.world_size > 1:
         _join(world, device, timeout=timedelta(seconds=timeout_seconds))
-        places = [None] * world.world_size
-        dist.gather_object(place, places if world.rank == 0 else None)
+    places = all_gather_json(place, str)
     if world.rank == 0:
         for rank, where in enumerate(places):
             logger.info("rank %d (launcher: %s): %s", rank, world.launcher, where)
@@ -181,10 +182,14 @@ def destroy_process_group() -> None:
 
 
 def lost_another(error: BaseException) -> bool:
-    """Tell whether an error is the consequence of another rank's end, such as "connection closed by peer"."""
-    if not dist.is_available() or read_env(os.environ).world_size == 1 or not isinstance(error, RuntimeError):
+    """Tell whether an error is the consequence of another rank's end: torch has raised it inside a collective.
+
+    The words of such an error depend on the moment and the backend. An error of this rank itself is raised elsewhere.
+    """
+    if not isinstance(error, RuntimeError) or error.__traceback__ is None:
         return False
-    return isinstance(error, dist.DistError) or _LOST_ANOTHER.search(str(error)) is not None
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+    return COLLECTIVES.search(innermost.f_code.co_filename) is not None
 
 
 def _require(environ: Mapping[str, str], names: Sequence[str], *, launcher: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from data_pipeline.core.sample import BadSample
 from data_pipeline.loading.sources import check_bad_share
-from trainer.distributed.collectives import all_gather_object, any_rank, rank
+from trainer.distributed.collectives import all_gather_json, any_rank, rank
 from trainer.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class BadSamples:
         Every rank must call this at the same step. Raises `UserError` on every rank if their share is above the limit.
         """
         if any_rank(bool(self._new)):
-            together = {sample.index: sample for part in all_gather_object(self._new) for sample in part}
+            together = {sample.index: sample for part in all_gather_json(self._new, list[BadSample]) for sample in part}
             fresh = [sample for index, sample in sorted(together.items()) if index not in self._found]
             self._found |= {sample.index: sample for sample in fresh}
             self._new = []

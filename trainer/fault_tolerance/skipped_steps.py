@@ -18,7 +18,7 @@ from torch import Tensor
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Batch
 from trainer.checkpoint.run_state import SkipCounts
-from trainer.distributed.collectives import all_gather_object, any_rank, broadcast_object, rank
+from trainer.distributed.collectives import all_gather_json, any_rank, rank
 from trainer.distributed.engines.engine import Engine
 from trainer.fault_tolerance.step_record import NonFiniteRecord, RankValues, has_room, recorded_steps, write_record
 from trainer.objectives import Objective
@@ -163,7 +163,7 @@ class SkippedSteps:
         Return whether it was written.
         """
         step = pending.step
-        if not broadcast_object(rank() == 0 and has_room(self._run_dir, step)):
+        if not any_rank(rank() == 0 and has_room(self._run_dir, step)):
             return False
         record = NonFiniteRecord(
             step=step,
@@ -171,7 +171,7 @@ class SkippedSteps:
             epoch=pending.epoch,
             learning_rates=dict(pending.learning_rates),
             train_manifest_sha256=self._train_manifest_sha256,
-            ranks=tuple(all_gather_object(RankValues.of(pending.index_B, pending.metrics))),
+            ranks=tuple(all_gather_json(RankValues.of(pending.index_B, pending.metrics), RankValues)),
         )
         states = {name: engine.module_state() for name, engine in self._engines.items()}
         states["objective"] = self._objective.saved_state()

@@ -6,12 +6,11 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from trainer.distributed.environment import COLLECTIVES
 from trainer.run_dir import RunDir
 
 # Innermost frames of a rank that waits for others: in a collective, a backward pass that sends gradients, or its GPU.
-_WAITS: Final = re.compile(
-    r"torch/distributed/|distributed/collectives|deepspeed/comm/|torch/cuda/|_engine_run_backward"
-)
+_WAITS: Final = re.compile(rf"{COLLECTIVES.pattern}|torch/cuda/|_engine_run_backward")
 _NUM_FRAMES: Final = 4
 
 

@@ -94,7 +94,7 @@ class Watchdog:
             os.lseek(self._file, _HEADER_BYTES, os.SEEK_SET)
             self._write_header()
         self._arm()
-        liveness.listen(self)
+        liveness.listeners.append(self)
 
     def beat(self, step: int, *, doing: str, shards: Sequence[str] | None = None) -> None:
         """Note that this rank begins a part of a step, such as "reading", with the shards that it reads from now on."""
@@ -142,7 +142,8 @@ class Watchdog:
 
     def close(self, error: BaseException | None = None) -> None:
         """End the watch. Removes the file of this rank, or leaves there the `error` with which the rank ends."""
-        liveness.stop_listening(self)
+        if self in liveness.listeners:
+            liveness.listeners.remove(self)
         if self._file < 0:
             return
         faulthandler.cancel_dump_traceback_later()

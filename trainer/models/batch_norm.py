@@ -163,7 +163,7 @@ class SplitBatchNorm2d(nn.BatchNorm2d):
 
     The groups are equal runs of rows of the global batch. With R ranks, each rank has `num_splits` / R groups and needs
     no collective. Running statistics are the mean over the groups. A rank only knows its own groups, until every rank
-    calls `average_running_statistics`.
+    calls `share_running_statistics`.
 
     The forward pass raises `ValueError` if the number of ranks does not divide `num_splits`, or if the number of groups
     of a rank does not divide its rows.
@@ -237,26 +237,20 @@ def depends_on_row_order(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def average_running_statistics(module: nn.Module) -> None:
-    """Replace the running statistics of split batch norms by their mean over the ranks, which one process would have.
+def share_running_statistics(module: nn.Module) -> None:
+    """Give every rank the running statistics that a checkpoint holds.
 
-    Every rank must call this before the module is saved or evaluated. It needs one collective for the whole module. A
-    second call changes nothing, and later training changes only by rounding. Other batch norms do not change.
+    They are the mean over the ranks for split batch norms, which one process would have, and those of rank 0 for local
+    ones. Synchronised batch norms have equal statistics on all ranks.
+
+    Every rank must call this before the module is saved or evaluated. It needs one collective for each kind in the
+    whole module. A second call changes nothing, and later training changes only by rounding.
     """
-    norms = [norm for norm in module.modules() if isinstance(norm, SplitBatchNorm2d)]
-    _replace_statistics(norms, lambda own: all_reduce_sum(own) / world_size())
-
-
-@torch.no_grad()
-def take_statistics_of_first_rank(module: nn.Module) -> None:
-    """Give every rank the running statistics of rank 0, which a checkpoint holds, in each batch norm that is local.
-
-    Every rank must call this at the same time. It needs one collective for the whole module. Synchronised batch norms
-    have equal statistics on all ranks, and split ones are for `average_running_statistics`.
-    """
-    shared = SynchronizedBatchNorm2d | SplitBatchNorm2d
-    norms = [norm for norm in module.modules() if isinstance(norm, _BatchNorm) and not isinstance(norm, shared)]
-    _replace_statistics(norms, lambda own: all_gather_rows(own[None])[0])
+    norms = [norm for norm in module.modules() if isinstance(norm, _BatchNorm)]
+    split = [norm for norm in norms if isinstance(norm, SplitBatchNorm2d)]
+    local = [norm for norm in norms if not isinstance(norm, SplitBatchNorm2d | SynchronizedBatchNorm2d)]
+    _replace_statistics(split, lambda own: all_reduce_sum(own) / world_size())
+    _replace_statistics(local, lambda own: all_gather_rows(own[None])[0])
 
 
 def _replace_statistics(norms: Sequence[_BatchNorm], by_all_ranks: Callable[[Tensor], Tensor]) -> None:

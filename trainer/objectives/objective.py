@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data_pipeline.core.kinds import KindConfig, Kinds
-from trainer.models.batch_norm import average_running_statistics
+from trainer.models.batch_norm import share_running_statistics
 from trainer.optim.optimizers import OptimizerConfig
 
 # The config class of each kind. A new objective of this project needs a line here and its own file.
@@ -183,7 +183,7 @@ class Objective(nn.Module, ABC):
 
     def saved_state(self) -> dict[str, Tensor]:
         """Return all state, equal on any number of ranks. Every rank must call this at the same time."""
-        average_running_statistics(self)
+        share_running_statistics(self)
         return self.state_dict()
 
 

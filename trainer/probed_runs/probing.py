@@ -21,7 +21,7 @@ from trainer.config_changes import edited_config
 from trainer.data import read_agreed_manifests, read_manifests
 from trainer.distributed.collectives import (
     FirstRankExit,
-    broadcast_object,
+    broadcast_json,
     from_first_rank,
     is_known_to_all,
     on_first_rank,
@@ -114,7 +114,7 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
         if (said := edited_config(run_dir, config)) is not None:
             print(f"warning: {said}", file=sys.stderr)
     probe_config = options.changed(config.probe)
-    identity = from_first_rank(lambda: run_identity(config, run_dir.read_provenance()))
+    identity = from_first_rank(lambda: run_identity(config, run_dir.read_provenance()), str | None)
     manifests = read_agreed_manifests(config.data)
 
     def check() -> list[int | None]:
@@ -135,9 +135,9 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
             print(said, file=sys.stderr)
         return num_shared
 
-    steps = from_first_rank(check)
+    steps = from_first_rank(check, list[int | None])
     modules = _load(run_dir, steps[-1])  # before the data are read, in case the run has no checkpoint
-    num_shared = from_first_rank(count_shared)
+    num_shared = from_first_rank(count_shared, int | None)
     if (said := option_difference(manifests.probed, manifests.test)) is not None and rank() == 0:
         print(f"warning: {said}; the accuracies measure this difference too", file=sys.stderr)
     train = read_train(config.data)
@@ -259,7 +259,7 @@ def _write(run_dir: RunDir, step: int, readout: Readout, *, suffix: str) -> None
 def _load(run_dir: RunDir, step: int | None) -> TrainedModules:
     """Load the modules of the checkpoint that the first rank finds. Every rank calls this."""
     modules = on_first_rank(lambda: load_modules(run_dir, step=step))
-    found = broadcast_object(None if modules is None else modules.step)
+    found = broadcast_json(None if modules is None else modules.step, int | None)
     return load_modules(run_dir, step=found) if modules is None else modules
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from data_pipeline.core.sample import NO_LABEL
 from trainer.data import DataConfig
 from trainer.models.activation_checkpointing import buffers_untouched
-from trainer.models.batch_norm import average_running_statistics, take_statistics_of_first_rank
+from trainer.models.batch_norm import share_running_statistics
 from trainer.models.encoder import Encoder
 from trainer.probes.features import TRAIN_DRAW, LabelSpace, Pictures, extract, frozen, read_some
 from trainer.probes.knn import knn_accuracies
@@ -97,8 +97,7 @@ class OnlineProbe:
         is_half = self._dtype in {torch.bfloat16, torch.float16}
         with buffers_untouched(encoder), frozen(encoder):
             # On copies, which are dropped: every rank encodes with the encoder that a checkpoint would hold.
-            average_running_statistics(encoder)
-            take_statistics_of_first_rank(encoder)
+            share_running_statistics(encoder)
             with torch.autocast(self._device.type, dtype=self._dtype, enabled=is_half):
                 features = extract(encoder.pooled, self._images_NCHW, device=self._device).float()
             bank_NC, queries_MC = features[: self._num_train], features[self._num_train :]

@@ -23,7 +23,7 @@ from data_pipeline.core.system import num_cores
 from data_pipeline.loading.decode import DecodedSamples, decode, decode_ahead
 from data_pipeline.loading.placement import stored_order
 from data_pipeline.storage.store import SampleStore
-from trainer.distributed.collectives import all_gather_object, rank, world_size
+from trainer.distributed.collectives import all_gather_json, all_gather_parts, message_device, rank, world_size
 
 _AT_ONCE: Final = 128  # samples that a thread decodes at a time
 _MAX_THREADS: Final = 16
@@ -114,10 +114,9 @@ def find_readable(
                 parts.append([good.index_B, *(labels[name] for name in names)])
             progress.advance(len(samples))
     mine = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
-    of_ranks = all_gather_object((mine, bad))
-    index_B, *by_name = (torch.cat(tensors) for tensors in zip(*(found for found, _ in of_ranks), strict=True))
+    index_B, *by_name = (torch.cat(all_gather_parts(part.to(message_device()))).cpu() for part in mine)
     readable = StreamedSamples(store, index_B=index_B, labels=dict(zip(names, by_name, strict=True)))
-    return readable, tuple(sample for _, bad_of_rank in of_ranks for sample in bad_of_rank)
+    return readable, tuple(sample for of_rank in all_gather_json(bad, list[BadSample]) for sample in of_rank)
 
 
 def _num_threads() -> int:

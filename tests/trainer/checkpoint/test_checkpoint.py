@@ -29,7 +29,7 @@ from trainer.checkpoint.files import FORMAT_VERSION, read_tensors, write_files, 
 from trainer.checkpoint.restore import newest_state, restore
 from trainer.checkpoint.save import CheckpointWriter, HostMemory
 from trainer.config import RunConfig
-from trainer.distributed.collectives import all_gather_object, rank
+from trainer.distributed.collectives import all_gather_json, rank
 from trainer.distributed.engines import Engine
 from trainer.distributed.engines.ddp_engine import DDPEngine
 from trainer.models.heads import HeadConfig
@@ -491,7 +491,7 @@ def fail_together(run_dir: RunDir) -> list[str]:
         restore(run_dir, tiny(num_columns=9), NT_XENT)
     except BaseException as error:
         met.append(f"{type(error).__name__}: {error}")
-    met += all_gather_object(f"step {restore_tiny(run_dir)}")
+    met += all_gather_json(f"step {restore_tiny(run_dir)}", str)
     return met
 
 

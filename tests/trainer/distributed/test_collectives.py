@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -9,16 +10,25 @@ from torch import Tensor
 
 from tests.gloo import RankError, run_ranks
 from trainer.distributed.collectives import (
+    all_gather_parts,
     all_gather_rows,
     all_reduce_mean_scalars,
     all_reduce_sum,
     any_rank,
     barrier,
-    broadcast_object,
+    broadcast_json,
     from_first_rank,
     rank,
     world_size,
 )
+
+
+@dataclass
+class Skips:
+    """A value that ranks exchange."""
+
+    rank: int
+    losses: list[float]
 
 
 def _weighted_gather(x_WBD: Tensor, weight_WGD: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,16 +79,21 @@ def test_sum_and_its_gradient_are_summed_over_the_ranks() -> None:
         torch.testing.assert_close(grad_D, weight_WD.sum(0))
 
 
-def _agreements() -> tuple[dict[str, float], bool, bool, str, str]:
+def _agreements() -> tuple[dict[str, float], bool, bool, str, Skips, list[list[int]]]:
     barrier()
     means = all_reduce_mean_scalars({"b": float(rank()), "a": torch.tensor(2.0 * rank(), requires_grad=True)})
-    objects = broadcast_object(f"from {rank()}", source=1), from_first_rank(lambda: f"found by {rank()}")
-    return means, any_rank(rank() == 1), any_rank(False), *objects
+    word = broadcast_json(f"from {rank()}", str, source=1)
+    skips = from_first_rank(lambda: Skips(rank(), [0.1]), Skips)
+    parts = [part.tolist() for part in all_gather_parts(torch.arange(rank()))]
+    return means, any_rank(rank() == 1), any_rank(False), word, skips, parts
 
 
 @pytest.mark.ranks
-def test_ranks_agree_on_means_flags_and_objects() -> None:
-    assert run_ranks(_agreements, 3) == [({"a": 2.0, "b": 1.0}, True, False, "from 1", "found by 0")] * 3
+def test_ranks_agree_on_means_flags_and_values() -> None:
+    for *found, skips, parts in run_ranks(_agreements, 3):
+        assert found == [{"a": 2.0, "b": 1.0}, True, False, "from 1"]
+        assert skips == Skips(0, [0.1])
+        assert parts == [[], [0], [0, 1]]
 
 
 def test_without_a_process_group_everything_is_the_identity() -> None:
@@ -88,7 +103,7 @@ def test_without_a_process_group_everything_is_the_identity() -> None:
     assert all_reduce_sum(x_BD) is x_BD
     assert all_reduce_mean_scalars({"a": torch.tensor(1.5), "b": 2}) == {"a": 1.5, "b": 2.0}
     assert all_reduce_mean_scalars({}) == {}
-    assert (any_rank(True), any_rank(False), broadcast_object("x")) == (True, False, "x")
+    assert (any_rank(True), any_rank(False), broadcast_json("x", str)) == (True, False, "x")
     barrier()
 
 

@@ -13,16 +13,21 @@ import torch.distributed as dist
 from data_pipeline.core.devices import named_device
 from data_pipeline.core.errors import UserError
 from launch.ports import free_ports
+from tests.gloo import run_ranks
 from trainer.distributed import environment as env_module
+from trainer.distributed.collectives import AnyRank, barrier
+from trainer.distributed.engines import DDPConfig, EngineInputs
 from trainer.distributed.environment import (
     WorldEnv,
     choose_device,
     expand_tasks_per_node,
     first_host,
     init_process_group,
+    lost_another,
     process_group,
     read_env,
 )
+from trainer.optim.optimizers import SGDConfig
 
 TORCHRUN = {
     "RANK": "5",
@@ -213,3 +218,32 @@ def test_who_leaves_by_an_exception_does_not_wait_for_the_others(
             raise error
     failed = ["joined"] if device == "cuda" else ["joined", "taken down"]
     assert done == (["joined", "taken down"] if error is None else failed)
+
+
+def errors_of_the_rank_that_is_left() -> list[bool]:
+    """Return whether each error of rank 0 counts as the end of rank 1, which leaves before all of them."""
+    engine = DDPConfig().build(torch.nn.Linear(2, 1), EngineInputs(SGDConfig(), 2))
+    loss, any_rank = engine(torch.ones(1, 2)).sum(), AnyRank()
+    barrier()
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+        return []
+
+    def any_rank_answers() -> None:
+        any_rank.next(False)
+        any_rank.next(False)
+
+    def of_its_own() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    lost = []
+    for action in (partial(engine.backward, loss), barrier, any_rank_answers, of_its_own):
+        with pytest.raises(RuntimeError) as raised:
+            action()
+        lost.append(lost_another(raised.value))
+    return lost
+
+
+@pytest.mark.ranks
+def test_an_error_is_that_of_another_rank_if_it_comes_from_a_collective_whatever_its_words() -> None:
+    assert run_ranks(errors_of_the_rank_that_is_left, 2)[0] == [True, True, True, False]

@@ -30,7 +30,7 @@ from tests.trainer import toy_ranks
 from tests.trainer.toy_ranks import BAD_STEP, CULPRIT, LIMIT_SECONDS, NUM_RANKS, SHARDS
 from trainer.fault_tolerance.stalls import describe_stall
 from trainer.fault_tolerance.watchdog import Watchdog, WatchdogConfig
-from trainer.profiling import stage
+from trainer.liveness import stage
 from trainer.run_dir import RunDir
 from trainer.train import train
 

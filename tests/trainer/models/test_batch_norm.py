@@ -24,12 +24,12 @@ from trainer.models.activation_checkpointing import Checkpointing, run_blocks
 from trainer.models.batch_norm import (
     SplitBatchNorm2d,
     SynchronizedBatchNorm2d,
-    average_running_statistics,
     check_splits,
     counted_together,
     grouped_statistics,
     reenter_groups,
     replace_batch_norm,
+    share_running_statistics,
     synchronized_batch_norm,
 )
 from trainer.optim.optimizers import SGDConfig
@@ -45,7 +45,7 @@ def trained(norm: nn.BatchNorm2d, parts: list[Tensor], grads: list[Tensor]) -> d
     assert x.grad is not None
     assert norm.weight.grad is not None
     assert norm.bias.grad is not None
-    average_running_statistics(norm)
+    share_running_statistics(norm)
     gradients = {"grad_x": x.grad, "grad_weight": norm.weight.grad, "grad_bias": norm.bias.grad}
     return {"out": out.detach(), **gradients, **norm.state_dict(), "eval": norm.eval()(x).detach()}
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.distributed.collectives import all_reduce_sum, rank, world_size
-from trainer.models.batch_norm import SplitBatchNorm2d, SynchronizedBatchNorm2d, average_running_statistics
+from trainer.models.batch_norm import SplitBatchNorm2d, SynchronizedBatchNorm2d, share_running_statistics
 from trainer.objectives.moco import MoCo, MoCoConfig
 from trainer.objectives.objective import ViewPair
 
@@ -63,6 +63,6 @@ def train(
                 assert parameter.grad is not None
                 parameter.grad = all_reduce_sum(parameter.grad) / world_size()
                 parameter.sub_(0.5 * parameter.grad)
-    average_running_statistics(encoder)
+    share_running_statistics(encoder)
     gradients = {name: parameter.grad for name, parameter in encoder.named_parameters() if parameter.grad is not None}
     return losses, gradients, state_of(encoder), objective.saved_state()

@@ -1,0 +1,183 @@
+"""Check code of the user's own in the first step: what it returns, where gradients arrive, and how it draws.
+
+A trunk that returns other rows than it got, or that passes no gradient on, would train to the end with plausible
+metrics. Each check is a hook that removes itself, so later steps cost nothing.
+
+Shapes: B samples, C channels, H by W pixels, D embedding size.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.kinds import OF_THIS_PROJECT, KindConfig, is_own, package_of, path_of
+from trainer.distributed.collectives import on_every_rank, rank
+from trainer.modules import TrainedModules
+from trainer.objectives import Objective, ObjectiveOutput
+
+logger = logging.getLogger(__name__)
+
+_ADVICE = {
+    "views": "draw from the keys that the policy gets, by the functions of data_pipeline.core.counter_rng",
+    "objective": "draw from a torch.Generator whose seed is made of the seed of the run and pair.step",
+}
+_Check = Callable[[tuple[Any, ...], Any], str | None]  # from inputs and result, returns "X, return Y" if X is wrong
+
+
+def check_first_step(modules: TrainedModules, objective: Objective, *, device: torch.device) -> None:
+    """Let the first step raise `UserError` if views, trunk or objective of the user's own return what cannot train.
+
+    The error comes on one rank, and the others exit. Also warns of views and objectives that draw from a global random
+    generator. Compiled networks are not checked, because the compiler cannot follow hooks.
+    """
+    config = modules.config
+    if config.compiles_networks:
+        return
+    views, trunk = modules.view_policy, modules.encoder.trunk
+    view_shape = None if config.data.mel is None else (1, config.data.mel.num_mels, config.data.mel.num_frames)
+    may_leave_range = config.views.is_learned or not config.views.is_bounded or view_shape is not None
+    parts: dict[str, tuple[KindConfig, nn.Module, _Check]] = {
+        "views": (config.views, views, partial(_wrong_views, shape=view_shape, is_bounded=not may_leave_range)),
+        "encoder": (config.encoder, trunk, partial(_wrong_map, trunk)),
+        "objective": (config.objective, objective, _wrong_loss),
+    }
+    # The head is trained even if a trunk detaches its map.
+    trained = {"encoder": modules.encoder, "objective": objective} | (
+        {"views": views} if config.views.is_learned else {}
+    )
+    for section, (kind, module, check) in parts.items():
+        if is_own(kind):
+            owner = type(kind) if package_of(type(module)) in OF_THIS_PROJECT else type(module)
+            name = f"{path_of(owner)} ({section}.kind={kind.kind})"
+            _check_first_call(module, name, check)
+            if section in trained:
+                _check_gradients(trained[section], name)
+            if section in _ADVICE:
+                _notice_global_draws(module, name, _ADVICE[section], device)
+
+
+def _check_first_call(module: nn.Module, name: str, check: _Check) -> None:
+    def after(_: nn.Module, given: tuple[Any, ...], result: Any) -> None:
+        hook.remove()
+
+        def raise_if_wrong() -> None:
+            if (said := check(given, result)) is not None:
+                raise UserError(f"{name} returned {said}")
+
+        on_every_rank(raise_if_wrong)
+
+    hook = module.register_forward_hook(after)
+
+
+def _wrong_views(given: tuple[Any, ...], views: Any, *, shape: tuple[int, ...] | None, is_bounded: bool) -> str | None:
+    """`shape` is that of a spectrogram, (C, H, W); None for pictures, whose views have their shape."""
+    inputs = given[0]
+    expected = tuple(inputs.shape) if shape is None else (len(inputs), *shape)
+    if said := _wrong_tensor(views, f"one view for each input, {expected}", shape=expected):
+        return said
+    low, high = (float(bound) for bound in views.detach().aminmax())
+    if is_bounded and (low < 0 or high > 1):
+        return f"values from {low:.3g} to {high:.3g}, return views in [0, 1], or set is_bounded = False in the config"
+    return None
+
+
+def _wrong_map(trunk: Any, given: tuple[Any, ...], map_BCHW: Any) -> str | None:
+    num_rows = len(given[0])
+    if said := _wrong_tensor(map_BCHW, f"a map for each of the {num_rows} pictures", num_rows=num_rows):
+        return said
+    wanted = "from pool num_channels values for each map"
+    return _wrong_tensor(trunk.pool(map_BCHW.detach()), wanted, shape=(num_rows, trunk.num_channels))
+
+
+def _wrong_loss(given: tuple[Any, ...], output: Any) -> str | None:
+    wanted = "an ObjectiveOutput with a loss, which is a scalar tensor, and a mapping of metrics"
+    if not isinstance(output, ObjectiveOutput):
+        return f"{_described(output)}, return {wanted}"
+    if said := _wrong_tensor(output.loss, wanted, shape=()):
+        return f"the loss {said}"
+    for name, metric in output.metrics.items():
+        if isinstance(metric, Tensor) and (metric.dim() > 0 or metric.requires_grad):
+            return f"the metric {name} as {_described(metric)}, return a scalar tensor without gradient (detach)"
+    if given[0].requires_grad and not output.loss.requires_grad:
+        return "a loss without gradient, return one that depends on the embeddings, without detach, item or no_grad"
+    return None
+
+
+def _wrong_tensor(
+    result: Any, wanted: str, *, shape: tuple[int, ...] | None = None, num_rows: int | None = None
+) -> str | None:
+    is_right = isinstance(result, Tensor) and result.is_floating_point()
+    is_right = is_right and (shape is None or result.shape == shape)
+    is_right = is_right and (num_rows is None or (result.dim() > 1 and len(result) == num_rows))
+    if not is_right:
+        return f"{_described(result)}, return {wanted}, of floats"
+    if num_bad := int((~result.detach().isfinite()).sum()):
+        return f"{num_bad} of {result.numel()} values that are inf or nan, return {wanted}, all finite"
+    return None
+
+
+def _described(result: Any) -> str:
+    if not isinstance(result, Tensor):
+        return type(result).__name__
+    kind = str(result.dtype).removeprefix("torch.")
+    return f"{kind} of shape {tuple(result.shape)}{', with gradient' if result.requires_grad else ''}"
+
+
+def _check_gradients(module: nn.Module, name: str) -> None:
+    """Raise `UserError` in the first backward pass that reaches a module if it leaves out some of its parameters."""
+    trained = {label: each for label, each in module.named_parameters() if each.requires_grad}
+    if not trained:
+        return
+
+    def arrived(gradients: Sequence[Tensor | None]) -> None:
+        hook.remove()
+        left_out = [label for label, gradient in zip(trained, gradients, strict=True) if gradient is None]
+        if left_out:
+            raise UserError(
+                f"no gradient reaches {len(left_out)} of {len(trained)} parameters of {name}, such as {left_out[0]}; "
+                "use them in forward, or set requires_grad_(False) on what shall not be trained"
+            )
+
+    hook = torch.autograd.graph.register_multi_grad_hook(list(trained.values()), arrived)
+
+
+def _notice_global_draws(module: nn.Module, name: str, advice: str, device: torch.device) -> None:
+    """Log a warning if the first call draws from a global generator.
+
+    Such a draw is not a function of the seed, the step and the sample. All ranks may draw the same, and a run that goes
+    on draws again what it drew at its start.
+    """
+    states: list[Any] = []
+
+    def before(*_: object) -> None:
+        states.append(_generator_states(device))
+        first.remove()
+
+    def after(*_: object) -> None:
+        second.remove()
+        if states and _generator_states(device) != states[0] and rank() == 0:
+            logger.warning(
+                "%s draws from a global random generator: the draws do not depend on the seed of the run, may be equal "
+                "on all ranks, and begin anew when the run goes on; %s",
+                name,
+                advice,
+            )
+
+    first = module.register_forward_pre_hook(before)
+    second = module.register_forward_hook(after)
+
+
+def _generator_states(device: torch.device) -> tuple[object, ...]:
+    """Return the states of the generators of Python, NumPy and torch, in a form that can be compared."""
+    of_numpy = str(np.random.get_state())  # noqa: NPY002  the generator that code may use, though it should not
+    of_torch = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    return random.getstate(), of_numpy, *(state.numpy().tobytes() for state in of_torch)
