@@ -2,8 +2,7 @@
 
 Reads run directories and the shards that their configs name. For each checkpoint it writes into
 RUN_DIR/probes/step_00010000/ a result for each label, such as base.json and, if the samples have overlays,
-overlay.json, and the trained heads in heads.safetensors. With `--out DIR` it writes into DIR/NAME instead, NAME being
-the name of the run directory, which may then be read-only.
+overlay.json, and the trained heads in heads.safetensors.
 
 It runs in one process. `torchrun --standalone --nproc-per-node 8 -m trainer.probe RUN_DIR`, or srun, is faster.
 """
@@ -18,7 +17,7 @@ from pathlib import Path
 from data_pipeline.core.arguments import positive, program, whole
 from data_pipeline.core.errors import run_command
 from data_pipeline.core.imports import add_code_argument, import_code
-from trainer.run_dir import RunDir, open_run, places_of_probes, runs_of, say_what_is_left_out
+from trainer.run_dir import RunDir, open_run, runs_of, say_what_is_left_out
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,10 +45,9 @@ def _parser() -> argparse.ArgumentParser:
         help="Probe this label only, such as base or overlay; may be given several times (default: probe.labels of the "
         "run, or all labels of the data).",
     )
-    add("--out", type=Path, metavar="DIR", help="Write to DIR/NAME, and nothing into the run directory NAME.")
     add_code_argument(parser)
     fit = parser.add_argument_group(
-        "linear probe", "The defaults are in the config of the run. A changed value becomes part of the file names."
+        "probes", "The defaults are in the config of the run. A changed value becomes part of the file names."
     )
     fit.add_argument(
         "--views",
@@ -67,6 +65,9 @@ def _parser() -> argparse.ArgumentParser:
         help="The input of the probes: the features of the encoder, its embedding, or the raw pixels.",
     )
     fit.add_argument("--epochs", type=positive, metavar="N", help="The number of epochs of the fit.")
+    fit.add_argument(
+        "--neighbors", type=positive, metavar="K", help="The number of neighbours that vote, the k of kNN."
+    )
     return parser
 
 
@@ -82,6 +83,7 @@ def main() -> None:
         "views": arguments.views,
         "batch_norm": arguments.batch_norm,
         "num_epochs": arguments.epochs,
+        "num_neighbors": arguments.neighbors,
         "reads": arguments.reads,
     }
     options = ProbeOptions(
@@ -99,12 +101,8 @@ def main() -> None:
             say_what_is_left_out(arguments.run_dirs)
             for path in paths:
                 open_run(path)
-            if arguments.out is not None:
-                places_of_probes(run_dirs, arguments.out)
 
         on_first_rank(check)  # check all before the first is probed
-        if arguments.out is not None:
-            run_dirs = places_of_probes(run_dirs, arguments.out)
         if arguments.missing:
             are_probed = from_first_rank(lambda: [is_probed(run_dir, options) for run_dir in run_dirs], list[bool])
             left = [run_dir for run_dir, is_done in zip(run_dirs, are_probed, strict=True) if not is_done]

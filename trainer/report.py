@@ -4,7 +4,7 @@
 figures. `--csv FILE` writes the tidy table of which every page is made.
 
 The directory of a study stands for the runs in it, but not for studies in it. With `--out FILE` the run directories may
-be read-only. `--probes DIR` adds the results that `python -m trainer.probe RUN_DIR... --out DIR` has written.
+be read-only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, help="The file to write (default: RUN_DIR/report.html, ./report.html or NAME.md).")
     add("--csv", type=Path, metavar="FILE", help="Also write every accuracy as a row of a table (.csv or .csv.gz).")
     add("--study", metavar="NAME", help="Write the table of a study, such as table1 or suppression_small, as Markdown.")
-    add("--probes", type=Path, metavar="DIR", help="Also read the results that `trainer.probe --out DIR` has written.")
     add_code_argument(parser)
     add("--wandb", action="store_true", help="Also make the report at Weights & Biases, which needs a login.")
     return parser
@@ -58,7 +57,7 @@ def main() -> None:
     say_what_is_left_out([path for path in arguments.run_dirs if path not in tables])
     paths = [] if tables else runs_of(arguments.run_dirs)
     import_code(arguments.code)
-    runs = read_runs(paths, probes_at=arguments.probes)
+    runs = read_runs(paths)
     runs, problems = without_copies(runs)
     rows = measure(runs)
     rows += [row for table in tables for row in read_csv(table)]

@@ -22,7 +22,7 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -38,13 +38,9 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}  # the
 
 @dataclass(frozen=True)
 class RunDir:
-    """The paths of a run directory; creates nothing.
-
-    `probes_at` holds the results of probes, if they are not in `probes/` of the run directory, which may be read-only.
-    """
+    """The paths of a run directory; creates nothing."""
 
     path: Path
-    probes_at: Path | None = None
 
     @property
     def config(self) -> Path:
@@ -96,7 +92,7 @@ class RunDir:
 
     @property
     def all_probes(self) -> Path:
-        return self.probes_at or self.path / "probes"
+        return self.path / "probes"
 
     def probes(self, step: int) -> Path:
         return self.all_probes / f"step_{step:08d}"
@@ -285,18 +281,6 @@ def say_what_is_left_out(paths: Sequence[Path]) -> None:
             f"left out, because they hold runs of their own: {', '.join(studies)}; pass the path of each",
             file=sys.stderr,
         )
-
-
-def places_of_probes(run_dirs: Sequence[RunDir], directory: Path) -> list[RunDir]:
-    """Return the run directories with their probe results in a subdirectory of `directory`, by the name of each.
-
-    Raises `UserError` if two have the same name.
-    """
-    names = [run_dir.path.resolve().name for run_dir in run_dirs]
-    for run_dir, name in zip(run_dirs, names, strict=True):
-        if names.count(name) > 1:
-            raise UserError(f"{run_dir.path} is not the only run called {name}; give each run its own name")
-    return [replace(run_dir, probes_at=directory / name) for run_dir, name in zip(run_dirs, names, strict=True)]
 
 
 def read_object(path: Path, *, mend: str) -> dict[str, Any]:

@@ -88,16 +88,17 @@ def visible(folder: Path) -> list[Path]:
 
 
 def class_names_of(values: Collection[str]) -> tuple[str, ...]:
-    """Return the names of the classes of some labels. Whole numbers are their own classes; other labels are sorted.
+    """Return the names of the classes of some labels, sorted. Whole numbers without large gaps are their own classes.
 
     Examples:
-        >>> class_names_of({"wren", "owl"}), class_names_of({"0", "2"})
-        (('owl', 'wren'), ('0', '1', '2'))
+        >>> class_names_of({"wren", "owl"}), class_names_of({"0", "2"}), class_names_of({"7", "100000"})
+        (('owl', 'wren'), ('0', '1', '2'), ('7', '100000'))
     """
     if all(value.isascii() and value.isdigit() and str(int(value)) == value for value in values):
         largest = max(map(int, values))
         if largest < max(10 * len(values), 1_000) and largest < MAX_CLASSES:
             return tuple(map(str, range(largest + 1)))
+        return tuple(sorted(values, key=int))
     return tuple(sorted(values))
 
 

@@ -21,8 +21,7 @@ from data_pipeline.core.errors import run_command
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.probed_runs.test_probe_command import make_run
 from tests.trainer.reports.made_runs import Page
-from trainer.reports.runs import read_runs
-from trainer.run_dir import RunDir, write_json
+from trainer.run_dir import RunDir
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
@@ -91,59 +90,20 @@ def content(directory: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def test_a_read_only_run_is_probed_and_reported_elsewhere(
+def test_a_read_only_run_is_probed_and_reported_in_a_directory_of_links(
     run: Path, tmp_path: Path, protect: Callable[..., None], call: Callable[..., str]
 ) -> None:
-    before = content(run)
+    """As `cp -rs` makes it."""
+    before, mine = content(run), tmp_path / "mine" / "run"
+    shutil.copytree(run, mine, copy_function=os.symlink)
     protect(run)
-    call(trainer.probe, run, "--untrained", "--out", tmp_path / "probes")
-    found = {str(path.relative_to(tmp_path / "probes")) for path in (tmp_path / "probes").rglob("*.json")}
-    assert found == {f"run/step_000000{step}/{label}.json" for step in ("00", "10") for label in ("base", "overlay")}
-    out = tmp_path / "r.html"
-    assert call(trainer.report, run, "--probes", tmp_path / "probes", "--out", out) == f"{out}\n"
-    html = out.read_text()
-    result = json.loads((tmp_path / "probes/run/step_00000010/base.json").read_text())
-    row = Page(html).row("debug-image")
+    call(trainer.probe, mine, "--untrained")
+    assert "1 of 1 run(s) are probed already" in call(trainer.probe, mine, "--untrained", "--missing")
+    assert call(trainer.report, mine) == f"{mine / 'report.html'}\n"
+    result = json.loads((RunDir(mine).probes(10) / "base.json").read_text())
+    row = Page((mine / "report.html").read_text()).row("debug-image")
     assert row[1].startswith(f"{100 * result['linear']['accuracy']:.1f}")
     assert content(run) == before
-
-
-def test_results_elsewhere_come_before_those_of_the_run(run: Path, tmp_path: Path, call: Callable[..., str]) -> None:
-    call(trainer.probe, run, "--out", tmp_path / "probes")
-    call(trainer.probe, run)
-    path = RunDir(run).probes(10) / "base.json"
-    result = json.loads(path.read_text())
-    result["linear"]["accuracy"] = 0.987
-    path.write_text(json.dumps(result))
-    out = tmp_path / "r.html"
-    call(trainer.report, run, "--out", out)
-    assert "98.7" in out.read_text()
-    call(trainer.report, run, "--out", out, "--probes", tmp_path / "probes")
-    assert "98.7" not in out.read_text()
-    assert "is no directory; pass to --probes the --out of" in call(
-        trainer.report, run, "--probes", tmp_path / "nothing"
-    )
-
-
-def test_results_elsewhere_belong_to_their_run_and_not_to_a_name(
-    run: Path, tmp_path: Path, call: Callable[..., str]
-) -> None:
-    other = tmp_path / "other" / "run"
-    shutil.copytree(run, other)
-    for seed, path in enumerate((run, other)):
-        write_json(RunDir(path).provenance, {"started_at": f"2026-11-26T02:10:3{seed}+00:00", "host": "vm"})
-    place = tmp_path / "probes"
-    call(trainer.probe, run, "--epochs", "1", "--out", place)
-    assert "1 of 1 run(s) are probed already" in call(trainer.probe, run, "--epochs", "1", "--out", place, "--missing")
-    for options in ([], ["--missing"]):
-        refusal = call(trainer.probe, other, "--epochs", "1", "--out", place, *options)
-        assert f"{place}/run holds probe results of another run (debug-image, seed 0, started at" in refusal
-    of_other, of_run = (read_runs([path], probes_at=place)[0] for path in (other, run))
-    assert of_run.results
-    assert not of_run.problems
-    assert not of_other.results
-    (problem,) = of_other.problems
-    assert problem.startswith(f"Left out: {place}/run holds probe results of another run (debug-image, seed 0, ")
 
 
 @pytest.mark.slow

@@ -104,8 +104,7 @@ def probe_each(
 def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -> Mapping[LabelSpace, ProbeResult]:
     """Probe checkpoints of a run, write the results, and return those of the last one. Every rank calls this.
 
-    Raises `UserError` if a checkpoint or a dataset is missing, if the datasets share too many samples, or if the
-    results would be written beside those of another run.
+    Raises `UserError` if a checkpoint or a dataset is missing, or if the datasets share too many samples.
     """
     read = partial(read_run_config, run_dir)
     config = on_first_rank(read) or read()
@@ -118,7 +117,6 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
     manifests = read_agreed_manifests(config.data)
 
     def check() -> list[int | None]:
-        _refuse_place_of_other_run(run_dir, identity)
         pairs_of(readable_labels(manifests.probed, manifests.test), probe_config.groups)
         readable_labels(manifests.probed, manifests.test, wanted=options.labels or probe_config.labels)
         check_ranks(probe_config)
@@ -160,7 +158,7 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
         if rank() == 0:
             print(table(readout.results))
             print(run_dir.probes(modules.step))
-    if rank() == 0 and run_dir.probes_at is None and not options.suffix(config.probe):
+    if rank() == 0 and not options.suffix(config.probe):
         _summarize(run_dir, config, readout.results)
     return readout.results
 
@@ -169,11 +167,11 @@ def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
     """Return a table of test accuracies in per cent, by label, with the worst groups of the linear probe below."""
     class_names = {label: result.class_names for label, result in results.items()}
     width = max([18, *(len(f"label_{space} ") for space in results)])
-    lines = [f"{'test accuracy, %':{width}}{'linear':>8}{'kNN':>8}{'majority':>10}{'chance':>8}"]
+    lines = [f"{'test accuracy, %':{width}}{'linear':>8}{'kNN':>8}{'k':>6}{'majority':>10}{'chance':>8}"]
     for space, result in results.items():
         lines.append(
             f"{'label_' + space:{width}}{100 * result.linear.accuracy:8.1f}{100 * result.knn.accuracy:8.1f}"
-            f"{100 * result.majority_share:10.1f}{100 * result.chance:8.1f}"
+            f"{result.knn.num_neighbors:6}{100 * result.majority_share:10.1f}{100 * result.chance:8.1f}"
         )
         for groups in result.groups:
             if (worst := groups.worst("linear")) is not None:
@@ -232,20 +230,6 @@ def is_probed(run_dir: RunDir, options: ProbeOptions) -> bool:
     except UserError:
         return False
     return True
-
-
-def _refuse_place_of_other_run(run_dir: RunDir, identity: str | None) -> None:
-    """Raise `UserError` if the directory of the results holds some of another run. Damaged ones will be replaced."""
-    for path in sorted(run_dir.all_probes.glob("step_*/*.json")):
-        try:
-            result = read_result(path)
-        except UserError:
-            continue
-        if result.is_of_other_run(identity):
-            raise UserError(
-                f"{run_dir.all_probes} holds probe results of another run ({result.run}) than {run_dir.path} "
-                f"({identity}); pass another --out, or remove {run_dir.all_probes}"
-            )
 
 
 def _write(run_dir: RunDir, step: int, readout: Readout, *, suffix: str) -> None:

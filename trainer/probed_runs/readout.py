@@ -25,7 +25,7 @@ from trainer.own_code import hashes_of_code
 from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, ViewFunction, encode, extract, frozen
 from trainer.probes.groups import measure_groups, pairs_of
 from trainer.probes.heads import Heads
-from trainer.probes.knn import NUM_NEIGHBORS, TEMPERATURE, KNNResult, knn_classes
+from trainer.probes.knn import TEMPERATURE, KNNResult, knn_classes, neighbors_of
 from trainer.probes.linear import (
     LinearProbe,
     ProbeConfig,
@@ -133,6 +133,7 @@ class Fitted:
     target: Target
     linear: LinearProbe
     knn_N: Tensor
+    num_neighbors: int
 
 
 def fit(
@@ -168,8 +169,16 @@ def fit(
             return extract(lambda x_BCHW: live.features_and_pooled(x_BCHW)[0], test, device=device)
 
         linear = fit_linear_probe(batches, test_features=test_features, targets=targets, config=config)
-        knn = knn_classes(train_NC.to(device), test_NC, targets)
-    return {space: Fitted(target, linear[space], knn[space]) for space, target in targets.items()}
+        bank_NC, neighbors = train_NC.to(device), neighbors_of(targets, config.num_neighbors)
+        return {
+            space: Fitted(
+                target,
+                linear[space],
+                knn_classes(bank_NC, test_NC, target, num_neighbors=neighbors[space]),
+                neighbors[space],
+            )
+            for space, target in targets.items()
+        }
 
 
 def describe(
@@ -203,7 +212,7 @@ def describe(
         linear=fitted.linear.result,
         knn=KNNResult(
             accuracy=finite_accuracy(fitted.knn_N, target.test_N, name=space),
-            num_neighbors=min(NUM_NEIGHBORS, num_labelled(target.train_N)),
+            num_neighbors=fitted.num_neighbors,
             temperature=TEMPERATURE,
         ),
         chance=target.chance,

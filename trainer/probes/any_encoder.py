@@ -15,16 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.storage.manifest import Manifest
+from data_pipeline.storage.source_digests import content_digest, shared_sources
 from trainer.data import DataConfig, read_manifests
 from trainer.models.encoder import Encoder, inside_wrappers
 from trainer.probes.features import TRAIN_DRAW, LabelSpace, frozen, read_pictures, shared_rows
-from trainer.probes.knn import knn_accuracies
+from trainer.probes.knn import knn_accuracies, neighbors_of
 from trainer.probes.linear import ProbeConfig, Target, fit_linear_probe, stored_batches
 from trainer.probes.shared import check_shared
 from trainer.probes.targets import check_labelled, readable_labels
@@ -32,14 +35,15 @@ from trainer.views.inputs import to_floating, to_unit_range
 
 logger = logging.getLogger(__name__)
 
-LabelledData: TypeAlias = str | Path | Dataset[Any] | DataLoader[Any]
-"""A location of a dataset of this package; a torch Dataset of (picture, label) or (picture, {name: label}); or a
-DataLoader of batches of these."""
+LabelledData: TypeAlias = str | Path | Dataset[Any] | DataLoader[Any] | tuple[Any, Any]
+"""A location of a dataset of this package; a torch Dataset of (picture, label) or (picture, {name: label}); a
+DataLoader of batches of these; or a pair of arrays of NumPy or torch, the pictures and their labels."""
 
 ONLY_LABEL: Final = "label"  # the name of a label without a name
 _WITHOUT_VIEWS: Final = ProbeConfig(views="none")
 _FIXED: Final = {"views": "none", "batch_norm": "eval", "reads": "features"}
 _CPU: Final = torch.device("cpu")
+_OTHER_SCALE: Final = 2.0  # the ratio of the deviations of train and test inputs above which they are said to differ
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,13 @@ class Accuracy:
     linear: of a linear probe on the features.
     knn: of a vote of the nearest neighbours.
     chance: one over the number of classes that the samples have.
+    num_neighbors: how many neighbours vote, the k of kNN.
     """
 
     linear: float
     knn: float
     chance: float
+    num_neighbors: int
 
 
 def probe(
@@ -81,12 +87,13 @@ def probe(
     So its accuracy depends on the scale of the features. Compare encoders of other libraries after standardising their
     features, or by kNN.
 
-    `config` sets epochs, learning rate and seed of the linear probe; there are no views. On several ranks, every rank
-    calls this with the same arguments, and computes all of it.
+    `config` sets epochs, learning rate and seed of the linear probe, and the k of kNN; there are no views. On several
+    ranks, every rank calls this with the same arguments, and computes all of it.
 
     Raises `UserError` if a dataset is missing or has no labels, if the labels of both differ, or if the encoder returns
-    anything but finite rows. It also does so if two datasets of this package share more of the test samples than
-    `config.allow_shared`.
+    anything but finite rows. It also does so if more of the test samples than `config.allow_shared` are in the train
+    set too: by their sources for two datasets of this package, by their values for two of others. Warns if the values
+    of both sets are scaled differently.
     """
     if config.fit_settings != config.fit_settings | _FIXED:
         raise UserError(
@@ -108,20 +115,31 @@ def probe(
             known = _encode(encoder, train, which="train", batch_size=batch_size)
             asked = _encode(encoder, test, which="test", batch_size=batch_size)
         targets = _targets(known, asked, wanted=labels if labels is not None else config.labels)
+        _check_inputs(known, asked, allowed=config.allow_shared)
         batches = stored_batches(known.features_NF, targets, config=config, device=known.features_NF.device)
         linear = fit_linear_probe(batches, test_features=lambda: asked.features_NF, targets=targets, config=config)
-        knn = knn_accuracies(known.pooled_ND, asked.pooled_ND, targets)
-    return {name: Accuracy(linear[name].result.accuracy, knn[name], target.chance) for name, target in targets.items()}
+        neighbors = neighbors_of(targets, config.num_neighbors)
+        knn = knn_accuracies(known.pooled_ND, asked.pooled_ND, targets, neighbors=neighbors)
+    return {
+        name: Accuracy(linear[name].result.accuracy, knn[name], target.chance, neighbors[name])
+        for name, target in targets.items()
+    }
 
 
 @dataclass(frozen=True)
 class _Encoded:
-    """The features of a dataset and its labels (N,) int64 on the host. `manifest` is None for data of others."""
+    """The features of a dataset and its labels (N,) int64 on the host.
+
+    digests_N: a short digest of each input, of data of others; of a dataset of this package there is a manifest.
+    deviation: the mean over batches of the standard deviation of the inputs, as the encoder gets them.
+    """
 
     features_NF: Tensor
     pooled_ND: Tensor
     labels: Mapping[str, Tensor]
     manifest: Manifest | None
+    digests_N: NDArray[np.uint64]
+    deviation: float
 
 
 def _encode(encoder: object, data: LabelledData, *, which: str, batch_size: int) -> _Encoded:
@@ -130,18 +148,23 @@ def _encode(encoder: object, data: LabelledData, *, which: str, batch_size: int)
     device = _CPU if parameter is None else parameter.device
     precision = parameter.dtype if parameter is not None and parameter.is_floating_point() else None
 
+    deviations: list[Tensor] = []
+
     def features_of(inputs: Tensor) -> list[Tensor]:
         x_BCHW = to_floating(inputs).to(device, precision)
+        deviations.append(x_BCHW.float().std(correction=0))
         if isinstance(encoder, Encoder):
             return [_rows(each, len(inputs)) for each in encoder.features_and_pooled(x_BCHW)]
         return [_rows(cast(Callable[[Tensor], Tensor], encoder)(x_BCHW), len(inputs))]
 
-    manifest = None
+    manifest, digests = None, list[bytes]()
     if isinstance(data, str | Path):
         pictures = read_pictures(data, draw=TRAIN_DRAW if which == "train" else 0)
         manifest, labels = pictures.manifest, pictures.by_label
         wholes = shared_rows(features_of, pictures, chunk_size=batch_size)
     else:
+        if isinstance(data, tuple):
+            data = TensorDataset(*map(torch.as_tensor, data))
         if not isinstance(data, DataLoader):
             # A generator of its own, because a loader draws a number for its workers, also without any.
             data = DataLoader(data, batch_size=batch_size, generator=torch.Generator())
@@ -150,13 +173,34 @@ def _encode(encoder: object, data: LabelledData, *, which: str, batch_size: int)
             inputs, label_of = _inputs_and_labels(batch, which=which)
             parts.append(features_of(to_unit_range(inputs) if isinstance(encoder, Encoder) else inputs))
             label_parts.append(label_of)
+            values = inputs.detach().cpu().flatten(1).contiguous().view(torch.uint8).numpy()
+            digests += [content_digest(row)[:8] for row in values]
         if not parts:
             raise UserError(f"the {which} set of the probe holds no sample")
         wholes = [torch.cat(each) for each in zip(*parts, strict=True)]
         labels = {name: torch.cat([label_of[name] for label_of in label_parts]) for name in label_parts[0]}
     if not all(whole.isfinite().all() for whole in wholes):
         raise UserError(f"the features of the {which} set are not all finite; did the training of the encoder diverge?")
-    return _Encoded(wholes[0], wholes[-1], labels, manifest)
+    digests_N = np.frombuffer(b"".join(digests), dtype=np.uint64)
+    return _Encoded(wholes[0], wholes[-1], labels, manifest, digests_N, float(torch.stack(deviations).mean()))
+
+
+def _check_inputs(train: _Encoded, test: _Encoded, *, allowed: float) -> None:
+    """Warn of inputs on another scale. Raises `UserError` if too many test inputs of others are train inputs too."""
+    low, high = sorted((train.deviation, test.deviation))
+    if high > _OTHER_SCALE * low:
+        logger.warning(
+            "the inputs have a standard deviation of %.3g in the train set but %.3g in the test set; is one of them "
+            "scaled or normalised differently?",
+            train.deviation,
+            test.deviation,
+        )
+    shared = shared_sources(train.digests_N, test.digests_N)
+    if shared.share > allowed:
+        raise UserError(
+            f"{shared.num_shared} of the {shared.num_test} test samples are in the train set too, so test accuracy "
+            "would partly measure training samples; take them out, or allow a share of them with config.allow_shared"
+        )
 
 
 def _inputs_and_labels(batch: Any, *, which: str) -> tuple[Tensor, dict[str, Tensor]]:

@@ -10,6 +10,7 @@ kNN).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import torch
@@ -21,37 +22,48 @@ from data_pipeline.core.schema import Schema
 from trainer.probes.features import LabelSpace, shared_rows
 from trainer.probes.linear import Target, accuracy, best_classes
 
-NUM_NEIGHBORS = 200
+logger = logging.getLogger(__name__)
+
 TEMPERATURE = 0.1
 _QUERIES_AT_ONCE = 512  # a constant, because bits may depend on it
 
 
 class KNNResult(Schema):
-    """Test accuracy in [0, 1] and its settings.
-
-    `num_neighbors` is at most the size of the train set.
-    """
+    """Test accuracy in [0, 1] and its settings. `num_neighbors` is that of `neighbors_of`."""
 
     accuracy: float
     num_neighbors: int
     temperature: float
 
 
-def nearest(
-    bank_NC: Tensor, queries_BC: Tensor, *, num_neighbors: int, chosen_N: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def neighbors_of(targets: Mapping[LabelSpace, Target], most: int) -> dict[LabelSpace, int]:
+    """Return how many neighbours vote on each label: `most`, or the train samples of its smallest class if it has less.
+
+    With more neighbours, pictures of that class would be outvoted however near its samples are. Logs a warning for a
+    label that gets less than `most`.
+    """
+    found = {}
+    for name, target in targets.items():
+        num_K = torch.bincount(target.train_N[target.train_N != NO_LABEL])
+        found[name] = min(most, int(num_K[num_K > 0].min()))
+        if found[name] < most:
+            logger.warning(
+                "kNN of label_%s has k = %d, the train samples of its smallest class, and not %d",
+                name,
+                found[name],
+                most,
+            )
+    return found
+
+
+def nearest(bank_NC: Tensor, queries_BC: Tensor, *, num_neighbors: int) -> tuple[Tensor, Tensor]:
     """Return the largest cosines (B, R) of each query with the bank, in no order, and their rows (B, R) of the bank.
 
-    If the bank has fewer rows than `num_neighbors`, all of them are neighbours. Features are normalised here, in
-    float32. `chosen_N`, bool, leaves out the other rows of the bank.
+    Features are normalised here, in float32.
     """
-    queries_BC = F.normalize(queries_BC.float(), dim=1)
-    rows_M = torch.arange(len(bank_NC), device=bank_NC.device)
-    if chosen_N is not None:
-        rows_M = rows_M[chosen_N]
-    bank_MC = F.normalize((bank_NC if chosen_N is None else bank_NC[rows_M]).float(), dim=1)
-    cosine_BR, place_BR = (queries_BC @ bank_MC.T).topk(min(num_neighbors, len(bank_MC)), dim=1, sorted=False)
-    return cosine_BR, rows_M[place_BR]
+    queries_BC, bank_NC = (F.normalize(features.float(), dim=1) for features in (queries_BC, bank_NC))
+    cosine_BR, row_BR = (queries_BC @ bank_NC.T).topk(num_neighbors, dim=1, sorted=False)
+    return cosine_BR, row_BR
 
 
 def vote(cosine_BR: Tensor, label_BR: Tensor, *, num_classes: int, temperature: float = TEMPERATURE) -> Tensor:
@@ -62,43 +74,43 @@ def vote(cosine_BR: Tensor, label_BR: Tensor, *, num_classes: int, temperature: 
 
 
 def knn_classes(
-    bank_NC: Tensor, queries_QC: Tensor, targets: Mapping[LabelSpace, Target], *, chunk_size: int = _QUERIES_AT_ONCE
-) -> dict[LabelSpace, Tensor]:
-    """Return the class that the vote gives to each test picture, (Q,) int64, for every target. Every rank calls this.
+    bank_NC: Tensor,
+    queries_QC: Tensor,
+    target: Target,
+    *,
+    num_neighbors: int,
+    chunk_size: int = _QUERIES_AT_ONCE,
+) -> Tensor:
+    """Return the class that the vote gives to each test picture, (Q,) int64. Every rank calls this.
 
-    Takes features of train and test pictures. The device of the train features computes. The neighbours of a label that
-    some train pictures lack are those of the others.
+    Takes features of train and test pictures. The device of the train features computes. Train pictures without the
+    label are no neighbours.
     """
-    device = bank_NC.device
-    labels: list[tuple[Tensor, Tensor | None, int]] = []
-    for target in targets.values():
-        label_N = target.train_N.to(device)
-        labels.append((label_N, None if target.is_in_all else label_N != NO_LABEL, target.num_classes))
+    label_N = target.train_N.to(bank_NC.device)
+    if not target.is_in_all:
+        bank_NC, label_N = bank_NC[label_N != NO_LABEL], label_N[label_N != NO_LABEL]
 
     def predict(chunk_BC: Tensor) -> list[Tensor]:
-        queries_BC = chunk_BC.to(device)
-        of_all: tuple[Tensor, Tensor] | None = None
-        votes = []
-        for label_N, chosen_N, num_classes in labels:
-            if chosen_N is not None:
-                found = nearest(bank_NC, queries_BC, num_neighbors=NUM_NEIGHBORS, chosen_N=chosen_N)
-            else:
-                found = of_all = of_all or nearest(bank_NC, queries_BC, num_neighbors=NUM_NEIGHBORS)
-            cosine_BR, row_BR = found
-            votes.append(vote(cosine_BR, label_N[row_BR], num_classes=num_classes))
-        return [torch.stack(votes, dim=1)]
+        cosine_BR, row_BR = nearest(bank_NC, chunk_BC.to(bank_NC.device), num_neighbors=num_neighbors)
+        return [vote(cosine_BR, label_N[row_BR], num_classes=target.num_classes)]
 
     with torch.no_grad():
-        [predicted_QL] = shared_rows(predict, queries_QC, chunk_size=chunk_size)
-    return dict(zip(targets, predicted_QL.unbind(1), strict=True))
+        [class_Q] = shared_rows(predict, queries_QC, chunk_size=chunk_size)
+    return class_Q
 
 
 def knn_accuracies(
-    bank_NC: Tensor, queries_QC: Tensor, targets: Mapping[LabelSpace, Target], *, chunk_size: int = _QUERIES_AT_ONCE
+    bank_NC: Tensor,
+    queries_QC: Tensor,
+    targets: Mapping[LabelSpace, Target],
+    *,
+    neighbors: Mapping[LabelSpace, int],
 ) -> dict[LabelSpace, float]:
     """Return the test accuracy of every target, from features of train and test pictures. Every rank calls this.
 
-    An accuracy is nan if features are not finite.
+    `neighbors` are those of `neighbors_of`. An accuracy is nan if features are not finite.
     """
-    classes = knn_classes(bank_NC, queries_QC, targets, chunk_size=chunk_size)
-    return {name: accuracy(class_Q, targets[name].test_N) for name, class_Q in classes.items()}
+    return {
+        name: accuracy(knn_classes(bank_NC, queries_QC, target, num_neighbors=neighbors[name]), target.test_N)
+        for name, target in targets.items()
+    }

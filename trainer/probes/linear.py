@@ -64,6 +64,7 @@ class ProbeConfig(Schema):
         single process.
     reads: the input of the probes: the features of the encoder, its embedding (the output of the projector), or the
         pixels without any encoder. See `trainer.probed_runs.readout`. The online probe always reads the features.
+    num_neighbors: the k of kNN; of a label with a smaller class, the train samples of that class.
     online_every_steps, online_num_train, online_num_test: the steps between two measurements of kNN and ridge
         regression during training (None: never), and the number of samples they use at most. See
         `trainer.probes.online`.
@@ -81,6 +82,7 @@ class ProbeConfig(Schema):
     views: Literal["policy", "none"] = "policy"
     batch_norm: Literal["eval", "train"] = "eval"
     reads: Literal["features", "embedding", "pixels"] = "features"
+    num_neighbors: Count = 200
     seed: Seed = 0
     online_every_steps: Count | None = None
     online_num_train: Count = 4096

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,11 +25,12 @@ from trainer.models.activation_checkpointing import buffers_untouched
 from trainer.models.batch_norm import share_running_statistics
 from trainer.models.encoder import Encoder
 from trainer.probes.features import TRAIN_DRAW, LabelSpace, Pictures, extract, frozen, read_some
-from trainer.probes.knn import knn_accuracies
+from trainer.probes.knn import knn_accuracies, neighbors_of
 from trainer.probes.linear import ProbeConfig, Target, accuracy, best_classes
 from trainer.probes.targets import label_targets
 
 RIDGE_PENALTY = 1e-3
+_DEFAULT = ProbeConfig()
 
 
 def ridge_predict(
@@ -71,19 +72,20 @@ class OnlineProbe:
         test: Pictures,
         device: torch.device,
         dtype: torch.dtype,
-        labels: Sequence[LabelSpace] | None = None,
+        config: ProbeConfig = _DEFAULT,
     ) -> None:
         """Place the samples on the device.
 
-        `dtype` is the type of the convolutions: bfloat16 and float16 by autocast, as in training. `labels` are those to
-        probe, by default all. Raises `UserError` if train and test samples have different classes.
+        `dtype` is the type of the convolutions: bfloat16 and float16 by autocast, as in training. Of the config, labels
+        and num_neighbors count. Raises `UserError` if train and test samples have different classes.
         """
-        targets = label_targets(train, test, wanted=labels)
+        targets = label_targets(train, test, wanted=config.labels)
         self._encoder, self._device, self._dtype = encoder, device, dtype
         self._targets = {
             space: Target(target.train_N.to(device), target.test_N.to(device), num_classes=target.num_classes)
             for space, target in targets.items()
         }
+        self._neighbors = neighbors_of(targets, config.num_neighbors)
         self._num_train = len(train)
         self._images_NCHW = torch.cat([train.images_NCHW, test.images_NCHW]).to(device)
 
@@ -103,7 +105,9 @@ class OnlineProbe:
             bank_NC, queries_MC = features[: self._num_train], features[self._num_train :]
             metrics = {
                 f"probe/{space}/knn": value
-                for space, value in knn_accuracies(bank_NC, queries_MC, self._targets).items()
+                for space, value in knn_accuracies(
+                    bank_NC, queries_MC, self._targets, neighbors=self._neighbors
+                ).items()
             } | _ridge_accuracies(bank_NC, queries_MC, self._targets)
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return finite | {"probe/seconds": time.perf_counter() - started}
@@ -133,7 +137,7 @@ def online_probe(
     train = read_some(data.probed_dir, num=config.online_num_train, read=data, draw=TRAIN_DRAW)
     test = read_some(data.test_dir, num=config.online_num_test, read=data)
     dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision, torch.float32)
-    return OnlineProbe(encoder, train=train, test=test, device=device, dtype=dtype, labels=config.labels)
+    return OnlineProbe(encoder, train=train, test=test, device=device, dtype=dtype, config=config)
 
 
 def online_readings(metrics: Iterable[Mapping[str, Any]]) -> Iterator[tuple[LabelSpace, str, int, float]]:

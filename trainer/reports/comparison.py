@@ -5,25 +5,28 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeAlias
 
 from trainer.probes.features import LabelSpace, label_order
-from trainer.reports.paired import Estimate, Ranking, Reading, mean_of, rank
+from trainer.reports.paired import LEVEL, Estimate, Ranking, Reading, difference_of, holm, mean_of, rank
 from trainer.reports.table import PIXELS, Measurement
+
+READOUTS = ("linear", "knn")
+Place: TypeAlias = tuple[LabelSpace, str]  # a label and a readout
 
 
 @dataclass(frozen=True)
 class Score:
-    """The linear probe of one label over the seeds of an encoder.
+    """A readout of one label over the seeds of an encoder.
 
     estimate: the mean with its 95 % interval, see `trainer.reports.paired`.
     deviation: the sample standard deviation over seeds (divisor n - 1); None for one seed.
-    knn: the mean accuracy of kNN; None if it was not measured.
     is_final: whether every checkpoint is the last one of a training that has ended.
     """
 
     estimate: Estimate
     deviation: float | None
-    knn: float | None
     seeds: tuple[int, ...]
     steps: tuple[int, ...]
     is_final: bool
@@ -33,31 +36,60 @@ class Score:
 class WorstGroup:
     """The mean over seeds of the accuracy in the worst group; its classes and size if they are the same for all."""
 
-    accuracy: float
+    estimate: Estimate
     group: str
     num_samples: int
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """A configuration with its scores by label. `untrained` may be of another one that starts alike."""
+    """A configuration with its scores. `untrained` may be of another one that starts alike."""
 
     name: str
-    trained: Mapping[LabelSpace, Score]
-    untrained: Mapping[LabelSpace, Score]
+    trained: Mapping[Place, Score]
+    untrained: Mapping[Place, Score]
     worst: Mapping[LabelSpace, WorstGroup]
 
 
 @dataclass(frozen=True)
-class Label:
-    """What the accuracies on a label are compared with, and the ranking of the encoders; None without a trained one."""
+class Column:
+    """A readout of a label: what its accuracies are compared with, and the ranking of the encoders.
 
-    name: LabelSpace
+    title: of the label.
+    ranking: None without a trained encoder.
+    """
+
+    place: Place
     title: str
+    num_neighbors: int | None
     chance: float
     majority: float
     pixels: Score | None
     ranking: Ranking | None
+
+    @property
+    def label(self) -> LabelSpace:
+        return self.place[0]
+
+    @property
+    def readout(self) -> str:
+        return self.place[1]
+
+    @property
+    def method(self) -> str:
+        """Return the readout in words, such as "linear probe" or "kNN (k = 200)"."""
+        if self.readout == "linear":
+            return "linear probe"
+        return "kNN" if self.num_neighbors is None else f"kNN (k = {self.num_neighbors})"
+
+
+@dataclass(frozen=True)
+class Fall:
+    """An accuracy that training has lowered: the untrained encoder is told to be above the trained one, by `lead`."""
+
+    encoder: str
+    column: Column
+    lead: Estimate
 
 
 @dataclass(frozen=True)
@@ -68,8 +100,14 @@ class Comparison:
     data: str
     reads: str
     protocol: str
-    labels: tuple[Label, ...]
+    columns: tuple[Column, ...]
     encoders: tuple[Encoder, ...]
+    falls: tuple[Fall, ...]
+
+    @property
+    def labels(self) -> list[list[Column]]:
+        """Return the columns of each label."""
+        return [list(columns) for _, columns in groupby(self.columns, key=lambda column: column.label)]
 
 
 def compare(rows: Sequence[Measurement]) -> list[Comparison]:
@@ -97,91 +135,115 @@ def last_rows(rows: Iterable[Measurement]) -> list[Measurement]:
     return [row for row in rows if row.step == last[row.run]]
 
 
-def linear_by_seed(rows: Iterable[Measurement]) -> dict[int, Measurement]:
-    """Return the rows of linear probes by seed; of several of one seed, the first."""
+def rows_by_seed(rows: Iterable[Measurement], readout: str) -> dict[int, Measurement]:
+    """Return the rows of a readout by seed; of several of one seed, the first."""
     found: dict[int, Measurement] = {}
     for row in rows:
-        if row.readout == "linear":
+        if row.readout == readout:
             found.setdefault(row.seed, row)
     return found
 
 
-def by_seed(rows: Iterable[Measurement]) -> dict[int, Reading]:
-    """Return the readings of `linear_by_seed`."""
-    return {seed: row.reading for seed, row in linear_by_seed(rows).items()}
+def by_seed(rows: Iterable[Measurement], readout: str = "linear") -> dict[int, Reading]:
+    """Return the readings of `rows_by_seed`."""
+    return {seed: row.reading for seed, row in rows_by_seed(rows, readout).items()}
 
 
-def score(rows: Sequence[Measurement]) -> Score | None:
-    """Return the score of rows of one label, at one checkpoint of each run; None if none is of a linear probe."""
-    linear = [*linear_by_seed(rows).values()]
-    if not linear:
+def score(rows: Iterable[Measurement], readout: str) -> Score | None:
+    """Return the score of rows of one label, at one checkpoint of each run; None if none is of the readout."""
+    found = list(rows_by_seed(rows, readout).values())
+    if not found:
         return None
-    values = [row.value for row in linear]
-    knn = [row.value for row in rows if row.readout == "knn"]
+    values = [row.value for row in found]
     return Score(
-        estimate=mean_of([row.reading for row in linear]),
+        estimate=mean_of([row.reading for row in found]),
         deviation=statistics.stdev(values) if len(values) > 1 else None,
-        knn=statistics.fmean(knn) if knn else None,
-        seeds=tuple(row.seed for row in linear),
-        steps=tuple(sorted({row.step for row in linear})),
-        is_final=all(row.is_final for row in linear),
+        seeds=tuple(row.seed for row in found),
+        steps=tuple(sorted({row.step for row in found})),
+        is_final=all(row.is_final for row in found),
     )
 
 
 def _comparison(rows: Sequence[Measurement], floors: Sequence[Measurement]) -> Comparison:
-    last = last_rows(rows)
-    labels = label_order(row.label for row in rows)
-    encoders = [_encoder(name, rows, last, labels) for name in dict.fromkeys(row.encoder for row in rows)]
-    first = rows[0]
+    first, titles = rows[0], _titles(rows)
+    encoders = dict.fromkeys(row.encoder for row in rows)
+    rows = [*(row for row in rows if row.step == 0), *last_rows(rows)]
+    columns = [
+        _column((label, readout), rows, floors, title=titles[label])
+        for label in label_order(titles)
+        for readout in READOUTS
+    ]
     return Comparison(
         first.dataset,
         first.data,
         first.reads,
         first.protocol,
-        tuple(_label(label, rows, last, floors, titles=_titles(rows)) for label in labels),
-        tuple(encoders),
+        tuple(columns),
+        tuple(_encoder(name, rows, columns) for name in encoders),
+        tuple(_falls(encoders, rows, columns)),
     )
 
 
-def _encoder(
-    name: str, rows: Sequence[Measurement], last: Sequence[Measurement], labels: Sequence[LabelSpace]
-) -> Encoder:
-    starts = {row.initial for row in rows if row.encoder == name}
-    trained, untrained, worst = {}, {}, {}
-    for label in labels:
-        own = [row for row in last if row.encoder == name and row.label == label]
-        if (found := score(own)) is not None:
-            trained[label] = found
-        alike = [row for row in rows if row.step == 0 and row.label == label and row.initial in starts]
-        if (found := score([row for row in alike if row.encoder == name] or alike)) is not None:
-            untrained[label] = found
-        if groups := [row for row in own if row.readout == "linear, worst group"]:
-            named = {(row.group, row.num_samples) for row in groups}
-            group, num = named.pop() if len(named) == 1 else ("differs between seeds", min(num for _, num in named))
-            worst[label] = WorstGroup(statistics.fmean(row.value for row in groups), group, num)
+def _parts(encoder: str, label: LabelSpace, rows: Sequence[Measurement]) -> tuple[list[Measurement], list[Measurement]]:
+    """Return the rows of the untrained encoder, or of one that starts alike, and those of the trained encoder."""
+    starts = {row.initial for row in rows if row.encoder == encoder}
+    rows = [row for row in rows if row.label == label]
+    alike = [row for row in rows if row.step == 0 and row.initial in starts]
+    untrained = [row for row in alike if row.encoder == encoder] or alike
+    return untrained, [row for row in rows if row.step > 0 and row.encoder == encoder]
+
+
+def _encoder(name: str, rows: Sequence[Measurement], columns: Sequence[Column]) -> Encoder:
+    parts = {column.label: _parts(name, column.label, rows) for column in columns}
+    untrained, trained = (
+        {
+            column.place: found
+            for column in columns
+            if (found := score(parts[column.label][number], column.readout)) is not None
+        }
+        for number in (0, 1)
+    )
+    worst = {label: group for label, (_, after) in parts.items() if (group := _worst_group(after)) is not None}
     return Encoder(name, trained, untrained, worst)
 
 
-def _label(
-    label: LabelSpace,
-    rows: Sequence[Measurement],
-    last: Sequence[Measurement],
-    floors: Sequence[Measurement],
-    *,
-    titles: Mapping[LabelSpace, str],
-) -> Label:
+def _worst_group(rows: Sequence[Measurement]) -> WorstGroup | None:
+    groups = [row for row in rows if row.readout == "linear, worst group"]
+    if not groups:
+        return None
+    named = {(row.group, row.num_samples) for row in groups}
+    group, num = named.pop() if len(named) == 1 else ("differs between seeds", min(num for _, num in named))
+    return WorstGroup(mean_of([row.reading for row in groups]), group, num)
+
+
+def _falls(encoders: Iterable[str], rows: Sequence[Measurement], columns: Sequence[Column]) -> list[Fall]:
+    """Return what training has lowered. Holm's correction is over all encoders and columns."""
+    found = []
+    for encoder in encoders:
+        for column in columns:
+            before, after = (by_seed(part, column.readout) for part in _parts(encoder, column.label, rows))
+            if (lead := difference_of(before, after)) is not None:
+                found.append(Fall(encoder, column, lead))
+    adjusted = holm([one.lead.p for one in found])
+    return [one for one, p in zip(found, adjusted, strict=True) if one.lead.mean > 0 and p < LEVEL]
+
+
+def _column(place: Place, rows: Sequence[Measurement], floors: Sequence[Measurement], *, title: str) -> Column:
+    label, readout = place
+    of_place = [row for row in rows if (row.label, row.readout) == place]
     readings: dict[str, list[Measurement]] = {}
-    for row in last:
-        if row.label == label:
+    for row in of_place:
+        if row.step > 0:
             readings.setdefault(row.encoder, []).append(row)
-    first = next(row for row in rows if row.label == label and row.chance is not None)
-    return Label(
-        name=label,
-        title=titles[label],
+    first = of_place[0]
+    return Column(
+        place=place,
+        title=title,
+        num_neighbors=first.num_neighbors,
         chance=first.chance or 0.0,
         majority=first.majority or 0.0,
-        pixels=score([row for row in floors if row.label == label]),
-        ranking=rank({name: by_seed(of_encoder) for name, of_encoder in readings.items()}),
+        pixels=score((row for row in floors if row.label == label), readout),
+        ranking=rank({name: by_seed(of_encoder, readout) for name, of_encoder in readings.items()}),
     )
 
 

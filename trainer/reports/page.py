@@ -136,7 +136,7 @@ def _top_of(comparison: Comparison) -> float:
     """Return the end of the scale of the panels, in [0, 1]."""
     scores = [score for one in comparison.encoders for of in (one.trained, one.untrained) for score in of.values()]
     highest = [score.estimate.mean + min(score.estimate.half_width, 1.0) for score in scores]
-    highest += [label.chance for label in comparison.labels]
+    highest += [column.chance for column in comparison.columns]
     return next((top for top in _TOPS if max(highest) <= top), 1.0)
 
 
@@ -155,9 +155,9 @@ def _any_score(encoder: Encoder) -> Score | None:
 
 
 def _worst_groups(comparison: Comparison) -> list[list[str]]:
-    titles = {label.name: label.title for label in comparison.labels}
+    titles = {column.label: column.title for column in comparison.columns}
     return [
-        [encoder.name, titles[label], percent(worst.accuracy), worst.group, str(worst.num_samples)]
+        [encoder.name, titles[label], accuracy(worst.estimate), worst.group, str(worst.num_samples)]
         for encoder in comparison.encoders
         for label, worst in encoder.worst.items()
     ]

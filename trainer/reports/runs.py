@@ -18,7 +18,7 @@ from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult, labels_in, read_result
 from trainer.provenance import train_sets
 from trainer.reports.config_identity import run_identity
-from trainer.run_dir import RunDir, open_run, places_of_probes, read_object
+from trainer.run_dir import RunDir, open_run, read_object
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +85,8 @@ class Run:
         return parts[-2] if len(parts) > 1 and parts[-1] == "train" else train_dir
 
 
-def read_runs(paths: Sequence[Path], *, probes_at: Path | None = None) -> list[Run]:
+def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Read every run.
-
-    probes_at: a directory with further probe results, by the name of each run directory. They replace the run's own.
 
     A path that is named twice is read once. Raises `UserError` if a path is not a run directory, or holds a damaged
     config or result.
@@ -98,18 +96,8 @@ def read_runs(paths: Sequence[Path], *, probes_at: Path | None = None) -> list[R
         once.setdefault(path.resolve(), path)
     directories = [open_run(path) for path in once.values()]
     configs = [read_run_config(run_dir) for run_dir in directories]
-    places = [[run_dir] for run_dir in directories]
-    if probes_at is not None:
-        if not probes_at.is_dir():
-            raise UserError(f"{probes_at} is no directory; pass to --probes the --out of `python -m trainer.probe`")
-        places = [
-            [other, own] for other, own in zip(places_of_probes(directories, probes_at), directories, strict=True)
-        ]
     names = _unique_names(directories, configs)
-    return [
-        _read_run(run_dir, config, name, probes_in=of_run)
-        for run_dir, config, name, of_run in zip(directories, configs, names, places, strict=True)
-    ]
+    return [_read_run(run_dir, config, name) for run_dir, config, name in zip(directories, configs, names, strict=True)]
 
 
 def protocol_of(config: ProbeConfig) -> ProbeConfig:
@@ -117,9 +105,9 @@ def protocol_of(config: ProbeConfig) -> ProbeConfig:
     return config.protocol.model_copy(update={"seed": 0})
 
 
-def _read_run(run_dir: RunDir, config: RunConfig, name: str, *, probes_in: Sequence[RunDir]) -> Run:
+def _read_run(run_dir: RunDir, config: RunConfig, name: str) -> Run:
     metrics, provenance = run_dir.read_metrics(), run_dir.read_provenance()
-    results, problems = _read_results(probes_in, run_dir, config, identity=run_identity(config, provenance))
+    results, problems = _read_results(run_dir, config, identity=run_identity(config, provenance))
     test_set = next((result.test_manifest_sha256 for result in results), None)
     pictures, more = _read_pictures(run_dir, test_set=test_set)
     run = Run(name, run_dir.path, config, provenance, results, _logged(metrics), pictures)
@@ -147,27 +135,21 @@ def _logged(entries: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]
 
 
 def _read_results(
-    places: Sequence[RunDir], run_dir: RunDir, config: RunConfig, *, identity: str | None
+    run_dir: RunDir, config: RunConfig, *, identity: str | None
 ) -> tuple[tuple[ProbeResult, ...], list[str]]:
-    """Return the results of a run on the data of its last step, and sentences on others, which are left out.
-
-    Of several results of one label, step and protocol, the first place counts.
-    """
+    """Return the results of a run on the data of its last step, and sentences on others, which are left out."""
     found: dict[tuple[LabelSpace, int, ProbeConfig], ProbeResult] = {}
-    problems: dict[Path, str] = {}
-    for place in places:
-        for result in _results_in(place):
-            if result.is_of_other_run(identity):
-                problems[place.all_probes] = (
-                    f"Left out: {place.all_probes} holds probe results of another run ({result.run}) than "
-                    f"{run_dir.path}; probe this one with an --out of its own."
-                )
-            else:
-                key = result.label, result.checkpoint_step, protocol_of(result.probe_config)
-                found.setdefault(key, result)
+    others: dict[str, None] = {}
+    for result in _results_in(run_dir):
+        if result.is_of_other_run(identity):
+            others[
+                f"Left out: {run_dir.all_probes} holds results of another run ({result.run}); probe this run again."
+            ] = None
+        else:
+            found.setdefault((result.label, result.checkpoint_step, protocol_of(result.probe_config)), result)
     results = tuple(found.values())
     if not results:
-        return (), list(problems.values())
+        return (), list(others)
     own = protocol_of(config.probe)
     last = max(results, key=lambda result: (result.checkpoint_step, protocol_of(result.probe_config) == own))
     of_other_data = sorted({result.checkpoint_step for result in results if result.data != last.data})
@@ -175,13 +157,13 @@ def _read_results(
         f"Left out: probes of {run_dir.path} at step {step} were made on other data than the last; repeat them."
         for step in of_other_data
     ]
-    return tuple(result for result in results if result.data == last.data), [*problems.values(), *said]
+    return tuple(result for result in results if result.data == last.data), [*others, *said]
 
 
-def _results_in(place: RunDir) -> Iterator[ProbeResult]:
+def _results_in(run_dir: RunDir) -> Iterator[ProbeResult]:
     """Yield the results of all steps, of each label first the one with the run's own protocol."""
-    for step in place.probe_steps():
-        directory = place.probes(step)
+    for step in run_dir.probe_steps():
+        directory = run_dir.probes(step)
         for label in labels_in(directory):
             paths = [*directory.glob(f"{label}.json"), *directory.glob(f"{label}-*.json")]
             for path in sorted(paths, key=lambda path: (len(path.name), path)):

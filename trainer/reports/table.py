@@ -56,6 +56,7 @@ class Measurement:
     initial: the untrained encoder by a hash of its settings; encoders with one hash start alike.
     commit, hardware: of the first start of the training.
     right_samples: which test samples are right, see `unpack_right` of trainer.probes.result; empty if it is not known.
+    num_neighbors: the k of kNN; None for other readouts, and in tables from before it was recorded.
     """
 
     run: str
@@ -82,6 +83,7 @@ class Measurement:
     commit: str
     hardware: str
     right_samples: str = field(default="", repr=False)
+    num_neighbors: int | None = None
 
     @property
     def reading(self) -> Reading:
@@ -207,10 +209,12 @@ def read_csv(path: Path) -> list[Measurement]:
 
 def _row(line: Mapping[str, str]) -> Measurement:
     factors = {name.removeprefix(_FACTOR): text for name, text in line.items() if name.startswith(_FACTOR) and text}
+    line = {"num_neighbors": "", **line}
     values: dict[str, Any] = {one.name: line[one.name] for one in fields(Measurement) if one.name != "factors"}
     for name in ("seed", "step", "num_right", "num_samples"):
         values[name] = int(values[name])
-    for name, type_ in (("num_steps", int), ("num_train", int), ("chance", float), ("majority", float)):
+    optional = {"num_steps": int, "num_train": int, "num_neighbors": int, "chance": float, "majority": float}
+    for name, type_ in optional.items():
         values[name] = type_(values[name]) if values[name] else None
     values["value"] = _fraction(float(values["value"]), values["num_right"], values["num_samples"])
     return Measurement(**values | {"factors": factors})
@@ -277,7 +281,8 @@ def _rows(run: Run, encoder: str, factors: Mapping[str, str]) -> Iterator[Measur
                 num_right=num_right,
                 num_samples=result.num_test,
                 group="",
-                right_samples=result.right_samples.get("linear", "") if readout == "linear" else "",
+                right_samples=result.right_samples.get(readout, ""),
+                num_neighbors=result.knn.num_neighbors if readout == "knn" else None,
             )
         worst = [(one, groups) for groups in result.groups if (one := groups.worst("linear")) is not None]
         if worst:

@@ -113,7 +113,7 @@ def test_the_card_of_a_run_says_data_settings_steps_and_probes(run_dir: RunDir, 
     assert "# tiny-run" in text
     for row in ("| objective | nt_xent |", "| views | expert_image |", "| encoder | resnet10 |", "| steps | 10 of 32 "):
         assert row in text
-    assert "| picture | 81.2 | 50.0 | 11.0 | 10.0 | 2,000 |" in text
+    assert "| picture | 81.2 | 50.0 | 11.0 | 10.0 | 200 | 2,000 |" in text
     assert "| digit | 25.0 |" in text
     assert "another" not in text
     assert str(run_dir.path) not in text + (tmp_path / "config.json").read_text()

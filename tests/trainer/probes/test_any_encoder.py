@@ -85,7 +85,9 @@ def test_the_accuracies_are_those_of_the_command(overlay: Any, tmp_path: Path) -
     found = probe(encoder, data / "train", str(data / "test"), config=QUICK)
     chance = {"base": 1 / 2, "overlay": 1 / len(train.class_names("overlay"))}
     assert found == {
-        name: Accuracy(one.linear.result.accuracy, accuracy(one.knn_N, one.target.test_N), chance[name])
+        name: Accuracy(
+            one.linear.result.accuracy, accuracy(one.knn_N, one.target.test_N), chance[name], one.num_neighbors
+        )
         for name, one in fitted.items()
     }
 
@@ -139,7 +141,7 @@ def test_an_encoder_in_a_wrapper_of_torch_is_probed_as_without(wrapper: str, tin
     assert probe(wrapped_function, tiny / "train", tiny / "test", config=QUICK)["base"].knn > 0.9
 
 
-@pytest.mark.parametrize("kind", ["dataset", "loader", "uint8", "named"])
+@pytest.mark.parametrize("kind", ["dataset", "loader", "uint8", "named", "arrays"])
 def test_data_of_others_in_every_form(kind: str) -> None:
     train, test = Pairs(64, plain), Pairs(32, plain, seed=1)
 
@@ -149,13 +151,16 @@ def test_data_of_others_in_every_form(kind: str) -> None:
                 return DataLoader(data, batch_size=20)
             case "uint8":
                 return TensorDataset((data.pictures_NCHW * 255).byte(), data.label_N)
+            case "arrays":
+                return data.pictures_NCHW.numpy(), data.label_N.numpy()
             case "named":
                 return Pairs(len(data), lambda x, y: (x, {"bright": y, "other": 0}), seed=0 if data is train else 1)
         return data
 
     found = probe(Halves(), in_form(train), in_form(test), config=QUICK.model_copy(update={"num_epochs": 20}))
     assert set(found) == ({"bright", "other"} if kind == "named" else {"label"})
-    assert next(iter(found.values())) == Accuracy(linear=1.0, knn=1.0, chance=0.5)
+    smallest = int(train.label_N.bincount().min())
+    assert next(iter(found.values())) == Accuracy(linear=1.0, knn=1.0, chance=0.5, num_neighbors=smallest)
 
 
 def test_the_global_generator_is_not_used() -> None:
@@ -194,8 +199,8 @@ def test_samples_without_a_label_take_no_part_in_its_accuracy() -> None:
     train, test = Pairs(64, plain), Pairs(32, plain, seed=1)
     for data in (train, test):
         data.label_N[::3] = -1
-    found = probe(Halves(), train, test, config=QUICK.model_copy(update={"num_epochs": 20}))
-    assert found == {"label": Accuracy(linear=1.0, knn=1.0, chance=0.5)}
+    found = probe(Halves(), train, test, config=QUICK.model_copy(update={"num_epochs": 20, "num_neighbors": 3}))
+    assert found == {"label": Accuracy(linear=1.0, knn=1.0, chance=0.5, num_neighbors=3)}
     test.label_N[:] = -1
     with pytest.raises(UserError, match="none of the test samples has label_label"):
         probe(Halves(), train, test, config=QUICK)
@@ -262,6 +267,23 @@ def test_a_test_set_of_train_pictures_is_refused_unless_the_config_allows_it(
     data = share_sources(tmp_path / "data", num_test=50, num_shared=4)
     assert set(probe(Halves(), data / "train", data / "test", config=QUICK.model_copy(update={"allow_shared": 0.08})))
     assert "4 of the 50 test samples" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [tuple, lambda data: TensorDataset(*data), lambda data: list(zip(*data, strict=True))])
+def test_test_samples_of_others_that_are_train_samples_are_refused(kind: Any) -> None:
+    train, test = Pairs(40, plain), Pairs(20, plain, seed=1)
+    test.pictures_NCHW[3:5] = train.pictures_NCHW[[30, 7]]
+    train_set, test_set = (kind((data.pictures_NCHW, data.label_N)) for data in (train, test))
+    with pytest.raises(UserError, match="2 of the 20 test samples are in the train set too"):
+        probe(Halves(), train_set, test_set, config=QUICK)
+    assert probe(Halves(), train_set, test_set, config=QUICK.model_copy(update={"allow_shared": 0.1}))
+
+
+def test_train_and_test_inputs_on_other_scales_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    probe(Halves(), Pairs(40, plain), Pairs(20, plain, seed=1), config=QUICK)
+    assert "standard deviation" not in caplog.text
+    probe(Halves(), Pairs(40, lambda x, y: ((x - 0.5) / 0.25, y)), Pairs(20, plain, seed=1), config=QUICK)
+    assert "standard deviation" in caplog.text
 
 
 def test_datasets_that_do_not_fit_each_other_are_refused(tiny: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.trainer.probes.toy import ToyEncoder, toy_pictures
 from trainer.probes import groups as groups_module
 from trainer.probes.features import Pictures, extract, frozen
 from trainer.probes.groups import Groups, measure_groups, pairs_of
-from trainer.probes.knn import knn_accuracies, knn_classes
+from trainer.probes.knn import knn_classes
 from trainer.probes.linear import ProbeConfig, Target
 from trainer.probes.online import OnlineProbe
 from trainer.probes.targets import label_targets
@@ -121,12 +121,8 @@ def test_samples_without_a_label_are_no_neighbours_and_no_test_samples() -> None
     targets = label_targets(train, test)
     in_train, in_test = (part.labels("overlay") != NO_LABEL for part in (train, test))
     whole = Target(train.labels("overlay")[in_train], test.labels("overlay")[in_test], num_classes=3)
-    expected = knn_accuracies(bank_NC[in_train], queries_QC[in_test], {"overlay": whole})["overlay"]
-    assert knn_accuracies(bank_NC, queries_QC, targets)["overlay"] == expected
-    base = Target(train.labels("base"), test.labels("base"), num_classes=2)
-    assert torch.equal(
-        knn_classes(bank_NC, queries_QC, targets)["base"], knn_classes(bank_NC, queries_QC, {"base": base})["base"]
-    )
+    expected = knn_classes(bank_NC[in_train], queries_QC[in_test], whole, num_neighbors=9)
+    assert torch.equal(knn_classes(bank_NC, queries_QC, targets["overlay"], num_neighbors=9)[in_test], expected)
 
 
 def test_the_online_probe_leaves_out_samples_without_a_label() -> None:
@@ -139,6 +135,8 @@ def test_the_online_probe_leaves_out_samples_without_a_label() -> None:
     )()
     for name in ("probe/overlay/knn", "probe/overlay/ridge"):
         assert found[name] == pytest.approx(alone[name])
-    one = OnlineProbe(encoder, train=train, test=test, device=CPU, dtype=torch.float32, labels=["base"])()
+    one = OnlineProbe(
+        encoder, train=train, test=test, device=CPU, dtype=torch.float32, config=ProbeConfig(labels=("base",))
+    )()
     assert "probe/overlay/knn" not in one
     assert one["probe/base/knn"] == found["probe/base/knn"]

@@ -6,8 +6,7 @@ import torch
 from numpy.typing import NDArray
 from sklearn.neighbors import KNeighborsClassifier
 
-from trainer.probes.features import LabelSpace
-from trainer.probes.knn import NUM_NEIGHBORS, knn_accuracies, nearest, vote
+from trainer.probes.knn import knn_accuracies, knn_classes, nearest, neighbors_of, vote
 from trainer.probes.linear import Target
 
 
@@ -39,14 +38,31 @@ def predict(bank: torch.Tensor, queries: torch.Tensor, *, num_neighbors: int) ->
 
 
 @pytest.mark.parametrize("chunk_size", [10, 512])
-def test_the_accuracy_equals_a_slow_float64_loop_in_chunks_of_any_size(chunk_size: int) -> None:
-    expected = torch.tensor(slow_reference(NUM_NEIGHBORS))
-    half_wrong = torch.where(torch.arange(len(QUERIES)) % 2 == 0, expected, (expected + 1) % 4)
-    targets: dict[LabelSpace, Target] = {
-        "base": Target(LABELS, expected, num_classes=4),
-        "overlay": Target(LABELS, half_wrong, num_classes=4),
-    }
-    assert knn_accuracies(BANK, QUERIES, targets, chunk_size=chunk_size) == {"base": 1.0, "overlay": 52 / 103}
+def test_the_classes_are_those_of_a_slow_float64_loop_in_chunks_of_any_size(chunk_size: int) -> None:
+    target = Target(LABELS, LABELS, num_classes=4)
+    assert knn_classes(BANK, QUERIES, target, num_neighbors=30, chunk_size=chunk_size).tolist() == slow_reference(30)
+
+
+def test_all_of_four_separated_clusters_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
+    """Features after a ReLU have cosines near 1, so among 120 neighbours the largest class would win everywhere."""
+    label_N, test_label_Q = torch.arange(4).repeat_interleave(torch.tensor([20, 20, 20, 60])), torch.arange(40) % 4
+    bank_NC, queries_QC = (
+        10 + torch.eye(4)[labels] + 0.01 * random_features(len(labels), num_channels=4, seed=seed)
+        for seed, labels in enumerate((label_N, test_label_Q))
+    )
+    targets = {"base": Target(label_N, test_label_Q, num_classes=4)}
+    neighbors = neighbors_of(targets, 200)
+    assert neighbors == {"base": 20}
+    assert "label_base has k = 20" in caplog.text
+    assert knn_accuracies(bank_NC, queries_QC, targets, neighbors=neighbors) == {"base": 1.0}
+    assert KNeighborsClassifier(5).fit(bank_NC, label_N).score(queries_QC, test_label_Q) == 1.0
+    assert knn_accuracies(bank_NC, queries_QC, targets, neighbors={"base": 120}) == {"base": 0.25}
+
+
+def test_a_class_without_train_samples_and_samples_without_the_label_do_not_lower_k() -> None:
+    label_N = torch.tensor([0] * 5 + [2] * 7 + [-1] * 2)
+    targets = {"base": Target(label_N, label_N, num_classes=3)}
+    assert [neighbors_of(targets, most) for most in (4, 200)] == [{"base": 4}, {"base": 5}]
 
 
 @pytest.mark.parametrize("num_neighbors", [1, 7, 150])
@@ -64,5 +80,5 @@ def test_equals_scikit_learn(num_neighbors: int) -> None:
 
 
 def test_large_features_do_not_overflow() -> None:
-    scaled = predict(BANK * 1e6, QUERIES * 1e-6, num_neighbors=NUM_NEIGHBORS)
-    assert torch.equal(scaled, predict(BANK, QUERIES, num_neighbors=NUM_NEIGHBORS))
+    scaled = predict(BANK * 1e6, QUERIES * 1e-6, num_neighbors=30)
+    assert torch.equal(scaled, predict(BANK, QUERIES, num_neighbors=30))

@@ -23,7 +23,8 @@ from trainer.models import Encoder
 from trainer.modules import build_modules
 from trainer.pretrained import load_modules
 from trainer.probes.features import encode, frozen, read_pictures, read_some
-from trainer.probes.knn import knn_accuracies
+from trainer.probes.knn import knn_accuracies, neighbors_of
+from trainer.probes.linear import ProbeConfig
 from trainer.probes.online import OnlineProbe, online_probe
 from trainer.probes.targets import label_targets
 from trainer.run_dir import RunDir
@@ -116,9 +117,10 @@ def test_with_local_batch_norm_it_probes_the_encoder_of_the_first_rank_which_a_c
 def test_on_all_samples_it_is_the_knn_of_the_probe_command() -> None:
     encoder = build_modules(recipe("synchronized")).encoder
     metrics = OnlineProbe(encoder, train=TRAIN, test=TEST, device=CPU, dtype=torch.float32)()
+    targets = label_targets(TRAIN, TEST)
     with frozen(encoder):
         bank_NC, queries_MC = (encode(encoder, each, device=CPU)[1] for each in (TRAIN, TEST))
-    whole = knn_accuracies(bank_NC, queries_MC, label_targets(TRAIN, TEST))
+    whole = knn_accuracies(bank_NC, queries_MC, targets, neighbors=neighbors_of(targets, ProbeConfig().num_neighbors))
     assert {space: metrics[f"probe/{space}/knn"] for space in whole} == whole
     assert 0.5 < metrics["probe/base/ridge"] <= 90 / 103
 

@@ -19,6 +19,7 @@ from data_pipeline.loading.decode import DecodedSamples
 from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.test_on_a_gpu import CUDA, Waits, on_the_gpu, tensors_without_data
 from trainer.modules import build_modules
+from trainer.probed_runs import readout
 from trainer.probed_runs.readout import fit
 from trainer.probes import features, linear
 from trainer.probes.features import Pictures, extract, read_pictures
@@ -58,6 +59,9 @@ def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.autograd, "grad", without_driver)
     monkeypatch.setattr(features, "copy", SimpleNamespace(deepcopy=MovedInPlace))
     monkeypatch.setattr(Target, "is_in_all", True)  # it is counted, and there is nothing to count
+    monkeypatch.setattr(
+        readout, "neighbors_of", lambda targets, most: dict.fromkeys(targets, most // 25)
+    )  # counted, too
 
 
 def pair(directory: Path, num_train: int, overlay: Any = "online") -> tuple[Pictures, Pictures]:
@@ -123,7 +127,7 @@ def test_features_and_votes_wait_for_nothing() -> None:
         bank, asked = (torch.empty(num, 3, 16, 16, dtype=torch.uint8, device=CUDA) for num in (40, 8))
         waits.found.clear()
         bank_NC, asked_MC = (extract(encoder.pooled, each, device=CUDA, batch_size=4) for each in (bank, asked))
-        knn_classes(bank_NC, asked_MC, {"base": Target(known_N, asked_M, num_classes=3)}, chunk_size=4)
+        knn_classes(bank_NC, asked_MC, Target(known_N, asked_M, num_classes=3), num_neighbors=8, chunk_size=4)
     assert waits.found == []
 
 

@@ -55,20 +55,43 @@ def test_first_comes_a_picture_with_every_accuracy_and_then_one_sentence(
 ) -> None:
     html = report(monkeypatch, tmp_path / "r.html", *two_encoders)
     row = Page(html).row("debug-viewmaker")
-    assert re.fullmatch(r"71\.0 ± \d\.\d sd 0\.0", row[4])
-    assert row[5].startswith("33.0 ±")
-    assert (row[6], *row[-2:]) == ("70.0", "0, 1", "11")
+    assert re.fullmatch(r"71\.0 ± \d\.\d sd 0\.0", row[5])
+    assert re.fullmatch(r"70\.0 ± \d\.\d sd 0\.0", row[7])
+    assert [row[6][:6], row[8][:6], *row[-2:]] == ["33.0 ±", "32.0 ±", "0, 1", "11"]
     first = html[: html.index("<h2>")]
     panels = re.findall(r'<figure class="panel">.*?</figure>', first, flags=re.DOTALL)
-    assert [re.findall(r"<b>([\d.]+)</b>", panel) for panel in panels] == [["45.0", "45.0"], ["57.0", "71.0"]]
-    for panel, untrained in zip(panels, ("21.50%", "33.00%"), strict=True):
+    assert [re.findall(r"<b>([\d.]+)</b>", panel) for panel in panels] == [
+        ["45.0", "45.0"],
+        ["44.0", "44.0"],
+        ["57.0", "71.0"],
+        ["56.0", "70.0"],
+    ]
+    for panel, untrained in zip(panels, ("21.50%", "20.50%", "33.00%", "32.00%"), strict=True):
         assert panel.count(f'class="dot ring" style="left:{untrained}"') == 2
         assert panel.count('class="chance" style="left:10.00%"') == 2
         assert panel.count('class="interval"') == 4
     (sentence,) = re.findall(r'<p class="verdict">(.*?)</p>', first, flags=re.DOTALL)
     assert text_of(sentence).count(".") - len(re.findall(r"\d\.\d", sentence)) == 1
-    assert "no encoder is told from debug-image" in text_of(sentence)
-    assert re.search(r"on the digit, debug-viewmaker is ahead of debug-image by 14\.0 ± \d", text_of(sentence))
+    lead = r"debug-viewmaker is ahead of debug-image by 14\.0 ± \d\.\d points"
+    digit = rf"on the digit, by linear probe {lead} and by kNN \(k = 200\) {lead}\."
+    assert "On the picture, by linear probe no encoder is told from debug-image (45.0 ±" in text_of(sentence)
+    assert re.search(digit, text_of(sentence))
+
+
+def test_what_training_has_suppressed_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By kNN a digit falls below the untrained encoder, while the linear probe still reads it."""
+    accuracies = {"base": [0.4], "overlay": [0.57]}
+    run = make_run(tmp_path / "run", trained=accuracies, untrained={"base": [0.2], "overlay": [0.5]}, titles=TITLES)
+    for step, accuracy in ((0, 0.33), (11, 0.167)):
+        path = RunDir(run).probes(step) / "overlay.json"
+        result = json.loads(path.read_text())
+        write_json(path, result | {"knn": result["knn"] | {"accuracy": accuracy, "num_neighbors": 62}})
+    html = report(monkeypatch, tmp_path / "r.html", run)
+    first = text_of(html[: html.index("<h2>")])
+    assert re.search(r"on the digit, debug-image reads 57\.0 ± \d\.\d % by linear probe \(untrained 50\.0 %", first)
+    assert re.search(r"16\.7 ± \d\.\d % by kNN \(k = 62\) \(untrained 33\.0 %, chance 10\.0 %\)", first)
+    (said,) = re.findall(r"Below its untrained encoder: ([^;]*?points)\.", first)
+    assert re.fullmatch(r"debug-image on the digit by kNN \(k = 62\), by 16\.3 ± \d\.\d points", said)
 
 
 def test_one_file_that_needs_nothing_else_and_is_the_same_again(
@@ -132,7 +155,7 @@ def test_runs_of_two_datasets_are_in_pictures_of_their_own(tmp_path: Path, monke
     for path in RunDir(second).all_probes.rglob("*.json"):
         write_json(path, json.loads(path.read_text()) | {"train_manifest_sha256": "c" * 64})
     html = report(monkeypatch, tmp_path / "r.html", first, second)
-    assert html.count('<figure class="panel">') == 2
+    assert html.count('<figure class="panel">') == 2 * 2
     assert "is ahead of" not in html
 
 
@@ -230,7 +253,9 @@ def test_the_report_at_wandb_is_made_once_and_then_renewed(
     ((_, view),) = server.views.items()
     spec = internal.Spec.model_validate_json(view["spec"])
     texts = [block.content for block in spec.blocks if isinstance(block, internal.MarkdownBlock)]
-    assert re.search(r"^\| debug-image \| 40\.0 ± \d\.\d \| +\| 39\.0 \| 0, 1 \| 11 \|$", texts[0], flags=re.MULTILINE)
+    assert re.search(
+        r"^\| debug-image \| 40\.0 ± \d\.\d \| +\| 39\.0 ± \d\.\d \| +\| 0, 1 \| 11 \|$", texts[0], flags=re.MULTILINE
+    )
     (sent_page,) = [block for block in spec.blocks if isinstance(block, internal.PanelGrid)]
     ((report_id, report_run),) = server.runs.items()
     assert report_run.job_type == "report"

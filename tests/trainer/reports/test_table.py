@@ -42,6 +42,7 @@ def test_a_row_for_each_accuracy_comes_back_from_csv(tmp_path: Path) -> None:
     assert (first.commit, first.hardware, first.data) == ("0123456789ab", "A Processor", f"{'a' * 12} {'b' * 12}")
     assert first.factors["views.kind"] == "expert_image"
     assert "views.area" not in first.factors, "a kind stands for its settings"
+    assert {(row.readout, row.num_neighbors) for row in rows} == {("linear", None), ("knn", 200)}
     (tmp_path / "t.csv").write_text(write_csv(rows))
     again = read_csv(tmp_path / "t.csv")
     assert again == rows
@@ -85,10 +86,10 @@ def test_protocols_and_what_they_read_are_columns(tmp_path: Path) -> None:
     rows = rows_of(run.path)
     assert values(rows, readout="linear", protocol=describe_protocol(own), reads="features") == [0.4]
     main, other = compare(rows)
-    assert main.encoders[0].trained["base"].estimate.mean == 0.4
-    assert main.labels[0].pixels is not None
-    assert main.labels[0].pixels.estimate.mean == 0.3
-    assert other.encoders[0].trained["base"].estimate.mean == 0.3
+    assert main.encoders[0].trained["base", "linear"].estimate.mean == 0.4
+    assert main.columns[0].pixels is not None
+    assert main.columns[0].pixels.estimate.mean == 0.3
+    assert other.encoders[0].trained["base", "linear"].estimate.mean == 0.3
 
 
 def test_every_setting_of_a_protocol_is_in_its_words() -> None:
@@ -102,6 +103,7 @@ def test_every_setting_of_a_protocol_is_in_its_words() -> None:
         "milestones": (0.5,),
         "views": "none",
         "batch_norm": "train",
+        "num_neighbors": 7,
     }
     assert {*changes} | {"seed", "reads"} == set(ProbeConfig().fit_settings)
     for name, value in changes.items():
@@ -166,6 +168,8 @@ def test_the_worst_group_is_one_of_fifty_samples_or_more(tmp_path: Path) -> None
     (worst,) = [row for row in rows_of(run.path) if row.readout == "linear, worst group"]
     assert (worst.num_right, worst.num_samples, worst.value) == (20, 50, 0.4)
     assert worst.group == "0 · overlay 1"
+    (found,) = compare(rows_of(run.path))
+    assert 0.1 < found.encoders[0].worst["base"].estimate.half_width < 0.2
 
 
 def test_online_probes_count_the_samples_that_they_read(tmp_path: Path) -> None:
@@ -186,14 +190,14 @@ def test_an_untrained_encoder_is_shared_by_those_that_start_alike(tmp_path: Path
     other = make_run(tmp_path / "other", recipe=debug.viewmaker, trained={"base": [0.6]})
     (found,) = compare(rows_of(own, alike, other))
     untrained = {encoder.name: encoder.untrained for encoder in found.encoders}
-    assert sorted(len(one) for one in untrained.values()) == [0, 1, 1], "views of another policy are another probe"
+    assert sorted(len(one) for one in untrained.values()) == [0, 2, 2], "views of another policy are another probe"
 
 
 def test_the_last_checkpoint_counts_and_says_whether_it_is_the_end(tmp_path: Path) -> None:
     run = RunDir(make_run(tmp_path / "run", trained={"base": [0.4]}, provenance=PROVENANCE | {"finished_step": 20}))
     write_json(run.probes(5) / "base.json", probe_result("base", 5, [0.3], 1000))
     (found,) = compare(rows_of(run.path))
-    score = found.encoders[0].trained["base"]
+    score = found.encoders[0].trained["base", "linear"]
     assert (score.estimate.mean, score.steps, score.is_final) == (0.4, (11,), False)
 
 
@@ -201,7 +205,7 @@ def test_labels_of_one_title_are_called_by_their_names(tmp_path: Path) -> None:
     accuracies = {"base": [0.4], "overlay": [0.5], "site": [0.6]}
     titles = {"base": "digit", "overlay": "digit", "site": "hospital"}
     (found,) = compare(rows_of(make_run(tmp_path / "run", trained=accuracies, titles=titles)))
-    assert [label.title for label in found.labels] == ["base label", "overlay label", "hospital"]
+    assert [columns[0].title for columns in found.labels] == ["base label", "overlay label", "hospital"]
 
 
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
