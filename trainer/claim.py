@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from typing import TextIO
 
 from data_pipeline.core.errors import UserError
 from trainer.build import Training
@@ -16,13 +15,13 @@ from trainer.data import Manifests
 from trainer.distributed.collectives import on_first_rank
 from trainer.own_code import check_same_code
 from trainer.preflight import check_manifests
-from trainer.run_dir import LOCK_NAME, RunDir, hold, write_json
+from trainer.run_dir import LOCK_NAME, Hold, RunDir, hold, write_json
 
 logger = logging.getLogger(__name__)
 
 
-def claim(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_data: Collection[str] = ()) -> TextIO:
-    """Check the data, then take the run directory for this config, until the returned file is closed.
+def claim(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_data: Collection[str] = ()) -> Hold:
+    """Check the data, then take the run directory for this config, until the hold on it is closed.
 
     `accepted_data` are names of new datasets (`DataIdentity.name`), and of new code (`check_same_code`), with which the
     run may go on.
@@ -45,13 +44,13 @@ def claim(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_
             check_same_code(run_dir, config, manifests.datasets, step=found.step, accepted=accepted_data)
         if not run_dir.config.is_file() or read_run_config(run_dir) != config:
             write_json(run_dir.config, config.model_dump(mode="json"))
-    except UserError:
+    except BaseException:
         held.close()
         raise
     return held
 
 
-def begin(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_data: Collection[str] = ()) -> TextIO:
+def begin(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_data: Collection[str] = ()) -> Hold:
     """Take the run directory for a start of the training as `claim` does, and forget how an earlier start ended."""
     held = claim(run_dir, config, manifests, accepted_data=accepted_data)
     run_dir.ended.unlink(missing_ok=True)

@@ -17,14 +17,16 @@ import logging
 import math
 import os
 import re
+import secrets
 import socket
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, Self
 
 from data_pipeline.core.errors import UserError, filename_in_errors, printable
 
@@ -32,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".lock"
 _LOCK_TRIES, _LOCK_SECONDS = 10, 0.02
+_BEAT_SECONDS, _WATCH_SECONDS = 2.0, 10.0  # between two heartbeats of the owner of a lock, and for seeing one
+_HERE = f" on {socket.gethostname()},"
 _END_BYTES = 2**18  # of metrics.jsonl, which `RunDir.read_last_metrics` reads: some hundred lines
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}  # the answers of a file system without locks
 
@@ -88,14 +92,14 @@ class RunDir:
         return self.path / "ended.json"
 
     def checkpoint(self, step: int) -> Path:
-        return self.checkpoints / f"step_{step:08d}"
+        return self.checkpoints / step_name(step)
 
     @property
     def all_probes(self) -> Path:
         return self.path / "probes"
 
     def probes(self, step: int) -> Path:
-        return self.all_probes / f"step_{step:08d}"
+        return self.all_probes / step_name(step)
 
     def probe_steps(self) -> list[int]:
         """Return the steps that have probe results, ascending."""
@@ -152,6 +156,11 @@ def _metrics_in(path: Path, lines: bytes) -> list[dict[str, Any]]:
     return [by_step[step] for step in sorted(by_step)]
 
 
+def step_name(step: int) -> str:
+    """Return the name of the directory of a step, such as step_00000500."""
+    return f"step_{step:08d}"
+
+
 def steps_in(directory: Path) -> list[int]:
     """Return the steps with a directory such as step_00000500 in `directory`, ascending.
 
@@ -160,80 +169,62 @@ def steps_in(directory: Path) -> list[int]:
     steps = []
     for path in sorted(directory.glob("step_*")):
         match = re.fullmatch(r"step_([0-9]{8,18})", path.name)
-        if match and path.is_dir() and path.name == f"step_{int(match[1]):08d}":
+        if match and path.is_dir() and path.name == step_name(int(match[1])):
             steps.append(int(match[1]))
         else:
             logger.warning("%s is not the directory of a step, such as step_00000500; skipping it", path)
     return steps
 
 
-def hold(run_dir: RunDir) -> TextIO:
-    """Lock the run directory for this process, until the returned file is closed or the process ends in any way.
+class Hold:
+    """A run directory that this process has taken, until `close` or the end of the process; a context manager.
 
-    On a file system without locks, logs a warning and locks nothing. Raises `UserError` if another process holds the
-    lock: two processes that train in one directory would mix their checkpoints.
+    Besides the lock, the lock file names the process, and its time of change is a heartbeat. So two processes never mix
+    their checkpoints even if the locks of the file system hold on one machine only, or if it has none: the start of the
+    second sees the heartbeat, and a process that was frozen meanwhile sees by `check` that another took its place.
     """
-    run_dir.path.mkdir(parents=True, exist_ok=True)
-    file = (run_dir.path / LOCK_NAME).open("a+", encoding="utf-8", errors="replace")
-    try:
-        _lock(file)
-    except BlockingIOError:
-        with file:
-            file.seek(0)
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path, self._file = path, file
+        self._name = f"process {os.getpid()}{_HERE} start {secrets.token_hex(4)}"
+        self._is_closing = threading.Event()
+        with contextlib.suppress(OSError):  # on a full disk the lock still holds
+            file.truncate(0)
+            os.pwrite(file.fileno(), self._name.encode(), 0)
+            os.fsync(file.fileno())  # for other machines
+        _held.add(file)
+        threading.Thread(target=self._beat, name="lock", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise `UserError` if another process has taken the directory."""
+        if (owner := _owner(self._path)) not in {"", self._name}:
             raise UserError(
-                f"another process is training in {run_dir.path}: {file.read(300).strip()}; wait for it, end it "
-                "by `kill` on that host (all its ranks save a checkpoint and end), or pass another --run-dir"
-            ) from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        logger.warning(
-            "the file system of %s has no locks (%s): make sure that no other process trains there",
-            run_dir.path,
-            error.strerror,
-        )
-    with contextlib.suppress(OSError):  # on a full disk the lock still holds
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-    _held.add(file)
-    return file
+                f"another process trains in {self._path.parent} now: {owner}; this one, {self._name}, ends, and saves "
+                "no checkpoint there"
+            )
+
+    def close(self) -> None:
+        """Give the directory back."""
+        if not self._file.closed:
+            self._is_closing.set()
+            with contextlib.suppress(OSError):
+                if _owner(self._path) == self._name:
+                    self._file.truncate(0)
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _beat(self) -> None:
+        while not self._is_closing.wait(_BEAT_SECONDS):
+            with contextlib.suppress(OSError, ValueError):  # the disk fails, or the file was closed just now
+                os.utime(self._file.fileno())
 
 
-def is_held(run_dir: RunDir) -> bool:
-    """Return whether a process is training in the run directory, by its lock; change nothing.
-
-    Returns False if the directory has no lock file, or if its file system has no locks.
-    """
-    try:
-        # The file may be read-only for this user; O_NONBLOCK, because a pipe in its place would block.
-        descriptor = os.open(run_dir.path / LOCK_NAME, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        return False
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def _lock(file: TextIO) -> None:
-    """Lock a file. Raises BlockingIOError if another process holds the lock for longer than a call of `is_held`."""
-    for _ in range(_LOCK_TRIES):
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        time.sleep(_LOCK_SECONDS)
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-_held: weakref.WeakSet[TextIO] = weakref.WeakSet()
+_held: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
 
 
 def _close_inherited_locks() -> None:
@@ -243,6 +234,79 @@ def _close_inherited_locks() -> None:
 
 
 os.register_at_fork(after_in_child=_close_inherited_locks)
+
+
+def hold(run_dir: RunDir) -> Hold:
+    """Take the run directory for this process. Raises `UserError` if another process trains there.
+
+    Waits for some seconds if that cannot be seen from a lock, because the last owner was on another machine, or because
+    the file system has no locks, and if that owner did not give the directory back.
+    """
+    run_dir.path.mkdir(parents=True, exist_ok=True)
+    path = run_dir.path / LOCK_NAME
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+    try:
+        is_locked = _lock(file)
+        if _may_live(_owner(path), is_locked=is_locked):
+            before = path.stat().st_mtime_ns
+            time.sleep(_WATCH_SECONDS)
+            if path.stat().st_mtime_ns != before:
+                raise BlockingIOError
+    except BlockingIOError:
+        file.close()
+        raise UserError(
+            f"another process is training in {run_dir.path}: {_owner(path)}; wait for it, end it by `kill` on that "
+            "host (all its ranks save a checkpoint and end), or pass another --run-dir"
+        ) from None
+    return Hold(path, file)
+
+
+def is_held(run_dir: RunDir) -> bool:
+    """Return whether a process is training in the run directory, by its lock or its heartbeat; change nothing."""
+    path = run_dir.path / LOCK_NAME
+    try:
+        # The file may be read-only for this user; O_NONBLOCK, because a pipe in its place would block.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            is_locked = _flock(file, fcntl.LOCK_SH)
+            is_fresh = time.time() - os.fstat(file.fileno()).st_mtime < _WATCH_SECONDS
+            return is_fresh and _may_live(_owner(path), is_locked=is_locked)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def _may_live(owner: str, *, is_locked: bool) -> bool:
+    """Return whether the owner that a lock file names may still run, although this process could lock the file."""
+    return bool(owner) and not (is_locked and _HERE in owner)
+
+
+def _owner(path: Path) -> str:
+    """Return the process that a lock file names; "" if none."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")[:300].strip()
+    except FileNotFoundError:
+        return ""
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Lock a file as `_flock` does, but wait for calls of `is_held`."""
+    for _ in range(_LOCK_TRIES):
+        with contextlib.suppress(BlockingIOError):
+            return _flock(file, fcntl.LOCK_EX)
+        time.sleep(_LOCK_SECONDS)
+    return _flock(file, fcntl.LOCK_EX)
+
+
+def _flock(file: BinaryIO, kind: int) -> bool:
+    """Lock a file; return False if its file system has no locks. Raises BlockingIOError if another process has it."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
 
 
 def open_run(path: Path) -> RunDir:

@@ -39,7 +39,7 @@ from trainer.open_settings import decide
 from trainer.original_crops import leave_out_crops, original_crops
 from trainer.preflight import check_channels_last
 from trainer.provenance import add_to_provenance, write_provenance
-from trainer.run_dir import RunDir
+from trainer.run_dir import Hold, RunDir
 from trainer.step import StepOutput
 from trainer.training_log import TrainingLog, log_start
 
@@ -59,12 +59,20 @@ def train(
     manifests = read_agreed_manifests(config.data)
     take = partial(begin, run_dir, config, manifests, accepted_data=accepted_data)
     with (
-        on_first_rank(take) or contextlib.nullcontext(),
+        on_first_rank(take) or contextlib.nullcontext() as held,
         StopRequests() as stop_requests,
         Watchdog(run_dir, config.watchdog, rank=rank(), fetch_seconds=config.data.fetch_seconds) as watchdog,
     ):
         loop = open_loop(
-            config, run_dir, manifests, watchdog, device=device, command=command, accepted_data=accepted_data
+            config,
+            run_dir,
+            manifests,
+            watchdog,
+            stop_requests,
+            held,
+            device=device,
+            command=command,
+            accepted_data=accepted_data,
         )
         stopped_after = None if loop is None else loop.run(stop_requests)
         del loop  # an exception would keep DDP alive until its process group is destroyed, which would then hang
@@ -160,6 +168,8 @@ def open_loop(
     run_dir: RunDir,
     manifests: Manifests,
     watchdog: Watchdog,
+    stop_requests: StopRequests,
+    held: Hold | None,
     *,
     device: torch.device,
     command: str,
@@ -207,7 +217,13 @@ def open_loop(
     counters = build_counters(run_dir, training, manifests, restored, device=device)
     if rank() == 0:
         write_provenance(run_dir, config, manifests, command=command, world_size=world_size(), restored=restored)
-    checkpoints = CheckpointWriter(run_dir, keep=config.keep_checkpoints)
+    checkpoints = CheckpointWriter(
+        run_dir,
+        keep=config.keep_checkpoints,
+        limit_seconds=config.watchdog.startup_seconds,
+        is_stopping=stop_requests.is_noted,
+        held=held,
+    )
     log = TrainingLog(
         config,
         run_dir,

@@ -7,7 +7,6 @@ import json
 import logging
 import shutil
 from pathlib import Path
-from typing import TextIO
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ from trainer.objectives import NTXentConfig, ObjectiveConfig, PublishedNTXentCon
 from trainer.preflight import check_channels_last, check_data, check_input_shape
 from trainer.pretrained import load_encoder
 from trainer.reports.config_identity import NOT_IDENTITY, config_identity
-from trainer.run_dir import RunDir, hold, is_held, steps_in, write_json
+from trainer.run_dir import Hold, RunDir, hold, is_held, steps_in, write_json
 from trainer.train import train
 from trainer.training_log import log_start
 
@@ -75,7 +74,7 @@ def config(tmp_path: Path) -> RunConfig:
     return resolve_recipe("debug:image", [f"data.train_dir={pair / 'train'}", f"data.test_dir={pair / 'test'}"])
 
 
-def take(run_dir: RunDir, config: RunConfig) -> TextIO:
+def take(run_dir: RunDir, config: RunConfig) -> Hold:
     return claim(run_dir, config, read_manifests(config.data))
 
 
@@ -225,7 +224,7 @@ def test_of_two_starts_with_different_settings_only_one_gets_the_directory(
 ) -> None:
     run_dir = RunDir(tmp_path / "run")
 
-    def hold_after_another(held: RunDir) -> TextIO:
+    def hold_after_another(held: RunDir) -> Hold:
         monkeypatch.setattr("trainer.claim.hold", hold)
         take(held, config.model_copy(update={"seed": 5})).close()
         return hold(held)

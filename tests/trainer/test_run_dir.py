@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from data_pipeline.core.errors import UserError
 from launch.states import run_status
 from tests.trainer.observability.tracked import open_tracker
 from tests.trainer.reports.made_runs import Page, make_run, probe_result, report
+from trainer.checkpoint.save import CheckpointWriter
 from trainer.run_dir import LOCK_NAME, RunDir, hold, is_held, write_atomically, write_json
 
 GOOD = {"step": 3, "epoch": 0, "train/loss": 1.5}
@@ -151,15 +153,59 @@ def test_a_data_worker_does_not_hold_the_run_directory_of_a_rank_that_was_killed
         os.kill(worker, 9)
 
 
-def test_a_file_system_without_locks_is_no_reason_not_to_train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def lockless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without locks, with faster hearts."""
+
     def flock(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    hold(RunDir(tmp_path)).close()
-    assert f"{tmp_path} has no locks (No locks available): make sure that no other process trains" in caplog.text
+    monkeypatch.setattr("trainer.run_dir._BEAT_SECONDS", 0.05)
+    monkeypatch.setattr("trainer.run_dir._WATCH_SECONDS", 1.0)
+
+
+@pytest.mark.usefixtures("lockless")
+def test_without_locks_the_heartbeat_of_a_process_keeps_others_out(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    with hold(run_dir):
+        assert is_held(run_dir)
+        with pytest.raises(UserError, match=f"another process is training in {tmp_path}: process {os.getpid()} on "):
+            hold(run_dir)
+    assert not is_held(run_dir)
+    began = time.monotonic()
+    hold(run_dir).close()
+    assert time.monotonic() - began < 0.9, "a directory that was given back needs no wait"
+
+
+def test_locks_that_hold_on_one_machine_only_are_not_trusted_on_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process is on another machine, whose locks this one does not see."""
+    monkeypatch.setattr("trainer.run_dir._BEAT_SECONDS", 0.05)
+    monkeypatch.setattr("trainer.run_dir._WATCH_SECONDS", 1.0)
+    run_dir = RunDir(tmp_path)
+    monkeypatch.setattr("trainer.run_dir._HERE", " on node1,")
+    with monkeypatch.context() as there:
+        there.setattr(fcntl, "flock", lambda *_: None)
+        first = hold(run_dir)
+    monkeypatch.setattr("trainer.run_dir._HERE", " on node2,")
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    assert is_held(run_dir)
+    with pytest.raises(UserError, match=r"process [0-9]+ on node1, start"):
+        hold(run_dir)
+    first._is_closing.set()  # it is frozen, or cut off from the disk
+    time.sleep(0.2)
+    second = hold(run_dir)
+    second.check()
+    with pytest.raises(UserError, match=r"another process trains in .* now: process [0-9]+ on node2, .* on node1, "):
+        first.check()
+    first.close()
+    second.check()
+    with pytest.raises(UserError, match="saves no checkpoint"), CheckpointWriter(run_dir, keep=1, held=first) as writer:
+        writer.save(1, engines={}, objective_state={})
+    assert not run_dir.checkpoint(1).exists()
+    second.close()
 
 
 def test_text_that_utf8_cannot_hold_is_written(tmp_path: Path) -> None:

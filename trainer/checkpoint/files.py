@@ -1,8 +1,8 @@
 """Write and read the files of a checkpoint: tensors, and an index that shows whether they are whole.
 
 Input: states, which are tensors by name. Output: a directory of safetensors files and `checkpoint.json`, which is
-written last and holds the size and SHA-256 of each file. Invariants: reading a file never runs code from it; a file
-that was cut or changed is never loaded. Open only checkpoints that you trust.
+written last and holds the size and SHA-256 of each file, and the SHA-256 of its own text. Invariants: reading a file
+never runs code from it; a file that was cut or changed is never loaded. Open only checkpoints that you trust.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import safetensors.torch
@@ -21,9 +21,9 @@ from torch import Tensor
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Schema
 from trainer.checkpoint.run_state import RunState
-from trainer.run_dir import RunDir, steps_in
+from trainer.run_dir import RunDir, step_name, steps_in
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 INDEX_NAME = "checkpoint.json"
 SUFFIX = ".safetensors"
 OBJECTIVE, RUN = "objective", "run"  # file names, besides the names of the trained modules
@@ -59,6 +59,11 @@ class CheckpointIndex(Schema):
     run: RunState | None = None
     run_id: str | None = None
 
+    @property
+    def states(self) -> list[str]:
+        """Return the names of the states, which are the files' without their suffix."""
+        return [name.removesuffix(SUFFIX) for name in self.files]
+
 
 class DamagedError(Exception):
     """A checkpoint is not whole. The message is a part of a sentence, with the file and the reason."""
@@ -78,8 +83,8 @@ def write_files(
     """
     files = {f"{name}{SUFFIX}": write_tensors(directory / f"{name}{SUFFIX}", state) for name, state in states.items()}
     index = CheckpointIndex(format_version=FORMAT_VERSION, step=step, files=files, run=run, run_id=run_id)
-    text = index.model_dump_json(indent=2) + "\n"
-    with (directory / INDEX_NAME).open("w", encoding="utf-8") as file:
+    text = _sealed(index.model_dump_json(indent=2).encode().removeprefix(b"{\n"))
+    with (directory / INDEX_NAME).open("wb") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -116,26 +121,36 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     return FileRecord(num_bytes=8 + len(text) + end, sha256=digest.hexdigest())
 
 
-def read_index(directory: Path) -> CheckpointIndex:
-    """Return the index of a checkpoint.
+def _sealed(fields: bytes) -> bytes:
+    """Return the text of a JSON object that holds `fields`, which are all lines but the first, and their SHA-256."""
+    return b'{ "sha256": "%s",\n' % hashlib.sha256(fields).hexdigest().encode() + fields
 
-    Raises `DamagedError` if it is missing or cannot be read, and `UserError` if another version wrote it.
+
+def read_index(directory: Path) -> CheckpointIndex:
+    """Return the index of the checkpoint in a directory such as step_00000500.
+
+    Raises `DamagedError` if it is missing, was changed, or belongs to another step, and `UserError` if another version
+    of this project wrote it.
     """
     try:
-        value = json.loads((directory / INDEX_NAME).read_text(encoding="utf-8"))
-        version = value["format_version"]
-        if version != FORMAT_VERSION:
-            raise UserError(
-                f"{directory} was written by another version of this project (checkpoint format {version}; this one "
-                f"reads {FORMAT_VERSION}); use that version, or pass another --run-dir"
-            )
-        return CheckpointIndex.model_validate(value)
+        text = (directory / INDEX_NAME).read_bytes()
     except FileNotFoundError:
         raise DamagedError(f"{INDEX_NAME} is missing" if directory.is_dir() else "it is missing") from None
-    except UserError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError):
-        raise DamagedError(f"{INDEX_NAME} cannot be read") from None
+    except OSError as error:
+        raise DamagedError(f"{INDEX_NAME} cannot be read: {error.strerror}") from None
+    if text != _sealed(text.partition(b"\n")[2]):
+        raise DamagedError(f"{INDEX_NAME} has changed since it was written, or is of format 3 or older")
+    fields = json.loads(text)
+    del fields["sha256"]
+    if fields["format_version"] != FORMAT_VERSION:
+        raise UserError(
+            f"{directory} was written by another version of this project (checkpoint format "
+            f"{fields['format_version']}; this one reads {FORMAT_VERSION}); use that version, or pass another --run-dir"
+        )
+    index = CheckpointIndex.model_validate(fields)
+    if directory.name != step_name(index.step):
+        raise DamagedError(f"{INDEX_NAME} is that of step {index.step}")
+    return index
 
 
 def check_sizes(directory: Path) -> CheckpointIndex:
@@ -151,33 +166,21 @@ def check_sizes(directory: Path) -> CheckpointIndex:
     return index
 
 
-def check_whole(directory: Path, *, only: Collection[str] | None = None) -> CheckpointIndex:
-    """Return the index if every file is there and no byte has changed since it was written.
+def read_state(directory: Path, index: CheckpointIndex, name: str) -> dict[str, Tensor]:
+    """Return a state of the checkpoint with this index. Reads its file once, and runs no code from it.
 
-    `only` limits the check of bytes to these files. Raises `DamagedError` if the check fails, and like `read_index`.
+    Raises `DamagedError` if the file is missing, cannot be read, or has changed since it was written.
     """
-    index = check_sizes(directory)
-    for name in index.files if only is None else only:
-        if (record := index.files.get(name)) is None:
-            raise DamagedError(f"{name} is missing")
-        try:
-            with (directory / name).open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise DamagedError(f"{name} cannot be read: {error.strerror}") from None
-        if found != record.sha256:
-            raise DamagedError(f"{name} has changed since it was written")
-    return index
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file. Raises `DamagedError` if it cannot be read. Runs no code from it."""
+    file = f"{name}{SUFFIX}"
     try:
-        state: dict[str, Tensor] = safetensors.torch.load_file(path)
+        content = (directory / file).read_bytes()
+        if file not in index.files or hashlib.sha256(content).hexdigest() != index.files[file].sha256:
+            raise DamagedError(f"{file} has changed since it was written")
+        state: dict[str, Tensor] = safetensors.torch.load(content)
     except FileNotFoundError:
-        raise DamagedError(f"{path.name} is missing") from None
+        raise DamagedError(f"{file} is missing") from None
     except (OSError, safetensors.SafetensorError) as error:
-        raise DamagedError(f"{path.name} cannot be read: {str(error).splitlines()[0]}") from None
+        raise DamagedError(f"{file} cannot be read: {str(error).splitlines()[0]}") from None
     return state
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,20 +16,24 @@ from trainer.checkpoint.files import (
     OBJECTIVE,
     RUN,
     SUFFIX,
+    CheckpointIndex,
     DamagedError,
     all_steps,
-    check_whole,
+    check_sizes,
     latest_step,
-    read_index,
-    read_tensors,
+    read_state,
 )
 from trainer.checkpoint.run_state import DataIdentity, RunState
-from trainer.distributed.collectives import from_first_rank, on_every_rank, rank
+from trainer.distributed.collectives import broadcast_json, on_every_rank, on_first_rank, rank
 from trainer.distributed.engines.engine import Engine
 from trainer.objectives import Objective
 from trainer.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
+
+
+_States = dict[str, dict[str, Tensor]]  # the state of each file, by the file's name without its suffix
+_Whole = tuple[CheckpointIndex, _States]
 
 
 @dataclass(frozen=True)
@@ -60,19 +65,19 @@ def newest_state(run_dir: RunDir) -> Restored:
     """Return the step and state of the newest checkpoint with a readable index; does not check its tensors."""
     for step in _steps_by_preference(run_dir):
         with contextlib.suppress(DamagedError):
-            return _restored(run_dir, step)
+            return Restored(step, _own_index(run_dir, step).run)
     return Restored(0, None)
 
 
-def _restored(run_dir: RunDir, step: int) -> Restored:
-    """Return the state in a checkpoint. Raises `UserError` if another run wrote it, and like `read_index`."""
-    index, own = read_index(run_dir.checkpoint(step)), run_dir.run_id()
+def _own_index(run_dir: RunDir, step: int) -> CheckpointIndex:
+    """Return the index of a checkpoint. Raises `UserError` if another run wrote it, and like `check_sizes`."""
+    index, own = check_sizes(run_dir.checkpoint(step)), run_dir.run_id()
     if None not in {index.run_id, own} and index.run_id != own:
         raise UserError(
             f"{run_dir.checkpoint(step)} is a checkpoint of another run (its run_id is {index.run_id}, but "
             f"{run_dir.provenance} has {own}); put the run's own checkpoints back, or remove this one"
         )
-    return Restored(step, index.run)
+    return index
 
 
 def restore(
@@ -86,34 +91,32 @@ def restore(
     """Load the newest whole checkpoint into `engines`, `objective` and the tensors of `extra`, on every rank.
 
     Returns its step and state; the step is 0 if there is no checkpoint yet. Skips a damaged checkpoint with a warning.
+    Guarantees: every rank has loaded the bytes that were saved.
 
     Args:
         remembers: the present datasets, if the objective has state for every sample of the train set. If the checkpoint
             was trained on another train set, that state belongs to other samples; then the objective starts anew.
 
     Raises:
-        UserError: on one rank, if no checkpoint is whole, or if the newest one is from another version of this project
-            or has another architecture.
+        UserError: on one rank, if no checkpoint is whole, if the newest one is from another version of this project or
+            has another architecture, or if this rank reads other bytes than the first one.
         SystemExit: with status 2, on the other ranks in these cases, so that only one rank reports.
     """
-
-    def find() -> Restored | None:
-        step = _newest_whole(run_dir)
-        return None if step is None else _restored(run_dir, step)
-
-    found = from_first_rank(find, Restored | None)
-    if found is None:
+    read_first = on_first_rank(lambda: _read_newest_whole(run_dir))
+    index = broadcast_json(None if read_first is None else read_first[0], CheckpointIndex | None)
+    if index is None:
         return Restored(0, None)
-    step = found.step
-    directory = run_dir.checkpoint(step)
+    found, directory = Restored(index.step, index.run), run_dir.checkpoint(index.step)
+    _, states = on_every_rank(lambda: read_first or (index, _read_the_same(directory, index)))
     wanted = {name: engine.module_state() for name, engine in engines.items() if name != OBJECTIVE}
     starts_anew = remembers is not None and found.has_other_train_set(remembers)
     others = {OBJECTIVE: {} if starts_anew else objective.saved_state(), RUN: dict(extra or {})}
     wanted |= {name: state for name, state in others.items() if state}
-    files = [*wanted, *(f"{name}_optimizer" for name in engines)]
-    states = on_every_rank(lambda: {name: _read_explained(directory, name) for name in files})
 
     def load() -> None:
+        for name in [*wanted, *(f"{name}_optimizer" for name in engines)]:
+            if name not in states:
+                raise UserError(_cannot_load(directory, f"{name}{SUFFIX} is missing"))
         for name, state in wanted.items():
             _check_fits(directory / f"{name}{SUFFIX}", states[name], state)
         if OBJECTIVE in wanted:
@@ -142,51 +145,16 @@ def load_weights(
     Returns the step, and the datasets that it was trained on (None at step 0). Training may go on at the same time.
     Raises `UserError` if there is no such step, or if it cannot be loaded.
     """
-    if step is None:
-        step = _load_newest(run_dir, modules)
-    elif step != 0:
-        if step < 0 or not run_dir.checkpoint(step).is_dir():
-            steps = ", ".join(map(str, [0, *all_steps(run_dir)]))
-            raise UserError(f"{run_dir.path} has no checkpoint of step {step}; it has checkpoints of steps {steps}")
-        try:
-            check_whole(run_dir.checkpoint(step), only=[f"{name}{SUFFIX}" for name in modules])
-            _load_modules(run_dir.checkpoint(step), modules)
-        except DamagedError as error:
-            raise UserError(_cannot_load(run_dir.checkpoint(step), str(error))) from None
-    return step, _trained_on(run_dir, step)
-
-
-def _trained_on(run_dir: RunDir, step: int) -> DataIdentity | None:
-    """Return the datasets that a checkpoint was trained on; None at step 0, or if training has pruned it."""
     if step == 0:
-        return None
-    try:
-        return _restored(run_dir, step).trained_on
-    except DamagedError:
-        return None
-
-
-def _load_newest(run_dir: RunDir, modules: Mapping[str, nn.Module]) -> int:
-    """Load the newest whole checkpoint, and return its step. If training prunes it meanwhile, load the next one."""
-    latest = latest_step(run_dir)
-    step = _newest_whole(run_dir, only=modules)
-    if step is None:
+        return 0, None
+    whole = _read_newest_whole(run_dir, only=modules) if step is None else _read_step(run_dir, step, only=modules)
+    if whole is None:
         raise UserError(f"{run_dir.path} has no checkpoint yet; train it, or use step 0, the untrained encoder")
-    try:
-        _load_modules(run_dir.checkpoint(step), modules)
-    except DamagedError as error:
-        if latest_step(run_dir) == latest:
-            raise UserError(_cannot_load(run_dir.checkpoint(step), str(error))) from None
-        return _load_newest(run_dir, modules)
-    return step
-
-
-def _load_modules(directory: Path, modules: Mapping[str, nn.Module]) -> None:
-    """Load modules. Raises `DamagedError`, or `UserError` if the checkpoint has other modules."""
+    index, states = whole
     for name, module in modules.items():
-        state = read_tensors(directory / f"{name}{SUFFIX}")
-        _check_fits(directory / f"{name}{SUFFIX}", state, module.state_dict())
-        module.load_state_dict(state)
+        _check_fits(run_dir.checkpoint(index.step) / f"{name}{SUFFIX}", states[name], module.state_dict())
+        module.load_state_dict(states[name])
+    return index.step, Restored(index.step, index.run).trained_on
 
 
 def _steps_by_preference(run_dir: RunDir) -> list[int]:
@@ -196,42 +164,61 @@ def _steps_by_preference(run_dir: RunDir) -> list[int]:
     return others if latest is None else [latest, *others]
 
 
-def _newest_whole(run_dir: RunDir, *, only: Collection[str] | None = None) -> int | None:
-    """Return the step of the first whole checkpoint by preference; None if there are no checkpoints.
+def _read_newest_whole(run_dir: RunDir, *, only: Collection[str] | None = None) -> _Whole | None:
+    """Return the first whole checkpoint by preference; None if there are no checkpoints.
 
-    `only` limits the check to these modules. Logs the skipped checkpoints with the reasons. If training saves a
-    checkpoint meanwhile, which may remove others, this looks again. Raises `UserError` if no checkpoint is whole, or if
-    another version of this project wrote the first one.
+    `only` limits it to these modules. Logs the skipped checkpoints with the reasons. If training saves a checkpoint
+    meanwhile, which may remove others, this looks again. Raises `UserError` if no checkpoint is whole, or if another
+    version of this project, or another run, wrote the first one.
     """
     latest = latest_step(run_dir)
-    files = None if only is None else [f"{name}{SUFFIX}" for name in only]
-    found: int | None = None
+    found: _Whole | None = None
     skipped = []
     for step in _steps_by_preference(run_dir):
         try:
-            check_whole(run_dir.checkpoint(step), only=files)
+            found = _read(run_dir, step, only=only)
+            break
         except DamagedError as error:
             skipped.append(f"step {step} is damaged: {error}")
-            continue
-        found = step
-        break
     if skipped and latest_step(run_dir) != latest:
-        return _newest_whole(run_dir, only=only)
+        return _read_newest_whole(run_dir, only=only)
     if skipped and found is None:
         raise UserError(
             f"no checkpoint in {run_dir.checkpoints} is whole ({'; '.join(skipped)}); copy a whole one there, or pass "
             "another --run-dir to start again"
         )
-    if skipped:
-        logger.warning("taking the checkpoint of step %d, because %s", found, "; ".join(skipped))
+    if skipped and found is not None:
+        logger.warning("taking the checkpoint of step %d, because %s", found[0].step, "; ".join(skipped))
     return found
 
 
-def _read_explained(directory: Path, name: str) -> dict[str, Tensor]:
+def _read_step(run_dir: RunDir, step: int, *, only: Collection[str]) -> _Whole:
+    """Return these modules of a checkpoint. Raises `UserError` if it is not there, or damaged."""
+    directory = run_dir.checkpoint(step)
+    if step < 0 or not directory.is_dir():
+        steps = ", ".join(map(str, [0, *all_steps(run_dir)]))
+        raise UserError(f"{run_dir.path} has no checkpoint of step {step}; it has checkpoints of steps {steps}")
     try:
-        return read_tensors(directory / f"{name}{SUFFIX}")
+        return _read(run_dir, step, only=only)
     except DamagedError as error:
         raise UserError(_cannot_load(directory, str(error))) from None
+
+
+def _read(run_dir: RunDir, step: int, *, only: Collection[str] | None) -> _Whole:
+    """Return the index and the states of a checkpoint. Raises `DamagedError`, or `UserError` as `_own_index` does."""
+    index, directory = _own_index(run_dir, step), run_dir.checkpoint(step)
+    return index, {name: read_state(directory, index, name) for name in only or index.states}
+
+
+def _read_the_same(directory: Path, index: CheckpointIndex) -> _States:
+    """Return the states that the first rank has read. Raises `UserError` if this rank reads other bytes."""
+    try:
+        return {name: read_state(directory, index, name) for name in index.states}
+    except DamagedError as error:
+        raise UserError(
+            f"rank {rank()} on {socket.gethostname()} does not read {directory} as rank 0 does: {error}; start again "
+            "without this machine, or check its memory and its mount of the disk"
+        ) from None
 
 
 def _check_fits(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:

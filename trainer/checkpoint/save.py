@@ -8,23 +8,25 @@
     LATEST                      step_00000500
 
 Training stops for a copy to host memory. A thread of the first rank writes the copy to a temporary directory, flushes
-it to the disk and renames it. Then it replaces `LATEST`, and then it prunes older checkpoints.
+it to the disk and renames it. Then it flushes the metrics up to this step, replaces `LATEST`, and prunes older
+checkpoints.
 
-Guarantees: a kill at any moment leaves the previous checkpoint or the new one. State is whole and filed by name, so any
-number of ranks and any kind of engine can load it. A checkpoint holds no code, and loading it runs none. The stream has
-no state, because its position is the step.
+Guarantees: a kill or a power cut at any moment leaves the previous checkpoint or the new one, with the metrics up to
+its step. State is whole and filed by name, so any number of ranks and any kind of engine can load it. A checkpoint
+holds no code, and loading it runs none. The stream has no state, because its position is the step.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import logging
+import secrets
 import shutil
+import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -33,6 +35,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.core.errors import UserError
+from trainer import liveness
 from trainer.checkpoint.files import (
     OBJECTIVE,
     RUN,
@@ -44,17 +47,17 @@ from trainer.checkpoint.files import (
     write_files,
 )
 from trainer.checkpoint.run_state import RunState
-from trainer.distributed.collectives import broadcast_json, on_every_rank, on_first_rank, rank
+from trainer.distributed.collectives import any_rank, from_first_rank, on_every_rank, rank
 from trainer.distributed.engines.engine import Engine
 from trainer.distributed.replicas import first_difference
-from trainer.run_dir import RunDir, write_atomically
+from trainer.run_dir import Hold, RunDir, write_atomically
 
 logger = logging.getLogger(__name__)
 
 
 _ALIGNMENT = 64  # bytes, of a tensor in the copy in host memory
-# The ranks that do not write wait in a collective, a new one every minute, so that none times out if the disk is slow.
-_WAIT_SECONDS = 60.0
+_ROUND_SECONDS = 5.0  # between two messages to the ranks that do not write, so that none of them times out
+_STOP_SECONDS = 60.0  # the limit of a wait from a request to stop on
 
 
 @dataclass(frozen=True)
@@ -102,17 +105,29 @@ class CheckpointWriter:
     Every rank has one, and must call `save` and `close` at the same steps. If the thread of the first rank fails, the
     next of these calls raises its error there, and ends the other ranks. As a context manager, it closes itself; after
     an exception in the loop, it still finishes the checkpoint that is being written.
+
+    Args:
+        limit_seconds: the limit on each wait for the disk.
+        is_stopping: tells whether this rank was asked to stop. If that happens during a wait, a minute of it is left.
+        held: the hold of the first rank on the run directory, which is checked before a checkpoint is written.
     """
 
-    def __init__(self, run_dir: RunDir, *, keep: int) -> None:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        *,
+        keep: int,
+        limit_seconds: float = 600.0,
+        is_stopping: Callable[[], bool] = lambda: False,
+        held: Hold | None = None,
+    ) -> None:
         run_dir.path.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         self._keep = keep
+        self._limit_seconds, self._is_stopping, self._held = limit_seconds, is_stopping, held
         self._memory = HostMemory()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._in_flight: Future[None] | None = None
+        self._in_flight: _Write | None = None
         self._run_id = run_dir.run_id()  # `write_provenance` has made it
-        self._step = 0  # of the checkpoint in flight
 
     def save(
         self,
@@ -133,27 +148,25 @@ class CheckpointWriter:
             run: the other state of the loop.
 
         Raises:
-            UserError: on the first rank, if the previous save failed because the disk had no room or refused it, or
-                because the state was not finite; or if the ranks hold different states now.
+            UserError: on the first rank, if the previous save failed because the disk had no room, refused it or did
+                not answer in time, because the state was not finite, or because another process trains there now; or
+                if the ranks hold different states now.
             SystemExit: with status 2, on the other ranks in these cases, so that only one rank reports.
         """
         began = time.perf_counter()
         self._flush()
         states = _states_of(engines, objective_state, extra or {})
-        on_every_rank(partial(_check_replicas, self._run_dir, step, first_difference(states)))
+        on_every_rank(functools.partial(_check_replicas, self._run_dir, step, first_difference(states)))
         if rank() > 0:
             return
-        self._step = step
         copy = self._memory.copy(states)
         waited_seconds = time.perf_counter() - began
-        self._in_flight = self._thread.submit(self._write, step, copy, run, waited_seconds)
+        self._in_flight = _Write(step, lambda: self._write(step, copy, run, waited_seconds))
+        self._in_flight.start()
 
     def close(self) -> None:
         """Wait until everything is written. Raises like `save`. A second call does nothing."""
-        try:
-            self._flush()
-        finally:
-            self._thread.shutdown()
+        self._flush()
 
     def __enter__(self) -> Self:
         return self
@@ -163,35 +176,44 @@ class CheckpointWriter:
     ) -> None:
         if error is None:
             self.close()
-            return
-        # Runs no collectives, because the other ranks may be anywhere; keeps the original exception.
-        self._thread.shutdown()
-        failure = self._in_flight.exception() if self._in_flight is not None else None
-        if failure is not None:
-            logger.warning("%s", failure)
+        elif self._in_flight is not None:
+            # Runs no collectives, because the other ranks may be anywhere; keeps the original exception.
+            self._in_flight.join(self._limit_seconds)
+            if self._in_flight.error is not None:
+                logger.warning("%s", self._in_flight.error)
 
     def _flush(self) -> None:
         """Wait until the checkpoint in flight is written. If that failed, all ranks end as in `on_first_rank`."""
-        while not broadcast_json(self._is_written(), bool):
-            pass
-        in_flight, self._in_flight = self._in_flight, None
-        on_first_rank(lambda: None if in_flight is None else in_flight.result())
+        deadline = time.monotonic() + self._limit_seconds
+        was_stopping = self._is_stopping()
+        while not from_first_rank(functools.partial(self._is_written, deadline), bool):
+            liveness.sign()  # the wait has a limit of its own
+            if any_rank(self._is_stopping() and not was_stopping):
+                was_stopping, deadline = True, min(deadline, time.monotonic() + _STOP_SECONDS)
 
-    def _is_written(self) -> bool:
-        """Wait for the checkpoint in flight; return False if it is not written after a minute."""
-        if self._in_flight is None:
+    def _is_written(self, deadline: float) -> bool:
+        """Wait a moment for the checkpoint in flight, and raise its error; return False if it is not written yet."""
+        write = self._in_flight
+        if write is None:
             return True
-        try:
-            self._in_flight.exception(timeout=_WAIT_SECONDS)
-        except TimeoutError:
-            logger.info("waiting for the checkpoint of step %d to be written", self._step)
+        write.join(_ROUND_SECONDS)
+        is_late = time.monotonic() > deadline
+        if write.is_alive() and not is_late:
             return False
+        self._in_flight = None
+        if write.is_alive():
+            raise UserError(
+                f"the checkpoint of step {write.step} in {self._run_dir.checkpoints} was not written in time: the disk "
+                "hangs or is too slow; repair that, or raise watchdog.startup_seconds, and start again"
+            )
+        if write.error is not None:
+            raise write.error
         return True
 
     def _write(self, step: int, copy: HostCopy, run: RunState | None, waited_seconds: float) -> None:
         copy.wait()
         began = time.perf_counter()
-        num_bytes = _write(self._run_dir, step=step, states=copy.states, run=run, keep=self._keep, run_id=self._run_id)
+        num_bytes = _write(self._run_dir, step=step, states=copy.states, run=run, run_id=self._run_id, held=self._held)
         logger.info(
             "checkpoint of step %d: %s MB, training waited %.2f s, written in %.2f s",
             step,
@@ -199,6 +221,22 @@ class CheckpointWriter:
             waited_seconds,
             time.perf_counter() - began,
         )
+        _prune(self._run_dir, newest=step, keep=self._keep)
+
+
+class _Write(threading.Thread):
+    """A thread that writes the checkpoint of a step. The process can end although it hangs."""
+
+    def __init__(self, step: int, write: Callable[[], None]) -> None:
+        super().__init__(name="checkpoint", daemon=True)
+        self.step, self._write_it = step, write
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._write_it()
+        except BaseException as error:
+            self.error = error
 
 
 def _states_of(
@@ -230,36 +268,43 @@ def _write(
     step: int,
     states: Mapping[str, Mapping[str, Tensor]],
     run: RunState | None,
-    keep: int,
     run_id: str | None,
+    held: Hold | None,
 ) -> int:
-    """Write a checkpoint, put its name into `LATEST`, and prune; return its number of bytes.
+    """Write a checkpoint, flush the metrics, and put its name into `LATEST`; return its number of bytes.
 
-    Raises `UserError` if the state is not finite, or if the disk has no room or fails; then older checkpoints do not
-    change.
+    Raises `UserError` if the state is not finite, if another process has taken the directory, or if the disk has no
+    room or fails; then older checkpoints do not change.
     """
     final = run_dir.checkpoint(step)
-    partial = final.with_name(f".{final.name}.partial")
+    partial = _hidden(final)
     _check_finite(run_dir, step, states)
     try:
-        partial.parent.mkdir(exist_ok=True)  # if the run directory is gone, it was moved
-        for left in partial.parent.glob(".step_*"):  # left by a kill
-            shutil.rmtree(left)
+        if held is not None:
+            held.check()
+        final.parent.mkdir(exist_ok=True)  # if the run directory is gone, it was moved
+        for left in final.parent.glob(".step_*"):  # by a kill
+            _remove(left)
         partial.mkdir()
         num_bytes = write_files(partial, step=step, states=states, run=run, run_id=run_id)
-        _remove(final)  # left by a kill between the rename and LATEST, or damaged
+        if held is not None:
+            held.check()
+        if final.is_dir():
+            _remove(final)  # left by a kill between the rename and LATEST, or damaged
         partial.replace(final)
         flush(final.parent)
+        if run_dir.metrics.is_file():
+            flush(run_dir.metrics)
         write_atomically(run_dir.latest, final.name + "\n")
         flush(run_dir.path)
-        _prune(run_dir, newest=step, keep=keep)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         where = f"the checkpoint of step {step} in {run_dir.checkpoints}"
         going_on = f"start again: the run goes on from {_describe_newest(run_dir)}"
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
             raise UserError(f"no room on the disk for {where}; free some and {going_on}") from error
         raise UserError(f"cannot write {where} ({error}); repair that and {going_on}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # it is there after a failure
     return num_bytes
 
 
@@ -300,11 +345,17 @@ def _prune(run_dir: RunDir, *, newest: int, keep: int) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Remove a checkpoint; a kill meanwhile leaves it whole or removed."""
-    if directory.is_dir():
-        gone = directory.with_name(f".{directory.name}.gone")
-        directory.replace(gone)
+    """Remove a checkpoint or a part of one; a kill meanwhile leaves it whole or removed. Logs why it cannot."""
+    try:
+        gone = directory if directory.name.startswith(".") else directory.replace(_hidden(directory))
         shutil.rmtree(gone)
+    except OSError as error:
+        logger.warning("cannot remove %s (%s); remove it by hand", directory, error)
+
+
+def _hidden(directory: Path) -> Path:
+    """Return a free path beside that of a checkpoint; the next save removes what is left there."""
+    return directory.with_name(f".{directory.name}.{secrets.token_hex(4)}")
 
 
 def _aligned(num_bytes: int) -> int:

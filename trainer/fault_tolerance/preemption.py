@@ -73,6 +73,10 @@ class StopRequests:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def is_noted(self) -> bool:
+        """Return whether this rank has a request."""
+        return self._warned_by is not None or self._has_lost_its_launcher()
+
     @property
     def reason(self) -> str:
         """Return why this rank stops, such as "as SIGTERM asked"."""
@@ -93,7 +97,7 @@ class StopRequests:
             signal.signal(number, self._note)
         if self._any_rank is None:
             self._any_rank = AnyRank()
-        return self._any_rank.next(self._warned_by is not None or self._has_lost_its_launcher())
+        return self._any_rank.next(self.is_noted())
 
     def _has_lost_its_launcher(self) -> bool:
         """Return whether the launcher has ended, so that this process has another parent."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import pickle
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -25,11 +28,11 @@ from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
 from tests.small_encoder import CONVNET
 from trainer.build import build_training
-from trainer.checkpoint.files import FORMAT_VERSION, read_tensors, write_files, write_tensors
+from trainer.checkpoint.files import FORMAT_VERSION, read_index, read_state, write_files, write_tensors
 from trainer.checkpoint.restore import newest_state, restore
 from trainer.checkpoint.save import CheckpointWriter, HostMemory
 from trainer.config import RunConfig
-from trainer.distributed.collectives import all_gather_json, rank
+from trainer.distributed.collectives import barrier, rank
 from trainer.distributed.engines import Engine
 from trainer.distributed.engines.ddp_engine import DDPEngine
 from trainer.models.heads import HeadConfig
@@ -150,15 +153,11 @@ def test_files_are_what_the_library_reads_and_writes(tmp_path: Path) -> None:
     record = write_tensors(tmp_path / "ours.safetensors", tensors)
     content = (tmp_path / "ours.safetensors").read_bytes()
     assert (record.num_bytes, record.sha256) == (len(content), sha256(content).hexdigest())
-    safetensors.torch.save_file(tensors, tmp_path / "theirs.safetensors")
-    for found in (
-        safetensors.torch.load_file(tmp_path / "ours.safetensors"),
-        read_tensors(tmp_path / "theirs.safetensors"),
-    ):
-        assert found.keys() == tensors.keys()
-        for name, tensor in tensors.items():
-            assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-            assert torch.equal(found[name], tensor), name
+    found = safetensors.torch.load_file(tmp_path / "ours.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found[name], tensor), name
 
 
 def test_a_copy_is_of_the_moment_and_contiguous() -> None:
@@ -201,7 +200,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits(
         return write_files(*args, **kwargs)
 
     monkeypatch.setattr("trainer.checkpoint.save.write_files", gated)
-    monkeypatch.setattr("trainer.checkpoint.save._WAIT_SECONDS", 0.02)
+    monkeypatch.setattr("trainer.checkpoint.save._ROUND_SECONDS", 0.02)
     run_dir, engines = RunDir(tmp_path), tiny()
     before = {name: tensor.clone() for name, tensor in engines["encoder"].module_state().items()}
     with CheckpointWriter(run_dir, keep=2) as writer:
@@ -215,7 +214,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits(
         assert time.perf_counter() - began > 0.15
         assert run_dir.checkpoint(1).is_dir()
     assert run_dir.latest_step() == 2
-    found = read_tensors(run_dir.checkpoint(1) / "encoder.safetensors")
+    found = read_state(run_dir.checkpoint(1), read_index(run_dir.checkpoint(1)), "encoder")
     assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
     assert not torch.equal(before["weight"], engines["encoder"].module_state()["weight"])
 
@@ -252,11 +251,27 @@ def spoil_index(directory: Path) -> None:
     (directory / "checkpoint.json").write_text('{"format_version": 3, ')
 
 
+def swap(directory: Path) -> None:
+    shutil.rmtree(directory)
+    directory.mkdir()
+    write_files(directory, step=7, states={name: {} for name in ("encoder", "encoder_optimizer")})
+
+
+def forge(directory: Path, **changes: Any) -> None:
+    """Change the index, and seal it again."""
+    index = json.loads((directory / "checkpoint.json").read_text())
+    del index["sha256"]
+    fields = json.dumps(index | changes, indent=2).encode().removeprefix(b"{\n")
+    seal = b'{ "sha256": "%s",\n' % sha256(fields).hexdigest().encode()
+    (directory / "checkpoint.json").write_bytes(seal + fields)
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut": (cut, "encoder.safetensors has 100 bytes, but"),
     "lost": (lose, "encoder_optimizer.safetensors is missing"),
     "flipped": (flip, "encoder_optimizer.safetensors has changed since it was written"),
-    "index_spoilt": (spoil_index, "checkpoint.json cannot be read"),
+    "index_spoilt": (spoil_index, "checkpoint.json has changed since it was written"),
+    "of_another_step": (swap, "checkpoint.json is that of step 7"),
     "index_lost": (lambda directory: (directory / "checkpoint.json").unlink(), "checkpoint.json is missing"),
     "gone": (shutil.rmtree, "it is missing"),
 }
@@ -289,6 +304,27 @@ def test_the_newest_whole_ones_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in run_dir.checkpoints.iterdir()) == ["step_00000010", "step_00000025"]
 
 
+def test_what_cannot_be_removed_is_no_reason_not_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on NFS, which keeps a directory while a probe on another machine reads it."""
+
+    def rmtree(path: Path, *, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    run_dir, engines = RunDir(tmp_path), tiny()
+    save(run_dir, 5, engines=engines)
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    for step in (10, 20, 20, 30):
+        save(run_dir, step, engines=engines, keep=1)
+        assert restore_tiny(run_dir) == run_dir.latest_step() == step
+    assert "cannot remove" in caplog.text
+    monkeypatch.undo()
+    save(run_dir, 40, engines=engines, keep=1)
+    assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step_00000040"]
+
+
 @pytest.mark.parametrize("latest", [None, "step_", "step_00000015\n"])
 def test_without_a_good_latest_the_newest_whole_one_is_taken(latest: str | None, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
@@ -302,10 +338,22 @@ def test_without_a_good_latest_the_newest_whole_one_is_taken(latest: str | None,
 def test_a_checkpoint_of_another_version_is_refused_whatever_else_it_says(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     save(run_dir, 10, 20, engines=tiny())
-    index = {"format_version": FORMAT_VERSION + 1, "layers": []}
-    (run_dir.checkpoint(20) / "checkpoint.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"step_00000020 was written by another version of this project .*format 4;"):
+    forge(run_dir.checkpoint(20), format_version=FORMAT_VERSION + 1, layers=[])
+    with pytest.raises(UserError, match=r"step_00000020 was written by another version of this project .*format 5;"):
         restore_tiny(run_dir)
+
+
+def test_no_flipped_bit_of_an_index_is_accepted(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    write_json(run_dir.provenance, {"run_id": "a" * 32})
+    save(run_dir, 10, 20, engines=tiny())
+    path = run_dir.checkpoint(20) / "checkpoint.json"
+    content = path.read_bytes()
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        assert newest_state(run_dir).step == 10, bit
 
 
 def test_another_architecture_is_named_by_its_first_tensor_and_both_shapes(tmp_path: Path) -> None:
@@ -372,12 +420,12 @@ def test_a_strangers_code_is_not_run(config: RunConfig, tmp_path: Path) -> None:
     canary, run_dir = tmp_path / "canary", RunDir(tmp_path / "run")
     engines = start(run_dir, config)
     save(run_dir, 1, engines=engines)
-    index = json.loads((run_dir.checkpoint(1) / "checkpoint.json").read_text())
-    for path in run_dir.checkpoint(1).glob("*.safetensors"):
-        path.write_bytes(pickle.dumps(Trap(canary)))
-        content = path.read_bytes()
-        index["files"][path.name] = {"num_bytes": len(content), "sha256": sha256(content).hexdigest()}
-    (run_dir.checkpoint(1) / "checkpoint.json").write_text(json.dumps(index))
+    content = pickle.dumps(Trap(canary))
+    record = {"num_bytes": len(content), "sha256": sha256(content).hexdigest()}
+    paths = list(run_dir.checkpoint(1).glob("*.safetensors"))
+    for path in paths:
+        path.write_bytes(content)
+    forge(run_dir.checkpoint(1), files={path.name: record for path in paths})
     for load in (
         lambda: restore(run_dir, engines, NT_XENT),
         lambda: load_modules(run_dir),
@@ -386,7 +434,7 @@ def test_a_strangers_code_is_not_run(config: RunConfig, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"\.safetensors cannot be read"):
             load()
     (run_dir.checkpoint(1) / "checkpoint.json").write_bytes(pickle.dumps(Trap(canary)))
-    with pytest.raises(UserError, match=r"checkpoint\.json cannot be read"):
+    with pytest.raises(UserError, match=r"checkpoint\.json has changed"):
         restore(run_dir, engines, NT_XENT)
     assert not canary.exists()
     pickle.loads(pickle.dumps(Trap(canary)))
@@ -472,39 +520,88 @@ def test_a_state_that_is_not_finite_is_not_saved(where: str, tmp_path: Path) -> 
     assert restore_tiny(run_dir) == 10
 
 
+def hanging(*_: Any, **__: Any) -> int:
+    threading.Event().wait()
+    return 0
+
+
 def fail_together(run_dir: RunDir) -> list[str]:
-    """Return the errors of this rank when the first rank cannot write, and when a checkpoint has other shapes."""
-    met = []
+    """Return this rank's errors if the first one cannot write, at other shapes, and if rank 1 reads other bytes."""
     engines = tiny()
-    writer = CheckpointWriter(run_dir, keep=2)
-    writer.save(1, engines=engines, objective_state={})
-    try:
-        writer.save(2, engines=engines, objective_state={})
-    except BaseException as error:
-        met.append(f"{type(error).__name__}: {error}")
+    read_bytes = Path.read_bytes
+
+    def read_other_bytes(path: Path) -> bytes:
+        *most, last = read_bytes(path)
+        return bytes([*most, last ^ 1])
+
+    def save_twice(step: int) -> None:
+        with CheckpointWriter(run_dir, keep=2) as writer:
+            writer.save(step, engines=engines, objective_state={})
+            writer.save(step + 1, engines=engines, objective_state={})
+
+    def restore_otherwise() -> None:
+        with mock.patch.object(Path, "read_bytes", read_other_bytes if rank() == 1 else read_bytes):
+            restore_tiny(run_dir)
+
+    def error_of(action: Callable[[], object]) -> str:
+        try:
+            action()
+        except BaseException as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    met = [error_of(lambda: save_twice(1))]
     if rank() == 0:
         run_dir.checkpoints.unlink()
-    writer.close()
-    with CheckpointWriter(run_dir, keep=2) as again:
-        again.save(4, engines=engines, objective_state={})
-    try:
-        restore(run_dir, tiny(num_columns=9), NT_XENT)
-    except BaseException as error:
-        met.append(f"{type(error).__name__}: {error}")
-    met += all_gather_json(f"step {restore_tiny(run_dir)}", str)
-    return met
+    barrier()
+    save_twice(3)
+    return [
+        *met,
+        error_of(lambda: restore(run_dir, tiny(num_columns=9), NT_XENT)),
+        error_of(restore_otherwise),
+        f"step {restore_tiny(run_dir)}",
+    ]
 
 
 @pytest.mark.ranks
-def test_what_fails_on_the_first_rank_ends_all_of_them_at_the_same_call(tmp_path: Path) -> None:
+def test_what_fails_on_one_rank_ends_all_of_them_at_the_same_call(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.checkpoints.write_text("in the way")
     first, second = run_ranks(fail_together, 2, run_dir)
     assert first[0].startswith("UserError: cannot write the checkpoint of step 1 in ")
     assert first[1].startswith("UserError: ")
     assert "another architecture" in first[1]
-    assert second[:2] == ["FirstRankExit: 2"] * 2
-    assert first[2:] == second[2:] == ["step 4", "step 4"]
+    assert "rank 1 on " in second[2]
+    assert "encoder.safetensors has changed" in second[2]
+    assert [second[0], second[1], first[2]] == ["FirstRankExit: 2"] * 3
+    assert first[3] == second[3] == "step 4"
+
+
+def hang_together(run_dir: RunDir) -> list[str]:
+    """Return the errors of this rank if the disk hangs: up to the limit, and until rank 1 is asked to stop."""
+    found = []
+    calls = itertools.count()
+    options_of: list[dict[str, Any]] = [
+        {"limit_seconds": 0.3},
+        {"is_stopping": lambda: next(calls) > 2 and rank() == 1},  # not before the wait
+    ]
+    for options in options_of:
+        with mock.patch.multiple("trainer.checkpoint.save", write_files=hanging, _ROUND_SECONDS=0.1, _STOP_SECONDS=0.3):
+            writer = CheckpointWriter(run_dir, keep=2, **options)
+            writer.save(8, engines=tiny(), objective_state={})
+            try:
+                writer.close()
+            except BaseException as error:
+                found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+@pytest.mark.ranks
+def test_a_disk_that_hangs_ends_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(hang_together, 2, RunDir(tmp_path), timeout_s=60)
+    assert len(first) == 2
+    assert all("step 8 in" in error and "was not written in time" in error for error in first)
+    assert second == ["FirstRankExit: 2"] * 2
 
 
 @pytest.fixture
