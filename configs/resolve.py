@@ -50,18 +50,23 @@ def resolve_recipe(name: str, overrides: Sequence[str] = ()) -> RunConfig:
         differs from the recipe or the file NAME; a relative path is relative to the file.
 
     `NAME_OF_DATA` in the name of a recipe becomes the name of the train set, unless an override gives another name.
+    Relative paths of data are of this directory, and become absolute.
 
     Raises `UserError`; for an unknown name or key, it names the nearest valid one.
     """
     where = f"config {name}"
     recipe = RunConfig.parse(_settings(name), where=name)
-    config = recipe.override(overrides, where=where)
+    config = _with_absolute_paths(recipe.override(overrides, where=where))
     if config.name == recipe.name:
         own_name = recipe.name.replace(NAME_OF_DATA, _name_of_data(config.data))
         config = config.model_copy(update={"name": own_name})
     given = "".join(f" --set {override}" for override in overrides)
     check(config, where=f"{where} with{given}" if given else where)
     return config
+
+
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    return config.model_copy(update={"data": config.data.absolute()})
 
 
 def is_config_file(name: str) -> bool:
@@ -114,7 +119,8 @@ def resolve_study(name: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
     for member in members:
         check_classes(member)
     resolved = [
-        member.override(overrides, where=f"config {name} ({member.name}, seed {member.seed})") for member in members
+        _with_absolute_paths(member.override(overrides, where=f"config {name} ({member.name}, seed {member.seed})"))
+        for member in members
     ]
     refuse_namesakes(resolved, where=name)
     for member in resolved:

@@ -21,7 +21,7 @@ from configs.resolve import refuse_namesakes, resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.overrides import set_paths
 from data_pipeline.core.plain_text import parse_yaml
-from data_pipeline.core.schema import as_typed, value_at
+from data_pipeline.core.schema import as_typed
 from trainer.config import RunConfig
 
 MAX_RUNS: Final = 100  # without asking
@@ -52,20 +52,21 @@ def resolve_sweep(
         raise UserError(
             f"the sweep has {num_runs:,} runs, more than {max_runs:,}; give fewer values, or --max-runs {num_runs}"
         )
-    runs = []
-    for chosen in itertools.product(*values.values()):
-        sets = [f"{key}={json.dumps(value)}" for key, value in zip(values, chosen, strict=True)]  # JSON is YAML, too
-        runs.append(resolve_recipe(config, [*overrides, *sets]))
+    points = [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
+    runs = [
+        resolve_recipe(config, [*overrides, *(f"{key}={json.dumps(value)}" for key, value in point.items())])
+        for point in points  # JSON is YAML, too
+    ]
     name = _cut("-".join([runs[0].name, "sweep", *sorted(values)]))
     record = {"group": group or name, "axes": tuple(values)}
     named = [
         run.model_copy(
             update={
-                "name": run_name(run.name, {key: value_at(run, key) for key in values}),
+                "name": run_name(run.name, point),
                 "tracking": run.tracking.model_copy(update=record),
             }
         )
-        for run in runs
+        for run, point in zip(runs, points, strict=True)
     ]
     refuse_namesakes(named, where="the sweep")
     return name, named

@@ -48,20 +48,21 @@ def refuse_edited_config(run_dir: RunDir, config: RunConfig) -> None:
 def edited_config(run_dir: RunDir, config: RunConfig) -> str | None:
     """Return a clause that names the settings of config.json with which the newest start did not train; None if none.
 
-    `config` is that of config.json. Locations of data may differ, because the data themselves are compared.
+    `config` is that of config.json.
     """
     before = config_in_provenance(run_dir)
-    changed = [] if before is None else _fixed_settings_that_differ(before, config)
-    keys = [key for key in changed if not (key.startswith("data.") and key.endswith("_dir"))]
+    keys = [] if before is None else _fixed_settings_that_differ(before, config)
     return f"{run_dir.config} was edited after the run began (it differs in {', '.join(keys)})" if keys else None
 
 
 def _fixed_settings_that_differ(before: RunConfig, now: RunConfig) -> list[str]:
     """Return the settings in which two configs differ, without those of `MAY_CHANGE`.
 
-    Whether steps are recorded may change, but not whether the networks are compiled.
+    Locations of data may differ, because the data themselves are compared. Whether steps are recorded may change, but
+    not whether the networks are compiled.
     """
     keys = [key for key in difference(before, now) if not key.startswith(MAY_CHANGE)]
+    keys = [key for key in keys if not (key.startswith("data.") and key.endswith("_dir"))]
     if before.compiles_networks == now.compiles_networks:
         keys = [key for key in keys if key != "compile"]
     return keys

@@ -20,7 +20,7 @@ from data_pipeline.loading.order import num_steps_per_epoch
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.remote.cache import read_manifest
 from data_pipeline.storage.index import has_remote_tars
-from data_pipeline.storage.locations import dataset_directory, is_remote
+from data_pipeline.storage.locations import absolute, dataset_directory, is_remote
 from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.store import SampleStore
 from trainer.checkpoint.run_state import DataIdentity
@@ -105,6 +105,16 @@ class DataConfig(ReadConfig):
     def locations(self) -> tuple[str, ...]:
         """Return the locations of all datasets."""
         return (*self.train_locations.values(), self.test_dir)
+
+    def absolute(self) -> Self:
+        """Return a copy with absolute paths of local datasets, which other commands find in other directories."""
+        sources = {
+            name: source.model_copy(update={"train_dir": absolute(source.train_dir)})
+            for name, source in (self.mixture or {}).items()
+        }
+        train_dir = None if self.train_dir is None else absolute(self.train_dir)
+        update = {"train_dir": train_dir, "test_dir": absolute(self.test_dir), "mixture": sources or None}
+        return self.model_copy(update=update)
 
     @property
     def overlay_draw(self) -> Literal["per_item", "per_view"]:

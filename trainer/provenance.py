@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import platform
 import subprocess
 import sys
@@ -23,12 +24,13 @@ import torch
 from data_pipeline.core.arguments import SCRIPT_PREFIX
 from data_pipeline.core.environment import variable
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.kinds import OF_THIS_PROJECT
 from data_pipeline.core.system import PROC, num_cores
 from trainer.checkpoint.restore import Restored
 from trainer.config import RunConfig
 from trainer.data import Manifests
 from trainer.open_settings import decisions_to_record
-from trainer.own_code import RECORDED_CODE, hashes_of_code
+from trainer.own_code import RECORDED_CODE, hash_of_files, hashes_of_code
 from trainer.run_dir import RunDir, write_json
 
 logger = logging.getLogger(__name__)
@@ -43,19 +45,38 @@ PACKAGES = ("torch", "torchvision", "numpy", "pillow", "webdataset", "wandb", "s
 
 @dataclass(frozen=True)
 class Code:
-    """The running code: its commit, the uncommitted changes (both None without git), and the hash of a snapshot."""
+    """The running code: its commit, the uncommitted changes (both None without git), and the hash of a snapshot.
 
-    git_commit: str | None
-    git_diff: str | None
+    The changes begin with a line for each file of the packages that git does not track: its name and a hash.
+    """
+
+    git_commit: str | None = None
+    git_diff: str | None = None
     snapshot_sha256: str | None = None
+
+    @property
+    def is_changed(self) -> bool | None:
+        return None if self.git_diff is None else bool(self.git_diff)
 
 
 def this_code() -> Code:
-    """Return the running code. A snapshot records its origin, because the repository may have changed since."""
+    """Return the running code. A snapshot records its origin, because the repository may have changed since.
+
+    Logs a warning if git does not read the repository. A wheel has none, also if it is installed inside another one.
+    """
     snapshot = REPOSITORY / SNAPSHOT_FILE
     if snapshot.is_file():
         return Code(**json.loads(snapshot.read_text(encoding="utf-8")))
-    return Code(git_commit=_git("rev-parse", "HEAD"), git_diff=_git("diff", "HEAD"))
+    if (REPOSITORY / ".git").exists():
+        try:
+            diff = _git("diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
+            names = _git("ls-files", "-z", "--others", "--exclude-standard", *sorted(OF_THIS_PROJECT)).split("\0")[:-1]
+            untracked = (f"untracked {name} {hash_of_files({name: REPOSITORY / name})}\n" for name in names)
+            return Code(git_commit=_git("rev-parse", "HEAD").strip(), git_diff="".join(untracked) + diff)
+        except (OSError, subprocess.CalledProcessError) as error:
+            said = " ".join(str(getattr(error, "stderr", error)).split())
+            logger.warning("the commit of the code is not recorded: git cannot read %s (%s)", REPOSITORY, said)
+    return Code()
 
 
 def write_provenance(
@@ -78,7 +99,6 @@ def write_provenance(
     for name in ("finished_step", "total_wall_seconds", "wall_seconds"):
         earlier.pop(name, None)  # a finished run goes on if new data make it longer
     code = this_code()
-    diff = code.git_diff
     start = {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "start_step": restored.step,
@@ -89,18 +109,18 @@ def write_provenance(
         "slurm_restart_count": int(variable("SLURM_RESTART_COUNT") or 0) if variable("SLURM_JOB_ID") else None,
         "git_commit": code.git_commit,
         "snapshot_sha256": code.snapshot_sha256,
-        "git_diff_sha256": hashlib.sha256(diff.encode()).hexdigest() if diff else None,
+        "git_diff_sha256": hashlib.sha256(code.git_diff.encode()).hexdigest() if code.git_diff else None,
         **manifests.identity.model_dump(),
         **({RECORDED_CODE: own} if (own := hashes_of_code(config, manifests.datasets)) else {}),
     }
-    if diff:
-        run_dir.path.joinpath("uncommitted.diff").write_text(diff + "\n", encoding="utf-8")
+    if code.git_diff:
+        run_dir.path.joinpath("uncommitted.diff").write_text(code.git_diff, encoding="utf-8")
     first = earlier or {
         **{
             name: start[name]
             for name in ("command", "git_commit", "snapshot_sha256", "started_at", "host", "world_size")
         },
-        "git_dirty": bool(diff),
+        "git_dirty": code.is_changed,
         "seed": config.seed,
         "cpu": cpu_name(),
         "num_cpus": num_cores(),
@@ -181,17 +201,17 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _git(*arguments: str) -> str | None:
-    """Return the output of a git command in the repository of this code; None if there is no repository.
+def _git(*arguments: str) -> str:
+    """Return the output of a git command in the repository of this code.
 
-    An installed wheel may lie inside another repository, whose commit is not that of this code.
+    No variable of git counts, and the repository may belong to another user, whose code runs here anyway.
     """
-    if not (REPOSITORY / ".git").exists():
-        return None
-    try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=REPOSITORY, capture_output=True, check=True, encoding="utf-8", errors="replace"
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
+    return subprocess.run(
+        ["git", "-c", f"safe.directory={REPOSITORY}", *arguments],
+        cwd=REPOSITORY,
+        env={name: value for name, value in os.environ.items() if not name.startswith("GIT_")},
+        capture_output=True,
+        check=True,
+        encoding="utf-8",
+        errors="replace",
+    ).stdout

@@ -8,6 +8,7 @@ import errno
 import gc
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -39,6 +40,17 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     words = sorted(valid)
     near = difflib.get_close_matches(word, words, n=1)
     return f'; did you mean "{near[0]}"?' if near else f"; valid are: {', '.join(words)}"
+
+
+def without_secrets(text: str) -> str:
+    """Return `text` with `***` in place of what may be secret in its URLs: a password, or a query such as a signature.
+
+    Examples:
+        >>> without_secrets("cannot read https://me:key@host/birds, nor az://birds?sig=key")
+        'cannot read https://***@host/birds, nor az://birds?***'
+    """
+    text = re.sub(r"((?<=http://)|(?<=https://)|(?<=://)[^/\s@]*:)[^/\s]*@", "***@", text)
+    return re.sub(r"(\w://[^\s?]*\?)\S+", r"\1***", text)
 
 
 @contextmanager
@@ -96,7 +108,7 @@ def run_command(main: Callable[[], None]) -> None:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     except UserError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print(f"error: {without_secrets(printable(str(error)))}", file=sys.stderr)
         raise SystemExit(2) from None
     except BrokenPipeError:  # as in `launch/status.py RUNS | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python's last flush does not fail

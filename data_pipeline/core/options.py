@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Final, TypeVar
 
+from data_pipeline.core.arguments import AppendSetting
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Schema
 
@@ -27,7 +28,9 @@ class NoOptions(Schema):
 
 def add_option_argument(parser: argparse.ArgumentParser, flag: str, summary: str) -> None:
     """Add `flag`, which may be given several times. Its value is a list of (name, value)."""
-    parser.add_argument(flag, metavar="NAME=VALUE", type=_name_and_value, action="append", default=[], help=summary)
+    parser.add_argument(
+        flag, metavar="NAME=VALUE", type=_name_and_value, action=AppendSetting, default=[], help=summary
+    )
 
 
 def _name_and_value(word: str) -> tuple[str, str]:

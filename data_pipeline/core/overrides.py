@@ -17,8 +17,7 @@ from data_pipeline.core.validation import KIND
 
 SET_HELP: Final = (
     "Override one setting; the value is YAML. May be repeated, in any order. A mapping replaces its whole section. A "
-    "new kind starts its section from the defaults of that kind, before its other settings are applied. If a setting "
-    "is given twice, the last value counts."
+    "new kind starts its section from the defaults of that kind, before its other settings are applied."
 )
 
 Path = tuple[str, ...]

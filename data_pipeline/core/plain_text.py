@@ -33,7 +33,8 @@ def parse_yaml(text: str) -> Any:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         return None if node is None else _value(node)
     except yaml.MarkedYAMLError as error:
-        raise ValueError(error.problem or error.context or str(error)) from None
+        where = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
+        raise ValueError(f"{error.problem or error.context or error}{where}") from None
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
 
@@ -48,7 +49,13 @@ def _value(node: yaml.Node) -> Any:
         return _plain(node.value) if node.style is None else node.value
     if isinstance(node, yaml.SequenceNode):
         return [_value(item) for item in node.value]
-    return _mapping([(_value(key), _value(value)) for key, value in node.value])
+    mapping: dict[str, Any] = {}
+    for key, value in node.value:
+        try:
+            _add(mapping, _value(key), _value(value))
+        except ValueError as error:
+            raise yaml.MarkedYAMLError(problem=str(error), problem_mark=key.start_mark) from None
+    return mapping
 
 
 def _plain(text: str) -> bool | int | float | str | None:
@@ -63,9 +70,13 @@ def _plain(text: str) -> bool | int | float | str | None:
 def _mapping(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
     mapping: dict[str, Any] = {}
     for key, value in pairs:
-        if not isinstance(key, str):
-            raise ValueError(f"the key {key!r} is not text")
-        if key in mapping:
-            raise ValueError(f"the key {json.dumps(key)} is there twice")
-        mapping[key] = value
+        _add(mapping, key, value)
     return mapping
+
+
+def _add(mapping: dict[str, Any], key: Any, value: Any) -> None:
+    if not isinstance(key, str):
+        raise ValueError(f"the key {key!r} is not text")
+    if key in mapping:
+        raise ValueError(f"the key {json.dumps(key)} is there twice")
+    mapping[key] = value

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.remote.fetch import RemoteConfig, RemoteFile, fetch
-from data_pipeline.storage.locations import MANIFEST_NAME, dataset_directory, is_remote
+from data_pipeline.storage.locations import MANIFEST_NAME, dataset_directory, is_remote, refuse_secrets
 from data_pipeline.storage.manifest import Manifest, load_manifest, parse_manifest
 
 logger = logging.getLogger(__name__)
@@ -50,10 +50,11 @@ def file_url(location: str, name: str) -> str:
 def read_manifest(location: str | Path, *, config: RemoteConfig) -> Manifest:
     """Read the manifest of a local or remote dataset.
 
-    Raises `UserError` if it is missing, cannot be fetched or is not valid.
+    Raises `UserError` if it is missing, cannot be fetched or is not valid, and like `refuse_secrets`.
     """
     if not is_remote(location):
         return load_manifest(location)
+    refuse_secrets(location)
     location = str(location)
     if re.search(r"\.tar\b", location) is not None:
         raise UserError(

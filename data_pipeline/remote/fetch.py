@@ -23,7 +23,7 @@ import aiohttp
 import fsspec
 from pydantic import Field
 
-from data_pipeline.core.errors import UserError
+from data_pipeline.core.errors import UserError, without_secrets
 from data_pipeline.core.schema import Gigabytes, Line, Schema, Seconds
 
 logger = logging.getLogger(__name__)
@@ -32,8 +32,11 @@ _POLL_SECONDS: Final = 0.2  # between two looks at a download
 _LONGEST_PAUSE: Final = 16.0  # seconds between two attempts
 _DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BUSY_STATUS: Final = (408, 425, 429)  # of an answer of http; a later attempt may get the file
-# Without this, aiohttp ends each download after five minutes. `_wait` has better limits.
-_OPTIONS: Final[dict[str, Any]] = {"client_kwargs": {"timeout": aiohttp.ClientTimeout(total=None)}}
+_DENIED_STATUS: Final = (401, 403)
+# Without this limit, aiohttp ends each download after five minutes. `_wait` has better ones. By trust_env it uses the
+# passwords in ~/.netrc, and the proxies that variables of the environment name.
+_OPTIONS: Final[dict[str, Any]] = {"client_kwargs": {"timeout": aiohttp.ClientTimeout(total=None), "trust_env": True}}
+_delivered: set[str] = set()  # the servers that have delivered a file to this process, or to its parent before the fork
 
 
 @dataclass(frozen=True)
@@ -68,26 +71,36 @@ class RemoteConfig(Schema):
 def fetch(file: RemoteFile, path: Path, *, config: RemoteConfig) -> None:
     """Write a remote file to a path; try again after a pause if an attempt fails, within the limits of `config`.
 
+    A server that has delivered a file before and then denies access is asked until the limit of time, each time with
+    credentials that are read again, because credentials may expire during a run.
+
     Raises `UserError` with the reason of the last attempt: at once if another attempt would fail too, such as for a
     file that is not there, else when a limit is reached. Raises `OSError` if the file cannot be written.
     """
     deadline = time.monotonic() + config.file_seconds
+    scheme, _, name = file.url.partition("://")
+    server = f"{scheme}://{name.partition('/')[0]}"
     for attempt in itertools.count(1):
         try:
             _attempt(file, path, stall_seconds=config.stall_seconds, deadline=deadline)
+            _delivered.add(server)
             return
         except Exception as error:  # each kind of store has errors of its own
             if isinstance(error, OSError) and (error.errno in _DISK_FULL or error.filename == str(path)):
                 raise
             pause = min(0.5 * 2.0 ** min(attempt - 1, 9), _LONGEST_PAUSE)
             reason = str(error) if isinstance(error, _AttemptError) else f"{type(error).__name__}: {error}"
-            if attempt == config.num_attempts or time.monotonic() + pause >= deadline or _is_final(error):
+            reason = without_secrets(reason)  # a server may have redirected to a signed URL
+            has_expired = _is_denied(error) and server in _delivered
+            is_final = not has_expired and (attempt >= config.num_attempts or _is_denied(error) or _is_final(error))
+            if is_final or time.monotonic() + pause >= deadline:
                 raise UserError(
                     f"{file.url} could not be fetched: {reason} (attempt {attempt}); check the location and the server "
                     "that holds it"
                 ) from None
             logger.warning("%s: %s; attempt %d failed, the next one begins in %.3g s", file.url, reason, attempt, pause)
             time.sleep(pause)
+            fsspec.get_filesystem_class(scheme).clear_instance_cache()  # the next one reads its credentials
 
 
 class _AttemptError(Exception):
@@ -98,14 +111,18 @@ class _OtherFileError(_AttemptError):
     """An attempt delivered a file of the right size with another sha256."""
 
 
+def _is_denied(error: Exception) -> bool:
+    """Return whether the server does not accept the credentials, or there are none."""
+    is_denied = isinstance(error, PermissionError) or getattr(error, "status", None) in _DENIED_STATUS
+    return is_denied or "Credentials" in type(error).__name__
+
+
 def _is_final(error: Exception) -> bool:
-    """Return whether another attempt would fail too: nothing or another file is there, or access is denied."""
+    """Return whether another attempt would fail too, because nothing or another file is there."""
     status = getattr(error, "status", None)
     if isinstance(status, int) and 400 <= status < 500 and status not in _BUSY_STATUS:
         return True
-    if isinstance(error, _OtherFileError | FileNotFoundError | PermissionError | ImportError | ValueError):
-        return True
-    return "Credentials" in type(error).__name__
+    return isinstance(error, _OtherFileError | FileNotFoundError | ImportError | ValueError)
 
 
 def _attempt(file: RemoteFile, path: Path, *, stall_seconds: float, deadline: float) -> None:

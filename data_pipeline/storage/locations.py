@@ -12,7 +12,7 @@ from typing import Final
 
 from braceexpand import braceexpand
 
-from data_pipeline.core.errors import UserError
+from data_pipeline.core.errors import UserError, without_secrets
 
 MANIFEST_NAME: Final = "manifest.json"
 INDEX_NAME: Final = ".tar_index"  # the directory of an index of somebody else's tars, beside them
@@ -45,6 +45,20 @@ def index_directory(location: str | Path) -> Path:
     return path.parent / f"{INDEX_NAME}-{words[:_MAX_WORDS]}-{digest}"
 
 
+def absolute(location: str) -> str:
+    """Return a local location as an absolute path, and a remote one as it is."""
+    return location if is_remote(location) else str(Path(location).expanduser().absolute())
+
+
+def refuse_secrets(location: str | Path) -> None:
+    """Raise `UserError` if a remote location holds a password or a query, because logs, configs and reports show it."""
+    if is_remote(location) and (shown := without_secrets(str(location))) != location:
+        raise UserError(
+            f"{shown} holds a password or a query, which logs and reports would show; leave it out, and put "
+            "credentials where docs/data.md (Remote data) says"
+        )
+
+
 def names_tars(location: str | Path) -> bool:
     """Return whether a location seems to name tars and no dataset: by their ending, or a directory that holds some."""
     path = Path(location).expanduser()
@@ -67,8 +81,10 @@ def listed_tars(location: str) -> list[str]:
     """Return the paths or URLs of the tars that a location names, in the order in which they are read.
 
     A location is a directory, a tar, or a pattern with braces such as `train-{000000..001281}.tar`; a tar or a pattern
-    may be remote. No tar is opened. Raises `UserError` if it names none, one twice, or one that does not exist.
+    may be remote. No tar is opened. Raises `UserError` if it names none, one twice, or one that does not exist, or like
+    `refuse_secrets`.
     """
+    refuse_secrets(location)
     if is_remote(location):
         names = files = _expanded(location)
         if location.endswith("/"):

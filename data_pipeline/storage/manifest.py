@@ -249,7 +249,10 @@ def load_manifest(directory: str | Path) -> Manifest:
         raise UserError(f"{directory} names tars without an index; run `python -m data_pipeline index {directory}`")
     if not path.is_file():
         what = f"holds no {MANIFEST_NAME}, so it is not a finished dataset" if directory.exists() else "does not exist"
-        raise UserError(f"{directory} {what}; build it with `python -m data_pipeline build DATASET --out {directory}`")
+        raise UserError(
+            f"{directory} {what}; build it with `python -m data_pipeline build DATASET --out {directory}`, or, if the "
+            "data of a run have moved, write their new place into its config.json"
+        )
     return parse_manifest(path.read_bytes(), where=str(path))
 
 

@@ -60,7 +60,7 @@ def test_recipes_have_the_numbers_of_the_published_settings(
     config, (seed, batch_size, budget) = resolve_recipe(name), numbers
     is_sound = dataset == "spoken_noise"
     assert (config.seed, config.global_batch_size, config.num_epochs) == (seed, batch_size, 200)
-    assert config.data.train_dir == f"data/{dataset}/train"
+    assert config.data.train_dir == str(Path(f"data/{dataset}/train").absolute())
     assert config.data.sample_rate == (48_000 if is_sound else None)
     assert config.objective == PublishedNTXentConfig(temperature=0.07)
     assert config.optimizer == SGDConfig(learning_rate=0.03, momentum=0.9, weight_decay=1e-4, schedule=ScheduleConfig())
@@ -101,6 +101,16 @@ def test_published_recipes_normalise_by_the_published_numbers_whatever_the_train
         encoder = resolve_recipe(name).encoder
         assert (encoder.mean, encoder.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     assert resolve_recipe("demo:expert").encoder.normalization is None
+
+
+def test_data_are_found_from_other_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = "{a: {train_dir: a/train, weight: 1}, b: {train_dir: 's3://bucket/b', weight: 1}}"
+    overrides = ["data.train_dir=null", f"data.mixture={sources}", "data.test_dir=~/test"]
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    data = resolve_recipe("debug:image", overrides).data
+    assert data.locations == (str(tmp_path / "a/train"), "s3://bucket/b", str(tmp_path / "home" / "test"))
+    assert {Path(run.data.test_dir).is_relative_to(tmp_path) for run in resolve_study("studies:debug_seeds")} == {True}
 
 
 FOR_FOLDERS = ["simclr:folder", "simclr:folder_small", "viewmaker:folder", "viewmaker:folder_small"]

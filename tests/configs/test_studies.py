@@ -114,7 +114,7 @@ def test_every_run_of_a_small_study_can_start_on_its_data(
     name: str, small_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(small_data)
-    first = {run.name: run for run in runs_of(f"{name}_small")}  # one of its seeds
+    first = {run.name: run for run in resolve_study(f"studies:{name}_small")}  # one of its seeds
     for config in first.values():
         check_data(config)
     for data, batch_size in {(run.data, run.global_batch_size) for run in first.values()}:

@@ -242,7 +242,6 @@ def test_without_slurm_it_says_so_and_leaves_nothing_behind(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--set", "data.train_dir=nowhere"], "nowhere does not exist; build it"),
         (["--set", "global_batch_size=128"], "64 samples"),
         (["--run-dir", "OTHER"], "OTHER holds a run with another config (it differs in seed)"),
         (["--partition", "nope"], "Invalid partition name specified"),

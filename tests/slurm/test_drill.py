@@ -299,7 +299,6 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [
         f"data.train_dir={data / 'train'}",
         f"data.test_dir={data / 'test'}",
-        "data.num_workers=0",
         "global_batch_size=16",
         "encoder.kind=convnet",
         "encoder.batch_norm=local",
@@ -316,7 +315,7 @@ def stories(cluster: Cluster, settings: list[str], tmp_path_factory: pytest.Temp
     runs = tmp_path_factory.mktemp("runs")
     streamed = [*settings, "data.num_workers=1", "data.placement=stream", f"watchdog.limit_seconds={WATCHDOG_SECONDS}"]
     hour = ["--time-minutes", "60"]
-    warned = Training(cluster, runs / "warned", settings, flags=hour)
+    warned = Training(cluster, runs / "warned", [*settings, "data.num_workers=0"], flags=hour)
     killed = Training(cluster, runs / "killed", streamed, flags=["--partition", "other", *hour])
     with ThreadPoolExecutor() as pool:
         yield {
@@ -333,7 +332,7 @@ def stories(cluster: Cluster, settings: list[str], tmp_path_factory: pytest.Temp
 def undisturbed(stories: Stories, settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """Return the run of four gloo ranks, while the stories go on."""
     path = tmp_path_factory.mktemp("undisturbed") / "run"
-    whole = [*settings, "tracking.wandb=disabled"]
+    whole = [*settings, "data.num_workers=0", "tracking.wandb=disabled"]
     run_ranks(train_undisturbed, NUM_RANKS, whole, path, timeout_s=PATIENCE_SECONDS)
     return RunDir(path)
 

@@ -312,6 +312,7 @@ def test_a_begun_run_whose_config_was_edited_by_hand_is_refused(config: RunConfi
         return edited
 
     moved = shutil.copytree(Path(config.data.test_dir), tmp_path / "moved")
+    take(run_dir, before.override([f"data.test_dir={moved}"], where="x")).close()
     take(run_dir, edit("log_every_steps=3", f"data.test_dir={moved}")).close()
     edited = edit("optimizer.learning_rate=0.5", "log_every_steps=3")
     with pytest.raises(

@@ -77,12 +77,12 @@ class Run:
 
     @property
     def data_name(self) -> str:
-        """Return the name of the directory above train/, or of the sources of a mixture, such as "birds+photos"."""
+        """Return the name of the train set's directory, or of the one above train/; "birds+photos" of a mixture."""
         train_dir = self.config.data.train_dir
         if train_dir is None:
             return "+".join(self.config.data.train_locations)
         parts = train_dir.rstrip("/").split("/")
-        return parts[-2] if len(parts) > 1 and parts[-1] == "train" else train_dir
+        return parts[-2] if len(parts) > 1 and parts[-1] == "train" else parts[-1]
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import socket
 import sys
 import threading
@@ -23,6 +24,7 @@ class FaultyServer(ThreadingHTTPServer):
 
     Attributes:
         faults: by file name, what happens to the next requests, in order; the last happens for ever if `for_ever`.
+        password: USER:PASSWORD that each request must have.
         headers: more headers of each answer.
         redirections: file names that are elsewhere: another file name for each.
         requests: the file names that were asked for, in order.
@@ -34,8 +36,9 @@ class FaultyServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.directory = directory
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.faults: defaultdict[str, list[Fault]] = defaultdict(list)
+        self.faults: defaultdict[str, list[Fault | None]] = defaultdict(list)
         self.for_ever = False
+        self.password: str | None = None
         self.headers: dict[str, str] = {}
         self.redirections: dict[str, str] = {}
         self.requests: list[str] = []
@@ -62,6 +65,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         name = self.path.removeprefix("/")
         fault = self.server.next_fault(name)
+        if (password := self.server.password) is not None:
+            basic = f"Basic {base64.b64encode(password.encode()).decode()}"
+            fault = fault if self.headers.get("Authorization") == basic else 401
         with suppress(ConnectionError):
             if (target := self.server.redirections.get(name)) is not None:
                 self.send_response(302)

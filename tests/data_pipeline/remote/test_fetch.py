@@ -6,14 +6,20 @@ import hashlib
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
 
 import boto3
+import fsspec
 import numpy as np
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.remote.cache import read_manifest
 from data_pipeline.remote.fetch import RemoteConfig, RemoteFile, fetch
+from data_pipeline.storage.locations import listed_tars
 from tests.data_pipeline.remote.http_server import Fault, FaultyServer, closed_port, serve
 from tests.object_store import served_bucket
 
@@ -97,6 +103,62 @@ def test_the_limit_of_a_file_holds_over_all_attempts(server: FaultyServer, tmp_p
     with pytest.raises(UserError, match="file_seconds"):
         fetched(f"{server.url}/file", tmp_path, stall=5.0, attempts=100, seconds=1.5)
     assert 1.0 < time.monotonic() - start < 5.0
+
+
+def test_credentials_that_expire_are_waited_for(
+    server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a server that has delivered before is asked again: another one would never answer."""
+    monkeypatch.setattr("data_pipeline.remote.fetch._LONGEST_PAUSE", 0.05)
+    server.faults["file"] = [None, 403, 401, 403]
+    for _ in range(2):
+        assert fetched(f"{server.url}/file", tmp_path, attempts=1) == CONTENT
+    assert server.requests == ["file"] * 5
+
+
+class Vault(LocalFileSystem):  # type: ignore[misc]
+    """A store that reads its key once, as those of fsspec do, and opens with the key that is in `lock`."""
+
+    protocol = "vault"
+    keys: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.key = self.keys["mine"]
+
+    def get_file(self, path: str, *words: Any, **options: Any) -> None:
+        if self.key != self.keys["lock"]:
+            raise PermissionError("ExpiredToken")
+        super().get_file(path, *words, **options)
+
+
+def test_credentials_are_read_again(server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_pipeline.remote.fetch._LONGEST_PAUSE", 0.05)
+    fsspec.register_implementation("vault", Vault, clobber=True)
+    for key in ("old", "new"):
+        Vault.keys |= {"mine": key, "lock": key}
+        assert fetched(f"vault://{server.directory}/file", tmp_path, attempts=1) == CONTENT
+
+
+def test_a_password_comes_from_a_file(server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.password = "me:key"
+    with pytest.raises(UserError, match="401"):
+        fetched(f"{server.url}/file", tmp_path)
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password key\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert fetched(f"{server.url}/file", tmp_path) == CONTENT
+
+
+@pytest.mark.parametrize(
+    ("location", "shown"),
+    [("http://me:key@host/birds", "http://***@host/birds"), ("az://birds/train?sig=key", "az://birds/train?***")],
+)
+def test_a_location_with_a_secret_is_refused_and_not_shown(location: str, shown: str) -> None:
+    for read in (partial(read_manifest, config=RemoteConfig()), listed_tars):
+        with pytest.raises(UserError, match="holds a password or a query") as raised:
+            read(location)
+        assert str(raised.value).startswith(shown)
+        assert "key" not in str(raised.value)
 
 
 @pytest.mark.parametrize("status", [403, 404])
