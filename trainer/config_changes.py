@@ -11,8 +11,8 @@ from trainer.config import RunConfig, read_run_config
 from trainer.provenance import RECORDED_CONFIG, config_in_provenance
 from trainer.run_dir import RunDir
 
-# Settings and sections that change neither a batch nor a step. A run that has begun may go on with others: messages and
-# docs/troubleshooting.md ask for that. `NOT_IDENTITY` of reports has all of them.
+# Settings and sections that change neither a batch nor, except by rounding, a step. A run that has begun may go on with
+# others: messages and docs/troubleshooting.md ask for that. `NOT_IDENTITY` of reports has all of them.
 MAY_CHANGE = (
     "data.num_workers",
     "data.placement",
@@ -21,6 +21,7 @@ MAY_CHANGE = (
     "checkpoint_every_steps",  # a stop saves a checkpoint at any step, too
     "keep_checkpoints",
     "log_every_steps",
+    "engine.",  # all engines save the same state, and train equally up to rounding, as other numbers of ranks do
     "alarms.",
     "watchdog.",
     "tracking.",

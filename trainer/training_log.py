@@ -151,8 +151,14 @@ def metrics_of_alarms(metrics: Mapping[str, float], views: BaseViewsConfig, *, e
 
 
 def _open_tracker(config: RunConfig, run_dir: RunDir, start_step: int) -> Tracker:
-    settings = config.model_dump(mode="json")
-    return Tracker(run_dir, config.tracking, name=config.name, settings=settings, start_step=start_step)
+    return Tracker(
+        run_dir,
+        config.tracking,
+        name=config.name,
+        settings=config.model_dump(mode="json"),
+        start_step=start_step,
+        every_steps=config.log_every_steps,
+    )
 
 
 def _pictures(

@@ -245,6 +245,7 @@ HARMLESS = [
     "checkpoint_every_steps=3",
     "keep_checkpoints=1",
     "log_every_steps=2",
+    "engine.kind=fsdp",
     "alarms.after_steps=9",
     "watchdog.enabled=false",
     "tracking.wandb=offline",
@@ -274,6 +275,7 @@ def test_the_settings_that_may_change_change_no_bit(config: RunConfig, tmp_path:
         shutil.rmtree(parts.checkpoint(step))
     parts.latest.write_text("step_00000002\n")
     changed = ["data.num_workers=2", "data.placement=stream", "checkpoint_every_steps=3", "tracking.tensorboard=true"]
+    changed += ["engine.kind=fsdp"]  # which is DDP on a single rank
     train(config.override(changed, where="x"), parts, device=CPU, command="train")
     assert steps_in(parts.checkpoints)[:2] == [2, 3], "the run did not go on from its first checkpoint"
     first, second = ([line["train/loss"] for line in run_dir.read_metrics()] for run_dir in (whole, parts))

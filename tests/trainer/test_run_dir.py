@@ -65,13 +65,19 @@ def test_the_end_of_a_long_file_has_its_last_values(tmp_path: Path) -> None:
     assert (status.step, status.loss) == (20_000, 0.5)
 
 
-def test_a_restart_drops_the_steps_that_it_repeats(tmp_path: Path) -> None:
+def test_a_restart_drops_the_steps_that_it_repeats_and_says_which_are_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run_dir = RunDir(tmp_path)
     write_metrics(run_dir, good(3), good(4), good(9))
-    tracker = open_tracker(run_dir, resolve_recipe("debug:image", ["tracking.wandb=disabled"]), start_step=4)
-    tracker.log(5, {"epoch": 1, "train/loss": 0.5})
+    config = resolve_recipe("debug:image", ["tracking.wandb=disabled", "log_every_steps=2"])
+    tracker = open_tracker(run_dir, config, start_step=5)
+    tracker.log(6, {"epoch": 1, "train/loss": 0.5})
     tracker.close()
-    assert [entry["step"] for entry in run_dir.read_metrics()] == [3, 4, 5]
+    assert [entry["step"] for entry in run_dir.read_metrics()] == [3, 4, 6]
+    assert not caplog.text
+    open_tracker(run_dir, config, start_step=8).close()
+    assert f"{run_dir.metrics} lacks lines up to step 8" in caplog.text
 
 
 def test_names_and_titles_do_not_get_into_the_page_as_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

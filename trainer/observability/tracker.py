@@ -27,12 +27,21 @@ class Tracker:
         name: the name of the run, by which W&B groups runs.
         settings: the whole config, which W&B shows beside the metrics.
         start_step: the step from which a restart goes on.
+        every_steps: the greatest number of steps between two lines.
     """
 
     def __init__(
-        self, run_dir: RunDir, config: TrackingConfig, *, name: str, settings: Mapping[str, Any], start_step: int
+        self,
+        run_dir: RunDir,
+        config: TrackingConfig,
+        *,
+        name: str,
+        settings: Mapping[str, Any],
+        start_step: int,
+        every_steps: int,
     ) -> None:
-        _drop_steps_after(run_dir, start_step)
+        if start_step - _drop_steps_after(run_dir, start_step) >= every_steps:
+            logger.warning("%s lacks lines up to step %d, from which the run goes on", run_dir.metrics, start_step)
         self._path = run_dir.metrics
         self._file = run_dir.metrics.open("a", encoding="utf-8")
         self._tensorboard = _tensorboard_writer(run_dir, start_step) if config.tensorboard else None
@@ -91,9 +100,12 @@ def _tensorboard_writer(run_dir: RunDir, start_step: int) -> SummaryWriter | Non
     return SummaryWriter(str(run_dir.path / "tensorboard"), purge_step=start_step + 1, flush_secs=30)
 
 
-def _drop_steps_after(run_dir: RunDir, step: int) -> None:
-    """Remove the steps after `step` from metrics.jsonl, because a restart repeats them; from step 0 on, all steps."""
+def _drop_steps_after(run_dir: RunDir, step: int) -> int:
+    """Remove the steps after `step` from metrics.jsonl, because a restart repeats them; from step 0 on, all steps.
+
+    Returns the last step that is left; 0 if none is.
+    """
+    kept = [entry for entry in run_dir.read_metrics() if entry["step"] <= step] if step > 0 else []
     if run_dir.metrics.is_file():
-        kept = run_dir.read_metrics() if step > 0 else []
-        lines = [json.dumps(entry) + "\n" for entry in kept if entry["step"] <= step]
-        write_atomically(run_dir.metrics, "".join(lines))
+        write_atomically(run_dir.metrics, "".join(json.dumps(entry) + "\n" for entry in kept))
+    return kept[-1]["step"] if kept else 0

@@ -22,6 +22,7 @@ NOT_IDENTITY = (
     "checkpoint_every_steps",
     "keep_checkpoints",
     "log_every_steps",
+    "engine",
     "data.train_dir",  # the data are identified by their manifests
     "data.test_dir",
     "data.num_workers",

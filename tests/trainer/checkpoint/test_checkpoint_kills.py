@@ -1,6 +1,6 @@
-"""A process that is killed while it saves, at any operation, leaves a checkpoint that loads, the old or the new one.
+"""A kill or a power cut at any operation of a save leaves a checkpoint that loads, the old or the new one.
 
-Processes are forked from one that has imported everything and never started a thread, so a kill takes a few
+Processes to kill are forked from one that has imported everything and never started a thread, so a kill takes a few
 milliseconds. Every number of a checkpoint is its step: a mixture of two would show.
 """
 
@@ -21,8 +21,11 @@ import pytest
 import torch
 from torch import nn
 
+from configs import resolve_recipe
+from data_pipeline.core.errors import UserError
 from tests.nursery import run_python
 from tests.real_data import REPOSITORY
+from tests.trainer.observability.tracked import open_tracker
 from trainer.checkpoint.restore import restore
 from trainer.checkpoint.save import CheckpointWriter
 from trainer.distributed.engines.ddp_engine import DDPEngine
@@ -143,3 +146,81 @@ def test_what_a_kill_leaves_is_cleared_by_the_next_save(leftover: str, tmp_path:
             writer.save(step, engines=engines, objective_state={}, extra={"step": torch.tensor(float(step))})
     assert sorted(path.name for path in run_dir.checkpoints.iterdir()) == ["step_00000001", "step_00000002"]
     assert restored(run_dir) == 2
+
+
+class Disk:
+    """A disk that keeps, of a directory, what was flushed. It loses the flush of number `lost`, from 0."""
+
+    def __init__(self, directory: Path, *, lost: int | None = None) -> None:
+        self._directory, self._lost = directory, lost
+        self._contents: dict[int, bytes] = {}  # of files, by inode
+        self._names: dict[int, list[os.DirEntry[str]]] = {}  # in directories, by inode
+        self.images: list[Path] = []  # what a power cut after each flush would leave
+
+    def fsync(self, descriptor: int) -> None:
+        if len(self.images) != self._lost:
+            inode, opened = os.fstat(descriptor).st_ino, Path(f"/proc/self/fd/{descriptor}").resolve()
+            if opened.is_dir():
+                self._names[inode] = list(os.scandir(opened))
+            else:
+                self._contents[inode] = opened.read_bytes()
+        self.images.append(self._directory.with_name(f"{self._directory.name}_{len(self.images)}"))
+        self._rebuild(self._directory.stat().st_ino, self.images[-1])
+
+    def _rebuild(self, inode: int, copy: Path) -> None:
+        copy.mkdir()
+        for entry in self._names.get(inode, []):
+            if entry.is_dir(follow_symlinks=False):
+                self._rebuild(entry.inode(), copy / entry.name)
+            else:
+                (copy / entry.name).write_bytes(self._contents.get(entry.inode(), b""))
+
+
+def save_with_metrics(run_dir: RunDir, disk: Disk, monkeypatch: pytest.MonkeyPatch, *, num_steps: int) -> None:
+    config = resolve_recipe("debug:image", ["tracking.wandb=disabled"])
+    monkeypatch.setattr(os, "fsync", disk.fsync)
+    engines = build()
+    run_dir.path.mkdir()
+    tracker = open_tracker(run_dir, config)
+    with CheckpointWriter(run_dir, keep=9) as writer:
+        for step in range(1, num_steps + 1):
+            fill(engines, step)
+            tracker.log(step, {"epoch": 0})
+            writer.save(step, engines=engines, objective_state={}, extra={"step": torch.tensor(float(step))})
+    tracker.close()
+    monkeypatch.undo()
+
+
+def left_by(image: Path) -> tuple[int, int | None, list[int]]:
+    """Return the step that loads, the step in LATEST, and the steps in metrics.jsonl."""
+    run_dir = RunDir(image)
+    try:
+        step = restored(run_dir)
+    except UserError:  # none is whole
+        step = 0
+    return step, run_dir.latest_step(), [entry["step"] for entry in run_dir.read_metrics()]
+
+
+def test_a_power_cut_after_any_flush_leaves_a_checkpoint_with_its_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(tmp_path / "run")
+    save_with_metrics(RunDir(tmp_path / "run"), disk, monkeypatch, num_steps=3)
+    per_save = len(disk.images) // 3
+    for number, image in enumerate(disk.images):
+        whole = (number + 1) // per_save  # checkpoints that were written before the cut
+        step, latest, logged = left_by(image)
+        assert step in {whole, whole + 1}, image
+        assert latest in {whole or None, step}, image
+        assert logged[:whole] == list(range(1, whole + 1)), image
+
+
+def test_no_flush_of_a_checkpoint_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(tmp_path / "run")
+    save_with_metrics(RunDir(tmp_path / "run"), disk, monkeypatch, num_steps=1)
+    assert left_by(disk.images[-1]) == (1, 1, [1])
+    assert len(disk.images) == 11, "five states, their index, three directories, the metrics, and LATEST"
+    for lost in range(len(disk.images)):
+        without = Disk(tmp_path / f"without_{lost}", lost=lost)
+        save_with_metrics(RunDir(tmp_path / f"without_{lost}"), without, monkeypatch, num_steps=1)
+        assert left_by(without.images[-1]) != (1, 1, [1]), f"the flush of number {lost} is not needed"

@@ -268,6 +268,7 @@ EXCHANGED = {
         "zero_2": (ZERO_2, ZERO_1, ZERO_3, FSDP),
         "zero_3": (ZERO_3, ZERO_2),
         "fsdp": (FSDP, ZERO_2, FSDP),
+        "ddp": (DDPConfig(), ZERO_1, FSDP),
     }.items()
 }
 SKIPPED = {
