@@ -1,4 +1,4 @@
-"""Build what takes and counts the steps of a run, from its config: modules, objective, engines, step, counters."""
+"""Build what takes the steps of a run, from its config: modules, objective, engines, step."""
 
 from __future__ import annotations
 
@@ -10,20 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trainer.checkpoint.restore import Restored
 from trainer.config import RunConfig
-from trainer.data import Manifests
 from trainer.distributed.collectives import rank, world_size
 from trainer.distributed.engines import Engine, EngineInputs
-from trainer.fault_tolerance.bad_samples import BadSamples
-from trainer.fault_tolerance.run_counters import RunCounters
-from trainer.fault_tolerance.skipped_steps import SkippedSteps
 from trainer.models.random_layers import has_random_layers
 from trainer.modules import NO_CLASSES, TrainedModules, build_modules, build_run_objective
 from trainer.objectives import Objective
 from trainer.optim.optimizers import learning_rate_at
 from trainer.recorded_step import CudaGraphs, RecordedStep, why_not_by_default, why_not_recorded
-from trainer.run_dir import RunDir
 from trainer.step import TrainingStep
 
 logger = logging.getLogger(__name__)
@@ -122,38 +116,3 @@ def _build_engines(config: RunConfig, modules: TrainedModules, objective: Object
         )
         for name, module in trained.items()
     }
-
-
-def build_counters(
-    run_dir: RunDir,
-    training: Training,
-    manifests: Manifests,
-    restored: Restored,
-    *,
-    device: torch.device,
-) -> RunCounters:
-    """Return the counters of a run that goes on from the checkpoint `restored`.
-
-    Bad samples that it has met in another train set, before the user accepted a new one, count no more.
-    """
-    config, before = training.modules.config, restored.run
-    skipped = SkippedSteps(
-        run_dir,
-        engines=training.engines,
-        objective=training.objective,
-        max_in_a_row=config.max_skipped_in_a_row,
-        is_float16=config.precision == "float16",
-        alternates=config.adversary is not None and config.adversary.update == "alternating",
-        device=device,
-        train_manifest_sha256=manifests.train.sha256,
-        before=None if before is None else before.skipped,
-        saved_step=restored.step,
-    )
-    bad = BadSamples(
-        run_dir,
-        num_samples=manifests.train.num_samples,
-        max_share=config.data.max_bad_share,
-        where=config.data.train_name,
-        before=() if before is None or restored.has_other_train_set(manifests.identity) else before.bad_samples,
-    )
-    return RunCounters(skipped, bad, data=manifests.identity, seconds_before=restored.wall_seconds)

@@ -80,22 +80,6 @@ class BackwardPass:
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """The loss and metrics of the objective, the two views and their embeddings (B, D), all detached.
-
-    `viewmaker_change` is as in `StepOutput`.
-    """
-
-    loss: Tensor
-    metrics: dict[str, Tensor]
-    views_a_BCHW: Tensor
-    views_b_BCHW: Tensor
-    z_a_BD: Tensor
-    z_b_BD: Tensor
-    viewmaker_change: tuple[Tensor, Tensor] | None
-
-
-@dataclass(frozen=True)
 class StepOutput:
     """The result of a step for the log, all detached.
 
@@ -179,6 +163,7 @@ class TrainingStep:
         learned_views = [] if self._viewmaker is None else [self._viewmaker.module]
         self._snapshot = StateSnapshot([self._encoder.module, objective, *learned_views])
         device = next(self._encoder.module.parameters()).device
+        self._not_skipped = torch.zeros((), dtype=torch.bool, device=device)  # until the optimizers step
         self.loss_scale = LossScale(enabled=config.precision == "float16", device=device)
 
     def __call__(self, batch: Batch, *, learning_rates: Mapping[str, float]) -> StepOutput:
@@ -221,7 +206,8 @@ class TrainingStep:
         if self.loss_scale.scale is not None:
             result.metrics["train/loss_scale"] = self.loss_scale.scale.clone()
         self.loss_scale.update(skip)
-        return self._output(batch, result, skip)
+        self._taken_change()  # of the second pass of micro batches, so that the policy keeps no tensors
+        return dataclasses.replace(result, skipped=skip)
 
     def clear_gradients(self) -> None:
         """Drop all gradients, such as those of a step that did not end."""
@@ -231,7 +217,7 @@ class TrainingStep:
 
     def _learner_step(
         self, batch: Batch, learning_rates: Mapping[str, float | Tensor], moment: RecordedMoment | None
-    ) -> tuple[StepResult, Tensor]:
+    ) -> tuple[StepOutput, Tensor]:
         """Train the encoder and the objective, but not the views."""
         result = self._learn(batch, BackwardPass(self._encoder, moment=moment))
         return result, self._step(self._learner, learning_rates, result)
@@ -242,12 +228,12 @@ class TrainingStep:
         learning_rates: Mapping[str, float | Tensor],
         adversary: AdversaryConfig,
         moment: RecordedMoment | None,
-    ) -> tuple[StepResult, Tensor]:
+    ) -> tuple[StepOutput, Tensor]:
         """Train encoder and viewmaker with one forward and one backward pass, the viewmaker on -weight * loss."""
         assert self._viewmaker is not None
         spec = BackwardPass(self._encoder, reversal=adversary.weight, views_learn=True, moment=moment)
         result = self._learn(batch, spec)
-        result.metrics["train/viewmaker_loss"] = -adversary.weight * result.loss
+        result.metrics["train/viewmaker_loss"] = -adversary.weight * result.metrics["train/loss"]
         return result, self._step({**self._learner, "viewmaker": self._viewmaker}, learning_rates, result)
 
     def _alternating_step(
@@ -256,7 +242,7 @@ class TrainingStep:
         learning_rates: Mapping[str, float | Tensor],
         adversary: AdversaryConfig,
         moment: RecordedMoment | None,
-    ) -> tuple[StepResult, Tensor]:
+    ) -> tuple[StepOutput, Tensor]:
         """Train in the published order: the encoder steps, then the viewmaker, on new views, with the new encoder.
 
         Each step of encoder or viewmaker is an update. If an update is skipped, the later updates are skipped too.
@@ -278,14 +264,14 @@ class TrainingStep:
                 )
                 after = self._learn(batch, spec)
                 skip = self._step({"viewmaker": self._viewmaker}, learning_rates, result, skip=skip)
-        result.metrics["train/viewmaker_loss"] = -adversary.weight * after.loss
+        result.metrics["train/viewmaker_loss"] = -adversary.weight * after.metrics["train/loss"]
         return result, skip
 
     def _step(
         self,
         engines: Mapping[str, Engine],
         learning_rates: Mapping[str, float | Tensor],
-        result: StepResult,
+        result: StepOutput,
         *,
         skip: Tensor | None = None,
     ) -> Tensor:
@@ -305,7 +291,7 @@ class TrainingStep:
             result.metrics[f"train/{name}_gradient_norm"] = norms[name] if scale is None else norms[name] / scale
         return skip
 
-    def _learn(self, batch: Batch, spec: BackwardPass) -> StepResult:
+    def _learn(self, batch: Batch, spec: BackwardPass) -> StepOutput:
         """Run forward pass, objective and backward pass, which computes the gradients for `_step`."""
         self._snapshot.take()
         num_parts = self._config.memory.micro_batches
@@ -405,7 +391,7 @@ class TrainingStep:
 
     def _compare(
         self, batch: Batch, views: tuple[Tensor, ...], embeddings: tuple[Tensor, ...], spec: BackwardPass
-    ) -> tuple[StepResult, Tensor]:
+    ) -> tuple[StepOutput, Tensor]:
         """Return the result of the objective, and the loss for the backward pass: weighted, and scaled for float16."""
         views_a, views_b, *further_views = (each.detach() for each in views)
         pair = ViewPair(
@@ -425,32 +411,27 @@ class TrainingStep:
             output: ObjectiveOutput = self._objective(z_a_BD, z_b_BD, pair, *further_BD)
         metrics = {"train/loss": output.loss.detach()}
         metrics |= {f"train/{name}": value for name, value in output.metrics.items()}
-        z_a_BD, z_b_BD = z_a_BD.detach(), z_b_BD.detach()
         # A product with 1 would take a kernel, and another one in the backward pass.
         loss = output.loss if spec.loss_weight == 1 else spec.loss_weight * output.loss
         if self.loss_scale.scale is not None:
             loss = loss * self.loss_scale.scale
-        change = self._taken_change()
-        return StepResult(output.loss.detach(), metrics, views_a, views_b, z_a_BD, z_b_BD, change), loss
-
-    def _taken_change(self) -> tuple[Tensor, Tensor] | None:
-        return self._policy.take_change() if isinstance(self._policy, Composed | Viewmaker) else None
-
-    def _output(self, batch: Batch, result: StepResult, skip: Tensor) -> StepOutput:
-        self._taken_change()  # of the second pass of micro batches, so that the policy keeps no tensors
-        return StepOutput(
-            metrics=result.metrics,
-            skipped=skip,
+        result = StepOutput(
+            metrics=metrics,
+            skipped=self._not_skipped,
             inputs=partial(self._to_inputs, batch),
             mel=self._mel,
             bounded=self._mel is None and self._config.views.is_bounded,
-            views_a_BCHW=result.views_a_BCHW,
-            views_b_BCHW=result.views_b_BCHW if batch.inputs_a is batch.inputs_b else None,
+            views_a_BCHW=views_a,
+            views_b_BCHW=views_b if batch.inputs_a is batch.inputs_b else None,
             masks_BHW=batch.masks_BHW,
-            z_a_BD=result.z_a_BD,
-            z_b_BD=result.z_b_BD,
-            viewmaker_change=result.viewmaker_change,
+            z_a_BD=z_a_BD.detach(),
+            z_b_BD=z_b_BD.detach(),
+            viewmaker_change=self._taken_change(),
         )
+        return result, loss
+
+    def _taken_change(self) -> tuple[Tensor, Tensor] | None:
+        return self._policy.take_change() if isinstance(self._policy, Composed | Viewmaker) else None
 
     def _to_inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         is_expert_image = self._viewmaker is None and self._mel is None  # expert views of pictures are float32

@@ -21,16 +21,15 @@ from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import Batch
 from data_pipeline.loading.order import ReadingOrder
 from data_pipeline.loading.stream import Stream
-from trainer.build import Training, build_counters, build_training
+from trainer.build import Training, build_training
 from trainer.checkpoint.save import CheckpointWriter
 from trainer.claim import begin, resume
 from trainer.config import RunConfig
 from trainer.data import Manifests, open_stream, read_agreed_manifests
 from trainer.distributed.collectives import on_first_rank, rank, world_size
-from trainer.fault_tolerance.first_step import check_first_step
 from trainer.fault_tolerance.preemption import StoppedError, StopRequests
-from trainer.fault_tolerance.run_counters import RunCounters
 from trainer.fault_tolerance.watchdog import Watchdog
+from trainer.first_step import check_first_step
 from trainer.liveness import follow, stage
 from trainer.mixture import num_classes
 from trainer.models.batch_norm import share_running_statistics
@@ -39,6 +38,7 @@ from trainer.open_settings import decide
 from trainer.original_crops import leave_out_crops, original_crops
 from trainer.preflight import check_channels_last
 from trainer.provenance import add_to_provenance, write_provenance
+from trainer.run_counters import RunCounters
 from trainer.run_dir import Hold, RunDir
 from trainer.step import StepOutput
 from trainer.training_log import TrainingLog, log_start
@@ -214,7 +214,7 @@ def open_loop(
             patience=partial(watchdog.patience, "finding neighbours"),
         )
         order = neighbour_order(search)
-    counters = build_counters(run_dir, training, manifests, restored, device=device)
+    counters = RunCounters(run_dir, training, manifests, restored, device=device)
     if rank() == 0:
         write_provenance(run_dir, config, manifests, command=command, world_size=world_size(), restored=restored)
     checkpoints = CheckpointWriter(

@@ -16,7 +16,6 @@ from data_pipeline.core.sample import Batch
 from trainer.build import Training
 from trainer.config import RunConfig
 from trainer.distributed.collectives import all_reduce_mean_scalars, rank, world_size
-from trainer.fault_tolerance.run_counters import RunCounters
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.liveness import stage
 from trainer.mixture import TrainManifest
@@ -28,6 +27,7 @@ from trainer.observability.tracking import StepPictures
 from trainer.open_settings import input_size
 from trainer.probes.online import online_probe
 from trainer.profiling import Clock, memory_in_use, slowest, slowest_rank
+from trainer.run_counters import RunCounters
 from trainer.run_dir import RunDir
 from trainer.step import StepOutput
 from trainer.views import BaseViewsConfig

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,6 @@ from trainer.fault_tolerance.step_record import MAX_RECORDS, read_record, record
 from trainer.run_dir import RunDir, write_json
 
 NUM_SAMPLES, BATCH_SIZE, BAD_STEP = 83, 16, 6
-WEIGHTS = {"birds": 1, "photos": 1}  # of the sources of a mixture, until step 5
 RATES = {"encoder": 0.01, "viewmaker": 0.001, "objective": 0.01}
 
 
@@ -222,42 +220,6 @@ def test_a_gradient_that_is_finite_but_too_long_for_float32_is_named(
     assert "the loss was finite, but a gradient or its length was not" in said
     assert "train/encoder_gradient_norm inf" in said
     assert "the first that is not finite" not in said
-
-
-def mixture(data: Path) -> RunConfig:
-    """Return the config of a run on two sources with different labels of tiny pictures."""
-    sources = ", ".join(f"{name}: {{train_dir: {data / name}, weight: {weight}}}" for name, weight in WEIGHTS.items())
-    return configure(data, "debug:image", "data.train_dir=null", f"data.mixture={{{sources}}}")
-
-
-@pytest.mark.slow
-def test_a_skipped_step_of_a_mixture_is_replayed_from_its_sources(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for seed, name in enumerate(WEIGHTS):
-        write_tiny_dataset(tmp_path / name, num_samples=40 + 3 * seed, seed=seed)
-    write_tiny_dataset(tmp_path / "test", num_samples=20, seed=9, split="test")
-    run_dir, config = RunDir(tmp_path / "run"), mixture(tmp_path)
-    poisoned = "encoder.trunk.layer1.0.conv1.weight"
-    assert train_into_trouble(config, run_dir.path, poisoned, math.inf, BAD_STEP + 1)[BAD_STEP]
-    record, states = read_record(run_dir, BAD_STEP)
-    (batch,) = open_stream(
-        config.data, global_batch_size=BATCH_SIZE, seed=config.seed, start_step=BAD_STEP, end_step=BAD_STEP + 1
-    )
-    assert record.keys == batch.keys
-    assert record.train_manifest_sha256 == read_train_manifest(config.data).sha256
-    said = explained(config, run_dir, monkeypatch, capsys)
-    assert "trunk.layer1.0.conv1 (Conv2d)" in said
-    assert sum(f"{key}  " in said for key in batch.keys) == 10
-    states["encoder"]["trunk.layer1.0.conv1.weight"].nan_to_num_(posinf=0.0)
-    replayed = step_replay.replay(run_dir, record, states, device="cpu")
-    assert torch.equal(replayed.batch.inputs_a, batch.inputs_a)
-    assert "every number is finite: loss " in "\n".join(step_replay.explain(record, replayed, device="cpu"))
-
-    shutil.rmtree(tmp_path / "photos")
-    write_tiny_dataset(tmp_path / "photos", num_samples=43, seed=7)
-    with pytest.raises(UserError, match=f"is not the dataset from which step {BAD_STEP} was recorded"):
-        step_replay.replay(run_dir, record, states, device="cpu")
 
 
 @pytest.mark.slow

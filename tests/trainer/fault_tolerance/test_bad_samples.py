@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -17,8 +15,6 @@ from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample
 from tests.gloo import run_ranks
-from tests.nursery import run_python
-from tests.real_data import REPOSITORY
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.checkpoint.restore import newest_state
 from trainer.data import read_manifests
@@ -62,24 +58,6 @@ def train_on_rank(data: Path, run_dir: Path, placement: str) -> None:
     run(resolve_recipe("debug:image", settings), RunDir(run_dir), device=torch.device("cpu"), command="train")
 
 
-def train_with_a_low_limit(data: Path, run_dir: Path, *, num_ranks: int) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable]
-    if num_ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    settings = {
-        "data.train_dir": data / "train",
-        "data.test_dir": data / "test",
-        "data.max_bad_share": 0.001,
-        "global_batch_size": 16,
-        "num_epochs": 2,
-        "precision": "float64",
-        "tracking.wandb": "disabled",
-    }
-    sets = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
-    command = [*launcher, "launch/train.py", "--config", "debug:image", "--run-dir", str(run_dir), *sets]
-    return run_python(command, cwd=REPOSITORY, timeout=120)
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize("placement", ["stream", "host"])
 def test_training_goes_on_counts_and_lists(data: Path, tmp_path: Path, placement: str) -> None:
@@ -94,17 +72,6 @@ def test_training_goes_on_counts_and_lists(data: Path, tmp_path: Path, placement
         assert {entry["shard"] for entry in listed} == {"shard-00000.tar", "shard-00002.tar"}
         losses.append([line["train/loss"] for line in lines])
     assert losses[0] == pytest.approx(losses[1], rel=1e-8)  # in both epochs the same samples stood in
-
-
-@pytest.mark.process
-def test_too_many_end_the_run_in_one_sentence(data: Path, tmp_path: Path) -> None:
-    done = train_with_a_low_limit(data, tmp_path / "run", num_ranks=2)
-    assert done.returncode == 1  # of torchrun
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(set(errors)) == 1
-    assert str(data / "train") in errors[0]
-    assert "verify" in errors[0]
-    assert BAD_KEYS[0] in errors[0] or BAD_KEYS[1] in errors[0]
 
 
 def flush_on_two_ranks(directory: Path, max_share: float) -> list[int] | str:
@@ -127,6 +94,13 @@ def test_what_any_rank_met_counts_once_on_every_rank(tmp_path: Path) -> None:
     assert [line["key"] for line in lines] == ["00000001", "00000002", "00000003"]
     run_ranks(flush_on_two_ranks, 2, tmp_path, 0.03)  # a restart meets them again and lists none twice
     assert len(RunDir(tmp_path).bad_samples.read_text().splitlines()) == 3
+
+
+@pytest.mark.ranks
+def test_too_many_end_the_run_on_every_rank_at_the_same_step(tmp_path: Path) -> None:
+    said, of_other = run_ranks(flush_on_two_ranks, 2, tmp_path, 0.02)
+    assert said == of_other
+    assert "the data: 3 of 100 samples" in str(said)
 
 
 def test_samples_of_two_sources_with_one_key_are_two(tmp_path: Path) -> None:

@@ -5,25 +5,50 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from data_pipeline.core.sample import Batch
-from trainer.checkpoint.run_state import DataIdentity, RunState
+from trainer.build import Training
+from trainer.checkpoint.restore import Restored
+from trainer.checkpoint.run_state import RunState
+from trainer.data import Manifests
 from trainer.fault_tolerance.bad_samples import BadSamples
 from trainer.fault_tolerance.skipped_steps import SkippedSteps
+from trainer.run_dir import RunDir
 
 
 class RunCounters:
     """The counts of skipped steps, bad samples and seconds over all starts of a run. The seconds pass from now on.
 
-    Every rank must make the same calls at the same steps. `seconds_before` are the seconds up to the checkpoint from
-    which the run goes on, as in `RunState.wall_seconds`. Bad samples of an earlier train set, in
-    whose place the user has accepted another, do not count.
+    Every rank must make the same calls at the same steps. The counts go on from the checkpoint `restored`. Bad samples
+    of an earlier train set, in whose place the user has accepted another, do not count.
     """
 
-    def __init__(self, skipped: SkippedSteps, bad: BadSamples, *, data: DataIdentity, seconds_before: float) -> None:
-        self._skipped, self._bad, self._data = skipped, bad, data
-        self._seconds_before, self._started = seconds_before, time.perf_counter()
+    def __init__(
+        self, run_dir: RunDir, training: Training, manifests: Manifests, restored: Restored, *, device: torch.device
+    ) -> None:
+        before, config, self._data = restored.run, training.modules.config, manifests.identity
+        self._skipped = SkippedSteps(
+            run_dir,
+            engines=training.engines,
+            objective=training.objective,
+            max_in_a_row=config.max_skipped_in_a_row,
+            is_float16=config.precision == "float16",
+            alternates=config.adversary is not None and config.adversary.update == "alternating",
+            device=device,
+            train_manifest_sha256=manifests.train.sha256,
+            before=None if before is None else before.skipped,
+            saved_step=restored.step,
+        )
+        self._bad = BadSamples(
+            run_dir,
+            num_samples=manifests.train.num_samples,
+            max_share=config.data.max_bad_share,
+            where=config.data.train_name,
+            before=() if before is None or restored.has_other_train_set(self._data) else before.bad_samples,
+        )
+        self._seconds_before, self._started = restored.wall_seconds, time.perf_counter()
 
     def add(
         self, batch: Batch, *, skipped: Tensor, metrics: Mapping[str, Tensor], learning_rates: Mapping[str, float]

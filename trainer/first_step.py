@@ -26,9 +26,10 @@ from trainer.objectives import Objective, ObjectiveOutput
 
 logger = logging.getLogger(__name__)
 
-_ADVICE = {
-    "views": "draw from the keys that the policy gets, by the functions of data_pipeline.core.counter_rng",
-    "objective": "draw from a torch.Generator whose seed is made of the seed of the run and pair.step",
+# Each step seeds torch's generators for the forward pass of an encoder.
+_DRAW_FROM = {
+    "views": "the keys that the policy gets, by the functions of data_pipeline.core.counter_rng",
+    "objective": "a torch.Generator whose seed is made of the seed of the run and pair.step",
 }
 _Check = Callable[[tuple[Any, ...], Any], str | None]  # from inputs and result, returns "X, return Y" if X is wrong
 
@@ -50,32 +51,56 @@ def check_first_step(modules: TrainedModules, objective: Objective, *, device: t
         "encoder": (config.encoder, trunk, partial(_wrong_map, trunk)),
         "objective": (config.objective, objective, _wrong_loss),
     }
-    # The head is trained even if a trunk detaches its map.
-    trained = {"encoder": modules.encoder, "objective": objective} | (
-        {"views": views} if config.views.is_learned else {}
-    )
+    # With its head, which is trained even if a trunk detaches its map.
+    trained = {
+        "encoder": modules.encoder,
+        "objective": objective,
+        **({"views": views} if config.views.is_learned else {}),
+    }
     for section, (kind, module, check) in parts.items():
         if is_own(kind):
             owner = type(kind) if package_of(type(module)) in OF_THIS_PROJECT else type(module)
             name = f"{path_of(owner)} ({section}.kind={kind.kind})"
-            _check_first_call(module, name, check)
+            _check_first_call(module, name, check, draw_from=_DRAW_FROM.get(section), device=device)
             if section in trained:
                 _check_gradients(trained[section], name)
-            if section in _ADVICE:
-                _notice_global_draws(module, name, _ADVICE[section], device)
 
 
-def _check_first_call(module: nn.Module, name: str, check: _Check) -> None:
+def _check_first_call(
+    module: nn.Module, name: str, check: _Check, *, draw_from: str | None, device: torch.device
+) -> None:
+    """Check the result of the first call, and log a warning if it draws from a global generator.
+
+    Such a draw is not a function of the seed, the step and the sample. All ranks may draw the same, and a run that goes
+    on draws again what it drew at its start.
+    """
+    states: list[Any] = []
+
+    def before(*_: object) -> None:
+        if module.training:
+            first.remove()
+            states.append(_generator_states(device))
+
     def after(_: nn.Module, given: tuple[Any, ...], result: Any) -> None:
-        hook.remove()
+        if not module.training:  # a probe, in which ranks may call it differently often
+            return
+        second.remove()
 
         def raise_if_wrong() -> None:
             if (said := check(given, result)) is not None:
                 raise UserError(f"{name} returned {said}")
 
         on_every_rank(raise_if_wrong)
+        if draw_from is not None and _generator_states(device) != states[0] and rank() == 0:
+            logger.warning(
+                "%s draws from a global random generator: the draws do not depend on the seed of the run, may be equal "
+                "on all ranks, and begin anew when the run goes on; draw from %s",
+                name,
+                draw_from,
+            )
 
-    hook = module.register_forward_hook(after)
+    first = module.register_forward_pre_hook(before)
+    second = module.register_forward_hook(after)
 
 
 def _wrong_views(given: tuple[Any, ...], views: Any, *, shape: tuple[int, ...] | None, is_bounded: bool) -> str | None:
@@ -133,9 +158,12 @@ def _described(result: Any) -> str:
 
 
 def _check_gradients(module: nn.Module, name: str) -> None:
-    """Raise `UserError` in the first backward pass that reaches a module if it leaves out some of its parameters."""
+    """Raise `UserError` in the first backward pass that reaches a module if it leaves out some of its parameters.
+
+    Does nothing where an engine has cut the parameters into pieces (FSDP, ZeRO 3), which get their gradients elsewhere.
+    """
     trained = {label: each for label, each in module.named_parameters() if each.requires_grad}
-    if not trained:
+    if not trained or not all(each.numel() for each in trained.values()):
         return
 
     def arrived(gradients: Sequence[Tensor | None]) -> None:
@@ -148,32 +176,6 @@ def _check_gradients(module: nn.Module, name: str) -> None:
             )
 
     hook = torch.autograd.graph.register_multi_grad_hook(list(trained.values()), arrived)
-
-
-def _notice_global_draws(module: nn.Module, name: str, advice: str, device: torch.device) -> None:
-    """Log a warning if the first call draws from a global generator.
-
-    Such a draw is not a function of the seed, the step and the sample. All ranks may draw the same, and a run that goes
-    on draws again what it drew at its start.
-    """
-    states: list[Any] = []
-
-    def before(*_: object) -> None:
-        states.append(_generator_states(device))
-        first.remove()
-
-    def after(*_: object) -> None:
-        second.remove()
-        if states and _generator_states(device) != states[0] and rank() == 0:
-            logger.warning(
-                "%s draws from a global random generator: the draws do not depend on the seed of the run, may be equal "
-                "on all ranks, and begin anew when the run goes on; %s",
-                name,
-                advice,
-            )
-
-    first = module.register_forward_pre_hook(before)
-    second = module.register_forward_hook(after)
 
 
 def _generator_states(device: torch.device) -> tuple[object, ...]:

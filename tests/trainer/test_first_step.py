@@ -18,7 +18,7 @@ from data_pipeline.core.errors import UserError
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.test_recorded_step import CPU, batch_of
 from trainer.build import build_training
-from trainer.fault_tolerance.first_step import check_first_step
+from trainer.first_step import check_first_step
 from trainer.models.encoder import BaseEncoderConfig
 from trainer.models.trunk import Trunk
 from trainer.objectives import BaseObjectiveConfig, Objective, ObjectiveInputs, ObjectiveOutput, ViewPair
