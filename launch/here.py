@@ -27,7 +27,6 @@ import torch
 from data_pipeline.core.environment import variable
 from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.core.imports import given_code, import_code
-from launch.ended import noting_its_end
 from launch.job import Ending
 from launch.planned_run import PlannedRun
 from launch.ports import free_ports
@@ -178,8 +177,7 @@ def _train(
         import_code(code)
         config = read_run_config(RunDir(path))
         try:
-            with noting_its_end(config, path):
-                run(config, path, command=command, accepted_data=accepted_data)
+            run(config, path, command=command, accepted_data=accepted_data)
         except StoppedError as stopped:
             if stopped.is_first_rank:
                 print(stopped, flush=True)

@@ -21,7 +21,6 @@ from pathlib import Path
 from types import FrameType
 
 from data_pipeline.core.imports import import_code
-from launch.ended import noting_its_end
 from launch.rank import run
 from trainer.config import read_run_config
 from trainer.fault_tolerance.preemption import WARNINGS, StoppedError
@@ -55,8 +54,7 @@ class TrainJob:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)  # blocked by launch/block_signals.py
         ending = Ending()
         try:
-            with noting_its_end(config, self.run_dir):
-                run(config, self.run_dir, command=self.command, accepted_data=self.accepted_data)
+            run(config, self.run_dir, command=self.command, accepted_data=self.accepted_data)
         except StoppedError as stopped:
             if stopped.is_first_rank:
                 print(stopped, flush=True)

@@ -1,44 +1,49 @@
-"""The resources that a job asks for: by a flag, else by a file of the cluster's settings, else a default.
+"""The resources that a job asks for: by a flag, else by ./slurm.yaml, else a default.
 
 No value is guessed from the name of a host. To move to another cluster, edit one small file.
 """
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 from pydantic import AfterValidator, Field
 
-from data_pipeline.core.errors import UserError
+from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.plain_text import parse_yaml
 from data_pipeline.core.schema import Line, NumProcesses, Schema
 from trainer.config import RunConfig
 
-FILE_NAME = "slurm.yaml"
-WARNING_SECONDS = 120  # between the warning signal and the time limit
-# Fields of sbatch that have a flag here, and those that launch/slurm.py decides.
-_OWN_FLAGS = {"partition", "account", "qos", "constraint", "time", "nodes", "ntasks-per-node", "cpus-per-task", "mem"}
-_OWN_FLAGS |= {"ntasks", "gpus-per-node"}
-_DECIDED = {"array", "error", "job-name", "no-requeue", "open-mode", "output", "requeue", "signal"}
+FILE = Path("slurm.yaml")
+_MIN_TRAINING_SECONDS: Final = 60  # between the start of a job and its warning
+# The fields of sbatch that describe a request and have no flag here. With others, such as `wait` or `parsable`, sbatch
+# would act or answer in another way than launch/slurm.py can read.
+_SBATCH_FIELDS: Final = """
+    acctg-freq bb bbf begin cluster-constraint comment contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu
+    deadline delay-boot dependency distribution exclude exclusive export export-file extra extra-node-info get-user-env
+    gpu-bind gpu-freq gpus gpus-per-socket gpus-per-task gres gres-flags hint hold licenses mail-type mail-user
+    mcs-label mem-bind mem-per-cpu mem-per-gpu mincpus network nice no-kill nodefile nodelist ntasks-per-core
+    ntasks-per-gpu ntasks-per-socket overcommit oversubscribe power prefer priority profile propagate reboot reservation
+    segment sockets-per-node spread-job switches thread-spec threads-per-core time-min tmp tres-bind tres-per-task
+    use-min-nodes wait-all-nodes wckey
+"""
 
 
 def _fields(fields: dict[Line, SbatchValue]) -> dict[Line, SbatchValue]:
     fields = {name.replace("_", "-"): value for name, value in fields.items()}
     for name in fields:
-        if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-            raise ValueError(f"{name!r} is no field of sbatch; write it as in `man sbatch`, without the dashes")
-        if name in _OWN_FLAGS | _DECIDED:
-            raise ValueError(f"{name} has a flag of its own or is decided by launch/slurm.py; see --help")
+        if name not in (valid := _SBATCH_FIELDS.split()):
+            raise ValueError(
+                f"{name!r} has a flag of its own, is decided by launch/slurm.py, or asks for no resources of a job; "
+                f"see --help, or pass it to srun by `srun` in {FILE}{nearest(name, valid)}"
+            )
     return fields
 
 
-# From a minute more than a run needs to save after its warning, up to 19 years.
-Minutes = Annotated[int, Field(ge=WARNING_SECONDS // 60 + 1, le=10**7)]
+Minutes = Annotated[int, Field(ge=1, le=10**7)]  # up to 19 years
 MemoryGB = Annotated[int, Field(ge=1, le=10**6)]
 NumGpus = Annotated[int, Field(ge=0, le=10**6)]
 # A line break in a `Line` would put a line of its own into the batch script.
@@ -47,9 +52,13 @@ SbatchFields = Annotated[dict[Line, SbatchValue], AfterValidator(_fields)]
 
 
 class RequestedResources(Schema):
-    """The resources that flags or a file may ask for; None leaves the default.
+    """The resources that flags or the file may ask for; None leaves the default.
 
-    sbatch: any other field of sbatch.
+    warning_seconds: the time between the warning signal and the time limit, in which a run saves.
+    sbatch: any other field of sbatch that asks for resources.
+    setup: lines of bash at the beginning of the batch script, such as "module load cuda".
+    srun: more arguments of the srun that starts the ranks, such as "--mpi=none".
+    python: the command that starts Python on a node, such as "apptainer exec image.sif python3".
     """
 
     partition: Line | None = None
@@ -57,11 +66,15 @@ class RequestedResources(Schema):
     qos: Line | None = None
     constraint: Line | None = None
     time_minutes: Minutes = 240
+    warning_seconds: Annotated[int, Field(ge=10, le=86_400)] = 120
     tasks_per_node: NumProcesses | None = None
     cpus_per_task: NumProcesses | None = None
     gpus_per_node: NumGpus | None = None
     mem_gb: MemoryGB | None = None
     sbatch: SbatchFields = Field(default={})
+    setup: tuple[Line, ...] = ()
+    srun: tuple[Line, ...] = ()
+    python: Line | None = None
 
 
 @dataclass(frozen=True)
@@ -109,44 +122,26 @@ def describe_request(resources: Resources, *, num_runs: int = 1) -> str:
     )
 
 
-def resolve_request(
-    flags: Mapping[str, Any], *, files: Sequence[Path] | None = None
-) -> tuple[RequestedResources, dict[str, str]]:
-    """Return the request, and for each of its values that is not a default the flag or the file that asks for it.
+def resolve_request(flags: Mapping[str, Any], *, file: Path = FILE) -> RequestedResources:
+    """Return the request of the flags, and of `file`, if it is there, for what has no flag.
 
-    A flag overrides ./slurm.yaml, which overrides the user's own file. The fields under `sbatch` are merged from all.
-    flags: by name; None means that the flag was not given.
+    The fields under `sbatch` are merged. flags: by name; None means that the flag was not given.
 
     Raises `UserError` that names the flag or the file, for an unknown name or a wrong value.
     """
-    files = default_files(os.environ) if files is None else files
-    sources = [(str(path), _read_file(path)) for path in reversed(files)]
-    sources += [(f"--{name.replace('_', '-')}", {name: value}) for name, value in flags.items() if value is not None]
-    wanted, origins = RequestedResources(), dict[str, str]()
-    for origin, given in sources:
-        checked = RequestedResources.parse(given, where=origin)
-        values = {name: getattr(checked, name) for name in checked.model_fields_set}
-        wanted = wanted.model_copy(update=values | {"sbatch": wanted.sbatch | checked.sbatch})
-        origins |= dict.fromkeys([*values, *checked.sbatch], origin)
-    return wanted, origins
-
-
-def describe_origins(wanted: RequestedResources, origins: Mapping[str, str]) -> list[str]:
-    """Return a line for each requested value, with its origin."""
-    values = {**wanted.model_dump(exclude={"sbatch"}), **wanted.sbatch}
-    return [
-        f"{name}: {value} from {origins.get(name, 'default')}" for name, value in values.items() if value is not None
-    ]
-
-
-def default_files(environ: Mapping[str, str]) -> list[Path]:
-    """Return ./slurm.yaml and the user's own file, the stronger first, as far as they exist."""
-    files = [Path(FILE_NAME)]
-    if configs := environ.get("XDG_CONFIG_HOME"):
-        files.append(Path(configs) / "feature-dropout" / FILE_NAME)
-    else:
-        files.append(Path("~/.config/feature-dropout").expanduser() / FILE_NAME)
-    return [path for path in files if path.is_file()]
+    wanted = RequestedResources.parse(_read_file(file) if file.is_file() else {}, where=str(file))
+    for name, value in flags.items():
+        if value is not None:
+            given = RequestedResources.parse({name: value}, where=f"--{name.replace('_', '-')}")
+            fields = wanted.sbatch | given.sbatch
+            wanted = wanted.model_copy(update={name: getattr(given, name), "sbatch": fields})
+    if wanted.time_minutes * 60 < wanted.warning_seconds + _MIN_TRAINING_SECONDS:
+        raise UserError(
+            f"a time limit of {wanted.time_minutes} min leaves less than {_MIN_TRAINING_SECONDS} s before the warning, "
+            f"which comes {wanted.warning_seconds} s before its end; raise --time-minutes, or lower warning_seconds in "
+            f"{file}"
+        )
+    return wanted
 
 
 def parse_fields(words: Sequence[str]) -> dict[str, str | bool]:

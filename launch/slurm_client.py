@@ -7,13 +7,22 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator
+from typing import Final
 
 from submitit.helpers import clean_env
 
 from data_pipeline.core.errors import UserError
 
 SLURM_SECONDS = 120  # for one command of Slurm
+_MAX_ARRAY_SIZE = 1_001  # Slurm's default
+_ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
+_ENDED |= {"REVOKED", "TIMEOUT"}
+# Options of sbatch by the end of their SBATCH_... variable, if it is another word.
+_OPTIONS: Final = {"timelimit": "time", "mem-per-node": "mem", "array-inx": "array"}
+# Options that launch/slurm.py decides although not every batch script of it has them.
+_DECIDED: Final = {"array", "error", "gpus-per-node", "input", "no-requeue", "wait"}
 
 
 def has_slurm() -> bool:
@@ -35,6 +44,75 @@ def run_slurm(*command: str, text: str | None = None) -> subprocess.CompletedPro
         raise UserError(f"{command[0]} gave no answer within {SLURM_SECONDS} s; try again when Slurm answers") from None
 
 
+def max_array_size() -> int:
+    """Return the greatest number of members of a job array on this cluster."""
+    found = None
+    if shutil.which("scontrol") is not None:
+        found = re.search(r"^MaxArraySize\s*=\s*([1-9][0-9]*)", run_slurm("scontrol", "show", "config").stdout, re.M)
+    return _MAX_ARRAY_SIZE if found is None else int(found[1])
+
+
+def states_of_jobs(job_ids: Iterable[str]) -> dict[str, str] | None:
+    """Return the state of each of these jobs that Slurm knows, such as "PENDING (Priority)"; None without squeue.
+
+    Each job of an array has an id of its own, such as 12_3, and its whole array is in the answer. Asks slurmctld, which
+    forgets a job some minutes after its end, and for the others the accounting, which many clusters lack. Raises
+    `UserError` if squeue gives no answer.
+    """
+    if shutil.which("squeue") is None:
+        return None
+    wanted = set(job_ids)
+    jobs = ",".join(sorted({job_id.partition("_")[0] for job_id in wanted}))
+    done = run_slurm("squeue", "--noheader", "--array", "--states=all", "--jobs", jobs, "--format", "%i|%T|%r")
+    if done.returncode and "Invalid job id" not in done.stderr:  # as it says of a single job that ended long ago
+        raise UserError(f"squeue failed ({' '.join(done.stderr.split())}); try again when Slurm answers")
+    lines = done.stdout.splitlines()
+    if unknown := wanted - {line.partition("|")[0].strip() for line in lines}:
+        words = (
+            "--noheader",
+            "--allocations",
+            "--parsable2",
+            "--format=JobID,State",
+            "--jobs",
+            ",".join(sorted(unknown)),
+        )
+        if shutil.which("sacct") is not None:
+            with contextlib.suppress(UserError):
+                lines += [f"{line.partition(' ')[0]}|None" for line in run_slurm("sacct", *words).stdout.splitlines()]
+    found = {}
+    for line in lines:
+        job_id, state, reason = (part.strip() for part in line.split("|", 2))
+        found[job_id] = state if reason == "None" else f"{state} ({reason})"
+    return found
+
+
+def has_ended(state: str) -> bool:
+    """Return whether a job in this state of `states_of_jobs` is over."""
+    return state.partition(" ")[0] in _ENDED
+
+
+def check_script(script: str) -> None:
+    """Ask Slurm, without submitting, whether it would take this batch script. Raises `UserError` if it refuses.
+
+    Prints the variables of the environment that it overrules. Passes over nodes that are down at the moment, for which
+    a job may wait.
+    """
+    if not has_slurm():
+        raise UserError(
+            "there is no Slurm on this machine (no sbatch and srun on PATH); run this on a login node of the cluster, "
+            "add --dry-run to see the script, or --executor local to train here"
+        )
+    for name in _overruled_variables(script):
+        print(
+            f"{name}={os.environ[name]} is not used: the flags, slurm.yaml or launch/slurm.py decide it",
+            file=sys.stderr,
+        )
+    with outside_any_job(script):
+        done = run_slurm("sbatch", "--test-only", text=script)
+    if done.returncode and "down, drained or reserved" not in done.stderr:
+        raise refused(done.stderr)
+
+
 def refused(said: str) -> UserError:
     """Return the error for a job that sbatch did not take, with what it said."""
     reason = " ".join(said.split()) or "it gave no reason"
@@ -44,66 +122,29 @@ def refused(said: str) -> UserError:
     )
 
 
-def queued_jobs(job_ids: Iterable[str]) -> dict[str, str] | None:
-    """Return state and reason of those jobs that are in the queue, of any user, by id; None if there is no squeue.
-
-    Each job of an array has an id of its own, such as 12_3, and its whole array is in the answer. Raises `UserError`
-    if squeue gives no answer.
-    """
-    if shutil.which("squeue") is None:
-        return None
-    arrays = ",".join(sorted({job_id.partition("_")[0] for job_id in job_ids}))
-    done = run_slurm("squeue", "--noheader", "--array", "--jobs", arrays, "--format", "%i|%T|%r")
-    if done.returncode and "Invalid job id" in done.stderr:  # it ended long ago
-        return {}
-    if done.returncode:
-        raise UserError(f"squeue failed ({' '.join(done.stderr.split())}); try again when Slurm answers")
-    found = {}
-    for line in done.stdout.splitlines():
-        job_id, state, reason = (part.strip() for part in line.split("|", 2))
-        found[job_id] = state if reason == "None" else f"{state} ({reason})"
-    return found
-
-
-def ended_state(job_id: str) -> str | None:
-    """Return the state in which a job has ended, such as CANCELLED or OUT_OF_MEMORY; None if Slurm does not know.
-
-    Asks slurmctld, which forgets a job some minutes after its end, and then the accounting, which many clusters lack.
-    """
-    for command in (
-        ("scontrol", "show", "job", job_id),
-        ("sacct", "--noheader", "--allocations", "--format=State%30", "--jobs", job_id),
-    ):
-        if shutil.which(command[0]) is None:
-            continue
-        with contextlib.suppress(UserError):
-            states = re.findall(r"^\s*(?:JobState=)?([A-Z_]{4,})\b", run_slurm(*command).stdout, re.MULTILINE)
-            if states:
-                return str(states[0])
-    return None
-
-
-def check_script(script: str) -> None:
-    """Ask Slurm, without submitting, whether it would take this batch script. Raises `UserError` if it refuses.
-
-    Passes over nodes that are down at the moment, for which a job may wait.
-    """
-    if not has_slurm():
-        raise UserError(
-            "there is no Slurm on this machine (no sbatch and srun on PATH); run this on a login node of the cluster, "
-            "add --dry-run to see the script, or --executor local to train here"
-        )
-    with outside_any_job():
-        done = run_slurm("sbatch", "--test-only", text=script)
-    if done.returncode and "down, drained or reserved" not in done.stderr:
-        raise refused(done.stderr)
+def _overruled_variables(script: str) -> list[str]:
+    """Return the SBATCH_... variables of options that this script sets. To sbatch they would count more than it."""
+    decided = _DECIDED | set(re.findall(r"^#SBATCH --([a-z0-9-]+)", script, re.MULTILINE))
+    options = {
+        name: name.removeprefix("SBATCH_").lower().replace("_", "-")
+        for name in os.environ
+        if name.startswith("SBATCH_")
+    }
+    return [name for name, option in options.items() if _OPTIONS.get(option, option) in decided]
 
 
 @contextlib.contextmanager
-def outside_any_job() -> Iterator[None]:
-    """Hide the variables of a Slurm job or of torchrun, which a new job would inherit."""
-    # SLURM_CONF says which cluster, not which job; a site sets SBATCH_... for its users.
-    kept = {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or name.startswith("SBATCH_")}
+def outside_any_job(script: str = "") -> Iterator[None]:
+    """Hide the variables of a Slurm job or of torchrun, which a new job would inherit, and those that `script` decides.
+
+    Keeps the other SBATCH_... variables, which a site sets for its users, and SLURM_CONF, which names the cluster.
+    """
+    hidden = _overruled_variables(script)
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name == "SLURM_CONF" or (name.startswith("SBATCH_") and name not in hidden)
+    }
     with clean_env(extra_names=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")):
         os.environ.update(kept)
         yield

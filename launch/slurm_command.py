@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -15,18 +17,11 @@ from data_pipeline.core.system import num_cores
 from launch.follow import wait
 from launch.here import gpus_here, run_here
 from launch.planned_run import PlannedRun, default_run_dir, planned_within
-from launch.resources import (
-    RequestedResources,
-    describe_origins,
-    describe_request,
-    parse_fields,
-    resolve_request,
-    resources_for,
-)
+from launch.resources import RequestedResources, describe_request, parse_fields, resolve_request, resources_for
 from launch.slurm_client import has_slurm
 from launch.snapshot import read_snapshot
 from launch.states import LEFT_ALONE, in_columns, status_of
-from launch.submission import SubmissionPlan, check, submit
+from launch.submission import SubmissionPlan, check, in_arrays, submit
 from launch.submitted import queue_for
 from launch.sweeps import planned_sweep, refuse_replaced_data
 from trainer.config_changes import refuse_other_config
@@ -48,12 +43,10 @@ def run(arguments: argparse.Namespace) -> None:
     ]
     if left:
         notes.append(f"asks for {describe_request(plan.resources, num_runs=len(left))}")
+        if not is_local and plan.resources.wanted.python is None and _is_on_this_machine_alone(sys.prefix, plan.home):
+            notes.append(f"{sys.prefix} may be on a disk that only this machine sees, and each node needs it")
     if arguments.dry_run:
-        notes = [*_table_of_runs(runs, states), *notes]
-        if is_local or not left:
-            _print_dry_run_here(plan, notes)
-        else:
-            _print_script(plan, notes, origins=describe_origins(*request_from(arguments)))
+        _print_dry_run(plan, [*_table_of_runs(runs, states), *notes], has_script=bool(left) and not is_local)
         return
     print(*notes, sep="\n", flush=True)
     log = None
@@ -63,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
         job_ids = submit(plan, command=command_line())
         for planned, job_id in zip(left, job_ids, strict=True):
             print(f"job {job_id}: {planned.run_dir.path}")
-        print(f"end with: scancel {job_ids[0].partition('_')[0]}")
+        print(f"end with: scancel {' '.join(dict.fromkeys(job_id.partition('_')[0] for job_id in job_ids))}")
         if len(runs) == 1:
             log = plan.logs / f"{job_ids[0]}_0_log.out"
             print(f"follow: tail -F {log}")
@@ -87,7 +80,8 @@ def plan_from(arguments: argparse.Namespace) -> SubmissionPlan:
         refuse_replaced_data(home, runs, accepted_data=accepted)
     is_local = arguments.executor == "local"
     at_a_time = min(arguments.at_a_time or (1 if is_local else len(runs)), len(runs))
-    wanted, _ = request_from(arguments)
+    flags = {name: value for name, value in vars(arguments).items() if name in RequestedResources.model_fields}
+    wanted = resolve_request(flags | {"sbatch": parse_fields(arguments.sbatch or [])})
     if is_local and not wanted.cpus_per_task:  # the ranks share the cores equally
         num_ranks = at_a_time * (wanted.tasks_per_node or wanted.gpus_per_node or 1)
         wanted = wanted.model_copy(update={"cpus_per_task": max(1, num_cores() // num_ranks)})
@@ -100,12 +94,6 @@ def plan_from(arguments: argparse.Namespace) -> SubmissionPlan:
     return SubmissionPlan(
         runs=runs, home=home, resources=resources, at_a_time=at_a_time, name=name, accepted_data=accepted
     )
-
-
-def request_from(arguments: argparse.Namespace) -> tuple[RequestedResources, dict[str, str]]:
-    """Return the request of the flags and the files: see `resolve_request`. Raises `UserError` for a wrong value."""
-    flags = {name: getattr(arguments, name) for name in RequestedResources.model_fields if name != "sbatch"}
-    return resolve_request(flags | {"sbatch": parse_fields(arguments.sbatch) if arguments.sbatch else None})
 
 
 def _runs_from(arguments: argparse.Namespace) -> tuple[list[PlannedRun], str, Path]:
@@ -135,6 +123,13 @@ def _runs_from(arguments: argparse.Namespace) -> tuple[list[PlannedRun], str, Pa
     return chosen, name, home
 
 
+def _is_on_this_machine_alone(environment: str, shared: Path) -> bool:
+    """Return whether a virtual environment is on the file system of temporary files, and `shared` is on another."""
+    exists = next(path for path in (shared, *shared.parents) if path.exists())
+    local = Path(tempfile.gettempdir()).stat().st_dev
+    return environment != sys.base_prefix and Path(environment).stat().st_dev == local != exists.stat().st_dev
+
+
 def _table_of_runs(runs: Sequence[PlannedRun], states: Sequence[str]) -> list[str]:
     """Return a line for each run: its directory, its state, and the settings that its sweep varies."""
     axes = list(dict.fromkeys(axis for planned in runs for axis in planned.config.tracking.axes))
@@ -145,18 +140,18 @@ def _table_of_runs(runs: Sequence[PlannedRun], states: Sequence[str]) -> list[st
     return in_columns([["run", "state", *axes], *rows])
 
 
-def _print_dry_run_here(plan: SubmissionPlan, notes: Sequence[str]) -> None:
-    """Print the notes. Writes nothing. Raises the errors of `run_here`."""
-    gpus_here(plan.resources.wanted.gpus_per_node or 0, at_a_time=plan.at_a_time)
-    for planned in plan.runs:
-        check_data(planned.config)
-    print(*notes, sep="\n")
-
-
-def _print_script(plan: SubmissionPlan, notes: Sequence[str], *, origins: Sequence[str]) -> None:
-    """Print the batch script, with the notes and the origins of its values. Writes nothing. Raises like `submit`."""
-    is_checked = has_slurm()
-    script = check(plan, snapshot=read_snapshot(own_files=plan.own_files), asks_slurm=is_checked)
-    unchecked = [] if is_checked else ["not checked by Slurm: there is no sbatch on this machine"]
+def _print_dry_run(plan: SubmissionPlan, notes: Sequence[str], *, has_script: bool) -> None:
+    """Print the notes, as comments of the batch script if there is one. Writes nothing. Raises like a submission."""
+    if not has_script:
+        gpus_here(plan.resources.wanted.gpus_per_node or 0, at_a_time=plan.at_a_time)
+        for planned in plan.runs:
+            check_data(planned.config)
+        print(*notes, sep="\n")
+        return
+    arrays, is_checked = in_arrays(plan), has_slurm()
+    more = [f"as {len(arrays)} arrays of at most {len(arrays[0].runs)} runs; this is the first"] if arrays[1:] else []
+    if not is_checked:
+        more.append("not checked by Slurm: there is no sbatch on this machine")
+    script = check(arrays[0], snapshot=read_snapshot(own_files=plan.own_files), asks_slurm=is_checked)
     shebang, _, rest = script.partition("\n")
-    print("\n".join([shebang, "", *(f"# {line}" for line in [*notes, *unchecked, *origins]), rest]))
+    print("\n".join([shebang, "", *(f"# {line}" for line in [*notes, *more]), rest]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 from data_pipeline.core.errors import UserError
 from launch.ended import read_end
-from launch.slurm_client import ended_state
+from launch.slurm_client import has_ended
 from launch.submitted import Submission, last_submission
 from trainer.fault_tolerance.stalls import describe_stall
 from trainer.run_dir import RunDir, is_held, runs_of
@@ -39,7 +39,7 @@ class RunStatus:
 
 
 def run_status(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
-    """Return the status of a run; `queue` is from `queued_jobs`. Raises `UserError` if a file of the run is damaged."""
+    """Return the status of a run; `queue` is from `queue_for`. Raises `UserError` if a file of the run is damaged."""
     if not run_dir.config.is_file():
         return RunStatus("pending", reason="not started")
     metrics = run_dir.read_last_metrics()
@@ -67,12 +67,13 @@ def status_of(run_dir: RunDir, queue: Mapping[str, str] | None) -> RunStatus:
 def _state(run_dir: RunDir, queue: Mapping[str, str] | None, provenance: Mapping[str, Any]) -> tuple[State, str]:
     """Return the state and the reason for it. A run has not failed while its job is queued or a process trains it."""
     submission = last_submission(run_dir)
-    queued = "" if submission is None or queue is None else queue.get(submission.job_id, "")
-    if is_held(run_dir) or (queued and not queued.startswith("PENDING")):
+    said = "" if submission is None or queue is None else queue.get(submission.job_id, "")
+    is_queued = bool(said) and not has_ended(said)
+    if is_held(run_dir) or (is_queued and not said.startswith("PENDING")):
         minutes = _minutes(run_dir)
         return "running", "" if minutes < _QUIET_MINUTES else f"its last step is {minutes} min ago"
-    if queued:
-        return "waiting", queued
+    if is_queued:
+        return "waiting", said
     if "finished_step" in provenance:
         return "finished", ""
     if submission is not None and queue is None:
@@ -85,7 +86,7 @@ def _state(run_dir: RunDir, queue: Mapping[str, str] | None, provenance: Mapping
         if (stalled := describe_stall(run_dir, since=since)) is not None:
             return "failed", stalled
     if submission is not None:
-        return _how_the_job_ended(submission)
+        return _how_the_job_ended(submission, said)
     if not start:
         return "pending", "not started"
     if start.get("host") != platform.node():
@@ -95,14 +96,17 @@ def _state(run_dir: RunDir, queue: Mapping[str, str] | None, provenance: Mapping
     return "killed", f"it ended without a message {_minutes(run_dir)} min ago; the same command goes on from {where}"
 
 
-def _how_the_job_ended(submission: Submission) -> tuple[State, str]:
-    """Return how the job ended of which no rank has said why: it was cancelled, or a rank was killed."""
-    said, log = ended_state(submission.job_id), submission.log
-    if said == "CANCELLED":
+def _how_the_job_ended(submission: Submission, said: str) -> tuple[State, str]:
+    """Return how the job ended of which no rank has said why: it was cancelled, or a rank was killed.
+
+    said: its state, if Slurm knows it; else "".
+    """
+    log = submission.log
+    if said.startswith("CANCELLED"):
         return "stopped", "cancelled"
     if not log.is_file():
         return "failed", f"no log: it was cancelled while it waited, or the nodes cannot write to {log.parent}"
-    slurm = "" if said is None else f" (Slurm says {said})"
+    slurm = f" (Slurm says {said})" if said else ""
     return "failed", f"a rank died without a message, such as one that was killed{slurm}; see the end of {log}"
 
 
@@ -112,18 +116,19 @@ def _minutes(run_dir: RunDir) -> int:
     return int((time.time() - max(beats, default=time.time())) / 60)
 
 
-def runs_in(directory: Path) -> list[RunDir]:
-    """Return the run at `directory`, or the runs in it by name. Raises `UserError` if there is none."""
-    found = [RunDir(path) for path in runs_of([directory]) if RunDir(path).config.is_file()]
-    if not found:
-        raise UserError(f"{directory} holds no run; pass a --run-dir or --study-dir of launch/slurm.py")
+def runs_in(paths: Sequence[Path]) -> list[RunDir]:
+    """Return the run at each path, or the runs in it by name. Raises `UserError` if a path holds none."""
+    found = [RunDir(path) for path in runs_of(paths)]
+    for run_dir in found:
+        if not run_dir.config.is_file():
+            raise UserError(f"{run_dir.path} holds no run; pass a --run-dir or --study-dir of launch/slurm.py")
     return found
 
 
-def table(statuses: Mapping[str, RunStatus]) -> str:
+def table(statuses: Iterable[tuple[str, RunStatus]]) -> str:
     """Return a table with a line for each run. A step is shown as "done/all", or "done/?" if all is not known."""
     rows = [["run", "state", "step", "loss", "reason"]]
-    for name, status in statuses.items():
+    for name, status in statuses:
         step = "" if status.step is None else f"{status.step}/{'?' if status.num_steps is None else status.num_steps}"
         loss = "" if status.loss is None else f"{status.loss:.4f}"
         rows.append([name, status.state, step, loss, " ".join(status.reason.split())[:_MAX_REASON]])

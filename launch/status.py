@@ -1,4 +1,4 @@
-"""Print the state of a run, or of all runs of a study.
+"""Print the state of runs, and of all runs of studies.
 
 python launch/status.py runs/table1
 
@@ -8,27 +8,33 @@ Repeat the command that submitted a study to submit those of its runs again that
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
-from data_pipeline.core.errors import run_command
+try:
+    from data_pipeline.core.errors import run_command
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {sys.executable} has no {error.name}; use the Python of `pip install -e .`") from None
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="A run directory, or the directory of a study.")
+    help_of_paths = "Run directories, and directories of studies."
+    parser.add_argument("directories", type=Path, nargs="+", metavar="DIR", help=help_of_paths)
     return parser
 
 
 def main() -> None:
-    arguments = _parser().parse_args()
+    paths = [path.absolute() for path in _parser().parse_args().directories]
     from launch.states import runs_in, status_of, table
     from launch.submitted import queue_for
     from trainer.run_dir import say_what_is_left_out
 
-    say_what_is_left_out([arguments.directory])
-    runs = runs_in(arguments.directory.absolute())
+    say_what_is_left_out(paths)
+    runs = runs_in(paths)
     queue = queue_for(runs)
-    print(table({run_dir.path.name: status_of(run_dir, queue) for run_dir in runs}))
+    names = [str(Path(*run_dir.path.parts[-1 if len(paths) == 1 else -2 :])) for run_dir in runs]
+    print(table(zip(names, [status_of(run_dir, queue) for run_dir in runs], strict=True)))
 
 
 if __name__ == "__main__":

@@ -5,20 +5,21 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import resources as package_files
 from pathlib import Path
 from typing import Any
 
 import submitit
-from submitit.core.utils import FailedJobError, JobPaths
+from submitit.core.utils import FailedJobError, FailedSubmissionError, JobPaths
 
+from data_pipeline.core.errors import UserError
 from data_pipeline.core.imports import given_code
 from launch.job import TrainJob
 from launch.planned_run import PlannedRun
-from launch.resources import WARNING_SECONDS, Resources
-from launch.slurm_client import check_script, outside_any_job, refused
+from launch.resources import Resources
+from launch.slurm_client import check_script, max_array_size, outside_any_job, refused
 from launch.snapshot import Snapshot, read_snapshot, shell_lines, write_snapshot
 from launch.submitted import Submission, record
 from trainer.claim import claim
@@ -58,13 +59,21 @@ class SubmissionPlan:
             planned.run_dir.ended.unlink(missing_ok=True)
 
 
-def slurm_executor(plan: SubmissionPlan, *, code: Path) -> Any:
-    """Return submitit's executor, whose batch script ends with launch/job.sh, which starts the ranks."""
+def slurm_executor(plan: SubmissionPlan, *, code: Path, after: str | None = None) -> Any:
+    """Return submitit's executor, whose batch script ends with launch/job.sh, which starts the ranks.
+
+    The job waits for the end of the job `after`.
+    """
     resources, wanted = plan.resources, plan.resources.wanted
     output = str(JobPaths(plan.logs).stdout).replace("%j", "%A_%a" if len(plan.runs) > 1 else "%j")
     # Since 22.05 Slurm does not pass --cpus-per-task from sbatch to srun. A rank that dies ends the others, which would
     # otherwise wait for it.
-    ranks = ["srun", "--unbuffered", f"--output={output}", f"--cpus-per-task={resources.cpus_per_task}"]
+    ranks = ["srun", "--unbuffered", f"--output={output}", f"--cpus-per-task={resources.cpus_per_task}", *wanted.srun]
+    fields = {name: value for name, value in wanted.sbatch.items() if value is not False}
+    if after is not None:
+        fields["dependency"] = ",".join(
+            [*(str(value) for value in [fields.get("dependency")] if value), f"afterany:{after}"]
+        )
     parameters = {
         "job_name": plan.name,
         "nodes": resources.nodes,
@@ -78,21 +87,22 @@ def slurm_executor(plan: SubmissionPlan, *, code: Path) -> Any:
         "qos": wanted.qos,
         "constraint": wanted.constraint,
         "array_parallelism": plan.at_a_time,
-        "signal_delay_s": WARNING_SECONDS,
+        "signal_delay_s": wanted.warning_seconds,
         "stderr_to_stdout": True,
         "use_srun": False,
         "setup": [
+            *wanted.setup,
             f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{resources.threads_per_task}}}",
             *shell_lines(code),
             f"run_dirs=({shlex.join(str(planned.run_dir.path) for planned in plan.runs)})",
             f"ranks=({shlex.join([*ranks, '--kill-on-bad-exit=1'])})",
             package_files.files("launch").joinpath("job.sh").read_text(encoding="utf-8"),
         ],
-        "additional_parameters": {"requeue": True}
-        | {name: value for name, value in wanted.sbatch.items() if value is not False},
+        "additional_parameters": {"requeue": True, **fields},
     }
-    python = shlex.join([sys.executable, "-I", "-S", str(code / "launch" / "block_signals.py"), sys.executable])
-    executor = _SlurmExecutor(plan.logs, python=f"train {python}")  # `train` is a function of launch/job.sh
+    python = [sys.executable] if wanted.python is None else shlex.split(wanted.python)
+    program = shlex.join([*python, "-I", "-S", str(code / "launch" / "block_signals.py"), python[-1]])
+    executor = _SlurmExecutor(plan.logs, python=f"train {program}")  # `train` is a function of launch/job.sh
     executor.update_parameters(**{name: value for name, value in parameters.items() if value is not None})
     return executor
 
@@ -127,22 +137,53 @@ def check(plan: SubmissionPlan, *, snapshot: Snapshot, asks_slurm: bool) -> str:
     return script
 
 
+def in_arrays(plan: SubmissionPlan) -> list[SubmissionPlan]:
+    """Return the plan of each job array that is submitted, because Slurm limits the members of one."""
+    size = max_array_size()
+    return [replace(plan, runs=plan.runs[first : first + size]) for first in range(0, len(plan.runs), size)]
+
+
 def submit(plan: SubmissionPlan, *, command: str) -> list[str]:
     """Claim the run directories, copy the code, submit the jobs to Slurm, and return their ids, one for each run.
 
-    The jobs run the present code. Raises `UserError` for a run that could never start; then nothing is submitted.
+    The jobs run the present code. If they are several arrays of which fewer runs may train at a time, each waits for
+    the one before. Raises `UserError` for a run that could never start; then nothing is submitted. Raises it also if
+    Slurm takes only some of the arrays, and says how many.
     """
     snapshot = read_snapshot(own_files=plan.own_files)
-    check(plan, snapshot=snapshot, asks_slurm=True)
+    arrays = in_arrays(plan)
+    check(arrays[0], snapshot=snapshot, asks_slurm=True)
     plan.claim()
-    executor = slurm_executor(plan, code=write_snapshot(snapshot, into=plan.home))
+    code = write_snapshot(snapshot, into=plan.home)
+    job_ids: list[str] = []
+    for array in arrays:
+        after = job_ids[-1].partition("_")[0] if job_ids and plan.at_a_time < len(plan.runs) else None
+        try:
+            job_ids += _submit_array(array, code=code, after=after, command=command)
+        except UserError as error:
+            if not job_ids:
+                raise
+            raise UserError(
+                f"{len(job_ids)} of {len(plan.runs)} runs are in the queue, and the next are not: {error}; repeat the "
+                "command later for those"
+            ) from None
+    return job_ids
+
+
+def _submit_array(plan: SubmissionPlan, *, code: Path, after: str | None, command: str) -> list[str]:
+    """Submit the runs as one job, or as one job array, and record its ids, which it returns. Raises `UserError`."""
     jobs = [
         TrainJob(planned.run_dir.path, command, accepted_data=plan.accepted_data, code=given_code())
         for planned in plan.runs
     ]
     try:
-        with outside_any_job():
-            job_ids = [job.job_id for job in executor.submit_array(jobs)]
+        with outside_any_job(sbatch_script(plan, code=code)):
+            job_ids = [job.job_id for job in slurm_executor(plan, code=code, after=after).submit_array(jobs)]
+    except FailedSubmissionError as error:
+        raise UserError(
+            f"sbatch took the job, but names no number ({' '.join(str(error).split())}): find job {plan.name} with "
+            "squeue --me, and end it by scancel before the command is repeated"
+        ) from None
     except FailedJobError as error:
         raise refused(str(error)) from None
     for planned, job_id in zip(plan.runs, job_ids, strict=True):

@@ -1,4 +1,4 @@
-"""RUN_DIR/job.json: the Slurm job that trains a run, and whether it is in the queue."""
+"""RUN_DIR/job.json: the Slurm job that trains a run, and its state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import AwareDatetime, Field
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Schema
-from launch.slurm_client import queued_jobs
+from launch.slurm_client import states_of_jobs
 from trainer.run_dir import RunDir, read_object, write_json
 
 
@@ -35,11 +35,11 @@ def last_submission(run_dir: RunDir) -> Submission | None:
 
 
 def queue_for(run_dirs: Iterable[RunDir]) -> dict[str, str] | None:
-    """Return `queued_jobs` of these runs, without asking Slurm if none of them was submitted."""
+    """Return `states_of_jobs` of these runs, without asking Slurm if none of them was submitted."""
     job_ids = []
     for run_dir in run_dirs:
         with contextlib.suppress(UserError):  # the status of this run says it
             submission = last_submission(run_dir)
             if submission is not None:
                 job_ids.append(submission.job_id)
-    return queued_jobs(job_ids) if job_ids else {}
+    return states_of_jobs(job_ids) if job_ids else {}

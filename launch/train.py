@@ -75,7 +75,6 @@ def main() -> None:
     arguments = _parser().parse_args()
     import_code(arguments.code)
     from configs import describe_recipes, explain, resolve_recipe
-    from launch.ended import noting_its_end
     from launch.planned_run import default_run_dir
     from launch.rank import print_plan, run
     from trainer.fault_tolerance.preemption import StoppedError
@@ -95,8 +94,7 @@ def main() -> None:
         return
     run_dir = arguments.run_dir or default_run_dir(config)
     try:
-        with noting_its_end(config, run_dir):
-            run(config, run_dir, command=command_line(), accepted_data=[*arguments.accept_data, *arguments.accept_code])
+        run(config, run_dir, command=command_line(), accepted_data=[*arguments.accept_data, *arguments.accept_code])
     except StoppedError as stopped:
         if stopped.is_first_rank:
             print(stopped, file=sys.stderr)

@@ -144,6 +144,7 @@ def room_of(module: str) -> str:
         ("trainer.models", ("trainer.distributed.engines", "trainer.checkpoint")),
         ("trainer.distributed", ("trainer.objectives",)),
         ("trainer.train", ("trainer.analyses", "trainer.reports", "trainer.theory")),
+        ("launch.states", ("trainer.config", "trainer.data", "trainer.distributed")),  # without torch, so in a second
     ],
 )
 def test_a_room_knows_nothing_of(room: str, never: tuple[str, ...]) -> None:

@@ -36,7 +36,7 @@ LOCK_NAME = ".lock"
 _LOCK_TRIES, _LOCK_SECONDS = 10, 0.02
 _BEAT_SECONDS, _WATCH_SECONDS = 2.0, 10.0  # between two heartbeats of the owner of a lock, and for seeing one
 _HERE = f" on {socket.gethostname()},"
-_END_BYTES = 2**18  # of metrics.jsonl, which `RunDir.read_last_metrics` reads: some hundred lines
+_END_BYTES = 2**15  # of metrics.jsonl, which `RunDir.read_last_metrics` reads: a hundred lines or more
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}  # the answers of a file system without locks
 
 

@@ -4,7 +4,6 @@
 # run  pending
 # asks for 4 nodes x 1 rank, no GPU: it trains on the CPU (add --gpus-per-node N for GPUs), 2 cores a rank, 240 minutes
 # not checked by Slurm: there is no sbatch on this machine
-# time_minutes: 240 from default
 
 # Parameters
 #SBATCH --cpus-per-task=2
@@ -39,7 +38,8 @@ run_dir=${run_dirs[${SLURM_ARRAY_TASK_ID:-0}]}
 most_restarts=10 # of the ranks within one start of the job; each must come after a new checkpoint
 
 is_running() { [[ $(scontrol show job "$job") == *JobState=RUNNING* ]]; }
-answer() { timeout 60 srun --overlap --cpus-per-task=1 --nodes="$1" --ntasks="$1" "${@:2}" true; }
+# --mem=0, because the step that has just ended may still hold the memory of the job.
+answer() { timeout 60 srun --overlap --mem=0 --cpus-per-task=1 --nodes="$1" --ntasks="$1" "${@:2}" true; }
 newest_checkpoint() { cat "$run_dir/LATEST" 2> /dev/null; }
 has_stopped() { grep -qs '"ended": *"stopped"' "$run_dir/ended.json"; }
 has_said_why() { [[ -e $run_dir/ended.json ]] || grep -aqs '^Timeout (' "$run_dir"/stalled/rank_*.txt; }
@@ -74,11 +74,16 @@ train() {
             ((SLURM_RESTART_COUNT < 100)) && is_running && requeue "a node of this job does not answer"
             return $status
         fi
-        if [[ $(newest_checkpoint) == "$before" ]] || ((++restarts > most_restarts)); then
-            echo "a rank died without a message, without a new checkpoint or too often: not started again"
+        echo "a rank died without a message (killed, or out of memory)"
+        if [[ $(newest_checkpoint) == "$before" ]]; then
+            echo "not started again, because this start has written no checkpoint"
             return $status
         fi
-        echo "a rank died without a message (killed, or out of memory): starting all ranks again, number $restarts"
+        if ((++restarts > most_restarts)); then
+            echo "not started again, because this has happened $restarts times"
+            return $status
+        fi
+        echo "starting all ranks again, number $restarts"
     done
 }
 

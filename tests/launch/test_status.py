@@ -6,9 +6,10 @@ import contextlib
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -17,11 +18,10 @@ import pytest
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from launch import follow as follow_module
-from launch import states as states_module
 from launch import status as status_module
-from launch.ended import noting_its_end
 from launch.follow import wait
 from launch.planned_run import PlannedRun
+from launch.rank import noting_its_end
 from launch.states import RunStatus, State, run_status, runs_in, status_of, table
 from launch.submitted import Submission, queue_for, record
 from trainer.config import read_config
@@ -55,18 +55,6 @@ def state_of(run_dir: RunDir, queue: Mapping[str, str] | None = NOTHING_QUEUED) 
     return status.state, status.reason
 
 
-@pytest.fixture
-def slurm_says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
-    """Set the state in which Slurm says that each job has ended."""
-
-    def say(state: str | None) -> None:
-        monkeypatch.setattr(states_module, "ended_state", lambda job_id: state)
-
-    say(None)
-    return say
-
-
-@pytest.mark.usefixtures("slurm_says")
 def test_while_a_job_is_in_the_queue_squeue_is_right(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, "a")
     leave_end(run_dir, "failed", "ValueError: of the start before")
@@ -79,42 +67,23 @@ def test_while_a_job_is_in_the_queue_squeue_is_right(tmp_path: Path) -> None:
     assert state_of(run_dir, None)[0] == "unknown"
 
 
-def test_states_after_the_job(tmp_path: Path, slurm_says: Callable[[str | None], None]) -> None:
+def test_states_after_the_job(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, "a")
     state, reason = state_of(run_dir)
     assert (state, "no log" in reason) == ("failed", True)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "7_0_0_log.out").write_text("srun: error: n2: task 1: Killed\n")
     start(run_dir, slurm_job_id="7")
-    slurm_says("OUT_OF_MEMORY")
-    state, reason = state_of(run_dir)
+    state, reason = state_of(run_dir, {"7_0": "OUT_OF_MEMORY"})
     assert (state, "OUT_OF_MEMORY" in reason, str(tmp_path / "logs") in reason) == ("failed", True, True)
-    slurm_says("CANCELLED")
-    assert state_of(run_dir) == ("stopped", "cancelled")
+    cancelled = {"7_0": "CANCELLED (BeginTime)"}
+    assert state_of(run_dir, cancelled) == ("stopped", "cancelled")
     leave_end(run_dir, "failed", "KeyError: 'dog'", rank=1)
-    assert state_of(run_dir) == ("failed", "rank 1: KeyError: 'dog'")
+    assert state_of(run_dir, cancelled) == ("failed", "rank 1: KeyError: 'dog'")
     leave_end(run_dir, "stopped", "stopped after step 5, as SIGTERM asked")
-    assert state_of(run_dir) == ("stopped", "stopped after step 5, as SIGTERM asked")
+    assert state_of(run_dir, cancelled) == ("stopped", "stopped after step 5, as SIGTERM asked")
     write_json(run_dir.provenance, {"finished_step": 16, "starts": []})
     assert state_of(run_dir) == ("finished", "")
-
-
-@pytest.mark.parametrize(
-    ("program", "says", "state"),
-    [
-        ("scontrol", "JobId=5 JobName=CANCELLED\n   JobState=FAILED Reason=None", "failed"),
-        ("sacct", "CANCELLED by 0 ", "stopped"),
-    ],
-)
-def test_slurm_is_asked_how_a_job_ended(
-    program: str, says: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "bin" / program
-    script.parent.mkdir()
-    script.write_text(f"#!/bin/bash\n[[ ${{!#}} == 5 ]] && echo '{says}'")
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", str(script.parent))  # the real Slurm may take minutes to answer
-    assert state_of(make_run(tmp_path, "a", job_id="5"))[0] == state
 
 
 def test_a_run_without_a_job_is_known_by_its_lock_and_by_what_it_left(tmp_path: Path) -> None:
@@ -164,17 +133,16 @@ def test_the_table_shows_steps_and_losses(tmp_path: Path) -> None:
     started.metrics.write_text('{"step": 1, "train/loss": 3.5}\n{"step": 4, "train/loss": 2.25}\n')
     write_json(started.provenance, {"num_steps": 6})
     make_run(tmp_path / "s", "a-waiting", job_id="2")
-    runs = runs_in(tmp_path / "s")
     queue = {"1": "RUNNING", "2": "PENDING (Priority)"}
-    shown = table({run_dir.path.name: run_status(run_dir, queue) for run_dir in runs})
+    shown = table([(run_dir.path.name, run_status(run_dir, queue)) for run_dir in runs_in([tmp_path / "s"])])
     assert shown.splitlines() == [
         "run        state    step  loss    reason",
         "a-waiting  waiting  0/?           PENDING (Priority)",
         "b-started  running  4/6   2.2500",
     ]
-    assert runs_in(started.path) == [started]
-    with pytest.raises(UserError, match="holds no run"):
-        runs_in(tmp_path / "s" / "nowhere")
+    assert runs_in([started.path]) == [started]
+    with pytest.raises(UserError, match="nowhere holds no run"):
+        runs_in([started.path, tmp_path / "s" / "nowhere"])
 
 
 def test_a_damaged_file_hides_no_other_run(tmp_path: Path) -> None:
@@ -192,7 +160,7 @@ def test_a_damaged_file_hides_no_other_run(tmp_path: Path) -> None:
 def test_a_run_and_a_link_to_it_are_one_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "s", "b")
     (tmp_path / "s" / "a").symlink_to("b")
-    assert runs_in(tmp_path / "s") == [run]
+    assert runs_in([tmp_path / "s"]) == [run]
 
 
 def test_what_is_left_out_of_the_table_is_named(
@@ -204,6 +172,11 @@ def test_what_is_left_out_of_the_table_is_named(
     monkeypatch.setattr(sys, "argv", ["status", str(tmp_path / "runs")])
     status_module.main()
     assert f"left out, because they hold runs of their own: {study};" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["status", str(tmp_path / "runs"), str(study)])
+    status_module.main()
+    shown = capsys.readouterr()
+    assert [line.split()[0] for line in shown.out.splitlines()] == ["run", "runs/alone", "study/inner"]
+    assert shown.err == ""
 
 
 @pytest.mark.parametrize("ends", ["finished", "failed"])
@@ -276,3 +249,11 @@ def test_only_the_first_error_that_is_no_consequence_counts(tmp_path: Path, monk
     end_of(1, KeyError("dog"))
     end_of(0, ValueError("later"))
     assert state_of(run_dir) == ("failed", "rank 1: KeyError: 'dog'")
+
+
+@pytest.mark.process
+def test_a_python_without_packages_is_named_in_a_sentence() -> None:
+    script = Path(status_module.__file__)
+    done = subprocess.run([sys.executable, "-S", script, "runs"], capture_output=True, text=True, cwd=script.parent)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith(f"error: {sys.executable} has no data_pipeline")

@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import sys
+import tempfile
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +21,8 @@ from launch.job import TrainJob
 from launch.planned_run import PlannedRun
 from launch.resources import RequestedResources, Resources, resolve_request, resources_for
 from launch.slurm import main
-from launch.slurm_client import outside_any_job, queued_jobs
+from launch.slurm_client import outside_any_job, states_of_jobs
+from launch.states import runs_in
 from launch.submission import SubmissionPlan, sbatch_script
 from launch.submitted import Submission, last_submission, record
 from tests.commands import Done, call
@@ -38,6 +40,10 @@ WANTED = RequestedResources(
     qos="high",
     constraint="h200",
     sbatch={"reservation": "night", "exclusive": True, "nice": 7, "contiguous": False},
+    warning_seconds=30,
+    setup=("module load cuda",),
+    srun=("--mpi=none", "--container-image=a b"),
+    python="apptainer exec a.sif /opt/python",
 )
 RESOURCES = Resources(WANTED, nodes=4, tasks_per_node=8, cpus_per_task=12, threads_per_task=10)
 
@@ -46,9 +52,9 @@ Command = Callable[..., Done]
 
 @pytest.fixture
 def slurm_py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run `python launch/slurm.py ARGUMENTS` in this process, with an empty PATH and no settings of the user."""
+    """Run `python launch/slurm.py ARGUMENTS` in this process, with an empty PATH and no settings of a cluster."""
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.chdir(tmp_path)  # it has no slurm.yaml
     for name in [name for name in os.environ if name.startswith(("FEATURE_DROPOUT_", "SBATCH_"))]:
         monkeypatch.delenv(name)
 
@@ -72,7 +78,7 @@ def fake_slurm(slurm_py: Command, tmp_path: Path) -> Path:
     programs = {
         "sinfo": "printf '%s\\n' 'n0 n0 cpu* idle (null)' 'n1 n1 cpu* idle (null)'"
         " 'g0 g0 gpu idle gpu:a100:8(S:0-1)' 'g1 g1 gpu idle gpu:a100:8(S:0-1),lustre:1'",
-        "scontrol": "echo PartitionName=cpu Default=YES MaxTime=UNLIMITED",
+        "scontrol": "echo 'MaxArraySize            = 3'",
         "squeue": "printf '%s\\n' '7|RUNNING|None' '8|PENDING|Priority'",
         "srun": "exit 1",
         "sbatch": 'touch "$(dirname "$0")/asked"; grep -q partition=nope && '
@@ -120,12 +126,16 @@ def test_everything_asked_for_is_in_the_script(tmp_path: Path) -> None:
         "exclusive",
         "nice=7",
         "requeue",
+        "signal=USR2@30",
     }
     assert not [option for option in options if option.startswith(("contiguous", "array"))]
     assert f"export PYTHONPATH='{tmp_path}/a b'${{PYTHONPATH:+:$PYTHONPATH}}" in script
     (srun,) = re.findall(r"^ranks=.*", script, re.MULTILINE)
     assert "--cpus-per-task=12" in srun
-    assert "--kill-on-bad-exit=1" in srun
+    assert "--mpi=none '--container-image=a b' --kill-on-bad-exit=1" in srun
+    assert script.index("\nmodule load cuda\n") < script.index("export")
+    start = re.escape(f"apptainer exec a.sif /opt/python -I -S '{tmp_path}/a b/launch/block_signals.py' /opt/python")
+    assert re.search(rf"^train {start} -u -m submitit", script, re.MULTILINE)
     assert f"run_dirs=({tmp_path})\n" in script
     assert "CUDA_VISIBLE_DEVICES" not in script, "Slurm decides which GPUs a task sees"
 
@@ -140,32 +150,23 @@ def test_a_study_is_one_array_with_a_limit(slurm_py: Command, settings: list[str
     assert not (tmp_path / "study").exists()
 
 
-def test_a_flag_overrides_the_file_here_and_that_of_the_user(
-    slurm_py: Command, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    user_file = tmp_path / "config" / "feature-dropout" / "slurm.yaml"
-    user_file.parent.mkdir(parents=True)
-    user_file.write_text("partition: a\naccount: a\nmem_gb: 4\nsbatch: {nice: 1, comment: a}\n")
-    here = tmp_path / "here"
-    here.mkdir()
-    here.joinpath("slurm.yaml").write_text("account: b\n")
-    monkeypatch.chdir(here)
-    flags = ["--time-minutes", "60", "--sbatch", "nice=3", "--dry-run", *settings]
+def test_a_flag_overrides_the_file(slurm_py: Command, settings: list[str], tmp_path: Path) -> None:
+    tmp_path.joinpath("slurm.yaml").write_text("partition: a\nmem_gb: 4\nsbatch: {nice: 1, comment: a}\n")
+    flags = ["--time-minutes", "60", "--partition", "b", "--sbatch", "nice=3", "--dry-run", *settings]
     done = slurm_py("--config", "debug:image", "--run-dir", tmp_path / "run", *flags)
     assert done.status == 0, done.stderr
     options = set(re.findall(r"^#SBATCH --(\S+)", done.stdout, re.MULTILINE))
-    assert options >= {"partition=a", "account=b", "time=60", "mem=4GB", "nice=3", "comment=a"}
-    assert {f"# partition: a from {user_file}", "# account: b from slurm.yaml"} <= set(done.stdout.splitlines())
+    assert options >= {"partition=b", "time=60", "mem=4GB", "nice=3", "comment=a"}
 
 
 def test_what_is_asked_for_fits_every_run_of_a_study() -> None:
     """There is a rank for each GPU, with a core for itself and for each data worker of the run with most workers."""
     few, many = (resolve_recipe("debug:image", [f"data.num_workers={number}"]) for number in (1, 3))
-    wanted, _ = resolve_request({"gpus_per_node": 4, "partition": "a"}, files=[])
+    wanted = resolve_request({"gpus_per_node": 4, "partition": "a"})
     resources = resources_for(wanted, [few, many], nodes=2)
     assert (resources.num_ranks, resources.cpus_per_task, resources.threads_per_task) == (8, 4, 1)
     assert resources.wanted == wanted
-    wanted, _ = resolve_request({"cpus_per_task": 12, "tasks_per_node": 2}, files=[])
+    wanted = resolve_request({"cpus_per_task": 12, "tasks_per_node": 2})
     assert resources_for(wanted, [few], nodes=1).threads_per_task == 11
     with pytest.raises(UserError, match="do not divide"):
         resources_for(wanted.model_copy(update={"tasks_per_node": 1}), [few, many], nodes=3)
@@ -178,31 +179,46 @@ def test_what_is_asked_for_fits_every_run_of_a_study() -> None:
     [
         ({}, "partion: gpu", 'slurm.yaml: unknown key "partion"; did you mean "partition"'),
         ({}, "gpu", "does not hold settings"),
-        ({"time_minutes": 2}, "", "--time-minutes: time_minutes is 2"),
-        ({"sbatch": {"open_mode": "a"}}, "", "open-mode has a flag of its own or is decided"),
+        ({"time_minutes": 2}, "", "raise --time-minutes, or lower warning_seconds"),
+        ({}, "warning_seconds: 5", "slurm.yaml: warning_seconds is 5"),
+        *(
+            ({"sbatch": {name: True}}, "", name.replace("_", "-"))
+            for name in ("open_mode", "parsable", "wait", "nodes")
+        ),
     ],
 )
 def test_a_mistake_is_named_where_it_stands(flags: dict[str, object], text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "slurm.yaml").write_text(text)
     with pytest.raises(UserError) as raised:
-        resolve_request(flags, files=[tmp_path / "slurm.yaml"])
+        resolve_request(flags, file=tmp_path / "slurm.yaml")
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
-def test_the_queue_is_read_from_squeue(slurm_py: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert queued_jobs(["7"]) is None, "there is no squeue"
-    squeue = tmp_path / "empty" / "squeue"
-    squeue.parent.mkdir()
-    waits, is_over = "echo '7|PENDING|Priority'", "echo Invalid job id >&2; exit 1"
-    expected: list[tuple[str, dict[str, str]]] = [(waits, {"7": "PENDING (Priority)"}), (is_over, {})]
-    for body, found in expected:
-        squeue.write_text(f"#!/bin/bash\n{body}\n")
-        squeue.chmod(0o755)
-        assert queued_jobs(["7"]) == found
-    squeue.write_text("#!/bin/bash\necho 'no answer' >&2; exit 1\n")
+def test_slurm_and_its_accounting_are_asked_once_for_the_states_of_all_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert states_of_jobs(["7"]) is None, "there is no squeue"
+
+    def answer(program: str, body: str) -> None:
+        tmp_path.joinpath(program).write_text(f"#!/bin/bash\necho x >> {tmp_path}/{program}_asked\n{body}\n")
+        tmp_path.joinpath(program).chmod(0o755)
+
+    answer("squeue", "echo Invalid job id >&2; exit 1")
+    assert states_of_jobs(["7"]) == {}, "it ended long ago"
+    answer("squeue", "echo '7|PENDING|Priority'; echo '8_1|FAILED|NonZeroExitCode'")
+    answer("sacct", "[[ ${!#} == 9,9_1 ]] && echo '9|CANCELLED by 0' && echo '9_1|OUT_OF_MEMORY'")
+    assert states_of_jobs(["7", "8_1", "9", "9_1"]) == {
+        "7": "PENDING (Priority)",
+        "8_1": "FAILED (NonZeroExitCode)",
+        "9": "CANCELLED",
+        "9_1": "OUT_OF_MEMORY",
+    }
+    assert tmp_path.joinpath("sacct_asked").read_text() == "x\n"
+    answer("squeue", "echo 'no answer' >&2; exit 1")
     with pytest.raises(UserError, match="no answer"):
-        queued_jobs(["7"])
+        states_of_jobs(["7"])
 
 
 @pytest.mark.parametrize(
@@ -293,17 +309,26 @@ def test_a_run_that_is_finished_or_has_a_job_is_not_submitted_again(
     assert (other.status, "holds a run with another config" in other.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("answer", ["echo Submitted batch job 7", "echo 'error: Bad' >&2; exit 1", "exit 1"])
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("echo Submitted batch job 7", None),
+        ("echo 'error: Bad' >&2; exit 1", "sbatch refused the job (error: Bad)"),
+        ("exit 1", "no reason"),
+        ("echo 7", "find job debug-image with squeue"),
+    ],
+)
 def test_a_submission_is_recorded_unless_it_is_refused(
-    answer: str, slurm_py: Command, fake_slurm: Path, settings: list[str], tmp_path: Path
+    answer: str, said: str | None, slurm_py: Command, fake_slurm: Path, settings: list[str], tmp_path: Path
 ) -> None:
     (fake_slurm / "sbatch").write_text(f"#!/bin/bash\n[[ $1 == --test-only ]] && exit 0\n{answer}\n")
     run_dir = RunDir(tmp_path / "runs" / "a")
     done = slurm_py("--config", "debug:image", *settings, "--run-dir", run_dir.path)
     submission = last_submission(run_dir)
-    if not answer.startswith("echo Submitted"):
+    if said is not None:
         assert (done.status, submission) == (2, None)
-        assert ("Bad" if "Bad" in answer else "no reason") in done.stderr
+        assert said in done.stderr
+        assert run_dir.config.is_file(), "a job may use the directory"
         return
     assert done.status == 0, done.stderr
     assert submission is not None
@@ -312,6 +337,61 @@ def test_a_submission_is_recorded_unless_it_is_refused(
         job = pickle.load(file).function
     assert isinstance(job, TrainJob)
     assert job.run_dir == run_dir.path
+
+
+@pytest.mark.parametrize("num_taken", [2, 1])
+def test_a_study_above_the_greatest_array_is_several(
+    num_taken: int, slurm_py: Command, fake_slurm: Path, settings: list[str], tmp_path: Path
+) -> None:
+    """Each waits for the one before, so that no more runs train at a time than asked for."""
+    (fake_slurm / "sbatch").write_text(
+        "#!/bin/bash\nPATH=/usr/bin:/bin\n[[ $1 == --test-only ]] && exit 0\n"
+        f'cp "$1" "$(mktemp -p {tmp_path} taken.XXX)"; number=$(ls {tmp_path}/taken.* | wc -l)\n'
+        f"if ((number > {num_taken})); then echo MaxSubmit >&2; exit 1; fi; echo Submitted batch job $number\n"
+    )
+    words = ["--study", "studies:debug_seeds", "--study-dir", tmp_path / "study", "--at-a-time", "2", *settings]
+    done = slurm_py(*words)
+    ids = [submission.job_id for run in runs_in([tmp_path / "study"]) if (submission := last_submission(run))]
+    if num_taken == 1:
+        assert done.status == 2
+        assert "3 of 4 runs are in the queue" in done.stderr
+        assert "MaxSubmit" in done.stderr
+        assert ids == ["1_0", "1_1", "1_2"]
+        return
+    assert (done.status, done.stderr) == (0, "")
+    assert "end with: scancel 1 2\n" in done.stdout
+    assert ids == ["1_0", "1_1", "1_2", "2"]
+    first, second = sorted((path.read_text() for path in tmp_path.glob("taken.*")), key=lambda text: "afterany" in text)
+    assert "#SBATCH --array=0-2%2\n" in first
+    assert "#SBATCH --dependency=afterany:1\n" in second
+    assert f"run_dirs=({tmp_path}/study/debug-viewmaker-seed1)" in second
+
+
+def test_variables_of_sbatch_count_less_than_the_script(
+    slurm_py: Command, fake_slurm: Path, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PARTITION", "RESERVATION", "TIMELIMIT", "WAIT"):
+        monkeypatch.setenv(f"SBATCH_{name}", "site")
+    (fake_slurm / "sbatch").write_text(f"#!/bin/bash\n/usr/bin/env > {tmp_path}/$#\necho Submitted batch job 7\n")
+    words = ["--config", "debug:image", *settings, "--partition", "mine", "--run-dir", tmp_path / "run"]
+    assert slurm_py(*words, "--dry-run").status == 0
+    done = slurm_py(*words)
+    assert done.status == 0, done.stderr
+    named = [line.partition("=")[0] for line in done.stderr.splitlines()]
+    assert sorted(named) == ["SBATCH_PARTITION", "SBATCH_TIMELIMIT", "SBATCH_WAIT"]
+    seen = [line for line in (tmp_path / "1").read_text().splitlines() if line.startswith("SBATCH_")]
+    assert seen == ["SBATCH_RESERVATION=site"]
+
+
+def test_a_virtual_environment_on_the_disk_of_this_machine_is_noticed(
+    slurm_py: Command, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--config", "debug:image", *settings, "--run-dir", tmp_path / "run", "--dry-run"]
+    said = "# /dev/shm may be on a disk that only this machine sees"
+    monkeypatch.setattr(sys, "prefix", "/dev/shm")
+    assert said not in slurm_py(*words).stdout
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
+    assert said in slurm_py(*words).stdout
 
 
 def test_a_job_inherits_no_job_but_what_a_site_sets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,12 @@
     python tests/slurm/cluster.py bash        a shell with sbatch, squeue, scancel ... of that cluster
 
 All files are in a new directory under /tmp: the configuration, the key and the socket of a munge daemon, state and
-logs. The ports are free ones. So a Slurm or a munge of the machine itself is never used. The nodes are called 127.0.0.2
-to 127.0.0.5, which resolve everywhere without /etc/hosts. Several clusters may run at once.
+logs. The ports are free ones. So a Slurm or a munge of the machine itself is never used. Several clusters may run at
+once.
+
+Where namespaces can be made (as root), each node is a machine of its own: it has its own network, connected by a
+bridge, its own host name and /dev/shm, and the /etc/hosts of Debian, which gives its own name the address 127.0.1.1.
+Elsewhere the nodes are addresses of this machine, 127.0.0.2 to 127.0.0.5, which resolve without /etc/hosts.
 
 A job of the partition `urgent` takes nodes away from a job of `debug`, which is warned 30 seconds before. A node that
 does not answer for 20 seconds is down, and 127.0.0.6 can replace it. The partition `other` has its own four nodes. A
@@ -31,11 +35,12 @@ from pathlib import Path
 
 from launch.ports import free_ports
 
+NAMESPACES = ("unshare", "--net", "--uts", "--mount")
+APART = shutil.which("ip") is not None and subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode == 0
 NUM_NODES = 4
-NODE_NAMES = tuple(f"127.0.0.{2 + node}" for node in range(NUM_NODES))
-SPARE = f"127.0.0.{2 + NUM_NODES}"  # in no partition, until one of the four dies
-OTHERS = tuple(f"127.0.0.{3 + NUM_NODES + node}" for node in range(NUM_NODES))
-ALL_NAMES = (*NODE_NAMES, SPARE, *OTHERS)
+ALL_NAMES = tuple(f"n{number}" if APART else f"127.0.0.{2 + number}" for number in range(2 * NUM_NODES + 1))
+NODE_NAMES, OTHERS = ALL_NAMES[:NUM_NODES], ALL_NAMES[NUM_NODES + 1 :]
+SPARE = ALL_NAMES[NUM_NODES]  # in no partition, until one of the four dies
 CPUS_PER_NODE = 4
 INSTALL = "apt-get install --yes slurmctld slurmd slurm-client munge"
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "squeue", "scancel", "sinfo")
@@ -44,7 +49,7 @@ TIMEOUT_SECONDS = 60
 CONF = """\
 ClusterName={cluster_name}
 FirstJobId={first_job_id}
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({address})
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
@@ -59,7 +64,8 @@ SlurmctldPort={ports[0]}
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
+SelectTypeParameters=CR_Core_Memory
+DefMemPerCPU=400
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=1
 ReturnToService=2
@@ -74,7 +80,14 @@ PartitionName=urgent Nodes={names} MaxTime=INFINITE State=UP PriorityTier=10 Pre
 PartitionName=spare Nodes={spare} State=UP
 PartitionName=other Nodes={others} MaxTime=24:00:00 State=UP
 """
-NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} RealMemory=4000"
+NODE = "NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs={cpus} RealMemory=4000"
+# Begins slurmd on a machine of its own, whose network `ip` has made.
+BOOT = """\
+hostname "$0"
+mount --bind "$1" /etc/hosts
+mount -t tmpfs tmpfs /dev/shm
+exec "${@:2}"
+"""
 
 
 def missing_programs() -> list[str]:
@@ -100,6 +113,7 @@ class Cluster:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._network = _Network(directory) if APART else None
         self._conf = directory / "slurm.conf"
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self.environ = os.environ | {"SLURM_CONF": str(self._conf), "PATH": _path()}
@@ -110,7 +124,9 @@ class Cluster:
         key = directory / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
-        self._conf.write_text(_configuration(directory))
+        self._conf.write_text(_configuration(directory, self._network))
+        if self._network is not None:
+            self._network.make()
         munged = ["munged", "--foreground", f"--key-file={key}", f"--socket={directory}/munge.socket"]
         self._start(
             "munged", [*munged, *(f"--{name}-file={directory}/munged.{name}" for name in ("pid", "seed", "log"))]
@@ -137,6 +153,8 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+        if self._network is not None:
+            self._network.remove()
 
     def output(self, *command: str) -> str | None:
         """Return the output of a Slurm command; None if it fails, as it does until slurmctld is up."""
@@ -181,7 +199,8 @@ class Cluster:
             assert changed is not None, f"slurmctld does not let {nodes} be the nodes of {partition}"
 
     def _slurmd(self, name: str) -> list[str]:
-        return ["slurmd", "-D", "-f", str(self._conf), "-N", name]
+        slurmd = ["slurmd", "-D", "-f", str(self._conf), "-N", name]
+        return slurmd if self._network is None else self._network.on_node(name, slurmd)
 
     def _wait_until_idle(self) -> None:
         idle = f"idle {NUM_NODES}"
@@ -205,7 +224,7 @@ class Cluster:
         return environ.get("SLURM_CONF") == str(self._conf) and environ.get("SLURMD_NODENAME") == node
 
     def _start(self, name: str, command: list[str]) -> None:
-        with (self._directory / "log" / f"{command[0]}.console").open("ab") as console:
+        with (self._directory / "log" / f"{name}.console").open("ab") as console:
             self._daemons[name] = subprocess.Popen(
                 command, env=self.environ, cwd=self._directory, stdout=console, stderr=console
             )
@@ -219,6 +238,53 @@ class Cluster:
                 problem = f"{dead} ended" if dead else f"not ready after {TIMEOUT_SECONDS} s"
                 raise RuntimeError(f"the private Slurm did not start or stop: {problem}\n{logs}")
             time.sleep(0.2)
+
+
+class _Network:
+    """A bridge of this machine, and a network namespace for each node, which is connected to it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._name = f"s{secrets.token_hex(3)}"  # so short that the names of its interfaces are allowed
+        subnet = secrets.randbelow(2**14)
+        self._prefix = f"10.{64 + subnet // 256}.{subnet % 256}"
+        self.address = f"{self._prefix}.1"  # of this machine
+
+    def address_of(self, node: str) -> str:
+        return f"{self._prefix}.{2 + ALL_NAMES.index(node)}"
+
+    def make(self) -> None:
+        """Make the namespaces and the links, and write the /etc/hosts of each node."""
+        bridge = self._name
+        _ip(f"link add {bridge} type bridge", f"addr add {self.address}/24 dev {bridge}", f"link set {bridge} up")
+        for node in ALL_NAMES:
+            inside = self._inside(node)
+            _ip(f"netns add {inside}", f"link add {inside} type veth peer name eth0 netns {inside}")
+            _ip(f"link set {inside} master {bridge} up", f"-n {inside} link set lo up")
+            _ip(f"-n {inside} addr add {self.address_of(node)}/24 dev eth0", f"-n {inside} link set eth0 up")
+            others = [f"{self.address_of(other)} {other}" for other in ALL_NAMES if other != node]
+            self._hosts(node).write_text("\n".join(["127.0.0.1 localhost", f"127.0.1.1 {node}", *others, ""]))
+
+    def on_node(self, node: str, command: Sequence[str]) -> list[str]:
+        """Return a command that runs `command` on the machine of a node."""
+        boot = ["bash", "-ec", BOOT, node, str(self._hosts(node)), *command]
+        return ["nsenter", f"--net=/run/netns/{self._inside(node)}", "unshare", "--uts", "--mount", *boot]
+
+    def remove(self) -> None:
+        for node in ALL_NAMES:
+            _ip(f"netns delete {self._inside(node)}")
+        _ip(f"link delete {self._name}")
+
+    def _inside(self, node: str) -> str:
+        return f"{self._name}-{node}"
+
+    def _hosts(self, node: str) -> Path:
+        return self._directory / f"hosts.{node}"
+
+
+def _ip(*commands: str) -> None:
+    for words in commands:
+        subprocess.run(["ip", *words.split()], check=True)
 
 
 @contextlib.contextmanager
@@ -262,11 +328,17 @@ def _processes() -> list[_Process]:
     return found
 
 
-def _configuration(directory: Path) -> str:
+def _configuration(directory: Path, network: _Network | None) -> str:
     host = socket.gethostname().partition(".")[0]
     ports = free_ports(1 + len(ALL_NAMES))
     nodes = [
-        NODE.format(name=name, host=host, port=port, cpus=CPUS_PER_NODE)
+        NODE.format(
+            name=name,
+            host=host if network is None else name,
+            address="127.0.0.1" if network is None else network.address_of(name),
+            port=port,
+            cpus=CPUS_PER_NODE,
+        )
         for name, port in zip(ALL_NAMES, ports[1:], strict=True)
     ]
     return CONF.format(
@@ -274,6 +346,7 @@ def _configuration(directory: Path) -> str:
         cluster_name=f"private{ports[0]}",
         first_job_id=ports[0],
         host=host,
+        address="127.0.0.1" if network is None else network.address,
         user=getpass.getuser(),
         directory=directory,
         ports=ports,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 import launch.slurm
 from tests.commands import Done, call, float64_recipe
 from tests.nursery import run_python
+from tests.slurm.cluster import NODE_NAMES
 from trainer.distributed.environment import read_env
 from trainer.run_dir import RunDir
 
@@ -91,7 +93,7 @@ def test_ranks_of_a_real_step_and_of_a_batch_script(slurm: dict[str, str], tmp_p
     worlds = [read_env(environ) for environ in environs]
     assert [world.rank for world in worlds] == list(range(5))
     assert {(world.world_size, world.master_addr, world.master_port, world.launcher) for world in worlds} == {
-        (5, "127.0.0.2", worlds[0].master_port, "slurm")
+        (5, NODE_NAMES[0], worlds[0].master_port, "slurm")
     }
     for node in range(4):
         on_node = [
@@ -107,18 +109,27 @@ def test_ranks_of_a_real_step_and_of_a_batch_script(slurm: dict[str, str], tmp_p
     assert (world.launcher, world.world_size) == ("none", 1), "a batch script is no rank"
 
 
-def test_cpus_per_task_reach_srun(
+def test_the_step_of_a_batch_script(
     slurm: dict[str, str], slurm_py_here: Callable[..., Done], recipe: list[str], tmp_path: Path
 ) -> None:
-    """sbatch alone would set SLURM_CPUS_PER_TASK only for the script; this looks at the step, which has the ranks."""
-    asked = ["--nodes", "2", "--cpus-per-task", "3", *recipe]
-    script = slurm_py_here(*asked, "--run-dir", tmp_path / "run", "--dry-run").stdout
+    """sbatch alone would set SLURM_CPUS_PER_TASK only for the script; this looks at the step, which has the ranks.
+
+    While the step holds all memory of the job, nodes still answer the question whether they are dead.
+    """
+    (tmp_path / "slurm.yaml").write_text("setup: [export FROM_SETUP=1]\nsrun: ['--export=ALL,FROM_SRUN=2']\n")
+    with contextlib.chdir(tmp_path):
+        asked = ["--nodes", "2", "--cpus-per-task", "3", *recipe]
+        script = slurm_py_here(*asked, "--run-dir", tmp_path / "run", "--dry-run").stdout
     (tmp_path / "run/logs").mkdir(parents=True)
-    probe = re.sub(r"^train .*$", "train bash -c 'echo $SLURM_CPUS_PER_TASK'", script, flags=re.MULTILINE)
-    (tmp_path / "job.sh").write_text(probe)
+    step = "bash -c 'echo $SLURM_CPUS_PER_TASK $FROM_SETUP $FROM_SRUN; sleep 5'"
+    probe = re.sub(r"^train .*$", f'"${{ranks[@]}}" {step} &', script, flags=re.MULTILINE)
+    (tmp_path / "job.sh").write_text(
+        f"{probe}\nsleep 2; answer 2 && echo alive; [[ $(jobs -r) ]] && echo still; wait\n"
+    )
     assert run("sbatch", "--wait", tmp_path / "job.sh", environ=slurm).returncode == 0
-    (first, second) = (tmp_path / "run/logs").glob("*_log.out")
-    assert (first.read_text(), second.read_text()) == ("3\n", "3\n")
+    (first, second) = (path.read_text() for path in sorted((tmp_path / "run/logs").glob("*_log.out")))
+    assert sorted(first.splitlines()) == ["3 1 2", "alive", "still"]
+    assert second == "3 1 2\n"
 
 
 def test_a_failing_run_ends_the_job_with_status_1(

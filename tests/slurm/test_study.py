@@ -41,7 +41,6 @@ def command(
 ) -> Command:
     """Run a command of launch/ with its arguments, in this process, on the private Slurm."""
     monkeypatch.setenv("SLURM_CONF", slurm["SLURM_CONF"])
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     mains = {"slurm.py": launch.slurm.main, "status.py": launch.status.main}
 

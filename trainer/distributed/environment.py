@@ -9,12 +9,14 @@ have SLURM_NTASKS, but are a single process.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import re
 import socket
+import struct
 import sys
-import traceback
+import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,8 +49,8 @@ _FIRST_RESERVED_STEP: Final = 0xFFFFFFF0
 # Below Linux's ephemeral range (from 32768), so that no outgoing connection takes one of them before it is used.
 PORTS: Final = range(20_000, 32_000)
 
-# Files of the Python frames in which a rank sends to others or waits for them.
-COLLECTIVES: Final = re.compile(r"torch/distributed/|distributed/collectives|deepspeed/comm/")
+_RESOLVE_TRIES: Final = 5  # one a second
+_SIOCGIFADDR: Final = 0x8915  # the request for the address of an interface, from Linux's sockios.h
 
 
 @dataclass(frozen=True)
@@ -132,15 +134,18 @@ def init_process_group(world: WorldEnv, device: torch.device, *, timeout_seconds
 
 def _join(world: WorldEnv, device: torch.device, *, timeout: timedelta) -> None:
     address = f"{world.master_addr}:{world.master_port}"
+    _check_resolves(world.master_addr)
     try:
         store, _, _ = next(
             dist.rendezvous(f"tcp://{address}", world.rank, world.world_size, timeout=timeout)  # type: ignore[attr-defined]
         )
         # torchrun's store still holds the keys of before a restart.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"restart_{restart}", store)  # type: ignore[attr-defined]
+        _choose_interface(world, store)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore(f"restart_{restart}", store),  # type: ignore[attr-defined]
+            store=store,
             rank=world.rank,
             world_size=world.world_size,
             timeout=timeout,
@@ -153,6 +158,49 @@ def _join(world: WorldEnv, device: torch.device, *, timeout: timedelta) -> None:
             f"within {timeout.total_seconds():.0f} s ({reason}); check that every rank was started and that {address} "
             "can be reached from every node, or set MASTER_ADDR and MASTER_PORT"
         ) from error
+
+
+def _check_resolves(host: str) -> None:
+    """Raise `UserError` if the name of a host has no address for some seconds; torch would ask for minutes."""
+    for _ in range(_RESOLVE_TRIES):
+        try:
+            socket.getaddrinfo(host, None)
+        except socket.gaierror as error:
+            reason = error
+            time.sleep(1)
+        else:
+            return
+    raise UserError(
+        f"{socket.gethostname()} finds no address of {host} ({reason.strerror}); add it to the name server or to "
+        "/etc/hosts of every node, or set MASTER_ADDR to an address"
+    )
+
+
+def _choose_interface(world: WorldEnv, store: dist.Store) -> None:  # type: ignore[name-defined]
+    """Let gloo use the network interface that reaches the other nodes, unless GLOO_SOCKET_IFNAME names one.
+
+    Otherwise gloo takes the address of this host's name. In Debian and Ubuntu that is 127.0.1.1, where no other node
+    finds it. NCCL avoids such an address by itself.
+    """
+    if world.local_world_size == world.world_size or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    key, last = "address of the last rank", world.world_size - 1  # it is on another node than rank 0
+    own = _address_towards(world.master_addr if world.rank == last else store.get(key).decode())
+    if world.rank == last:
+        store.set(key, own)
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            if socket.inet_ntoa(answer[20:24]) == own and not own.startswith("127."):
+                os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _address_towards(other: str) -> str:
+    """Return the IPv4 address from which this host sends to `other`; "" if it has none."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((other, 9))  # sends nothing
+        return str(probe.getsockname()[0])
+    return ""
 
 
 @contextlib.contextmanager
@@ -179,17 +227,6 @@ def destroy_process_group() -> None:
         if owner is None or not owner.is_initialized():
             owner = dist
         owner.destroy_process_group()
-
-
-def lost_another(error: BaseException) -> bool:
-    """Tell whether an error is the consequence of another rank's end: torch has raised it inside a collective.
-
-    The words of such an error depend on the moment and the backend. An error of this rank itself is raised elsewhere.
-    """
-    if not isinstance(error, RuntimeError) or error.__traceback__ is None:
-        return False
-    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
-    return COLLECTIVES.search(innermost.f_code.co_filename) is not None
 
 
 def _require(environ: Mapping[str, str], names: Sequence[str], *, launcher: str) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import traceback
 from dataclasses import dataclass
 from typing import Final
 
-from trainer.distributed.environment import COLLECTIVES
 from trainer.run_dir import RunDir
 
+# Files of the Python frames in which a rank sends to others or waits for them.
+_COLLECTIVES: Final = re.compile(r"torch/distributed/|distributed/collectives|deepspeed/comm/")
 # Innermost frames of a rank that waits for others: in a collective, a backward pass that sends gradients, or its GPU.
-_WAITS: Final = re.compile(rf"{COLLECTIVES.pattern}|torch/cuda/|_engine_run_backward")
+_WAITS: Final = re.compile(rf"{_COLLECTIVES.pattern}|torch/cuda/|_engine_run_backward")
 _NUM_FRAMES: Final = 4
 
 
@@ -61,3 +63,14 @@ def describe_stall(run_dir: RunDir, *, since: float = 0.0) -> str | None:
 def _split(text: str) -> tuple[str, str]:
     header, _, body = text.partition("\n")
     return header.rstrip(), body.strip()
+
+
+def lost_another(error: BaseException) -> bool:
+    """Tell whether an error is the consequence of another rank's end: torch has raised it inside a collective.
+
+    The words of such an error depend on the moment and the backend. An error of this rank itself is raised elsewhere.
+    """
+    if not isinstance(error, RuntimeError) or error.__traceback__ is None:
+        return False
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+    return _COLLECTIVES.search(innermost.f_code.co_filename) is not None

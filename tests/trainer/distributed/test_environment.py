@@ -23,10 +23,10 @@ from trainer.distributed.environment import (
     expand_tasks_per_node,
     first_host,
     init_process_group,
-    lost_another,
     process_group,
     read_env,
 )
+from trainer.fault_tolerance.stalls import lost_another
 from trainer.optim.optimizers import SGDConfig
 
 TORCHRUN = {
@@ -202,6 +202,12 @@ def test_a_rank_that_never_comes_is_named_within_the_timeout() -> None:
     world = WorldEnv(1, 2, master_addr="127.0.0.1", master_port=free_ports(1)[0])
     with pytest.raises(UserError, match=r"rank 1 of 2 on \S+ did not meet the others at 127.0.0.1:\d+ within 1 s"):
         init_process_group(world, torch.device("cpu"), timeout_seconds=1)
+
+
+def test_a_name_without_an_address_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env_module, "_RESOLVE_TRIES", 1)
+    with pytest.raises(UserError, match=r"finds no address of n7\.invalid"):
+        init_process_group(WorldEnv(1, 2, master_addr="n7.invalid", master_port=1), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
