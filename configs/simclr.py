@@ -13,7 +13,7 @@ Build the shards first, for example
 
 from __future__ import annotations
 
-from configs.base import CIFAR10_MEAN, CIFAR10_STD, NAME_OF_DATA, PUBLISHED_SGD, changed, data, huang
+from configs.base import CIFAR10_MEAN, CIFAR10_STD, NAME_OF_DATA, PUBLISHED_SGD, changed, data
 from trainer.config import RunConfig
 from trainer.models.encoder import ResNetConfig
 from trainer.objectives import PublishedNTXentConfig
@@ -98,16 +98,6 @@ def folder_small() -> RunConfig:
         channels_last=True,
         probe=ProbeConfig(views="none", num_epochs=30),
     )
-
-
-def huang_cifar10() -> RunConfig:
-    """SimCLR with the settings of Huang et al. (2023), on CIFAR-10. Published: 89.76 % by kNN."""
-    return huang("simclr-huang", "cifar10")
-
-
-def huang_cifar100() -> RunConfig:
-    """SimCLR with the settings of Huang et al. (2023), on CIFAR-100. Published: 57.74 % by kNN."""
-    return huang("simclr-huang", "cifar100")
 
 
 def _published(dataset: str) -> RunConfig:

@@ -35,7 +35,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from configs import audio, barlow_twins, debug, moco, simclr, simsiam, viewmaker
+from configs import audio, debug, huang, simclr, viewmaker
 from configs.base import changed, data, named
 from configs.suppression import benchmark
 from trainer.config import RunConfig
@@ -50,7 +50,6 @@ _HUANG_EVERY_STEPS = 970  # ten epochs, between two kNN evaluations on the whole
 _ROWS = ("cifar10", "shapes", "digits", "letters")
 _ADDED = ("abcde", "abcd", "abc", "ab", "a")
 _STRENGTHS = (1.0, 0.5, 0.25, 0.125)
-_SHARING = ("_per_item", "")
 _PAIRS = ("ab", "ac", "ad", "ae", "bc", "bd", "be", "cd", "ce", "de")
 
 
@@ -123,7 +122,7 @@ def temperatures() -> list[RunConfig]:
     The paper does not give the weight of the split loss or the dataset, and does not say whether each row is a run.
     Here the weight is twice the temperature, and each row is a run whose learning rate falls to 0.
     """
-    base = simclr.huang_cifar10()
+    base = huang.simclr()
     losses = {
         "simclr-t1": NTXentConfig(temperature=1.0),
         "simclr-t0.5": NTXentConfig(temperature=0.5),
@@ -144,7 +143,7 @@ def temperatures_small() -> list[RunConfig]:
 
 def pairs() -> list[RunConfig]:
     """The figure of pairs of transforms of Huang et al. (2023): SimCLR with two transforms, 200 epochs; 30 runs."""
-    base = changed(_with_knn([simclr.huang_cifar10()])[0], num_epochs=200)
+    base = changed(_with_knn([huang.simclr()])[0], num_epochs=200)
     runs = [named(base, f"{letters}-200epochs", views=huang_views(letters)) for letters in _PAIRS]
     return _study("pairs", _seeded(runs, _SEEDS))
 
@@ -159,8 +158,9 @@ def sharing() -> list[RunConfig]:
 
     The published runs have separate backgrounds. There are no published numbers for shared backgrounds.
     """
-    policies = ("spectral", "waveform", "viewmaker")
-    runs = [getattr(audio, f"{policy}{ending}")() for policy in policies for ending in _SHARING]
+    runs = []
+    for recipe in (audio.spectral(), audio.waveform(), audio.viewmaker()):
+        runs += [named(recipe, "per-item", data=recipe.data.model_copy(update={"overlay": "online"})), recipe]
     return _study("sharing", _seeded(runs, _SOUND_SEEDS))
 
 
@@ -203,7 +203,7 @@ def firing() -> list[RunConfig]:
 
     The network is that of the paper. The paper does not describe the training; here it is SimCLR as in Huang et al.
     """
-    base = simclr.huang_cifar10()
+    base = huang.simclr()
     network = WideResNet34x5Config.model_validate(
         base.encoder.model_dump(exclude={"kind", "stem_relu", "init", "width"})
     )
@@ -250,9 +250,8 @@ def _seeded(runs: Sequence[RunConfig], seeds: Sequence[int]) -> list[RunConfig]:
 
 def _huang() -> list[RunConfig]:
     """Return the runs with all five transforms for each method, on CIFAR-10 and on CIFAR-100."""
-    ten = (simclr.huang_cifar10(), barlow_twins.cifar10(), moco.cifar10(), simsiam.cifar10())
-    hundred = (simclr.huang_cifar100(), barlow_twins.cifar100(), moco.cifar100(), simsiam.cifar100())
-    return _with_knn([*ten, *hundred])
+    methods = (huang.simclr, huang.barlow_twins, huang.moco, huang.simsiam)
+    return _with_knn([method(dataset) for dataset in ("cifar10", "cifar100") for method in methods])
 
 
 def _with_knn(runs: Sequence[RunConfig]) -> list[RunConfig]:

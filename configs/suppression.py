@@ -1,16 +1,8 @@
 """The suppression benchmark: every setting x every cure x several difficulties, as studies.
 
-    python -m data_pipeline suppression --root DIR --out data/suppression_small --small
-    python launch/slurm.py --executor local --study studies:suppression_small --at-a-time 2
-    python -m trainer.probe runs/suppression_small/*-simclr-seed* --step 0 --missing
-    python -m trainer.probe runs/suppression_small/*-simclr-seed* --step 0 --reads pixels --missing
-    python -m trainer.probe runs/suppression_small --missing
-    python -m trainer.analyze monitors runs/suppression_small
-    python -m trainer.report --study suppression_small runs/suppression_small
-
-The launch command may be stopped and repeated: it skips finished runs. `suppression` is for a cluster
-(`launch/slurm.py --study studies:suppression`) and trains a ResNet-18 for 100 epochs. `suppression_small` trains the
-small network of the RandBit experiment for 160 steps. `suppression_quick` is RandBit with three cures.
+docs/cures.md has the commands. `suppression` is for a cluster and trains a ResNet-18 for 100 epochs.
+`suppression_small` trains the small network of the RandBit experiment for 160 steps. `suppression_quick` is RandBit
+with three cures.
 
 No function here is a recipe. A cure is a function of a run: it changes the loss, the views or the encoder, and knows no
 label. All cures of a setting have the same data, seeds, optimizer and number of steps, so their differences are paired.

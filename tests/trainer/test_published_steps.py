@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchvision.models import ResNet
 from torchvision.models.resnet import BasicBlock
 
-from configs import barlow_twins, moco, simclr, simsiam, viewmaker
+from configs import huang, viewmaker
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.sample import Batch
 from tests.trainer.objectives import loops, test_moco, test_simsiam
@@ -232,10 +232,10 @@ def moco_by_loop(objective: Any) -> tuple[Loss, list[nn.Module]]:
 @pytest.mark.parametrize(
     ("recipe", "by_loop", "learning_rate"),
     [
-        (simclr.huang_cifar10, simclr_by_loop, 0.06),
-        (barlow_twins.cifar10, barlow_by_loop, 0.11),
-        (simsiam.cifar10, simsiam_by_loop, 0.05),
-        (moco.cifar10, moco_by_loop, 0.08),
+        (huang.simclr, simclr_by_loop, 0.06),
+        (huang.barlow_twins, barlow_by_loop, 0.11),
+        (huang.simsiam, simsiam_by_loop, 0.05),
+        (huang.moco, moco_by_loop, 0.08),
     ],
     ids=["simclr", "barlow twins", "simsiam", "moco"],
 )

@@ -244,7 +244,6 @@ TRAINING = [
     "training.fewer_noised=[5]",
     "training.weak_correlation=0.3",
     "training.weak_correlations=[0.3]",
-    "training.variations=[]",
     "training.num_steps=60",
     "training.noise_from_step=25",
 ]

@@ -158,8 +158,4 @@ def training_tables(training: TrainingSettings, found: Mapping[str, Tensors]) ->
             {"num_dominant": training.num_dominant, **pair(base)},
             *({"num_dominant": count, **pair(found[f"dominant_{count}"])} for count in training.fewer_dominant),
         ],
-        "by_variation": [
-            {"setting": one.setting, "value": one.value, **pair(found[f"vary_{one.name}"])}
-            for one in training.variations
-        ],
     }

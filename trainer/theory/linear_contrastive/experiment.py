@@ -134,7 +134,6 @@ def _arms(training: TrainingSettings) -> dict[str, tuple[TrainingSettings, Seque
     by_noise = [NoiseArm(weak, each, num) for each in training.betas]
     by_noise += [NoiseArm(weak, beta, count) for count in training.fewer_noised]
     changed = {f"dominant_{num}": training.model_copy(update={"num_dominant": num}) for num in training.fewer_dominant}
-    changed |= {f"vary_{one.name}": training.varied(one) for one in training.variations}
     pairs = {
         name: (other, [NoiseArm(weak, each, other.num_dominant) for each in (1.0, beta)])
         for name, other in changed.items()

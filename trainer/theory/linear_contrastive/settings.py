@@ -11,7 +11,6 @@ from torch import Tensor
 from data_pipeline.core.schema import (
     Count,
     CountOrZero,
-    Factor,
     LearningRate,
     PositiveFactor,
     Schema,
@@ -77,23 +76,12 @@ class TheoremSettings(Schema):
         return tuple(len(getattr(self, name)) for name in GRID_AXES)
 
 
-class Variation(Schema):
-    """One setting of the training, and another value for it."""
-
-    setting: Literal["dim", "num_pairs", "learning_rate", "initial_scale", "dominant_correlation", "noise_from_step"]
-    value: Factor
-
-    @property
-    def name(self) -> str:
-        return f"{self.setting}_{self.value:g}"
-
-
 class TrainingSettings(Schema):
     """Settings for appendix D: one weak and many dominant features, with noise on the dominant ones from a step on.
 
-    `noise_from_step` is that step. In the sweeps over `other_betas`, `fewer_noised`, `fewer_dominant` and `variations`
-    the weak feature has `weak_correlation`. The claims use only the `weak_correlations` below `dominant_correlation`;
-    figures and tables show all of them.
+    `noise_from_step` is that step. In the sweeps over `other_betas`, `fewer_noised` and `fewer_dominant` the weak
+    feature has `weak_correlation`. The claims use only the `weak_correlations` below `dominant_correlation`; figures
+    and tables show all of them.
 
     `initial_scale` is the root mean square norm of theta_k at the start. Its entries are N(0, initial_scale^2 / dim).
     """
@@ -112,13 +100,6 @@ class TrainingSettings(Schema):
     num_dominant: Count = 50
     fewer_dominant: tuple[Count, ...] = (40, 30, 20, 10, 1)
     fewer_noised: tuple[Count, ...] = (25, 10, 5)
-    variations: tuple[Variation, ...] = (
-        Variation(setting="dim", value=20),
-        Variation(setting="num_pairs", value=64),
-        Variation(setting="num_pairs", value=16),
-        Variation(setting="learning_rate", value=0.1),
-        Variation(setting="initial_scale", value=1),
-    )
 
     @model_validator(mode="after")
     def _within(self) -> Self:
@@ -130,8 +111,6 @@ class TrainingSettings(Schema):
             raise ValueError(f"fewer_dominant and fewer_noised must lie below num_dominant, {self.num_dominant}")
         if min(self.weak_correlations) >= self.dominant_correlation:
             raise ValueError("one of weak_correlations must lie below dominant_correlation, or no feature is weak")
-        for variation in self.variations:
-            self.varied(variation)
         return self
 
     @property
@@ -143,11 +122,6 @@ class TrainingSettings(Schema):
         """Return two of the arms, which are in the order of `betas`: first without noise, then with `noise_beta`."""
         chosen = torch.tensor([self.betas.index(1), self.betas.index(self.noise_beta)])
         return {name: history[chosen] for name, history in by_beta.items()}
-
-    def varied(self, variation: Variation) -> TrainingSettings:
-        """Return these settings with one changed. Raises `ValueError` if the value is not allowed."""
-        value = self.model_dump() | {"variations": (), variation.setting: variation.value}
-        return TrainingSettings.model_validate(value)
 
 
 class ErrorSettings(Schema):
