@@ -31,7 +31,7 @@ from data_pipeline.core.schema import flatten, given_settings
 from data_pipeline.core.validation import describe
 from data_pipeline.storage.locations import INDEX_NAME, is_tars
 from trainer.config import RunConfig, read_settings
-from trainer.config_rules import check, check_classes
+from trainer.config_rules import check_classes, check_sections
 from trainer.data import DataConfig
 
 CONFIG_SUFFIXES = {".json", ".yaml", ".yml"}
@@ -61,7 +61,7 @@ def resolve_recipe(name: str, overrides: Sequence[str] = ()) -> RunConfig:
         own_name = recipe.name.replace(NAME_OF_DATA, _name_of_data(config.data))
         config = config.model_copy(update={"name": own_name})
     given = "".join(f" --set {override}" for override in overrides)
-    check(config, where=f"{where} with{given}" if given else where)
+    check_sections(config, where=f"{where} with{given}" if given else where)
     return config
 
 
@@ -124,7 +124,7 @@ def resolve_study(name: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
     ]
     refuse_namesakes(resolved, where=name)
     for member in resolved:
-        check(member, where=f"{name} ({member.name}, seed {member.seed})")
+        check_sections(member, where=f"{name} ({member.name}, seed {member.seed})")
     return resolved
 
 

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
-from torchaudio import functional as audio
 
 from data_pipeline.core.counter_rng import can_use_numpy
 from data_pipeline.core.errors import UserError
@@ -229,6 +228,8 @@ class _Filters:
 
 @cache  # a recorded step reads them, so none may be freed
 def _filters(config: MelConfig, device: torch.device, dtype: torch.dtype) -> _Filters:
+    from torchaudio import functional as audio  # here, because no run on pictures needs it
+
     with torch.inference_mode(False):  # the cache must not keep inference tensors: training could not use them
         window = torch.hann_window(config.n_fft, dtype=torch.float64)
         weights_FM: Tensor = audio.melscale_fbanks(

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
-from torchaudio import functional as audio
 
 from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.errors import UserError
@@ -141,6 +140,8 @@ def resample(sound: Tensor, *, from_rate: int, to_rate: int) -> Tensor:
     Y = X * (to_rate / from_rate) in floating point, it makes floor(Y) points; a zero follows unless Y is whole. The
     rounding of Y matters: 30 s at 44,100 points a second become 1,440,001 points at 48,000, and the last is a zero.
     """
+    from torchaudio import functional as audio  # here, because no run on pictures needs it
+
     num_points = sound.shape[-1] * (to_rate / from_rate)
     num_made = math.floor(num_points)
     resampled: Tensor = audio.resample(

@@ -87,6 +87,9 @@ class FileCache:
     """
 
     def __init__(self, location: str, *, sha256: str, config: RemoteConfig) -> None:
+        # Before workers are forked: in one that is forked while a thread imports it, the import would never end.
+        import aiohttp  # noqa: F401
+
         self.location, self._config = location, config
         gigabytes = config.cache_gigabytes
         if config.cache_dir is not None:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-import aiohttp
 import fsspec
 from pydantic import Field
 
@@ -33,9 +32,6 @@ _LONGEST_PAUSE: Final = 16.0  # seconds between two attempts
 _DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BUSY_STATUS: Final = (408, 425, 429)  # of an answer of http; a later attempt may get the file
 _DENIED_STATUS: Final = (401, 403)
-# Without this limit, aiohttp ends each download after five minutes. `_wait` has better ones. By trust_env it uses the
-# passwords in ~/.netrc, and the proxies that variables of the environment name.
-_OPTIONS: Final[dict[str, Any]] = {"client_kwargs": {"timeout": aiohttp.ClientTimeout(total=None), "trust_env": True}}
 _delivered: set[str] = set()  # the servers that have delivered a file to this process, or to its parent before the fork
 
 
@@ -141,12 +137,24 @@ def _attempt(file: RemoteFile, path: Path, *, stall_seconds: float, deadline: fl
 
 def _download(url: str, path: Path, download: Future[None]) -> None:
     try:
-        store, name = fsspec.url_to_fs(url, **(_OPTIONS if url.startswith("http") else {}))
+        store, name = file_system(url)
         store.get_file(name, str(path))
     except BaseException as error:
         download.set_exception(error)
     else:
         download.set_result(None)
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """Return the file system of a url, and the path there."""
+    import aiohttp  # here, because ranks with local data never need it
+
+    # Without this limit, aiohttp ends each download after five minutes. `_wait` has better ones. By trust_env it uses
+    # the passwords in ~/.netrc, and the proxies that variables of the environment name.
+    client = {"timeout": aiohttp.ClientTimeout(total=None), "trust_env": True}
+    options = {"client_kwargs": client} if url.startswith("http") else {}
+    found: tuple[Any, str] = fsspec.url_to_fs(url, **options)
+    return found
 
 
 def _wait(download: Future[None], path: Path, *, stall_seconds: float, deadline: float) -> None:

@@ -17,6 +17,7 @@ from benchmarks.gpu_stages.kernel_trace import Kernel, Trace, busy_microseconds,
 from benchmarks.gpu_stages.peers import Form, Peer
 from benchmarks.gpu_stages.session import Setting, read_record
 from data_pipeline.core.errors import UserError
+from tests.nursery import run_python
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 
 # One measurement of each kind: of two recipes, three peers and three ways to compile, one goes through the same code.
@@ -95,7 +96,7 @@ from benchmarks.gpu_stages import checks
 for file in checks._TEST_FILES:
     importlib.import_module(file.removesuffix(".py").replace("/", "."))
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=checks.ROOT, capture_output=True, text=True)
+    done = run_python([sys.executable, "-c", program], cwd=checks.ROOT)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -1,10 +1,11 @@
-"""The matrix: every objective x {1, 4 ranks} x {whole, chunked loss} x {one batch, recomputed micro batches}. Loss,
-every gradient and every buffer are those of one process with the loss in one piece and nothing recomputed.
+"""Every objective on four ranks and in one process: with the loss whole and nothing recomputed, and with the loss in
+chunks and micro batches whose activations are recomputed. Loss, every gradient and every buffer are those of one
+process with the loss in one piece and nothing recomputed.
 
 Both players take part: a viewmaker and an encoder with synchronised batch norm, in the simultaneous game, in float64,
 each rank with its own part of the batch. The encoder is a convnet, which has fewer batch norms and so fewer messages
-than a ResNet; the ResNet has rows of its own. What a micro batch changes is what batch norm sees, so a reference has as
-many micro batches; that these do not matter otherwise is shown with an encoder without batch norm.
+than a ResNet; the ResNet has a row of its own. What a micro batch changes is what batch norm sees, so a reference has
+as many micro batches; that these do not matter otherwise is shown with an encoder without batch norm.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ OBJECTIVES = {
     "nt_xent": [],
     "nt_xent_published": [],
     "info_nce": [],
-    "split": [],
+    "split": ["view_forwards=one"],
     "linear": [],
     "barlow_twins": [],
     "moco": ["objective.queue_size=16"],
@@ -52,11 +53,11 @@ OBJECTIVES = {
 CHUNKED = {"nt_xent", "nt_xent_published", "nt_xent_cycle", "nt_xent_decoder"}
 CHUNKED |= {"split", "symmetric_info_nce", "dcl", "macl", "ifm"}
 SMALL = "{kind: viewmaker, base_width: 4, num_res_blocks: 1}"
-RESNET = {  # the settings of its rows: a viewmaker alone, or in a composition
-    "viewmaker": [],
-    "crop_then_viewmaker": [f"views={{kind: sequence, parts: [{{kind: expert_image}}, {SMALL}]}}"],
-    "expert_against_viewmaker": [f"views={{kind: pair, first: {{kind: expert_image}}, second: {SMALL}}}"],
-    "viewmaker_then_lost_channels": [f"views={{kind: sequence, parts: [{SMALL}, {{kind: channel_dropout}}]}}"],
+COMPOSED = {  # the settings of rows of NT-Xent beside those of the objectives
+    "resnet": [],
+    "crop_then_viewmaker": [CONVNET, f"views={{kind: sequence, parts: [{{kind: expert_image}}, {SMALL}]}}"],
+    "expert_against_viewmaker": [CONVNET, f"views={{kind: pair, first: {{kind: expert_image}}, second: {SMALL}}}"],
+    "viewmaker_then_lost_channels": [CONVNET, f"views={{kind: sequence, parts: [{SMALL}, {{kind: channel_dropout}}]}}"],
 }
 MULTI_CROP = {
     "dino": ["objective.num_prototypes=12"],
@@ -98,14 +99,15 @@ def configure_multi_crop(objective: str, overrides: list[str]) -> RunConfig:
 
 
 # Encoders whose blocks pass twice before one backward pass, or whose trunk does, and engines of other modules beside.
-FSDP: dict[str, tuple[Callable[[str, list[str]], RunConfig], str, list[str]]] = {
+ENCODERS: dict[str, tuple[Callable[[str, list[str]], RunConfig], str, list[str]]] = {
     "resnet": (configure, "nt_xent", []),
     "in_turns": (configure, "simsiam", ["adversary.update=alternating"]),
     "split_batch_norm": (configure, "nt_xent", ["encoder.batch_norm=split", "encoder.batch_norm_splits=2"]),
-    "convnet": (configure, "nt_xent", [CONVNET]),
     "transformer": (configure, "nt_xent", [WITHOUT_BATCH_NORM]),
     "two_sizes": (configure_multi_crop, "dino", []),
+    "two_sizes_by_label": (configure_multi_crop, "supervised", []),
 }
+ENGINES = [(name, "fsdp") for name in ENCODERS] + [(name, "ddp") for name in ENCODERS if name.startswith("two_sizes")]
 
 
 def own_part() -> Batch:
@@ -157,78 +159,83 @@ def assert_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch
         torch.testing.assert_close(found[name], tensor, rtol=1e-8, atol=1e-11, msg=f"{name}, {cell}")
 
 
-def cells_of(objective: str) -> list[Cell]:
-    chunks = (False, True) if objective in CHUNKED else (False,)
-    return [cell for chunked in chunks for cell in (Cell(chunked), Cell(chunked, micro_batches=2, recomputes=True))]
+WHOLE, IN_PARTS = Cell(), Cell(micro_batches=2)  # the references
+ROWS = (*OBJECTIVES, *COMPOSED)
 
 
-IN_PARTS = Cell(micro_batches=2)  # a reference
-CELLS = [(objective, cell) for objective in OBJECTIVES for cell in cells_of(objective)]
-CELLS_OF_RESNET = [(name, cell) for name in RESNET for cell in cells_of("nt_xent") if not cell.chunked]
+def last_cell(row: str) -> Cell:
+    """Return the cell in which all is done that can be: chunks, micro batches, recomputed activations."""
+    return Cell(chunked=row in CHUNKED, micro_batches=2, recomputes=True)
+
+
+def cells_of(row: str) -> dict[Cell, Cell]:
+    """Return the cells of a row on four ranks, each with its reference."""
+    last = {last_cell(row): IN_PARTS}
+    return last if row in COMPOSED else {WHOLE: WHOLE} | last
+
+
+def config_of(row: str, cell: Cell) -> RunConfig:
+    objective, overrides = ("nt_xent", COMPOSED[row]) if row in COMPOSED else (row, [CONVNET])
+    return configure(objective, [*overrides, *cell.overrides()])
 
 
 @functools.cache
-def matrix(num_ranks: int) -> dict[tuple[str, Cell], list[dict[str, torch.Tensor]]]:
+def alone(row: str, cell: Cell) -> dict[str, torch.Tensor]:
+    found = one_step(config_of(row, cell))
+    assert any(name.startswith("viewmaker/") for name in found)
+    return found
+
+
+@functools.cache
+def of_four_ranks() -> dict[tuple[str, Cell], list[dict[str, torch.Tensor]]]:
     """Return the results of every cell on each rank, from one call: to start ranks takes longer than a cell."""
-    cells = CELLS + CELLS_OF_RESNET
-    if num_ranks == 1:
-        cells += [(row, IN_PARTS) for row in (*OBJECTIVES, *RESNET)]
-    configs = [
-        configure("nt_xent", [*RESNET[row], *cell.overrides()])
-        if row in RESNET
-        else configure(row, [CONVNET, *cell.overrides()])
-        for row, cell in cells
-    ]
-    by_rank = run_ranks(steps, num_ranks, configs, timeout_s=600)
+    cells = [(row, cell) for row in ROWS for cell in cells_of(row)]
+    by_rank = run_ranks(steps, 4, [config_of(row, cell) for row, cell in cells], timeout_s=600)
     return dict(zip(cells, map(list, zip(*by_rank, strict=True)), strict=True))
 
 
-def assert_cells_are_one_process(row: str, cells: list[Cell], num_ranks: int) -> None:
-    for cell in cells:
-        (expected,) = matrix(1)[row, IN_PARTS if cell.recomputes else Cell()]
-        assert any(name.startswith("viewmaker/") for name in expected)
-        for result in matrix(num_ranks)[row, cell]:
-            assert_equal(result, expected, cell)
-
-
 @pytest.mark.ranks
-@pytest.mark.parametrize("num_ranks", [1, 4])
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_every_cell_is_one_process(objective: str, num_ranks: int) -> None:
-    assert_cells_are_one_process(objective, cells_of(objective), num_ranks)
+@pytest.mark.parametrize("row", ROWS)
+def test_four_ranks_are_one_process(row: str) -> None:
+    for cell, reference in cells_of(row).items():
+        for result in of_four_ranks()[row, cell]:
+            assert_equal(result, alone(row, reference), cell)
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("num_ranks", [1, 4])
-@pytest.mark.parametrize("name", RESNET)
-def test_every_cell_of_a_resnet_and_of_composed_views_is_one_process(name: str, num_ranks: int) -> None:
-    assert_cells_are_one_process(name, [cell for row, cell in CELLS_OF_RESNET if row == name], num_ranks)
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS)
+def test_chunks_and_recomputed_activations_change_nothing(row: str) -> None:
+    assert_equal(alone(row, last_cell(row)), alone(row, IN_PARTS), row)
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("objective", MULTI_CROP)
-def test_every_cell_of_two_sizes_of_views_is_one_process(objective: str) -> None:
-    cells = [["memory.micro_batches=1"], ["memory.micro_batches=2", "memory.encoder_checkpointing=1"]]
-    expected = run_ranks(steps, 1, [configure_multi_crop(objective, cell[:1]) for cell in cells])[0]
-    for of_rank in run_ranks(steps, 2, [configure_multi_crop(objective, cell) for cell in cells]):
-        for cell, result, one_process in zip(cells, of_rank, expected, strict=True):
-            assert_equal(result, one_process, cell)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("name", FSDP)
-def test_every_cell_of_an_encoder_in_pieces_is_one_process(name: str) -> None:
-    build, objective, overrides = FSDP[name]
+def settings_of(name: str) -> list[list[str]]:
+    """Return the settings of a step whole, and of one in micro batches whose activations are recomputed."""
     checkpointed = "whole" if name == "transformer" else "2"  # it counts as one block
-    cells = [
-        ["memory.micro_batches=1"],
-        ["memory.micro_batches=2", f"memory.encoder_checkpointing={checkpointed}"],
-    ]
-    expected = run_ranks(steps, 1, [build(objective, [*overrides, cell[0]]) for cell in cells])[0]
-    configs = [build(objective, [*overrides, *cell, "engine.kind=fsdp"]) for cell in cells]
-    for of_rank in run_ranks(steps, 2, configs):
-        for cell, result, one_process in zip(cells, of_rank, expected, strict=True):
-            assert_equal(result, one_process, cell)
+    recomputed = ["memory.micro_batches=2", f"memory.encoder_checkpointing={checkpointed}"]
+    return [["memory.micro_batches=1"], recomputed]
+
+
+@functools.cache
+def of_two_ranks() -> dict[tuple[str, str], list[list[dict[str, torch.Tensor]]]]:
+    """Return the results of both cells of an encoder with an engine, by rank."""
+    configs = []
+    for name, engine in ENGINES:
+        build, objective, overrides = ENCODERS[name]
+        configs += [build(objective, [*overrides, *cell, f"engine.kind={engine}"]) for cell in settings_of(name)]
+    by_rank = run_ranks(steps, 2, configs, timeout_s=600)
+    return {case: [of_rank[2 * number : 2 * number + 2] for of_rank in by_rank] for number, case in enumerate(ENGINES)}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("name", "engine"), ENGINES)
+def test_two_ranks_with_other_encoders_and_engines_are_one_process(name: str, engine: str) -> None:
+    """With FSDP, the encoder is in pieces."""
+    results = of_two_ranks()[name, engine]
+    build, objective, overrides = ENCODERS[name]
+    for number, cell in enumerate(settings_of(name)):
+        expected = one_step(build(objective, [*overrides, cell[0]]))
+        for of_rank in results:
+            assert_equal(of_rank[number], expected, cell)
 
 
 @pytest.mark.slow

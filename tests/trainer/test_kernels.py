@@ -13,7 +13,6 @@ from configs import resolve_recipe
 aten = torch.ops.aten
 BUDGETS = {
     ("simclr:digits", "float32"): 520,
-    ("simclr:digits", "bfloat16"): 565,
     ("viewmaker:digits", "float32"): 550,
     ("viewmaker:digits", "bfloat16"): 670,
 }
@@ -39,11 +38,9 @@ def test_the_number_of_kernels_does_not_depend_on_the_batch() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [64])
-@pytest.mark.parametrize("recipe", ["simclr:digits", "viewmaker:digits"])
-def test_a_step_sends_few_messages_on_any_number_of_ranks(recipe: str, num_ranks: int) -> None:
+def test_a_step_sends_few_messages_on_any_number_of_ranks() -> None:
     """One gathers the embeddings, and each batch norm sends one each way for both views. DDP's buckets come on top."""
-    counter = count_kernels(resolve_recipe(recipe, ["tracking.wandb=disabled"]), num_ranks=num_ranks)
+    counter = count_kernels(resolve_recipe("viewmaker:digits", ["tracking.wandb=disabled"]), num_ranks=64)
     num_norms = 20
     assert counter.messages == {
         "_allgather_base_": 1 + num_norms,

@@ -50,6 +50,7 @@ from trainer.optim.optimizers import AdamConfig, AdamWConfig, LAMBConfig, LARSCo
 ROOT = Path(__file__).parents[2]
 CUDA = torch.device("cuda", 0)
 NUM_ROWS = 8
+CONVNET = convnet(32)
 aten = torch.ops.aten
 
 
@@ -196,17 +197,20 @@ def batch(config: RunConfig) -> Batch:
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
     [
-        *[("debug:image", [f"objective.kind={kind}", convnet(32)]) for kind in OBJECTIVES if kind != "dino"],
+        *[("debug:image", [f"objective.kind={kind}", CONVNET]) for kind in OBJECTIVES if kind != "dino"],
         ("debug:image", ["objective.chunk_size=4"]),
         ("debug:image", ["precision=float16", "channels_last=true"]),
-        ("debug:image", ["memory.micro_batches=2", "memory.encoder_checkpointing=whole"]),
-        ("debug:image", ["views.kind=random_mask"]),
-        ("debug:image", ["views.kind=channel_dropout"]),
+        ("debug:image", ["memory.micro_batches=2", "memory.encoder_checkpointing=whole", CONVNET]),
+        ("debug:image", ["views.kind=random_mask", CONVNET]),
+        ("debug:image", ["views.kind=channel_dropout", CONVNET]),
         ("debug:image", ["views={kind: multi_crop, num_local: 2}", "objective={kind: dino, num_prototypes: 8}"]),
         ("debug:image", ["encoder.batch_norm=split", "encoder.batch_norm_splits=2", "view_forwards=one"]),
         ("debug:viewmaker", []),
-        ("debug:viewmaker", ["adversary.update=alternating", "adversary.viewmaker_steps=2", "objective.kind=simsiam"]),
-        ("debug:viewmaker", ["views.mask=box", "views.dropout_rate=0.5", "memory.micro_batches=2"]),
+        (
+            "debug:viewmaker",
+            ["adversary.update=alternating", "adversary.viewmaker_steps=2", "objective.kind=simsiam", CONVNET],
+        ),
+        ("debug:viewmaker", ["views.mask=box", "views.dropout_rate=0.5", "memory.micro_batches=2", CONVNET]),
         ("debug:audio", []),
         ("debug:audio", ["views.kind=waveform"]),
     ],

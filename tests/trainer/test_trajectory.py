@@ -26,7 +26,7 @@ from trainer.run_dir import RunDir
 from trainer.train import train
 
 CPU = torch.device("cpu")
-NUM_TRAIN, NUM_STEPS, HALF = 51, 6, 3  # two epochs
+NUM_TRAIN, NUM_STEPS, HALF = 35, 4, 3  # two epochs; `HALF` is within the second
 IN_FLOAT64 = ["precision=float64", f"checkpoint_every_steps={HALF}"]  # the same for all, so that they share runs
 CONVNET_OF_32 = convnet(32)
 ALTERNATING = ["adversary.update=alternating", "adversary.weight=0.5"]
@@ -35,11 +35,9 @@ FEW_SOUNDS = ["global_batch_size=8"]  # a step of sounds takes longer than one o
 CROP_AND_VIEWMAKER = "{kind: sequence, parts: [{kind: expert_image}, {kind: viewmaker, base_width: 4}]}"
 COMPOSED = f"views={{kind: pair, first: {CROP_AND_VIEWMAKER}, second: {{kind: expert_image}}}}"
 STEPS = {
-    "expert": ("debug:image", []),
     "simultaneous": ("debug:viewmaker", []),
     "alternating": ("debug:viewmaker", [*ALTERNATING, CONVNET]),
-    "split": ("debug:image", ["objective.kind=split", "view_forwards=one"]),
-    "barlow_twins": ("debug:viewmaker", ["objective.kind=barlow_twins", "adversary.freeze_step=4"]),
+    "barlow_twins": ("debug:viewmaker", ["objective.kind=barlow_twins", "adversary.freeze_step=3"]),
     "moco": ("debug:image", ["objective.kind=moco", "objective.queue_size=64", CONVNET]),
     "simsiam": ("debug:viewmaker", ["objective.kind=simsiam", *ALTERNATING, "adversary.viewmaker_steps=2", CONVNET]),
     "byol": ("debug:viewmaker", ["objective.kind=byol", "objective.predictor.hidden_sizes=[8]", *ALTERNATING, CONVNET]),
@@ -49,9 +47,8 @@ STEPS = {
     "sounds_viewmaker": ("debug:audio_viewmaker", [*FEW_SOUNDS, "views.waveform={}", "views.downsample_to=16"]),
 }
 
-# The others have tests of their own below, in which two ranks go on from one process.
-FOLLOWED = ["expert", "simultaneous", "split", "barlow_twins", "simsiam", "composed", "online_per_view"]
-FOLLOWED += ["sounds_viewmaker"]
+# Others have tests of their own below, in which two ranks go on from one process.
+FOLLOWED = ["simultaneous", "barlow_twins", "simsiam", "online_per_view", "sounds_viewmaker"]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +63,7 @@ def online_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_sound_pair(tmp_path_factory.mktemp("sounds"), num_train=27, num_test=20)
+    return write_tiny_sound_pair(tmp_path_factory.mktemp("sounds"), num_train=19, num_test=20)
 
 
 def configure(data: Path, recipe: str, overrides: list[str]) -> RunConfig:
@@ -148,7 +145,7 @@ def test_ranks_follow_one_process(
     tmp_path: Path,
     alone: Callable[[RunConfig], Path],
 ) -> None:
-    """Six steps with the recipe's learning rates, each rank on its part of the batch, in float64.
+    """Four steps with the recipe's learning rates, each rank on its part of the batch, in float64.
 
     In float32 the same trajectories diverge after some ten steps, when rounding pushes the first ReLU over zero. So do
     two runs of one process whose weights differ by 1e-7. Float64 shows the equality that the system promises.
@@ -214,7 +211,7 @@ def test_deepspeed_follows_ddp_and_each_goes_on_from_itself_on_other_ranks(data:
         "adversary.optimizer.learning_rate=0.0001",
         f"checkpoint_every_steps={HALF}",
     ]
-    slow += ["views.clamp=false", "adversary.optimizer.epsilon=0.001"]
+    slow += ["views.clamp=false", "adversary.optimizer.epsilon=0.001", CONVNET]
     curves = {}
     for engine in ("ddp", "deepspeed"):
         config = configure(data, "debug:viewmaker", [f"engine.kind={engine}", *slow])
@@ -242,39 +239,34 @@ def goes_on(run_dir: Path, config: RunConfig, num_ranks: int, copy: Path) -> Pat
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", ["simultaneous", "byol"])
 def test_fsdp_follows_one_process_and_each_goes_on_from_the_other(
-    kind: str, data: Path, tmp_path: Path, alone: Callable[[RunConfig], Path]
+    data: Path, tmp_path: Path, alone: Callable[[RunConfig], Path]
 ) -> None:
-    """An encoder in pieces on two ranks ends in the numbers of one process.
+    """An encoder in pieces on two ranks ends in the numbers of one process, and goes on with the other engine.
 
-    BYOL plays in turns, has a predictor and a teacher that follows the encoder, and goes on with the other engine.
+    BYOL plays in turns, has a predictor and a teacher that follows the encoder.
     """
-    recipe, overrides = STEPS[kind]
+    recipe, overrides = STEPS["byol"]
     every = [*IN_FLOAT64, *overrides]
     whole, cut = configure(data, recipe, every), configure(data, recipe, [*every, "engine.kind=fsdp"])
     one = alone(whole)
     run_ranks(train_on_rank, 2, cut, tmp_path / "cut")
-    ends = [tmp_path / "cut"]
-    if kind == "byol":
-        ends.append(goes_on(one, cut, 2, tmp_path / "to_cut"))
-        ends.append(goes_on(tmp_path / "cut", whole, 1, tmp_path / "to_alone"))
-    for end in ends:
+    to_cut, to_alone = (
+        goes_on(one, cut, 2, tmp_path / "to_cut"),
+        goes_on(tmp_path / "cut", whole, 1, tmp_path / "to_alone"),
+    )
+    for end in (tmp_path / "cut", to_cut, to_alone):
         assert_same_ends(end, one, whole)
-        if kind == "byol":
-            expected, found = final_state(one, "objective"), final_state(end, "objective")
-            for name, tensor in expected.items():
-                torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-9, msg=name)
+        expected, found = final_state(one, "objective"), final_state(end, "objective")
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-9, msg=name)
 
 
-@pytest.mark.parametrize("recipe", ["debug:image", "debug:viewmaker"])
-@pytest.mark.process
-def test_bfloat16_and_channels_last_change_the_loss_by_their_rounding_only(
-    recipe: str, data: Path, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_bfloat16_and_channels_last_change_the_loss_by_their_rounding_only(data: Path, tmp_path: Path) -> None:
     losses = {}
     for name, overrides in {"plain": [], "fast": ["precision=bfloat16", "channels_last=true"]}.items():
-        config = configure(data, recipe, ["num_epochs=1", *overrides])
+        config = configure(data, "debug:viewmaker", ["num_epochs=1", *overrides])
         train_on_rank(config, tmp_path / name)
         losses[name] = [entry["train/loss"] for entry in RunDir(tmp_path / name).read_metrics()]
     assert losses["fast"] != losses["plain"]

@@ -67,7 +67,9 @@ class _SlowSamples(Dataset[int]):
         return 2
 
     def __getitem__(self, index: int) -> int:
-        time.sleep(600 * index)
+        rank = os.getppid()
+        while index and os.getppid() == rank:  # until its rank has been ended
+            time.sleep(0.1)
         return index
 
 
