@@ -75,17 +75,17 @@ def place_data(
     if wanted == "auto" and num_bytes > resident_gigabytes * 1e9:
         return DataPlacement("stream", f"{size} are more than the {resident_gigabytes:g} of data.resident_gigabytes")
     on_device = device.type != "cpu" if wanted == "auto" else wanted == "device"
-    shortage = _shortage(num_bytes, device if on_device else _CPU, ranks_on_node=ranks_on_node)
+    lack = shortage(num_bytes, device if on_device else _CPU, ranks_on_node=ranks_on_node)
     why_not_there = ""
-    if shortage and on_device and wanted == "auto":
-        on_device, why_not_there = False, f", because {shortage}"
-        shortage = _shortage(num_bytes, _CPU, ranks_on_node=ranks_on_node)
-    if shortage:
+    if lack and on_device and wanted == "auto":
+        on_device, why_not_there = False, f", because {lack}"
+        lack = shortage(num_bytes, _CPU, ranks_on_node=ranks_on_node)
+    if lack:
         if wanted == "auto":
-            return DataPlacement("stream", f"{size}, and {shortage}")
+            return DataPlacement("stream", f"{size}, and {lack}")
         instead = "host or stream" if on_device else "stream"
         raise UserError(
-            f"{store.location} needs {size}, but {shortage}; set data.placement to {instead}, or free some memory"
+            f"{store.location} needs {size}, but {lack}; set data.placement to {instead}, or free some memory"
         )
     samples = read_whole(store, device if on_device else _CPU, show_progress=show_progress)
     reason = "data.placement says so" if wanted != "auto" else f"within data.resident_gigabytes {resident_gigabytes:g}"
@@ -150,7 +150,7 @@ def stored_order(store: SampleStore, shards: range, *, num_at_once: int = _CHUNK
             yield np.arange(first, min(first + num_at_once, end), dtype=np.int64)
 
 
-def _shortage(num_bytes: int, device: torch.device, *, ranks_on_node: int) -> str:
+def shortage(num_bytes: int, device: torch.device, *, ranks_on_node: int) -> str:
     """Return why a dataset of that size does not fit into the memory of a device; an empty text if it fits."""
     if device.type == "cuda":
         free, where, num_copies = free_device_bytes(device), f"on {device}", 1

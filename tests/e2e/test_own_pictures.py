@@ -35,7 +35,7 @@ NARROW = ["views.base_width=4", "views.num_res_blocks=1"]
 FEW = {
     "concentration": ["num_views=3", "num_per_class=3", "deltas=[8.0]"],
     "collision": ["max_uses=4"],
-    "filters": ["num_steps=2", "num_shown=4"],
+    "filters": ["num_shown=4"],
     "alignment": ["num_views=2"],
     "monitors": ["num_views=3"],
     "views": ["num_shown=4"],

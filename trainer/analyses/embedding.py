@@ -41,13 +41,11 @@ class EmbeddingResult(RunResult):
     """analysis/embedding.json.
 
     silhouette: by label, of the unit features; None for a label with a single class among the samples.
-    silhouette_of_map: the same for the points of the picture.
     """
 
     config: EmbeddingConfig
     num_samples: int
     silhouette: dict[LabelSpace, Measured]
-    silhouette_of_map: dict[LabelSpace, Measured]
 
 
 def measure(loaded: LoadedRun, config: EmbeddingConfig) -> tuple[EmbeddingResult, bytes]:
@@ -73,7 +71,6 @@ def measure(loaded: LoadedRun, config: EmbeddingConfig) -> tuple[EmbeddingResult
         config=config,
         num_samples=len(rows_N),
         silhouette={space: silhouette(unit_NC, label_N) for space, label_N in labels.items()},
-        silhouette_of_map={space: silhouette(points_N2, label_N) for space, label_N in labels.items()},
         **loaded.facts,
     )
     figure = Figure(figsize=(6.4 * len(labels), 5), layout="constrained")

@@ -67,11 +67,10 @@ def probe(
     train: LabelledData,
     test: LabelledData,
     *,
-    labels: Sequence[str] | None = None,
     config: ProbeConfig = _WITHOUT_VIEWS,
     batch_size: int = 128,
 ) -> dict[str, Accuracy]:
-    """Return the test accuracies of a frozen encoder for each label (or for `labels`, or `config.labels`), by its name.
+    """Return the test accuracies of a frozen encoder for each label (or for `config.labels`), by its name.
 
     `encoder` is an `Encoder`, also inside DataParallel, DistributedDataParallel, AveragedModel or `torch.compile`, or a
     module or function from pictures (B, C, H, W) to features (B, D). It gets uint8 pictures scaled to [0, 1], int16
@@ -114,7 +113,7 @@ def probe(
         with frozen(encoder, getattr(encoder, "__self__", None)):  # of a method, the module that has it
             known = _encode(encoder, train, which="train", batch_size=batch_size)
             asked = _encode(encoder, test, which="test", batch_size=batch_size)
-        targets = _targets(known, asked, wanted=labels if labels is not None else config.labels)
+        targets = _targets(known, asked, wanted=config.labels)
         _check_inputs(known, asked, allowed=config.allow_shared)
         batches = stored_batches(known.features_NF, targets, config=config, device=known.features_NF.device)
         linear = fit_linear_probe(batches, test_features=lambda: asked.features_NF, targets=targets, config=config)

@@ -35,11 +35,10 @@ from data_pipeline.core.pixels import from_bytes
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY, Batch
 from data_pipeline.core.schema import LabelName
-from data_pipeline.core.system import free_host_bytes
 from data_pipeline.loading.collate import BatchMaker
 from data_pipeline.loading.decode import DecodedSamples, decode
 from data_pipeline.loading.permutation import KeyedPermutation
-from data_pipeline.loading.placement import free_device_bytes, read_whole, resident_bytes
+from data_pipeline.loading.placement import read_whole, resident_bytes, shortage
 from data_pipeline.loading.sources import check_bad_share
 from data_pipeline.loading.stream import ReadConfig
 from data_pipeline.overlays import Overlay, evaluation_keys
@@ -129,7 +128,7 @@ class Pictures:
     """Every sample of a dataset once, in stored order, on one device; as read, on the host.
 
     If inputs are made when they are read, pictures, masks and labels are those of one draw, which is the same in every
-    run. `redraw` gives others.
+    run. `inputs` gives others, too.
 
     Attributes:
         manifest: of the dataset.
@@ -209,25 +208,23 @@ class Pictures:
     def ahead(self, rows: Sequence[Tensor], *, title: str) -> Iterable[Tensor]:
         """Return `rows` to loop over. Streamed pictures of the next ones are decoded during the loop.
 
-        The methods above and `redraw` must get the same tensors. `title` is that of the progress.
+        The methods above and `inputs` must get the same tensors. `title` is that of the progress.
         """
         return rows if self.streamed is None else self.streamed.ahead(rows, title=title)
 
-    def inputs(self, row_B: Tensor) -> InputBatch:
-        """Return the inputs of a view policy for some rows, with the same draw as `images_NCHW`."""
-        if self.stored is not None and (self.are_sounds or self.streamed is not None):
-            return _input_batch(self.stored.batch(row_B))
+    def inputs(self, row_B: Tensor, keys: Callable[[Tensor], DrawKeys] | None = None) -> InputBatch:
+        """Return the inputs of a view policy for some rows, with the same draw as `images_NCHW`.
+
+        With `keys`, inputs that are made when they are read are drawn again from `keys(index_B)`.
+        """
+        if self.stored is not None and (keys is not None or self.are_sounds or self.streamed is not None):
+            batch = self.stored.batch(row_B, keys)
+            return InputBatch(batch.inputs_a, batch.masks_BHW, batch.labels)
         labels = {space: label_N[row_B] for space, label_N in self.by_label.items()}
         return InputBatch(self.images_NCHW[row_B], self.masks(row_B), labels)
 
-    def redraw(self, row_B: Tensor, keys: Callable[[Tensor], DrawKeys]) -> InputBatch:
-        """Return some rows, drawn again from `keys(index_B)` if inputs are made when they are read."""
-        if self.stored is None:
-            return self.inputs(row_B)
-        return _input_batch(self.stored.batch(row_B, keys))
-
     def seen(self, inputs: Tensor) -> Tensor:
-        """Return the input of the encoder without a view, for pictures in [0, 1] or for waveforms from `redraw`."""
+        """Return the input of the encoder without a view, for pictures in [0, 1] or for waveforms from `inputs`."""
         return _spectrograms(inputs, self.manifest)
 
     def labels(self, space: LabelSpace) -> Tensor:
@@ -361,10 +358,6 @@ def _finish(stored: StoredInputs) -> Pictures:
     )
 
 
-def _input_batch(batch: Batch) -> InputBatch:
-    return InputBatch(batch.inputs_a, batch.masks_BHW, batch.labels)
-
-
 def _spectrograms(inputs: Tensor, manifest: Manifest) -> Tensor:
     """Return the spectrograms (B, 1, H, W) of waveforms (B, T), or pictures as they are."""
     return inputs if manifest.sample_rate is None else clean_spectrogram(inputs, mel_config(manifest.sample_rate))
@@ -462,8 +455,7 @@ def fits_in_memory(num_bytes: int, device: torch.device = _CPU) -> bool:
 
     Every rank calls this, and all get the same answer: no, if one of them has too little memory.
     """
-    free = free_device_bytes(device) if device.type == "cuda" else free_host_bytes() // world_size()
-    return not any_rank(num_bytes > free // 2)
+    return not any_rank(bool(shortage(num_bytes, device, ranks_on_node=world_size())))
 
 
 def empty_features(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -277,7 +277,7 @@ def drawn_batches(
         def keys(index_B: Tensor) -> DrawKeys:
             return DrawKeys(config.seed, epoch, index_B, PROBE_VIEW)
 
-        batch = train.redraw(row_B, keys)
+        batch = train.inputs(row_B, keys)
         inputs = to_float(batch.inputs, device)
         if config.views == "policy":
             masks_BHW = None if batch.masks_BHW is None else batch.masks_BHW.to(device)

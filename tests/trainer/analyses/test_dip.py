@@ -74,7 +74,7 @@ def test_the_dip_is_that_of_its_definition(kind: str) -> None:
     ],
 )
 def test_uniform_samples_have_the_published_dips(num: int, quantiles: dict[float, float]) -> None:
-    dips_D = uniform_dips(num, num_draws=1000, seed=1)
+    dips_D = uniform_dips(num, num_draws=400, seed=1)
     for share, published in quantiles.items():
         deviation = np.sqrt(share * (1 - share) / dips_D.size)
         assert abs((dips_D < published).mean() - share) < 4 * deviation

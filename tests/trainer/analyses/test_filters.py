@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 from sklearn.linear_model import LinearRegression
 from sklearn.metrics import r2_score
-from torch import Tensor
 
 from configs import debug
 from data_pipeline.core.errors import UserError
@@ -18,19 +17,14 @@ from data_pipeline.core.schema import drawn
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.analyses.planted import write_run
 from trainer.analyses.analysis import AnalysisOptions
-from trainer.analyses.filters import (
-    ANALYSIS,
-    FiltersConfig,
-    FiltersResult,
-    activating_pictures,
-    colourfulness,
-    describe_found,
-    explained_share,
-    sparsity_of,
-)
+from trainer.analyses.filters import ANALYSIS, FiltersConfig, FiltersResult, explained_share, sparsity_of
 from trainer.config import RunConfig
+from trainer.modules import build_modules
+from trainer.observability.figures import GAP, LEFT, TOP
+from trainer.probes.features import read_pictures
+from trainer.run_dir import RunDir
 
-CONFIG = FiltersConfig(num_shown=10, num_steps=3)
+CONFIG = FiltersConfig(num_shown=10)
 
 
 def test_sparsity_of_known_maps() -> None:
@@ -59,50 +53,12 @@ def test_explained_share_is_that_of_scikit_learn() -> None:
     assert explained_share(torch.from_numpy(x_NP), torch.ones(80, 2).double()) == 0
 
 
-def test_colourfulness_of_grey_and_of_pure_colour() -> None:
-    pattern_HW = torch.linspace(-0.3, 0.3, 16).view(4, 4)
-    grey = (0.5 + pattern_HW).expand(3, 4, 4)
-    colour = 0.5 + torch.stack([pattern_HW, -pattern_HW / 2, -pattern_HW / 2])
-    found = colourfulness(torch.stack([grey, colour, torch.full((3, 4, 4), 0.2)]))
-    torch.testing.assert_close(found, torch.tensor([0.0, 1.0, 0.0]), atol=1e-5, rtol=0)
-
-
-def test_a_picture_that_drives_nothing_has_no_colourfulness_and_a_channel_that_never_fires_no_gain() -> None:
-    pattern_HW = torch.linspace(-0.3, 0.3, 16).view(4, 4)
-    colour = 0.5 + torch.stack([pattern_HW, -pattern_HW / 2, -pattern_HW / 2])
-    gain_F, colourfulness_F = describe_found(
-        colour.expand(3, 3, 4, 4),
-        torch.tensor([3.0, 0.0, 3.0], dtype=torch.float64),
-        highest_F=torch.tensor([2.0, 2.0, 0.0], dtype=torch.float64),
-    )
-    torch.testing.assert_close(gain_F, torch.tensor([1.5, 0.0, torch.nan], dtype=torch.float64), equal_nan=True)
-    torch.testing.assert_close(
-        colourfulness_F, torch.tensor([1.0, torch.nan, 1.0]), atol=1e-5, rtol=0, equal_nan=True, check_dtype=False
-    )
-
-
-def test_what_drives_a_known_feature_is_found() -> None:
-    """One feature is the mean redness, the other a vertical edge in the middle."""
-
-    def pooled(views_BCHW: Tensor) -> Tensor:
-        red_B = views_BCHW[:, 0].mean((1, 2)) - views_BCHW[:, 1:].mean((1, 2, 3))
-        edge_B = views_BCHW[..., 4:].mean((1, 2, 3)) - views_BCHW[..., :4].mean((1, 2, 3))
-        return torch.stack([edge_B, red_B], dim=1).clamp_min(0)
-
-    found_FCHW = activating_pictures(pooled, torch.tensor([1, 0]), shape=(3, 8, 8), config=FiltersConfig(), seed=0)
-    red, edge = found_FCHW
-    assert red[0].mean() > 0.9
-    assert red[1:].mean() < 0.1
-    assert edge[..., 5:7].mean() > 0.8  # shifts blur the edge itself
-    assert edge[..., 1:3].mean() < 0.2
-
-
 def test_numbers_of_a_real_encoder(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=40))
     png_path, json_path = ANALYSIS.analyze([run_dir], config=CONFIG, options=AnalysisOptions(step=0))
     result = FiltersResult.parse(json.loads(json_path.read_text()), where="")
     assert (result.num_pictures, result.num_channels) == (40, 32)
-    assert len(set(result.shown)) == len(result.gain) == len(result.colourfulness) == 10
+    assert len(set(result.shown)) == 10
     active, hoyer, dead, r2 = drawn(
         [result.sparsity.active_share, result.sparsity.hoyer, result.sparsity.dead_share, result.colour_r2]
     )
@@ -111,9 +67,23 @@ def test_numbers_of_a_real_encoder(tmp_path: Path) -> None:
     assert 0 <= dead < 1
     assert 0 < r2 < 1
     assert Image.open(png_path).size[0] > 1000
+    check_first_row(png_path, run_dir, result.shown[0])
     before = json_path.read_bytes()
     ANALYSIS.analyze([run_dir], config=CONFIG, options=AnalysisOptions(step=0))
     assert json_path.read_bytes() == before
+
+
+def check_first_row(png_path: Path, run_dir: RunDir, channel: int) -> None:
+    """Check that the first row of the figure shows the pictures on which a channel is highest."""
+    images_NCHW = read_pictures(run_dir.path.parent / "data" / "test").images_NCHW
+    with torch.no_grad():
+        pooled_NC = build_modules(debug.image()).encoder.eval().pooled(images_NCHW / 255)
+    pixels = torch.from_numpy(np.asarray(Image.open(png_path).convert("RGB")).copy())
+    scale = 128 // 16
+    for column, row in enumerate(pooled_NC[:, channel].argsort(descending=True)[:8].tolist()):
+        left = LEFT + column * (128 + GAP)
+        shown_CHW = pixels[TOP : TOP + 128 : scale, left : left + 128 : scale].permute(2, 0, 1)
+        torch.testing.assert_close(shown_CHW, images_NCHW[row], atol=1, rtol=0)
 
 
 def test_encoders_of_tokens_are_refused(tmp_path: Path) -> None:

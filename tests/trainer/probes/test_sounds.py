@@ -60,7 +60,7 @@ def test_a_redraw_has_the_crop_and_the_background_that_training_would_draw(data:
         data / "train", read=ReadConfig(num_workers=0), global_batch_size=97, seed=5, rank=0, world_size=1, end_step=1
     )
     order = batch.index_B
-    redrawn = pictures.redraw(order, lambda index_B: DrawKeys(seed=5, epoch=0, index_B=index_B, view=0))
+    redrawn = pictures.inputs(order, lambda index_B: DrawKeys(seed=5, epoch=0, index_B=index_B, view=0))
     assert torch.equal(redrawn.inputs, batch.inputs_a)
     assert torch.equal(redrawn.labels["overlay"], batch.labels["overlay"])
     assert torch.equal(redrawn.labels["base"], batch.labels["base"])
@@ -73,7 +73,7 @@ def test_sounds_with_the_background_baked_in_and_without_one(tmp_path: Path) -> 
         pictures = read_pictures(directory)
         assert len(pictures.class_names("overlay")) == num_classes
         rows = torch.arange(20)
-        redrawn = pictures.redraw(rows, lambda index_B: DrawKeys(seed=0, epoch=9, index_B=index_B, view=4))
+        redrawn = pictures.inputs(rows, lambda index_B: DrawKeys(seed=0, epoch=9, index_B=index_B, view=4))
         assert redrawn.labels.keys() == pictures.by_label.keys()
         assert all(torch.equal(redrawn.labels[name], label_N) for name, label_N in pictures.by_label.items())
 

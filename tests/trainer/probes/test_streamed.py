@@ -16,6 +16,7 @@ from data_pipeline.building.build import build_dataset
 from data_pipeline.building.index_tars import make_index
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
+from data_pipeline.loading import placement
 from data_pipeline.loading.decode import decode_ahead
 from data_pipeline.loading.stream import ReadConfig
 from data_pipeline.storage.locations import INDEX_NAME
@@ -95,7 +96,7 @@ def check_rows(directory: Path) -> None:
     assert torch.equal(streamed.images(everything), resident.images_NCHW)
     for found, expected in (
         (streamed.inputs(rows), resident.inputs(rows)),
-        (streamed.redraw(rows, keys_of), resident.redraw(rows, keys_of)),
+        (streamed.inputs(rows, keys_of), resident.inputs(rows, keys_of)),
     ):
         assert torch.equal(found.inputs, expected.inputs)
         assert found.masks_BHW is not None
@@ -192,7 +193,7 @@ def test_too_many_bad_samples_are_refused_as_in_memory(tmp_path: Path) -> None:
 
 
 def test_features_that_fit_nowhere_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(features, "free_host_bytes", lambda: 2_000)
+    monkeypatch.setattr(placement, "free_host_bytes", lambda: 2_000)
     assert features.empty_features((25, 10), dtype=torch.float32, device=CPU).shape == (25, 10)
     with pytest.raises(UserError, match="more than half of the free memory"):
         features.empty_features((26, 10), dtype=torch.float32, device=CPU)
