@@ -65,11 +65,7 @@ def make_dataset(directory: Path, *, num_samples: int, num_tars: int) -> Path:
         for _ in range(num_tars):
             file_of_all.write(once)
     tars = manifest.tars.model_copy(update={"num_tars": num_tars, "num_bytes": num_tars * status.st_size})
-    # Opening a local dataset compares no hash of these files.
-    files = {
-        name: FileEntry(num_bytes=(index / name).stat().st_size, sha256=entry.sha256)
-        for name, entry in manifest.files.items()
-    }
+    files = {name: FileEntry.of(index / name) for name in manifest.files}
     whole = manifest.model_copy(update={"num_samples": per_tar * num_tars, "tars": tars, "files": files})
     (index / MANIFEST_NAME).write_text(whole.model_dump_json(), encoding="utf-8")
     return index

@@ -19,7 +19,7 @@ from data_pipeline.building.datasets import (
     TAR_PICTURE_SIZE,
     describe_datasets,
 )
-from data_pipeline.core.arguments import program
+from data_pipeline.core.arguments import positive, program, whole
 from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.core.imports import add_code_argument, import_code
 from data_pipeline.core.options import OVERLAY_OPTION, SOURCE_OPTION, add_option_argument
@@ -134,15 +134,11 @@ def _index(parser: argparse.ArgumentParser) -> None:
     add("--workers", metavar="N", type=int, default=num_cores(), help="The number of processes (default: one per CPU).")
 
 
-def _verify(parser: argparse.ArgumentParser) -> None:
-    _add_location(parser)
-
-
 def _preview(parser: argparse.ArgumentParser) -> None:
     _add_location(parser)
     parser.add_argument("--out", metavar="PNG", type=Path, required=True, help="The picture to write.")
     parser.add_argument(
-        "--samples", metavar="N", type=int, default=60, help="The number of samples (default: %(default)s)."
+        "--samples", metavar="N", type=positive, default=60, help="The number of samples (default: %(default)s)."
     )
 
 
@@ -153,17 +149,15 @@ def _trace(parser: argparse.ArgumentParser) -> None:
     add(
         "--weights", type=float, nargs="+", metavar="W", help="The weights of a mixture, one for each DIR (default: 1)."
     )
-    add("--ranks", type=int, default=1, metavar="N", help="The number of training processes (default: 1).")
-    add("--workers", type=int, default=0, metavar="M", help="The number of data workers of a rank (default: 0).")
-    add(
-        "--batch-size", type=int, required=True, metavar="B", help="The global batch size: samples a step on all ranks."
-    )
-    add("--epoch", type=int, default=0, metavar="E", help="The epoch to show, counted from 0 (default: 0).")
-    add("--seed", type=int, default=0, metavar="S", help="The seed of the training run (default: 0).")
-    add("--from-step", type=int, default=0, metavar="K", help="Begin at step K of the epoch, as a resumed run would.")
+    add("--ranks", type=positive, default=1, metavar="N", help="The number of training processes (default: 1).")
+    add("--workers", type=whole, default=0, metavar="M", help="The number of data workers of a rank (default: 0).")
+    add("--batch-size", type=positive, required=True, metavar="B", help="The samples of a step on all ranks.")
+    add("--epoch", type=whole, default=0, metavar="E", help="The epoch to show, counted from 0 (default: 0).")
+    add("--seed", type=whole, default=0, metavar="S", help="The seed of the training run (default: 0).")
+    add("--from-step", type=whole, default=0, metavar="K", help="Begin at step K of the epoch, as a resumed run would.")
     add(
         "--shuffle-shards",
-        type=int,
+        type=positive,
         metavar="N",
         help="Shuffle within windows of N shards (default: across the whole dataset).",
     )
@@ -172,24 +166,17 @@ def _trace(parser: argparse.ArgumentParser) -> None:
 def _bench(parser: argparse.ArgumentParser) -> None:
     _add_location(parser)
     add = parser.add_argument
-    add("--batch-size", type=int, default=256, metavar="B", help="The samples in a batch (default: %(default)s).")
+    add("--batch-size", type=positive, default=256, metavar="B", help="The samples in a batch (default: %(default)s).")
     add(
         "--max-workers",
-        type=int,
+        type=whole,
         default=os.cpu_count() or 1,
         metavar="M",
         help="Measure with 0, 1, 2, 4, ... up to M workers (default: %(default)s).",
     )
-    add(
-        "--seconds", type=float, default=2.0, metavar="T", help="The length of each measurement (default: %(default)s)."
-    )
+    add("--seconds", type=float, default=2.0, metavar="T", help="The length of a measurement (default: %(default)s).")
     add("--device", metavar="D", help="The device that finishes batches (default: cuda if there is a GPU, else cpu).")
-    add(
-        "--shuffle-shards",
-        type=int,
-        metavar="N",
-        help="Stream in the order of windows of N shards.",
-    )
+    add("--shuffle-shards", type=positive, metavar="N", help="Stream in the order of windows of N shards.")
 
 
 def _suppression(parser: argparse.ArgumentParser) -> None:
@@ -239,7 +226,7 @@ COMMANDS: Mapping[str, Command] = {
     "suppression": Command(
         "Build every dataset of the suppression benchmark.", _suppression, "data_pipeline.building.suppression"
     ),
-    "verify": Command("Read every byte of a dataset and name what is wrong.", _verify, "data_pipeline.tools.verify"),
+    "verify": Command("Read a whole dataset and name what is wrong.", _add_location, "data_pipeline.tools.verify"),
     "preview": Command("Draw the first samples as one picture.", _preview, "data_pipeline.tools.preview"),
     "trace": Command(
         "Print the samples that training would see, batch by batch.", _trace, "data_pipeline.tools.batch_trace"

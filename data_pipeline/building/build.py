@@ -349,7 +349,7 @@ def _check_finished(directory: Path, plan: BuildPlan, *, num_workers: int) -> Ma
             raise UserError(f"{directory} was built with {what} {before}, not {now}; {other}")
     if not plan.keeps_files:
         starts = range(0, len(plan.order), NUM_SAMPLES_PER_SHARD)
-        slices = (plan.order[start : start + NUM_SAMPLES_PER_SHARD] for start in starts)
+        slices = [plan.order[start : start + NUM_SAMPLES_PER_SHARD] for start in starts]
         with closing(run_all(content_digests, plan, slices, num_workers=num_workers)) as digests:
             if manifest.how_made.source_sha256 != _source_sha256(plan, digests):
                 raise UserError(f"{directory} was built from other data; {other}")

@@ -267,13 +267,6 @@ def _classes(
     return class_names_of(words) if words else ()
 
 
-def index_options(manifest: Manifest | None) -> tuple[Fields, int]:
-    """Return the fields and the picture size of an index of tars; the defaults if `manifest` is not of one."""
-    if manifest is None or not manifest.any_size:
-        return Fields(), TAR_PICTURE_SIZE
-    return manifest.tars.fields, manifest.input_shape[1]
-
-
 def describe_manifest(manifest: Manifest) -> list[str]:
     """Return lines that describe a dataset: its samples, each label with its classes, the overlay, the source."""
     size = " x ".join(map(str, manifest.input_shape[:0:-1]))
@@ -387,7 +380,9 @@ def run(args: argparse.Namespace) -> None:
     if args.out is None and is_remote(args.location):
         raise UserError(f"{args.location} is remote; name a directory on this machine for its index by --out")
     out = args.out or index_directory(args.location)
-    given, size = index_options(None if args.classes_of is None else load_manifest(args.classes_of))
+    given, size = Fields(), TAR_PICTURE_SIZE
+    if args.classes_of is not None and (of_train := load_manifest(args.classes_of)).any_size:
+        given, size = of_train.tars.fields, of_train.input_shape[1]
     size = size if args.size is None else args.size
     words = given.content if args.image is None else re.split("[;,]", args.image)
     fields = Fields(

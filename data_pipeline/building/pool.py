@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import pickle
 import signal
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -47,12 +47,15 @@ def _in_worker(work: Callable[[Any, U], T], task: U) -> T:
 def run_all(
     work: Callable[[V, U], T],
     inputs: V,
-    tasks: Iterable[U],
+    tasks: Sequence[U],
     *,
     num_workers: int,
 ) -> Generator[T, None, None]:
-    """Yield `work(inputs, task)` for every task, in order; worker processes do it if `num_workers` is above 1."""
-    if num_workers == 1:
+    """Yield `work(inputs, task)` for every task, in order; worker processes do it if there are several tasks.
+
+    With `num_workers` 1, this process does it. It takes less time than to start another one for a single task.
+    """
+    if min(num_workers, len(tasks)) <= 1:
         yield from (work(inputs, task) for task in tasks)
         return
     # A server without threads forks the workers: a fork of this process could copy a held lock.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from data_pipeline.audio.waveform import decode_wav
 from data_pipeline.core.counter_rng import DrawKeys
-from data_pipeline.core.errors import UserError
+from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.random_crop import Crop, CropLaw, random_resized_crops
 from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL, BadSample, sample_key
 from data_pipeline.loading.picture_decode import decode_crops, decode_square, picture_size
@@ -152,8 +152,9 @@ def decode(store: SampleStore, indices: NDArray[np.int64], *, crops: CropDraws |
             errors |= mask_errors
     bad: dict[int, BadSample] = {}
     for row, reason in sorted({**errors, **stored.unreadable}.items()):
-        named = store.bad_sample if row in stored.unreadable else store.undecoded
-        bad[row] = named(int(indices[row]), reason)
+        index = int(indices[row])
+        file = "" if row in stored.unreadable else f"{printable(store.file_of(index))}: "
+        bad[row] = store.bad_sample(index, f"{file}{reason}")
         for label_B in labels.values():
             label_B[row] = NO_LABEL
         if clips:

@@ -67,14 +67,13 @@ def decode_square(file: memoryview, *, size: int) -> Tensor:
     """
     with _opened(file) as picture:
         height, width = _upright_size(picture)
-        square = middle_square(height, width, size)
-        if square.height * square.width > (Image.MAX_IMAGE_PIXELS or math.inf):
+        new_height, new_width, top, left = middle_square(height, width, size)
+        if new_height * new_width > (Image.MAX_IMAGE_PIXELS or math.inf):
             raise ValueError(f"it is {width}x{height} pixels, too long for its shorter side")
         pixels_1CHW, eighths = _decode(file, picture, _enough_eighths(min(height, width), size))
-    _, _, top, left = square
     # Scales in place of sizes, because the last pixel of a scaled picture may lie half outside of it. They are larger
     # by a trifle, so that rounding never loses a pixel of the result.
-    scales = [(8 * new + 1e-6) / (eighths * old) for new, old in ((square.height, height), (square.width, width))]
+    scales = [(8 * new + 1e-6) / (eighths * old) for new, old in ((new_height, height), (new_width, width))]
     resized_1CHW = F.interpolate(pixels_1CHW, scale_factor=scales, mode="bilinear", antialias=True)
     return resized_1CHW[0, :, top : top + size, left : left + size]
 

@@ -74,22 +74,19 @@ def place_data(
     size = f"{num_bytes / 1e9:.3g} GB in memory"
     if wanted == "auto" and num_bytes > resident_gigabytes * 1e9:
         return DataPlacement("stream", f"{size} are more than the {resident_gigabytes:g} of data.resident_gigabytes")
-    on_device = device.type != "cpu" if wanted == "auto" else wanted == "device"
-    lack = shortage(num_bytes, device if on_device else _CPU, ranks_on_node=ranks_on_node)
-    why_not_there = ""
-    if lack and on_device and wanted == "auto":
-        on_device, why_not_there = False, f", because {lack}"
-        lack = shortage(num_bytes, _CPU, ranks_on_node=ranks_on_node)
-    if lack:
-        if wanted == "auto":
-            return DataPlacement("stream", f"{size}, and {lack}")
-        instead = "host or stream" if on_device else "stream"
-        raise UserError(
-            f"{store.location} needs {size}, but {lack}; set data.placement to {instead}, or free some memory"
-        )
-    samples = read_whole(store, device if on_device else _CPU, show_progress=show_progress)
+    places = {"auto": tuple(dict.fromkeys((device, _CPU))), "device": (device,), "host": (_CPU,)}[wanted]
     reason = "data.placement says so" if wanted != "auto" else f"within data.resident_gigabytes {resident_gigabytes:g}"
-    return DataPlacement("device" if on_device else "host", f"{size}, {reason}{why_not_there}", samples)
+    for place in places:
+        lack = shortage(num_bytes, place, ranks_on_node=ranks_on_node)
+        if not lack:
+            kind: Literal["device", "host"] = "host" if place.type == "cpu" and wanted != "device" else "device"
+            samples = read_whole(store, place, show_progress=show_progress)
+            return DataPlacement(kind, f"{size}, {reason}", samples)
+        reason += f", because {lack}"
+    if wanted == "auto":
+        return DataPlacement("stream", f"{size}, and {lack}")
+    instead = "host or stream" if wanted == "device" else "stream"
+    raise UserError(f"{store.location} needs {size}, but {lack}; set data.placement to {instead}, or free some memory")
 
 
 def read_whole(store: SampleStore, device: torch.device, *, show_progress: bool = False) -> DecodedSamples:

@@ -21,6 +21,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.kinds import Names, path_of
 from data_pipeline.core.schema import Schema
 from data_pipeline.overlays import Overlay
+from data_pipeline.storage.manifest import read_file
 
 # The class of each name. A new overlay of this project needs a line here and its own file.
 OVERLAYS: Final[Mapping[str, str]] = MappingProxyType(
@@ -94,12 +95,7 @@ def load_overlay(path: Path, *, sha256: str | None) -> Overlay:
     Raises `UserError` if the file is missing or damaged, if its digest is not `sha256` (None accepts any), or if the
     overlay is not known; it may need `--code`.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); copy or build the dataset again") from None
-    if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
-        raise UserError(f"{path} is not the file that the manifest names by sha256; copy or build the dataset again")
+    data = read_file(path, sha256=sha256)
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             header = OverlayHeader.model_validate_json(file.metadata()[_HEADER_KEY])

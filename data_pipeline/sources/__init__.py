@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import ClassVar, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,18 +66,9 @@ class LabelColumn:
     label_N: NDArray[np.int64]
 
 
-@runtime_checkable
-class HasMoreLabels(Protocol):
-    """A source whose records have labels beside the base label."""
-
-    @property
-    def more_labels(self) -> Mapping[str, LabelColumn]:
-        """Return the other labels, by name."""
-
-
 def labels_of(source: Source) -> dict[str, LabelColumn]:
-    """Return every label of a source by name: `base` if it has classes, and then the others."""
-    more = source.more_labels if isinstance(source, HasMoreLabels) else {}
+    """Return every label of a source by name: `base` if it has classes, and then those in its `more_labels`."""
+    more: Mapping[str, LabelColumn] = getattr(source, "more_labels", {})
     base = {BASE: LabelColumn(source.title, source.class_names, source.labels)} if source.class_names else {}
     return {**base, **more}
 

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Final, NamedTuple
+from typing import IO, Final
 
 import numpy as np
 from PIL import Image, ImageFile
@@ -104,20 +104,14 @@ def to_rgb(picture: Image.Image) -> Image.Image:
     return picture.convert("RGB")
 
 
-class MiddleSquare(NamedTuple):
-    """The size of a picture whose shorter side is brought to some pixels, and where its middle square begins."""
+def middle_square(height: int, width: int, size: int) -> tuple[int, int, int, int]:
+    """Return the size (H, W) of a picture whose shorter side has `size` pixels, and top and left of its middle square.
 
-    height: int
-    width: int
-    top: int
-    left: int
-
-
-def middle_square(height: int, width: int, size: int) -> MiddleSquare:
-    """Return the middle square of `size` pixels; rounds like torchvision's `Resize(size)` and `CenterCrop(size)`."""
+    Rounds like torchvision's `Resize(size)` and `CenterCrop(size)`.
+    """
     shorter = min(height, width)
-    resized = int(size * height / shorter), int(size * width / shorter)
-    return MiddleSquare(*resized, *(round((side - size) / 2) for side in resized))
+    new_height, new_width = int(size * height / shorter), int(size * width / shorter)
+    return new_height, new_width, round((new_height - size) / 2), round((new_width - size) / 2)
 
 
 def open_picture(file: Path | IO[bytes]) -> ImageFile.ImageFile:

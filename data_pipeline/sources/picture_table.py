@@ -90,7 +90,7 @@ def picture_table(
     labels = {label: _label(label, cells, names, table) for label, cells in columns.items()}
     description = described("folder with a table of labels", image_size)
     if splits is None and any((root / name).is_dir() for name in _SPLITS):
-        splits = [_first_folder(name) for name in names]
+        splits = [str(PurePath(name).parent).partition("/")[0] for name in names]
     if splits is None:
         in_split_N, drawn = _drawn(root, table, names, labels, split=split, test_share=test_share, seed=seed)
         description += drawn
@@ -192,12 +192,6 @@ def _drawn(
     if not in_split_N.any():
         raise UserError(f"test_share={test_share} leaves the {split} split of {table} empty; choose another")
     return in_split_N, drawn
-
-
-def _first_folder(name: str) -> str:
-    """Return the first folder of the path of a file; "." if the path has no folder."""
-    first, *rest = Path(name).parts
-    return first if rest else "."
 
 
 def _read_table(path: Path) -> dict[str, list[str]]:

@@ -16,11 +16,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import sample_key
 from data_pipeline.remote.cache import path_beside
 from data_pipeline.remote.fetch import RemoteConfig
-from data_pipeline.storage.manifest import SOURCE_DIGESTS_NAME, Manifest
+from data_pipeline.storage.manifest import SOURCE_DIGESTS_NAME, Manifest, read_file
 
 NUM_CONTENT_BYTES: Final = 32  # of a `content_digest`
 _DTYPE: Final = np.dtype("<u8")  # of a short digest, the first 8 bytes of a `content_digest`
@@ -51,13 +50,7 @@ def read_source_digests(location: str | Path, manifest: Manifest, *, remote: Rem
     if (entry := manifest.files.get(SOURCE_DIGESTS_NAME)) is None:
         return None
     path = path_beside(location, SOURCE_DIGESTS_NAME, manifest, config=remote)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); copy or build the dataset again") from None
-    if hashlib.sha256(data).hexdigest() != entry.sha256:
-        raise UserError(f"{path} is not the file that the manifest names by sha256; copy or build the dataset again")
-    return np.frombuffer(data, dtype=_DTYPE)
+    return np.frombuffer(read_file(path, sha256=entry.sha256), dtype=_DTYPE)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.core.errors import UserError, printable
+from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import FILE_ENTRY, NO_LABEL, BadSample, sample_key
 from data_pipeline.overlays import Overlay
 from data_pipeline.overlays.registry import load_overlay
@@ -272,10 +272,6 @@ class SampleStore:
 
     def bad_sample(self, index: int, reason: str) -> BadSample:
         return BadSample(index, self.shard_name(self._shard_of(index)), reason)
-
-    def undecoded(self, index: int, reason: str) -> BadSample:
-        """Return a sample whose bytes could be read and do not decode, with the name of its file."""
-        return self.bad_sample(index, f"{printable(self.file_of(index))}: {reason}")
 
     def file_of(self, index: int) -> str:
         """Return the name of the file of a sample: in a tar of `build` the one from which it was made.

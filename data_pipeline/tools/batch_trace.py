@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from data_pipeline.building.datasets import check_at_least
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.mixture import Mixture, MixtureSource, reading_order
 from data_pipeline.loading.order import check_ranks
@@ -44,18 +43,13 @@ def run(args: argparse.Namespace) -> None:
 def _opened(locations: Sequence[str], weights: Sequence[float] | None) -> SampleStore | Mixture:
     """Open a dataset, or several as a mixture.
 
-    Raises `UserError` if there is not a positive weight for each, if a directory is given twice, or as `Mixture` does.
+    Raises `UserError` if there is not a positive weight for each, or as `Mixture` does.
     """
     if len(locations) == 1:
         return SampleStore(locations[0])
     weights = [1.0] * len(locations) if weights is None else weights
     if len(weights) != len(locations) or not all(0 < weight < math.inf for weight in weights):
         raise UserError(f"--weights must be {len(locations)} positive numbers, one for each DIR, got {weights}")
-    first: dict[Path, str] = {}
-    for location in locations:
-        if (path := Path(location).resolve()) in first:
-            raise UserError(f"{first[path]} and {location} are the same directory; name each once")
-        first[path] = location
     sources = tuple(MixtureSource(location, SampleStore(location)) for location in locations)
     return Mixture(sources, tuple(weights))
 
@@ -75,16 +69,8 @@ def trace(
 
     The samples are read, because training replaces those that cannot be read.
 
-    Raises `UserError` like `Stream`, and if a number is out of range.
+    Raises `UserError` like `Stream`, and if the epoch has no step `from_step`.
     """
-    check_at_least(
-        ("--ranks", num_ranks, 1),
-        ("--workers", num_workers, 0),
-        ("--epoch", epoch, 0),
-        ("--seed", seed, 0),
-        ("--from-step", from_step, 0),
-        ("--shuffle-shards", shuffle_shards, 1),
-    )
     opened = SampleStore(dataset) if isinstance(dataset, str | Path) else dataset
     read = ReadConfig(num_workers=num_workers, placement="stream", shuffle_shards=shuffle_shards)
 

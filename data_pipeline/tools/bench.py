@@ -21,7 +21,7 @@ import torch
 from data_pipeline.core.devices import named_device
 from data_pipeline.core.errors import UserError
 from data_pipeline.loading.decode import decode
-from data_pipeline.loading.order import BatchOrder, epoch_order
+from data_pipeline.loading.order import BatchOrder, check_batch_size, epoch_order
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.overlays import NOTHING_GIVEN, Overlay, evaluation_keys
 from data_pipeline.storage.store import SampleStore
@@ -166,16 +166,8 @@ def worker_counts(largest: int) -> list[int]:
 
 def run(args: argparse.Namespace) -> None:
     """Print a table of rates. The disk may limit the first pass over a dataset, so run it twice."""
-    if args.batch_size < 1 or args.max_workers < 0 or args.seconds <= 0:
-        raise UserError("--batch-size and --seconds must be above 0 and --max-workers at least 0")
-    if args.shuffle_shards is not None and args.shuffle_shards < 1:
-        raise UserError(f"--shuffle-shards must be at least 1, got {args.shuffle_shards}")
     device, store = named_device(args.device), SampleStore(args.location)
-    if args.batch_size > len(store):
-        raise UserError(
-            f"--batch-size is {args.batch_size}, but {args.location} has {len(store)} samples; give {len(store)} or "
-            "less, or build a larger dataset"
-        )
+    check_batch_size(len(store), global_batch_size=args.batch_size, world_size=1)
     measured = list(
         rows(
             store,

@@ -100,8 +100,6 @@ def pictures_of(batch: Batch, manifest: Manifest) -> NDArray[np.generic]:
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.samples < 1:
-        raise UserError(f"--samples must be at least 1, got {args.samples}")
     if args.out.suffix.lower() != ".png":
         raise UserError(f"--out {args.out} does not end in .png; a preview is written as PNG")
     figure = draw_grid(args.location, num_samples=args.samples)

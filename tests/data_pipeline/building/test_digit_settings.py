@@ -26,11 +26,10 @@ from data_pipeline.overlays.tiled_digit import TiledDigit, choose_digits, defaul
 from data_pipeline.sources.digits import DigitSource, resize, sklearn_digits
 from data_pipeline.sources.placed_digits import PlacedDigits
 from data_pipeline.storage.manifest import OVERLAY_NAME, Manifest
+from tests.data_pipeline.building.draws import is_uniform, keys_of
 from tests.data_pipeline.stored_samples import find_problems
 
 NUM = 2_000
-# The chi-square value that uniform draws exceed once in 10,000 times, for 9 degrees of freedom.
-CHI_SQUARE_9 = 33.7
 
 
 @cache
@@ -44,15 +43,6 @@ def equal_digits() -> DigitSource:
     source = digits()
     rows = np.concatenate([np.flatnonzero(source.labels == label)[:50] for label in range(10)])
     return DigitSource("fifty of each", source.images[rows], source.labels[rows])
-
-
-def keys_of(num: int, *, seed: int = 0, epoch: int = 0) -> DrawKeys:
-    return DrawKeys(seed=seed, epoch=epoch, index_B=torch.arange(num), view=0)
-
-
-def is_uniform(label_B: Tensor) -> bool:
-    counts = np.bincount(label_B.numpy(), minlength=10)
-    return float(((counts - counts.mean()) ** 2 / counts.mean()).sum()) < CHI_SQUARE_9
 
 
 def black(num: int, size: int) -> Tensor:
@@ -136,7 +126,7 @@ def first_digits(num: int) -> Tensor:
 def test_the_second_digit_is_uniform_and_independent_of_the_first() -> None:
     num = min(NUM, len(placed().labels))
     _, label_B, _ = drawn(second(), first_digits(num))
-    assert is_uniform(label_B)
+    assert is_uniform(label_B, 10)
     agree = float((label_B == torch.from_numpy(placed().labels[:num])).float().mean())
     assert abs(agree - 0.1) < 4 * (0.09 / num) ** 0.5
     assert torch.equal(label_B, drawn(second(), black(num, 48))[1])
@@ -195,7 +185,7 @@ def test_there_are_as_many_different_tiled_digits_as_asked(unique: int) -> None:
     assert counts.sum() == unique
     assert counts.max() - counts.min() <= 1
     if unique % 10 == 0:
-        assert is_uniform(label_B)
+        assert is_uniform(label_B, 10)
 
 
 def first_of_shifts(picture: np.ndarray) -> bytes:
@@ -276,20 +266,3 @@ def test_train_and_test_set_have_the_same_few_digits(tmp_path: Path) -> None:
     assert torch.equal(found["train", 10], found["test", 10])
     assert len(found["train", None]) == 1_437
     assert len(found["test", None]) == 360  # other digits, as for every overlay of digits
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("placed_digits", {}, "the digits of MNIST are read from a folder"),
-        ("procedural_second_digit", {"size": 33}, "a digit of 33 pixels cannot be drawn"),
-        ("procedural_second_digit", {"layout": "tiled"}, 'unknown key "layout"'),
-        ("procedural_tiled_digit", {"unique": 1_438}, "1438 unique digits were asked for"),
-        ("procedural_tiled_digit", {"blend": "add"}, 'blend is "add"'),
-    ],
-)
-def test_a_dataset_that_cannot_be_drawn_is_refused(
-    name: str, options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=message):
-        build_dataset(name, tmp_path / "out", overlay_options=options)

@@ -148,13 +148,6 @@ def test_locations_of_similar_names_have_indexes_of_their_own(tmp_path: Path) ->
     assert len({dataset_directory(tmp_path / name) for name in names}) == len(names)
 
 
-def test_without_an_index_the_commands_say_how_to_make_one(tmp_path: Path) -> None:
-    simple(tmp_path, [3])
-    for location in (tmp_path, tmp_path / "train-{0000..0000}.tar"):
-        with pytest.raises(UserError, match="names tars without an index; run `python -m data_pipeline index"):
-            load_manifest(location)
-
-
 def test_a_picture_never_gets_the_label_of_another_one_with_its_key(
     tmp_path: Path,
 ) -> None:

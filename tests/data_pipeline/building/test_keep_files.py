@@ -14,22 +14,14 @@ from data_pipeline.storage.store import SampleStore
 from tests.commands import call
 from tests.tars import number_of, picture, write_folder
 
+KEEP = ["build", "folder", "--keep", "--source-option", "image_size=32", "--workers", "1"]
+
 
 def test_a_folder_is_packed_without_a_second_encoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, out = write_folder(tmp_path / "photos"), tmp_path / "kept"
-    arguments = [
-        "build",
-        "folder",
-        "--keep",
-        "--root",
-        str(root),
-        "--out",
-        str(out),
-        "--source-option",
-        "image_size=32",
-    ]
+    arguments = [*KEEP, "--root", str(root), "--out", str(out)]
     done = call(main, *arguments, "--samples-per-shard", "4", monkeypatch=monkeypatch, capsys=capsys)
     assert done.status == 0, done.stderr
     assert "6 samples in 2 shards" in done.stdout
@@ -90,16 +82,7 @@ def test_a_picture_without_a_known_ending_is_refused_before_packing(
     (tmp_path / name).write_bytes(picture(0))
     table = tmp_path / "labels.csv"
     table.write_text(f"file,split,base\n{name},train,owl\n")
-    words = [
-        "--root",
-        str(tmp_path),
-        "--source-option",
-        f"labels={table}",
-        "--out",
-        str(tmp_path / "kept"),
-        "--source-option",
-        "image_size=32",
-    ]
-    done = call(main, "build", "folder", "--keep", *words, monkeypatch=monkeypatch, capsys=capsys)
+    words = ["--root", str(tmp_path), "--source-option", f"labels={table}", "--out", str(tmp_path / "kept")]
+    done = call(main, *KEEP, *words, monkeypatch=monkeypatch, capsys=capsys)
     assert done.status == 2
     assert f"/{name} has no ending of a picture" in done.stderr

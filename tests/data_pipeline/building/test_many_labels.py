@@ -90,16 +90,8 @@ def test_a_table_gives_each_picture_its_labels(
 ) -> None:
     table, labels = hospital(tmp_path / "pics")
     out = tmp_path / "train"
-    words: list[str | Path] = [
-        "build",
-        "folder",
-        "--root",
-        tmp_path / "pics",
-        "--source-option",
-        f"labels={table}",
-        "--out",
-        out,
-    ]
+    words: list[str | Path] = ["build", "folder", "--root", tmp_path / "pics", "--source-option", f"labels={table}"]
+    words += ["--out", out]
     words += ["--workers", "1", *(["--keep", "--source-option", "image_size=32"] if keep else [])]
     done = call(main, *words, monkeypatch=monkeypatch, capsys=capsys)
     assert done.status == 0, done.stderr

@@ -49,27 +49,8 @@ from data_pipeline.overlays.shapes import Shapes, shape_mask
 from data_pipeline.overlays.tiled_digit import TiledDigit
 from data_pipeline.sources.background import read_sounds
 from data_pipeline.sources.digits import resize, sklearn_digits
+from tests.data_pipeline.building.draws import CHI_SQUARE, chi_square, is_uniform, keys_of, random_pictures
 from tests.real_data import archive
-
-# The chi-square value that uniform draws exceed once in 10,000 times, by degrees of freedom.
-CHI_SQUARE = {1: 15.1, 2: 18.4, 5: 25.7, 6: 27.9, 9: 33.7, 15: 44.3, 25: 58.6}
-
-
-def keys_of(index_B: Tensor | range, *, seed: int = 0, epoch: int = 0, view: int = 0) -> DrawKeys:
-    return DrawKeys(seed=seed, epoch=epoch, index_B=torch.as_tensor(index_B, dtype=torch.int64), view=view)
-
-
-def random_pictures(num: int, *, seed: int = 0, size: int = 32) -> Tensor:
-    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (num, 3, size, size), dtype=np.uint8))
-
-
-def chi_square(counts: np.ndarray, shares: np.ndarray | float) -> float:
-    expected = counts.sum() * np.broadcast_to(shares, counts.shape)
-    return float(((counts - expected) ** 2 / expected).sum())
-
-
-def is_uniform(values: Tensor, num: int) -> bool:
-    return chi_square(np.bincount(values.numpy(), minlength=num), 1 / num) < CHI_SQUARE[num - 1]
 
 
 def as_pillow(picture_CHW: Tensor) -> Image.Image:
@@ -125,7 +106,11 @@ all_kinds = pytest.mark.parametrize("kind", ["shapes", "digits", "letters", "str
 @all_kinds
 @pytest.mark.parametrize(("size", "layout"), [(32, "scaled"), (48, "scaled"), (48, "tiled")])
 def test_an_overlay_is_pure_and_its_mask_is_exact(kind: str, size: int, layout: Layout) -> None:
-    overlay, pictures, keys = make_at(kind, size, layout), random_pictures(40, size=size), keys_of(range(40))
+    overlay, pictures, keys = (
+        make_at(kind, size, layout),
+        random_pictures(40, shape=(3, size, size)),
+        keys_of(range(40)),
+    )
     before, state = pictures.clone(), torch.get_rng_state()
     first, again, other = overlay(pictures, keys), overlay(pictures, keys), overlay(255 - pictures, keys)
     assert torch.equal(torch.get_rng_state(), state)
@@ -293,7 +278,7 @@ def test_scaled_letters_lose_as_little_at_the_edge_as_published(size: int) -> No
 @all_kinds
 @pytest.mark.parametrize("size", [64, 80])
 def test_a_tiled_drawing_repeats_the_published_one(kind: str, size: int) -> None:
-    pictures, keys = random_pictures(12, size=size), keys_of(range(12))
+    pictures, keys = random_pictures(12, shape=(3, size, size)), keys_of(range(12))
     tiled, published = make_at(kind, size, "tiled")(pictures, keys), make_at(kind, 32)
     assert tiled.masks_BHW is not None
     for top in range(0, size, 32):
@@ -317,12 +302,15 @@ def test_size_and_layout_are_in_the_file_of_an_overlay(kind: str, tmp_path: Path
     assert save_overlay(make_at(kind, 32, "tiled"), tmp_path / "tiled") == digests[-1]  # both are one at 32 pixels
     for number, overlay in enumerate(overlays):
         loaded = load_overlay(tmp_path / f"{number}", sha256=None)
-        pictures, keys = random_pictures(4, size=overlay.image_size), keys_of(range(4), epoch=2)
+        pictures, keys = (
+            random_pictures(4, shape=(3, overlay.image_size, overlay.image_size)),
+            keys_of(range(4), epoch=2),
+        )
         assert torch.equal(loaded(pictures, keys).inputs, overlay(pictures, keys).inputs)
 
 
 def test_a_large_batch_is_painted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    pictures, keys = random_pictures(7, size=64), keys_of(range(7))
+    pictures, keys = random_pictures(7, shape=(3, 64, 64)), keys_of(range(7))
     whole = make_at("letters", 64)(pictures, keys)
     monkeypatch.setattr(overlays, "_VALUES_AT_ONCE", 2 * 3 * 64 * 64)
     in_parts = make_at("letters", 64)(pictures, keys)

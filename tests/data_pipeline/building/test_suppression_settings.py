@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from data_pipeline.__main__ import Parser
 from data_pipeline.building.build import build_dataset
 from data_pipeline.building.catalogue import open_picture_overlay
-from data_pipeline.core.counter_rng import DrawKeys, row_hashes
+from data_pipeline.core.counter_rng import row_hashes
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import add_option_argument
 from data_pipeline.core.sample import BASE, MASK_BOX, MASK_OBJECT, MASK_OUTSIDE, NO_LABEL, OVERLAY, Batch
@@ -31,24 +30,8 @@ from data_pipeline.sources.digits import resize, sklearn_digits
 from data_pipeline.storage.manifest import load_manifest
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.tools.preview import draw_grid
+from tests.data_pipeline.building.draws import CHI_SQUARE, chi_square, is_uniform, keys_of, random_pictures
 from tests.data_pipeline.stored_samples import find_problems
-
-# The chi-square value that uniform draws exceed once in 10,000 times, by degrees of freedom.
-CHI_SQUARE = {1: 15.1, 9: 33.7, 31: 70.8, 99: 161.3}
-
-
-def keys_of(num: int, *, epoch: int = 0) -> DrawKeys:
-    return DrawKeys(seed=0, epoch=epoch, index_B=torch.arange(num), view=0)
-
-
-def random_pictures(num: int, *, shape: tuple[int, int, int] = (3, 32, 32), seed: int = 0) -> Tensor:
-    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (num, *shape), dtype=np.uint8))
-
-
-def is_uniform(values: Tensor, num: int) -> bool:
-    counts = np.bincount(values.numpy(), minlength=num)
-    expected = len(values) / num
-    return float(((counts - expected) ** 2 / expected).sum()) < CHI_SQUARE[num - 1]
 
 
 def opened(
@@ -95,22 +78,6 @@ def test_options_are_checked_and_stand_in_the_file_and_in_the_manifest(tmp_path:
     with pytest.raises(UserError, match="was built with overlay"):
         build(overlay_options={"correlation": 0.6})
     assert not list(find_problems(tmp_path / "out"))
-
-
-@pytest.mark.parametrize(
-    ("dataset", "options", "message"),
-    [
-        ("procedural_bits", {"bits": 33}, "bits is 33"),
-        ("procedural_bits", {"layout": "tiled"}, 'unknown key "layout"'),
-        ("procedural_colours", {"correlation": 1.5}, "correlation is 1.5"),
-        ("procedural_dominoes", {"digit": "left"}, 'digit is "left"'),
-    ],
-)
-def test_wrong_options_are_named(dataset: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError) as error:
-        build_dataset(dataset, tmp_path / "out", limit=10, overlay_options=options)
-    assert message in str(error.value)
-    assert not (tmp_path / "out").exists()
 
 
 def test_words_of_a_command_line_become_options() -> None:
@@ -227,13 +194,11 @@ def test_a_class_follows_the_base_label_as_often_as_asked(kind: str, correlation
     assert abs(share - expected) <= 4 * np.sqrt(expected * (1 - expected) / num)
     others_B = ((label_B - base_B) % 10)[label_B != base_B]
     if len(others_B):  # those that do not follow it are uniform
-        counts = np.bincount(others_B.numpy(), minlength=10)[1:]
-        assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < CHI_SQUARE[9]
+        assert chi_square(np.bincount(others_B.numpy(), minlength=10)[1:], 1 / 9) < CHI_SQUARE[9]
     groups = np.bincount((10 * base_B + label_B).numpy(), minlength=100)  # the pairs of which the worst is reported
     shares_of_pairs = np.full((10, 10), (1 - correlation) / 100) + np.eye(10) * correlation / 10
     if correlation < 1:
-        expected_pairs = num * shares_of_pairs.ravel()
-        assert ((groups - expected_pairs) ** 2 / expected_pairs).sum() < CHI_SQUARE[99]
+        assert chi_square(groups, shares_of_pairs.ravel()) < CHI_SQUARE[99]
     else:
         assert (groups.reshape(10, 10) == np.diag(np.full(10, num // 10))).all()
 
@@ -306,8 +271,7 @@ def test_digits_of_a_class_are_drawn_uniformly() -> None:
     found = overlay(torch.zeros(20_000, 1, 8, 8, dtype=torch.uint8), keys_of(20_000))
     number_B = found.inputs[:, 0, 0, 0].to(torch.int64)
     assert torch.equal(number_B // 4, found.label_B)
-    counts = np.bincount(number_B.numpy(), minlength=40)
-    assert ((counts - 500) ** 2 / 500).sum() < 85  # 39 degrees of freedom
+    assert chi_square(np.bincount(number_B.numpy(), minlength=40), 1 / 40) < 85  # 39 degrees of freedom
 
 
 def test_a_square_domino_has_half_of_the_rows() -> None:

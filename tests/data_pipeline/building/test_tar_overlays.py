@@ -83,6 +83,11 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_photos(tmp_path_factory.mktemp("photos"), num_train=8, num_test=4)
 
 
+def keep(photos: Path, out: Path) -> Path:
+    main(["build", "folder", "--root", str(photos), "--keep", "--source-option", "image_size=32", "--out", str(out)])
+    return out
+
+
 def test_a_folder_is_kept_as_it_is_and_drawn_on_when_it_is_read(photos: Path, tmp_path: Path) -> None:
     words = ["build", "folder_shapes", "--root", str(photos), "--keep", "--source-option", "image_size=48"]
     main([*words, "--overlay", "online", "--out", str(tmp_path / "kept")])
@@ -109,9 +114,7 @@ def test_crops_are_refused_for_data_of_which_none_are_cut(photos: Path, tmp_path
 
 
 def test_an_index_that_is_made_again_without_its_overlay_draws_nothing(photos: Path, tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    main(["build", "folder", "--root", str(photos), "--keep", "--source-option", "image_size=32", "--out", str(kept)])
-    tars = only_tars(kept, tmp_path / "tars")
+    tars = only_tars(keep(photos, tmp_path / "kept"), tmp_path / "tars")
     index(tars, "--label", "json:base", "--size", "32", "--overlay", "letters")
     assert (tars / INDEX_NAME / OVERLAY_NAME).is_file()
     drawn = load_manifest(tars)
@@ -123,20 +126,7 @@ def test_an_index_that_is_made_again_without_its_overlay_draws_nothing(photos: P
 
 
 def test_what_cannot_be_drawn_is_one_sentence(photos: Path, tmp_path: Path) -> None:
-    main(
-        [
-            "build",
-            "folder",
-            "--root",
-            str(photos),
-            "--keep",
-            "--source-option",
-            "image_size=32",
-            "--out",
-            str(tmp_path / "kept"),
-        ]
-    )
-    tars = only_tars(tmp_path / "kept", tmp_path / "tars")
+    tars = only_tars(keep(photos, tmp_path / "kept"), tmp_path / "tars")
     for options, said in (
         (["--overlay", "letters", "--size", "31"], r"but these pictures have 31x31"),
         (["--overlay", "bits", "--overlay-option", "bits=2"], r"makes pictures of \(5, 224, 224\) out of"),

@@ -67,11 +67,9 @@ def test_several_directories_are_a_mixture(directory: Path, tmp_path: Path, caps
 def test_directories_that_training_would_not_mix_are_refused(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "link").symlink_to(directory)
     write_tiny_sounds(tmp_path / "sounds", num_samples=40)
     write_tiny_dataset(tmp_path / "larger", num_samples=40)
     for more, message in (
-        (tmp_path / "link", "are the same directory; name each once"),
         (tmp_path / "sounds", r"are in one mixture, but differ in medium \(picture and sound\)"),
         (tmp_path / "larger", r"differ in input shape \(\(3, 8, 8\) and \(3, 16, 16\)\)"),
     ):
@@ -83,8 +81,7 @@ def test_directories_that_training_would_not_mix_are_refused(
     ("options", "message"),
     [
         (["--ranks", "3"], "global_batch_size 4 cannot be divided by 3 ranks"),
-        (["--workers", "-1"], "--workers must be at least 0, got -1"),
-        (["--shuffle-shards", "0"], "--shuffle-shards must be at least 1, got 0"),
+        (["--workers", "-1"], "argument --workers: '-1' is not a whole number"),
         (["--from-step", "6"], "--from-step 6 is past the epoch's 6 steps; use 0 to 5"),
     ],
 )

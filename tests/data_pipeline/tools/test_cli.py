@@ -48,7 +48,8 @@ def test_build_verify_and_preview(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = str(tmp_path / "built")
-    build = ("build", "procedural_letters", "--out", built, "--limit", "40", "--samples-per-shard", "20")
+    build = ["build", "procedural_letters", "--out", built, "--limit", "40", "--samples-per-shard", "20"]
+    build += ["--workers", "1"]
     status, out, err = run(capsys, monkeypatch, *build)
     assert status == 0
     assert out[0].startswith(f"{built} built: 40 samples in 2 shards, ")
