@@ -38,7 +38,7 @@ from data_pipeline.core.schema import Count, Schema
 from data_pipeline.loading.order import BatchOrder, Rows
 from data_pipeline.loading.stream import Stream
 from trainer.data import DataConfig
-from trainer.distributed.collectives import all_gather_rows, from_first_rank, on_first_rank
+from trainer.distributed.collectives import all_gather_rows, on_every_rank, on_first_rank
 from trainer.models.batch_norm import share_running_statistics
 from trainer.models.encoder import Encoder
 from trainer.probes.features import frozen, to_float
@@ -177,8 +177,7 @@ class NeighbourSearch:
                 features_NF, known_N = self._features(epoch)
                 size = self.config.group_size
                 on_first_rank(lambda: self._find(features_NF, known_N, found_in, group_size=size))
-            groups = from_first_rank(lambda: read_groups(self.directory, found_in).tolist(), list[list[int]])
-            self._groups_NG = np.array(groups, dtype=np.int64)
+            self._groups_NG = on_every_rank(lambda: read_groups(self.directory, found_in), catch=OSError)
         self._found_in, self.is_new = found_in, False
         return self._groups_NG
 

@@ -130,20 +130,15 @@ class AnyRank:
         return bool(answer)
 
 
-def broadcast_json(value: T, kind: Any, *, source: int = 0) -> T:
-    """Return the `value` of rank `source` on every rank; ignore the values of the other ranks.
+def broadcast_json(value: T, kind: Any) -> T:
+    """Return the `value` of rank 0 on every rank; ignore the values of the other ranks.
 
     It is sent as JSON, and read as pydantic reads the type `kind`.
     """
     if not is_distributed():
         return value
-    content = _to_bytes(value, kind) if rank() == source else torch.empty(0, dtype=torch.uint8)
-    size = torch.tensor(len(content), device=message_device())
-    with stage("communication"):
-        dist.broadcast(size, source)
-        content = content.to(size.device) if rank() == source else size.new_empty(int(size), dtype=torch.uint8)
-        dist.broadcast(content, source)
-    return cast(T, _from_bytes(content, kind))
+    content = _to_bytes(value, kind) if rank() == 0 else torch.empty(0, dtype=torch.uint8)
+    return cast(T, _from_bytes(all_gather_parts(content.to(message_device()))[0], kind))
 
 
 def on_every_rank(action: Callable[[], T], *, catch: type[Exception] = UserError) -> T:

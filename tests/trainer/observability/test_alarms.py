@@ -76,6 +76,15 @@ def test_a_contrastive_encoder_sets_nothing_off() -> None:
     assert alarms_of(training(contrast)) == {}
 
 
+def test_embeddings_too_long_for_float32_are_told_as_collapsed() -> None:
+    """Their lengths overflow, so that objectives on the sphere see zeros; the others see a loss that is not finite."""
+    health = embedding_health(*(3e37 * F.normalize(torch.randn(2, 16, 8), dim=2)))
+    metrics = {f"embeddings/{name}": float(value) for name, value in health.items()}
+    alarms = Alarms()
+    assert alarms.check(metrics, 0) == []
+    assert "collapsed to a point" in alarms.check(metrics, 50)[0]
+
+
 def test_an_encoder_on_two_directions_is_told() -> None:
     torch.manual_seed(0)
     plane = torch.randn(2, 64)
