@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
@@ -33,16 +33,15 @@ import simplejpeg
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from PIL import Image, ImageFile, UnidentifiedImageError
+from PIL import Image, ImageFile
 from torch import Tensor
 
 from data_pipeline.core.random_crop import Crop
 from data_pipeline.sources.picture_file import (
-    FORMATS,
     decode_rgb,
     exif_orientation,
     middle_square,
-    open_picture,
+    opened,
     turned,
 )
 
@@ -55,7 +54,7 @@ def picture_size(file: memoryview) -> tuple[int, int]:
 
     Raises `ValueError` with the reason if the file is not a picture or has too many pixels.
     """
-    with _opened(file) as picture:
+    with opened(io.BytesIO(file)) as picture:
         return _upright_size(picture)
 
 
@@ -65,7 +64,7 @@ def decode_square(file: memoryview, *, size: int) -> Tensor:
     The picture is resized until its shorter side has `size` pixels, and then cut, as a build does. Raises the errors of
     `decode_crops`.
     """
-    with _opened(file) as picture:
+    with opened(io.BytesIO(file)) as picture:
         height, width = _upright_size(picture)
         new_height, new_width, top, left = middle_square(height, width, size)
         if new_height * new_width > (Image.MAX_IMAGE_PIXELS or math.inf):
@@ -87,7 +86,7 @@ def decode_crops(file: memoryview, crops: Sequence[Crop], *, size: int) -> Tenso
     Raises `ValueError` with the reason if the file cannot be decoded.
     """
     shortest = min(side for crop in crops for side in (crop.height, crop.width))
-    with _opened(file) as picture:
+    with opened(io.BytesIO(file)) as picture:
         pixels_1CHW, eighths = _decode(file, picture, _enough_eighths(shortest, size))
     views = []
     for crop in crops:
@@ -136,19 +135,3 @@ def _decode(file: memoryview, picture: ImageFile.ImageFile, eighths: int) -> tup
 
 def _as_batch(pixels_HWC: NDArray[np.uint8]) -> Tensor:
     return torch.from_numpy(pixels_HWC)[None].permute(0, 3, 1, 2)
-
-
-@contextmanager
-def _opened(file: memoryview) -> Iterator[ImageFile.ImageFile]:
-    """Yield a picture of which the header has been read, and turn every error into `ValueError` with the reason."""
-    try:
-        with open_picture(io.BytesIO(file)) as picture:
-            yield picture
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise ValueError(f"it has more than {Image.MAX_IMAGE_PIXELS:,} pixels") from None
-    except UnidentifiedImageError:
-        raise ValueError(f"it is not a picture of a known format ({', '.join(FORMATS)})") from None
-    except MemoryError:
-        raise
-    except Exception as error:  # Pillow raises nearly every kind for a damaged file
-        raise ValueError(f"it does not decode ({' '.join(str(error).split()) or type(error).__name__})") from None

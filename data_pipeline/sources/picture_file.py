@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Final
 
 import numpy as np
-from PIL import Image, ImageFile
+from PIL import Image, ImageFile, UnidentifiedImageError
 
 from data_pipeline.core.errors import UserError
 
@@ -47,24 +47,15 @@ _RGB_OF_16_BITS: Final = "RGB;16B"
 def read_rgb(path: Path) -> Image.Image:
     """Read a picture in mode "RGB", upright.
 
-    Raises `UserError` with the file's name if it is not a regular file, does not decode, has too many pixels, holds
-    values of an unknown range, or does not fit into memory.
+    Raises `UserError` with the file's name if it is not a regular file, or with the reason of `opened`.
     """
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a regular file, so it is not read; remove it")
     try:
-        with open_picture(path) as picture:
+        with opened(path) as picture:
             return turned(decode_rgb(picture), exif_orientation(picture))
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise UserError(
-            f"{path} unpacks to more than {Image.MAX_IMAGE_PIXELS:,} pixels, which is too large; make it smaller or "
-            "remove it"
-        ) from None
-    except MemoryError:
-        raise UserError(f"{path} does not fit into memory; free some, or make the picture smaller") from None
-    except Exception as error:  # Pillow raises nearly every kind for a damaged file
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{path} does not decode as a picture ({reason}); mend or remove it") from None
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read, because {error}; mend or remove it") from None
 
 
 def decode_rgb(picture: ImageFile.ImageFile) -> Image.Image:
@@ -114,14 +105,26 @@ def middle_square(height: int, width: int, size: int) -> tuple[int, int, int, in
     return new_height, new_width, round((new_height - size) / 2), round((new_width - size) / 2)
 
 
-def open_picture(file: Path | IO[bytes]) -> ImageFile.ImageFile:
-    """Read the header of a picture of one of `FORMATS`.
+@contextmanager
+def opened(file: Path | IO[bytes]) -> Iterator[ImageFile.ImageFile]:
+    """Yield a picture of one of `FORMATS`, of which the header has been read.
 
-    Raises Pillow's errors, and its warning of too many pixels as an error.
+    Every error of opening it, and of decoding it in the block, becomes `ValueError` with the reason.
     """
-    with without_warnings():
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        return Image.open(file, formats=FORMATS)
+    try:
+        with without_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            picture = Image.open(file, formats=FORMATS)
+        with picture:
+            yield picture
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise ValueError(f"it has more than {Image.MAX_IMAGE_PIXELS:,} pixels") from None
+    except UnidentifiedImageError:
+        raise ValueError(f"it is not a picture of a known format ({', '.join(FORMATS)})") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow raises nearly every kind for a damaged file
+        raise ValueError(f"it does not decode ({' '.join(str(error).split()) or type(error).__name__})") from None
 
 
 def exif_orientation(picture: Image.Image) -> int:

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from data_pipeline.core.errors import UserError
@@ -22,22 +19,17 @@ from data_pipeline.storage.store import SampleStore
 
 def run(args: argparse.Namespace) -> None:
     """Print one line for each batch. Steps count from the start of training, as in metrics and checkpoints."""
-    try:
-        for line in trace(
-            _opened(args.locations, args.weights),
-            num_ranks=args.ranks,
-            num_workers=args.workers,
-            global_batch_size=args.batch_size,
-            epoch=args.epoch,
-            seed=args.seed,
-            from_step=args.from_step,
-            shuffle_shards=args.shuffle_shards,
-        ):
-            print(line)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader has ended, as in `trace ... | head`
-        with suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for line in trace(
+        _opened(args.locations, args.weights),
+        num_ranks=args.ranks,
+        num_workers=args.workers,
+        global_batch_size=args.batch_size,
+        epoch=args.epoch,
+        seed=args.seed,
+        from_step=args.from_step,
+        shuffle_shards=args.shuffle_shards,
+    ):
+        print(line)
 
 
 def _opened(locations: Sequence[str], weights: Sequence[float] | None) -> SampleStore | Mixture:

@@ -340,7 +340,7 @@ def test_a_picture_that_does_not_decode_leaves_nothing(num_workers: int, tmp_pat
     torn = folder / "7.png"
     torn.write_bytes(torn.read_bytes()[:60])
     arguments = {"root": tmp_path / "root", "num_samples_per_shard": 2, "num_workers": num_workers}
-    with pytest.raises(UserError, match=r"1/7\.png does not decode as a picture"):
+    with pytest.raises(UserError, match=r"1/7\.png cannot be read, because it does not decode"):
         build_dataset("folder_shapes", tmp_path / "out", **arguments)  # type: ignore[arg-type]
     assert names(tmp_path) == ["root"]
 
