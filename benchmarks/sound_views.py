@@ -6,7 +6,7 @@ The peers make one view of each waveform of 50,000 points at 48 kHz: masks and n
 noise on the waveform, then the spectrogram. "as published" is the way of the code by Tamkin et al. (2022), which puts
 a sound among NumPy's zeros, so in float64, before librosa gets it; "in float32" is kinder to librosa. Ratios are to the
 first. Peers take turns, round by round, so that a machine that slows down does so for all. One thread, and its
-processor time. Changes of pitch and of speed, off by default, are timed against librosa, which resamples by soxr.
+processor time.
 `--out` files all that was measured, with the command, the commit and the load of the machine before it began.
 """
 
@@ -84,30 +84,6 @@ def waveform_peers(waveforms_BT: Tensor, keys: DrawKeys) -> Mapping[str, Callabl
     }
 
 
-def pitch_peers(waveforms_BT: Tensor, keys: DrawKeys) -> Mapping[str, Callable[[], object]]:
-    rng, rate = np.random.default_rng(0), AUDIOMNIST.sample_rate
-    policy = Waveform(WaveformConfig(kept=None, noise_std=0, semitones=(-2, 2)), AUDIOMNIST)
-    return {
-        "librosa one by one": lambda: [
-            librosa.effects.pitch_shift(sound, sr=rate, n_steps=rng.uniform(-2, 2), n_fft=512)
-            for sound in waveforms_BT.numpy()
-        ],
-        "ours": lambda: policy.augment(waveforms_BT, keys),
-    }
-
-
-def speed_peers(waveforms_BT: Tensor, keys: DrawKeys) -> Mapping[str, Callable[[], object]]:
-    rng, rate = np.random.default_rng(0), AUDIOMNIST.sample_rate
-    policy = Waveform(WaveformConfig(kept=None, noise_std=0, speed=(0.9, 1.1)), AUDIOMNIST)
-    return {
-        "librosa one by one": lambda: [
-            librosa.resample(sound, orig_sr=rng.uniform(0.9, 1.1) * rate, target_sr=rate)
-            for sound in waveforms_BT.numpy()
-        ],
-        "ours": lambda: policy.augment(waveforms_BT, keys),
-    }
-
-
 def rates(calls: Mapping[str, Callable[[], object]], num_sounds: int) -> record.Peers:
     """Each call as a measurement: sounds in a second of processor time. It is made once before, unmeasured."""
 
@@ -129,8 +105,6 @@ def main() -> None:
     groups = {
         "spectral views": (spectral_peers(waveforms_BT, keys), "librosa, as published", 8),
         "waveform views": (waveform_peers(waveforms_BT, keys), "librosa, as published", 8),
-        "change of pitch": (pitch_peers(waveforms_BT, keys), "librosa one by one", None),
-        "change of speed": (speed_peers(waveforms_BT, keys), "librosa one by one", None),
     }
     lines = (
         record.ratio_line(title, rates(calls, args.batch_size), against=against, target=target)

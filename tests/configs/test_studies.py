@@ -80,7 +80,7 @@ def test_the_documented_numbers_of_runs_are_those_of_the_studies(name: str) -> N
 @pytest.mark.parametrize("name", EVERY)
 def test_the_small_form_differs_in_size_alone(name: str) -> None:
     full = {run.name: run for run in runs_of(name)}
-    for run in runs_of(f"{name}_small"):
+    for run in {run.name: run for run in runs_of(f"{name}_small")}.values():  # one of its seeds
         large = full[run.name.removesuffix(SMALL_RUN)]
         assert run.objective == large.objective
         assert run.optimizer == large.optimizer

@@ -15,7 +15,6 @@ from tests.tiny_data import NUM_POINTS
 from trainer.views import build_view_policy
 
 NUM_SAMPLES, SIZE = 4, 32
-WAVEFORM = "{kind: waveform, speed: [0.9, 1.1], semitones: [-2, 2]}"
 SEQUENCE = "{kind: sequence, parts: [{kind: expert_image}, {kind: viewmaker, base_width: 4}]}"
 BY_EPOCH = "{kind: by_epoch, policies: [{kind: expert_image}, {kind: channel_dropout}]}"
 
@@ -30,7 +29,6 @@ CASES = {
     "multi_crop": ("debug:image", "{kind: multi_crop, num_local: 3, local_size: 16}"),
     "spectral": ("debug:audio", "{kind: spectral}"),
     "waveform": ("debug:audio", "{kind: waveform}"),
-    "waveform, speed and pitch": ("debug:audio", WAVEFORM),
 }
 
 

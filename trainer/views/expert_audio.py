@@ -2,8 +2,8 @@
 
 Input: waveforms and the keys of their draws. Output: normalised log-mel spectrograms of one channel, the input of the
 encoder. `Spectral` silences a range of mel bands and a range of frames, and adds noise to the normalised decibels.
-`Waveform` silences everything outside a crop and adds white noise, in random order. Before that, it can change speed
-and pitch; the paper mentions these changes, but its published code does not have them.
+`Waveform` silences everything outside a crop and adds white noise, in random order. The paper also names changes of
+speed and pitch, which its published code does not make.
 
 Legend: B samples, T points of a waveform, K points up to the middle (or tries of a mask), M mel bands, N frames.
 """
@@ -24,14 +24,10 @@ from data_pipeline.core.counter_rng import DrawKeys, normal_pairs, uniform
 from data_pipeline.core.schema import CountOrZero, Deviation, PositiveShare
 from trainer.views.inputs import check_keys, rows_of
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
-from trainer.views.speed_and_pitch import change_pitch, change_speed
 
 # `purpose` in `data_pipeline.core.counter_rng`, above the purposes of a viewmaker, which may use the same keys.
-_MASKS, _SPECTRAL_NOISE, _WAVEFORM, _WHITE_NOISE, _SPEED_AND_PITCH = range(90, 95)
+_MASKS, _SPECTRAL_NOISE, _WAVEFORM, _WHITE_NOISE = range(90, 94)
 _POINTS_ON_CPU: Final = 1 << 19  # points that a CPU augments at once: 2 MiB in float32, which fits its cache
-
-Speed = Annotated[float, Field(ge=0.5, le=2)]
-Semitones = Annotated[float, Field(ge=-12, le=12)]
 
 
 class _ForSounds(BaseViewsConfig):
@@ -68,28 +64,21 @@ class SpectralConfig(_ForSounds):
 
 
 class WaveformConfig(_ForSounds):
-    """The config of views of waveforms: a crop, noise, and changes of speed and pitch.
+    """The config of views of waveforms: a crop and noise.
 
     kept: the share of the points that a crop keeps, drawn uniformly from this range; None for no crop.
     noise_std: the standard deviation of the noise. The published noise is the inverse Fourier transform of normal
         numbers; the default is its deviation over 50,000 points, for any number of points.
-    speed: the factor of the speed, which also changes the pitch, drawn uniformly; None for no change. A sound that
-        becomes longer loses its end.
-    semitones: the change of pitch at the same speed, drawn uniformly; None for no change. It is torchaudio's
-        `pitch_shift`, in which raised sounds become quieter; see `change_pitch`.
     """
 
     kind: Literal["waveform"] = "waveform"
     kept: tuple[PositiveShare, PositiveShare] | None = (0.08, 1.0)
     noise_std: Deviation = 50_000**-0.5
-    speed: tuple[Speed, Speed] | None = None
-    semitones: tuple[Semitones, Semitones] | None = None
 
     @model_validator(mode="after")
-    def _ranges_ascend(self) -> Self:
-        for name, limits in {"kept": self.kept, "speed": self.speed, "semitones": self.semitones}.items():
-            if limits is not None and limits[0] > limits[1]:
-                raise ValueError(f"{name} must be two ascending numbers, got {limits[0]} and {limits[1]}")
+    def _the_range_ascends(self) -> Self:
+        if self.kept is not None and self.kept[0] > self.kept[1]:
+            raise ValueError(f"kept must be two ascending numbers, got {self.kept[0]} and {self.kept[1]}")
         return self
 
     def build(self, given: ViewsInputs) -> Waveform:
@@ -112,13 +101,10 @@ class WaveformDraws:
     """The random parameters of views of waveforms.
 
     Attributes:
-        speed_B, semitones_B: float64; None if switched off.
         first_B, length_B: int64, the range of points that the crop keeps.
         crops_last_B: bool, whether the crop comes after the noise, so that it crops the noise too.
     """
 
-    speed_B: Tensor | None
-    semitones_B: Tensor | None
     first_B: Tensor
     length_B: Tensor
     crops_last_B: Tensor
@@ -168,15 +154,12 @@ class Spectral(nn.Module):
 class Waveform(nn.Module):
     """A view policy on waveforms: a module `policy(waveforms_BT, keys, masks_BHW) -> views_B1MN` without parameters.
 
-    It changes the speed, then the pitch. Then it crops and adds noise, in random order. Its draws depend on `keys`
-    alone.
+    It crops and adds noise, in random order. Its draws depend on `keys` alone.
     """
 
     def __init__(self, config: WaveformConfig, mel: MelConfig) -> None:
         super().__init__()
         self.config, self.mel = config, mel
-        self.max_speed = 1.0 if config.speed is None else config.speed[1]
-        self.max_semitones = 0.0 if config.semitones is None else max(map(abs, config.semitones))
 
     @torch.no_grad()
     def forward(self, waveforms_BT: Tensor, keys: DrawKeys, masks_BHW: Tensor | None = None) -> Tensor:
@@ -209,8 +192,7 @@ class Waveform(nn.Module):
 
     def _augment(self, waveforms_BT: Tensor, keys: DrawKeys, draws: WaveformDraws) -> Tensor:
         if waveforms_BT.device.type != "cpu":
-            x_BT = self._change(waveforms_BT, draws)
-            return crop_and_add(x_BT, self._noise(keys, x_BT.dtype), draws)
+            return crop_and_add(waveforms_BT, self._noise(keys, waveforms_BT.dtype), draws)
         # A CPU does a few at a time, so that their numbers stay in the cache: twice as fast.
         views_BT = torch.empty_like(waveforms_BT)
         size = max(1, _POINTS_ON_CPU // waveforms_BT.shape[1])
@@ -219,17 +201,8 @@ class Waveform(nn.Module):
             part_keys, part_draws = keys.rows(rows), rows_of(draws, rows)
             part_BT = views_BT[rows]
             noise_BT = self._noise(part_keys, waveforms_BT.dtype, out_BT=part_BT)
-            crop_and_add_by_row(self._change(waveforms_BT[rows], part_draws), noise_BT, part_draws, out_BT=part_BT)
+            crop_and_add_by_row(waveforms_BT[rows], noise_BT, part_draws, out_BT=part_BT)
         return views_BT
-
-    def _change(self, x_BT: Tensor, draws: WaveformDraws) -> Tensor:
-        if draws.speed_B is not None:
-            x_BT = change_speed(x_BT, draws.speed_B, max_factor=self.max_speed)
-        if draws.semitones_B is not None:
-            x_BT = change_pitch(
-                x_BT, draws.semitones_B, sample_rate=self.mel.sample_rate, max_semitones=self.max_semitones
-            )
-        return x_BT
 
     def _noise(self, keys: DrawKeys, dtype: torch.dtype, *, out_BT: Tensor | None = None) -> Tensor | None:
         if not self.config.noise_std:
@@ -300,11 +273,9 @@ def draw_waveform(config: WaveformConfig, keys: DrawKeys, *, num_points: int) ->
     last point, unless it has the whole length and begins at 0.
     """
     share_B, place_B, order_B = uniform(keys, 3, purpose=_WAVEFORM).double().unbind(dim=1)
-    speed_B, semitones_B = uniform(keys, 2, purpose=_SPEED_AND_PITCH).double().unbind(dim=1)
-    length_B = torch.floor(num_points * _between(config.kept or (1.0, 1.0), share_B)).long()
+    least, most = config.kept or (1.0, 1.0)
+    length_B = torch.floor(num_points * (least + (most - least) * share_B)).long()
     return WaveformDraws(
-        speed_B=None if config.speed is None else _between(config.speed, speed_B),
-        semitones_B=None if config.semitones is None else _between(config.semitones, semitones_B),
         first_B=_pick(place_B, (num_points - length_B).clamp(min=1)),
         length_B=length_B,
         crops_last_B=order_B < 0.5,
@@ -380,11 +351,6 @@ def _inside(first_B: Tensor, length_B: Tensor, size: int) -> Tensor:
     """Return whether each cell is one of the `length_B` cells from `first_B` on, (B, size) bool."""
     cell_X = torch.arange(size, device=first_B.device, dtype=torch.int32)  # half the memory of int64, and faster
     return (cell_X >= first_B[:, None].int()) & (cell_X < (first_B + length_B)[:, None].int())
-
-
-def _between(limits: tuple[float, float], share_B: Tensor) -> Tensor:
-    low, high = limits
-    return low + (high - low) * share_B
 
 
 def _pick(share_X: Tensor, num: int | Tensor) -> Tensor:

@@ -229,20 +229,6 @@ def test_in_one_process_groups_are_batches_one_after_the_other(memory_format: to
         together(x)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_groups", [1, 2])
-def test_gradient_by_finite_differences(num_groups: int) -> None:
-    torch.manual_seed(0)
-    x, weight, bias = (
-        torch.randn(size, dtype=torch.float64, requires_grad=True) for size in [(4, 2, 3, 2), (2,), (2,)]
-    )
-
-    def out(*inputs: Tensor) -> Tensor:
-        return synchronized_batch_norm(*inputs, eps=1e-3, num_groups=num_groups)[0]
-
-    assert torch.autograd.gradcheck(out, (x, weight, bias))
-
-
 @dataclass(frozen=True)
 class Pass:
     """What a pass through an encoder leaves: embeddings, gradients, buffers, and the number of its messages."""

@@ -31,17 +31,10 @@ from trainer.views.expert_audio import (
     mask_power,
     white_noise,
 )
-from trainer.views.speed_and_pitch import change_pitch, change_speed
 
 MELS = pytest.mark.parametrize("mel", [AUDIOMNIST, FSDD], ids=["audiomnist", "fsdd"])
 POLICIES = pytest.mark.parametrize(
-    "policy",
-    [
-        Spectral(SpectralConfig(), FSDD),
-        Waveform(WaveformConfig(), FSDD),
-        Waveform(WaveformConfig(speed=(0.9, 1.1), semitones=(-2, 2)), FSDD),
-    ],
-    ids=["spectral", "waveform", "speed and pitch"],
+    "policy", [Spectral(SpectralConfig(), FSDD), Waveform(WaveformConfig(), FSDD)], ids=["spectral", "waveform"]
 )
 Sound = NDArray[np.floating[Any]]
 
@@ -263,31 +256,6 @@ def test_crops_of_few_points_start_where_the_published_ones_do(
     assert set(draws.first_B.tolist()) == set(range(max(1, num_points - length)))
 
 
-def test_speed_and_pitch_are_uniform_and_change_no_other_draw() -> None:
-    config = WaveformConfig(speed=(0.9, 1.2), semitones=(-2, 3))
-    draws = draw_waveform(config, keys(20_000), num_points=8_333)
-    without = draw_waveform(WaveformConfig(), keys(20_000), num_points=8_333)
-    assert without.speed_B is None
-    assert without.semitones_B is None
-    assert draws.speed_B is not None
-    assert draws.semitones_B is not None
-    assert ks_p_value(((draws.speed_B - 0.9) / 0.3).numpy()) > 1e-3
-    assert ks_p_value(((draws.semitones_B + 2) / 5).numpy()) > 1e-3
-    for name in ("first_B", "length_B", "crops_last_B"):
-        assert torch.equal(getattr(draws, name), getattr(without, name))
-
-
-def test_speed_then_pitch_come_before_crop_and_noise() -> None:
-    config = WaveformConfig(speed=(0.9, 1.2), semitones=(-2, 3))
-    x, draws = sounds(6, FSDD), draw_waveform(config, keys(6), num_points=8_333)
-    assert draws.speed_B is not None
-    assert draws.semitones_B is not None
-    changed = change_speed(x, draws.speed_B, max_factor=1.2)
-    changed = change_pitch(changed, draws.semitones_B, sample_rate=8_000, max_semitones=3)
-    expected = Waveform(WaveformConfig(), FSDD).augment(changed, keys(6))
-    assert torch.equal(Waveform(config, FSDD).augment(x, keys(6)), expected)
-
-
 @pytest.mark.parametrize("noise_std", [0, 0.01], ids=["no noise", "noise"])
 def test_frames_that_are_left_out_change_nothing(noise_std: float) -> None:
     x, policy = sounds(24, FSDD, torch.float64), Waveform(WaveformConfig(noise_std=noise_std), FSDD)
@@ -351,7 +319,7 @@ def test_views_are_made_without_waiting_for_the_device() -> None:
     """On the meta device there are shapes and no values: whatever would need a value on the host raises."""
     on_meta = DrawKeys(seed=0, epoch=0, index_B=torch.arange(8, device="meta"), view=0)
     x = torch.empty(8, FSDD.num_points, device="meta")
-    policy = Waveform(WaveformConfig(speed=(0.9, 1.1), semitones=(-1, 1)), FSDD)
+    policy = Waveform(WaveformConfig(), FSDD)
     assert policy.augment(x, on_meta).shape == x.shape
     masks = draw_masks(SpectralConfig(), on_meta, FSDD, audible_BN=audible_frames(x, FSDD))
     assert mask_power(torch.empty(8, 64, 64, device="meta"), masks).shape == (8, 64, 64)
@@ -378,8 +346,6 @@ def test_a_mask_of_everything_is_refused() -> None:
         {"kept": (0.5, 0.2)},
         {"kept": (0.5, 1.5)},
         {"noise_std": -1},
-        {"speed": (0.1, 1)},
-        {"semitones": (2, 1)},
     ],
 )
 def test_waveform_config_refuses_what_makes_no_sense(wrong: dict[str, object]) -> None:
