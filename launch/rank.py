@@ -120,8 +120,7 @@ def print_plan(config: RunConfig, *, world_size: int, device_gigabytes: float | 
     except UserError as error:
         print(f"the sizes of the data are not known: {error}", file=sys.stderr)
         manifest = None
-    if manifest is not None:
-        check_batch(config, num_samples=train_sizes(manifest), num_ranks=world_size)
+    check_batch(config, num_samples=() if manifest is None else train_sizes(manifest), num_ranks=world_size)
     data_bytes = 0
     if manifest is not None and device_gigabytes is not None:
         data_bytes = bytes_of_data(config, manifest, device_bytes=int(device_gigabytes * 1e9))

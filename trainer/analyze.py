@@ -86,7 +86,6 @@ def main() -> None:
         return
     from data_pipeline.core.devices import named_device
     from trainer.analyses.analysis import AnalysisOptions
-    from trainer.own_code import warn_of_changed_code
 
     options = AnalysisOptions(
         step=arguments.step,
@@ -96,7 +95,6 @@ def main() -> None:
     say_what_is_left_out(arguments.run_dirs)
     runs = [open_run(path) for path in runs_of(arguments.run_dirs)]  # check all before the first is analysed
     import_code(arguments.code)
-    warn_of_changed_code(runs)
     groups = analysis.groups(runs)
     num_failed = 0
     for taken in groups:

@@ -93,22 +93,6 @@ def _batches_can_be_grouped(config: RunConfig) -> None:
         )
 
 
-def _the_batch_can_be_cut(config: RunConfig) -> None:
-    if config.global_batch_size % config.memory.micro_batches:
-        raise ValueError(
-            f"memory.micro_batches {config.memory.micro_batches} does not divide global_batch_size "
-            f"{config.global_batch_size}"
-        )
-
-
-def _the_views_can_be_checkpointed(config: RunConfig) -> None:
-    if config.adversary is None and config.memory.viewmaker_checkpointing != "none":
-        raise ValueError(
-            f'memory.viewmaker_checkpointing needs a viewmaker, but the views have kind "{config.views.kind}"; '
-            "set it to none"
-        )
-
-
 _RULES = (
     _adversary_belongs_to_the_viewmaker,
     _the_encoder_takes_the_data,
@@ -116,6 +100,4 @@ _RULES = (
     _the_objective_takes_all_views,
     _batch_norm_can_split_all_views,
     _batches_can_be_grouped,
-    _the_batch_can_be_cut,
-    _the_views_can_be_checkpointed,
 )

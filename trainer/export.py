@@ -57,14 +57,12 @@ def _image_size(text: str) -> tuple[int, int]:
 def main() -> None:
     arguments = _parser().parse_args()
     from trainer.exports.encoder import ONNX_SUFFIX, export_onnx, save_encoder, save_pretrained
-    from trainer.own_code import warn_of_changed_code
 
     run_dir, step = open_run(arguments.run_dir), arguments.step
     is_onnx = arguments.out is not None and arguments.out.suffix == ONNX_SUFFIX
     if is_onnx != (arguments.image_size is not None):
         raise UserError("an ONNX file, and no other, needs --image-size; write --out FILE.onnx --image-size SIZE")
     import_code(arguments.code)
-    warn_of_changed_code([run_dir])
     if is_onnx:
         export_onnx(run_dir, arguments.out, image_size=arguments.image_size, step=step)
     elif arguments.hub is None:

@@ -1,7 +1,7 @@
 """Decide the settings of an encoder that its config leaves to the data: its mean and std, and its form by the size.
 
-Decisions that need the train set are recorded in provenance.json, so that an encoder can be loaded without its data.
-The config of the run keeps them open.
+The decided settings are recorded in provenance.json, so that an encoder can be loaded without its data. The config of
+the run keeps them open.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trainer.mixture import TrainManifest
 from trainer.models.encoder import Normalization
 from trainer.run_dir import RunDir
 
-RECORDED_NORMALIZATION: Final = "normalization"  # keys in provenance.json
+RECORDED_ENCODER: Final = "encoder"  # keys in provenance.json
 RECORDED_INPUT_SIZE: Final = "encoder_input_size"
 
 
@@ -44,18 +44,19 @@ def decide(config: RunConfig, train: TrainManifest) -> RunConfig:
     `encoder.mean` and `encoder.std` become those of its pictures, if they are null. A kind such as resnet18_by_size
     becomes the one that suits the size of its pictures or spectrograms.
     """
-    return _decided(config, normalization_of(train), input_size(config, train.batch_shape))
+    height, width = input_size(config, train.batch_shape)
+    encoder = config.encoder.with_form(height=height, width=width)
+    if encoder.normalization is None and (found := normalization_of(train)) is not None:
+        encoder = encoder.model_copy(update=dict(found))
+    return config.model_copy(update={"encoder": encoder})
 
 
 def decisions_to_record(config: RunConfig, train: TrainManifest) -> dict[str, Any]:
-    """Return the entries of provenance.json from which `decide_as_recorded` decides as `decide` does.
-
-    The size of the inputs is one of them in every run, because an export names it.
-    """
-    facts: dict[str, Any] = {RECORDED_INPUT_SIZE: list(input_size(config, train.batch_shape))}
-    if config.encoder.normalization is None and (derived := normalization_of(train)) is not None:
-        facts[RECORDED_NORMALIZATION] = derived.model_dump(mode="json")
-    return facts
+    """Return the entries of provenance.json for `decide_as_recorded`, and the input size, which an export names."""
+    return {
+        RECORDED_ENCODER: decide(config, train).encoder.model_dump(mode="json"),
+        RECORDED_INPUT_SIZE: input_size(config, train.batch_shape),
+    }
 
 
 def recorded_input_size(provenance: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -67,34 +68,18 @@ def recorded_input_size(provenance: Mapping[str, Any]) -> tuple[int, int] | None
 
 
 def decide_as_recorded(config: RunConfig, run_dir: RunDir) -> RunConfig:
-    """Return the config of a run with the settings of its encoder that provenance.json records.
+    """Return the config of a run with the encoder that provenance.json records, if it leaves a setting of it open.
 
-    Raises `UserError` if one is open and not recorded.
+    Raises `UserError` if none is recorded.
     """
-    normalization = size = None
-    if config.encoder.normalization is None and config.data.mel is None:
-        numbers = _recorded(run_dir, RECORDED_NORMALIZATION)
-        normalization = Normalization.parse(numbers, where=f'"{RECORDED_NORMALIZATION}" in {run_dir.provenance}')
-    if config.encoder.form_is_open:
-        height, width = _recorded(run_dir, RECORDED_INPUT_SIZE)
-        size = height, width
-    return _decided(config, normalization, size)
-
-
-def _recorded(run_dir: RunDir, name: str) -> Any:
-    """Return a decision in provenance.json. Raises `UserError` if it is not there."""
+    needs_normalization = config.encoder.normalization is None and config.data.mel is None
+    if not needs_normalization and not config.encoder.form_is_open:
+        return config
     facts = run_dir.read_provenance()
     if not facts and run_dir.latest_step() is None:
         raise UserError(f"{run_dir.path} has not begun to train yet; `python launch/status.py {run_dir.path}` says why")
-    if name not in facts:
-        raise UserError(f'{run_dir.provenance} does not hold "{name}", which the encoder needs; restore that file')
-    return facts[name]
-
-
-def _decided(config: RunConfig, normalization: Normalization | None, size: tuple[int, int] | None) -> RunConfig:
-    encoder = config.encoder
-    if size is not None:
-        encoder = encoder.with_form(height=size[0], width=size[1])
-    if normalization is not None and encoder.normalization is None:
-        encoder = encoder.model_copy(update={"mean": normalization.mean, "std": normalization.std})
+    where = f'"{RECORDED_ENCODER}" in {run_dir.provenance}'
+    if RECORDED_ENCODER not in facts:
+        raise UserError(f"there is no {where}, which says how the encoder was built; restore that file")
+    encoder = type(config.encoder).parse(facts[RECORDED_ENCODER], where=where)
     return config.model_copy(update={"encoder": encoder})

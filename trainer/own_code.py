@@ -10,7 +10,6 @@ read a run warn of new code.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import site
@@ -20,13 +19,14 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from data_pipeline.core.errors import UserError, printable
+from data_pipeline.core.errors import UserError
 from data_pipeline.core.imports import given_code
 from data_pipeline.core.kinds import OF_THIS_PROJECT, is_own, package_of, sections
 from data_pipeline.overlays.registry import NAMES as OVERLAY_NAMES
 from data_pipeline.overlays.registry import find_overlay
 from data_pipeline.storage.manifest import Manifest
-from trainer.config import RunConfig, read_run_config
+from trainer.config import RunConfig
+from trainer.distributed.collectives import rank
 from trainer.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -129,26 +129,19 @@ def check_same_code(
         logger.warning("the code of %s was changed after step %d: going on with it, as you accepted", package, step)
 
 
-def warn_of_changed_code(run_dirs: Sequence[RunDir]) -> None:
-    """Print a warning for each package of each run whose code has changed since the newest start of the run.
+def warn_of_changed_code(run_dir: RunDir) -> None:
+    """Log a warning on rank 0 for each package whose code has changed since the newest start of a run.
 
-    Imports the code of all entry points that a config or an overlay may name. Code that was not imported is left out.
+    Call this when the config of the run was read, which imports its code. Code that was not imported is left out.
     """
-    for run_dir in run_dirs:
-        if not (before := _recorded_code(run_dir)):
-            continue
-        with contextlib.suppress(UserError):  # the command that reads the run says so
-            read_run_config(run_dir)
-        for name in set(OVERLAY_NAMES.names()) - OVERLAY_NAMES.built_in.keys():
-            find_overlay(name)
-        for package, sha256 in before.items():
-            if package in sys.modules and hash_of_files(source_files(package)) != sha256:
-                print(
-                    f"warning: the code of {package} has changed since the training of {printable(str(run_dir.path))}; "
-                    "the results are those of the code of now",
-                    file=sys.stderr,
-                    flush=True,
-                )
+    before = _recorded_code(run_dir) if rank() == 0 else {}
+    for name in set(OVERLAY_NAMES.names()) - OVERLAY_NAMES.built_in.keys() if before else ():
+        find_overlay(name)  # imports it
+    for package, sha256 in before.items():
+        if package in sys.modules and hash_of_files(source_files(package)) != sha256:
+            logger.warning(
+                "the code of %s has changed since the training of %s: using that of now", package, run_dir.path
+            )
 
 
 def _recorded_code(run_dir: RunDir) -> Mapping[str, Any]:

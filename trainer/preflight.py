@@ -71,10 +71,10 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
     _warn_of_splits(config, manifests)
     height, width = _check_medium(config, train)
     check_input_shape(config, height=height, width=width, where=train_dir)
+    check_batch(config, num_samples=train_sizes(manifests.train), num_ranks=world_size())
     check_batch_norm(config, height=height, width=width, num_ranks=world_size())
     _check_overlays(config, sources)
     config.objective.check_labels(num_classes(manifests.train))
-    check_batch(config, num_samples=train_sizes(manifests.train), num_ranks=world_size())
     _, said = check_shared(config.data, train=manifests.train, test=test, allowed=config.probe.allow_shared)
     if said is not None:
         logger.warning("%s", said)
@@ -136,6 +136,12 @@ def check_batch(config: RunConfig, *, num_samples: Sequence[int], num_ranks: int
         weights = weights_of(config.data.mixture)
         names = list(config.data.mixture)
         check_mixture(num_samples, weights, names=names, global_batch_size=size, world_size=num_ranks)
+    rank_batch_size = size // num_ranks
+    if rank_batch_size % num_parts:
+        raise UserError(
+            f"memory.micro_batches {num_parts} does not divide the {rank_batch_size} samples of a batch on each of "
+            f"{num_ranks} ranks; set memory.micro_batches={gcd(rank_batch_size, num_parts)}"
+        )
     if config.encoder.batch_norm == "split":
         check_splits(
             config.encoder.batch_norm_splits,
@@ -148,40 +154,23 @@ def check_batch(config: RunConfig, *, num_samples: Sequence[int], num_ranks: int
             "neighbours are found with the running statistics of batch norm, but with encoder.batch_norm=local each of "
             f"{num_ranks} ranks has its own; set encoder.batch_norm=synchronized"
         )
-    rank_batch_size = size // num_ranks
-    if rank_batch_size % num_parts:
-        raise UserError(
-            f"memory.micro_batches {num_parts} does not divide the {rank_batch_size} samples of a batch on each of "
-            f"{num_ranks} ranks; set memory.micro_batches={gcd(rank_batch_size, num_parts)}"
-        )
 
 
 def check_input_shape(config: RunConfig, *, height: int, width: int, where: str) -> None:
     """Raise `UserError` if views or encoder do not accept inputs of this shape; `where` names their dataset."""
+    encoder = config.encoder.with_form(height=height, width=width)
     try:
         config.views.check_image_size(height=height, width=width)
         if config.data.mel is None:
-            config.views.check_channels(config.encoder.in_channels)
-        check_input_size(config.encoder, height=height, width=width)
-        if config.views.num_further:
-            _check_further_size(config, height=height, width=width)
-    except InputSizeError as error:
-        raise UserError(f"{where}: {error}; set another encoder.kind, or its setting of the size") from None
-    except ValueError as error:
-        raise UserError(f"{where}: {error}") from None
-
-
-def _check_further_size(config: RunConfig, *, height: int, width: int) -> None:
-    """Raise `UserError` if the encoder of inputs of this size does not accept the further views of them."""
-    encoder = config.encoder.with_form(height=height, width=width)
-    height, width = config.views.further_size(height=height, width=width)
-    try:
+            config.views.check_channels(encoder.in_channels)
+        check_input_size(encoder, height=height, width=width)
+        height, width = config.views.further_size(height=height, width=width)
         check_input_size(encoder, height=height, width=width)
     except InputSizeError as error:
-        raise UserError(
-            f"{error}, but views.kind={config.views.kind} makes views of two sizes; set another encoder.kind or "
-            "another views.kind"
-        ) from None
+        mend = "set another encoder.kind, its setting of the size, or another views.kind"
+        raise UserError(f"{where}: {error}; {mend}") from None
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
 
 
 def check_batch_norm(config: RunConfig, *, height: int, width: int, num_ranks: int) -> None:

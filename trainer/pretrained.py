@@ -23,6 +23,7 @@ from trainer.config import read_run_config
 from trainer.models.encoder import Encoder, EncoderConfig, build_encoder, inside_wrappers
 from trainer.modules import TrainedModules, build_modules
 from trainer.open_settings import decide_as_recorded
+from trainer.own_code import warn_of_changed_code
 from trainer.run_dir import RunDir, open_run
 
 EXPORT_SUFFIX = ".safetensors"
@@ -68,6 +69,7 @@ def load_modules(run_dir: RunDir, *, step: int | None = None) -> TrainedModules:
     Raises `UserError` if there is no such step, or if it cannot be loaded.
     """
     config = read_run_config(run_dir)
+    warn_of_changed_code(run_dir)
     modules = build_modules(decide_as_recorded(config, run_dir))
     step, trained_on = load_weights(run_dir, modules.trained_modules, step=step)
     for module in modules.trained_modules.values():
@@ -89,11 +91,6 @@ def unwrapped(encoder: nn.Module) -> Encoder:
     return module
 
 
-def named_as_published(encoder: Encoder) -> nn.Module:
-    """Return the part of an encoder whose weights have the names of torchvision or timm."""
-    return encoder.trunk.as_published
-
-
 class NoHead(nn.Module):
     """A stand-in for the head, which an export does not have."""
 
@@ -110,7 +107,7 @@ def _load_export(path: Path) -> Encoder:
     try:
         with torch.random.fork_rng(devices=[]):
             encoder = build_encoder(header.encoder)
-        named_as_published(encoder).load_state_dict(weights)
+        encoder.trunk.as_published.load_state_dict(weights)
     except Exception as error:  # timm may raise anything for a stranger's options
         reason = " ".join(str(error).split())
         raise UserError(

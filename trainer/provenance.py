@@ -96,7 +96,7 @@ def write_provenance(
     belong to the newest start.
     """
     earlier = run_dir.read_provenance()
-    for name in ("finished_step", "total_wall_seconds", "wall_seconds"):
+    for name in ("finished_step", "total_wall_seconds"):
         earlier.pop(name, None)  # a finished run goes on if new data make it longer
     code = this_code()
     start = {
@@ -116,11 +116,7 @@ def write_provenance(
     if code.git_diff:
         run_dir.path.joinpath("uncommitted.diff").write_text(code.git_diff, encoding="utf-8")
     first = earlier or {
-        **{
-            name: start[name]
-            for name in ("command", "git_commit", "snapshot_sha256", "started_at", "host", "world_size")
-        },
-        "git_dirty": code.is_changed,
+        **{name: start[name] for name in ("git_commit", "started_at", "host")},
         "seed": config.seed,
         "cpu": cpu_name(),
         "num_cpus": num_cores(),
@@ -151,9 +147,8 @@ def config_in_provenance(run_dir: RunDir) -> RunConfig | None:
 
 
 def facts_of_starts(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return command, code and number of ranks of each start of a run, as the first start and `starts` record them."""
-    first = {**provenance, "git_diff_sha256": provenance.get("git_dirty") or None}
-    return [{**first, **start} for start in provenance.get("starts", ())] or [first]
+    """Return the facts of each start of a run: command, code, number of ranks, and what holds for all starts."""
+    return [{**provenance, **start} for start in provenance.get("starts", ())] or [provenance]
 
 
 def train_sets(config: RunConfig, provenance: Mapping[str, Any]) -> tuple[str, ...]:

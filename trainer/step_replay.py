@@ -31,6 +31,7 @@ from trainer.neighbours import in_groups, read_groups
 from trainer.open_settings import decide_as_recorded
 from trainer.optim.loss_scale import LossScale
 from trainer.original_crops import leave_out_crops, original_crops
+from trainer.own_code import warn_of_changed_code
 from trainer.run_dir import RunDir
 from trainer.step import StepOutput
 
@@ -90,6 +91,7 @@ def replay(
 ) -> Replay:
     """Repeat the recorded step in one process. Raises `UserError` if the dataset or the state do not fit the run."""
     config = read_run_config(run_dir)
+    warn_of_changed_code(run_dir)
     config = config.model_copy(update={"engine": DDPConfig(), "compile": False})  # one process needs no more
     where = torch.device(device)
     train = read_train_manifest(config.data)

@@ -57,4 +57,4 @@ def test_a_script_trains_from_any_directory_and_is_recorded_as_typed(
     subprocess.run([script, *words], cwd=tmp_path, env=environ, check=True, timeout=300)
     run_dir = RunDir(tmp_path / "run")
     assert run_dir.latest_step() == 1
-    assert run_dir.read_provenance()["command"] == " ".join(["overlay-train", *words])
+    assert run_dir.read_provenance()["starts"][0]["command"] == " ".join(["overlay-train", *words])

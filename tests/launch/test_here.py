@@ -118,7 +118,7 @@ def test_every_launcher_gives_the_same_curve(tmp_path: Path) -> None:
         command = [sys.executable, *launcher, *words, "--run-dir", str(run_dir.path)]
         done = run_python(command, cwd=ROOT, env=ENVIRON)
         assert done.returncode == 0, done.stderr
-        assert run_dir.read_provenance()["world_size"] == (1 if name == "alone" else 2)
+        assert run_dir.read_provenance()["starts"][0]["world_size"] == (1 if name == "alone" else 2)
         losses[name] = [line["train/loss"] for line in run_dir.read_metrics()]
     assert len(losses["alone"]) == 8
     assert losses["torchrun"] == pytest.approx(losses["alone"], rel=1e-9)

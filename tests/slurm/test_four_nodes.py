@@ -78,10 +78,10 @@ def test_four_nodes_follow_one_process(slurm: dict[str, str], recipe: list[str],
     assert run_dir.latest_step() == NUM_STEPS
     assert run_dir.checkpoint(NUM_STEPS).is_dir()
     provenance = json.loads(run_dir.provenance.read_text())
-    assert provenance["world_size"] == 4
+    assert provenance["starts"][0]["world_size"] == 4
     assert provenance["finished_step"] == NUM_STEPS
     assert provenance["starts"][0]["slurm_job_id"] == job_id
-    assert "launch/slurm.py --nodes 4" in provenance["command"]
+    assert "launch/slurm.py --nodes 4" in provenance["starts"][0]["command"]
 
 
 def test_ranks_of_a_real_step_and_of_a_batch_script(slurm: dict[str, str], tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_a_job_runs_the_code_of_its_submission(slurm: dict[str, str], settings: 
     provenance = json.loads(run_dir.provenance.read_text())
     assert provenance["finished_step"] == 2, log
     (code,) = (run_dir.path / "code").iterdir()
-    assert provenance["snapshot_sha256"].startswith(code.name)
+    assert provenance["starts"][0]["snapshot_sha256"].startswith(code.name)
 
 
 def test_a_job_that_is_cancelled_while_it_waits(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,11 +14,10 @@ from trainer.config_rules import check
 from trainer.run_dir import RunDir
 
 
-@pytest.mark.parametrize("unfit", [{"adversary": None}, {"memory": {"micro_batches": 3}}])
-def test_a_run_is_read_that_would_not_be_trained(unfit: dict[str, Any], tmp_path: Path) -> None:
-    values = resolve_recipe("debug:viewmaker").model_dump(mode="json") | unfit
+def test_a_run_is_read_that_would_not_be_trained(tmp_path: Path) -> None:
+    values = resolve_recipe("debug:viewmaker").model_dump(mode="json") | {"adversary": None}
     (tmp_path / "config.json").write_text(json.dumps(values))
     config = read_run_config(RunDir(tmp_path))
     assert config.encoder == resolve_recipe("debug:viewmaker").encoder
-    with pytest.raises(UserError, match=r"here: .*(adversary|micro_batches)"):
+    with pytest.raises(UserError, match=r"here: .*adversary"):
         check(config, where="here")

@@ -148,7 +148,7 @@ def test_a_vision_transformer_on_pictures_of_another_size_is_one_sentence(tmp_pa
         take(RunDir(tmp_path / "run"), vit)
     assert str(raised.value) == (
         f"{config.data.train_dir}: the encoder cannot take inputs of 16 x 16: Input height (16) doesn't match model "
-        "(224); set another encoder.kind, or its setting of the size"
+        "(224); set another encoder.kind, its setting of the size, or another views.kind"
     )
     assert not (tmp_path / "run").exists()
     check_data(vit.override(["encoder.options.img_size=16"], where="x"))

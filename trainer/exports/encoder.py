@@ -26,7 +26,6 @@ from trainer.pretrained import (
     HUB_WEIGHTS,
     ExportHeader,
     load_modules,
-    named_as_published,
     unwrapped,
 )
 from trainer.run_dir import RunDir, open_run, write_atomically, write_json
@@ -123,7 +122,7 @@ def _git_commit(run: ExportedRun) -> str | None:
 
 def _safetensors_bytes(encoder: Encoder, header: ExportHeader) -> bytes:
     weights = {
-        name: tensor.detach().cpu().contiguous() for name, tensor in named_as_published(encoder).state_dict().items()
+        name: tensor.detach().cpu().contiguous() for name, tensor in encoder.trunk.as_published.state_dict().items()
     }
     # One key only: safetensors writes several keys in an order that differs from process to process.
     return safetensors.torch.save(weights, metadata={HEADER_KEY: header.model_dump_json()})

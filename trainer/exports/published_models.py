@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-from trainer.pretrained import named_as_published, unwrapped
+from trainer.pretrained import unwrapped
 
 _CLASSIFIERS = ("fc.", "classifier.", "head.", "last_linear.")  # names of the classifier in torchvision and timm
 
@@ -23,7 +23,7 @@ def load_published(encoder: nn.Module, weights: Mapping[str, Tensor]) -> None:
     weights of a classifier. The head of the encoder does not change. Raises the `RuntimeError` of `load_state_dict` if
     any other weight is missing, is left over or has another shape.
     """
-    target = named_as_published(unwrapped(encoder))
+    target = unwrapped(encoder).trunk.as_published
     own, given = target.state_dict(), dict(weights)
     consume_prefix_in_state_dict_if_present(given, "module.")
     target.load_state_dict({name: x for name, x in given.items() if name in own or not name.startswith(_CLASSIFIERS)})

@@ -29,7 +29,7 @@ from trainer.distributed.collectives import (
 )
 from trainer.modules import TrainedModules
 from trainer.observability.wandb_run import summarize
-from trainer.own_code import hashes_of_code, warn_of_changed_code
+from trainer.own_code import hashes_of_code
 from trainer.pretrained import load_modules
 from trainer.probed_runs.readout import Readout, probe
 from trainer.probes.features import LabelSpace, read_pictures, read_train
@@ -108,10 +108,8 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
     """
     read = partial(read_run_config, run_dir)
     config = on_first_rank(read) or read()
-    if rank() == 0:
-        warn_of_changed_code([run_dir])
-        if (said := edited_config(run_dir, config)) is not None:
-            print(f"warning: {said}", file=sys.stderr)
+    if rank() == 0 and (said := edited_config(run_dir, config)) is not None:
+        print(f"warning: {said}", file=sys.stderr)
     probe_config = options.changed(config.probe)
     identity = from_first_rank(lambda: run_identity(config, run_dir.read_provenance()), str | None)
     manifests = read_agreed_manifests(config.data)

@@ -29,7 +29,6 @@ Accuracies = Mapping[str, Sequence[float]]  # label -> linear accuracy by epoch;
 PROVENANCE = {
     "command": "python launch/train.py --config debug:image",
     "git_commit": "0123456789abcdef0123456789abcdef01234567",
-    "git_dirty": False,
     "started_at": "2026-01-02T03:04:05+00:00",
     "cpu": "A Processor",
     "num_cpus": 2,
