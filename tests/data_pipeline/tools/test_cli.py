@@ -9,10 +9,8 @@ import time
 from pathlib import Path
 from typing import get_args
 
-import numpy as np
 import pytest
 from PIL import Image
-from scipy.io import wavfile
 
 from data_pipeline.__main__ import main
 from data_pipeline.building.catalogue import DATASETS, open_dataset
@@ -110,44 +108,6 @@ def test_a_mistake_is_one_sentence_and_status_2(
     assert err[0].startswith("error: ")
     assert message.replace("{tmp}", str(tmp_path)) in err[0]
     assert list(tmp_path.iterdir()) == []
-
-
-def write_wavs(root: Path, *, sample_rate: int = 8000, num_points: int = 3000, num_channels: int = 1) -> None:
-    """Recordings of two speakers in the layout of the Free Spoken Digit Dataset; the last one as the arguments say."""
-    root.mkdir()
-    names = [f"{digit}_{speaker}_0.wav" for speaker in ("jackson", "theo") for digit in range(3)]
-    rng = np.random.default_rng(0)
-    for name in names:
-        wavfile.write(root / name, 8000, rng.integers(-999, 999, 3000).astype(np.int16))
-    points = rng.integers(-999, 999, (num_points, num_channels)).astype(np.int16)
-    wavfile.write(root / names[-1], sample_rate, points if num_channels > 1 else points[:, 0])
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        ({"sample_rate": 16000}, "2_theo_0.wav has 16000 points a second but 8000 are needed"),
-        ("text", "2_theo_0.wav is not a WAV file"),
-        ("cut", "2_theo_0.wav is cut off"),
-    ],
-)
-def test_a_bad_recording_is_named_and_leaves_nothing(
-    damage: dict[str, int] | str,
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    write_wavs(tmp_path / "wavs", **(damage if isinstance(damage, dict) else {}))
-    torn = tmp_path / "wavs" / "2_theo_0.wav"
-    if isinstance(damage, str):
-        torn.write_bytes(b"not a sound" if damage == "text" else torn.read_bytes()[:-100])
-    options = ("--source", "fsdd", "--root", str(tmp_path / "wavs"), "--source-option", "test_speaker=jackson")
-    build = ("build", "spoken", "--out", str(tmp_path / "out"), *options)
-    status, out, err = run(capsys, monkeypatch, *build)
-    assert (status, out, len(err)) == (2, [], 1)
-    assert message in err[0]
-    assert [path.name for path in tmp_path.iterdir()] == ["wavs"]
 
 
 @pytest.mark.parametrize("dataset", ["cifar10", "folder", "mnist_bits", "procedural_letters", "spoken_noise", "noise"])
