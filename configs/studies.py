@@ -174,8 +174,8 @@ def ablations() -> list[RunConfig]:
 
     Each changes one choice of the rows of Table 1: the temperature of the paper (the code has 0.07); NT-Xent in both
     directions, without the anchor among its negatives; views without a clamp, as in the code; two passes in each step,
-    as in the code. The published mode of batch norm in the probe needs no run: use `trainer.probe --batch-norm train`.
-    There are no published numbers.
+    as in the code. The published mode of batch norm in the probe needs no run: use `trainer.probe --set
+    batch_norm=train`. There are no published numbers.
     """
     losses: dict[str, dict[str, Any]] = {
         "t0.1": {"objective": PublishedNTXentConfig(temperature=0.1)},

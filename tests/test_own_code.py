@@ -279,7 +279,7 @@ def test_a_run_goes_through_every_command_that_gets_its_code(
     assert run(*train, *code).status == 0
     assert list(run_dir.read_provenance()["starts"][-1]["own_code"]) == ["mine"]
     readers: list[tuple[object, list[str | Path]]] = [
-        (trainer.probe, ["--views", "none", "--epochs", "1"]),
+        (trainer.probe, ["--set", "views=none", "--set", "num_epochs=1"]),
         (trainer.export, ["--out", tmp_path / "encoder.safetensors"]),
         (trainer.report, ["--out", tmp_path / "r.html"]),
     ]

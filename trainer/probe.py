@@ -14,10 +14,16 @@ import os
 import sys
 from pathlib import Path
 
-from data_pipeline.core.arguments import positive, program, whole
+from data_pipeline.core.arguments import AppendSetting, program, whole
 from data_pipeline.core.errors import run_command
 from data_pipeline.core.imports import add_code_argument, import_code
 from trainer.run_dir import RunDir, open_run, runs_of, say_what_is_left_out
+
+_SET_HELP = (
+    "Change a setting of the run's probe, such as views=none, num_epochs=20, batch_norm=train, reads=pixels, "
+    "num_neighbors=5 or labels=[overlay]; the value is YAML. May be repeated. Settings that change a result become a "
+    "part of the file names."
+)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -38,36 +44,8 @@ def _parser() -> argparse.ArgumentParser:
         help="Leave out the runs that have all results asked for, and only count them.",
     )
     add("--untrained", action="store_true", help="Also probe the untrained encoder, for comparison.")
-    add(
-        "--label",
-        action="append",
-        metavar="NAME",
-        help="Probe this label only, such as base or overlay; may be given several times (default: probe.labels of the "
-        "run, or all labels of the data).",
-    )
+    add("--set", action=AppendSetting, default=[], metavar="NAME=VALUE", help=_SET_HELP)
     add_code_argument(parser)
-    fit = parser.add_argument_group(
-        "probes", "The defaults are in the config of the run. A changed value becomes part of the file names."
-    )
-    fit.add_argument(
-        "--views",
-        choices=["policy", "none"],
-        help="Fit on views of the run's policy, or on samples without views, which is much faster.",
-    )
-    fit.add_argument(
-        "--batch-norm",
-        choices=["eval", "train"],
-        help="The mode of batch norm during the fit; train uses batch statistics, as in the published code.",
-    )
-    fit.add_argument(
-        "--reads",
-        choices=["features", "embedding", "pixels"],
-        help="The input of the probes: the features of the encoder, its embedding, or the raw pixels.",
-    )
-    fit.add_argument("--epochs", type=positive, metavar="N", help="The number of epochs of the fit.")
-    fit.add_argument(
-        "--neighbors", type=positive, metavar="K", help="The number of neighbours that vote, the k of kNN."
-    )
     return parser
 
 
@@ -79,17 +57,9 @@ def main() -> None:
     from trainer.probed_runs.probing import ProbeOptions, is_probed, probe_each
 
     world = read_env(os.environ)
-    changes = {
-        "views": arguments.views,
-        "batch_norm": arguments.batch_norm,
-        "num_epochs": arguments.epochs,
-        "num_neighbors": arguments.neighbors,
-        "reads": arguments.reads,
-    }
     options = ProbeOptions(
         steps="all" if arguments.all_steps else arguments.step,
-        labels=arguments.label,
-        changes={name: value for name, value in changes.items() if value is not None},
+        settings=arguments.set,
         untrained=arguments.untrained,
     )
     device = choose_device(world)

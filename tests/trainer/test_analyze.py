@@ -220,4 +220,3 @@ def test_each_analysis_takes_pictures_of_other_channels_than_colours(name: str, 
     if name == "concentration":  # without grayscale and colour jitter
         result = json.loads((runs[0].analysis / "concentration.json").read_text())
         assert set(result["pairs"]) == {"ab", "ae", "be"}
-        assert set(result["ad_is_lowest"]) == {None}

@@ -64,7 +64,9 @@ def results(run_dir: RunDir) -> dict[str, ProbeResult]:
 def test_three_labels_are_trained_probed_and_reported(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    probed = call(probe.main, run.path, "--epochs", "5", "--views", "none", monkeypatch=monkeypatch, capsys=capsys)
+    probed = call(
+        probe.main, run.path, "--set", "num_epochs=5", "--set", "views=none", monkeypatch=monkeypatch, capsys=capsys
+    )
     assert probed.status == 0, probed.stderr
     for label in ("shade", "twin", "coin", "rare"):
         assert f"label_{label}" in probed.stdout
@@ -116,10 +118,10 @@ def test_the_labels_and_the_groups_to_probe_can_be_named(
     assert list(found) == ["coin", "shade"]
     assert [groups.labels for groups in found["coin"].groups] == [("coin", "twin")]
     assert found["shade"].groups == ()
-    one = call(probe.main, run_dir.path, "--label", "twin", "--label", "rare", monkeypatch=monkeypatch, capsys=capsys)
+    one = call(probe.main, run_dir.path, "--set", "labels=[twin, rare]", monkeypatch=monkeypatch, capsys=capsys)
     assert one.status == 0, one.stderr
     assert list(results(run_dir)) == ["coin", "rare", "shade", "twin"]
-    wrong = call(probe.main, run_dir.path, "--label", "base", monkeypatch=monkeypatch, capsys=capsys)
+    wrong = call(probe.main, run_dir.path, "--set", "labels=[base]", monkeypatch=monkeypatch, capsys=capsys)
     assert wrong.status == 2
     assert "the samples have no label_base of two or more classes, only label_shade, label_twin" in wrong.stderr
 

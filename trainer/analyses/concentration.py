@@ -16,7 +16,7 @@ Shapes: K classes, N pictures of a class, V views of each, P values of a picture
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Annotated
 
@@ -70,10 +70,9 @@ class ConcentrationResult(Schema):
     """analysis/concentration.json.
 
     pairs: the results by the letters of a pair. Pictures that do not have three channels have no pairs with c or d.
-    order: for each delta the pairs from the smallest 1 - sigma (greedy clique, mean of the classes) to the largest.
+    order: for each delta the pairs from the smallest 1 - sigma (greedy clique, mean of the classes) to the largest. In
+        the paper (a, d) comes first.
     num_classes: the classes that have pictures.
-    ad_is_lowest: for each delta, if the paper's claim holds; None if another pair is as low as (a, d), or if (a, d) was
-        not measured.
     """
 
     config: ConcentrationConfig
@@ -82,7 +81,6 @@ class ConcentrationResult(Schema):
     num_pictures: int
     pairs: dict[str, tuple[Concentration, ...]]
     order: tuple[tuple[str, ...], ...]
-    ad_is_lowest: tuple[bool | None, ...]
     test_manifest_sha256: str
 
 
@@ -116,21 +114,12 @@ def measure(loaded: LoadedRun, config: ConcentrationConfig) -> tuple[Concentrati
         num_pictures=num_classes * num,
         pairs=pairs,
         order=tuple(tuple(sorted(values, key=lambda pair: values[pair])) for values in by_delta),
-        ad_is_lowest=tuple(_is_lowest("ad", values) for values in by_delta),
         test_manifest_sha256=test.manifest.sha256,
     )
     return result, _figure(result)
 
 
 ANALYSIS = Analysis("concentration", ConcentrationConfig, measure)
-
-
-def _is_lowest(pair: str, values: Mapping[str, float]) -> bool | None:
-    """Return whether the value of a pair is below all others; None if another one is as low, or without the pair."""
-    if pair not in values:
-        return None
-    least = min(value for other, value in values.items() if other != pair)
-    return None if values[pair] == least else values[pair] < least
 
 
 def draw_views(policy: ExpertImage, images_NCHW: Tensor, index_N: Tensor, *, num_views: int, seed: int) -> Tensor:

@@ -13,7 +13,6 @@ from typing import Annotated
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from pydantic import Field
@@ -115,15 +114,9 @@ def map_of(x_NC: NDArray[np.float64], *, perplexity: float, seed: int) -> NDArra
     return points_N2
 
 
-def class_colors(num: int) -> list[str]:
-    """Return a color of its own for each of `num` classes."""
-    if num <= 10:
-        return [f"C{number}" for number in range(num)]
-    return [to_hex(colormaps["turbo"](number / (num - 1))) for number in range(num)]
-
-
 def _draw(axes: Axes, points_N2: NDArray[np.float64], label_N: NDArray[np.int64], *, names: tuple[str, ...]) -> None:
-    for number, (name, color) in enumerate(zip(names, class_colors(len(names)), strict=True)):
+    colors = colormaps["tab10" if len(names) <= 10 else "turbo"](np.linspace(0, 1, len(names)))
+    for number, (name, color) in enumerate(zip(names, colors, strict=True)):
         of_class = label_N == number
         axes.scatter(
             points_N2[of_class, 0], points_N2[of_class, 1], s=9, alpha=0.75, linewidths=0, color=color, label=name

@@ -181,7 +181,7 @@ def heads_of(loaded: LoadedRun) -> Heads:
     suffix = "".join(f"-{name}_{value}" for name, value in changes.items())
     path = loaded.run_dir.probes(loaded.modules.step) / f"heads{suffix}.safetensors"
     if not path.is_file():
-        options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in changes.items())
+        options = "".join(f" --set {name}={value}" for name, value in changes.items())
         raise UserError(
             f"{path} does not exist; fit the heads with `python -m trainer.probe {loaded.run_dir.path} --step "
             f"{loaded.modules.step}{options}`"

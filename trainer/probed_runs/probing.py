@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -48,24 +48,23 @@ class ProbeOptions:
     """What to probe of a run. The defaults are the newest checkpoint and the probe of the run's config.
 
     steps: the checkpoint, or "all"; None for the newest.
-    labels: None for `probe.labels` of the config, or all labels of the data.
-    changes: to the probe of the config. The names of the result files then say them.
+    settings: changes to the probe of the config, such as "views=none". The names of the result files say those that
+        change a result.
     untrained: probe the untrained encoder too, before the others.
     """
 
     steps: int | Literal["all"] | None = None
-    labels: Sequence[LabelSpace] | None = None
-    changes: Mapping[str, Any] = field(default_factory=dict)
+    settings: Sequence[str] = ()
     untrained: bool = False
 
     def changed(self, own: ProbeConfig) -> ProbeConfig:
         """Return the probe of a run's config with the changes. Raises `UserError` for a value that it cannot have."""
-        return ProbeConfig.parse(own.model_dump() | dict(self.changes), where="the probe")
+        return own.override(self.settings, where="the probe")
 
     def suffix(self, own: ProbeConfig) -> str:
         """Return the part of file names that says how the probe differs from the one of the run's config."""
-        changed = {name: value for name, value in self.changes.items() if value != getattr(own, name)}
-        return "".join(f"-{name}_{value}" for name, value in changed.items())
+        settings = self.changed(own).fit_settings.items()
+        return "".join(f"-{name}_{value}" for name, value in settings if value != getattr(own, name))
 
     def checkpoint_steps(self, at_all: Sequence[int | None], newest: int | None) -> list[int | None]:
         """Return the steps to probe, 0 for the untrained encoder.
@@ -116,7 +115,7 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
 
     def check() -> list[int | None]:
         pairs_of(readable_labels(manifests.probed, manifests.test), probe_config.groups)
-        readable_labels(manifests.probed, manifests.test, wanted=options.labels or probe_config.labels)
+        readable_labels(manifests.probed, manifests.test, wanted=probe_config.labels)
         check_ranks(probe_config)
         at_all = steps_in(run_dir.checkpoints)
         if options.steps == "all" and not at_all:
@@ -125,7 +124,7 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
 
     def count_shared() -> int | None:
         num_shared, said = check_shared(
-            config.data, train=manifests.train, test=manifests.test, allowed=config.probe.allow_shared
+            config.data, train=manifests.train, test=manifests.test, allowed=probe_config.allow_shared
         )
         if said is not None:
             print(said, file=sys.stderr)
@@ -148,7 +147,6 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
             test=test,
             device=device,
             config=probe_config,
-            labels=options.labels or probe_config.labels,
             num_shared=num_shared,
             run=identity,
         )
@@ -211,7 +209,8 @@ def is_probed(run_dir: RunDir, options: ProbeOptions) -> bool:
         identity = run_identity(own, run_dir.read_provenance())
         manifests = read_manifests(own.data)
         data = manifests.probed, manifests.test
-        spaces = readable_labels(*data, wanted=options.labels or own.probe.labels)
+        wanted = options.changed(own.probe)
+        spaces = readable_labels(*data, wanted=wanted.labels)
         hashes, code = tuple(each.sha256 for each in data), hashes_of_code(own, data)
         for space in spaces:
             for step in steps:
@@ -219,7 +218,7 @@ def is_probed(run_dir: RunDir, options: ProbeOptions) -> bool:
                 result, checkpoint = read_result(path), run_dir.checkpoint(step or 0)
                 if (
                     result.is_of_other_run(identity)
-                    or result.probe_config != options.changed(own.probe).protocol
+                    or result.probe_config != wanted.protocol
                     or result.data != hashes
                     or any(result.own_code.get(package, sha256) != sha256 for package, sha256 in code.items())
                     or (checkpoint.exists() and path.stat().st_mtime < checkpoint.stat().st_mtime)

@@ -56,11 +56,10 @@ def probe(
     test: Pictures,
     device: torch.device,
     config: ProbeConfig | None = None,
-    labels: Sequence[LabelSpace] | None = None,
     num_shared: int | None = None,
     run: str | None = None,
 ) -> Readout:
-    """Probe `labels` (default: all that the pictures have) by `config` (default: of the run). Every rank calls this.
+    """Probe the labels of `config` (default: of the run), or all that the pictures have. Every rank calls this.
 
     `num_shared` and `run` are only copied into the results: the number of test samples that are in the train set too,
     and the identity of the run. Raises `UserError` if the train set and the test set have different classes, or lack
@@ -70,7 +69,7 @@ def probe(
     # Now, because the user may edit it meanwhile.
     own_code = hashes_of_code(modules.config, (train.manifest, test.manifest))
     config = config or modules.config.probe
-    targets = label_targets(train, test, wanted=labels)
+    targets = label_targets(train, test, wanted=config.labels)
     modules = modules.to(device)
     fitted = fit(
         reader(modules.encoder, config.reads),

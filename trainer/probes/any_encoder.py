@@ -1,7 +1,7 @@
 """Probe any encoder on any dataset from Python: `probe(encoder, train, test)` returns accuracies by label.
 
 Each picture is encoded once, without views. Its features stay in memory for all epochs of the linear probe and for
-kNN; the pictures do not. For datasets of this package the accuracies are those of `trainer.probe --views none`, if
+kNN; the pictures do not. For datasets of this package the accuracies are those of `trainer.probe --set views=none`, if
 `num_epochs` is that of the run.
 
 Shapes: N samples, B batch, C channels, H height, W width, F features of the linear probe, D features of kNN.

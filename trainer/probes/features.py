@@ -469,7 +469,7 @@ def empty_features(shape: Sequence[int], *, dtype: torch.dtype, device: torch.de
             return torch.empty(*shape, dtype=dtype, device=place)
     raise UserError(
         f"the features take {num_bytes / 1e9:.3g} GB on each rank, more than half of the free memory; use a machine "
-        "with more, fit with --views policy, which keeps no train features, or train with encoder.probe_reads=pooled"
+        "with more, fit with views=policy, which keeps no train features, or train with encoder.probe_reads=pooled"
     )
 
 

@@ -403,7 +403,7 @@ class _Head:
         if not self._are_finite.item():
             raise UserError(
                 f"no linear probe of label_{name} can be fitted: the encoder's features are not all finite in epoch "
-                f"{epoch}; probe with --views none if the views are the cause, or take an earlier --step"
+                f"{epoch}; probe with --set views=none if the views are the cause, or take an earlier --step"
             )
         if not math.isfinite(self._loss.item()):
             raise UserError(

@@ -116,11 +116,10 @@ class OnlineProbe:
 def _ridge_accuracies(bank_NC: Tensor, queries_MC: Tensor, targets: Mapping[LabelSpace, Target]) -> dict[str, float]:
     accuracies: dict[str, float] = {}
     for space, target in targets.items():
-        train_NC, label_N = bank_NC, target.train_N
-        if not target.is_in_all:
-            rows = (label_N != NO_LABEL).nonzero()[:, 0]
-            train_NC, label_N = bank_NC[rows], label_N[rows]
-        class_M = ridge_predict(train_NC, label_N, queries_MC, num_classes=target.num_classes)
+        has_label_N = target.train_N != NO_LABEL
+        class_M = ridge_predict(
+            bank_NC[has_label_N], target.train_N[has_label_N], queries_MC, num_classes=target.num_classes
+        )
         accuracies[f"probe/{space}/ridge"] = accuracy(class_M, target.test_N)
     return accuracies
 

@@ -59,7 +59,8 @@ class Column:
     ranking: None without a trained encoder.
     """
 
-    place: Place
+    label: LabelSpace
+    readout: str
     title: str
     num_neighbors: int | None
     chance: float
@@ -68,12 +69,8 @@ class Column:
     ranking: Ranking | None
 
     @property
-    def label(self) -> LabelSpace:
-        return self.place[0]
-
-    @property
-    def readout(self) -> str:
-        return self.place[1]
+    def place(self) -> Place:
+        return self.label, self.readout
 
     @property
     def method(self) -> str:
@@ -169,7 +166,7 @@ def _comparison(rows: Sequence[Measurement], floors: Sequence[Measurement]) -> C
     encoders = dict.fromkeys(row.encoder for row in rows)
     rows = [*(row for row in rows if row.step == 0), *last_rows(rows)]
     columns = [
-        _column((label, readout), rows, floors, title=titles[label])
+        _column(label, readout, rows, floors, title=titles[label])
         for label in label_order(titles)
         for readout in READOUTS
     ]
@@ -228,16 +225,18 @@ def _falls(encoders: Iterable[str], rows: Sequence[Measurement], columns: Sequen
     return [one for one, p in zip(found, adjusted, strict=True) if one.lead.mean > 0 and p < LEVEL]
 
 
-def _column(place: Place, rows: Sequence[Measurement], floors: Sequence[Measurement], *, title: str) -> Column:
-    label, readout = place
-    of_place = [row for row in rows if (row.label, row.readout) == place]
+def _column(
+    label: LabelSpace, readout: str, rows: Sequence[Measurement], floors: Sequence[Measurement], *, title: str
+) -> Column:
+    of_place = [row for row in rows if (row.label, row.readout) == (label, readout)]
     readings: dict[str, list[Measurement]] = {}
     for row in of_place:
         if row.step > 0:
             readings.setdefault(row.encoder, []).append(row)
     first = of_place[0]
     return Column(
-        place=place,
+        label=label,
+        readout=readout,
         title=title,
         num_neighbors=first.num_neighbors,
         chance=first.chance or 0.0,

@@ -67,8 +67,8 @@ def test_a_module_that_diverged_is_probed_analysed_and_reported(
     refused = {}
     if module == "viewmaker":
         call(monkeypatch, trainer.probe, run.path, "--untrained")
-        with pytest.raises(UserError, match=r"not all finite in epoch 1; probe with --views none if the views"):
-            call(monkeypatch, trainer.probe, run.path, "--views", "policy")
+        with pytest.raises(UserError, match=r"not all finite in epoch 1; probe with --set views=none if the views"):
+            call(monkeypatch, trainer.probe, run.path, "--set", "views=policy")
     else:
         refused = {"embedding": "not all finite", "feature_dropout": r"heads\.safetensors does not exist"}
         with pytest.raises(UserError, match=r"label_base cannot be probed|features are not all finite"):

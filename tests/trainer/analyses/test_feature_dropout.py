@@ -189,14 +189,14 @@ def test_probabilities_are_those_of_scipy() -> None:
 def test_heads_that_a_probe_fitted_in_train_mode_are_not_used(data: Path, tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", data, probe={"batch_norm": "train", "num_epochs": 1})
 
-    def probe(**changes: str) -> None:
-        probe_run(run_dir, ProbeOptions(steps=0, changes=changes), device=torch.device("cpu"))
+    def probe(*settings: str) -> None:
+        probe_run(run_dir, ProbeOptions(steps=0, settings=settings), device=torch.device("cpu"))
 
     probe()
     loaded = LoadedRun(run_dir, AnalysisOptions(step=0))
-    with pytest.raises(UserError, match=r"heads-batch_norm_eval\.safetensors does not exist; .*--batch-norm eval"):
+    with pytest.raises(UserError, match=r"heads-batch_norm_eval\.safetensors does not exist; .*--set batch_norm=eval"):
         heads_of(loaded)
-    probe(batch_norm="eval")
+    probe("batch_norm=eval")
     assert "batch_norm eval" in heads_of(loaded).made_by
     path = run_dir.probes(0) / "heads-batch_norm_eval.safetensors"
     write_heads(path, Heads(read_heads(path).by_label, "probe", "0" * 64))

@@ -28,7 +28,7 @@ from trainer.models.encoder import Normalization
 from trainer.pretrained import load_modules
 from trainer.run_dir import RunDir, write_json
 
-SMALL_VIT = TimmConfig(name="vit_tiny_patch16_224", options={"img_size": 32, "patch_size": 8, "depth": 2}, **CIFAR10)
+SMALL_VIT = TimmConfig(name="vit_tiny_patch16_224", options={"img_size": 32, "patch_size": 8, "depth": 1}, **CIFAR10)
 
 
 def own_encoder(config: Any = TINY) -> Encoder:

@@ -186,10 +186,10 @@ def test_one_label_alone_is_the_same_and_leaves_the_other_heads(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both, one = make_run(tmp_path / "both", data), make_run(tmp_path / "one", data)
-    call(monkeypatch, both.path, one.path, "--epochs", 2)
+    call(monkeypatch, both.path, one.path, "--set", "num_epochs=2")
     [of_both, of_one] = [run.probes(10) / "heads-num_epochs_2.safetensors" for run in (both, one)]
     assert of_one.read_bytes() == of_both.read_bytes()
-    call(monkeypatch, one.path, "--epochs", 2, "--label", "overlay")
+    call(monkeypatch, one.path, "--set", "num_epochs=2", "--set", "labels=[overlay]")
     assert of_one.read_bytes() == of_both.read_bytes()
     alone, together = (
         read_result(run.probes(10) / "overlay-num_epochs_2.json").model_dump(exclude={"seconds"}) for run in (one, both)
@@ -198,7 +198,7 @@ def test_one_label_alone_is_the_same_and_leaves_the_other_heads(
     of_one.write_bytes(b"damaged")
     with pytest.raises(UserError, match=r"heads-num_epochs_2\.safetensors holds no heads"):
         read_heads(of_one)
-    call(monkeypatch, one.path, "--epochs", 2, "--label", "overlay")
+    call(monkeypatch, one.path, "--set", "num_epochs=2", "--set", "labels=[overlay]")
     assert list(read_heads(of_one).by_label) == ["overlay"]
 
 
@@ -206,15 +206,16 @@ def test_the_embedding_and_the_pixels_are_filed_under_their_names(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = make_run(tmp_path / "run", data)
-    call(monkeypatch, run_dir.path, "--views", "none", "--epochs", 2, "--reads", "embedding")
-    call(monkeypatch, run_dir.path, "--views", "none", "--epochs", 2, "--reads", "pixels", "--step", 0)
+    fast = ["--set", "views=none", "--set", "num_epochs=2", "--set"]
+    call(monkeypatch, run_dir.path, *fast, "reads=embedding")
+    call(monkeypatch, run_dir.path, *fast, "reads=pixels", "--step", 0)
     encoder = load_modules(run_dir, step=10).encoder.eval()
     others = {"views": "none", "num_epochs": 2}
     for step, reads, function in (
         (10, "embedding", lambda x: encoder(x)),
         (0, "pixels", lambda x: (x - encoder.mean_C11).div(encoder.std_C11).flatten(1)),
     ):
-        suffix = f"-views_none-num_epochs_2-reads_{reads}"
+        suffix = f"-num_epochs_2-views_none-reads_{reads}"
         assert {path.name for path in run_dir.probes(step).iterdir()} == {
             f"base{suffix}.json",
             f"overlay{suffix}.json",
@@ -388,7 +389,7 @@ def test_wrong_input_is_said_in_one_sentence(data: Path, tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize(
     ("finished", "arguments", "is_final"),
-    [(10, [], True), (None, [], False), (12, [], False), (10, ["--epochs", 1], False)],
+    [(10, [], True), (None, [], False), (12, [], False), (10, ["--set", "num_epochs=1"], False)],
 )
 def test_the_summary_at_wandb_gets_the_runs_own_probe_of_its_end_alone(
     finished: int | None,
