@@ -338,14 +338,14 @@ def test_a_copy_of_the_code_for_jobs_holds_what_is_not_installed(
 
 
 @pytest.mark.process
-def test_the_ranks_of_a_job_import_the_code(mine_py: Path, data: Path, tmp_path: Path) -> None:
-    """They are other processes, which see the copy of the code and not the directory of the file."""
-    words: list[str | Path] = [sys.executable, "launch/slurm.py", "--executor", "local", "--tasks-per-node", "2"]
+def test_the_processes_of_a_job_import_the_code(mine_py: Path, data: Path, tmp_path: Path) -> None:
+    """They are others, which see the copy of the code and not the directory of the file."""
+    words: list[str | Path] = [sys.executable, "launch/slurm.py", "--executor", "local"]
     words += ["--config", f"{mine_py}:big", *settings(data, num_epochs=1), "--run-dir", tmp_path / "run"]
     done = run_python(words, cwd=REPOSITORY, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
     (start,) = RunDir(tmp_path / "run").read_provenance()["starts"]
-    assert (start["world_size"], start["own_code"].keys()) == (2, {"mine"})
+    assert start["own_code"].keys() == {"mine"}
     (copy,) = (tmp_path / "run" / "code").glob("*/mine.py")
     assert copy.read_text() == MINE_PY
 

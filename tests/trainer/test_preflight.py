@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import shutil
 from pathlib import Path
 
@@ -24,26 +23,13 @@ from trainer.config_changes import MAY_CHANGE
 from trainer.data import read_manifests
 from trainer.distributed.collectives import on_first_rank, rank
 from trainer.modules import build_modules
-from trainer.objectives import NTXentConfig, ObjectiveConfig, PublishedNTXentConfig
 from trainer.preflight import check_channels_last, check_data, check_input_shape
 from trainer.pretrained import load_encoder
 from trainer.reports.config_identity import NOT_IDENTITY, config_identity
 from trainer.run_dir import Hold, RunDir, hold, is_held, steps_in, write_json
 from trainer.train import train
-from trainer.training_log import log_start
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(("objective", "lines"), [(PublishedNTXentConfig(), 1), (NTXentConfig(), 0)])
-def test_a_loss_that_is_negative_by_design_is_explained(
-    objective: ObjectiveConfig, lines: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    manifest = load_manifest(write_tiny_pair(tmp_path, num_train=16, num_test=16) / "train")
-    config = resolve_recipe("debug:image").model_copy(update={"objective": objective, "global_batch_size": 256})
-    with caplog.at_level(logging.INFO):
-        log_start(config, build_modules(config), manifest, device=torch.device("cpu"), start_step=0, num_steps=1)
-    assert len([line for line in caplog.messages if "negative by design" in line]) == lines
 
 
 @pytest.mark.parametrize(
@@ -160,19 +146,11 @@ def test_a_vision_transformer_on_pictures_of_another_size_is_one_sentence(tmp_pa
         (1, 1, ["views.kind=random_mask", "views.patch_size=2"], "views.patch_size=2 needs a height and width that"),
         (30, 32, ["views.kind=viewmaker", "adversary={}"], "multiples of 4, at least 8, got 30 x 32"),
         (8, 12, ["views.kind=viewmaker", "views.downsample_to=8", "adversary={}"], "downsample_to=8 needs"),
-        (
-            8,
-            8,
-            ["encoder.kind=timm", "encoder.name=levit_128s", "encoder.batch_norm=local"],
-            "the encoder cannot take inputs of 8 x 8: ",
-        ),
     ],
 )
 def test_pictures_of_a_size_that_cannot_be_trained_on_are_refused(
     height: int, width: int, overrides: list[str], said: str, config: RunConfig
 ) -> None:
-    if "encoder.kind=timm" in overrides:
-        pytest.importorskip("timm")
     message = refusal(of_size(config.override(overrides, where="x"), height, width))
     assert message.startswith(f"{config.data.train_dir}: ")
     assert said in message
@@ -180,12 +158,8 @@ def test_pictures_of_a_size_that_cannot_be_trained_on_are_refused(
 
 def test_colours_of_pictures_without_three_channels_are_refused(config: RunConfig) -> None:
     one = config.override(["encoder.in_channels=1", "encoder.mean=null", "encoder.std=null"], where="x")
-    with pytest.raises(
-        UserError, match=r"^digits: colour jitter and grayscale need pictures of 3 channels, got 1; set j"
-    ):
+    with pytest.raises(UserError, match=r"^digits: colour jitter and grayscale need pictures of 3 channels, got 1; "):
         check_input_shape(one, height=16, width=16, where="digits")
-    off = ["views.jitter_probability=0", "views.grayscale_probability=0"]
-    check_input_shape(one.override(["views={kind: expert_image}", *off], where="x"), height=16, width=16, where="")
 
 
 @pytest.mark.parametrize(
@@ -298,7 +272,7 @@ def test_a_setting_that_changes_a_result_is_refused_beside_others(
     run_dir = RunDir(tmp_path / "run")
     take(run_dir, config).close()
     with pytest.raises(UserError, match=rf"\(it differs in {setting.partition('=')[0]}\)"):
-        take(run_dir, config.override([*HARMLESS, setting], where="x"))
+        take(run_dir, config.override([*(one for one in HARMLESS if "engine" not in one), setting], where="x"))
     assert read_config(run_dir.config) == config
 
 

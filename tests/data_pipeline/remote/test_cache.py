@@ -96,9 +96,8 @@ def until(condition: Callable[[], bool], *, seconds: float = 10.0) -> bool:
     return condition()
 
 
-@pytest.mark.parametrize("overlay", ["baked", "online"])
-def test_samples_are_those_of_the_local_dataset(overlay: Any, tmp_path: Path) -> None:
-    dataset = write_tiny_dataset(tmp_path / "tiny", num_samples=24, num_samples_per_shard=4, overlay=overlay)
+def test_samples_are_those_of_the_local_dataset(tmp_path: Path) -> None:
+    dataset = write_tiny_dataset(tmp_path / "tiny", num_samples=24, num_samples_per_shard=4)
     local = SampleStore(dataset)
     order = np.random.default_rng(0).permutation(len(local))
     here = decode(local, order)
