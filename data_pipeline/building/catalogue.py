@@ -36,7 +36,6 @@ from data_pipeline.sources.audiomnist import AudioMnist
 from data_pipeline.sources.fsdd import Fsdd
 from data_pipeline.sources.procedural_speech import ProceduralSpeech
 from data_pipeline.sources.registry import NAMES as SOURCE_NAMES
-from data_pipeline.sources.registry import find_source
 from data_pipeline.sources.silence import SilenceSource
 from data_pipeline.storage.manifest import LabelEntry
 
@@ -126,7 +125,7 @@ def _checked_options(name: str, kind: type[SourceKind], given: SourceInputs) -> 
 
 
 def _open_pictures(name: str, given: SourceInputs, overlay: str | None, options: Options) -> Ingredients:
-    kind = find_source(name)
+    kind: type[SourceKind] = SOURCE_NAMES.find_object(name)
     source_options = _checked_options(name, kind, given)
     opened = kind.open(given)
     drawn: PixelOverlay | None = None

@@ -36,6 +36,7 @@ def test_a_folder_is_packed_without_a_second_encoding(
     moved = out.rename(tmp_path / "moved")
     store = SampleStore(moved)
     assert store.manifest.labels["base"].classes == ("crow", "owl")
+    assert {store.file_of(index) for index in range(6)} == {str(path.relative_to(root)) for path in root.rglob("*.*")}
     decoded = decode(store, np.arange(6))
     assert decoded.pictures_BCHW is not None
     numbers = [number_of(pixels) for pixels in decoded.pictures_BCHW.numpy()]
