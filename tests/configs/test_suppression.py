@@ -20,6 +20,7 @@ from trainer.objectives.nt_xent_cycle import NTXentCycleConfig, cycled_temperatu
 from trainer.planning.plan import plan
 
 PICTURES = [name for name, setting in SETTINGS.items() if not setting.is_sound]
+LIKE_DIGITS = {"tiled_digits", "shapes", "letters"}  # in the shape of their pictures and the kind of their labels
 _THAT_MEET_THE_PICTURE = ("SimCLR", "decoder", "masked viewmaker", "crop, then viewmaker", "expert against viewmaker")
 NUM_RECORDS = {"train": 24, "test": 22}  # of the tiny CIFAR-10
 
@@ -114,7 +115,7 @@ def test_each_difficulty_is_built_with_its_option_and_its_labels(name: str, buil
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", [name for name in PICTURES if name not in LIKE_DIGITS])
 def test_every_cure_can_be_trained_on_every_setting(name: str, built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (built / "data" / "suppression_small").unlink(missing_ok=True)
     (built / "data" / "suppression_small").symlink_to(built / "data")
