@@ -157,16 +157,12 @@ def test_data_of_others_in_every_form(kind: str) -> None:
                 return Pairs(len(data), lambda x, y: (x, {"bright": y, "other": 0}), seed=0 if data is train else 1)
         return data
 
+    state = torch.get_rng_state()
     found = probe(Halves(), in_form(train), in_form(test), config=QUICK.model_copy(update={"num_epochs": 20}))
+    assert kind == "loader" or torch.equal(torch.get_rng_state(), state)
     assert set(found) == ({"bright", "other"} if kind == "named" else {"label"})
     smallest = int(train.label_N.bincount().min())
     assert next(iter(found.values())) == Accuracy(linear=1.0, knn=1.0, chance=0.5, num_neighbors=smallest)
-
-
-def test_the_global_generator_is_not_used() -> None:
-    state = torch.get_rng_state()
-    probe(Halves(), Pairs(64, plain), Pairs(32, plain, seed=1), config=QUICK)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("context", [lambda: torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode])

@@ -78,18 +78,6 @@ def test_the_pairs_are_all_or_those_that_are_named() -> None:
         pairs_of(labels, [("base", "sit")])
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"labels": ("base", "no name")}, 'is "no name"'),
-        ({"labels": ()}, "labels"),
-    ],
-)
-def test_wrong_settings_of_labels_are_told(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        ProbeConfig.parse(change, where="the probe")
-
-
 def test_labels_and_groups_do_not_change_the_protocol() -> None:
     config = ProbeConfig(labels=("base",), groups=(("base", "overlay"),))
     assert config.protocol == ProbeConfig()
