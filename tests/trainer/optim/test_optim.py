@@ -308,11 +308,6 @@ def rates(config: OptimizerConfig, num_steps: int, *, global_batch_size: int = 2
     ]
 
 
-def test_a_constant_rate_may_be_warmed_up_to() -> None:
-    config = LARSConfig(learning_rate=1.0, schedule=ScheduleConfig(warmup_fraction=0.3))
-    assert rates(config, 10) == pytest.approx([1 / 3, 2 / 3] + [1.0] * 8)
-
-
 @pytest.mark.parametrize("kind", ["cosine", "linear"])
 def test_a_schedule_equals_torchs(kind: Any) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.06)

@@ -18,7 +18,6 @@ IDENTITIES = {
     "correlation_split": "the cross-correlation loss splits",
     "centre_moment": "moment of the centres",
     "linear_divergence": "the linear loss wants mean zero",
-    "stacked_losses": "the losses in lockstep",
 }
 ROUNDING = 1e-9  # as in claims.yaml
 

@@ -11,6 +11,7 @@ H hidden units, D dimensions of an embedding, T steps, M any number of encoders,
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,9 @@ from data_pipeline.core.counter_rng import integers, normal
 from data_pipeline.core.schema import Count, LearningRate, PositiveFactor, Schema
 from trainer.objectives.barlow_twins import barlow_twins_loss
 from trainer.objectives.linear_loss import linear_loss
+from trainer.objectives.nt_xent import nt_xent_loss
+from trainer.objectives.objective import ObjectiveOutput
+from trainer.objectives.split_loss import split_loss
 from trainer.theory.framework.experiment import TwoOrMore, draw_keys
 
 # Purposes of `counter_rng`.
@@ -153,42 +157,15 @@ def draw_population(settings: EncoderSettings, seeds_S: Tensor, *, which: int) -
     return centre + settings.sample_sd * sample + settings.view_sd * view
 
 
-def stacked_nt_xent(z_a_MBD: Tensor, z_b_MBD: Tensor, *, temperature: float) -> Tensor:
-    """Return the loss of `trainer.objectives.nt_xent` for each of M encoders, (M,), from unit embeddings.
-
-    `torch.func.vmap` cannot map that function, which saves memory by an autograd function of its own.
-    """
-    u_MPD = torch.cat([z_a_MBD, z_b_MBD], dim=1)
-    num = z_a_MBD.shape[1]
-    own_PP = torch.eye(2 * num, dtype=torch.bool, device=u_MPD.device)
-    sums_MP = (u_MPD @ u_MPD.mT / temperature).masked_fill(own_PP, -torch.inf).logsumexp(-1)
-    positive_MB = (z_a_MBD * z_b_MBD).sum(-1) / temperature
-    return sums_MP.mean(-1) - positive_MB.mean(-1)
-
-
-def stacked_split(z_a_MBD: Tensor, z_b_MBD: Tensor, *, temperature: float, divergence_weight: float) -> Tensor:
-    """Return the loss of `trainer.objectives.split_loss` for each of M encoders, (M,), from unit embeddings.
-
-    That function masks in place, so `torch.func.vmap` would run one encoder after the other.
-    """
-    own_BB = torch.eye(z_a_MBD.shape[1], dtype=torch.bool, device=z_a_MBD.device)
-    sums_MB = (z_a_MBD @ z_b_MBD.mT / temperature).masked_fill(own_BB, -torch.inf).logsumexp(-1)
-    distance_MB = (z_a_MBD - z_b_MBD).square().sum(-1)
-    return distance_MB.mean(-1) + divergence_weight * sums_MB.mean(-1)
-
-
 def stacked_loss(objective: ObjectiveSettings) -> PairLoss:
     """Return a function from the unit embeddings (M, B, D) of both views to the losses of M encoders, (M,)."""
     temperature, weight = objective.temperature, objective.divergence_weight
-    if objective.loss == "info_nce":
-        return partial(stacked_nt_xent, temperature=temperature)
-    if objective.loss == "split":
-        return partial(stacked_split, temperature=temperature, divergence_weight=weight)
-    one = (
-        partial(linear_loss, divergence_weight=weight)
-        if objective.loss == "linear"
-        else partial(barlow_twins_loss, unbiased=True)
-    )
+    one: Callable[[Tensor, Tensor], ObjectiveOutput] = {
+        "info_nce": partial(nt_xent_loss, temperature=temperature),
+        "split": partial(split_loss, temperature=temperature, divergence_weight=weight),
+        "linear": partial(linear_loss, divergence_weight=weight),
+        "barlow_twins": partial(barlow_twins_loss, unbiased=True),
+    }[objective.loss]
     mapped: PairLoss = torch.func.vmap(lambda u_BD, v_BD: one(u_BD, v_BD).loss)
     return mapped
 
@@ -212,7 +189,9 @@ def train(settings: EncoderSettings, *, seeds: Sequence[int], device: torch.devi
             group["lr"] = settings.learning_rate * (1 + math.cos(math.pi * step / settings.num_steps)) / 2
         z_SOPD = encoders.embed(torch.cat(draw_batch(settings, centre_SKI, seeds_S, step=step), dim=1))
         z_a, z_b = z_SOPD.chunk(2, dim=2)
-        loss_SO = torch.stack([loss(z_a[:, o], z_b[:, o]) for o, loss in enumerate(losses)], dim=1)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="There is a performance drop")  # masks are filled one by one
+            loss_SO = torch.stack([loss(z_a[:, o], z_b[:, o]) for o, loss in enumerate(losses)], dim=1)
         optimizer.zero_grad()
         loss_SO.sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -17,10 +17,7 @@ from data_pipeline.core.schema import PositiveFactor, Schema
 from trainer.objectives.barlow_twins import barlow_twins_loss
 from trainer.objectives.info_nce import alignment, divergence, info_nce_loss
 from trainer.objectives.linear_loss import linear_loss
-from trainer.objectives.nt_xent import nt_xent_loss
-from trainer.objectives.split_loss import split_loss
 from trainer.theory.framework.experiment import TwoOrMore, draw_keys
-from trainer.theory.generalization.encoders import stacked_nt_xent, stacked_split
 
 _EMBEDDING, _PROBABILITY = range(2)  # purposes of `counter_rng`
 
@@ -67,18 +64,6 @@ def linear_divergence(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
     return (((num - 1) * others + 1) / num - expected).abs() / expected
 
 
-def stacked_losses(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
-    """Check that the losses for training in lockstep equal the losses of `trainer.objectives`."""
-    u_BD, v_BD = (torch.nn.functional.normalize(z_BD, dim=1) for z_BD in (z_a_BD, z_b_BD))
-    nt_xent = stacked_nt_xent(u_BD[None], v_BD[None], temperature=0.5)[0]
-    split = stacked_split(u_BD[None], v_BD[None], temperature=0.2, divergence_weight=0.4)[0]
-    whole = (
-        nt_xent_loss(z_a_BD, z_b_BD, temperature=0.5).loss,
-        split_loss(z_a_BD, z_b_BD, temperature=0.2, divergence_weight=0.4).loss,
-    )
-    return torch.maximum((nt_xent / whole[0] - 1).abs(), (split / whole[1] - 1).abs())
-
-
 def centre_moment(centre_KD: Tensor, p_K: Tensor) -> Tensor:
     """Check that |sum_k p_k mu_k mu_k^T - I|^2 is sum_kl (sqrt(p_k p_l) mu_k.mu_l - [k = l])^2 + D - K."""
     num, dim = centre_KD.shape
@@ -94,7 +79,6 @@ ON_PAIRS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "correlation_split": correlation_split,
     "alignment_lemma": alignment_lemma,
     "linear_divergence": linear_divergence,
-    "stacked_losses": stacked_losses,
 }
 
 
