@@ -144,7 +144,8 @@ class TrainingLoop:
         run = self.counters.state_to_save(num_done, num_steps=self.steps.stop)
         if run is None:
             return
-        share_running_statistics(self.training.modules.encoder)
+        for module in self.training.modules.trained_modules.values():
+            share_running_statistics(module)
         with self.watchdog.patience("writing a checkpoint"):
             self.checkpoints.save(
                 num_done,

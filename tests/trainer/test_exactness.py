@@ -25,6 +25,7 @@ from tests.small_encoder import CONVNET
 from trainer.build import build_training
 from trainer.config import RunConfig
 from trainer.distributed.collectives import all_reduce_mean_scalars, rank, world_size
+from trainer.distributed.replicas import first_difference
 from trainer.models.batch_norm import share_running_statistics
 
 CPU = torch.device("cpu")
@@ -145,6 +146,7 @@ def one_step(config: RunConfig, device: torch.device = CPU, batch: Batch | None 
     found["loss"] = torch.tensor(all_reduce_mean_scalars({"": output.metrics["train/loss"]})[""])
     found |= {f"encoder/{name}": buffer.clone() for name, buffer in training.modules.encoder.named_buffers()}
     found |= {f"objective state/{name}": tensor.clone() for name, tensor in training.objective.saved_state().items()}
+    assert first_difference({"step": found}) is None  # to the bit, which a checkpoint asks for
     return {name: tensor.cpu() for name, tensor in found.items()}
 
 
