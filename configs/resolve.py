@@ -69,28 +69,21 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"data": config.data.absolute()})
 
 
-def is_config_file(name: str) -> bool:
-    """Return whether `name` is the path of a file of settings, not the name of a recipe."""
-    return Path(name).suffix in CONFIG_SUFFIXES
-
-
 def _settings(name: str) -> dict[str, Any]:
-    """Return the settings of a recipe or a file."""
-    return _settings_of_file(Path(name)) if is_config_file(name) else _recipe(name).model_dump(mode="json")
+    """Return the settings of a recipe, or those of a file on top of the settings of its base if it names one.
 
-
-def _settings_of_file(path: Path) -> dict[str, Any]:
-    """Return the settings of a file, on top of the settings of its base if it names one.
-
-    Raises `UserError` if its base is a recipe that is not of this project, because a config imports nothing.
+    Raises `UserError` if the base is a recipe that is not of this project, because a config imports nothing.
     """
+    path = Path(name)
+    if path.suffix not in CONFIG_SUFFIXES:
+        return _recipe(name).model_dump(mode="json")
     values = read_settings(path)
     if BASE not in values:
         return values
     base = str(values.pop(BASE))
-    if is_config_file(base):
-        return merge(_settings_of_file(path.parent / base), values, where=str(path))
-    if base not in recipes():
+    if Path(base).suffix in CONFIG_SUFFIXES:
+        base = str(path.parent / base)
+    elif base not in recipes():
         raise UserError(f"{path}: {BASE} is {base}, which is not a recipe of this project{nearest(base, recipes())}")
     return merge(_settings(base), values, where=str(path))
 
