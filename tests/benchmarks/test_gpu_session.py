@@ -1,4 +1,4 @@
-"""Sessions on a lent machine: what fails, crashes, hangs or is interrupted, and what an earlier session has filed.
+"""Sessions on a lent machine: what fails, crashes or hangs, and what an earlier session has filed.
 
 A file of its own, which imports little: its stages run in new processes, which import it.
 """
@@ -25,7 +25,6 @@ from benchmarks.gpu_stages.session import (
     read_record,
     run_stage,
 )
-from data_pipeline.core.errors import UserError
 
 
 def setting_at(directory: Path) -> Setting:
@@ -49,10 +48,6 @@ def hang() -> Outcome:
     return Outcome({})
 
 
-def be_interrupted() -> Outcome:
-    raise KeyboardInterrupt
-
-
 def fragile_tasks(_: Setting) -> Mapping[str, Task]:
     found = {"hangs": Task(hang, -11.9)}  # it is ended after half a second
     return found | {"works": Task(succeed, 1), "is long": Task(succeed, 10_000), "crashes": Task(crash, 1)}
@@ -60,10 +55,6 @@ def fragile_tasks(_: Setting) -> Mapping[str, Task]:
 
 def sound_tasks(_: Setting) -> Mapping[str, Task]:
     return {name: Task(succeed, 0) for name in ("a", "b", "c")}
-
-
-def interrupted_tasks(_: Setting) -> Mapping[str, Task]:
-    return {name: Task(run, 0) for name, run in {"a": succeed, "b": be_interrupted, "c": succeed}.items()}
 
 
 SOUND = Stage("sound", sound_tasks)
@@ -107,18 +98,3 @@ def test_what_was_measured_on_another_gpu_is_measured_again(tmp_path: Path) -> N
     for device, measured in (("NVIDIA H200", ["a", "b", "c"]), ("NVIDIA H200", []), ("NVIDIA H100", ["a", "b", "c"])):
         session = begin_session(setting, {"device": device})
         assert run_stage(SOUND, setting, session=session, is_isolated=False)["measured"] == measured
-
-
-def test_an_interrupted_session_keeps_what_it_has(tmp_path: Path) -> None:
-    setting = setting_at(tmp_path)
-    session = begin_session(setting, {})
-    with pytest.raises(KeyboardInterrupt):
-        run_stage(Stage("cut", interrupted_tasks), setting, session=session, is_isolated=False)
-    found = read_record(setting.record).stages["cut"]
-    assert {name: one.is_done for name, one in found.items()} == {"a": True, "b": False}
-
-
-def test_a_damaged_record_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "gpu.json").write_text('{"sessions": [')
-    with pytest.raises(UserError, match="pass another --out"):
-        read_record(tmp_path / "gpu.json")
