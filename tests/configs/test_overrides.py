@@ -99,12 +99,6 @@ def test_a_section_that_a_new_kind_brings_begins_with_the_defaults_of_its_field(
     assert objective == BYOLConfig(predictor=BYOLConfig().predictor.model_copy(update={"bias": False}))
 
 
-def test_values_mean_what_they_say() -> None:
-    config = resolve_recipe("debug:image", ["optimizer.learning_rate=1e-2", "num_epochs=100"])
-    assert (config.optimizer.learning_rate, config.num_epochs) == (0.01, 100)
-    assert resolve_recipe("debug:image", ["name='7'"]).name == "7"
-
-
 def test_explain_names_what_a_mapping_sets_and_what_a_new_kind_brings() -> None:
     overrides = ["optimizer={kind: adam, learning_rate: 1e-3}", "objective.temperature=0.5", "encoder.kind=resnet18"]
     lines = {line.split()[0]: line.split()[-1] for line in explain("debug:image", overrides).splitlines()}

@@ -179,12 +179,6 @@ def test_a_config_with_a_mapping_can_be_hashed() -> None:
     assert {config: "a", other: "b"}[same] == "a"
 
 
-def test_set_overrides_one_setting_and_nothing_else() -> None:
-    base = resolve_recipe("debug:viewmaker")
-    changed = resolve_recipe("debug:viewmaker", ["adversary.update=alternating", "optimizer.learning_rate=0.1"])
-    assert difference(base, changed) == ["optimizer.learning_rate", "adversary.update"]
-
-
 @pytest.mark.parametrize(
     ("resolve", "name", "overrides", "message"),
     [
