@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from data_pipeline.core.sample import Batch
 from trainer.build import Training
@@ -14,8 +13,9 @@ from trainer.checkpoint.restore import Restored
 from trainer.checkpoint.run_state import RunState
 from trainer.data import Manifests
 from trainer.fault_tolerance.bad_samples import BadSamples
-from trainer.fault_tolerance.skipped_steps import SkippedSteps
 from trainer.run_dir import RunDir
+from trainer.skipped_steps import SkippedSteps
+from trainer.step import StepOutput
 
 
 class RunCounters:
@@ -28,14 +28,10 @@ class RunCounters:
     def __init__(
         self, run_dir: RunDir, training: Training, manifests: Manifests, restored: Restored, *, device: torch.device
     ) -> None:
-        before, config, self._data = restored.run, training.modules.config, manifests.identity
+        before, data, self._data = restored.run, training.modules.config.data, manifests.identity
         self._skipped = SkippedSteps(
             run_dir,
-            engines=training.engines,
-            objective=training.objective,
-            max_in_a_row=config.max_skipped_in_a_row,
-            is_float16=config.precision == "float16",
-            alternates=config.adversary is not None and config.adversary.update == "alternating",
+            training,
             device=device,
             train_manifest_sha256=manifests.train.sha256,
             before=None if before is None else before.skipped,
@@ -44,17 +40,15 @@ class RunCounters:
         self._bad = BadSamples(
             run_dir,
             num_samples=manifests.train.num_samples,
-            max_share=config.data.max_bad_share,
-            where=config.data.train_name,
+            max_share=data.max_bad_share,
+            where=data.train_name,
             before=() if before is None or restored.has_other_train_set(self._data) else before.bad_samples,
         )
         self._seconds_before, self._started = restored.wall_seconds, time.perf_counter()
 
-    def add(
-        self, batch: Batch, *, skipped: Tensor, metrics: Mapping[str, Tensor], learning_rates: Mapping[str, float]
-    ) -> None:
-        """Count a step; see `SkippedSteps.add`. Raises `UserError` if too many in a row were skipped."""
-        self._skipped.add(batch, skipped=skipped, metrics=metrics, learning_rates=learning_rates)
+    def add(self, batch: Batch, output: StepOutput, learning_rates: Mapping[str, float]) -> None:
+        """Count the step on a batch. Raises `UserError` if too many in a row were skipped."""
+        self._skipped.add(batch, output, learning_rates)
         self._bad.add(batch.bad)
 
     def metrics(self) -> dict[str, float]:

@@ -18,9 +18,9 @@ from trainer import replay, step_replay
 from trainer.build import Training, build_training
 from trainer.config import RunConfig
 from trainer.data import open_stream, read_train_manifest
-from trainer.fault_tolerance.skipped_steps import SkippedSteps
 from trainer.fault_tolerance.step_record import MAX_RECORDS, read_record, recorded_steps
 from trainer.run_dir import RunDir, write_json
+from trainer.skipped_steps import SkippedSteps
 
 NUM_SAMPLES, BATCH_SIZE, BAD_STEP = 83, 16, 6
 RATES = {"encoder": 0.01, "viewmaker": 0.001, "objective": 0.01}
@@ -46,17 +46,8 @@ def configure(data: Path, recipe: str, *overrides: str) -> RunConfig:
 
 
 def skipped_steps(run_dir: RunDir, training: Training) -> SkippedSteps:
-    config = training.modules.config
-    return SkippedSteps(
-        run_dir,
-        engines=training.engines,
-        objective=training.objective,
-        max_in_a_row=config.max_skipped_in_a_row,
-        is_float16=False,
-        alternates=config.adversary is not None and config.adversary.update == "alternating",
-        device=torch.device("cpu"),
-        train_manifest_sha256=read_train_manifest(config.data).sha256,
-    )
+    sha256 = read_train_manifest(training.modules.config.data).sha256
+    return SkippedSteps(run_dir, training, device=torch.device("cpu"), train_manifest_sha256=sha256)
 
 
 def train_into_trouble(config: RunConfig, directory: Path, poisoned: str, value: float, num_steps: int) -> list[bool]:
@@ -76,7 +67,7 @@ def train_into_trouble(config: RunConfig, directory: Path, poisoned: str, value:
                 parameter.view(-1)[0] = value
         output = training.step(batch, learning_rates=RATES)
         skipped.append(bool(output.skipped))
-        log.add(batch, skipped=output.skipped, metrics=output.metrics, learning_rates=RATES)
+        log.add(batch, output, RATES)
     return skipped
 
 
@@ -214,7 +205,7 @@ def test_a_gradient_that_is_finite_but_too_long_for_float32_is_named(
     )
     log = skipped_steps(RunDir(tmp_path), training)
     output = training.step(batch, learning_rates=RATES)
-    log.add(batch, skipped=output.skipped, metrics=output.metrics, learning_rates=RATES)
+    log.add(batch, output, RATES)
     assert log.counts.total == 1
     said = explained(config, RunDir(tmp_path), monkeypatch, capsys)
     assert "the loss was finite, but a gradient or its length was not" in said

@@ -20,8 +20,6 @@ from trainer.distributed.engines import DDPConfig, EngineInputs
 from trainer.distributed.environment import (
     WorldEnv,
     choose_device,
-    expand_tasks_per_node,
-    first_host,
     init_process_group,
     process_group,
     read_env,
@@ -135,13 +133,6 @@ def test_one_torchrun_per_slurm_task_is_no_contradiction() -> None:
     stale = TORCHRUN | {"RANK": "0", "GROUP_WORLD_SIZE": "1"}  # sbatch was called inside a torchrun worker
     with pytest.raises(UserError, match="contradict"):
         read_env(SRUN_TASK | four_agents | stale)
-
-
-def test_node_lists() -> None:
-    assert first_host("n0") == "n0"
-    assert first_host("127.0.0.[2-5]") == "127.0.0.2"
-    assert first_host("r[1-2]n[04-09]") == "r1n04"
-    assert expand_tasks_per_node("4") == [4]
 
 
 def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

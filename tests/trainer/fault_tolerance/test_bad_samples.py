@@ -103,14 +103,6 @@ def test_too_many_end_the_run_on_every_rank_at_the_same_step(tmp_path: Path) -> 
     assert "the data: 3 of 100 samples" in str(said)
 
 
-def test_samples_of_two_sources_with_one_key_are_two(tmp_path: Path) -> None:
-    ledger = BadSamples(RunDir(tmp_path), num_samples=100, max_share=0.1, where="the mixture of a and b")
-    ledger.add([BadSample(1, "a/shard-00000.tar", "torn"), BadSample(41, "b/shard-00000.tar", "torn", first=40)])
-    assert ledger.flush() == 2
-    lines = [json.loads(line) for line in RunDir(tmp_path).bad_samples.read_text().splitlines()]
-    assert [(line["shard"][0], line["key"]) for line in lines] == [("a", "00000001"), ("b", "00000001")]
-
-
 def test_bad_samples_of_earlier_starts_count_towards_the_limit(tmp_path: Path) -> None:
     """Each start meets one, of which the limit allows two."""
     found: tuple[BadSample, ...] = ()

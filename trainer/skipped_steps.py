@@ -17,12 +17,12 @@ from torch import Tensor
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Batch
+from trainer.build import Training
 from trainer.checkpoint.run_state import SkipCounts
 from trainer.distributed.collectives import all_gather_json, any_rank, rank
-from trainer.distributed.engines.engine import Engine
 from trainer.fault_tolerance.step_record import NonFiniteRecord, RankValues, has_room, recorded_steps, write_record
-from trainer.objectives import Objective
 from trainer.run_dir import RunDir
+from trainer.step import StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +54,8 @@ class SkippedSteps:
     def __init__(
         self,
         run_dir: RunDir,
+        training: Training,
         *,
-        engines: Mapping[str, Engine],
-        objective: Objective,
-        max_in_a_row: int,
-        is_float16: bool,
-        alternates: bool,
         device: torch.device,
         train_manifest_sha256: str,
         before: SkipCounts | None = None,
@@ -69,34 +65,26 @@ class SkippedSteps:
 
         Args:
             run_dir: where records are written.
-            engines, objective: their states are recorded.
-            max_in_a_row: the number of skipped steps in a row that ends the run.
-            is_float16: whether a search for the loss scale skips steps by design.
-            alternates: whether the encoder may have stepped when the viewmaker skips.
+            training: the states that are recorded. In float16 a search for the loss scale skips steps by design.
             device: where training happens.
             train_manifest_sha256: the hash of the train set, for the records.
             before, saved_step: see the attributes.
         """
         self.counts, self.saved_step = before or SkipCounts(), saved_step
-        self._run_dir, self._engines, self._objective = run_dir, engines, objective
-        self._max_in_a_row, self._is_float16, self._alternates = max_in_a_row, is_float16, alternates
+        self._run_dir, self._training, config = run_dir, training, training.modules.config
+        self._max_in_a_row, self._is_float16 = config.max_skipped_in_a_row, config.precision == "float16"
+        # The encoder may then have stepped when the viewmaker skips.
+        self._alternates = config.adversary is not None and config.adversary.update == "alternating"
         self._train_manifest_sha256 = train_manifest_sha256
         self._lag = 1 if device.type == "cuda" else 0
         self._pending: deque[_PendingStep] = deque()
         self._has_learned = False  # since the checkpoint of `saved_step`
 
-    def add(
-        self, batch: Batch, *, skipped: Tensor, metrics: Mapping[str, Tensor], learning_rates: Mapping[str, float]
-    ) -> None:
-        """Add a step. Raises `UserError` if too many steps in a row were skipped.
-
-        Args:
-            batch: the samples of the step.
-            skipped: a bool scalar, equal on all ranks: whether nothing was learned.
-            metrics, learning_rates: for the record of a skipped step.
-        """
-        flag = _copy_to_host(skipped)
-        self._pending.append(_PendingStep(batch.step, batch.epoch, batch.index_B, metrics, learning_rates, *flag))
+    def add(self, batch: Batch, output: StepOutput, learning_rates: Mapping[str, float]) -> None:
+        """Add the step on a batch. Raises `UserError` if too many steps in a row were skipped."""
+        flag = _copy_to_host(output.skipped)
+        step = _PendingStep(batch.step, batch.epoch, batch.index_B, output.metrics, learning_rates, *flag)
+        self._pending.append(step)
         if len(self._pending) > self._lag:
             self._judge(self._pending.popleft(), num_done=batch.step + 1)
 
@@ -173,8 +161,8 @@ class SkippedSteps:
             train_manifest_sha256=self._train_manifest_sha256,
             ranks=tuple(all_gather_json(RankValues.of(pending.index_B, pending.metrics), RankValues)),
         )
-        states = {name: engine.module_state() for name, engine in self._engines.items()}
-        states["objective"] = self._objective.saved_state()
+        states = {name: engine.module_state() for name, engine in self._training.engines.items()}
+        states["objective"] = self._training.objective.saved_state()
         if rank() == 0:
             write_record(self._run_dir, record, states)
         return True
