@@ -26,17 +26,13 @@ import torch
 
 from data_pipeline.core.environment import variable
 from data_pipeline.core.errors import UserError, run_command
-from data_pipeline.core.imports import given_code, import_code
-from launch.job import Ending
+from launch.job import Ending, TrainJob
 from launch.planned_run import PlannedRun
 from launch.ports import free_ports
-from launch.rank import run
 from launch.slurm_client import outside_any_job
 from launch.snapshot import python_environment, read_snapshot, write_snapshot
 from launch.states import LEFT_ALONE, status_of
 from launch.submission import SubmissionPlan
-from trainer.config import read_run_config
-from trainer.fault_tolerance.preemption import StoppedError
 from trainer.run_dir import RunDir
 
 # torchvision is imported late by a run, for its networks, and imports much.
@@ -147,9 +143,7 @@ def _start(
                 "MASTER_PORT": str(port),
             }
         log = _log(plan, run_dir, rank)
-        process = context.Process(
-            target=_train, args=(run_dir.path, environ, log, command, plan.accepted_data, given_code())
-        )
+        process = context.Process(target=_train, args=(plan.job(run_dir, command), environ, log))
         process.start()
         yield process
 
@@ -158,34 +152,15 @@ def _log(plan: SubmissionPlan, run_dir: RunDir, rank: int) -> Path:
     return plan.logs / f"{run_dir.path.name}_{rank}_log.out"
 
 
-def _train(
-    path: Path,
-    environ: Mapping[str, str],
-    log: Path,
-    command: str,
-    accepted_data: tuple[str, ...],
-    code: tuple[str, ...],
-) -> None:
+def _train(job: TrainJob, environ: Mapping[str, str], log: Path) -> None:
     """Train as one rank, in a process of its own. Ends the process."""
     os.environ.update(environ)
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     ending = Ending()
-
-    def train() -> None:
-        import_code(code)
-        config = read_run_config(RunDir(path))
-        try:
-            run(config, path, command=command, accepted_data=accepted_data)
-        except StoppedError as stopped:
-            if stopped.is_first_rank:
-                print(stopped, flush=True)
-            raise SystemExit(1) from None
-
     try:
-        run_command(train)
-        ending.status = 0
+        run_command(job)
     except SystemExit as end:
         ending.status = int(end.code or 0)
     except BaseException:

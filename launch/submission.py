@@ -25,6 +25,7 @@ from launch.submitted import Submission, record
 from trainer.claim import claim
 from trainer.own_code import files_to_copy
 from trainer.preflight import check_data
+from trainer.run_dir import RunDir
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,10 @@ class SubmissionPlan:
     @property
     def logs(self) -> Path:
         return self.home / "logs"
+
+    def job(self, run_dir: RunDir, command: str) -> TrainJob:
+        """Return what each rank of a run calls."""
+        return TrainJob(run_dir.path, command, accepted_data=self.accepted_data, code=given_code())
 
     def claim(self) -> None:
         """Write the config of each run into its directory. Raises `UserError` if a run could never start there."""
@@ -172,10 +177,7 @@ def submit(plan: SubmissionPlan, *, command: str) -> list[str]:
 
 def _submit_array(plan: SubmissionPlan, *, code: Path, after: str | None, command: str) -> list[str]:
     """Submit the runs as one job, or as one job array, and record its ids, which it returns. Raises `UserError`."""
-    jobs = [
-        TrainJob(planned.run_dir.path, command, accepted_data=plan.accepted_data, code=given_code())
-        for planned in plan.runs
-    ]
+    jobs = [plan.job(planned.run_dir, command) for planned in plan.runs]
     try:
         with outside_any_job(sbatch_script(plan, code=code)):
             job_ids = [job.job_id for job in slurm_executor(plan, code=code, after=after).submit_array(jobs)]

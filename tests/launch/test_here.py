@@ -39,7 +39,8 @@ def recipe(data: Path, *more: str) -> list[str]:
     """Return the arguments of a small recipe, with further settings."""
     settings = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}", "data.num_workers=0"]
     settings += ["num_epochs=2", "tracking.wandb=disabled", "log_every_steps=1", *more]
-    return ["--config", "debug:image", *(word for one in settings for word in ("--set", one))]
+    once = {setting.partition("=")[0]: setting for setting in settings}  # the last of each name
+    return ["--config", "debug:image", *(word for one in once.values() for word in ("--set", one))]
 
 
 def study(data: Path, home: Path, *more: str) -> list[str]:
