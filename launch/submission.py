@@ -61,7 +61,6 @@ class SubmissionPlan:
         """Write the config of each run into its directory. Raises `UserError` if a run could never start there."""
         for planned, manifests in zip(self.runs, [check_data(planned.config) for planned in self.runs], strict=True):
             claim(planned.run_dir, planned.config, manifests, accepted_data=self.accepted_data).close()
-            planned.run_dir.ended.unlink(missing_ok=True)
 
 
 def slurm_executor(plan: SubmissionPlan, *, code: Path, after: str | None = None) -> Any:

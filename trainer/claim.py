@@ -1,4 +1,7 @@
-"""Take a run directory for a training, and go on from its newest checkpoint if it is the run's own."""
+"""Take a run directory for a training, and go on from its newest checkpoint if it is the run's own.
+
+Invariant: a run goes on with the same datasets, or with new ones that the user has accepted.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ from collections.abc import Collection
 from data_pipeline.core.errors import UserError
 from trainer.build import Training
 from trainer.checkpoint.restore import Restored, newest_state, restore
-from trainer.checkpoint.run_state import check_same_data
+from trainer.checkpoint.run_state import NAME_DIGITS, DataIdentity
 from trainer.config import RunConfig, read_run_config
 from trainer.config_changes import refuse_edited_config, refuse_other_config
-from trainer.data import Manifests
+from trainer.data import DataConfig, Manifests
 from trainer.distributed.collectives import on_first_rank
 from trainer.own_code import check_same_code
 from trainer.preflight import check_manifests
@@ -21,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def claim(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_data: Collection[str] = ()) -> Hold:
-    """Check the data, then take the run directory for this config, until the hold on it is closed.
+    """Check the data, take the run directory for a start with this config, and forget how an earlier start ended.
 
     `accepted_data` are names of new datasets (`DataIdentity.name`), and of new code (`check_same_code`), with which the
     run may go on.
@@ -44,16 +47,10 @@ def claim(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_
             check_same_code(run_dir, config, manifests.datasets, step=found.step, accepted=accepted_data)
         if not run_dir.config.is_file() or read_run_config(run_dir) != config:
             write_json(run_dir.config, config.model_dump(mode="json"))
+        run_dir.ended.unlink(missing_ok=True)
     except BaseException:
         held.close()
         raise
-    return held
-
-
-def begin(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_data: Collection[str] = ()) -> Hold:
-    """Take the run directory for a start of the training as `claim` does, and forget how an earlier start ended."""
-    held = claim(run_dir, config, manifests, accepted_data=accepted_data)
-    run_dir.ended.unlink(missing_ok=True)
     return held
 
 
@@ -93,15 +90,15 @@ def _check_resumed(
     learning rate of the new data at this step. Raises `UserError` if the new data were not accepted, or if a run on
     them would have ended before this step.
     """
-    is_new = check_same_data(
-        run_dir,
-        step=found.step,
-        trained_on=found.trained_on,
-        now=manifests.identity,
-        train_locations=config.data.train_locations,
-        test_dir=config.data.test_dir,
-        accepted=accepted_data,
-    )
+    before, now = found.trained_on, manifests.identity
+    is_new = before is not None and before != now
+    if before is not None and is_new and now.name not in accepted_data:
+        where, manifest, earlier = _first_change(before, now, config.data)
+        raise UserError(
+            f"{where} holds another dataset (manifest {manifest[:NAME_DIGITS]}) than the one with which {run_dir.path} "
+            f"came to step {found.step} (manifest {earlier[:NAME_DIGITS]}); put that one back, pass another --run-dir, "
+            f"or go on with the new data by --accept-data {now.name}"
+        )
     num_samples = manifests.train.num_samples
     num_steps = config.num_epochs * config.data.num_steps_per_epoch(num_samples, config.global_batch_size)
     if found.step > num_steps:
@@ -111,3 +108,18 @@ def _check_resumed(
             "directory"
         )
     return is_new
+
+
+def _first_change(before: DataIdentity, now: DataIdentity, data: DataConfig) -> tuple[str, str, str]:
+    """Return the location of a dataset that has changed, and the hashes of its manifest now and before."""
+    for name, sha256 in now.train_sources.items():
+        if before.train_sources.get(name, sha256) != sha256:
+            return (
+                f"{data.train_locations[name]}, the source {name} of the mixture,",
+                sha256,
+                before.train_sources[name],
+            )
+    if now.train_manifest_sha256 != before.train_manifest_sha256:
+        where = " and ".join(data.train_locations.values())
+        return where, now.train_manifest_sha256, before.train_manifest_sha256
+    return data.test_dir, now.test_manifest_sha256, before.test_manifest_sha256

@@ -363,25 +363,19 @@ def read_object(path: Path, *, mend: str) -> dict[str, Any]:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write `content` so that a reader sees the old file or the new file, never a part, even after a power cut.
 
-    Characters that UTF-8 cannot encode, such as odd bytes of a file name, are written with backslashes. An `OSError`
-    has `path` as its file name.
+    Characters that UTF-8 cannot encode, such as odd bytes of a file name, are written with backslashes.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with filename_in_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                with partial.open("wb") as file:
-                    file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
-                    file.flush()
-                    os.fsync(file.fileno())
-                partial.replace(path)
-            finally:
-                partial.unlink(missing_ok=True)
-    except OSError as error:
-        if error.filename == str(partial):
-            error.filename = str(path)
-        raise
+    with filename_in_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with partial.open("wb") as file:
+                file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ from data_pipeline.loading.order import ReadingOrder
 from data_pipeline.loading.stream import Stream
 from trainer.build import Training, build_training
 from trainer.checkpoint.save import CheckpointWriter
-from trainer.claim import begin, resume
+from trainer.claim import claim, resume
 from trainer.config import RunConfig
 from trainer.data import Manifests, open_stream, read_agreed_manifests
 from trainer.distributed.collectives import on_first_rank, rank, world_size
@@ -49,7 +49,7 @@ def train(
 ) -> None:
     """Train to the end of the config, or go on from the newest checkpoint in `run_dir`.
 
-    Every rank must call this after the process group is made. `accepted_data` has the meaning of `begin`.
+    Every rank must call this after the process group is made. `accepted_data` has the meaning of `claim`.
 
     Raises:
         UserError: if training is not possible with this input.
@@ -57,7 +57,7 @@ def train(
             `trainer.fault_tolerance.preemption`.
     """
     manifests = read_agreed_manifests(config.data)
-    take = partial(begin, run_dir, config, manifests, accepted_data=accepted_data)
+    take = partial(claim, run_dir, config, manifests, accepted_data=accepted_data)
     with (
         on_first_rank(take) or contextlib.nullcontext() as held,
         StopRequests() as stop_requests,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 
-import trainer.analyze
 import trainer.probe
 import trainer.report
 from data_pipeline.core.errors import run_command
@@ -117,19 +115,3 @@ def test_a_command_that_must_write_says_so_in_one_sentence(
     assert line.startswith("error: ")
     assert os.strerror(number) in line
     assert str(run) in line
-    assert ".partial" not in line  # the requested file, not the temporary one that is written first
-
-
-def test_a_file_that_may_not_be_so_large_is_one_sentence(run: Path, tmp_path: Path, call: Callable[..., str]) -> None:
-    """A limit of the process, which also holds for root, makes write() fail with an error that names no file."""
-    call(trainer.analyze, "views", run)  # its cache of fonts may grow
-    out = tmp_path / "r.html"
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        line = call(trainer.report, run, "--out", out)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert line.startswith("error: ")
-    assert str(out) in line
-    assert not list(tmp_path.glob("*.partial")) + list(tmp_path.glob(".*.partial"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import safetensors.torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Schema
 from trainer.checkpoint.run_state import RunState
-from trainer.run_dir import RunDir, step_name, steps_in
+from trainer.run_dir import step_name, write_atomically
 
 FORMAT_VERSION = 4
 INDEX_NAME = "checkpoint.json"
@@ -59,11 +59,6 @@ class CheckpointIndex(Schema):
     run: RunState | None = None
     run_id: str | None = None
 
-    @property
-    def states(self) -> list[str]:
-        """Return the names of the states, which are the files' without their suffix."""
-        return [name.removesuffix(SUFFIX) for name in self.files]
-
 
 class DamagedError(Exception):
     """A checkpoint is not whole. The message is a part of a sentence, with the file and the reason."""
@@ -84,10 +79,7 @@ def write_files(
     files = {f"{name}{SUFFIX}": write_tensors(directory / f"{name}{SUFFIX}", state) for name, state in states.items()}
     index = CheckpointIndex(format_version=FORMAT_VERSION, step=step, files=files, run=run, run_id=run_id)
     text = _sealed(index.model_dump_json(indent=2).encode().removeprefix(b"{\n"))
-    with (directory / INDEX_NAME).open("wb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_atomically(directory / INDEX_NAME, text)
     flush(directory)
     return sum(record.num_bytes for record in files.values()) + len(text)
 
@@ -166,22 +158,25 @@ def check_sizes(directory: Path) -> CheckpointIndex:
     return index
 
 
-def read_state(directory: Path, index: CheckpointIndex, name: str) -> dict[str, Tensor]:
-    """Return a state of the checkpoint with this index. Reads its file once, and runs no code from it.
+def read_states(
+    directory: Path, index: CheckpointIndex, *, only: Collection[str] | None = None
+) -> dict[str, dict[str, Tensor]]:
+    """Return the states of the checkpoint with this index by name, or `only` these. Runs no code from a file.
 
-    Raises `DamagedError` if the file is missing, cannot be read, or has changed since it was written.
+    Each file is read once. Raises `DamagedError` if one is missing, cannot be read, or has changed.
     """
-    file = f"{name}{SUFFIX}"
-    try:
-        content = (directory / file).read_bytes()
-        if file not in index.files or hashlib.sha256(content).hexdigest() != index.files[file].sha256:
-            raise DamagedError(f"{file} has changed since it was written")
-        state: dict[str, Tensor] = safetensors.torch.load(content)
-    except FileNotFoundError:
-        raise DamagedError(f"{file} is missing") from None
-    except (OSError, safetensors.SafetensorError) as error:
-        raise DamagedError(f"{file} cannot be read: {str(error).splitlines()[0]}") from None
-    return state
+    states: dict[str, dict[str, Tensor]] = {}
+    for file in index.files if only is None else [f"{name}{SUFFIX}" for name in only]:
+        try:
+            content = (directory / file).read_bytes()
+            if hashlib.sha256(content).hexdigest() != index.files[file].sha256:
+                raise DamagedError(f"{file} has changed since it was written")
+            states[file.removesuffix(SUFFIX)] = safetensors.torch.load(content)
+        except (FileNotFoundError, KeyError):
+            raise DamagedError(f"{file} is missing") from None
+        except (OSError, safetensors.SafetensorError) as error:
+            raise DamagedError(f"{file} cannot be read: {str(error).splitlines()[0]}") from None
+    return states
 
 
 def flush(path: Path) -> None:
@@ -195,16 +190,3 @@ def flush(path: Path) -> None:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-
-
-def all_steps(run_dir: RunDir) -> list[int]:
-    """Return the steps of all checkpoints, whole or not, ascending."""
-    return steps_in(run_dir.checkpoints)
-
-
-def latest_step(run_dir: RunDir) -> int | None:
-    """Return the step in LATEST; None if there is no such file, or if a failing disk damaged it."""
-    try:
-        return run_dir.latest_step()
-    except ValueError:
-        return None

@@ -18,16 +18,14 @@ from trainer.checkpoint.files import (
     SUFFIX,
     CheckpointIndex,
     DamagedError,
-    all_steps,
     check_sizes,
-    latest_step,
-    read_state,
+    read_states,
 )
 from trainer.checkpoint.run_state import DataIdentity, RunState
 from trainer.distributed.collectives import broadcast_json, on_every_rank, on_first_rank, rank
 from trainer.distributed.engines.engine import Engine
 from trainer.objectives import Objective
-from trainer.run_dir import RunDir
+from trainer.run_dir import RunDir, steps_in
 
 logger = logging.getLogger(__name__)
 
@@ -159,8 +157,8 @@ def load_weights(
 
 def _steps_by_preference(run_dir: RunDir) -> list[int]:
     """Return the steps of all checkpoints: the step in `LATEST` first, then the others from the newest on."""
-    latest = latest_step(run_dir)
-    others = [step for step in reversed(all_steps(run_dir)) if step != latest]
+    latest = run_dir.latest_step()
+    others = [step for step in reversed(steps_in(run_dir.checkpoints)) if step != latest]
     return others if latest is None else [latest, *others]
 
 
@@ -171,7 +169,7 @@ def _read_newest_whole(run_dir: RunDir, *, only: Collection[str] | None = None) 
     meanwhile, which may remove others, this looks again. Raises `UserError` if no checkpoint is whole, or if another
     version of this project, or another run, wrote the first one.
     """
-    latest = latest_step(run_dir)
+    latest = run_dir.latest_step()
     found: _Whole | None = None
     skipped = []
     for step in _steps_by_preference(run_dir):
@@ -180,7 +178,7 @@ def _read_newest_whole(run_dir: RunDir, *, only: Collection[str] | None = None) 
             break
         except DamagedError as error:
             skipped.append(f"step {step} is damaged: {error}")
-    if skipped and latest_step(run_dir) != latest:
+    if skipped and run_dir.latest_step() != latest:
         return _read_newest_whole(run_dir, only=only)
     if skipped and found is None:
         raise UserError(
@@ -196,7 +194,7 @@ def _read_step(run_dir: RunDir, step: int, *, only: Collection[str]) -> _Whole:
     """Return these modules of a checkpoint. Raises `UserError` if it is not there, or damaged."""
     directory = run_dir.checkpoint(step)
     if step < 0 or not directory.is_dir():
-        steps = ", ".join(map(str, [0, *all_steps(run_dir)]))
+        steps = ", ".join(map(str, [0, *steps_in(run_dir.checkpoints)]))
         raise UserError(f"{run_dir.path} has no checkpoint of step {step}; it has checkpoints of steps {steps}")
     try:
         return _read(run_dir, step, only=only)
@@ -207,13 +205,13 @@ def _read_step(run_dir: RunDir, step: int, *, only: Collection[str]) -> _Whole:
 def _read(run_dir: RunDir, step: int, *, only: Collection[str] | None) -> _Whole:
     """Return the index and the states of a checkpoint. Raises `DamagedError`, or `UserError` as `_own_index` does."""
     index, directory = _own_index(run_dir, step), run_dir.checkpoint(step)
-    return index, {name: read_state(directory, index, name) for name in only or index.states}
+    return index, read_states(directory, index, only=only)
 
 
 def _read_the_same(directory: Path, index: CheckpointIndex) -> _States:
     """Return the states that the first rank has read. Raises `UserError` if this rank reads other bytes."""
     try:
-        return {name: read_state(directory, index, name) for name in index.states}
+        return read_states(directory, index)
     except DamagedError as error:
         raise UserError(
             f"rank {rank()} on {socket.gethostname()} does not read {directory} as rank 0 does: {error}; start again "

@@ -1,22 +1,17 @@
-"""The state of a run besides its tensors: the datasets that it is trained on, and its counters. Checkpoints hold it.
-
-Invariant: a run goes on with the same datasets, or with new ones that the user has accepted.
-"""
+"""The state of a run besides its tensors: the datasets that it is trained on, and its counters. Checkpoints hold it."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
 from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
-from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample
 from data_pipeline.core.schema import Schema
 from trainer.run_dir import RunDir
 
-_NAME_DIGITS = 12
+NAME_DIGITS = 12  # of a hash that is shown
 
 
 class DataIdentity(Schema):
@@ -33,7 +28,7 @@ class DataIdentity(Schema):
     def name(self) -> str:
         """Return a short name of both together, for `--accept-data`."""
         both = f"{self.train_manifest_sha256} {self.test_manifest_sha256}"
-        return hashlib.sha256(both.encode()).hexdigest()[:_NAME_DIGITS]
+        return hashlib.sha256(both.encode()).hexdigest()[:NAME_DIGITS]
 
 
 class SkipCounts(Schema):
@@ -65,47 +60,6 @@ def identity_in_provenance(run_dir: RunDir) -> DataIdentity | None:
     return DataIdentity(**named) if needed <= named.keys() else None
 
 
-def check_same_data(
-    run_dir: RunDir,
-    *,
-    step: int,
-    trained_on: DataIdentity | None,
-    now: DataIdentity,
-    train_locations: Mapping[str, str],
-    test_dir: str,
-    accepted: Collection[str] = (),
-) -> bool:
-    """Return whether the datasets have changed since the checkpoint of `step`, and the user has accepted the new ones.
-
-    `trained_on` None means that there is no checkpoint yet. `train_locations` holds the location of the train set, or
-    of each source of a mixture by name. Raises `UserError` if the datasets have changed and the new ones are not in
-    `accepted`.
-    """
-    if trained_on is None or trained_on == now:
-        return False
-    if now.name in accepted:
-        return True
-    where, manifest, before = _first_change(trained_on, now, train_locations=train_locations, test_dir=test_dir)
-    raise UserError(
-        f"{where} holds another dataset (manifest {manifest[:_NAME_DIGITS]}) than the one with which {run_dir.path} "
-        f"came to step {step} (manifest {before[:_NAME_DIGITS]}); put that one back, pass another --run-dir, or go on "
-        f"with the new data by --accept-data {now.name}"
-    )
-
-
-def _first_change(
-    before: DataIdentity, now: DataIdentity, *, train_locations: Mapping[str, str], test_dir: str
-) -> tuple[str, str, str]:
-    """Return the location of a dataset that has changed, and the hashes of its manifest now and before."""
-    for name, sha256 in now.train_sources.items():
-        if before.train_sources.get(name, sha256) != sha256:
-            return f"{train_locations[name]}, the source {name} of the mixture,", sha256, before.train_sources[name]
-    if now.train_manifest_sha256 != before.train_manifest_sha256:
-        where = " and ".join(train_locations.values())
-        return where, now.train_manifest_sha256, before.train_manifest_sha256
-    return test_dir, now.test_manifest_sha256, before.test_manifest_sha256
-
-
 def other_data(
     trained_on: DataIdentity | None, *, which: Literal["train", "test"], sha256: str, location: str
 ) -> str | None:
@@ -118,6 +72,6 @@ def other_data(
     if before in {None, sha256} or sha256 in sources:
         return None
     return (
-        f"{location} holds another dataset (manifest {sha256[:_NAME_DIGITS]}) than the one with which the run was "
-        f"trained (manifest {before[:_NAME_DIGITS]}); the numbers belong to the present dataset"
+        f"{location} holds another dataset (manifest {sha256[:NAME_DIGITS]}) than the one with which the run was "
+        f"trained (manifest {before[:NAME_DIGITS]}); the numbers belong to the present dataset"
     )

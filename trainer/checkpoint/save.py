@@ -26,7 +26,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -40,17 +39,15 @@ from trainer.checkpoint.files import (
     OBJECTIVE,
     RUN,
     DamagedError,
-    all_steps,
     check_sizes,
     flush,
-    latest_step,
     write_files,
 )
 from trainer.checkpoint.run_state import RunState
 from trainer.distributed.collectives import any_rank, from_first_rank, on_every_rank, rank
 from trainer.distributed.engines.engine import Engine
 from trainer.distributed.replicas import first_difference
-from trainer.run_dir import Hold, RunDir, write_atomically
+from trainer.run_dir import Hold, RunDir, steps_in, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -60,26 +57,15 @@ _ROUND_SECONDS = 5.0  # between two messages to the ranks that do not write, so 
 _STOP_SECONDS = 60.0  # the limit of a wait from a request to stop on
 
 
-@dataclass(frozen=True)
-class HostCopy:
-    """A copy of states in host memory, complete once `wait` has returned."""
-
-    states: Mapping[str, Mapping[str, Tensor]]
-    is_copied: torch.cuda.Event | None
-
-    def wait(self) -> None:
-        if self.is_copied is not None:
-            self.is_copied.synchronize()
-
-
 class HostMemory:
     """A block of host memory for all copies. It is allocated once, and pinned if tensors come from a GPU."""
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
+        self._is_copied: torch.cuda.Event | None = None
 
-    def copy(self, states: Mapping[str, Mapping[str, Tensor]]) -> HostCopy:
-        """Start a contiguous copy, which overwrites the previous one.
+    def copy(self, states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Start a contiguous copy, which is complete after `wait`, and overwrites the previous one.
 
         Copies from a GPU are queued in its current stream, before all later kernels.
         """
@@ -96,7 +82,13 @@ class HostMemory:
                 place = self._block[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 copies[name][key] = place.copy_(tensor.detach(), non_blocking=True)
                 end += _aligned(tensor.nbytes)
-        return HostCopy(copies, torch.cuda.current_stream(device).record_event() if device is not None else None)
+        self._is_copied = torch.cuda.current_stream(device).record_event() if device is not None else None
+        return copies
+
+    def wait(self) -> None:
+        """Wait until the newest copy is complete."""
+        if self._is_copied is not None:
+            self._is_copied.synchronize()
 
 
 class CheckpointWriter:
@@ -159,9 +151,23 @@ class CheckpointWriter:
         on_every_rank(functools.partial(_check_replicas, self._run_dir, step, first_difference(states)))
         if rank() > 0:
             return
-        copy = self._memory.copy(states)
+        copies = self._memory.copy(states)
         waited_seconds = time.perf_counter() - began
-        self._in_flight = _Write(step, lambda: self._write(step, copy, run, waited_seconds))
+
+        def write() -> None:
+            self._memory.wait()
+            began = time.perf_counter()
+            megabytes = self._write(step, copies, run) / 1e6
+            logger.info(
+                "checkpoint of step %d: %s MB, training waited %.2f s, written in %.2f s",
+                step,
+                f"{megabytes:,.3g}",
+                waited_seconds,
+                time.perf_counter() - began,
+            )
+            self._prune(newest=step)
+
+        self._in_flight = _Write(step, write)
         self._in_flight.start()
 
     def close(self) -> None:
@@ -210,18 +216,57 @@ class CheckpointWriter:
             raise write.error
         return True
 
-    def _write(self, step: int, copy: HostCopy, run: RunState | None, waited_seconds: float) -> None:
-        copy.wait()
-        began = time.perf_counter()
-        num_bytes = _write(self._run_dir, step=step, states=copy.states, run=run, run_id=self._run_id, held=self._held)
-        logger.info(
-            "checkpoint of step %d: %s MB, training waited %.2f s, written in %.2f s",
-            step,
-            f"{num_bytes / 1e6:,.3g}",
-            waited_seconds,
-            time.perf_counter() - began,
-        )
-        _prune(self._run_dir, newest=step, keep=self._keep)
+    def _write(self, step: int, states: Mapping[str, Mapping[str, Tensor]], run: RunState | None) -> int:
+        """Write a checkpoint, flush the metrics, and put its name into `LATEST`; return its number of bytes.
+
+        Raises `UserError` if the state is not finite, if another process has taken the directory, or if the disk has no
+        room or fails; then older checkpoints do not change.
+        """
+        run_dir, final = self._run_dir, self._run_dir.checkpoint(step)
+        partial = _hidden(final)
+        _check_finite(run_dir, step, states)
+        try:
+            self._check_held()
+            final.parent.mkdir(exist_ok=True)  # if the run directory is gone, it was moved
+            for left in final.parent.glob(".step_*"):  # by a kill
+                _remove(left)
+            partial.mkdir()
+            num_bytes = write_files(partial, step=step, states=states, run=run, run_id=self._run_id)
+            self._check_held()
+            if final.is_dir():
+                _remove(final)  # left by a kill between the rename and LATEST, or damaged
+            partial.replace(final)
+            flush(final.parent)
+            if run_dir.metrics.is_file():
+                flush(run_dir.metrics)
+            write_atomically(run_dir.latest, final.name + "\n")
+            flush(run_dir.path)
+        except OSError as error:
+            where = f"the checkpoint of step {step} in {run_dir.checkpoints}"
+            going_on = f"start again: the run goes on from {_describe_newest(run_dir)}"
+            if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+                raise UserError(f"no room on the disk for {where}; free some and {going_on}") from error
+            raise UserError(f"cannot write {where} ({error}); repair that and {going_on}") from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)  # it is there after a failure
+        return num_bytes
+
+    def _check_held(self) -> None:
+        if self._held is not None:
+            self._held.check()
+
+    def _prune(self, *, newest: int) -> None:
+        """Remove all but the `keep` newest checkpoints up to step `newest`, and damaged ones, which do not count."""
+        whole = []
+        for step in steps_in(self._run_dir.checkpoints):
+            if step <= newest:
+                try:
+                    check_sizes(self._run_dir.checkpoint(step))
+                    whole.append(step)
+                except DamagedError:
+                    _remove(self._run_dir.checkpoint(step))
+        for step in whole[: -self._keep]:
+            _remove(self._run_dir.checkpoint(step))
 
 
 class _Write(threading.Thread):
@@ -262,52 +307,6 @@ def _check_replicas(run_dir: RunDir, step: int, difference: str | None) -> None:
         )
 
 
-def _write(
-    run_dir: RunDir,
-    *,
-    step: int,
-    states: Mapping[str, Mapping[str, Tensor]],
-    run: RunState | None,
-    run_id: str | None,
-    held: Hold | None,
-) -> int:
-    """Write a checkpoint, flush the metrics, and put its name into `LATEST`; return its number of bytes.
-
-    Raises `UserError` if the state is not finite, if another process has taken the directory, or if the disk has no
-    room or fails; then older checkpoints do not change.
-    """
-    final = run_dir.checkpoint(step)
-    partial = _hidden(final)
-    _check_finite(run_dir, step, states)
-    try:
-        if held is not None:
-            held.check()
-        final.parent.mkdir(exist_ok=True)  # if the run directory is gone, it was moved
-        for left in final.parent.glob(".step_*"):  # by a kill
-            _remove(left)
-        partial.mkdir()
-        num_bytes = write_files(partial, step=step, states=states, run=run, run_id=run_id)
-        if held is not None:
-            held.check()
-        if final.is_dir():
-            _remove(final)  # left by a kill between the rename and LATEST, or damaged
-        partial.replace(final)
-        flush(final.parent)
-        if run_dir.metrics.is_file():
-            flush(run_dir.metrics)
-        write_atomically(run_dir.latest, final.name + "\n")
-        flush(run_dir.path)
-    except OSError as error:
-        where = f"the checkpoint of step {step} in {run_dir.checkpoints}"
-        going_on = f"start again: the run goes on from {_describe_newest(run_dir)}"
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            raise UserError(f"no room on the disk for {where}; free some and {going_on}") from error
-        raise UserError(f"cannot write {where} ({error}); repair that and {going_on}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # it is there after a failure
-    return num_bytes
-
-
 def _check_finite(run_dir: RunDir, step: int, states: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Raise `UserError` with the name of the first tensor that has an inf or a nan.
 
@@ -326,22 +325,8 @@ def _check_finite(run_dir: RunDir, step: int, states: Mapping[str, Mapping[str, 
 
 
 def _describe_newest(run_dir: RunDir) -> str:
-    step = latest_step(run_dir)
+    step = run_dir.latest_step()
     return f"step {step}" if step else "the start"
-
-
-def _prune(run_dir: RunDir, *, newest: int, keep: int) -> None:
-    """Remove all but `keep` checkpoints up to step `newest`. Damaged checkpoints are removed and do not count."""
-    whole = []
-    for step in all_steps(run_dir):
-        if step <= newest:
-            try:
-                check_sizes(run_dir.checkpoint(step))
-                whole.append(step)
-            except DamagedError:
-                _remove(run_dir.checkpoint(step))
-    for step in whole[:-keep]:
-        _remove(run_dir.checkpoint(step))
 
 
 def _remove(directory: Path) -> None:

@@ -7,7 +7,7 @@ under "embeddings/"). Guarantees: an alarm never changes the run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -38,52 +38,57 @@ class AlarmConfig(Schema):
     max_clamped_share: Share = 0.5
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """A limit of a metric, with a sentence that explains a metric on its wrong side."""
+@dataclass
+class _Watch:
+    """A limit of a metric, with a sentence that explains a metric on its wrong side.
+
+    `since` is the step since which it is there (None if it is not), and `reported` whether that was reported.
+    """
 
     metric: str
     wrong_side: Literal["below", "above"]
     limit: float
     meaning: str
+    since: int | None = None
+    reported: bool = False
 
-    def is_broken_by(self, value: float) -> bool:
+    def is_beyond(self, value: float) -> bool:
         return value < self.limit if self.wrong_side == "below" else value > self.limit
 
 
-def _rules(config: AlarmConfig) -> tuple[_Rule, ...]:
+def _watches(config: AlarmConfig) -> tuple[_Watch, ...]:
     return (
-        _Rule(
+        _Watch(
             "embeddings/uniformity",
             "above",
             config.max_uniformity,
             "the encoder has collapsed to a point: all pictures have nearly the same embedding",
         ),
-        _Rule(
+        _Watch(
             "embeddings/effective_rank",
             "below",
             config.min_effective_rank,
             "the encoder has collapsed to few directions, along which all embeddings lie",
         ),
-        _Rule(
+        _Watch(
             "views/budget_spent",
             "below",
             config.min_view_change,
             "the views have become the identity: they equal their pictures",
         ),
-        _Rule(
+        _Watch(
             "views/diversity",
             "below",
             config.min_view_change,
             "the views have lost their randomness: both views of a picture are the same",
         ),
-        _Rule(
+        _Watch(
             "views/evenness",
             "above",
             config.max_evenness,
             "the viewmaker is saturated: it changes every entry of a picture equally, and has almost no gradient",
         ),
-        _Rule(
+        _Watch(
             "views/clamped_share",
             "above",
             config.max_clamped_share,
@@ -98,23 +103,11 @@ def _per_changed_view(metric: str, metrics: Mapping[str, float]) -> float:
     return metrics[metric] / changed_share if changed_share > 0 else metrics[metric]
 
 
-@dataclass
-class _Watch:
-    """A rule, the step since which it is broken (None if it is not), and whether that was reported."""
-
-    rule: _Rule
-    since: int | None = None
-    reported: bool = False
-
-
-@dataclass
 class Alarms:
     """The alarms of a run. They check the metrics of every logged step, in order."""
 
-    config: AlarmConfig = field(default_factory=AlarmConfig)
-
-    def __post_init__(self) -> None:
-        self._watches = [_Watch(rule) for rule in _rules(self.config)]
+    def __init__(self, config: AlarmConfig) -> None:
+        self._after_steps, self._watches = config.after_steps, _watches(config)
 
     def check(self, metrics: Mapping[str, float], step: int) -> list[str]:
         """Return the alarms at `step`, one sentence each.
@@ -124,19 +117,18 @@ class Alarms:
         """
         alarms = []
         for watch in self._watches:
-            rule = watch.rule
-            if rule.metric not in metrics:
+            if watch.metric not in metrics:
                 continue
-            value = _per_changed_view(rule.metric, metrics)
-            if not rule.is_broken_by(value):
+            value = _per_changed_view(watch.metric, metrics)
+            if not watch.is_beyond(value):
                 watch.since, watch.reported = None, False
                 continue
             if watch.since is None:
                 watch.since = step
-            if step - watch.since >= self.config.after_steps and not watch.reported:
+            if step - watch.since >= self._after_steps and not watch.reported:
                 watch.reported = True
                 alarms.append(
-                    f"{rule.meaning} ({rule.metric} is {value:.3g} at step {step}, {rule.wrong_side} {rule.limit:.3g} "
-                    f"since step {watch.since})"
+                    f"{watch.meaning} ({watch.metric} is {value:.3g} at step {step}, {watch.wrong_side} "
+                    f"{watch.limit:.3g} since step {watch.since})"
                 )
         return alarms

@@ -45,7 +45,12 @@ class Tracker:
         self._path = run_dir.metrics
         self._file = run_dir.metrics.open("a", encoding="utf-8")
         self._tensorboard = _tensorboard_writer(run_dir, start_step) if config.tensorboard else None
-        self._wandb = _wandb_run(run_dir, config, name, settings) if uses_wandb(config) else None
+        self._wandb: WandbRun | None = None
+        if uses_wandb(config):
+            # Imported here, because it takes half a second and only the first rank needs it.
+            from trainer.observability.wandb_run import WandbRun
+
+            self._wandb = WandbRun(run_dir, config, name=name, settings=settings)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics after `step` steps as one line of metrics.jsonl; names are paths such as train/loss."""
@@ -77,13 +82,6 @@ class Tracker:
             if self._tensorboard is not None:
                 stack.callback(self._tensorboard.close)
             stack.callback(self._file.close)
-
-
-def _wandb_run(run_dir: RunDir, config: TrackingConfig, name: str, settings: Mapping[str, Any]) -> WandbRun:
-    # Imported here, because it takes half a second and only the first rank needs it.
-    from trainer.observability.wandb_run import WandbRun
-
-    return WandbRun(run_dir, config, name=name, settings=settings)
 
 
 def _tensorboard_writer(run_dir: RunDir, start_step: int) -> SummaryWriter | None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from configs import debug
+from configs import resolve_recipe
 from data_pipeline.building.build import build_dataset
 from trainer.modules import build_modules
 from trainer.observability.step_pictures import NUM_MEASURED, step_pictures
@@ -16,21 +16,10 @@ from trainer.observability.step_pictures import NUM_MEASURED, step_pictures
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("pictures") / "test"
-    build_dataset("procedural_digits", out, split="test", limit=80)
-    return out
-
-
-def test_pictures_come_when_due_and_leave_training_as_it_was(data_dir: Path) -> None:
-    recipe = debug.viewmaker()
-    config = recipe.model_copy(
-        update={
-            "data": recipe.data.model_copy(update={"test_dir": str(data_dir)}),
-            "tracking": recipe.tracking.model_copy(update={"pictures_every_steps": 3}),
-        }
-    )
+def test_pictures_come_when_due_and_leave_training_as_it_was(tmp_path: Path) -> None:
+    build_dataset("procedural_digits", tmp_path / "test", split="test", limit=80)
+    settings = [f"data.test_dir={tmp_path / 'test'}", "tracking.pictures_every_steps=3"]
+    config = resolve_recipe("debug:viewmaker", settings)
     policy = build_modules(config).view_policy
     policy.train()
     before = {name: value.clone() for name, value in policy.state_dict().items()}
@@ -52,11 +41,8 @@ def test_pictures_come_when_due_and_leave_training_as_it_was(data_dir: Path) -> 
     np.testing.assert_array_equal(grid_HWC, again.images["views/grid"])  # the same samples and draws
 
 
-@pytest.mark.parametrize(
-    "tracking", [{"pictures_every_steps": None}, {"wandb": "disabled"}], ids=["none wanted", "nobody to show them to"]
-)
-def test_without_wish_no_sample_is_read(tracking: dict[str, object]) -> None:
-    recipe = debug.viewmaker()  # whose data are not there
-    config = recipe.model_copy(update={"tracking": recipe.tracking.model_copy(update=tracking)})
+@pytest.mark.parametrize("setting", ["pictures_every_steps=null", "wandb=disabled"])
+def test_without_wish_no_sample_is_read(setting: str) -> None:
+    config = resolve_recipe("debug:viewmaker", [f"tracking.{setting}"])  # its data are not there
     pictures = step_pictures(config.tracking, torch.nn.Identity(), data=config.data, seed=0, device=CPU)
     assert pictures(500) is None

@@ -65,23 +65,6 @@ def log_steps(run_dir: RunDir, *, start_step: int, steps: Iterable[int]) -> None
     tracker.close()
 
 
-def test_a_restart_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    config = resolve_recipe("debug:image", ["tracking.wandb=disabled"])
-    first = open_tracker(run_dir, config)
-    for step in range(1, 8):
-        first.log(step, {"train/loss": float(step)})
-    with run_dir.metrics.open("a") as file:
-        file.write('{"step": 8, "train/lo')  # a kill in the middle of a line
-    second = open_tracker(run_dir, config, start_step=5)
-    second.log(6, {"train/loss": -6.0})
-    second.close()
-    assert [(entry["step"], entry["train/loss"]) for entry in run_dir.read_metrics()] == [
-        *((step, float(step)) for step in range(1, 6)),
-        (6, -6.0),
-    ]
-
-
 @pytest.mark.parametrize(
     ("second_start", "logged", "sent"),
     [((2, range(3, 7)), [1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6]), ((0, range(2)), [0, 1], [0, 1, 2, 3, 4])],
