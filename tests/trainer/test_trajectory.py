@@ -31,7 +31,7 @@ IN_FLOAT64 = ["precision=float64", f"checkpoint_every_steps={HALF}"]  # the same
 CONVNET_OF_32 = convnet(32)
 ALTERNATING = ["adversary.update=alternating", "adversary.weight=0.5"]
 BANK = ["objective.kind=instance_discrimination", "objective.num_negatives=32"]
-FEW_SOUNDS = ["global_batch_size=8"]  # a step of sounds takes longer than one of pictures
+NUM_SOUNDS, FEW_SOUNDS = 19, ["global_batch_size=8"]  # a step of sounds takes longer than one of pictures
 CROP_AND_VIEWMAKER = "{kind: sequence, parts: [{kind: expert_image}, {kind: viewmaker, base_width: 4}]}"
 COMPOSED = f"views={{kind: pair, first: {CROP_AND_VIEWMAKER}, second: {{kind: expert_image}}}}"
 STEPS = {
@@ -63,7 +63,7 @@ def online_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_sound_pair(tmp_path_factory.mktemp("sounds"), num_train=19, num_test=20)
+    return write_tiny_sound_pair(tmp_path_factory.mktemp("sounds"), num_train=NUM_SOUNDS, num_test=20)
 
 
 def configure(data: Path, recipe: str, overrides: list[str]) -> RunConfig:
@@ -98,6 +98,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[RunConfig], Pat
         return runs[key]
 
     return run_of
+
+
+def copy_at_half(run_dir: Path, copy: Path) -> RunDir:
+    """Copy a run as a kill after its step `HALF` would have left it."""
+    run = RunDir(shutil.copytree(run_dir, copy))
+    shutil.rmtree(run.checkpoint(NUM_STEPS))
+    run.latest.write_text(run.checkpoint(HALF).name + "\n")
+    return run
 
 
 def final_state(run_dir: Path, player: str) -> dict[str, torch.Tensor]:
@@ -187,9 +195,7 @@ def test_the_state_of_an_objective_is_taken_up_by_any_number_of_ranks(
     config = configure(data, recipe, [*IN_FLOAT64, *overrides])
     whole = alone(config)
     for num_ranks in (1, 2):
-        run_dir = RunDir(shutil.copytree(whole, tmp_path / f"{num_ranks}"))
-        shutil.rmtree(run_dir.checkpoint(NUM_STEPS))
-        run_dir.latest.write_text(run_dir.checkpoint(HALF).name + "\n")
+        run_dir = copy_at_half(whole, tmp_path / f"{num_ranks}")
         run_ranks(train_on_rank, num_ranks, config, run_dir.path)
         for player in ("encoder", "objective"):
             expected, found = final_state(whole, player), final_state(run_dir.path, player)
@@ -219,9 +225,7 @@ def test_deepspeed_follows_ddp_and_each_goes_on_from_itself_on_other_ranks(data:
         curves[engine] = [entry["train/loss"] for entry in RunDir(tmp_path / engine).read_metrics()]
     assert len(curves["ddp"]) == NUM_STEPS
     np.testing.assert_allclose(curves["deepspeed"], curves["ddp"], rtol=1e-5)
-    run_dir = RunDir(shutil.copytree(tmp_path / "deepspeed", tmp_path / "again"))
-    shutil.rmtree(run_dir.checkpoint(NUM_STEPS))
-    run_dir.latest.write_text(run_dir.checkpoint(HALF).name + "\n")
+    run_dir = copy_at_half(tmp_path / "deepspeed", tmp_path / "again")
     run_ranks(train_on_rank, 1, config, run_dir.path)
     again = [entry["train/loss"] for entry in run_dir.read_metrics()]
     np.testing.assert_allclose(again, curves["deepspeed"], rtol=1e-5)
@@ -229,9 +233,7 @@ def test_deepspeed_follows_ddp_and_each_goes_on_from_itself_on_other_ranks(data:
 
 def goes_on(run_dir: Path, config: RunConfig, num_ranks: int, copy: Path) -> Path:
     """Train a copy of a run from its step 3 on, with the engine of `config` on so many ranks; return the copy."""
-    run = RunDir(shutil.copytree(run_dir, copy))
-    shutil.rmtree(run.checkpoint(NUM_STEPS))
-    run.latest.write_text(run.checkpoint(HALF).name + "\n")
+    run = copy_at_half(run_dir, copy)
     run.config.write_text(config.model_dump_json())  # a run keeps its settings, so this is another run
     add_to_provenance(run, **{RECORDED_CONFIG: config.model_dump(mode="json")})
     run_ranks(train_on_rank, num_ranks, config, copy)

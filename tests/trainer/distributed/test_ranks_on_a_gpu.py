@@ -85,9 +85,9 @@ def test_a_step_in_pieces_on_a_gpu_is_that_of_one_process(
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     pictures, online, sounds = (tmp_path_factory.mktemp(name) for name in ("pictures", "online", "sounds"))
     return {
-        "pictures": write_tiny_pair(pictures, num_train=83, num_test=20),
-        "online": write_tiny_pair(online, num_train=83, num_test=20, overlay="online"),
-        "sounds": write_tiny_sound_pair(sounds, num_train=43, num_test=20),
+        "pictures": write_tiny_pair(pictures, num_train=trajectory.NUM_TRAIN, num_test=20),
+        "online": write_tiny_pair(online, num_train=trajectory.NUM_TRAIN, num_test=20, overlay="online"),
+        "sounds": write_tiny_sound_pair(sounds, num_train=trajectory.NUM_SOUNDS, num_test=20),
     }
 
 
