@@ -70,7 +70,7 @@ class StepAsWritten:
         where: dict[str, Any] = {"device": self.mean.device, "memory_format": memory_format_of(config)}
         self.viewmaker = AsWritten(modules.viewmaker).to(**where)
         self.encoder = resnet_of(modules).to(**where)
-        optimizers = config.module_optimizers
+        optimizers = config.engine_optimizers
         sgd, adam = optimizers["encoder"], optimizers["viewmaker"]
         assert isinstance(sgd, SGDConfig)
         assert isinstance(adam, AdamConfig)

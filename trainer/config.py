@@ -111,15 +111,11 @@ class RunConfig(Schema):
         return self.adversary.freeze_step is None or step < self.adversary.freeze_step
 
     @property
-    def module_optimizers(self) -> dict[str, OptimizerConfig]:
-        """Return the optimizers of encoder and viewmaker, by name."""
-        viewmaker = {} if self.adversary is None else {"viewmaker": self.adversary.optimizer}
-        return {"encoder": self.optimizer, **viewmaker}
-
-    @property
     def engine_optimizers(self) -> dict[str, OptimizerConfig]:
         """Return the optimizers of all engines that a run may have, by name."""
-        return self.module_optimizers | {"objective": self.objective.own_optimizer(self.optimizer)}
+        viewmaker = {} if self.adversary is None else {"viewmaker": self.adversary.optimizer}
+        objective = self.objective.own_optimizer(self.optimizer)
+        return {"encoder": self.optimizer, **viewmaker, "objective": objective}
 
 
 def read_config(path: Path) -> RunConfig:

@@ -47,7 +47,7 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
     check(config, where=f"the config {config.name}")
     train, test = manifests.probed, manifests.test
     train_dir, test_dir = config.data.probed_dir, config.data.test_dir
-    sources = _located(config, manifests.train)
+    sources = dict(zip(config.data.train_locations.values(), datasets_of(manifests.train), strict=True))
     for location, manifest in [*sources.items(), (test_dir, test)]:
         for name, what in SAME_INPUTS.items():
             found, expected = getattr(manifest, name), getattr(train, name)
@@ -86,11 +86,6 @@ def _warn_of_splits(config: RunConfig, manifests: Manifests) -> None:
     for location, manifest, other in (train, test):
         if manifest.tars.numbered and manifest.how_made.split == other:
             logger.warning("%s was built with --split %s; are train and test set exchanged?", location, other)
-
-
-def _located(config: RunConfig, train: TrainManifest) -> dict[str, Manifest]:
-    """Return the manifests of the train set, or of the sources of a mixture, by location."""
-    return dict(zip(config.data.train_locations.values(), datasets_of(train), strict=True))
 
 
 def train_sizes(train: TrainManifest) -> tuple[int, ...]:

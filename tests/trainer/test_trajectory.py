@@ -133,7 +133,7 @@ def assert_same_runs(together: Path, one: Path, config: RunConfig) -> None:
 
 def assert_same_ends(end: Path, one: Path, config: RunConfig) -> None:
     """Compare the parameters in which two runs end, up to a share of how far each has moved."""
-    for player in config.module_optimizers:
+    for player in build_modules(config).trained_modules:
         expected, found = final_state(one, player), final_state(end, player)
         untrained = build_modules(config).trained_modules[player].state_dict()
         for name, tensor in expected.items():

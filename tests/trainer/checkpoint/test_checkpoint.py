@@ -57,7 +57,7 @@ def start(run_dir: RunDir, config: RunConfig) -> dict[str, DDPEngine]:
     if not run_dir.config.is_file():
         write_json(run_dir.config, config.model_dump(mode="json"))
     return {
-        name: DDPEngine(module, optimizer=config.module_optimizers[name])
+        name: DDPEngine(module, optimizer=config.engine_optimizers[name])
         for name, module in build_modules(config).trained_modules.items()
     }
 

@@ -46,7 +46,7 @@ class DeepSpeedConfig(BaseEngineConfig):
         if self.zero_stage == 3:
             if run.neighbours is not None:
                 raise UserError("neighbours needs a whole encoder on each rank; set engine.zero_stage=2")
-            if len(run.module_optimizers) > 1:
+            if run.adversary is not None:
                 raise UserError(
                     "engine.zero_stage 3 trains only one module, and a viewmaker is a second one; set "
                     "engine.zero_stage=1 or 2, or engine.kind=ddp"
