@@ -28,15 +28,13 @@ def main() -> None:
     arguments = _parser().parse_args()
     from data_pipeline.core.devices import named_device
     from trainer.fault_tolerance.step_record import read_record
-    from trainer.step_replay import explain, replay
+    from trainer.step_replay import replay
 
     device = named_device(arguments.device).type
     run_dir = open_run(arguments.run_dir)
     import_code(arguments.code)
     record, states = read_record(run_dir, arguments.step)
-    result = replay(run_dir, record, states, device=device)
-    for line in explain(record, result, device=device):
-        print(line)
+    print("\n".join(replay(run_dir, record, states, device=device)))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Shapes: B samples of the global batch, D embedding size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,22 +35,6 @@ from trainer.run_dir import RunDir
 from trainer.step import StepOutput
 
 _NUM_SAMPLES_LISTED = 10
-
-
-@dataclass(frozen=True)
-class Replay:
-    """The result of a replayed step of the run with `config`.
-
-    bad_parameters: before the step, the number of values that are not finite, for each parameter that has some.
-    forward, backward: the first tensor in each direction that is not finite, in words; "" if all are.
-    """
-
-    config: RunConfig
-    batch: Batch
-    output: StepOutput
-    bad_parameters: Mapping[str, int]
-    forward: str
-    backward: str
 
 
 class _FirstBad:
@@ -88,8 +71,11 @@ class _FirstBad:
 
 def replay(
     run_dir: RunDir, record: NonFiniteRecord, states: Mapping[str, Mapping[str, Tensor]], *, device: str
-) -> Replay:
-    """Repeat the recorded step in one process. Raises `UserError` if the dataset or the state do not fit the run."""
+) -> list[str]:
+    """Repeat the recorded step in one process, and return what is found, in lines.
+
+    Raises `UserError` if the dataset or the state do not fit the run.
+    """
     config = read_run_config(run_dir)
     warn_of_changed_code(run_dir)
     config = config.model_copy(update={"engine": DDPConfig(), "compile": False})  # one process needs no more
@@ -138,36 +124,38 @@ def replay(
     }
     first = _FirstBad(watched)
     output = training.step(batch, learning_rates=record.learning_rates)
-    return Replay(config, batch, output, bad_parameters, first.forward, first.backward)
+    lines = [_describe(record, config)]
+    if record.state_step != record.step:
+        lines.append(
+            f"the recorded state may be that after {record.state_step} steps: it is read after the skip is known"
+        )
+    lines += [f"before the step, {name} held {num} values that are not finite" for name, num in bad_parameters.items()]
+    for going, what in (("forward", first.forward), ("back", first.backward)):
+        if what:
+            lines.append(f"going {going}, the first that is not finite: {what}")
+    if not first.forward and not first.backward:
+        metrics = {name: float(value) for name, value in output.metrics.items()}
+        norms = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name.endswith("_gradient_norm"))
+        lines += [
+            f"here, on {device} in one process, every number is finite: loss {metrics['train/loss']:.6g}, {norms}",
+            "a length that is inf overflows float32; other kernels, ranks and loss scales round differently",
+        ]
+    return [*lines, *_samples(batch, output)]
 
 
-def explain(record: NonFiniteRecord, result: Replay, *, device: str) -> Iterator[str]:
-    """Yield the result in lines."""
+def _describe(record: NonFiniteRecord, config: RunConfig) -> str:
     ranks = ", ".join(map(str, record.bad_ranks))
     loss = f"not finite on ranks {ranks}" if ranks else "finite, but a gradient or its length was not"
-    yield (
-        f"step {record.step}, epoch {record.epoch}, seed {result.config.seed}: {len(record.keys)} samples on "
-        f"{len(record.ranks)} ranks, precision {result.config.precision}; the loss was {loss}"
+    return (
+        f"step {record.step}, epoch {record.epoch}, seed {config.seed}: {len(record.keys)} samples on "
+        f"{len(record.ranks)} ranks, precision {config.precision}; the loss was {loss}"
     )
-    if record.state_step != record.step:
-        yield f"the recorded state may be that after {record.state_step} steps: it is read after the skip is known"
-    for name, count in result.bad_parameters.items():
-        yield f"before the step, {name} held {count} values that are not finite"
-    for going, what in (("forward", result.forward), ("back", result.backward)):
-        if what:
-            yield f"going {going}, the first that is not finite: {what}"
-    if not result.forward and not result.backward:
-        metrics = {name: float(value) for name, value in result.output.metrics.items()}
-        norms = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name.endswith("_gradient_norm"))
-        yield f"here, on {device} in one process, every number is finite: loss {metrics['train/loss']:.6g}, {norms}"
-        yield "a length that is inf overflows float32; other kernels, ranks and loss scales round differently"
-    yield from _samples(result)
 
 
-def _samples(result: Replay) -> Iterator[str]:
+def _samples(batch: Batch, output: StepOutput) -> Iterator[str]:
     """Yield the samples whose embeddings are not finite, or else those with the largest embeddings."""
-    keys = result.batch.keys
-    norm_B = torch.maximum(*(z_BD.double().norm(dim=1) for z_BD in (result.output.z_a_BD, result.output.z_b_BD)))
+    keys = batch.keys
+    norm_B = torch.maximum(*(z_BD.double().norm(dim=1) for z_BD in (output.z_a_BD, output.z_b_BD)))
     bad = (~norm_B.isfinite()).nonzero().flatten().tolist()
     rows = bad or norm_B.argsort(descending=True).tolist()
     which = "with embeddings that are not finite" if bad else "with the largest embeddings"

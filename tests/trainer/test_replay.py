@@ -184,8 +184,7 @@ def test_ranks_record_together_what_one_process_replays(
     poison = states["encoder"]["trunk.layer1.0.conv1.weight"]
     assert int((~poison.isfinite()).sum()) == 1
     states["encoder"]["trunk.layer1.0.conv1.weight"] = poison.nan_to_num(posinf=0.0)
-    result = step_replay.replay(run_dir, record, states, device="cpu")
-    lines = "\n".join(step_replay.explain(record, result, device="cpu"))
+    lines = "\n".join(step_replay.replay(run_dir, record, states, device="cpu"))
     assert "every number is finite: loss " in lines
     assert "samples with the largest embeddings" in lines
 
