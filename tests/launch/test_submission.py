@@ -140,16 +140,6 @@ def test_everything_asked_for_is_in_the_script(tmp_path: Path) -> None:
     assert "CUDA_VISIBLE_DEVICES" not in script, "Slurm decides which GPUs a task sees"
 
 
-def test_a_study_is_one_array_with_a_limit(slurm_py: Command, settings: list[str], tmp_path: Path) -> None:
-    flags = ["--study-dir", tmp_path / "study", "--at-a-time", "2", "--dry-run", *settings]
-    done = slurm_py("--study", "studies:debug_seeds", *flags)
-    assert done.status == 0, done.stderr
-    assert "#SBATCH --array=0-3%2\n" in done.stdout
-    assert f"#SBATCH --output={tmp_path}/study/logs/%A_%a_0_log.out" in done.stdout
-    assert "\n# asks for 4 runs of 1 node x 1 rank, no GPU: it trains on the CPU" in done.stdout
-    assert not (tmp_path / "study").exists()
-
-
 def test_a_flag_overrides_the_file(slurm_py: Command, settings: list[str], tmp_path: Path) -> None:
     tmp_path.joinpath("slurm.yaml").write_text("partition: a\nmem_gb: 4\nsbatch: {nice: 1, comment: a}\n")
     flags = ["--time-minutes", "60", "--partition", "b", "--sbatch", "nice=3", "--dry-run", *settings]
@@ -363,6 +353,7 @@ def test_a_study_above_the_greatest_array_is_several(
     assert ids == ["1_0", "1_1", "1_2", "2"]
     first, second = sorted((path.read_text() for path in tmp_path.glob("taken.*")), key=lambda text: "afterany" in text)
     assert "#SBATCH --array=0-2%2\n" in first
+    assert f"#SBATCH --output={tmp_path}/study/logs/%A_%a_0_log.out" in first
     assert "#SBATCH --dependency=afterany:1\n" in second
     assert f"run_dirs=({tmp_path}/study/debug-viewmaker-seed1)" in second
 

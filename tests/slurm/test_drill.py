@@ -37,7 +37,7 @@ from tests.slurm.cluster import NODE_NAMES, Cluster
 from tests.tiny_data import write_tiny_pair
 from trainer.fault_tolerance.stalls import describe_stall
 from trainer.observability.wandb_run import offline_steps
-from trainer.run_dir import RunDir
+from trainer.run_dir import RunDir, is_held
 from trainer.train import train
 
 ROOT = Path(__file__).parents[2]
@@ -191,6 +191,8 @@ class Training:
         do()
         self.wait_for_the_end()
         ended_after = time.monotonic() - moment
+        # This machine cannot know that a process of another one is dead before its heartbeat is old.
+        self.wait_for(lambda: not is_held(self.run_dir), "lock without a heartbeat")
         self._last_step = self.step()
         return self._look(fault, ended_after=ended_after)
 
