@@ -6,8 +6,7 @@ python launch/slurm.py --executor local --tasks-per-node 2 --config debug:image 
 python launch/slurm.py --executor local --study studies:table1_small --at-a-time 2
 python launch/slurm.py --config debug:image --sweep objective.temperature=0.1,0.5 --sweep seed=0,1,2
 
-Settings of your cluster can stand in ./slurm.yaml or ~/.config/feature-dropout/slurm.yaml, as lines such as
-`partition: gpu`.
+Settings of your cluster can stand in ./slurm.yaml, as lines such as `partition: gpu`.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         "--time-minutes",
         type=positive,
         metavar="N",
-        help="Slurm's time limit, 3 or more; a run that is not finished is then requeued (default: 240).",
+        help="Slurm's time limit; a run that is not finished is then requeued (default: 240).",
     )
     add("--mem-gb", type=positive, metavar="N", help="The memory of each node (default: that of the cluster).")
     add("--partition", metavar="NAME", help="The partition (default: that of the cluster).")
@@ -85,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         "--sbatch",
         action="append",
         metavar="KEY=VALUE",
-        help="Any other field of sbatch; KEY for one without a value.",
+        help="Any other field of sbatch that asks for resources; KEY for one without a value.",
     )
     add("--executor", choices=("slurm", "local"), default="slurm", help="local starts the ranks on this machine.")
     add(
