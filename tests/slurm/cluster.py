@@ -35,14 +35,15 @@ from pathlib import Path
 
 from launch.ports import free_ports
 
-NAMESPACES = ("unshare", "--net", "--uts", "--mount")
-APART = shutil.which("ip") is not None and subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode == 0
+_NETWORK = "ip link add tried type bridge && ip link add this type veth peer name that"
+_TRY = ("unshare", "--net", "--uts", "--mount", "bash", "-c", _NETWORK)
+APART = subprocess.run(_TRY, capture_output=True).returncode == 0
 NUM_NODES = 4
 ALL_NAMES = tuple(f"n{number}" if APART else f"127.0.0.{2 + number}" for number in range(2 * NUM_NODES + 1))
 NODE_NAMES, OTHERS = ALL_NAMES[:NUM_NODES], ALL_NAMES[NUM_NODES + 1 :]
 SPARE = ALL_NAMES[NUM_NODES]  # in no partition, until one of the four dies
 CPUS_PER_NODE = 4
-INSTALL = "apt-get install --yes slurmctld slurmd slurm-client munge"
+INSTALL = "apt-get install --yes slurmctld slurmd slurm-client munge iproute2"
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "squeue", "scancel", "sinfo")
 TIMEOUT_SECONDS = 60
 
@@ -271,9 +272,11 @@ class _Network:
         return ["nsenter", f"--net=/run/netns/{self._inside(node)}", "unshare", "--uts", "--mount", *boot]
 
     def remove(self) -> None:
-        for node in ALL_NAMES:
-            _ip(f"netns delete {self._inside(node)}")
-        _ip(f"link delete {self._name}")
+        """Remove what `make` has made; also if it failed half way."""
+        with contextlib.suppress(subprocess.CalledProcessError):
+            for node in ALL_NAMES:
+                _ip(f"netns delete {self._inside(node)}")
+            _ip(f"link delete {self._name}")
 
     def _inside(self, node: str) -> str:
         return f"{self._name}-{node}"
