@@ -20,7 +20,7 @@ NUM_STEPS = 30  # of 8 samples, so two and a half epochs of 96
 
 def lines(location: str, cache_dir: Path | str, gigabytes: float, *, start_step: int = 0) -> Iterator[str]:
     """Yield step, indices and a hash of the inputs of each batch."""
-    remote = RemoteConfig(cache_dir=str(cache_dir), cache_gigabytes=gigabytes)
+    remote = RemoteConfig(cache_dir=str(cache_dir), cache_gigabytes=gigabytes, file_seconds=20)
     stream = Stream(
         location,
         read=ReadConfig(num_workers=0, placement="stream", shuffle_shards=2, remote=remote),
@@ -38,7 +38,7 @@ def lines(location: str, cache_dir: Path | str, gigabytes: float, *, start_step:
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    with served_bucket("killed") as name:
+    with served_bucket("reader") as name:
         yield name
 
 
