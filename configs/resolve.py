@@ -70,7 +70,7 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def _settings(name: str) -> dict[str, Any]:
-    """Return the settings of a recipe, or those of a file on top of the settings of its base if it names one.
+    """Return the settings of a recipe or of a file. The settings of a file replace those of its base, if it has one.
 
     Raises `UserError` if the base is a recipe that is not of this project, because a config imports nothing.
     """

@@ -64,7 +64,7 @@ class TrainingLog:
             config.probe, training.modules.encoder, data=config.data, precision=config.precision, device=device
         )
         # The last part that may raise, so that no tracker is left open.
-        self._tracker = _open_tracker(config, run_dir, start_step) if rank() == 0 else None
+        self._tracker = open_tracker(run_dir, config, start_step=start_step) if rank() == 0 else None
 
         def is_logged(num_done: int) -> bool:
             return num_done % config.log_every_steps == 0 or num_done in {1, num_steps}
@@ -150,7 +150,8 @@ def metrics_of_alarms(metrics: Mapping[str, float], views: BaseViewsConfig, *, e
     return {name: value for name, value in metrics.items() if not (by_others and name.startswith("views/"))}
 
 
-def _open_tracker(config: RunConfig, run_dir: RunDir, start_step: int) -> Tracker:
+def open_tracker(run_dir: RunDir, config: RunConfig, *, start_step: int = 0) -> Tracker:
+    """Open the tracker of a run that goes on from `start_step`."""
     return Tracker(
         run_dir,
         config.tracking,

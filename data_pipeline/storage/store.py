@@ -94,9 +94,9 @@ class SampleStore:
         shard_bytes: (S,) int64, the size of each tar.
         max_shards: the number of tars that the cache can hold at a time; None if it can hold all.
 
-    A `manifest` that was read already is not read again. Unless it `surveys` the files, those of the index are known by
-    their size alone, and a tar that is missing or has another size is noticed when it is opened. Raises `UserError` if
-    the manifest, the index, a tar or the overlay of a local dataset is missing or wrong.
+    Takes a `manifest` that was read already. With `surveys` it compares the files of the index and all tars at once;
+    without, only the sizes of the index files, and a tar when it is first opened. Raises `UserError` if the manifest,
+    the index, a tar or the overlay of a local dataset is missing or wrong.
     """
 
     def __init__(

@@ -273,10 +273,9 @@ class _Network:
 
     def remove(self) -> None:
         """Remove what `make` has made; also if it failed half way."""
-        with contextlib.suppress(subprocess.CalledProcessError):
-            for node in ALL_NAMES:
-                _ip(f"netns delete {self._inside(node)}")
-            _ip(f"link delete {self._name}")
+        for made in (*(f"netns delete {self._inside(node)}" for node in ALL_NAMES), f"link delete {self._name}"):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip(made)
 
     def _inside(self, node: str) -> str:
         return f"{self._name}-{node}"

@@ -54,7 +54,7 @@ OBJECTIVES = {
 CHUNKED = {"nt_xent", "nt_xent_published", "nt_xent_cycle", "nt_xent_decoder"}
 CHUNKED |= {"split", "symmetric_info_nce", "dcl", "macl", "ifm"}
 SMALL = "{kind: viewmaker, base_width: 4, num_res_blocks: 1}"
-COMPOSED = {  # the settings of rows of NT-Xent beside those of the objectives
+COMPOSED = {  # NT-Xent with encoders and views of several parts: the settings of each
     "resnet": [],
     "crop_then_viewmaker": [CONVNET, f"views={{kind: sequence, parts: [{{kind: expert_image}}, {SMALL}]}}"],
     "expert_against_viewmaker": [CONVNET, f"views={{kind: pair, first: {{kind: expert_image}}, second: {SMALL}}}"],

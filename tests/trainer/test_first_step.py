@@ -1,4 +1,4 @@
-"""What code of the user's own returns wrongly in the first step is one sentence that names its class."""
+"""The first step refuses a wrong result of the user's own code, in one sentence that names the class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commit in provenance.json is that of the code that runs, whatever git, its settings and the environment say."""
+"""provenance.json names the commit of the running code. No setting of git and no variable changes that."""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ import pytest
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from launch.states import run_status
-from tests.trainer.observability.tracked import open_tracker
 from tests.trainer.reports.made_runs import make_run
 from trainer.checkpoint.save import CheckpointWriter
 from trainer.run_dir import LOCK_NAME, RunDir, hold, is_held, write_atomically
+from trainer.training_log import open_tracker
 
 GOOD = {"step": 3, "epoch": 0, "train/loss": 1.5}
 

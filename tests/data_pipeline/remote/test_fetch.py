@@ -117,7 +117,7 @@ def test_credentials_that_expire_are_waited_for(
 
 
 class Vault(LocalFileSystem):  # type: ignore[misc]
-    """A store that reads its key once, as those of fsspec do, and opens with the key that is in `lock`."""
+    """A store that opens to the key in `lock`. Like the stores of fsspec, it reads its own key only once."""
 
     protocol = "vault"
     keys: ClassVar[dict[str, str]] = {}

@@ -18,13 +18,13 @@ from torch import nn
 
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
-from tests.trainer.observability.tracked import open_tracker
 from trainer.checkpoint.restore import restore
 from trainer.checkpoint.save import CheckpointWriter
 from trainer.distributed.engines.ddp_engine import DDPEngine
 from trainer.objectives import PureObjective, nt_xent_loss
 from trainer.optim.optimizers import AdamConfig
 from trainer.run_dir import RunDir
+from trainer.training_log import open_tracker
 
 KEEP = 2
 NT_XENT = PureObjective(nt_xent_loss, temperature=0.5)
@@ -118,7 +118,10 @@ def save(disk: Disk, *steps: int) -> None:
 
 
 def left_in(path: Path) -> tuple[int, int | None, list[int]]:
-    """Return the step that loads, in whose state all numbers must be the step, that in LATEST, and those of metrics."""
+    """Return the step of the checkpoint that loads, the step in LATEST, and the steps in the metrics.
+
+    Every number in the state of a checkpoint must be its step.
+    """
     run_dir, engines, extra = RunDir(path), build(), torch.zeros(())
     try:
         step = restore(run_dir, engines, NT_XENT, extra={"step": extra}).step

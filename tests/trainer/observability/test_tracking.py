@@ -12,17 +12,17 @@ import wandb
 
 from configs import resolve_recipe
 from tests.nursery import run_python
-from tests.trainer.observability.tracked import open_tracker
 from trainer.observability.tracking import TrackingConfig, uses_wandb
 from trainer.observability.wandb_run import offline_steps, summarize
 from trainer.run_dir import RunDir
+from trainer.training_log import open_tracker
 
 ROOT = Path(__file__).parents[3]
 ENDED_WITH_ITS_JOB = """
 import os, signal, sys, time
 from pathlib import Path
 from configs import resolve_recipe
-from tests.trainer.observability.tracked import open_tracker
+from trainer.training_log import open_tracker
 from trainer.run_dir import RunDir
 tracker = open_tracker(RunDir(Path(sys.argv[1])), resolve_recipe("debug:image"))
 for step in range(1, 5):

@@ -19,20 +19,20 @@ from configs import resolve_recipe
 from configs.resolve import resolve_study
 from tests.nursery import run_python
 from tests.trainer.observability.stand_in_wandb import StandIn, stand_in_server
-from tests.trainer.observability.tracked import open_tracker
 from trainer.config import RunConfig
 from trainer.observability import wandb_run
 from trainer.observability.tracking import StepPictures
 from trainer.observability.wandb_run import offline_steps, summarize
 from trainer.profiling import memory_in_use
 from trainer.run_dir import RunDir
+from trainer.training_log import open_tracker
 
 ROOT = Path(__file__).parents[3]
 TWO_STEPS = """
 import sys
 from pathlib import Path
 from configs import resolve_recipe
-from tests.trainer.observability.tracked import open_tracker
+from trainer.training_log import open_tracker
 from trainer.observability import wandb_run
 from trainer.run_dir import RunDir
 wandb_run.INIT_SECONDS = 3
