@@ -31,6 +31,7 @@ _DRAW_FROM = {
     "views": "the keys that the policy gets, by the functions of data_pipeline.core.counter_rng",
     "objective": "a torch.Generator whose seed is made of the seed of the run and pair.step",
 }
+_ROUNDING = 0.01  # that of bfloat16 and more; a fault is larger
 _Check = Callable[[tuple[Any, ...], Any], str | None]  # from inputs and result, returns "X, return Y" if X is wrong
 
 
@@ -110,7 +111,7 @@ def _wrong_views(given: tuple[Any, ...], views: Any, *, shape: tuple[int, ...] |
     if said := _wrong_tensor(views, f"one view for each input, {expected}", shape=expected):
         return said
     low, high = (float(bound) for bound in views.detach().aminmax())
-    if is_bounded and (low < 0 or high > 1):
+    if is_bounded and (low < -_ROUNDING or high > 1 + _ROUNDING):
         return f"values from {low:.3g} to {high:.3g}, return views in [0, 1], or set is_bounded = False in the config"
     return None
 

@@ -55,7 +55,7 @@ def sign() -> None:
 
 
 @contextmanager
-def stage(name: Stage | Literal["waiting for GPU"]) -> Iterator[None]:
+def stage(name: Stage | Literal["waiting for GPU", "checkpoint"]) -> Iterator[None]:
     """Tell all listeners that the code inside is the stage `name`."""
     told = tuple(listeners)
     for listener in told:

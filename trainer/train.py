@@ -144,9 +144,9 @@ class TrainingLoop:
         run = self.counters.state_to_save(num_done, num_steps=self.steps.stop)
         if run is None:
             return
-        for module in self.training.modules.trained_modules.values():
-            share_running_statistics(module)
-        with self.watchdog.patience("writing a checkpoint"):
+        with stage("checkpoint"):
+            for module in self.training.modules.trained_modules.values():
+                share_running_statistics(module)
             self.checkpoints.save(
                 num_done,
                 engines=self.training.engines,
@@ -157,7 +157,7 @@ class TrainingLoop:
 
     def _finish(self, num_done: int) -> None:
         """Wait for the newest checkpoint, and mark a finished run."""
-        with self.watchdog.patience("writing a checkpoint"):
+        with stage("checkpoint"):
             self.checkpoints.close()
         if num_done == self.steps.stop and rank() == 0:
             # Before the log is closed, which may take long: a kill meanwhile would leave a finished run unmarked.

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 _ALIGNMENT = 64  # bytes, of a tensor in the copy in host memory
-_ROUND_SECONDS = 5.0  # between two messages to the ranks that do not write, so that none of them times out
+_ROUND_SECONDS = 1.0  # between two messages to the ranks that do not write, which are signs of life of all
 _STOP_SECONDS = 60.0  # the limit of a wait from a request to stop on
 
 

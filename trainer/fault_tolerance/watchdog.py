@@ -45,7 +45,7 @@ class WatchdogConfig(Schema):
         enabled: set it to false while debugging.
         limit_seconds: the least limit. A stage that has been longer without a sign before has a larger one.
         startup_seconds: the least limit until the first step is done, in a stage that has not ended before, while
-            networks are compiled again, and during a probe or a checkpoint.
+            networks are compiled again, and during a probe.
     """
 
     enabled: bool = True
@@ -129,7 +129,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def patience(self, doing: str) -> Iterator[None]:
-        """Raise the least limit inside the block to `startup_seconds`, for a checkpoint, a probe or a compilation."""
+        """Raise the least limit inside the block to `startup_seconds`, for a probe or a compilation."""
         self._note_gap()
         self._patient.append(doing)
         self._set_timer()

@@ -25,9 +25,12 @@ from tests.gloo import run_ranks
 from tests.nursery import PythonProcess
 from tests.processes import kill_tree
 from tests.real_data import REPOSITORY
+from tests.small_encoder import CONVNET
 from tests.tiny_data import write_tiny_pair
 from tests.trainer import toy_ranks
 from tests.trainer.toy_ranks import BAD_STEP, CULPRIT, LIMIT_SECONDS, NUM_RANKS, SHARDS
+from trainer.checkpoint.save import CheckpointWriter
+from trainer.config import RunConfig
 from trainer.fault_tolerance.stalls import describe_stall
 from trainer.fault_tolerance.watchdog import Watchdog, WatchdogConfig
 from trainer.liveness import stage
@@ -147,16 +150,14 @@ def test_steps_of_200_s_after_steps_of_1_s_are_no_stall(tmp_path: Path, timer: T
         take_step(watchdog, timer, 9, seconds=2000.0)
 
 
-def test_the_start_probes_and_checkpoints_have_more_time_and_the_next_step_has_not(
-    tmp_path: Path, timer: Timer
-) -> None:
+def test_the_start_and_probes_have_more_time_and_the_next_step_has_not(tmp_path: Path, timer: Timer) -> None:
     with watched(tmp_path, timer) as watchdog:
         timer.sleep(500)
         watchdog.beat(7, doing="reading")
         timer.sleep(500)
         for step in range(8, 12):
             take_step(watchdog, timer, step, seconds=1.0)
-        for doing in ("probing", "writing a checkpoint", "compiling"):
+        for doing in ("probing", "compiling"):
             with watchdog.patience(doing), stage("forward"):
                 timer.sleep(500)
             assert timer.ends_at - timer.now <= 60
@@ -245,18 +246,12 @@ def train_with_slow_blocks(data: Path, directory: Path) -> None:
         return forward(block, x)
 
     BasicBlock.forward = slow
-    config = resolve_recipe(
-        "debug:image",
-        [
-            f"data.train_dir={data / 'train'}",
-            f"data.test_dir={data / 'test'}",
-            "global_batch_size=16",
-            "num_epochs=1",
-            "tracking.wandb=disabled",
-            "watchdog.limit_seconds=2",
-        ],
-    )
-    train(config, RunDir(directory), device=torch.device("cpu"), command="test")
+    train(few_steps(data, "watchdog.limit_seconds=2"), RunDir(directory), device=torch.device("cpu"), command="test")
+
+
+def few_steps(data: Path, *more: str) -> RunConfig:
+    given = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}", "tracking.wandb=disabled"]
+    return resolve_recipe("debug:image", [*given, "global_batch_size=16", "num_epochs=1", *more])
 
 
 @pytest.mark.ranks
@@ -265,6 +260,22 @@ def test_a_slow_step_is_no_stall(tmp_path: Path) -> None:
     run_ranks(train_with_slow_blocks, 1, data, tmp_path / "run")
     assert RunDir(tmp_path / "run").latest_step() == 2
     assert describe_stall(RunDir(tmp_path / "run")) is None
+
+
+def test_a_later_checkpoint_has_no_more_time_than_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank may freeze while the others wait for the disk."""
+    data = write_tiny_pair(tmp_path / "data", num_train=48, num_test=20)
+    armed, limits, is_written = [0.0], [], CheckpointWriter._is_written
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda seconds, **_: armed.append(seconds))
+
+    def noting(writer: CheckpointWriter, deadline: float) -> bool:
+        limits.append(armed[-1])
+        return is_written(writer, deadline)
+
+    monkeypatch.setattr(CheckpointWriter, "_is_written", noting)
+    config = few_steps(data, "checkpoint_every_steps=1", CONVNET)
+    train(config, RunDir(tmp_path / "run"), device=torch.device("cpu"), command="test")
+    assert config.watchdog.limit_seconds <= limits[2] < config.watchdog.startup_seconds
 
 
 @pytest.mark.process
