@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiers
+from tests import nursery, tiers
 
 gc.disable()  # until the tests are collected, which imports everything
 
@@ -32,6 +32,11 @@ def pytest_configure() -> None:
     tiers.watch_processes()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`; what a test starts would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    nursery.fork_workers()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -34,14 +34,12 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from tests import tiers
-from tests.nursery import PythonProcess
+from tests.nursery import FOR_TESTS, PythonProcess
 
 T = TypeVar("T")
 
 _MOST_RANKS = 16
 _MOST_BYTES = 4096
-# Tests that run ranks import these, which takes a second in each rank. The last is imported by DeepSpeed.
-_PRELOAD = ["pytest", "timm", "scipy.stats", "matplotlib.figure", "hypothesis", "torch._inductor.compile_fx"]
 _SERVER = "import sys; sys.path[:] = {path!r}; from tests.gloo import serve_ranks; serve_ranks()"
 _DEATH_SECONDS = 1.0  # in which the death of a rank shows that made another one raise
 
@@ -137,7 +135,7 @@ def serve_ranks() -> NoReturn:
     os.close(0)
     assert os.open(os.devnull, os.O_RDONLY) == 0  # the lowest number that is free
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in _PRELOAD:
+    for name in FOR_TESTS:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what is there now is neither searched nor copied by the garbage collection of ranks

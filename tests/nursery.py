@@ -3,7 +3,9 @@
 A nursery is a process of one thread that has imported torch and the trainer. It forks each command, which then has all
 that a new interpreter would have: its own session, working directory, environment, arguments, search path of modules,
 signal handlers, open files, random state, exit status, and the process that asked for it as its parent. So it can be
-signalled, killed and waited for like any other. Ranks of torchrun come from a nursery of that torchrun.
+signalled, killed and waited for like any other. Ranks of torchrun come from a nursery of that torchrun. The workers of
+pytest-xdist come from a nursery of pytest's first process, and have one each: so `make test` imports most of what its
+tests need once.
 
 Three things differ: modules are imported already, sets have the same order in all processes (PYTHONHASHSEED), and torch
 has the threads of the nursery if a command is given no OMP_NUM_THREADS. A test whose claim is about one of these starts
@@ -34,14 +36,21 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, AnyStr, NoReturn
 
 from tests.processes import kill_tree
 
-PRELOAD = [
+FOR_COMMANDS = [
     *("torch", "torch.distributed", "torch.nn.parallel", "torch.distributed.run", "torchvision", "numpy", "pydantic"),
     *("scipy.io", "wandb", "trainer.train", "trainer.probed_runs.probing", "configs", "launch.rank", "launch.sweeps"),
     "data_pipeline.building.build",
+]
+# What test modules import, here and in ranks. DeepSpeed imports torch._inductor.compile_fx.
+FOR_TESTS = [
+    *("pytest", "hypothesis", "torch._inductor.compile_fx", "matplotlib.figure", "timm", "scipy.stats"),
+    *("sklearn.datasets", "sklearn.ensemble", "sklearn.isotonic", "sklearn.manifold", "torchvision.transforms.v2"),
+    *("boto3", "moto.server", "optuna", "s3fs", "torchaudio"),
 ]
 _PR_SET_CHILD_SUBREAPER = 36
 _NUMBER = struct.Struct("!q")
@@ -58,6 +67,7 @@ class _Command:
     cwd: str
     environ: dict[str, str]
     in_new_session: bool
+    is_worker: bool  # of pytest-xdist
 
 
 class Nursery:
@@ -83,6 +93,8 @@ class Nursery:
 
 class PythonProcess(subprocess.Popen[AnyStr]):
     """A `subprocess.Popen` of a command that begins with `sys.executable`, forked from the nursery of this process."""
+
+    is_worker = False
 
     def _execute_child(
         self,
@@ -117,11 +129,23 @@ class PythonProcess(subprocess.Popen[AnyStr]):
         files = [number if ours == -1 else ours for number, ours in enumerate((p2cread, c2pwrite, errwrite))]
         sys.audit("subprocess.Popen", words[0], words, cwd, env)  # as Popen does
         environ = dict(os.environ if env is None else env)
-        command = _Command(words, str(Path(cwd or ".").absolute()), environ, start_new_session)
-        self.pid = _nursery().start(command, files)
+        command = _Command(words, str(Path(cwd or ".").absolute()), environ, start_new_session, self.is_worker)
+        self.pid = _nursery(self.is_worker).start(command, files)
         self._child_created = True
         close: Any = getattr(self, "_close_pipe_fds")  # noqa: B009  # the stubs of mypy leave it out
         close(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+class _Worker(PythonProcess[bytes]):
+    is_worker = True
+
+
+def fork_workers() -> None:
+    """Let pytest-xdist, in this process, fork its workers from a nursery."""
+    from execnet import gateway_base
+
+    module = SimpleNamespace(PIPE=subprocess.PIPE, Popen=_Worker)
+    setattr(gateway_base.ThreadExecModel, "subprocess", module)  # noqa: B010
 
 
 def run_python(
@@ -142,10 +166,12 @@ def run_python(
 
 
 @functools.cache
-def _nursery() -> Nursery:
+def _nursery(for_workers: bool = False) -> Nursery:
     """Start the nursery of this process, which ends with it."""
     ours, theirs = socket.socketpair()
-    code = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from tests.nursery import begin; begin({theirs.fileno()})"
+    names = FOR_COMMANDS + FOR_TESTS if for_workers else FOR_COMMANDS
+    call = f"begin({theirs.fileno()}, {names})"
+    code = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from tests.nursery import begin; {call}"
     process = subprocess.Popen(
         [sys.executable, "-c", code, _PADDING],
         cwd=_ROOT,
@@ -158,9 +184,9 @@ def _nursery() -> Nursery:
     return Nursery(ours, process)
 
 
-def begin(descriptor: int) -> NoReturn:
-    """Import what commands need, and fork them until the process that asks for them ends."""
-    for name in PRELOAD:
+def begin(descriptor: int, names: list[str]) -> NoReturn:
+    """Import modules, and fork commands until the process that asks for them ends."""
+    for name in names:
         importlib.import_module(name)
     _serve(socket.socket(fileno=descriptor), search_path=_search_path())
 
@@ -231,6 +257,8 @@ def _become(command: _Command, files: Sequence[int], *, between: int, search_pat
             time.sleep(0.001)
         flags, words = _split_flags(command.words[1:])
         _take_over(command, files, search_path=search_path, is_unbuffered="-u" in flags)
+        if command.is_worker:
+            _found_nursery(command, search_path)
         status = _run(command, words, search_path=search_path)
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -298,7 +326,8 @@ def _run(command: _Command, words: list[str], *, search_path: list[str]) -> int:
                 sys.argv[:] = ["-m", *arguments]
                 sys.path.insert(0, str(Path.cwd()))
                 if module == "torch.distributed.run":
-                    _let_torchrun_fork(command, search_path)
+                    _found_nursery(command, search_path)
+                    _let_torchrun_fork()
                 sys.modules.pop(module, None)  # it becomes the main module, and has no other copy
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
             case [script, *arguments]:
@@ -325,10 +354,8 @@ def _run(command: _Command, words: list[str], *, search_path: list[str]) -> int:
     return (status or 0) & 0xFF
 
 
-def _let_torchrun_fork(command: _Command, search_path: list[str]) -> None:
-    """Make the torchrun in this process start its ranks from a nursery, which is forked before it has any thread."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-
+def _found_nursery(command: _Command, search_path: list[str]) -> None:
+    """Fork the nursery of this process, which has no thread yet."""
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
         ours.close()
@@ -340,5 +367,11 @@ def _let_torchrun_fork(command: _Command, search_path: list[str]) -> None:
         _serve(theirs, search_path=search_path)
     theirs.close()
     nursery = Nursery(ours)
-    globals()["_nursery"] = lambda: nursery
+    globals()["_nursery"] = lambda *_: nursery
+
+
+def _let_torchrun_fork() -> None:
+    """Make the torchrun in this process start its ranks from the nursery."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
     setattr(subprocess_handler, "Popen", PythonProcess)  # noqa: B010
