@@ -7,8 +7,8 @@ before the stem and before each residual block.
 
 Invariants: no noise comes from global random state, and no perturbation exceeds the budget.
 
-Options: the network can see a smaller picture (`downsample_to`) or its cosine transform (`domain`). It can be kept away
-from the object drawn on the picture (`mask`), and it can change only some of the views (`dropout_rate`).
+Options: the network can see a smaller picture (`downsample_to`). It can be kept away from the object drawn on the
+picture (`mask`), and it can change only some of the views (`dropout_rate`).
 
 Some convolutions are computed in another order than in the paper, with equal results: see `upsample_convolve` and
 `convolve_large_kernel`.
@@ -19,7 +19,6 @@ Legend: B samples, C channels, H rows, W columns, I and O input and output chann
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -55,9 +54,6 @@ class ViewmakerConfig(BaseViewsConfig):
     clamp: whether views are clamped to [0, 1], as in the paper; the published configs of the original code do not
         clamp. Inputs that are not pictures (spectrograms) must not be clamped.
     base_width: the width of the network; 32 is the published network (channels 32, 64, 128).
-    domain: what the network reads and changes. "frequency" is the picture's cosine transform (`cosine_transform`). The
-        budget is then the mean absolute change of a coefficient, which changes the picture much less: for 32 x 32
-        pixels about 1 / 80 of the budget if all coefficients change equally, and 1 / 4 if only the mean changes.
     downsample_to: the rows and columns of a smaller picture for the network. Its perturbation is stretched over the
         picture (both bilinear), which spends at most the budget.
     mask: what is protected: the "box" around the drawn object, or the pixels of the "object" (the masked viewmaker of
@@ -82,7 +78,6 @@ class ViewmakerConfig(BaseViewsConfig):
     budget: Annotated[float, Field(ge=1e-6, le=1e3)] = 0.05
     clamp: bool = True
     base_width: Annotated[int, Field(ge=1, le=1_024)] = 32
-    domain: Literal["pixel", "frequency"] = "pixel"
     downsample_to: ImageSize | None = None
     mask: Literal["none", "box", "object"] = "none"
     reproject: bool = False
@@ -98,10 +93,8 @@ class ViewmakerConfig(BaseViewsConfig):
             )
         if self.reproject and self.mask == "none":
             raise ValueError("reproject moves the budget of the masked part; it needs mask=box or mask=object")
-        if self.reproject and (self.domain != "pixel" or self.downsample_to is not None):
-            raise ValueError(
-                "reproject needs a perturbation of the picture's own pixels: set domain=pixel and no downsample_to"
-            )
+        if self.reproject and self.downsample_to is not None:
+            raise ValueError("reproject needs a perturbation of the picture's own pixels: set no downsample_to")
         if self.dropout_pairing == "exclusive" and (self.dropout_rate is None or self.dropout_rate > 0.5):
             raise ValueError(
                 "dropout_pairing=exclusive changes at most one view of a pair, so at most half of all views; it needs "
@@ -170,38 +163,6 @@ def attacked_views(keys: DrawKeys, *, rate: float, pairing: Pairing = "independe
     if keys.is_next_B is not None:
         return torch.where(keys.is_next_B, second_B, first_B)
     return second_B if keys.view & 1 else first_B
-
-
-def cosine_transform(x_BCHW: Tensor) -> Tensor:
-    """Return the two-dimensional DCT-II of each channel, not normalised: a constant picture of 1 gives 4 H W at (0, 0).
-
-    Keeps the shape and dtype of `x_BCHW`, float32 or float64, also under autocast. The convention is that of
-    `scipy.fft.dctn` and of the package `torch-dct`.
-    """
-    return _along_both_axes(x_BCHW, inverse=False)
-
-
-def inverse_cosine_transform(x_BCHW: Tensor) -> Tensor:
-    """Return the picture whose `cosine_transform` is `x_BCHW`."""
-    return _along_both_axes(x_BCHW, inverse=True)
-
-
-def _along_both_axes(x_BCHW: Tensor, *, inverse: bool) -> Tensor:
-    rows_HH, columns_WW = (
-        _cosine_matrix(size, inverse=inverse, like=x_BCHW) for size in (x_BCHW.shape[2], x_BCHW.shape[3])
-    )
-    with torch.autocast(x_BCHW.device.type, enabled=False):
-        return rows_HH @ x_BCHW @ columns_WW.T
-
-
-def _cosine_matrix(size: int, *, inverse: bool, like: Tensor) -> Tensor:
-    """Return the (N, N) matrix 2 cos(pi k (n + 1/2) / N) with row k and column n, or its inverse."""
-    number_N = torch.arange(size, device=like.device, dtype=torch.float64)
-    matrix_NN = 2 * torch.cos(math.pi / size * number_N[:, None] * (number_N + 0.5))
-    if inverse:
-        matrix_NN = matrix_NN.T / (2 * size)
-        matrix_NN[:, 0] /= 2
-    return matrix_NN.to(like.dtype)
 
 
 def upsample_convolve(x_BIHW: Tensor, weight_OIKK: Tensor) -> Tensor:
@@ -340,9 +301,9 @@ class Viewmaker(nn.Module):
         """Return the perturbations before any clamp.
 
         The mean absolute value for each sample is the budget. It is less if the config has a mask without `reproject`,
-        or a `downsample_to`. In the frequency domain, the budget is the mean of the cosine transform. With a
-        `dropout_rate`, the perturbation is exactly 0 for views that are not changed, which add nothing to any gradient.
-        The network runs on these views too, because the host would have to wait for their number to leave them out.
+        or a `downsample_to`. With a `dropout_rate`, the perturbation is exactly 0 for views that are not changed, which
+        add nothing to any gradient. The network runs on these views too, because the host would have to wait for their
+        number to leave them out.
         """
         check_pictures(images_BCHW, keys)
         config = self.config
@@ -353,16 +314,12 @@ class Viewmaker(nn.Module):
         x_BCHW = images_BCHW
         if config.downsample_to is not None:
             x_BCHW = F.interpolate(x_BCHW, size=(config.downsample_to,) * 2, mode="bilinear")
-        if config.domain == "frequency":
-            x_BCHW = cosine_transform(x_BCHW)
 
         r_BCHW = self._network(x_BCHW, keys)
         if outside_B1HW is not None and config.reproject:
             r_BCHW = r_BCHW * outside_B1HW
         delta_BCHW = project(r_BCHW, budget=config.budget)
 
-        if config.domain == "frequency":
-            delta_BCHW = inverse_cosine_transform(delta_BCHW)
         if config.downsample_to is not None:
             delta_BCHW = F.interpolate(delta_BCHW, size=(H, W), mode="bilinear")
         if outside_B1HW is not None and not config.reproject:

@@ -19,7 +19,7 @@ from data_pipeline.core.errors import UserError
 from tests.gloo import run_ranks
 from trainer.distributed.collectives import rank
 from trainer.distributed.engines.ddp_engine import DDPEngine
-from trainer.models import ResNetConfig, TimmConfig, batch_norm, build_encoder
+from trainer.models import Encoder, Normalization, ResNetConfig, TimmConfig, batch_norm, build_encoder
 from trainer.models.activation_checkpointing import Checkpointing, run_blocks
 from trainer.models.batch_norm import (
     SplitBatchNorm2d,
@@ -32,6 +32,7 @@ from trainer.models.batch_norm import (
     share_running_statistics,
     synchronized_batch_norm,
 )
+from trainer.models.trunk import ConvolutionalTrunk
 from trainer.optim.optimizers import SGDConfig
 
 
@@ -105,7 +106,7 @@ def test_equals_batch_norm_of_the_whole_batch(sizes: list[int], dtype: torch.dty
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("num_ranks", "num_splits"), [(1, 8), (2, 4), (4, 8)])
+@pytest.mark.parametrize(("num_ranks", "num_splits"), [(1, 8), (4, 8)])
 def test_split_batch_norm_equals_that_of_moco_on_any_number_of_ranks(num_ranks: int, num_splits: int) -> None:
     torch.manual_seed(0)
     x = 20 + torch.randn(16, 3, 5, 4, dtype=torch.float64) * torch.arange(1, 17)[:, None, None, None]
@@ -246,12 +247,21 @@ def passed(encoder: nn.Module, views_BCHW: Tensor) -> Pass:
     return Pass([out_BD.detach(), *gradients, *encoder.buffers()], gather.call_count)
 
 
+def encoder_of_two_norms() -> Encoder:
+    stage = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4))
+    layers = OrderedDict(conv=nn.Conv2d(3, 2, 3), bn=nn.BatchNorm2d(2), relu=nn.ReLU(), stage=stage)
+    trunk = ConvolutionalTrunk(layers, num_channels=4)
+    trunk.synchronize_batch_norm()
+    normalization = Normalization(mean=(0.5,) * 3, std=(0.2,) * 3)
+    return Encoder(trunk, nn.Linear(4, 8), in_channels=3, normalization=normalization).double()
+
+
 def plain_and_compiled(views_RBCHW: Tensor) -> tuple[Pass, Pass, int, list[str]]:
-    """Return the two passes, the number of graphs, and the places where the compiler stopped."""
-    config = ResNetConfig(kind="resnet10", width=2, mean=(0.5,) * 3, std=(0.2,) * 3)
-    encoders = [build_encoder(config).double() for _ in range(2)]
+    """Return the two passes, the number of graphs, and the places where the compiler stopped; rank 0 compiles."""
+    encoders = [encoder_of_two_norms() for _ in range(2)]
     encoders[1].load_state_dict(encoders[0].state_dict())
-    encoders[1].compile(backend="aot_eager_decomp_partition")  # cuts forward from backward as inductor does
+    if rank() == 0:
+        encoders[1].compile(backend="aot_eager_decomp_partition")  # cuts forward from backward as inductor does
     plain, compiled = (passed(encoder, views_RBCHW[rank()]) for encoder in encoders)
     return plain, compiled, counters["stats"]["unique_graphs"], list(counters["graph_break"])
 
@@ -259,19 +269,17 @@ def plain_and_compiled(views_RBCHW: Tensor) -> tuple[Pass, Pass, int, list[str]]
 @pytest.mark.ranks
 def test_a_compiled_encoder_is_one_graph_that_sends_the_same_messages() -> None:
     """One message each way for each norm, and one for the gradients."""
-    num_norms = 12
-    for plain, compiled, num_graphs, stops in run_ranks(
-        plain_and_compiled, 2, torch.rand(2, 4, 3, 8, 8, dtype=torch.float64)
-    ):
-        assert (num_graphs, stops) == (1, [])
+    num_norms = 2
+    views_RBCHW = torch.rand(2, 4, 3, 8, 8, dtype=torch.float64)
+    for number, (plain, compiled, num_graphs, stops) in enumerate(run_ranks(plain_and_compiled, 2, views_RBCHW)):
+        assert (num_graphs, stops) == (1 if number == 0 else 0, [])
         for found, expected in zip(compiled.tensors, plain.tensors, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
         assert compiled.num_messages == plain.num_messages == 2 * num_norms + 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize(("num_groups", "dtype"), [(1, torch.float64), (2, torch.bfloat16)])
 def test_the_operators_keep_the_rules_of_torch(num_groups: int, dtype: torch.dtype) -> None:
     """Parameters are float32 if the input is bfloat16."""
     torch.manual_seed(0)

@@ -31,14 +31,21 @@ def num_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def torchvisions(config: EncoderConfig) -> Any:
-    """torchvision's network, its stem changed by hand where the config asks for the small form."""
-    name, _, form = config.kind.partition("_")
-    peer = getattr(torchvision.models, name)()
-    peer.fc = nn.Identity()
-    if form == "small":
-        peer.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-        peer.maxpool = nn.Identity()
+def torchvisions(kind: str) -> Any:
+    """Return torchvision's network without values, its stem changed by hand if `kind` is of the small form."""
+    name, _, form = kind.partition("_")
+    with torch.device("meta"):
+        peer = getattr(torchvision.models, name)()
+        peer.fc = nn.Identity()
+        if form == "small":
+            peer.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+            peer.maxpool = nn.Identity()
+    return peer
+
+
+def torchvisions_with_weights(encoder: Encoder, kind: str) -> Any:
+    peer = torchvisions(kind).to_empty(device="cpu")
+    peer.load_state_dict(encoder.trunk.state_dict())
     return peer
 
 
@@ -53,7 +60,8 @@ def torchvisions(config: EncoderConfig) -> Any:
     ids=["resnet18_small", "sound", "wrn_34_5", "resnet10"],
 )
 def test_numbers_of_parameters(config: EncoderConfig, in_trunk: int, in_all: int) -> None:
-    encoder = build_encoder(config, normalization=CIFAR10)
+    with torch.device("meta"):
+        encoder = build_encoder(config, normalization=CIFAR10)
     assert (num_parameters(encoder.trunk), num_parameters(encoder)) == (in_trunk, in_all)
 
 
@@ -82,26 +90,21 @@ def test_a_seed_goes_on_meaning_the_same_weights(config: EncoderConfig, expected
     torch.testing.assert_close(drawn, torch.tensor(expected), rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50"])
+@pytest.mark.parametrize("form", ["", "_small"])
+def test_the_layers_of_a_resnet_are_torchvisions(name: str, form: str) -> None:
+    config = CONFIGS.validate_python({"kind": name + form})
+    with torch.device("meta"):
+        ours = build_encoder(config, normalization=CIFAR10).trunk.state_dict()
+    theirs = torchvisions(config.kind).state_dict()
+    assert [(key, value.shape) for key, value in ours.items()] == [(key, value.shape) for key, value in theirs.items()]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "training"),
-    [
-        (ResNetConfig(kind="resnet18_small"), True),
-        (ResNetConfig(kind="resnet18"), True),
-        (ResNetConfig(kind="resnet18_small"), False),
-        (ResNetConfig(kind="resnet18"), False),
-        (ResNetConfig(kind="resnet34_small"), False),
-        (ResNetConfig(kind="resnet34"), False),
-        (ResNetConfig(kind="resnet50_small"), False),
-        (ResNetConfig(kind="resnet50"), False),
-    ],
-    ids=lambda value: "training" if value is True else "" if value is False else value.kind,
-)
-def test_resnets_are_torchvisions(config: EncoderConfig, training: bool) -> None:
-    peer = torchvisions(config)
-    encoder = build_encoder(config, normalization=CIFAR10)
-    assert list(encoder.trunk.state_dict()) == list(peer.state_dict())
-    encoder.trunk.load_state_dict(peer.state_dict())
+@pytest.mark.parametrize(("kind", "training"), [("resnet18_small", True), ("resnet18", False), ("resnet50", False)])
+def test_resnets_are_torchvisions(kind: str, training: bool) -> None:
+    encoder = build_encoder(CONFIGS.validate_python({"kind": kind}), normalization=CIFAR10)
+    peer = torchvisions_with_weights(encoder, kind)
     views_BCHW = torch.rand(2, 3, 36, 36)
     mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in ((0.491, 0.482, 0.446), (0.247, 0.243, 0.261)))
     peer.train(training)
@@ -151,12 +154,9 @@ def test_the_law_of_every_first_weight(config: ResNetConfig, stem_std: float, ot
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["resnet18_small", "resnet18"])
-def test_a_stem_without_its_relu(kind: str) -> None:
-    config = CONFIGS.validate_python({"kind": kind, "stem_relu": False})
-    encoder = build_encoder(config, normalization=CIFAR10).eval()
-    peer = torchvisions(config).eval()
-    peer.load_state_dict(encoder.trunk.state_dict())
+def test_a_stem_without_its_relu() -> None:
+    encoder = build_encoder(ResNetConfig(kind="resnet18", stem_relu=False), normalization=CIFAR10).eval()
+    peer = torchvisions_with_weights(encoder, "resnet18").eval()
     x_BCHW = torch.rand(2, 3, 24, 24)
     map_BCHW = peer.maxpool(peer.bn1(peer.conv1(x_BCHW)))
     for stage in (peer.layer1, peer.layer2, peer.layer3, peer.layer4):
@@ -216,7 +216,7 @@ def small_encoders() -> list[tuple[str, Encoder]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "encoder"), small_encoders(), ids=lambda value: value if type(value) is str else "")
-@pytest.mark.parametrize(("height", "width"), [(32, 32), (28, 28), (33, 17), (8, 64)])
+@pytest.mark.parametrize(("height", "width"), [(33, 17), (8, 64)])
 def test_sizes_of_features(name: str, encoder: Encoder, height: int, width: int) -> None:
     views_BCHW = torch.rand(2, 3, height, width)
     assert encoder.features(views_BCHW).shape == (2, encoder.feature_size(height, width))
@@ -300,12 +300,11 @@ def test_an_encoder_normalises_by_the_data_unless_its_config_says_otherwise() ->
     assert of_neither.feature_size(16, 16) == 32 * 2 * 2
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool])
-def test_pictures_of_whole_numbers_are_refused(dtype: torch.dtype) -> None:
-    encoder, name = build_encoder(SMALL, normalization=CIFAR10), str(dtype).removeprefix("torch.")
+def test_pictures_of_whole_numbers_are_refused() -> None:
+    encoder = build_encoder(SMALL, normalization=CIFAR10)
     for call in (encoder, encoder.features, encoder.pooled, torch.compile(encoder, backend="eager")):
-        with pytest.raises(UserError, match=rf"^the encoder takes .* in \[0, 1\], got {name}; divide bytes by 255$"):
-            call(torch.ones(2, 3, 16, 16, dtype=dtype))
+        with pytest.raises(UserError, match=r"^the encoder takes .* in \[0, 1\], got uint8; divide bytes by 255$"):
+            call(torch.ones(2, 3, 16, 16, dtype=torch.uint8))
 
 
 def test_a_normalization_has_one_mean_and_deviation_for_each_channel() -> None:
@@ -316,8 +315,7 @@ def test_a_normalization_has_one_mean_and_deviation_for_each_channel() -> None:
     assert build_encoder(named, normalization=one).normalization == CIFAR10
 
 
-@pytest.mark.parametrize("batch_norm", ["synchronized", "local"])
-@pytest.mark.parametrize("num_groups", [2, 8, 0])
+@pytest.mark.parametrize(("batch_norm", "num_groups"), [("synchronized", 2), ("local", 0)])
 def test_groups_that_do_not_divide_the_rows_are_refused(num_groups: int, batch_norm: str) -> None:
     config = CONFIGS.validate_python({"kind": "resnet10", "width": 4, "batch_norm": batch_norm})
     encoder = build_encoder(config, normalization=CIFAR10)

@@ -5,7 +5,7 @@ Shapes: views V (two), B samples of all ranks, L of one rank, D dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -38,16 +38,17 @@ def assert_near(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], *, rto
         assert (ours.double() - theirs.double()).norm() <= rtol * theirs.double().norm()
 
 
-def of_this_rank(losses: Mapping[str, Loss], z_VBD: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    z_VLD = z_VBD.chunk(world_size(), dim=1)[rank()]
-    return {name: loss_and_gradient(loss, z_VLD) for name, loss in losses.items()}
+def of_this_rank(losses: Mapping[str, Loss], batches: Sequence[Tensor]) -> list[dict[str, tuple[Tensor, Tensor]]]:
+    rows = [z_VBD.chunk(world_size(), dim=1)[rank()] for z_VBD in batches]
+    return [{name: loss_and_gradient(loss, z_VLD) for name, loss in losses.items()} for z_VLD in rows]
 
 
-def assert_ranks_equal_one_process(losses: Mapping[str, Loss], z_VBD: Tensor, *, num_ranks: int) -> None:
-    """Losses, by name, on ranks with different data: loss and every gradient in float64."""
-    by_rank = run_ranks(of_this_rank, num_ranks, losses, z_VBD)
-    for name, loss in losses.items():
-        values, gradients = zip(*(results[name] for results in by_rank), strict=True)
-        # The engine divides by W when it averages parameter gradients, so an embedding's gradient is W times too large.
-        combined = torch.stack(values).mean(), torch.cat(gradients, dim=1) / num_ranks
-        assert_near(combined, loss_and_gradient(loss, z_VBD), rtol=1e-9)
+def assert_ranks_equal_one_process(losses: Mapping[str, Loss], batches: Sequence[Tensor], *, num_ranks: int) -> None:
+    """Check losses, by name, on ranks with different rows of each batch (2, B, D): loss and gradient in float64."""
+    by_rank = run_ranks(of_this_rank, num_ranks, losses, batches)
+    for number, z_VBD in enumerate(batches):
+        for name, loss in losses.items():
+            values, gradients = zip(*(results[number][name] for results in by_rank), strict=True)
+            # The engine divides by W when it averages parameter gradients: an embedding's gradient is W times as large.
+            combined = torch.stack(values).mean(), torch.cat(gradients, dim=1) / num_ranks
+            assert_near(combined, loss_and_gradient(loss, z_VBD), rtol=1e-9)

@@ -221,7 +221,7 @@ def test_keys_of_split_batch_norm_are_shuffled_and_put_back() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("num_ranks", "batch_norm"), [(4, "synchronized"), (2, "split"), (4, "split")])
+@pytest.mark.parametrize(("num_ranks", "batch_norm"), [(2, "synchronized"), (4, "split")])
 def test_ranks_equal_one_process(num_ranks: int, batch_norm: str) -> None:
     views_TVBCHW = training_views()
     losses, *expected = train(views_TVBCHW, batch_norm)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,8 @@ from trainer.objectives.linear_loss import linear_loss
 from trainer.objectives.nt_xent import nt_xent_loss
 from trainer.objectives.split_loss import split_loss
 from trainer.theory.framework.claim import ClaimResult, Measurements, judge_rows, read_claims
-from trainer.theory.framework.experiment import run_experiment
+from trainer.theory.framework.experiment import judge
+from trainer.theory.framework.figures import draw
 from trainer.theory.generalization import identities as generalization_identities
 from trainer.theory.generalization.bound import (
     BoundSettings,
@@ -133,11 +133,9 @@ def plain_loss(objective: ObjectiveSettings, z_a_BD: Tensor, z_b_BD: Tensor) -> 
     return nt_xent_loss(z_a_BD, z_b_BD, temperature=temperature).loss
 
 
-@pytest.mark.parametrize("at", [0, 3, 5, 7])
-def test_lockstep_is_a_plain_loop(at: int) -> None:
-    """Train one seed and one objective by torch's modules, optimiser and schedule, and a loss of ours."""
-    settings, seed = TINY_ENCODERS, torch.tensor([1])
-    encoders, loss_SOL = train(settings, seeds=(0, 1), device=CPU)
+def trained_alone(settings: EncoderSettings, at: int) -> tuple[Tensor, list[float]]:
+    """Train one objective with seed 1 by torch's modules, optimiser and schedule; return weights and losses."""
+    seed = torch.tensor([1])
     start = new_encoders(settings, seed)
     first, second = torch.nn.Linear(5, 8), torch.nn.Linear(8, 4)
     with torch.no_grad():
@@ -158,9 +156,16 @@ def test_lockstep_is_a_plain_loop(at: int) -> None:
         optimizer.step()
         schedule.step()
         losses.append(loss.item())
-    torch.testing.assert_close(encoders.second_SOHD[1, at], second.weight.detach().T, rtol=1e-4, atol=1e-5)
-    expected = [losses[0], sum(losses[:3]) / 3, sum(losses[3:]) / 3]
-    torch.testing.assert_close(loss_SOL[1, at], torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    return second.weight.detach(), losses
+
+
+def test_lockstep_is_a_plain_loop() -> None:
+    encoders, loss_SOL = train(TINY_ENCODERS, seeds=(0, 1), device=CPU)
+    for at in (0, 3, 5, 7):  # one of each loss
+        weight, losses = trained_alone(TINY_ENCODERS, at)
+        torch.testing.assert_close(encoders.second_SOHD[1, at], weight.T, rtol=1e-4, atol=1e-5)
+        expected = [losses[0], sum(losses[:3]) / 3, sum(losses[3:]) / 3]
+        torch.testing.assert_close(loss_SOL[1, at], torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -211,10 +216,10 @@ def test_population_equals_plain_loops() -> None:
     assert closest_centres(found.centre_MKD)[1].item() == pytest.approx(greatest)
 
 
-@pytest.mark.parametrize("spread", [0.0, 0.05, 0.3, 3.0])
+@pytest.mark.parametrize("spread", [0.0, 0.05, 3.0])
 def test_no_embeddings_pass_the_bounds(spread: float) -> None:
     """The centres are random, and two of them coincide."""
-    for seed in range(10):
+    for seed in range(4):
         centre = random_units(4, 5, 1, 1, 6, seed=seed)
         centre[:, 1] = centre[:, 0]
         noise = random_units(4, 5, 3, 2, 6, seed=100 + seed)
@@ -381,7 +386,7 @@ def brute_cell(settings: BoundSettings, samples: Samples, *, q: int, gain: float
     }
 
 
-@pytest.mark.parametrize(("gain", "strength"), [(0.1, 2.0), (0.1, 100.0), (0.01, 100.0), (0.1, 0.0)])
+@pytest.mark.parametrize(("gain", "strength"), [(0.1, 2.0), (0.01, 100.0)])
 def test_cells_equal_brute_force(gain: float, strength: float) -> None:
     settings = BoundSettings.model_validate(TINY_BOUND.model_dump() | {"gains": (gain,), "strengths": (strength,)})
     cells = measure_cells(settings, seeds=(4,), device=CPU)
@@ -447,9 +452,9 @@ def test_verdicts_of_planted_cells() -> None:
 
 
 @pytest.mark.parametrize("study", ["identities", "encoders", "bound"])
-def test_every_study_runs_by_itself(study: str, tmp_path: Path) -> None:
+def test_every_study_runs_by_itself(study: str) -> None:
     settings = GeneralizationSettings.model_validate(TINY.model_dump() | {"studies": (study,)})
-    result = run_experiment("generalization", EXPERIMENT, settings, out=tmp_path, device=CPU)
-    names = [claim.name for claim in result.claims]
+    outcome = EXPERIMENT.run(settings, CPU)
+    names = [claim.name for claim in judge("generalization", outcome)]
     assert len(set(names)) == len(names) > 0
-    assert [(tmp_path / figure).read_bytes()[:4] for figure in result.figures] == [b"\x89PNG"] * len(result.figures)
+    assert [draw(figure)[:4] for figure in outcome.figures.values()] == [b"\x89PNG"] * (study == "bound")

@@ -112,8 +112,7 @@ def test_growth_matrix_equals_the_mean_over_sampled_views() -> None:
     assert ((products_NPP.mean(0) - closed_PP).abs() <= 5 * error_PP + 1e-12).all()
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
-@pytest.mark.parametrize("bias_scale", [0.0, 0.5])
+@pytest.mark.parametrize(("temperature", "bias_scale"), [(0.3, 0.5), (4.0, 0.0)])
 def test_closed_form_gradient_equals_autograd(temperature: float, bias_scale: float) -> None:
     generator = torch.Generator().manual_seed(1)
     first, second, negative = (torch.randn(3, num, 20, generator=generator, dtype=torch.float64) for num in (6, 6, 9))

@@ -56,7 +56,7 @@ def viewmaker_of(policy: nn.Module) -> Viewmaker:
     return found
 
 
-@pytest.mark.parametrize("view", [0, 1, 2, 3])
+@pytest.mark.parametrize("view", [0, 3])
 @pytest.mark.parametrize(
     "config", [EXPERT, RandomMaskConfig(), ChannelDropoutConfig(), SMALL], ids=lambda config: config.kind
 )
@@ -106,7 +106,7 @@ def test_policies_by_epoch_take_their_epochs_in_their_order() -> None:
     config = ByEpochConfig(policies=(EXPERT, SMALL, SequenceConfig(parts=(CROP, RandomMaskConfig()))))
     composed = build(config)
     alone = [build(EXPERT), viewmaker_of(composed), build(config.policies[2])]
-    for epoch in range(7):
+    for epoch in range(4):
         for view in (0, 1):
             drawn = dataclasses.replace(keys(6, view=view), epoch=epoch)
             assert torch.equal(composed(x, drawn), alone[epoch % 3](x, drawn))
@@ -166,21 +166,21 @@ def test_a_viewmaker_learns_in_its_epochs_only_and_a_run_goes_on_within_one(data
 @pytest.mark.ranks
 def test_policies_by_epoch_on_ranks_are_those_of_one_process(data: Path, tmp_path: Path) -> None:
     config = configure_by_epoch(data, "precision=float64")
-    (whole,) = run_ranks(train_on_rank, 1, config, tmp_path / "1")
+    whole = train_on_rank(config, tmp_path / "1")
     together = run_ranks(train_on_rank, 2, config, tmp_path / "2")[0]
     assert len(whole) == 4
     np.testing.assert_allclose(together, whole, rtol=1e-9)
 
 
 def test_the_parts_of_a_sequence_draw_independently() -> None:
-    num = 4000
+    num = 2000
     x = torch.arange(4.0).div(4).expand(num, 3, 4, 4)
     once = build(FLIP)(x, keys(num))
     twice = build(SequenceConfig(parts=(FLIP, FLIP)))(x, keys(num))
     thrice = build(SequenceConfig(parts=(FLIP, FLIP, FLIP)))(x, keys(num))
     flipped = torch.stack([(view[:, 0, 0, 0] > 0.5).double() for view in (once, twice, thrice)])
-    # Two equal draws would undo each other. The standard error of a share is 0.008, that of a correlation 0.016.
-    assert ((flipped.mean(1) - 0.5).abs() < 0.04).all()
+    # Two equal draws would undo each other. The standard error of a share is 0.011, that of a correlation 0.022.
+    assert ((flipped.mean(1) - 0.5).abs() < 0.05).all()
     assert ((torch.corrcoef(flipped) - torch.eye(3)).abs() < 0.08).all()
 
 

@@ -1,11 +1,9 @@
-"""Expert views of sounds against librosa, NumPy and torchaudio one by one, and the laws of what is drawn."""
+"""Expert views of sounds against NumPy and torchaudio one by one, and the laws of what is drawn."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-import librosa
 import numpy as np
 import pytest
 import torch
@@ -13,6 +11,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from torch import Tensor
 from torchaudio import functional as audio
+from torchaudio.transforms import AmplitudeToDB, MelSpectrogram
 
 from data_pipeline.audio.log_mel import AUDIOMNIST, FSDD, MelConfig, audible_frames
 from data_pipeline.core.counter_rng import DrawKeys
@@ -36,7 +35,6 @@ MELS = pytest.mark.parametrize("mel", [AUDIOMNIST, FSDD], ids=["audiomnist", "fs
 POLICIES = pytest.mark.parametrize(
     "policy", [Spectral(SpectralConfig(), FSDD), Waveform(WaveformConfig(), FSDD)], ids=["spectral", "waveform"]
 )
-Sound = NDArray[np.floating[Any]]
 
 
 def keys(num: int, *, seed: int = 0, epoch: int = 0, view: int = 0) -> DrawKeys:
@@ -55,22 +53,27 @@ def sounds(num: int, mel: MelConfig, dtype: torch.dtype = torch.float32) -> Tens
     return noise_BT.to(dtype)
 
 
-def librosa_log_mel(waveform: Sound, mel: MelConfig, masks: tuple[slice, slice] | None = None) -> Sound:
-    """The published spectrogram of one waveform; bands and frames of `masks` are silenced before the logarithm."""
-    power = librosa.feature.melspectrogram(
-        y=waveform, sr=mel.sample_rate, n_fft=mel.n_fft, hop_length=mel.hop, n_mels=mel.num_mels, pad_mode="constant"
-    )
+def torchaudios_log_mel(waveform_T: Tensor, mel: MelConfig, masks: tuple[slice, slice] | None = None) -> Tensor:
+    """Return the spectrogram of one waveform; bands and frames of `masks` are silenced before the logarithm.
+
+    The tests of `data_pipeline.audio` compare the spectrogram with librosa's, which takes longer to import.
+    """
+    to_power = MelSpectrogram(
+        mel.sample_rate, mel.n_fft, hop_length=mel.hop, n_mels=mel.num_mels, pad_mode="constant", norm="slaney",
+        mel_scale="slaney",
+    )  # fmt: skip
+    power_MN = to_power.to(waveform_T.dtype)(waveform_T)
     if masks is not None:
         bands, frames = masks
-        power[bands] = 0
-        power[:, frames] = 0
-    spectrogram: Sound = (librosa.power_to_db(power**2, amin=1e-10, top_db=80.0) - mel.mean) / mel.std
-    return spectrogram
+        power_MN[bands] = 0
+        power_MN[:, frames] = 0
+    decibels_MN: Tensor = AmplitudeToDB("power", top_db=80.0)(power_MN**2)
+    return (decibels_MN - mel.mean) / mel.std
 
 
 @pytest.mark.slow
 @MELS
-def test_spectral_views_equal_librosa_one_by_one(mel: MelConfig) -> None:
+def test_spectral_views_equal_torchaudio_one_by_one(mel: MelConfig) -> None:
     x = sounds(6, mel, torch.float64)
     views = Spectral(SpectralConfig(), mel)(x, keys(6))
     draws = draw_masks(SpectralConfig(), keys(6), mel, audible_BN=audible_frames(x, mel))
@@ -80,13 +83,13 @@ def test_spectral_views_equal_librosa_one_by_one(mel: MelConfig) -> None:
     for i in range(6):
         first_band, num_bands, first_frame, num_frames = (int(part[i]) for part in dataclasses.astuple(draws))
         bands, frames = slice(first_band, first_band + num_bands), slice(first_frame, first_frame + num_frames)
-        expected = librosa_log_mel(x[i].numpy(), mel, (bands, frames))
-        np.testing.assert_allclose((views[i, 0] - noise[i]).numpy(), expected, rtol=0, atol=1e-3)
+        expected = torchaudios_log_mel(x[i], mel, (bands, frames))
+        torch.testing.assert_close(views[i, 0] - noise[i], expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.slow
 @MELS
-def test_waveform_views_equal_numpy_and_librosa_one_by_one(mel: MelConfig) -> None:
+def test_waveform_views_equal_numpy_and_torchaudio_one_by_one(mel: MelConfig) -> None:
     x, num_points = sounds(6, mel, torch.float64), mel.num_points
     draws = draw_waveform(WaveformConfig(), keys(6), num_points=num_points)
     noise = Waveform(WaveformConfig(kept=None), mel).augment(torch.zeros_like(x), keys(6))
@@ -103,7 +106,8 @@ def test_waveform_views_equal_numpy_and_librosa_one_by_one(mel: MelConfig) -> No
         else:
             waveform[outside] = 0
             waveform += noise[i].numpy()
-        np.testing.assert_allclose(views[i, 0].numpy(), librosa_log_mel(waveform, mel), rtol=0, atol=1e-3)
+        expected = torchaudios_log_mel(torch.from_numpy(waveform), mel)
+        torch.testing.assert_close(views[i, 0], expected, rtol=0, atol=1e-3)
 
 
 def test_masks_equal_torchaudio() -> None:
@@ -122,7 +126,7 @@ def test_masks_equal_torchaudio() -> None:
     assert ranges[1].max() > 30
 
 
-@pytest.mark.parametrize("num_points", [8, 9, 10, 57, 400])
+@pytest.mark.parametrize("num_points", [9, 10, 400])
 def test_white_noise_has_the_law_of_numpys_inverse_transform(num_points: int) -> None:
     """Both are linear in normal numbers, so equal covariances of all points are equal laws."""
     numbers = np.eye(num_points // 2 + 1)
@@ -192,7 +196,7 @@ def mask_as_published(is_power_MN: NDArray[np.bool_], rng: np.random.Generator) 
 @pytest.mark.parametrize("num_silent", [0, 24])
 def test_masks_have_the_published_law(num_silent: int) -> None:
     """Against one sound after the other, with no silent frame and with silence at the end."""
-    num, rng = 20_000, np.random.default_rng(0)
+    num, rng = 6_000, np.random.default_rng(0)
     audible_BN = (torch.arange(64) < 64 - num_silent).expand(num, -1)
     draws = draw_masks(SpectralConfig(), keys(num), FSDD, audible_BN=audible_BN)
     is_power_MN = np.broadcast_to(audible_BN[0].numpy(), (64, 64))
@@ -274,7 +278,7 @@ def test_what_is_switched_off_leaves_the_sound_as_it_is() -> None:
     assert torch.equal(Spectral(config, FSDD)(x, keys(3)), clean)
     assert clean.shape == (3, 1, 64, 64)
     for i in range(3):
-        np.testing.assert_allclose(clean[i, 0].numpy(), librosa_log_mel(x[i].numpy(), FSDD), rtol=0, atol=1e-3)
+        torch.testing.assert_close(clean[i, 0], torchaudios_log_mel(x[i], FSDD), rtol=0, atol=1e-3)
 
 
 @pytest.mark.slow

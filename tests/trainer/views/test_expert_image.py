@@ -54,15 +54,14 @@ def pictures(num: int, *, size: int = 32) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("antialias", [False, True])
-@pytest.mark.parametrize("width", [32, 20])
+@pytest.mark.parametrize(("width", "antialias"), [(32, False), (20, True)])
 def test_crop_and_flip_equal_torchvision(width: int, antialias: bool) -> None:
     """Antialiasing changes nothing, because a crop is never larger than the picture that it is resized to."""
-    draws = draw(ExpertImageConfig(area=(0.01, 1.0)), keys(200), size=(32, width))
+    draws = draw(ExpertImageConfig(area=(0.01, 1.0)), keys(80), size=(32, width))
     box_B4, flip_B = draws.box_B4, draws.flip_B
     assert box_B4 is not None
     assert flip_B is not None
-    x = pictures(200)[..., :width]
+    x = pictures(80)[..., :width]
     ours = crop_and_flip(x, box_B4, flip_B)
     for i, box in enumerate(box_B4.int().tolist()):
         expected = tv.resized_crop(
@@ -99,7 +98,7 @@ def test_hue_equals_torchvision() -> None:
         torch.testing.assert_close(ours[i], tv.adjust_hue(x[i], float(turns[i])), atol=5e-6, rtol=0)
 
 
-@pytest.mark.parametrize("sigma", [0.1, 0.3, 0.5, 1.0, 1.5, 2.0])
+@pytest.mark.parametrize("sigma", [0.1, 0.5, 2.0])
 def test_blur_equals_torchvision_on_repeated_edges(sigma: float) -> None:
     x = pictures(6)
     matrix = gaussian_blur_matrix(torch.full((6,), sigma), size=32)
@@ -138,9 +137,10 @@ def boxes_of_pil(x: Tensor, *, sigma: float = 1.0, rounded: bool = False) -> Ten
     return x
 
 
-@pytest.mark.parametrize("size", [32, 7, 2])
-@pytest.mark.parametrize("sigma", [0.1, 0.52, 1.0, 1.41, 1.42, 3.97])
-def test_pil_blur_is_that_of_pil(size: int, sigma: float) -> None:
+@pytest.mark.parametrize(
+    ("sigma", "size"), [(0.1, 32), (0.52, 32), (1.0, 7), (1.41, 32), (1.42, 32), (3.97, 32), (3.97, 2)]
+)
+def test_pil_blur_is_that_of_pil(sigma: float, size: int) -> None:
     """Ours are PIL's filters without the rounding, and with it they are PIL's: one level aside, in a pixel of 50.
 
     At a sigma of 0.5 or 2 the weights are such that many sums lie half-way between two levels.
@@ -190,12 +190,11 @@ def one_by_one(x: Tensor, draws: ExpertDraws, i: int, *, blur: str) -> Tensor:
 @pytest.mark.parametrize(
     ("config", "size", "num"),
     [
-        (ExpertImageConfig(), 32, 150),
-        (GAUSSIAN, 48, 60),
-        (SIMCLR, 64, 40),
-        (SIMCLR, 96, 30),
-        (ExpertImageConfig(), 224, 12),
-        *((huang_views(letters, strength=1.0), 32, 60) for letters in ("b", "ad", "ce", "abcde")),
+        (ExpertImageConfig(), 32, 60),
+        (ExpertImageConfig(), 224, 4),
+        (GAUSSIAN, 48, 24),
+        (SIMCLR, 64, 24),
+        *((huang_views(letters, strength=1.0), 32, 24) for letters in ("ad", "abcde")),
     ],
 )
 def test_whole_views_equal_torchvision_one_by_one(config: ExpertImageConfig, size: int, num: int) -> None:
@@ -207,15 +206,19 @@ def test_whole_views_equal_torchvision_one_by_one(config: ExpertImageConfig, siz
         torch.testing.assert_close(views[i], one_by_one(x[i], draws, i, blur=config.blur), atol=1e-3, rtol=0)
 
 
+STRONG = ExpertImageConfig(brightness=1, contrast=1, saturation=1, hue=0.5, jitter_probability=1, blur_sigma=(0.1, 9))
+
+
 @pytest.mark.parametrize(
-    "config",
+    ("config", "height", "width", "num"),
     [
-        *(ExpertImageConfig(), GAUSSIAN, SIMCLR),
-        ExpertImageConfig(brightness=1, contrast=1, saturation=1, hue=0.5, jitter_probability=1, blur_sigma=(0.1, 9)),
-        *(huang_views(letters, strength=1.0) for letters in ["c", "e", "ab", "abcde"]),
+        (ExpertImageConfig(), 64, 32, 40),
+        (GAUSSIAN, 32, 32, 40),
+        (SIMCLR, 96, 96, 12),
+        (STRONG, 32, 32, 80),
+        *((huang_views(letters, strength=1.0), 32, 32, 40) for letters in ("ce", "abcde")),
     ],
 )
-@pytest.mark.parametrize(("height", "width", "num"), [(32, 32, 200), (96, 96, 24), (64, 32, 60)])
 def test_views_in_few_kernels_are_those_of_a_cpu(config: ExpertImageConfig, height: int, width: int, num: int) -> None:
     """Far below 1 / 255, the step between two shades: only the order of the additions differs."""
     x, policy = pictures(num, size=height)[..., :width], ExpertImage(config)
@@ -234,8 +237,10 @@ def test_the_blur_of_simclr_reaches_a_tenth_of_the_picture(size: int, reach: int
     torch.testing.assert_close(matrix.sum(dim=1), torch.ones(size))
 
 
-@pytest.mark.parametrize("config", [ExpertImageConfig(), SIMCLR, huang_views("abcde"), huang_views("ab")])
-@pytest.mark.parametrize(("size", "num"), [(32, 120), (96, 12), (224, 4)])
+@pytest.mark.parametrize(
+    ("config", "size", "num"),
+    [(ExpertImageConfig(), 32, 60), (SIMCLR, 96, 12), (huang_views("abcde"), 32, 60), (huang_views("ab"), 224, 4)],
+)
 def test_pictures_that_are_changed_a_few_at_a_time_are_those_of_the_whole_batch(
     config: ExpertImageConfig, size: int, num: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,7 +254,7 @@ def test_pictures_that_are_changed_a_few_at_a_time_are_those_of_the_whole_batch(
     assert torch.equal(alone, whole)
 
 
-@pytest.mark.parametrize("letters", [*HUANG_LETTERS, "abcd"])
+@pytest.mark.parametrize("letters", ["b", "abcd"])
 def test_a_switched_off_operation_changes_no_draw_of_the_others(letters: str) -> None:
     whole, part = (draw(huang_views(which), keys(50), size=32) for which in (HUANG_LETTERS, letters))
     fields = {"a": "box_B4", "b": "sigma_B", "c": "gray_B", "d": "factor_B4", "e": "flip_B"}
@@ -268,13 +273,13 @@ def test_every_order_of_the_jitter_is_drawn_equally_often() -> None:
     assert chi_square < 49.7  # 23 degrees of freedom, p = 0.001
 
 
-@pytest.mark.parametrize("area", [(0.2, 1.0), (0.08, 1.0), (0.9, 1.0)])
+@pytest.mark.parametrize("area", [(0.2, 1.0), (0.9, 1.0)])
 def test_crop_boxes_have_torchvisions_law(area: tuple[float, float]) -> None:
     """With an area of at least 0.9 most attempts fail, so this tests the repeated attempts as well."""
     torch.manual_seed(0)
     transform = v2.RandomResizedCrop(32, scale=area)
-    theirs = [transform.make_params([torch.empty(3, 32, 32)]) for _ in range(5000)]
-    box_B4 = draw(ExpertImageConfig(area=area), keys(5000), size=32).box_B4
+    theirs = [transform.make_params([torch.empty(3, 32, 32)]) for _ in range(3000)]
+    box_B4 = draw(ExpertImageConfig(area=area), keys(3000), size=32).box_B4
     assert box_B4 is not None
     ours = dict(zip(("top", "left", "height", "width"), box_B4.double().numpy().T, strict=True))
     for name, of_side in ours.items():
@@ -285,8 +290,7 @@ def test_crop_boxes_have_torchvisions_law(area: tuple[float, float]) -> None:
     assert ks_p_value(ours["width"] / ours["height"], ratio) > 1e-3
 
 
-@pytest.mark.parametrize("aspect", [(3 / 4, 4 / 3), (1.5, 2.0)])
-@pytest.mark.parametrize("area", [(0.2, 1.0), (0.95, 1.0)])
+@pytest.mark.parametrize(("area", "aspect"), [((0.2, 1.0), (3 / 4, 4 / 3)), ((0.95, 1.0), (1.5, 2.0))])
 def test_a_decoder_draws_the_boxes_of_the_views(area: tuple[float, float], aspect: tuple[float, float]) -> None:
     box_B4 = draw(ExpertImageConfig(area=area, aspect=aspect), keys(500), size=96).box_B4
     sizes_B2 = torch.full((500, 2), 96)
@@ -299,22 +303,19 @@ def test_a_decoder_draws_the_boxes_of_the_views(area: tuple[float, float], aspec
     ("config", "theirs"),
     [
         (ExpertImageConfig(jitter_probability=1.0), v2.ColorJitter(0.4, 0.4, 0.4, 0.1)),
-        *(
-            (huang_views("ad", strength=s, jitter_probability=1.0), v2.ColorJitter(0.8 * s, 0.8 * s, 0.8 * s, 0.2 * s))
-            for s in (1.25, 1 / 8)
-        ),
+        (huang_views("ad", strength=1.25, jitter_probability=1.0), v2.ColorJitter(1, 1, 1, 0.25)),
     ],
 )
 def test_jitter_factors_have_torchvisions_law(config: ExpertImageConfig, theirs: v2.ColorJitter) -> None:
     torch.manual_seed(0)
-    params = [theirs.make_params([]) for _ in range(5000)]
-    factor_B4 = draw(config, keys(5000), size=32).factor_B4
+    params = [theirs.make_params([]) for _ in range(3000)]
+    factor_B4 = draw(config, keys(3000), size=32).factor_B4
     assert factor_B4 is not None
     for operation, name in enumerate(["brightness", "contrast", "saturation", "hue"]):
         factor = [drawn[f"{name}_factor"] for drawn in params]
         assert ks_p_value(factor_B4[:, operation].numpy(), factor) > 1e-3, name
     correlation = np.corrcoef(factor_B4.numpy().T) - np.eye(4)
-    assert np.abs(correlation).max() < 4 / 5000**0.5
+    assert np.abs(correlation).max() < 4 / 3000**0.5
 
 
 @pytest.mark.parametrize("config", [ExpertImageConfig(), huang_views("abcde")])
@@ -345,8 +346,10 @@ def test_masks_and_memory_layout_change_nothing(config: ExpertImageConfig) -> No
     assert views.is_contiguous()
 
 
-@pytest.mark.parametrize("policy", [ExpertImageConfig(), GAUSSIAN, huang_views("b")])
-@pytest.mark.parametrize("probability", [0.01, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("policy", "probability"),
+    [(ExpertImageConfig(), 0.01), (ExpertImageConfig(), 0.5), (GAUSSIAN, 1.0), (huang_views("b"), 0.5)],
+)
 def test_pictures_without_blur_are_left_out(policy: ExpertImageConfig, probability: float) -> None:
     """The same bits as with the identity for a blur, down to a batch of which no picture is blurred."""
     config = policy.model_copy(update={"blur_probability": probability})
@@ -436,10 +439,13 @@ def test_a_blur_treats_rows_as_columns(config: ExpertImageConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [ExpertImageConfig().without_colours(), huang_views("abe"), SIMCLR.without_colours()]
+    ("config", "num_channels", "gradient"),
+    [
+        (ExpertImageConfig().without_colours(), 11, False),
+        (huang_views("abe"), 11, True),
+        (SIMCLR.without_colours(), 1, False),
+    ],
 )
-@pytest.mark.parametrize("num_channels", [1, 11])
-@pytest.mark.parametrize("gradient", [False, True])
 def test_each_of_any_number_of_channels_is_changed_as_in_a_picture_of_three(
     config: ExpertImageConfig, num_channels: int, gradient: bool
 ) -> None:

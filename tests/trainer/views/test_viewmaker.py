@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import scipy.fft
 import torch
 from pydantic import ValidationError
 from torch import Tensor
@@ -21,9 +20,7 @@ from trainer.views.viewmaker import (
     Viewmaker,
     ViewmakerConfig,
     attacked_views,
-    cosine_transform,
     draw_noise,
-    inverse_cosine_transform,
     project,
 )
 
@@ -51,14 +48,11 @@ def test_number_of_parameters_is_the_published_one(channels: int, num_res_blocks
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "published": {},
-    "frequency": {"domain": "frequency", "budget": 4.0},
-    "downsampled": {"downsample_to": 16},
-    "both": {"domain": "frequency", "budget": 4.0, "downsample_to": 16, "clamp": False},
+    "downsampled": {"downsample_to": 16, "clamp": False},
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize(("channels", "size"), [(3, 32), (1, 64)])
+@pytest.mark.parametrize(("channels", "size", "option"), [(3, 32, "published"), (1, 64, "downsampled")])
 def test_views_and_gradients_are_those_of_the_network_as_written(channels: int, size: int, option: str) -> None:
     viewmaker = make(channels=channels, base_width=8, num_res_blocks=2, **OPTIONS[option]).double()
     with torch.no_grad():
@@ -103,9 +97,9 @@ def test_every_perturbation_spends_the_budget_and_never_more(scale: float) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("clamp", [True, False])
 def test_the_budget_holds_on_every_view(clamp: bool) -> None:
-    viewmaker, x = make(clamp=clamp, budget=0.1), pictures(32)
+    viewmaker, x = make(clamp=clamp, budget=0.1, base_width=8), pictures(16)
     with torch.no_grad():
-        deltas, views = viewmaker.deltas(x, keys(32)), viewmaker(x, keys(32))
+        deltas, views = viewmaker.deltas(x, keys(16)), viewmaker(x, keys(16))
     spent = deltas.abs().mean(dim=(1, 2, 3))
     assert (spent <= 0.1 * (1 + 1e-6)).all()
     assert (spent > 0.1 * 0.99).all()
@@ -118,18 +112,18 @@ def test_under_autocast_the_projection_stays_in_float32() -> None:
     r = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         delta = project(r, budget=0.05)
-        views = make()(pictures(4), keys(4))
-        deltas = make().deltas(pictures(4), keys(4))
+        views = make(base_width=8)(pictures(4), keys(4))
+        deltas = make(base_width=8).deltas(pictures(4), keys(4))
     assert delta.dtype == views.dtype == deltas.dtype == torch.float32
     assert torch.equal(delta, project(r.float(), budget=0.05))
     assert (deltas.abs().mean(dim=(1, 2, 3)) <= 0.05 * (1 + 1e-6)).all()
     # The views are close to float32, because bfloat16 rounds only the network and not the projection.
-    torch.testing.assert_close(deltas, make().deltas(pictures(4), keys(4)), atol=0.02, rtol=0)
+    torch.testing.assert_close(deltas, make(base_width=8).deltas(pictures(4), keys(4)), atol=0.02, rtol=0)
 
 
 @pytest.mark.slow
 def test_a_view_does_not_depend_on_its_batch() -> None:
-    viewmaker, x, all_keys = make(), pictures(8), keys(8)
+    viewmaker, x, all_keys = make(base_width=8), pictures(8), keys(8)
     with torch.no_grad():
         whole = viewmaker(x, all_keys)
         for part in (slice(0, 4), slice(4, 8), slice(5, 6)):
@@ -139,7 +133,7 @@ def test_a_view_does_not_depend_on_its_batch() -> None:
 
 @pytest.mark.slow
 def test_views_repeat_exactly_and_differ_between_keys() -> None:
-    viewmaker, x = make(), pictures(4)
+    viewmaker, x = make(base_width=8), pictures(4)
     with torch.no_grad():
         views = viewmaker(x, keys(4))
         torch.manual_seed(1)
@@ -156,19 +150,6 @@ def test_views_are_made_without_waiting_for_the_device() -> None:
         viewmaker = make(dropout_rate=dropout_rate).to("meta")
         views = viewmaker(torch.empty(8, 3, 32, 32, device="meta"), DrawKeys(seed=0, epoch=0, index_B=index, view=0))
         assert views.shape == (8, 3, 32, 32)
-
-
-@pytest.mark.parametrize(("height", "width"), [(32, 32), (64, 32), (5, 8)])
-def test_the_cosine_transform_is_that_of_scipy(height: int, width: int) -> None:
-    x = torch.randn(2, 3, height, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    expected = torch.from_numpy(scipy.fft.dctn(x.numpy(), axes=(2, 3)))
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(cosine_transform(x), expected, atol=1e-9, rtol=1e-12)
-        torch.testing.assert_close(inverse_cosine_transform(cosine_transform(x)), x, atol=1e-12, rtol=1e-12)
-        single = cosine_transform(x.float())
-    assert single.dtype == torch.float32
-    torch.testing.assert_close(single.double(), expected, atol=1e-4, rtol=1e-5)
-    assert cosine_transform(torch.ones(1, 1, height, width))[0, 0, 0, 0] == pytest.approx(4 * height * width)
 
 
 def test_a_downsampled_viewmaker_changes_pictures_smoothly_and_within_the_budget() -> None:
@@ -192,8 +173,9 @@ def masks(num: int) -> Tensor:
     return masks_BHW
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize(("mask", "level"), [("box", MASK_BOX), ("object", MASK_OBJECT)])
+@pytest.mark.parametrize(
+    ("mask", "level", "option"), [("box", MASK_BOX, "published"), ("object", MASK_OBJECT, "downsampled")]
+)
 def test_a_masked_viewmaker_leaves_the_object_alone(mask: str, level: int, option: str) -> None:
     """Outside it does what it would do without the mask, which is where it differs from a re-projected one."""
     config, x, masks_BHW = {"base_width": 8} | OPTIONS[option], pictures(6), masks(6)
@@ -207,13 +189,12 @@ def test_a_masked_viewmaker_leaves_the_object_alone(mask: str, level: int, optio
     assert torch.equal(views[-1], free[-1])
 
 
-@pytest.mark.parametrize("mask", ["box", "object"])
-def test_a_reprojected_viewmaker_spends_the_whole_budget_outside(mask: str) -> None:
+def test_a_reprojected_viewmaker_spends_the_whole_budget_outside() -> None:
     x, masks_BHW = pictures(6), masks(6)
     with torch.no_grad():
         free = make(base_width=8).deltas(x, keys(6))
-        masked = make(base_width=8, mask=mask).deltas(x, keys(6), masks_BHW)
-        deltas = make(base_width=8, mask=mask, reproject=True).deltas(x, keys(6), masks_BHW)
+        masked = make(base_width=8, mask="box").deltas(x, keys(6), masks_BHW)
+        deltas = make(base_width=8, mask="box", reproject=True).deltas(x, keys(6), masks_BHW)
     assert torch.equal(deltas == 0, masked == 0)
     spent = deltas.abs().mean(dim=(1, 2, 3))
     assert (spent <= 0.05 * (1 + 1e-6)).all()
@@ -244,9 +225,8 @@ def test_masks_are_read_by_a_masked_viewmaker_only() -> None:
         make(mask="box")(x, keys(4))
 
 
-@pytest.mark.parametrize("mask", ["box", "object"])
-def test_masks_of_another_type_or_shape_are_refused(mask: str) -> None:
-    viewmaker, x = make(base_width=8, mask=mask), pictures(4)
+def test_masks_of_another_type_or_shape_are_refused() -> None:
+    viewmaker, x = make(base_width=8, mask="box"), pictures(4)
     for wrong in (masks(4).bool(), masks(4).long(), masks(1), masks(4)[:, :16, :16], masks(4)[:, None]):
         with pytest.raises(ValueError, match=r"masks must be uint8 of shape \(4, 32, 32\) .* 255 on the object, got "):
             viewmaker(x, keys(4), wrong)
@@ -256,8 +236,7 @@ RATES = (0.02, 0.1, 0.25, 0.5, 0.9)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pairing", ["independent", "exclusive"])
-@pytest.mark.parametrize("view", [0, 1, 3, 4])
+@pytest.mark.parametrize(("view", "pairing"), [(3, "independent"), (0, "exclusive"), (3, "exclusive")])
 def test_a_view_is_attacked_with_the_probability_of_the_rate(view: int, pairing: Pairing) -> None:
     """Over samples of one epoch, and over epochs of one sample; four standard deviations of the binomial law."""
     num = 20_000
@@ -265,8 +244,8 @@ def test_a_view_is_attacked_with_the_probability_of_the_rate(view: int, pairing:
     for rate in RATES[:-1]:
         bound = 4 * math.sqrt(rate * (1 - rate) / num)
         assert attacked_views(of_samples, rate=rate, pairing=pairing).double().mean() == pytest.approx(rate, abs=bound)
-    of_epochs = [attacked_views(keys(1, epoch=epoch, view=view), rate=0.3, pairing=pairing) for epoch in range(2_000)]
-    assert torch.cat(of_epochs).double().mean() == pytest.approx(0.3, abs=4 * math.sqrt(0.21 / 2_000))
+    of_epochs = [attacked_views(keys(1, epoch=epoch, view=view), rate=0.3, pairing=pairing) for epoch in range(500)]
+    assert torch.cat(of_epochs).double().mean() == pytest.approx(0.3, abs=4 * math.sqrt(0.21 / 500))
 
 
 def test_a_higher_rate_attacks_the_same_views_and_more() -> None:
@@ -275,8 +254,7 @@ def test_a_higher_rate_attacks_the_same_views_and_more() -> None:
     assert attacked_views(keys(1_000), rate=1.0).all()
 
 
-@pytest.mark.parametrize("first", [0, 2, 4])
-@pytest.mark.parametrize("rate", RATES[:-1])
+@pytest.mark.parametrize(("rate", "first"), [(0.1, 0), (0.5, 2)])
 def test_of_a_pair_both_views_are_attacked_by_chance_or_never(rate: float, first: int) -> None:
     num = 20_000
     both: dict[Pairing, float] = {"independent": rate**2, "exclusive": 0.0}
@@ -366,8 +344,7 @@ def test_pictures_that_do_not_divide_are_refused(config: dict[str, Any], height:
         ({"dropout_pairing": "exclusive"}, "needs a dropout_rate up to 0.5, got None"),
         ({"dropout_pairing": "exclusive", "dropout_rate": 0.6}, "needs a dropout_rate up to 0.5, got 0.6"),
         ({"reproject": True}, "needs mask=box or mask=object"),
-        ({"reproject": True, "mask": "box", "domain": "frequency"}, "domain=pixel and no downsample_to"),
-        ({"reproject": True, "mask": "box", "downsample_to": 16}, "domain=pixel and no downsample_to"),
+        ({"reproject": True, "mask": "box", "downsample_to": 16}, "set no downsample_to"),
     ],
 )
 def test_config_refuses_what_makes_no_sense(wrong: dict[str, object], message: str) -> None:

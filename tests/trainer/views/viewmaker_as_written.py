@@ -1,15 +1,10 @@
-"""The viewmaker from torch's own layers, in the paper's order: what ours must equal, and what it is timed against.
-
-Its cosine transform is SciPy's.
-"""
+"""The viewmaker from torch's own layers, in the paper's order: what ours must equal, and what it is timed against."""
 
 from __future__ import annotations
 
 import itertools
 from typing import Any
 
-import numpy as np
-import scipy.fft
 import torch
 from torch import Tensor, nn
 from torchvision.transforms.v2 import functional as tv
@@ -37,16 +32,14 @@ class AsWritten(nn.Module):
         self.out = conv_of(viewmaker.out)
 
     def forward(self, x: Tensor, keys: DrawKeys) -> Tensor:
-        small, frequency = self.config.downsample_to, self.config.domain == "frequency"
+        small = self.config.downsample_to
         y = x if small is None else resize(x, small)
-        y = dct(y) if frequency else y
         y = self.stem(with_noise(y, keys, layer=0))
         for layer, block in enumerate(self.blocks, start=1):
             y = with_noise(y, keys, layer=layer)
             y = y + block(y)
         u = torch.tanh(self.out(self.upsample(y)))
         delta = self.config.budget * u / (u.abs().mean((1, 2, 3), keepdim=True) + 1e-4)
-        delta = inverse_dct(delta) if frequency else delta
         views = x + (delta if small is None else resize(delta, x.shape[-1]))
         return views.clamp(0, 1) if self.config.clamp else views
 
@@ -55,17 +48,6 @@ def resize(x: Tensor, size: int) -> Tensor:
     """Bilinear, without antialiasing."""
     resized: Tensor = tv.resize(x, [size, size], antialias=False)
     return resized
-
-
-def dct(x: Tensor) -> Tensor:
-    """Of square pictures; without gradient."""
-    return torch.from_numpy(scipy.fft.dctn(x.numpy(), axes=(2, 3)))
-
-
-def inverse_dct(x: Tensor) -> Tensor:
-    """Of square pictures."""
-    matrix = torch.from_numpy(scipy.fft.idct(np.eye(x.shape[-1]), axis=0)).to(x.dtype)
-    return torch.einsum("yk,bckl,xl->bcyx", matrix, x, matrix)
 
 
 def with_noise(x: Tensor, keys: DrawKeys, *, layer: int) -> Tensor:

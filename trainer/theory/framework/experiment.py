@@ -22,6 +22,7 @@ from data_pipeline.core.system import num_cores
 from trainer.provenance import command_line, cpu_name, this_code
 from trainer.run_dir import write_atomically, write_json
 from trainer.theory.framework.claim import ClaimResult, Measurements, judge_rows, read_claims
+from trainer.theory.framework.figures import PanelGrid, draw
 
 PACKAGES = ("torch", "numpy", "scipy")
 RESULT = "result.json"
@@ -43,11 +44,11 @@ class TheorySettings(Schema):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The measurements of a study, words for its claims, figures (the PNG by its name) and tables of numbers."""
+    """The measurements of a study, words for its claims, figures and tables of numbers by name."""
 
     measured: Measurements
     words: Mapping[str, object] = field(default_factory=dict)
-    figures: Mapping[str, bytes] = field(default_factory=dict)
+    figures: Mapping[str, PanelGrid] = field(default_factory=dict)
     tables: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -123,18 +124,23 @@ def default_out(name: str, settings: TheorySettings, defaults: TheorySettings) -
     return Path("runs/theory") / (name if settings == defaults else f"{name}-{sha256[:8]}")
 
 
+def judge(name: str, outcome: Outcome) -> list[ClaimResult]:
+    """Return the verdicts on the claims of the experiment that have been measured."""
+    return judge_rows(read_claims(name), outcome.measured, **outcome.words)
+
+
 def run_experiment(
     name: str, experiment: Experiment[S], settings: S, *, out: Path, device: torch.device
 ) -> TheoryResult:
     """Run the experiment, judge its claims, and write the figures and result.json into `out`."""
     started = time.monotonic()
     outcome = experiment.run(settings, device)
-    for figure, png in outcome.figures.items():
-        write_atomically(out / f"{figure}.png", png)
+    for figure, grid in outcome.figures.items():
+        write_atomically(out / f"{figure}.png", draw(grid))
     result = TheoryResult(
         experiment=name,
         settings=settings.model_dump(mode="json"),
-        claims=tuple(judge_rows(read_claims(name), outcome.measured, **outcome.words)),
+        claims=tuple(judge(name, outcome)),
         tables=dict(outcome.tables),
         figures=tuple(f"{figure}.png" for figure in outcome.figures),
         seeds=settings.seeds,

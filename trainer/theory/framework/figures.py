@@ -75,10 +75,20 @@ class Map:
     centred: bool = True
 
 
-def draw(panels: Sequence[Panel | Map], *, num_columns: int = 3, panel_size: tuple[float, float] = (3.7, 2.9)) -> bytes:
-    """Return one PNG of the panels, row by row. `panel_size` is the width and height in inches of 100 pixels."""
+@dataclass(frozen=True)
+class PanelGrid:
+    """The panels of one figure, row by row. `panel_size` is the width and height in inches of 100 pixels."""
+
+    panels: Sequence[Panel | Map]
+    num_columns: int = 3
+    panel_size: tuple[float, float] = (3.7, 2.9)
+
+
+def draw(grid: PanelGrid) -> bytes:
+    """Return a PNG of the panels."""
+    panels, num_columns, (width, height) = grid.panels, grid.num_columns, grid.panel_size
     num_rows = -(-len(panels) // num_columns)
-    figure = Figure(figsize=(panel_size[0] * num_columns, panel_size[1] * num_rows), layout="constrained")
+    figure = Figure(figsize=(width * num_columns, height * num_rows), layout="constrained")
     axes = figure.subplots(num_rows, num_columns, squeeze=False)
     for panel, axis in zip(panels, axes.flat, strict=False):
         if isinstance(panel, Panel):

@@ -29,7 +29,7 @@ from trainer.theory.framework.experiment import (
     on_cpu,
     require_finite,
 )
-from trainer.theory.framework.figures import Curve, Map, Panel, draw
+from trainer.theory.framework.figures import Curve, Map, Panel, PanelGrid
 from trainer.theory.generalization import claims, divergence
 from trainer.theory.generalization.bound import BoundSettings, measure_cells
 from trainer.theory.generalization.encoders import (
@@ -98,9 +98,9 @@ def check_bound(settings: GeneralizationSettings, device: torch.device) -> Outco
     """Compute the error bound in a model in which all terms are known."""
     bound = settings.bound
     cells = on_cpu(measure_cells(bound, seeds=settings.seeds, device=device))
-    picture = draw(_bound_panels(bound, cells), num_columns=2, panel_size=(4.6, 3.2))
+    panels = PanelGrid(_bound_panels(bound, cells), num_columns=2, panel_size=(4.6, 3.2))
     measured, words = claims.measure_bound(cells, bound)
-    return Outcome(measured, words, {"generalization_bound": picture}, {"bound": _bound_table(bound, cells)})
+    return Outcome(measured, words, {"generalization_bound": panels}, {"bound": _bound_table(bound, cells)})
 
 
 def _train_and_measure(settings: GeneralizationSettings, seeds: Sequence[int], device: torch.device) -> Tensors:

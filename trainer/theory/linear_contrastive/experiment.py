@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.theory.framework.claim import Measurement, exact_interval
+from trainer.theory.framework.claim import Measurement
 from trainer.theory.framework.experiment import Experiment, Outcome, Tensors, join_outcomes, on_cpu
-from trainer.theory.framework.figures import draw
+from trainer.theory.framework.figures import PanelGrid
 from trainer.theory.linear_contrastive import claims, figures, model
 from trainer.theory.linear_contrastive.model import feature_states
 from trainer.theory.linear_contrastive.settings import (
@@ -29,20 +29,6 @@ def run(settings: LinearContrastiveSettings, device: torch.device) -> Outcome:
     return join_outcomes([study(settings, device) for name, study in STUDIES.items() if name in settings.studies])
 
 
-def check_gradient(settings: LinearContrastiveSettings, device: torch.device) -> Outcome:
-    """Compare the gradient in closed form with autograd."""
-    check = settings.gradient
-    error_S = model.gradient_error(
-        seeds=settings.seeds,
-        num_pairs=check.num_pairs,
-        num_features=check.num_features,
-        dim=check.dim,
-        device=device,
-    )
-    largest = exact_interval(error_S.max().item(), kind=f"largest of {len(error_S)} seeds")
-    return Outcome({"gradient": Measurement(largest)})
-
-
 def check_theorem(settings: LinearContrastiveSettings, device: torch.device) -> Outcome:
     """Measure the gains in speed of Theorem 4.1, at a point and over a grid."""
     theorem, num_batches = settings.theorem, settings.theorem.num_batches_a_seed * settings.num_seeds
@@ -50,10 +36,10 @@ def check_theorem(settings: LinearContrastiveSettings, device: torch.device) -> 
     grid = on_cpu(theorem_grid(theorem, settings.seeds, device))
     at_point, point_table = claims.measure_point(theorem, point)
     over_grid, grid_table = claims.measure_grid(theorem, grid, num=num_batches)
-    picture = draw(figures.theorem_panels(theorem, point, grid), num_columns=2, panel_size=(4.6, 3.2))
+    panels = PanelGrid(figures.theorem_panels(theorem, point, grid), num_columns=2, panel_size=(4.6, 3.2))
     return Outcome(
         {**at_point, "theorem over the grid": Measurement(over_grid)},
-        figures={"linear_contrastive_theorem": picture},
+        figures={"linear_contrastive_theorem": panels},
         tables={"theorem_point": point_table, "theorem_grid": grid_table},
     )
 
@@ -121,10 +107,10 @@ def check_training(settings: LinearContrastiveSettings, device: torch.device) ->
     found = {
         name: on_cpu(_train(varied, settings.seeds, arms, device)) for name, (varied, arms) in _arms(training).items()
     }
-    pictures = {"linear_contrastive_training": draw(figures.training_panels(training, found))}
+    panels = {"linear_contrastive_training": PanelGrid(figures.training_panels(training, found))}
     tables = {"training": claims.training_tables(training, found)}
     words = {"num_dominant": training.num_dominant}
-    return Outcome(claims.measure_training(training, found), words, pictures, tables)
+    return Outcome(claims.measure_training(training, found), words, panels, tables)
 
 
 def _arms(training: TrainingSettings) -> dict[str, tuple[TrainingSettings, Sequence[NoiseArm]]]:
@@ -161,7 +147,6 @@ def check_error(settings: LinearContrastiveSettings, device: torch.device) -> Ou
 
 
 STUDIES: Mapping[Study, Callable[[LinearContrastiveSettings, torch.device], Outcome]] = {
-    "gradient": check_gradient,
     "theorem": check_theorem,
     "training": check_training,
     "error": check_error,

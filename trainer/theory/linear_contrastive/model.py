@@ -1,4 +1,4 @@
-"""The linear model of feature suppression (Tamkin et al. 2022, section 4): its pairs, loss, gradient and training.
+"""The linear model of feature suppression (Tamkin et al. 2022, section 4): its speeds, training and test error.
 
 An input has K features, rows x_k ~ N(0, I) of D numbers. A view of it has rows v_k ~ N(0, I). They are independent of
 x_k except in one direction mu_k: <v_k, mu_k> = alpha_k <x_k, mu_k> + sqrt(1 - alpha_k^2) xi. The model has one vector
@@ -26,69 +26,13 @@ from data_pipeline.core.errors import UserError
 from trainer.theory.framework.experiment import draw_keys, in_blocks
 from trainer.theory.linear_contrastive.settings import TrainingSettings
 
-# Purposes of `counter_rng`: four of the training, then the pairs of the grid, test samples, gradient check.
-_INITIAL, _INPUT, _VIEW, _NOISE, _PAIR, _TEST, _CHECK = range(7)
+# Purposes of `counter_rng`: four of the training, then the pairs of the grid and the test samples.
+_INITIAL, _INPUT, _VIEW, _NOISE, _PAIR, _TEST = range(6)
 
 # Numbers in the largest intermediate array of the grid and of the training: few enough for the caches of a CPU, enough
 # to use a whole GPU.
 CHUNK_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 27}
 TRAINING_NUMBERS = {"cpu": 1 << 21, "cuda": 1 << 29}
-
-
-def views_of(x_KD: Tensor, independent_KD: Tensor, alpha_K: Tensor) -> Tensor:
-    """Return views (..., K, D) of inputs. They are made of independent rows and the correlations of the features."""
-    along_K = alpha_K * x_KD[..., 0] + (1 - alpha_K**2).sqrt() * independent_KD[..., 0]
-    return torch.cat([along_K[..., None], independent_KD[..., 1:]], dim=-1)
-
-
-def contrastive_loss(theta_KD: Tensor, x_MKD: Tensor, v_MKD: Tensor) -> Tensor:
-    """Return the mean of -log p_ii over the batch, (...). It is differentiable."""
-    z_MM = _project(theta_KD, x_MKD) @ _project(theta_KD, v_MKD).mT
-    return -z_MM.log_softmax(-1).diagonal(dim1=-2, dim2=-1).mean(-1)
-
-
-def loss_gradient(theta_KD: Tensor, x_MKD: Tensor, v_MKD: Tensor) -> Tensor:
-    """Return the gradient of `contrastive_loss` in closed form, (..., K, D).
-
-    1/M sum_ij (p_ij - [i = j]) (<theta_k, v_k^j> x_k^i + <theta_k, x_k^i> v_k^j).
-    """
-    fx_MK, fv_MK = _project(theta_KD, x_MKD), _project(theta_KD, v_MKD)
-    pull_MM, _ = _pull(fx_MK @ fv_MK.mT)
-    of_x_KD = torch.einsum("...mk,...mkd->...kd", pull_MM @ fv_MK, x_MKD)
-    return of_x_KD + torch.einsum("...mk,...mkd->...kd", pull_MM.mT @ fx_MK, v_MKD)
-
-
-def _project(theta_KD: Tensor, x_MKD: Tensor) -> Tensor:
-    return torch.einsum("...mkd,...kd->...mk", x_MKD, theta_KD)
-
-
-def _pull(z_MM: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (p_ij - [i = j]) / M, which overwrites `z_MM`, and log p_ii."""
-    greatest_M1 = z_MM.amax(-1, keepdim=True)
-    own_M = z_MM.diagonal(dim1=-2, dim2=-1) - greatest_M1[..., 0]
-    pull_MM = z_MM.sub_(greatest_M1).exp_()
-    sum_M1 = pull_MM.sum(-1, keepdim=True)
-    pull_MM.div_(sum_M1)
-    pull_MM.diagonal(dim1=-2, dim2=-1).sub_(1)
-    return pull_MM.div_(z_MM.shape[-1]), own_M - sum_M1[..., 0].log()
-
-
-def gradient_error(
-    *, seeds: Sequence[int], num_pairs: int, num_features: int, dim: int, device: torch.device
-) -> Tensor:
-    """Return the largest |closed form - autograd| over the largest entry of autograd's gradient; (S,) float64."""
-    shape = (num_pairs, num_features, dim)
-    keys = draw_keys(seeds, device)
-    draws = normal(keys, 2 * math.prod(shape) + num_features * dim, purpose=_CHECK).double()
-    size = math.prod(shape)
-    x, independent, theta = draws[:, :size], draws[:, size : 2 * size], draws[:, 2 * size :]
-    alpha_K = torch.linspace(0.1, 0.9, num_features, dtype=torch.float64, device=device)
-    x_SMKD = x.reshape(-1, *shape)
-    v_SMKD = views_of(x_SMKD, independent.reshape(-1, *shape), alpha_K)
-    theta_SKD = (0.5 * theta).reshape(-1, num_features, dim).requires_grad_()
-    (autograd_SKD,) = torch.autograd.grad(contrastive_loss(theta_SKD, x_SMKD, v_SMKD).sum(), theta_SKD)
-    difference_SKD = loss_gradient(theta_SKD.detach(), x_SMKD, v_SMKD) - autograd_SKD
-    return difference_SKD.abs().flatten(1).amax(1) / autograd_SKD.abs().flatten(1).amax(1)
 
 
 def downstream_error(
@@ -310,3 +254,14 @@ def _angles(theta_SKDA: Tensor) -> Tensor:
     """Return the acute angles to mu in degrees, (A, S, K)."""
     across_SKA = theta_SKDA[:, :, 1:].norm(dim=2)
     return torch.atan2(across_SKA, theta_SKDA[:, :, 0].abs()).rad2deg().permute(2, 0, 1)
+
+
+def _pull(z_MM: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (p_ij - [i = j]) / M, which overwrites `z_MM`, and log p_ii."""
+    greatest_M1 = z_MM.amax(-1, keepdim=True)
+    own_M = z_MM.diagonal(dim1=-2, dim2=-1) - greatest_M1[..., 0]
+    pull_MM = z_MM.sub_(greatest_M1).exp_()
+    sum_M1 = pull_MM.sum(-1, keepdim=True)
+    pull_MM.div_(sum_M1)
+    pull_MM.diagonal(dim1=-2, dim2=-1).sub_(1)
+    return pull_MM.div_(z_MM.shape[-1]), own_M - sum_M1[..., 0].log()

@@ -25,7 +25,7 @@ TurningAngle = Annotated[float, Field(gt=0, le=90)]
 SomeCorrelation = Annotated[float, Field(gt=0, lt=1)]
 Norm = Annotated[float, Field(gt=0, le=4)]
 
-Study = Literal["gradient", "theorem", "training", "error"]
+Study = Literal["theorem", "training", "error"]
 
 GRID_AXES = (
     "weak_angles_degrees",
@@ -131,20 +131,11 @@ class ErrorSettings(Schema):
     num_samples_a_seed: Count = 200_000
 
 
-class GradientSettings(Schema):
-    """Settings for the check of the closed-form gradient against autograd, in float64."""
-
-    num_pairs: TwoOrMore = 16
-    num_features: Count = 5
-    dim: TwoOrMore = 10
-
-
 class LinearContrastiveSettings(TheorySettings):
     """Settings of the experiment. `studies` names the sections to compute and judge."""
 
     num_seeds: TwoOrMore = 16
     studies: tuple[Study, ...] = Field(default=get_args(Study), min_length=1)
-    gradient: GradientSettings = GradientSettings()
     theorem: TheoremSettings = TheoremSettings()
     training: TrainingSettings = TrainingSettings()
     error: ErrorSettings = ErrorSettings()

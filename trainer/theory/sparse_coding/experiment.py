@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from trainer.theory.framework.experiment import Experiment, Outcome, Tensors, in_blocks, on_cpu, require_finite
-from trainer.theory.framework.figures import Curve, Panel, draw, mean_curve
+from trainer.theory.framework.figures import Curve, Panel, PanelGrid, mean_curve
 from trainer.theory.sparse_coding.claims import ArmMetrics, measure_arms, measure_gaps, measure_growth_claims
 from trainer.theory.sparse_coding.model import train
 from trainer.theory.sparse_coding.probes import measure, measure_growth
@@ -96,7 +96,7 @@ def _table(arms: ArmMetrics, settings: SparseCodingSettings) -> dict[str, Any]:
     }
 
 
-def _arm_figures(arms: ArmMetrics, settings: SparseCodingSettings) -> dict[str, bytes]:
+def _arm_figures(arms: ArmMetrics, settings: SparseCodingSettings) -> dict[str, PanelGrid]:
     problem, counts = arms.problem, settings.label_counts
     steps = [problem.log_every * (place + 1) for place in range(arms.metrics["loss_log"].shape[-1])]
     start = arms.of(MASK_BIAS, "bias_start").double().mean().item()
@@ -131,12 +131,12 @@ def _arm_figures(arms: ArmMetrics, settings: SparseCodingSettings) -> dict[str, 
             curves.append(Curve(counts, ceiling, "best linear function of x", 6, ":"))
         labels.append(Panel(title, "labels", "R²" if name == "r2" else "accuracy", curves, log_x=True))
     return {
-        "sparse_training": draw(training, num_columns=2),
-        "sparse_labels": draw(labels, num_columns=2, panel_size=(4.2, 3.3)),
+        "sparse_training": PanelGrid(training, num_columns=2),
+        "sparse_labels": PanelGrid(labels, num_columns=2, panel_size=(4.2, 3.3)),
     }
 
 
-def _grid_figures(grid: Sequence[ArmMetrics], settings: SparseCodingSettings) -> dict[str, bytes]:
+def _grid_figures(grid: Sequence[ArmMetrics], settings: SparseCodingSettings) -> dict[str, PanelGrid]:
     label, x = {
         "noise": ("largest bias over noise, κ / σ", [arms.problem.bias_over_noise for arms in grid]),
         "pixels": ("noise over signal, Pσ² / (D E[z²])", [arms.problem.noise_over_signal for arms in grid]),
@@ -160,7 +160,7 @@ def _grid_figures(grid: Sequence[ArmMetrics], settings: SparseCodingSettings) ->
             curves.append(Curve(x, [arms.problem.first_loss for arms in grid], "at the start", 6, ":"))
         y_range = (-0.03, 1.05) if name == "coverage" else None
         panels.append(Panel(title, label, y_label, curves, y_range=y_range, log_x=settings.study == "pixels"))
-    return {f"sparse_{settings.study}": draw(panels)}
+    return {f"sparse_{settings.study}": PanelGrid(panels)}
 
 
 EXPERIMENT = Experiment(defaults=SparseCodingSettings(), run=run)
