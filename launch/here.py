@@ -36,7 +36,7 @@ from launch.submission import SubmissionPlan
 from trainer.run_dir import RunDir
 
 # torchvision is imported late by a run, for its networks, and imports much.
-_PRELOADED: Final = ["launch.here", "torchvision.models"]
+_PRELOADED: Final = ["launch.here", "launch.rank", "torchvision.models"]
 _POLL_SECONDS = 0.2
 
 

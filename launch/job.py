@@ -20,11 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from data_pipeline.core.imports import import_code
-from launch.rank import run
-from trainer.config import read_run_config
-from trainer.fault_tolerance.preemption import WARNINGS, StoppedError
-from trainer.run_dir import open_run
+from data_pipeline.core.imports import import_code, without_garbage_collection
 
 AGAIN_SECONDS = 1.0  # after this time, a warning that no handler took is sent again
 TIDY_SECONDS = 20.0  # for the clean-up of libraries at the end of a rank
@@ -47,7 +43,13 @@ class TrainJob:
 
         If one rank was warned and all have stopped, this ends the process with status 0. Raises every other error.
         """
-        import_code(self.code)
+        with without_garbage_collection():
+            import_code(self.code)
+            from launch.rank import run
+            from trainer.config import read_run_config
+            from trainer.fault_tolerance.preemption import WARNINGS, StoppedError
+            from trainer.run_dir import open_run
+
         config = read_run_config(open_run(self.run_dir))
         for number in WARNINGS:
             signal.signal(number, _send_again)

@@ -26,7 +26,7 @@ from trainer.mixture import num_classes
 from trainer.own_code import own_packages
 from trainer.planning.plan import bytes_of_data, describe, plan
 from trainer.preflight import check_batch, train_sizes
-from trainer.run_dir import RunDir, is_held
+from trainer.run_dir import RunDir, TakenError, is_held
 from trainer.train import train
 
 _MAX_REASON: Final = 4_000  # characters, because an exception may quote a whole tensor
@@ -54,15 +54,15 @@ def run(config: RunConfig, run_dir: Path, *, command: str, accepted_data: Collec
 def noting_its_end(config: RunConfig, path: Path) -> Iterator[None]:
     """If the block ends early, write the reason into the run directory.
 
-    Writes nothing if another process trains there, or if the directory belongs to another config: then this process was
-    refused, and the run itself has not ended.
+    Writes nothing if another process trains there, or has taken the directory from this one, or if the directory
+    belongs to another config: then the run itself has not ended.
     """
     run_dir, rank = RunDir(path), read_env(os.environ).rank
     was_held = is_held(run_dir)
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        if not was_held and _belongs_to(run_dir, config):
+        if not was_held and not isinstance(error, TakenError) and _belongs_to(run_dir, config):
             _note_end(run_dir, error, rank)
         raise
 

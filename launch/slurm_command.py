@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Final
 
 from configs import resolve_recipe, resolve_study
 from data_pipeline.core.errors import UserError
@@ -29,6 +30,9 @@ from trainer.preflight import check_data
 from trainer.provenance import command_line
 from trainer.run_dir import RunDir
 
+# A process of another machine counts as running until its last sign of life is some seconds old.
+_IF_DEAD: Final = "; if it died just now, repeat the command in 10 s"
+
 
 def run(arguments: argparse.Namespace) -> None:
     """Submit the runs that the arguments name, or print the batch script in a dry run. Raises `UserError`."""
@@ -39,7 +43,9 @@ def run(arguments: argparse.Namespace) -> None:
     left = [planned for planned, state in zip(runs, states, strict=True) if state not in LEFT_ALONE]
     plan = replace(plan, runs=left, at_a_time=max(1, min(plan.at_a_time, len(left))))
     notes = [
-        f"{planned.name} is {state} already" for planned, state in zip(runs, states, strict=True) if planned not in left
+        f"{planned.name} is {state} already{_IF_DEAD if state == 'running' else ''}"
+        for planned, state in zip(runs, states, strict=True)
+        if planned not in left
     ]
     if left:
         notes.append(f"asks for {describe_request(plan.resources, num_runs=len(left))}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from data_pipeline.core.arguments import AppendSetting, number, positive
 from data_pipeline.core.errors import run_command
-from data_pipeline.core.imports import add_code_argument, import_code
+from data_pipeline.core.imports import add_code_argument, import_code, without_garbage_collection
 from data_pipeline.core.overrides import SET_HELP
 
 _gigabytes = number("a positive number up to 1,000,000,000", lambda size: 0 < size <= 10**9)
@@ -73,12 +73,13 @@ def run_parser(description: str | None, instead_of_config: str, **options: Any) 
 
 def main() -> None:
     arguments = _parser().parse_args()
-    import_code(arguments.code)
-    from configs import describe_recipes, explain, resolve_recipe
-    from launch.planned_run import default_run_dir
-    from launch.rank import print_plan, run
-    from trainer.fault_tolerance.preemption import StoppedError
-    from trainer.provenance import command_line
+    with without_garbage_collection():
+        import_code(arguments.code)
+        from configs import describe_recipes, explain, resolve_recipe
+        from launch.planned_run import default_run_dir
+        from launch.rank import print_plan, run
+        from trainer.fault_tolerance.preemption import StoppedError
+        from trainer.provenance import command_line
 
     if arguments.list:
         print(describe_recipes())

@@ -133,7 +133,7 @@ def test_a_room_knows_nothing_of(room: str, never: tuple[str, ...]) -> None:
 def test_a_rank_and_the_parts_of_the_library_import_nothing_that_only_few_need() -> None:
     """Each takes a rank half a second to start, and hundreds of files that all ranks of a cluster open at once."""
     parts = ("trainer.objectives", "trainer.views", "trainer.models", "trainer.probes", "data_pipeline.loading")
-    imports = ["import sys, launch.job, launch.train", *(f"from {part} import *" for part in parts)]
+    imports = ["import sys, launch.rank, launch.train", *(f"from {part} import *" for part in parts)]
     heavy = {"aiohttp", "deepspeed", "matplotlib", "pandas", "scipy", "sklearn", "soundfile", "timm"}
     heavy |= {"torchaudio", "wandb"}
     said = subprocess.run(

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Collection
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.imports import without_garbage_collection
 from trainer.build import Training
 from trainer.checkpoint.restore import Restored, newest_state, restore
 from trainer.checkpoint.run_state import NAME_DIGITS, DataIdentity
@@ -23,6 +24,7 @@ from trainer.run_dir import LOCK_NAME, Hold, RunDir, hold, write_json
 logger = logging.getLogger(__name__)
 
 
+@without_garbage_collection()  # the first trial of an encoder imports much of torch
 def claim(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_data: Collection[str] = ()) -> Hold:
     """Check the data, take the run directory for a start with this config, and forget how an earlier start ended.
 

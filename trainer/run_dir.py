@@ -176,6 +176,10 @@ def steps_in(directory: Path) -> list[int]:
     return steps
 
 
+class TakenError(UserError):
+    """Another process has taken the run directory of this one."""
+
+
 class Hold:
     """A run directory that this process has taken, until `close` or the end of the process; a context manager.
 
@@ -196,9 +200,9 @@ class Hold:
         threading.Thread(target=self._beat, name="lock", daemon=True).start()
 
     def check(self) -> None:
-        """Raise `UserError` if another process has taken the directory."""
+        """Raise `TakenError` if another process has taken the directory."""
         if (owner := _owner(self._path)) not in {"", self._name}:
-            raise UserError(
+            raise TakenError(
                 f"another process trains in {self._path.parent} now: {owner}; this one, {self._name}, ends, and saves "
                 "no checkpoint there"
             )

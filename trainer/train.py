@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 
+from data_pipeline.core.imports import without_garbage_collection
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import Batch
 from data_pipeline.loading.order import ReadingOrder
@@ -164,6 +165,7 @@ class TrainingLoop:
             add_to_provenance(self.run_dir, finished_step=num_done, total_wall_seconds=self.counters.wall_seconds)
 
 
+@without_garbage_collection()  # the first optimizer of a process imports much of torch
 def open_loop(
     config: RunConfig,
     run_dir: RunDir,

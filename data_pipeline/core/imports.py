@@ -6,11 +6,13 @@ Invariant: only a path that the user has typed, or that this project or an insta
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +20,18 @@ from data_pipeline.core.errors import UserError, nearest
 
 PYTHON_SUFFIX: Final = ".py"
 _given: list[str] = []  # the modules of `import_code`, in their order
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Let Python not search for garbage in a block that imports much: a fifth of its time, and hardly any is found."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def add_code_argument(parser: argparse.ArgumentParser) -> None:

@@ -18,12 +18,14 @@ import torch
 from launch.states import run_status
 from tests.nursery import PythonProcess
 from tests.processes import kill_tree, ranks_of
+from tests.slow_steps import SLOW_STEPS, pausing
 from tests.small_encoder import CONVNET
 from tests.tiny_data import write_tiny_pair
 from trainer.run_dir import RunDir, hold
 
 ROOT = Path(__file__).parents[2]
-NUM_STEPS = 40  # after the first few there is to be time for the warning, also on a busy machine
+NUM_STEPS = 12
+PAUSE_SECONDS = 0.4  # in each step that waits for a warning, so that it comes in time
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def start(data: Path, run_dir: Path) -> Iterator[subprocess.Popen[str]]:
+def start(data: Path, run_dir: Path, *, pause: float = PAUSE_SECONDS) -> Iterator[subprocess.Popen[str]]:
     """Start a run on two ranks; it ends with the block at the latest."""
     settings = [
         CONVNET,
@@ -46,8 +48,9 @@ def start(data: Path, run_dir: Path) -> Iterator[subprocess.Popen[str]]:
     ]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["launch/train.py", "--config", "debug:image", "--run-dir", str(run_dir)]
-    command += [word for setting in settings for word in ("--set", setting)]
-    process = PythonProcess(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command += [*SLOW_STEPS, *(word for setting in settings for word in ("--set", setting))]
+    environ = pausing(pause, os.environ)
+    process = PythonProcess(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         yield process
     finally:
@@ -57,7 +60,7 @@ def start(data: Path, run_dir: Path) -> Iterator[subprocess.Popen[str]]:
 @pytest.fixture(scope="module")
 def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     run_dir = RunDir(tmp_path_factory.mktemp("runs") / "undisturbed")
-    with start(data, run_dir.path) as process:
+    with start(data, run_dir.path, pause=0) as process:
         said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
     return run_dir
@@ -87,10 +90,11 @@ def test_one_warned_rank_stops_all_and_nothing_is_lost(undisturbed: RunDir, data
     assert f"stopped after step {step}" in said
     assert "StoppedError" not in said  # torchrun adds a traceback of its own
 
-    with start(data, run_dir.path) as again:
+    with start(data, run_dir.path, pause=0) as again:
         said, _ = again.communicate(timeout=240)
     assert again.returncode == 0, said
     assert run_status(run_dir, {}).state == "finished"
+    assert not run_dir.ended.exists(), "the reason for an end is removed at the next start"
     assert f"going on from step {step} of {NUM_STEPS}" in said
     expected, found = (
         safetensors.torch.load_file(one.checkpoint(NUM_STEPS) / "encoder.safetensors") for one in (undisturbed, run_dir)

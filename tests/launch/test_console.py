@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import setuptools
 
 from launch import console
+from tests.nursery import run_python
 from tests.tiny_data import write_tiny_pair
 from trainer.run_dir import RunDir
 
@@ -50,11 +50,11 @@ def test_a_script_trains_from_any_directory_and_is_recorded_as_typed(
     module, name = entry_points["overlay-train"].split(":")
     script = tmp_path / "overlay-train"
     script.write_text(SCRIPT.format(python=sys.executable, module=module, name=name))
-    script.chmod(0o755)
     words = ["--config", "debug:image", "--set", f"data.train_dir={data / 'train'}", "--set", "num_epochs=1"]
     words += ["--set", f"data.test_dir={data / 'test'}", "--set", "tracking.wandb=disabled", "--run-dir", "run"]
     environ = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([script, *words], cwd=tmp_path, env=environ, check=True, timeout=300)
+    done = run_python([sys.executable, script, *words], cwd=tmp_path, env=environ)
+    assert done.returncode == 0, done.stderr
     run_dir = RunDir(tmp_path / "run")
     assert run_dir.latest_step() == 1
     assert run_dir.read_provenance()["starts"][0]["command"] == " ".join(["overlay-train", *words])

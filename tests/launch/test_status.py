@@ -26,7 +26,7 @@ from launch.states import RunStatus, State, run_status, runs_in, status_of, tabl
 from launch.submitted import Submission, queue_for, record
 from trainer.config import read_config
 from trainer.fault_tolerance.preemption import StoppedError
-from trainer.run_dir import RunDir, hold, write_json
+from trainer.run_dir import RunDir, TakenError, hold, write_json
 
 NOTHING_QUEUED: Mapping[str, str] = {}
 
@@ -221,6 +221,7 @@ def test_a_start_notes_why_it_ended_unless_it_was_refused(tmp_path: Path, monkey
         assert end["ended"] == "stopped"
     with hold(run_dir):
         assert noted(run_dir, UserError("another process is training")) is None
+    assert noted(run_dir, TakenError("this process was frozen, and another trains there now")) is None
     other = read_config(run_dir.config).model_copy(update={"seed": 5})
     with pytest.raises(UserError), noting_its_end(other, run_dir.path):
         raise UserError("it belongs to another config")
@@ -252,8 +253,9 @@ def test_only_the_first_error_that_is_no_consequence_counts(tmp_path: Path, monk
 
 
 @pytest.mark.process
-def test_a_python_without_packages_is_named_in_a_sentence() -> None:
-    script = Path(status_module.__file__)
+@pytest.mark.parametrize("name", ["status.py", "slurm.py"])
+def test_a_python_without_packages_is_named_in_a_sentence(name: str) -> None:
+    script = Path(status_module.__file__).with_name(name)
     done = subprocess.run([sys.executable, "-S", script, "runs"], capture_output=True, text=True, cwd=script.parent)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert done.stderr.startswith(f"error: {sys.executable} has no data_pipeline")

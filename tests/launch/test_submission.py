@@ -294,7 +294,7 @@ def test_a_run_that_is_finished_or_has_a_job_is_not_submitted_again(
         record(run_dir, Submission(job_id=job_id, submitted_at=datetime.now(UTC), log=tmp_path / "log"))
     done = slurm_py(*flags)
     assert done.status == 0, done.stderr
-    assert done.stdout.startswith(f"run is {state} already\n")
+    assert done.stdout.startswith(f"run is {state} already")
     other = slurm_py(*flags, "--set", "seed=5")
     assert (other.status, "holds a run with another config" in other.stderr) == (2, True)
 

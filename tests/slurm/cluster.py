@@ -9,11 +9,11 @@ once.
 
 Where namespaces can be made (as root), each node is a machine of its own: it has its own network, connected by a
 bridge, its own host name and /dev/shm, and the /etc/hosts of Debian, which gives its own name the address 127.0.1.1.
-Elsewhere the nodes are addresses of this machine, 127.0.0.2 to 127.0.0.5, which resolve without /etc/hosts.
+Elsewhere the nodes are addresses of this machine, 127.0.0.2 to 127.0.0.7, which resolve without /etc/hosts.
 
 A job of the partition `urgent` takes nodes away from a job of `debug`, which is warned 30 seconds before. A node that
-does not answer for 20 seconds is down, and 127.0.0.6 can replace it. The partition `other` has its own four nodes. A
-requeued job starts again after about 10 seconds, not two minutes.
+does not answer for 20 seconds is down. The partition `other` has two nodes of its own. A requeued job starts again
+after about 10 seconds, not two minutes.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ _NETWORK = "ip link add tried type bridge && ip link add this type veth peer nam
 _TRY = ("unshare", "--net", "--uts", "--mount", "bash", "-c", _NETWORK)
 APART = subprocess.run(_TRY, capture_output=True).returncode == 0
 NUM_NODES = 4
-ALL_NAMES = tuple(f"n{number}" if APART else f"127.0.0.{2 + number}" for number in range(2 * NUM_NODES + 1))
-NODE_NAMES, OTHERS = ALL_NAMES[:NUM_NODES], ALL_NAMES[NUM_NODES + 1 :]
-SPARE = ALL_NAMES[NUM_NODES]  # in no partition, until one of the four dies
+ALL_NAMES = tuple(f"n{number}" if APART else f"127.0.0.{2 + number}" for number in range(NUM_NODES + 2))
+NODE_NAMES, OTHERS = ALL_NAMES[:NUM_NODES], ALL_NAMES[NUM_NODES:]
 CPUS_PER_NODE = 4
 INSTALL = "apt-get install --yes slurmctld slurmd slurm-client munge iproute2"
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "squeue", "scancel", "sinfo")
@@ -78,7 +77,6 @@ PreemptMode=REQUEUE
 {nodes}
 PartitionName=debug Nodes={names} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=30
 PartitionName=urgent Nodes={names} MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
-PartitionName=spare Nodes={spare} State=UP
 PartitionName=other Nodes={others} MaxTime=24:00:00 State=UP
 """
 NODE = "NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs={cpus} RealMemory=4000"
@@ -167,6 +165,10 @@ class Cluster:
         shown = self.output("scontrol", "show", "job", job_id) or ""
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
+    def nodes(self, job_id: str) -> list[str]:
+        """Return the nodes of a job; its batch script runs on the first."""
+        return (self.output("scontrol", "show", "hostnames", self.job(job_id)["NodeList"]) or "").split()
+
     def ranks(self, job_id: str) -> list[int]:
         """Return the process ids of the ranks of a job, in rank order: the children of the step's slurmstepds."""
         return [rank.pid for _, rank in sorted(self._tasks(job_id).items())]
@@ -182,22 +184,12 @@ class Cluster:
                 os.kill(process.pid, signal.SIGKILL)
         slurmd.wait()
 
-    def replace_node(self, name: str) -> None:
-        """Replace a dead node by the spare one, as an administrator would."""
-        self._use([SPARE if node == name else node for node in NODE_NAMES])
-
-    def repair_node(self, name: str) -> None:
-        """Undo `kill_node` and `replace_node`, if they were called."""
-        if name in self._daemons:
-            return
-        self._start(name, self._slurmd(name))
-        self._use(NODE_NAMES)
+    def repair_nodes(self) -> None:
+        """Undo `kill_node`."""
+        for name in ALL_NAMES:
+            if name not in self._daemons:
+                self._start(name, self._slurmd(name))
         self._wait_until_idle()
-
-    def _use(self, nodes: Sequence[str]) -> None:
-        for partition in ("debug", "urgent"):
-            changed = self.output("scontrol", "update", f"PartitionName={partition}", f"Nodes={','.join(nodes)}")
-            assert changed is not None, f"slurmctld does not let {nodes} be the nodes of {partition}"
 
     def _slurmd(self, name: str) -> list[str]:
         slurmd = ["slurmd", "-D", "-f", str(self._conf), "-N", name]
@@ -354,7 +346,6 @@ def _configuration(directory: Path, network: _Network | None) -> str:
         ports=ports,
         nodes="\n".join(nodes),
         names=",".join(NODE_NAMES),
-        spare=SPARE,
         others=",".join(OTHERS),
     )
 

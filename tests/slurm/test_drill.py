@@ -1,7 +1,7 @@
-"""Do to real jobs of four nodes what can happen to them: which steps are repeated, and which jobs start again.
+"""Do to real jobs of two nodes what can happen to them: which steps are repeated, and which jobs start again.
 
 One job gets the warnings of Slurm and of users, one after another, and ends with the bits of an undisturbed run, which
-four gloo ranks train without Slurm. Another run loses a rank, which its batch script starts again, and then dies of
+two gloo ranks train without Slurm. Another run loses a rank, which its batch script starts again, and then dies of
 faults without a warning, and is submitted again after each.
 These two go on at the same time, each in a thread. They pause at each step, so that they do not end before their
 faults, and leave the cores to ranks that start. The tests check what was recorded at each fault; `pytest -s` prints a
@@ -33,7 +33,7 @@ from launch.states import RunStatus, run_status
 from tests.gloo import run_ranks
 from tests.nursery import run_python
 from tests.slow_steps import SLOW_STEPS, pausing
-from tests.slurm.cluster import NODE_NAMES, Cluster
+from tests.slurm.cluster import NUM_NODES, Cluster
 from tests.tiny_data import write_tiny_pair
 from trainer.fault_tolerance.stalls import describe_stall
 from trainer.observability.wandb_run import offline_steps
@@ -42,7 +42,7 @@ from trainer.train import train
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "debug:image"
-NUM_RANKS = 4
+NUM_RANKS = 2
 NUM_STEPS = 60
 STEPS_PER_EPOCH = 4
 CHECKPOINT_EVERY = 5
@@ -101,7 +101,7 @@ class Moment:
 
 
 class Training:
-    """A run that `launch/slurm.py` has submitted to four nodes."""
+    """A run that `launch/slurm.py` has submitted to two nodes."""
 
     def __init__(self, cluster: Cluster, path: Path, settings: Sequence[str], *, flags: Sequence[str]) -> None:
         self.cluster = cluster
@@ -266,15 +266,12 @@ def warnings(training: Training) -> Iterator[Moment]:
     warned = "`scancel --signal=USR2 --full` while the ranks start"
     yield training.started_again(warned, lambda: warn_all_that_start(training))
     training.wait_for_a_few_steps()
-    urgent = ("sbatch", "--partition=urgent", "--nodes=1", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    urgent = ["sbatch", "--partition=urgent", f"--nodes={NUM_NODES}", "--exclusive", "--output=/dev/null"]
+    urgent += ["--wrap=sleep 1"]
     yield training.started_again("preempted, with notice of 30 s (SIGTERM)", lambda: training.run_slurm(*urgent))
     training.wait_for_a_few_steps()
-
-    def die() -> None:
-        cluster.kill_node(NODE_NAMES[3])
-        cluster.replace_node(NODE_NAMES[3])
-
-    yield training.started_again("a node's slurmd and all its processes die", die)
+    lost = cluster.nodes(training.job_id)[1]
+    yield training.started_again("a node's slurmd and all its processes die", lambda: cluster.kill_node(lost))
     yield training.ended("nothing more", lambda: None)
 
 
@@ -282,7 +279,7 @@ def deaths(training: Training) -> Iterator[Moment]:
     """End a job in several ways, and submit it again after each except the last."""
     training.submit()
     training.wait_for_a_few_steps()
-    yield training.started_again("a rank is killed (`kill -9`)", lambda: training.signal_rank(2, signal.SIGKILL))
+    yield training.started_again("a rank is killed (`kill -9`)", lambda: training.signal_rank(1, signal.SIGKILL))
     training.wait_for_a_few_steps()
     yield training.ended("a rank freezes (`kill -STOP`)", lambda: training.signal_rank(1, signal.SIGSTOP))
     training.submit()
@@ -307,7 +304,6 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         f"num_epochs={NUM_STEPS // STEPS_PER_EPOCH}",
         f"checkpoint_every_steps={CHECKPOINT_EVERY}",
         f"watchdog.startup_seconds={PATIENCE_SECONDS}",
-        "tracking.wandb=offline",
     ]
 
 
@@ -315,10 +311,12 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def stories(cluster: Cluster, settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stories]:
     """Start both stories. At the end the cluster is left as it was found, even if a story has failed."""
     runs = tmp_path_factory.mktemp("runs")
+    whole = [*settings, "data.num_workers=0", "tracking.wandb=offline"]
     streamed = [*settings, "data.num_workers=1", "data.placement=stream", f"watchdog.limit_seconds={WATCHDOG_SECONDS}"]
     hour = ["--time-minutes", "60"]
-    warned = Training(cluster, runs / "warned", [*settings, "data.num_workers=0"], flags=hour)
-    killed = Training(cluster, runs / "killed", streamed, flags=["--partition", "other", *hour])
+    warned = Training(cluster, runs / "warned", whole, flags=hour)
+    others = ["--partition", "other", *hour]
+    killed = Training(cluster, runs / "killed", [*streamed, "tracking.wandb=disabled"], flags=others)
     with ThreadPoolExecutor() as pool:
         yield {
             "warnings": pool.submit(lambda: list(warnings(warned))),
@@ -327,12 +325,12 @@ def stories(cluster: Cluster, settings: list[str], tmp_path_factory: pytest.Temp
         for training in (warned, killed):
             training.is_given_up.set()
     cluster.cancel_all()
-    cluster.repair_node(NODE_NAMES[3])
+    cluster.repair_nodes()
 
 
 @pytest.fixture(scope="module")
 def undisturbed(stories: Stories, settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """Return the run of four gloo ranks, while the stories go on."""
+    """Return the run of two gloo ranks, while the stories go on."""
     path = tmp_path_factory.mktemp("undisturbed") / "run"
     whole = [*settings, "data.num_workers=0", "tracking.wandb=disabled"]
     run_ranks(train_undisturbed, NUM_RANKS, whole, path, timeout_s=PATIENCE_SECONDS)
@@ -434,8 +432,6 @@ def test_what_is_cancelled_is_saved_and_stays_cancelled(
     run_dir = moment.run_dir
     expected = losses(undisturbed)
     assert losses(run_dir) == {step: expected[step] for step in moment.steps}, "submitted again, it is the same run"
-    sent = wandb_steps(run_dir, num_starts=3)
-    assert sent == list(range(1, len(sent) + 1)), "what its last start had not written would come with the next one"
     assert cluster.output("squeue", "--noheader", "--partition=other") == ""
 
 

@@ -21,7 +21,7 @@ from data_pipeline.core.errors import UserError
 from launch.states import run_status
 from tests.trainer.reports.made_runs import make_run
 from trainer.checkpoint.save import CheckpointWriter
-from trainer.run_dir import LOCK_NAME, RunDir, hold, is_held, write_atomically
+from trainer.run_dir import LOCK_NAME, RunDir, TakenError, hold, is_held, write_atomically
 from trainer.training_log import open_tracker
 
 GOOD = {"step": 3, "epoch": 0, "train/loss": 1.5}
@@ -190,7 +190,7 @@ def test_locks_that_hold_on_one_machine_only_are_not_trusted_on_another(
     time.sleep(0.2)
     second = hold(run_dir)
     second.check()
-    with pytest.raises(UserError, match=r"another process trains in .* now: process [0-9]+ on node2, .* on node1, "):
+    with pytest.raises(TakenError, match=r"another process trains in .* now: process [0-9]+ on node2, .* on node1, "):
         first.check()
     first.close()
     second.check()
