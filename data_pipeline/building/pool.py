@@ -60,7 +60,7 @@ def run_all(
         return
     # A server without threads forks the workers: a fork of this process could copy a held lock.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([__name__, work.__module__])
     # Pickled here, to bytes: multiprocessing itself would share the overlay's tensors through files in memory.
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(pickle.dumps(inputs),))
     try:

@@ -98,7 +98,7 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_each_speaker_can_be_the_test_speaker(recordings: Path) -> None:
-    for speaker in ("george", "jackson", "lucas", "nicolas", "theo", "yweweler"):
+    for speaker in ("george", "yweweler"):
         train, test = (Fsdd(recordings, split=split, test_speaker=speaker) for split in ("train", "test"))
         assert np.bincount(train.labels).tolist() == [250] * 10
         assert np.bincount(test.labels).tolist() == [50] * 10
@@ -148,7 +148,7 @@ def test_melodies_depend_on_their_number_alone() -> None:
 @pytest.mark.slow
 def test_neither_the_bands_nor_the_moments_of_a_melody_give_its_kind_away() -> None:
     splits = []
-    for split, num in (("train", 800), ("test", 400)):
+    for split, num in (("train", 400), ("test", 200)):
         source = ProceduralSpeech(0, split, num)
         clips = [torch.from_numpy(source[number].content) for number in range(num)]
         waveforms_BT = to_float(fit_length(clips, FSDD.num_points, last_B=torch.zeros(num, dtype=torch.bool)))

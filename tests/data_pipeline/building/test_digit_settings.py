@@ -174,13 +174,12 @@ def test_tiles_repeat_one_digit_and_leave_the_brighter_pixel() -> None:
         assert label in overlay.label_N[torch.stack(whole)].tolist()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("unique", [1, 3, 10, 25, 500])
+@pytest.mark.parametrize("unique", [3, 20])
 def test_there_are_as_many_different_tiled_digits_as_asked(unique: int) -> None:
     overlay = TiledDigit.of(choose_digits(equal_digits(), unique, seed=0), image_size=32)
     assert overlay.size == 16
     inputs, label_B, _ = drawn(overlay, black(NUM, 32))
-    assert len({first_of_shifts(picture) for picture in inputs[:200, 0].numpy()}) <= unique
+    assert len({first_of_shifts(picture) for picture in inputs[:60, 0].numpy()}) <= unique
     counts = np.bincount(overlay.label_N.numpy(), minlength=10)
     assert counts.sum() == unique
     assert counts.max() - counts.min() <= 1

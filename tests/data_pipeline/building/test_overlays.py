@@ -136,31 +136,29 @@ def test_an_overlay_is_pure_and_its_mask_is_exact(kind: str, size: int, layout: 
         assert not torch.equal(overlay(pictures, keys_of(range(40), **{name: 1})).inputs, first.inputs), name
 
 
-@pytest.mark.slow
 @all_kinds
 def test_labels_have_the_stated_frequencies_and_are_independent(kind: str) -> None:
     overlay = make_at(kind)
     num_classes = len(overlay.class_names)
-    label_B = overlay.draw(keys_of(range(10_000))).label_B
+    label_B = overlay.draw(keys_of(range(2_500))).label_B
     shares: np.ndarray | float = 1 / num_classes
     if isinstance(overlay, Digits):
         shares = np.bincount(overlay.label_N.numpy(), minlength=10) / len(overlay.label_N)
     assert chi_square(np.bincount(label_B.numpy(), minlength=num_classes), shares) < CHI_SQUARE[num_classes - 1]
-    others = {name: overlay.draw(keys_of(range(10_000), **{name: 1})).label_B for name in ("seed", "epoch", "view")}
+    others = {name: overlay.draw(keys_of(range(2_500), **{name: 1})).label_B for name in ("seed", "epoch", "view")}
     for name, other_B in (*others.items(), ("index", label_B.roll(1))):
-        assert abs(np.corrcoef(label_B, other_B)[0, 1]) < 4 / 100, name
+        assert abs(np.corrcoef(label_B, other_B)[0, 1]) < 4 / 50, name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["shapes", "letters", "stripes"])
+@pytest.mark.parametrize("kind", ["shapes", "letters"])
 def test_colours_are_uniform_and_independent(kind: str) -> None:
-    layer = make_at(kind).draw(keys_of(range(10_000)))
+    layer = make_at(kind).draw(keys_of(range(3_600)))
     colour_BC = layer.colour_BCHW[:, :, 0, 0].to(torch.int64)
     for channel_B in colour_BC.T:
         assert is_uniform(channel_B // 16, 16)
         assert (int(channel_B.min()), int(channel_B.max())) == (0, 255)
     together = np.corrcoef(np.column_stack([colour_BC.numpy(), layer.label_B.numpy()]).T)
-    assert np.abs(together - np.eye(4)).max() < 4 / 100
+    assert np.abs(together - np.eye(4)).max() < 4 / 60
 
 
 def test_the_keys_of_builds_and_of_evaluation_are_apart() -> None:
@@ -414,15 +412,13 @@ def box_of(letter: str) -> tuple[int, int, int, int]:
     return picture.getbbox() or (0, 0, 0, 0)
 
 
-@pytest.mark.slow
 def test_letters_are_those_that_pillow_writes() -> None:
     """Exact where one copy covers a pixel; within one grey level where copies overlap, which Pillow rounds twice."""
     font = ImageFont.truetype(FONT_PATH, 12, layout_engine=ImageFont.Layout.BASIC)
-    label_B, x_BP = capitals().draw(keys_of(range(20_000))).label_B, drawing_points(keys_of(range(20_000)))[0]
-    is_near_B = (x_BP[:, 1] - x_BP[:, 0] == 10) | (x_BP[:, 3] - x_BP[:, 2] == 10)
-    index_B = torch.cat(
-        [torch.arange(400), ((label_B == string.ascii_uppercase.index("W")) & is_near_B).nonzero()[:, 0]]
-    )
+    x_BP, _ = drawing_points(keys_of(range(20_000)))
+    near_B = ((x_BP[:, 1] - x_BP[:, 0] == 10) | (x_BP[:, 3] - x_BP[:, 2] == 10)).nonzero()[:, 0]
+    is_wide_B = capitals().draw(keys_of(near_B)).label_B == string.ascii_uppercase.index("W")
+    index_B = torch.cat([torch.arange(150), near_B[is_wide_B]])
     pictures, keys = random_pictures(len(index_B)), keys_of(index_B)
     layer, overlaid = capitals().draw(keys), capitals()(pictures, keys)
     x_BP, y_BP = drawing_points(keys)
@@ -444,7 +440,6 @@ def test_letters_are_those_that_pillow_writes() -> None:
     assert num_overlaps > 10
 
 
-@pytest.mark.slow
 def test_letters_stand_evenly_over_their_ranges_and_independently() -> None:
     x_BP, y_BP = drawing_points(keys_of(range(10_000)))
     for place, ranges in enumerate(PLACES):
@@ -452,9 +447,9 @@ def test_letters_stand_evenly_over_their_ranges_and_independently() -> None:
             value_B = axis_BP[:, place]
             assert (int(value_B.min()), int(value_B.max())) == (first, last)
             assert is_uniform(value_B - first, last - first + 1)
-    label_B1 = capitals().draw(keys_of(range(10_000))).label_B[:, None]
-    together = np.corrcoef(torch.cat([x_BP, y_BP, label_B1], dim=1).T.numpy())
-    assert np.abs(together - np.eye(9)).max() < 4 / 100
+    label_B1 = capitals().draw(keys_of(range(2_500))).label_B[:, None]
+    together = np.corrcoef(torch.cat([x_BP[:2_500], y_BP[:2_500], label_B1], dim=1).T.numpy())
+    assert np.abs(together - np.eye(9)).max() < 4 / 50
 
 
 def test_letter_boxes_are_the_ink_of_the_four_glyphs() -> None:

@@ -14,7 +14,7 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.random_crop import random_resized_crops
 from tests.trainer.views.kolmogorov import ks_p_value
 
-NUM = 4000
+NUM = 2000
 
 
 def keys(num: int, *, seed: int = 0, epoch: int = 0, view: int = 0) -> DrawKeys:
@@ -31,9 +31,10 @@ def their_boxes(transform: v2.RandomResizedCrop, num: int, height: int, width: i
     return [[box[name] for name in ("top", "left", "height", "width")] for box in drawn]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scale", [(0.08, 1.0), (0.2, 1.0), (0.9, 1.0)])
-@pytest.mark.parametrize(("height", "width"), [(400, 500), (500, 333), (32, 32), (100, 1000)])
+@pytest.mark.parametrize(
+    ("height", "width", "scale"),
+    [(400, 500, (0.08, 1.0)), (500, 333, (0.9, 1.0)), (32, 32, (0.2, 1.0)), (100, 1000, (0.2, 1.0))],
+)
 def test_boxes_have_torchvisions_law(height: int, width: int, scale: tuple[float, float]) -> None:
     """Most attempts fail with a scale of at least 0.9, and in the long picture, whose boxes are then in the middle."""
     torch.manual_seed(0)

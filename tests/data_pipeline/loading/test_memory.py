@@ -15,35 +15,33 @@ from tests.data_pipeline.loading.batches import noise
 from tests.tiny_data import damage, write_tiny_dataset, write_tiny_sounds
 
 NUM_SAMPLES = 320
+NUM_EPOCHS = 10
 GLOBAL_BATCH_SIZE = 16
 
 
-@pytest.fixture(scope="module", params=["pictures", "sounds"])
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.mark.slow
+@pytest.mark.parametrize(("medium", "placement", "num_workers"), [("pictures", "stream", 2), ("sounds", "host", 0)])
+def test_memory_and_descriptors_stay_flat_over_epochs(
+    medium: str, placement: Any, num_workers: int, tmp_path: Path
+) -> None:
     """Twenty shards with an online overlay and a bad sample."""
-    directory = tmp_path_factory.mktemp("data") / "dataset"
-    if request.param == "pictures":
+    directory = tmp_path / "dataset"
+    if medium == "pictures":
         write_tiny_dataset(directory, num_samples=NUM_SAMPLES, overlay="online")
     else:
         write_tiny_sounds(directory, num_samples=NUM_SAMPLES, overlay=noise())
     damage(directory, [33])
-    return directory
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("placement", "num_workers"), [("stream", 2), ("host", 0)])
-def test_memory_and_descriptors_stay_flat_over_epochs(directory: Path, placement: Any, num_workers: int) -> None:
     stream = Stream(
         directory,
         read=ReadConfig(num_workers=num_workers, placement=placement, max_bad_share=0.01),
         global_batch_size=GLOBAL_BATCH_SIZE,
         seed=0,
-        end_step=30 * NUM_SAMPLES // GLOBAL_BATCH_SIZE,
+        end_step=NUM_EPOCHS * NUM_SAMPLES // GLOBAL_BATCH_SIZE,
         overlay_draw="per_view",
     )
     batches = iter(stream)
     early = usage_after(islice(batches, 2 * stream.num_steps_per_epoch))
-    late = usage_after(islice(batches, 18 * stream.num_steps_per_epoch))
+    late = usage_after(islice(batches, (NUM_EPOCHS - 3) * stream.num_steps_per_epoch))
     assert len(early) == 1 + num_workers
     assert early.keys() == late.keys()
     for pid, (num_files, resident) in late.items():

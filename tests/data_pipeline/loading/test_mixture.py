@@ -27,7 +27,7 @@ from tests.data_pipeline.loading.batches import assert_same
 from tests.tars import indexed, simple
 from tests.tiny_data import damage, tiny_noise, write_tiny_dataset, write_tiny_sounds
 
-EXAMPLES = settings(deadline=None, database=None, max_examples=50)
+EXAMPLES = settings(deadline=None, database=None, max_examples=25)
 WEIGHTS = st.lists(
     st.one_of(st.just(0.0), st.floats(1e-3, 1e3), st.integers(1, 9).map(float)), min_size=1, max_size=8
 ).filter(any)
@@ -129,7 +129,6 @@ def whole_batch(
     return list(chain.from_iterable(rows_of(order, step, bad) for order in orders))
 
 
-@pytest.mark.slow
 @EXAMPLES
 @given(mixture=mixtures(), start=st.integers(0, 60))
 def test_batches_of_a_mixture_are_the_same_for_any_ranks_and_hold_no_sample_twice(
@@ -137,7 +136,7 @@ def test_batches_of_a_mixture_are_the_same_for_any_ranks_and_hold_no_sample_twic
 ) -> None:
     sizes, _, size, world_size = mixture
     alone = order_of(mixture)
-    for step in range(start, start + 6):
+    for step in range(start, start + 3):
         batch = whole_batch(mixture, step, 1)
         assert len(set(batch)) == len(batch) == size
         assert whole_batch(mixture, step, world_size) == batch
@@ -146,7 +145,6 @@ def test_batches_of_a_mixture_are_the_same_for_any_ranks_and_hold_no_sample_twic
         assert [counts[source] for source in range(len(sizes))] == drawn
 
 
-@pytest.mark.slow
 @EXAMPLES
 @given(mixture=mixtures())
 def test_a_step_is_computed_as_a_loop_over_all_steps_before_it_finds_it(
@@ -156,7 +154,7 @@ def test_a_step_is_computed_as_a_loop_over_all_steps_before_it_finds_it(
     sizes, _, _, _ = mixture
     order, drawn = order_of(mixture), [0] * len(sizes)
     seen: list[list[int]] = [[] for _ in sizes]
-    for step in range(40):
+    for step in range(20):
         assert order.draws_before(step) == drawn
         batch = rows_of(order_of(mixture), step)
         in_order = [sorted(index for source, index in batch if source == number) for number in range(len(sizes))]
@@ -193,14 +191,12 @@ def test_bad_samples_are_replaced_within_their_source_alike_on_any_ranks(
         assert index == before or before in chosen[source]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("weights", [(0.5, 0.3, 0.2), (8.0, 2.0, 0.0)])
 def test_shares_are_those_of_a_random_mix_of_the_same_weights_without_its_chance(
-    weights: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A thousand batches of 64: our counts are off by less than two, those of webdataset's RandomMix by some 100."""
+    """500 batches of 64: our counts are off by less than two, those of webdataset's RandomMix by more than ten."""
     monkeypatch.setattr("random.random", random.Random(1).random)
-    num_steps, size = 1_000, 64
+    num_steps, size, weights = 500, 64, (8.0, 2.0, 0.0)
     mixture = ([900] * len(weights), weights, size, 1)
     expected = num_steps * size * np.array(weights) / sum(weights)
     drawn = webdataset.RandomMix([repeat(number) for number in range(len(weights))], probs=weights)
@@ -286,16 +282,15 @@ def test_a_mixture_in_memory_partly_or_wholly_gives_the_batches_of_streaming(sou
 
 
 def test_a_mixture_is_resumed_at_any_step_on_other_ranks(sources: Path) -> None:
-    whole = list(stream(sources))
-    for start in (0, 3, 7, 8):
-        for world_size in (1, 2, 3, 4):
-            parts = [
-                list(stream(sources, start_step=start, end_step=11, rank=rank, world_size=world_size))
-                for rank in range(world_size)
-            ]
-            for expected, found in zip(whole[start:11], zip(*parts, strict=True), strict=True):
-                assert list(chain.from_iterable(part.keys for part in found)) == expected.keys
-                assert torch.equal(torch.cat([part.inputs_a for part in found]), expected.inputs_a)
+    whole = list(stream(sources, end_step=11))
+    for start, world_size in ((0, 2), (7, 3), (8, 4)):
+        parts = [
+            list(stream(sources, start_step=start, end_step=11, rank=rank, world_size=world_size))
+            for rank in range(world_size)
+        ]
+        for expected, found in zip(whole[start:], zip(*parts, strict=True), strict=True):
+            assert list(chain.from_iterable(part.keys for part in found)) == expected.keys
+            assert torch.equal(torch.cat([part.inputs_a for part in found]), expected.inputs_a)
 
 
 def test_a_second_visit_has_another_overlay_and_the_log_counts_the_sources(sources: Path) -> None:

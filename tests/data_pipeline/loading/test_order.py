@@ -19,7 +19,7 @@ from data_pipeline.loading.order import BatchOrder, ShardWindows, epoch_order
 from data_pipeline.loading.permutation import KeyedPermutation
 from tests.data_pipeline.loading.batches import whole_batches
 
-EXAMPLES = settings(deadline=None, database=None, max_examples=60)
+EXAMPLES = settings(deadline=None, database=None, max_examples=30)
 SHARD_SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=17)
 
 
@@ -204,13 +204,13 @@ def test_a_permutation_of_very_many_numbers_stays_within_them(size: int) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [4_097, 5_000, 8_192])
+@pytest.mark.parametrize("size", [4_097, 8_192])
 def test_permutations_of_many_keys_look_random(size: int) -> None:
-    """Over 3,000 keys: where numbers come, where pairs of neighbours come, and how far apart neighbours are.
+    """Over 2,000 keys: where numbers come, where pairs of neighbours come, and how far apart neighbours are.
 
     These are the smallest networks, the hardest to mix. A probability below one in 10,000 fails; two rounds do.
     """
-    num_keys, num_bins = 3_000, 16
+    num_keys, num_bins = 2_000, 16
     orders = np.stack([KeyedPermutation(size, seed, "a test")(np.arange(32)) for seed in range(num_keys)])
     binned = orders * num_bins // size
     share = np.bincount(np.arange(size) * num_bins // size) / size

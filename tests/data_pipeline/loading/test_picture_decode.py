@@ -97,7 +97,7 @@ def crops(draw: st.DrawFn, height: int, width: int) -> Crop:
     return Crop(top, left, crop_height, crop_width)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     data=st.data(),
     height=st.integers(1, 150),
@@ -120,8 +120,7 @@ def test_crops_of_any_size_equal_the_reference(
             assert difference(view, reference(file, box, size)).max() <= ROUNDING
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
-@pytest.mark.parametrize("turn", TURNS)
+@pytest.mark.parametrize(("turn", "kind"), [*((turn, "JPEG") for turn in TURNS), (3, "PNG"), (6, "WEBP"), (8, "TIFF")])
 def test_crops_are_of_the_upright_picture(turn: int, kind: str) -> None:
     file = encode(photo(60, 90), kind, exif=exif(turn))
     height, width = upright(file).shape[:2]
@@ -144,10 +143,10 @@ def of_other_filters(file: memoryview, crop: Crop, size: int) -> float:
     return float(max(distances))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "subsampling"), [("china.jpg", 0), ("flower.jpg", 2)])
-@pytest.mark.parametrize("shape", [(427, 640), (1200, 1600)])
-@settings(max_examples=8, deadline=None)
+@pytest.mark.parametrize(
+    ("name", "subsampling", "shape"), [("china.jpg", 0, (427, 640)), ("flower.jpg", 2, (1000, 1300))]
+)
+@settings(max_examples=6, deadline=None)
 @given(data=st.data(), size=st.integers(16, 130))
 def test_a_scaled_decode_is_as_near_as_other_filters(
     data: st.DataObject, size: int, shape: tuple[int, int], subsampling: int, name: str
@@ -214,7 +213,7 @@ def squares(file: memoryview, size: int) -> tuple[Tensor, NDArray[np.float64]]:
     return decode_square(file, size=size), expected.astype(np.float64)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(height=st.integers(1, 200), width=st.integers(1, 200), size=st.integers(1, 60), turn=st.sampled_from(TURNS))
 def test_a_square_of_any_size_is_that_of_torchvision(height: int, width: int, size: int, turn: int) -> None:
     file = encode(photo(height, width), "PNG", exif=exif(turn))
@@ -279,10 +278,11 @@ def test_a_jpeg_with_wrong_bytes_between_its_parts_is_a_picture() -> None:
     assert torch.equal(decode_square(dirty, size=50), decode_square(memoryview(file), size=50))
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "JPEG2000", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM"])
-@pytest.mark.parametrize("share", [0.02, 0.95])
+@pytest.mark.parametrize(
+    ("kind", "share"), [("JPEG", 0.02), *((kind, 0.95) for kind in ("JPEG", "JPEG2000", "PNG", "WEBP", "GIF", "TIFF"))]
+)
 def test_a_truncated_picture_is_refused(kind: str, share: float) -> None:
-    file = encode(photo(200, 300), kind)
+    file = encode(photo(60, 90), kind)
     with pytest.raises(ValueError, match=r"it does not decode|it is not a picture of a known format"):
         decode_square(file[: int(share * len(file))], size=32)
 
@@ -312,7 +312,7 @@ def test_too_many_pixels_are_refused_by_the_header(kind: str, most: int, monkeyp
             read(file)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "TIFF"]), seed=st.integers(0, 2**32))
 def test_damaged_files_raise_nothing_but_value_errors(data: st.DataObject, kind: str, seed: int) -> None:
     options: dict[str, Any] = {} if kind == "GIF" else {"exif": exif(6)}

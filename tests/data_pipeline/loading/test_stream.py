@@ -40,7 +40,7 @@ from tests.tiny_data import NUM_POINTS, damage, write_tiny_dataset, write_tiny_s
 
 GLOBAL_BATCH_SIZE = 8
 Dataset = tuple[Path, Sequence[Sample]]
-SHARD_SIZES = st.lists(st.integers(1, 20), min_size=4, max_size=17)
+SHARD_SIZES = st.lists(st.integers(1, 20), min_size=4, max_size=9)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def time_limit(seconds: int) -> Iterator[None]:
 # Through the shards (test_order.py has the rest of the order)
 
 
-@settings(deadline=None, database=None, max_examples=20)
+@settings(deadline=None, database=None, max_examples=10)
 @given(sizes=SHARD_SIZES, world_size=st.integers(1, 4), shuffled_by_windows=st.booleans())
 def test_all_ranks_get_equally_many_equal_batches_from_any_shards(
     sizes: list[int], world_size: int, shuffled_by_windows: bool
@@ -110,7 +110,7 @@ def test_all_ranks_get_equally_many_equal_batches_from_any_shards(
 @pytest.mark.slow
 def test_workers_change_nothing(tmp_path: Path) -> None:
     with time_limit(60):
-        check_exactness(tmp_path, random_shard_sizes(5), 2, num_workers=2, shuffled_by_windows=True)
+        check_exactness(tmp_path, random_shard_sizes(5), 1, num_workers=2, shuffled_by_windows=True)
 
 
 def check_exactness(
@@ -171,7 +171,7 @@ def test_resumed_at_any_step_equals_the_uninterrupted_tail(dataset: Dataset, num
     directory, samples = dataset
     end_step = 2 * (len(samples) // GLOBAL_BATCH_SIZE) - 1
     whole = keys(stream(directory, end_step=end_step))
-    for start_step in range(0, end_step + 1, 3 if num_workers == 0 else 13):
+    for start_step in range(0, end_step + 1, 5) if num_workers == 0 else (end_step // 2 + 2,):
         resumed = stream(directory, start_step=start_step, end_step=end_step, num_workers=num_workers)
         assert keys(resumed) == whole[start_step:]
 
@@ -216,24 +216,22 @@ def test_iterators_of_one_stream_do_not_disturb_each_other(placement: str, datas
     assert [other for _, other in pairs] == alone[3:]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_the_callers_random_state_is_untouched(dataset: Dataset, num_workers: int) -> None:
+def test_the_callers_random_state_is_untouched(dataset: Dataset) -> None:
     directory, _ = dataset
     before = torch.get_rng_state()
-    list(stream(directory, end_step=3, num_workers=num_workers))
+    list(stream(directory, end_step=3, num_workers=1))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 # What is drawn
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_online_pictures_are_drawn_by_seed_epoch_index_and_view(tmp_path: Path, num_workers: int) -> None:
+def test_online_pictures_are_drawn_by_seed_epoch_index_and_view(tmp_path: Path) -> None:
     directory = write_tiny_dataset(tmp_path / "online", num_samples=24, overlay="online")
     clean_NCHW = decode(SampleStore(directory), np.arange(24)).pictures_BCHW
     assert clean_NCHW is not None
-    shared = list(stream(directory, end_step=6, num_workers=num_workers))
-    apart = list(stream(directory, end_step=6, num_workers=num_workers, overlay_draw="per_view"))
+    shared = list(stream(directory, end_step=6))
+    apart = list(stream(directory, end_step=6, overlay_draw="per_view"))
     overlay = Shapes()
     for item, view in zip(shared, apart, strict=True):
         clean_BCHW = clean_NCHW[item.index_B]
@@ -258,8 +256,7 @@ def test_online_pictures_are_drawn_by_seed_epoch_index_and_view(tmp_path: Path, 
     assert by_epoch[0] != by_epoch[1]
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(("split", "num_workers"), [("train", 1), ("test", 0)])
 def test_sounds_are_cut_and_mixed_for_each_view(
     tmp_path: Path, split: Literal["train", "test"], num_workers: int
 ) -> None:
@@ -295,8 +292,7 @@ def test_one_draw_for_each_view_needs_an_online_overlay(tmp_path: Path) -> None:
 # Bad samples
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("num_workers", "world_size"), [(0, 2), (2, 1)])
 def test_training_goes_on_past_bad_samples(tmp_path: Path, num_workers: int, world_size: int) -> None:
     samples = write_dataset(tmp_path, [16, 16, 8])
     damage(tmp_path, [3, 20, 39])
@@ -435,11 +431,10 @@ def remote_dataset(tmp_path: Path, *, num_cached: int) -> tuple[Path, str, Remot
     return directory, f"file://{directory}", config
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_small_cache_is_enough_for_windows_of_shards(tmp_path: Path, num_workers: int) -> None:
+def test_a_small_cache_is_enough_for_windows_of_shards(tmp_path: Path) -> None:
     directory, location, config = remote_dataset(tmp_path, num_cached=4)
     local = list(stream(directory, end_step=9, shuffle_shards=2))
-    piped = list(stream(location, end_step=9, shuffle_shards=2, num_workers=num_workers, remote=config))
+    piped = list(stream(location, end_step=9, shuffle_shards=2, num_workers=2, remote=config))
     for ours, theirs in zip(local, piped, strict=True):
         assert ours.keys == theirs.keys
         assert torch.equal(ours.inputs_a, theirs.inputs_a)

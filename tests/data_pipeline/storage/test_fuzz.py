@@ -74,7 +74,7 @@ def problems_of(directory: Path) -> list[str]:
     return found
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
 @given(
     kind=st.sampled_from(("baked", "online", "sounds")),
     name=st.sampled_from(FILES),

@@ -188,8 +188,10 @@ def test_the_share_is_cut_to_the_nearest_picture_of_each_class() -> None:
     np.testing.assert_array_equal(shuffled, chosen[order])
 
 
-@pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 0.3, 0.5, 0.7])
-@pytest.mark.parametrize("sizes", [[1] * 95, [2] * 45, [1, 2, 3] * 15, [45, 45, 5], [200, 1, 1, 1], [3]])
+@pytest.mark.parametrize(
+    ("sizes", "share"),
+    [([1] * 95, 0.2), ([2] * 45, 0.05), ([1, 2, 3] * 15, 0.3), ([45, 45, 5], 0.1), ([200, 1, 1, 1], 0.7), ([3], 0.5)],
+)
 def test_with_the_rounding_carried_the_share_is_exact_in_all_and_within_one_picture_of_each_class(
     sizes: list[int], share: float
 ) -> None:
