@@ -72,7 +72,6 @@ TINY_ENCODERS = EncoderSettings(
     log_every=3,
     samples_a_class=3,
     views_a_sample=2,
-    seeds_at_once=2,
 )
 TINY_BOUND = BoundSettings(
     samples_a_class=60, outlier_shares=(0, 0.05), gains=(0, 0.01, 0.1), strengths=(0, 0.5, 2, 100), num_deltas=9
@@ -272,8 +271,8 @@ def test_a_linear_classifier_can_do_better_than_nearest_centre() -> None:
 
 # Verdicts of planted metrics
 
-NAMES = ("cold", "hot", "line")
-LINEAR, HOT = (False, False, True), (False, True, False)
+COLD, HOT = (ObjectiveSettings(loss="info_nce", temperature=temperature) for temperature in (1, 10))
+LINEAR, TWINS = ObjectiveSettings(loss="linear"), ObjectiveSettings(loss="barlow_twins")
 
 
 def planted(rank: tuple[float, ...], closest: tuple[float, ...], share: float = 0.9) -> Mapping[str, Tensor]:
@@ -283,18 +282,18 @@ def planted(rank: tuple[float, ...], closest: tuple[float, ...], share: float = 
 
 
 def test_verdicts_of_planted_collapse() -> None:
-    found = verdicts(measure_collapse(NAMES, LINEAR, HOT, planted((9, 3, 2), (-0.1, 0.95, 0.95)), trained=0.1))
+    found = verdicts(measure_collapse((COLD, HOT, LINEAR), planted((9, 3, 2), (-0.1, 0.95, 0.95))))
     assert found["linear loss: few directions"] == found["linear loss: centres coincide"] == "holds"
     assert found["other losses: many directions"] == found["other losses: centres apart"] == "holds"
     assert found["hot InfoNCE: many directions"] == found["hot InfoNCE: centres apart"] == "does not hold"
-    found = verdicts(measure_collapse(NAMES, LINEAR, HOT, planted((2, 9, 9), (0.95, 0, 0)), trained=0.1))
+    found = verdicts(measure_collapse((COLD, HOT, LINEAR), planted((2, 9, 9), (0.95, 0, 0))))
     assert found["linear loss: few directions"] == found["linear loss: centres coincide"] == "does not hold"
     assert found["other losses: many directions"] == found["other losses: centres apart"] == "does not hold"
     assert found["hot InfoNCE: many directions"] == "holds"
 
 
 def test_losses_that_have_not_trained_decide_nothing() -> None:
-    measured = measure_collapse(NAMES, LINEAR, HOT, planted((9, 3, 2), (-0.1, 0.95, 0.95), share=0.05), trained=0.1)
+    measured = measure_collapse((COLD, HOT, LINEAR), planted((9, 3, 2), (-0.1, 0.95, 0.95), share=0.05))
     results = judged(measured)
     assert {result.verdict for result in results} == {"not decidable here"}
     assert all("near its start" in result.measured for result in results)
@@ -315,7 +314,7 @@ def test_verdicts_of_planted_theorems() -> None:
     found["theorem_4"] = torch.tensor([[3.0, 3.0, 3.0], [3.0, 3.0, 0.49]])  # one encoder exceeds its bound
     found["theorem_3"] = torch.full((2, 3), 100.0)
     found["trained"] = torch.tensor([[0.5, 0.05, 0.5], [0.5, 0.05, 0.5]])  # Barlow Twins has not trained
-    told = verdicts(measure_theorems(found, info_nce_at_1=[0], barlow=[1], trained=0.1))
+    told = verdicts(measure_theorems((COLD, TWINS, LINEAR), found))
     assert told["theorem 4 sharpened says something"] == "not decidable here"
     assert told["theorem 3"] == told["theorem 3 sharpened says something"] == "holds"
     assert told["theorem 3 says something"] == told["theorem 4"] == "does not hold"
@@ -325,9 +324,9 @@ def test_verdicts_of_planted_classifiers() -> None:
     spread_S1 = torch.tensor([[-0.001], [0.0], [0.001]])
     errors = {"nearest_centre_error": 0.1 + spread_S1.expand(3, 2), "disagreements": torch.zeros(3, 2)}
     worse = errors | {"linear_error": torch.tensor([[0.1, 0.2]]).expand(3, 2)}
-    assert verdicts(measure_classifiers(("a", "b"), worse))["a linear classifier does as well"] == "does not hold"
+    assert verdicts(measure_classifiers((COLD, HOT), worse))["a linear classifier does as well"] == "does not hold"
     better = errors | {"linear_error": torch.full((3, 2), 0.05), "disagreements": torch.ones(3, 2)}
-    assert verdicts(measure_classifiers(("a", "b"), better)) == {
+    assert verdicts(measure_classifiers((COLD, HOT), better)) == {
         "nearest centre is linear": "does not hold",
         "a linear classifier does as well": "holds",
     }

@@ -7,11 +7,12 @@ import math
 
 import pytest
 import torch
+from scipy.linalg import hadamard
 from torch import Tensor
 from torch.nn.functional import cross_entropy, relu
 
 from data_pipeline.core.counter_rng import DrawKeys
-from data_pipeline.core.errors import UserError
+from trainer.theory.sparse_coding import model
 from trainer.theory.sparse_coding.model import (
     TRAINING,
     Trained,
@@ -70,13 +71,10 @@ def arm_weights(trained: Trained) -> Tensor:
     return torch.cat([group.weights_by_arm for group in trained.groups], dim=1)
 
 
-@pytest.mark.parametrize("kind", ["random", "even"])
-def test_atoms_are_orthonormal(kind: str) -> None:
-    atoms_SDP = draw_atoms(keys_of(0, 5), num_features=8, num_pixels=50, kind=kind)  # type: ignore[arg-type]
+def test_atoms_are_orthonormal() -> None:
+    atoms_SDP = draw_atoms(keys_of(0, 5), num_features=8, num_pixels=50)
     torch.testing.assert_close(atoms_SDP @ atoms_SDP.mT, torch.eye(8).double().expand(2, 8, 8), atol=1e-12, rtol=0)
     assert not torch.allclose(atoms_SDP[0], atoms_SDP[1])
-    if kind == "even":
-        torch.testing.assert_close(atoms_SDP.square().sum(1), torch.full((2, 50), 8 / 50).double())
 
 
 def test_masked_views_share_no_coordinate_and_sum_to_twice_the_example() -> None:
@@ -87,8 +85,15 @@ def test_masked_views_share_no_coordinate_and_sum_to_twice_the_example() -> None
     assert (first != 0).double().mean().item() == pytest.approx(0.5, abs=0.03)
 
 
+def even_atoms(*, num_seeds: int, num_features: int, num_pixels: int) -> Tensor:
+    """Return atoms (S, D, P) whose entries all have the same square, for which the growth matrix is exact."""
+    rows_DP = torch.from_numpy(hadamard(num_pixels, dtype=float)[1 : 1 + num_features])
+    atoms_SDP: Tensor = (rows_DP / num_pixels**0.5).repeat(num_seeds, 1, 1)
+    return atoms_SDP
+
+
 def test_growth_matrix_of_evenly_spread_atoms() -> None:
-    atoms_SDP = draw_atoms(keys_of(0), num_features=16, num_pixels=256, kind="even")
+    atoms_SDP = even_atoms(num_seeds=1, num_features=16, num_pixels=256)
     with_mask = growth_matrix(atoms_SDP, probability=0.1, noise_variance=0.1)
     along, across = growth_rates(with_mask, atoms_SDP)
     assert along.item() == pytest.approx(0.1 * (1 - 16 / 256))
@@ -101,7 +106,7 @@ def test_growth_matrix_equals_the_mean_over_sampled_views() -> None:
     """Each entry agrees within five standard errors of the mean of products."""
     D, P, num, share = 4, 12, 40_000, 0.6
     keys = keys_of(3)
-    atoms_SDP = draw_atoms(keys, num_features=D, num_pixels=P, kind="random")
+    atoms_SDP = draw_atoms(keys, num_features=D, num_pixels=P)
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(1, num, P, generator=generator, dtype=torch.float64)
     x_SNP = draw_codes(keys, num, num_features=D, probability=0.3).double() @ atoms_SDP + 0.5 * noise
@@ -196,12 +201,13 @@ def test_without_noise_weights_across_the_atoms_only_decay() -> None:
 
 
 @pytest.mark.slow
-def test_small_neurons_grow_as_the_growth_matrix_says() -> None:
+def test_small_neurons_grow_as_the_growth_matrix_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """While similarities are 0, weights grow by 1 + rate (growth N / (N + 1) - decay) a step, in both parts."""
     settings = SMALL.model_copy(
-        update={"initial_scale": 1e-4, "positives_per_feature": 64, "num_steps": 30, "bias_growth_start": 1e9,
-                "atoms": "even"}
+        update={"initial_scale": 1e-4, "positives_per_feature": 64, "num_steps": 30, "bias_growth_start": 1e9}
     )  # fmt: skip
+    atoms_SDP = even_atoms(num_seeds=3, num_features=8, num_pixels=64)
+    monkeypatch.setattr(model, "draw_atoms", lambda *given, **sizes: atoms_SDP)
     before = train_small(settings.model_copy(update={"learning_rate": 1e-12}))
     after = train_small(settings)
     atoms_S1DP, N = before.atoms_SDP[:, None], problem_of(settings).num_negatives
@@ -220,13 +226,3 @@ def test_small_neurons_grow_as_the_growth_matrix_says() -> None:
             factor_S = (1 + settings.learning_rate * (growth_S * N / (N + 1) - settings.weight_decay)) ** 30
             ratio_S = sizes[1] / sizes[0]
             assert ratio_S.mean().item() == pytest.approx(factor_S.mean().item(), rel=0.06), (arm, part)
-
-
-def test_even_atoms_need_more_pixels_than_there_are_atoms() -> None:
-    """Sines and cosines are orthogonal to the constant vector, which takes one dimension."""
-    even = ["num_features=16", "study=pixels", "atoms=even"]
-    with pytest.raises(UserError, match='16 atoms of kind "even" do not fit 16 pixels'):
-        SparseCodingSettings().override([*even, "pixel_counts=[16]"], where="sparse_coding")
-    SparseCodingSettings().override([*even, "pixel_counts=[17]"], where="sparse_coding")
-    atoms_SDP = draw_atoms(keys_of(0), num_features=16, num_pixels=17, kind="even")
-    torch.testing.assert_close(atoms_SDP @ atoms_SDP.mT, torch.eye(16).double()[None], atol=1e-12, rtol=0)

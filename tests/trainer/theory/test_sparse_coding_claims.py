@@ -84,7 +84,7 @@ def test_metrics_of_planted_neurons() -> None:
     settings = TINY.model_copy(update={"noise_variance": 1e-4, "label_counts": (500,), "neurons_per_feature": 1})
     (problem,) = problems(settings)
     keys = DrawKeys(seed=0, epoch=0, index_B=torch.tensor(settings.seeds), view=TRAINING)
-    atoms_SDP = draw_atoms(keys, num_features=4, num_pixels=32, kind="random").float()
+    atoms_SDP = draw_atoms(keys, num_features=4, num_pixels=32).float()
     groups = [new_learners(arms, atoms_SDP) for arms in (problem.arms[:2], problem.arms[2:])]
     for group in groups:
         group.bias_SAM = torch.full_like(group.bias_SAM, 0.1)
@@ -137,8 +137,8 @@ def verdicts(arms: ArmMetrics) -> dict[str, str]:
     return {name: result.verdict for name, result in judged(arms).items()}
 
 
-def verdict_on_the_gap(arms: ArmMetrics, settings: SparseCodingSettings) -> str:
-    (result,) = judge_rows(CLAIMS, measure_gaps([arms], settings))
+def verdict_on_the_gap(arms: ArmMetrics) -> str:
+    (result,) = judge_rows(CLAIMS, measure_gaps([arms]))
     return result.verdict
 
 
@@ -161,7 +161,7 @@ def test_a_mask_and_a_bias_that_change_nothing_are_not_said_to_help() -> None:
     found = verdicts(arms)
     assert found["the mask makes the loss higher"] == found["the lower loss has the worse features"] == "does not hold"
     assert found["single atoms need the bias"] == "does not hold"
-    assert verdict_on_the_gap(arms, TINY) == "does not hold"
+    assert verdict_on_the_gap(arms) == "does not hold"
 
 
 def test_growth_without_a_mask_is_not_the_growth_with_it() -> None:
@@ -185,9 +185,9 @@ def test_an_arm_that_has_not_trained_is_not_judged(losses: list[float]) -> None:
 def test_an_unsettled_arm_leaves_the_grid_undecided() -> None:
     settings = TINY.model_copy(update={"study": "noise"})
     arms = planted_arms(losses=SETTLED, r2=GOOD, settings=settings)
-    assert verdict_on_the_gap(arms, settings) == "holds"
+    assert verdict_on_the_gap(arms) == "holds"
     arms = planted_arms(losses=SETTLED | {"mask, growing bias": [3.5] * 4}, r2=GOOD, settings=settings)
-    assert verdict_on_the_gap(arms, settings) == "not decidable here"
+    assert verdict_on_the_gap(arms) == "not decidable here"
 
 
 def test_steps_to_reach_most_of_a_rise() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.schema import Schema, Seed
+from data_pipeline.core.schema import Count, Schema, Seed
 from data_pipeline.core.system import num_cores
 from trainer.provenance import command_line, cpu_name, this_code
 from trainer.run_dir import write_atomically, write_json
@@ -32,10 +32,14 @@ Tensors = Mapping[str, Tensor]
 
 
 class TheorySettings(Schema):
-    """Settings of every experiment. It runs `num_seeds` seeds: `seed`, `seed` + 1, and so on."""
+    """Settings of every experiment. It runs `num_seeds` seeds: `seed`, `seed` + 1, and so on.
+
+    `seeds_at_once` is the number of seeds that train in one computation. On a GPU, take all.
+    """
 
     seed: Seed = 0
     num_seeds: TwoOrMore = 10
+    seeds_at_once: Count = 2
 
     @property
     def seeds(self) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainer.theory.framework.claim import Interval, Measurement, at_places, exact_interval
 from trainer.theory.generalization.bound import BoundSettings
+from trainer.theory.generalization.encoders import ObjectiveSettings
 
 IDENTITIES = {
     "info_nce_split": "InfoNCE splits",
@@ -20,6 +21,8 @@ IDENTITIES = {
     "linear_divergence": "the linear loss wants mean zero",
 }
 ROUNDING = 1e-9  # as in claims.yaml
+_HOT = 2  # InfoNCE above this temperature has its own claims, because it approaches the linear loss
+_TRAINED = 0.1  # a loss with a smaller `training_progress` is near its start, and its claims are not judged
 
 
 def measure_identities(found: Mapping[str, Tensor]) -> dict[str, Measurement]:
@@ -31,60 +34,64 @@ def measure_identities(found: Mapping[str, Tensor]) -> dict[str, Measurement]:
     return measured | {"alignment from the cross-correlation loss": _greatest(found["alignment_lemma"], "seeds")}
 
 
-def measure_collapse(
-    names: Sequence[str], linear: Sequence[bool], hot: Sequence[bool], found: Mapping[str, Tensor], *, trained: float
-) -> dict[str, Measurement]:
+def measure_collapse(objectives: Sequence[ObjectiveSettings], found: Mapping[str, Tensor]) -> dict[str, Measurement]:
     """Return the rank and the closest centres of each group of objectives, for the worst objective of the group.
 
     `found` has "rank", "closest" and "trained", (S, O) each; see `training_progress` for the last. A group is not
-    decidable if the progress of one of its objectives is below `trained` with some seed.
+    decidable if one of its objectives has not trained with some seed.
     """
-    other = [not one and not two for one, two in zip(linear, hot, strict=True)]
+    coinciding = {"rank": "few directions", "closest": "centres coincide"}
     spread = {"rank": "many directions", "closest": "centres apart"}
-    groups = {
-        "linear loss": (linear, {"rank": "few directions", "closest": "centres coincide"}),
-        "other losses": (other, spread),
-        "hot InfoNCE": (hot, spread),
-    }
+    groups = {"linear loss": coinciding, "other losses": spread, "hot InfoNCE": spread}
+    of_group = [_group(objective) for objective in objectives]
     measured = {}
-    for group, (members, claims) in groups.items():
-        objectives = [at for at, is_member in enumerate(members) if is_member]
-        places = [f", at the worst loss ({names[at]})" for at in objectives]
-        untrained = ", ".join(names[at] for at in objectives if bool((found["trained"][:, at] < trained).any()))
-        reason = f"; not judged, because the loss of {untrained} is near its start" if untrained else ""
-        if not objectives:
+    for group, claims in groups.items():
+        members = [at for at, name in enumerate(of_group) if name == group]
+        if not members:
             continue
+        places = [f", at the worst loss ({objectives[at].name})" for at in members]
+        untrained = ", ".join(objectives[at].name for at in members if _is_untrained(found, at))
+        reason = f"; not judged, because the loss of {untrained} is near its start" if untrained else ""
         for quantity, claim in claims.items():
-            values = at_places(found[quantity][:, objectives], places, of="losses")
+            values = at_places(found[quantity][:, members], places, of="losses")
             measured[f"{group}: {claim}"] = Measurement(values, undecided=reason)
     return measured
 
 
-def measure_theorems(
-    found: Mapping[str, Tensor], *, info_nce_at_1: Sequence[int], barlow: Sequence[int], trained: float
-) -> dict[str, Measurement]:
+def _group(objective: ObjectiveSettings) -> str:
+    if objective.loss == "linear":
+        return "linear loss"
+    is_hot = objective.loss == "info_nce" and objective.temperature > _HOT
+    return "hot InfoNCE" if is_hot else "other losses"
+
+
+def _is_untrained(found: Mapping[str, Tensor], at: int) -> bool:
+    return bool((found["trained"][:, at] < _TRAINED).any())
+
+
+def measure_theorems(objectives: Sequence[ObjectiveSettings], found: Mapping[str, Tensor]) -> dict[str, Measurement]:
     """Return the measurements of the bounds of Theorems 3 and 4, which are claimed for any encoder.
 
     `found` has "closest", "trained" and the bounds, (S, O) each. The claim that a sharpened bound is below the trivial
     one is judged for its own loss, and only if that loss has trained.
     """
-    everyone = range(found["closest"].shape[1])
+    everyone = range(len(objectives))
     chosen = {
         "theorem 3": everyone,
-        "theorem 3 sharpened": info_nce_at_1,
+        "theorem 3 sharpened": [at for at in everyone if objectives[at].name == "InfoNCE, temperature 1"],
         "theorem 4": everyone,
-        "theorem 4 sharpened": barlow,
+        "theorem 4 sharpened": [at for at in everyone if objectives[at].loss == "barlow_twins"],
     }
     measured = {}
-    for name, objectives in chosen.items():
+    for name, members in chosen.items():
         bound_SO = found[name.replace(" ", "_")]
         measured[name] = _greatest(found["closest"] - bound_SO, "encoders")
-        if not objectives:
+        if not members:
             continue
-        of_loss_SO = bound_SO[:, list(objectives)]
+        of_loss_SO = bound_SO[:, list(members)]
         least, greatest = of_loss_SO.min().item(), of_loss_SO.max().item()
         kind = f"least to greatest of {of_loss_SO.numel()} encoders"
-        is_untrained = objectives is not everyone and bool((found["trained"][:, list(objectives)] < trained).any())
+        is_untrained = members is not everyone and any(_is_untrained(found, at) for at in members)
         measured[f"{name} says something"] = Measurement(
             Interval(value=greatest, low=least, high=greatest, kind=kind),
             undecided="; not judged, because the loss is near its start" if is_untrained else "",
@@ -92,13 +99,15 @@ def measure_theorems(
     return measured
 
 
-def measure_classifiers(names: Sequence[str], found: Mapping[str, Tensor]) -> dict[str, Measurement]:
+def measure_classifiers(objectives: Sequence[ObjectiveSettings], found: Mapping[str, Tensor]) -> dict[str, Measurement]:
     """Return the measurements of the classifiers. `found` has the quantities of `classify`, (S, O) each."""
     gain_SO = found["nearest_centre_error"] - found["linear_error"]
     differing = exact_interval(found["disagreements"].max().item(), kind=f"most of {gain_SO.numel()} encoders")
     return {
         "nearest centre is linear": Measurement(differing),
-        "a linear classifier does as well": Measurement(at_places(gain_SO, names, of="losses")),
+        "a linear classifier does as well": Measurement(
+            at_places(gain_SO, [objective.name for objective in objectives], of="losses")
+        ),
     }
 
 

@@ -85,7 +85,6 @@ class EncoderSettings(Schema):
     log_every: Count = 25
     samples_a_class: TwoOrMore = 10
     views_a_sample: TwoOrMore = 4
-    seeds_at_once: Count = 5
 
 
 @dataclass

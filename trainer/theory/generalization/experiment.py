@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from data_pipeline.core.schema import Count, LearningRate, PositiveFactor
+from data_pipeline.core.schema import Count, LearningRate
 from trainer.theory.framework.claim import mean_entries
 from trainer.theory.framework.experiment import (
     Experiment,
@@ -46,18 +46,13 @@ Study = Literal["identities", "encoders", "bound"]
 
 
 class GeneralizationSettings(TheorySettings):
-    """Settings of the experiment. `studies` names the sections to compute and judge.
+    """Settings of the experiment. `studies` names the sections to compute and judge."""
 
-    InfoNCE with a temperature above `hot_above` has its own claims, because it approaches the linear loss. A loss has
-    trained if its `training_progress` is `trained_share` or more.
-    """
-
+    seeds_at_once: Count = 5
     studies: tuple[Study, ...] = Field(default=get_args(Study), min_length=1)
     identities: IdentitySettings = IdentitySettings()
     encoders: EncoderSettings = EncoderSettings()
     bound: BoundSettings = BoundSettings()
-    hot_above: PositiveFactor = 2
-    trained_share: float = Field(default=0.1, gt=0, lt=1)
     classifier_steps: Count = 200
     classifier_learning_rate: LearningRate = 0.1
 
@@ -76,22 +71,17 @@ def check_identities(settings: GeneralizationSettings, device: torch.device) -> 
 def check_encoders(settings: GeneralizationSettings, device: torch.device) -> Outcome:
     """Train small encoders by every loss. Raises `UserError` if a training diverged."""
     measured = in_blocks(
-        settings.seeds, settings.encoders.seeds_at_once, lambda seeds: _train_and_measure(settings, seeds, device)
+        settings.seeds, settings.seeds_at_once, lambda seeds: _train_and_measure(settings, seeds, device)
     )
-    objectives, trained = settings.encoders.objectives, settings.trained_share
-    names = [objective.name for objective in objectives]
+    objectives = settings.encoders.objectives
     require_finite(measured["loss"], "encoders.learning_rate", settings.encoders.learning_rate)
     measured = {**measured, "trained": training_progress(settings, measured["loss"])[..., -1]}
-    linear = [objective.loss == "linear" for objective in objectives]
-    hot = [one.loss == "info_nce" and one.temperature > settings.hot_above for one in objectives]
-    at_1 = [at for at, one in enumerate(objectives) if one.loss == "info_nce" and one.temperature == 1]
-    barlow = [at for at, one in enumerate(objectives) if one.loss == "barlow_twins"]
     judged = {
-        **claims.measure_collapse(names, linear, hot, measured, trained=trained),
-        **claims.measure_theorems(measured, info_nce_at_1=at_1, barlow=barlow, trained=trained),
-        **claims.measure_classifiers(names, measured),
+        **claims.measure_collapse(objectives, measured),
+        **claims.measure_theorems(objectives, measured),
+        **claims.measure_classifiers(objectives, measured),
     }
-    return Outcome(judged, tables={"encoders": _encoder_table(names, measured)})
+    return Outcome(judged, tables={"encoders": _encoder_table(objectives, measured)})
 
 
 def check_bound(settings: GeneralizationSettings, device: torch.device) -> Outcome:
@@ -161,12 +151,12 @@ def training_progress(settings: GeneralizationSettings, loss_SOL: Tensor) -> Ten
     return (loss_SOL[..., :1] - loss_SOL) / (loss_SOL[..., :1] - floor_O1)
 
 
-def _encoder_table(names: Sequence[str], measured: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+def _encoder_table(objectives: Sequence[ObjectiveSettings], measured: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     """Return a row for each loss: means over seeds, and 95 % t-intervals."""
     quantities = [name for name in measured if name not in ("loss", "disagreements")]
     rows = []
-    for at, name in enumerate(names):
-        row: dict[str, Any] = {"loss": name}
+    for at, objective in enumerate(objectives):
+        row: dict[str, Any] = {"loss": objective.name}
         for quantity in quantities:
             row |= mean_entries(quantity, measured[quantity][:, at])
         loss_SL = measured["loss"][:, at]

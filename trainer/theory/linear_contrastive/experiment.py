@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from trainer.theory.framework.claim import Measurement
-from trainer.theory.framework.experiment import Experiment, Outcome, Tensors, join_outcomes, on_cpu
+from trainer.theory.framework.experiment import Experiment, Outcome, Tensors, in_blocks, join_outcomes, on_cpu
 from trainer.theory.framework.figures import PanelGrid
 from trainer.theory.linear_contrastive import claims, figures, model
 from trainer.theory.linear_contrastive.model import feature_states
@@ -22,6 +23,9 @@ from trainer.theory.linear_contrastive.settings import (
     TheoremSettings,
     TrainingSettings,
 )
+
+# The feature beside the weak and the other one: its angle in degrees, norm and correlation.
+_REST = [45], [0.6], [0.7]
 
 
 def run(settings: LinearContrastiveSettings, device: torch.device) -> Outcome:
@@ -79,11 +83,10 @@ def _grid_of_a_seed(
 ) -> dict[str, Tensor]:
     """Return `speed_grid`, with gains relative to the last correlation of the other feature."""
     other_Q3, num = feature_states(angles, norms, correlations), len(correlations)
-    rest_13 = feature_states([theorem.rest_angle_degrees], [theorem.rest_norm], [theorem.rest_correlation])
     return model.speed_grid(
         weak_P3,
         other_Q3,
-        rest_13.repeat(theorem.num_rest, 1),
+        feature_states(*_REST),
         reference_Q=torch.arange(len(other_Q3)) // num * num + num - 1,
         seed=seed,
         num_batches=theorem.num_batches_a_seed,
@@ -105,7 +108,8 @@ def check_training(settings: LinearContrastiveSettings, device: torch.device) ->
     """Train the arms for the claims and for each sweep."""
     training = settings.training
     found = {
-        name: on_cpu(_train(varied, settings.seeds, arms, device)) for name, (varied, arms) in _arms(training).items()
+        name: in_blocks(settings.seeds, settings.seeds_at_once, partial(_train, varied, arms, device), dim=1)
+        for name, (varied, arms) in _arms(training).items()
     }
     panels = {"linear_contrastive_training": PanelGrid(figures.training_panels(training, found))}
     tables = {"training": claims.training_tables(training, found)}
@@ -127,7 +131,7 @@ def _arms(training: TrainingSettings) -> dict[str, tuple[TrainingSettings, Seque
     return {"weak_correlation": (training, by_weak), "noise": (training, by_noise), **pairs}
 
 
-def _train(training: TrainingSettings, seeds: Sequence[int], arms: Sequence[NoiseArm], device: torch.device) -> Tensors:
+def _train(training: TrainingSettings, arms: Sequence[NoiseArm], device: torch.device, seeds: Sequence[int]) -> Tensors:
     """Return what `train_arms` returns for these arms."""
     alpha_AK = torch.full((len(arms), 1 + training.num_dominant), training.dominant_correlation, dtype=torch.float64)
     beta_AK = torch.ones_like(alpha_AK)

@@ -16,23 +16,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, normal
 from data_pipeline.core.errors import UserError
-from trainer.theory.framework.experiment import draw_keys, in_blocks
+from trainer.theory.framework.experiment import draw_keys
 from trainer.theory.linear_contrastive.settings import TrainingSettings
 
 # Purposes of `counter_rng`: four of the training, then the pairs of the grid and the test samples.
 _INITIAL, _INPUT, _VIEW, _NOISE, _PAIR, _TEST = range(6)
 
-# Numbers in the largest intermediate array of the grid and of the training: few enough for the caches of a CPU, enough
-# to use a whole GPU.
+# Numbers in the largest intermediate array of the grid: few enough for the caches of a CPU, enough to use a whole GPU.
 CHUNK_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 27}
-TRAINING_NUMBERS = {"cpu": 1 << 21, "cuda": 1 << 29}
 
 
 def downstream_error(
@@ -195,14 +192,6 @@ def train_arms(
     of feature 1, and "dominant_AST", the mean over all features but 0. "p_positive_AST" is the mean p_ii and "loss_AST"
     the loss of each step's batch.
     """
-    num_at_once = max(1, TRAINING_NUMBERS[device.type] // (len(alpha_AK) * training.num_pairs**2))
-    train_block = partial(_train_together, training, alpha_AK, beta_AK, device)
-    return in_blocks(seeds, num_at_once, train_block, dim=1)
-
-
-def _train_together(
-    training: TrainingSettings, alpha_AK: Tensor, beta_AK: Tensor, device: torch.device, seeds: Sequence[int]
-) -> dict[str, Tensor]:
     dim, num_pairs = training.dim, training.num_pairs
     num_arms, num_features = alpha_AK.shape
     alpha_KMA, beta_KMA = (each.T[:, None, :].float().to(device) for each in (alpha_AK, beta_AK))

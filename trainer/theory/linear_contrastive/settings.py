@@ -40,7 +40,7 @@ GRID_AXES = (
 class TheoremSettings(Schema):
     """Settings for Theorem 4.1: the speed of a feature (`weak`) against the correlation of another feature (`other`).
 
-    `num_rest` more features stay the same. The settings `point_...` are one point. The plural ones, such as
+    One more feature stays the same. The settings `point_...` are one point. The plural ones, such as
     `weak_norms`, are a grid of all combinations. The gain is relative to the greatest correlation of the other feature.
     """
 
@@ -58,10 +58,6 @@ class TheoremSettings(Schema):
     other_angles_degrees: tuple[Angle, ...] = Field(default=(10, 30, 50, 70), min_length=1)
     other_norms: tuple[Norm, ...] = Field(default=(0.3, 0.6, 1.2), min_length=1)
     other_correlations: tuple[ShareBelowOne, ...] = Field(default=(0, 0.3, 0.6, 0.9), min_length=2)
-    num_rest: CountOrZero = 1
-    rest_angle_degrees: Angle = 45
-    rest_norm: Norm = 0.6
-    rest_correlation: ShareBelowOne = 0.7
 
     @model_validator(mode="after")
     def _ascending(self) -> Self:

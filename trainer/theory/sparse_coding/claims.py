@@ -22,6 +22,8 @@ from trainer.theory.sparse_coding.settings import (
     SparseCodingSettings,
 )
 
+_LEAST_FALL = 0.03  # share of its first value; an arm whose loss fell by less has not trained
+_LATE_FALL = 0.2  # share of the fall; an arm with more in the last quarter of the steps still trains
 _REACHED = 0.9  # share of the rise of a curve, from its first value to its highest
 
 
@@ -44,16 +46,16 @@ class ArmMetrics:
         values = values[:, self.problem.arms.index(arm)]
         return values[..., -1] if name in {"r2", "accuracy", "loss"} else values
 
-    def untrained(self, arms: Sequence[LearnerKind], settings: SparseCodingSettings) -> str:
+    def untrained(self, arms: Sequence[LearnerKind]) -> str:
         """Return a text that names the arms of which a seed has not trained or still trains; "" if there are none."""
         start, told = self.problem.first_loss, []
         for arm in arms:
             loss_SL = self.of(arm, "loss_log")
             fall_S = start - loss_SL[:, -1]
             late_S = loss_SL[:, loss_SL.shape[1] * 3 // 4 - 1] - loss_SL[:, -1]
-            if (fall_S < settings.trained_loss_fall * start).any():
+            if (fall_S < _LEAST_FALL * start).any():
                 told.append(f'"{arm.name}" has not trained (loss {loss_SL[:, -1].max():.2f}, at first {start:.2f})')
-            elif (late_S > settings.settled_share * fall_S).any():
+            elif (late_S > _LATE_FALL * fall_S).any():
                 late = (late_S / fall_S).max()
                 told.append(f'"{arm.name}" still trains ({late:.0%} of the fall of its loss in the last quarter)')
         return "; ".join(told)
@@ -126,17 +128,15 @@ def measure_arms(arms: ArmMetrics, settings: SparseCodingSettings) -> tuple[dict
         "num_pixels": problem.num_pixels,
         "log_every": problem.log_every,
     }
-    return {
-        name: _unless_untrained(values_S, arms, kinds, settings) for name, (values_S, kinds) in found.items()
-    }, words
+    return {name: _unless_untrained(values_S, arms, kinds) for name, (values_S, kinds) in found.items()}, words
 
 
-def measure_gaps(grid: Sequence[ArmMetrics], settings: SparseCodingSettings) -> dict[str, Sequence[Measurement]]:
+def measure_gaps(grid: Sequence[ArmMetrics]) -> dict[str, Sequence[Measurement]]:
     """Return how much better features are with the mask, for each problem."""
-    return {"the mask helps at {where}": [_gap(arms, settings) for arms in grid]}
+    return {"the mask helps at {where}": [_gap(arms) for arms in grid]}
 
 
-def _gap(arms: ArmMetrics, settings: SparseCodingSettings) -> Measurement:
+def _gap(arms: ArmMetrics) -> Measurement:
     problem = arms.problem
     words = {
         "where": f"D={problem.num_features}, P={problem.num_pixels}, sigma^2={problem.noise_variance:g}",
@@ -145,19 +145,15 @@ def _gap(arms: ArmMetrics, settings: SparseCodingSettings) -> Measurement:
         "losses": " and ".join(f"{arms.of(arm, 'loss').mean():.2f}" for arm in problem.arms),
     }
     gap_S = arms.of(MASK_BIAS, "r2") - arms.of(NONE_BIAS, "r2")
-    return _unless_untrained(gap_S, arms, problem.arms, settings, words)
+    return _unless_untrained(gap_S, arms, problem.arms, words)
 
 
 def _unless_untrained(
-    values_S: Tensor,
-    arms: ArmMetrics,
-    needed: Sequence[LearnerKind],
-    settings: SparseCodingSettings,
-    words: Mapping[str, object] | None = None,
+    values_S: Tensor, arms: ArmMetrics, needed: Sequence[LearnerKind], words: Mapping[str, object] | None = None
 ) -> Measurement:
     """Return a measurement that decides nothing if a needed arm has not trained.
 
     The features of such an arm look as if it could not learn.
     """
-    told = arms.untrained(needed, settings)
+    told = arms.untrained(needed)
     return Measurement(values_S, words or {}, undecided=f"; {told}" if told else "")

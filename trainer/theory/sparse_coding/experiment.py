@@ -40,7 +40,7 @@ def run(settings: SparseCodingSettings, device: torch.device) -> Outcome:
     grid = train_grid(settings, device)
     tables: dict[str, Any] = {"grid": [_table(arms, settings) for arms in grid]}
     if settings.study != "arms":
-        return Outcome(measure_gaps(grid, settings), {}, _grid_figures(grid, settings), tables)
+        return Outcome(measure_gaps(grid), {}, _grid_figures(grid, settings), tables)
     growth = {masked: on_cpu(measure_growth(settings, device, masked=masked)) for masked in (True, False)}
     tables["growth"] = {
         name: {quantity: values_S.mean().item() for quantity, values_S in growth[masked].items()}

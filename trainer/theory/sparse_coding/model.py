@@ -19,7 +19,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -36,17 +35,12 @@ TRAINING, PROBES, GROWTH = range(3)
 _LEAST_EXPONENT = -60.0
 
 
-def draw_atoms(keys: DrawKeys, *, num_features: int, num_pixels: int, kind: Literal["random", "even"]) -> Tensor:
-    """Draw atoms (S, D, P) float64. Their rows are orthonormal: they are the columns of M in the paper."""
+def draw_atoms(keys: DrawKeys, *, num_features: int, num_pixels: int) -> Tensor:
+    """Draw random atoms (S, D, P) float64. Their rows are orthonormal: they are the columns of M in the paper."""
     D, P = num_features, num_pixels
-    if kind == "random":
-        q_SPD, _ = torch.linalg.qr(normal(keys, P * D, purpose=_ATOMS).double().view(-1, P, D))
-        atoms_SDP: Tensor = q_SPD.mT.contiguous()
-        return atoms_SDP
-    frequency_SF = 1 + uniform(keys, (P - 1) // 2, purpose=_ATOMS).argsort(1)[:, : D // 2]
-    place_P = torch.arange(P, device=frequency_SF.device)
-    angle_SFP = (frequency_SF[..., None] * place_P % P).double() * (2 * math.pi / P)
-    return torch.cat([angle_SFP.cos(), angle_SFP.sin()], dim=1) * math.sqrt(2 / P)
+    q_SPD, _ = torch.linalg.qr(normal(keys, P * D, purpose=_ATOMS).double().view(-1, P, D))
+    atoms_SDP: Tensor = q_SPD.mT.contiguous()
+    return atoms_SDP
 
 
 def draw_codes(keys: DrawKeys, num: int, *, num_features: int, probability: float) -> Tensor:
@@ -236,7 +230,7 @@ def train(problem: Problem, settings: SparseCodingSettings, *, seeds: Sequence[i
     """Train every arm of every seed on the same draws."""
     keys = draw_keys(seeds, device, view=TRAINING)
     D, P, M = problem.num_features, problem.num_pixels, problem.num_neurons
-    atoms_SDP = draw_atoms(keys, num_features=D, num_pixels=P, kind=settings.atoms).float()
+    atoms_SDP = draw_atoms(keys, num_features=D, num_pixels=P).float()
     weights_SMP = normal(keys, M * P, purpose=_WEIGHTS).view(-1, M, P)
     weights_SMP *= settings.initial_scale / math.sqrt(P)
     groups = [

@@ -151,7 +151,7 @@ def measure_growth(settings: SparseCodingSettings, device: torch.device, *, mask
     found: dict[str, list[Tensor]] = {"along": [], "across": [], "along_sampled": [], "across_sampled": []}
     for seed in settings.seeds:
         keys = draw_keys([seed], device, view=GROWTH)
-        atoms_1DP = draw_atoms(keys, num_features=D, num_pixels=P, kind=settings.atoms)
+        atoms_1DP = draw_atoms(keys, num_features=D, num_pixels=P)
         z_1TD = draw_codes(keys, settings.num_growth_samples, num_features=D, probability=probability)
         noise_1TP = draw_noise(keys, settings.num_growth_samples, num_pixels=P)
         x_1TP = noise_1TP * variance**0.5 + z_1TD @ atoms_1DP.float()

@@ -24,21 +24,12 @@ class SparseCodingSettings(TheorySettings):
         compare the two biased arms over `noise_variances`, `pixel_counts` (the dimension of x) or `feature_counts`.
     num_features: D. The numbers of pixels, neurons, positives and negatives are multiples of it.
     feature_probability, noise_variance: P(z_j != 0) and sigma^2. None is ln ln D / D and sqrt(ln D) / D.
-    atoms: "random" takes random orthonormal columns. "even" takes sines and cosines, whose squares are the same in
-        every row.
     mask_share: share of the positives of a masked arm that are masked. The paper has 1. With 0 it is the unmasked arm.
     initial_scale: expected norm of the first weights of a neuron.
     num_steps: steps with `num_features` features. Other `feature_counts` train in proportion to 1 / P(z_j != 0).
     bias_growth_start: the bias is 0 until the norm of every neuron is this multiple of its first norm.
-    bias_first, bias_cap: the first and the largest bias, in units of the neuron's norm. None is 0.2 and 0.45 at D = 16,
-        in proportion to sqrt(ln D / D) at other D. In between, the bias grows by the factor 1 + learning_rate / D a
-        step.
     label_counts: the numbers of labelled items that the probes learn from. `num_test_items` more items choose the
         penalty, and as many again measure.
-    trained_loss_fall, settled_share: an arm has not trained if its loss fell by less than the share
-        `trained_loss_fall` of its first value. It still trains if more than `settled_share` of the fall was in the last
-        quarter of the steps.
-    seeds_at_once: number of seeds that train in one computation. On a GPU, take all.
     """
 
     study: Study = "arms"
@@ -49,7 +40,6 @@ class SparseCodingSettings(TheorySettings):
     negatives_per_feature: Count = 8
     feature_probability: float | None = Field(default=None, gt=0, le=1)
     noise_variance: Factor | None = None
-    atoms: Literal["random", "even"] = "random"
     mask_share: float = Field(default=1.0, ge=0, le=1)
     num_steps: Count = 3000
     learning_rate: LearningRate = 0.1
@@ -57,14 +47,9 @@ class SparseCodingSettings(TheorySettings):
     temperature: PositiveFactor = 1.0
     initial_scale: PositiveFactor = 0.1
     bias_growth_start: float = Field(default=3.0, gt=1, le=1e12)
-    bias_first: PositiveFactor | None = None
-    bias_cap: PositiveFactor | None = None
     num_logs: int = Field(default=60, ge=4, le=10**9)
     label_counts: tuple[Count, ...] = (32, 64, 128, 256, 512, 1024, 2048, 4000)
     num_test_items: Count = 2000
-    trained_loss_fall: float = Field(default=0.03, gt=0, lt=1)
-    settled_share: float = Field(default=0.2, gt=0, lt=1)
-    seeds_at_once: Count = 2
     noise_variances: tuple[PositiveFactor, ...] = Field(default=(0.03, 0.05, 0.07, 0.1041, 0.16), min_length=1)
     pixel_counts: tuple[Count, ...] = Field(default=(32, 64, 128, 256, 512), min_length=1)
     feature_counts: tuple[Count, ...] = Field(default=(16, 24, 32), min_length=1)
@@ -84,12 +69,6 @@ class SparseCodingSettings(TheorySettings):
             D, P = problem.num_features, problem.num_pixels
             if P < D:
                 raise ValueError(f"{D} atoms do not fit {P} pixels; take at least as many pixels as features")
-            # Sines and cosines come in pairs, and the constant vector takes one more dimension.
-            if self.atoms == "even" and (D % 2 or P <= D):
-                raise ValueError(
-                    f'{D} atoms of kind "even" do not fit {P} pixels; take an even number of features and more pixels '
-                    "than features"
-                )
         return self
 
 
@@ -110,7 +89,11 @@ NONE_LINEAR = LearnerKind("no mask, no bias", masked=False, biased=False)
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of a study, with all its numbers."""
+    """One problem of a study, with all its numbers.
+
+    The bias of a neuron goes from `bias_first` to `bias_cap`, in units of its norm, by the factor 1 + learning_rate / D
+    a step. They are 0.2 and 0.45 at D = 16, and in proportion to sqrt(ln D / D).
+    """
 
     arms: tuple[LearnerKind, ...]
     num_features: int
@@ -161,7 +144,6 @@ def _problem(settings: SparseCodingSettings, D: int, P: int | None, variance: fl
     )
     steps = round(settings.num_steps * usual / probability)
     threshold = math.sqrt(math.log(D) / D / (math.log(16) / 16))
-    cap = settings.bias_cap or 0.45 * threshold
     return Problem(
         arms=(MASK_BIAS, MASK_LINEAR, NONE_BIAS, NONE_LINEAR) if settings.study == "arms" else (MASK_BIAS, NONE_BIAS),
         num_features=D,
@@ -174,6 +156,6 @@ def _problem(settings: SparseCodingSettings, D: int, P: int | None, variance: fl
         noise_variance=math.sqrt(math.log(D)) / D if variance is None else variance,
         num_steps=steps,
         log_every=max(1, steps // settings.num_logs),
-        bias_first=min(settings.bias_first or 0.2 * threshold, cap),
-        bias_cap=cap,
+        bias_first=0.2 * threshold,
+        bias_cap=0.45 * threshold,
     )
