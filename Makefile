@@ -7,6 +7,8 @@ INSTALLED := .venv/.installed
 # In pytest-xdist 3.8, a new worker in place of one that crashed crashes in the same test, and the end is never reached.
 WORKERS := --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 COMPILED := deepspeed hypothesis matplotlib networkx numba numpy scipy sklearn sympy timm torch torchvision wandb
+DEMO_TRAIN = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node \
+	$$($(BIN)/python -c 'import torch; print(1 if torch.cuda.device_count() == 1 else 2)') -m launch.train
 # Containers often set this. Without saved bytecode, every process that a test starts compiles all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -23,8 +25,16 @@ help:
 	@echo 'make clean   remove .venv, the demo and all caches'
 	@echo 'Each makes .venv first where it is missing or older than setup.py; PYTHON=python3.12 picks the interpreter.'
 
+# A command that was interrupted goes on from where it stopped. Two processes never share a GPU.
 demo: $(INSTALLED)
-	$(BIN)/python launch/demo.py
+	$(BIN)/python -m data_pipeline build procedural_digits --overlay online --out demo/data/train --limit 5000
+	$(BIN)/python -m data_pipeline build procedural_digits --overlay online --out demo/data/test --split test --limit 2000
+	$(DEMO_TRAIN) --config demo:expert --run-dir demo/expert
+	$(DEMO_TRAIN) --config demo:viewmaker --run-dir demo/viewmaker
+	$(BIN)/python -m trainer.probe demo/expert demo/viewmaker --untrained
+	$(BIN)/python -m trainer.analyze views demo/expert demo/viewmaker
+	$(BIN)/python -m trainer.report demo/expert demo/viewmaker --out demo/report.html
+	@echo 'The report: $(CURDIR)/demo/report.html'
 
 test: $(INSTALLED)
 	$(BIN)/pytest -n 3 $(WORKERS) $(ARGS)

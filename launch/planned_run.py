@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +19,6 @@ class PlannedRun:
     @property
     def name(self) -> str:
         return self.run_dir.path.name
-
-
-def planned_within(home: Path, configs: Sequence[RunConfig]) -> list[PlannedRun]:
-    """Return the runs of a study or a sweep whose directory is `home`."""
-    return [PlannedRun(RunDir(home / default_run_dir(config).name), config) for config in configs]
 
 
 def default_run_dir(config: RunConfig) -> Path:

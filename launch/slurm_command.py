@@ -12,24 +12,25 @@ from pathlib import Path
 from typing import Final
 
 from configs import resolve_recipe, resolve_study
+from configs.sweep import MAX_RUNS, resolve_sweep
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import as_typed, value_at
 from data_pipeline.core.system import num_cores
 from launch.follow import wait
 from launch.here import gpus_here, run_here
-from launch.planned_run import PlannedRun, default_run_dir, planned_within
+from launch.planned_run import PlannedRun, default_run_dir
 from launch.resources import RequestedResources, describe_request, parse_fields, resolve_request, resources_for
 from launch.slurm_client import has_slurm
 from launch.snapshot import read_snapshot
 from launch.states import LEFT_ALONE, in_columns, status_of
 from launch.submission import SubmissionPlan, check, in_arrays, submit
 from launch.submitted import queue_for
-from launch.sweeps import planned_sweep, refuse_replaced_data
 from trainer.config_changes import refuse_other_config
 from trainer.preflight import check_data
 from trainer.provenance import command_line
 from trainer.run_dir import RunDir
 
+_MAX_GROUP: Final = 128  # characters that W&B allows
 # A process of another machine counts as running until its last sign of life is some seconds old.
 _IF_DEAD: Final = "; if it died just now, repeat the command in 10 s"
 
@@ -75,15 +76,12 @@ def plan_from(arguments: argparse.Namespace) -> SubmissionPlan:
     """Return the plan of a submission.
 
     Raises `UserError` if a flag or a file of the cluster's settings has a wrong value, if flags contradict each other,
-    if a run could never start, or if runs of a study or a sweep were begun with other settings or other data.
+    if a run could never start, or if one was begun with other settings.
     """
     runs, name, home = _runs_from(arguments)
-    accepted = (*arguments.accept_data, *arguments.accept_code)
     for planned in runs:
         if planned.run_dir.config.is_file():
             refuse_other_config(planned.run_dir, planned.config)
-    if home != runs[0].run_dir.path:  # the start of a single run compares them itself
-        refuse_replaced_data(home, runs, accepted_data=accepted)
     is_local = arguments.executor == "local"
     at_a_time = min(arguments.at_a_time or (1 if is_local else len(runs)), len(runs))
     flags = {name: value for name, value in vars(arguments).items() if name in RequestedResources.model_fields}
@@ -98,29 +96,42 @@ def plan_from(arguments: argparse.Namespace) -> SubmissionPlan:
             f"use --tasks-per-node {resources.num_ranks} for as many ranks here"
         )
     return SubmissionPlan(
-        runs=runs, home=home, resources=resources, at_a_time=at_a_time, name=name, accepted_data=accepted
+        runs=runs,
+        home=home,
+        resources=resources,
+        at_a_time=at_a_time,
+        name=name,
+        accepted_data=(*arguments.accept_data, *arguments.accept_code),
     )
 
 
 def _runs_from(arguments: argparse.Namespace) -> tuple[list[PlannedRun], str, Path]:
     """Return the runs of a command line, the name of the job, and the directory of logs and code."""
+    run_dir, study_dir = arguments.run_dir, arguments.study_dir
     if arguments.only is not None and arguments.study is None:
         raise UserError("--only chooses runs of a study; leave it out, or give --study")
-    if arguments.sweep:
-        name, home, runs = planned_sweep(arguments)
-        return runs, name, home
-    if arguments.study is None:
-        if arguments.study_dir is not None or arguments.at_a_time is not None:
+    if arguments.study is None and not arguments.sweep:
+        if study_dir is not None or arguments.at_a_time is not None:
             raise UserError("--study-dir and --at-a-time belong to --study and --sweep; use --run-dir for one run")
         config = resolve_recipe(arguments.config, arguments.set)
-        home = (arguments.run_dir or default_run_dir(config)).absolute()
+        home = (run_dir or default_run_dir(config)).absolute()
         return [PlannedRun(RunDir(home), config)], config.name, home
-    configs = resolve_study(arguments.study, arguments.set)
-    if arguments.run_dir is not None:
-        raise UserError("a study has a directory for each run; pass --study-dir in place of --run-dir")
-    name = arguments.study.partition(":")[2]
-    home = (arguments.study_dir or Path("runs") / name).absolute()
-    runs = planned_within(home, configs)
+    if arguments.study is None:
+        name, configs = resolve_sweep(
+            arguments.config,
+            arguments.sweep,
+            overrides=arguments.set,
+            group=None if study_dir is None else study_dir.absolute().name[:_MAX_GROUP],
+            max_runs=arguments.max_runs or MAX_RUNS,
+        )
+    elif arguments.sweep:
+        raise UserError("--sweep belongs to --config; a study is a list of runs already")
+    else:
+        name, configs = arguments.study.partition(":")[2], resolve_study(arguments.study, arguments.set)
+    if run_dir is not None:
+        raise UserError("a study or a sweep has a directory for each run; pass --study-dir in place of --run-dir")
+    home = (study_dir or Path("runs") / name).absolute()
+    runs = [PlannedRun(RunDir(home / default_run_dir(config).name), config) for config in configs]
     chosen = [planned for planned in runs if fnmatchcase(planned.name, arguments.only or "*")]
     if not chosen:
         raise UserError(

@@ -43,7 +43,15 @@ from tests.processes import kill_tree
 
 FOR_COMMANDS = [
     *("torch", "torch.distributed", "torch.nn.parallel", "torch.distributed.run", "torchvision", "numpy", "pydantic"),
-    *("scipy.io", "wandb", "trainer.train", "trainer.probed_runs.probing", "configs", "launch.rank", "launch.sweeps"),
+    *(
+        "scipy.io",
+        "wandb",
+        "trainer.train",
+        "trainer.probed_runs.probing",
+        "configs",
+        "launch.rank",
+        "launch.slurm_command",
+    ),
     "data_pipeline.building.build",
 ]
 # What test modules import, here and in ranks. DeepSpeed imports torch._inductor.compile_fx.

@@ -219,7 +219,7 @@ def test_slurm_and_its_accounting_are_asked_once_for_the_states_of_all_jobs(
         (["--config", "debug:image", "--nodes", "2", "--executor", "local"], "use --tasks-per-node 2"),
         (["--config", "debug:image", "--nodes", "0"], "'0' is not a positive whole number"),
         (["--study", "studies:tabel1"], 'unknown study "studies:tabel1"; did you mean "studies:table1"?'),
-        (["--study", "studies:table1"], "a study has a directory for each run; pass --study-dir"),
+        (["--study", "studies:table1"], "pass --study-dir in place of --run-dir"),
         (["--config", "debug:image", "--at-a-time", "2"], "--study-dir and --at-a-time belong to --study"),
         (["--config", "debug:image", "--study", "studies:table1"], "not allowed with argument --config"),
     ],

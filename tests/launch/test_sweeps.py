@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,8 +16,7 @@ from launch.planned_run import PlannedRun
 from launch.slurm_command import plan_from
 from launch.submission import SubmissionPlan
 from tests.commands import Done, call
-from tests.tiny_data import write_tiny_dataset, write_tiny_pair
-from trainer.data import read_manifests
+from tests.tiny_data import write_tiny_pair
 from trainer.run_dir import write_json
 
 ROOT = Path(__file__).parents[2]
@@ -73,8 +70,7 @@ def finished_study(words: Sequence[str | Path], *, only: int) -> list[str]:
     for planned in runs[:only]:
         planned.run_dir.path.mkdir(parents=True)
         write_json(planned.run_dir.config, planned.config.model_dump(mode="json"))
-        identity = read_manifests(planned.config.data).identity.model_dump()
-        write_json(planned.run_dir.provenance, {**identity, "finished_step": 2, "starts": []})
+        write_json(planned.run_dir.provenance, {"finished_step": 2, "starts": []})
     return [planned.name for planned in runs]
 
 
@@ -103,39 +99,6 @@ def test_a_study_is_refused_with_other_settings_than_its_runs(
     done = command(*words, "--set", "log_every_steps=3")
     assert done.status == 0, done.stderr
     assert started == names[2:]
-
-
-def test_a_study_is_refused_on_other_data_than_its_runs(command: Command, tmp_path: Path, started: list[str]) -> None:
-    data = write_tiny_pair(tmp_path / "data", num_train=64, num_test=20)
-    words: list[str | Path] = ["--study", "studies:debug_seeds", *recipe(data)[2:], "--executor", "local"]
-    words += ["--study-dir", tmp_path / "study"]
-    names = finished_study(words, only=1)
-    shutil.rmtree(data / "train")
-    write_tiny_dataset(data / "train", num_samples=64, seed=7)
-    for only in ("*", names[1]):
-        refused = command(*words, "--only", only)
-        assert refused.status == 2
-        assert f"{names[0]} was trained on other data than " in refused.stderr
-        assert len(refused.stderr.splitlines()) == 1
-    assert started == []
-    (name,) = re.findall(r"--accept-data (\w+)$", refused.stderr.strip())
-    accepted = command(*words, "--accept-data", name)
-    assert accepted.status == 0, accepted.stderr
-    assert started == names[1:]
-
-
-def test_a_study_goes_on_from_finished_runs_whose_data_are_not_here(
-    command: Command, tmp_path: Path, started: list[str]
-) -> None:
-    data = write_tiny_pair(tmp_path / "data", num_train=64, num_test=20)
-    words: list[str | Path] = ["--study", "studies:debug_seeds", *recipe(data)[2:], "--executor", "local"]
-    words += ["--study-dir", tmp_path / "study"]
-    names = finished_study(words, only=4)
-    shutil.rmtree(data)
-    done = command(*words)
-    assert done.status == 0, done.stderr
-    assert done.stdout.splitlines()[:-1] == [f"{name} is finished already" for name in names]
-    assert started == []
 
 
 def study_runs(words: Sequence[str | Path]) -> Sequence[PlannedRun]:

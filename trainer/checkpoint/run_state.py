@@ -9,7 +9,6 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
 from data_pipeline.core.sample import BadSample
 from data_pipeline.core.schema import Schema
-from trainer.run_dir import RunDir
 
 NAME_DIGITS = 12  # of a hash that is shown
 
@@ -50,14 +49,6 @@ class RunState(Schema):
     skipped: SkipCounts = SkipCounts()
     bad_samples: tuple[BadSample, ...] = ()
     wall_seconds: NonNegativeFloat
-
-
-def identity_in_provenance(run_dir: RunDir) -> DataIdentity | None:
-    """Return the datasets in provenance.json; None if it names none."""
-    facts = run_dir.read_provenance()
-    named = {name: facts[name] for name in DataIdentity.model_fields if facts.get(name)}
-    needed = {name for name, field in DataIdentity.model_fields.items() if field.is_required()}
-    return DataIdentity(**named) if needed <= named.keys() else None
 
 
 def other_data(
