@@ -2,44 +2,52 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from configs.suppression import CURES, benchmark
 from data_pipeline.building.suppression import Files, build_suppression
 from data_pipeline.building.suppression_settings import SETTINGS, Scale, directory_of
+from data_pipeline.loading.whole import read_all
 from data_pipeline.storage.manifest import load_manifest
-from tests.real_data import archive
+from data_pipeline.storage.store import SampleStore
+from tests.data_pipeline.building.test_suppression_settings import write_mnist
+from trainer.build import build_training
 from trainer.config import RunConfig
+from trainer.mixture import num_classes
 from trainer.objectives.nt_xent_cycle import NTXentCycleConfig, cycled_temperature
-from trainer.planning.plan import plan
+from trainer.open_settings import decide
+from trainer.preflight import check_data
 
 PICTURES = [name for name, setting in SETTINGS.items() if not setting.is_sound]
 LIKE_DIGITS = {"tiled_digits", "shapes", "letters"}  # in the shape of their pictures and the kind of their labels
 _THAT_MEET_THE_PICTURE = ("SimCLR", "decoder", "masked viewmaker", "crop, then viewmaker", "expert against viewmaker")
-NUM_RECORDS = {"train": 24, "test": 22}  # of the tiny CIFAR-10
+NUM_PHOTOS = 20  # of each split
+BATCH_SIZE = 10
+NUM_DIGITS = 1_000  # as many as the setting "Digits on photos" tells apart
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All settings with pictures, with a few samples each."""
-    mnist = archive("mnist")
     directory = tmp_path_factory.mktemp("suppression")
     root = directory / "files"
     rng = np.random.default_rng(0)
-    for split, num in NUM_RECORDS.items():
-        for number in range(num):
+    for split, digits in ("train", "train"), ("test", "t10k"):
+        for number in range(NUM_PHOTOS):
             folder = root / split / f"class{number % 10}"
             folder.mkdir(parents=True, exist_ok=True)
             Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(folder / f"{number:04}.png")
-    (root / "MNIST").symlink_to(mnist / "MNIST")
-    files = Files(root=root, cifar="folder", digits="mnist_t10k")
-    assert build_suppression(directory / "data", names=PICTURES, scale="small", files=files, limit=24) == []
+        write_mnist(root, num=NUM_DIGITS, prefix=digits)
+    files = Files(root=root, cifar="folder")
+    assert build_suppression(directory / "data", names=PICTURES, scale="small", files=files, limit=NUM_PHOTOS) == []
     return directory
 
 
@@ -121,25 +129,25 @@ def test_every_cure_can_be_trained_on_every_setting(name: str, built: Path, monk
     (built / "data" / "suppression_small").symlink_to(built / "data")
     monkeypatch.chdir(built)
     hardest = SETTINGS[name].names_of_difficulties("small")[-1]
-    cures = tuple(CURES) if name == "randbit" else tuple(_THAT_MEET_THE_PICTURE)  # the others see embeddings alone
+    cures = tuple(CURES) if name == "randbit" else _THAT_MEET_THE_PICTURE  # the others see embeddings alone
     runs = [
         run
         for run in benchmark(scale="small", settings=(name,), cures=cures, seeds=(0,))
         if run.tracking.factors["difficulty"] == hardest
     ]
     assert len(runs) >= 5
+    train_set = check_data(runs[0].model_copy(update={"global_batch_size": BATCH_SIZE})).train
+    batch = next(read_all(SampleStore(Path(runs[0].data.train_dir)), batch_size=BATCH_SIZE))
     for run in runs:
-        small = run.model_copy(update={"global_batch_size": 8})
-        manifest = load_manifest(Path(run.data.probed_dir))
-        num_classes = {label: len(entry.classes) for label, entry in manifest.labels.items()}
-        plan(
-            small,
-            world_size=1,
-            num_samples=manifest.num_samples,
-            num_classes=num_classes,
-            input_shape=manifest.batch_shape,
-            device_gigabytes=None,
+        training = build_training(
+            decide(run, train_set),
+            num_samples=train_set.num_samples,
+            num_classes=num_classes(train_set),
+            device=torch.device("cpu"),
         )
+        output = training.step(batch, learning_rates=defaultdict(float))
+        assert output.metrics["train/loss"].isfinite()
+        assert not output.skipped
 
 
 def test_a_setting_without_files_is_named_and_the_others_are_built(tmp_path: Path) -> None:

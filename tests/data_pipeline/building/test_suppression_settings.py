@@ -48,15 +48,15 @@ def labels_of(overlay: PixelOverlay, base_B: torch.Tensor) -> torch.Tensor:
     return overlay.forward(pictures, keys_of(len(base_B)), {BASE: base_B}).label_B
 
 
-def write_mnist(root: Path, *, num: int) -> tuple[np.ndarray, np.ndarray]:
-    """Write `num` made-up training digits in MNIST's format, and return them with their labels."""
-    rng = np.random.default_rng(0)
+def write_mnist(root: Path, *, num: int, prefix: str = "train") -> tuple[np.ndarray, np.ndarray]:
+    """Write `num` made-up digits of a split in MNIST's format, and return them with their labels."""
+    rng = np.random.default_rng(len(prefix))
     digits, labels = rng.integers(0, 256, (num, 28, 28), dtype=np.uint8), np.arange(num, dtype=np.uint8) % 10
     raw = root / "MNIST" / "raw"
-    raw.mkdir(parents=True)
+    raw.mkdir(parents=True, exist_ok=True)
     sizes = [size.to_bytes(4, "big") for size in (num, 28, 28)]
-    (raw / "train-images-idx3-ubyte").write_bytes(bytes([0, 0, 8, 3]) + b"".join(sizes) + digits.tobytes())
-    (raw / "train-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1]) + sizes[0] + labels.tobytes())
+    (raw / f"{prefix}-images-idx3-ubyte").write_bytes(bytes([0, 0, 8, 3]) + b"".join(sizes) + digits.tobytes())
+    (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1]) + sizes[0] + labels.tobytes())
     return digits, labels
 
 
