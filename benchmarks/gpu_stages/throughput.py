@@ -9,6 +9,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -36,10 +37,8 @@ from benchmarks.gpu_stages.peers import (
 from benchmarks.gpu_stages.session import Outcome, Setting, Stage, Task
 from benchmarks.record import rounded
 from benchmarks.viewmaker_step import StepAsWritten
-from configs import viewmaker
 from data_pipeline.loading.placement import resident_bytes
 from data_pipeline.storage.manifest import load_manifest
-from trainer.config import RunConfig
 from trainer.data import open_stream
 from trainer.modules import build_modules
 from trainer.planning.plan import plan
@@ -119,7 +118,6 @@ def measure_ours(setting: Setting, batch_size: int, peer: str, how: str) -> Outc
     built = ours(peer, form, setting.device)
     # The counter would undo compilation.
     counted = ours(peer, eager, setting.device) if config.compiles_networks else built
-    counted.step()
     built.flops = count_flops(counted)
     counted = built  # frees the other one
     values = _measure(setting, form, built)
@@ -144,7 +142,6 @@ def measure_lightly(setting: Setting, batch_size: int) -> Outcome:
     """Measure lightly's SimCLR with its own loader."""
     form = _form(setting, batch_size, False)
     peer = lightlys(form, setting.device)
-    peer.step()
     peer.flops = count_flops(peer)
     return Outcome(_measure(setting, form, peer))
 
@@ -152,11 +149,9 @@ def measure_lightly(setting: Setting, batch_size: int) -> Outcome:
 def measure_as_written(setting: Setting, batch_size: int, precision: str) -> Outcome:
     """Measure the viewmaker's game in the original's order, written from torch's layers, on batches of our stream."""
     form = _form(setting, batch_size, False)
-    config = viewmaker.cifar10().model_dump()
-    is_fast = precision == "bfloat16"
-    config |= {"global_batch_size": form.batch_size, "precision": precision, "channels_last": is_fast}
-    config["data"] |= {"train_dir": str(form.train_dir), "overlay": "baked"}
-    run_config = RunConfig.parse(config, where="benchmark")
+    run_config = config_of(GAME, replace(form, overrides=())).model_copy(
+        update={"precision": precision, "channels_last": precision == "bfloat16"}
+    )
     modules = build_modules(run_config).to(setting.device, torch.float32)
     written = StepAsWritten(run_config, modules)
     stream = open_stream(
@@ -165,7 +160,6 @@ def measure_as_written(setting: Setting, batch_size: int, precision: str) -> Out
     clock = Clock(device=setting.device)
     batches = clock.timed(stream)
     peer = Peer(lambda: void(written.train(next(batches))), clock)
-    peer.step()
     peer.flops = count_flops(peer)
     return Outcome(_measure(setting, form, peer) | {"precision": precision})
 
@@ -180,8 +174,7 @@ def _form(setting: Setting, batch_size: int, compile_setting: CompileSetting) ->
 def _measure(setting: Setting, form: Form, peer: Peer) -> dict[str, Any]:
     """Measure rounds of steps after some to warm up, and then count the kernels of a step."""
     setting.free_memory()
-    num_warm_up = 1 if setting.is_tiny else _NUM_WARM_UP
-    for _ in range(num_warm_up):
+    for _ in range(0 if setting.is_tiny else _NUM_WARM_UP):
         peer.step()
     most_bytes = setting.peak_bytes  # a recorded step allocates its memory now, and nothing in a replay
     num_steps = 1 if setting.is_tiny else _steps_in(_SECONDS_OF_A_ROUND, peer.step, setting)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from configs.resolve import resolve_study
+from configs import studies
 from tests.trainer.reports.made_runs import report
 from trainer.reports.page import accuracy
-from trainer.reports.suppression import column_of, settings_of
+from trainer.reports.suppression import Setting, column_of, settings_of
 from trainer.reports.table import Measurement, read_csv
 
 ROOT = Path(__file__).parents[2]
@@ -26,10 +26,13 @@ def rows() -> list[Measurement]:
     return [row for row in read_csv(ROOT / FILED) if row.readout == "linear"]
 
 
+@pytest.fixture(scope="module")
+def settings(rows: list[Measurement]) -> dict[str, Setting]:
+    return {setting.name: setting for setting in settings_of(rows)[0]}
+
+
 def test_filed_results_are_of_the_runs_that_the_study_trains(rows: list[Measurement]) -> None:
-    study = [
-        (config.name, config.seed, config.tracking.factors) for config in resolve_study("studies:suppression_small")
-    ]
+    study = [(run.name, run.seed, run.tracking.factors) for run in studies.suppression_small()]
     filed = {(row.encoder, row.seed): row.factors for row in rows}
     assert len(filed) == len(study)
     for name, seed, factors in study:
@@ -58,17 +61,15 @@ def test_the_page_of_the_docs_is_made_from_the_filed_results(tmp_path: Path, mon
     ("setting", "label", "cure", "number", "is_best", "is_floor"),
     [
         ("RandBit", "base", "channel dropout", "74.8 ± 8.6", True, False),
-        ("RandBit", "base", "near neighbours", "59.9 ± 10.7", True, False),
         ("RandBit", "base", "BYOL", "10.5 ± 1.2", False, True),
         ("C+Digits", "base", "viewmaker, rate 0.25", "21.6 ± 7.2", False, True),
         ("Coloured digits", "overlay", "viewmaker", "68.8 ± 35.2", True, False),
-        ("Speech and noise", "base", "near neighbours", "15.4 ± 4.1", False, True),
     ],
 )
 def test_numbers_intervals_and_what_is_told_are_those_that_were_published_first(
-    setting: str, label: str, cure: str, number: str, is_best: bool, is_floor: bool, rows: list[Measurement]
+    setting: str, label: str, cure: str, number: str, is_best: bool, is_floor: bool, settings: dict[str, Setting]
 ) -> None:
-    found = next(one for one in settings_of(rows)[0] if one.name == setting)
+    found = settings[setting]
     column = column_of(found, found.middle, label)
     assert accuracy(column.of_cure[cure]) == number
     assert (column.is_best(cure), cure in column.floor) == (is_best, is_floor)

@@ -137,7 +137,7 @@ def test_every_cure_can_be_trained_on_every_setting(name: str, built: Path, monk
     ]
     assert len(runs) >= 5
     train_set = check_data(runs[0].model_copy(update={"global_batch_size": BATCH_SIZE})).train
-    batch = next(read_all(SampleStore(Path(runs[0].data.train_dir)), batch_size=BATCH_SIZE))
+    batch = next(read_all(SampleStore(Path(runs[0].data.probed_dir)), batch_size=BATCH_SIZE))
     for run in runs:
         training = build_training(
             decide(run, train_set),

@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[2]
 def example(data: Path) -> str:
     """Return the example on tiny data, with two trials of 120 steps."""
     page = (ROOT / "docs" / "sweeps.md").read_text()
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "import optuna" in block]
+    blocks: list[str] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    (code,) = [block for block in blocks if "import optuna" in block]
     settings = [f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}", "data.num_workers=0"]
     settings += ["tracking.wandb=disabled", "checkpoint_every_steps=1000", "num_epochs=60"]
     more = ", ".join(f'"--set", "{setting}"' for setting in settings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -37,8 +37,8 @@ CASES: dict[str, str] = {
 }
 
 
-def all_cases() -> dict[str, Numbers]:
-    return {case: one_case(case) for case in CASES}
+def numbers_of(cases: Iterable[str] = tuple(CASES)) -> dict[str, Numbers]:
+    return {case: one_case(case) for case in cases}
 
 
 def one_case(case: str) -> Numbers:

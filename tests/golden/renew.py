@@ -59,7 +59,7 @@ def _runs() -> dict[str, Any]:
 
 
 FILES: dict[str, Callable[[], dict[str, Any]]] = {
-    "objectives": objectives.all_cases,
+    "objectives": objectives.numbers_of,
     "steps": lambda: {case: steps.one_case(case) for case in steps.CASES},
     "traces": _traces,
     "contents": _contents,
