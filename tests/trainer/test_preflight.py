@@ -143,7 +143,6 @@ def test_a_vision_transformer_on_pictures_of_another_size_is_one_sentence(tmp_pa
 @pytest.mark.parametrize(
     ("height", "width", "overrides", "said"),
     [
-        (1, 1, ["views.kind=random_mask", "views.patch_size=2"], "views.patch_size=2 needs a height and width that"),
         (30, 32, ["views.kind=viewmaker", "adversary={}"], "multiples of 4, at least 8, got 30 x 32"),
         (8, 12, ["views.kind=viewmaker", "views.downsample_to=8", "adversary={}"], "downsample_to=8 needs"),
     ],

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from data_pipeline.core.counter_rng import DrawKeys, integers
-from data_pipeline.core.schema import ImageSize
 from trainer.views.inputs import check_pictures
 from trainer.views.policy import BaseViewsConfig, ViewsInputs
 
@@ -28,28 +27,16 @@ _BITS: Final = 30  # bits of one draw of `integers`
 class RandomMaskConfig(BaseViewsConfig):
     """The config of the random mask.
 
-    unit: "value" draws for every number of the raw picture, as in the paper; "pixel" draws once for all channels of a
-        pixel.
-    patch_size: the rows and columns of squares that share a draw; 1 in the paper.
     rescale: whether to multiply views by 2, so that the expectation of a view is the picture; views are then in [0, 2].
     """
 
     is_bounded: ClassVar[bool] = False  # views are doubled
 
     kind: Literal["random_mask"] = "random_mask"
-    unit: Literal["value", "pixel"] = "value"
-    patch_size: ImageSize = 1
     rescale: bool = True
 
     def build(self, given: ViewsInputs) -> RandomMask:
         return RandomMask(self)
-
-    def check_image_size(self, *, height: int, width: int) -> None:
-        if height % self.patch_size or width % self.patch_size:
-            raise ValueError(
-                f"views.patch_size={self.patch_size} needs a height and width that are multiples of it, "
-                f"got {height} x {width}"
-            )
 
 
 class RandomMask(nn.Module):
@@ -68,31 +55,15 @@ class RandomMask(nn.Module):
         The views 2k and 2k + 1 of a sample are complements, and each k has its own mask. Ignores `masks_BHW`, which are
         masks of drawn objects.
 
-        Raises:
-            ValueError: if `check_image_size` refuses the pictures, or if there is not one key for each of them.
+        Raises `ValueError` if there is not one key for each picture.
         """
         check_pictures(images_BCHW, keys)
-        config = self.config
-        _, C, H, W = images_BCHW.shape
-        config.check_image_size(height=H, width=W)
-        shape = (1 if config.unit == "pixel" else C, H, W)
-        keep_BCHW = draw_mask(keys.of_pair(), shape=shape, patch_size=config.patch_size)
+        keep_BCHW = coins(keys.of_pair(), images_BCHW[0].numel()).view(images_BCHW.shape)
         if keys.is_next_B is not None:
             keep_BCHW ^= keys.is_next_B[:, None, None, None]
         elif keys.view & 1:
             keep_BCHW = ~keep_BCHW
-        return images_BCHW * keep_BCHW.to(images_BCHW.dtype).mul_(2 if config.rescale else 1)
-
-
-def draw_mask(keys: DrawKeys, *, shape: tuple[int, int, int], patch_size: int = 1) -> Tensor:
-    """Draw (B, *shape) bool, True with probability 1/2, independently for each square of `patch_size` in each channel.
-
-    `shape` is (channels, rows, columns); rows and columns are multiples of `patch_size`.
-    """
-    C, H, W = shape
-    num_rows, num_columns = H // patch_size, W // patch_size
-    keep_BCHW = coins(keys, C * num_rows * num_columns).view(-1, C, num_rows, num_columns)
-    return keep_BCHW.repeat_interleave(patch_size, dim=2).repeat_interleave(patch_size, dim=3)
+        return images_BCHW * keep_BCHW.to(images_BCHW.dtype).mul_(2 if self.config.rescale else 1)
 
 
 def coins(keys: DrawKeys, num: int) -> Tensor:

@@ -93,14 +93,14 @@ def test_rows_move_towards_their_embeddings_and_stay_unit_vectors() -> None:
 
 def test_the_first_rows_are_random_directions() -> None:
     config = InstanceDiscriminationConfig()
-    bank_ND = InstanceDiscrimination(config, num_samples=4000, embedding_size=16, seed=0).bank_ND
-    torch.testing.assert_close(bank_ND.norm(dim=1), torch.ones(4000))
-    assert bank_ND.mean(0).abs().max() < 0.02  # 5 standard errors
+    bank_ND = InstanceDiscrimination(config, num_samples=2000, embedding_size=16, seed=0).bank_ND
+    torch.testing.assert_close(bank_ND.norm(dim=1), torch.ones(2000))
+    assert bank_ND.mean(0).abs().max() < 0.028  # 5 standard errors
     cosine_NN = bank_ND @ bank_ND.T
-    off_diagonal = cosine_NN[~torch.eye(4000, dtype=torch.bool)]
+    off_diagonal = cosine_NN[~torch.eye(2000, dtype=torch.bool)]
     assert off_diagonal.std().item() == pytest.approx(16**-0.5, rel=0.02)
-    other = InstanceDiscrimination(config, num_samples=4000, embedding_size=16, seed=1).bank_ND
-    assert (bank_ND * other).sum(1).mean().abs() < 0.02
+    other = InstanceDiscrimination(config, num_samples=2000, embedding_size=16, seed=1).bank_ND
+    assert (bank_ND * other).sum(1).mean().abs() < 0.028
 
 
 def test_rows_are_drawn_by_step_and_sample_uniformly_own_row_included() -> None:

@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_one_sentence() -> None:
     config = resolve_recipe("debug:image", [crops, "objective.kind=dino", "encoder={kind: convnet, in_channels: 6}"])
     with pytest.raises(UserError, match=r"data: colour jitter .* got 6; set jitter_probability=0"):
         check_input_shape(config, height=32, width=32, where="data")
-    vit = "encoder={kind: timm, name: vit_tiny_patch16_224, options: {img_size: 32, patch_size: 8}}"
+    vit = "encoder={kind: timm, name: vit_tiny_patch16_224, options: {img_size: 32, patch_size: 8, depth: 1}}"
     config = resolve_recipe("debug:image", [crops, "objective.kind=dino", vit])
     with pytest.raises(UserError, match="data: the encoder cannot take inputs of 16 x 16"):
         check_input_shape(config, height=32, width=32, where="data")

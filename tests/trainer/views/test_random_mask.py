@@ -10,14 +10,9 @@ from scipy import stats
 from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys
-from trainer.views.random_mask import RandomMask, RandomMaskConfig, draw_mask
+from trainer.views.random_mask import RandomMask, RandomMaskConfig, coins
 
-CONFIGS = [
-    RandomMaskConfig(),
-    RandomMaskConfig(unit="pixel"),
-    RandomMaskConfig(patch_size=4),
-    RandomMaskConfig(unit="pixel", patch_size=2, rescale=False),
-]
+CONFIGS = [RandomMaskConfig(), RandomMaskConfig(rescale=False)]
 
 
 def keys(num: int, *, seed: int = 0, epoch: int = 0, view: int = 0) -> DrawKeys:
@@ -51,7 +46,7 @@ def test_two_views_are_disjoint_and_together_the_picture(config: RandomMaskConfi
 def test_every_value_is_kept_with_probability_one_half_and_independently() -> None:
     """Counts over 3,000 pictures: each entry, pairs of neighbours and channels that agree, and entries of a picture."""
     num = 3000
-    keep = draw_mask(keys(num), shape=(3, 8, 12))
+    keep = coins(keys(num), 3 * 8 * 12).view(num, 3, 8, 12)
     entries = keep[0].numel()
     low, high = stats.binom.interval(1 - 1e-3 / entries, num, 0.5)
     for agree in (
@@ -67,26 +62,6 @@ def test_every_value_is_kept_with_probability_one_half_and_independently() -> No
         assert counts.max() <= high
     kept = keep.flatten(1).sum(dim=1).double()  # 2 / num: the variance of a variance, of a law that is nearly normal
     assert abs(kept.var() / (entries / 4) - 1) < 4 * (2 / num) ** 0.5
-
-
-def test_the_unit_says_what_shares_a_draw() -> None:
-    shape = (3, 8, 12)
-    value, pixel = (RandomMask(RandomMaskConfig(unit=unit)) for unit in ("value", "pixel"))
-    kept = [policy(pictures(64), keys(64)) != 0 for policy in (value, pixel)]
-    assert kept[0].shape[1:] == shape
-    assert not torch.equal(kept[0][:, 0], kept[0][:, 1])
-    assert torch.equal(kept[1], kept[1][:, :1].expand(-1, 3, -1, -1))
-
-
-@pytest.mark.parametrize("config", [RandomMaskConfig(patch_size=4), RandomMaskConfig(unit="pixel", patch_size=4)])
-def test_patches_share_a_draw(config: RandomMaskConfig) -> None:
-    """Each patch as a whole or not at all, by the coins of a picture of as many values as there are patches."""
-    kept = RandomMask(config)(pictures(64), keys(64)) != 0
-    corner = kept[:, :, ::4, ::4]
-    assert torch.equal(kept, torch.kron(corner.float(), torch.ones(4, 4)).bool())
-    channels = 1 if config.unit == "pixel" else 3
-    assert torch.equal(corner, draw_mask(keys(64), shape=(channels, 2, 3)).expand(-1, 3, -1, -1))
-    assert 0.3 < corner.float().mean() < 0.7
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -125,13 +100,3 @@ def test_views_are_made_without_waiting_for_the_device() -> None:
     device_keys = DrawKeys(seed=0, epoch=0, index_B=torch.arange(8, device="meta"), view=1)
     for config in CONFIGS:
         assert RandomMask(config)(torch.empty(8, 3, 8, 12, device="meta"), device_keys).shape == (8, 3, 8, 12)
-
-
-@pytest.mark.parametrize(("height", "width"), [(8, 10), (9, 8), (2, 2)])
-def test_patches_that_do_not_divide_the_picture_are_refused(height: int, width: int) -> None:
-    config, message = RandomMaskConfig(patch_size=4), f"patch_size=4 needs .* multiples of it, got {height} x {width}"
-    with pytest.raises(ValueError, match=message):
-        config.check_image_size(height=height, width=width)
-    with pytest.raises(ValueError, match=message):
-        RandomMask(config)(torch.rand(2, 3, height, width), keys(2))
-    config.check_image_size(height=8, width=12)
