@@ -52,8 +52,8 @@ def _build(parser: argparse.ArgumentParser) -> None:
     add("--source", metavar="S", help="Where the data comes from, one of the list below.")
     add("--root", metavar="PATH", type=Path, help="The directory that holds the files of the source.")
     add("--split", metavar="|".join(SPLITS), default="train", help="The split to build (default: train).")
-    add("--seed", metavar="N", type=int, default=0, help="The seed of order and overlays (default: 0).")
-    add("--limit", metavar="N", type=int, help="Use at most N records, balanced over the classes.")
+    add("--seed", metavar="N", type=whole, default=0, help="The seed of order and overlays (default: 0).")
+    add("--limit", metavar="N", type=positive, help="Use at most N records, balanced over the classes.")
     add(
         "--overlay",
         metavar="|".join(OVERLAY_MODES),
@@ -68,7 +68,7 @@ def _build(parser: argparse.ArgumentParser) -> None:
     add(
         "--repeats",
         metavar="R",
-        type=int,
+        type=positive,
         default=1,
         help="Store each record R times, with other overlays.",
     )
@@ -81,11 +81,17 @@ def _build(parser: argparse.ArgumentParser) -> None:
     add(
         "--samples-per-shard",
         metavar="N",
-        type=int,
+        type=positive,
         default=NUM_SAMPLES_PER_SHARD,
         help="The number of samples in a shard (default: %(default)s).",
     )
-    add("--workers", metavar="N", type=int, default=num_cores(), help="The number of processes (default: one per CPU).")
+    add(
+        "--workers",
+        metavar="N",
+        type=positive,
+        default=num_cores(),
+        help="The number of processes (default: one per CPU).",
+    )
 
 
 def _index(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +119,7 @@ def _index(parser: argparse.ArgumentParser) -> None:
     add(
         "--size",
         metavar="N",
-        type=int,
+        type=positive,
         help="Resize pictures to NxN pixels when they are read (default: the size of --classes-of, or "
         f"{TAR_PICTURE_SIZE}).",
     )
@@ -131,7 +137,13 @@ def _index(parser: argparse.ArgumentParser) -> None:
     )
     _add_overlay_options(parser)
     add("--split", metavar="|".join(SPLITS), default="train", help="The split of the digits (default: train).")
-    add("--workers", metavar="N", type=int, default=num_cores(), help="The number of processes (default: one per CPU).")
+    add(
+        "--workers",
+        metavar="N",
+        type=positive,
+        default=num_cores(),
+        help="The number of processes (default: one per CPU).",
+    )
 
 
 def _preview(parser: argparse.ArgumentParser) -> None:
@@ -185,7 +197,7 @@ def _suppression(parser: argparse.ArgumentParser) -> None:
     add("--out", metavar="DIR", type=Path, required=True, help="The directory to write the datasets to.")
     add("--small", action="store_true", help="Build the datasets for a CPU: fewer and smaller pictures.")
     add("--settings", metavar="A,B", help="Build only these settings, such as randbit,dominoes.")
-    add("--limit", metavar="N", type=int, help="Use at most N records of each split, for a trial.")
+    add("--limit", metavar="N", type=positive, help="Use at most N records of each split, for a trial.")
     add(
         "--cifar",
         choices=("torchvision", "folder"),
@@ -200,7 +212,7 @@ def _suppression(parser: argparse.ArgumentParser) -> None:
     )
     add("--speech-root", metavar="PATH", type=Path, help="The directory of spoken digits (default: --root).")
     add("--noise-root", metavar="PATH", type=Path, help="The directory of the background sounds (default: --root).")
-    add("--workers", metavar="N", type=int, default=1, help="The number of processes (default: %(default)s).")
+    add("--workers", metavar="N", type=positive, default=1, help="The number of processes (default: %(default)s).")
 
 
 def _add_location(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from data_pipeline.core.errors import UserError, log_to_terminal, show_info_of
+from data_pipeline.core.errors import UserError, log_to_terminal
 from data_pipeline.core.schema import difference
 from launch.ended import End
 from trainer.config import RunConfig, read_run_config
@@ -44,7 +44,7 @@ def run(config: RunConfig, run_dir: Path, *, command: str, accepted_data: Collec
     with noting_its_end(config, run_dir):
         keep_freed_memory()
         world = read_env(os.environ)
-        log_to_terminal()
+        log_to_terminal(own_packages(config))
         device = choose_device(world)
         with process_group(world, device):
             train_on(device, config, run_dir, command=command, accepted_data=accepted_data)
@@ -102,7 +102,6 @@ def train_on(
     device: torch.device, config: RunConfig, run_dir: Path, *, command: str, accepted_data: Collection[str] = ()
 ) -> None:
     """Train as one of the joined ranks. Raises the errors of `train`, and `UserError` if the GPU's memory is full."""
-    show_info_of(own_packages(config))
     try:
         train(config, RunDir(run_dir), device=device, command=command, accepted_data=accepted_data)
     except torch.OutOfMemoryError as error:

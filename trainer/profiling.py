@@ -13,6 +13,7 @@ sums) counts only while the computation waits for it.
 
 from __future__ import annotations
 
+import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +23,6 @@ from typing import get_args
 import torch
 
 from data_pipeline.core.sample import Batch
-from data_pipeline.core.system import peak_memory_bytes
 from trainer import liveness
 from trainer.distributed.collectives import all_gather_rows, message_device
 from trainer.liveness import Stage, stage
@@ -200,7 +200,8 @@ def memory_in_use(device: torch.device) -> dict[str, float]:
 
     On a GPU, also returns the largest memory of its tensors.
     """
-    metrics = {"memory/resident_gigabytes": peak_memory_bytes() / 1e9}
+    kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    metrics = {"memory/resident_gigabytes": kibibytes * 1024 / 1e9}
     if device.type == "cuda":
         metrics["memory/gpu_gigabytes"] = torch.cuda.max_memory_allocated(device) / 1e9
     return metrics

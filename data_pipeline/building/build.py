@@ -27,12 +27,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from data_pipeline.building.catalogue import DATASETS, Ingredients, labels_of_overlay, open_dataset
-from data_pipeline.building.datasets import (
-    NUM_SAMPLES_PER_SHARD,
-    OVERLAY_MODES,
-    TAR_PICTURE_SIZE,
-    check_at_least,
-)
+from data_pipeline.building.datasets import NUM_SAMPLES_PER_SHARD, OVERLAY_MODES, TAR_PICTURE_SIZE
 from data_pipeline.building.index_tars import describe_manifest, partial_path, write_index
 from data_pipeline.building.locks import LOCK_NAME, locked
 from data_pipeline.building.pool import run_all
@@ -119,10 +114,6 @@ def build_dataset(
     files of a folder as they are. `open_dataset` explains the rest. Raises `UserError` if the input is wrong, or if
     `directory` holds something else.
     """
-    check_at_least(
-        *(("--limit", limit, 1), ("--repeats", repeats, 1), ("--seed", seed, 0)),
-        *(("--samples-per-shard", num_samples_per_shard, 1), ("--workers", num_workers, 1)),
-    )
     if not directory.name:
         raise UserError(f"--out {directory} does not name a new folder; give a name, such as --out {directory}/data")
     if keep and "folder" not in (source, dataset.partition("_")[0]):

@@ -11,20 +11,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from data_pipeline.core.errors import UserError
-
 SPLITS: Final = ("train", "test")
 OVERLAY_MODES: Final = ("baked", "online")  # drawn once into the shards, or again at each reading
 DIGITS: Final = ("mnist", "mnist_test_for_test", "mnist_t10k", "sklearn")
 NUM_SAMPLES_PER_SHARD: Final = 1_000
 TAR_PICTURE_SIZE: Final = 224  # pixels, to which the pictures of tars are brought when they are read
-
-
-def check_at_least(*numbers: tuple[str, int | None, int]) -> None:
-    """Raise `UserError` if an option is below its least value; `numbers` are (option, value, least value)."""
-    for option, value, least in numbers:
-        if value is not None and value < least:
-            raise UserError(f"{option} must be at least {least}, got {value}")
 
 
 # The sources that can supply each base, the default first.

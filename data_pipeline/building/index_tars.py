@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.building.catalogue import labels_of_overlay, open_picture_overlay
-from data_pipeline.building.datasets import TAR_PICTURE_SIZE, check_at_least
+from data_pipeline.building.datasets import TAR_PICTURE_SIZE
 from data_pipeline.building.locks import locked
 from data_pipeline.building.pool import run_all
 from data_pipeline.building.tar_scan import (
@@ -77,7 +77,6 @@ def make_index(
     overlay: PixelOverlay | None = None,
     split: Split = "train",
     num_workers: int = 1,
-    show_progress: bool = False,
 ) -> tuple[Manifest, list[ScannedTar]]:
     """Index the tars of a location into the directory `out`. Return its manifest, and what was found in each tar.
 
@@ -87,7 +86,6 @@ def make_index(
     Raises `UserError` if the location names no tars, no sample has a picture, a named label is in no sample, a value of
     a label is none of `classes_of`, or another process is making an index in `out`.
     """
-    check_at_least(("--size", size, 1), ("--workers", num_workers, 1))
     paths = listed_tars(location)
     settings = ScanInputs(fields=fields, size=size, num_measured=-(-_NUM_MEASURED // len(paths)), directory=out)
 
@@ -95,7 +93,7 @@ def make_index(
         tars: list[ScannedTar] = []
         num_samples = 0
         tasks = [TarTask(number, path) for number, path in enumerate(paths)]
-        with Progress("index", total=len(paths), enabled=show_progress) as progress:
+        with Progress("index", total=len(paths)) as progress:
             for tar in run_all(scan_tar, settings, tasks, num_workers=num_workers):
                 tars.append(tar)
                 num_samples += tar.num_samples
@@ -209,10 +207,7 @@ def partial_path(out: Path, name: str) -> Path:
 
 def _count_fields(tars: Sequence[ScannedTar]) -> Counter[str]:
     """Return how many samples of all tars have each extension."""
-    seen: Counter[str] = Counter()
-    for each in tars:
-        seen.update(each.fields)
-    return seen
+    return sum((Counter(each.fields) for each in tars), Counter())
 
 
 def _found_labels(
@@ -398,7 +393,6 @@ def run(args: argparse.Namespace) -> None:
         overlay=overlay_to_draw(args, size=size),
         split=args.split,
         num_workers=args.workers,
-        show_progress=True,
     )
     seconds = max(time.monotonic() - started, 1e-3)
     rate = manifest.num_samples / seconds

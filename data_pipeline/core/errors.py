@@ -76,18 +76,13 @@ def printable(text: str) -> str:
     )
 
 
-def log_to_terminal() -> None:
-    """Log to stderr, only the message of each record: warnings, and from level INFO on what our packages say.
+def log_to_terminal(packages: Iterable[str] = ()) -> None:
+    """Log to stderr, only the message of each record: warnings, and records of level INFO of our code and `packages`.
 
     matplotlib, for example, says at level INFO that it has built its cache of fonts.
     """
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    show_info_of(("configs", "data_pipeline", "launch", "trainer", "__main__"))
-
-
-def show_info_of(packages: Iterable[str]) -> None:
-    """Let the log also show the records of level INFO of these packages."""
-    for package in packages:
+    for package in ("configs", "data_pipeline", "launch", "trainer", "__main__", *packages):
         logging.getLogger(package).setLevel(logging.INFO)
 
 

@@ -72,13 +72,10 @@ def import_object(path: str) -> Any:
     """
     module_name, _, name = path.partition(":")
     module = import_module(module_name, wanted=path)
-    found: Any = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            public = [each for each in dir(found) if not each.startswith("_")]
-            raise UserError(f'the module {module_name} of {path} has no "{part}"{nearest(part, public)}')
-        found = getattr(found, part)
-    return found
+    if not hasattr(module, name):
+        public = [each for each in dir(module) if not each.startswith("_")]
+        raise UserError(f'the module {module_name} of {path} has no "{name}"{nearest(name, public)}')
+    return getattr(module, name)
 
 
 def import_module(name: str, *, wanted: str) -> Any:

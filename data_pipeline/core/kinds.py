@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoints, entry_points
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar, get_args
 
 from pydantic import BaseModel, model_validator
@@ -49,7 +49,7 @@ class Names:
 
     def names(self) -> list[str]:
         """Return every name of this project, of installed packages and of registered classes."""
-        return list(dict.fromkeys([*self.built_in, *_entry_points(self.group), *self._registered]))
+        return list(dict.fromkeys([*self.built_in, *sorted(_entry_points(self.group).names), *self._registered]))
 
     def register(self, name: str) -> Callable[[Class], Class]:
         """Return a decorator that makes a class known by a name."""
@@ -68,7 +68,7 @@ class Names:
             UserError: if two classes claim it.
         """
         registered = self._registered.get(name)
-        paths = {each.value for each in _entry_points(self.group).get(name, ())}
+        paths = {each.value for each in _entry_points(self.group).select(name=name)}
         if name in self.built_in:
             paths.add(self.built_in[name])
         if registered is not None:
@@ -181,9 +181,6 @@ def sections(config: BaseModel) -> Iterator[KindConfig]:
 
 
 @cache
-def _entry_points(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
-    """Return the entry points of a group by their names."""
-    found: dict[str, tuple[EntryPoint, ...]] = {}
-    for each in entry_points(group=group):
-        found[each.name] = (*found.get(each.name, ()), each)
-    return found
+def _entry_points(group: str) -> EntryPoints:
+    """Return the entry points of a group, for which all installed packages are searched once."""
+    return entry_points(group=group)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import resource
 from pathlib import Path
 from typing import Final
 
@@ -44,8 +43,3 @@ def _free_in_group(directory: Path, limit: str, used: str, cached: str) -> float
     except OSError:
         return math.inf
     return math.inf if most.strip() == "max" else int(most) - int(now) + cached_bytes
-
-
-def peak_memory_bytes() -> int:
-    """Return the largest memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

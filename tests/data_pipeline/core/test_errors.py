@@ -14,10 +14,9 @@ from data_pipeline.core.errors import UserError, filename_in_errors, run_command
 
 LOGS = """
 import logging
-from data_pipeline.core.errors import log_to_terminal, show_info_of
+from data_pipeline.core.errors import log_to_terminal
 
-log_to_terminal()
-show_info_of(["my_ssl"])
+log_to_terminal(["my_ssl"])
 for name in ("trainer.train", "my_ssl.views", "matplotlib.font_manager", None):
     logging.getLogger(name).info("info of %s", name)
     logging.getLogger(name).warning("warning of %s", name)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
-from PIL import Image
 
 from data_pipeline.__main__ import main
 from data_pipeline.core.errors import UserError
@@ -65,14 +64,6 @@ def test_sounds_are_drawn_with_time_to_the_right_and_frequency_upwards(tmp_path:
         if end < 0.7 * num_frames:
             assert values[:, : end - 3].max() > values[:, end + 3 :].max()
     assert min(loudest_bands[1]) > max(loudest_bands[0])  # a high tone lies above a deep one
-
-
-def test_the_command_writes_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = write_tiny_dataset(tmp_path / "built", num_samples=12, overlay="none")
-    main(["preview", str(directory), "--out", str(tmp_path / "grid.png"), "--samples", "11"])
-    with Image.open(tmp_path / "grid.png") as grid:
-        assert grid.width == 1_300
-    assert capsys.readouterr().out.strip() == str(tmp_path / "grid.png")
 
 
 @pytest.mark.parametrize(
