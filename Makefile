@@ -64,7 +64,7 @@ $(INSTALLED): setup.py
 	$(PYTHON) -m venv .venv
 	@# Python compiles a module when it first imports it. Most of the 21,000 modules of all packages are never imported. Most
 	@# of COMPILED and of our own are, and all processes that make test starts at once would each compile them for itself.
-	$(BIN)/pip install --disable-pip-version-check --no-compile --editable '.[test,lint,docs]'
+	$(BIN)/python .ci/install
 	$(BIN)/python -m compileall -qq -j 2 -x '/tests?/' $(addprefix .venv/lib/python*/site-packages/,$(COMPILED)) \
 		configs data_pipeline launch trainer
 	@touch $@

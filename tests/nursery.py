@@ -54,11 +54,11 @@ FOR_COMMANDS = [
     ),
     "data_pipeline.building.build",
 ]
-# What test modules import, here and in ranks. DeepSpeed imports torch._inductor.compile_fx.
-FOR_TESTS = [
-    *("pytest", "hypothesis", "torch._inductor.compile_fx", "matplotlib.figure", "timm", "scipy.stats"),
-    *("sklearn.datasets", "sklearn.ensemble", "sklearn.isotonic", "sklearn.manifold", "torchvision.transforms.v2"),
-    *("boto3", "moto.server", "optuna", "s3fs", "torchaudio"),
+# Test modules import these, too, which takes a second in each rank. DeepSpeed imports torch._inductor.compile_fx.
+FOR_RANKS = ["pytest", "timm", "scipy.stats", "matplotlib.figure", "hypothesis", "torch._inductor.compile_fx"]
+FOR_WORKERS = [
+    *(*FOR_COMMANDS, *FOR_RANKS, "boto3", "moto.server", "optuna", "s3fs", "torchaudio", "torchvision.transforms.v2"),
+    *("sklearn.datasets", "sklearn.ensemble", "sklearn.isotonic", "sklearn.manifold"),
 ]
 _PR_SET_CHILD_SUBREAPER = 36
 _NUMBER = struct.Struct("!q")
@@ -177,7 +177,7 @@ def run_python(
 def _nursery(for_workers: bool = False) -> Nursery:
     """Start the nursery of this process, which ends with it."""
     ours, theirs = socket.socketpair()
-    names = FOR_COMMANDS + FOR_TESTS if for_workers else FOR_COMMANDS
+    names = FOR_WORKERS if for_workers else FOR_COMMANDS
     call = f"begin({theirs.fileno()}, {names})"
     code = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from tests.nursery import begin; {call}"
     process = subprocess.Popen(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,20 @@ from trainer.run_dir import RunDir
 from trainer.train import train
 from trainer.views.expert_image import ExpertImage
 
-DELAY_SECONDS = 0.05
-DELAYED: dict[str, tuple[Any, str]] = {
-    "read": (SampleStore, "_tar"),
-    "overlay": (BatchMaker, "apply_overlay"),
-    "views": (ExpertImage, "forward"),
-    "forward": (Encoder, "forward"),
-    "backward": (DDPEngine, "backward"),
-    "communication": (torch.distributed, "all_to_all_single"),
+STEPS, BATCH_SIZE = 6, 4
+DELAYED: dict[str, tuple[Any, str, float]] = {  # a function of each stage, and the seconds by which a call is delayed
+    "read": (SampleStore, "_tar", 0.02),
+    "overlay": (BatchMaker, "apply_overlay", 0.05),
+    "views": (ExpertImage, "forward", 0.08),
+    "forward": (Encoder, "forward", 0.12),
+    "backward": (DDPEngine, "backward", 0.2),
+    "communication": (torch.distributed, "all_to_all_single", 0.02),
 }
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=83, num_test=20)
+    return write_tiny_pair(tmp_path_factory.mktemp("data"), num_train=STEPS * BATCH_SIZE, num_test=BATCH_SIZE)
 
 
 def test_a_pause_belongs_to_no_step() -> None:
@@ -112,20 +111,22 @@ def test_on_a_gpu_each_step_that_is_read_is_split(monkeypatch: pytest.MonkeyPatc
     assert all(share > 0.5 for share in shares.values()), shares
 
 
-def delayed(call: Callable[..., Any], *, on_rank: int | None) -> Callable[..., Any]:
+def delay(stage: str, on_rank: int | None) -> None:
+    owner, name, seconds = DELAYED[stage]
+    call = getattr(owner, name)
+
     def slow(*arguments: Any, **named: Any) -> Any:
         if on_rank in {None, rank()}:
-            time.sleep(DELAY_SECONDS)
+            time.sleep(seconds)
         return call(*arguments, **named)
 
-    return slow
+    setattr(owner, name, slow)
 
 
-def train_with_a_delay(slow: str, data: Path, directory: Path, on_rank: int | None = None) -> None:
-    owner, name = DELAYED[slow]
-    is_class_method = isinstance(owner, type) and isinstance(owner.__dict__.get(name), classmethod)
-    call = delayed(getattr(owner, name), on_rank=on_rank)
-    setattr(owner, name, staticmethod(call) if is_class_method else call)
+def train_with_delays(stages: list[str], data: Path, directory: Path, on_rank: int | None = None) -> None:
+    """Delay a call in each of these stages, on all ranks or on one."""
+    for slow in stages:
+        delay(slow, on_rank)
     config = resolve_recipe(
         "debug:image",
         [
@@ -135,9 +136,9 @@ def train_with_a_delay(slow: str, data: Path, directory: Path, on_rank: int | No
             "data.placement=stream",
             "encoder.width=1",
             "encoder.batch_norm=local",
-            "global_batch_size=4",
+            f"global_batch_size={BATCH_SIZE}",
             "num_epochs=1",
-            "log_every_steps=20",
+            f"log_every_steps={STEPS}",
             "checkpoint_every_steps=100",
             "tracking.wandb=disabled",
         ],
@@ -146,24 +147,24 @@ def train_with_a_delay(slow: str, data: Path, directory: Path, on_rank: int | No
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("slow", DELAYED)
-def test_a_delay_is_named(slow: str, data: Path, tmp_path: Path) -> None:
-    """Each step waits 50 ms in one stage; for communication there are two ranks."""
-    run_ranks(train_with_a_delay, 2 if slow == "communication" else 1, slow, data, tmp_path / "run")
-    metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert slowest(metrics).startswith(slow), metrics
+def test_delays_are_counted_where_they_are_and_no_rank_is_called_slow(data: Path, tmp_path: Path) -> None:
+    """Both ranks wait for another time in each of six stages."""
+    run_ranks(train_with_delays, 2, list(DELAYED), data, tmp_path)
+    metrics = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    whole = STEPS * BATCH_SIZE / metrics["perf/samples_per_second"]
+    for slow, (_, _, seconds) in DELAYED.items():
+        assert metrics[f"perf/{slow}_fraction"] * whole > 0.95 * STEPS * seconds, slow
     fractions = [value for name, value in metrics.items() if name.endswith("_fraction")]
     assert sum(fractions) - metrics["perf/data_wait_fraction"] == pytest.approx(1, abs=0.05)
+    assert slowest(metrics).startswith("backward")
+    assert "takes" not in slowest(metrics)
 
 
 @pytest.mark.ranks
-def test_a_slow_rank_is_named_and_one_of_equal_ranks_is_not(data: Path, tmp_path: Path) -> None:
-    """Rank 1 waits 50 ms in the forward pass of each step, and rank 0 for it in a message."""
-    for on_rank in (1, None):
-        run_ranks(train_with_a_delay, 2, "forward", data, tmp_path / str(on_rank), on_rank)
-    metrics = json.loads((tmp_path / "1" / "metrics.jsonl").read_text().splitlines()[-1])
+def test_a_slow_rank_is_named(data: Path, tmp_path: Path) -> None:
+    """Rank 1 waits in the forward pass of each step, and rank 0 for it in a message."""
+    run_ranks(train_with_delays, 2, ["forward"], data, tmp_path, 1)
+    metrics = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert metrics["perf/slowest_rank"] == 1
     assert metrics["perf/slowest_rank_ratio"] > 1.5
     assert "rank 1 takes" in slowest(metrics)
-    metrics = json.loads((tmp_path / "None" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert "takes" not in slowest(metrics)

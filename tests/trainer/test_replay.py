@@ -22,7 +22,7 @@ from trainer.fault_tolerance.step_record import MAX_RECORDS, read_record, record
 from trainer.run_dir import RunDir, write_json
 from trainer.skipped_steps import SkippedSteps
 
-NUM_SAMPLES, BATCH_SIZE, BAD_STEP = 83, 16, 6
+NUM_SAMPLES, BATCH_SIZE, BAD_STEP = 35, 16, 3
 RATES = {"encoder": 0.01, "viewmaker": 0.001, "objective": 0.01}
 
 
@@ -72,17 +72,11 @@ def train_into_trouble(config: RunConfig, directory: Path, poisoned: str, value:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("viewmaker_steps", "bad_step"), [(1, 1), (2, 2)])
-def test_where_players_alternate_what_was_done_before_the_bad_update_stays(
-    data: Path, viewmaker_steps: int, bad_step: int
-) -> None:
+def test_where_players_alternate_what_was_done_before_the_bad_update_stays(data: Path) -> None:
     """All changes of the bad update are undone, so the state is that after the updates before it."""
     bad = configure(data, "debug:viewmaker", "objective.kind=simsiam", "adversary.update=alternating",
-                    f"adversary.viewmaker_steps={viewmaker_steps}")  # fmt: skip
-    assert bad.adversary is not None
-    # The same config, but it ends before the bad update.
-    shorter = {"viewmaker_steps": bad_step - 1} if bad_step > 1 else {"freeze_step": 0}
-    good = bad.model_copy(update={"adversary": bad.adversary.model_copy(update=shorter)})
+                    "adversary.viewmaker_steps=2")  # fmt: skip
+    good = bad.override(["adversary.viewmaker_steps=1"], where="x")  # it ends before the bad update
     (batch,) = open_stream(bad.data, global_batch_size=BATCH_SIZE, seed=0, end_step=1)
     states, skipped = [], []
     for config in (bad, good):
@@ -93,7 +87,7 @@ def test_where_players_alternate_what_was_done_before_the_bad_update_stays(
         def poison(gradient: Tensor, config: RunConfig = config) -> Tensor:
             nonlocal calls
             calls += 1
-            return gradient * math.inf if config is bad and calls == bad_step else gradient
+            return gradient * math.inf if config is bad and calls == 2 else gradient
 
         next(engines["viewmaker"].module.parameters()).register_hook(poison)  # type: ignore[no-untyped-call]
         skipped.append(bool(training.step(batch, learning_rates=RATES).skipped))
@@ -120,7 +114,6 @@ def explained(
 @pytest.mark.parametrize(
     ("recipe", "overrides", "poisoned", "value", "found"),
     [
-        ("debug:image", [], "encoder.trunk.layer1.0.conv1.weight", math.inf, "trunk.layer1.0.conv1 (Conv2d)"),
         ("debug:image", [], "encoder.trunk.layer2.0.bn1.weight", 3e38, "trunk.layer2.0.bn1 ("),  # a number still
         ("debug:viewmaker", [], "viewmaker.stem.1.conv.weight", math.inf, "viewmaker.stem.1 (ConvNorm)"),
         ("debug:image", ["objective.kind=supervised"], "objective.classifier.bias", math.inf, "classifier (Linear)"),
@@ -216,12 +209,12 @@ def test_a_gradient_that_is_finite_but_too_long_for_float32_is_named(
 def test_what_cannot_be_replayed_is_said_in_one_sentence(data: Path, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     (run_dir.path / "nonfinite" / "step_x").mkdir(parents=True)  # is no record
-    with pytest.raises(UserError, match="no record of step 3; none of its steps was skipped"):
-        read_record(run_dir, 3)
+    with pytest.raises(UserError, match="no record of step 2; none of its steps was skipped"):
+        read_record(run_dir, 2)
     config = configure(data, "debug:image")
     train_into_trouble(config, run_dir.path, "encoder.trunk.conv1.weight", math.inf, BAD_STEP + 1)
     with pytest.raises(UserError, match=f"it has records of steps {BAD_STEP}"):
-        read_record(run_dir, 3)
+        read_record(run_dir, 2)
     record, states = read_record(run_dir, BAD_STEP)
     write_tiny_dataset(tmp_path / "other" / "train", num_samples=NUM_SAMPLES, seed=5)  # the same keys
     write_json(run_dir.config, configure(tmp_path / "other", "debug:image").model_dump(mode="json"))
