@@ -23,8 +23,8 @@ from tests.trainer.exports.test_export import make_run
 from trainer.models import ResNetConfig
 
 NOTEBOOK = REPOSITORY / "docs" / "what-a-viewmaker-drops.ipynb"
-FEWER = {'("train", 300), ("test", 100)': '("train", 30), ("test", 20)', "num_steps = 120": "num_steps = 10"}
-FEWER["num_epochs=30"] = "num_epochs=2"
+FEWER = {'("train", 300), ("test", 100)': '("train", 12), ("test", 8)', "num_steps = 120": "num_steps = 10"}
+FEWER |= {"global_batch_size=48": "global_batch_size=12", "num_epochs=30": "num_epochs=2"}
 
 
 def cheaper(block: str) -> str:

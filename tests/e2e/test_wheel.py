@@ -38,8 +38,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if path.parts[0] in {*ROOMS, "setup.py"}:
             (source / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(REPOSITORY / path, source / path)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--wheel-dir", str(directory), str(source)], check=True, timeout=300)
+    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"  # as pip does
+    subprocess.run([sys.executable, "-c", build, str(directory)], cwd=source, check=True, capture_output=True)
     (built,) = directory.glob("*.whl")
     return built
 
@@ -59,12 +59,11 @@ def test_it_builds_trains_and_reports_in_another_directory(wheel: Path, tmp_path
     environment = os.environ | {"PYTHONPATH": str(site), "PYTHONSAFEPATH": "1", "WANDB_MODE": "disabled"}
 
     commands = []
-    for split, limit in ("train", "64"), ("test", "32"):
-        build = ["data_pipeline", "build", "procedural_letters", "--split", split, "--limit", limit]
-        commands.append(
-            [*build, "--workers", "1", "--out", f"data/debug/{split}"]
-        )  # letters read a font of the package
-    commands.append(["launch.train", "--config", "debug:image", "--run-dir", "run", "--set", "num_epochs=1"])
+    for split in ("train", "test"):  # letters read a font of the package
+        build = ["data_pipeline", "build", "procedural_letters", "--split", split, "--limit", "32", "--workers", "1"]
+        commands.append([*build, "--out", f"data/debug/{split}"])
+    settings = ["--set", "num_epochs=1", "--set", "data.num_workers=0"]
+    commands.append(["launch.train", "--config", "debug:image", "--run-dir", "run", *settings])
     commands.append(["trainer.report", "run", "--out", "report.html"])
     done = subprocess.run(
         [sys.executable, "-c", RUN_ALL, json.dumps(commands)],

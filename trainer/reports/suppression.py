@@ -11,6 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import matplotlib as mpl
@@ -85,20 +86,31 @@ class Setting:
 class Column:
     """The accuracies on one label of a setting at one difficulty.
 
-    of_cure: the mean over seeds of each measured cure.
-    floor: the cures that are not told to be above the untrained encoder.
+    readings: the accuracy of each measured cure, by seed; `of_cure` are the means.
+    of_untrained: the accuracy of the untrained encoder, by seed.
     """
 
     setting: Setting
     difficulty: str
     label: LabelSpace
+    readings: Mapping[str, Mapping[int, Reading]]
     of_cure: Mapping[str, Estimate]
-    ranking: Ranking | None
+    of_untrained: Mapping[int, Reading]
     ceiling: Estimate | None
     untrained: Estimate | None
     pixels: Estimate | None
     chance: float
-    floor: frozenset[str]
+
+    @cached_property
+    def ranking(self) -> Ranking | None:
+        """Return the best cure, compared with every other one; None without cures."""
+        return rank(self.readings)
+
+    @cached_property
+    def floor(self) -> frozenset[str]:
+        """Return the cures that are not told to be above the untrained encoder."""
+        leads = leads_over(self.of_untrained, self.readings)
+        return frozenset(cure for cure, lead in leads.items() if lead.mean <= 0 or lead.p >= LEVEL)
 
     @property
     def title(self) -> str:
@@ -208,7 +220,7 @@ def _sorted(rows: Sequence[Measurement]) -> tuple[str, ...]:
 
 
 def column_of(setting: Setting, difficulty: str, label: LabelSpace) -> Column:
-    """Return the accuracies on a label at a difficulty, compared with each other and with the untrained encoder."""
+    """Return the accuracies on a label at a difficulty."""
 
     def readings(*, reads: str = FEATURES, is_trained: bool, cure: str | None = None) -> dict[int, Reading]:
         rows = setting.of(difficulty, label, cure)
@@ -216,18 +228,17 @@ def column_of(setting: Setting, difficulty: str, label: LabelSpace) -> Column:
 
     cures = {cure: of_cure for cure in setting.cures if (of_cure := readings(is_trained=True, cure=cure))}
     untrained = readings(is_trained=False)
-    leads = leads_over(untrained, cures)
     return Column(
         setting=setting,
         difficulty=difficulty,
         label=label,
+        readings=cures,
         of_cure={cure: mean_of(list(of_cure.values())) for cure, of_cure in cures.items()},
-        ranking=rank(cures),
+        of_untrained=untrained,
         ceiling=_mean(readings(is_trained=True, cure=CEILING + label)),
         untrained=_mean(untrained),
         pixels=_mean(readings(reads=PIXELS, is_trained=False)),
         chance=next((row.chance or 0.0 for row in setting.of(difficulty, label)), 0.0),
-        floor=frozenset(cure for cure, lead in leads.items() if lead.mean <= 0 or lead.p >= LEVEL),
     )
 
 
