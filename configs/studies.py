@@ -241,7 +241,8 @@ def debug_seeds() -> list[RunConfig]:
 
 def _study(name: str, runs: Sequence[RunConfig]) -> list[RunConfig]:
     """Return the runs with the study's name as their tag and group, so that W&B can find them."""
-    return [changed(run, tracking=run.tracking.model_copy(update={"tags": (name,), "group": name})) for run in runs]
+    place = {"tags": (name,), "group": name}
+    return [run.model_copy(update={"tracking": run.tracking.model_copy(update=place)}) for run in runs]
 
 
 def _seeded(runs: Sequence[RunConfig], seeds: Sequence[int]) -> list[RunConfig]:

@@ -11,6 +11,8 @@ label. All cures of a setting have the same data, seeds, optimizer and number of
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -106,9 +108,8 @@ def base_run(point: Point) -> RunConfig:
     is_small, setting = point.scale == "small", point.setting
     out = "data/suppression_small" if is_small else "data/suppression"
     train_dir, test_dir = (directory_of(out, point.name, point.difficulty, split) for split in ("train", "test"))
-    sample_rate = None
-    if setting.is_sound:
-        sample_rate = SMALL_SAMPLE_RATE if is_small else 48_000
+    sample_rate = SMALL_SAMPLE_RATE if is_small else 48_000
+    correlated = itertools.product(setting.hard, setting.easy) if setting.unit == "correlation" else ()
     return RunConfig(
         name=f"{point.name}-{point.difficulty}",
         data=DataConfig(
@@ -116,10 +117,10 @@ def base_run(point: Point) -> RunConfig:
             test_dir=test_dir,
             num_workers=0 if is_small else 2,
             overlay="baked" if setting.overlay is None else "online",
-            sample_rate=sample_rate,
+            sample_rate=sample_rate if setting.is_sound else None,
         ),
         views=point.expert_views,
-        encoder=_small_encoder(point) if is_small else _encoder(point),
+        encoder=_encoder(point),
         objective=SymmetricInfoNCEConfig(temperature=TEMPERATURE),
         optimizer=AdamConfig(
             learning_rate=1e-3,
@@ -135,41 +136,21 @@ def base_run(point: Point) -> RunConfig:
             num_epochs=20 if is_small else 100,
             views="none",
             labels=(*setting.hard, *setting.easy),
-            groups=_correlated_pairs(setting),
+            groups=tuple(correlated),  # the labels of which the worst group counts
         ),
     )
 
 
-def _correlated_pairs(setting: Setting) -> tuple[tuple[str, str], ...]:
-    """Return the pairs of labels of which the worst group counts: those that are correlated in the train split."""
-    if setting.unit != "correlation":
-        return ()
-    return tuple((hard, easy) for hard in setting.hard for easy in setting.easy)
-
-
-def _small_encoder(point: Point) -> EncoderConfig:
-    """Return the network of the RandBit experiment (Chen, Luo and Li 2021)."""
-    return ConvNetConfig(
-        in_channels=point.num_channels,
-        head=HeadConfig(hidden_sizes=(256,), batch_norm=True, bias=False, defaults="keras"),
-        embedding_size=64,
-        **_unit_range(point),
-    )
-
-
 def _encoder(point: Point) -> EncoderConfig:
-    if point.name == "randbit":
-        return _small_encoder(point)
+    """Return a ResNet-18; at the small scale and for RandBit, the network of Chen, Luo and Li (2021)."""
+    form: dict[str, Any] = {"in_channels": point.num_channels}
+    if point.name == "randbit" or point.setting.is_sound:  # whose inputs stay as they are, as published
+        form |= {"mean": (0.0,) * point.num_channels, "std": (1.0,) * point.num_channels}
+    if point.name == "randbit" or point.scale == "small":
+        head = HeadConfig(hidden_sizes=(256,), batch_norm=True, bias=False, defaults="keras")
+        return ConvNetConfig(head=head, embedding_size=64, **form)
     kind = "resnet18" if point.name == "trifeature" else "resnet18_small"
-    head = HeadConfig(hidden_sizes=(512,))
-    return ResNetConfig(kind=kind, in_channels=point.num_channels, head=head, embedding_size=128, **_unit_range(point))
-
-
-def _unit_range(point: Point) -> dict[str, tuple[float, ...]]:
-    """Return the mean and deviation that leave pictures as they are, as published for RandBit; none for the others."""
-    if point.name == "randbit":
-        return {"mean": (0.0,) * point.num_channels, "std": (1.0,) * point.num_channels}
-    return {"mean": (0.0,), "std": (1.0,)} if point.setting.is_sound else {}
+    return ResNetConfig(kind=kind, head=HeadConfig(hidden_sizes=(512,)), embedding_size=128, **form)
 
 
 def _with_online_probes(point: Point, run: RunConfig) -> Mapping[str, Any]:
@@ -307,6 +288,6 @@ def _placed(run: RunConfig, point: Point, cure: str, changes: Mapping[str, Any])
         "hard": ",".join(setting.hard),
         "easy": ",".join(setting.easy),
     }
-    slug = "".join(letter if letter.isalnum() else "-" for letter in cure.lower().replace(", ", "-").replace(": ", "-"))
+    slug = re.sub("[^a-z0-9]+", "-", cure.lower())
     shown = {name: level for name, level in factors.items() if level}
     return named(run, slug, tracking=run.tracking.model_copy(update={"factors": shown}), **changes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import subprocess
 import sys
 import time
@@ -99,6 +100,11 @@ for file in checks._TEST_FILES:
 """
     done = run_python([sys.executable, "-c", program], cwd=checks.ROOT)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_stages_can_be_sent_to_a_spawned_process() -> None:
+    sent = pickle.loads(pickle.dumps((gpu.STAGES, setting_at(Path()))))
+    assert [stage.name for stage in sent[0]] == [stage.name for stage in gpu.STAGES]
 
 
 def test_stages_are_chosen_by_name_and_run_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,9 @@
-"""Sessions on a lent machine: what fails, crashes or hangs, and what an earlier session has filed.
-
-A file of its own, which imports little: its stages run in new processes, which import it.
-"""
+"""Sessions on a lent machine: what fails, crashes or hangs, and what an earlier session has filed."""
 
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import time
 from collections.abc import Mapping
@@ -61,7 +59,10 @@ SOUND = Stage("sound", sound_tasks)
 
 
 @pytest.mark.process
-def test_what_crashes_or_hangs_costs_no_other_measurement(tmp_path: Path) -> None:
+def test_what_crashes_or_hangs_costs_no_other_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In forked processes, which need no imports; on a GPU they are spawned."""
+    forked = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: forked)
     setting = setting_at(tmp_path)
     session = begin_session(setting, {})
     found = run_stage(Stage("fragile", fragile_tasks), setting, session=session, is_isolated=True)
