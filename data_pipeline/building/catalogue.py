@@ -19,7 +19,6 @@ from data_pipeline.building.datasets import GENERATED, PICTURES, SOURCES, SPLITS
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.options import (
     OVERLAY_OPTION,
-    SOURCE_OPTION,
     NoOptions,
     Options,
     OptionValue,
@@ -120,8 +119,7 @@ def _checked_options(name: str, kind: type[SourceKind], given: SourceInputs) -> 
     if kind.needs_root and given.root is None:
         raise UserError(f"the source {name} reads the files of a folder; name it with --root")
     schema: type[Schema] = getattr(kind, "options_schema", NoOptions)
-    options: Schema = parse_options(schema, given.options, owner=f"the source {name}", flag=SOURCE_OPTION)
-    return options.model_dump()
+    return given.read(schema).model_dump()
 
 
 def _open_pictures(name: str, given: SourceInputs, overlay: str | None, options: Options) -> Ingredients:

@@ -98,6 +98,7 @@ class Stream:
             `stream` if they differ.
         placement_reason: the reason for `placement`, in words.
         known_bad: the unreadable samples that were found before the first step.
+        num_samples: the number of samples of all sources.
 
     Raises `UserError` before the first step if a dataset is incomplete or takes no `crops`, if too many samples are
     bad, if the batch size does not fit the dataset and the ranks, or if memory or cache are too small for `read`.
@@ -138,15 +139,13 @@ class Stream:
             rank=rank,
             world_size=world_size,
         )
-        self._num_samples = sum(map(len, named.values()))
+        self.num_samples = sum(map(len, named.values()))
         self._label_names = sorted({name for store in named.values() for name in store.manifest.labels})
         end_step = start_step + self.order.num_steps_per_epoch if end_step is None else end_step
         self._steps = range(start_step, end_step)
         per_view = overlay_draw == "per_view"
         self._sources = self._open_sources(named, seed=seed, per_view=per_view, ranks_on_node=ranks_on_node)
-        check_bad_share(
-            self.known_bad, num_samples=self._num_samples, max_share=read.max_bad_share, where=self.location
-        )
+        check_bad_share(self.known_bad, num_samples=self.num_samples, max_share=read.max_bad_share, where=self.location)
         kinds = {source.placed.kind for source in self._sources}
         self.placement = kinds.pop() if len(kinds) == 1 else "stream"
         self.placement_reason = "; ".join(source.placed.reason for source in self._sources)
@@ -202,7 +201,7 @@ class Stream:
         )
 
     def _log_start(self) -> None:
-        logger.info("%s: %d samples, %d steps an epoch", self.location, self._num_samples, self.num_steps_per_epoch)
+        logger.info("%s: %d samples, %d steps an epoch", self.location, self.num_samples, self.num_steps_per_epoch)
         for source in self._sources:
             logger.info(
                 "%s: %d samples, placement %s (%s)",
@@ -270,10 +269,6 @@ class Stream:
     def __len__(self) -> int:
         return len(self._steps)
 
-    @property
-    def num_samples(self) -> int:
-        return self._num_samples
-
     def __iter__(self) -> Iterator[Batch]:
         return self.batches(self._steps)
 
@@ -294,7 +289,7 @@ class Stream:
                 row_B = self._to_device(torch.from_numpy(row_order))
                 epoch = step // self.num_steps_per_epoch
                 yield join_parts(
-                    finished, row_B, epoch=epoch, num_samples=self._num_samples, label_names=self._label_names
+                    finished, row_B, epoch=epoch, num_samples=self.num_samples, label_names=self._label_names
                 )
 
     def _finish(self, source: StreamSource, clean: Batch) -> Batch:

@@ -76,10 +76,10 @@ def test_draws_are_uniform_over_counters_and_over_every_part_of_the_key() -> Non
     for name in ("seed", "epoch", "view"):
         keys = [
             dataclasses.replace(KEYS, index_B=one, **{name: number})  # type: ignore[arg-type]
-            for number in range(1000)
+            for number in range(400)
         ]
         assert ks_p_value(torch.cat([uniform(key, 1, purpose=0) for key in keys]).flatten().numpy()) > 1e-3, name
-    over_purpose = torch.cat([uniform(dataclasses.replace(KEYS, index_B=one), 1, purpose=p) for p in range(1000)])
+    over_purpose = torch.cat([uniform(dataclasses.replace(KEYS, index_B=one), 1, purpose=p) for p in range(400)])
     assert ks_p_value(over_purpose.flatten().numpy()) > 1e-3
 
 
@@ -128,8 +128,7 @@ def test_several_purposes_at_once_are_each_of_them() -> None:
         assert torch.equal(together, torch.stack([uniform(keys, 7, purpose=purpose) for purpose in (4, 9)]))
 
 
-@pytest.mark.parametrize("seed", [0, 3, 2**63 + 5])
-@pytest.mark.parametrize("epoch", [0, 5, 2**40])
+@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (3, 2**40), (2**63 + 5, 5)])
 def test_an_epoch_in_a_tensor_draws_the_same(seed: int, epoch: int) -> None:
     for keys in (KEYS, KEYS.two_views()):
         now = dataclasses.replace(keys, seed=seed, epoch=epoch)
@@ -137,7 +136,7 @@ def test_an_epoch_in_a_tensor_draws_the_same(seed: int, epoch: int) -> None:
         assert torch.equal(uniform(recorded, 9, purpose=6), uniform(now, 9, purpose=6))
 
 
-@pytest.mark.parametrize("high", [1, 2, 7, 26, 1_000])
+@pytest.mark.parametrize("high", [1, 26, 1_000])
 def test_integers_are_uniform_and_reach_both_ends(high: int) -> None:
     numbers = integers(KEYS, 250, high, purpose=100)
     assert numbers.dtype == torch.int64
