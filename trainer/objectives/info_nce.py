@@ -41,8 +41,9 @@ class InfoNCEConfig(BaseObjectiveConfig):
 def info_nce_loss(z_a_BD: Tensor, z_b_BD: Tensor) -> ObjectiveOutput:
     """Return InfoNCE with one negative: the mean of -log(exp(p) / (exp(p) + exp(n))) with cosines p and n.
 
-    It is the sum of `alignment` and `divergence`. Also logs the divergence; the logged alignment is minus the other
-    part. With a process group, parts of the batch and the mean over the ranks are as in `nt_xent_loss`.
+    It is the sum of an alignment, minus the mean of p, and a divergence, the mean of log(exp(p) + exp(n)). Both are
+    logged, the alignment as the mean of p. With a process group, parts of the batch and the mean over the ranks are as
+    in `nt_xent_loss`.
 
     Args:
         z_a_BD, z_b_BD: (B, D) embeddings of any length and float type; normalised here, in float32 even under autocast.
@@ -60,25 +61,6 @@ def info_nce_loss(z_a_BD: Tensor, z_b_BD: Tensor) -> ObjectiveOutput:
     log_probability_B = F.logsigmoid(positive_B - negative_B)
     spread = torch.logaddexp(positive_B.detach(), negative_B.detach()).mean()
     return contrastive_output(-log_probability_B.mean(), log_probability_B, z_a_BD, z_b_BD, divergence=spread)
-
-
-def alignment(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
-    """Return half the mean squared distance of a sample's two views on the unit sphere, minus 1.
-
-    It is -1 if they coincide, and at most 1. It is the first part of `info_nce_loss`, with the same arguments, types
-    and errors.
-    """
-    with torch.autocast(z_a_BD.device.type, enabled=False):
-        u_BD, v_BD = unit_pair(z_a_BD, z_b_BD)
-        return (u_BD - v_BD).square().sum(1).mean() / 2 - 1
-
-
-def divergence(z_a_BD: Tensor, z_b_BD: Tensor) -> Tensor:
-    """Return the mean of log(exp(p) + exp(n)), which is small if samples are far apart.
-
-    It is the second part of `info_nce_loss`, with the same arguments, types, errors and mean over the ranks.
-    """
-    return torch.logaddexp(*_similarities(z_a_BD, z_b_BD)).mean()
 
 
 def _similarities(z_a_BD: Tensor, z_b_BD: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # A name is also the package in trainer/theory.
 EXPERIMENTS: Mapping[str, str] = {
-    "generalization": "Huang et al. 2023: identities, collapse, divergence and the error bound of alignment.",
+    "generalization": "Huang et al. 2023: collapse, divergence and the error bound of alignment.",
     "linear_contrastive": "Tamkin et al. 2022: feature suppression in a linear model (Theorem 4.1, Lemma E.1).",
     "sparse_coding": "Wen and Li 2021: sparse features, dense noise, and what the random mask and the bias do.",
 }

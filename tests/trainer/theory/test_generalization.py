@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer.objectives import ObjectiveOutput
 from trainer.objectives.barlow_twins import barlow_twins_loss
 from trainer.objectives.linear_loss import linear_loss
 from trainer.objectives.nt_xent import nt_xent_loss
@@ -19,7 +18,6 @@ from trainer.objectives.split_loss import split_loss
 from trainer.theory.framework.claim import ClaimResult, Measurements, judge_rows, read_claims
 from trainer.theory.framework.experiment import judge
 from trainer.theory.framework.figures import draw
-from trainer.theory.generalization import identities as generalization_identities
 from trainer.theory.generalization.bound import (
     BoundSettings,
     Samples,
@@ -33,7 +31,6 @@ from trainer.theory.generalization.claims import (
     measure_collapse,
     measure_theorems,
 )
-from trainer.theory.generalization.claims import measure_identities as measure_identity_claims
 from trainer.theory.generalization.divergence import (
     Population,
     classify,
@@ -55,10 +52,6 @@ from trainer.theory.generalization.experiment import (
     EXPERIMENT,
     GeneralizationSettings,
     loss_floor,
-)
-from trainer.theory.generalization.identities import (
-    IdentitySettings,
-    measure_identities,
 )
 
 CPU = torch.device("cpu")
@@ -90,32 +83,6 @@ def verdicts(measured: Measurements, **words: object) -> dict[str, str]:
 def random_units(*shape: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return F.normalize(torch.randn(shape, generator=generator, dtype=torch.float64), dim=-1)
-
-
-# Identities
-
-
-def test_identities_hold() -> None:
-    found = measure_identities(IdentitySettings(batch_size=12, dim=5, num_classes=4), seeds=range(3), device=CPU)
-    assert set(verdicts(measure_identity_claims(found)).values()) == {"holds"}
-
-
-def test_a_wrong_identity_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: a wrong weight, a missing constant, and an inequality with half its right side."""
-
-    def other_weight(z_a_BD: Tensor, z_b_BD: Tensor, *, off_diagonal_weight: float, unbiased: bool) -> ObjectiveOutput:
-        return barlow_twins_loss(z_a_BD, z_b_BD, off_diagonal_weight=1.01 * off_diagonal_weight, unbiased=unbiased)
-
-    monkeypatch.setattr(generalization_identities, "barlow_twins_loss", other_weight)
-    settings = IdentitySettings(batch_size=12, dim=5, num_classes=4)
-    found = measure_identities(settings, seeds=range(3), device=CPU)
-    found["alignment_lemma"] *= 2
-    found["centre_moment"] = found["centre_moment"] + 1
-    wrong = verdicts(measure_identity_claims(found))
-    assert wrong["the cross-correlation loss splits"] == "does not hold"
-    assert wrong["moment of the centres"] == "does not hold"
-    assert wrong["alignment from the cross-correlation loss"] == "does not hold"
-    assert wrong["InfoNCE splits"] == wrong["the linear loss wants mean zero"] == "holds"
 
 
 # Encoders
@@ -450,7 +417,7 @@ def test_verdicts_of_planted_cells() -> None:
 # Runs
 
 
-@pytest.mark.parametrize("study", ["identities", "encoders", "bound"])
+@pytest.mark.parametrize("study", ["encoders", "bound"])
 def test_every_study_runs_by_itself(study: str) -> None:
     settings = GeneralizationSettings.model_validate(TINY.model_dump() | {"studies": (study,)})
     outcome = EXPERIMENT.run(settings, CPU)

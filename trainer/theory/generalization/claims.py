@@ -14,24 +14,9 @@ from trainer.theory.framework.claim import Interval, Measurement, at_places, exa
 from trainer.theory.generalization.bound import BoundSettings
 from trainer.theory.generalization.encoders import ObjectiveSettings
 
-IDENTITIES = {
-    "info_nce_split": "InfoNCE splits",
-    "correlation_split": "the cross-correlation loss splits",
-    "centre_moment": "moment of the centres",
-    "linear_divergence": "the linear loss wants mean zero",
-}
 ROUNDING = 1e-9  # as in claims.yaml
 _HOT = 2  # InfoNCE above this temperature has its own claims, because it approaches the linear loss
 _TRAINED = 0.1  # a loss with a smaller `training_progress` is near its start, and its claims are not judged
-
-
-def measure_identities(found: Mapping[str, Tensor]) -> dict[str, Measurement]:
-    """Return the measurements from the errors of the identities."""
-    measured = {
-        name: Measurement(exact_interval(found[key].max().item(), kind=f"largest of {len(found[key])} seeds"))
-        for key, name in IDENTITIES.items()
-    }
-    return measured | {"alignment from the cross-correlation loss": _greatest(found["alignment_lemma"], "seeds")}
 
 
 def measure_collapse(objectives: Sequence[ObjectiveSettings], found: Mapping[str, Tensor]) -> dict[str, Measurement]:

@@ -1,8 +1,7 @@
 """Run the experiment on generalisation of contrastive learning (Huang et al. 2023).
 
-It has three studies. "identities" checks the identities in the paper's proofs. "encoders" trains small encoders by
-every loss, and measures the divergence of class centres and its bounds. "bound" computes the error bound in a model in
-which all terms are known.
+It has two studies. "encoders" trains small encoders by every loss, and measures the divergence of class centres and its
+bounds. "bound" computes the error bound in a model in which all terms are known.
 
 Shapes: S seeds, O objectives, M = S O encoders, Q shares of outliers, G gains, T strengths.
 """
@@ -40,9 +39,8 @@ from trainer.theory.generalization.encoders import (
     draw_population,
     train,
 )
-from trainer.theory.generalization.identities import IdentitySettings, measure_identities
 
-Study = Literal["identities", "encoders", "bound"]
+Study = Literal["encoders", "bound"]
 
 
 class GeneralizationSettings(TheorySettings):
@@ -50,7 +48,6 @@ class GeneralizationSettings(TheorySettings):
 
     seeds_at_once: Count = 5
     studies: tuple[Study, ...] = Field(default=get_args(Study), min_length=1)
-    identities: IdentitySettings = IdentitySettings()
     encoders: EncoderSettings = EncoderSettings()
     bound: BoundSettings = BoundSettings()
     classifier_steps: Count = 200
@@ -60,12 +57,6 @@ class GeneralizationSettings(TheorySettings):
 def run(settings: GeneralizationSettings, device: torch.device) -> Outcome:
     """Return the outcome of the chosen studies."""
     return join_outcomes([study(settings, device) for name, study in STUDIES.items() if name in settings.studies])
-
-
-def check_identities(settings: GeneralizationSettings, device: torch.device) -> Outcome:
-    """Check the identities in the paper's proofs."""
-    found = on_cpu(measure_identities(settings.identities, seeds=settings.seeds, device=device))
-    return Outcome(claims.measure_identities(found))
 
 
 def check_encoders(settings: GeneralizationSettings, device: torch.device) -> Outcome:
@@ -213,7 +204,6 @@ def _bound_panels(bound: BoundSettings, cells: Tensors) -> list[Panel | Map]:
 
 
 STUDIES: Mapping[Study, Callable[[GeneralizationSettings, torch.device], Outcome]] = {
-    "identities": check_identities,
     "encoders": check_encoders,
     "bound": check_bound,
 }
