@@ -1,18 +1,16 @@
 """Every objective on four ranks and in one process: with the loss whole and nothing recomputed, and with the loss in
 chunks and micro batches whose activations are recomputed. Loss, every gradient and every buffer are those of one
-process with the loss in one piece and nothing recomputed.
+process with the loss in one piece and nothing recomputed. All is in float64, each rank with its own part of the batch.
 
-Both players take part: a viewmaker and an encoder with synchronised batch norm, in the simultaneous game, in float64,
-each rank with its own part of the batch. The encoder is a convnet, which has fewer batch norms and so fewer messages
-than a ResNet; the ResNet has a row of its own. What a micro batch changes is what batch norm sees, so a reference has
-as many micro batches; that these do not matter otherwise is shown with an encoder without batch norm.
+What a micro batch changes is what batch norm sees, so the encoder of these steps has none. The steps on two ranks have
+batch norm, most of them both players, and an encoder that FSDP may cut. Their reference is one process with as many
+micro batches, without chunks, cuts and recomputed activations.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -54,61 +52,64 @@ OBJECTIVES = {
 CHUNKED = {"nt_xent", "nt_xent_published", "nt_xent_cycle", "nt_xent_decoder"}
 CHUNKED |= {"split", "symmetric_info_nce", "dcl", "macl", "ifm"}
 SMALL = "{kind: viewmaker, base_width: 4, num_res_blocks: 1}"
-COMPOSED = {  # NT-Xent with encoders and views of several parts: the settings of each
-    "resnet": [],
-    "crop_then_viewmaker": [CONVNET, f"views={{kind: sequence, parts: [{{kind: expert_image}}, {SMALL}]}}"],
-    "expert_against_viewmaker": [CONVNET, f"views={{kind: pair, first: {{kind: expert_image}}, second: {SMALL}}}"],
-    "viewmaker_then_lost_channels": [CONVNET, f"views={{kind: sequence, parts: [{SMALL}, {{kind: channel_dropout}}]}}"],
-}
-MULTI_CROP = {
-    "dino": ["objective.num_prototypes=12"],
-    "supervised": ["objective.label=digit"],
-}
-WITHOUT_BATCH_NORM = (
+TRANSFORMER = (
     "encoder={kind: timm, name: vit_tiny_patch16_224, embedding_size: 16, "
     "mean: [0.5, 0.5, 0.5], std: [0.25, 0.25, 0.25], "
-    "options: {img_size: 16, patch_size: 8, depth: 2, embed_dim: 16, num_heads: 2}}"
+    "options: {img_size: 16, patch_size: 8, depth: 1, embed_dim: 16, num_heads: 2}}"
 )
+WHOLE = ["memory.micro_batches=1"]
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A way to compute a step. If `recomputes`, activations are checkpointed too."""
-
-    chunked: bool = False
-    micro_batches: int = 1
-    recomputes: bool = False
-
-    def overrides(self) -> list[str]:
-        return [
-            *(["objective.chunk_size=3"] if self.chunked else []),
-            *(["memory.encoder_checkpointing=1", "memory.viewmaker_checkpointing=2"] if self.recomputes else []),
-            f"memory.micro_batches={self.micro_batches}",
-        ]
+def in_parts(objective: str, *, checkpointing: str) -> list[str]:
+    """Return the settings with which all is done that can be: chunks, micro batches, recomputed activations."""
+    chunks = ["objective.chunk_size=3"] if objective in CHUNKED else []
+    return [*chunks, "memory.micro_batches=2", f"memory.encoder_checkpointing={checkpointing}"]
 
 
-def configure(objective: str, overrides: list[str]) -> RunConfig:
+def configure(objective: str, overrides: list[str], recipe: str = "debug:viewmaker") -> RunConfig:
     kind = [f"objective.kind={objective}", *OBJECTIVES[objective]]
-    every = ["precision=float64", f"global_batch_size={BATCH_SIZE}", "adversary.weight=0.5"]
-    return resolve_recipe("debug:viewmaker", [*kind, *every, *overrides])
+    every = ["precision=float64", f"global_batch_size={BATCH_SIZE}"]
+    return resolve_recipe(recipe, [*kind, *every, *overrides])
+
+
+def configure_game(objective: str, overrides: list[str]) -> RunConfig:
+    return configure(objective, ["adversary.weight=0.5", "memory.viewmaker_checkpointing=2", *overrides])
 
 
 def configure_multi_crop(objective: str, overrides: list[str]) -> RunConfig:
-    kind = [f"objective.kind={objective}", *MULTI_CROP[objective]]
-    crops = ["views={kind: multi_crop, num_local: 3, local_size: 8}", "precision=float64"]
-    return resolve_recipe("debug:image", [*kind, *crops, f"global_batch_size={BATCH_SIZE}", *overrides])
+    crops = "views={kind: multi_crop, num_local: 3, local_size: 8}"
+    return configure(objective, [crops, *overrides], "debug:image")
 
 
-# Encoders whose blocks pass twice before one backward pass, or whose trunk does, and engines of other modules beside.
-ENCODERS: dict[str, tuple[Callable[[str, list[str]], RunConfig], str, list[str]]] = {
-    "resnet": (configure, "nt_xent", []),
-    "in_turns": (configure, "simsiam", ["adversary.update=alternating"]),
-    "split_batch_norm": (configure, "nt_xent", ["encoder.batch_norm=split", "encoder.batch_norm_splits=2"]),
-    "transformer": (configure, "nt_xent", [WITHOUT_BATCH_NORM]),
+# Encoders, views and games whose blocks, or whose trunk, pass twice before one backward pass: how to configure each.
+OTHERS: dict[str, tuple[Callable[[str, list[str]], RunConfig], str, list[str]]] = {
+    "resnet": (configure_game, "nt_xent", []),
+    "one_forward": (configure_game, "split", [CONVNET]),
+    "queue": (configure_game, "moco", [CONVNET]),
+    "teacher": (configure_game, "byol", [CONVNET]),
+    "in_turns": (configure_game, "simsiam", [CONVNET, "adversary.update=alternating"]),
+    "crop_then_viewmaker": (
+        configure_game,
+        "nt_xent",
+        [CONVNET, f"views={{kind: sequence, parts: [{{kind: expert_image}}, {SMALL}]}}"],
+    ),
+    "expert_against_viewmaker": (
+        configure_game,
+        "nt_xent",
+        [CONVNET, f"views={{kind: pair, first: {{kind: expert_image}}, second: {SMALL}}}"],
+    ),
+    "viewmaker_then_lost_channels": (
+        configure_game,
+        "nt_xent",
+        [CONVNET, f"views={{kind: sequence, parts: [{SMALL}, {{kind: channel_dropout}}]}}"],
+    ),
+    "transformer": (configure_game, "nt_xent", [TRANSFORMER]),
+    "split_batch_norm": (configure_game, "nt_xent", ["encoder.batch_norm=split", "encoder.batch_norm_splits=2"]),
     "two_sizes": (configure_multi_crop, "dino", []),
     "two_sizes_by_label": (configure_multi_crop, "supervised", []),
 }
-ENGINES = [(name, "fsdp") for name in ENCODERS] + [(name, "ddp") for name in ENCODERS if name.startswith("two_sizes")]
+CUT = ["resnet", "in_turns", "transformer", "split_batch_norm", "two_sizes"]
+ENGINES = [(name, "fsdp" if name in CUT else "ddp") for name in OTHERS]
 
 
 def own_part() -> Batch:
@@ -161,99 +162,57 @@ def assert_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch
         torch.testing.assert_close(found[name], tensor, rtol=1e-8, atol=1e-11, msg=f"{name}, {cell}")
 
 
-WHOLE, IN_PARTS = Cell(), Cell(micro_batches=2)  # the references
-ROWS = (*OBJECTIVES, *COMPOSED)
-
-
-def last_cell(row: str) -> Cell:
-    """Return the cell in which all is done that can be: chunks, micro batches, recomputed activations."""
-    return Cell(chunked=row in CHUNKED, micro_batches=2, recomputes=True)
-
-
-def cells_of(row: str) -> dict[Cell, Cell]:
-    """Return the cells of a row on four ranks, each with its reference."""
-    last = {last_cell(row): IN_PARTS}
-    return last if row in COMPOSED else {WHOLE: WHOLE} | last
-
-
-def config_of(row: str, cell: Cell) -> RunConfig:
-    objective, overrides = ("nt_xent", COMPOSED[row]) if row in COMPOSED else (row, [CONVNET])
-    return configure(objective, [*overrides, *cell.overrides()])
+def configs_of(objective: str) -> list[RunConfig]:
+    """Return a step of an encoder without batch norm, whole and in parts."""
+    settings = WHOLE, in_parts(objective, checkpointing="whole")
+    return [configure(objective, [TRANSFORMER, *cell], "debug:image") for cell in settings]
 
 
 @functools.cache
-def alone(row: str, cell: Cell) -> dict[str, torch.Tensor]:
-    found = one_step(config_of(row, cell))
-    assert any(name.startswith("viewmaker/") for name in found)
-    return found
+def whole(objective: str) -> dict[str, torch.Tensor]:
+    return one_step(configs_of(objective)[0])
 
 
 @functools.cache
-def of_four_ranks() -> dict[tuple[str, Cell], list[dict[str, torch.Tensor]]]:
-    """Return the results of every cell on each rank, from one call: to start ranks takes longer than a cell."""
-    cells = [(row, cell) for row in ROWS for cell in cells_of(row)]
-    by_rank = run_ranks(steps, 4, [config_of(row, cell) for row, cell in cells], timeout_s=600)
-    return dict(zip(cells, map(list, zip(*by_rank, strict=True)), strict=True))
+def of_four_ranks() -> list[list[dict[str, torch.Tensor]]]:
+    """Return the results of each rank, from one call: to start ranks takes longer than a step."""
+    return run_ranks(steps, 4, [config for objective in OBJECTIVES for config in configs_of(objective)], timeout_s=600)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("row", ROWS)
-def test_four_ranks_are_one_process(row: str) -> None:
-    for cell, reference in cells_of(row).items():
-        for result in of_four_ranks()[row, cell]:
-            assert_equal(result, alone(row, reference), cell)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", ROWS)
-def test_chunks_and_recomputed_activations_change_nothing(row: str) -> None:
-    assert_equal(alone(row, last_cell(row)), alone(row, IN_PARTS), row)
-
-
-def settings_of(name: str) -> list[list[str]]:
-    """Return the settings of a step whole, and of one in micro batches whose activations are recomputed."""
-    checkpointed = "whole" if name == "transformer" else "2"  # it counts as one block
-    recomputed = ["memory.micro_batches=2", f"memory.encoder_checkpointing={checkpointed}"]
-    return [["memory.micro_batches=1"], recomputed]
-
-
-@functools.cache
-def of_two_ranks() -> dict[tuple[str, str], list[list[dict[str, torch.Tensor]]]]:
-    """Return the results of both cells of an encoder with an engine, by rank."""
-    configs = []
-    for name, engine in ENGINES:
-        build, objective, overrides = ENCODERS[name]
-        configs += [build(objective, [*overrides, *cell, f"engine.kind={engine}"]) for cell in settings_of(name)]
-    by_rank = run_ranks(steps, 2, configs, timeout_s=600)
-    return {case: [of_rank[2 * number : 2 * number + 2] for of_rank in by_rank] for number, case in enumerate(ENGINES)}
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(("name", "engine"), ENGINES)
-def test_two_ranks_with_other_encoders_and_engines_are_one_process(name: str, engine: str) -> None:
-    """With FSDP, the encoder is in pieces."""
-    results = of_two_ranks()[name, engine]
-    build, objective, overrides = ENCODERS[name]
-    for number, cell in enumerate(settings_of(name)):
-        expected = one_step(build(objective, [*overrides, cell[0]]))
-        for of_rank in results:
-            assert_equal(of_rank[number], expected, cell)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_four_ranks_are_one_process(objective: str) -> None:
+    number = 2 * list(OBJECTIVES).index(objective)
+    for of_rank in of_four_ranks():
+        for cell, found in zip(("whole", "in parts"), of_rank[number : number + 2], strict=True):
+            assert_equal(found, whole(objective), cell)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_without_batch_norm_micro_batches_are_one_batch(objective: str) -> None:
-    configs = [
-        configure(objective, [WITHOUT_BATCH_NORM, f"memory.micro_batches={micro_batches}", checkpointing])
-        for micro_batches, checkpointing in (
-            (1, "memory.encoder_checkpointing=none"),
-            (4, "memory.encoder_checkpointing=whole"),
-        )
-    ]
-    whole, *cut = steps(configs)
-    assert any(name.startswith("viewmaker/") for name in whole)
-    for found in cut:
-        assert_equal(found, whole, "micro batches")
+def test_chunks_micro_batches_and_recomputed_activations_change_nothing(objective: str) -> None:
+    assert_equal(one_step(configs_of(objective)[1]), whole(objective), objective)
+
+
+@functools.cache
+def of_two_ranks() -> list[list[dict[str, torch.Tensor]]]:
+    configs = []
+    for name, engine in ENGINES:
+        build, objective, overrides = OTHERS[name]
+        parts = in_parts(objective, checkpointing="whole" if name == "transformer" else "2")
+        configs.append(build(objective, [*overrides, *parts, f"engine.kind={engine}"]))
+    return run_ranks(steps, 2, configs, timeout_s=600)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("name", "engine"), ENGINES)
+def test_two_ranks_with_batch_norm_games_and_engines_are_one_process(name: str, engine: str) -> None:
+    """With FSDP, the encoder is in pieces."""
+    build, objective, overrides = OTHERS[name]
+    expected = one_step(build(objective, [*overrides, "memory.micro_batches=2"]))
+    assert build is not configure_game or any(name.startswith("viewmaker/") for name in expected)
+    for of_rank in of_two_ranks():
+        assert_equal(of_rank[ENGINES.index((name, engine))], expected, engine)
 
 
 @pytest.mark.parametrize("objective", sorted(OBJECTIVES.keys() - CHUNKED))

@@ -198,14 +198,13 @@ def batch(config: RunConfig) -> Batch:
     ("recipe", "overrides"),
     [
         *[("debug:image", [f"objective.kind={kind}", CONVNET]) for kind in OBJECTIVES if kind != "dino"],
-        ("debug:image", ["objective.chunk_size=4"]),
-        ("debug:image", ["precision=float16", "channels_last=true"]),
+        ("debug:image", ["objective.chunk_size=4", CONVNET]),
+        ("debug:image", ["precision=float16", "channels_last=true", CONVNET]),
         ("debug:image", ["memory.micro_batches=2", "memory.encoder_checkpointing=whole", CONVNET]),
         ("debug:image", ["views.kind=random_mask", CONVNET]),
         ("debug:image", ["views.kind=channel_dropout", CONVNET]),
         ("debug:image", ["views={kind: multi_crop, num_local: 2}", "objective={kind: dino, num_prototypes: 8}"]),
         ("debug:image", ["encoder.batch_norm=split", "encoder.batch_norm_splits=2", "view_forwards=one"]),
-        ("debug:viewmaker", []),
         (
             "debug:viewmaker",
             ["adversary.update=alternating", "adversary.viewmaker_steps=2", "objective.kind=simsiam", CONVNET],

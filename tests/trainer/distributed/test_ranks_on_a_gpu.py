@@ -35,19 +35,18 @@ pytestmark = [
 ]
 
 IN_PARTS = ["memory.micro_batches=2", "memory.encoder_checkpointing=1"]
-# The rows of the matrix of test_exactness.py: objectives, composed views, and what only a GPU does in another way.
+# The objectives and the other steps of test_exactness.py, and what only a GPU does in another way.
 STEPS: dict[str, RunConfig] = {
     **{objective: exactness.configure(objective, [CONVNET]) for objective in exactness.OBJECTIVES},
-    **{name: exactness.configure("nt_xent", overrides) for name, overrides in exactness.COMPOSED.items()},
+    **{name: build(objective, overrides) for name, (build, objective, overrides) in exactness.OTHERS.items()},
     "micro_batches": exactness.configure("nt_xent", ["objective.chunk_size=3", *IN_PARTS]),
     "channels_last": exactness.configure("moco", ["objective.queue_size=16", "channels_last=true"]),
-    "multi_crop": exactness.configure_multi_crop("dino", []),
 }
-CUT = {  # by FSDP
-    name: build(objective, [*overrides, "engine.kind=fsdp"])
-    for name, (build, objective, overrides) in exactness.ENCODERS.items()
-}
-WHOLE = {name: build(objective, overrides) for name, (build, objective, overrides) in exactness.ENCODERS.items()}
+
+
+def in_pieces(name: str) -> RunConfig:
+    build, objective, overrides = exactness.OTHERS[name]
+    return build(objective, [*overrides, "engine.kind=fsdp"])
 
 
 def plain(config: RunConfig) -> RunConfig:
@@ -57,7 +56,7 @@ def plain(config: RunConfig) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def steps() -> dict[str, list[dict[str, torch.Tensor]]]:
-    configs = STEPS | {f"fsdp {name}": config for name, config in CUT.items()}
+    configs = STEPS | {f"fsdp {name}": in_pieces(name) for name in exactness.CUT}
     by_rank = run_nccl_ranks(exactness.steps, WORLD_SIZE, list(map(plain, configs.values())), CUDA)
     return dict(zip(configs, map(list, zip(*by_rank, strict=True)), strict=True))
 
@@ -72,11 +71,11 @@ def test_a_step_of_ranks_on_a_gpu_is_that_of_one_process(
         exactness.assert_equal(found, expected, name)
 
 
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("name", exactness.CUT)
 def test_a_step_in_pieces_on_a_gpu_is_that_of_one_process(
     name: str, steps: dict[str, list[dict[str, torch.Tensor]]]
 ) -> None:
-    expected = exactness.one_step(plain(WHOLE[name]), CUDA)
+    expected = exactness.one_step(plain(STEPS[name]), CUDA)
     for found in steps[f"fsdp {name}"]:
         exactness.assert_equal(found, expected, name)
 
