@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -154,25 +155,28 @@ def describe_recipes() -> str:
 
     The recipes of other packages are those of the modules that they name by entry points in `RECIPE_GROUP`.
     """
+    functions = dict(_known())
     groups = {"recipes, for --config": recipes(), "studies, for --study of launch/slurm.py": studies()}
     for entry_point in entry_points(group=RECIPE_GROUP):
-        functions = _functions(import_module(entry_point.value, wanted=f"the entry point {entry_point.name}"))
-        groups[f"recipes of {entry_point.value}"] = [f"{entry_point.value}:{function}" for function in functions]
-    width = max(len(name) for names in groups.values() for name in names)
+        module = import_module(entry_point.value, wanted=f"the entry point {entry_point.name}")
+        of_others = _functions(module, prefix=entry_point.value)
+        groups[f"recipes of {entry_point.value}"] = list(of_others)
+        functions |= of_others
+    width = max(map(len, functions))
     lines = []
     for title, names in groups.items():
-        lines += [f"{title}:", *(f"  {name:{width}}  {_summary(_function(name))}" for name in names)]
+        lines += [f"{title}:", *(f"  {name:{width}}  {_summary(functions[name])}" for name in names)]
     return "\n".join(lines)
 
 
 def recipes() -> list[str]:
     """Return the names of all recipes, as module:function."""
-    return [name for module in _modules() if module != STUDIES for name in _names(module)]
+    return [name for name in _known() if name.partition(":")[0] != STUDIES]
 
 
 def studies() -> list[str]:
     """Return the names of all studies, as studies:function."""
-    return _names(STUDIES)
+    return [name for name in _known() if name.partition(":")[0] == STUDIES]
 
 
 def _recipe(name: str) -> RunConfig:
@@ -191,7 +195,7 @@ def _function_anywhere(name: str, *, known: Sequence[str], what: str) -> Callabl
     """Return a function of configs/, of a file or of another package. Raises `UserError` if there is none."""
     module_name, separator, function_name = name.rpartition(":")
     if name in known:
-        return _function(name)
+        return _known()[name]
     if not separator or not _is_of_others(module_name):
         raise UserError(f'unknown {what} "{name}"{nearest(name, known)}')
     (module_name,) = import_code([module_name])
@@ -203,41 +207,30 @@ def _is_of_others(module_name: str) -> bool:
     """Return whether a name is that of a file, or of a module of another package. Finds those in this directory too."""
     if module_name.endswith(PYTHON_SUFFIX):
         return True
-    if module_name in _modules() or not all(part.isidentifier() for part in module_name.split(".")):
+    is_ours = any(name.startswith(f"{module_name}:") for name in _known())
+    if is_ours or not all(part.isidentifier() for part in module_name.split(".")):
         return False
     find_in_working_directory()
     return "." in module_name or importlib.util.find_spec(module_name) is not None
 
 
-def _modules() -> list[str]:
-    """Return the names of the modules in configs/ that hold recipes or studies."""
-    return [
-        info.name
-        for info in pkgutil.iter_modules([str(Path(__file__).parent)])
-        if info.name not in {"resolve", "base", "sweep", "suppression"}
-    ]
+@functools.cache
+def _known() -> dict[str, Callable[[], Any]]:
+    """Return the recipes and studies of configs/ by name, as module:function."""
+    known: dict[str, Callable[[], Any]] = {}
+    for info in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if info.name not in {"resolve", "base", "sweep", "suppression"}:
+            known |= _functions(importlib.import_module(f"configs.{info.name}"), prefix=info.name)
+    return known
 
 
-def _names(module_name: str) -> list[str]:
-    """Return the public functions of a module in configs/, as module:function."""
-    return [f"{module_name}:{name}" for name in _functions(importlib.import_module(f"configs.{module_name}"))]
-
-
-def _functions(module: ModuleType) -> list[str]:
-    """Return the names of the public functions that a module defines."""
-    return [
-        name
+def _functions(module: ModuleType, *, prefix: str) -> dict[str, Callable[[], Any]]:
+    """Return the public functions that a module defines, by PREFIX:NAME."""
+    return {
+        f"{prefix}:{name}": function
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if function.__module__ == module.__name__ and not name.startswith("_")
-    ]
-
-
-def _function(name: str) -> Callable[[], Any]:
-    """Return the function named `name`, such as module:function, of configs/ or of another package."""
-    module_name, _, function_name = name.partition(":")
-    where = f"configs.{module_name}" if module_name in _modules() else module_name
-    function: Callable[[], Any] = getattr(importlib.import_module(where), function_name)
-    return function
+    }
 
 
 def _summary(function: Callable[[], Any]) -> str:

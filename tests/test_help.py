@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,9 +25,10 @@ COMMANDS = [
     ["data_pipeline"],
     *(["data_pipeline", name] for name in OF_DATA_PIPELINE),
 ]
-# Runs a command as Python would, and then prints the modules that it has imported and the help of its arguments.
-RUN = """
-import argparse, json, runpy, sys
+# Runs commands one after another as Python would. After each it prints the exit status, the modules that are imported
+# by now, and the help of its arguments.
+RUN_ALL = """
+import argparse, contextlib, io, json, runpy, sys
 helps = []
 add = argparse.ArgumentParser.add_argument
 def add_and_note(self, *names, **options):
@@ -34,29 +36,35 @@ def add_and_note(self, *names, **options):
         helps.append([names[0], options.get("help")])
     return add(self, *names, **options)
 argparse._ActionsContainer.add_argument, add = add_and_note, argparse._ActionsContainer.add_argument
-name, *sys.argv[1:] = sys.argv[1:]
-try:
-    if name.endswith(".py"):
-        runpy.run_path(name, run_name="__main__")
-    else:
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-except SystemExit as end:
-    status = end.code or 0
-print(json.dumps([status, sorted(sys.modules), helps]))
+for command in json.loads(sys.argv[1]):
+    helps.clear()
+    sys.argv[:] = command
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            if command[0].endswith(".py"):
+                runpy.run_path(command[0], run_name="__main__")
+            else:
+                runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        status = end.code or 0
+    print(json.dumps([status, sorted(sys.modules), helps]))
 """
 
 
-def run(command: Sequence[str]) -> tuple[int, set[str], list[tuple[str, str | None]]]:
-    """Return the exit status of a command, the modules that it imported, and the help of its arguments by name."""
-    done = subprocess.run([sys.executable, "-c", RUN, *command], cwd=ROOT, capture_output=True, text=True, check=True)
-    status, modules, helps = json.loads(done.stdout.splitlines()[-1])
-    return status, set(modules), [(name, text) for name, text in helps]
+@functools.cache
+def found() -> dict[str, Any]:
+    """Return for each command its exit status, the modules imported by then, and the help of its arguments by name."""
+    commands = json.dumps([[*command, "--help"] for command in COMMANDS])
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_ALL, commands], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return dict(zip(map(" ".join, COMMANDS), map(json.loads, done.stdout.splitlines()), strict=True))
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_help_imports_nothing_heavy_and_says_every_argument_in_a_sentence(command: list[str]) -> None:
-    status, modules, helps = run([*command, "--help"])
+    status, modules, helps = found()[" ".join(command)]
     assert status == 0
-    assert not modules & HEAVY
+    assert not HEAVY & set(modules)
     assert helps
     assert [name for name, text in helps if text is None or len(text.split()) < 3 or not text.endswith(".")] == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
@@ -76,6 +76,7 @@ def test_a_name_that_would_be_too_long_ends_in_a_hash() -> None:
     assert default_run_dir(one).name == f"{one.name}-seed0"
 
 
+@settings(max_examples=30)
 @given(st.dictionaries(st.sampled_from(["a.b", "c.b", "a.kind", "seed", "d"]), st.text(max_size=300), min_size=1))
 def test_every_name_of_a_run_can_be_a_directory(point: dict[str, str]) -> None:
     name = run_name("debug-image", point)

@@ -122,14 +122,14 @@ def test_a_directory_that_is_not_a_run_is_left_alone(train: Run, tmp_path: Path)
 
 def test_a_global_batch_that_the_ranks_do_not_divide(data: Path, tmp_path: Path) -> None:
     """Under torchrun: only the first rank speaks, and torchrun itself ends non-zero."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "launch/train.py", "--config", "debug:image", "--run-dir", str(tmp_path / "run")]
-    command += sets(f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}")
+    command += sets(f"data.train_dir={data / 'train'}", f"data.test_dir={data / 'test'}", "global_batch_size=33")
     done = run_python(command, cwd=REPOSITORY, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120)
     assert done.returncode != 0
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert errors == [
-        "error: global_batch_size 32 cannot be divided by 3 ranks; set it to a multiple of 3",
+        "error: global_batch_size 33 cannot be divided by 2 ranks; set it to a multiple of 2",
     ]
     tracebacks = done.stderr.split("Traceback (most recent call last)")[1:]
     assert len(tracebacks) == 1  # torchrun's own report that a child failed
