@@ -19,8 +19,6 @@ from trainer.theory.sparse_coding.model import (
     contrast,
     draw_atoms,
     draw_codes,
-    growth_matrix,
-    growth_rates,
     masked_views,
     measure_atoms,
     new_learners,
@@ -83,6 +81,24 @@ def test_masked_views_share_no_coordinate_and_sum_to_twice_the_example() -> None
     torch.testing.assert_close(first + second, 2 * x_SBP)
     assert not (first * second).any()
     assert (first != 0).double().mean().item() == pytest.approx(0.5, abs=0.03)
+
+
+def growth_matrix(atoms_DP: Tensor, *, probability: float, noise_variance: float, mask_share: float = 1.0) -> Tensor:
+    """Return a linear neuron's growth matrix, E[first view second view^T] = Sigma - mask_share diag(Sigma); (P, P).
+
+    Sigma = E[x x^T] = E[z^2] M M^T + sigma^2 I. Two disjoint halves have no coordinate in common, so the diagonal is
+    lost. All noise is on the diagonal, but most of an atom is not.
+    """
+    eye_PP = torch.eye(atoms_DP.shape[-1], dtype=atoms_DP.dtype, device=atoms_DP.device)
+    sigma_PP = probability * atoms_DP.mT @ atoms_DP + noise_variance * eye_PP
+    return sigma_PP - mask_share * torch.diag_embed(sigma_PP.diagonal(dim1=-2, dim2=-1))
+
+
+def growth_rates(growth_PP: Tensor, atoms_DP: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean growth along the atoms, and over all directions orthogonal to them; (...) each."""
+    D, P = atoms_DP.shape[-2:]
+    along = torch.einsum("...dp,...pq,...dq->...", atoms_DP, growth_PP, atoms_DP)
+    return along / D, (growth_PP.diagonal(dim1=-2, dim2=-1).sum(-1) - along) / (P - D)
 
 
 def even_atoms(*, num_seeds: int, num_features: int, num_pixels: int) -> Tensor:

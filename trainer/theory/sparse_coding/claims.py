@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from trainer.theory.framework.claim import Measurement
-from trainer.theory.framework.experiment import Tensors
 from trainer.theory.sparse_coding.settings import (
     MASK_BIAS,
     MASK_LINEAR,
@@ -59,21 +58,6 @@ class ArmMetrics:
                 late = (late_S / fall_S).max()
                 told.append(f'"{arm.name}" still trains ({late:.0%} of the fall of its loss in the last quarter)')
         return "; ".join(told)
-
-
-def measure_growth_claims(growth: Mapping[bool, Tensors]) -> dict[str, Measurement]:
-    """Return the measurements of what `measure_growth` returns, with the mask (True) and without it (False)."""
-    measured = {}
-    for masked, direction, name in (
-        (True, "along", "growth with mask"),
-        (False, "along", "growth without mask"),
-        (False, "across", "growth of noise without mask"),
-    ):
-        closed_S, sampled_S = growth[masked][direction], growth[masked][f"{direction}_sampled"]
-        measured[name] = Measurement(sampled_S / closed_S - 1, {"closed_form": closed_S.mean()})
-    across_S, sampled_S = growth[True]["across"], growth[True]["across_sampled"]
-    measured["no growth of noise with mask"] = Measurement(sampled_S, {"closed_form": across_S.mean()})
-    return measured
 
 
 def steps_to_reach(log_SL: Tensor, *, every: int) -> Tensor:

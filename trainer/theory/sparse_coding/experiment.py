@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from trainer.theory.framework.experiment import Experiment, Outcome, Tensors, in_blocks, on_cpu, require_finite
+from trainer.theory.framework.experiment import Experiment, Outcome, Tensors, in_blocks, require_finite
 from trainer.theory.framework.figures import Curve, Panel, PanelGrid, mean_curve
-from trainer.theory.sparse_coding.claims import ArmMetrics, measure_arms, measure_gaps, measure_growth_claims
+from trainer.theory.sparse_coding.claims import ArmMetrics, measure_arms, measure_gaps
 from trainer.theory.sparse_coding.model import train
-from trainer.theory.sparse_coding.probes import measure, measure_growth
+from trainer.theory.sparse_coding.probes import measure
 from trainer.theory.sparse_coding.settings import (
     MASK_BIAS,
     NONE_BIAS,
@@ -33,7 +33,7 @@ _PROBLEM = ("num_features", "num_pixels", "num_neurons", "num_steps", "feature_p
 
 
 def run(settings: SparseCodingSettings, device: torch.device) -> Outcome:
-    """Return the outcome of the study: its claims on the growth and the arms, or on the gap at each of its problems.
+    """Return the outcome of the study: its claims on the arms, or on the gap at each of its problems.
 
     Raises `UserError` if a training diverged.
     """
@@ -41,13 +41,8 @@ def run(settings: SparseCodingSettings, device: torch.device) -> Outcome:
     tables: dict[str, Any] = {"grid": [_table(arms, settings) for arms in grid]}
     if settings.study != "arms":
         return Outcome(measure_gaps(grid), {}, _grid_figures(grid, settings), tables)
-    growth = {masked: on_cpu(measure_growth(settings, device, masked=masked)) for masked in (True, False)}
-    tables["growth"] = {
-        name: {quantity: values_S.mean().item() for quantity, values_S in growth[masked].items()}
-        for masked, name in ((True, "growth_with_mask"), (False, "growth_without_mask"))
-    }
     measured, words = measure_arms(grid[0], settings)
-    return Outcome({**measure_growth_claims(growth), **measured}, words, _arm_figures(grid[0], settings), tables)
+    return Outcome(measured, words, _arm_figures(grid[0], settings), tables)
 
 
 def train_grid(settings: SparseCodingSettings, device: torch.device) -> list[ArmMetrics]:

@@ -28,9 +28,9 @@ from trainer.theory.framework.experiment import draw_keys
 from trainer.theory.sparse_coding.settings import LearnerKind, Problem, SparseCodingSettings
 from trainer.views.random_mask import coins
 
-# Purposes of `counter_rng` (the mask has 0), and numbers of views that separate training, probes and growth.
+# Purposes of `counter_rng` (the mask has 0), and numbers of views that separate training and probes.
 _NOISE, _CODE, _WEIGHTS, _ATOMS, _MASKED = range(1, 6)
-TRAINING, PROBES, GROWTH = range(3)
+TRAINING, PROBES = range(2)
 
 _LEAST_EXPONENT = -60.0
 
@@ -49,15 +49,10 @@ def draw_codes(keys: DrawKeys, num: int, *, num_features: int, probability: floa
     return (u_SND < probability / 2).float() - (u_SND >= 1 - probability / 2).float()
 
 
-def draw_noise(keys: DrawKeys, num: int, *, num_pixels: int) -> Tensor:
-    """Draw (S, num, P) float32 standard normal numbers."""
-    return normal(keys, num * num_pixels, purpose=_NOISE).view(-1, num, num_pixels)
-
-
 def draw_parts(keys: DrawKeys, num: int, *, problem: Problem) -> tuple[Tensor, Tensor]:
     """Draw codes (S, num, D) and noise (S, num, P) of examples."""
     z_SND = draw_codes(keys, num, num_features=problem.num_features, probability=problem.feature_probability)
-    noise_SNP = draw_noise(keys, num, num_pixels=problem.num_pixels)
+    noise_SNP = normal(keys, num * problem.num_pixels, purpose=_NOISE).view(-1, num, problem.num_pixels)
     return z_SND, noise_SNP.mul_(math.sqrt(problem.noise_variance))
 
 
@@ -70,24 +65,6 @@ def masked_views(x_SBP: Tensor, keys: DrawKeys, *, mask_share: float = 1.0) -> t
         plain_SB1 = (uniform(keys, B, purpose=_MASKED) >= mask_share)[..., None]
         first_SBP = torch.where(plain_SB1, x_SBP, first_SBP)
     return first_SBP, 2 * x_SBP - first_SBP
-
-
-def growth_matrix(atoms_DP: Tensor, *, probability: float, noise_variance: float, mask_share: float = 1.0) -> Tensor:
-    """Return a linear neuron's growth matrix, E[first view second view^T] = Sigma - mask_share diag(Sigma); (P, P).
-
-    Sigma = E[x x^T] = E[z^2] M M^T + sigma^2 I. Two disjoint halves have no coordinate in common, so the diagonal is
-    lost. All noise is on the diagonal, but most of an atom is not.
-    """
-    eye_PP = torch.eye(atoms_DP.shape[-1], dtype=atoms_DP.dtype, device=atoms_DP.device)
-    sigma_PP = probability * atoms_DP.mT @ atoms_DP + noise_variance * eye_PP
-    return sigma_PP - mask_share * torch.diag_embed(sigma_PP.diagonal(dim1=-2, dim2=-1))
-
-
-def growth_rates(growth_PP: Tensor, atoms_DP: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean growth along the atoms, and over all directions orthogonal to them; (...) each."""
-    D, P = atoms_DP.shape[-2:]
-    along = torch.einsum("...dp,...pq,...dq->...", atoms_DP, growth_PP, atoms_DP)
-    return along / D, (growth_PP.diagonal(dim1=-2, dim2=-1).sum(-1) - along) / (P - D)
 
 
 def soft_threshold(u: Tensor, bias: Tensor) -> Tensor:

@@ -15,17 +15,10 @@ from torch.nn.functional import cosine_similarity
 from data_pipeline.core.counter_rng import normal
 from trainer.theory.framework.experiment import draw_keys
 from trainer.theory.sparse_coding.model import (
-    GROWTH,
     PROBES,
     Trained,
     atom_cosines,
-    draw_atoms,
-    draw_codes,
-    draw_noise,
     draw_parts,
-    growth_matrix,
-    growth_rates,
-    masked_views,
     soft_threshold,
 )
 from trainer.theory.sparse_coding.settings import Problem, SparseCodingSettings
@@ -138,30 +131,3 @@ def _scores(predicted_SATK: Tensor, target_SATK: Tensor) -> tuple[Tensor, Tensor
     decided_SAT = target_SATK[..., 1] != 0
     right_SAT = (predicted_SATK[..., 1].sign() == target_SATK[..., 1]) & decided_SAT
     return r2_SA, right_SAT.sum(-1) / decided_SAT.sum(-1)
-
-
-def measure_growth(settings: SparseCodingSettings, device: torch.device, *, masked: bool) -> dict[str, Tensor]:
-    """Return the growth along the atoms and across them, (S,) each, in closed form and by Monte-Carlo over examples.
-
-    The closed form is the paper's, for a mask on every example. The examples have the mask of the settings.
-    """
-    D, P = settings.num_features, settings.growth_pixels
-    probability = variance = settings.growth_variance
-    share = settings.mask_share if masked else 0.0
-    found: dict[str, list[Tensor]] = {"along": [], "across": [], "along_sampled": [], "across_sampled": []}
-    for seed in settings.seeds:
-        keys = draw_keys([seed], device, view=GROWTH)
-        atoms_1DP = draw_atoms(keys, num_features=D, num_pixels=P)
-        z_1TD = draw_codes(keys, settings.num_growth_samples, num_features=D, probability=probability)
-        noise_1TP = draw_noise(keys, settings.num_growth_samples, num_pixels=P)
-        x_1TP = noise_1TP * variance**0.5 + z_1TD @ atoms_1DP.float()
-        first, second = masked_views(x_1TP, keys, mask_share=share)
-        sampled_1PP = (first.mT @ second).double() / settings.num_growth_samples
-        closed_1PP = growth_matrix(
-            atoms_1DP, probability=probability, noise_variance=variance, mask_share=float(masked)
-        )
-        for suffix, growth_1PP in (("", closed_1PP), ("_sampled", sampled_1PP)):
-            along, across = growth_rates(growth_1PP, atoms_1DP)
-            found["along" + suffix].append(along)
-            found["across" + suffix].append(across)
-    return {name: torch.cat(values) for name, values in found.items()}

@@ -53,14 +53,9 @@ class SparseCodingSettings(TheorySettings):
     noise_variances: tuple[PositiveFactor, ...] = Field(default=(0.03, 0.05, 0.07, 0.1041, 0.16), min_length=1)
     pixel_counts: tuple[Count, ...] = Field(default=(32, 64, 128, 256, 512), min_length=1)
     feature_counts: tuple[Count, ...] = Field(default=(16, 24, 32), min_length=1)
-    growth_pixels: Count = 256
-    growth_variance: PositiveFactor = 0.1
-    num_growth_samples: Count = 20_000
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if self.growth_pixels <= self.num_features:
-            raise ValueError(f"growth_pixels {self.growth_pixels} must exceed num_features {self.num_features}")
         if tuple(sorted(set(self.label_counts))) != self.label_counts or not self.label_counts:
             raise ValueError(f"label_counts must ascend, got {list(self.label_counts)}")
         if min(self.feature_counts) < 4:
