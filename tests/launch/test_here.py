@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -25,9 +24,8 @@ from tests.tiny_data import write_tiny_pair
 from trainer.run_dir import RunDir, is_held
 
 ROOT = Path(__file__).parents[2]
-NAMES = [f"debug-image-seed{seed}" for seed in range(3)]
+NAMES = [f"debug-image-seed{seed}" for seed in range(4)]
 ENVIRON = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-LONG = ["num_epochs=1000", "checkpoint_every_steps=10000"]
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +39,6 @@ def recipe(data: Path, *more: str) -> list[str]:
     settings += ["num_epochs=2", "tracking.wandb=disabled", "log_every_steps=1", *more]
     once = {setting.partition("=")[0]: setting for setting in settings}  # the last of each name
     return ["--config", "debug:image", *(word for one in once.values() for word in ("--set", one))]
-
-
-def study(data: Path, home: Path, *more: str) -> list[str]:
-    words = [sys.executable, "launch/slurm.py", *recipe(data, *more), "--sweep", "seed=0,1,2"]
-    return [*words, "--executor", "local", "--at-a-time", "2", "--study-dir", str(home)]
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
@@ -65,67 +58,62 @@ def process_of(run_dir: RunDir) -> int:
 
 
 @contextlib.contextmanager
-def long_study(data: Path, home: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
-    """Start a study on this machine that would take long, in a session of its own."""
-    pipe = subprocess.PIPE
-    process = PythonProcess(
-        [*study(data, home, *LONG), *SLOW_STEPS, *flags],
-        cwd=ROOT,
-        env=pausing(0.1, ENVIRON),
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        start_new_session=True,
-    )
+def started(words: list[str], *, pause: float) -> Iterator[subprocess.Popen[str]]:
+    """Start a command in a session of its own, with slow steps; it ends with the block at the latest."""
+    command, environ, pipe = [sys.executable, *words], pausing(pause, ENVIRON), subprocess.PIPE
+    process = PythonProcess(command, cwd=ROOT, env=environ, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     try:
         yield process
     finally:
         kill_tree(process)
 
 
-@pytest.mark.process
-def test_forked_runs_have_the_bits_of_a_new_process_and_are_not_run_twice(data: Path, tmp_path: Path) -> None:
-    done = run_python(study(data, tmp_path / "forked"), cwd=ROOT, env=ENVIRON)
-    assert done.returncode == 0, done.stdout + done.stderr
-    again = run_python(study(data, tmp_path / "forked"), cwd=ROOT, env=ENVIRON)
-    assert again.stdout.splitlines()[:-1] == [f"{name} is finished already" for name in NAMES]
-    forked, alone = (RunDir(tmp_path / way / NAMES[0]) for way in ("forked", "alone"))
-    words = [sys.executable, "launch/train.py", *recipe(data, "seed=0"), "--run-dir", str(alone.path)]
-    new = subprocess.run(words, cwd=ROOT, env=ENVIRON, capture_output=True, text=True)
-    assert new.returncode == 0, new.stderr
-    step = forked.latest_step()
-    assert step == alone.latest_step() == 4
-    weights = [(run.checkpoint(step) / "encoder.safetensors").read_bytes() for run in (forked, alone)]
-    assert weights[0] == weights[1]
-    losses = [[line["train/loss"] for line in run.read_metrics()] for run in (forked, alone)]
-    assert losses[0] == losses[1]
-    assert "loss" in (tmp_path / "forked" / "logs" / f"{NAMES[0]}_0_log.out").read_text()
-    (code,) = (tmp_path / "forked" / "code").iterdir()
-    start = json.loads(forked.provenance.read_text())["starts"][0]
-    assert start["snapshot_sha256"].startswith(code.name)
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return float64_recipe(tmp_path_factory.mktemp("float64"))
+
+
+@pytest.fixture(scope="module")
+def alone(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """Return the run of one process; tests/slurm shows that a new interpreter and a fork have the same bits."""
+    run_dir = RunDir(tmp_path_factory.mktemp("runs") / "alone")
+    command = [sys.executable, "launch/train.py", *words, "--run-dir", str(run_dir.path)]
+    done = run_python(command, cwd=ROOT, env=ENVIRON)
+    assert done.returncode == 0, done.stderr
+    assert len(losses(run_dir)) == 8
+    return run_dir
+
+
+def losses(run_dir: RunDir) -> list[float]:
+    return [line["train/loss"] for line in run_dir.read_metrics()]
 
 
 @pytest.mark.process
-def test_every_launcher_gives_the_same_curve(tmp_path: Path) -> None:
-    launchers = {
-        "alone": ["-m", "launch.train"],
-        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "launch.train"],
-        "here": ["-m", "launch.slurm", "--executor", "local", "--tasks-per-node", "2"],
-    }
-    words = float64_recipe(tmp_path)
-    losses = {}
-    for name, launcher in launchers.items():
-        run_dir = RunDir(tmp_path / name)
-        command = [sys.executable, *launcher, *words, "--run-dir", str(run_dir.path)]
-        done = run_python(command, cwd=ROOT, env=ENVIRON)
-        assert done.returncode == 0, done.stderr
-        assert run_dir.read_provenance()["starts"][0]["world_size"] == (1 if name == "alone" else 2)
-        losses[name] = [line["train/loss"] for line in run_dir.read_metrics()]
-    assert len(losses["alone"]) == 8
-    assert losses["torchrun"] == pytest.approx(losses["alone"], rel=1e-9)
-    assert losses["here"] == pytest.approx(losses["alone"], rel=1e-9)
-    log = (tmp_path / "here" / "logs" / "here_0_log.out").read_text()
-    assert "rank 1 (launcher: torchrun): cpu of " in log
+def test_torchrun_gives_the_same_curve(words: list[str], alone: RunDir, tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "launch.train"]
+    done = run_python([sys.executable, *torchrun, *words, "--run-dir", str(tmp_path)], cwd=ROOT, env=ENVIRON)
+    assert done.returncode == 0, done.stderr
+    assert RunDir(tmp_path).read_provenance()["starts"][0]["world_size"] == 2
+    assert losses(RunDir(tmp_path)) == pytest.approx(losses(alone), rel=1e-9)
+
+
+@pytest.mark.process
+def test_ranks_of_this_machine_give_the_same_curve_until_ctrl_c(
+    words: list[str], alone: RunDir, tmp_path: Path
+) -> None:
+    run_dir = RunDir(tmp_path / "here")
+    here = ["launch/slurm.py", "--executor", "local", "--tasks-per-node", "2", *words, *SLOW_STEPS]
+    with started([*here, "--run-dir", str(run_dir.path)], pause=0.4) as process:
+        wait_until(lambda: trains(run_dir))
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 130, stderr
+    wait_until(lambda: not is_held(run_dir))
+    state = run_status(run_dir, {})
+    assert (state.state, "as Ctrl-C asked" in state.reason) == ("stopped", True)
+    assert run_dir.latest_step() == len(losses(run_dir)) > 1
+    assert losses(run_dir) == pytest.approx(losses(alone)[: len(losses(run_dir))], rel=1e-9)
+    assert "rank 1 (launcher: torchrun): cpu of " in (run_dir.path / "logs" / "here_0_log.out").read_text()
 
 
 @pytest.mark.process
@@ -159,25 +147,14 @@ def test_ranks_of_this_machine_share_its_cores(
 
 
 @pytest.mark.process
-def test_ctrl_c_saves_the_runs_of_several_ranks_and_starts_no_more(data: Path, tmp_path: Path) -> None:
-    first, second, third = (RunDir(tmp_path / "study" / name) for name in NAMES)
-    with long_study(data, tmp_path / "study", "--tasks-per-node", "2") as process:
-        wait_until(lambda: trains(first) and trains(second))
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        _, stderr = process.communicate(timeout=60)
-        assert process.returncode == 130, stderr
-    wait_until(lambda: not is_held(first) and not is_held(second))
-    for run_dir in (first, second):
-        state = run_status(run_dir, {})
-        assert (state.state, "as Ctrl-C asked" in state.reason) == ("stopped", True)
-        assert (run_dir.latest_step() or 0) > 0
-    assert not third.metrics.exists()
-
-
-@pytest.mark.process
-def test_a_killed_run_does_no_harm_to_the_others_and_sigterm_saves_them(data: Path, tmp_path: Path) -> None:
-    first, second, third = (RunDir(tmp_path / "study" / name) for name in NAMES)
-    with long_study(data, tmp_path / "study") as process:
+def test_forked_runs_have_the_bits_of_one_alone_and_go_on_without_one_that_is_killed(
+    words: list[str], alone: RunDir, tmp_path: Path
+) -> None:
+    """SIGTERM then saves those that train, and the last one does not start."""
+    first, second, third, fourth = (RunDir(tmp_path / name) for name in NAMES)
+    study = ["launch/slurm.py", *words, "--set", "num_epochs=1000", *SLOW_STEPS, "--sweep", "seed=0,1,2,3"]
+    study += ["--executor", "local", "--at-a-time", "2", "--study-dir", str(tmp_path)]
+    with started(study, pause=0.2) as process:
         wait_until(lambda: trains(first) and trains(second))
         os.kill(process_of(first), signal.SIGKILL)
         wait_until(lambda: trains(third))
@@ -185,7 +162,12 @@ def test_a_killed_run_does_no_harm_to_the_others_and_sigterm_saves_them(data: Pa
         process.send_signal(signal.SIGTERM)
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "3 of 3 run(s) did not finish" in stderr
+    assert "3 of 4 run(s) did not finish" in stderr
     assert f"{NAMES[0]}: killed" in stdout
     assert stdout.count("as SIGTERM asked") == 2
     assert all((run_dir.latest_step() or 0) > 0 for run_dir in (second, third))
+    assert not fourth.metrics.exists()
+    assert losses(first)[:8] == losses(alone)[: len(losses(first))]
+    assert "as SIGTERM asked" in (tmp_path / "logs" / f"{NAMES[1]}_0_log.out").read_text()
+    (code,) = (tmp_path / "code").iterdir()
+    assert first.read_provenance()["starts"][0]["snapshot_sha256"].startswith(code.name)
