@@ -36,8 +36,7 @@ from data_pipeline.building.workers import BuildPlan, MadeTar, content_digests, 
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.options import Options
 from data_pipeline.core.progress import Progress
-from data_pipeline.core.randomness import generator
-from data_pipeline.core.sample import NO_LABEL
+from data_pipeline.core.randomness import generator, shuffled_in_rounds
 from data_pipeline.core.validation import describe
 from data_pipeline.overlays import NOTHING_GIVEN, Overlay, PixelOverlay, Shape, baked_keys
 from data_pipeline.overlays.registry import kind_of, save_overlay
@@ -61,22 +60,6 @@ from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.totals import Totals
 
 _NUM_MEASURED, _NUM_MEASURED_AT_ONCE = 2_000, 100  # samples of the mean and std, if not of all samples
-
-
-def balanced_order(labels: NDArray[np.int64], *, seed: int, split: str, limit: int | None) -> NDArray[np.int64]:
-    """Return a seeded shuffle of the records, cut at `limit`: (num_records,) int64 numbers of records.
-
-    `labels` are the classes of the records, (num_records,); `NO_LABEL` counts as one more class. The shuffle goes in
-    rounds. Each round has one record of every class that has records left.
-    """
-    shuffled = generator(seed, f"order {split}").permutation(len(labels))
-    by_class = np.argsort(labels[shuffled], kind="stable")
-    counts = np.bincount(labels - NO_LABEL)
-    place_in_class = np.arange(len(labels)) - np.repeat(counts.cumsum() - counts, counts)
-    rounds = np.empty_like(place_in_class)
-    rounds[by_class] = place_in_class
-    del by_class, place_in_class
-    return shuffled[np.argsort(rounds, kind="stable")][:limit]
 
 
 def _source_sha256(plan: BuildPlan, digests: Iterable[bytes]) -> str:
@@ -188,7 +171,7 @@ def _plan(
         raise UserError("--keep stores pictures as they are; leave out --repeats, and draw with `--overlay online`")
     columns = labels_of(source)
     to_balance = next(iter(columns.values())).label_N if columns else source.labels
-    order = balanced_order(to_balance, seed=seed, split=split, limit=limit)
+    order = shuffled_in_rounds(to_balance, generator(seed, f"order {split}"))[:limit]
     entry = None
     if overlay is not None:
         of_pixels = overlay if isinstance(overlay, PixelOverlay) else None

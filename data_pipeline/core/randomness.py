@@ -17,6 +17,20 @@ def generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
     return np.random.Generator(_philox(seed, purpose, numbers))
 
 
+def shuffled_in_rounds(labels: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
+    """Return a shuffle of the numbers 0 to N - 1, for N labels of -1 or more: (N,) int64.
+
+    It goes in rounds. Each round has one number of every label that has numbers left, so that every beginning of the
+    shuffle is balanced.
+    """
+    shuffled = rng.permutation(len(labels))
+    by_label = np.argsort(labels[shuffled], kind="stable")
+    counts = np.bincount(labels + 1)
+    rounds = np.empty(len(labels), dtype=np.int64)
+    rounds[by_label] = np.arange(len(labels)) - np.repeat(counts.cumsum() - counts, counts)
+    return shuffled[np.argsort(rounds, kind="stable")]
+
+
 def key_words(num: int, seed: int, purpose: str, *numbers: int) -> NDArray[np.uint64]:
     """Return (num,) uint64 random words for a hash: the first that the generator of the same arguments is made of."""
     words: NDArray[np.uint64] = _philox(seed, purpose, numbers).random_raw(num)

@@ -16,16 +16,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar, Final, Literal, Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, integers
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import OptionValue
-from data_pipeline.core.randomness import generator
+from data_pipeline.core.randomness import generator, shuffled_in_rounds
 from data_pipeline.core.sample import MASK_BOX, MASK_OBJECT
 from data_pipeline.core.schema import Schema
 from data_pipeline.overlays import Layer, OverlayInputs
@@ -141,15 +139,5 @@ def choose_digits(source: DigitSource, num: int, *, seed: int) -> DigitSource:
             f"{num} unique digits were asked for, but {source.name} are {len(source.labels):,}; give unique from 1 to "
             f"{len(source.labels)}"
         )
-    chosen_N = _in_rounds(source.labels, seed=seed)[:num]
+    chosen_N = shuffled_in_rounds(source.labels, generator(seed, "unique digits"))[:num]
     return DigitSource(f"{num} of {source.name}", source.images[chosen_N], source.labels[chosen_N])
-
-
-def _in_rounds(label_N: NDArray[np.int64], *, seed: int) -> NDArray[np.int64]:
-    """Return a shuffle of the digits in rounds of one digit from every class that has digits left: (N,) numbers."""
-    shuffled_N = generator(seed, "unique digits").permutation(len(label_N))
-    round_N = np.empty(len(label_N), dtype=np.int64)
-    for label in range(_NUM_CLASSES):
-        of_class_N = label_N[shuffled_N] == label
-        round_N[of_class_N] = np.arange(of_class_N.sum())
-    return shuffled_N[np.argsort(round_N, kind="stable")]

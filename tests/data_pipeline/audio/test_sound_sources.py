@@ -148,7 +148,7 @@ def test_melodies_depend_on_their_number_alone() -> None:
 @pytest.mark.slow
 def test_neither_the_bands_nor_the_moments_of_a_melody_give_its_kind_away() -> None:
     splits = []
-    for split, num in (("train", 400), ("test", 200)):
+    for split, num in (("train", 250), ("test", 150)):
         source = ProceduralSpeech(0, split, num)
         clips = [torch.from_numpy(source[number].content) for number in range(num)]
         waveforms_BT = to_float(fit_length(clips, FSDD.num_points, last_B=torch.zeros(num, dtype=torch.bool)))
