@@ -21,6 +21,7 @@ from data_pipeline.storage.manifest import Fields, load_manifest
 from launch.rank import print_plan
 from tests.commands import call
 from tests.gloo import run_ranks
+from tests.small_encoder import CONVNET
 from tests.tiny_data import write_tiny_dataset
 from tests.trainer.test_tars import write_tars
 from trainer import probe
@@ -57,6 +58,7 @@ def configure(data: Path, *more: str, sources: str | None = None) -> RunConfig:
             f"data.mixture={{{sources or sources_of(data)}}}",
             f"data.test_dir={data / 'test'}",
             "data.num_workers=0",
+            CONVNET,
             "global_batch_size=16",
             "num_epochs=2",
             "log_every_steps=1",

@@ -116,7 +116,7 @@ def test_a_network_by_size_has_the_form_that_suits_the_pictures(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     size, kind = 64, "resnet18"
-    data = build_photos(tmp_path / "photos", size=size, num_train=16, num_test=8)
+    data = build_photos(tmp_path / "photos", size=size, num_train=8, num_test=8)
     with caplog.at_level(logging.INFO):
         run_dir = start(data, tmp_path / "run", *BY_SIZE, "global_batch_size=8", "precision=float32", ONLINE)
     assert f"encoder.kind=resnet18_by_size is {kind} for inputs of {size}x{size}" in caplog.text

@@ -35,11 +35,9 @@ NUM_SOUNDS, FEW_SOUNDS = 19, ["global_batch_size=8"]  # a step of sounds takes l
 CROP_AND_VIEWMAKER = "{kind: sequence, parts: [{kind: expert_image}, {kind: viewmaker, base_width: 4}]}"
 COMPOSED = f"views={{kind: pair, first: {CROP_AND_VIEWMAKER}, second: {{kind: expert_image}}}}"
 STEPS = {
-    "simultaneous": ("debug:viewmaker", []),
+    "simultaneous": ("debug:viewmaker", ["adversary.freeze_step=3", CONVNET]),
     "alternating": ("debug:viewmaker", [*ALTERNATING, CONVNET]),
-    "barlow_twins": ("debug:viewmaker", ["objective.kind=barlow_twins", "adversary.freeze_step=3"]),
     "moco": ("debug:image", ["objective.kind=moco", "objective.queue_size=64", CONVNET]),
-    "simsiam": ("debug:viewmaker", ["objective.kind=simsiam", *ALTERNATING, "adversary.viewmaker_steps=2", CONVNET]),
     "byol": ("debug:viewmaker", ["objective.kind=byol", "objective.predictor.hidden_sizes=[8]", *ALTERNATING, CONVNET]),
     "composed": ("debug:viewmaker", [COMPOSED]),
     "instance_discrimination": ("debug:viewmaker", [*BANK, *ALTERNATING, CONVNET]),
@@ -48,7 +46,7 @@ STEPS = {
 }
 
 # Others have tests of their own below, in which two ranks go on from one process.
-FOLLOWED = ["simultaneous", "barlow_twins", "simsiam", "online_per_view", "sounds_viewmaker"]
+FOLLOWED = ["simultaneous", "online_per_view", "sounds_viewmaker"]
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +184,7 @@ def test_an_overlay_is_new_in_every_epoch_unless_it_is_baked_in(data: Path, onli
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", ["moco", "byol", "instance_discrimination"])
+@pytest.mark.parametrize("kind", ["moco", "instance_discrimination"])
 def test_the_state_of_an_objective_is_taken_up_by_any_number_of_ranks(
     kind: str, data: Path, tmp_path: Path, alone: Callable[[RunConfig], Path]
 ) -> None:
@@ -206,7 +204,7 @@ def test_the_state_of_an_objective_is_taken_up_by_any_number_of_ranks(
 
 
 @pytest.mark.ranks
-def test_deepspeed_follows_ddp_and_each_goes_on_from_itself_on_other_ranks(data: Path, tmp_path: Path) -> None:
+def test_deepspeed_goes_on_from_itself_on_other_ranks(data: Path, tmp_path: Path) -> None:
     """Both players train under ZeRO 2 on two ranks, then from step 3 on one rank; only rounding differs.
 
     Two things would raise the rounding of float32 to 10⁻⁴ within these steps, by chance of seed and processor: pixels
@@ -218,17 +216,14 @@ def test_deepspeed_follows_ddp_and_each_goes_on_from_itself_on_other_ranks(data:
         f"checkpoint_every_steps={HALF}",
     ]
     slow += ["views.clamp=false", "adversary.optimizer.epsilon=0.001", CONVNET]
-    curves = {}
-    for engine in ("ddp", "deepspeed"):
-        config = configure(data, "debug:viewmaker", [f"engine.kind={engine}", *slow])
-        run_ranks(train_on_rank, 2, config, tmp_path / engine)
-        curves[engine] = [entry["train/loss"] for entry in RunDir(tmp_path / engine).read_metrics()]
-    assert len(curves["ddp"]) == NUM_STEPS
-    np.testing.assert_allclose(curves["deepspeed"], curves["ddp"], rtol=1e-5)
-    run_dir = copy_at_half(tmp_path / "deepspeed", tmp_path / "again")
+    config = configure(data, "debug:viewmaker", ["engine.kind=deepspeed", *slow])
+    run_ranks(train_on_rank, 2, config, tmp_path / "whole")
+    whole = [entry["train/loss"] for entry in RunDir(tmp_path / "whole").read_metrics()]
+    run_dir = copy_at_half(tmp_path / "whole", tmp_path / "again")
     run_ranks(train_on_rank, 1, config, run_dir.path)
     again = [entry["train/loss"] for entry in run_dir.read_metrics()]
-    np.testing.assert_allclose(again, curves["deepspeed"], rtol=1e-5)
+    assert len(whole) == NUM_STEPS
+    np.testing.assert_allclose(again, whole, rtol=1e-5)
 
 
 def goes_on(run_dir: Path, config: RunConfig, num_ranks: int, copy: Path) -> Path:
