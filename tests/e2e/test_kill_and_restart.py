@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import random
@@ -10,50 +9,63 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 
+from configs import resolve_recipe
 from launch.states import run_status
+from tests.gloo import run_ranks
 from tests.nursery import PythonProcess
 from tests.processes import kill_tree, ranks_of
 from tests.real_data import REPOSITORY
 from tests.small_encoder import CONVNET
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
+from trainer.distributed.collectives import world_size
 from trainer.run_dir import RunDir
+from trainer.train import train
 
-NUM_STEPS = 25
+NUM_STEPS = 15
 MIXTURE = "{{few: {{train_dir: {0}/few, weight: 1}}, train: {{train_dir: {0}/train, weight: 2}}}}"
 
 
-def command(data: Path, run_dir: Path, *, num_ranks: int, max_restarts: int = 0) -> list[str]:
-    """Return the command of a run: of one process on one dataset, or of ranks under torchrun on a mixture."""
+def settings_of(data: Path, *, num_ranks: int) -> list[str]:
+    """Return the settings of a run: of one process on one dataset, or of ranks on a mixture."""
     settings = {
         "data.train_dir": data / "train",
         "data.test_dir": data / "test",
         "data.num_workers": 1,
         "global_batch_size": 16,
         "num_epochs": NUM_STEPS // 5,
-        "checkpoint_every_steps": 3,
+        "checkpoint_every_steps": 2,
         "watchdog.enabled": "false",  # it would report the killed ranks, if it came to look before it is gone itself
         "tracking.wandb": "disabled",
+        "encoder": CONVNET.removeprefix("encoder="),
     }
+    if num_ranks > 1:
+        settings |= {"data.train_dir": "null", "data.mixture": MIXTURE.format(data), "data.mixture_epoch": 83}
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def command(data: Path, run_dir: Path, *, num_ranks: int) -> list[str]:
+    """Return the command of a run of one process, or of ranks under a torchrun that restarts them once."""
     launcher = [sys.executable]
     if num_ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-        launcher += ["--max-restarts", str(max_restarts)]
-        settings["encoder"] = CONVNET.removeprefix("encoder=")
-        settings |= {"data.train_dir": "null", "data.mixture": MIXTURE.format(data), "data.mixture_epoch": 83}
-    sets = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
+        launcher += ["--max-restarts", "1"]
+    sets = [word for setting in settings_of(data, num_ranks=num_ranks) for word in ("--set", setting)]
     return [*launcher, "launch/train.py", "--config", "debug:viewmaker", "--run-dir", str(run_dir), *sets]
 
 
-def start(words: list[str], *, is_new: bool = False) -> subprocess.Popen[str]:
-    """Start a command; in a new interpreter, in which sets have another order, if `is_new`."""
-    return (subprocess.Popen if is_new else PythonProcess)(
+def train_undisturbed(data: Path, run_dir: Path) -> None:
+    config = resolve_recipe("debug:viewmaker", settings_of(data, num_ranks=world_size()))
+    train(config, RunDir(run_dir), device=torch.device("cpu"), command="train")
+
+
+def start(popen: type[subprocess.Popen[str]], words: list[str]) -> subprocess.Popen[str]:
+    return popen(
         words,
         cwd=REPOSITORY,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -71,6 +83,14 @@ def num_logged(run_dir: Path) -> int:
 def num_starts(run_dir: Path) -> int:
     path = RunDir(run_dir).provenance
     return len(json.loads(path.read_text())["starts"]) if path.is_file() else 0
+
+
+def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> None:
+    deadline = time.monotonic() + 240
+    while num_logged(run_dir) < step:
+        assert process.poll() is None, f"it ended by itself before step {step} was seen"
+        assert time.monotonic() < deadline, f"step {step} was not reached"
+        time.sleep(0.02)
 
 
 def check_it_is_called_killed(run_dir: RunDir) -> None:
@@ -96,21 +116,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Return the run of a number of ranks, which nothing disturbs."""
-
-    @functools.cache
-    def run(num_ranks: int) -> Path:
-        run_dir = tmp_path_factory.mktemp("runs") / "whole"
-        process = start(command(data, run_dir, num_ranks=num_ranks))
-        _, said = process.communicate(timeout=240)
-        assert (process.returncode, num_starts(run_dir)) == (0, 1), said
-        return run_dir
-
-    return run
-
-
 def check_same_bits(whole: Path, killed: Path) -> None:
     for player in ("encoder", "viewmaker"):
         expected, found = (
@@ -122,48 +127,41 @@ def check_same_bits(whole: Path, killed: Path) -> None:
     assert [step for step, _, _ in curve(killed)] == list(range(1, NUM_STEPS + 1))
 
 
-def test_a_killed_run_ends_in_the_same_bits(undisturbed: Callable[[int], Path], data: Path, tmp_path: Path) -> None:
-    """It is killed twice, and started in a new interpreter in between."""
-    whole, killed = undisturbed(1), tmp_path / "killed"
+@pytest.mark.ranks
+def test_a_killed_run_ends_in_the_same_bits(data: Path, tmp_path: Path) -> None:
+    """It goes on in a new interpreter, in which sets have another order."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run_ranks(train_undisturbed, 1, data, whole)
     words = command(data, killed, num_ranks=1)
-    kill_at = random.Random(os.getpid()).sample(range(5, NUM_STEPS - 5), 2)
-    for number, step in enumerate(sorted(kill_at), start=1):
-        process = start(words, is_new=number > 1)
-        deadline = time.monotonic() + 120
-        try:
-            # The lines of the start before are there until this one has noted itself, and then cuts them off.
-            while num_starts(killed) < number or num_logged(killed) < step:
-                assert process.poll() is None, f"it ended by itself before step {step} was seen"
-                assert time.monotonic() < deadline, f"step {step} was not reached"
-                time.sleep(0.005)
-        finally:
-            kill_tree(process)
-            process.communicate()
-        check_it_is_called_killed(RunDir(killed))
-    process = start(words)
+    step = random.Random(os.getpid()).randrange(3, NUM_STEPS - 3)
+    process = start(PythonProcess, words)
+    try:
+        wait_for_step(process, killed, step)
+    finally:
+        kill_tree(process)
+        process.communicate()
+    check_it_is_called_killed(RunDir(killed))
+    process = start(subprocess.Popen, words)
     _, said = process.communicate(timeout=240)
     assert process.returncode == 0, said
-    assert "going on from step" in said, kill_at
-    assert num_starts(killed) == 3
+    assert "going on from step" in said, step
+    assert num_starts(killed) == 2
     check_same_bits(whole, killed)
 
 
-def test_torchrun_restarts_a_run_of_which_a_rank_was_killed(
-    undisturbed: Callable[[int], Path], data: Path, tmp_path: Path
-) -> None:
-    killed = tmp_path / "killed"
-    process = start(command(data, killed, num_ranks=2, max_restarts=2))
+@pytest.mark.ranks
+def test_torchrun_restarts_a_run_of_which_a_rank_was_killed(data: Path, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run_ranks(train_undisturbed, 2, data, whole)
+    draw = random.Random(os.getpid())
+    rank, step = draw.randrange(2), draw.randrange(3, NUM_STEPS - 3)
+    process = start(PythonProcess, command(data, killed, num_ranks=2))
     try:
-        for rank, step in ((1, 8), (0, 16)):
-            deadline = time.monotonic() + 240
-            while num_starts(killed) < 2 - rank or num_logged(killed) < step:
-                assert process.poll() is None
-                assert time.monotonic() < deadline, f"step {step} was not reached"
-                time.sleep(0.02)
-            os.kill(ranks_of(process.pid)[rank], signal.SIGKILL)
+        wait_for_step(process, killed, step)
+        os.kill(ranks_of(process.pid)[rank], signal.SIGKILL)
         _, said = process.communicate(timeout=240)
     finally:
         kill_tree(process)
     assert process.returncode == 0, said
-    assert num_starts(killed) == 3
-    check_same_bits(undisturbed(2), killed)
+    assert num_starts(killed) == 2, f"rank {rank} was killed after step {step}"
+    check_same_bits(whole, killed)

@@ -37,7 +37,7 @@ from trainer.optim.optimizers import AdamConfig, AdamWConfig, OptimizerConfig, S
 
 CPU = torch.device("cpu")
 BATCH_SIZE = 8
-NUM_STEPS = 10
+NUM_STEPS = 5
 RATES = {"encoder": 0.02, "viewmaker": 2e-3}
 SGD = SGDConfig(momentum=0.9, weight_decay=1e-4)
 ADAM = AdamConfig(weight_decay=1e-3)
@@ -61,14 +61,11 @@ class Case:
 
 CASES = {
     "zero_1": Case("simultaneous", ZERO_1),
-    "zero_2": Case("alternating", ZERO_2),
-    "zero_2-adam": Case("encoder", ZERO_2, ADAM),
+    "zero_2-channels_last": Case("alternating", ZERO_2, memory_format=torch.channels_last),
     "zero_2-offloaded": Case("simultaneous", ZERO_2_OFFLOADED, ADAM),
-    "zero_2-channels_last": Case("simultaneous", ZERO_2, memory_format=torch.channels_last),
     "zero_3": Case("encoder", ZERO_3, ADAMW),
     "zero_3-offloaded": Case("encoder", ZERO_3_OFFLOADED),
-    "fsdp": Case("alternating", FSDP),
-    "fsdp-adamw": Case("simultaneous", FSDP, ADAMW),
+    "fsdp": Case("alternating", FSDP, ADAMW),
 }
 
 
@@ -223,19 +220,19 @@ def numbers_kept(engine: BaseEngineConfig) -> int:
 
 
 def exchange(cases: tuple[Case, ...]) -> dict[str, Any]:
-    """Take three steps of the first case; load that state into each of the others, and take three steps more."""
+    """Take two steps of the first case; load that state into each of the others, and take two steps more."""
     source = engines_of(cases[0])
-    play(source, cases[0].game, last=3)
+    play(source, cases[0].game, last=2)
     saved = states_of(source)
-    play(source, cases[0].game, first=3, last=6)
+    play(source, cases[0].game, first=2, last=4)
     result: dict[str, Any] = {"saved": saved, "goes_on": states_of(source), "taken_up": [], "ends": []}
     for case in cases[1:]:
         engines = engines_of(case, seed=1)
-        play(engines, case.game, last=2)
+        play(engines, case.game, last=1)
         for name, engine in engines.items():
             engine.load(*saved[name])
         result["taken_up"].append(states_of(engines))
-        play(engines, case.game, first=3, last=6)
+        play(engines, case.game, first=2, last=4)
         result["ends"].append(states_of(engines))
     return result
 
@@ -244,8 +241,8 @@ def skip_a_step(case: Case) -> dict[str, Any]:
     """Return whether a skipped step changes nothing, and the steps after it equal the steps of a run without it."""
     result: dict[str, Any] = {}
     plain, skipping = engines_of(case), engines_of(case)
-    play(plain, case.game, last=4)
-    play(skipping, case.game, last=2)
+    play(plain, case.game, last=3)
+    play(skipping, case.game, last=1)
     before = states_of(skipping)
     skipping["encoder"].backward(loss_of(skipping, pictures(9) * torch.nan))
     result["norm"] = skipping["encoder"].gradient_norm()
@@ -253,7 +250,7 @@ def skip_a_step(case: Case) -> dict[str, Any]:
         engine.step(learning_rate=RATES[player], skip=torch.tensor(True))
     result["stays"] = same_bits(before, states_of(skipping))
     result["no_gradient_left"] = all(p.grad is None for e in skipping.values() for p in e.module.parameters())
-    for step in (2, 3):
+    for step in (1, 2):
         skipping["encoder"].backward(loss_of(skipping, pictures(step), reverses=case.game != "encoder"))
         for player, engine in skipping.items():
             rate = RATES[player] / (1 + step / 10) if player == "encoder" else RATES[player]
@@ -265,14 +262,13 @@ def skip_a_step(case: Case) -> dict[str, Any]:
 EXCHANGED = {
     kind: tuple(Case("encoder", engine, ADAMW) for engine in engines)
     for kind, engines in {
-        "zero_2": (ZERO_2, ZERO_1, ZERO_3, FSDP),
-        "zero_3": (ZERO_3, ZERO_2),
-        "fsdp": (FSDP, ZERO_2, FSDP),
-        "ddp": (DDPConfig(), ZERO_1, FSDP),
+        "zero_2": (ZERO_2, ZERO_1, ZERO_3),
+        "zero_3": (ZERO_3, FSDP),
+        "fsdp": (FSDP, ZERO_2),
+        "ddp": (DDPConfig(), ZERO_1),
     }.items()
 }
 SKIPPED = {
-    "zero_1": Case("simultaneous", ZERO_1),
     "zero_2-offloaded": Case("encoder", ZERO_2_OFFLOADED, ADAM),
     "zero_3": Case("encoder", ZERO_3),
     "fsdp": Case("simultaneous", FSDP),
@@ -283,7 +279,7 @@ def take_up(saved: tuple[State, State]) -> list[bool]:
     """Load a state in one process without a group, and compare what the engine returns."""
     destroy_process_group()
     result = []
-    for case in EXCHANGED["zero_2"][:3]:
+    for case in EXCHANGED["zero_2"]:
         engines = engines_of(case, seed=1)
         engines["encoder"].load(*saved)
         result.append(same_bits(states_of(engines)["encoder"], saved))
@@ -304,13 +300,12 @@ class RealRun:
 
 
 IN_PARTS = ["memory.micro_batches=2", "memory.encoder_checkpointing=whole"]
+PREDICTOR = ["objective.kind=simsiam", "adversary.freeze_step=2"]
 REAL_RUNS: dict[str, tuple[str, list[str], BaseEngineConfig]] = {
     "simultaneous": ("debug:viewmaker", [*IN_PARTS, CONVNET], ZERO_2),
-    "alternating": ("debug:viewmaker", ["adversary.update=alternating", CONVNET], ZERO_1),
-    "predictor": ("debug:viewmaker", ["objective.kind=simsiam", "adversary.freeze_step=2", CONVNET], ZERO_2),
-    "in_pieces": ("debug:image", IN_PARTS, ZERO_3),
-    "fsdp": ("debug:viewmaker", ["objective.kind=simsiam"], FSDP),
-    "fsdp_bfloat16": ("debug:viewmaker", ["objective.kind=simsiam", "precision=bfloat16", CONVNET], FSDP),
+    "alternating": ("debug:viewmaker", ["adversary.update=alternating", *PREDICTOR, CONVNET], ZERO_1),
+    "in_pieces": ("debug:image", [*IN_PARTS, CONVNET], ZERO_3),
+    "fsdp": ("debug:viewmaker", [*PREDICTOR, CONVNET], FSDP),
     "fsdp_float16": ("debug:viewmaker", ["objective.kind=simsiam", "precision=float16", CONVNET], FSDP),
 }
 
@@ -422,7 +417,7 @@ def assert_follow_one_process(found: list[dict[str, Any]], case: Case) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_follow_one_plain_process(name: str, ranks: list[dict[str, Any]]) -> None:
-    """10 steps in float32 on two ranks: losses, gradient lengths, both players' parameters and optimizer states."""
+    """Steps in float32 on two ranks: losses, gradient lengths, both players' parameters and optimizer states."""
     assert_follow_one_process([result["trained"][name] for result in ranks], CASES[name])
 
 
@@ -457,7 +452,7 @@ def test_state_goes_to_ddp_in_one_process_and_back(ranks: list[dict[str, Any]]) 
         engine = DDPEngine(players("encoder", seed=1)["encoder"], optimizer=ADAMW)
         engine.load(*saved)
         assert same_bits(states_of({"encoder": engine})["encoder"], saved)
-        play({"encoder": engine}, "encoder", first=3, last=6)
+        play({"encoder": engine}, "encoder", first=2, last=4)
         for found, expected in zip(states_of({"encoder": engine})["encoder"], goes_on, strict=True):
             assert_follows(found, expected, start, rtol=1e-5)
     assert [result["alone"] for result in ranks] == [[True] * 3] * 2
@@ -552,10 +547,10 @@ def test_an_encoder_is_in_pieces_whenever_no_pass_runs(ranks: list[dict[str, Any
 
 
 @pytest.mark.ranks
-def test_a_restart_on_four_ranks_ends_in_the_same_bits() -> None:
+def test_a_restart_on_three_ranks_ends_in_the_same_bits() -> None:
     """`shift` has fewer rows than ranks."""
     case = Case("encoder", FSDP)
-    for found in run_ranks(exchange, 4, (case, case)):
+    for found in run_ranks(exchange, 3, (case, case)):
         assert same_bits(found["taken_up"], [found["saved"]])
         assert same_bits(found["ends"], [found["goes_on"]])
 

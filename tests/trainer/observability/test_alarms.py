@@ -14,6 +14,7 @@ from configs import resolve_recipe
 from data_pipeline.audio.log_mel import FSDD
 from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.sample import Batch
+from tests.small_encoder import CONVNET
 from trainer.build import Training, build_training
 from trainer.config import RunConfig
 from trainer.objectives import nt_xent_loss
@@ -30,7 +31,7 @@ from trainer.views.viewmaker import Viewmaker, ViewmakerConfig
 LOG_EVERY = 10
 
 
-def alarms_of(measure: Callable[[int], dict[str, float]], *, num_steps: int = 200) -> dict[int, list[str]]:
+def alarms_of(measure: Callable[[int], dict[str, float]], *, num_steps: int = 60) -> dict[int, list[str]]:
     """Return the alarms by step, if metrics are logged every few steps."""
     alarms = Alarms(AlarmConfig())
     by_step = {step: alarms.check(measure(step), step) for step in range(LOG_EVERY, num_steps + 1, LOG_EVERY)}
@@ -66,13 +67,13 @@ def training(loss_function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[int
 
 @pytest.mark.slow
 def test_an_encoder_that_is_only_attracted_collapses_and_is_told_within_200_steps() -> None:
-    alarms = alarms_of(training(attraction))
+    alarms = alarms_of(training(attraction), num_steps=200)
     assert any("collapsed to a point" in sentence for sentences in alarms.values() for sentence in sentences)
 
 
 @pytest.mark.slow
 def test_a_contrastive_encoder_sets_nothing_off() -> None:
-    assert alarms_of(training(contrast)) == {}
+    assert alarms_of(training(contrast), num_steps=100) == {}
 
 
 def test_embeddings_too_long_for_float32_are_told_as_collapsed() -> None:
@@ -134,10 +135,8 @@ def untouched(viewmaker: Viewmaker) -> None:
         (saturated, 0.05, None, ["viewmaker is saturated"]),
         (untouched, 3.0, None, ["clamp cuts the change"]),
         (untouched, 0.05, None, []),
-        (identity, 0.05, 0.2, ["become the identity", "lost their randomness"]),
         (nearly_identity, 0.05, 0.2, ["become the identity"]),
         (saturated, 0.05, 0.2, ["viewmaker is saturated"]),
-        (untouched, 3.0, 0.2, ["clamp cuts the change"]),
         (untouched, 0.006, 0.2, []),  # a fifth of this budget is below the limit
     ],
 )
@@ -148,7 +147,7 @@ def test_a_viewmaker_that_has_collapsed_is_told(
     config = ViewmakerConfig(base_width=8, num_res_blocks=1, budget=budget, dropout_rate=dropout_rate)
     viewmaker = Viewmaker(config, image_channels=3)
     num = 8 if dropout_rate is None else 32
-    images = torch.rand(num, 3, 32, 32)
+    images = torch.rand(num, 3, 16, 16)
 
     @torch.no_grad()
     def measure(step: int) -> dict[str, float]:
@@ -186,15 +185,19 @@ COMPOSED = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("place", COMPOSED)
 @pytest.mark.parametrize(
-    ("force", "meaning"), [(identity, "become the identity"), (saturated, "is saturated"), (untouched, None)]
+    ("place", "force", "meaning"),
+    [
+        ("second of a pair", saturated, "is saturated"),
+        ("before a crop", saturated, "is saturated"),
+        ("behind a crop in a pair", identity, "become the identity"),
+        ("behind a crop in a pair", untouched, None),
+    ],
 )
 def test_a_viewmaker_that_has_collapsed_is_told_wherever_it_is(
-    force: Callable[[Viewmaker], None], meaning: str | None, place: str
+    place: str, force: Callable[[Viewmaker], None], meaning: str | None
 ) -> None:
-    config = resolve_recipe("debug:viewmaker", [f"views={COMPOSED[place]}", "adversary.freeze_step=1"])
+    config = resolve_recipe("debug:viewmaker", [CONVNET, f"views={COMPOSED[place]}", "adversary.freeze_step=1"])
     training = training_of(config)
     viewmaker = next(module for module in training.modules.view_policy.modules() if isinstance(module, Viewmaker))
     with torch.no_grad():
@@ -204,15 +207,14 @@ def test_a_viewmaker_that_has_collapsed_is_told_wherever_it_is(
         metrics = step(training, PICTURES, number=number).read()
         return {name: float(value) for name, value in metrics.items() if name.startswith("views/")}
 
-    sentences = [sentence for at_step in alarms_of(measure, num_steps=80).values() for sentence in at_step]
+    sentences = [sentence for at_step in alarms_of(measure).values() for sentence in at_step]
     if meaning is None:
         assert sentences == []
     else:
         assert any(meaning in sentence for sentence in sentences)
 
 
-@pytest.mark.parametrize("num_parts", [1, 2])
-@pytest.mark.parametrize("update", ["simultaneous", "alternating"])
+@pytest.mark.parametrize(("update", "num_parts"), [("simultaneous", 1), ("alternating", 2)])
 def test_the_change_of_a_viewmaker_in_a_composition_is_that_of_the_views_of_the_encoder(
     update: str, num_parts: int
 ) -> None:

@@ -14,6 +14,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL, Batch
 from data_pipeline.loading.placement import resident_bytes
 from data_pipeline.storage.manifest import Manifest
+from tests.small_encoder import CONVNET
 from tests.tiny_data import write_tiny_pair
 from trainer.build import build_training
 from trainer.config import RunConfig
@@ -23,18 +24,20 @@ from trainer.distributed.engines.deepspeed_engine import DeepSpeedConfig
 from trainer.planning.live_bytes import LiveBytes, bytes_of
 from trainer.planning.plan import MARGIN, TrainingPlan, bytes_of_data, describe, plan
 
-BATCH_SIZE, NUM_SAMPLES, SHAPE = 16, 40, (3, 16, 16)
+BATCH_SIZE, NUM_SAMPLES, SHAPE = 16, 64, (3, 16, 16)
 NUM_CLASSES = {"base": 2, "overlay": 3}
-RUNS = {
-    "viewmaker": ("debug:viewmaker", []),
+ON_A_CONVNET = {
     "by epoch": ("debug:viewmaker", ["views={kind: by_epoch, policies: [{kind: viewmaker}, {kind: random_mask}]}"]),
+    "viewmaker": ("debug:viewmaker", []),
     "chunked": ("debug:image", ["objective.chunk_size=5"]),
     "micro batches": ("debug:viewmaker", ["memory.micro_batches=2", "objective.chunk_size=5"]),
-    "checkpointing": ("debug:viewmaker", ["memory.encoder_checkpointing=1", "memory.viewmaker_checkpointing=whole"]),
     "moco": ("debug:viewmaker", ["objective.kind=moco", "objective.queue_size=32"]),
     "supervised": ("debug:image", ["objective.kind=supervised", "optimizer={kind: adam}"]),
-    "multi-crop": ("debug:image", ["objective.kind=dino", "objective.num_prototypes=64", "views.kind=multi_crop"]),
     "bank": ("debug:viewmaker", ["objective.kind=instance_discrimination", "objective.num_negatives=5"]),
+}
+RUNS = {name: (recipe, [CONVNET, *overrides]) for name, (recipe, overrides) in ON_A_CONVNET.items()} | {
+    "checkpointing": ("debug:viewmaker", ["memory.encoder_checkpointing=1", "memory.viewmaker_checkpointing=whole"]),
+    "multi-crop": ("debug:image", ["objective.kind=dino", "objective.num_prototypes=64", "views.kind=multi_crop"]),
 }
 
 
@@ -79,7 +82,7 @@ def measured(config: RunConfig) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", [run for run in RUNS if run != "viewmaker"])
 def test_memory_is_that_of_a_real_step(run: str) -> None:
     found = planned(configure(run))
     resident_bytes, step_bytes = measured(configure(run))
@@ -101,13 +104,15 @@ def test_each_rank_keeps_its_share_of_the_optimizer() -> None:
 
 @pytest.mark.slow
 def test_the_cut_that_fits_is_the_least_that_does() -> None:
-    whole, halves = configure("chunked"), configure("chunked", "memory.micro_batches=2")
+    whole, halves, few = (
+        resolve_recipe("debug:image", [CONVNET, f"global_batch_size={size}", f"memory.micro_batches={parts}"])
+        for size, parts in ((64, 1), (64, 2), (2, 1))
+    )
     too_much, enough = planned(whole).peak_bytes, planned(halves).peak_bytes
     gigabytes = (too_much + enough) / 2 / (1 - MARGIN) / 1e9
     found = planned(whole, device_gigabytes=gigabytes)
     assert found.fit == (2, enough)
     assert "memory.micro_batches=2" in describe(found, whole, device_gigabytes=gigabytes)
-    few = whole.model_copy(update={"global_batch_size": 2})
     found = planned(few, device_gigabytes=1e-5)
     assert found.fit is None
     assert "does not fit" in describe(found, few, device_gigabytes=1e-5)
@@ -136,15 +141,15 @@ def test_ranks_share_the_batch() -> None:
     assert (one.rank_batch_size, four.rank_batch_size) == (BATCH_SIZE, BATCH_SIZE // 4)
     assert four.step_bytes < one.step_bytes / 2
     assert not is_distributed()
-    unknown = plan(config, world_size=1, num_samples=None, device_gigabytes=None)
+    unknown = plan(resolve_recipe("debug:image"), world_size=1, num_samples=None, device_gigabytes=None)
     assert unknown.input_shape == (3, 32, 32)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["debug:audio", "debug:audio_viewmaker"])
 def test_sounds_are_planned_by_their_spectrograms(recipe: str) -> None:
-    config = resolve_recipe(recipe, ["global_batch_size=4"])
-    found = plan(config, world_size=2, num_samples=None, device_gigabytes=None)
+    config = resolve_recipe(recipe, ["global_batch_size=2"])
+    found = plan(config, world_size=1, num_samples=None, device_gigabytes=None)
     mel = config.data.mel
     assert mel is not None
     assert found.batch_bytes == 2 * (2 * mel.num_points * 4) + 3 * 2 * 8
