@@ -47,7 +47,7 @@ setup(
         "pyyaml>=6.0",
         "safetensors>=0.4.4",
         "scikit-learn>=1.4",
-        "scipy>=1.11",
+        "scipy>=1.12",
         "simplejpeg>=1.8",
         "soundfile>=0.12",
         "submitit==1.5.4",

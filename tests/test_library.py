@@ -20,7 +20,6 @@ from tests.gloo import run_ranks
 from tests.real_data import REPOSITORY
 from tests.tiny_data import write_tiny_pair
 from tests.trainer.exports.test_export import make_run
-from trainer.models import ResNetConfig
 
 NOTEBOOK = REPOSITORY / "docs" / "what-a-viewmaker-drops.ipynb"
 FEWER = {'("train", 300), ("test", 100)': '("train", 12), ("test", 8)', "num_steps = 120": "num_steps = 10"}
@@ -42,8 +41,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory as the pages assume it: a dataset, and a run."""
     directory = tmp_path_factory.mktemp("library")
     write_tiny_pair(directory / "data" / "photos", num_train=96, num_test=48, overlay="online")
-    encoder = ResNetConfig(kind="resnet10", width=4, embedding_size=16, mean=(0.5,) * 3, std=(0.25,) * 3)
-    make_run(directory / "runs" / "mine", encoder)
+    make_run(directory / "runs" / "mine", steps=(5,))
     (directory / "demo").mkdir()
     (directory / "demo" / "viewmaker").symlink_to(directory / "runs" / "mine")
     (directory / "demo" / "data").symlink_to(directory / "data" / "photos")

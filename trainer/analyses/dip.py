@@ -13,7 +13,7 @@ from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.isotonic import isotonic_regression
+from scipy.optimize import isotonic_regression
 
 from data_pipeline.core.randomness import generator
 
@@ -84,6 +84,5 @@ def _hull(x_K: Floats, y_K: Floats, *, increasing: bool) -> tuple[Floats, NDArra
     between the points.
     """
     width = np.diff(x_K)
-    slope = isotonic_regression(np.diff(y_K) / width, sample_weight=width, increasing=increasing)
-    knots = np.concatenate([[0], np.flatnonzero(np.diff(slope)) + 1, [len(x_K) - 1]])
+    knots = isotonic_regression(np.diff(y_K) / width, weights=width, increasing=increasing).blocks
     return np.interp(x_K, x_K[knots], y_K[knots]), knots

@@ -54,7 +54,7 @@ def test_alone_leaves_one_transform_on(name: str) -> None:
 @pytest.mark.slow
 def test_blur_contracts_and_flips_do_not(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", write_tiny_pair(tmp_path / "data", num_train=4, num_test=40))
-    png_path, json_path = ANALYSIS.analyze([run_dir], config=CollisionConfig(max_uses=16), options=AnalysisOptions())
+    png_path, json_path = ANALYSIS.analyze([run_dir], config=CollisionConfig(max_uses=4), options=AnalysisOptions())
     result = CollisionResult.parse(json.loads(json_path.read_text()), where="")
     assert result.num_pictures == 40
     assert result.policy == debug.image().views

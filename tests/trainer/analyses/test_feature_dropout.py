@@ -59,8 +59,15 @@ def write_exact_heads(run_dir: RunDir) -> None:
     )
 
 
-def plant_two_runs(data: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, policy: DropBottom) -> list[RunDir]:
-    """Make two runs with exact heads: "drops" has the views of `policy`, and the views of "keeps" change nothing."""
+def plant_two_runs(
+    data: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, policy: DropBottom, *, draws: bool = False
+) -> list[RunDir]:
+    """Make two runs with exact heads: "drops" has the views of `policy`, and the views of "keeps" change nothing.
+
+    Analyses draw no figure, which takes a second, unless `draws`.
+    """
+    if not draws:
+        monkeypatch.setattr(feature_dropout, "to_png", lambda figure: b"")
     (directory / "data").symlink_to(data)
     runs = [write_run(directory / name, data, name=name) for name in ("drops", "keeps")]
     for run_dir in runs:
@@ -72,7 +79,7 @@ def plant_two_runs(data: Path, directory: Path, monkeypatch: pytest.MonkeyPatch,
 def test_planted_dropout_is_found(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One run blackens the object in half of its views, the other changes nothing; both read perfectly."""
     policy = DropBottom(0.5)
-    runs = plant_two_runs(data, tmp_path, monkeypatch, policy)
+    runs = plant_two_runs(data, tmp_path, monkeypatch, policy, draws=True)
     paths = ANALYSIS.analyze(runs, config=CONFIG, options=AnalysisOptions())
     assert paths == [run.analysis / f"feature_dropout.{end}" for run in runs for end in ("png", "json")]
     assert paths[1].read_bytes() == paths[3].read_bytes()
@@ -186,7 +193,8 @@ def test_probabilities_are_those_of_scipy() -> None:
     np.testing.assert_allclose(right_class_probability(head, features_NF, label_N).numpy(), expected, rtol=1e-5)
 
 
-def test_heads_that_a_probe_fitted_in_train_mode_are_not_used(data: Path, tmp_path: Path) -> None:
+def test_heads_that_a_probe_fitted_in_train_mode_are_not_used(tmp_path: Path) -> None:
+    data = write_tiny_pair(tmp_path / "data", num_train=20, num_test=20)
     run_dir = write_run(tmp_path / "run", data, probe={"batch_norm": "train", "num_epochs": 1})
 
     def probe(*settings: str) -> None:
@@ -215,11 +223,12 @@ def test_one_run_twice_or_of_other_data_is_refused(data: Path, tmp_path: Path) -
             ANALYSIS.analyze(runs, config=CONFIG, options=AnalysisOptions(step=0))
 
 
-def test_real_encoders_judge_sounds(tmp_path: Path) -> None:
+def test_real_encoders_judge_sounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feature_dropout, "to_png", lambda figure: b"")
     data = write_tiny_sound_pair(tmp_path / "data", num_train=24, num_test=16)
     runs = []
     for name in ("a", "b"):
-        run_dir = write_run(tmp_path / name, data, recipe=debug.audio, name="same")
+        run_dir = write_run(tmp_path / name, data, recipe=debug.audio, name="same", probe={"num_epochs": 1})
         probe_run(run_dir, ProbeOptions(steps=0), device=torch.device("cpu"))
         runs.append(run_dir)
     config = FeatureDropoutConfig(num_uniform_samples=19)

@@ -22,10 +22,7 @@ from trainer.checkpoint.save import CheckpointWriter
 from trainer.config import RunConfig
 from trainer.distributed.engines.ddp_engine import DDPEngine
 from trainer.exports.encoder import save_encoder
-from trainer.models import (
-    Encoder,
-    ResNetConfig,
-)
+from trainer.models import Encoder, ResNetConfig, build_encoder
 from trainer.modules import build_modules
 from trainer.optim.optimizers import SGDConfig
 from trainer.pretrained import HEADER_KEY
@@ -35,11 +32,10 @@ CIFAR10: dict[str, Any] = {"mean": CIFAR10_MEAN, "std": CIFAR10_STD}
 TINY = ResNetConfig(kind="resnet10", width=4, embedding_size=16, **CIFAR10)
 
 
-def make_run(directory: Path, encoder_config: Any = TINY, *, steps: tuple[int, ...] = (5,)) -> RunDir:
+def make_run(directory: Path, *, steps: tuple[int, ...]) -> RunDir:
     """Make a run whose checkpoints differ from the first weights and each other, also in batch norm statistics."""
     config = RunConfig.model_validate(
-        debug.image().model_dump()
-        | {"encoder": encoder_config, "optimizer": SGDConfig(momentum=0.0), "name": "tiny-run"}
+        debug.image().model_dump() | {"encoder": TINY, "optimizer": SGDConfig(momentum=0.0), "name": "tiny-run"}
     )
     run_dir = RunDir(directory)
     write_json(run_dir.config, config.model_dump(mode="json"))
@@ -47,7 +43,7 @@ def make_run(directory: Path, encoder_config: Any = TINY, *, steps: tuple[int, .
     draw = torch.Generator().manual_seed(0)
     with CheckpointWriter(run_dir, keep=len(steps)) as writer:
         for step in steps:
-            engine.backward(engine(torch.rand(2, encoder_config.in_channels, 32, 32, generator=draw)).square().sum())
+            engine.backward(engine(torch.rand(2, 3, 32, 32, generator=draw)).square().sum())
             engine.step(learning_rate=1e-3)
             writer.save(step, engines={"encoder": engine}, objective_state={})
     return run_dir
@@ -85,6 +81,15 @@ def normalise(pictures_BCHW: Tensor, header: dict[str, Any]) -> Tensor:
     return (pictures_BCHW - mean) / std
 
 
+def own_encoder(config: Any = TINY) -> Encoder:
+    """An encoder from somebody's own loop, whose batch norm has moved."""
+    torch.manual_seed(3)
+    encoder = build_encoder(config).train()
+    with torch.no_grad():
+        encoder(pictures(config.in_channels))
+    return encoder.eval()
+
+
 def features_of(encoder: Encoder, num_channels: int) -> Tensor:
     with torch.no_grad():
         return encoder.pooled(pictures(num_channels))
@@ -103,14 +108,14 @@ def test_torchvisions_resnet18_computes_the_same_bits(form: str, tmp_path: Path)
         config = ResNetConfig(kind="resnet18", in_channels=1, mean=(0.2,), std=(0.3,), stem_relu=False)
         model.conv1 = nn.Conv2d(1, 64, 7, stride=2, padding=3, bias=False)
         model.relu = nn.Identity()
-    run_dir = make_run(tmp_path / "run", config)
+    encoder = own_encoder(config)
     out = tmp_path / "encoder.safetensors"
-    save_encoder(run_dir, out)
+    save_encoder(encoder, out)
 
     model.load_state_dict(safetensors.torch.load_file(out))
     with torch.no_grad():
         theirs = model.eval()(normalise(pictures(config.in_channels), read_header(out)))
-    assert torch.equal(theirs, features_of(load_encoder(run_dir.path), config.in_channels))
+    assert torch.equal(theirs, features_of(encoder, config.in_channels))
     assert torch.equal(theirs, features_of(load_encoder(out), config.in_channels))
 
 

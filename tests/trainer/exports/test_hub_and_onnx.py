@@ -18,26 +18,18 @@ from torch import Tensor, nn
 
 import trainer.exports.encoder
 from data_pipeline.core.errors import UserError
-from tests.trainer.exports.test_export import CIFAR10, TINY, features_of, make_run, pictures
+from tests.trainer.exports.test_export import CIFAR10, features_of, make_run, own_encoder, pictures
 from trainer import load_encoder
 from trainer.checkpoint.run_state import DataIdentity
 from trainer.export import main
 from trainer.exports.encoder import export_onnx, save_encoder, save_pretrained
+from trainer.exports.model_card import config_of_the_hub
 from trainer.models import Encoder, ResNetConfig, TimmConfig, build_encoder
 from trainer.models.encoder import Normalization
-from trainer.pretrained import load_modules
+from trainer.pretrained import ExportHeader, load_modules
 from trainer.run_dir import RunDir, write_json
 
 SMALL_VIT = TimmConfig(name="vit_tiny_patch16_224", options={"img_size": 32, "patch_size": 8, "depth": 1}, **CIFAR10)
-
-
-def own_encoder(config: Any = TINY) -> Encoder:
-    """An encoder from somebody's own loop, whose batch norm has moved."""
-    torch.manual_seed(3)
-    encoder = build_encoder(config).train()
-    with torch.no_grad():
-        encoder(pictures(config.in_channels))
-    return encoder.eval()
 
 
 def probe_result(label: str, *, title: str, accuracy: float) -> dict[str, Any]:
@@ -88,18 +80,17 @@ def test_a_wrapped_encoder_is_saved_as_the_encoder_itself(tmp_path: Path) -> Non
         assert (tmp_path / "wrapped" / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
 
 
-def test_the_hub_is_told_the_size_of_the_inputs(tmp_path: Path) -> None:
-    """It is that of the run's inputs, or `img_size` of an encoder from one's own loop, if it has one."""
-    for name, source, size in (
-        ("run", make_run(tmp_path / "resnet18", ResNetConfig(kind="resnet18", **CIFAR10)), [3, 64, 48]),
-        ("vit", own_encoder(SMALL_VIT), [3, 32, 32]),
-        ("unknown", own_encoder(ResNetConfig(kind="resnet18", **CIFAR10)), None),
-    ):
-        if isinstance(source, RunDir):
-            write_json(source.provenance, {"encoder_input_size": [64, 48]})
-        save_pretrained(source, tmp_path / name)
-        cfg = json.loads((tmp_path / name / "config.json").read_text())["pretrained_cfg"]
-        assert cfg.get("input_size") == size
+@pytest.mark.parametrize(
+    ("encoder", "input_size", "size"),
+    [
+        (ResNetConfig(kind="resnet18", **CIFAR10), (64, 48), (3, 64, 48)),
+        (SMALL_VIT, None, (3, 32, 32)),  # its own `img_size`
+        (ResNetConfig(kind="resnet18", **CIFAR10), None, None),
+    ],
+)
+def test_the_hub_is_told_the_size_of_the_inputs(encoder: Any, input_size: Any, size: Any) -> None:
+    header = ExportHeader(run="run", step=0, git_commit=None, encoder=encoder)
+    assert config_of_the_hub(header, input_size=input_size)["pretrained_cfg"].get("input_size") == size
 
 
 def test_the_card_of_a_run_says_data_settings_steps_and_probes(run_dir: RunDir, tmp_path: Path) -> None:

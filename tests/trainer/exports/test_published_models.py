@@ -24,16 +24,15 @@ def assert_equal_features(model: nn.Module, encoder: Encoder) -> None:
         torch.testing.assert_close(encoder.eval().pooled(pictures_BCHW), theirs)
 
 
-@pytest.mark.parametrize("form", ["of now", "of old torch", "in DataParallel"])
-def test_a_model_of_torchvision_with_its_classifier_becomes_an_encoder(form: str) -> None:
+def test_a_model_of_torchvision_with_its_classifier_becomes_an_encoder() -> None:
+    """Both are in DataParallel, and the weights are as torch before 1.0 wrote them."""
     model = torchvision.models.resnet18()
     model.train()(torch.rand(4, 3, 32, 32))  # moves the statistics of batch norm
-    weights = (nn.DataParallel(model) if form == "in DataParallel" else model).state_dict()
-    if form == "of old torch":
-        weights = {name: x for name, x in weights.items() if not name.endswith("num_batches_tracked")}
+    weights = nn.DataParallel(model).state_dict()
+    weights = {name: x for name, x in weights.items() if not name.endswith("num_batches_tracked")}
     encoder = build_encoder(ResNetConfig(kind="resnet18", **NORMALIZATION))
     head = [parameter.clone() for parameter in encoder.head.parameters()]
-    load_published(nn.DataParallel(encoder) if form == "in DataParallel" else encoder, weights)
+    load_published(nn.DataParallel(encoder), weights)
     model.fc = nn.Identity()
     assert_equal_features(model, encoder)
     assert all(map(torch.equal, head, encoder.head.parameters()))

@@ -21,7 +21,6 @@ from trainer.config import RunConfig
 from trainer.distributed.collectives import rank
 from trainer.models import Encoder
 from trainer.modules import build_modules
-from trainer.pretrained import load_modules
 from trainer.probes.features import encode, frozen, read_pictures, read_some
 from trainer.probes.knn import knn_accuracies, neighbors_of
 from trainer.probes.linear import ProbeConfig
@@ -53,7 +52,7 @@ def train_some_steps(batch_norm: str, probes: bool) -> dict[str, Any]:
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(rank())
     metrics, gradients = {}, []
-    for _ in range(3):
+    for _ in range(2):
         optimizer.zero_grad()
         torch.autograd.backward(encoder(torch.rand(8, 3, 8, 8)).square().mean())
         gradients.append({name: p.grad.clone() for name, p in encoder.named_parameters() if p.grad is not None})
@@ -185,25 +184,22 @@ def test_off_it_reads_nothing_and_on_it_says_what_is_missing() -> None:
         probe_of(recipe("synchronized", online_every_steps=1), encoder)
 
 
-def train_on_tiny_data(data: Path, directory: Path, every: int | None) -> None:
+def train_on_tiny_data(data: Path, directory: Path) -> None:
     changes = {"data": {"train_dir": f"{data}/train", "test_dir": f"{data}/test", "num_workers": 0}}
-    changes |= {"probe": {"online_every_steps": every}, "encoder": {"width": 1}, "tracking": {"wandb": "disabled"}}
+    changes |= {"probe": {"online_every_steps": 2}, "encoder": {"width": 1}, "tracking": {"wandb": "disabled"}}
     config = debug.image().model_dump()
     for section, values in changes.items():
         config[section] |= values
-    config |= {"global_batch_size": 8, "num_epochs": 2, "log_every_steps": 4, "checkpoint_every_steps": 100}
+    config |= {"global_batch_size": 8, "num_epochs": 1, "log_every_steps": 4, "checkpoint_every_steps": 100}
     train(RunConfig.model_validate(config), RunDir(directory), device=CPU, command="test")
 
 
 @pytest.mark.ranks
-def test_the_training_loop_probes_at_its_steps_and_learns_the_same(tmp_path: Path) -> None:
-    """Two ranks probe, take ten steps, and probe after every third and the last. A logged one has one line."""
+def test_the_training_loop_probes_at_its_steps(tmp_path: Path) -> None:
+    """Two ranks probe, take five steps, and probe after every second and the last. A logged one has one line."""
     data = write_tiny_pair(tmp_path / "data", num_train=43, num_test=20)
-    for name, every in (("without", None), ("with", 3)):
-        run_ranks(train_on_tiny_data, 2, data, tmp_path / name, every)
-    lines = [json.loads(line) for line in (tmp_path / "with" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 1, 3, 4, 6, 8, 9, 10]
+    run_ranks(train_on_tiny_data, 2, data, tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 4, 5]
     probed = [line["step"] for line in lines if "probe/base/knn" in line and "probe/overlay/ridge" in line]
-    assert probed == [0, 3, 6, 9, 10]
-    without, with_probes = (load_modules(RunDir(tmp_path / name)).encoder.state_dict() for name in ("without", "with"))
-    assert all(torch.equal(without[name], value) for name, value in with_probes.items())
+    assert probed == [0, 2, 4, 5]

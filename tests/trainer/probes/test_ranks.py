@@ -44,7 +44,7 @@ def read_out(directory: Path, views: str, num_steps: int) -> Any:
     """
     recipe = debug.image()
     modules = build_modules(recipe)
-    config = recipe.probe.model_copy(update={"num_epochs": 2, "batch_size": 16, "views": views, "learning_rate": 0.1})
+    config = recipe.probe.model_copy(update={"num_epochs": 2, "batch_size": 8, "views": views, "learning_rate": 0.1})
     train, test = read_pictures(directory / "train"), read_pictures(directory / "test")
     with mock.patch.object(linear, "_steps_at_once", return_value=num_steps):
         found = probe(modules, train=train, test=test, device=CPU, config=config)
@@ -56,7 +56,7 @@ def read_out(directory: Path, views: str, num_steps: int) -> Any:
 @pytest.mark.parametrize(("views", "num_steps"), [("policy", 3), ("none", 1)])
 def test_probes_do_not_depend_on_the_ranks(views: str, num_steps: int, tmp_path: Path) -> None:
     """There are 7 steps."""
-    data = write_tiny_pair(tmp_path, num_train=119, num_test=53, overlay="online")
+    data = write_tiny_pair(tmp_path, num_train=60, num_test=53, overlay="online")
     assert run_ranks(read_out, 3, data, views, num_steps) == [read_out(data, views, num_steps)] * 3
 
 
