@@ -68,17 +68,11 @@ def states_of_jobs(job_ids: Iterable[str]) -> dict[str, str] | None:
         raise UserError(f"squeue failed ({' '.join(done.stderr.split())}); try again when Slurm answers")
     lines = done.stdout.splitlines()
     if unknown := wanted - {line.partition("|")[0].strip() for line in lines}:
-        words = (
-            "--noheader",
-            "--allocations",
-            "--parsable2",
-            "--format=JobID,State",
-            "--jobs",
-            ",".join(sorted(unknown)),
-        )
+        asked = ("--noheader", "--allocations", "--parsable2", "--jobs", ",".join(sorted(unknown)))
         if shutil.which("sacct") is not None:
             with contextlib.suppress(UserError):
-                lines += [f"{line.partition(' ')[0]}|None" for line in run_slurm("sacct", *words).stdout.splitlines()]
+                said = run_slurm("sacct", "--format=JobID,State", *asked).stdout
+                lines += [f"{line.partition(' ')[0]}|None" for line in said.splitlines()]
     found = {}
     for line in lines:
         job_id, state, reason = (part.strip() for part in line.split("|", 2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -40,13 +40,13 @@ def run(arguments: argparse.Namespace) -> None:
     plan = plan_from(arguments)
     runs, is_local = plan.runs, arguments.executor == "local"
     queue = queue_for([planned.run_dir for planned in runs])
-    states = [status_of(planned.run_dir, queue).state for planned in runs]
-    left = [planned for planned, state in zip(runs, states, strict=True) if state not in LEFT_ALONE]
+    states = {planned.name: status_of(planned.run_dir, queue).state for planned in runs}
+    left = [planned for planned in runs if states[planned.name] not in LEFT_ALONE]
     plan = replace(plan, runs=left, at_a_time=max(1, min(plan.at_a_time, len(left))))
     notes = [
-        f"{planned.name} is {state} already{_IF_DEAD if state == 'running' else ''}"
-        for planned, state in zip(runs, states, strict=True)
-        if planned not in left
+        f"{name} is {state} already{_IF_DEAD if state == 'running' else ''}"
+        for name, state in states.items()
+        if state in LEFT_ALONE
     ]
     if left:
         notes.append(f"asks for {describe_request(plan.resources, num_runs=len(left))}")
@@ -147,12 +147,12 @@ def _is_on_this_machine_alone(environment: str, shared: Path) -> bool:
     return environment != sys.base_prefix and Path(environment).stat().st_dev == local != exists.stat().st_dev
 
 
-def _table_of_runs(runs: Sequence[PlannedRun], states: Sequence[str]) -> list[str]:
+def _table_of_runs(runs: Sequence[PlannedRun], states: Mapping[str, str]) -> list[str]:
     """Return a line for each run: its directory, its state, and the settings that its sweep varies."""
     axes = list(dict.fromkeys(axis for planned in runs for axis in planned.config.tracking.axes))
     rows = [
-        [planned.name, state, *(as_typed(value_at(planned.config, axis)) for axis in axes)]
-        for planned, state in zip(runs, states, strict=True)
+        [planned.name, states[planned.name], *(as_typed(value_at(planned.config, axis)) for axis in axes)]
+        for planned in runs
     ]
     return in_columns([["run", "state", *axes], *rows])
 
