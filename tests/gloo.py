@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib
 import os
 import pickle
 import signal
@@ -34,7 +33,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from tests import tiers
-from tests.nursery import FOR_RANKS, PythonProcess
+from tests.nursery import FOR_RANKS, PythonProcess, preload
 
 T = TypeVar("T")
 
@@ -135,8 +134,7 @@ def serve_ranks() -> NoReturn:
     os.close(0)
     assert os.open(os.devnull, os.O_RDONLY) == 0  # the lowest number that is free
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in FOR_RANKS:
-        importlib.import_module(name)
+    preload(FOR_RANKS)
     gc.collect()
     gc.freeze()  # what is there now is neither searched nor copied by the garbage collection of ranks
     pids: list[int] = []

@@ -192,10 +192,16 @@ def _nursery(for_workers: bool = False) -> Nursery:
     return Nursery(ours, process)
 
 
+def preload(names: list[str]) -> None:
+    """Import modules, except those of missing packages: a test that needs one is skipped or says so itself."""
+    for name in names:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+
+
 def begin(descriptor: int, names: list[str]) -> NoReturn:
     """Import modules, and fork commands until the process that asks for them ends."""
-    for name in names:
-        importlib.import_module(name)
+    preload(names)
     _serve(socket.socket(fileno=descriptor), search_path=_search_path())
 
 
