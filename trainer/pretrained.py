@@ -8,6 +8,7 @@ theirs. A directory in the layout of the Hugging Face Hub holds the same file as
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Schema
+from data_pipeline.storage.manifest import Manifest
 from trainer.checkpoint.restore import load_weights
+from trainer.checkpoint.run_state import NAME_DIGITS
 from trainer.config import read_run_config
 from trainer.models.encoder import Encoder, EncoderConfig, build_encoder, inside_wrappers
 from trainer.modules import TrainedModules, build_modules
@@ -75,6 +78,28 @@ def load_modules(run_dir: RunDir, *, step: int | None = None) -> TrainedModules:
     for module in modules.trained_modules.values():
         module.eval()
     return replace(modules, step=step, trained_on=trained_on)
+
+
+def warn_of_other_data(modules: TrainedModules, which: Literal["train", "test"], manifest: Manifest) -> None:
+    """Print a warning if a dataset is not the one on which the modules were trained, if that is known.
+
+    `manifest` is the one that lies at the location of the config: of a mixture, that of the probed source.
+    """
+    trained_on, data, sha256 = modules.trained_on, modules.config.data, manifest.sha256
+    if trained_on is None:
+        return
+    if which == "train":
+        location, before = data.probed_dir, trained_on.train_manifest_sha256
+        known = {before, *trained_on.train_sources.values()}
+    else:
+        location, before = data.test_dir, trained_on.test_manifest_sha256
+        known = {before}
+    if sha256 not in known:
+        print(
+            f"warning: {location} holds another dataset (manifest {sha256[:NAME_DIGITS]}) than the one with which the "
+            f"run was trained (manifest {before[:NAME_DIGITS]}); the numbers belong to the present dataset",
+            file=sys.stderr,
+        )
 
 
 def unwrapped(encoder: nn.Module) -> Encoder:

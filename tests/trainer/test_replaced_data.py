@@ -29,7 +29,7 @@ from trainer.claim import claim
 from trainer.config import RunConfig
 from trainer.data import read_agreed_manifests, read_manifests
 from trainer.distributed.collectives import rank
-from trainer.probed_runs.probing import warn_of_other_data
+from trainer.pretrained import warn_of_other_data
 from trainer.provenance import train_sets
 from trainer.reports.page import _FACTS
 from trainer.reports.runs import read_runs
@@ -244,7 +244,8 @@ def test_whoever_reads_the_data_of_a_run_is_warned_and_the_report_names_both(
         loaded = LoadedRun(run_dir, AnalysisOptions(step=step))
         assert len(loaded.train) == 40
         assert len(loaded.test) == 20
-        warn_of_other_data(loaded.modules, train=loaded.train.manifest, test=loaded.test.manifest)
+        warn_of_other_data(loaded.modules, "train", loaded.train.manifest)
+        warn_of_other_data(loaded.modules, "test", loaded.test.manifest)
         return [line.partition(";")[0] for line in capsys.readouterr().err.splitlines() if "warning: " in line]
 
     assert warnings(2) == [warning, warning]  # of the analysis and of the probe

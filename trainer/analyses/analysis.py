@@ -5,7 +5,6 @@ Shapes: N samples, V views of each, D dimensions of a space, C pooled features.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,10 +18,9 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.schema import Schema
-from trainer.checkpoint.run_state import other_data
 from trainer.config import RunConfig, read_run_config
 from trainer.modules import TrainedModules
-from trainer.pretrained import load_modules
+from trainer.pretrained import load_modules, warn_of_other_data
 from trainer.probes.features import LabelSpace, Pictures, extract, frozen, read_pictures, read_train
 from trainer.probes.view_batches import view_batches
 from trainer.run_dir import RunDir, write_atomically, write_json
@@ -82,12 +80,15 @@ class LoadedRun:
 
     @cached_property
     def train(self) -> Pictures:
-        data = self.config.data
-        return self._checked(read_train(data), "train", location=data.probed_dir)
+        pictures = read_train(self.config.data)
+        warn_of_other_data(self.modules, "train", pictures.manifest)
+        return pictures
 
     @cached_property
     def test(self) -> Pictures:
-        return self._checked(self.read_test(), "test", location=self.config.data.test_dir)
+        pictures = self.read_test()
+        warn_of_other_data(self.modules, "test", pictures.manifest)
+        return pictures
 
     def read_test(self, *, pictures_for: str | None = None) -> Pictures:
         """Read the test samples, without the checkpoint.
@@ -101,13 +102,6 @@ class LoadedRun:
                 "pictures"
             )
         return test
-
-    def _checked(self, pictures: Pictures, which: Literal["train", "test"], *, location: str) -> Pictures:
-        """Return the pictures. Prints a warning if their dataset is not the one of the training."""
-        sha256 = pictures.manifest.sha256
-        if warning := other_data(self.modules.trained_on, which=which, sha256=sha256, location=location):
-            print(f"warning: {warning}", file=sys.stderr)
-        return pictures
 
     def label_spaces(self) -> tuple[LabelSpace, ...]:
         """Return the labels of the samples, such as `base`, and `overlay` if something was drawn or mixed in."""

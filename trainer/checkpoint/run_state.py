@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
@@ -49,20 +48,3 @@ class RunState(Schema):
     skipped: SkipCounts = SkipCounts()
     bad_samples: tuple[BadSample, ...] = ()
     wall_seconds: NonNegativeFloat
-
-
-def other_data(
-    trained_on: DataIdentity | None, *, which: Literal["train", "test"], sha256: str, location: str
-) -> str | None:
-    """Return a warning if the run was trained on another dataset; None if not, or if that is unknown.
-
-    `sha256` is the hash of the manifest at `location`; of a mixture, that of one of its sources.
-    """
-    before = None if trained_on is None else getattr(trained_on, f"{which}_manifest_sha256")
-    sources = trained_on.train_sources.values() if trained_on is not None and which == "train" else ()
-    if before in {None, sha256} or sha256 in sources:
-        return None
-    return (
-        f"{location} holds another dataset (manifest {sha256[:NAME_DIGITS]}) than the one with which the run was "
-        f"trained (manifest {before[:NAME_DIGITS]}); the numbers belong to the present dataset"
-    )

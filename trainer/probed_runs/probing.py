@@ -14,8 +14,6 @@ from typing import Literal
 import torch
 
 from data_pipeline.core.errors import UserError, printable
-from data_pipeline.storage.manifest import Manifest
-from trainer.checkpoint.run_state import other_data
 from trainer.config import RunConfig, read_run_config
 from trainer.config_changes import edited_config
 from trainer.data import read_agreed_manifests, read_manifests
@@ -30,7 +28,7 @@ from trainer.distributed.collectives import (
 from trainer.modules import TrainedModules
 from trainer.observability.wandb_run import summarize
 from trainer.own_code import hashes_of_code
-from trainer.pretrained import load_modules
+from trainer.pretrained import load_modules, warn_of_other_data
 from trainer.probed_runs.readout import Readout, probe
 from trainer.probes.features import LabelSpace, read_pictures, read_train
 from trainer.probes.groups import pairs_of
@@ -140,7 +138,8 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
     for step in steps:
         modules = modules if len(steps) == 1 else _load(run_dir, step)
         if rank() == 0:
-            warn_of_other_data(modules, train=train.manifest, test=test.manifest)
+            warn_of_other_data(modules, "train", train.manifest)
+            warn_of_other_data(modules, "test", test.manifest)
         readout = probe(
             modules,
             train=train,
@@ -242,14 +241,3 @@ def _load(run_dir: RunDir, step: int | None) -> TrainedModules:
     modules = on_first_rank(lambda: load_modules(run_dir, step=step))
     found = broadcast_json(None if modules is None else modules.step, int | None)
     return load_modules(run_dir, step=found) if modules is None else modules
-
-
-def warn_of_other_data(modules: TrainedModules, *, train: Manifest, test: Manifest) -> None:
-    """Print a warning for each dataset that is not the one of the training. The results hold the hashes of both."""
-    data = modules.config.data
-    for warning in (
-        other_data(modules.trained_on, which="train", sha256=train.sha256, location=data.probed_dir),
-        other_data(modules.trained_on, which="test", sha256=test.sha256, location=data.test_dir),
-    ):
-        if warning is not None:
-            print(f"warning: {warning}", file=sys.stderr)
