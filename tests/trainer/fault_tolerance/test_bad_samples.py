@@ -15,6 +15,7 @@ from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BadSample
 from tests.gloo import run_ranks
+from tests.small_encoder import CONVNET
 from tests.tiny_data import write_tiny_dataset, write_tiny_pair
 from trainer.checkpoint.restore import newest_state
 from trainer.data import read_manifests
@@ -48,6 +49,7 @@ def train_on_rank(data: Path, run_dir: Path, placement: str) -> None:
         f"data.train_dir={data / 'train'}",
         f"data.test_dir={data / 'test'}",
         f"data.placement={placement}",
+        CONVNET,
         "data.num_workers=0",
         "data.max_bad_share=0.05",
         "global_batch_size=16",
@@ -128,6 +130,7 @@ def test_a_checkpoint_holds_them_and_accepted_data_forget_them(
         [
             f"data.train_dir={copy / 'train'}",
             f"data.test_dir={copy / 'test'}",
+            CONVNET,
             "data.num_workers=0",
             "data.max_bad_share=0.05",
             "global_batch_size=16",

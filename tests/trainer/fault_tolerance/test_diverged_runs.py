@@ -14,6 +14,7 @@ from torch import Tensor
 import trainer.step
 from configs import resolve_recipe
 from data_pipeline.core.errors import UserError
+from tests.small_encoder import CONVNET
 from tests.tiny_data import write_tiny_pair
 from trainer.checkpoint.restore import newest_state
 from trainer.checkpoint.run_state import SkipCounts
@@ -36,6 +37,7 @@ def configure(data: Path, *overrides: str, num_steps: int) -> RunConfig:
         [
             f"data.train_dir={data / 'train'}",
             f"data.test_dir={data / 'test'}",
+            CONVNET,
             "data.num_workers=0",
             "global_batch_size=8",
             f"num_epochs={num_steps // STEPS_PER_EPOCH}",
@@ -88,7 +90,7 @@ def test_a_diverged_run_fails_however_often_it_is_started(
 ) -> None:
     run_dir = RunDir(tmp_path)
     config = configure(data, "optimizer.learning_rate=1e30", "checkpoint_every_steps=4", num_steps=num_steps)
-    for _ in range(5):
+    for _ in range(3):
         with pytest.raises(UserError, match=message):
             start(run_dir, config)
         assert saved_steps(run_dir) == [4]

@@ -281,7 +281,9 @@ def test_a_later_checkpoint_has_no_more_time_than_a_step(tmp_path: Path, monkeyp
 @pytest.mark.process
 def test_a_real_run_with_a_frozen_rank(tmp_path: Path) -> None:
     write_tiny_pair(tmp_path / "data", num_train=83, num_test=20)
+    num_ranks, culprit = 2, 1
     settings = {
+        "encoder": CONVNET.removeprefix("encoder="),
         "data.train_dir": tmp_path / "data" / "train",
         "data.test_dir": tmp_path / "data" / "test",
         "data.placement": "stream",
@@ -292,7 +294,7 @@ def test_a_real_run_with_a_frozen_rank(tmp_path: Path) -> None:
     }
     sets = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
     run_dir = RunDir(tmp_path / "run")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     process = PythonProcess(
         [*launcher, "launch/train.py", "--config", "debug:image", "--run-dir", str(run_dir.path), *sets],
         cwd=REPOSITORY,
@@ -304,16 +306,16 @@ def test_a_real_run_with_a_frozen_rank(tmp_path: Path) -> None:
         wait_until(lambda: len(run_dir.read_metrics()) > 5, seconds=120)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         ranks = [int(pid) for pid in children if "launch/train.py" in Path(f"/proc/{pid}/cmdline").read_text()]
-        os.kill(ranks[CULPRIT], signal.SIGSTOP)
-        others = [rank for number, rank in enumerate(ranks) if number != CULPRIT]
+        os.kill(ranks[culprit], signal.SIGSTOP)
+        others = [rank for number, rank in enumerate(ranks) if number != culprit]
         wait_until(lambda: not any(map(is_alive, others)), seconds=90)
-        os.kill(ranks[CULPRIT], signal.SIGKILL)  # torchrun does it too, after 30 seconds
+        os.kill(ranks[culprit], signal.SIGKILL)  # torchrun does it too, after 30 seconds
         process.communicate(timeout=90)
     finally:
         kill_tree(process)
     assert process.returncode != 0
     said = describe_stall(run_dir)
     assert said is not None
-    assert said.startswith(f"rank {CULPRIT} on {os.uname().nodename}")
+    assert said.startswith(f"rank {culprit} on {os.uname().nodename}")
     assert "shard-0" in said
-    assert sum(" in train\n" in left_by(run_dir.path, rank) for rank in range(NUM_RANKS)) >= NUM_RANKS - 1
+    assert sum(" in train\n" in left_by(run_dir.path, rank) for rank in range(num_ranks)) >= num_ranks - 1
