@@ -70,12 +70,14 @@ def train_some_steps(batch_norm: str, probes: bool) -> dict[str, Any]:
     }
 
 
+def train_with_and_without(batch_norm: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    return train_some_steps(batch_norm, True), train_some_steps(batch_norm, False)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(("batch_norm", "world_size"), [("synchronized", 2), ("split", 1)])
 def test_training_has_the_same_bits_with_and_without_probes(batch_norm: str, world_size: int) -> None:
-    with_probes = run_ranks(train_some_steps, world_size, batch_norm, True)
-    without = run_ranks(train_some_steps, world_size, batch_norm, False)
-    for one, other in zip(with_probes, without, strict=True):
+    for one, other in run_ranks(train_with_and_without, world_size, batch_norm):
         assert {"probe/base/knn", "probe/base/ridge", "probe/overlay/knn"} < set(one.pop("metrics"))
         other.pop("metrics")
         torch.testing.assert_close(one, other, rtol=0, atol=0)
@@ -90,7 +92,7 @@ def metrics_of_ranks(batch_norm: str) -> dict[str, float]:
 
 @pytest.mark.ranks
 def test_the_numbers_do_not_depend_on_the_ranks() -> None:
-    [alone] = run_ranks(metrics_of_ranks, 1, "synchronized")
+    alone = metrics_of_ranks("synchronized")
     assert len(alone) == 4
     assert run_ranks(metrics_of_ranks, 3, "synchronized") == [alone] * 3
 
@@ -106,8 +108,7 @@ def accuracies_with_other_statistics_on_each_rank(seen: int) -> dict[str, float]
 
 @pytest.mark.ranks
 def test_with_local_batch_norm_it_probes_the_encoder_of_the_first_rank_which_a_checkpoint_holds() -> None:
-    [first] = run_ranks(accuracies_with_other_statistics_on_each_rank, 1, 0)
-    [second] = run_ranks(accuracies_with_other_statistics_on_each_rank, 1, 1)
+    first, second = map(accuracies_with_other_statistics_on_each_rank, (0, 1))
     assert first != second
     assert run_ranks(accuracies_with_other_statistics_on_each_rank, 2, 0) == [first] * 2
 
