@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,20 @@ import pytest
 from configs.resolve import resolve_study
 from data_pipeline.core.errors import UserError
 from tests.trainer.reports.made_runs import PROVENANCE, make_run, probe_result, report
-from trainer.config import read_run_config
+from trainer.config import RunConfig, read_run_config
 from trainer.reports.studies import read_published, study
 from trainer.run_dir import RunDir, write_json
 
 
+@functools.cache
+def configs_of(name: str) -> Mapping[str, RunConfig]:
+    """Return the configs of a study by the names of their runs."""
+    return {config.name: config for config in reversed(resolve_study(f"studies:{name}"))}
+
+
 def study_run(directory: Path, name: str, run: str, *, seed: int = 0, num_train: int = 50_000, **numbers: Any) -> Path:
     """Make a run of a study in its own directory, with chosen accuracies."""
-    config = next(one for one in resolve_study(f"studies:{name}") if one.name == run)
+    config = configs_of(name)[run]
     data = {"train_manifest_sha256": hashlib.sha256(str(config.data.train_dir).encode()).hexdigest()}
     provenance = numbers.pop("provenance", PROVENANCE) | data
     path = directory / f"{run}-seed{seed}"
