@@ -30,14 +30,17 @@ ON_A_CONVNET = {
     "by epoch": ("debug:viewmaker", ["views={kind: by_epoch, policies: [{kind: viewmaker}, {kind: random_mask}]}"]),
     "viewmaker": ("debug:viewmaker", []),
     "chunked": ("debug:image", ["objective.chunk_size=5"]),
-    "micro batches": ("debug:viewmaker", ["memory.micro_batches=2", "objective.chunk_size=5"]),
+    "micro batches": ("debug:viewmaker", ["memory.micro_batches=2"]),
     "moco": ("debug:viewmaker", ["objective.kind=moco", "objective.queue_size=32"]),
     "supervised": ("debug:image", ["objective.kind=supervised", "optimizer={kind: adam}"]),
     "bank": ("debug:viewmaker", ["objective.kind=instance_discrimination", "objective.num_negatives=5"]),
 }
 RUNS = {name: (recipe, [CONVNET, *overrides]) for name, (recipe, overrides) in ON_A_CONVNET.items()} | {
     "checkpointing": ("debug:viewmaker", ["memory.encoder_checkpointing=1", "memory.viewmaker_checkpointing=whole"]),
-    "multi-crop": ("debug:image", ["objective.kind=dino", "objective.num_prototypes=64", "views.kind=multi_crop"]),
+    "multi-crop": (
+        "debug:image",
+        ["objective.kind=dino", "objective.num_prototypes=64", "views={kind: multi_crop, num_local: 2}"],
+    ),
 }
 
 
