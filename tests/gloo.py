@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from tests import tiers
-from tests.nursery import FOR_RANKS, PythonProcess, preload
+from tests.nursery import FOR_TESTS, PythonProcess, preload
 
 T = TypeVar("T")
 
@@ -134,7 +134,7 @@ def serve_ranks() -> NoReturn:
     os.close(0)
     assert os.open(os.devnull, os.O_RDONLY) == 0  # the lowest number that is free
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    preload(FOR_RANKS)
+    preload([*FOR_TESTS, "timm", "torch._inductor.compile_fx"])  # DeepSpeed imports the last
     gc.collect()
     gc.freeze()  # what is there now is neither searched nor copied by the garbage collection of ranks
     pids: list[int] = []

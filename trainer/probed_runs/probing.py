@@ -26,7 +26,7 @@ from trainer.distributed.collectives import (
     rank,
 )
 from trainer.modules import TrainedModules
-from trainer.observability.wandb_run import summarize
+from trainer.observability.tracking import uses_wandb
 from trainer.own_code import hashes_of_code
 from trainer.pretrained import load_modules, warn_of_other_data
 from trainer.probed_runs.readout import Readout, probe
@@ -177,7 +177,11 @@ def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
 
 
 def _summarize(run_dir: RunDir, config: RunConfig, results: Mapping[LabelSpace, ProbeResult]) -> None:
-    """Write the accuracies into the summary of the run at W&B, if they are those of the run's end."""
+    """Write the accuracies into the summary of the run at W&B, if there is one and they are those of the run's end."""
+    if not uses_wandb(config.tracking):
+        return
+    from trainer.observability.wandb_run import summarize  # which imports W&B's library
+
     finished = run_dir.read_provenance().get("finished_step")
     if any(result.checkpoint_step != finished for result in results.values()):
         return

@@ -406,7 +406,7 @@ def test_the_summary_at_wandb_gets_the_runs_own_probe_of_its_end_alone(
     run_dir = make_run(tmp_path / "run", data, probe=ProbeConfig(num_epochs=2, views="none").model_dump())
     run_dir.provenance.write_text(json.dumps({} if finished is None else {"finished_step": finished}))
     found: list[set[str]] = []
-    monkeypatch.setattr("trainer.probed_runs.probing.summarize", lambda *given: found.append(set(given[-1])))
+    monkeypatch.setattr("trainer.observability.wandb_run.summarize", lambda *given: found.append(set(given[-1])))
     call(monkeypatch, run_dir.path, *arguments)
     names = {f"probe/{space}/{method}_final" for space in ("base", "overlay") for method in ("linear", "knn")}
     assert [names & of_call for of_call in found] == ([names] if is_final else [])
