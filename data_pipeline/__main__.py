@@ -85,13 +85,7 @@ def _build(parser: argparse.ArgumentParser) -> None:
         default=NUM_SAMPLES_PER_SHARD,
         help="The number of samples in a shard (default: %(default)s).",
     )
-    add(
-        "--workers",
-        metavar="N",
-        type=positive,
-        default=num_cores(),
-        help="The number of processes (default: one per CPU).",
-    )
+    _add_workers(parser)
 
 
 def _index(parser: argparse.ArgumentParser) -> None:
@@ -137,13 +131,7 @@ def _index(parser: argparse.ArgumentParser) -> None:
     )
     _add_overlay_options(parser)
     add("--split", metavar="|".join(SPLITS), default="train", help="The split of the digits (default: train).")
-    add(
-        "--workers",
-        metavar="N",
-        type=positive,
-        default=num_cores(),
-        help="The number of processes (default: one per CPU).",
-    )
+    _add_workers(parser)
 
 
 def _preview(parser: argparse.ArgumentParser) -> None:
@@ -213,6 +201,16 @@ def _suppression(parser: argparse.ArgumentParser) -> None:
     add("--speech-root", metavar="PATH", type=Path, help="The directory of spoken digits (default: --root).")
     add("--noise-root", metavar="PATH", type=Path, help="The directory of the background sounds (default: --root).")
     add("--workers", metavar="N", type=positive, default=1, help="The number of processes (default: %(default)s).")
+
+
+def _add_workers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workers",
+        metavar="N",
+        type=positive,
+        default=num_cores(),
+        help="The number of processes (default: one per CPU).",
+    )
 
 
 def _add_location(parser: argparse.ArgumentParser) -> None:

@@ -186,7 +186,7 @@ def _nursery(for_workers: bool = False) -> Nursery:
 
 
 def preload(names: list[str]) -> None:
-    """Import modules, except those of missing packages: a test that needs one is skipped or says so itself."""
+    """Import modules. Leaves out packages that are not installed: tests that need them say so themselves."""
     for name in names:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)

@@ -83,7 +83,7 @@ def load_modules(run_dir: RunDir, *, step: int | None = None) -> TrainedModules:
 def warn_of_other_data(modules: TrainedModules, which: Literal["train", "test"], manifest: Manifest) -> None:
     """Print a warning if a dataset is not the one on which the modules were trained, if that is known.
 
-    `manifest` is the one that lies at the location of the config: of a mixture, that of the probed source.
+    `manifest` was read at the location in the config; for the train set of a mixture, at that of the probed source.
     """
     trained_on, data, sha256 = modules.trained_on, modules.config.data, manifest.sha256
     if trained_on is None:

@@ -2,9 +2,9 @@
 chunks and micro batches whose activations are recomputed. Loss, every gradient and every buffer are those of one
 process with the loss in one piece and nothing recomputed. All is in float64, each rank with its own part of the batch.
 
-What a micro batch changes is what batch norm sees, so the encoder of these steps has none. The steps on two ranks have
-batch norm, most of them both players, and an encoder that FSDP may cut. Their reference is one process with as many
-micro batches, without chunks, cuts and recomputed activations.
+Batch norm sees one micro batch at a time, which changes the result. So the encoder of these steps has no batch norm.
+The steps on two ranks have it. Most of them have both players, and FSDP cuts some encoders. They are compared with one
+process that has as many micro batches, and no chunks, cuts or recomputed activations.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
 
 
 def _summarize(run_dir: RunDir, config: RunConfig, results: Mapping[LabelSpace, ProbeResult]) -> None:
-    """Write the accuracies into the summary of the run at W&B, if there is one and they are those of the run's end."""
+    """Write the accuracies at the end of a run into its summary at W&B. Does nothing for other steps."""
     if not uses_wandb(config.tracking):
         return
     from trainer.observability.wandb_run import summarize  # which imports W&B's library
