@@ -24,6 +24,7 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Record, Sample
 from data_pipeline.overlays import Overlay, baked_keys
 from data_pipeline.sources import labels_of
+from data_pipeline.sources.files import ending_of
 from data_pipeline.sources.folder import PictureFiles
 from data_pipeline.storage.manifest import HowMade, LabelEntry, OverlayEntry
 from data_pipeline.storage.source_digests import content_digest
@@ -112,12 +113,14 @@ def _kept_files(plan: BuildPlan, index_B: NDArray[np.int64]) -> Iterator[dict[st
     assert isinstance(source, PictureFiles)
     columns = labels_of(source)
     for number in plan.order[index_B].tolist():
-        path = source.path(number)
-        ending = path.suffix.lower().lstrip(".")
+        name = source.name(number)
+        ending = ending_of(name).lstrip(".")
         if ending not in plan.scan.fields.content:
-            raise UserError(f"{path} has no ending of a picture that can be kept; rename it, or build without --keep")
+            raise UserError(
+                f"{source.path(number)} has no ending of a picture that can be kept; rename it, or build without --keep"
+            )
         labels = {name: int(column.label_N[number]) for name, column in columns.items()}
-        yield {ending: path.read_bytes(), "json": encode_labels(labels, plan.classes, file=source.name(number))}
+        yield {ending: source.files.read(name), "json": encode_labels(labels, plan.classes, file=name)}
 
 
 def _samples(plan: BuildPlan, index_B: NDArray[np.int64]) -> Iterator[tuple[Sample, Record]]:

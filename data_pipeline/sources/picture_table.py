@@ -10,24 +10,21 @@ An empty cell means that the picture does not have this label. The label `base` 
 from __future__ import annotations
 
 import csv
-import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import ClassVar, Final
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.options import SOURCE_OPTION
 from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY
 from data_pipeline.core.schema import ImageSize, Schema, check_label_name
 from data_pipeline.sources import LabelColumn, SourceInputs, class_names_of
-from data_pipeline.sources.folder import PictureFiles, described, draw_split, image_folder
-
-logger = logging.getLogger(__name__)
+from data_pipeline.sources.files import Directory, Names
+from data_pipeline.sources.folder import PictureFiles, image_folder, open_pictures
+from data_pipeline.sources.layout import Layout
 
 FILE_COLUMN: Final = "file"
 SPLIT_COLUMN: Final = "split"
@@ -41,11 +38,14 @@ class FolderOptions(Schema):
     image_size: width and height in pixels to which each picture is brought; by default, all must have one size.
     test_share: the share of the pictures in the test split, which the seed of the build draws, if the folder has none.
     labels: a csv file with a column `file` and one for each label, in place of class folders.
+    class_from: the level of the folder that is the class, such as path:0, the first below train and test (the default),
+        or path:-1, the one that holds the file.
     """
 
     image_size: ImageSize | None = Field(None, exclude=True)
     test_share: float | None = Field(None, gt=0, lt=1, exclude=True)
     labels: Path | None = Field(None, exclude=True)
+    class_from: str | None = Field(None, pattern=r"^path:-?\d+$", exclude=True)
 
 
 class Folder:
@@ -59,7 +59,14 @@ class Folder:
         options, root = given.read(FolderOptions), given.required_root()
         size, share = options.image_size, options.test_share
         if options.labels is None:
-            return image_folder(root, split=given.split, image_size=size, test_share=share, seed=given.seed)
+            return image_folder(
+                root,
+                split=given.split,
+                image_size=size,
+                test_share=share,
+                seed=given.seed,
+                class_from=options.class_from,
+            )
         return picture_table(
             root, options.labels, split=given.split, image_size=size, test_share=share, seed=given.seed
         )
@@ -83,30 +90,35 @@ def picture_table(
 
     Raises `UserError` if the table or a picture is missing, or if a column or a cell is wrong.
     """
+    layout = _layout_of_table(root, table)
+    return open_pictures(layout, split=split, image_size=image_size, test_share=test_share, seed=seed)
+
+
+def _layout_of_table(root: Path, table: Path) -> Layout:
     columns = _read_table(table)
     names = [_below_root(name, root, table) for name in columns.pop(FILE_COLUMN)]
     splits = columns.pop(SPLIT_COLUMN, None)
     _check_files(names, root, table)
     labels = {label: _label(label, cells, names, table) for label, cells in columns.items()}
-    description = described("folder with a table of labels", image_size)
     if splits is None and any((root / name).is_dir() for name in _SPLITS):
         splits = [str(PurePath(name).parent).partition("/")[0] for name in names]
-    if splits is None:
-        in_split_N, drawn = _drawn(root, table, names, labels, split=split, test_share=test_share, seed=seed)
-        description += drawn
-    elif test_share is not None:
-        raise UserError(
-            f"{table} or the folders of {root} say which split a picture is in, so it takes no test_share; leave it out"
-        )
-    else:
-        in_split_N = _given([name.lower() for name in splits], split, table)
-    rows_N = np.array(sorted(np.flatnonzero(in_split_N).tolist(), key=lambda row: names[row]), dtype=np.int64)
-    return PictureFiles(
-        root,
-        [names[row] for row in rows_N.tolist()],
-        {name: LabelColumn(name, label.classes, label.label_N[rows_N]) for name, label in labels.items()},
-        image_size=image_size,
-        description=description,
+    splits = splits and [name.lower() for name in splits]
+    notes: dict[str, list[str]] = {}
+    rows = sorted(range(len(names)), key=lambda row: names[row])
+    if splits is not None:
+        if others := Counter(splits[row] for row in rows if splits[row] not in _SPLITS):
+            counts = ", ".join(f'{num} in "{name}"' for name, num in others.most_common(_NUM_NAMED))
+            outside = [names[row] for row in rows if splits[row] not in _SPLITS]
+            notes[f"left out pictures that are in neither split: {counts}"] = outside
+        rows = [row for row in rows if splits[row] in _SPLITS]
+    return Layout(
+        files=Directory(root),
+        kind="folder with a table of labels",
+        medium="picture",
+        names=Names(names[row] for row in rows),
+        split_N=None if splits is None else np.array([splits[row] for row in rows]),
+        labels={name: LabelColumn(name, label.classes, label.label_N[rows]) for name, label in labels.items()},
+        notes=notes,
     )
 
 
@@ -152,46 +164,6 @@ def _label(label: str, cells: Sequence[str], names: Sequence[str], table: Path) 
     classes = class_names_of({cell for cell in cells if cell})
     numbers = {word: number for number, word in enumerate(classes)} | {"": NO_LABEL}
     return LabelColumn(label, classes, np.array([numbers[cell] for cell in cells], dtype=np.int64))
-
-
-def _given(splits: Sequence[str], split: str, table: Path) -> NDArray[np.bool_]:
-    """Return whether each picture is in `split`, (N,) bool; warn of those that are in neither split.
-
-    Raises `UserError` if no picture is in `split`.
-    """
-    if split not in splits:
-        found = ", ".join(sorted(set(splits))[:_NUM_NAMED])
-        raise UserError(f"{table} has no picture in the split {split}, only in {found}; name one {split}")
-    if others := Counter(name for name in splits if name not in _SPLITS):
-        counts = ", ".join(f'{num} in "{name}"' for name, num in others.most_common(_NUM_NAMED))
-        logger.warning("%s: left out %d pictures that are in neither split: %s", table, others.total(), counts)
-    return np.array([name == split for name in splits])
-
-
-def _drawn(
-    root: Path,
-    table: Path,
-    names: Sequence[str],
-    labels: Mapping[str, LabelColumn],
-    *,
-    split: str,
-    test_share: float | None,
-    seed: int,
-) -> tuple[NDArray[np.bool_], str]:
-    """Draw whether each picture is in `split`, (N,) bool. Return it, and the draw in words for the manifest."""
-    if test_share is None:
-        raise UserError(
-            f"{table} has no column {SPLIT_COLUMN}, so both splits would hold the same pictures; add it, or give "
-            f"{SOURCE_OPTION} test_share=0.2 to both builds, which draws a test split"
-        )
-    _, group_N = np.unique(np.stack([label.label_N for label in labels.values()]), axis=1, return_inverse=True)
-    in_test_N, drawn = draw_split(
-        root, names, group_N.reshape(-1), test_share=test_share, seed=seed, carry_rounding=True
-    )
-    in_split_N: NDArray[np.bool_] = in_test_N == (split == "test")
-    if not in_split_N.any():
-        raise UserError(f"test_share={test_share} leaves the {split} split of {table} empty; choose another")
-    return in_split_N, drawn
 
 
 def _read_table(path: Path) -> dict[str, list[str]]:

@@ -158,13 +158,13 @@ def test_without_a_split_a_share_of_each_group_is_drawn(tmp_path: Path) -> None:
         counts = np.bincount(source.more_labels["sex"].label_N)
         assert counts.tolist() == {"train": [16, 16], "test": [4, 4]}[split]
     assert not parts["train"] & parts["test"]
-    with pytest.raises(UserError, match="has no column split, so both splits would hold the same pictures"):
+    with pytest.raises(UserError, match="nor a table with a column split, so both splits would hold the same pictures"):
         picture_table(tmp_path / "pics", table, split="train")
     (tmp_path / "pics" / "train").mkdir()
     (tmp_path / "pics" / "a").rename(tmp_path / "pics" / "train" / "a")
     write_table(table, ["file", "sex"], [[f"train/{name}", cells["sex"]] for name, cells in labels.items()])
     assert len(picture_table(tmp_path / "pics", table, split="train").labels) == 40
-    with pytest.raises(UserError, match="has no picture in the split test, only in train"):
+    with pytest.raises(UserError, match="has no picture in the split test; add some"):
         picture_table(tmp_path / "pics", table, split="test")
 
 
@@ -175,7 +175,7 @@ def test_without_a_split_a_share_of_each_group_is_drawn(tmp_path: Path) -> None:
         (["file", "Finding Labels"], [["a.png", "x"]], '"Finding Labels" is not a valid name of a label'),
         (["file", "sex"], [["c.png", "f"]], "names 1 files that are not in .*, such as c.png"),
         (["file", "sex"], [["a.png", ""]], "has no value in the column sex"),
-        (["file", "sex", "split"], [["a.png", "f", "val"]], "has no picture in the split train, only in val"),
+        (["file", "sex", "split"], [["a.png", "f", "val"]], "has no picture in the split train; add some"),
         (["file", "sex"], [["a.png", "f"], ["a.png", "m"]], r"names a\.png 2 times"),
         (["file", "sex", "split"], [["a.png", "f", "train"], ["./a.png", "f", "test"]], r"names a\.png 2 times"),
         (["file", "base"], [["a.png", "f"], ["b.png", ""]], r"gives b\.png no value in the column base"),
@@ -203,7 +203,8 @@ def test_pictures_in_neither_split_are_counted_by_what_the_table_says(
     write_table(table, ["file", "sex", "split"], rows)
     for split in ("train", "test"):
         assert len(picture_table(tmp_path / "pics", table, split=split).labels) == 1
-    said = f'{table}: left out 4 pictures that are in neither split: 2 in "val", 1 in "tset", 1 in ""'
+    said = 'pics: left out pictures that are in neither split: 2 in "val", 1 in "tset", 1 in "" (4, such as a/0002.png)'
+    said = f"{tmp_path}/{said}"
     assert caplog.messages == [said, said]
 
 

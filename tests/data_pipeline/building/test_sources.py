@@ -113,7 +113,7 @@ def test_folder_sorts_classes_and_files(tmp_path: Path, caplog: pytest.LogCaptur
     for name in ("cat", "dog"):
         save_picture(tmp_path / "test" / name / "x.png", colour=(9, 0, 0))
     assert image_folder(tmp_path, split="test")[0].content[0, 0, 0] == 9
-    assert "ignored 1 entries" in caplog.text
+    assert "ignored files that are no picture (1, such as train/cat/notes.txt)" in caplog.text
     assert folder.class_names == ("cat", "dog")
     assert folder.labels.tolist() == [0, 0, 1, 1]
     assert [int(folder[number].content[0, 0, 0]) for number in (0, 1, 3)] == [2, 3, 0]  # cat/10, cat/9, dog/b
@@ -125,13 +125,7 @@ def test_folder_refuses_what_is_not_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere is not a folder; give --root"):
         image_folder(tmp_path / "nowhere", split="train")
     (tmp_path / "train").mkdir()
-    with pytest.raises(UserError, match="holds no class folders"):
-        image_folder(tmp_path, split="train")
-    save_picture(tmp_path / "train" / "only" / "x.png")
-    with pytest.raises(UserError, match=r"only one class folder \(only\)"):
-        image_folder(tmp_path, split="train")
-    (tmp_path / "train" / "void").mkdir()
-    with pytest.raises(UserError, match="void holds no pictures"):
+    with pytest.raises(UserError, match=r"holds no pictures \(\.bmp, "):
         image_folder(tmp_path, split="train")
 
 

@@ -13,8 +13,9 @@ from PIL import Image
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
 from data_pipeline.remote.fetch import RemoteConfig
-from data_pipeline.sources.folder import image_folder, in_test_split
+from data_pipeline.sources.folder import image_folder
 from data_pipeline.sources.picture_table import picture_table
+from data_pipeline.sources.splits import in_test_split
 from data_pipeline.storage.manifest import SOURCE_DIGESTS_NAME, load_manifest
 from data_pipeline.storage.source_digests import content_digest, read_source_digests, shared_sources
 from data_pipeline.storage.store import SampleStore
@@ -109,7 +110,7 @@ def test_a_folder_without_splits_is_refused_unless_a_test_share_is_given(tmp_pat
     root = write_pictures(tmp_path / "root", num=3)
     for split in ("train", "test"):
         with pytest.raises(
-            UserError, match=r"root has no folders train and test, so both splits would hold .* test_share=0\.2"
+            UserError, match=r"root has no folders train and test, nor .*, so both splits would hold .* test_share=0\.2"
         ):
             build_dataset("folder", tmp_path / "out", root=root, split=split)
     for share in (0.0, 1.0, -0.2, 20.0):
