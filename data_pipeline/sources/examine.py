@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import IO, Any, Final, Literal
 
+import numpy as np
 from PIL import ImageFile
 
 from data_pipeline.sources.picture_file import decode_rgb, opened
+from data_pipeline.storage.locations import PICTURE_ENDINGS
 
 Medium = Literal["picture", "sound"]
 Fault = Literal["empty", "not one", "damaged", "truncated"]
@@ -50,7 +52,7 @@ _MAGIC: Final[tuple[tuple[int, bytes, str, Medium | None], ...]] = (
     (0, b"OggS", "OGG", "sound"),
     (0, b"ID3", "MP3", "sound"),
     (0, b"FORM", "AIFF", "sound"),
-    (0, b"\x93NUMPY", "a NumPy array", None),
+    (0, b"\x93NUMPY", "NPY", "picture"),
     (0, b"version https://git-lfs", "a pointer of Git LFS", None),
     (0, b"PK\x03\x04", "a zip", None),
     (0, b"PAR1", "Parquet", None),
@@ -66,18 +68,7 @@ _MAGIC: Final[tuple[tuple[int, bytes, str, Medium | None], ...]] = (
 )
 # The format that the ending of a name says.
 _ENDINGS: Final[dict[Medium, dict[str, str]]] = {
-    "picture": {
-        **dict.fromkeys((".jpg", ".jpeg", ".jfif", ".jpe"), "JPEG"),
-        **dict.fromkeys((".tif", ".tiff"), "TIFF"),
-        **dict.fromkeys((".ppm", ".pgm", ".pbm", ".pnm"), "PPM"),
-        **dict.fromkeys((".jp2", ".j2k"), "JPEG2000"),
-        **dict.fromkeys((".heic", ".heif"), "HEIF"),
-        ".png": "PNG",
-        ".gif": "GIF",
-        ".webp": "WEBP",
-        ".bmp": "BMP",
-        ".avif": "AVIF",
-    },
+    "picture": {f".{ending}": form for ending, form in PICTURE_ENDINGS.items()},
     "sound": {
         **dict.fromkeys((".ogg", ".oga", ".opus"), "OGG"),
         **dict.fromkeys((".aif", ".aiff"), "AIFF"),
@@ -174,6 +165,10 @@ def _picture(found: str, file: IO[bytes], num_bytes: int, *, full: bool) -> Exam
     examined, is_whole = Examined("picture", found), True
     try:
         with opened(file) as picture:
+            if isinstance(picture, np.ndarray):
+                height, width, _ = picture.shape
+                tiny: tuple[Finding, ...] = ("tiny",) if min(height, width) < MIN_PIXELS else ()
+                return Examined("picture", "NPY", str(picture.dtype), (width, height), findings=tiny, is_decoded=True)
             kind = "JPEG" if picture.format in ("JPEG", "MPO") else picture.format or found
             findings: tuple[Finding, ...] = ("tiny",) if min(picture.size) < MIN_PIXELS else ()
             examined = Examined("picture", kind, picture.mode, picture.size, findings=findings)

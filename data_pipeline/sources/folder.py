@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import SOURCE_OPTION
@@ -16,7 +14,7 @@ from data_pipeline.core.sample import BASE, NO_LABEL, Record
 from data_pipeline.sources import LabelColumn
 from data_pipeline.sources.files import Files, Names, open_files
 from data_pipeline.sources.layout import Layout, find_layout
-from data_pipeline.sources.picture_file import decode_rgb, exif_orientation, middle_square, opened, turned
+from data_pipeline.sources.picture_file import read_pixels
 from data_pipeline.sources.splits import records_of
 
 
@@ -73,18 +71,12 @@ class PictureFiles:
 
 
 def _decoded(files: Files, name: str, image_size: int | None) -> NDArray[np.uint8]:
-    """Return the pixels of a picture, (H, W, 3): its middle square in `image_size`, or all if that is None."""
+    """Return the pixels of a picture, (H, W, C): its middle square in `image_size`, or all if that is None."""
     try:
-        with opened(io.BytesIO(files.read(name))) as file:
-            picture = turned(decode_rgb(file), exif_orientation(file))
+        return read_pixels(files.read(name), image_size=image_size)
     except (OSError, ValueError) as error:
         why = f"it is not there ({error.strerror})" if isinstance(error, OSError) else str(error)
         raise UserError(f"{files.root / name} cannot be read, because {why}; mend or remove it") from None
-    if image_size is not None:
-        height, width, top, left = middle_square(picture.height, picture.width, image_size)
-        resized = picture.resize((width, height), Image.Resampling.BILINEAR)
-        picture = resized.crop((left, top, left + image_size, top + image_size))
-    return np.asarray(picture)
 
 
 def image_folder(

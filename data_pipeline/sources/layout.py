@@ -25,11 +25,12 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BASE, NO_LABEL, Medium
 from data_pipeline.sources import LabelColumn
 from data_pipeline.sources.files import Files, Names, ending_of
+from data_pipeline.storage.locations import PICTURE_ENDINGS
 
 logger = logging.getLogger(__name__)
 
 SUFFIXES: Final[Mapping[Medium, frozenset[str]]] = {
-    "picture": frozenset({".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}),
+    "picture": frozenset(f".{ending}" for ending in PICTURE_ENDINGS),
     "sound": frozenset({".aif", ".aiff", ".au", ".flac", ".mp3", ".oga", ".ogg", ".opus", ".wav"}),
 }
 TRAIN, TEST, _VAL = "train", "test", "val"

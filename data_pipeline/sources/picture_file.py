@@ -1,31 +1,48 @@
-"""Read picture files of the formats in `FORMATS` as upright RGB pixels of 8 bits a channel.
+"""Read picture files of the formats in `FORMATS` as upright RGB pixels of 8 bits a channel, and `.npy` as it is.
 
-- Knows a format by its content, not by the file's name. Other formats that Pillow reads are refused, because some of
-  them start other programs.
-- Reads only regular files of at most Pillow's `MAX_IMAGE_PIXELS`, which is checked before any pixel is decoded.
+- Knows a format by its content, not by the file's name. Other formats that Pillow reads are refused: some start other
+  programs, are drawings without pixels, or are known by their name alone.
+- Reads only files of at most Pillow's `MAX_IMAGE_PIXELS`, which is checked before any pixel is decoded.
 - Applies the orientation that a camera wrote into EXIF.
 - Lays transparent pixels over white, in every mode that has transparency. Refuses a transparent colour of 16-bit RGB.
-- Rounds grey values of 16 bits to 8 bits. Refuses 32-bit values, because their range is not known.
+- Brings grey values of 16 bits to 8 bits, rounded, from the range that their file has, or from a `ValueRange`. 32-bit
+  numbers and floats need a `ValueRange`. Colours of 16 bits lose their lower 8, as in Pillow.
 - Reads the first picture of a file with several, such as an animation. Ignores colour profiles.
+- A JPEG that lacks only its end mark is whole. A progressive one is refused, because it may lack more.
+- A `.npy` holds one picture, (H, W), (H, W, C) or (C, H, W), and keeps its channels. If two axes beside each other are
+  equal, they are H and W; otherwise the shorter one of the first and the last axis is C.
 """
 
 from __future__ import annotations
 
+import io
+import math
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import IO, Final
+from importlib import import_module
+from typing import IO, Any, Final
 
 import numpy as np
-from PIL import Image, ImageFile, UnidentifiedImageError
+import simplejpeg
+from numpy.typing import NDArray
+from PIL import Image, ImageFile, TiffImagePlugin, UnidentifiedImageError
 
-from data_pipeline.core.errors import UserError
+from data_pipeline.core.value_range import HOW_TO_GIVE, ValueRange
+from data_pipeline.storage.npy import is_npy, npy_values
 
-FORMATS: Final = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+PictureData = bytes | memoryview | IO[bytes]  # of one file; a stream is at its begin, which can seek
+
+# Pillow's names, tried in this order; TGA is last, because any file could begin as one. Pillow reads MPO as JPEG.
+FORMATS: Final = (
+    *("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "JPEG2000", "AVIF"),
+    *("ICO", "QOI", "DDS", "TGA"),
+)
+JPEG_FORMATS: Final = frozenset({"JPEG", "MPO"})  # Pillow calls a JPEG with several pictures MPO
 
 _ORIENTATION: Final = 0x0112  # the number of the EXIF tag
+_SAMPLES_PER_PIXEL: Final = 277  # the number of the tag of TIFF
 # How to turn a stored picture upright, by its EXIF orientation. Orientation 1 is upright already.
 _UPRIGHT: Final = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -36,63 +53,149 @@ _UPRIGHT: Final = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_TURNED_BY_90_DEGREES: Final = range(5, 9)
 _WARNINGS: Final = threading.Lock()  # all threads share the filters of warnings
 _BACKGROUND: Final = (255, 255, 255)
-_16_BITS_IN_INT32: Final = frozenset({"PNG", "PPM"})  # older versions of Pillow read 16 bits of grey as 32 in these
+_16_BITS: Final = ValueRange(0, 65_535)
+_SCALED_BY_PILLOW: Final = frozenset({"PPM", "JPEG2000"})  # to 16 bits, because a file names the range of its values
 # Pillow's names of the layouts of PNGs whose transparent colour it does not bring to 8 bits with the pixels.
 _GREY_STEPS: Final = {"L;2": 85, "L;4": 17}  # the step of 8 bits between two levels of grey
-_RGB_OF_16_BITS: Final = "RGB;16B"
+_END_MARK: Final = b"\xff\xd9"  # of a JPEG
+_HEIF_BRANDS: Final = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
+_LONGEST_START: Final = 12  # bytes by which formats are known here
+_TIFF_STARTS: Final = frozenset({b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"})
 
 
-def read_rgb(path: Path) -> Image.Image:
-    """Read a picture in mode "RGB", upright.
+def largest_value(file: PictureData) -> float | None:
+    """Return the largest stored value of a grey picture or a `.npy` of more than 8 bits; None if it has 8.
 
-    Raises `UserError` with the file's name if it is not a regular file, or with the reason of `opened`.
+    Decodes the picture. Raises `ValueError` with the reason if it cannot be read.
     """
-    if path.exists() and not path.is_file():
-        raise UserError(f"{path} is not a regular file, so it is not read; remove it")
-    try:
-        with opened(path) as picture:
-            return turned(decode_rgb(picture), exif_orientation(picture))
-    except ValueError as error:
-        raise UserError(f"{path} cannot be read, because {error}; mend or remove it") from None
+    with opened(file) as picture:
+        if isinstance(picture, np.ndarray):
+            return float(picture.max()) if picture.itemsize > 1 else None
+        return float(np.asarray(_loaded(picture, None)).max()) if picture.mode[0] in "IF" else None
 
 
-def decode_rgb(picture: ImageFile.ImageFile) -> Image.Image:
+def read_pixels(
+    file: PictureData, *, image_size: int | None = None, value_range: ValueRange | None = None
+) -> NDArray[np.uint8]:
+    """Return the pixels of an upright picture, (H, W, C) uint8; with `image_size`, its middle square in that size.
+
+    The square is that of torchvision's `Resize` and `CenterCrop`. C is 3, or of a `.npy` as in the file. Raises
+    `ValueError` with the reason if the file cannot be read.
+    """
+    with opened(file) as picture:
+        if isinstance(picture, np.ndarray):
+            planes = [Image.fromarray(plane_HW) for plane_HW in np.moveaxis(to_8_bits(picture, value_range), -1, 0)]
+            return np.stack([np.asarray(_middle(plane, image_size)) for plane in planes], axis=-1)
+        upright = turned(decode_rgb(picture, value_range), exif_orientation(picture))
+        return np.asarray(_middle(upright, image_size))
+
+
+def _middle(picture: Image.Image, image_size: int | None) -> Image.Image:
+    if image_size is None:
+        return picture
+    height, width, top, left = middle_square(picture.height, picture.width, image_size)
+    resized = picture.resize((width, height), Image.Resampling.BILINEAR)
+    return resized.crop((left, top, left + image_size, top + image_size))
+
+
+def decode_rgb(picture: ImageFile.ImageFile, value_range: ValueRange | None = None) -> Image.Image:
     """Decode an opened picture to mode "RGB" by the rules in the module's docstring. Does not turn it upright.
 
     Raises `ValueError` for values of an unknown range, and Pillow's errors.
     """
-    colour = picture.info.get("transparency")
-    if picture.format == "PNG" and picture.tile:
-        layout = picture.tile[0][3]
-        if layout == _RGB_OF_16_BITS and colour is not None:  # Pillow keeps 8 bits, which colours may share
+    grey_range = _grey_range(picture, value_range)
+    return _to_rgb(_loaded(picture, value_range), grey_range)
+
+
+def _grey_range(picture: ImageFile.ImageFile, value_range: ValueRange | None) -> ValueRange | None:
+    """Return the range of the grey values of an opened picture: that of its file if it names one, or `value_range`."""
+    if picture.format in _SCALED_BY_PILLOW and picture.mode != "F":
+        return _16_BITS
+    if value_range is None and picture.mode.startswith("I;16"):
+        return ValueRange(0, 4_095) if _layout(picture) == "I;12" else _16_BITS
+    return value_range
+
+
+def _loaded(picture: ImageFile.ImageFile, value_range: ValueRange | None) -> Image.Image:
+    """Decode the pixels of an opened picture. Raises `ValueError` if Pillow would lose some of what it holds."""
+    colour, layout = picture.info.get("transparency"), _layout(picture)
+    if ";16" in layout and picture.mode[0] not in "IF":
+        if picture.format == "PNG" and colour is not None:  # Pillow keeps 8 bits, which colours may share
             raise ValueError("one colour of its 16 bits is transparent; save it with an alpha channel")
-        # A Pillow that scales the colour itself would give one that is too large to be scaled again, or 0.
-        if layout in _GREY_STEPS and isinstance(colour, int) and colour * _GREY_STEPS[layout] <= 255:
-            picture.info["transparency"] = colour * _GREY_STEPS[layout]
-    picture.load()
-    return to_rgb(picture)
+        if value_range is not None:
+            raise ValueError("Pillow reads 8 of the 16 bits of its colours, so it has no range of values; save a .npy")
+    if isinstance(picture, TiffImagePlugin.TiffImageFile):
+        num_channels, num_read = picture.tag_v2.get(_SAMPLES_PER_PIXEL, 1), len(picture.getbands())
+        if num_channels > num_read:
+            raise ValueError(f"Pillow reads {num_read} of its {num_channels} channels; save those you need as a .npy")
+    # A Pillow that scales the colour itself would give one that is too large to be scaled again, or 0.
+    step = _GREY_STEPS.get(layout, 1) if picture.format == "PNG" else 1
+    if isinstance(colour, int) and colour * step <= 255:
+        picture.info["transparency"] = colour * step
+    try:
+        picture.load()
+    except OSError:
+        if (file := _with_end_mark(picture)) is None:
+            raise
+        picture = Image.open(io.BytesIO(file), formats=("JPEG",))
+        picture.load()
+    return picture
 
 
-def to_rgb(picture: Image.Image) -> Image.Image:
-    """Convert a decoded picture of any mode to mode "RGB" by the rules in the module's docstring.
+def _layout(picture: ImageFile.ImageFile) -> str:
+    """Return Pillow's name of how the pixels lie in the file, such as "RGB;16B"; "" if it has none."""
+    layout = picture.tile[0][3] if picture.tile else ""
+    return str(layout[0] if isinstance(layout, tuple) else layout)
 
-    Raises `ValueError` for values of an unknown range.
+
+def _with_end_mark(picture: ImageFile.ImageFile) -> bytes | None:
+    """Return the file of a JPEG with an end mark behind it, if that is all that it lacks.
+
+    libjpeg fills what is missing with grey and warns, which Pillow does not hear, but simplejpeg takes for an error.
     """
-    mode = picture.mode
-    if mode.startswith("I;16") or (mode == "I" and picture.format in _16_BITS_IN_INT32):
+    if picture.format not in JPEG_FORMATS or "progressive" in picture.info or picture.fp is None:
+        return None
+    picture.fp.seek(0)
+    file: bytes = picture.fp.read() + _END_MARK
+    try:
+        simplejpeg.decode_jpeg(file, colorspace={"L": "GRAY", "CMYK": "CMYK"}.get(picture.mode, "RGB"))
+    except ValueError:
+        return None
+    return file
+
+
+def _to_rgb(picture: Image.Image, grey_range: ValueRange | None) -> Image.Image:
+    if picture.mode[0] in "IF":
         values_HW = np.asarray(picture)
-        grey_HW = np.rint(values_HW.astype(np.float64) / 257).astype(np.uint8)  # 65,535 becomes 255
+        grey_HW = to_8_bits(values_HW, grey_range)
         if "transparency" in picture.info:
             grey_HW[values_HW == picture.info["transparency"]] = 255
         return Image.fromarray(grey_HW).convert("RGB")
-    if mode in ("I", "F"):
-        raise ValueError(f"its values have Pillow's mode {mode}, whose range is not known; save it with 8 bits")
     if picture.has_transparency_data:
         rgba = picture.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", rgba.size, (*_BACKGROUND, 255)), rgba).convert("RGB")
     return picture.convert("RGB")
+
+
+def to_8_bits(values: NDArray[Any], value_range: ValueRange | None) -> NDArray[np.uint8]:
+    """Bring values to 8 bits, rounded: the range becomes 0 to 255, what is outside of it 0 or 255. 8 bits stay.
+
+    Raises `ValueError` if the range is needed and not given, or if a value is nan.
+    """
+    if values.dtype == np.uint8:
+        return values
+    if values.dtype == np.bool_:
+        return values * np.uint8(255)
+    if value_range is None:
+        raise ValueError(f"its values are {values.dtype}, whose range is not known; {HOW_TO_GIVE}")
+    low, high = value_range
+    if np.isnan(values).any():
+        raise ValueError("some of its values are nan; write numbers in their place")
+    scaled = (np.clip(values.astype(np.float64), low, high) - low) * 255 / (high - low)
+    return np.rint(scaled).astype(np.uint8)
 
 
 def middle_square(height: int, width: int, size: int) -> tuple[int, int, int, int]:
@@ -106,25 +209,68 @@ def middle_square(height: int, width: int, size: int) -> tuple[int, int, int, in
 
 
 @contextmanager
-def opened(file: Path | IO[bytes]) -> Iterator[ImageFile.ImageFile]:
-    """Yield a picture of one of `FORMATS`, of which the header has been read.
+def opened(file: PictureData) -> Iterator[ImageFile.ImageFile | NDArray[Any]]:
+    """Yield a picture of one of `FORMATS`, of which the header has been read; of a `.npy` its values, (H, W, C).
 
     Every error of opening it, and of decoding it in the block, becomes `ValueError` with the reason.
     """
+    stream = io.BytesIO(file) if isinstance(file, bytes | memoryview) else file
+    start = stream.read(_LONGEST_START)
+    stream.seek(0)
     try:
+        if is_npy(start):
+            yield _of_one_picture(npy_values(file if isinstance(file, bytes | memoryview) else file.read()))
+            return
         with without_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            picture = Image.open(file, formats=FORMATS)
+            picture = _open(stream, start)
         with picture:
             yield picture
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise ValueError(f"it has more than {Image.MAX_IMAGE_PIXELS:,} pixels") from None
     except UnidentifiedImageError:
-        raise ValueError(f"it is not a picture of a known format ({', '.join(FORMATS)})") from None
+        if start[:4] in _TIFF_STARTS:
+            raise ValueError(
+                "it is a damaged TIFF, or one of channels that Pillow does not read; save a .npy"
+            ) from None
+        raise ValueError(f"it is not a picture of a known format ({', '.join(FORMATS)}, NPY)") from None
     except MemoryError:
         raise
     except Exception as error:  # Pillow raises nearly every kind for a damaged file
         raise ValueError(f"it does not decode ({' '.join(str(error).split()) or type(error).__name__})") from None
+
+
+def _open(stream: IO[bytes], start: bytes) -> ImageFile.ImageFile:
+    try:
+        return Image.open(stream, formats=FORMATS)
+    except UnidentifiedImageError:
+        if start[4:8] != b"ftyp" or start[8:12] not in _HEIF_BRANDS:
+            raise
+    try:
+        import_module("pillow_heif").register_heif_opener()
+    except ImportError:
+        raise ValueError("HEIC needs the package pillow-heif; install it with pip install -e '.[heif]'") from None
+    return Image.open(stream, formats=("HEIF",))
+
+
+def _of_one_picture(values: NDArray[Any]) -> NDArray[Any]:
+    """Return the values of a `.npy` as (H, W, C). Raises `ValueError` if their shape is not that of one picture."""
+    shape = values.shape
+    if values.ndim == 2:
+        values = values[:, :, None]
+    elif values.ndim != 3:
+        raise ValueError(f"its shape is {shape}; save one picture, (H, W), (H, W, C) or (C, H, W), to a file")
+    elif shape[0] != shape[1] and (shape[1] == shape[2] or shape[0] < shape[2]):
+        values = values.transpose(1, 2, 0)
+    if values.shape[0] * values.shape[1] > (Image.MAX_IMAGE_PIXELS or math.inf):
+        raise Image.DecompressionBombError
+    return values
+
+
+def upright_size(picture: ImageFile.ImageFile) -> tuple[int, int]:
+    """Return height and width of an opened picture after it is turned upright, (H, W)."""
+    is_turned = exif_orientation(picture) in _TURNED_BY_90_DEGREES
+    return picture.size if is_turned else (picture.height, picture.width)
 
 
 def exif_orientation(picture: Image.Image) -> int:

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from braceexpand import braceexpand
@@ -17,7 +18,18 @@ from data_pipeline.core.errors import UserError, without_secrets
 MANIFEST_NAME: Final = "manifest.json"
 INDEX_NAME: Final = ".tar_index"  # the directory of an index of somebody else's tars, beside them
 TARS_NAME: Final = "tars.txt"  # of an index: the path or URL of each tar, a line each
-PICTURE_FIELDS: Final = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "image.png", "image.jpg")
+# The endings of picture files without a dot, with Pillow's name of the format that each of them says.
+PICTURE_ENDINGS: Final = MappingProxyType(
+    {
+        **dict.fromkeys(("jpg", "jpeg", "jpe", "jfif", "mpo"), "JPEG"),
+        **{form.lower(): form for form in ("PNG", "WEBP", "BMP", "GIF", "AVIF", "ICO", "QOI", "DDS", "TGA", "NPY")},
+        **dict.fromkeys(("tif", "tiff"), "TIFF"),
+        **dict.fromkeys(("ppm", "pgm", "pbm", "pnm", "pfm"), "PPM"),
+        **dict.fromkeys(("jp2", "j2k", "jpx"), "JPEG2000"),
+        **dict.fromkeys(("heic", "heif"), "HEIF"),
+    }
+)
+PICTURE_FIELDS: Final = (*PICTURE_ENDINGS, "image.png", "image.jpg")  # of members of tars
 _MAX_WORDS: Final = 100  # letters of a location's name in that of its index
 
 

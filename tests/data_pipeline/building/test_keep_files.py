@@ -75,7 +75,7 @@ def test_what_cannot_be_kept_is_refused_in_a_sentence(
     assert said in done.stderr
 
 
-@pytest.mark.parametrize("name", ["a", "a.jp2"])
+@pytest.mark.parametrize("name", ["a", "a.psd"])
 def test_a_picture_without_a_known_ending_is_refused_before_packing(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,21 +1,25 @@
 from __future__ import annotations
 
-import os
+import io
 import struct
+import sys
 import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import PIL
+import pillow_heif
 import pytest
 from PIL import Image
+from sklearn.datasets import load_sample_image
 
-from data_pipeline.core.errors import UserError
 from data_pipeline.core.random_crop import Crop
-from data_pipeline.loading.picture_decode import decode_crops
-from data_pipeline.sources.picture_file import read_rgb, to_rgb
+from data_pipeline.core.value_range import ValueRange
+from data_pipeline.loading.picture_decode import decode_crops, decode_square
+from data_pipeline.sources.picture_file import FORMATS, largest_value, read_pixels
+from tests.pillow_pixels import pillow_pixels
 
 CORNERS = np.array([[[250, 0, 0], [0, 250, 0]], [[0, 0, 250], [250, 250, 0]], [[0, 0, 0], [9, 9, 9]]], dtype=np.uint8)
 
@@ -33,53 +37,220 @@ UPRIGHT: dict[int, Callable[[np.ndarray], np.ndarray]] = {
 
 
 @pytest.mark.parametrize(
-    ("orientation", "suffix"), [*((each, "png") for each in UPRIGHT), (6, "tiff"), (6, "webp"), (6, "jpg")]
+    ("orientation", "suffix"),
+    [(each, kind) for each in UPRIGHT for kind in ("png", "avif")] + [(6, "tiff"), (6, "webp"), (6, "jpg")],
 )
 def test_a_picture_stands_upright_as_its_camera_noted(orientation: int, suffix: str, tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     stored = np.kron(CORNERS, np.ones((16, 16, 1), dtype=np.uint8))
     path = tmp_path / f"x.{suffix}"
-    options = {"webp": {"lossless": True}, "jpg": {"quality": 100, "subsampling": 0}}.get(suffix, {})
-    Image.fromarray(stored).save(path, exif=exif, **options)  # type: ignore[arg-type]
-    seen = np.asarray(read_rgb(path)).astype(int)
+    options = {"webp": {"lossless": True}}.get(suffix, {"quality": 100, "subsampling": "4:4:4"})
+    Image.fromarray(stored).save(path, exif=exif, **options)
+    seen = read_pixels(path.read_bytes()).astype(int)
     expected = UPRIGHT[orientation](stored)
     assert seen.shape == expected.shape
-    assert np.abs(seen - expected).max() <= (8 if suffix == "jpg" else 0)
+    assert np.abs(seen - expected).max() <= (8 if suffix in ("jpg", "avif") else 0)
 
 
-OWN_YCBCR = pytest.mark.skipif(
-    int(PIL.__version__.partition(".")[0]) < 12, reason="before version 12, Pillow cannot read the YCbCr that it writes"
+PHOTO = Image.fromarray(load_sample_image("china.jpg")).resize((50, 40), Image.Resampling.LANCZOS)
+LEVELS = np.linspace(0, 65_535, 2_000).astype(np.uint16).reshape(40, 50)
+
+
+def in_mode(mode: str) -> Image.Image:
+    """Return a picture of a mode of Pillow, of which half is transparent if the mode, or a colour, can be."""
+    name, _, has_colour = mode.partition("+")
+    if name == "I;16":
+        return Image.fromarray(LEVELS)
+    picture = PHOTO.convert(name)
+    if name in ("LA", "RGBA"):
+        picture.putalpha(PHOTO.convert("L").rotate(180))
+    if has_colour:
+        picture.info["transparency"] = picture.getpixel((3, 3))
+    return picture
+
+
+def encoded(picture: Image.Image, form: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, form, **options)
+    return file.getvalue()
+
+
+MODES_OF = {
+    "JPEG": ["L", "RGB", "CMYK"],
+    "PNG": ["1", "L", "L+", "LA", "P", "P+", "RGB", "RGB+", "RGBA", "I;16"],
+    "WEBP": ["L", "RGB", "RGBA"],
+    "GIF": ["1", "L", "P", "P+", "RGBA"],
+    "TIFF": ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I;16"],
+    "BMP": ["1", "L", "P", "RGB", "RGBA"],
+    "PPM": ["1", "L", "RGB", "I;16"],
+    "JPEG2000": ["L", "LA", "RGB", "RGBA", "CMYK", "I;16"],
+    "AVIF": ["L", "RGB", "RGBA"],
+    "ICO": ["L", "RGBA"],
+    "QOI": ["RGB", "RGBA"],
+    "DDS": ["L", "RGB", "RGBA"],
+    "TGA": ["L", "P", "RGB", "RGBA"],
+}
+
+
+def test_every_format_is_tried() -> None:
+    assert tuple(MODES_OF) == FORMATS
+
+
+@pytest.mark.parametrize(("form", "mode"), [(form, mode) for form, modes in MODES_OF.items() for mode in modes])
+def test_pixels_are_those_of_pillow_in_every_format_and_mode(form: str, mode: str) -> None:
+    file = encoded(in_mode(mode), form, **({"sizes": [PHOTO.size]} if form == "ICO" else {}))
+    expected = pillow_pixels(file)
+    np.testing.assert_array_equal(read_pixels(file), expected)
+    assert largest_value(io.BytesIO(file)) == (65_535 if mode == "I;16" else None)
+    (crop,) = decode_crops(memoryview(file), [Crop(0, 0, 32, 32)], size=32)
+    if form != "JPEG":  # simplejpeg has another libjpeg
+        np.testing.assert_array_equal(crop.permute(1, 2, 0), expected[:32, :32])
+
+
+def test_a_sixteen_bit_png_of_colours_keeps_the_upper_eight_bits_as_in_pillow() -> None:
+    stored = LEVELS.reshape(20, 100, 1) + np.arange(3, dtype=np.uint16)
+    file = png_with_transparent_colour(stored, bits=16, colour=None)
+    np.testing.assert_array_equal(read_pixels(file), pillow_pixels(file))
+    with pytest.raises(ValueError, match="Pillow reads 8 of the 16 bits of its colours"):
+        read_pixels(file, value_range=ValueRange(0, 4_095))
+
+
+@pytest.mark.parametrize("form", ["GIF", "WEBP", "TIFF", "AVIF", "MPO", "PNG"])
+def test_the_first_of_several_pictures_is_read(form: str) -> None:
+    others = [PHOTO.rotate(180), PHOTO.rotate(90)]
+    file = encoded(PHOTO, form, save_all=True, append_images=others)
+    np.testing.assert_array_equal(read_pixels(file), pillow_pixels(file))
+    assert np.abs(read_pixels(file).astype(int) - np.asarray(PHOTO)).mean() < 12
+
+
+def test_a_heic_picture_is_read_by_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.BytesIO()
+    pillow_heif.from_pillow(PHOTO).save(file, quality=95)
+    with monkeypatch.context() as missing:
+        missing.setitem(sys.modules, "pillow_heif", None)
+        with pytest.raises(ValueError, match=r"HEIC needs the package pillow-heif; .*'.\[heif\]'"):
+            read_pixels(file.getvalue())
+    pixels = read_pixels(file.getvalue())
+    np.testing.assert_array_equal(pixels, np.asarray(pillow_heif.read_heif(file)))
+    (crop,) = decode_crops(memoryview(file.getvalue()), [Crop(0, 0, 32, 32)], size=32)
+    np.testing.assert_array_equal(crop.permute(1, 2, 0), pixels[:32, :32])
+
+
+def of_12_bits(values_HW: np.ndarray) -> bytes:
+    """Return a TIFF of two pixels in three bytes, whose header says that they have 12 bits."""
+    pairs = values_HW.reshape(-1, 2).astype(int)
+    packed = np.stack([pairs[:, 0] >> 4, (pairs[:, 0] & 15) << 4 | pairs[:, 1] >> 8, pairs[:, 1] & 255], axis=1)
+    data = packed.astype(np.uint8).tobytes()
+    (height, width), start = values_HW.shape, 8 + 2 + 8 * 12 + 4
+    tags = {256: width, 257: height, 258: 12, 259: 1, 262: 1, 273: start, 278: height, 279: len(data)}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4) + data
+
+
+def npy(values: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, values)
+    return file.getvalue()
+
+
+TWELVE = LEVELS >> 4  # 12 bits in 16
+
+
+@pytest.mark.parametrize(
+    ("file", "given", "expected"),
+    [
+        (encoded(Image.fromarray(TWELVE), "PNG"), "4095", TWELVE / 4095),
+        (encoded(Image.fromarray(TWELVE), "TIFF"), "0..4095", TWELVE / 4095),
+        (encoded(Image.fromarray(TWELVE.astype(">u2")), "TIFF"), "1000..2000", (TWELVE - 1000.0) / 1000),
+        (encoded(Image.fromarray(LEVELS.astype(np.int32) - 30_000), "TIFF"), "-30000..35535", LEVELS / 65_535),
+        (encoded(Image.fromarray((TWELVE / 4095).astype(np.float32)), "TIFF"), "0..1", TWELVE / 4095),
+        (encoded(Image.fromarray((TWELVE / 4095).astype(np.float32)), "PPM"), "1", TWELVE / 4095),
+        (npy(TWELVE), "4095", TWELVE / 4095),
+        (npy(TWELVE / 4095), "1", TWELVE / 4095),
+        # These files name their range.
+        (of_12_bits(TWELVE), None, TWELVE / 4095),
+        (encoded(Image.fromarray(LEVELS), "PPM"), "4095", LEVELS / 65_535),
+        (encoded(Image.fromarray(LEVELS), "JPEG2000"), "4095", LEVELS / 65_535),
+    ],
 )
+def test_a_range_of_values_becomes_eight_bits(file: bytes, given: str | None, expected: np.ndarray) -> None:
+    value_range = None if given is None else ValueRange.parse(given)
+    pixels = read_pixels(file, value_range=value_range)
+    np.testing.assert_array_equal(pixels[..., 0], np.rint(np.clip(expected, 0, 1) * 255))
+    assert largest_value(file) is not None
+    view = decode_crops(memoryview(file), [Crop(0, 0, 40, 40)], size=40, value_range=value_range)[0, 0]
+    np.testing.assert_array_equal(view, pixels[:, :40, 0])
 
 
-@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "LA", "1", "CMYK", pytest.param("YCbCr", marks=OWN_YCBCR)])
-def test_every_mode_becomes_rgb(mode: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.tif"
-    Image.new("RGB", (3, 3), (255, 255, 255)).convert(mode).save(path)
-    np.testing.assert_array_equal(np.asarray(read_rgb(path)), np.full((3, 3, 3), 255))
+@pytest.mark.parametrize(
+    "file",
+    [
+        *(encoded(Image.fromarray(LEVELS.astype(dtype)), "TIFF") for dtype in (np.int32, np.float32)),
+        *(npy(LEVELS.astype(dtype)) for dtype in (np.uint16, np.int8, np.float64)),
+    ],
+)
+def test_numbers_of_an_unknown_range_are_refused(file: bytes) -> None:
+    with pytest.raises(ValueError, match=r"int|float.*, whose range is not known; name it: .*value_range=LOW\.\.HIGH"):
+        read_pixels(file)
 
 
-def test_grey_of_16_bits_is_rounded_to_8(tmp_path: Path) -> None:
-    grey = np.array([[0, 128, 129, 257 * 100, 65_535]], dtype=np.uint16)
-    for name, stored in (("x.png", grey), ("y.tif", grey), ("z.tif", grey.astype(">u2"))):
-        Image.fromarray(stored).save(tmp_path / name)
-        np.testing.assert_array_equal(np.asarray(read_rgb(tmp_path / name))[0, :, 1], (0, 0, 1, 100, 255))
+@pytest.mark.parametrize("text", ["", "x", "5..", "4..3", "0..inf", "nan"])
+def test_what_is_no_range_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"write it as 0\.\.4095"):
+        ValueRange.parse(text)
 
 
-def test_png_of_16_bits_that_an_older_pillow_reads_as_32_is_rounded_too() -> None:
-    picture = Image.fromarray(np.array([[0, 65_535]], dtype=np.int32))
-    picture.format = "PNG"
-    assert np.asarray(to_rgb(picture)).max() == 255
+@pytest.mark.parametrize(
+    ("axes", "shape"),
+    [
+        ("HW", (40, 50)),
+        ("HWC", (40, 50, 5)),
+        ("CHW", (5, 40, 50)),
+        ("HWC", (9, 9, 103)),
+        ("CHW", (103, 9, 9)),
+        ("CHW", (1, 40, 50)),
+    ],
+)
+def test_a_npy_keeps_its_channels(axes: str, shape: tuple[int, ...]) -> None:
+    values = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    pixels_HWC = {"HW": values[..., None], "HWC": values, "CHW": np.moveaxis(values, 0, -1)}[axes]
+    for file in (npy(values), npy(np.asfortranarray(values))):
+        np.testing.assert_array_equal(read_pixels(file), pixels_HWC)
+        square = read_pixels(file, image_size=8)
+        assert square.shape == (8, 8, pixels_HWC.shape[2])
+        ours = decode_square(memoryview(file), size=8).permute(1, 2, 0).numpy()
+        assert np.abs(ours.astype(int) - square).max() <= 2
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.float32])
-def test_numbers_of_an_unknown_range_are_refused(dtype: type, tmp_path: Path) -> None:
-    Image.fromarray(np.zeros((2, 2), dtype=dtype)).save(tmp_path / "x.tif")
-    with pytest.raises(
-        UserError, match=r"x\.tif cannot be read, .*mode [IF], whose range is not known; save it with 8"
-    ):
-        read_rgb(tmp_path / "x.tif")
+@pytest.mark.parametrize(
+    ("file", "reason"),
+    [
+        (npy(np.zeros((2, 3, 4, 5), dtype=np.uint8)), "its shape is .*; save one picture"),
+        (npy(np.zeros(4, dtype=np.uint8)), "its shape is"),
+        (npy(np.zeros((2, 0), dtype=np.uint8)), "holds 0 bytes"),
+        (npy(np.array([["a"]])), "holds no picture"),
+        (npy(np.array([[print]], dtype=object)), "holds no picture"),
+        (npy(np.zeros((4, 4), dtype=np.uint8))[:-1], "holds 16 bytes, not 15"),
+        (npy(np.array([[np.nan]])), "are nan"),
+        (npy(np.zeros((4, 4)))[:20], "does not decode"),
+    ],
+)
+def test_a_npy_that_is_no_picture_is_refused(file: bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        read_pixels(file, value_range=ValueRange(0, 1))
+
+
+def test_a_tiff_of_more_channels_than_pillow_reads_is_refused() -> None:
+    picture = Image.merge("RGBA", [*PHOTO.split(), PHOTO.convert("L")])
+    alpha, other = (struct.pack("<HHIHH", 338, 3, 1, kind, 0) for kind in (2, 0))
+    file = encoded(picture, "TIFF")
+    assert alpha in file
+    with pytest.raises(ValueError, match=r"Pillow reads 3 of its 4 channels; save those you need as a \.npy"):
+        read_pixels(file.replace(alpha, other))
+    damaged = encoded(picture, "TIFF")[:40]
+    with pytest.raises(ValueError, match=r"it is a damaged TIFF, or one of channels that Pillow does not read"):
+        read_pixels(damaged)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +267,7 @@ def test_what_is_transparent_is_laid_over_white(
     mode: str, colour: tuple[int, ...], seen: tuple[int, int, int], tmp_path: Path
 ) -> None:
     Image.new(mode, (2, 2), colour).save(tmp_path / "x.png")
-    np.testing.assert_array_equal(np.asarray(read_rgb(tmp_path / "x.png"))[1, 1], seen)
+    np.testing.assert_array_equal(read_pixels((tmp_path / "x.png").read_bytes())[1, 1], seen)
 
 
 @pytest.mark.parametrize("mode", ["P", "L", "RGB"])
@@ -107,22 +278,22 @@ def test_a_transparent_colour_is_white_in_modes_without_an_alpha_channel(mode: s
     picture.putpixel((1, 0), (40, 50, 60) if mode == "RGB" else 1 if mode == "P" else 40)
     picture.save(tmp_path / "x.png", transparency=(0, 0, 0) if mode == "RGB" else 0)
     kept = (40, 40, 40) if mode == "L" else (40, 50, 60)
-    np.testing.assert_array_equal(np.asarray(read_rgb(tmp_path / "x.png"))[0], [(255, 255, 255), kept])
+    np.testing.assert_array_equal(read_pixels((tmp_path / "x.png").read_bytes())[0], [(255, 255, 255), kept])
 
 
 def png_chunk(name: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
 
-def png_with_transparent_colour(samples_HWC: np.ndarray, *, bits: int, colour: tuple[int, ...]) -> bytes:
-    """Return a PNG of grey (C = 1) or RGB (C = 3) with one transparent colour. Pillow cannot write all of them."""
+def png_with_transparent_colour(samples_HWC: np.ndarray, *, bits: int, colour: tuple[int, ...] | None) -> bytes:
+    """Return a PNG of grey (C = 1) or RGB (C = 3), with one transparent colour. Pillow cannot write all of them."""
     height, width, num_channels = samples_HWC.shape
     bits_of_rows = (samples_HWC.reshape(height, -1, 1) >> np.arange(bits)[::-1]) & 1
     rows = np.packbits(bits_of_rows.reshape(height, -1).astype(np.uint8), axis=1)
     header = struct.pack(">IIBBBBB", width, height, bits, 2 if num_channels == 3 else 0, 0, 0, 0)
     parts = {
         b"IHDR": header,
-        b"tRNS": struct.pack(f">{num_channels}H", *colour),
+        **({} if colour is None else {b"tRNS": struct.pack(f">{num_channels}H", *colour)}),
         b"IDAT": zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows)),
         b"IEND": b"",
     }
@@ -137,42 +308,35 @@ def test_a_transparent_grey_is_white_at_every_number_of_bits(bits: int, tmp_path
         file = png_with_transparent_colour(levels[None, :, None], bits=bits, colour=(colour,))
         (tmp_path / "x.png").write_bytes(file)
         expected = np.where(levels == colour, 255, np.rint(levels * (255 / highest)))
-        np.testing.assert_array_equal(np.asarray(read_rgb(tmp_path / "x.png"))[0], np.stack([expected] * 3, axis=1))
+        np.testing.assert_array_equal(
+            read_pixels((tmp_path / "x.png").read_bytes())[0], np.stack([expected] * 3, axis=1)
+        )
         (view,) = decode_crops(memoryview(file), [Crop(0, 0, 1, len(levels))], size=len(levels))
         np.testing.assert_array_equal(view[:, 0].numpy(), np.stack([expected] * 3))
 
 
-def test_a_transparent_colour_of_16_bits_is_refused(tmp_path: Path) -> None:
+def test_a_transparent_colour_of_16_bits_is_refused() -> None:
     """Pillow would compare 8 of the bits, so that another colour could become white."""
     file = png_with_transparent_colour(np.array([[(1000, 2000, 3000)]]), bits=16, colour=(1000, 2000, 3000))
-    (tmp_path / "x.png").write_bytes(file)
-    with pytest.raises(UserError, match=r"x\.png .*one colour of its 16 bits is transparent; save it with an alpha"):
-        read_rgb(tmp_path / "x.png")
+    with pytest.raises(ValueError, match="one colour of its 16 bits is transparent; save it with an alpha channel"):
+        read_pixels(file)
     with pytest.raises(ValueError, match="one colour of its 16 bits is transparent"):
         decode_crops(memoryview(file), [Crop(0, 0, 1, 1)], size=1)
 
 
-def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
-    path = tmp_path / "x.png"
-    os.mkfifo(path)
-    with pytest.raises(UserError, match=r"x\.png is not a regular file, so it is not read; remove it"):
-        read_rgb(path)
-
-
-def write_huge_png(path: Path, *, side: int) -> None:
-    """Write the header of a picture of side x side pixels, and not its pixels."""
+def huge_png(side: int) -> bytes:
+    """Return the header of a picture of side x side pixels, and not its pixels."""
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     pixels = png_chunk(b"IDAT", zlib.compress(bytes(1000)))
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + pixels + png_chunk(b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + pixels + png_chunk(b"IEND", b"")
 
 
 @pytest.mark.parametrize("side", [10_000, 30_000])
-def test_a_picture_that_unpacks_to_gigabytes_is_refused_before_it_is_decoded(side: int, tmp_path: Path) -> None:
+def test_a_picture_that_unpacks_to_gigabytes_is_refused_before_it_is_decoded(side: int) -> None:
     """Pillow only warns of the smaller one."""
-    write_huge_png(tmp_path / "x.png", side=side)
     with (
         warnings.catch_warnings(record=True) as said,
-        pytest.raises(UserError, match=r"x\.png cannot be read, because it has more than 89,478,485 pixels"),
+        pytest.raises(ValueError, match="it has more than 89,478,485 pixels"),
     ):
-        read_rgb(tmp_path / "x.png")
+        read_pixels(huge_png(side))
     assert said == []

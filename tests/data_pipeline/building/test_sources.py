@@ -125,7 +125,7 @@ def test_folder_refuses_what_is_not_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere is not a folder; give --root"):
         image_folder(tmp_path / "nowhere", split="train")
     (tmp_path / "train").mkdir()
-    with pytest.raises(UserError, match=r"holds no pictures \(\.bmp, "):
+    with pytest.raises(UserError, match=r"holds no pictures \(\.avif, "):
         image_folder(tmp_path, split="train")
 
 

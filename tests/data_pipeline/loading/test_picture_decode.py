@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from PIL import Image, ImageFile, ImageOps
+from PIL import Image, ImageFile
 from sklearn.datasets import load_sample_image
 from torch import Tensor
 from torchvision.transforms import v2
@@ -23,7 +23,8 @@ from torchvision.transforms import v2
 from data_pipeline.core.random_crop import Crop
 from data_pipeline.loading import picture_decode
 from data_pipeline.loading.picture_decode import decode_crops, decode_square, picture_size
-from data_pipeline.sources.picture_file import to_rgb
+from data_pipeline.sources.picture_file import read_pixels
+from tests.pillow_pixels import pillow_pixels
 
 # A resize in uint8 rounds the sums of the rows and of the columns, each by half a level and by the precision of its
 # weights.
@@ -59,10 +60,7 @@ def exif(orientation: int) -> Image.Exif:
 @lru_cache(maxsize=1)
 def upright(file: memoryview) -> NDArray[np.float64]:
     """Return all pixels as Pillow decodes them, (H, W, 3)."""
-    with Image.open(io.BytesIO(file)) as picture:
-        picture.load()
-        ImageOps.exif_transpose(picture, in_place=True)
-        return np.asarray(to_rgb(picture)).astype(np.float64)
+    return pillow_pixels(file).astype(np.float64)
 
 
 def triangle_weights(num_in: int, num_out: int) -> NDArray[np.float64]:
@@ -287,10 +285,29 @@ def test_a_truncated_picture_is_refused(kind: str, share: float) -> None:
         decode_square(file[: int(share * len(file))], size=32)
 
 
-def test_a_jpeg_without_its_end_mark_is_whole() -> None:
-    file = encode(photo(200, 300))
-    assert bytes(file[-2:]) == b"\xff\xd9"
-    assert torch.equal(decode_square(file[:-2], size=101), decode_square(file, size=101))
+@pytest.mark.parametrize("turn", [1, 6])
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize("options", [{}, {"restart_marker_rows": 1}, {"quality": 100, "subsampling": 0}])
+def test_a_jpeg_without_its_end_mark_is_whole(turn: int, mode: str, options: dict[str, Any]) -> None:
+    """Files that lack one pixel more are refused."""
+    file = bytes(encode(photo(60, 90).convert(mode), exif=exif(turn), **options))
+    assert file[-2:] == b"\xff\xd9"
+    expected = read_pixels(file)
+    for num_lost in (1, 2):
+        np.testing.assert_array_equal(read_pixels(file[:-num_lost]), expected)
+        without = memoryview(file[:-num_lost])
+        assert torch.equal(decode_square(without, size=31), decode_square(memoryview(file), size=31))
+    for num_lost in (3, 4, 5, 20, 200):
+        for read in (read_pixels, lambda cut: decode_square(memoryview(cut), size=31)):
+            with pytest.raises(ValueError, match=r"it does not decode .*truncated"):
+                read(file[:-num_lost])
+
+
+def test_a_progressive_jpeg_without_its_end_mark_is_refused_because_it_may_lack_more() -> None:
+    file = bytes(encode(photo(60, 90), progressive=True))
+    for cut in (file[:-2], file[: file.rindex(b"\xff\xda")]):
+        with pytest.raises(ValueError, match="truncated"):
+            decode_square(memoryview(cut), size=31)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"\xff\xd8", b"\xff\xd8\xff", b"hello", bytes(1000), b"<svg></svg>"])
