@@ -67,7 +67,7 @@ def resolve_recipe(name: str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    return config.model_copy(update={"data": config.data.absolute()})
+    return config.model_copy(update={"data": config.data.absolute(), "encoder": config.encoder.absolute()})
 
 
 def _settings(name: str) -> dict[str, Any]:

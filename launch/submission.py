@@ -25,6 +25,7 @@ from launch.submitted import Submission, record
 from trainer.claim import claim
 from trainer.own_code import files_to_copy
 from trainer.preflight import check_data
+from trainer.pretrained import pinned
 from trainer.run_dir import RunDir
 
 
@@ -60,7 +61,8 @@ class SubmissionPlan:
     def claim(self) -> None:
         """Write the config of each run into its directory. Raises `UserError` if a run could never start there."""
         for planned, manifests in zip(self.runs, [check_data(planned.config) for planned in self.runs], strict=True):
-            claim(planned.run_dir, planned.config, manifests, accepted_data=self.accepted_data).close()
+            config = pinned(planned.config, planned.run_dir)
+            claim(planned.run_dir, config, manifests, accepted_data=self.accepted_data).close()
 
 
 def slurm_executor(plan: SubmissionPlan, *, code: Path, after: str | None = None) -> Any:

@@ -15,15 +15,14 @@ from data_pipeline.core.public_names import imported_when_used
 if TYPE_CHECKING:
     from trainer.adversary import reverse_gradient
     from trainer.exports.encoder import export_onnx, save_encoder, save_pretrained
-    from trainer.exports.published_models import load_published
-    from trainer.pretrained import load_encoder
+    from trainer.pretrained import load_encoder, load_published
 else:
     __getattr__ = imported_when_used(
         __name__,
         {
             "export_onnx": "trainer.exports.encoder",
             "load_encoder": "trainer.pretrained",
-            "load_published": "trainer.exports.published_models",
+            "load_published": "trainer.pretrained",
             "reverse_gradient": "trainer.adversary",
             "save_encoder": "trainer.exports.encoder",
             "save_pretrained": "trainer.exports.encoder",

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from trainer.config import RunConfig
-from trainer.distributed.collectives import rank, world_size
+from trainer.distributed.collectives import on_every_rank, rank, world_size
 from trainer.distributed.engines import Engine, EngineInputs
 from trainer.models.random_layers import has_random_layers
 from trainer.modules import NO_CLASSES, TrainedModules, build_modules, build_run_objective
 from trainer.objectives import Objective
 from trainer.optim.optimizers import learning_rate_at
+from trainer.pretrained import load_start
 from trainer.recorded_step import CudaGraphs, RecordedStep, why_not_by_default, why_not_recorded
 from trainer.step import TrainingStep
 
@@ -50,9 +51,14 @@ class Training:
 
 
 def build_training(
-    config: RunConfig, *, num_samples: int, num_classes: Mapping[str, int] = NO_CLASSES, device: torch.device
+    config: RunConfig,
+    *,
+    num_samples: int,
+    num_classes: Mapping[str, int] = NO_CLASSES,
+    device: torch.device,
+    is_new: bool = True,
 ) -> Training:
-    """Return an untrained training. Its weights are a function of the config alone.
+    """Return an untrained training. Its weights are a function of the config, and of the weights that it names.
 
     Every rank must call this at the same time.
 
@@ -61,8 +67,11 @@ def build_training(
         num_samples: the size of the train set.
         num_classes: the number of classes of each of its labels; see `trainer.mixture.num_classes`.
         device: where training happens.
+        is_new: whether the encoder begins with the weights that the config names; False if a checkpoint follows.
     """
     modules = build_modules(config).to(device, config.parameter_dtype)
+    if is_new and config.encoder.weights is not None:
+        on_every_rank(lambda: load_start(modules.encoder))  # before an objective copies it, and an engine cuts it
     objective = build_run_objective(
         config, modules.encoder, num_samples=num_samples, num_classes=num_classes, device=device
     )

@@ -18,7 +18,7 @@ from trainer.config_changes import refuse_edited_config, refuse_other_config
 from trainer.data import DataConfig, Manifests
 from trainer.distributed.collectives import on_first_rank
 from trainer.own_code import check_same_code
-from trainer.preflight import check_manifests
+from trainer.preflight import check_manifests, check_start
 from trainer.run_dir import LOCK_NAME, Hold, RunDir, hold, write_json
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ def claim(run_dir: RunDir, config: RunConfig, manifests: Manifests, *, accepted_
         if run_dir.config.is_file():
             refuse_other_config(run_dir, config)
         found = newest_state(run_dir)
+        if found.step == 0:
+            check_start(config, manifests)
         _check_resumed(run_dir, config, manifests, found, accepted_data=accepted_data)
         if found.step > 0:
             refuse_edited_config(run_dir, config)

@@ -59,11 +59,12 @@ def edited_config(run_dir: RunDir, config: RunConfig) -> str | None:
 def _fixed_settings_that_differ(before: RunConfig, now: RunConfig) -> list[str]:
     """Return the settings in which two configs differ, without those of `MAY_CHANGE`.
 
-    Locations of data may differ, because the data themselves are compared. Whether steps are recorded may change, but
-    not whether the networks are compiled.
+    Locations of data and of weights may differ, because the data and the weights themselves are compared. Whether steps
+    are recorded may change, but not whether the networks are compiled.
     """
     keys = [key for key in difference(before, now) if not key.startswith(MAY_CHANGE)]
     keys = [key for key in keys if not (key.startswith("data.") and key.endswith("_dir"))]
+    keys = [key for key in keys if key != "encoder.weights"]
     if before.compiles_networks == now.compiles_networks:
         keys = [key for key in keys if key != "compile"]
     return keys

@@ -19,8 +19,10 @@ from trainer.data import Manifests, read_manifests
 from trainer.distributed.collectives import world_size
 from trainer.mixture import TrainManifest, datasets_of, num_classes, weights_of
 from trainer.models.batch_norm import check_splits
-from trainer.models.encoder import InputSizeError, check_input_size, check_norm_groups
-from trainer.open_settings import input_size
+from trainer.models.encoder import InputSizeError, build_encoder, check_input_size, check_norm_groups
+from trainer.models.weights import IMAGENET
+from trainer.open_settings import decide, input_size, normalization_of
+from trainer.pretrained import read_weights, start_of
 from trainer.probes.groups import pairs_of
 from trainer.probes.shared import check_shared
 from trainer.probes.targets import check_same_classes, option_difference, readable_labels
@@ -35,7 +37,38 @@ def check_data(config: RunConfig) -> Manifests:
     """
     manifests = read_manifests(config.data)
     check_manifests(config, manifests)
+    check_start(config, manifests)
     return manifests
+
+
+def check_start(config: RunConfig, manifests: Manifests) -> None:
+    """Raise `UserError` if the encoder cannot begin with the weights that the config names, if it names any.
+
+    That is so if they cannot be read or do not fit, or if nobody says how their pictures were normalised: with another
+    mean and std than in their training, an encoder gives other features, and nothing would show it.
+    """
+    if config.encoder.weights is None:
+        return
+    own = config.encoder.weights_normalization == "own" and config.data.mel is None
+    if own and read_weights(config.encoder).normalization is None:
+        found = normalization_of(manifests.train)
+        known = {"of this train set": found} if found is not None else {}
+        if config.encoder.in_channels == 3:
+            known |= {"of ImageNet, which torchvision, timm, lightly and solo-learn take": IMAGENET}
+        choices = ", or ".join(
+            f"{whose}, --set encoder.mean={_as_typed(each.mean)} --set encoder.std={_as_typed(each.std)}"
+            for whose, each in known.items()
+        )
+        raise UserError(
+            f"{config.encoder.weights} does not say by which mean and std pictures were normalised when its weights "
+            f"were trained; set --set encoder.weights_normalization=config, and the values {choices}"
+        )
+    with torch.random.fork_rng(devices=[]):
+        start_of(build_encoder(decide(config, manifests.train).encoder))
+
+
+def _as_typed(values: Sequence[float]) -> str:
+    return f"[{','.join(f'{value:.4g}' for value in values)}]"
 
 
 def check_manifests(config: RunConfig, manifests: Manifests) -> None:

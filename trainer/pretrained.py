@@ -3,35 +3,64 @@
 An export is one safetensors file, written by `python -m trainer.export`: the trunk's weights, by the names of its
 library, and a header that says how to build the trunk. It holds data only, so loading a stranger's file runs no code of
 theirs. A directory in the layout of the Hugging Face Hub holds the same file as model.safetensors.
+
+A run may also begin with weights that others have trained (`encoder.weights`): `pinned` completes its config with their
+hash, and `load_start` loads them.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import re
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Final, Literal
 
 import safetensors
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Schema
 from data_pipeline.storage.manifest import Manifest
-from trainer.checkpoint.restore import load_weights
+from trainer.checkpoint.restore import load_weights, newest_state
 from trainer.checkpoint.run_state import NAME_DIGITS
-from trainer.config import read_run_config
-from trainer.models.encoder import Encoder, EncoderConfig, build_encoder, inside_wrappers
+from trainer.config import RunConfig, read_run_config
+from trainer.distributed.collectives import rank
+from trainer.models.encoder import (
+    TIMM,
+    TORCHVISION,
+    Encoder,
+    EncoderConfig,
+    TimmConfig,
+    build_encoder,
+    inside_wrappers,
+)
+from trainer.models.weights import (
+    Fit,
+    TrainedWeights,
+    fit,
+    normalization_in,
+    read_tensors,
+    weights_of_timm,
+    weights_of_torchvision,
+)
 from trainer.modules import TrainedModules, build_modules
 from trainer.open_settings import decide_as_recorded
 from trainer.own_code import warn_of_changed_code
-from trainer.run_dir import RunDir, open_run
+from trainer.run_dir import RunDir, open_run, read_object
+
+logger = logging.getLogger(__name__)
 
 EXPORT_SUFFIX = ".safetensors"
 HEADER_KEY = "encoder_export"
 HUB_WEIGHTS = "model.safetensors"  # the name that the Hub expects
+_OF_TIMM: Final = "timm:"
 
 
 class ExportHeader(Schema):
@@ -68,12 +97,15 @@ def load_encoder(path: str | Path, *, step: int | None = None) -> Encoder:
 def load_modules(run_dir: RunDir, *, step: int | None = None) -> TrainedModules:
     """Return the modules of a run in eval mode on the CPU, at `step` or the newest whole checkpoint.
 
-    Step 0 is the untrained modules, rebuilt from the config and its seed. Training may go on meanwhile.
+    Step 0 is the untrained modules, rebuilt from the config, its seed and the weights with which the run began.
+    Training may go on meanwhile.
     Raises `UserError` if there is no such step, or if it cannot be loaded.
     """
     config = read_run_config(run_dir)
     warn_of_changed_code(run_dir)
     modules = build_modules(decide_as_recorded(config, run_dir))
+    if step == 0:
+        load_start(modules.encoder)
     step, trained_on = load_weights(run_dir, modules.trained_modules, step=step)
     for module in modules.trained_modules.values():
         module.eval()
@@ -125,6 +157,170 @@ class NoHead(nn.Module):
             "this encoder comes from an export, which has no head and so no embeddings; call features() or pooled(), "
             "or load the run directory"
         )
+
+
+def load_published(encoder: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy weights of others, such as `model.state_dict()` of torchvision or timm, into the trunk of an encoder.
+
+    The encoder may be inside DataParallel or DistributedDataParallel. Its head and its mean and std do not change: set
+    those with which the weights were trained. Raises `UserError` if the weights do not fit by the rule of
+    `trainer.models.weights.fit`.
+    """
+    trunk = unwrapped(encoder).trunk.as_published
+    _load(trunk, fit(trunk.state_dict(), TrainedWeights("the weights", weights)))
+
+
+def pinned(config: RunConfig, run_dir: RunDir) -> RunConfig:
+    """Return the config of a run with the hash, the mean and the std of the weights with which its encoder begins.
+
+    A run with a checkpoint does not need these weights: if their file is gone, these values are those in its
+    config.json.
+    Raises `UserError` if they cannot be read.
+    """
+    encoder = config.encoder
+    if encoder.weights is None:
+        return config
+    is_there = encoder.weights_path is not None and encoder.weights_path.exists()
+    before = read_run_config(run_dir).encoder if not is_there and newest_state(run_dir).step > 0 else None
+    if before is not None and before.weights == encoder.weights:
+        sha256, normalization = before.weights_sha256, before.normalization
+    else:
+        weights = read_weights(encoder)
+        sha256, normalization = encoder.weights_sha256 or weights.sha256, weights.normalization
+    update: dict[str, Any] = {"weights_sha256": sha256}
+    if encoder.weights_normalization == "own" and normalization is not None:
+        update |= dict(normalization)
+    return config.model_copy(update={"encoder": encoder.model_copy(update=update)})
+
+
+def load_start(encoder: Encoder) -> None:
+    """Load the weights that the config of an encoder names into its trunk; does nothing if it names none.
+
+    The first rank logs what was taken. Raises `UserError` if the weights cannot be read, do not fit, or are not those
+    of `weights_sha256`.
+    """
+    if (found := start_of(encoder)) is None:
+        return
+    _load(encoder.trunk.as_published, found)
+    if rank() == 0:
+        given = encoder.normalization
+        normalised = "" if given is None else f"; inputs are normalised by mean {given.mean} and std {given.std}"
+        logger.info("the encoder begins with %s%s", found.note, normalised)
+
+
+def start_of(encoder: Encoder) -> Fit | None:
+    """Return the tensors that `load_start` loads; None for none. Raises as `load_start`."""
+    config = encoder.config
+    if config is None or config.weights is None:
+        return None
+    weights = read_weights(config)
+    if config.weights_sha256 not in {None, weights.sha256}:
+        raise UserError(
+            f"{weights.where} holds other weights (hash {weights.sha256[:NAME_DIGITS]}) than those of encoder."
+            f"weights_sha256 ({str(config.weights_sha256)[:NAME_DIGITS]}); put those back"
+        )
+    own = encoder.trunk.as_published.state_dict()
+    return fit(own, weights, prefix=config.weights_prefix, exceptions=config.weights_except)
+
+
+def _load(trunk: nn.Module, found: Fit) -> None:
+    trunk.load_state_dict({**trunk.state_dict(), **found.tensors})
+
+
+def read_weights(config: EncoderConfig) -> TrainedWeights:
+    """Return the weights that the config of an encoder names. Raises `UserError` if they cannot be read.
+
+    Their normalisation is not known if it is for another number of channels.
+    """
+    weights = _read_weights(config)
+    if weights.normalization is not None and len(weights.normalization.mean) != config.in_channels:
+        return replace(weights, normalization=None)
+    return weights
+
+
+def _read_weights(config: EncoderConfig) -> TrainedWeights:
+    path = config.weights_path
+    if config.weights == TIMM:
+        if not isinstance(config, TimmConfig):
+            raise UserError(
+                f"encoder.weights=timm is for encoder.kind=timm, but this is {config.kind}; pass a file, or "
+                "torchvision:NAME"
+            )
+        return weights_of_timm(config.name, in_channels=config.in_channels, options=config.options)
+    if path is None:
+        return weights_of_torchvision(str(config.weights).removeprefix(TORCHVISION))
+    if (path / HUB_WEIGHTS).is_file():
+        path /= HUB_WEIGHTS
+    if path.is_dir():
+        checkpoint = re.fullmatch("step_([0-9]+)", path.name)
+        run_dir, step = (path, None) if checkpoint is None else (path.parent.parent, int(checkpoint[1]))
+        encoder = load_modules(open_run(run_dir), step=step).encoder
+        return TrainedWeights(str(path), encoder.trunk.as_published.state_dict(), encoder.normalization)
+    return TrainedWeights(str(path), read_tensors(path), normalization_in(_facts_beside(path)))
+
+
+def _facts_beside(path: Path) -> Mapping[str, Any]:
+    """Return what an export, or the config.json of a directory of the Hub, says of the pictures of its weights."""
+    if path.suffix == EXPORT_SUFFIX and path.is_file():
+        try:
+            with safetensors.safe_open(path, "pt") as file:
+                header: Mapping[str, Any] = json.loads((file.metadata() or {}).get(HEADER_KEY, "{}"))
+        except (safetensors.SafetensorError, ValueError):
+            return {}  # reading its tensors says what is wrong
+        if header:
+            return dict(header.get("encoder", {}))
+    config = path.with_name("config.json")
+    if path.name != HUB_WEIGHTS or not config.is_file():
+        return {}
+    return dict(read_object(config, mend="fetch the directory again").get("pretrained_cfg", {}))
+
+
+class _Section(Schema):
+    encoder: EncoderConfig
+
+
+def open_network(text: str, *, settings: Mapping[str, Any] = MappingProxyType({})) -> nn.Module:
+    """Return a network of others from pictures (B, C, H, W) in [0, 1] to rows (B, D), on the CPU in eval mode.
+
+    It normalises them itself. `text` is one of
+
+    - "timm:NAME", with timm's pretrained weights, or "torchvision:NAME", see `weights_of_torchvision`. Pictures of any
+      size are resized to the size of the weights.
+    - the path of a state dict. `settings` of the section `encoder` then name its `kind`, `mean` and `std`. Returns an
+      `Encoder` without a head.
+
+    Raises `UserError` if there is no such network, or if the weights do not fit it.
+    """
+    values: dict[str, Any] = {"weights": text}
+    if text.startswith(_OF_TIMM):
+        values = {"kind": "timm", "name": text.removeprefix(_OF_TIMM), "weights": TIMM}
+    elif text.startswith(TORCHVISION):
+        values["kind"] = text.removeprefix(TORCHVISION).partition("_")[0].lower()
+    elif "kind" not in settings:
+        raise UserError(f"{text} does not say which network its weights are of; name it by encoder.kind")
+    config = _Section.parse({"encoder": values | dict(settings)}, where=text).encoder
+    weights = read_weights(config)
+    with torch.random.fork_rng(devices=[]):
+        encoder = build_encoder(config, normalization=weights.normalization).eval()
+    if encoder.normalization is None:
+        raise UserError(f"{text} does not say by which mean and std pictures are normalised; set encoder.mean and std")
+    load_start(encoder)
+    encoder.head = NoHead()
+    return encoder if weights.image_size is None else _Resized(encoder, weights.image_size)
+
+
+class _Resized(nn.Module):
+    """The pooled features of an encoder for pictures that are first resized to `image_size` (height, width)."""
+
+    def __init__(self, encoder: Encoder, image_size: tuple[int, int]) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self._image_size = image_size
+
+    def forward(self, pictures_BCHW: Tensor) -> Tensor:
+        if pictures_BCHW.shape[2:] != self._image_size:
+            pictures_BCHW = F.interpolate(pictures_BCHW, self._image_size, mode="bilinear", antialias=True)
+        return self.encoder.pooled(pictures_BCHW)
 
 
 def _load_export(path: Path) -> Encoder:

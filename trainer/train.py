@@ -23,11 +23,12 @@ from data_pipeline.core.sample import Batch
 from data_pipeline.loading.order import ReadingOrder
 from data_pipeline.loading.stream import Stream
 from trainer.build import Training, build_training
+from trainer.checkpoint.restore import newest_state
 from trainer.checkpoint.save import CheckpointWriter
 from trainer.claim import claim, resume
 from trainer.config import RunConfig
 from trainer.data import Manifests, open_stream, read_agreed_manifests
-from trainer.distributed.collectives import on_first_rank, rank, world_size
+from trainer.distributed.collectives import from_first_rank, on_first_rank, rank, world_size
 from trainer.fault_tolerance.preemption import StoppedError, StopRequests
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.first_step import check_first_step
@@ -38,6 +39,7 @@ from trainer.neighbours import NeighbourSearch, in_memory, neighbour_order
 from trainer.open_settings import decide
 from trainer.original_crops import leave_out_crops, original_crops
 from trainer.preflight import check_channels_last
+from trainer.pretrained import pinned
 from trainer.provenance import add_to_provenance, write_provenance
 from trainer.run_counters import RunCounters
 from trainer.run_dir import Hold, RunDir
@@ -58,6 +60,8 @@ def train(
             `trainer.fault_tolerance.preemption`.
     """
     manifests = read_agreed_manifests(config.data)
+    if config.encoder.weights is not None:
+        config = from_first_rank(partial(pinned, config, run_dir), RunConfig)
     take = partial(claim, run_dir, config, manifests, accepted_data=accepted_data)
     with (
         on_first_rank(take) or contextlib.nullcontext() as held,
@@ -182,8 +186,9 @@ def open_loop(
     train_set = manifests.train
     num_steps = config.num_epochs * config.data.num_steps_per_epoch(train_set.num_samples, config.global_batch_size)
     decided = leave_out_crops(decide(config, train_set), train_set)
+    is_new = config.encoder.weights is None or from_first_rank(lambda: newest_state(run_dir).step == 0, bool)
     training = build_training(
-        decided, num_samples=train_set.num_samples, num_classes=num_classes(train_set), device=device
+        decided, num_samples=train_set.num_samples, num_classes=num_classes(train_set), device=device, is_new=is_new
     )
     check_channels_last(decided, training.modules.encoder, manifests.probed, device=device)
     follow_networks(training)

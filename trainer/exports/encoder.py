@@ -110,7 +110,10 @@ def _open(source: Source, *, name: str | None, step: int | None) -> tuple[Encode
             "the encoder has no mean and std by which it normalises pictures; set them in its config, or pass "
             "normalization= to build_encoder"
         )
-    return encoder, ExportHeader(run=name, step=step, git_commit=git_commit, encoder=encoder.config), run
+    config = encoder.config
+    if config.weights_path is not None:  # a path of this machine
+        config = config.model_copy(update={"weights": config.weights_path.name})
+    return encoder, ExportHeader(run=name, step=step, git_commit=git_commit, encoder=config), run
 
 
 def _git_commit(run: ExportedRun) -> str | None:

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import functools
 import math
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias, get_args
 
@@ -37,6 +38,8 @@ _Open = Literal["resnet18_by_size", "resnet34_by_size", "resnet50_by_size"]
 ResNetKind = Literal[_Decided, _Open]
 _BY_SIZE: Final = "_by_size"
 _WRAPPERS: Final = (nn.DataParallel, DistributedDataParallel, AveragedModel)  # call the module inside as it is
+TIMM: Final = "timm"  # values of `weights` that are no paths
+TORCHVISION: Final = "torchvision:"
 STANDARD_FROM: Final = 64  # pixels of the shorter side, from which a network by size has the standard form
 
 # The config class of each kind. A new encoder of this project needs a line here.
@@ -77,6 +80,16 @@ class BaseEncoderConfig(KindConfig):
     mean, std: the normalisation of each input channel, for pictures in [0, 1]. None takes the values in the manifest of
         the train set; for spectrograms 0 and 1, because they are normalised already.
     probe_reads: whether the linear probe reads every value of the trunk's last map, or the pooled map.
+    weights: the weights with which the trunk begins; None draws them. A file of torch or safetensors, an export, a
+        directory of the Hub, a run directory or one of its checkpoints; "timm" for those of the model `name`; or
+        "torchvision:" and a name such as ResNet18_Weights.IMAGENET1K_V1. `trainer.models.weights.fit` has the rule by
+        which names match.
+    weights_normalization: whether mean and std become those by which pictures were normalised when the weights were
+        trained ("own"), or stay as they are set here ("config"), which a file that does not say them needs.
+    weights_prefix: the beginning of the names of the encoder's tensors there; None finds it.
+    weights_except: beginnings of names of tensors that are not taken, which keep their drawn weights.
+    weights_sha256: the hash of all tensors of `weights`, see `trainer.models.weights.TrainedWeights`; None takes that
+        of the first start of a run.
     """
 
     kinds: ClassVar[Kinds[BaseEncoderConfig]] = Kinds("encoder", group="encoders", built_in=ENCODERS)
@@ -89,6 +102,17 @@ class BaseEncoderConfig(KindConfig):
     mean: tuple[InputMean, ...] | None = None
     std: tuple[InputStd, ...] | None = None
     probe_reads: Literal["map", "pooled"] = "map"
+    weights: Line | None = None
+    weights_normalization: Literal["own", "config"] = "own"
+    weights_prefix: Line | None = None
+    weights_except: tuple[Line, ...] = ()
+    weights_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+
+    @model_validator(mode="after")
+    def _settings_of_weights_have_weights(self) -> Self:
+        if self.weights is None and (self.weights_prefix or self.weights_except or self.weights_sha256):
+            raise ValueError("weights_prefix, weights_except and weights_sha256 belong to weights, which is not set")
+        return self
 
     @model_validator(mode="after")
     def _one_mean_and_std_a_channel(self) -> Self:
@@ -107,6 +131,17 @@ class BaseEncoderConfig(KindConfig):
     def normalization(self) -> Normalization | None:
         """Return `mean` and `std`; None to use the values of the train set."""
         return None if self.mean is None or self.std is None else Normalization(mean=self.mean, std=self.std)
+
+    @property
+    def weights_path(self) -> Path | None:
+        """Return the path of `weights`; None if there are none, or if a library fetches them."""
+        is_path = self.weights is not None and self.weights != TIMM and not self.weights.startswith(TORCHVISION)
+        return Path(self.weights).expanduser() if is_path and self.weights is not None else None
+
+    def absolute(self) -> Self:
+        """Return a copy with an absolute path of `weights`, which other commands find in other directories."""
+        path = self.weights_path
+        return self if path is None else self.model_copy(update={"weights": str(path.absolute())})
 
     @property
     def form_is_open(self) -> bool:
@@ -236,7 +271,7 @@ class ConvNetConfig(BaseEncoderConfig):
 
 
 class TimmConfig(BaseEncoderConfig):
-    """An untrained backbone of timm (install the extra "timm").
+    """A backbone of timm (install the extra "timm"). Its pretrained weights are those of `weights="timm"`.
 
     name: its name in timm.
     options: other arguments of `timm.create_model`, such as {"img_size": 32, "patch_size": 4} for a vision transformer.
@@ -256,7 +291,7 @@ class TimmConfig(BaseEncoderConfig):
         if taken:
             raise ValueError(
                 f"{taken[0]} cannot be set here: encoder.in_channels and encoder.head set channels and head, and "
-                "weights are never loaded"
+                "encoder.weights=timm its weights"
             )
         return options
 

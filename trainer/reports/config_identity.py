@@ -25,6 +25,7 @@ NOT_IDENTITY = (
     "engine",
     "data.train_dir",  # the data are identified by their manifests
     "data.test_dir",
+    "encoder.weights",  # identified by encoder.weights_sha256
     "data.num_workers",
     "data.placement",
     "data.resident_gigabytes",

@@ -10,6 +10,7 @@ import torchvision
 from torch import Tensor, nn
 
 from configs.base import CIFAR10_MEAN, CIFAR10_STD
+from data_pipeline.core.errors import UserError
 from trainer import load_published
 from trainer.models import Encoder, ResNetConfig, TimmConfig, build_encoder
 
@@ -52,9 +53,9 @@ def test_weights_of_another_network_are_refused() -> None:
     encoder = build_encoder(ResNetConfig(kind="resnet18_small", **NORMALIZATION))
     own = encoder.trunk.as_published.state_dict()
     for weights, message in (
-        (torchvision.models.resnet18().state_dict(), "size mismatch for conv1.weight"),
+        (torchvision.models.resnet18().state_dict(), "of another shape: conv1.weight"),
         ({name: x for name, x in own.items() if name != "bn1.running_mean"}, "bn1.running_mean"),
         (own | {"of_another.weight": torch.zeros(1)}, "of_another.weight"),
     ):
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises(UserError, match=message):
             load_published(encoder, weights)
