@@ -23,7 +23,7 @@ from wandb.util import get_core_path
 from data_pipeline.core.environment import unset_empty_variables, variable
 from data_pipeline.core.processes import signals_blocked
 from trainer.fault_tolerance.preemption import WARNINGS
-from trainer.observability.tracking import StepPictures, TrackingConfig, uses_wandb
+from trainer.observability.tracking import StepPictures, TrackingConfig
 from trainer.run_dir import RunDir, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -178,9 +178,9 @@ def _leave_inherited_process() -> None:
 def summarize(run_dir: RunDir, config: TrackingConfig, numbers: Mapping[str, float]) -> None:
     """Write numbers from after training, such as probe accuracies, into the summary of the W&B run.
 
-    Does nothing if there is no W&B run. A failure is only logged.
+    Call it if `uses_wandb`. Does nothing if there is no W&B run. A failure is only logged.
     """
-    if not (uses_wandb(config) and run_dir.wandb_run_id.is_file()):
+    if not run_dir.wandb_run_id.is_file():
         return
     unset_empty_variables("WANDB_")
     _leave_inherited_process()

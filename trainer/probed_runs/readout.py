@@ -1,15 +1,7 @@
-"""Probe the encoder of one checkpoint: a linear probe and a vote of nearest neighbours for each label.
-
-Guarantees: neither the encoder nor the view policy is changed, and no result depends on the number of ranks. The order
-of an epoch, every online overlay and every view depend only on (config.seed, epoch, sample index). The global random
-states of torch and numpy are not used.
-
-Shapes: N samples, B pictures, C channels, H by W pixels, F features of the linear probe, D embedding size.
-"""
+"""Probe the encoder of one checkpoint, and describe what was found: a result for each label, and the heads."""
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,21 +14,12 @@ from data_pipeline.core.sample import NO_LABEL
 from trainer.models.encoder import Encoder
 from trainer.modules import TrainedModules
 from trainer.own_code import hashes_of_code
-from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, ViewFunction, encode, extract, frozen
+from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures
+from trainer.probes.fitting import Fitted, fit
 from trainer.probes.groups import measure_groups, pairs_of
 from trainer.probes.heads import Heads
-from trainer.probes.knn import TEMPERATURE, KNNResult, knn_classes, neighbors_of
-from trainer.probes.linear import (
-    LinearProbe,
-    ProbeConfig,
-    Target,
-    check_ranks,
-    drawn_batches,
-    finite_accuracy,
-    fit_linear_probe,
-    num_labelled,
-    stored_batches,
-)
+from trainer.probes.knn import TEMPERATURE, KNNResult
+from trainer.probes.linear import ProbeConfig, Target, num_labelled
 from trainer.probes.result import ProbeResult, pack_right
 from trainer.probes.targets import label_targets, readable_labels
 
@@ -125,61 +108,6 @@ class _Reader(nn.Module):
         return reading, reading
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """Both probes of one label. `knn_N` are the classes that the vote gives to the test samples, (N,) int64."""
-
-    target: Target
-    linear: LinearProbe
-    knn_N: Tensor
-    num_neighbors: int
-
-
-def fit(
-    encoder: FeatureEncoder,
-    *,
-    view_policy: ViewFunction,
-    train: Pictures,
-    test: Pictures,
-    targets: Mapping[LabelSpace, Target],
-    config: ProbeConfig,
-    device: torch.device,
-) -> dict[LabelSpace, Fitted]:
-    """Fit and score both probes for every target. Every rank calls this with the same arguments.
-
-    kNN and the test of the linear probe see samples without views, which are encoded once. Overlays are drawn again in
-    every epoch of a fit on views, as in training. Raises `UserError` for `batch_norm="train"` on several ranks, if a
-    head diverges, or if features are not finite.
-    """
-    check_ranks(config)
-    live = copy.deepcopy(encoder) if config.batch_norm == "train" else encoder
-    with frozen(encoder, live, view_policy):
-        test_NF, test_NC = encode(encoder, test, device=device)
-        if config.views == "none" and live is encoder:
-            train_NF, train_NC = encode(encoder, train, device=device)
-            batches = stored_batches(train_NF, targets, config=config, device=device)
-        else:
-            train_NC = extract(lambda x_BCHW: encoder.features_and_pooled(x_BCHW)[1], train, device=device)
-            batches = drawn_batches(live, view_policy, train, labels=list(targets), config=config, device=device)
-
-        def test_features() -> Tensor:
-            if live is encoder:
-                return test_NF
-            return extract(lambda x_BCHW: live.features_and_pooled(x_BCHW)[0], test, device=device)
-
-        linear = fit_linear_probe(batches, test_features=test_features, targets=targets, config=config)
-        bank_NC, neighbors = train_NC.to(device), neighbors_of(targets, config.num_neighbors)
-        return {
-            space: Fitted(
-                target,
-                linear[space],
-                knn_classes(bank_NC, test_NC, target, num_neighbors=neighbors[space]),
-                neighbors[space],
-            )
-            for space, target in targets.items()
-        }
-
-
 def describe(
     space: LabelSpace,
     fitted: Fitted,
@@ -210,7 +138,7 @@ def describe(
         class_names=test.class_names(space),
         linear=fitted.linear.result,
         knn=KNNResult(
-            accuracy=finite_accuracy(fitted.knn_N, target.test_N, name=space),
+            accuracy=fitted.knn_accuracy,
             num_neighbors=fitted.num_neighbors,
             temperature=TEMPERATURE,
         ),

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -26,9 +26,9 @@ from data_pipeline.storage.manifest import Manifest
 from data_pipeline.storage.source_digests import content_digest, shared_sources
 from trainer.data import DataConfig, read_manifests
 from trainer.models.encoder import Encoder, inside_wrappers
-from trainer.probes.features import TRAIN_DRAW, LabelSpace, frozen, read_pictures, shared_rows
-from trainer.probes.knn import knn_accuracies, neighbors_of
-from trainer.probes.linear import ProbeConfig, Target, fit_linear_probe, stored_batches
+from trainer.probes.features import TRAIN_DRAW, LabelSpace, encode, frozen, read_pictures
+from trainer.probes.fitting import fit_stored
+from trainer.probes.linear import ProbeConfig, Target
 from trainer.probes.shared import check_shared
 from trainer.probes.targets import check_labelled, readable_labels
 from trainer.views.inputs import to_floating, to_unit_range
@@ -100,8 +100,6 @@ def probe(
             f"the config must have {', '.join(f'{name}={value}' for name, value in _FIXED.items())}. For other values "
             "use `python -m trainer.probe`"
         )
-    if isinstance(inner := inside_wrappers(encoder), Encoder):
-        encoder = inner
     if isinstance(train, str | Path) and isinstance(test, str | Path):
         data = DataConfig(train_dir=str(train), test_dir=str(test))
         manifests = read_manifests(data)
@@ -110,57 +108,69 @@ def probe(
             logger.warning("%s", said)
     # In inference mode no head can be fitted. Autocast would keep the first copy of the head's weights.
     with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-        with frozen(encoder, getattr(encoder, "__self__", None)):  # of a method, the module that has it
-            known = _encode(encoder, train, which="train", batch_size=batch_size)
-            asked = _encode(encoder, test, which="test", batch_size=batch_size)
+        reader = AnyEncoder(encoder)
+        with frozen(reader, getattr(encoder, "__self__", None)):  # of a method, the module that has it
+            known = _encode(reader, train, which="train", batch_size=batch_size)
+            asked = _encode(reader, test, which="test", batch_size=batch_size)
         targets = _targets(known, asked, wanted=config.labels)
         _check_inputs(known, asked, allowed=config.allow_shared)
-        batches = stored_batches(known.features_NF, targets, config=config, device=known.features_NF.device)
-        linear = fit_linear_probe(batches, test_features=lambda: asked.features_NF, targets=targets, config=config)
-        neighbors = neighbors_of(targets, config.num_neighbors)
-        knn = knn_accuracies(known.pooled_ND, asked.pooled_ND, targets, neighbors=neighbors)
+        fitted = fit_stored(known.features, asked.features, targets=targets, config=config, device=reader.device)
     return {
-        name: Accuracy(linear[name].result.accuracy, knn[name], target.chance, neighbors[name])
-        for name, target in targets.items()
+        name: Accuracy(one.linear.result.accuracy, one.knn_accuracy, one.target.chance, one.num_neighbors)
+        for name, one in fitted.items()
     }
+
+
+class AnyEncoder(nn.Module):
+    """Any module or function from pictures (B, C, H, W) to rows (B, D), or an `Encoder`, as probes call an encoder.
+
+    A module gets pictures on the device and in the dtype of its parameters, a function float32 on the CPU.
+    `deviations` are the standard deviations of the batches that it got.
+    """
+
+    def __init__(self, encoder: nn.Module | Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        inner = inside_wrappers(encoder)
+        self.encoder = inner if isinstance(inner, Encoder) else encoder
+        parameter = next(self.parameters(), None)
+        self.device = _CPU if parameter is None else parameter.device
+        self._dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else None
+        self.deviations: list[Tensor] = []
+
+    def features_and_pooled(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the linear probe reads and what kNN reads, float32. Raises `UserError` if they are no rows."""
+        encoder, inputs = self.encoder, x_BCHW.to(self.device, self._dtype)
+        self.deviations.append(inputs.float().std(correction=0))
+        if isinstance(encoder, Encoder):
+            features_BF, pooled_BC = encoder.features_and_pooled(inputs)
+            return features_BF.float(), pooled_BC.float()
+        features_BD = _rows(encoder(inputs), len(inputs))
+        return features_BD, features_BD
 
 
 @dataclass(frozen=True)
 class _Encoded:
-    """The features of a dataset and its labels (N,) int64 on the host.
+    """The features (N, F) and pooled features (N, C) of a dataset, and its labels (N,) int64 on the host.
 
     digests_N: a short digest of each input, of data of others; of a dataset of this package there is a manifest.
     deviation: the mean over batches of the standard deviation of the inputs, as the encoder gets them.
     """
 
-    features_NF: Tensor
-    pooled_ND: Tensor
+    features: tuple[Tensor, Tensor]
     labels: Mapping[str, Tensor]
     manifest: Manifest | None
     digests_N: NDArray[np.uint64]
     deviation: float
 
 
-def _encode(encoder: object, data: LabelledData, *, which: str, batch_size: int) -> _Encoded:
+def _encode(reader: AnyEncoder, data: LabelledData, *, which: str, batch_size: int) -> _Encoded:
     """Encode each sample once. `which` is "train" or "test", for errors and for the draw of an online overlay."""
-    parameter = next(encoder.parameters(), None) if isinstance(encoder, nn.Module) else None
-    device = _CPU if parameter is None else parameter.device
-    precision = parameter.dtype if parameter is not None and parameter.is_floating_point() else None
-
-    deviations: list[Tensor] = []
-
-    def features_of(inputs: Tensor) -> list[Tensor]:
-        x_BCHW = to_floating(inputs).to(device, precision)
-        deviations.append(x_BCHW.float().std(correction=0))
-        if isinstance(encoder, Encoder):
-            return [_rows(each, len(inputs)) for each in encoder.features_and_pooled(x_BCHW)]
-        return [_rows(cast(Callable[[Tensor], Tensor], encoder)(x_BCHW), len(inputs))]
-
+    reader.deviations.clear()
     manifest, digests = None, list[bytes]()
     if isinstance(data, str | Path):
         pictures = read_pictures(data, draw=TRAIN_DRAW if which == "train" else 0)
         manifest, labels = pictures.manifest, pictures.by_label
-        wholes = shared_rows(features_of, pictures, chunk_size=batch_size)
+        features = encode(reader, pictures, device=reader.device, batch_size=batch_size)
     else:
         if isinstance(data, tuple):
             data = TensorDataset(*map(torch.as_tensor, data))
@@ -170,18 +180,20 @@ def _encode(encoder: object, data: LabelledData, *, which: str, batch_size: int)
         parts, label_parts = [], []
         for batch in data:
             inputs, label_of = _inputs_and_labels(batch, which=which)
-            parts.append(features_of(to_unit_range(inputs) if isinstance(encoder, Encoder) else inputs))
+            convert = to_unit_range if isinstance(reader.encoder, Encoder) else to_floating
+            parts.append(reader.features_and_pooled(convert(inputs)))
             label_parts.append(label_of)
             values = inputs.detach().cpu().flatten(1).contiguous().view(torch.uint8).numpy()
             digests += [content_digest(row)[:8] for row in values]
         if not parts:
             raise UserError(f"the {which} set of the probe holds no sample")
-        wholes = [torch.cat(each) for each in zip(*parts, strict=True)]
+        features_NF, pooled_NC = (torch.cat(each) for each in zip(*parts, strict=True))
+        features = features_NF, pooled_NC
         labels = {name: torch.cat([label_of[name] for label_of in label_parts]) for name in label_parts[0]}
-    if not all(whole.isfinite().all() for whole in wholes):
+    if not all(whole.isfinite().all() for whole in features):
         raise UserError(f"the features of the {which} set are not all finite; did the training of the encoder diverge?")
     digests_N = np.frombuffer(b"".join(digests), dtype=np.uint64)
-    return _Encoded(wholes[0], wholes[-1], labels, manifest, digests_N, float(torch.stack(deviations).mean()))
+    return _Encoded(features, labels, manifest, digests_N, float(torch.stack(reader.deviations).mean()))
 
 
 def _check_inputs(train: _Encoded, test: _Encoded, *, allowed: float) -> None:

@@ -395,11 +395,13 @@ def extract(
     return features_NF
 
 
-def encode(encoder: FeatureEncoder, pictures: Pictures, *, device: torch.device) -> tuple[Tensor, Tensor]:
+def encode(
+    encoder: FeatureEncoder, pictures: Pictures, *, device: torch.device, batch_size: int = _ENCODED_AT_ONCE
+) -> tuple[Tensor, Tensor]:
     """Return the features (N, F) and the pooled features (N, C) of all pictures without views, as `extract` does."""
     with torch.no_grad():
         features_NF, pooled_NC = shared_rows(
-            lambda part: encoder.features_and_pooled(to_float(part, device)), pictures, chunk_size=_ENCODED_AT_ONCE
+            lambda part: encoder.features_and_pooled(to_float(part, device)), pictures, chunk_size=batch_size
         )
     return features_NF, pooled_NC
 

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from data_pipeline.core.errors import UserError
 from tests.tiny_data import share_sources, write_tiny_dataset, write_tiny_pair, write_tiny_sound_pair
 from trainer.models import Encoder, ResNetConfig, build_encoder
-from trainer.probed_runs.readout import fit
 from trainer.probes.any_encoder import Accuracy, probe
 from trainer.probes.features import TRAIN_DRAW, read_pictures
+from trainer.probes.fitting import fit
 from trainer.probes.linear import ProbeConfig, accuracy
 from trainer.probes.targets import label_targets
 

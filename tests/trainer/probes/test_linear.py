@@ -13,9 +13,9 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import NO_LABEL
 from tests.trainer.probes.toy import Spy, ToyEncoder, toy_pictures
-from trainer.probed_runs.readout import fit
 from trainer.probes import linear
 from trainer.probes.features import LabelSpace
+from trainer.probes.fitting import fit
 from trainer.probes.knn import knn_accuracies
 from trainer.probes.linear import (
     PROBE_VIEW,

@@ -20,9 +20,9 @@ from tests.tiny_data import write_tiny_pair, write_tiny_sound_pair
 from tests.trainer.test_on_a_gpu import CUDA, Waits, on_the_gpu, tensors_without_data
 from trainer.modules import build_modules
 from trainer.probed_runs import readout
-from trainer.probed_runs.readout import fit
 from trainer.probes import features, linear
 from trainer.probes.features import Pictures, extract, read_pictures
+from trainer.probes.fitting import fit
 from trainer.probes.knn import knn_classes
 from trainer.probes.linear import ProbeConfig, Target
 from trainer.probes.targets import label_targets

@@ -13,8 +13,8 @@ from data_pipeline.core.counter_rng import DrawKeys
 from data_pipeline.loading.stream import ReadConfig, Stream
 from data_pipeline.loading.whole import read_all
 from tests.tiny_data import write_tiny_sound_pair, write_tiny_sounds
-from trainer.probed_runs.readout import fit
 from trainer.probes.features import read_pictures
+from trainer.probes.fitting import fit
 from trainer.probes.linear import ProbeConfig, accuracy
 from trainer.probes.targets import label_targets
 from trainer.views.expert_audio import Spectral, SpectralConfig, clean_spectrogram
