@@ -16,8 +16,9 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Literal
 
 import numpy as np
@@ -36,16 +37,15 @@ from data_pipeline.building.tar_scan import (
     scan_tar,
 )
 from data_pipeline.core.errors import UserError, printable
+from data_pipeline.core.label_words import MAX_CLASSES, Classes, choose_classes
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY
 from data_pipeline.core.schema import check_label_name
 from data_pipeline.overlays import OverlayInputs, PixelOverlay
 from data_pipeline.overlays.registry import kind_of, save_overlay
-from data_pipeline.sources import class_names_of
 from data_pipeline.storage.index import HASHES_NAME, NUMBERS_NAME, SAMPLES_NAME, TIMES_NAME, labels_name
 from data_pipeline.storage.locations import MANIFEST_NAME, TARS_NAME, index_directory, is_remote, listed_tars
 from data_pipeline.storage.manifest import (
-    MAX_CLASSES,
     OVERLAY_NAME,
     Description,
     Fields,
@@ -60,7 +60,6 @@ from data_pipeline.storage.manifest import (
 
 _NUM_MEASURED: Final = 2_000  # pictures from which the mean and the deviation are computed
 _NUM_NAMED: Final = 12  # class names in a description
-_UNLABELLED: Final = "-1"  # in many datasets, the label of a sample without a class
 
 Split = Literal["train", "test"]
 
@@ -100,7 +99,8 @@ def make_index(
                 progress.advance(note=f"{num_samples} samples")
                 if tar.problem is not None:
                     logger.warning("%s %s", tar.path, tar.problem)
-        labels = _found_labels(location, tars, fields, classes_of=classes_of)
+        found = _found_labels(location, tars, fields, classes_of=classes_of)
+        labels = {name: LabelEntry(title=name, classes=classes.names) for name, classes in found.items()}
         mean, std = mean_and_std(tars)
         drawn = {} if overlay is None else labels_of_overlay(overlay)
         if both := sorted(labels.keys() & drawn.keys()):
@@ -125,7 +125,8 @@ def make_index(
             overlay=entry,
         )
         beside = () if entry is None else (OVERLAY_NAME,)
-        return write_index(tars, out, description, fields=fields, numbered=False, beside=beside), tars
+        numbers = {name: classes.number_of for name, classes in found.items()}
+        return write_index(tars, out, description, fields=fields, numbered=False, beside=beside, numbers=numbers), tars
 
 
 def write_index(
@@ -136,10 +137,12 @@ def write_index(
     fields: Fields,
     numbered: bool,
     beside: Sequence[str],
+    numbers: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
 ) -> Manifest:
     """Write the index of tars into the directory `out`, and the manifest at last.
 
-    `description` says what the samples are, `beside` names further files, whose partial files are there already. The
+    `description` says what the samples are, `beside` names further files, whose partial files are there already.
+    `numbers` are those of the classes of each value of a label in the tars; without them, values are class names. The
     labels that are stored get their counts from the tars. The caller keeps `out` locked. The old manifest goes first
     and the new one comes last, so no process reads an index that is half replaced.
     """
@@ -153,7 +156,8 @@ def write_index(
     }
     labels = dict(description.labels)
     for name, label in description.stored_labels.items():
-        label_N = _numbers_of(label, [(tar.labels[name], tar.label_of[name]) for tar in tars])
+        number_of = numbers.get(name, {word: number for number, word in enumerate(label.classes)})
+        label_N = _numbers_of(number_of, [(tar.labels[name], tar.label_of[name]) for tar in tars])
         counts = np.bincount(label_N[label_N >= 0], minlength=len(label.classes))
         labels[name] = label.model_copy(update={"counts": tuple(counts.tolist())})
         contents[labels_name(name)] = label_N.astype("<i4").tobytes()
@@ -186,11 +190,12 @@ def write_index(
     return manifest
 
 
-def _numbers_of(label: LabelEntry, found: Sequence[tuple[tuple[str, ...], NDArray[np.int32]]]) -> NDArray[np.int64]:
+def _numbers_of(
+    number_of: Mapping[str, int], found: Sequence[tuple[tuple[str, ...], NDArray[np.int32]]]
+) -> NDArray[np.int64]:
     """Return the number of the class of each sample, from the values in each tar and the numbers of these."""
-    numbers = {word: number for number, word in enumerate(label.classes)}
     # The last entry is for samples without a label.
-    of_class = [np.array([*(numbers.get(word, NO_LABEL) for word in words), NO_LABEL]) for words, _ in found]
+    of_class = [np.array([*(number_of.get(word, NO_LABEL) for word in words), NO_LABEL]) for words, _ in found]
     return np.concatenate([numbers_W[label_N] for numbers_W, (_, label_N) in zip(of_class, found, strict=True)])
 
 
@@ -212,8 +217,8 @@ def _count_fields(tars: Sequence[ScannedTar]) -> Counter[str]:
 
 def _found_labels(
     location: str, tars: Sequence[ScannedTar], fields: Fields, *, classes_of: Path | None
-) -> dict[str, LabelEntry]:
-    """Return each label of which some sample has a value. Raises `UserError` as `make_index` does."""
+) -> dict[str, Classes]:
+    """Return the classes of each label of which some sample has a value. Raises `UserError` as `make_index` does."""
     seen = ", ".join(name for name, _ in _count_fields(tars).most_common(10)) or "none"
     if not any(each.num_samples for each in tars):
         raise UserError(
@@ -221,7 +226,7 @@ def _found_labels(
             "so name yours with --image"
         )
     of_train = None if classes_of is None else load_manifest(classes_of).labels
-    labels: dict[str, LabelEntry] = {}
+    found: dict[str, Classes] = {}
     for name in tars[0].labels:
         words = {word for each in tars for word in each.labels[name]}
         if not words and fields.labels is not None:
@@ -233,33 +238,22 @@ def _found_labels(
         known = of_train[name].classes if of_train is not None and name in of_train else None
         if not words or (of_train is not None and known is None):
             continue
-        if classes := _classes(location, name, words, known, classes_of):
-            labels[name] = LabelEntry(title=name, classes=classes)
-    return labels
-
-
-def _classes(
-    location: str, label: str, words: set[str], known: tuple[str, ...] | None, classes_of: Path | None
-) -> tuple[str, ...]:
-    """Return the names of the classes of a label with the values `words`: `known`, those of a train set, if there are.
-
-    None if `-1` is the only value: it is no class if all others are whole numbers, which number the classes.
-    """
-    others = words.union(known or ()) - {_UNLABELLED}
-    if _UNLABELLED not in (known or ()) and all(word.isascii() and word.isdigit() for word in others):
-        words = words - {_UNLABELLED}
-    if known is not None:
-        if unknown := sorted(words - set(known))[:3]:
+        classes = choose_classes(name, words, known=known)
+        if unknown := sorted(words - classes.number_of.keys())[:3]:
             raise UserError(
                 f"{location} has labels that {classes_of} lacks, such as {', '.join(unknown)}; index both with the "
                 "same --label, or leave samples of other classes out"
             )
-        return known
-    if len(words) > MAX_CLASSES:
-        raise UserError(
-            f"{location} has {len(words)} different labels, more than {MAX_CLASSES}; name another --label than {label}"
-        )
-    return class_names_of(words) if words else ()
+        if len(classes.names) > MAX_CLASSES:
+            raise UserError(
+                f"{location} has {len(words)} different labels, more than {MAX_CLASSES}; name another --label than "
+                f"{name}"
+            )
+        if classes.remark:
+            logger.warning(classes.remark)
+        if classes.names:
+            found[name] = classes
+    return found
 
 
 def describe_manifest(manifest: Manifest) -> list[str]:

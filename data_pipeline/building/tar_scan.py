@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 import tempfile
 from collections import Counter
@@ -24,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.label_words import as_word
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import BASE, NO_LABEL
 from data_pipeline.core.schema import MAX_CHARACTERS
@@ -121,7 +121,7 @@ def scan_tar(inputs: ScanInputs, task: TarTask, *, is_built: bool = False) -> Sc
             raise UserError(f"{task.path}: the answer of {len(data)} bytes is not a whole tar; check the location")
         if contents.end == 0 and any(data[:1]):
             raise UserError(f"{task.path} is not a plain tar; unpack it if it is compressed, or leave it out")
-        labels = {name: _LabelReader(inputs.fields, name) for name in inputs.label_names}
+        labels = {name: _LabelReader(inputs.fields, name, is_built=is_built) for name in inputs.label_names}
         fields: Counter[str] = Counter()
         num_members = 1 if inputs.fields.mask is None else 2
         chosen: list[TarMember] = []  # of all samples end to end, because many small lists cost the garbage collector
@@ -210,70 +210,63 @@ class _LabelReader:
         unread: the files that cannot be read as a label, and why.
     """
 
-    def __init__(self, fields: Fields, name: str) -> None:
+    def __init__(self, fields: Fields, name: str, *, is_built: bool) -> None:
         self._field = None if fields.labels is None else fields.labels[name]
+        self._is_built = is_built
         self.numbers: dict[str, int] = {}
         self.found: list[int] = []
         self.unread: list[str] = []
 
     def read(self, of_sample: Mapping[str, TarMember], data: memoryview) -> None:
         try:
-            word = _label(self._field, of_sample, data)
+            word = _label(self._field, of_sample, data, is_built=self._is_built)
         except ValueError as error:
-            word = None
+            word = ""
             self.unread.append(str(error))
-        self.found.append(NO_LABEL if word is None else self.numbers.setdefault(word, len(self.numbers)))
+        self.found.append(self.numbers.setdefault(word, len(self.numbers)) if word else NO_LABEL)
 
 
-def _label(field: str | None, of_sample: Mapping[str, TarMember], data: memoryview) -> str | None:
-    """Return the label of a sample as text; None if it has none.
+def _label(field: str | None, of_sample: Mapping[str, TarMember], data: memoryview, *, is_built: bool) -> str:
+    """Return the label of a sample as text; "" if it has none. The text is exact in a tar of a build, which wrote it.
 
     Raises `ValueError` with the name of its file if that has a content that is no label.
     """
     if field is None:
         field = next((name for name in LABEL_FIELDS if name in of_sample), None)
         if field is None:
-            return None
+            return ""
     extension, _, entry = field.partition(":")
     member = of_sample.get(extension)
     if member is None:
-        return None
+        return ""
     if member.size > _MAX_LABEL_BYTES:
         raise ValueError(f"{member.name}, which has {member.size:,} bytes, more than {_MAX_LABEL_BYTES:,}")
     content = bytes(data[member.offset : member.offset + member.size])
-    if entry:
-        word = _word_in_json(content, entry, member.name)
-    else:
-        try:
-            word = content.decode("utf-8-sig").strip()  # some programs write a byte-order mark before the text
-        except UnicodeDecodeError:
-            raise ValueError(f"{member.name}, which is not text in UTF-8") from None
+    try:
+        # Some programs write a byte-order mark before the text.
+        value = _value_in_json(content, entry) if entry else content.decode("utf-8-sig")
+        word = value if is_built and isinstance(value, str) else as_word(value)
+    except UnicodeDecodeError:
+        raise ValueError(f"{member.name}, which is not text in UTF-8") from None
+    except ValueError as error:
+        raise ValueError(f"{member.name}: {error}") from None
     if len(word) > MAX_CHARACTERS or not word.isprintable():
         raise ValueError(f"{member.name}, whose text of {len(word):,} characters is too long or cannot be printed")
-    return word or None
+    return word
 
 
-def _word_in_json(content: bytes, entry: str, name: str) -> str:
-    """Return the text or the whole number at an entry of the JSON file `name`; "" if it is null or is not there.
-
-    Raises `ValueError` with the name if the file is not JSON, or if the entry has another value.
-    """
+def _value_in_json(content: bytes, entry: str) -> object:
+    """Return the value at an entry of a JSON file; None if it is not there. Raises `ValueError` if it is not JSON."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError):
-        raise ValueError(f"{name}, which is not JSON") from None
+        raise ValueError("it is not JSON") from None
     try:
         for key in entry.split("."):
             value = value[int(key)] if isinstance(value, list) else value[key]
     except (ValueError, KeyError, IndexError, TypeError):
-        return ""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)  # pandas writes 2.0 for the 2 of a column with gaps
-    if isinstance(value, float) and math.isnan(value):
-        return ""  # as pandas writes a gap
-    if value is not None and not isinstance(value, (str, int)):
-        raise ValueError(f"{name}, whose entry {entry} is neither text nor a whole number")
-    return "" if value is None else str(value)
+        return None
+    return value
 
 
 def measured_rows(num_samples: int, *, num: int, tar: int) -> list[int]:

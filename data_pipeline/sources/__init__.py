@@ -10,7 +10,7 @@ not on the file system.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol, TypeVar
@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from data_pipeline.core.options import SOURCE_OPTION, Options, parse_options
 from data_pipeline.core.sample import BASE, Record
 from data_pipeline.core.schema import Schema
-from data_pipeline.storage.manifest import MAX_CLASSES
 
 __all__ = ["SoundSource", "Source"]
 
@@ -76,21 +75,6 @@ def labels_of(source: Source) -> dict[str, LabelColumn]:
 def visible(folder: Path) -> list[Path]:
     """Return what a folder holds, sorted by name, without hidden entries and the folder `__MACOSX` of a Mac's zip."""
     return sorted(path for path in folder.iterdir() if not path.name.startswith((".", "__MACOSX")))
-
-
-def class_names_of(values: Collection[str]) -> tuple[str, ...]:
-    """Return the names of the classes of some labels, sorted. Whole numbers without large gaps are their own classes.
-
-    Examples:
-        >>> class_names_of({"wren", "owl"}), class_names_of({"0", "2"}), class_names_of({"7", "100000"})
-        (('owl', 'wren'), ('0', '1', '2'), ('7', '100000'))
-    """
-    if all(value.isascii() and value.isdigit() and str(int(value)) == value for value in values):
-        largest = max(map(int, values))
-        if largest < max(10 * len(values), 1_000) and largest < MAX_CLASSES:
-            return tuple(map(str, range(largest + 1)))
-        return tuple(sorted(values, key=int))
-    return tuple(sorted(values))
 
 
 @dataclass(frozen=True)

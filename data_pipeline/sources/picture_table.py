@@ -10,6 +10,7 @@ An empty cell means that the picture does not have this label. The label `base` 
 from __future__ import annotations
 
 import csv
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path, PurePath
@@ -19,12 +20,15 @@ import numpy as np
 from pydantic import Field
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import BASE, NO_LABEL, OVERLAY
+from data_pipeline.core.label_words import as_word, choose_classes
+from data_pipeline.core.sample import BASE, OVERLAY
 from data_pipeline.core.schema import ImageSize, Schema, check_label_name
-from data_pipeline.sources import LabelColumn, SourceInputs, class_names_of
+from data_pipeline.sources import LabelColumn, SourceInputs
 from data_pipeline.sources.files import Directory, Names
 from data_pipeline.sources.folder import PictureFiles, image_folder, open_pictures
 from data_pipeline.sources.layout import Layout
+
+logger = logging.getLogger(__name__)
 
 FILE_COLUMN: Final = "file"
 SPLIT_COLUMN: Final = "split"
@@ -154,16 +158,19 @@ def _check_files(names: Sequence[str], root: Path, table: Path) -> None:
 
 def _label(label: str, cells: Sequence[str], names: Sequence[str], table: Path) -> LabelColumn:
     """Return one label of all pictures of the table."""
-    if not any(cells):
+    words = [as_word(cell) for cell in cells]
+    if not any(words):
         raise UserError(f"{table} has no value in the column {label}; fill it, or remove the column")
-    if label == BASE and not all(cells):
+    if label == BASE and not all(words):
         raise UserError(
-            f"{table} gives {names[cells.index('')]} no value in the column {BASE}, which every picture needs; fill "
+            f"{table} gives {names[words.index('')]} no value in the column {BASE}, which every picture needs; fill "
             "it, or give the column another name"
         )
-    classes = class_names_of({cell for cell in cells if cell})
-    numbers = {word: number for number, word in enumerate(classes)} | {"": NO_LABEL}
-    return LabelColumn(label, classes, np.array([numbers[cell] for cell in cells], dtype=np.int64))
+    classes = choose_classes(label, set(words))
+    if classes.remark:
+        logger.warning("%s: %s", table, classes.remark)
+    label_N = np.array([classes.number_of[word] for word in words], dtype=np.int64)
+    return LabelColumn(label, classes.names, label_N)
 
 
 def _read_table(path: Path) -> dict[str, list[str]]:

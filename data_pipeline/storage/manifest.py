@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from data_pipeline.core.errors import UserError
+from data_pipeline.core.label_words import MAX_CLASSES
 from data_pipeline.core.sample import Layout, Medium
 from data_pipeline.core.schema import LabelName, Line, Schema, Share
 from data_pipeline.storage.locations import MANIFEST_NAME, PICTURE_FIELDS, dataset_directory, names_tars
@@ -30,7 +31,6 @@ from data_pipeline.storage.locations import MANIFEST_NAME, PICTURE_FIELDS, datas
 OVERLAY_NAME: Final = "overlay.safetensors"  # the assets of an online overlay
 SOURCE_DIGESTS_NAME: Final = "source_digests.bin"  # a short hash of each sample's source
 FORMAT_VERSION: Final = 7
-MAX_CLASSES: Final = 100_000
 _MEND: Final = "build or index the dataset again, or copy it again from a whole copy"
 
 
