@@ -18,13 +18,13 @@ here silence replaces it. Build the shards first, for example
     done
     torchrun --standalone --nproc-per-node 8 launch/train.py --config audio:spectral
 
-With `--source fsdd` the sounds have 8,000 points a second: add `--set data.sample_rate=8000`. This is not the dataset
-of the paper, and its numbers differ.
+With `--source fsdd` the sounds have 8,000 points a second: add `--set data.sample_rate=of_data`. This is not the
+dataset of the paper, and its numbers differ. The recipes `folder...` are for your own sounds.
 """
 
 from __future__ import annotations
 
-from configs.base import PUBLISHED_ADAM, PUBLISHED_SGD, data, named
+from configs.base import NAME_OF_DATA, PUBLISHED_ADAM, PUBLISHED_SGD, changed, data, named
 from trainer.adversary import AdversaryConfig
 from trainer.config import RunConfig
 from trainer.models.encoder import ResNetConfig
@@ -78,6 +78,42 @@ def waveform_sound() -> RunConfig:
 def viewmaker_sound() -> RunConfig:
     """A viewmaker on the spectrogram, background sounds alone. Published: 100.0 % on the background."""
     return _on("noise", viewmaker())
+
+
+def folder() -> RunConfig:
+    """Your own sounds of any rate and length: --set data.train_dir=DIR --set data.test_dir=DIR. For a GPU.
+
+    Masks and noise on the spectrogram; the settings are those of Table 2. The run is named after the folder of the
+    data. docs/data.md says how sounds are built.
+    """
+    shards = data("sounds", overlay="online", sample_rate="of_data")
+    return changed(spectral(), name=f"audio-{NAME_OF_DATA}", data=shards)
+
+
+def folder_small() -> RunConfig:
+    """Your own sounds for a CPU: ResNet-10 of width 16, small batches and fewer epochs."""
+    return changed(
+        folder(),
+        name=f"audio-{NAME_OF_DATA}-small",
+        data=data("sounds", num_workers=0, overlay="online", sample_rate="of_data"),
+        encoder=ResNetConfig(kind="resnet10", width=16, in_channels=1, mean=(0.0,), std=(1.0,)),
+        global_batch_size=64,
+        num_epochs=20,
+        channels_last=True,
+        probe=ProbeConfig(views="none", num_epochs=30),
+    )
+
+
+def folder_viewmaker() -> RunConfig:
+    """Your own sounds with a viewmaker on the spectrogram. For a GPU."""
+    return changed(viewmaker(), name=f"audio-viewmaker-{NAME_OF_DATA}", data=folder().data)
+
+
+def folder_viewmaker_small() -> RunConfig:
+    """Your own sounds with a viewmaker of width 8 and one block, for a CPU."""
+    views = ViewmakerConfig(budget=0.125, clamp=False, base_width=8, num_res_blocks=1)
+    small, name = folder_small(), f"audio-viewmaker-{NAME_OF_DATA}-small"
+    return changed(small, name=name, views=views, adversary=viewmaker().adversary)
 
 
 def _on(dataset: str, recipe: RunConfig) -> RunConfig:

@@ -19,7 +19,7 @@ def data(
     *,
     num_workers: int = 2,
     overlay: Literal["baked", "online", "online_per_view"] = "baked",
-    sample_rate: int | None = None,
+    sample_rate: int | Literal["of_data"] | None = None,
 ) -> DataConfig:
     """Return the config of the shards that the documented build commands write to data/DATASET/train and .../test."""
     return DataConfig(

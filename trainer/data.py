@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Self
+from typing import Final, Literal, Self
 
 import torch
 from pydantic import model_validator
@@ -29,6 +29,7 @@ from trainer.distributed.environment import read_env
 from trainer.mixture import MixtureManifest, SourceConfigs, TrainManifest, datasets_of, weights_of
 
 _CPU = torch.device("cpu")
+_ASSUMED_RATE: Final = 16_000  # points a second of sounds of an open rate; any rate has a spectrogram of the same shape
 
 
 class DataConfig(ReadConfig):
@@ -46,7 +47,9 @@ class DataConfig(ReadConfig):
     crop_from: of tars, whose pictures have any size. "original" cuts the random crops of expert views out of the stored
         pictures, "decoded" out of the squares to which they are brought. Other datasets ignore it. A mixture of tars
     and other datasets cuts them out of the squares, and so do tars with an overlay, which is drawn on the squares.
-    sample_rate: the points a second of sounds, which also sets the spectrogram; None means pictures.
+    sample_rate: the points a second of sounds, or "of_data", whatever the train set has; None means pictures.
+    num_points: the length of a sound in points. None means the published 1.04 s, or with "of_data" that of the train
+        set. Rate and length set the spectrogram.
     """
 
     train_dir: Line | None
@@ -56,7 +59,8 @@ class DataConfig(ReadConfig):
     probed_source: Name | None = None
     overlay: Literal["baked", "online", "online_per_view"] = "baked"
     crop_from: Literal["original", "decoded"] = "original"
-    sample_rate: Count | None = None
+    sample_rate: Count | Literal["of_data"] | None = None
+    num_points: Count | None = None
 
     @model_validator(mode="after")
     def _has_one_train_set(self) -> Self:
@@ -131,8 +135,19 @@ class DataConfig(ReadConfig):
 
     @property
     def mel(self) -> MelConfig | None:
-        """Return the spectrogram of the sounds; None for pictures. Raises `UserError` if their rate has none."""
-        return None if self.sample_rate is None else mel_config(self.sample_rate)
+        """Return the spectrogram of the sounds; None for pictures. Raises `UserError` if they have none.
+
+        While rate and length are open, it is one of another rate with the same shape; see `with_sounds_of`.
+        """
+        if self.sample_rate is None:
+            return None
+        return mel_config(_ASSUMED_RATE if self.sample_rate == "of_data" else self.sample_rate, self.num_points)
+
+    def with_sounds_of(self, train: TrainManifest) -> Self:
+        """Return a copy with rate and length of the sounds of a train set, if this leaves them open."""
+        if self.sample_rate != "of_data" or train.medium != "sound":
+            return self
+        return self.model_copy(update={"sample_rate": train.sample_rate, "num_points": train.batch_shape[0]})
 
     def num_steps_per_epoch(self, num_samples: int, global_batch_size: int) -> int:
         """Return the number of steps in an epoch of a train set of `num_samples`.

@@ -78,6 +78,7 @@ def check_manifests(config: RunConfig, manifests: Manifests) -> None:
     they do not fit the config, or if the ranks do not divide the global batch.
     """
     check(config, where=f"the config {config.name}")
+    config = config.model_copy(update={"data": config.data.with_sounds_of(manifests.train)})
     train, test = manifests.probed, manifests.test
     train_dir, test_dir = config.data.probed_dir, config.data.test_dir
     sources = dict(zip(config.data.train_locations.values(), datasets_of(manifests.train), strict=True))
@@ -245,12 +246,12 @@ def _check_medium(config: RunConfig, train: Manifest) -> tuple[int, int]:
         kind = "pictures" if train.sample_rate is None else f"sounds of {train.sample_rate} points a second"
         raise UserError(
             f"{where} holds {kind}, but data.sample_rate is {rate}; use a recipe for them, with "
-            f"data.sample_rate={'null' if train.sample_rate is None else train.sample_rate}"
+            f"data.sample_rate={'null' if train.sample_rate is None else 'of_data'}"
         )
     if mel is not None and train.batch_shape != (mel.num_points,):
         raise UserError(
             f"{where} holds sounds of {train.batch_shape[0]} points but the spectrogram takes {mel.num_points}; "
-            "build them again"
+            "set data.sample_rate=of_data and data.num_points=null"
         )
     if mel is None and (num_channels := train.batch_shape[0]) != config.encoder.in_channels:
         raise UserError(

@@ -217,7 +217,7 @@ def open_loop(
             run_dir.path,
             stream,
             training.modules.encoder,
-            mel=config.data.mel,
+            mel=decided.data.mel,
             is_new=restored.has_other_train_set(manifests.identity),
             patience=partial(watchdog.patience, "finding neighbours"),
         )

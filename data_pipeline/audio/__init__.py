@@ -1,9 +1,10 @@
-"""Read WAV files, bring waveforms to one length, and compute the log-mel spectrograms that an encoder sees.
+"""Read sounds, bring waveforms to one length, and compute the log-mel spectrograms that an encoder sees.
 
-A WAV file gives its points as they were recorded, int16. A batch of waveforms is cropped or padded to one length, and
-its spectrogram is computed on the device of the waveforms.
+A build decodes each file once, to 16 bits and one channel, at the rate of the dataset. A batch of waveforms is cropped
+or padded to one length, and its spectrogram is computed on the device of the waveforms.
 
-Guarantees: reading a sound never resamples it, mixes it down to mono or rescales it. A file that is cut off is refused.
+Guarantees: 16-bit points of one channel at the rate of the dataset are stored exactly. A file that is cut off is
+refused.
 """
 
 __all__: list[str] = []

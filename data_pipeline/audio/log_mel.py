@@ -29,6 +29,10 @@ from data_pipeline.core.schema import Schema
 
 _FLOOR = 1e-5  # least mel power; its square is 1e-10, which is -100 doubled decibels
 _CACHED_POINTS = 1 << 19  # points that a CPU transforms at once: 2 MiB in float32, which fits its cache
+_NUM_FRAMES: Final = 64
+_LEAST_POINTS: Final = (_NUM_FRAMES - 1) ** 2  # from here on, some distance of whole points gives 64 frames
+_LEAST_RATE: Final = 2_000  # points a second; below, the lowest bands would be narrower than a frequency
+_WINDOW_SECONDS: Final = 0.052  # of a window, between the published 43 and 64 ms; then a power of two of points
 _BANDS_A_BANK = 8  # most weights of all bands together are zero; one product for each eight bands skips most of them
 
 _Array = NDArray[np.floating[Any]]
@@ -61,15 +65,32 @@ AUDIOMNIST: Final = MelConfig(sample_rate=48_000, num_points=50_000, n_fft=2_048
 FSDD: Final = MelConfig(sample_rate=8_000, num_points=8_333, n_fft=512, hop=131)
 
 
-def mel_config(sample_rate: int) -> MelConfig:
-    """Return the spectrogram of sounds with this many points a second; raise `UserError` if there is none."""
+def mel_config(sample_rate: int, num_points: int | None = None) -> MelConfig:
+    """Return the spectrogram, 64 bands and 64 frames, of sounds with this rate in points a second.
+
+    `num_points` is the length of a sound; None means the published 1.04 s. Windows are a power of two of points that
+    lasts 37 to 74 ms, or longer if frames are further apart, so that every point is heard. The published spectrograms
+    have settings of their own. Mean and std are the published ones for all sounds: a unit of the normalised spectrogram
+    is always 11.8 doubled decibels, and so are the budgets of distortions.
+
+    Raises `UserError` if there are too few points for so many frames, or for so many bands.
+    """
+    if num_points is None:
+        num_points = AUDIOMNIST.num_points * sample_rate // AUDIOMNIST.sample_rate
     for config in (AUDIOMNIST, FSDD):
-        if config.sample_rate == sample_rate:
+        if (config.sample_rate, config.num_points) == (sample_rate, num_points):
             return config
-    raise UserError(
-        f"no spectrogram is defined for sounds of {sample_rate} points a second; "
-        f"resample them to {AUDIOMNIST.sample_rate} or {FSDD.sample_rate}"
+    hop = max(1, num_points // (_NUM_FRAMES - 1))
+    num_fft = 2 ** round(math.log2(_WINDOW_SECONDS * sample_rate))
+    config = MelConfig(
+        sample_rate=sample_rate, num_points=num_points, n_fft=max(num_fft, 2 ** math.ceil(math.log2(hop))), hop=hop
     )
+    if config.num_frames != _NUM_FRAMES or sample_rate < _LEAST_RATE:
+        raise UserError(
+            f"sounds of {num_points} points at {sample_rate} a second are too short for a spectrogram of "
+            f"{_NUM_FRAMES} frames and bands; {_LEAST_POINTS} points are enough, at {_LEAST_RATE} a second or more"
+        )
+    return config
 
 
 def power_mel(waveforms_BT: Tensor, config: MelConfig, *, needed_BN: Tensor | None = None) -> Tensor:

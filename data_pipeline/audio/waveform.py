@@ -9,7 +9,6 @@ import io
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -20,61 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data_pipeline.core.counter_rng import DrawKeys, integers
-from data_pipeline.core.errors import UserError
 
 CROP_PURPOSE: Final = 100  # `purpose` in `data_pipeline.core.counter_rng`
-_LEVELS = 32_768  # of int16 from 0 to 1
-_EXACT_IN_INT16 = frozenset({"PCM_16", "PCM_S8", "PCM_U8", "ULAW", "ALAW"})
-_UNKNOWN_SIZE = 0x7FFF_0000  # a size at or above this is from a program that could not seek back to write it
+LEVELS: Final = 32_768  # of int16 from 0 to 1
+UNKNOWN_SIZE: Final = 0x7FFF_0000  # a size at or above this is from a program that could not seek back to write it
 _DTYPES: Final[Mapping[tuple[int, int], np.dtype[Any]]] = MappingProxyType(
     {(1, 16): np.dtype("<i2"), (3, 32): np.dtype("<f4")}  # by WAV format tag and bits a point
 )
-
-
-def read_wav(path: Path, *, sample_rate: int) -> NDArray[np.int16]:
-    """Read the points of a mono WAV file, (T,) int16, exactly as recorded.
-
-    Raises `UserError` if `read_wav_at_its_rate` does, or if the rate is not `sample_rate`, in points a second.
-    """
-    points, rate = read_wav_at_its_rate(path)
-    if rate != sample_rate:
-        raise UserError(
-            f"{path} has {rate} points a second but {sample_rate} are needed; resample it, or choose another source"
-        )
-    return points
-
-
-def read_wav_at_its_rate(path: Path) -> tuple[NDArray[np.int16], int]:
-    """Read the points of a mono WAV file, (T,) int16 exactly as recorded, and its rate in points a second.
-
-    Raises `UserError` with the file's name if it is missing, is not a regular file or not a WAV, is cut off, has more
-    than one channel or no points, or has points that int16 cannot hold exactly.
-    """
-    import soundfile  # imported here, like scipy below: training needs neither, and each takes a third of a second
-
-    if path.exists() and not path.is_file():
-        raise UserError(f"{path} is not a regular file, so it is not read; remove it")
-    try:
-        data = path.read_bytes()
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
-            if file.format not in ("WAV", "WAVEX"):
-                raise UserError(f"{path} is not a WAV file but {file.format}; convert it to WAV")
-            if file.channels != 1:
-                raise UserError(f"{path} has {file.channels} channels; mix it down to one")
-            if file.subtype not in _EXACT_IN_INT16:
-                raise UserError(f"{path} holds {file.subtype}, which 16 bits cannot hold exactly; convert it to PCM_16")
-            points: NDArray[np.int16] = file.read(dtype="int16")
-            rate: int = file.samplerate
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); mend or remove it") from None
-    except soundfile.LibsndfileError:
-        raise UserError(f"{path} is not a WAV file; mend or remove it") from None
-    for name, declared, sound in _chunks(data):
-        if name == b"data" and len(sound) < declared < _UNKNOWN_SIZE:
-            raise UserError(f"{path} is cut off: {len(sound)} of {declared} bytes of sound are there; copy it again")
-    if points.size == 0:
-        raise UserError(f"{path} holds no sound; mend or remove it")
-    return points, rate
 
 
 def decode_wav(data: bytes | memoryview) -> NDArray[np.int16] | NDArray[np.float32]:
@@ -130,7 +81,7 @@ def _chunks(data: bytes | memoryview) -> Iterator[tuple[bytes, int, memoryview]]
 
 def to_float(waveforms: Tensor) -> Tensor:
     """Convert int16 points of any shape to float32 in [-1, 1) by a division by 32,768, which is exact."""
-    return waveforms.to(torch.float32) / _LEVELS
+    return waveforms.to(torch.float32) / LEVELS
 
 
 def resample(sound: Tensor, *, from_rate: int, to_rate: int) -> Tensor:

@@ -10,7 +10,7 @@ from typing import ClassVar, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.audio.waveform import read_wav
+from data_pipeline.audio.sound_file import read_sound_file
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import Record
 from data_pipeline.sources import SourceInputs
@@ -68,4 +68,5 @@ class AudioMnist:
 
     def __getitem__(self, number: int) -> Record:
         name = self._name_N[number].decode()
-        return Record(read_wav(self.root / name, sample_rate=self.sample_rate), int(self.labels[number]), name)
+        recording = read_sound_file(self.root / name, sample_rate=self.sample_rate)
+        return Record(recording.points, int(self.labels[number]), name)

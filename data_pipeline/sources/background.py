@@ -14,7 +14,8 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data_pipeline.audio.waveform import read_wav_at_its_rate, resample, to_float
+from data_pipeline.audio.sound_file import read_sound_file
+from data_pipeline.audio.waveform import resample, to_float
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import OVERLAY_OPTION
 from data_pipeline.core.randomness import generator
@@ -29,7 +30,7 @@ Sound = NDArray[np.float64]  # (X,): the points of one long sound
 def read_sounds(root: Path, *, sample_rate: int, num_points: int) -> list[Tensor]:
     """Read the three recordings in `root`, each a float32 sound (X,) in [-1, 1] at `sample_rate` points a second.
 
-    Raises `UserError` with the file's name if a file is missing, is not a mono WAV, or has fewer than `num_points`
+    Raises `UserError` with the file's name if a file is missing, is no sound, or has fewer than `num_points`
     points, which are heard behind one sample. Also if its first or last `num_points` points, which are the
     parts that are heard as published, have less than a thousandth of its largest magnitude.
     """
@@ -40,8 +41,9 @@ def read_sounds(root: Path, *, sample_rate: int, num_points: int) -> list[Tensor
         )
     sounds = []
     for name in FILE_NAMES:
-        points, rate = read_wav_at_its_rate(root / name)
-        sound = resample(to_float(torch.from_numpy(points)), from_rate=rate, to_rate=sample_rate)
+        recording = read_sound_file(root / name)
+        points_X = to_float(torch.from_numpy(recording.points))
+        sound = resample(points_X, from_rate=recording.sample_rate, to_rate=sample_rate)
         if len(sound) < num_points:
             raise UserError(
                 f"{root / name} gives {len(sound)} points at {sample_rate} a second, but {num_points} are needed; "

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from data_pipeline.audio.waveform import read_wav
+from data_pipeline.audio.sound_file import read_sound_file
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.sample import Record
 from data_pipeline.core.schema import Schema
@@ -70,4 +70,5 @@ class Fsdd:
 
     def __getitem__(self, number: int) -> Record:
         name = self._names[number]
-        return Record(read_wav(self.root / name, sample_rate=self.sample_rate), int(self.labels[number]), name)
+        recording = read_sound_file(self.root / name, sample_rate=self.sample_rate)
+        return Record(recording.points, int(self.labels[number]), name)

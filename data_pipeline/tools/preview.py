@@ -91,7 +91,7 @@ def pictures_of(batch: Batch, manifest: Manifest) -> NDArray[np.generic]:
     Channels that an overlay adds to a picture are left out.
     """
     if manifest.sample_rate is not None:
-        config = mel_config(manifest.sample_rate)
+        config = mel_config(manifest.sample_rate, batch.inputs_a.shape[1])
         return log_mel(power_mel(batch.inputs_a, config), config).numpy()
     inputs_BHWC: NDArray[np.uint8] = batch.inputs_a.permute(0, 2, 3, 1).contiguous().numpy()
     num_channels = inputs_BHWC.shape[3]

@@ -360,7 +360,9 @@ def _finish(stored: StoredInputs) -> Pictures:
 
 def _spectrograms(inputs: Tensor, manifest: Manifest) -> Tensor:
     """Return the spectrograms (B, 1, H, W) of waveforms (B, T), or pictures as they are."""
-    return inputs if manifest.sample_rate is None else clean_spectrogram(inputs, mel_config(manifest.sample_rate))
+    if manifest.sample_rate is None:
+        return inputs
+    return clean_spectrogram(inputs, mel_config(manifest.sample_rate, inputs.shape[1]))
 
 
 @contextmanager

@@ -25,7 +25,9 @@ from data_pipeline.core.errors import UserError
 from data_pipeline.sources.background import read_sounds
 from tests.real_data import archive
 
-CONFIGS = pytest.mark.parametrize("config", [AUDIOMNIST, FSDD], ids=["audiomnist", "fsdd"])
+CONFIGS = pytest.mark.parametrize(
+    "config", [AUDIOMNIST, FSDD, mel_config(44_100, 3 * 44_100)], ids=["audiomnist", "fsdd", "three seconds"]
+)
 
 
 def ours(waveforms_BT: torch.Tensor, config: MelConfig) -> torch.Tensor:
@@ -200,17 +202,19 @@ def test_autocast_does_not_coarsen_it() -> None:
     assert torch.equal(inside, ours(waveforms_BT, FSDD))
 
 
-def test_the_rate_chooses_the_spectrogram() -> None:
-    assert mel_config(48_000) is AUDIOMNIST
-    assert mel_config(8_000) is FSDD
-    assert (AUDIOMNIST.num_frames, FSDD.num_frames) == (64, 64)
-    assert AUDIOMNIST.num_points / 48_000 == pytest.approx(FSDD.num_points / 8_000, abs=1e-4)
-    with pytest.raises(UserError, match="44100 points a second"):
-        mel_config(44_100)
-
-
-def test_no_band_is_without_a_frequency() -> None:
-    for config in (AUDIOMNIST, FSDD):
-        click = torch.zeros(1, config.num_points, dtype=torch.float64)
-        click[0, config.num_points // 2] = 1  # all frequencies alike
-        assert (power_mel(click, config).amax(dim=2) > 0).all()
+def test_every_rate_and_length_has_a_spectrogram_of_one_shape_that_hears_every_point() -> None:
+    assert mel_config(48_000) is mel_config(48_000, 50_000) is AUDIOMNIST
+    assert mel_config(8_000) is mel_config(8_000, 8_333) is FSDD
+    assert mel_config(16_000) == MelConfig(sample_rate=16_000, num_points=16_666, n_fft=1_024, hop=264)
+    for rate in (4_000, 8_000, 11_025, 16_000, 22_050, 44_100, 48_000, 96_000):
+        for num_points in (None, rate, 3 * rate, 10 * rate):
+            config = mel_config(rate, num_points)
+            assert (config.num_mels, config.num_frames) == (64, 64)
+            assert config.n_fft >= max(0.037 * rate, config.hop)
+            assert config.n_fft <= max(0.074 * rate, 2 * config.hop)
+            click = torch.zeros(1, config.num_points, dtype=torch.float64)
+            click[0, config.num_points // 2 + config.hop // 2] = 1  # all frequencies alike, between two frames
+            assert (power_mel(click, config).amax(dim=2) > 0).all()
+    for rate, num_points in ((8_000, 1_000), (1_000, 5_000)):
+        with pytest.raises(UserError, match=f"{num_points} points at {rate} a second are too short"):
+            mel_config(rate, num_points)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,13 +20,10 @@ from data_pipeline.audio.waveform import (
     fit_length,
     gather_clips,
     gather_clips_by_index,
-    read_wav,
-    read_wav_at_its_rate,
     resample,
     to_float,
 )
 from data_pipeline.core.counter_rng import DrawKeys
-from data_pipeline.core.errors import UserError
 
 INT16 = st.lists(st.integers(-32_768, 32_767), min_size=1, max_size=50).map(lambda x: np.array(x, dtype=np.int16))
 FLOAT32 = st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=50).map(lambda x: np.array(x, dtype=np.float32))
@@ -81,44 +77,6 @@ def test_damage_is_either_seen_or_harmless(data: st.DataObject) -> None:
     except ValueError:
         return
     assert 1 <= points.size <= 100
-
-
-def test_a_file_is_read_as_recorded(tmp_path: Path) -> None:
-    points = np.array([-32_768, -1, 0, 1, 32_767], dtype=np.int16)
-    path = tmp_path / "a.wav"
-    for subtype, container in (("PCM_16", "WAV"), ("PCM_16", "WAVEX"), ("ULAW", "WAV"), ("PCM_U8", "WAV")):
-        path.write_bytes(wav(points, rate=8_000, subtype=subtype, container=container))
-        read = read_wav(path, sample_rate=8_000)
-        assert read.dtype == np.int16
-        assert np.array_equal(read, soundfile.read(path, dtype="int16")[0])
-        if subtype == "PCM_16":
-            assert np.array_equal(read, points)
-    again, rate = read_wav_at_its_rate(path)
-    assert rate == 8_000
-    assert np.array_equal(again, read)
-
-
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (wav(np.ones(20, dtype=np.int16), rate=44_100), "44100 points a second but 8000"),
-        (wav(np.ones((20, 2), dtype=np.int16)), "2 channels"),
-        (wav(np.zeros(0, dtype=np.int16)), "no sound"),
-        (wav(np.ones(20, dtype=np.int16))[:-6], "34 of 40 bytes"),
-        (wav(np.ones(20, dtype=np.int16), subtype="PCM_24"), "PCM_24"),
-        (wav(np.ones(20, dtype=np.int16), container="FLAC"), "FLAC"),
-        (b"an error page of a server", "not a WAV file"),
-        (None, "No such file"),
-    ],
-)
-def test_a_wrong_file_is_named(tmp_path: Path, data: bytes | None, reason: str) -> None:
-    path = tmp_path / "3_theo_7.wav"
-    if data is not None:
-        path.write_bytes(data)
-    with pytest.raises(UserError, match=reason) as caught:
-        read_wav(path, sample_rate=8_000)
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_all_levels_become_floats_exactly() -> None:

@@ -1,0 +1,239 @@
+"""Read files of sounds: WAV of any kind, FLAC, OGG, MP3 and AIFF, of any rate and number of channels.
+
+Guarantees: a file that is cut off raises an error, as far as its format can tell. A sound of 8 or 16 bits with one
+channel and at the rate that is wanted keeps its points exactly. Whatever else is changed is said in the remarks.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data_pipeline.audio.waveform import LEVELS, UNKNOWN_SIZE, resample
+from data_pipeline.core.errors import UserError
+
+if TYPE_CHECKING:
+    import soundfile
+
+SUFFIXES: Final = frozenset({".aif", ".aiff", ".flac", ".mp3", ".oga", ".ogg", ".opus", ".wav", ".wave"})
+LEAST_SECONDS: Final = 0.1  # of a sound that is not remarked as short
+_MORE_THAN_16_BITS: Final = frozenset({"PCM_24", "PCM_32", "FLOAT", "DOUBLE"})
+_LARGEST_DENOMINATOR: Final = 1_000  # of a ratio of two rates; the filters of a larger one would fill the memory
+
+
+@dataclass(frozen=True)
+class SoundFacts:
+    """What a file of a sound is.
+
+    Attributes:
+        format: such as "WAV", "FLAC", "OGG" or "MP3".
+        coding: libsndfile's name of it, such as "PCM_24", "FLOAT" or "VORBIS".
+        sample_rate: in points a second.
+        num_points: of one channel.
+        remarks: what is odd about the file, each as words that go on "it ...".
+    """
+
+    format: str
+    coding: str
+    sample_rate: int
+    num_channels: int
+    num_points: int
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return self.num_points / self.sample_rate
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A sound as it is stored: (T,) int16 points of one channel, and what was odd or changed, as in `SoundFacts`."""
+
+    points: NDArray[np.int16]
+    sample_rate: int
+    remarks: tuple[str, ...]
+
+
+def sound_facts(file: IO[bytes], *, full: bool = False) -> SoundFacts:
+    """Return what a file of a sound is, by its header and its end; `full` decodes it, and says whether it is silent.
+
+    `file` must be able to seek. Raises `ValueError` with the reason if the file is no sound, is cut off or is empty.
+    """
+    if full:
+        file.seek(0)
+        return _decoded(file)[0]
+    with _opened(file) as (sound, facts):
+        if facts.format != "MP3":  # whose length may be an estimate, and in which a seek decodes all before the place
+            _check_length(sound.seek(facts.num_points - 1) + len(sound.read(1)), facts)
+        return facts
+
+
+def read_sound(data: bytes, *, sample_rate: int | None = None) -> Recording:
+    """Decode a file of a sound to 16 bits and one channel, the mean of all, at `sample_rate` or at its own rate.
+
+    Points between two levels of 16 bits are rounded, and points beyond full scale are clipped, once, at the end. If the
+    ratio of two rates is no fraction of small numbers, the nearest takes its place, which is within 1e-4 of it.
+
+    Raises `ValueError` with the reason if the file is no sound, is cut off, is empty, or holds what is no number.
+    """
+    facts, points_X = _decoded(io.BytesIO(data))
+    remarks = list(facts.remarks)
+    if sample_rate is not None and sample_rate != facts.sample_rate:
+        ratio = Fraction(sample_rate, facts.sample_rate).limit_denominator(_LARGEST_DENOMINATOR)
+        resampled = resample(torch.from_numpy(points_X), from_rate=ratio.denominator, to_rate=ratio.numerator)
+        points_X = resampled.numpy()
+        remarks.append(f"has {facts.sample_rate} points a second and is resampled to {sample_rate}")
+    return Recording(_in_16_bits(points_X), sample_rate or facts.sample_rate, tuple(remarks))
+
+
+def read_sound_file(path: Path, *, sample_rate: int | None = None) -> Recording:
+    """Do `read_sound` on a file. Raises `UserError` with its name."""
+    try:
+        return read_sound(path.read_bytes(), sample_rate=sample_rate)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); mend or remove it") from None
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read, because {error}; mend or remove it") from None
+
+
+def _in_16_bits(points_X: NDArray[np.float64]) -> NDArray[np.int16]:
+    levels_X: NDArray[np.float64] = np.rint(points_X * LEVELS)
+    return levels_X.clip(-LEVELS, LEVELS - 1).astype(np.int16)
+
+
+def _decoded(file: IO[bytes]) -> tuple[SoundFacts, NDArray[np.float64]]:
+    """Return what a file is, and its points (T,) in one channel, 1 being full scale."""
+    with _opened(file) as (sound, facts):
+        points_XC: NDArray[np.float64] = sound.read(dtype="float64", always_2d=True)
+    if facts.format != "MP3" or _gives_length(file):
+        _check_length(len(points_XC), facts)
+    points_X = points_XC[:, 0] if facts.num_channels == 1 else points_XC.mean(axis=1)
+    if not np.isfinite(points_X).all():
+        raise ValueError("it holds points that are no finite numbers")
+    remarks = list(facts.remarks)
+    if np.abs(points_XC).max() > 1:
+        remarks.append("goes beyond full scale and is clipped")
+    if not np.ptp(_in_16_bits(points_X)):
+        remarks.append("is silent")
+    return replace(facts, num_points=len(points_X), remarks=tuple(remarks)), points_X
+
+
+@contextmanager
+def _opened(file: IO[bytes]) -> Iterator[tuple[soundfile.SoundFile, SoundFacts]]:
+    """Open a file of a sound, with the facts of its header. Raises `ValueError` if it cannot be opened or read."""
+    import soundfile  # here, because it takes a third of a second, and training does not need it
+
+    whole, is_mended = _with_true_length(file)
+    try:
+        sound = soundfile.SoundFile(whole)
+    except soundfile.LibsndfileError as error:
+        raise ValueError(f"it is no sound that can be read ({error.error_string})") from None
+    with sound:
+        if sound.frames <= 0 or sound.samplerate <= 0:
+            raise ValueError("it holds no sound")
+        remarks = []
+        if is_mended:
+            remarks.append("has a header with a wrong length, so all that is there is read")
+        if sound.channels > 1:
+            remarks.append(f"has {sound.channels} channels, which are mixed down")
+        if sound.subtype in _MORE_THAN_16_BITS:
+            remarks.append(f"is of {sound.subtype} and is rounded to 16 bits")
+        if sound.frames < LEAST_SECONDS * sound.samplerate:
+            remarks.append(f"is shorter than {LEAST_SECONDS} s")
+        container = "WAV" if sound.format == "WAVEX" else sound.format
+        facts = SoundFacts(container, sound.subtype, sound.samplerate, sound.channels, sound.frames, tuple(remarks))
+        try:
+            yield sound, facts
+        except soundfile.LibsndfileError as error:
+            raise ValueError(f"it does not decode ({error.error_string})") from None
+
+
+def _gives_length(file: IO[bytes]) -> bool:
+    """Return whether the header of an MP3 says how long it is; otherwise libsndfile estimates it."""
+    file.seek(0)
+    head = file.read(10)
+    size = 0
+    for seven_bits in head[6:] if head.startswith(b"ID3") else b"":
+        size = size << 7 | seven_bits
+    file.seek(size)
+    first_frame = file.read(256)
+    return b"Xing" in first_frame or b"Info" in first_frame
+
+
+def _check_length(num_read: int, facts: SoundFacts) -> None:
+    if num_read < facts.num_points:
+        raise ValueError(f"it is cut off: {num_read} of {facts.num_points} points are there")
+
+
+def _with_true_length(file: IO[bytes]) -> tuple[IO[bytes], bool]:
+    """Return the file, or a copy with another header if the header of a WAV gives a wrong length, and which it is.
+
+    A file is cut off if both lengths in its header, of the file and of the sound, are more than there is. Otherwise a
+    program could not seek back to write them. Raises `ValueError` if a file is cut off.
+    """
+    num_bytes = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    form, outer, kind = struct.unpack("<4sI4s", file.read(12).ljust(12, b"\0"))
+    is_mended = False
+    if form == b"FORM" and num_bytes < 8 + int.from_bytes(struct.pack("<I", outer), "big") < UNKNOWN_SIZE:
+        raise ValueError(f"it is cut off: only {num_bytes} bytes are there")
+    if form == b"OggS" and not _ends_ogg(file, num_bytes):
+        raise ValueError("it is cut off: its last page is missing")
+    if form == b"RIFF" and kind == b"WAVE" and (place := _chunk_of_points(file, num_bytes)) is not None:
+        start, declared = place
+        there = num_bytes - start
+        if there < declared < UNKNOWN_SIZE and outer + 8 > num_bytes:
+            raise ValueError(f"it is cut off: {there} of {declared} bytes of sound are there")
+        if there < declared or (declared == 0 and there and not _holds_chunks(file, start, num_bytes)):
+            file.seek(0)
+            data = bytearray(file.read())
+            struct.pack_into("<I", data, 4, num_bytes - 8)
+            struct.pack_into("<I", data, start - 4, there)
+            file, is_mended = io.BytesIO(data), True
+    file.seek(0)
+    return file, is_mended
+
+
+def _chunk_of_points(file: IO[bytes], num_bytes: int) -> tuple[int, int] | None:
+    """Return where the points of a WAV begin and how many bytes its header promises; None if there are none."""
+    at = 12
+    while at + 8 <= num_bytes:
+        file.seek(at)
+        name, size = struct.unpack("<4sI", file.read(8))
+        if name == b"data":
+            return at + 8, size
+        at += 8 + size + size % 2
+    return None
+
+
+def _holds_chunks(file: IO[bytes], start: int, num_bytes: int) -> bool:
+    """Return whether the rest of a WAV from `start` on is whole chunks, as after a chunk without points."""
+    at = start
+    while at + 8 <= num_bytes:
+        file.seek(at + 4)
+        (size,) = struct.unpack("<I", file.read(4))
+        at += 8 + size + size % 2
+    return at == num_bytes
+
+
+def _ends_ogg(file: IO[bytes], num_bytes: int) -> bool:
+    """Return whether the last page of an OGG is whole and marked as the last."""
+    file.seek(max(0, num_bytes - (1 << 17)))  # a page has up to 65,307 bytes
+    tail = file.read()
+    at = tail.rfind(b"OggS")
+    header = tail[at : at + 27]
+    if at < 0 or len(header) < 27 or not header[5] & 4:
+        return False
+    sizes = tail[at + 27 : at + 27 + header[26]]
+    return len(sizes) == header[26] and len(tail) >= at + 27 + len(sizes) + sum(sizes)

@@ -1,0 +1,173 @@
+"""Every kind of sound file against libsndfile's own reading, wrong lengths, and files that are cut off."""
+
+from __future__ import annotations
+
+import io
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from numpy.typing import NDArray
+from scipy import signal
+
+from data_pipeline.audio.sound_file import read_sound, read_sound_file, sound_facts
+from data_pipeline.core.errors import UserError
+
+RATE = 16_000
+
+
+def tone(num_channels: int = 1, *, seconds: float = 0.5) -> NDArray[np.float64]:
+    """(T, C): another tone in each channel, with noise."""
+    time = np.arange(round(seconds * RATE)) / RATE
+    noise = np.random.default_rng(0).normal(0, 0.01, (len(time), num_channels))
+    return np.stack([0.3 * np.sin(2 * np.pi * 300 * (1 + c) * time) for c in range(num_channels)], axis=1) + noise
+
+
+def encoded(container: str, coding: str, points: NDArray[np.generic], *, rate: int = RATE) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, points, rate, format=container, subtype=coding)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("container", "coding"),
+    [
+        *(("WAV", coding) for coding in ("PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW")),
+        ("WAVEX", "PCM_16"),
+        ("WAVEX", "PCM_24"),
+        ("RF64", "PCM_16"),
+        ("FLAC", "PCM_16"),
+        ("FLAC", "PCM_24"),
+        ("OGG", "VORBIS"),
+        ("OGG", "OPUS"),
+        ("MP3", "MPEG_LAYER_III"),
+        ("AIFF", "PCM_24"),
+    ],
+)
+@pytest.mark.parametrize("num_channels", [1, 2, 6])
+def test_all_kinds_equal_libsndfiles_reading(container: str, coding: str, num_channels: int) -> None:
+    if container == "MP3" and num_channels > 2:
+        pytest.skip("an MP3 holds at most two channels")
+    data = encoded(container, coding, tone(num_channels))
+    theirs, rate = soundfile.read(io.BytesIO(data), dtype="float64", always_2d=True)
+    ours = read_sound(data)
+    assert ours.points.dtype == np.int16
+    assert (ours.sample_rate, len(ours.points)) == (rate, len(theirs))
+    assert np.abs(ours.points - 32_768 * theirs.mean(axis=1)).max() <= (0.51 if container == "MP3" else 0.5)
+    if num_channels == 1 and coding in ("PCM_U8", "PCM_16", "ULAW", "ALAW"):
+        assert np.array_equal(ours.points, soundfile.read(io.BytesIO(data), dtype="int16")[0])
+        assert not ours.remarks
+    assert any("mixed down" in remark for remark in ours.remarks) == (num_channels > 1)
+    assert any("rounded" in r for r in ours.remarks) == (coding in ("PCM_24", "PCM_32", "FLOAT", "DOUBLE"))
+    facts = sound_facts(io.BytesIO(data))
+    assert (facts.coding, facts.sample_rate, facts.num_channels, facts.num_points) == (
+        coding,
+        rate,
+        num_channels,
+        len(theirs),
+    )
+    assert sound_facts(io.BytesIO(data), full=True) == facts
+    for cut in (len(data) // 2, len(data) - 30):
+        if container != "RF64":
+            with pytest.raises(ValueError, match=r"cut off|does not decode|no sound"):
+                read_sound(data[:cut])
+
+
+def burst(rate: int) -> NDArray[np.float64]:
+    """Return half a second of a tone of 3 kHz that comes and goes, exactly, at any rate."""
+    time = np.arange(rate // 2) / rate
+    points: NDArray[np.float64] = 0.9 * np.exp(-(((time - 0.25) / 0.04) ** 2)) * np.sin(2 * np.pi * 3_000 * time)
+    return points
+
+
+@pytest.mark.parametrize("from_rate", [8_000, 11_025, 22_050, 44_100, 48_000, 44_056])
+def test_resampled_points_are_exact_and_equal_scipys(from_rate: int) -> None:
+    ours = read_sound(encoded("WAV", "DOUBLE", burst(from_rate), rate=from_rate), sample_rate=RATE)
+    assert (ours.sample_rate, ours.remarks[-1]) == (
+        RATE,
+        f"has {from_rate} points a second and is resampled to {RATE}",
+    )
+    divisor = np.gcd(from_rate, RATE)
+    up, down = RATE // divisor, from_rate // divisor
+    window = signal.firwin(2 * 64 * max(up, down) + 1, 0.95 / max(up, down), window=("kaiser", 14.8))
+    theirs = signal.resample_poly(burst(from_rate), up, down, window=window)
+    for expected in (burst(RATE), theirs):
+        num = min(len(ours.points), len(expected))
+        assert num >= RATE // 2 - 1
+        # An odd ratio is taken as the nearest small one: here within 5e-7 of it.
+        assert np.abs(ours.points[:num] - 32_768 * expected[:num]).max() < (80 if from_rate == 44_056 else 0.6)
+
+
+def wav(
+    *, data_size: int | None = None, riff_size: int | None = None, before: bytes = b"", after: bytes = b""
+) -> bytes:
+    """Return a WAV of 1,000 points with chunks around them, and with these sizes in its header if they are given."""
+    points = (32_767 * tone()[:1_000, 0]).astype("<i2").tobytes()
+    form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, RATE, 2 * RATE, 2, 16)
+    size = len(points) if data_size is None else data_size
+    content = b"WAVE" + form + before + struct.pack("<4sI", b"data", size) + points + after
+    return struct.pack("<4sI", b"RIFF", len(content) if riff_size is None else riff_size) + content
+
+
+EXTRA = struct.pack("<4sI", b"LIST", 7) + b"1234567\0"
+
+
+@pytest.mark.parametrize(
+    ("data", "is_wrong"),
+    [
+        (wav(), False),
+        (wav(before=EXTRA, after=EXTRA), False),
+        (wav(data_size=0), True),
+        (wav(data_size=0, riff_size=0), True),
+        (wav(data_size=0xFFFF_FFFF, riff_size=0xFFFF_FFFF), True),
+        (wav(data_size=0x7FFF_F000, before=EXTRA), True),
+        (wav(data_size=9_000), True),
+        (wav(riff_size=3), False),
+    ],
+)
+def test_what_is_there_is_read_if_a_header_gives_a_wrong_length(data: bytes, *, is_wrong: bool) -> None:
+    recording = read_sound(data)
+    assert np.array_equal(recording.points, read_sound(wav()).points)
+    assert any("wrong length" in remark for remark in recording.remarks) == is_wrong
+    assert sound_facts(io.BytesIO(data)).num_points == 1_000
+
+
+SILENT = np.full(RATE, 100, dtype=np.int16)
+
+
+@pytest.mark.parametrize(
+    ("data", "remark"),
+    [
+        (encoded("WAV", "PCM_16", SILENT), "is silent"),
+        (encoded("WAV", "PCM_16", tone(seconds=0.09)), "is shorter than 0.1 s"),
+        (encoded("WAV", "FLOAT", 4 * tone()), "goes beyond full scale and is clipped"),
+    ],
+)
+def test_odd_sounds_are_remarked(data: bytes, remark: str) -> None:
+    assert remark in read_sound(data).remarks
+    assert remark in sound_facts(io.BytesIO(data), full=True).remarks
+    assert np.abs(read_sound(data).points.astype(int)).max() <= 32_768
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (encoded("WAV", "PCM_16", SILENT)[:-6], "it is cut off: 31994 of 32000 bytes of sound are there"),
+        (encoded("WAV", "PCM_16", SILENT[:0]), "it holds no sound"),
+        (wav(data_size=0)[:44], "it holds no sound"),
+        (encoded("WAV", "FLOAT", np.array([0, np.nan, 1])), "no finite numbers"),
+        (b"an error page of a server", "it is no sound"),
+        (b"", "it is no sound"),
+        (None, "No such file"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, data: bytes | None, reason: str) -> None:
+    path = tmp_path / "3_theo_7.wav"
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(UserError, match=reason) as caught:
+        read_sound_file(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
