@@ -134,6 +134,19 @@ def _index(parser: argparse.ArgumentParser) -> None:
     _add_workers(parser)
 
 
+def _look(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("paths", metavar="PATH", nargs="+", help="A folder, a zip, tars, a table of labels; several are compared.")
+    add(
+        "--decode",
+        choices=("some", "all"),
+        default="some",
+        help="Decode all files, or some of at most 500 MB together (default).",
+    )
+    add("--json", action="store_true", help="Print the same for programs.")
+    _add_workers(parser)
+
+
 def _preview(parser: argparse.ArgumentParser) -> None:
     _add_location(parser)
     parser.add_argument("--out", metavar="PNG", type=Path, required=True, help="The picture to write.")
@@ -227,6 +240,11 @@ class Command:
 
 
 COMMANDS: Mapping[str, Command] = {
+    "look": Command(
+        "Say what pictures or sounds you have, what is wrong with them, and how to build them.",
+        _look,
+        "data_pipeline.tools.look",
+    ),
     "index": Command(
         "Index WebDataset tars, so that they can be trained from as they are.",
         _index,

@@ -11,16 +11,16 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import PurePath
 from typing import IO, Any, Final, Literal
 
 import numpy as np
 from PIL import ImageFile
 
+from data_pipeline.core.sample import Medium
+from data_pipeline.sources.files import ending_of
 from data_pipeline.sources.picture_file import decode_rgb, opened
 from data_pipeline.storage.locations import PICTURE_ENDINGS
 
-Medium = Literal["picture", "sound"]
 Fault = Literal["empty", "not one", "damaged", "truncated"]
 Finding = Literal["other name", "tiny", "constant", "silent", "short"]
 
@@ -123,7 +123,7 @@ def medium_of(name: str) -> Medium | None:
         >>> medium_of("a/IMG_1.JPG"), medium_of("a.flac"), medium_of("labels.csv")
         ('picture', 'sound', None)
     """
-    ending = PurePath(name).suffix.lower()
+    ending = ending_of(name)
     return next((medium for medium, endings in _ENDINGS.items() if ending in endings), None)
 
 
@@ -143,7 +143,7 @@ def examine(name: str, file: IO[bytes], *, full: bool) -> Examined:
     else:
         return Examined(None, found)
     if examined.fault is None and named is not None:
-        due = _ENDINGS[named][PurePath(name).suffix.lower()]
+        due = _ENDINGS[named][ending_of(name)]
         if due != examined.format:
             return replace(examined, findings=("other name", *examined.findings))
     return examined

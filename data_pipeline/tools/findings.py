@@ -1,0 +1,146 @@
+"""Find what is wrong with the files of a place, and how to mend it.
+
+Shapes: N records.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_pipeline.core.sample import NO_LABEL
+from data_pipeline.sources.examine import MIN_PIXELS, MIN_SECONDS, medium_of
+from data_pipeline.sources.files import Files
+from data_pipeline.sources.layout import TEST, TRAIN, Layout
+from data_pipeline.tools.census import Census, equal_files
+
+_AGAIN: Final = "copy them again; the commands leave them out"
+# Of each fault and finding of a file: what is said, and the mend.
+_OF_FILES: Final = {
+    "empty": ("empty", _AGAIN),
+    "truncated": ("cut short", _AGAIN),
+    "damaged": ("damaged", _AGAIN),
+    "not one": ("not what their names say", "download them again; the commands leave them out"),
+    "other name": ("named as another format", "nothing: they are read by their content"),
+    "no ending": ("without the ending of a picture or a sound, so not read", "rename them"),
+    "tiny": (f"less than {MIN_PIXELS} pixels on a side", "remove them if they are thumbnails"),
+    "constant": ("of one colour alone", "remove them if they are placeholders"),
+    "silent": ("silent", "remove them if their recording failed"),
+    "short": (f"shorter than {MIN_SECONDS} s", "remove them if their recording failed"),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is odd or wrong, the names of all files or classes that it is about, and how to mend it.
+
+    `stops` says that no command works before it is mended.
+    """
+
+    what: str
+    mend: str
+    names: Sequence[str] = ()
+    stops: bool = False
+
+
+@dataclass
+class Place:
+    """What was found at one path.
+
+    Attributes:
+        path: as the user named it.
+        census: of all files there.
+        files: the files.
+        layout: what they mean; None if that cannot be told, and `problems` says why.
+        problems: what is odd or wrong.
+    """
+
+    path: str
+    census: Census
+    files: Files
+    layout: Layout | None = None
+    problems: list[Problem] = field(default_factory=list)
+
+    @cached_property
+    def is_good(self) -> NDArray[np.bool_]:
+        """Return whether each record can be used."""
+        names = () if self.layout is None else self.layout.names
+        return np.array([name not in self.census.bad for name in names], dtype=bool)
+
+
+def add_problems(place: Place, layout: Layout) -> None:
+    """Add what is wrong with files, classes and splits."""
+    census, problems = place.census, place.problems
+    for fault, reasons in census.faults.items():
+        what, mend = _OF_FILES[fault]
+        if any("Git LFS" in reason for reason in reasons.values()):
+            mend = "run `git lfs pull`"
+        names = [f"{name} ({reason})" for name, reason in reasons.items()]
+        problems.append(Problem(what, mend, names))
+    problems += [Problem(*_OF_FILES[finding], names) for finding, names in census.findings.items()]
+    for sentence, about in layout.notes.items():
+        known = [name for name in about if medium_of(name) is not None]
+        if known or not sentence.startswith("ignored"):  # other files are counted elsewhere
+            problems.append(Problem(sentence, "", about))
+    if len(census.rates) > 1:
+        rates = [f"{num:,} of {rate:,} a second" for rate, num in census.rates.most_common()]
+        problems.append(Problem("rates of sounds differ", "nothing: a build resamples them", rates))
+    is_good = place.is_good
+    if not is_good.any():
+        problems.append(Problem(f"no {layout.medium} can be used", "see above", stops=True))
+    for name, label in layout.labels.items():
+        numbers = Counter(map(str.casefold, label.classes))
+        if twice := [word for word in label.classes if numbers[word.casefold()] > 1]:
+            problems.append(Problem(f"classes of {name} that differ in capitals alone", "give them one name", twice))
+        if layout.split_N is None:
+            continue
+        train, test = ({*label.label_N[is_good & (layout.split_N == s)].tolist()} - {NO_LABEL} for s in (TRAIN, TEST))
+        if train and test and (lone := [label.classes[number] for number in sorted(train ^ test)]):
+            problems.append(Problem(f"classes of {name} in one split alone", "add some to the other split", lone))
+
+
+def add_equal_files(places: Sequence[Place]) -> None:
+    """Add the files that are equal in train and test, in two classes, or at two paths, and copies."""
+    meanings = [_split_and_class(place) for place in places]
+    found: dict[tuple[int, str, str], list[str]] = {}
+    for group in equal_files([(place.files, place.census) for place in places]):
+        named = [(place, places[place].files.names[number]) for place, number in group]
+        means = [(place, *meanings[place][name]) for place, name in named if name in meanings[place]]
+        if len(means) < 2:
+            continue
+        paths, splits, words = ({mean[part] for mean in means} for part in range(3))
+        if len(paths) > 1:
+            case = (
+                "equal to files of another path",
+                "remove them from one, if one is for training and one for tests",
+            )
+        elif len(splits) > 1:
+            case = "equal in train and test", "remove them from train, else probes look too good"
+        elif len(words) > 1:
+            case = "equal, but of two classes", "keep them in one"
+        else:
+            case = "copies of others", "nothing, if that is meant"
+        pair = " = ".join(name if len(paths) == 1 else f"{places[place].path}/{name}" for place, name in named[:2])
+        found.setdefault((means[-1][0], *case), []).append(pair)
+    for (place, what, mend), pairs in found.items():
+        places[place].problems.append(Problem(what, mend, pairs))
+
+
+def _split_and_class(place: Place) -> dict[str, tuple[str, str]]:
+    """Return the split and the class of each record that can be used, by name; "" if there is none."""
+    layout = place.layout
+    if layout is None:
+        return {}
+    splits = [""] * len(layout.names) if layout.split_N is None else layout.split_N.tolist()
+    words = [""] * len(layout.names)
+    for label in layout.labels.values():
+        for row, number in enumerate(label.label_N.tolist()):
+            words[row] += "" if number == NO_LABEL else f"{label.classes[number]} "
+    rows = zip(layout.names, splits, words, place.is_good, strict=True)
+    return {name: (split, word) for name, split, word, is_good in rows if is_good}
