@@ -28,8 +28,13 @@ if TYPE_CHECKING:
 
 SUFFIXES: Final = frozenset({".aif", ".aiff", ".flac", ".mp3", ".oga", ".ogg", ".opus", ".wav", ".wave"})
 LEAST_SECONDS: Final = 0.1  # of a sound that is not remarked as short
+SILENT: Final = "is silent"  # a remark
 _MORE_THAN_16_BITS: Final = frozenset({"PCM_24", "PCM_32", "FLOAT", "DOUBLE"})
 _LARGEST_DENOMINATOR: Final = 1_000  # of a ratio of two rates; the filters of a larger one would fill the memory
+
+
+class CutOffError(ValueError):
+    """A file ends before its sound does."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,7 @@ def _decoded(file: IO[bytes]) -> tuple[SoundFacts, NDArray[np.float64]]:
     if np.abs(points_XC).max() > 1:
         remarks.append("goes beyond full scale and is clipped")
     if not np.ptp(_in_16_bits(points_X)):
-        remarks.append("is silent")
+        remarks.append(SILENT)
     return replace(facts, num_points=len(points_X), remarks=tuple(remarks)), points_X
 
 
@@ -173,7 +178,7 @@ def _gives_length(file: IO[bytes]) -> bool:
 
 def _check_length(num_read: int, facts: SoundFacts) -> None:
     if num_read < facts.num_points:
-        raise ValueError(f"it is cut off: {num_read} of {facts.num_points} points are there")
+        raise CutOffError(f"it is cut off: {num_read} of {facts.num_points} points are there")
 
 
 def _with_true_length(file: IO[bytes]) -> tuple[IO[bytes], bool]:
@@ -187,14 +192,14 @@ def _with_true_length(file: IO[bytes]) -> tuple[IO[bytes], bool]:
     form, outer, kind = struct.unpack("<4sI4s", file.read(12).ljust(12, b"\0"))
     is_mended = False
     if form == b"FORM" and num_bytes < 8 + int.from_bytes(struct.pack("<I", outer), "big") < UNKNOWN_SIZE:
-        raise ValueError(f"it is cut off: only {num_bytes} bytes are there")
+        raise CutOffError(f"it is cut off: only {num_bytes} bytes are there")
     if form == b"OggS" and not _ends_ogg(file, num_bytes):
-        raise ValueError("it is cut off: its last page is missing")
+        raise CutOffError("it is cut off: its last page is missing")
     if form == b"RIFF" and kind == b"WAVE" and (place := _chunk_of_points(file, num_bytes)) is not None:
         start, declared = place
         there = num_bytes - start
         if there < declared < UNKNOWN_SIZE and outer + 8 > num_bytes:
-            raise ValueError(f"it is cut off: {there} of {declared} bytes of sound are there")
+            raise CutOffError(f"it is cut off: {there} of {declared} bytes of sound are there")
         if there < declared or (declared == 0 and there and not _holds_chunks(file, start, num_bytes)):
             file.seek(0)
             data = bytearray(file.read())

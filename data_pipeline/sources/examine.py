@@ -16,6 +16,7 @@ from typing import IO, Any, Final, Literal
 import numpy as np
 from PIL import ImageFile
 
+from data_pipeline.audio.sound_file import LEAST_SECONDS, SILENT, CutOffError, sound_facts
 from data_pipeline.core.sample import Medium
 from data_pipeline.sources.files import ending_of
 from data_pipeline.sources.picture_file import decode_rgb, opened
@@ -25,12 +26,9 @@ Fault = Literal["empty", "not one", "damaged", "truncated"]
 Finding = Literal["other name", "tiny", "constant", "silent", "short"]
 
 MIN_PIXELS: Final = 8  # of the shorter side of a picture
-MIN_SECONDS: Final = 0.1  # of a sound
 _HEAD, _TAIL = 4096, 1 << 16  # bytes by which a format is known, and in which an end mark is searched first
 _DRAFT: Final = (64, 64)  # pixels of a JPEG that is decoded only to see whether it can be
-_BLOCK: Final = 1 << 16  # points of a sound that are decoded at once
 _UNKNOWN: Final = "of no known format"
-_UNKNOWN_SIZE: Final = 0x7FFF_0000  # a size at or above this is from a program that could not seek back to write it
 
 # What a file is by the bytes at a position, and its medium. The first that fits counts.
 _MAGIC: Final[tuple[tuple[int, bytes, str, Medium | None], ...]] = (
@@ -72,14 +70,13 @@ _ENDINGS: Final[dict[Medium, dict[str, str]]] = {
     "sound": {
         **dict.fromkeys((".ogg", ".oga", ".opus"), "OGG"),
         **dict.fromkeys((".aif", ".aiff"), "AIFF"),
-        ".wav": "WAV",
+        **dict.fromkeys((".wav", ".wave"), "WAV"),
         ".flac": "FLAC",
         ".mp3": "MP3",
     },
 }
 # The last bytes of a whole file. In the data of a JPEG no such bytes can stand.
 _END_MARKS: Final = {"JPEG": b"\xff\xd9", "JPEG2000": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
-_CONTENT_CHUNKS: Final = (b"data", b"VP8 ", b"VP8L", b"ANMF")  # of a WAV, and of a WEBP
 _TIFF_DATA: Final = ((273, 279), (324, 325))  # the tags of where strips or tiles lie, and of their sizes
 
 
@@ -98,7 +95,7 @@ class Examined:
         seconds: the length of a sound.
         fault: why it cannot be used: "empty", "not one" (of the medium that its name says), "damaged" or "truncated".
         findings: what is odd about a file that can be used: its name says another format, a side of less than
-            `MIN_PIXELS`, one colour, silence, less than `MIN_SECONDS`.
+            `MIN_PIXELS`, one colour, silence, less than `LEAST_SECONDS`.
         reason: more about the fault, in words.
         is_decoded: whether its content was decoded. One colour and silence are found only then.
     """
@@ -134,7 +131,7 @@ def examine(name: str, file: IO[bytes], *, full: bool) -> Examined:
     file.seek(0)
     found, medium = _format(head)
     if medium == "sound":
-        examined = _sound(found, file, num_bytes, full=full)
+        examined = _sound(found, file, full=full)
     elif medium == "picture" or (named == "picture" and found == _UNKNOWN):  # Pillow knows more formats than `_MAGIC`
         examined = _picture(found, file, num_bytes, full=full)
     elif named is not None:
@@ -211,22 +208,9 @@ def _is_whole(kind: str, picture: ImageFile.ImageFile | None, file: IO[bytes], n
             at + size <= num_bytes for offsets, sizes in pairs for at, size in zip(offsets, sizes, strict=False)
         )
     if kind == "WEBP":
-        return _riff_is_whole(file, num_bytes)
+        file.seek(4)
+        return int.from_bytes(file.read(4), "little") + 8 <= num_bytes
     return kind in ("AVIF", "HEIF") and _boxes_are_whole(file, num_bytes)
-
-
-def _riff_is_whole(file: IO[bytes], num_bytes: int) -> bool:
-    """Return whether the chunk of a WAV or WEBP that holds the content ends in the file."""
-    file.seek(0)
-    order: Literal["big", "little"] = "big" if file.read(4) == b"RIFX" else "little"
-    position = 12
-    while position + 8 <= num_bytes:
-        file.seek(position)
-        name, size = file.read(4), int.from_bytes(file.read(4), order)
-        if name in _CONTENT_CHUNKS:
-            return position + 8 + size <= num_bytes or size >= _UNKNOWN_SIZE
-        position += 8 + size + size % 2
-    return False
 
 
 def _boxes_are_whole(file: IO[bytes], num_bytes: int) -> bool:
@@ -241,31 +225,21 @@ def _boxes_are_whole(file: IO[bytes], num_bytes: int) -> bool:
     return position == num_bytes
 
 
-def _sound(found: str, file: IO[bytes], num_bytes: int, *, full: bool) -> Examined:
-    import soundfile  # here, because it takes a third of a second
-
-    examined = Examined("sound", found)
+def _sound(found: str, file: IO[bytes], *, full: bool) -> Examined:
     try:
-        with soundfile.SoundFile(file) as sound:
-            num_points, rate = sound.frames, sound.samplerate
-            seconds = num_points / rate
-            examined = Examined("sound", found, sound.subtype, None, rate, sound.channels, seconds)
-            if full:
-                highest, num_read, examined = 0.0, 0, replace(examined, is_decoded=True)
-                for block in sound.blocks(_BLOCK, dtype="float32"):
-                    highest, num_read = max(highest, float(abs(block).max())), num_read + len(block)
-            elif found == "MP3" or num_points == 0:  # a position in an MP3 is not exact
-                num_read = num_points
-            else:
-                num_read = sound.seek(num_points - 1) + len(sound.read(1))
-    except (soundfile.LibsndfileError, ZeroDivisionError) as error:
-        fault: Fault = "damaged" if examined.rate is None else "truncated"
-        return replace(examined, fault=fault, reason=f"it does not decode ({error})")
-    if num_read < num_points or (found == "WAV" and not _riff_is_whole(file, num_bytes)):
-        return replace(examined, fault="truncated", reason="its header announces more than there is")
-    if num_points == 0:
-        return replace(examined, fault="empty", reason="it holds no sound")
-    findings: list[Finding] = ["short"] if seconds < MIN_SECONDS else []
-    if full and highest == 0:
-        findings.append("silent")
-    return replace(examined, findings=tuple(findings))
+        facts = sound_facts(file, full=full)
+    except ValueError as error:
+        fault: Fault = "truncated" if isinstance(error, CutOffError) else "damaged"
+        return Examined("sound", found, fault=fault, reason=str(error))
+    findings: list[Finding] = ["short"] if facts.seconds < LEAST_SECONDS else []
+    findings += ["silent"] if SILENT in facts.remarks else []
+    return Examined(
+        "sound",
+        facts.format,
+        facts.coding,
+        rate=facts.sample_rate,
+        channels=facts.num_channels,
+        seconds=facts.seconds,
+        findings=tuple(findings),
+        is_decoded=full,
+    )

@@ -14,8 +14,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from data_pipeline.audio.sound_file import LEAST_SECONDS
 from data_pipeline.core.sample import NO_LABEL
-from data_pipeline.sources.examine import MIN_PIXELS, MIN_SECONDS, medium_of
+from data_pipeline.sources.examine import MIN_PIXELS, medium_of
 from data_pipeline.sources.files import Files
 from data_pipeline.sources.layout import TEST, TRAIN, Layout
 from data_pipeline.tools.census import Census, equal_files
@@ -32,7 +33,7 @@ _OF_FILES: Final = {
     "tiny": (f"less than {MIN_PIXELS} pixels on a side", "remove them if they are thumbnails"),
     "constant": ("of one colour alone", "remove them if they are placeholders"),
     "silent": ("silent", "remove them if their recording failed"),
-    "short": (f"shorter than {MIN_SECONDS} s", "remove them if their recording failed"),
+    "short": (f"shorter than {LEAST_SECONDS} s", "remove them if their recording failed"),
 }
 
 
