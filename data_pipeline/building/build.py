@@ -58,6 +58,7 @@ from data_pipeline.storage.manifest import (
 from data_pipeline.storage.source_digests import write_source_digests
 from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.totals import Totals
+from data_pipeline.storage.write import picture_field
 
 _NUM_MEASURED, _NUM_MEASURED_AT_ONCE = 2_000, 100  # samples of the mean and std, if not of all samples
 
@@ -184,8 +185,11 @@ def _plan(
         )
     labels = _labels(source, overlay)
     has_mask = isinstance(overlay, PixelOverlay) and drawn != "online"
+    stored = "wav"
+    if ingredients.num_points is None:
+        stored = picture_field(_stored_shape(source, overlay if drawn != "online" else None, order)[0])
     fields = Fields(
-        content=PICTURE_FIELDS if keep else ("png" if ingredients.num_points is None else "wav",),
+        content=PICTURE_FIELDS if keep else (stored,),
         mask="mask.png" if has_mask else None,
         labels={
             name: f"json:{name}" for name, label in labels.items() if label.given_by == "source" or drawn != "online"
@@ -196,6 +200,7 @@ def _plan(
         directory=unfinished,
         size=(source.image_size or 0) if isinstance(source, PictureFiles) else 0,
         num_measured=-(-_NUM_MEASURED * num_samples_per_shard // len(order)) if keep else 0,
+        value_range=source.value_range if isinstance(source, PictureFiles) else None,
     )
     return BuildPlan(ingredients, how_made, entry, labels, order, num_samples_per_shard, keep, scan)
 
@@ -205,18 +210,11 @@ def _batch_entry(
 ) -> BatchEntry | None:
     """Return the shape, mean and std of pictures with an online overlay; None if it keeps the shape, or is baked.
 
-    Mean and std are of the first samples. Raises `UserError` if the overlay is baked into pictures that no PNG holds.
+    Mean and std are of the first samples.
     """
     height, width, num_channels = source[int(order[0])].content.shape
     shape = overlay.output_shape((num_channels, height, width))
-    if drawn != "online":
-        if shape[0] not in (1, 3):
-            raise UserError(
-                f"pictures of {shape[0]} channels cannot be stored, because a PNG holds 1 or 3; build it with "
-                "`--overlay online`"
-            )
-        return None
-    if shape == (num_channels, height, width):
+    if drawn != "online" or shape == (num_channels, height, width):
         return None
     totals = Totals()
     columns = labels_of(source)
@@ -280,7 +278,9 @@ def _write_index(plan: BuildPlan, tars: list[MadeTar]) -> Manifest:
             beside.append(SOURCE_DIGESTS_NAME)
     description = Description(
         how_made=how_made,
-        input_shape=_stored_shape(plan) if num_points is None else (num_points,),
+        input_shape=(
+            _stored_shape(plan.ingredients.source, plan.baked, plan.order) if num_points is None else (num_points,)
+        ),
         mean=mean,
         std=std,
         labels=dict(plan.labels),
@@ -292,11 +292,11 @@ def _write_index(plan: BuildPlan, tars: list[MadeTar]) -> Manifest:
     return write_index(scanned, out, description, fields=plan.scan.fields, numbered=True, beside=beside)
 
 
-def _stored_shape(plan: BuildPlan) -> Shape:
+def _stored_shape(source: Source, baked: Overlay | None, order: NDArray[np.int64]) -> Shape:
     """Return channels, height and width of the stored pictures."""
-    height, width, num_channels = plan.ingredients.source[int(plan.order[0])].content.shape
+    height, width, num_channels = source[int(order[0])].content.shape
     shape = (num_channels, height, width)
-    return plan.baked.output_shape(shape) if isinstance(plan.baked, PixelOverlay) else shape
+    return baked.output_shape(shape) if isinstance(baked, PixelOverlay) else shape
 
 
 def _is_taken(directory: Path) -> bool:

@@ -119,7 +119,7 @@ def _checked_options(name: str, kind: type[SourceKind], given: SourceInputs) -> 
     if kind.needs_root and given.root is None:
         raise UserError(f"the source {name} reads the files of a folder; name it with --root")
     schema: type[Schema] = getattr(kind, "options_schema", NoOptions)
-    return given.read(schema).model_dump()
+    return given.read(schema).model_dump(exclude_none=True)
 
 
 def _open_pictures(name: str, given: SourceInputs, overlay: str | None, options: Options) -> Ingredients:

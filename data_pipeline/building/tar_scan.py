@@ -27,6 +27,7 @@ from data_pipeline.core.label_words import as_word
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import BASE, NO_LABEL
 from data_pipeline.core.schema import MAX_CHARACTERS
+from data_pipeline.core.value_range import ValueRange
 from data_pipeline.loading.picture_decode import decode_square
 from data_pipeline.remote.fetch import RemoteConfig, RemoteFile, fetch
 from data_pipeline.storage.index import MAX_MEMBER_BYTES, map_file, pack
@@ -103,6 +104,7 @@ class ScanInputs:
     directory: Path
     size: int = 0
     num_measured: int = 0
+    value_range: ValueRange | None = None
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -135,7 +137,7 @@ def scan_tar(inputs: ScanInputs, task: TarTask, *, is_built: bool = False) -> Sc
             for label in labels.values():
                 label.read(of_sample, data)
         rows = measured_rows(len(chosen) // num_members, num=inputs.num_measured, tar=task.number)
-        sums, unreadable = _measure([chosen[num_members * row] for row in rows], data, size=inputs.size)
+        sums, unreadable = _measure([chosen[num_members * row] for row in rows], data, inputs)
         offsets = np.array([member.offset for member in chosen], dtype=np.int64)
         sizes = np.array([member.size for member in chosen], dtype=np.int64)
         return ScannedTar(
@@ -283,30 +285,37 @@ def measured_rows(num_samples: int, *, num: int, tar: int) -> list[int]:
     return [(piece * _FINE + shift) * num_samples // (num * _FINE) for piece in range(num)]
 
 
-def _measure(pictures: Sequence[TarMember], data: memoryview, *, size: int) -> tuple[NDArray[np.float64], list[str]]:
+def _measure(
+    pictures: Sequence[TarMember], data: memoryview, inputs: ScanInputs
+) -> tuple[NDArray[np.float64], list[str]]:
     """Return number, means and mean squares of some pictures of a tar, and why others do not decode."""
-    sums = np.zeros(7)
+    sums = np.zeros(1)
     unreadable: list[str] = []
     for member in pictures:
         try:
-            picture = decode_square(data[member.offset : member.offset + member.size], size=size)
+            file = data[member.offset : member.offset + member.size]
+            picture = decode_square(file, size=inputs.size, value_range=inputs.value_range)
+            if sums[0] and len(sums) != 1 + 2 * len(picture):
+                raise ValueError(f"it has {len(picture)} channels, but others have {len(sums) // 2}")
         except ValueError as error:
             unreadable.append(f"{member.name}: {error}")
             continue
-        values = picture.numpy().reshape(3, -1) / 255.0
-        sums += np.concatenate([[1.0], values.mean(axis=1), np.square(values).mean(axis=1)])
+        values = picture.numpy().reshape(len(picture), -1) / 255.0
+        sums = sums + np.concatenate([[1.0], values.mean(axis=1), np.square(values).mean(axis=1)])
     return sums, unreadable
 
 
 def mean_and_std(tars: Sequence[ScannedTar]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the mean and the deviation of each channel, of the measured pictures.
 
-    The measured pictures of a tar stand for all its samples: a tar counts by its size.
+    The measured pictures of a tar stand for all its samples: a tar counts by its size. Tars of other channels than the
+    first do not count.
     """
     measured = [tar for tar in tars if tar.sums[0]]
+    measured = [tar for tar in measured if len(tar.sums) == len(measured[0].sums)]
     if not measured:
         reasons = [reason for tar in tars for reason in tar.unreadable][:1]
         raise UserError(f"none of the pictures decodes ({'; '.join(reasons)}); name another field with --image")
     sums = np.sum([tar.sums * (tar.num_samples / tar.sums[0]) for tar in measured], axis=0)
-    mean, square = sums[1:4] / sums[0], sums[4:7] / sums[0]
+    mean, square = np.split(sums[1:] / sums[0], 2)
     return tuple(mean.tolist()), tuple(np.sqrt(np.maximum(square - mean**2, 0)).tolist())

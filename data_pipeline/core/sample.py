@@ -40,7 +40,7 @@ def sample_key(index: int) -> str:
 class Record:
     """One clean picture or sound of a source; `label` is its base label, an index into the source's class names.
 
-    `content` is a picture, (H, W, 3) or (H, W, 1) uint8, or a sound of any length, (T,) int16. `file` is the path of
+    `content` is a picture, (H, W, C) uint8, or a sound of any length, (T,) int16. `file` is the path of
     its file below the folder of the source; empty if it has no file of its own.
     """
 
@@ -51,7 +51,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Sample:
-    """One stored sample. Its members in a shard: `KEY.png` or `KEY.wav`, `KEY.json` (labels, index), `KEY.mask.png`.
+    """One stored sample. `data_pipeline.storage.write` names its members in a shard.
 
     `index` counts the samples of the dataset from 0, and is part of the key of every random draw for this sample. With
     `--repeats R`, samples `i` and `i + num_records` show the same record of the source.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple, Self
 
-HOW_TO_GIVE: Final = "name it: `--source-option value_range=LOW..HIGH` of build, `--value-range LOW..HIGH` of index"
+VALUE_RANGE: Final = "value_range"  # among the options of a source in a manifest
+HOW_TO_GIVE: Final = f"name it: `--source-option {VALUE_RANGE}=LOW..HIGH` of build, `--value-range LOW..HIGH` of index"
 
 
 class ValueRange(NamedTuple):

@@ -26,6 +26,7 @@ from data_pipeline.core.random_crop import Crop, CropLaw, random_resized_crops
 from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL, BadSample, sample_key
 from data_pipeline.loading.picture_decode import decode_crops, decode_square, picture_size
 from data_pipeline.storage.manifest import Manifest
+from data_pipeline.storage.npy import decode_npys
 from data_pipeline.storage.png import decode_pngs
 from data_pipeline.storage.store import SampleStore
 
@@ -139,13 +140,14 @@ def decode(store: SampleStore, indices: NDArray[np.int64], *, crops: CropDraws |
         clips, wav_errors = _decode_clips(files["content"])
         errors |= wav_errors
     elif manifest.any_size:
-        views_VBCHW, picture_errors = _decode_pictures(files["content"], crops, size=manifest.input_shape[1])
+        views_VBCHW, picture_errors = _decode_pictures(files["content"], crops, manifest)
         pictures_BCHW, pictures_b_BCHW = views_VBCHW[0], None if crops is None else views_VBCHW[1]
         errors |= picture_errors
     else:
         num_channels, height, width = manifest.input_shape
-        pictures_BCHW, png_errors = decode_pngs(files["content"], (num_channels, height, width))
-        errors |= png_errors
+        decode_stored = decode_npys if manifest.tars.fields.content == ("npy",) else decode_pngs
+        pictures_BCHW, stored_errors = decode_stored(files["content"], (num_channels, height, width))
+        errors |= stored_errors
         if "mask" in files:
             masks_B1HW, mask_errors = decode_pngs(files["mask"], (1, height, width))
             masks_BHW = masks_B1HW[:, 0]
@@ -177,12 +179,13 @@ def decode(store: SampleStore, indices: NDArray[np.int64], *, crops: CropDraws |
 
 
 def _decode_pictures(
-    files: Sequence[memoryview], crops: CropDraws | None, *, size: int
+    files: Sequence[memoryview], crops: CropDraws | None, manifest: Manifest
 ) -> tuple[Tensor, dict[int, str]]:
-    """Decode picture files of any size to (V, B, 3, size, size) uint8, and return by row why one does not decode.
+    """Decode picture files of any size to (V, B, *input_shape) uint8, and return by row why one does not decode.
 
     There are two views, each of which is a crop, or one, the square in the middle if there are no `crops`.
     """
+    (num_channels, size, _), value_range = manifest.input_shape, manifest.value_range
     errors: dict[int, str] = {}
     boxes: list[list[Crop]] = []
     if crops is not None:
@@ -193,13 +196,18 @@ def _decode_pictures(
             except ValueError as error:
                 errors[row] = str(error)
         boxes = crops.boxes(sizes_B2)
-    views_VBCHW = torch.zeros(len(boxes) or 1, len(files), 3, size, size, dtype=torch.uint8)
+    views_VBCHW = torch.zeros(len(boxes) or 1, len(files), num_channels, size, size, dtype=torch.uint8)
     for row, file in enumerate(files):
         if row in errors:
             continue
         try:
-            of_row = [box[row] for box in boxes]
-            views_VBCHW[:, row] = decode_crops(file, of_row, size=size) if of_row else decode_square(file, size=size)
+            if of_row := [box[row] for box in boxes]:
+                views = decode_crops(file, of_row, size=size, value_range=value_range)
+            else:
+                views = decode_square(file, size=size, value_range=value_range)[None]
+            if views.shape[1] != num_channels:
+                raise ValueError(f"it has {views.shape[1]} channels, but the dataset {num_channels}")
+            views_VBCHW[:, row] = views
         except ValueError as error:
             errors[row] = str(error)
     return views_VBCHW, errors

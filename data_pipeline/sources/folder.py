@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import SOURCE_OPTION
 from data_pipeline.core.sample import BASE, NO_LABEL, Record
+from data_pipeline.core.value_range import ValueRange
 from data_pipeline.sources import LabelColumn
 from data_pipeline.sources.files import Files, Names, open_files
 from data_pipeline.sources.layout import Layout, find_layout
@@ -27,6 +28,7 @@ class PictureFiles:
         labels: each label by name; `base` may be among them.
         image_size: the size to which each picture is brought, as torchvision's `Resize` and `CenterCrop` do; if it is
             None, all must have the size of the first.
+        value_range: of files of more than 8 bits; None if there are none, or if they name their own.
         description: the kind of source, for the manifest.
 
     Reading a record raises `UserError` with the name of the file if it does not decode or has another size.
@@ -41,15 +43,16 @@ class PictureFiles:
         labels: Mapping[str, LabelColumn],
         *,
         image_size: int | None,
+        value_range: ValueRange | None = None,
         description: str,
     ) -> None:
-        self.files, self.image_size, self.description = files, image_size, description
+        self.files, self.image_size, self.value_range, self.description = files, image_size, value_range, description
         self._names = Names(names)
         self.more_labels = dict(labels)
         base = self.more_labels.pop(BASE, None)
         self.class_names: tuple[str, ...] = () if base is None else base.classes
         self.labels: NDArray[np.int64] = np.full(len(names), NO_LABEL) if base is None else base.label_N
-        self._shape = _decoded(files, names[0], image_size).shape
+        self._shape = _decoded(files, names[0], image_size, value_range).shape
 
     def name(self, number: int) -> str:
         """Return the path of the file of a record below the root of the source."""
@@ -60,9 +63,13 @@ class PictureFiles:
         return self.files.root / self.name(number)
 
     def __getitem__(self, number: int) -> Record:
-        pixels = _decoded(self.files, self.name(number), self.image_size)
+        pixels = _decoded(self.files, self.name(number), self.image_size, self.value_range)
         if pixels.shape != self._shape:
-            (height, width, _), (first_height, first_width, _) = pixels.shape, self._shape
+            (height, width, num), (first_height, first_width, first_num) = pixels.shape, self._shape
+            if num != first_num:
+                raise UserError(
+                    f"{self.path(number)} has {num} channels but {self.path(0)} has {first_num}; leave one kind out"
+                )
             raise UserError(
                 f"{self.path(number)} is {width}x{height} pixels but {self.path(0)} is {first_width}x{first_height}; "
                 f"bring all pictures to one size with {SOURCE_OPTION} image_size=N"
@@ -70,10 +77,10 @@ class PictureFiles:
         return Record(pixels, int(self.labels[number]), self.name(number))
 
 
-def _decoded(files: Files, name: str, image_size: int | None) -> NDArray[np.uint8]:
+def _decoded(files: Files, name: str, image_size: int | None, value_range: ValueRange | None) -> NDArray[np.uint8]:
     """Return the pixels of a picture, (H, W, C): its middle square in `image_size`, or all if that is None."""
     try:
-        return read_pixels(files.read(name), image_size=image_size)
+        return read_pixels(files.read(name), image_size=image_size, value_range=value_range)
     except (OSError, ValueError) as error:
         why = f"it is not there ({error.strerror})" if isinstance(error, OSError) else str(error)
         raise UserError(f"{files.root / name} cannot be read, because {why}; mend or remove it") from None
@@ -87,22 +94,35 @@ def image_folder(
     test_share: float | None = None,
     seed: int = 0,
     class_from: str | None = None,
+    value_range: ValueRange | None = None,
 ) -> PictureFiles:
     """Return the pictures of one split of a folder or a zip, whose layout `find_layout` finds.
 
     Raises `UserError` if there are no pictures, or for the reasons of `records_of`.
     """
     layout = find_layout(open_files(root), "picture", class_from=class_from)
-    return open_pictures(layout, split=split, image_size=image_size, test_share=test_share, seed=seed)
+    return open_pictures(
+        layout, split=split, image_size=image_size, value_range=value_range, test_share=test_share, seed=seed
+    )
 
 
 def open_pictures(
-    layout: Layout, *, split: str, image_size: int | None, test_share: float | None, seed: int
+    layout: Layout,
+    *,
+    split: str,
+    image_size: int | None,
+    value_range: ValueRange | None = None,
+    test_share: float | None,
+    seed: int,
 ) -> PictureFiles:
     """Return the pictures of one split of a layout, and log what it left out. Raises the errors of `records_of`."""
     layout.log_notes()
     chosen_N, drawn = records_of(
-        layout, split, lambda name: _decoded(layout.files, name, None), test_share=test_share, seed=seed
+        layout,
+        split,
+        lambda name: _decoded(layout.files, name, None, value_range),
+        test_share=test_share,
+        seed=seed,
     )
     size = "" if image_size is None else f", middle {image_size}x{image_size}"
     return PictureFiles(
@@ -110,5 +130,6 @@ def open_pictures(
         Names(layout.names[number] for number in chosen_N.tolist()),
         {name: LabelColumn(each.title, each.classes, each.label_N[chosen_N]) for name, each in layout.labels.items()},
         image_size=image_size,
+        value_range=value_range,
         description=f"{layout.kind}{size}{drawn}",
     )

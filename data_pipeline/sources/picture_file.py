@@ -66,6 +66,10 @@ _LONGEST_START: Final = 12  # bytes by which formats are known here
 _TIFF_STARTS: Final = frozenset({b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"})
 
 
+class UnreadableError(ValueError):
+    """A picture that is whole and is not read, with the reason and the mend."""
+
+
 def largest_value(file: PictureData) -> float | None:
     """Return the largest stored value of a grey picture or a `.npy` of more than 8 bits; None if it has 8.
 
@@ -124,13 +128,17 @@ def _loaded(picture: ImageFile.ImageFile, value_range: ValueRange | None) -> Ima
     colour, layout = picture.info.get("transparency"), _layout(picture)
     if ";16" in layout and picture.mode[0] not in "IF":
         if picture.format == "PNG" and colour is not None:  # Pillow keeps 8 bits, which colours may share
-            raise ValueError("one colour of its 16 bits is transparent; save it with an alpha channel")
+            raise UnreadableError("one colour of its 16 bits is transparent; save it with an alpha channel")
         if value_range is not None:
-            raise ValueError("Pillow reads 8 of the 16 bits of its colours, so it has no range of values; save a .npy")
+            raise UnreadableError(
+                "Pillow reads 8 of the 16 bits of its colours, so it has no range of values; save a .npy"
+            )
     if isinstance(picture, TiffImagePlugin.TiffImageFile):
         num_channels, num_read = picture.tag_v2.get(_SAMPLES_PER_PIXEL, 1), len(picture.getbands())
         if num_channels > num_read:
-            raise ValueError(f"Pillow reads {num_read} of its {num_channels} channels; save those you need as a .npy")
+            raise UnreadableError(
+                f"Pillow reads {num_read} of its {num_channels} channels; save those you need as a .npy"
+            )
     # A Pillow that scales the colour itself would give one that is too large to be scaled again, or 0.
     step = _GREY_STEPS.get(layout, 1) if picture.format == "PNG" else 1
     if isinstance(colour, int) and colour * step <= 255:
@@ -190,10 +198,10 @@ def to_8_bits(values: NDArray[Any], value_range: ValueRange | None) -> NDArray[n
     if values.dtype == np.bool_:
         return values * np.uint8(255)
     if value_range is None:
-        raise ValueError(f"its values are {values.dtype}, whose range is not known; {HOW_TO_GIVE}")
+        raise UnreadableError(f"its values are {values.dtype}, whose range is not known; {HOW_TO_GIVE}")
     low, high = value_range
     if np.isnan(values).any():
-        raise ValueError("some of its values are nan; write numbers in their place")
+        raise UnreadableError("some of its values are nan; write numbers in their place")
     scaled = (np.clip(values.astype(np.float64), low, high) - low) * 255 / (high - low)
     return np.rint(scaled).astype(np.uint8)
 
@@ -234,7 +242,7 @@ def opened(file: PictureData) -> Iterator[ImageFile.ImageFile | NDArray[Any]]:
                 "it is a damaged TIFF, or one of channels that Pillow does not read; save a .npy"
             ) from None
         raise ValueError(f"it is not a picture of a known format ({', '.join(FORMATS)}, NPY)") from None
-    except MemoryError:
+    except (MemoryError, UnreadableError):
         raise
     except Exception as error:  # Pillow raises nearly every kind for a damaged file
         raise ValueError(f"it does not decode ({' '.join(str(error).split()) or type(error).__name__})") from None
@@ -249,7 +257,9 @@ def _open(stream: IO[bytes], start: bytes) -> ImageFile.ImageFile:
     try:
         import_module("pillow_heif").register_heif_opener()
     except ImportError:
-        raise ValueError("HEIC needs the package pillow-heif; install it with pip install -e '.[heif]'") from None
+        raise UnreadableError(
+            "a HEIC needs the package pillow-heif; install it with pip install -e '.[heif]'"
+        ) from None
     return Image.open(stream, formats=("HEIF",))
 
 
@@ -259,7 +269,7 @@ def _of_one_picture(values: NDArray[Any]) -> NDArray[Any]:
     if values.ndim == 2:
         values = values[:, :, None]
     elif values.ndim != 3:
-        raise ValueError(f"its shape is {shape}; save one picture, (H, W), (H, W, C) or (C, H, W), to a file")
+        raise UnreadableError(f"its shape is {shape}; save one picture, (H, W), (H, W, C) or (C, H, W), to a file")
     elif shape[0] != shape[1] and (shape[1] == shape[2] or shape[0] < shape[2]):
         values = values.transpose(1, 2, 0)
     if values.shape[0] * values.shape[1] > (Image.MAX_IMAGE_PIXELS or math.inf):

@@ -14,15 +14,16 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path, PurePath
-from typing import ClassVar, Final
+from typing import Annotated, ClassVar, Final
 
 import numpy as np
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.label_words import as_word, choose_classes
 from data_pipeline.core.sample import BASE, OVERLAY
 from data_pipeline.core.schema import ImageSize, Schema, check_label_name
+from data_pipeline.core.value_range import ValueRange
 from data_pipeline.sources import LabelColumn, SourceInputs
 from data_pipeline.sources.files import Directory, Names
 from data_pipeline.sources.folder import PictureFiles, image_folder, open_pictures
@@ -44,12 +45,14 @@ class FolderOptions(Schema):
     labels: a csv file with a column `file` and one for each label, in place of class folders.
     class_from: the level of the folder that is the class, such as path:0, the first below train and test (the default),
         or path:-1, the one that holds the file.
+    value_range: the values of files of more than 8 bits that become 0 and 255, such as 0..4095.
     """
 
     image_size: ImageSize | None = Field(None, exclude=True)
     test_share: float | None = Field(None, gt=0, lt=1, exclude=True)
     labels: Path | None = Field(None, exclude=True)
     class_from: str | None = Field(None, pattern=r"^path:-?\d+$", exclude=True)
+    value_range: Annotated[str, BeforeValidator(lambda given: str(ValueRange.parse(given)))] | None = None
 
 
 class Folder:
@@ -62,6 +65,7 @@ class Folder:
     def open(cls, given: SourceInputs) -> PictureFiles:
         options, root = given.read(FolderOptions), given.required_root()
         size, share = options.image_size, options.test_share
+        value_range = None if options.value_range is None else ValueRange.parse(options.value_range)
         if options.labels is None:
             return image_folder(
                 root,
@@ -70,9 +74,16 @@ class Folder:
                 test_share=share,
                 seed=given.seed,
                 class_from=options.class_from,
+                value_range=value_range,
             )
         return picture_table(
-            root, options.labels, split=given.split, image_size=size, test_share=share, seed=given.seed
+            root,
+            options.labels,
+            split=given.split,
+            image_size=size,
+            test_share=share,
+            seed=given.seed,
+            value_range=value_range,
         )
 
 
@@ -84,6 +95,7 @@ def picture_table(
     image_size: int | None = None,
     test_share: float | None = None,
     seed: int = 0,
+    value_range: ValueRange | None = None,
 ) -> PictureFiles:
     """Return the pictures of one split, in the order of their names, with the labels that a table gives them.
 
@@ -95,7 +107,9 @@ def picture_table(
     Raises `UserError` if the table or a picture is missing, or if a column or a cell is wrong.
     """
     layout = _layout_of_table(root, table)
-    return open_pictures(layout, split=split, image_size=image_size, test_share=test_share, seed=seed)
+    return open_pictures(
+        layout, split=split, image_size=image_size, value_range=value_range, test_share=test_share, seed=seed
+    )
 
 
 def _layout_of_table(root: Path, table: Path) -> Layout:

@@ -1,8 +1,8 @@
 """Write samples as plain WebDataset tars, which any WebDataset reader can open.
 
 A sample has the members `KEY.json`, the class name of each of its labels and the file from which it was made, and
-`KEY.wav` or `KEY.png`, and also `KEY.mask.png` if an overlay is drawn on it. KEY is its index in eight digits. Samples
-are written in the order of their index to `shard-00000.tar`, ...
+`KEY.wav`, `KEY.png` (1 or 3 channels) or `KEY.npy` (others), and also `KEY.mask.png` if an overlay is drawn on it. KEY
+is its index in eight digits. Samples are written in the order of their index to `shard-00000.tar`, ...
 
 Guarantees: the same samples give the same bytes on any machine, for any user, at any time.
 """
@@ -20,6 +20,7 @@ from webdataset import TarWriter
 
 from data_pipeline.audio.waveform import encode_wav
 from data_pipeline.core.sample import FILE_ENTRY, NO_LABEL, Sample, sample_key
+from data_pipeline.storage.npy import encode_npy
 from data_pipeline.storage.png import encode_png
 
 
@@ -38,8 +39,14 @@ def encode(
     else:
         if sample.mask is not None:
             members["mask.png"] = encode_png(sample.mask)
-        members["png"] = encode_png(content)
+        field = picture_field(content.shape[2])
+        members[field] = encode_png(content) if field == "png" else encode_npy(content)
     return members
+
+
+def picture_field(num_channels: int) -> str:
+    """Return the extension of stored pictures: "npy" if a PNG cannot hold their channels."""
+    return "png" if num_channels in (1, 3) else "npy"
 
 
 def encode_labels(labels: Mapping[str, int], classes: Mapping[str, tuple[str, ...]], *, file: str = "") -> bytes:

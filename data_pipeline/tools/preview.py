@@ -1,8 +1,8 @@
 """Draw the first samples of a dataset as a grid, as training reads them, with their labels and files below.
 
-The object on a picture is outlined by its mask. Channels that an overlay adds are not drawn.
-A sound is drawn as the log-mel spectrogram that the encoder gets: time to the right, frequency
-upwards, the quietest cell dark and the loudest bright. An online overlay has the first draw of an evaluation.
+The object on a picture is outlined by its mask. Of more than three channels the first three are drawn, of two the
+first. A sound is drawn as the log-mel spectrogram that the encoder gets: time to the right, frequency upwards, the
+quietest cell dark and the loudest bright. An online overlay has the first draw of an evaluation.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ def _write_captions(cell: Axes, batch: Batch, store: SampleStore, row: int) -> N
 def pictures_of(batch: Batch, manifest: Manifest) -> NDArray[np.generic]:
     """Return the pictures of a batch in colour, (B, H, W, 3) uint8, or its sounds as spectrograms, (B, bands, frames).
 
-    Channels that an overlay adds to a picture are left out.
+    Channels behind the third, and those that an overlay adds to grey pictures, are left out.
     """
     if manifest.sample_rate is not None:
         config = mel_config(manifest.sample_rate, batch.inputs_a.shape[1])
         return log_mel(power_mel(batch.inputs_a, config), config).numpy()
     inputs_BHWC: NDArray[np.uint8] = batch.inputs_a.permute(0, 2, 3, 1).contiguous().numpy()
     num_channels = inputs_BHWC.shape[3]
-    is_grey = num_channels != 3 and 1 in (manifest.input_shape[0], num_channels)
+    is_grey = num_channels != 3 and min(manifest.input_shape[0], num_channels) < 3
     return np.repeat(inputs_BHWC[..., :1], 3, axis=3) if is_grey else inputs_BHWC[..., :3]
 
 

@@ -129,7 +129,7 @@ def test_a_heic_picture_is_read_by_its_extra(monkeypatch: pytest.MonkeyPatch) ->
     pillow_heif.from_pillow(PHOTO).save(file, quality=95)
     with monkeypatch.context() as missing:
         missing.setitem(sys.modules, "pillow_heif", None)
-        with pytest.raises(ValueError, match=r"HEIC needs the package pillow-heif; .*'.\[heif\]'"):
+        with pytest.raises(ValueError, match=r"a HEIC needs the package pillow-heif; .*'.\[heif\]'"):
             read_pixels(file.getvalue())
     pixels = read_pixels(file.getvalue())
     np.testing.assert_array_equal(pixels, np.asarray(pillow_heif.read_heif(file)))

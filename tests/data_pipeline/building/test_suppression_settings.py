@@ -156,14 +156,13 @@ def test_a_dataset_of_mnist_with_bits(tmp_path: Path) -> None:
     assert torch.equal(whole(tmp_path / "out").inputs_a, batch.inputs_a)
     assert not list(find_problems(tmp_path / "out"))
     draw_grid(str(tmp_path / "out"), num_samples=4)
-    with pytest.raises(
-        UserError, match="pictures of 4 channels cannot be stored, because a PNG holds 1 or 3; build it"
-    ):
-        build_dataset("mnist_bits", tmp_path / "b", root=tmp_path, overlay_options={"bits": 3})
-    baked = build_dataset("mnist_bits", tmp_path / "baked", root=tmp_path, overlay_options={"bits": 2}, limit=60)
-    assert (baked.input_shape, baked.batch_shape) == ((3, 28, 28), (3, 28, 28))
-    assert torch.equal(whole(tmp_path / "baked").inputs_a, batch.inputs_a[:, :3])
-    assert not list(find_problems(tmp_path / "baked"))
+    for bits, field in ((2, "png"), (3, "npy")):
+        out = tmp_path / f"{bits} baked"
+        baked = build_dataset("mnist_bits", out, root=tmp_path, overlay_options={"bits": bits}, limit=60)
+        assert baked.input_shape == baked.batch_shape == (1 + bits, 28, 28)
+        assert baked.tars.fields.content == (field,)
+        assert torch.equal(whole(out).inputs_a, batch.inputs_a[:, : 1 + bits])
+        assert not list(find_problems(out))
 
 
 def test_mnist_is_stored_with_one_channel(tmp_path: Path) -> None:
