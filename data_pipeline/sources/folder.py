@@ -1,22 +1,25 @@
-"""Read pictures from a folder or a zip, in class folders or with the labels of a table."""
+"""Read pictures from a folder or a zip of any layout that `find_layout` knows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Annotated, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BeforeValidator, Field
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import SOURCE_OPTION
 from data_pipeline.core.sample import BASE, NO_LABEL, Record
+from data_pipeline.core.schema import ImageSize, Schema
 from data_pipeline.core.value_range import ValueRange
-from data_pipeline.sources import LabelColumn
-from data_pipeline.sources.files import Files, Names, open_files
-from data_pipeline.sources.layout import Layout, find_layout
+from data_pipeline.sources import LabelColumn, SourceInputs
+from data_pipeline.sources.files import Files, Names
 from data_pipeline.sources.picture_file import read_pixels
-from data_pipeline.sources.splits import records_of
+from data_pipeline.sources.splits import SplitOptions, open_split
 
 
 class PictureFiles:
@@ -86,50 +89,35 @@ def _decoded(files: Files, name: str, image_size: int | None, value_range: Value
         raise UserError(f"{files.root / name} cannot be read, because {why}; mend or remove it") from None
 
 
-def image_folder(
-    root: Path,
-    *,
-    split: str,
-    image_size: int | None = None,
-    test_share: float | None = None,
-    seed: int = 0,
-    class_from: str | None = None,
-    value_range: ValueRange | None = None,
-) -> PictureFiles:
-    """Return the pictures of one split of a folder or a zip, whose layout `find_layout` finds.
+class FolderOptions(SplitOptions):
+    """The options of the source folder. They stand in the description of the source.
 
-    Raises `UserError` if there are no pictures, or for the reasons of `records_of`.
+    image_size: width and height in pixels to which each picture is brought; by default, all must have one size.
+    value_range: the values of files of more than 8 bits that become 0 and 255, such as 0..4095.
     """
-    layout = find_layout(open_files(root), "picture", class_from=class_from)
-    return open_pictures(
-        layout, split=split, image_size=image_size, value_range=value_range, test_share=test_share, seed=seed
-    )
+
+    image_size: ImageSize | None = Field(None, exclude=True)
+    value_range: Annotated[str, BeforeValidator(lambda given: str(ValueRange.parse(given)))] | None = None
 
 
-def open_pictures(
-    layout: Layout,
-    *,
-    split: str,
-    image_size: int | None,
-    value_range: ValueRange | None = None,
-    test_share: float | None,
-    seed: int,
-) -> PictureFiles:
-    """Return the pictures of one split of a layout, and log what it left out. Raises the errors of `records_of`."""
-    layout.log_notes()
-    chosen_N, drawn = records_of(
-        layout,
-        split,
-        lambda name: _decoded(layout.files, name, None, value_range),
-        test_share=test_share,
-        seed=seed,
-    )
-    size = "" if image_size is None else f", middle {image_size}x{image_size}"
-    return PictureFiles(
-        layout.files,
-        Names(layout.names[number] for number in chosen_N.tolist()),
-        {name: LabelColumn(each.title, each.classes, each.label_N[chosen_N]) for name, each in layout.labels.items()},
-        image_size=image_size,
-        value_range=value_range,
-        description=f"{layout.kind}{size}{drawn}",
-    )
+class Folder:
+    """The source folder: pictures in class folders, with the labels of a table, or without labels."""
+
+    needs_root: ClassVar[bool] = True
+    options_schema: ClassVar[type[Schema]] = FolderOptions
+
+    @classmethod
+    def open(cls, given: SourceInputs) -> PictureFiles:
+        options = given.read(FolderOptions)
+        value_range = None if options.value_range is None else ValueRange.parse(options.value_range)
+        decode = partial(_decoded, image_size=None, value_range=value_range)
+        found = open_split(given, "picture", options, decode)
+        size = "" if options.image_size is None else f", middle {options.image_size}x{options.image_size}"
+        return PictureFiles(
+            found.files,
+            found.names,
+            found.labels,
+            image_size=options.image_size,
+            value_range=value_range,
+            description=f"{found.kind}{size}{found.drawn}",
+        )

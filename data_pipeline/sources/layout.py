@@ -1,10 +1,11 @@
-"""Tell what files mean by where they lie: the split of each record and its labels.
+"""Tell what files mean: the split of each record and its labels.
 
+- Labels come from the first of `KNOWN_LAYOUTS` that fits, such as a table. Otherwise the class of a record is its first
+  folder below that of the split, as in torchvision's ImageFolder; `class_from` names another level. Records without a
+  class folder are left out, unless there are fewer than two classes: then none has a label.
 - The folders `train` or `training`, `test` or `testing`, and `val`, `valid`, `validation` or `dev` are splits, in
-  capitals or not, if there is one for training or for testing. Besides train and test, validation files are left out;
-  without test, they are the test split.
-- The class of a record is its first folder below that of the split, as in torchvision's ImageFolder; `class_from` names
-  another level. Records without a class are left out, unless there are fewer than two classes: then none has a label.
+  capitals or not, if there is one for training or for testing. So are these words in a table. Besides train and test,
+  validation files are left out; without test, they are the test split.
 - If all files lie in one folder, the splits and classes are looked for in that folder.
 
 Shapes: N records.
@@ -13,32 +14,36 @@ Shapes: N records.
 from __future__ import annotations
 
 import logging
-import unicodedata
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from data_pipeline.audio import sound_file
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import BASE, NO_LABEL, Medium
+from data_pipeline.core.label_words import MAX_CLASSES, as_word, choose_classes, normal
+from data_pipeline.core.sample import BASE, Medium
 from data_pipeline.sources import LabelColumn
 from data_pipeline.sources.files import Files, Names, ending_of
+from data_pipeline.sources.known_layouts import KNOWN_LAYOUTS, TEST, TRAIN, VAL, Found, Look
 from data_pipeline.storage.locations import PICTURE_ENDINGS
 
 logger = logging.getLogger(__name__)
 
 SUFFIXES: Final[Mapping[Medium, frozenset[str]]] = {
     "picture": frozenset(f".{ending}" for ending in PICTURE_ENDINGS),
-    "sound": frozenset({".aif", ".aiff", ".au", ".flac", ".mp3", ".oga", ".ogg", ".opus", ".wav"}),
+    "sound": sound_file.SUFFIXES,
 }
-TRAIN, TEST, _VAL = "train", "test", "val"
-_SPLIT_OF_FOLDER: Final = {
+_SPLIT_OF_WORD: Final = {
     **dict.fromkeys(("train", "training"), TRAIN),
     **dict.fromkeys(("test", "testing"), TEST),
-    **dict.fromkeys(("val", "valid", "validation", "dev"), _VAL),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), VAL),
 }
+_NUM_NAMED: Final = 10  # splits in a message
 
 
 @dataclass(frozen=True)
@@ -73,91 +78,109 @@ class Layout:
                 logger.info("%s: %s", self.files.root, sentence)
 
 
-def find_layout(files: Files, medium: Medium, *, class_from: str | None = None) -> Layout:
+def find_layout(files: Files, medium: Medium, *, labels: Path | None = None, class_from: str | None = None) -> Layout:
     """Return what the files of pictures or sounds mean.
 
-    `class_from` is the level of the folder that is the class: "path:0" is the first below that of the split, "path:-1"
-    the one that holds the file. Raises `UserError` if there are no such files.
+    `labels` is a table whose files are relative to the root of `files`. `class_from` is the level of the folder that is
+    the class: "path:0" is the first below that of the split, "path:-1" the one that holds the file.
+
+    Raises `UserError` if there are no such files, or if a table is wrong.
     """
-    records: list[str] = []
-    notes: dict[str, list[str]] = {}
+    look = Look(files, medium, labels, [], [], {})
     for name in files.names:
-        if ending_of(name) in SUFFIXES[medium]:
-            records.append(name)
-        else:
-            notes.setdefault(f"ignored files that are no {medium}", []).append(name)
+        (look.names if ending_of(name) in SUFFIXES[medium] else look.beside).append(name)
+    found = next(filter(None, (rule(look) for rule in KNOWN_LAYOUTS)), None) or Found("folder", look.names)
+    if look.beside:
+        look.notes[f"ignored files that are no {medium}"] = look.beside
     for name, why in files.others.items():
-        notes.setdefault(f"ignored {why}", []).append(name)
-    if not records:
+        look.notes.setdefault(f"ignored {why}", []).append(name)
+    if not found.names:
         endings = ", ".join(sorted(SUFFIXES[medium]))
         raise UserError(f"{files.root} holds no {medium}s ({endings}); give --root the folder that holds them")
-    records, splits, num_above = _in_splits(records, notes)
-    level = int((class_from or "path:0").removeprefix("path:"))
-    words = [_class(name.split("/")[num_above:-1], level) for name in records]
-    classes = _classes(words, notes)
-    if has_labels := len(classes) > 1:
-        kept = [number for number, word in enumerate(words) if word]
-        if len(kept) < len(records):
-            outside = [name for name, word in zip(records, words, strict=True) if not word]
-            notes["left out what lies in no class folder"] = outside
-            records, words = [records[number] for number in kept], [words[number] for number in kept]
-            splits = splits and [splits[number] for number in kept]
-    elif classes:
-        notes[f"there is only one class folder ({classes[0]}), so no {medium} has a label"] = []
-    numbers = {word: number for number, word in enumerate(classes)}
-    column = LabelColumn(medium, classes, np.array([numbers.get(word, NO_LABEL) for word in words], dtype=np.int64))
+    found = found.choose(sorted(range(len(found.names)), key=lambda row: found.names[row].split("/")))
+    num_above = _num_common_folders(found.names)
+    if found.splits is None:
+        folders = [_folder(name, num_above) for name in found.names]
+        if {TRAIN, TEST} & {_SPLIT_OF_WORD.get(word.casefold()) for word in set(folders)}:
+            found.splits = folders
+            num_above += 1
+    if found.splits is not None:
+        found = _used(found, found.splits, look.notes)
+    columns: dict[str, LabelColumn] = {}
+    if found.classes_are_folders and BASE not in found.words:
+        level = int((class_from or "path:0").removeprefix("path:"))
+        found, columns = _class_folders(found, [_folder(name, num_above, level) for name in found.names], look)
+        found.kind += f", class {class_from}" if class_from else ""
+    has_class_folders = BASE in columns
+    for label, words in found.words.items():
+        word_of = {word: as_word(word) for word in set(words)}
+        classes = choose_classes(label, set(word_of.values()))
+        if 1 <= len(classes.names) <= MAX_CLASSES:
+            number_of = {word: classes.number_of[each] for word, each in word_of.items()}
+            title = medium if label == BASE else label
+            columns[label] = _column(title, classes.names, number_of, words)
+            if classes.remark:
+                look.notes[classes.remark] = []
+        else:
+            look.notes[f"left out the label {label}, which has {len(classes.names)} classes"] = []
     return Layout(
         files=files,
-        kind=("folder" if has_labels else "folder without labels") + (f", class {class_from}" if class_from else ""),
+        kind=found.kind if columns else f"{found.kind} without labels",
         medium=medium,
-        names=Names(records),
-        split_N=None if splits is None else np.array(splits),
-        labels={BASE: column} if has_labels else {},
-        notes=notes,
-        has_class_folders=has_labels,
+        names=Names(found.names),
+        split_N=None if found.splits is None else np.array(found.splits),
+        labels=columns,
+        notes=look.notes,
+        has_class_folders=has_class_folders,
     )
 
 
-def _in_splits(records: list[str], notes: dict[str, list[str]]) -> tuple[list[str], list[str] | None, int]:
-    """Return the records in use, the split of each if folders say it, and the number of folders above the classes."""
-    folders = [name.split("/")[:-1] for name in (records[0], records[-1])]  # what both share, all share
-    num_above = 0
-    for first, last in zip(*folders, strict=False):
-        if first != last or first.casefold() in _SPLIT_OF_FOLDER:
-            break
-        num_above += 1
-    of_folder = {folder: _SPLIT_OF_FOLDER.get(folder.casefold()) for folder in _folders(records, num_above)}
-    there = set(of_folder.values())
-    if not there & {TRAIN, TEST}:
-        return records, None, num_above
-    if TEST not in there and _VAL in there:
-        of_folder = {folder: TEST if split == _VAL else split for folder, split in of_folder.items()}
-        notes["there is no folder test, so the validation files are the test split"] = []
-    kept, splits = [], []
-    for name in records:
-        split = of_folder.get(name.split("/")[num_above])
-        if split in (TRAIN, TEST):
-            kept.append(name)
-            splits.append(split)
-        else:
-            where = "in a folder of validation files" if split == _VAL else "beside the folders of the splits"
-            notes.setdefault(f"left out what lies {where}", []).append(name)
-    return kept, splits, num_above + 1
+def _num_common_folders(names: Sequence[str]) -> int:
+    """Return in how many folders, one in the other, all files lie, if none of these is the folder of a split."""
+    folders = [name.split("/")[:-1] for name in (names[0], names[-1])]  # what these two share, all share
+    for level, (first, last) in enumerate(zip(*folders, strict=False)):
+        if first != last or first.casefold() in _SPLIT_OF_WORD:
+            return level
+    return min(map(len, folders))
 
 
-def _folders(records: Sequence[str], level: int) -> set[str]:
-    return {name.split("/")[level] for name in records if name.count("/") > level}
-
-
-def _class(folders: Sequence[str], level: int) -> str:
-    """Return the class that one of the folders above a file names; "" if there is no such folder."""
+def _folder(name: str, num_above: int, level: int = 0) -> str:
+    """Return a folder of a file by its level below `num_above` folders; "" if there is none."""
+    folders = name.split("/")[num_above:-1]
     return folders[level] if -len(folders) <= level < len(folders) else ""
 
 
-def _classes(words: list[str], notes: dict[str, list[str]]) -> tuple[str, ...]:
-    """Bring the classes of all records to NFC. Return each once, sorted."""
-    written = {word: unicodedata.normalize("NFC", word) for word in sorted(set(words)) if word}
-    words[:] = [written.get(word, "") for word in words]
-    if twice := [word for word in written if word != written[word] and written[word] in written]:
-        notes["took class folders that Unicode writes in two ways as one"] = twice
-    return tuple(sorted(set(written.values())))
+def _used(found: Found, words: Sequence[str], notes: dict[str, list[str]]) -> Found:
+    """Return the records that are for training or for testing, with these splits; note what is left out."""
+    split_of = {word: _SPLIT_OF_WORD.get(word.casefold(), "") for word in set(words)}
+    if TRAIN in split_of.values() and TEST not in split_of.values() and VAL in split_of.values():
+        split_of = {word: TEST if split == VAL else split for word, split in split_of.items()}
+        notes["there is no test split, so the validation files are it"] = []
+    used = {word for word, split in split_of.items() if split in (TRAIN, TEST)}
+    if others := Counter(word for word in words if word not in used):
+        counts = ", ".join(f'{num} in "{word}"' for word, num in others.most_common(_NUM_NAMED))
+        outside = [name for name, word in zip(found.names, words, strict=True) if word not in used]
+        notes[f"left out what is in neither split: {counts}"] = outside
+    found.splits = [split_of[word] for word in words]
+    return found.choose([row for row, word in enumerate(words) if word in used])
+
+
+def _class_folders(found: Found, folders: Sequence[str], look: Look) -> tuple[Found, dict[str, LabelColumn]]:
+    """Return the records that lie in a class folder, with this label; or all, if there are fewer than two classes."""
+    class_of = {folder: normal(folder) for folder in set(folders) - {""}}
+    classes = tuple(sorted(set(class_of.values())))
+    if len(classes) < 2:
+        if classes:
+            look.notes[f"there is only one class folder ({classes[0]}), so no {look.medium} has a label"] = []
+        return found, {}
+    if twice := sorted(folder for folder, name in class_of.items() if folder != name and name in class_of):
+        look.notes["took class folders that Unicode writes in two ways as one"] = twice
+    if outside := [name for name, folder in zip(found.names, folders, strict=True) if not folder]:
+        look.notes["left out what lies in no class folder"] = outside
+    number_of = {folder: classes.index(name) for folder, name in class_of.items()}
+    base = _column(look.medium, classes, number_of, [folder for folder in folders if folder])
+    return found.choose([row for row, folder in enumerate(folders) if folder]), {BASE: base}
+
+
+def _column(title: str, classes: tuple[str, ...], number_of: Mapping[str, int], words: Sequence[str]) -> LabelColumn:
+    return LabelColumn(title, classes, np.array([number_of[word] for word in words], dtype=np.int64))

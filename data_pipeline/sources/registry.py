@@ -11,7 +11,7 @@ from data_pipeline.core.kinds import Names
 PICTURE_SOURCES: Final = MappingProxyType(
     {
         "torchvision": "data_pipeline.sources.cifar:Cifar",
-        "folder": "data_pipeline.sources.picture_table:Folder",
+        "folder": "data_pipeline.sources.folder:Folder",
         "mnist": "data_pipeline.sources.mnist:Mnist",
         "placed_digits": "data_pipeline.sources.placed_digits:PlacedDigits",
         "procedural": "data_pipeline.sources.procedural:Procedural",

@@ -7,24 +7,81 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import SOURCE_OPTION
 from data_pipeline.core.progress import Progress
+from data_pipeline.core.sample import Medium
+from data_pipeline.core.schema import Schema
 from data_pipeline.core.system import num_cores
-from data_pipeline.sources.layout import TEST, TRAIN, Layout
+from data_pipeline.sources import LabelColumn, SourceInputs
+from data_pipeline.sources.files import Files, Names, open_files
+from data_pipeline.sources.known_layouts import TEST, TRAIN
+from data_pipeline.sources.layout import Layout, find_layout
 from data_pipeline.storage.source_digests import content_digest
 
 _NUM_AT_ONCE: Final = 1_000  # records that wait for the threads
 # In the manifest, so that no build goes on with the split of another rule. Manifests of the first rule name none.
 _SPLIT_RULE: Final = 2
+
+
+class SplitOptions(Schema):
+    """The options of a source of files, which say where splits and labels come from.
+
+    test_share: the share of the records in the test split, which the seed of the build draws, if nothing names it.
+    labels: a table of labels, in place of class folders: csv or .jsonl with a column `file`, and one for each label.
+    class_from: the level of the folder that is the class, such as path:0, the first below train and test (the default),
+        or path:-1, the one that holds the file.
+    """
+
+    test_share: float | None = Field(None, gt=0, lt=1, exclude=True)
+    labels: Path | None = Field(None, exclude=True)
+    class_from: str | None = Field(None, pattern=r"^path:-?\d+$", exclude=True)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The records of one split: their names in `files`, their labels, and in words the layout and what was drawn."""
+
+    files: Files
+    names: Names
+    labels: Mapping[str, LabelColumn]
+    kind: str
+    drawn: str
+
+
+def open_split(
+    given: SourceInputs, medium: Medium, options: SplitOptions, decode: Callable[[Files, str], NDArray[Any]]
+) -> Split:
+    """Return the records of the split of a build, and log what was left out and assumed.
+
+    `decode` reads a file; it is called only if the split is drawn. Raises the errors of `find_layout` and `records_of`.
+    """
+    layout = find_layout(
+        open_files(given.required_root()), medium, labels=options.labels, class_from=options.class_from
+    )
+    layout.log_notes()
+    chosen_N, drawn = records_of(
+        layout, given.split, partial(decode, layout.files), test_share=options.test_share, seed=given.seed
+    )
+    return Split(
+        layout.files,
+        Names(layout.names[number] for number in chosen_N.tolist()),
+        {name: LabelColumn(each.title, each.classes, each.label_N[chosen_N]) for name, each in layout.labels.items()},
+        layout.kind,
+        drawn,
+    )
 
 
 def records_of(

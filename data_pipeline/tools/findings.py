@@ -18,7 +18,8 @@ from data_pipeline.audio.sound_file import LEAST_SECONDS
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.sources.examine import MIN_PIXELS, medium_of
 from data_pipeline.sources.files import Files
-from data_pipeline.sources.layout import TEST, TRAIN, Layout
+from data_pipeline.sources.known_layouts import TEST, TRAIN
+from data_pipeline.sources.layout import Layout
 from data_pipeline.tools.census import Census, equal_files
 
 _AGAIN: Final = "copy them again; the commands leave them out"

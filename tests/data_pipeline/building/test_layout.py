@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,26 +18,143 @@ from data_pipeline.sources.files import Files, open_files
 from data_pipeline.sources.layout import Layout, find_layout
 
 
-def write(root: Path, names: Sequence[str], *, zipped: bool = False) -> Files:
-    """Files that hold their own names."""
+def write(root: Path, files: Mapping[str, str | bytes | None], *, zipped: bool = False) -> Files:
+    """Files with these contents; None is the name of the file."""
+    contents = {name: name if content is None else content for name, content in files.items()}
     if zipped:
         root.parent.mkdir(parents=True, exist_ok=True)
         with zipfile.ZipFile(root, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name in names:
-                archive.writestr(name, name)
+            for name, content in contents.items():
+                archive.writestr(name, content)
     else:
-        for name in names:
+        for name, content in contents.items():
             (root / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / name).write_text(name)
+            (root / name).write_bytes(content.encode() if isinstance(content, str) else content)
     return open_files(root)
 
 
 def meaning(layout: Layout) -> dict[str, str]:
-    """The split and the class of each record, as SPLIT:CLASS."""
-    base = layout.labels.get(BASE)
-    splits = [""] * len(layout.names) if layout.split_N is None else layout.split_N.tolist()
-    classes = [""] * len(layout.names) if base is None else [base.classes[number] for number in base.label_N]
-    return {name: f"{split}:{word}" for name, split, word in zip(layout.names, splits, classes, strict=True)}
+    """The split and the class of each record, as SPLIT:CLASS, and other labels after it."""
+    found = {}
+    for number, name in enumerate(layout.names):
+        words = {label: column.label_N[number] for label, column in layout.labels.items()}
+        words = {label: layout.labels[label].classes[word] if word >= 0 else "" for label, word in words.items()}
+        found[name] = f"{'' if layout.split_N is None else layout.split_N[number]}:{words.pop(BASE, '')}"
+        found[name] += "".join(f" {label}={word}" for label, word in words.items())
+    return found
+
+
+FLAT = dict.fromkeys(["1.png", "2.png", "3.png", "4.png"])
+# The files of a layout, and the meaning of each record, sorted.
+TABLES: dict[str, tuple[dict[str, str | bytes | None], dict[str, str], list[str]]] = {
+    "the Hub's imagefolder": (
+        {"metadata.csv": "file_name,label,site\n2.png,owl,\n1.png,wren,Bonn\n", "1.png": None, "2.png": None},
+        {"1.png": ":wren site=Bonn", "2.png": ":owl site="},
+        [],
+    ),
+    "a table in each split": (
+        {
+            "train/metadata.jsonl": '{"file_name": "a/1.png", "n": 1, "box": [1]}\n{"file_name": "2.png", "n": null}\n',
+            "train/a/1.png": None,
+            "train/2.png": None,
+            "validation/metadata.csv": "file_name,n\n3.png,2\n",
+            "validation/3.png": None,
+        },
+        {"train/2.png": "train: n=", "train/a/1.png": "train: n=1", "validation/3.png": "test: n=2"},
+        ["there is no test split, so the validation files are it"],
+    ),
+    "a table that names no files": (
+        {"metadata.csv": "isic_id,sex\n1,f\n", "a/1.png": None, "b/2.png": None},
+        {"a/1.png": ":a", "b/2.png": ":b"},
+        ["ignored files that are no picture"],
+    ),
+    "Tiny-ImageNet": (
+        {
+            "tiny/train/n1/images/1.JPEG": None,
+            "tiny/train/n2/images/2.JPEG": None,
+            "tiny/val/val_annotations.txt": "0.JPEG\tn2\t0\t0\t9\t9\n1.JPEG\tn1\t0\t0\t9\t9\n",
+            "tiny/val/images/0.JPEG": None,
+            "tiny/val/images/1.JPEG": None,
+            "tiny/test/images/7.JPEG": None,
+        },
+        {
+            "tiny/train/n1/images/1.JPEG": "train:n1",
+            "tiny/train/n2/images/2.JPEG": "train:n2",
+            "tiny/val/images/0.JPEG": "test:n2",
+            "tiny/val/images/1.JPEG": "test:n1",
+        },
+        [
+            "there is no test split, so the validation files are it",
+            'left out what is in neither split: 1 in "test, without labels"',
+        ],
+    ),
+    "a file of classes beside each": (
+        {**FLAT, "1.cls": "3\n", "2.cls": "0", "3.cls": "", "4.txt": "a caption"},
+        {"1.png": ":3", "2.png": ":0", "3.png": ":", "4.png": ":"},
+        ["ignored files that are no picture"],
+    ),
+    "a text beside each": (
+        {**FLAT, "1.txt": "owl", "2.txt": "wren", "3.txt": "owl", "4.txt": "wren"},
+        {"1.png": ":owl", "2.png": ":wren", "3.png": ":owl", "4.png": ":wren"},
+        [],
+    ),
+    "captions": (
+        {**FLAT, "1.txt": "an owl", "2.txt": "a wren", "3.txt": "a tree", "4.txt": "a bird"},
+        dict.fromkeys(FLAT, ":"),
+        ["ignored files that are no picture"],
+    ),
+    "an object of JSON beside each": (
+        {
+            "a/1.png": None,
+            "a/1.json": '{"sex": "f", "age": 2.5, "box": {"x": 1}}',
+            "b/2.png": None,
+            "b/2.json": '{"sex": null}',
+        },
+        {"a/1.png": ":a sex=f age=2.5", "b/2.png": ":b sex= age="},
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("zipped", [False, True], ids=["folder", "zip"])
+@pytest.mark.parametrize("layout", TABLES)
+def test_labels_in_files_are_those_of_the_records(layout: str, zipped: bool, tmp_path: Path) -> None:
+    files, expected, said = TABLES[layout]
+    found = find_layout(write(tmp_path / "root.zip", files, zipped=zipped), "picture")
+    assert list(meaning(found).items()) == list(expected.items())
+    assert list(found.notes) == said
+
+
+def test_published_sounds_have_their_splits(tmp_path: Path) -> None:
+    csv = "filename,fold,target,category\n1-1-A-0.wav,1,0,dog\n5-9-A-9.wav,5,9,cat\n"
+    esc50 = {"ESC-50/meta/esc50.csv": csv, "ESC-50/audio/1-1-A-0.wav": None, "ESC-50/audio/5-9-A-9.wav": None}
+    found = find_layout(write(tmp_path / "esc50", esc50), "sound")
+    assert meaning(found) == {"ESC-50/audio/1-1-A-0.wav": "train:dog", "ESC-50/audio/5-9-A-9.wav": "test:cat"}
+    assert list(found.notes) == ["took fold 5 as the test split"]
+    names = ["bed/a.wav", "bed/b.wav", "cat/a.wav", "cat/c.wav", "_background_noise_/x.wav"]
+    lists = {"testing_list.txt": "cat/a.wav\n", "validation_list.txt": "bed/b.wav\n"}
+    found = find_layout(write(tmp_path / "words", {**dict.fromkeys(names), **lists}), "sound")
+    assert meaning(found) == {"bed/a.wav": "train:bed", "cat/a.wav": "test:cat", "cat/c.wav": "train:cat"}
+    assert list(found.notes) == ['left out what is in neither split: 1 in "_background_noise_", 1 in "val"']
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "\ufefffile,sex\n1.png,f\n2.png,nan\n\n3.png,m\n4.png, N/A \n".encode(),
+        b"file;sex\r\n1.png;f\r\n2.png;\r\n3.png;m\r\n4.png;<NA>\r\n",
+        "path\tsex\n1.png\tf\n2.png\tNULL\n3.png\tm\n4.png\tNA\n".encode("utf-16"),
+        b',sex,image\n0,f,1.png\n1,"",2.png\n2,"m",./3.png\n3,null,4.png\n',
+        b'"filename","sex"\n"1.png","f"\n"2.png",\n"3.png","m"\n"4.png",NaN\n',
+    ],
+    ids=["BOM and an empty line", "semicolon", "tab and UTF-16", "index of pandas", "quoted"],
+)
+def test_a_table_in_any_dialect_says_the_same(table: bytes, tmp_path: Path) -> None:
+    files = write(tmp_path / "root", FLAT)
+    (tmp_path / "labels.csv").write_bytes(table)
+    found = find_layout(files, "picture", labels=tmp_path / "labels.csv")
+    assert meaning(found) == {"1.png": ": sex=f", "2.png": ": sex=", "3.png": ": sex=m", "4.png": ": sex="}
+    assert found.notes == {}
 
 
 LAYOUTS: dict[str, tuple[list[str], str | None, dict[str, str], list[str]]] = {
@@ -54,13 +171,13 @@ LAYOUTS: dict[str, tuple[list[str], str | None, dict[str, str], list[str]]] = {
         ["train/a/1.png", "train/b/1.png", "valid/a/2.png"],
         None,
         {"train/a/1.png": "train:a", "train/b/1.png": "train:b", "valid/a/2.png": "test:a"},
-        ["there is no folder test, so the validation files are the test split"],
+        ["there is no test split, so the validation files are it"],
     ),
     "three splits": (
         ["dev/c/1.png", "test/a/1.png", "train/a/1.png", "train/b/1.png"],
         None,
         {"test/a/1.png": "test:a", "train/a/1.png": "train:a", "train/b/1.png": "train:b"},
-        ["left out what lies in a folder of validation files"],
+        ['left out what is in neither split: 1 in "dev"'],
     ),
     "a class called dev": (["dev/1.png", "prod/1.png"], None, {"dev/1.png": ":dev", "prod/1.png": ":prod"}, []),
     "nested": (
@@ -107,7 +224,9 @@ LAYOUTS: dict[str, tuple[list[str], str | None, dict[str, str], list[str]]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_has_its_meaning(layout: str, zipped: bool, tmp_path: Path) -> None:
     names, class_from, expected, said = LAYOUTS[layout]
-    found = find_layout(write(tmp_path / "root.zip", names, zipped=zipped), "picture", class_from=class_from)
+    found = find_layout(
+        write(tmp_path / "root.zip", dict.fromkeys(names), zipped=zipped), "picture", class_from=class_from
+    )
     assert list(meaning(found).items()) == list(expected.items())  # and in this order
     assert list(found.notes) == said
     noted = {name for about in found.notes.values() for name in about if name.endswith(".png")}
@@ -118,7 +237,7 @@ def test_every_layout_has_its_meaning(layout: str, zipped: bool, tmp_path: Path)
 
 def test_the_classes_are_those_of_torchvision(tmp_path: Path) -> None:
     names = ["b/1.png", "a/x/2.png", "a/1.jpg", "a-b/c.webp", "b/y/z/9.ppm", "B/1.png"]
-    write(tmp_path / "root", names)
+    write(tmp_path / "root", dict.fromkeys(names))
     (tmp_path / "root" / "linked").symlink_to(tmp_path / "root" / "b")
     peer = torchvision.datasets.ImageFolder(str(tmp_path / "root"))
     found = meaning(find_layout(open_files(tmp_path / "root"), "picture"))
@@ -127,8 +246,8 @@ def test_the_classes_are_those_of_torchvision(tmp_path: Path) -> None:
 
 
 def test_links_are_followed_and_what_cannot_be_read_is_named(tmp_path: Path) -> None:
-    write(tmp_path / "other", ["1.png"])
-    files = write(tmp_path / "root", ["a/1.png"])
+    write(tmp_path / "other", {"1.png": None})
+    files = write(tmp_path / "root", {"a/1.png": None})
     (tmp_path / "root" / "void").mkdir()
     os.mkfifo(tmp_path / "root" / "pipe")
     links = {"file.png": "a/1.png", "folder": "../other", "a/up": "..", "gone": "nowhere"}
@@ -148,7 +267,7 @@ def test_links_are_followed_and_what_cannot_be_read_is_named(tmp_path: Path) -> 
 @pytest.mark.parametrize("zipped", [False, True], ids=["folder", "zip"])
 def test_a_copy_in_another_process_reads_the_same_also_in_threads(zipped: bool, tmp_path: Path) -> None:
     names = [f"{number % 7}/{number:04}.png" for number in range(300)]
-    files = write(tmp_path / "root", names, zipped=zipped)
+    files = write(tmp_path / "root", dict.fromkeys(names), zipped=zipped)
     copy = pickle.loads(pickle.dumps(files))
     assert len(pickle.dumps(files)) < 300  # also after the names were listed
     for each in (files, copy):
@@ -161,7 +280,7 @@ def test_a_copy_in_another_process_reads_the_same_also_in_threads(zipped: bool, 
 
 
 def test_a_damaged_zip_is_named(tmp_path: Path) -> None:
-    files = write(tmp_path / "root.zip", ["a/1.png", "b/1.png"], zipped=True)
+    files = write(tmp_path / "root.zip", {"a/1.png": None, "b/1.png": None}, zipped=True)
     data = bytearray((tmp_path / "root.zip").read_bytes())
     data[data.index(b"a/1.png") + 9] ^= 255
     (tmp_path / "root.zip").write_bytes(data)

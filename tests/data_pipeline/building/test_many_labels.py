@@ -26,11 +26,11 @@ from data_pipeline.loading.decode import decode
 from data_pipeline.loading.whole import read_all
 from data_pipeline.overlays import FIRST_PURPOSE, LabelClasses, Layer, PictureOverlay
 from data_pipeline.overlays.registry import NAMES
-from data_pipeline.sources.picture_table import picture_table
 from data_pipeline.storage.locations import INDEX_NAME
 from data_pipeline.storage.manifest import Fields, load_manifest
 from data_pipeline.storage.store import SampleStore
 from tests.commands import call
+from tests.data_pipeline.folders import open_folder
 from tests.data_pipeline.stored_samples import decode_sample, find_problems
 from tests.tiny_data import damage
 
@@ -153,19 +153,19 @@ def test_without_a_split_a_share_of_each_group_is_drawn(tmp_path: Path) -> None:
     write_table(table, ["file", "sex"], [[name, cells["sex"]] for name, cells in labels.items()])
     parts = {}
     for split in ("train", "test"):
-        source = picture_table(tmp_path / "pics", table, split=split, test_share=0.2)
+        source = open_folder(tmp_path / "pics", labels=table, split=split, test_share=0.2)
         parts[split] = {source.path(number) for number in range(len(source.labels))}
         counts = np.bincount(source.more_labels["sex"].label_N)
         assert counts.tolist() == {"train": [16, 16], "test": [4, 4]}[split]
     assert not parts["train"] & parts["test"]
     with pytest.raises(UserError, match="nor a table with a column split, so both splits would hold the same pictures"):
-        picture_table(tmp_path / "pics", table, split="train")
+        open_folder(tmp_path / "pics", labels=table, split="train")
     (tmp_path / "pics" / "train").mkdir()
     (tmp_path / "pics" / "a").rename(tmp_path / "pics" / "train" / "a")
     write_table(table, ["file", "sex"], [[f"train/{name}", cells["sex"]] for name, cells in labels.items()])
-    assert len(picture_table(tmp_path / "pics", table, split="train").labels) == 40
+    assert len(open_folder(tmp_path / "pics", labels=table, split="train").labels) == 40
     with pytest.raises(UserError, match="has no picture in the split test; add some"):
-        picture_table(tmp_path / "pics", table, split="test")
+        open_folder(tmp_path / "pics", labels=table, split="test")
 
 
 @pytest.mark.parametrize(
@@ -174,11 +174,13 @@ def test_without_a_split_a_share_of_each_group_is_drawn(tmp_path: Path) -> None:
         (["name", "sex"], [["a.png", "f"]], "has no column file"),
         (["file", "Finding Labels"], [["a.png", "x"]], '"Finding Labels" is not a valid name of a label'),
         (["file", "sex"], [["c.png", "f"]], "names 1 files that are not in .*, such as c.png"),
-        (["file", "sex"], [["a.png", ""]], "has no value in the column sex"),
         (["file", "sex", "split"], [["a.png", "f", "val"]], "has no picture in the split train; add some"),
         (["file", "sex"], [["a.png", "f"], ["a.png", "m"]], r"names a\.png 2 times"),
         (["file", "sex", "split"], [["a.png", "f", "train"], ["./a.png", "f", "test"]], r"names a\.png 2 times"),
-        (["file", "base"], [["a.png", "f"], ["b.png", ""]], r"gives b\.png no value in the column base"),
+        (["file", "sex"], [["a.png", "f", "m"]], r"line 2 of .*labels\.csv has 3 cells, but its header has 2"),
+        (["file", "sex", "sex"], [["a.png", "f", "m"]], "has several columns sex"),
+        (["file", "overlay"], [["a.png", "f"]], "has a column overlay, the label of what a build draws"),
+        (["file", "sex"], [], "holds no line of a file"),
     ],
 )
 def test_a_wrong_table_is_told_in_one_sentence(
@@ -188,9 +190,9 @@ def test_a_wrong_table_is_told_in_one_sentence(
         (tmp_path / f"{name}.png").write_bytes(png(0))
     table = write_table(tmp_path / "labels.csv", head, rows)
     with pytest.raises(UserError, match=said):
-        picture_table(tmp_path, table, split="train")
-    with pytest.raises(UserError, match="cannot be read as a csv file"):
-        picture_table(tmp_path, tmp_path / "other.csv", split="train")
+        open_folder(tmp_path, labels=table, split="train")
+    with pytest.raises(UserError, match=r"other\.csv cannot be read as a table \(No such file"):
+        open_folder(tmp_path, labels=tmp_path / "other.csv", split="train")
 
 
 def test_pictures_in_neither_split_are_counted_by_what_the_table_says(
@@ -202,10 +204,12 @@ def test_pictures_in_neither_split_are_counted_by_what_the_table_says(
     rows = [[name, "f", split] for name, split in zip(names, splits, strict=False)]
     write_table(table, ["file", "sex", "split"], rows)
     for split in ("train", "test"):
-        assert len(picture_table(tmp_path / "pics", table, split=split).labels) == 1
-    said = 'pics: left out pictures that are in neither split: 2 in "val", 1 in "tset", 1 in "" (4, such as a/0002.png)'
-    said = f"{tmp_path}/{said}"
-    assert caplog.messages == [said, said]
+        assert len(open_folder(tmp_path / "pics", labels=table, split=split).labels) == 1
+    said = [
+        f"{tmp_path}/pics: left out what the table of labels does not name (18, such as a/0006.png)",
+        f'{tmp_path}/pics: left out what is in neither split: 2 in "val", 1 in "tset", 1 in "" (4, such as a/0002.png)',
+    ]
+    assert caplog.messages == said * 2
 
 
 @pytest.mark.parametrize("name", ["../a.png", "{root}/a.png"])
@@ -215,7 +219,7 @@ def test_a_table_names_only_pictures_below_its_root(tmp_path: Path, name: str) -
         path.write_bytes(png(0))
     table = write_table(tmp_path / "labels.csv", ["file", "sex", "split"], [[name.format(root=tmp_path), "f", "train"]])
     with pytest.raises(UserError, match=r"names .*a\.png, which is not a path below .*root"):
-        picture_table(tmp_path / "root", table, split="train")
+        open_folder(tmp_path / "root", labels=table, split="train")
 
 
 # --- tars

@@ -19,9 +19,9 @@ from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
 from data_pipeline.sources.cifar import Cifar
 from data_pipeline.sources.digits import MnistKind, mnist_digits, sklearn_digits
-from data_pipeline.sources.folder import image_folder
 from data_pipeline.sources.procedural import Procedural
 from data_pipeline.storage.store import SampleStore
+from tests.data_pipeline.folders import open_folder
 from tests.data_pipeline.stored_samples import decode_sample, find_problems
 from tests.real_data import archive
 from tests.tars import unpack_tar
@@ -109,10 +109,10 @@ def test_folder_sorts_classes_and_files(tmp_path: Path, caplog: pytest.LogCaptur
     for hidden in ("cat/.hidden.png", "__MACOSX/._cat.png"):  # the second as a Mac packs it into a zip
         (tmp_path / "train" / hidden).parent.mkdir(exist_ok=True)
         (tmp_path / "train" / hidden).write_text("no picture")
-    folder = image_folder(tmp_path, split="train")
+    folder = open_folder(tmp_path, split="train")
     for name in ("cat", "dog"):
         save_picture(tmp_path / "test" / name / "x.png", colour=(9, 0, 0))
-    assert image_folder(tmp_path, split="test")[0].content[0, 0, 0] == 9
+    assert open_folder(tmp_path, split="test")[0].content[0, 0, 0] == 9
     assert "ignored files that are no picture (1, such as train/cat/notes.txt)" in caplog.text
     assert folder.class_names == ("cat", "dog")
     assert folder.labels.tolist() == [0, 0, 1, 1]
@@ -123,10 +123,10 @@ def test_folder_sorts_classes_and_files(tmp_path: Path, caplog: pytest.LogCaptur
 
 def test_folder_refuses_what_is_not_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere is not a folder; give --root"):
-        image_folder(tmp_path / "nowhere", split="train")
+        open_folder(tmp_path / "nowhere", split="train")
     (tmp_path / "train").mkdir()
     with pytest.raises(UserError, match=r"holds no pictures \(\.avif, "):
-        image_folder(tmp_path, split="train")
+        open_folder(tmp_path, split="train")
 
 
 def test_folder_names_the_picture_that_does_not_decode(tmp_path: Path) -> None:
@@ -137,14 +137,14 @@ def test_folder_names_the_picture_that_does_not_decode(tmp_path: Path) -> None:
     for torn in (b"", b"text, not a picture", whole[: len(whole) // 2]):
         (folder / "a" / "1.png").write_bytes(torn)
         with pytest.raises(UserError, match=r"a/1\.png cannot be read, because it .*; mend or remove it"):
-            image_folder(tmp_path, split="train")[1]
+            open_folder(tmp_path, split="train")[1]
 
 
 def test_folder_names_the_picture_of_another_size(tmp_path: Path) -> None:
     save_picture(tmp_path / "train" / "a" / "0.png", size=(6, 4))
     save_picture(tmp_path / "train" / "b" / "0.png", size=(4, 6))
     with pytest.raises(UserError, match=r"b/0\.png is 4x6 pixels but .*a/0\.png is 6x4; .*image_size"):
-        image_folder(tmp_path, split="train")[1]
+        open_folder(tmp_path, split="train")[1]
 
 
 @pytest.mark.parametrize(("width", "height"), [(32, 32), (40, 30), (29, 47), (301, 64), (33, 32), (7, 5)])
@@ -153,7 +153,7 @@ def test_folder_makes_squares_as_torchvision_does(width: int, height: int, tmp_p
     for name in "ab":
         (tmp_path / "train" / name).mkdir(parents=True)
         Image.fromarray(pixels).save(tmp_path / "train" / name / "0.png")
-    square = image_folder(tmp_path, split="train", image_size=32)[1].content
+    square = open_folder(tmp_path, split="train", image_size=32)[1].content
     peer = torchvision.transforms.Compose([torchvision.transforms.Resize(32), torchvision.transforms.CenterCrop(32)])
     np.testing.assert_array_equal(square, np.asarray(peer(Image.fromarray(pixels))))
 
@@ -162,14 +162,14 @@ def test_folder_reads_names_of_any_letters(tmp_path: Path) -> None:
     names = ["a/ä ö.png", "a/b\udcff.png", "a/x.png", "b/日本.png"]  # the second is not UTF-8
     for number, name in enumerate(names):
         save_picture(tmp_path / "train" / name, colour=(number, 0, 0))
-    folder = pickle.loads(pickle.dumps(image_folder(tmp_path, split="train")))
+    folder = pickle.loads(pickle.dumps(open_folder(tmp_path, split="train")))
     assert sorted(int(folder[number].content[0, 0, 0]) for number in range(4)) == [0, 1, 2, 3]
 
 
 def test_folder_reads_the_real_cifar_archive_as_pillow_does(tmp_path: Path) -> None:
     with tarfile.open(archive("cifar10-images-test.tar.gz")) as tar:
         unpack_tar(tar, tmp_path, [member for member in tar if member.name.endswith(("0000.jpg", "0001.jpg"))])
-    folder = image_folder(tmp_path, split="test")
+    folder = open_folder(tmp_path, split="test")
     reference = torchvision.datasets.ImageFolder(str(tmp_path / "test"))
     assert list(folder.class_names) == reference.classes
     assert len(folder.labels) == len(reference) == 20

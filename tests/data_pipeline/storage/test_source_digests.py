@@ -13,12 +13,11 @@ from PIL import Image
 from data_pipeline.building.build import build_dataset
 from data_pipeline.core.errors import UserError
 from data_pipeline.remote.fetch import RemoteConfig
-from data_pipeline.sources.folder import image_folder
-from data_pipeline.sources.picture_table import picture_table
 from data_pipeline.sources.splits import in_test_split
 from data_pipeline.storage.manifest import SOURCE_DIGESTS_NAME, load_manifest
 from data_pipeline.storage.source_digests import content_digest, read_source_digests, shared_sources
 from data_pipeline.storage.store import SampleStore
+from tests.data_pipeline.folders import open_folder
 from tests.data_pipeline.stored_samples import decode_sample, find_problems
 
 REMOTE = RemoteConfig()
@@ -137,7 +136,7 @@ def test_another_seed_cuts_otherwise_and_other_names_do_not(tmp_path: Path) -> N
     root = write_pictures(tmp_path / "root", num=20)
 
     def test_split(*, seed: int) -> set[bytes]:
-        folder = image_folder(root, split="test", test_share=0.3, seed=seed)
+        folder = open_folder(root, split="test", test_share=0.3, seed=seed)
         return {folder[number].content.tobytes() for number in range(len(folder.labels))}
 
     before = test_split(seed=0)
@@ -153,7 +152,7 @@ def test_the_size_of_the_built_pictures_does_not_change_the_split(tmp_path: Path
     table = tmp_path / "labels.csv"
     rows = [f"{path.relative_to(root)},{path.parent.name}\n" for path in names]
     table.write_text("".join(["file,animal\n", *rows]))
-    for opened in (image_folder, partial(picture_table, table=table)):
+    for opened in (open_folder, partial(open_folder, labels=table)):
         sides = []
         for size in (None, 8, 24):
             pictures = opened(root, split="test", image_size=size, test_share=0.3)
@@ -170,7 +169,7 @@ def test_equal_pictures_are_on_one_side_also_in_two_classes_and_in_other_files(t
         picture.save(root / "dog" / f"also-{number:03d}.tif")
     sides = []
     for split in ("train", "test"):
-        folder = image_folder(root, split=split, test_share=0.5)
+        folder = open_folder(root, split=split, test_share=0.5)
         assert np.bincount(folder.labels).tolist() == [20, 20]  # ten pictures twice; the same ten, and ten dogs
         sides.append({folder[number].content.tobytes() for number in range(len(folder.labels))})
     assert not sides[0] & sides[1]
@@ -224,4 +223,4 @@ def test_a_share_that_leaves_a_class_empty_names_it(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"test_share=0\.3 leaves no pictures of class dog of .*root for the test split"
     ):
-        image_folder(root, split="test", test_share=0.3)
+        open_folder(root, split="test", test_share=0.3)

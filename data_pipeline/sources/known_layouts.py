@@ -1,0 +1,228 @@
+"""Read the labels of known layouts: tables, files beside the records, and published datasets as they are unpacked.
+
+- A table of labels that the user names.
+- `metadata.csv` or `metadata.jsonl` with names of files relative to its folder, as of the Hub's imagefolder.
+- ESC-50 with `meta/esc50.csv`; Tiny-ImageNet with `val/val_annotations.txt`; Speech Commands with `testing_list.txt`.
+- A file beside each record: `a.cls`, `a.json` or `a.txt` beside `a.png`, as in WebDataset.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePath
+from typing import Final
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.label_words import normal
+from data_pipeline.core.sample import BASE, Medium
+from data_pipeline.sources.files import Files, ending_of
+from data_pipeline.sources.tables import NoFilesError, Table, label_columns, read_table, words_of
+
+TRAIN, TEST, VAL = "train", "test", "val"
+_MAX_TEXT: Final = 100  # characters of a class in a .txt beside a record
+
+
+@dataclass
+class Found:
+    """Records, in any order, with the word of each for every label, and for its split if something says it.
+
+    If `classes_are_folders`, the folders of the records are classes unless `words` has the label `base`.
+    """
+
+    kind: str
+    names: list[str]
+    words: dict[str, list[str]] = field(default_factory=dict)
+    splits: list[str] | None = None
+    classes_are_folders: bool = True
+
+    def choose(self, rows: Sequence[int]) -> Found:
+        """Return some of the records, in the order of `rows`."""
+        words = {label: [cells[row] for row in rows] for label, cells in self.words.items()}
+        splits = None if self.splits is None else [self.splits[row] for row in rows]
+        return replace(self, names=[self.names[row] for row in rows], words=words, splits=splits)
+
+
+@dataclass
+class Look:
+    """What a rule looks at: the files of the medium, those beside them, and the notes that it adds to.
+
+    A rule takes out of `beside` what it has used.
+    """
+
+    files: Files
+    medium: Medium
+    table: Path | None
+    names: list[str]
+    beside: list[str]
+    notes: dict[str, list[str]]
+
+    def take(self, ending: str) -> list[str]:
+        """Take the files whose last parts are `ending` out of `beside`, and return them."""
+        taken = [name for name in self.beside if f"/{name}".endswith(f"/{ending}")]
+        if taken:
+            self.beside = [name for name in self.beside if name not in taken]
+        return taken
+
+    def text(self, name: str) -> str:
+        """Return the text of a file. Raises `UserError` if it cannot be read."""
+        try:
+            return self.files.read(name).decode("utf-8-sig")
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.files.root / name} cannot be read ({error}); save it in UTF-8") from None
+
+    def table_at(self, name: str) -> Table:
+        """Return the table in a file."""
+        return read_table(str(self.files.root / name), self.files.read(name))
+
+
+def _named_table(look: Look) -> Found | None:
+    if look.table is None:
+        return None
+    look.beside = [name for name in look.beside if look.files.root / name != look.table]
+    try:
+        table = read_table(str(look.table), look.table.read_bytes())
+    except OSError as error:
+        raise UserError(f"{look.table} cannot be read as a table ({error.strerror}); name another") from None
+    return _of_tables(look, "folder with a table of labels", {"": table})
+
+
+def _metadata(look: Look) -> Found | None:
+    tables = {}
+    for name in look.take("metadata.jsonl") + look.take("metadata.csv"):  # of both in one folder, the second
+        try:
+            tables[name.rpartition("/")[0]] = look.table_at(name)
+        except NoFilesError:
+            look.beside.append(name)
+    return _of_tables(look, "folder with a table of labels", tables)
+
+
+def _esc50(look: Look) -> Found | None:
+    tables = {}
+    for name in look.take("meta/esc50.csv"):
+        table = look.table_at(name)
+        splits = [TEST if fold == "5" else TRAIN for fold in table.labels["fold"]]
+        look.notes["took fold 5 as the test split"] = []
+        below = name.removesuffix("meta/esc50.csv") + "audio"
+        tables[below] = replace(table, splits=splits, labels={BASE: table.labels["category"]})
+    return _of_tables(look, "ESC-50", tables)
+
+
+def _of_tables(look: Look, kind: str, tables: Mapping[str, Table]) -> Found | None:
+    """Return the records that tables name, relative to a folder each. Raises `UserError` if one is not there."""
+    if not tables:
+        return None
+    words_of: dict[str, list[str]] = {label: [] for table in tables.values() for label in table.labels}
+    names, splits = list[str](), list[str]()
+    for below, table in tables.items():
+        names += [_below_root(file, look.files.root / below, below, table.where) for file in table.files]
+        splits += table.splits or [""] * len(table.files)
+        for label, words in words_of.items():
+            words += table.labels.get(label) or [""] * len(table.files)
+    where = ", ".join(table.where for table in tables.values())
+    there = {normal(name): name for name in look.files.names}  # systems write letters with accents in two ways
+    names = [there.get(normal(name), name) for name in names]
+    name, num = Counter(names).most_common(1)[0]
+    if num > 1:
+        raise UserError(f"{where} names {name} {num} times; give each {look.medium} one line")
+    if missing := [name for name in names if normal(name) not in there]:
+        raise UserError(
+            f"{where} names {len(missing)} files that are not in {look.files.root}, such as {missing[0]}; give --root "
+            "the folder to which they are relative"
+        )
+    if unnamed := sorted(set(look.names) - set(names)):
+        look.notes["left out what the table of labels does not name"] = unnamed
+    return Found(kind, names, words_of, splits if any(splits) else None, classes_are_folders=False)
+
+
+def _below_root(name: str, folder: Path, below: str, where: str) -> str:
+    """Return the path of a file below the root, without "." and "//", so that each file has one name.
+
+    Raises `UserError` if the path has ".." or is outside of `folder`. Behind a link, only the file system knows what
+    ".." is.
+    """
+    path = PurePath(name)
+    if path.is_absolute() and path.is_relative_to(top := folder.absolute()):
+        path = path.relative_to(top)
+    if path.is_absolute() or ".." in path.parts:
+        raise UserError(
+            f"{where} names {name}, which is not a path below {folder}; write it without .., relative to that folder"
+        )
+    return str(PurePath(below) / path)
+
+
+def _tiny_imagenet(look: Look) -> Found | None:
+    """Take the validation files as the test split, because the test files have no labels."""
+    if not (taken := look.take("val/val_annotations.txt")):
+        return None
+    top = taken[0].removesuffix("val/val_annotations.txt")
+    cells = [line.split("\t") for line in look.text(taken[0]).splitlines()]
+    class_of = {f"{top}val/images/{file}": word for file, word, *_ in cells}
+    words, splits = [], []
+    for name in look.names:
+        split, _, rest = name.removeprefix(top).partition("/")
+        words.append(class_of.get(name) or rest.partition("/")[0])
+        splits.append(split if split != TEST else "test, without labels")
+    return Found("Tiny-ImageNet", look.names, {BASE: words}, splits)
+
+
+def _speech_commands(look: Look) -> Found | None:
+    """Take what no list names for training, but not the folder of background noise."""
+    if not (taken := look.take("testing_list.txt")):
+        return None
+    top = taken[0].removesuffix("testing_list.txt")
+    split_of = dict.fromkeys(look.text(taken[0]).split(), TEST)
+    for name in look.take("validation_list.txt"):
+        split_of |= dict.fromkeys(look.text(name).split(), VAL)
+    below = [name.removeprefix(top) for name in look.names]
+    words = [name.partition("/")[0] for name in below]
+    splits = [
+        word if word.startswith("_") else split_of.get(name, TRAIN) for name, word in zip(below, words, strict=True)
+    ]
+    return Found("Speech Commands", look.names, {BASE: words}, splits)
+
+
+def _files_beside(look: Look) -> Found | None:
+    there = set(look.beside)
+    stems = [name[: len(name) - len(ending_of(name))] for name in look.names]
+
+    def texts_of(ending: str) -> list[str]:
+        return [look.text(stem + ending).strip() if stem + ending in there else "" for stem in stems]
+
+    words: dict[str, list[str]] = {}
+    used = []
+    if any(texts := texts_of(".json")):
+        where = f"the .json beside each {look.medium} of {look.files.root}"
+        try:
+            words = label_columns(where, words_of(where, [json.loads(text or "{}") for text in texts]))
+        except (json.JSONDecodeError, AttributeError, TypeError) as error:
+            raise UserError(f"{where} is not an object of JSON ({error}); mend or remove it") from None
+        used.append(".json")
+    if any(texts := texts_of(".cls")):
+        words[BASE] = texts
+        used.append(".cls")
+    elif any(texts := texts_of(".txt")) and _are_classes(texts):
+        words[BASE] = texts
+        used.append(".txt")
+    if not used:
+        return None
+    look.beside = [name for name in look.beside if not name.endswith(tuple(used))]
+    return Found("folder with files of labels", look.names, words)
+
+
+def _are_classes(texts: Sequence[str]) -> bool:
+    """Return whether texts may be names of classes: short lines, and at most half as many as there are records."""
+    return len(set(texts)) <= len(texts) / 2 and all(len(text) <= _MAX_TEXT and "\n" not in text for text in texts)
+
+
+# Each returns the records that it finds, or None if it does not fit.
+KNOWN_LAYOUTS: Final[tuple[Callable[[Look], Found | None], ...]] = (
+    _named_table,
+    _metadata,
+    _esc50,
+    _tiny_imagenet,
+    _speech_commands,
+    _files_beside,
+)
