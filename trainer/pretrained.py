@@ -81,7 +81,7 @@ def load_encoder(path: str | Path, *, step: int | None = None) -> Encoder:
     """Return the encoder of a run directory, or of an export (a file or a Hub's directory), on the CPU in eval mode.
 
     `step` is a checkpoint of the run; None means the newest. An export has no head, so its encoder returns features and
-    pooled features, but no embeddings.
+    pooled features, but no embeddings. No stage of the encoder is frozen.
 
     Raises `UserError` if `path` is neither, has no such checkpoint, or has other weights than its header says.
     """
@@ -91,7 +91,10 @@ def load_encoder(path: str | Path, *, step: int | None = None) -> Encoder:
     is_export = path.is_file() or (path.suffix == EXPORT_SUFFIX and not path.is_dir())
     if is_export and step is not None:
         raise UserError(f"{path} is an export, which holds one step; leave out step={step}, or pass a run directory")
-    return _load_export(path) if is_export else load_modules(open_run(path), step=step).encoder
+    encoder = _load_export(path) if is_export else load_modules(open_run(path), step=step).encoder
+    if encoder.config is not None and encoder.config.frozen_stages is not None:
+        encoder.trunk.freeze(None)
+    return encoder
 
 
 def load_modules(run_dir: RunDir, *, step: int | None = None) -> TrainedModules:

@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.kinds import KindConfig, Kinds
-from data_pipeline.core.schema import BatchSize, ImageSize, InputMean, InputStd, LayerSize, Line, Schema
+from data_pipeline.core.schema import BatchSize, CountOrZero, ImageSize, InputMean, InputStd, LayerSize, Line, Schema
 from trainer.distributed.collectives import is_distributed
 from trainer.models.batch_norm import counted_together, depends_on_row_order, grouped_statistics
 from trainer.models.convnet import ConvNet, Padding
@@ -80,6 +80,8 @@ class BaseEncoderConfig(KindConfig):
     mean, std: the normalisation of each input channel, for pictures in [0, 1]. None takes the values in the manifest of
         the train set; for spectrograms 0 and 1, because they are normalised already.
     probe_reads: whether the linear probe reads every value of the trunk's last map, or the pooled map.
+    frozen_stages: the stem and this number of stages (of a transformer of timm: blocks) are kept as they begin, with
+        the running statistics of their batch norm; 0 for the stem alone, None to train all.
     weights: the weights with which the trunk begins; None draws them. A file of torch or safetensors, an export, a
         directory of the Hub, a run directory or one of its checkpoints; "timm" for those of the model `name`; or
         "torchvision:" and a name such as ResNet18_Weights.IMAGENET1K_V1. `trainer.models.weights.fit` has the rule by
@@ -102,6 +104,7 @@ class BaseEncoderConfig(KindConfig):
     mean: tuple[InputMean, ...] | None = None
     std: tuple[InputStd, ...] | None = None
     probe_reads: Literal["map", "pooled"] = "map"
+    frozen_stages: CountOrZero | None = None
     weights: Line | None = None
     weights_normalization: Literal["own", "config"] = "own"
     weights_prefix: Line | None = None
@@ -455,6 +458,8 @@ def build_encoder(config: EncoderConfig, *, normalization: Normalization | None 
         trunk.split_batch_norm(config.batch_norm_splits)
     elif config.batch_norm == "synchronized":
         trunk.synchronize_batch_norm()
+    if config.frozen_stages is not None:
+        trunk.freeze(config.frozen_stages)
     head_norm: Literal["synchronized", "local"] = "local" if config.batch_norm == "local" else "synchronized"
     head = build_head(config.head, trunk.num_channels, config.embedding_size, batch_norm=head_norm)
     normalization = config.normalization or normalization

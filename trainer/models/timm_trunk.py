@@ -62,6 +62,12 @@ class TimmTrunk(Trunk):
         """Return the blocks of a vision transformer, and of other models that keep their layers in `blocks`."""
         return tuple(getattr(self.model, "blocks", ()))
 
+    def stages(self) -> list[list[nn.Parameter]]:
+        """Return the parameters of timm's groups: the stem, then the stages of a network, or a transformer's blocks."""
+        group = load_timm().models.group_parameters
+        found = group(self.model, self.model.group_matcher(coarse=True), return_values=True)
+        return [found[number] for number in sorted(found)]
+
     def split_batch_norm(self, num_splits: int) -> None:
         """Raise `UserError`."""
         raise UserError("encoder.batch_norm=split does not work with encoders of timm; set it to synchronized or local")

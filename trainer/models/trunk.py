@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container
 from itertools import groupby
+from typing import Self
 
 from torch import Tensor, nn
 
+from data_pipeline.core.errors import UserError
 from trainer.models.activation_checkpointing import Checkpointing, run_blocks
 from trainer.models.batch_norm import SplitBatchNorm2d, SynchronizedBatchNorm2d, reenter_groups, replace_batch_norm
 from trainer.models.random_layers import has_random_layers
@@ -29,6 +31,42 @@ class Trunk(nn.Module):
 
     num_channels: int
     checkpointing: Checkpointing = "none"
+    _frozen: tuple[nn.Module, ...] = ()
+
+    def stages(self) -> list[list[nn.Parameter]]:
+        """Return the parameters of the stem, and those of each stage, in the order in which they run; empty if unknown.
+
+        `freeze` needs them.
+        """
+        return []
+
+    def freeze(self, num_stages: int | None) -> None:
+        """Keep the stem and the first `num_stages` stages as they are, and train the others; None trains all.
+
+        Frozen parameters get no gradient, and frozen layers stay in eval mode, in which batch norm neither takes nor
+        changes statistics. Raises `UserError` if there are fewer stages.
+        """
+        stages = self.stages()
+        num_frozen = 0 if num_stages is None else num_stages + 1
+        if num_frozen > len(stages):
+            raise UserError(
+                f"encoder.frozen_stages is {num_stages}, but this encoder has {max(0, len(stages) - 1)} stages after "
+                "its stem; set at most that, or null"
+            )
+        for number, stage in enumerate(stages):
+            for parameter in stage:
+                parameter.requires_grad_(number >= num_frozen)
+        frozen = {parameter for stage in stages[:num_frozen] for parameter in stage}
+        own = {layer: set(layer.parameters()) for layer in self.modules() if layer is not self}
+        self._frozen = tuple(layer for layer, parameters in own.items() if parameters and parameters <= frozen)
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of all layers, of which the frozen ones stay in eval mode."""
+        super().train(mode)
+        for module in self._frozen:
+            module.eval()
+        return self
 
     def pool(self, map_BCHW: Tensor) -> Tensor:
         """Return one vector for each picture, (B, C): the mean of the map over its pixels."""
@@ -82,6 +120,16 @@ class ConvolutionalTrunk(nn.Sequential, Trunk):
 
     def blocks(self) -> tuple[nn.Module, ...]:
         return tuple(block for layer in self if isinstance(layer, nn.Sequential) for block in layer)
+
+    def stages(self) -> list[list[nn.Parameter]]:
+        """Return the parameters of the layers before the first stage, and of each stage."""
+        stages: list[list[nn.Parameter]] = [[]]
+        for layer in self:
+            if isinstance(layer, nn.Sequential):
+                stages.append([])
+            if isinstance(layer, nn.Sequential) or len(stages) == 1:
+                stages[-1] += layer.parameters()
+        return stages
 
     def _blocks(self) -> list[nn.Module]:
         """Return each block of a stage, and one block for neighbouring layers outside the stages (stem, last norm)."""
