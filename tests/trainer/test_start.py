@@ -75,7 +75,10 @@ def started_with(directory: Path, config: RunConfig) -> dict[str, Tensor]:
 
 
 def test_an_export_starts_another_run_with_the_same_features(data: Path, weights: Path, tmp_path: Path) -> None:
-    run_dir, config = RunDir(tmp_path / "run"), configure(data, STANDING_STILL, f"encoder.weights={weights}")
+    run_dir, config = (
+        RunDir(tmp_path / "run"),
+        configure(data, STANDING_STILL, f"encoder.weights={weights}", "encoder.frozen_stages=1"),
+    )
     trunk = started_with(run_dir.path, config)
     given = load_encoder(weights)
     for name, parameter in given.trunk.as_published.named_parameters():
@@ -93,9 +96,11 @@ def test_an_export_starts_another_run_with_the_same_features(data: Path, weights
         )
         assert all(torch.equal(again[name], trunk[name]) for name in trunk)
     save_encoder(run_dir, tmp_path / "exported.safetensors")
-    header = load_encoder(tmp_path / "exported.safetensors").config
-    assert header is not None
-    assert (header.weights, header.weights_sha256) == (weights.name, recorded.weights_sha256)
+    exported = load_encoder(tmp_path / "exported.safetensors")
+    assert exported.config is not None  # without the path, which is of this machine
+    assert (exported.config.weights, exported.config.weights_sha256) == (weights.name, recorded.weights_sha256)
+    for encoder in (exported, load_encoder(run_dir.path)):  # for use elsewhere, where all of it may be trained
+        assert all(parameter.requires_grad for parameter in encoder.parameters())
 
 
 def of_rank(directory: Path, config: RunConfig) -> None:
