@@ -39,6 +39,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 RECORDED_CONFIG = "config"
 RECORDED_NUM_SAMPLES = "num_train_samples"
 RECORDED_NUM_TEST_SAMPLES = "num_test_samples"
+RECORDED_LABELS = "labels"  # that a probe can read: those of both sets
 SNAPSHOT_FILE = "snapshot.json"  # beside the packages in a snapshot of the code
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "webdataset", "wandb", "submitit", "pydantic")
 
@@ -129,6 +130,7 @@ def write_provenance(
         RECORDED_CONFIG: config.model_dump(mode="json"),
         RECORDED_NUM_SAMPLES: manifests.train.num_samples,
         RECORDED_NUM_TEST_SAMPLES: manifests.test.num_samples,
+        RECORDED_LABELS: [name for name in manifests.probed.labels if name in manifests.test.labels],
         "num_steps": config.num_epochs * steps_per_epoch,
         "starts": [*earlier.get("starts", []), start],
     }

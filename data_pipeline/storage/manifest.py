@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.label_words import MAX_CLASSES
+from data_pipeline.core.label_words import MAX_CLASSES, as_number
 from data_pipeline.core.sample import Layout, Medium
 from data_pipeline.core.schema import LabelName, Line, Schema, Share
 from data_pipeline.core.value_range import VALUE_RANGE, ValueRange
@@ -118,6 +118,20 @@ class LabelEntry(Schema):
     classes: Annotated[ClassNames, Field(min_length=1)]
     counts: ClassCounts = ()
     given_by: Literal["source", "overlay"] = "source"
+
+    @property
+    def numbers(self) -> tuple[float, ...] | None:
+        """Return the number that each class name is written as; None if one of them is no number."""
+        found = [as_number(name) for name in self.classes]
+        return None if None in found else tuple(number for number in found if number is not None)
+
+    @property
+    def is_number(self) -> bool:
+        """Return whether the label is a number, and no class.
+
+        All its class names are then numbers, and more than half of the labelled samples have a value that comes once.
+        """
+        return 2 * self.counts.count(1) > sum(self.counts) and self.numbers is not None
 
 
 class BatchEntry(Schema):

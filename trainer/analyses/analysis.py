@@ -104,8 +104,8 @@ class LoadedRun:
         return test
 
     def label_spaces(self) -> tuple[LabelSpace, ...]:
-        """Return the labels of the samples, such as `base`, and `overlay` if something was drawn or mixed in."""
-        return tuple(self.test.manifest.labels)
+        """Return the labels of the samples that are classes, such as `base`, and `overlay` if something was drawn."""
+        return self.test.class_labels
 
     def choose_rows(self, pictures: Pictures, num: int) -> Tensor:
         """Draw rows of `num` of the samples, or of all if there are fewer; (num,) int64, ascending."""

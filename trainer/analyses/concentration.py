@@ -90,6 +90,11 @@ def measure(loaded: LoadedRun, config: ConcentrationConfig) -> tuple[Concentrati
     Raises `UserError` for sounds, and if a class has less than two pictures.
     """
     test, seed = loaded.read_test(pictures_for="concentration"), loaded.seed
+    if not test.class_labels:
+        raise UserError(
+            f"concentration compares pictures of the same class, but {loaded.config.data.test_dir} has no label "
+            "that is a class; build it with one, or index its tars again with --label"
+        )
     rows_KN = _rows_by_class(test, config.num_per_class, seed=seed)
     num_classes, num = rows_KN.shape
     images_KNCHW = to_float(test.images(rows_KN), loaded.device)
@@ -204,9 +209,7 @@ def _rows_by_class(pictures: Pictures, num: int, *, seed: int) -> Tensor:
 
     Leaves out classes without pictures: tars with the labels 1 to 10 name a class 0 too.
     """
-    if not pictures.manifest.labels:
-        raise UserError("concentration compares pictures of the same class, but the test set has no labels")
-    space = next(iter(pictures.manifest.labels))
+    space = pictures.class_labels[0]
     label_N, names = pictures.labels(space), pictures.class_names(space)
     present = torch.bincount(label_N[label_N != NO_LABEL], minlength=len(names)).nonzero()[:, 0].tolist()
     if not present:

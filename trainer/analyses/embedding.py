@@ -72,8 +72,12 @@ def measure(loaded: LoadedRun, config: EmbeddingConfig) -> tuple[EmbeddingResult
         silhouette={space: silhouette(unit_NC, label_N) for space, label_N in labels.items()},
         **loaded.facts,
     )
-    figure = Figure(figsize=(6.4 * len(labels), 5), layout="constrained")
-    panels = figure.subplots(1, len(labels), squeeze=False)[0]
+    figure = Figure(figsize=(6.4 * max(1, len(labels)), 5), layout="constrained")
+    panels = figure.subplots(1, max(1, len(labels)), squeeze=False)[0]
+    if not labels:
+        panels[0].scatter(*points_N2.T, s=9, alpha=0.75, linewidths=0)
+        panels[0].set_title(f"{loaded.config.data.test_dir} has no label to colour it by", fontsize=11)
+        return result, to_png(figure)
     for axes, (space, label_N) in zip(panels, labels.items(), strict=True):
         _draw(axes, points_N2, label_N, names=loaded.test.class_names(space))
         score = result.silhouette[space]

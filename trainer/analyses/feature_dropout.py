@@ -175,6 +175,9 @@ def heads_of(loaded: LoadedRun) -> Heads:
     Raises `UserError` if the run was not probed at this step, if the file is damaged, or if its heads do not fit this
     train set and encoder.
     """
+    data = loaded.config.data
+    where = (data.probed_dir, data.test_dir)
+    labels = readable_labels(loaded.train.manifest, loaded.test.manifest, where=where)
     # With another probe in its config, the fitting heads are in the file of a probe with these options.
     own = loaded.config.probe
     changes = {name: value for name, value in _NEEDED.items() if getattr(own, name) != value}
@@ -188,7 +191,6 @@ def heads_of(loaded: LoadedRun) -> Heads:
         )
     heads = read_heads(path, device=loaded.device)
     num_features = loaded.modules.encoder.feature_size(*loaded.test.images_NCHW.shape[2:])
-    labels = readable_labels(loaded.train.manifest, loaded.test.manifest)
     expected = {space: (len(names), num_features) for space, names in labels.items()}
     found = {space: tuple(head.weight_KF.shape) for space, head in heads.by_label.items()}
     if heads.train_manifest_sha256 != loaded.train.manifest.sha256 or not found.items() <= expected.items():

@@ -112,7 +112,8 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
     manifests = read_agreed_manifests(config.data)
 
     def check() -> list[int | None]:
-        pairs_of(readable_labels(manifests.probed, manifests.test), probe_config.groups)
+        where = (config.data.probed_dir, config.data.test_dir)
+        pairs_of(readable_labels(manifests.probed, manifests.test, where=where), probe_config.groups)
         readable_labels(manifests.probed, manifests.test, wanted=probe_config.labels)
         check_ranks(probe_config)
         at_all = steps_in(run_dir.checkpoints)
@@ -161,13 +162,19 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
 def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
     """Return a table of test accuracies in per cent, by label, with the worst groups of the linear probe below."""
     class_names = {label: result.class_names for label, result in results.items()}
-    width = max([18, *(len(f"label_{space} ") for space in results)])
+    width = max([18, *(len(f"label_{space}, R² ") for space in results)])
     lines = [f"{'test accuracy, %':{width}}{'linear':>8}{'kNN':>8}{'k':>6}{'majority':>10}{'chance':>8}"]
     for space, result in results.items():
+        name = f"label_{space}" if result.number is None else f"label_{space}, R²"
         lines.append(
-            f"{'label_' + space:{width}}{100 * result.linear.accuracy:8.1f}{100 * result.knn.accuracy:8.1f}"
+            f"{name:{width}}{100 * result.linear.accuracy:8.1f}{100 * result.knn.accuracy:8.1f}"
             f"{result.knn.num_neighbors:6}{100 * result.majority_share:10.1f}{100 * result.chance:8.1f}"
         )
+        if result.number is not None:
+            ends = (
+                f"{name} {100 * low:.1f} to {100 * high:.1f}" for name, (low, high) in result.number.intervals.items()
+            )
+            lines.append(f"  95 % interval: {', '.join(ends)}; ridge penalty {result.number.penalty:.2g}")
         for groups in result.groups:
             if (worst := groups.worst("linear")) is not None:
                 which = f"{groups.name(worst, class_names)}, {worst.num_test} samples"

@@ -20,7 +20,8 @@ from trainer.probes.groups import measure_groups, pairs_of
 from trainer.probes.heads import Heads
 from trainer.probes.knn import TEMPERATURE, KNNResult
 from trainer.probes.linear import ProbeConfig, Target, num_labelled
-from trainer.probes.result import ProbeResult, pack_right
+from trainer.probes.numbers import r2, sample_scores
+from trainer.probes.result import ProbeResult, pack_right, pack_scores
 from trainer.probes.targets import label_targets, readable_labels
 
 
@@ -76,7 +77,7 @@ def probe(
     pairs = pairs_of(readable_labels(train.manifest, test.manifest), config.groups)
     results = {space: describe(space, one, test, pairs=pairs, facts=facts) for space, one in fitted.items()}
     settings = (f"{name} {value}" for name, value in config.fit_settings.items())
-    heads = {space: one.linear.head for space, one in fitted.items()}
+    heads = {space: one.head for space, one in fitted.items() if one.head is not None}
     return Readout(results, Heads(heads, f"probe with {', '.join(settings)}", train.manifest.sha256))
 
 
@@ -118,11 +119,10 @@ def describe(
 ) -> ProbeResult:
     """Return the result of one label: its accuracies, on the whole and in the groups of `pairs`, and the `facts`."""
     target = fitted.target
-    predicted = {"linear": fitted.linear.predicted_N, "knn": fitted.knn_N}
     groups = (
         measure_groups(
             space,
-            predicted,
+            fitted.predicted,
             pair=pair,
             labels=test.by_label,
             num_classes=(len(test.class_names(pair[0])), len(test.class_names(pair[1]))),
@@ -131,12 +131,16 @@ def describe(
         for pair in pairs
         if space in pair
     )
-    right = {name: pack_right(class_N, target.test_N) for name, class_N in predicted.items()}
+    if fitted.number is None:
+        right = {name: pack_right(class_N, target.test_N) for name, class_N in fitted.predicted.items()}
+    else:
+        number_M = target.labelled_numbers[1]
+        right = {name: pack_scores(sample_scores(each_M, number_M)) for name, each_M in fitted.predicted.items()}
     return ProbeResult(
         label=space,
         title=test.manifest.labels[space].title,
-        class_names=test.class_names(space),
-        linear=fitted.linear.result,
+        class_names=test.class_names(space) if fitted.number is None else (),
+        linear=fitted.linear,
         knn=KNNResult(
             accuracy=fitted.knn_accuracy,
             num_neighbors=fitted.num_neighbors,
@@ -148,13 +152,20 @@ def describe(
         num_test=num_labelled(target.test_N),
         num_unlabelled=len(test) + test.num_left_out - num_labelled(target.test_N),
         groups=tuple(groups),
+        number=fitted.number,
         right_samples={name: bits for name, bits in right.items() if bits is not None},
         **facts,
     )
 
 
 def majority_share(target: Target) -> float:
-    """Return the test accuracy of a probe that always answers the commonest class of the train set."""
+    """Return the test accuracy of a probe that always answers the commonest class of the train set.
+
+    Of a number, returns the R² of always answering the mean of the train set.
+    """
+    if target.numbers is not None:
+        number_L, number_M = target.labelled_numbers
+        return r2(number_L.mean().expand(len(number_M)), number_M)
     train_N, test_N = (label_N[label_N != NO_LABEL] for label_N in (target.train_N, target.test_N))
     commonest = torch.bincount(train_N, minlength=target.num_classes).argmax()
     return float((test_N == commonest).float().mean().item())

@@ -30,7 +30,7 @@ from trainer.probes.features import TRAIN_DRAW, LabelSpace, encode, frozen, read
 from trainer.probes.fitting import fit_stored
 from trainer.probes.linear import ProbeConfig, Target
 from trainer.probes.shared import check_shared
-from trainer.probes.targets import check_labelled, readable_labels
+from trainer.probes.targets import label_targets, with_samples
 from trainer.views.inputs import to_floating, to_unit_range
 
 logger = logging.getLogger(__name__)
@@ -48,11 +48,11 @@ _OTHER_SCALE: Final = 2.0  # the ratio of the deviations of train and test input
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Test accuracies of one label, in [0, 1], and the accuracy of a guess.
+    """Test accuracies of one label, in [0, 1], and the accuracy of a guess; of a number, R².
 
-    linear: of a linear probe on the features.
+    linear: of a linear probe on the features; of a number, of a ridge regression.
     knn: of a vote of the nearest neighbours.
-    chance: one over the number of classes that the samples have.
+    chance: one over the number of classes that the samples have; 0 of a number.
     num_neighbors: how many neighbours vote, the k of kNN.
     """
 
@@ -116,7 +116,7 @@ def probe(
         _check_inputs(known, asked, allowed=config.allow_shared)
         fitted = fit_stored(known.features, asked.features, targets=targets, config=config, device=reader.device)
     return {
-        name: Accuracy(one.linear.result.accuracy, one.knn_accuracy, one.target.chance, one.num_neighbors)
+        name: Accuracy(one.linear.accuracy, one.knn_accuracy, one.target.chance, one.num_neighbors)
         for name, one in fitted.items()
     }
 
@@ -157,7 +157,7 @@ class _Encoded:
     """
 
     features: tuple[Tensor, Tensor]
-    labels: Mapping[str, Tensor]
+    by_label: Mapping[str, Tensor]
     manifest: Manifest | None
     digests_N: NDArray[np.uint64]
     deviation: float
@@ -245,19 +245,16 @@ def _rows(features_BF: Tensor, num: int) -> Tensor:
 def _targets(train: _Encoded, test: _Encoded, *, wanted: Sequence[str] | None) -> dict[LabelSpace, Target]:
     """Return the labels to predict. Raises `UserError` if the two sets do not have the same labels."""
     if train.manifest is not None and test.manifest is not None:
-        named = readable_labels(train.manifest, test.manifest, wanted=wanted)
-        num_classes = {name: len(classes) for name, classes in named.items()}
-    else:
-        names = train.labels if wanted is None else wanted
-        if missing := sorted(set(names) - (train.labels.keys() & test.labels.keys())):
-            raise UserError(
-                f"the train set has the labels {', '.join(train.labels)} and the test set {', '.join(test.labels)}, "
-                f"but both need {', '.join(missing)}"
-            )
-        num_classes = {name: int(train.labels[name].max()) + 1 for name in names}
-    targets = {name: Target(train.labels[name], test.labels[name], num) for name, num in num_classes.items()}
-    check_labelled(targets)
-    for name, target in targets.items():
+        return label_targets(train, test, wanted=wanted)
+    names = train.by_label if wanted is None else wanted
+    if missing := sorted(set(names) - (train.by_label.keys() & test.by_label.keys())):
+        raise UserError(
+            f"the train set has the labels {', '.join(train.by_label)} and the test set {', '.join(test.by_label)}, "
+            f"but both need {', '.join(missing)}"
+        )
+    targets = {name: (train.by_label[name], test.by_label[name], int(train.by_label[name].max()) + 1) for name in names}
+    found = with_samples({name: Target(*parts) for name, parts in targets.items()}, wanted=wanted)
+    for name, target in found.items():
         if int(target.test_N.max()) >= target.num_classes:
             raise UserError(f"the test set has classes of label {name!r} that the train set lacks; number both alike")
-    return targets
+    return found

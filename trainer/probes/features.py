@@ -230,6 +230,11 @@ class Pictures:
     def labels(self, space: LabelSpace) -> Tensor:
         return self.by_label[space]
 
+    @property
+    def class_labels(self) -> tuple[LabelSpace, ...]:
+        """Return the labels that are classes, and no numbers."""
+        return tuple(name for name, label in self.manifest.labels.items() if not label.is_number)
+
     def class_names(self, space: LabelSpace) -> tuple[str, ...]:
         """Return the class names of a label; none if the samples do not have it."""
         label = self.manifest.labels.get(space)

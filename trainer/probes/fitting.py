@@ -16,35 +16,45 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from data_pipeline.core.sample import NO_LABEL
 from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, ViewFunction, encode, extract, frozen
 from trainer.probes.knn import knn_classes, neighbors_of
 from trainer.probes.linear import (
     FeatureBatch,
-    LinearProbe,
+    LinearHead,
+    LinearResult,
     ProbeConfig,
     Target,
+    check_finite,
     check_ranks,
     drawn_batches,
     finite_accuracy,
     fit_linear_probe,
     stored_batches,
 )
+from trainer.probes.numbers import NumberResult, fit_ridge, r2, r2_interval
 
 
 @dataclass(frozen=True)
 class Fitted:
     """Both probes of one label.
 
-    knn_N: the classes that the vote gives to the test samples, (N,) int64.
-    knn_accuracy: their accuracy.
+    linear: the result of the linear probe; of a label that is a number, of a ridge regression of the pooled features.
+    knn_accuracy: the accuracy of kNN, or its R².
     num_neighbors: how many neighbours vote.
+    predicted: by method, "linear" and "knn", the classes of the test samples, (N,) int64, or the numbers of those that
+        have one, (M,) float64.
+    head: of the linear probe; a number has none.
+    number: what a label that is a number has besides.
     """
 
     target: Target
-    linear: LinearProbe
-    knn_N: Tensor
+    linear: LinearResult
     knn_accuracy: float
     num_neighbors: int
+    predicted: Mapping[str, Tensor]
+    head: LinearHead | None = None
+    number: NumberResult | None = None
 
 
 def fit(
@@ -103,11 +113,31 @@ def _fit(
     targets: Mapping[LabelSpace, Target],
     config: ProbeConfig,
 ) -> dict[LabelSpace, Fitted]:
-    linear = fit_linear_probe(batches, test_features=features_of_test, targets=targets, config=config)
+    classes = {space: target for space, target in targets.items() if target.numbers is None}
+    linear = {}
+    if classes:
+        linear = fit_linear_probe(batches, test_features=features_of_test, targets=classes, config=config)
     neighbors = neighbors_of(targets, config.num_neighbors)
     fitted = {}
     for space, target in targets.items():
-        class_N = knn_classes(bank_NC, queries_NC, target, num_neighbors=neighbors[space])
-        knn_accuracy = finite_accuracy(class_N, target.test_N, name=space)
-        fitted[space] = Fitted(target, linear[space], class_N, knn_accuracy, neighbors[space])
+        knn_N = knn_classes(bank_NC, queries_NC, target, num_neighbors=neighbors[space])
+        if target.numbers is None:
+            probe, of_knn = linear[space], finite_accuracy(knn_N, target.test_N, name=space)
+            predicted = {"linear": probe.predicted_N, "knn": knn_N}
+            fitted[space] = Fitted(target, probe.result, of_knn, neighbors[space], predicted, head=probe.head)
+            continue
+        number_L, number_M = target.labelled_numbers
+        in_train_N, in_test_N = target.train_N != NO_LABEL, target.test_N != NO_LABEL
+        knn_M = knn_N.cpu()[in_test_N.cpu()]
+        of_knn = check_finite(r2(knn_M, number_M), name=space)
+        train_LC, test_MC = bank_NC[in_train_N.to(bank_NC.device)], queries_NC[in_test_N.to(queries_NC.device)]
+        ridge = fit_ridge(train_LC, number_L.to(bank_NC.device), test_MC.to(bank_NC.device), seed=config.seed)
+        predicted = {"linear": ridge.predicted_M.cpu(), "knn": knn_M}
+        of_ridge = r2(predicted["linear"], number_M)
+        result = LinearResult(
+            accuracy=of_ridge, accuracy_by_epoch=(of_ridge,), train_accuracy_by_epoch=(ridge.train_r2,)
+        )
+        intervals = {name: r2_interval(of_method, number_M, seed=config.seed) for name, of_method in predicted.items()}
+        number = NumberResult(penalty=ridge.penalty, intervals=intervals)
+        fitted[space] = Fitted(target, result, of_knn, neighbors[space], predicted, number=number)
     return fitted

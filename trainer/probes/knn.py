@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from data_pipeline.core.sample import NO_LABEL
 from data_pipeline.core.schema import Schema
 from trainer.probes.features import LabelSpace, shared_rows
-from trainer.probes.linear import Target, accuracy, best_classes
+from trainer.probes.linear import Target, accuracy, best_classes, num_labelled
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +39,14 @@ class KNNResult(Schema):
 def neighbors_of(targets: Mapping[LabelSpace, Target], most: int) -> dict[LabelSpace, int]:
     """Return how many neighbours vote on each label: `most`, or the train samples of its smallest class if it has less.
 
-    With more neighbours, pictures of that class would be outvoted however near its samples are. Logs a warning for a
-    label that gets less than `most`.
+    With more neighbours, pictures of that class would be outvoted however near its samples are. Of a number, they are
+    at most the train samples that have one. Logs a warning for a class label that gets less than `most`.
     """
     found = {}
     for name, target in targets.items():
+        if target.numbers is not None:
+            found[name] = min(most, num_labelled(target.train_N))
+            continue
         num_K = torch.bincount(target.train_N[target.train_N != NO_LABEL])
         found[name] = min(most, int(num_K[num_K > 0].min()))
         if found[name] < most:
@@ -73,6 +76,12 @@ def vote(cosine_BR: Tensor, label_BR: Tensor, *, num_classes: int, temperature: 
     return best_classes(torch.einsum("br,brk->bk", (cosine_BR / temperature).exp(), is_class_BRK))
 
 
+def mean_of_neighbors(cosine_BR: Tensor, number_BR: Tensor, *, temperature: float = TEMPERATURE) -> Tensor:
+    """Return the mean of the numbers of the neighbours, (B,) float64, with the weights exp(cosine / temperature)."""
+    weight_BR = (cosine_BR.double() / temperature).softmax(1)
+    return (weight_BR * number_BR).sum(1)
+
+
 def knn_classes(
     bank_NC: Tensor,
     queries_QC: Tensor,
@@ -83,6 +92,8 @@ def knn_classes(
 ) -> Tensor:
     """Return the class that the vote gives to each test picture, (Q,) int64. Every rank calls this.
 
+    Of a label that is a number, returns the mean of the neighbours, (Q,) float64.
+
     Takes features of train and test pictures. The device of the train features computes. Train pictures without the
     label are no neighbours.
     """
@@ -90,8 +101,12 @@ def knn_classes(
     if not target.is_in_all:
         bank_NC, label_N = bank_NC[label_N != NO_LABEL], label_N[label_N != NO_LABEL]
 
+    number_K = None if target.numbers is None else target.numbers[0].to(bank_NC.device)
+
     def predict(chunk_BC: Tensor) -> list[Tensor]:
         cosine_BR, row_BR = nearest(bank_NC, chunk_BC.to(bank_NC.device), num_neighbors=num_neighbors)
+        if number_K is not None:
+            return [mean_of_neighbors(cosine_BR, number_K[label_N[row_BR]])]
         return [vote(cosine_BR, label_N[row_BR], num_classes=target.num_classes)]
 
     with torch.no_grad():

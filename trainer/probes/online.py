@@ -10,6 +10,7 @@ Shapes: N bank pictures, M test pictures, C pooled channels, K classes.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,6 +29,8 @@ from trainer.probes.features import TRAIN_DRAW, LabelSpace, Pictures, extract, f
 from trainer.probes.knn import knn_accuracies, neighbors_of
 from trainer.probes.linear import ProbeConfig, Target, accuracy, best_classes
 from trainer.probes.targets import label_targets
+
+logger = logging.getLogger(__name__)
 
 RIDGE_PENALTY = 1e-3
 _DEFAULT = ProbeConfig()
@@ -77,9 +80,13 @@ class OnlineProbe:
         """Place the samples on the device.
 
         `dtype` is the type of the convolutions: bfloat16 and float16 by autocast, as in training. Of the config, labels
-        and num_neighbors count. Raises `UserError` if train and test samples have different classes.
+        and num_neighbors count. Numbers are left out, with a warning. Raises `UserError` if train and test samples have
+        different classes.
         """
         targets = label_targets(train, test, wanted=config.labels)
+        for space in [space for space, target in targets.items() if target.numbers is not None]:
+            logger.warning("label_%s is a number, which the probe during training leaves out", space)
+            del targets[space]
         self._encoder, self._device, self._dtype = encoder, device, dtype
         self._targets = {
             space: Target(target.train_N.to(device), target.test_N.to(device), num_classes=target.num_classes)
@@ -127,7 +134,7 @@ def _ridge_accuracies(bank_NC: Tensor, queries_MC: Tensor, targets: Mapping[Labe
 def online_probe(
     config: ProbeConfig, encoder: Encoder, *, data: DataConfig, precision: str, device: torch.device
 ) -> OnlineProbe | None:
-    """Return the online probe of a config, with its samples read; None if the config has none.
+    """Return the online probe of a config, with its samples read; None if the config has none, or the data no label.
 
     Raises `UserError` if the samples cannot be read.
     """
@@ -135,6 +142,14 @@ def online_probe(
         return None
     train = read_some(data.probed_dir, num=config.online_num_train, read=data, draw=TRAIN_DRAW)
     test = read_some(data.test_dir, num=config.online_num_test, read=data)
+    if not set(train.manifest.labels) & set(test.manifest.labels):
+        logger.warning(
+            "%s and %s have no label in common, so there is nothing to probe during training; build them with one, or "
+            "index their tars again with --label",
+            data.probed_dir,
+            data.test_dir,
+        )
+        return None
     dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision, torch.float32)
     return OnlineProbe(encoder, train=train, test=test, device=device, dtype=dtype, config=config)
 

@@ -23,9 +23,11 @@ from trainer.probes.features import LabelSpace, label_order
 from trainer.probes.groups import Groups
 from trainer.probes.knn import KNNResult
 from trainer.probes.linear import LinearResult, ProbeConfig
+from trainer.probes.numbers import NumberResult
 from trainer.run_dir import read_object
 
 MOST_SAMPLES: Final = 100_000  # whose bits are kept, so that a result stays a small file
+MOST_SCORES: Final = 25_000
 
 
 class ProbeResult(Schema):
@@ -39,10 +41,12 @@ class ProbeResult(Schema):
     num_shared: the number of test samples whose source is in the train set too; None if the datasets record no sources.
     num_train, num_test: the samples with this label; `num_unlabelled` test samples lack it.
     groups: accuracies in the groups of this label and each other one; none in results from before there were groups.
+    number: for a label that is a number. Its accuracies are then R², its chance is 0, its `majority_share` is the R² of
+        the mean of the train set, and `class_names` is empty.
     own_code: the SHA-256 of the source of each package of the user's own that the run uses; it lacks those that were
         not imported, and is empty in old results.
-    right_samples: for each method, "linear" and "knn", a bit for each test sample, see `unpack_right`. It
-        lacks methods of old results, and of test sets that are too large.
+    right_samples: for each method, "linear" and "knn", a bit for each test sample, see `unpack_right`; of a number, a
+        score. It lacks methods of old results, and of test sets that are too large.
     run: the run whose encoder it is, see `trainer.reports.config_identity.run_identity`; None in old results, and if
         the run records no start.
     """
@@ -64,6 +68,7 @@ class ProbeResult(Schema):
     num_shared: int | None = None
     num_unlabelled: int = 0
     groups: tuple[Groups, ...] = ()
+    number: NumberResult | None = None
     own_code: dict[str, str] = Field(default_factory=dict)
     right_samples: dict[str, str] = Field(default_factory=dict)
     run: str | None = None
@@ -104,8 +109,17 @@ def pack_right(class_N: Tensor, label_N: Tensor) -> str | None:
     return base64.b64encode(np.packbits(right_L).tobytes()).decode()
 
 
-def unpack_right(text: str, *, num_test: int) -> NDArray[np.bool_] | None:
+def pack_scores(score_M: Tensor) -> str | None:
+    """Return the `sample_scores` of a number, (M,), as base64 of float16. Returns None for more than `MOST_SCORES`."""
+    if len(score_M) > MOST_SCORES:
+        return None
+    return base64.b64encode(score_M.cpu().clamp_min(-6e4).numpy().astype("<f2").tobytes()).decode()
+
+
+def unpack_right(text: str, *, num_test: int) -> NDArray[np.bool_] | NDArray[np.float16] | None:
     """Return which of the `num_test` labelled test samples are right, (num_test,) bool; None if the text is damaged.
+
+    Returns their scores, if they are numbers.
 
     Examples:
         >>> unpack_right("oA==", num_test=3).tolist()  # bits 1010 0000
@@ -115,4 +129,6 @@ def unpack_right(text: str, *, num_test: int) -> NDArray[np.bool_] | None:
         packed = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
     except ValueError:
         return None
+    if len(packed) == 2 * num_test:
+        return packed.view("<f2")
     return np.unpackbits(packed)[:num_test].astype(bool) if len(packed) == -(-num_test // 8) else None

@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
-from typing import Final
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
 
 from data_pipeline.building.tar_scan import LABEL_FIELDS
 from data_pipeline.core.errors import UserError
-from data_pipeline.core.sample import BASE
+from data_pipeline.core.sample import BASE, NO_LABEL
 from data_pipeline.storage.manifest import OVERLAY_NAME, Manifest
-from trainer.probes.features import LabelSpace, Pictures
-from trainer.probes.linear import Target, num_labelled
+from trainer.probes.features import LabelSpace
+from trainer.probes.linear import Target
+
+logger = logging.getLogger(__name__)
 
 # Options that may differ from split to split: a correlation holds in the train split, splits have other digits, and the
 # test split hears other parts of background sounds.
 _OF_A_SPLIT: Final = frozenset({"correlation", "correlated", "kind", "noise_crop", "unique"})
 
 
-def readable_labels(
-    train: Manifest, test: Manifest, *, wanted: Sequence[LabelSpace] | None = None
-) -> dict[LabelSpace, tuple[str, ...]]:
-    """Return the class names of each label that a probe can predict (default: all; or `wanted`).
+class Labelled(Protocol):
+    """Samples with their labels (N,) int64 by name, and the manifest of their dataset."""
 
-    A label of a single class is left out. Raises `UserError` if train and test set have different classes or inputs,
-    have no labels, or lack a wanted label.
+    @property
+    def manifest(self) -> Manifest | None: ...
+    @property
+    def by_label(self) -> Mapping[LabelSpace, Tensor]: ...
+
+
+def readable_labels(
+    train: Manifest,
+    test: Manifest,
+    *,
+    wanted: Sequence[LabelSpace] | None = None,
+    where: tuple[str, str] = ("the train set", "the test set"),
+) -> dict[LabelSpace, tuple[str, ...]]:
+    """Return the class names of each label that a probe can predict (default: all; or `wanted`); none of a number.
+
+    A label of a single class is left out, and so is one that only one of both sets has. Raises `UserError` if train and
+    test set have different classes or inputs, have no such label, or lack a wanted label. `where` names them then.
     """
     if (train.medium, train.batch_shape) != (test.medium, test.batch_shape):
         raise UserError(
@@ -32,26 +51,40 @@ def readable_labels(
             f"{test.batch_shape}; build both from the same dataset"
         )
     check_same_classes(train, test)
-    found = {space: label.classes for space, label in train.labels.items() if len(label.classes) > 1}
+    found = {
+        space: () if label.is_number else label.classes
+        for space, label in train.labels.items()
+        if space in test.labels and len(label.classes) > 1
+    }
     if not found:
+        in_train, in_test = (f"has {_named(each.labels) if each.labels else 'no label'}" for each in (train, test))
         raise UserError(
-            "the samples have no label of two or more classes, which a probe predicts; build the dataset with one, or "
-            "index the tars again with --label"
+            f"there is nothing for a probe to predict: {where[0]} {in_train} and {where[1]} {in_test}, but both need "
+            "the same label, of two or more classes; build them with it (from class folders, or with --source-option "
+            "labels=TABLE), or index the tars again with --label"
         )
     for space in wanted or ():
         if space not in found:
             raise UserError(
-                f"the samples have no label_{space} of two or more classes, only "
-                f"{', '.join(f'label_{name}' for name in found)}; probe that"
+                f"the samples have no label_{space} of two or more classes, only {_named(found)}; probe that"
             )
     return {space: names for space, names in found.items() if wanted is None or space in wanted}
 
 
+def _named(labels: Iterable[LabelSpace]) -> str:
+    return ", ".join(f"label_{name}" for name in labels)
+
+
 def check_same_classes(train: Manifest, test: Manifest) -> None:
-    """Raise `UserError` if two datasets do not have the same labels and classes, with the first that differs."""
-    for space in {**train.labels, **test.labels}:
-        of_train, of_test = (each.labels[space].classes if space in each.labels else () for each in (train, test))
-        for number, (name, test_name) in enumerate(zip_longest(of_train, of_test, fillvalue="missing")):
+    """Raise `UserError` if a label of two datasets does not have the same classes, with the first that differs.
+
+    The test set may have other numbers than the train set.
+    """
+    for space in train.labels.keys() & test.labels.keys():
+        of_train, of_test = train.labels[space], test.labels[space]
+        if of_train.is_number and of_test.numbers is not None:
+            continue
+        for number, (name, test_name) in enumerate(zip_longest(of_train.classes, of_test.classes, fillvalue="missing")):
             if name != test_name:
                 raise UserError(
                     f"class {number} of label_{space} is {name} in the train set but {test_name} in the test set; "
@@ -90,25 +123,50 @@ def option_difference(train: Manifest, test: Manifest) -> str | None:
 
 
 def label_targets(
-    train: Pictures, test: Pictures, *, wanted: Sequence[LabelSpace] | None = None
+    train: Labelled, test: Labelled, *, wanted: Sequence[LabelSpace] | None = None
 ) -> dict[LabelSpace, Target]:
-    """Return the labels to predict.
+    """Return the labels to predict. Logs a warning of those that only one of both sets has.
 
-    Raises the errors of `readable_labels`, and `UserError` if no sample of the train set or of the test set has one.
+    Raises the errors of `readable_labels` and `with_samples`.
     """
-    targets = {
-        space: Target(train.labels(space), test.labels(space), num_classes=len(names))
-        for space, names in readable_labels(train.manifest, test.manifest, wanted=wanted).items()
-    }
-    check_labelled(targets)
-    return targets
+    assert train.manifest is not None
+    assert test.manifest is not None
+    for which, one, other in (("train", train.manifest, test.manifest), ("test", test.manifest, train.manifest)):
+        if lone := [space for space in one.labels if space not in other.labels]:
+            logger.warning("only the %s set has %s, so it is not probed", which, _named(lone))
+    targets = {}
+    for space, names in readable_labels(train.manifest, test.manifest, wanted=wanted).items():
+        of_train, of_test = (each.labels[space].numbers for each in (train.manifest, test.manifest))
+        numbers = None
+        if not names and of_train is not None and of_test is not None:
+            numbers = (torch.tensor(of_train, dtype=torch.float64), torch.tensor(of_test, dtype=torch.float64))
+        num_classes = len(train.manifest.labels[space].classes)
+        targets[space] = Target(train.by_label[space], test.by_label[space], num_classes, numbers)
+    return with_samples(targets, wanted=wanted)
 
 
-def check_labelled(targets: Mapping[LabelSpace, Target]) -> None:
-    """Raise `UserError` if no sample of the train set or of the test set has one of the labels."""
+def with_samples(
+    targets: Mapping[LabelSpace, Target], *, wanted: Sequence[LabelSpace] | None
+) -> dict[LabelSpace, Target]:
+    """Return the targets that samples of both sets have, of a number with two values or more; warn of the others.
+
+    Raises `UserError` if none is left, or if one of the others is `wanted`.
+    """
+    found, said = {}, ""
     for space, target in targets.items():
-        for which, label_N in (("train", target.train_N), ("test", target.test_N)):
-            if not num_labelled(label_N):
-                raise UserError(
-                    f"none of the {which} samples has label_{space}; leave it out of the labels, or take more samples"
-                )
+        lacking = [
+            which
+            for which, label_N in (("train", target.train_N), ("test", target.test_N))
+            if len({*label_N.tolist()} - {NO_LABEL}) < (1 if target.numbers is None else 2)
+        ]
+        if not lacking:
+            found[space] = target
+            continue
+        what = f"label_{space}" if target.numbers is None else f"two values of label_{space}"
+        said = f"none of the {lacking[0]} samples has {what}"
+        if space in (wanted or ()):
+            break
+        logger.warning("%s, so it is not probed", said)
+    if said and (not found or set(wanted or ()) - found.keys()):
+        raise UserError(f"{said}; leave it out of the labels, or take more samples")
+    return found

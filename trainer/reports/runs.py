@@ -16,7 +16,7 @@ from trainer.config_changes import edited_config
 from trainer.probes.features import LabelSpace
 from trainer.probes.linear import ProbeConfig
 from trainer.probes.result import ProbeResult, labels_in, read_result
-from trainer.provenance import train_sets
+from trainer.provenance import RECORDED_LABELS, train_sets
 from trainer.reports.config_identity import run_identity
 from trainer.run_dir import RunDir, open_run, read_object
 
@@ -117,6 +117,11 @@ def _read_run(run_dir: RunDir, config: RunConfig, name: str) -> Run:
         problems.append(f"{run.path} was trained on another train set (manifest {sets}) than its probes read.")
     if (edited := edited_config(run_dir, config)) is not None:
         problems.append(f"{edited}; this page believes {run_dir.config.name}.")
+    if provenance.get(RECORDED_LABELS) == []:
+        problems.append(
+            f"{config.data.test_dir} or the train set has no label, so there is nothing to probe in {run_dir.path}; "
+            "probe its encoder on data with labels, by `python -m trainer.probe RUN_DIR --train DIR --test DIR`."
+        )
     for metric, what in _LEFT_OUT.items():
         if last := next((entry[metric] for entry in reversed(metrics) if metric in entry), 0):
             problems.append(f"The training of {run.path} left out {last:,.0f} {what}.")

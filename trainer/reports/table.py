@@ -31,6 +31,7 @@ from trainer.reports.runs import Run, protocol_of
 logger = logging.getLogger(__name__)
 
 FEATURES, PIXELS = "features", "pixels"
+ACCURACY, R2 = "accuracy", "R2"
 _ROUNDING: Final = 1e-5  # of a share in a file
 _FACTOR: Final = "factor."  # begins the name of a column with a factor
 _PLAIN: Final = {"num_epochs", "views", "batch_norm"}  # settings that the description of a protocol always gives
@@ -57,6 +58,7 @@ class Measurement:
     commit, hardware: of the first start of the training.
     right_samples: which test samples are right, see `unpack_right` of trainer.probes.result; empty if it is not known.
     num_neighbors: the k of kNN; None for other readouts, and in tables from before it was recorded.
+    measure: of `value`: "accuracy", or "R2" of a label that is a number, of which no sample is right or wrong.
     """
 
     run: str
@@ -84,12 +86,13 @@ class Measurement:
     hardware: str
     right_samples: str = field(default="", repr=False)
     num_neighbors: int | None = None
+    measure: str = ACCURACY
 
     @property
     def reading(self) -> Reading:
         """The accuracy, with its single samples if they are known and agree with it."""
         right_N = unpack_right(self.right_samples, num_test=self.num_samples) if self.right_samples else None
-        if right_N is not None and int(right_N.sum()) != self.num_right:
+        if right_N is not None and self.measure == ACCURACY and int(right_N.sum()) != self.num_right:
             right_N = None
         return Reading(self.value, self.num_samples, right_N)
 
@@ -209,14 +212,16 @@ def read_csv(path: Path) -> list[Measurement]:
 
 def _row(line: Mapping[str, str]) -> Measurement:
     factors = {name.removeprefix(_FACTOR): text for name, text in line.items() if name.startswith(_FACTOR) and text}
-    line = {"num_neighbors": "", **line}
+    line = {"num_neighbors": "", "measure": ACCURACY, **line}
     values: dict[str, Any] = {one.name: line[one.name] for one in fields(Measurement) if one.name != "factors"}
     for name in ("seed", "step", "num_right", "num_samples"):
         values[name] = int(values[name])
     optional = {"num_steps": int, "num_train": int, "num_neighbors": int, "chance": float, "majority": float}
     for name, type_ in optional.items():
         values[name] = type_(values[name]) if values[name] else None
-    values["value"] = _fraction(float(values["value"]), values["num_right"], values["num_samples"])
+    values["value"] = float(values["value"])
+    if values["measure"] == ACCURACY:
+        values["value"] = _fraction(values["value"], values["num_right"], values["num_samples"])
     return Measurement(**values | {"factors": factors})
 
 
@@ -273,11 +278,12 @@ def _rows(run: Run, encoder: str, factors: Mapping[str, str]) -> Iterator[Measur
             "initial": _initial(run, result),
         }
         for readout, value in (("linear", result.linear.accuracy), ("knn", result.knn.accuracy)):
-            num_right = round(value * result.num_test)
+            num_right = round(value * result.num_test) if result.number is None else 0
             yield Measurement(
                 **shared_by_result,
                 readout=readout,
-                value=_fraction(value, num_right, result.num_test),
+                value=_fraction(value, num_right, result.num_test) if result.number is None else value,
+                measure=ACCURACY if result.number is None else R2,
                 num_right=num_right,
                 num_samples=result.num_test,
                 group="",

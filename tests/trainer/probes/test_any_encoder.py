@@ -85,7 +85,7 @@ def test_the_accuracies_are_those_of_the_command(tmp_path: Path) -> None:
     chance = {"base": 1 / 2, "overlay": 1 / len(train.class_names("overlay"))}
     assert found == {
         name: Accuracy(
-            one.linear.result.accuracy, accuracy(one.knn_N, one.target.test_N), chance[name], one.num_neighbors
+            one.linear.accuracy, accuracy(one.predicted["knn"], one.target.test_N), chance[name], one.num_neighbors
         )
         for name, one in fitted.items()
     }
@@ -285,10 +285,14 @@ def test_train_and_test_inputs_on_other_scales_are_told(caplog: pytest.LogCaptur
     assert "standard deviation" in caplog.text
 
 
-def test_datasets_that_do_not_fit_each_other_are_refused(tiny: Path, tmp_path: Path) -> None:
+def test_datasets_that_do_not_fit_each_other_are_refused(
+    tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     other = write_tiny_dataset(tmp_path / "other", num_samples=32, seed=2, overlay="none", split="test")
-    with pytest.raises(UserError, match="of label_overlay is low in the train set but missing"):
-        probe(Halves(), tiny / "train", other, config=QUICK)
+    assert list(probe(Halves(), tiny / "train", other, config=QUICK)) == ["base"]
+    assert "only the train set has label_overlay, so it is not probed" in caplog.text
+    with pytest.raises(UserError, match="have no label_overlay of two"):
+        probe(Halves(), tiny / "train", other, config=QUICK.model_copy(update={"labels": ("overlay",)}))
     with pytest.raises(UserError, match="the config must have views=none"):
         probe(Halves(), tiny / "train", tiny / "test", config=ProbeConfig())
     with pytest.raises(UserError, match="nowhere"):

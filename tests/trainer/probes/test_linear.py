@@ -51,7 +51,7 @@ def run(
         config=CONFIG.model_copy(update=config),
         device=CPU,
     )
-    return {space: one.linear.result for space, one in probes.items()}
+    return {space: one.linear for space, one in probes.items()}
 
 
 def feature_batches(train_NF: Tensor, *, epoch: int, config: ProbeConfig) -> list[FeatureBatch]:

@@ -91,6 +91,6 @@ def test_what_can_be_heard_is_read_out(data: Path) -> None:
             config=ProbeConfig(num_epochs=10, batch_size=16, learning_rate=0.1, views=views),
             device=CPU,
         )
-        assert results["base"].linear.result.accuracy > 0.9
-        assert results["overlay"].linear.result.accuracy > 0.9
-        assert accuracy(results["base"].knn_N, results["base"].target.test_N) > 0.9
+        assert results["base"].linear.accuracy > 0.9
+        assert results["overlay"].linear.accuracy > 0.9
+        assert accuracy(results["base"].predicted["knn"], results["base"].target.test_N) > 0.9

@@ -68,7 +68,10 @@ def test_a_label_of_a_single_class_is_not_probed(tmp_path: Path) -> None:
     manifest = load_manifest(write_tiny_dataset(tmp_path / "data", num_samples=4, overlay="none"))
     base = manifest.labels["base"].model_copy(update={"classes": ("dark",), "counts": (4,)})
     single = manifest.model_copy(update={"labels": {"base": base}})
-    with pytest.raises(UserError, match="the samples have no label of two or more classes"):
+    with pytest.raises(
+        UserError,
+        match="nothing for a probe to predict: the train set has label_base and the test set has label_base, but",
+    ):
         readable_labels(single, single)
 
 
