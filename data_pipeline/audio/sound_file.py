@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 import numpy as np
@@ -21,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 
 from data_pipeline.audio.waveform import LEVELS, UNKNOWN_SIZE, resample
-from data_pipeline.core.errors import UserError
 
 if TYPE_CHECKING:
     import soundfile
@@ -102,16 +100,6 @@ def read_sound(data: bytes, *, sample_rate: int | None = None) -> Recording:
     return Recording(_in_16_bits(points_X), sample_rate or facts.sample_rate, tuple(remarks))
 
 
-def read_sound_file(path: Path, *, sample_rate: int | None = None) -> Recording:
-    """Do `read_sound` on a file. Raises `UserError` with its name."""
-    try:
-        return read_sound(path.read_bytes(), sample_rate=sample_rate)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); mend or remove it") from None
-    except ValueError as error:
-        raise UserError(f"{path} cannot be read, because {error}; mend or remove it") from None
-
-
 def _in_16_bits(points_X: NDArray[np.float64]) -> NDArray[np.int16]:
     levels_X: NDArray[np.float64] = np.rint(points_X * LEVELS)
     return levels_X.clip(-LEVELS, LEVELS - 1).astype(np.int16)
@@ -153,7 +141,7 @@ def _opened(file: IO[bytes]) -> Iterator[tuple[soundfile.SoundFile, SoundFacts]]
         if sound.channels > 1:
             remarks.append(f"has {sound.channels} channels, which are mixed down")
         if sound.subtype in _MORE_THAN_16_BITS:
-            remarks.append(f"is of {sound.subtype} and is rounded to 16 bits")
+            remarks.append(f"holds {sound.subtype}, which is rounded to 16 bits")
         if sound.frames < LEAST_SECONDS * sound.samplerate:
             remarks.append(f"is shorter than {LEAST_SECONDS} s")
         container = "WAV" if sound.format == "WAVEX" else sound.format

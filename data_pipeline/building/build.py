@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import logging
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -60,6 +62,9 @@ from data_pipeline.storage.store import SampleStore
 from data_pipeline.storage.totals import Totals
 from data_pipeline.storage.write import picture_field
 
+logger = logging.getLogger(__name__)
+
+_NUM_NAMED = 3  # files in a warning
 _NUM_MEASURED, _NUM_MEASURED_AT_ONCE = 2_000, 100  # samples of the mean and std, if not of all samples
 
 
@@ -249,10 +254,16 @@ def _make_tars(plan: BuildPlan, *, title: str, num_workers: int) -> list[MadeTar
     """Write all tars."""
     tars = []
     made = run_all(make_tar, plan, range(plan.num_shards), num_workers=num_workers)
+    counts, examples = Counter[str](), dict[str, list[str]]()
     with closing(made), Progress(title, total=plan.num_samples) as progress:
         for tar in made:
             tars.append(tar)
+            for remark, files in tar.files_of_remark.items():
+                counts[remark] += len(files)
+                examples[remark] = (examples.get(remark, []) + files)[:_NUM_NAMED]
             progress.advance(tar.scanned.num_samples)
+    for remark, files in examples.items():
+        logger.warning("%d of %d files: it %s (%s)", counts[remark], len(plan.order), remark, ", ".join(files))
     return tars
 
 

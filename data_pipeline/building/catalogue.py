@@ -14,7 +14,6 @@ from typing import Final
 
 import numpy as np
 
-from data_pipeline.audio.log_mel import mel_config
 from data_pipeline.building.datasets import GENERATED, PICTURES, SOURCES, SPLITS, Dataset, datasets_with
 from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.options import (
@@ -30,17 +29,18 @@ from data_pipeline.overlays import NOTHING_GIVEN, Overlay, OverlayInputs, PixelO
 from data_pipeline.overlays.noise import Noise, NoiseOptions
 from data_pipeline.overlays.registry import NAMES as OVERLAY_NAMES
 from data_pipeline.overlays.registry import OVERLAYS, find_overlay
-from data_pipeline.sources import SoundSource, Source, SourceInputs, SourceKind, background, labels_of
+from data_pipeline.sources import SoundKind, SoundSource, Source, SourceInputs, SourceKind, background, labels_of
 from data_pipeline.sources.audiomnist import AudioMnist
 from data_pipeline.sources.fsdd import Fsdd
 from data_pipeline.sources.procedural_speech import ProceduralSpeech
 from data_pipeline.sources.registry import NAMES as SOURCE_NAMES
-from data_pipeline.sources.silence import SilenceSource
+from data_pipeline.sources.silence import SPEECH, SilenceSource
+from data_pipeline.sources.sound_folder import SoundFolder
 from data_pipeline.storage.manifest import LabelEntry
 
 DATASETS = datasets_with([name for name in OVERLAYS if issubclass(find_overlay(name), PixelOverlay)])
-_SOUND_SOURCES: Final[Mapping[str, type[SoundSource]]] = MappingProxyType(
-    {"audiomnist": AudioMnist, "fsdd": Fsdd, "procedural": ProceduralSpeech}
+_SOUND_SOURCES: Final[Mapping[str, type[SoundKind]]] = MappingProxyType(
+    {"audiomnist": AudioMnist, "fsdd": Fsdd, "procedural": ProceduralSpeech, "sound_folder": SoundFolder}
 )
 
 
@@ -189,23 +189,25 @@ def labels_of_overlay(overlay: Overlay) -> dict[str, LabelEntry]:
 
 
 def _open_sounds(name: str, given: SourceInputs, overlay: str | None, options: Options) -> Ingredients:
-    kind = _SOUND_SOURCES[name]
-    num_points = mel_config(kind.sample_rate).num_points
     if given.base == "silence":  # as many records, at the same rate, as the source has of speech
-        opened: Source = SilenceSource(given.limit or kind.num_records_of[given.split], kind.sample_rate)
+        mel, num_records_of = SPEECH[name]
+        num_records = given.limit or num_records_of[given.split]
+        opened: SoundSource = SilenceSource(num_records, mel.sample_rate, mel.num_points)
     else:
+        kind = _SOUND_SOURCES[name]
         _checked_options(name, kind, given)
         opened = kind.open(given)
+    sample_rate, num_points = opened.sample_rate, opened.num_points
     if overlay is None:
-        return Ingredients(opened, None, opened.description, sample_rate=kind.sample_rate, num_points=num_points)
+        return Ingredients(opened, None, opened.description, sample_rate=sample_rate, num_points=num_points)
     read = parse_options(NoiseOptions, options, owner="the overlay noise", flag=OVERLAY_OPTION)
     origin, root = "background sounds", read.noise_root or given.root
     if root is not None:
-        sounds = background.read_sounds(root, sample_rate=kind.sample_rate, num_points=num_points)
+        sounds = background.read_sounds(root, sample_rate=sample_rate, num_points=num_points)
     elif name == "procedural":
         origin = "procedural background sounds"
         # Always seed 0: as with recordings, every build has the same sounds, and its seed draws the parts of them.
-        sounds = background.procedural_sounds(0, sample_rate=kind.sample_rate, num_points=num_points)
+        sounds = background.procedural_sounds(0, sample_rate=sample_rate, num_points=num_points)
     else:
         raise UserError(f"the background sounds are read from a folder; name it with {OVERLAY_OPTION} noise_root=DIR")
     crop = "first" if given.split == "test" else read.noise_crop
@@ -215,7 +217,7 @@ def _open_sounds(name: str, given: SourceInputs, overlay: str | None, options: O
         opened,
         noise,
         f"{opened.description} + {origin} ({digest}), volume {noise.volume}, crop {crop}",
-        sample_rate=kind.sample_rate,
+        sample_rate=sample_rate,
         num_points=num_points,
         overlay_options={"noise_volume": noise.volume, "noise_crop": crop, "noise_sha256": digest},
     )

@@ -78,11 +78,18 @@ class BuildPlan:
 
 @dataclass(frozen=True)
 class MadeTar:
-    """A tar of a build, with the totals of its samples, and the digests of its new records end to end."""
+    """A tar of a build.
+
+    Attributes:
+        totals: of its samples.
+        digests: of its new records, end to end.
+        files_of_remark: the names of the files of new records about which there is a remark.
+    """
 
     scanned: ScannedTar
     totals: Totals
     digests: bytes
+    files_of_remark: Mapping[str, list[str]]
 
 
 def make_tar(plan: BuildPlan, number: int) -> MadeTar:
@@ -91,12 +98,15 @@ def make_tar(plan: BuildPlan, number: int) -> MadeTar:
     first_index = number * plan.num_samples_per_shard
     index_B = np.arange(first_index, min(first_index + plan.num_samples_per_shard, plan.num_samples))
     totals, digests = Totals(), list[bytes]()
+    files_of_remark: dict[str, list[str]] = {}
 
     def drawn() -> Iterator[dict[str, bytes]]:
         nonlocal totals
         for sample, record in _samples(plan, index_B):
             if sample.index < len(plan.order):  # the first sample of its record
                 digests.append(content_digest(record.content))
+                for remark in record.remarks:
+                    files_of_remark.setdefault(remark, []).append(record.file)
             totals += Totals.of(sample.content)
             yield encode(sample, plan.classes, sample_rate=plan.ingredients.sample_rate, file=record.file)
 
@@ -104,7 +114,7 @@ def make_tar(plan: BuildPlan, number: int) -> MadeTar:
     scanned = scan_tar(plan.scan, TarTask(number, str(path)), is_built=True)
     if scanned.num_samples != len(index_B):
         raise UserError(f"{path} has {scanned.num_left_out} samples of more than 268 MB; make them smaller")
-    return MadeTar(scanned, totals, b"".join(digests))
+    return MadeTar(scanned, totals, b"".join(digests), files_of_remark)
 
 
 def _kept_files(plan: BuildPlan, index_B: NDArray[np.int64]) -> Iterator[dict[str, bytes]]:

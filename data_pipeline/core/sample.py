@@ -40,13 +40,15 @@ def sample_key(index: int) -> str:
 class Record:
     """One clean picture or sound of a source; `label` is its base label, an index into the source's class names.
 
-    `content` is a picture, (H, W, C) uint8, or a sound of any length, (T,) int16. `file` is the path of
-    its file below the folder of the source; empty if it has no file of its own.
+    `content` is a picture, (H, W, C) uint8, or a sound of any length, (T,) int16. `file` is the path of its file below
+    the folder of the source; empty if it has no file of its own. `remarks` say what is odd about it, or what was
+    changed when it was decoded, each as words that go on "it ...".
     """
 
     content: NDArray[np.uint8] | NDArray[np.int16]
     label: int
     file: str = ""
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -121,11 +121,18 @@ class SourceKind(Protocol):
         """Return the source of one split. Raises `UserError` if its files are missing or do not fit the choices."""
 
 
-class SoundSource(Source, SourceKind, Protocol):
-    """A source of sounds of `sample_rate` points a second.
+class SoundSource(Source, Protocol):
+    """A source of sounds of `sample_rate` points a second, each of any length; `num_points` is that in a batch."""
 
-    `num_records_of` says how many records each split has, or for a source that generates them, by default.
-    """
+    @property
+    def sample_rate(self) -> int: ...
 
-    sample_rate: ClassVar[int]
-    num_records_of: ClassVar[Mapping[str, int]]
+    @property
+    def num_points(self) -> int: ...
+
+
+class SoundKind(SourceKind, Protocol):
+    """A class that opens the sources of sounds of one name."""
+
+    @classmethod
+    def open(cls, given: SourceInputs) -> SoundSource: ...

@@ -14,13 +14,21 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data_pipeline.audio.sound_file import read_sound_file
 from data_pipeline.audio.waveform import resample, to_float
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import OVERLAY_OPTION
 from data_pipeline.core.randomness import generator
+from data_pipeline.sources.files import Directory
+from data_pipeline.sources.sound_folder import read_recording
 
 FILE_NAMES: Final = ("cafe.wav", "traffic.wav", "machinery.wav")
+# The same as they lie in the folder noisedata of the published code, whose licence is not stated.
+_PUBLISHED_NAMES: Final = (
+    "BabbleNoise/Babble1.wav",
+    "DrivingcarNoise/Traffic10.wav",
+    "MachineryNoise/Machinery1.wav",
+)
+_WHERE: Final = "https://github.com/XiluoHe/feature-dropout/tree/main/noisedata"
 _SILENCE: Final = 1e-3  # of the largest magnitude: 60 dB below it
 _PROCEDURAL_SECONDS = 30  # as long as the published recordings
 
@@ -34,14 +42,15 @@ def read_sounds(root: Path, *, sample_rate: int, num_points: int) -> list[Tensor
     points, which are heard behind one sample. Also if its first or last `num_points` points, which are the
     parts that are heard as published, have less than a thousandth of its largest magnitude.
     """
-    if missing := [name for name in FILE_NAMES if not (root / name).is_file()]:
+    names = _PUBLISHED_NAMES if (root / _PUBLISHED_NAMES[0]).is_file() else FILE_NAMES
+    if missing := [name for name in names if not (root / name).is_file()]:
         raise UserError(
-            f"{root} lacks {' and '.join(missing)}; name the folder of {', '.join(FILE_NAMES)} by {OVERLAY_OPTION} "
-            "noise_root=DIR"
+            f"{root} lacks {' and '.join(missing)}; name the folder of {', '.join(FILE_NAMES)}, or of {_WHERE}, by "
+            f"{OVERLAY_OPTION} noise_root=DIR"
         )
-    sounds = []
-    for name in FILE_NAMES:
-        recording = read_sound_file(root / name)
+    files, sounds = Directory(root), []
+    for name in names:
+        recording = read_recording(files, name)
         points_X = to_float(torch.from_numpy(recording.points))
         sound = resample(points_X, from_rate=recording.sample_rate, to_rate=sample_rate)
         if len(sound) < num_points:

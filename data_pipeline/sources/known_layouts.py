@@ -55,6 +55,7 @@ class Look:
     files: Files
     medium: Medium
     table: Path | None
+    test_fold: int
     names: list[str]
     beside: list[str]
     notes: dict[str, list[str]]
@@ -103,8 +104,8 @@ def _esc50(look: Look) -> Found | None:
     tables = {}
     for name in look.take("meta/esc50.csv"):
         table = look.table_at(name)
-        splits = [TEST if fold == "5" else TRAIN for fold in table.labels["fold"]]
-        look.notes["took fold 5 as the test split"] = []
+        splits = [TEST if fold == str(look.test_fold) else TRAIN for fold in table.labels["fold"]]
+        look.notes[f"took fold {look.test_fold} as the test split"] = []
         below = name.removesuffix("meta/esc50.csv") + "audio"
         tables[below] = replace(table, splits=splits, labels={BASE: table.labels["category"]})
     return _of_tables(look, "ESC-50", tables)

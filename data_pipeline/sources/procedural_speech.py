@@ -16,11 +16,13 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from data_pipeline.audio.log_mel import FSDD
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import Record
 from data_pipeline.sources import SourceInputs
+from data_pipeline.sources.silence import SPEECH
 
-SAMPLE_RATE: Final = 8_000
+SAMPLE_RATE: Final = FSDD.sample_rate
 _NUM_HARMONICS = 8
 _STEP = 7  # semitones from a low note to a high one: a fifth
 
@@ -82,13 +84,14 @@ class ProceduralSpeech:
     description: str = field(default="procedural speech", init=False)
     class_names: tuple[str, ...] = field(default=tuple(MELODIES), init=False)
     title: str = field(default="melody", init=False)
-    sample_rate: ClassVar[int] = SAMPLE_RATE
-    num_records_of: ClassVar[Mapping[str, int]] = MappingProxyType({"train": 5_000, "test": 1_000})
+    sample_rate: int = field(default=SAMPLE_RATE, init=False)
+    num_points: int = field(default=FSDD.num_points, init=False)
     needs_root: ClassVar[bool] = False
 
     @classmethod
     def open(cls, given: SourceInputs) -> Self:
-        return cls(given.seed, given.split, given.limit or cls.num_records_of[given.split])
+        _, num_records_of = SPEECH["procedural"]
+        return cls(given.seed, given.split, given.limit or num_records_of[given.split])
 
     @property
     def labels(self) -> NDArray[np.int64]:

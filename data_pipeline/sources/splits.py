@@ -43,18 +43,24 @@ class SplitOptions(Schema):
     labels: a table of labels, in place of class folders: csv or .jsonl with a column `file`, and one for each label.
     class_from: the level of the folder that is the class, such as path:0, the first below train and test (the default),
         or path:-1, the one that holds the file.
+    test_fold: of ESC-50, the fold that is the test split.
     """
 
     test_share: float | None = Field(None, gt=0, lt=1, exclude=True)
     labels: Path | None = Field(None, exclude=True)
     class_from: str | None = Field(None, pattern=r"^path:-?\d+$", exclude=True)
+    test_fold: int = Field(5, ge=1, exclude=True)
 
 
 @dataclass(frozen=True)
 class Split:
-    """The records of one split: their names in `files`, their labels, and in words the layout and what was drawn."""
+    """The records of one split: their names in `files`, their labels, and in words the layout and what was drawn.
+
+    `all_names` are those of all splits.
+    """
 
     files: Files
+    all_names: Names
     names: Names
     labels: Mapping[str, LabelColumn]
     kind: str
@@ -69,7 +75,11 @@ def open_split(
     `decode` reads a file; it is called only if the split is drawn. Raises the errors of `find_layout` and `records_of`.
     """
     layout = find_layout(
-        open_files(given.required_root()), medium, labels=options.labels, class_from=options.class_from
+        open_files(given.required_root()),
+        medium,
+        labels=options.labels,
+        class_from=options.class_from,
+        test_fold=options.test_fold,
     )
     layout.log_notes()
     chosen_N, drawn = records_of(
@@ -77,6 +87,7 @@ def open_split(
     )
     return Split(
         layout.files,
+        layout.names,
         Names(layout.names[number] for number in chosen_N.tolist()),
         {name: LabelColumn(each.title, each.classes, each.label_N[chosen_N]) for name, each in layout.labels.items()},
         layout.kind,

@@ -1,0 +1,181 @@
+"""Read sounds of any format, rate and length from a folder or a zip, whose layout `find_layout` finds.
+
+All sounds of a dataset get one rate, by default the commonest, and one length in a batch, by default as long as 95 % of
+them. Both are found from sounds of all splits, so that the builds of train and test set agree.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from data_pipeline.audio.log_mel import mel_config
+from data_pipeline.audio.sound_file import Recording, SoundFacts, read_sound, sound_facts
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.options import SOURCE_OPTION
+from data_pipeline.core.sample import BASE, NO_LABEL, Record
+from data_pipeline.core.schema import Schema
+from data_pipeline.sources import LabelColumn, SourceInputs
+from data_pipeline.sources.files import Files, Names, ending_of, open_files
+from data_pipeline.sources.splits import SplitOptions, open_split
+
+logger = logging.getLogger(__name__)
+
+_NUM_SEEN: Final = 2_000  # sounds, evenly spread, by which rate and length are chosen
+_COVERED: Final = 0.95  # of the sounds are no longer than a sample in a batch
+SPOKEN_DIGITS: Final = ("spoken digit", tuple("0123456789"))  # title and classes of AudioMNIST and FSDD
+_LEAST_SECONDS, _MOST_SECONDS = 0.5, 5.0  # of a sample, if the user chooses none
+
+
+class SoundFiles:
+    """The sounds of one split, each decoded to 16 bits and one channel when its record is read, and their labels.
+
+    Args:
+        files: where the sounds lie.
+        names: the name of each sound in `files`.
+        labels: each label by name; `base` may be among them.
+        sample_rate: the points a second to which each sound is resampled.
+        num_points: the length of a sound in a batch; a record keeps its own.
+        description: the kind of source, for the manifest.
+
+    Reading a record raises `UserError` with the name of the file if `read_sound` cannot read it.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        names: Sequence[str],
+        labels: Mapping[str, LabelColumn],
+        *,
+        sample_rate: int,
+        num_points: int,
+        description: str,
+    ) -> None:
+        self.files, self.sample_rate, self.num_points, self.description = files, sample_rate, num_points, description
+        self._names = Names(names)
+        self.more_labels = dict(labels)
+        base = self.more_labels.pop(BASE, None) or LabelColumn("sound", (), np.full(len(names), NO_LABEL))
+        self.title, self.class_names = base.title, base.classes
+        self.labels: NDArray[np.int64] = base.label_N
+
+    def __getitem__(self, number: int) -> Record:
+        name = self._names[number]
+        sound = read_recording(self.files, name, sample_rate=self.sample_rate)
+        remarks = sound.remarks
+        if len(sound.points) > self.num_points:
+            remarks += (f"is longer than the {self.num_points / self.sample_rate:.3g} s of a sample",)
+        return Record(sound.points, int(self.labels[number]), name, remarks)
+
+
+def read_recording(files: Files, name: str, *, sample_rate: int | None = None) -> Recording:
+    """Do `read_sound` on a file. Raises `UserError` with its name."""
+    try:
+        return read_sound(files.read(name), sample_rate=sample_rate)
+    except (OSError, ValueError) as error:
+        why = f"it is not there ({error.strerror})" if isinstance(error, OSError) else str(error)
+        raise UserError(f"{files.root / name} cannot be read, because {why}; mend or remove it") from None
+
+
+def published_recordings(
+    root: Path, folder: str, pattern: str, *, form: str, where: str
+) -> tuple[Files, list[re.Match[str]]]:
+    """Return the files of `root/folder`, or of `root` without it, and how the name of each WAV file matches `pattern`.
+
+    Capitals do not count. Warns of other files. Raises `UserError`, which says `where` to get the recordings, if there
+    are none, or if one has another name than `form`, the pattern in words.
+    """
+    if not root.exists():
+        raise UserError(f"{root} is not there; give --root the folder of the recordings, which are at {where}")
+    files = open_files(root / folder if (root / folder).is_dir() else root)
+    found, others = [], []
+    for name in files.names:
+        if ending_of(name) != ".wav":
+            others.append(name)
+        elif match := re.fullmatch(pattern, name, re.IGNORECASE):
+            found.append(match)
+        else:
+            raise UserError(f"{files.root / name} is not named {form}, as the published files are; rename or remove it")
+    if not found:
+        raise UserError(f"{files.root} holds no WAV files; copy the recordings there, which are at {where}")
+    if others:
+        logger.warning("%s: ignored %d files that are no .wav, such as %s", files.root, len(others), others[0])
+    return files, found
+
+
+class SoundFolderOptions(SplitOptions):
+    """The options of the source sound_folder, which stand in the description of the source.
+
+    sample_rate: the points a second to which all sounds are resampled; by default the commonest rate of the folder.
+    seconds: the length of a sound in a batch; by default as long as 95 % of the sounds, from 0.5 to 5 s.
+    """
+
+    sample_rate: int | None = Field(None, ge=2_000, le=1_000_000, exclude=True)
+    seconds: float | None = Field(None, gt=0, le=3_600, exclude=True)
+
+
+class SoundFolder:
+    """The source sound_folder: the sounds of a folder or a zip with their labels."""
+
+    needs_root: ClassVar[bool] = True
+    options_schema: ClassVar[type[Schema]] = SoundFolderOptions
+
+    @classmethod
+    def open(cls, given: SourceInputs) -> SoundFiles:
+        """Return the sounds of one split. Raises `UserError` if there are none, or as `open_split` does."""
+        options = given.read(SoundFolderOptions)
+        split = open_split(given, "sound", options, lambda files, name: read_recording(files, name).points)
+        sample_rate, num_points = _rate_and_length(split.files, split.all_names, options)
+        mel_config(sample_rate, num_points)  # raises if there is no spectrogram of such sounds
+        return SoundFiles(
+            split.files,
+            split.names,
+            split.labels,
+            sample_rate=sample_rate,
+            num_points=num_points,
+            description=f"{split.kind} of sounds, {num_points} points at {sample_rate} a second{split.drawn}",
+        )
+
+
+def _rate_and_length(files: Files, names: Names, options: SoundFolderOptions) -> tuple[int, int]:
+    """Return the rate of all sounds and the number of points of one in a batch, as the user or most sounds have it."""
+    sample_rate, seconds = options.sample_rate, options.seconds
+    if sample_rate is not None and seconds is not None:
+        return sample_rate, round(seconds * sample_rate)
+    facts, reason = list[SoundFacts](), ""
+    num = len(names)
+    for number in sorted({num * step // min(num, _NUM_SEEN) for step in range(min(num, _NUM_SEEN))}):
+        try:
+            with files.open(names[number]) as file:
+                facts.append(sound_facts(file))
+        except (OSError, ValueError) as error:  # the build names the file when it reads it
+            reason = f"{names[number]} ({error})"
+    if not facts:
+        raise UserError(f"no sound of {files.root} can be read, such as {reason}; mend or remove them")
+    rates = Counter(each.sample_rate for each in facts)
+    if sample_rate is None:
+        sample_rate = max(rates, key=lambda rate: (rates[rate], rate))
+    if seconds is None:
+        covering = float(np.quantile([each.seconds for each in facts], _COVERED, method="higher"))
+        seconds = min(max(math.ceil(10 * covering - 1e-6) / 10, _LEAST_SECONDS), _MOST_SECONDS)
+    logger.info(
+        "%s: %d of %d sounds have %d points a second; a sample has %.3g s, and sounds %.3g to %.3g s (%s sample_rate=N "
+        "and seconds=S choose others)",
+        files.root,
+        rates[sample_rate],
+        len(facts),
+        sample_rate,
+        seconds,
+        min(each.seconds for each in facts),
+        max(each.seconds for each in facts),
+        SOURCE_OPTION,
+    )
+    return sample_rate, round(seconds * sample_rate)
