@@ -24,7 +24,6 @@ from data_pipeline.core.errors import UserError, run_command
 from data_pipeline.core.imports import add_code_argument, import_code
 from data_pipeline.core.options import OVERLAY_OPTION, SOURCE_OPTION, add_option_argument
 from data_pipeline.core.system import num_cores
-from data_pipeline.core.value_range import ValueRange
 from data_pipeline.storage.locations import PICTURE_FIELDS
 
 _LOCATION_HELP: Final = "A built dataset: a directory, http(s)://HOST/DIR or s3://BUCKET/DIR. Or indexed tars."
@@ -89,13 +88,6 @@ def _build(parser: argparse.ArgumentParser) -> None:
     _add_workers(parser)
 
 
-def _value_range(text: str) -> ValueRange:
-    try:
-        return ValueRange.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def _index(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
@@ -128,7 +120,6 @@ def _index(parser: argparse.ArgumentParser) -> None:
     add(
         "--value-range",
         metavar="LOW..HIGH",
-        type=_value_range,
         help="The values of pictures of more than 8 bits that become black and white, such as 0..4095 (default: those "
         "of --classes-of, or all 16 bits).",
     )

@@ -376,10 +376,10 @@ def run(args: argparse.Namespace) -> None:
     if args.out is None and is_remote(args.location):
         raise UserError(f"{args.location} is remote; name a directory on this machine for its index by --out")
     out = args.out or index_directory(args.location)
-    given, size, value_range = Fields(), TAR_PICTURE_SIZE, args.value_range
+    given, size, value_range = Fields(), TAR_PICTURE_SIZE, ValueRange.parse(args.value_range)
     if args.classes_of is not None and (of_train := load_manifest(args.classes_of)).any_size:
         given, size = of_train.tars.fields, of_train.input_shape[1]
-        value_range = of_train.value_range if value_range is None else value_range
+        value_range = value_range or of_train.value_range
     size = size if args.size is None else args.size
     words = given.content if args.image is None else re.split("[;,]", args.image)
     fields = Fields(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Final, NamedTuple, Self
+
+from data_pipeline.core.errors import UserError
 
 VALUE_RANGE: Final = "value_range"  # among the options of a source in a manifest
 HOW_TO_GIVE: Final = f"name it: `--source-option {VALUE_RANGE}=LOW..HIGH` of build, `--value-range LOW..HIGH` of index"
@@ -16,23 +19,23 @@ class ValueRange(NamedTuple):
     high: float
 
     @classmethod
-    def parse(cls, text: str | float) -> Self:
+    def parse(cls, text: str | float | None) -> Self | None:
         """Return the range of a text such as "0..4095"; a number alone is the highest value, and 0 the lowest.
 
-        Raises `ValueError` if the text is no range.
+        None gives None. Raises `UserError` if the text is no range.
 
         Examples:
             >>> ValueRange.parse(4095), str(ValueRange.parse("-1.5..2"))
             (ValueRange(low=0.0, high=4095.0), '-1.5..2')
         """
+        if text is None:
+            return None
         low, _, high = str(text).rpartition("..")
-        try:
+        with suppress(ValueError):
             found = cls(float(low or 0), float(high))
-        except ValueError:
-            raise ValueError(f"{text} is not a range of values; write it as 0..4095") from None
-        if not (math.isfinite(found.low) and math.isfinite(found.high) and found.low < found.high):
-            raise ValueError(f"{text} is not a range from a lower to a higher value; write it as 0..4095")
-        return found
+            if -math.inf < found.low < found.high < math.inf:
+                return found
+        raise UserError(f"{text} is not a range from a lower to a higher value; write it as 0..4095")
 
     def __str__(self) -> str:
         return f"{self.low:.17g}..{self.high:.17g}"

@@ -25,8 +25,8 @@ from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.random_crop import Crop, CropLaw, random_resized_crops
 from data_pipeline.core.sample import MASK_OUTSIDE, NO_LABEL, BadSample, sample_key
 from data_pipeline.loading.picture_decode import decode_crops, decode_square, picture_size
+from data_pipeline.sources.picture_file import npy_values
 from data_pipeline.storage.manifest import Manifest
-from data_pipeline.storage.npy import decode_npys
 from data_pipeline.storage.png import decode_pngs
 from data_pipeline.storage.store import SampleStore
 
@@ -145,7 +145,7 @@ def decode(store: SampleStore, indices: NDArray[np.int64], *, crops: CropDraws |
         errors |= picture_errors
     else:
         num_channels, height, width = manifest.input_shape
-        decode_stored = decode_npys if manifest.tars.fields.content == ("npy",) else decode_pngs
+        decode_stored = _decode_npys if manifest.tars.fields.content == ("npy",) else decode_pngs
         pictures_BCHW, stored_errors = decode_stored(files["content"], (num_channels, height, width))
         errors |= stored_errors
         if "mask" in files:
@@ -211,6 +211,21 @@ def _decode_pictures(
         except ValueError as error:
             errors[row] = str(error)
     return views_VBCHW, errors
+
+
+def _decode_npys(files: Sequence[memoryview], shape: tuple[int, int, int]) -> tuple[Tensor, dict[int, str]]:
+    """Decode the `.npy` of a build, which should all have `shape`, (C, H, W), as `decode_pngs` decodes PNGs."""
+    pictures_BCHW = torch.zeros(len(files), *shape, dtype=torch.uint8)
+    errors: dict[int, str] = {}
+    for row, file in enumerate(files):
+        try:
+            pixels_CHW = npy_values(file).transpose(2, 0, 1)
+            if pixels_CHW.dtype != np.uint8 or pixels_CHW.shape != shape:
+                raise ValueError(f"it holds {pixels_CHW.dtype} of the shape {pixels_CHW.shape}")
+            pictures_BCHW[row] = torch.from_numpy(pixels_CHW.copy())
+        except ValueError as error:
+            errors[row] = f"it is not a whole .npy of a build, {shape} uint8 ({error})"
+    return pictures_BCHW, errors
 
 
 def decode_ahead(

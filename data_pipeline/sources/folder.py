@@ -109,7 +109,7 @@ class Folder:
     @classmethod
     def open(cls, given: SourceInputs) -> PictureFiles:
         options = given.read(FolderOptions)
-        value_range = None if options.value_range is None else ValueRange.parse(options.value_range)
+        value_range = ValueRange.parse(options.value_range)
         decode = partial(_decoded, image_size=None, value_range=value_range)
         found = open_split(given, "picture", options, decode)
         size = "" if options.image_size is None else f", middle {options.image_size}x{options.image_size}"

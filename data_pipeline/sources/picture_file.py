@@ -26,11 +26,11 @@ from typing import IO, Any, Final
 
 import numpy as np
 import simplejpeg
+from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 from PIL import Image, ImageFile, TiffImagePlugin, UnidentifiedImageError
 
 from data_pipeline.core.value_range import HOW_TO_GIVE, ValueRange
-from data_pipeline.storage.npy import is_npy, npy_values
 
 PictureData = bytes | memoryview | IO[bytes]  # of one file; a stream is at its begin, which can seek
 
@@ -63,6 +63,7 @@ _GREY_STEPS: Final = {"L;2": 85, "L;4": 17}  # the step of 8 bits between two le
 _END_MARK: Final = b"\xff\xd9"  # of a JPEG
 _HEIF_BRANDS: Final = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
 _LONGEST_START: Final = 12  # bytes by which formats are known here
+_MAX_NPY_HEADER: Final = 10_000
 _TIFF_STARTS: Final = frozenset({b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"})
 
 
@@ -226,7 +227,7 @@ def opened(file: PictureData) -> Iterator[ImageFile.ImageFile | NDArray[Any]]:
     start = stream.read(_LONGEST_START)
     stream.seek(0)
     try:
-        if is_npy(start):
+        if start.startswith(npy_format.MAGIC_PREFIX):
             yield _of_one_picture(npy_values(file if isinstance(file, bytes | memoryview) else file.read()))
             return
         with without_warnings():
@@ -261,6 +262,22 @@ def _open(stream: IO[bytes], start: bytes) -> ImageFile.ImageFile:
             "a HEIC needs the package pillow-heif; install it with pip install -e '.[heif]'"
         ) from None
     return Image.open(stream, formats=("HEIF",))
+
+
+def npy_values(file: bytes | memoryview) -> NDArray[Any]:
+    """Return the numbers of a `.npy` as a view of the file; nothing is unpickled, and no memory is taken.
+
+    Raises `ValueError` if it is damaged or cut short, or holds something else than numbers.
+    """
+    start = io.BytesIO(file[:_MAX_NPY_HEADER])
+    npy_format.read_magic(start)
+    shape, is_fortran, dtype = npy_format.read_array_header_1_0(start)
+    if dtype.kind not in "biuf":
+        raise UnreadableError(f"a .npy of the type {dtype} holds no picture; save whole numbers or floats")
+    num_bytes, expected = len(file) - start.tell(), math.prod(shape) * dtype.itemsize
+    if num_bytes != expected or not expected:
+        raise ValueError(f"a .npy of the shape {shape} holds {expected:,} bytes, not {num_bytes:,}")
+    return np.frombuffer(file, dtype, offset=start.tell()).reshape(shape, order="F" if is_fortran else "C")
 
 
 def _of_one_picture(values: NDArray[Any]) -> NDArray[Any]:

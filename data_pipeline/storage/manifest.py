@@ -214,8 +214,7 @@ class Description(Schema):
     @property
     def value_range(self) -> ValueRange | None:
         """Return the range of the values of stored files that have more than 8 bits; None if none was named."""
-        given = self.how_made.source_options.get(VALUE_RANGE)
-        return None if given is None else ValueRange.parse(given)
+        return ValueRange.parse(self.how_made.source_options.get(VALUE_RANGE))
 
     @property
     def is_online(self) -> bool:

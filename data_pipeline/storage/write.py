@@ -9,18 +9,19 @@ Guarantees: the same samples give the same bytes on any machine, for any user, a
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 from webdataset import TarWriter
 
 from data_pipeline.audio.waveform import encode_wav
 from data_pipeline.core.sample import FILE_ENTRY, NO_LABEL, Sample, sample_key
-from data_pipeline.storage.npy import encode_npy
 from data_pipeline.storage.png import encode_png
 
 
@@ -40,8 +41,14 @@ def encode(
         if sample.mask is not None:
             members["mask.png"] = encode_png(sample.mask)
         field = picture_field(content.shape[2])
-        members[field] = encode_png(content) if field == "png" else encode_npy(content)
+        members[field] = encode_png(content) if field == "png" else _npy(content)
     return members
+
+
+def _npy(pixels: NDArray[np.uint8]) -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.ascontiguousarray(pixels), allow_pickle=False)
+    return file.getvalue()
 
 
 def picture_field(num_channels: int) -> str:

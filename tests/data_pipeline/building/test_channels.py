@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from data_pipeline.tools.preview import draw_grid
 from tests.commands import call
 from tests.data_pipeline.building.draws import keys_of
 from tests.data_pipeline.stored_samples import find_problems
+from tests.data_pipeline.tools.test_verify import change_member
 from tests.tars import by_webdataset, indexed
 
 SIZE, NUM = 16, 8
@@ -69,7 +72,7 @@ def stores(directory: Path, files: list[bytes], suffix: str, *, value_range: str
         directory / "tars" / "a.tar",
         [{"__key__": f"{number:02}", suffix: content} for number, content in enumerate(files)],
     )
-    given = None if value_range is None else ValueRange.parse(value_range)
+    given = ValueRange.parse(value_range)
     made["indexed"] = indexed(directory / "tars", directory / "tars" / ".tar_index", size=SIZE, value_range=given)
     return made
 
@@ -160,3 +163,23 @@ def test_pictures_of_other_channels_are_refused_or_counted(tmp_path: Path) -> No
     bad = decode(store, np.arange(NUM)).bad
     assert {row: sample.reason for row, sample in bad.items()}[1] == "1.npy: it has 4 channels, but the dataset 5"
     assert len(bad) == NUM - 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda file: file.replace(b"NUMPY", b"MUMPY"), "magic string is not correct"),
+        (lambda file: file.replace(b"|u1", b"|i1"), "it holds int8 of the shape"),
+        (lambda file: file.replace(b"(16, 16, 5)", b"(16, 80, 1)"), "it holds uint8 of the shape"),
+        (lambda file: file.replace(b"(16, 16, 5)", b"(99, 99, 9)"), "holds 88,209 bytes, not 1,280"),
+    ],
+)
+def test_a_damaged_npy_of_a_build_is_a_bad_sample(
+    damage: Callable[[bytes], bytes], reason: str, tmp_path: Path
+) -> None:
+    root = write(tmp_path / "root", [of_channels(number, 5) for number in range(NUM)], "npy")
+    build_dataset("folder", tmp_path / "built", root=root, num_samples_per_shard=2)
+    change_member(tmp_path / "built", "00000003.npy", damage)
+    bad = decode(SampleStore(tmp_path / "built"), np.arange(NUM)).bad
+    assert list(bad) == [3]
+    assert re.search(rf"it is not a whole \.npy of a build, \(5, 16, 16\) uint8 .*{reason}", bad[3].reason)

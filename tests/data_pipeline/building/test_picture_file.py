@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
+from data_pipeline.core.errors import UserError
 from data_pipeline.core.random_crop import Crop
 from data_pipeline.core.value_range import ValueRange
 from data_pipeline.loading.picture_decode import decode_crops, decode_square
@@ -175,7 +176,7 @@ TWELVE = LEVELS >> 4  # 12 bits in 16
     ],
 )
 def test_a_range_of_values_becomes_eight_bits(file: bytes, given: str | None, expected: np.ndarray) -> None:
-    value_range = None if given is None else ValueRange.parse(given)
+    value_range = ValueRange.parse(given)
     pixels = read_pixels(file, value_range=value_range)
     np.testing.assert_array_equal(pixels[..., 0], np.rint(np.clip(expected, 0, 1) * 255))
     assert largest_value(file) is not None
@@ -197,7 +198,7 @@ def test_numbers_of_an_unknown_range_are_refused(file: bytes) -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "5..", "4..3", "0..inf", "nan"])
 def test_what_is_no_range_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"write it as 0\.\.4095"):
+    with pytest.raises(UserError, match=r"is not a range from a lower to a higher value; write it as 0\.\.4095"):
         ValueRange.parse(text)
 
 
