@@ -55,6 +55,7 @@ setup(
         "webdataset==1.0.2",
     ],
     extras_require={
+        "parquet": ["pyarrow>=15"],
         "test": [
             DEEPSPEED,
             "hypothesis>=6.100",
@@ -63,6 +64,7 @@ setup(
             "lightly",
             "moto[server]>=5.1",
             "nbclient>=0.10",
+            "datasets>=2.19",
             "onnx>=1.17",
             "onnxruntime>=1.20",
             "onnxscript>=0.5",

@@ -18,7 +18,7 @@ from data_pipeline.audio.waveform import resample, to_float
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.options import OVERLAY_OPTION
 from data_pipeline.core.randomness import generator
-from data_pipeline.sources.files import Directory
+from data_pipeline.sources.places import Directory
 from data_pipeline.sources.sound_folder import read_recording
 
 FILE_NAMES: Final = ("cafe.wav", "traffic.wav", "machinery.wav")

@@ -29,13 +29,15 @@ _MAX_TEXT: Final = 100  # characters of a class in a .txt beside a record
 class Found:
     """Records, in any order, with the word of each for every label, and for its split if something says it.
 
-    If `classes_are_folders`, the folders of the records are classes unless `words` has the label `base`.
+    `classes` are those of a label in their order, if they are known. If `classes_are_folders`, the folders of the
+    records are the classes of `base`, unless `words` has this label.
     """
 
     kind: str
     names: list[str]
     words: dict[str, list[str]] = field(default_factory=dict)
     splits: list[str] | None = None
+    classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     classes_are_folders: bool = True
 
     def choose(self, rows: Sequence[int]) -> Found:
@@ -77,6 +79,17 @@ class Look:
     def table_at(self, name: str) -> Table:
         """Return the table in a file."""
         return read_table(str(self.files.root / name), self.files.read(name))
+
+
+def _columns(look: Look) -> Found | None:
+    """Take the labels of a Parquet table, or of a dataset on disk."""
+    if not look.files.columns:
+        return None
+    where = str(look.files.root)
+    rows = {name: row for row, name in enumerate(look.files.names)}
+    words = {name: [words[rows[each]] for each in look.names] for name, words in look.files.columns.items()}
+    classes = label_columns(where, look.files.classes)
+    return Found("table of files", look.names, label_columns(where, words), classes=classes)
 
 
 def _named_table(look: Look) -> Found | None:
@@ -176,7 +189,7 @@ def _speech_commands(look: Look) -> Found | None:
     top = taken[0].removesuffix("testing_list.txt")
     split_of = dict.fromkeys(look.text(taken[0]).split(), TEST)
     for name in look.take("validation_list.txt"):
-        split_of |= dict.fromkeys(look.text(name).split(), VAL)
+        split_of |= dict.fromkeys(look.text(name).split(), "validation")
     below = [name.removeprefix(top) for name in look.names]
     words = [name.partition("/")[0] for name in below]
     splits = [
@@ -221,6 +234,7 @@ def _are_classes(texts: Sequence[str]) -> bool:
 # Each returns the records that it finds, or None if it does not fit.
 KNOWN_LAYOUTS: Final[tuple[Callable[[Look], Found | None], ...]] = (
     _named_table,
+    _columns,
     _metadata,
     _esc50,
     _tiny_imagenet,

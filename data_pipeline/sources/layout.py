@@ -117,7 +117,7 @@ def find_layout(
     has_class_folders = BASE in columns
     for label, words in found.words.items():
         word_of = {word: as_word(word) for word in set(words)}
-        classes = choose_classes(label, set(word_of.values()))
+        classes = choose_classes(label, set(word_of.values()), known=found.classes.get(label))
         if 1 <= len(classes.names) <= MAX_CLASSES:
             number_of = {word: classes.number_of[each] for word, each in word_of.items()}
             title = medium if label == BASE else label

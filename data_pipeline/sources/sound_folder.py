@@ -25,7 +25,8 @@ from data_pipeline.core.options import SOURCE_OPTION
 from data_pipeline.core.sample import BASE, NO_LABEL, Record
 from data_pipeline.core.schema import Schema
 from data_pipeline.sources import LabelColumn, SourceInputs
-from data_pipeline.sources.files import Files, Names, ending_of, open_files
+from data_pipeline.sources.files import Files, Names, ending_of
+from data_pipeline.sources.places import open_files
 from data_pipeline.sources.splits import SplitOptions, open_split
 
 logger = logging.getLogger(__name__)

@@ -26,9 +26,10 @@ from data_pipeline.core.sample import Medium
 from data_pipeline.core.schema import Schema
 from data_pipeline.core.system import num_cores
 from data_pipeline.sources import LabelColumn, SourceInputs
-from data_pipeline.sources.files import Files, Names, open_files
+from data_pipeline.sources.files import Files, Names
 from data_pipeline.sources.known_layouts import TEST, TRAIN
 from data_pipeline.sources.layout import Layout, find_layout
+from data_pipeline.sources.places import open_files
 from data_pipeline.storage.source_digests import content_digest
 
 _NUM_AT_ONCE: Final = 1_000  # records that wait for the threads

@@ -21,7 +21,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.label_words import as_word
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 FILE_COLUMNS: Final = ("file", "file_name", "filename", "path", "image")
 SPLIT_COLUMN: Final = "split"
 BASE_COLUMNS: Final = ("label", "class", "cls")
+T = TypeVar("T")
 _UNNAMED: Final = ("", "Unnamed: 0")
 
 
@@ -78,7 +79,7 @@ def read_table(where: str, data: bytes) -> Table:
     return Table(where, files, splits, label_columns(where, columns))
 
 
-def label_columns(where: str, columns: Mapping[str, list[str]]) -> dict[str, list[str]]:
+def label_columns(where: str, columns: Mapping[str, T]) -> dict[str, T]:
     """Return columns by the names of their labels. Raises `UserError` if a name cannot be that of a label."""
     base = next((name for name in (BASE, *BASE_COLUMNS) if name in columns), None)
     columns = {BASE if name == base else name: words for name, words in columns.items()}

@@ -23,9 +23,9 @@ from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.options import SOURCE_OPTION
 from data_pipeline.sources import LabelColumn
 from data_pipeline.sources.examine import medium_of
-from data_pipeline.sources.files import open_files
 from data_pipeline.sources.known_layouts import TEST, TRAIN
 from data_pipeline.sources.layout import Layout, find_layout
+from data_pipeline.sources.places import open_files
 from data_pipeline.tools.census import NUM_DECODED_BYTES, Census, take_census
 from data_pipeline.tools.findings import Place, Problem, add_equal_files, add_problems
 

@@ -355,14 +355,14 @@ def _table_of_the_hub(num: int, start: int) -> Any:
     return datasets.Dataset.from_dict({**rows, "label": [i % 2 for i in range(num)]}, features=features)
 
 
-@accepted(10, label="label")
+@accepted(10)
 def parquet_of_the_hub(root: Path) -> None:
     (root / "data").mkdir()
     for split, num in (("train", 6), ("test", 4)):
         _table_of_the_hub(num, 100 * num).to_parquet(str(root / "data" / f"{split}-00000-of-00001.parquet"))
 
 
-@accepted(10, label="label")
+@accepted(10)
 def dataset_on_disk(root: Path) -> None:
     datasets = importlib.import_module("datasets")
     parts = {split: _table_of_the_hub(num, 100 * num) for split, num in (("train", 6), ("test", 4))}
@@ -389,7 +389,7 @@ def flac_ogg_and_mp3(root: Path) -> None:
                 write(root, {f"train/{c}/{rate}_{i}.{kind}": data})
 
 
-@accepted(12, ("dog", "rain"), label="category")
+@accepted(12, ("dog", "rain"))
 def esc_50(root: Path) -> None:
     rows, names = ["filename,fold,target,category,esc10,src_file,take"], ("dog", "rain")
     for i in range(12):

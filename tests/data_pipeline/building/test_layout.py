@@ -14,8 +14,9 @@ import torchvision
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BASE
-from data_pipeline.sources.files import Files, open_files
+from data_pipeline.sources.files import Files
 from data_pipeline.sources.layout import Layout, find_layout
+from data_pipeline.sources.places import open_files
 
 
 def write(root: Path, files: Mapping[str, str | bytes | None], *, zipped: bool = False) -> Files:
@@ -135,7 +136,7 @@ def test_published_sounds_have_their_splits(tmp_path: Path) -> None:
     lists = {"testing_list.txt": "cat/a.wav\n", "validation_list.txt": "bed/b.wav\n"}
     found = find_layout(write(tmp_path / "words", {**dict.fromkeys(names), **lists}), "sound")
     assert meaning(found) == {"bed/a.wav": "train:bed", "cat/a.wav": "test:cat", "cat/c.wav": "train:cat"}
-    assert list(found.notes) == ['left out what is in neither split: 1 in "_background_noise_", 1 in "val"']
+    assert list(found.notes) == ['left out what is in neither split: 1 in "_background_noise_", 1 in "validation"']
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,183 @@
+"""Read pictures and sounds from the Hub's Parquet files, and from what `datasets` saves to disk.
+
+A table has a column of files, bytes or a struct of `bytes` and `path`, and columns of labels. Each row is a file
+`SPLIT/NUMBER.ENDING`. SPLIT is how the name of a Parquet file begins, or the folder of an arrow file.
+
+An arrow file is mapped into memory, and any row is read alone. A Parquet file is read in groups of rows, often of 100
+MB, so the first reading copies its files to an arrow file in a temporary folder, in small batches.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from importlib import import_module
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any, Final
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.core.label_words import as_word
+from data_pipeline.core.schema import is_label_name
+from data_pipeline.sources.files import Files, ending_of
+
+logger = logging.getLogger(__name__)
+
+_PLACES: Final = ("*.parquet", "data/*.parquet", "train*/*.parquet", "test*/*.parquet", "val*/*.parquet", "*.arrow")
+_NAMES_SPLITS: Final = "dataset_dict.json"  # in the folder of a dataset on disk with several splits
+_ENDINGS: Final = {
+    b"\xff\xd8": ".jpg",
+    b"\x89PNG": ".png",
+    b"GIF8": ".gif",
+    b"II*\0": ".tif",
+    b"MM\0*": ".tif",
+    b"BM": ".bmp",
+    b"fLaC": ".flac",
+    b"OggS": ".ogg",
+    b"ID3": ".mp3",
+    b"\xff\xfb": ".mp3",
+}
+_NUM_AT_ONCE: Final = 100  # rows that are copied at once
+_NUM_BUFFERED: Final = 2**20  # bytes; without a buffer, whole groups of rows are in memory
+
+
+class NoContentError(UserError):
+    """Tables without a column of files."""
+
+
+def tables_in(root: Path) -> dict[str, list[Path]]:
+    """Return the tables of each split: a Parquet file, or those of a folder or a dataset on disk; else none."""
+    places = (*_PLACES, "*/*.arrow") if (root / _NAMES_SPLITS).is_file() else _PLACES
+    found: dict[str, list[Path]] = {}
+    for path in sorted(path for place in places for path in root.glob(place)) if root.is_dir() else [root]:
+        if path.suffix in (".parquet", ".arrow"):
+            first = path.stem.partition("-")[0]
+            found.setdefault(path.parent.name if first == "data" or first.isdigit() else first, []).append(path)
+    return dict(sorted(found.items()))
+
+
+class ArrowFiles(Files):
+    """The files of tables, with other columns as labels. Copies of Parquet files last as long as the first object.
+
+    Raises `UserError` if pyarrow is missing, or if a table is damaged or has no column of files.
+    """
+
+    def __init__(self, root: Path, copies: Path | None = None) -> None:
+        super().__init__(root)
+        try:
+            self._arrow, self._parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+            self._compute = import_module("pyarrow.compute")
+        except ImportError:
+            raise UserError(f"{root} needs the package pyarrow; install it with pip install -e '.[parquet]'") from None
+        self._splits, self._copies, self._lock = tables_in(root), copies, threading.Lock()
+        self._contents: dict[str, Any] = {}
+        first = self._opened(next(iter(self._splits.values()))[0])
+        schema = first.schema if isinstance(first, self._arrow.Table) else first.schema_arrow
+        described = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {})
+        kinds = {field.name: str(field.type) for field in schema}
+        contents = [name for name, kind in kinds.items() if re.match("(large_)?binary|struct<bytes", kind)]
+        if not contents:
+            raise NoContentError(f"{root} has no column of files, only {', '.join(kinds)}; name tables that have one")
+        self._column, self._has_paths = contents[0], "path" in kinds[contents[0]]
+        nested = re.compile("binary|large_(?!string)|list|struct|map|fixed")
+        self._labels = [name for name, kind in kinds.items() if is_label_name(name) and not nested.match(kind)]
+        named = {name: described.get("features", {}).get(name, {}).get("names") for name in self._labels}
+        self.classes = {name: tuple(names) for name, names in named.items() if names}
+        if left_out := kinds.keys() - {self._column, *self._labels}:
+            logger.info("%s: left out the columns %s", root, ", ".join(sorted(left_out)))
+
+    def __reduce__(self) -> tuple[Callable[..., Files], tuple[Path | None, ...]]:
+        for split in self._splits:
+            self._contents_of(split)  # so that no other process copies them
+        return type(self), (self.root, self._copies)
+
+    def find(self, others: dict[str, str]) -> Iterator[str]:
+        for split, paths in self._splits.items():
+            ending = _ending(self._row(split, 0))
+            given = chain.from_iterable(map(self._paths_in, paths)) if self._has_paths else repeat("")
+            for number, path in zip(range(len(self._contents_of(split))), given, strict=False):
+                yield f"{split}/{number:08d}{ending_of(path or '') or ending}"
+
+    def read(self, name: str) -> bytes:
+        split, _, number = name.partition("/")
+        return self._row(split, int(number.partition(".")[0]))
+
+    @cached_property
+    def columns(self) -> dict[str, list[str]]:
+        return {
+            name: [word for paths in self._splits.values() for path in paths for word in self._words(path, name)]
+            for name in self._labels
+        }
+
+    def _words(self, path: Path, name: str) -> Iterable[str]:
+        column = self._read(path, name)
+        if (classes := self.classes.get(name)) is not None:
+            return ("" if number is None or number < 0 else classes[number] for number in column.to_pylist())
+        return map(as_word, column.cast(self._arrow.string()).to_pylist())
+
+    def _paths_in(self, path: Path) -> Iterator[str | None]:
+        """Yield what each row of a table calls its file; None if it has no name."""
+        column = self._read(path, f"{self._column}.path")
+        yield from self._compute.struct_field(column, "path").to_pylist()
+
+    def _read(self, path: Path, column: str) -> Any:
+        """Return a column of a table, or a field of it in a Parquet file, with all rows."""
+        table = self._opened(path)
+        is_mapped = isinstance(table, self._arrow.Table)
+        return table.column(column.partition(".")[0]) if is_mapped else table.read(columns=[column]).column(0)
+
+    def _opened(self, path: Path, **how: Any) -> Any:
+        """Return a table that is mapped into memory, or an opened Parquet file."""
+        try:
+            if path.suffix == ".parquet":
+                return self._parquet.ParquetFile(path, **how)
+            return self._arrow.ipc.open_stream(self._arrow.memory_map(str(path))).read_all()
+        except (OSError, self._arrow.ArrowInvalid) as error:
+            raise UserError(f"{path} cannot be read ({error}); copy or download it again") from None
+
+    def _row(self, split: str, number: int) -> bytes:
+        row = self._contents_of(split)[number].as_py()
+        content = row["bytes"] if isinstance(row, dict) else row
+        if content is None:
+            raise ValueError(f"its row has no bytes, only {row}; save the dataset with the bytes of its files")
+        return bytes(content)
+
+    def _contents_of(self, split: str) -> Any:
+        """Return the column of files of a split, mapped into memory."""
+        with self._lock:
+            if split not in self._contents:
+                paths = self._splits[split]
+                if paths[0].suffix == ".parquet":
+                    paths = [self._copy_of(split, paths)]
+                tables = [self._opened(path).select([self._column]) for path in paths]
+                self._contents[split] = self._arrow.concat_tables(tables).column(0)
+            return self._contents[split]
+
+    def _copy_of(self, split: str, paths: list[Path]) -> Path:
+        if self._copies is None:
+            self._holds_copies = tempfile.TemporaryDirectory(prefix="parquet-", ignore_cleanup_errors=True)
+            self._copies = Path(self._holds_copies.name)
+        copy = self._copies / f"{split}.arrow"
+        if not copy.exists():
+            with self._arrow.OSFile(str(copy), "wb") as file:
+                writer = None
+                for path in paths:
+                    table = self._opened(path, buffer_size=_NUM_BUFFERED, pre_buffer=False)
+                    for batch in table.iter_batches(_NUM_AT_ONCE, columns=[self._column], use_threads=False):
+                        writer = writer or self._arrow.ipc.new_stream(file, batch.schema)
+                        writer.write_batch(batch)
+                if writer is not None:
+                    writer.close()
+        return copy
+
+
+def _ending(content: bytes) -> str:
+    """Return the ending of a file by its first bytes; "" if they are not known."""
+    if content.startswith(b"RIFF"):
+        return ".webp" if content[8:12] == b"WEBP" else ".wav"
+    return next((ending for start, ending in _ENDINGS.items() if content.startswith(start)), "")

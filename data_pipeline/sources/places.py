@@ -1,0 +1,115 @@
+"""Open the files of a folder, of a zip, or of tables.
+
+Hidden files and folders, and what operating systems leave behind (`__MACOSX`, `Thumbs.db`, `desktop.ini`), count as not
+there. Links to files and folders are followed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from data_pipeline.core.errors import UserError
+from data_pipeline.sources.arrow_files import ArrowFiles, NoContentError, tables_in
+from data_pipeline.sources.files import Files, is_visible
+
+
+class Directory(Files):
+    """The files of a folder, and of the folders in it at any depth."""
+
+    def find(self, others: dict[str, str]) -> Iterator[str]:
+        yield from self._walk("", (os.path.realpath(self.root),), others)
+
+    def _walk(self, below: str, above: tuple[str, ...], others: dict[str, str]) -> Iterator[str]:
+        """Yield the files of the folder `below`, "" or "a/b/"; `above` are the real paths of it and those above it."""
+        try:
+            with os.scandir(self.root / below) as found:
+                entries = sorted((entry for entry in found if is_visible(entry.name)), key=lambda entry: entry.name)
+        except OSError as error:
+            if not below:
+                raise
+            others[below] = f"cannot be entered ({error.strerror})"
+            return
+        if not entries and below:
+            others[below] = "an empty folder"
+        for entry in entries:
+            name = below + entry.name
+            if entry.is_file():
+                yield name
+            elif not entry.is_dir():
+                others[name] = "a broken link" if entry.is_symlink() else "no regular file"
+            elif not entry.is_symlink():
+                yield from self._walk(f"{name}/", (*above, f"{above[-1]}/{entry.name}"), others)
+            elif any(f"{path}/".startswith(f"{os.path.realpath(entry.path)}/") for path in above):
+                others[name] = "a link to a folder above it"
+            else:
+                yield from self._walk(f"{name}/", (*above, os.path.realpath(entry.path)), others)
+
+    def read(self, name: str) -> bytes:
+        return (self.root / name).read_bytes()
+
+    def open(self, name: str) -> IO[bytes]:
+        return (self.root / name).open("rb")
+
+
+class Zip(Files):
+    """The files of a zip, which is not unpacked. Threads may read at the same time, each process by its own handle."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self._lock, self._process = threading.Lock(), 0
+        self._opened()
+
+    def _opened(self) -> zipfile.ZipFile:
+        with self._lock:
+            if self._process != os.getpid():
+                try:
+                    self._zip = zipfile.ZipFile(self.root)
+                except zipfile.BadZipFile as error:
+                    raise UserError(f"{self.root} is not a whole zip ({error}); copy it again") from None
+                self._process = os.getpid()
+            return self._zip
+
+    def find(self, others: dict[str, str]) -> Iterator[str]:
+        members = {info.filename: info for info in self._opened().infolist() if not info.is_dir()}
+        for name in sorted(members, key=lambda name: name.split("/")):
+            if not all(map(is_visible, name.split("/"))):
+                continue
+            if members[name].flag_bits & 1:
+                others[name] = "encrypted"
+            else:
+                yield name
+
+    def read(self, name: str) -> bytes:
+        archive = self._opened()
+        try:
+            with self._lock:  # ZipFile counts its open members without one
+                member = archive.open(name)
+            try:
+                return member.read()
+            finally:
+                with self._lock:
+                    member.close()
+        except Exception as error:  # the module raises nearly every kind for a damaged member
+            raise ValueError(f"it cannot be unpacked ({error})") from None
+
+
+def open_files(root: Path) -> Files:
+    """Open a folder, a zip, or tables of files. Raises `UserError` if it is none of them."""
+    if root.is_dir():
+        try:
+            return ArrowFiles(root) if tables_in(root) else Directory(root)
+        except NoContentError:  # tables that lie beside the files
+            return Directory(root)
+    if root.is_file() and zipfile.is_zipfile(root):
+        return Zip(root)
+    if tables_in(root):
+        return ArrowFiles(root)
+    raise UserError(
+        f"{root} is not a folder{', nor a zip' if root.is_file() else ''}; give --root the folder or the zip that "
+        "holds your files"
+    )
