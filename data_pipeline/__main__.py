@@ -106,9 +106,16 @@ def _index(parser: argparse.ArgumentParser) -> None:
         "--label",
         metavar="FIELD|NAME=FIELD",
         action="append",
-        help="The extension of the label, such as cls or txt, or json:path.to.label for an entry of a JSON file "
-        "(default: that of --classes-of, or cls, label or class, if there is one). Give it several times, with names, "
+        help="The extension of the label, such as cls or txt; json:path.to.label for an entry of a JSON file; path:0 "
+        "for the first folder of a file, path:-1 for its last; or tar for the name of its tar (default: that of "
+        "--classes-of, or cls, label or class, if there is one). Give it several times, with names, "
         "for several labels: --label base=cls --label colour=json:attr.colour.",
+    )
+    add(
+        "--key",
+        choices=("first-dot", "last-dot"),
+        help="At which dot of a file the name ends that the files of a sample share (default: that of --classes-of, or "
+        "first-dot, as in WebDataset). last-dot reads IMG_2021.03.04.jpg.",
     )
     add(
         "--size",
@@ -137,6 +144,12 @@ def _index(parser: argparse.ArgumentParser) -> None:
     )
     _add_overlay_options(parser)
     add("--split", metavar="|".join(SPLITS), default="train", help="The split of the digits (default: train).")
+    add(
+        "--skip-bad",
+        metavar="N",
+        type=whole,
+        help="Decode every picture, list those that do not decode, and leave up to N of them out of the index.",
+    )
     _add_workers(parser)
 
 

@@ -15,8 +15,8 @@ import logging
 import os
 import re
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
@@ -30,11 +30,16 @@ from data_pipeline.building.locks import locked
 from data_pipeline.building.pool import run_all
 from data_pipeline.building.tar_scan import (
     LABEL_FIELDS,
+    PATH_FIELD,
+    TAR_FIELD,
+    Candidate,
+    LeftOut,
     ScanInputs,
     ScannedTar,
     TarTask,
     mean_and_std,
     scan_tar,
+    unread_label,
 )
 from data_pipeline.core.errors import UserError, printable
 from data_pipeline.core.label_words import MAX_CLASSES, Classes, choose_classes
@@ -61,6 +66,8 @@ from data_pipeline.storage.manifest import (
 
 _NUM_MEASURED: Final = 2_000  # pictures from which the mean and the deviation are computed
 _NUM_NAMED: Final = 12  # class names in a description
+_NUM_CANDIDATES: Final = 3  # labels that are offered
+_LIKELY_ENTRIES: Final = ("label", "class", "cls", "category", "target")  # of JSON
 
 Split = Literal["train", "test"]
 
@@ -77,20 +84,30 @@ def make_index(
     classes_of: Path | None = None,
     overlay: PixelOverlay | None = None,
     split: Split = "train",
+    skip_bad: int | None = None,
     num_workers: int = 1,
 ) -> tuple[Manifest, list[ScannedTar]]:
     """Index the tars of a location into the directory `out`. Return its manifest, and what was found in each tar.
 
     Pictures are brought to `size` when they are read, and from `value_range` to 8 bits if they have more.
     `classes_of` is an index whose class numbers are used; for a test set, the index of its train set. `overlay` is
-    drawn on the pictures when they are read, with digits of `split`.
+    drawn on the pictures when they are read, with digits of `split`. `skip_bad` decodes every picture, and
+    leaves out up to so many that do not decode.
 
     Raises `UserError` if the location names no tars, no sample has a picture, a named label is in no sample, a value of
-    a label is none of `classes_of`, or another process is making an index in `out`.
+    a label is none of `classes_of`, more pictures than `skip_bad` do not decode, or another process is making an index
+    in `out`.
     """
     paths = listed_tars(location)
     num_measured = -(-_NUM_MEASURED // len(paths))
-    settings = ScanInputs(fields=fields, size=size, num_measured=num_measured, value_range=value_range, directory=out)
+    settings = ScanInputs(
+        fields=fields,
+        directory=out,
+        size=size,
+        num_measured=num_measured,
+        value_range=value_range,
+        tries_all=skip_bad is not None,
+    )
 
     with locked(out):
         tars: list[ScannedTar] = []
@@ -101,8 +118,9 @@ def make_index(
                 tars.append(tar)
                 num_samples += tar.num_samples
                 progress.advance(note=f"{num_samples} samples")
-                if tar.problem is not None:
-                    logger.warning("%s %s", tar.path, tar.problem)
+                for problem in tar.problems:
+                    logger.warning("%s %s", tar.path, problem)
+        _check_bad([f"{tar.path}: {reason}" for tar in tars for reason in tar.bad], skip_bad)
         found = _found_labels(location, tars, fields, classes_of=classes_of)
         labels = {name: LabelEntry(title=name, classes=classes.names) for name, classes in found.items()}
         mean, std = mean_and_std(tars)
@@ -217,6 +235,19 @@ def partial_path(out: Path, name: str) -> Path:
     return out / f".{name}.partial"
 
 
+def _check_bad(bad: Sequence[str], skip_bad: int | None) -> None:
+    """Log each picture that does not decode. Raises `UserError` if there are more than `skip_bad`."""
+    for each in bad:
+        logger.warning("%s", printable(each))
+    if skip_bad is not None and len(bad) > skip_bad:
+        raise UserError(
+            f"{len(bad):,} pictures do not decode, which are listed above; copy them again, or leave them out with "
+            f"--skip-bad {len(bad)}"
+        )
+    if bad:
+        logger.warning("left out %d pictures that do not decode", len(bad))
+
+
 def _count_fields(tars: Sequence[ScannedTar]) -> Counter[str]:
     """Return how many samples of all tars have each extension."""
     return sum((Counter(each.fields) for each in tars), Counter())
@@ -237,7 +268,8 @@ def _found_labels(
     for name in tars[0].labels:
         words = {word for each in tars for word in each.labels[name]}
         if not words and fields.labels is not None:
-            unread = next((f" ({reason})" for each in tars for reason in each.unread_labels[name]), "")
+            reasons = (each.left_out.first.get(unread_label(name)) for each in tars)
+            unread = next((f" ({reason})" for reason in reasons if reason), "")
             raise UserError(
                 f"no sample of {location} has a label under {fields.labels[name]}{printable(unread)}; its fields are "
                 f"{seen}, so name yours with --label"
@@ -301,19 +333,41 @@ def describe_tars(tars: Sequence[ScannedTar], fields: Fields) -> Iterator[str]:
     yield f"fields: {', '.join(f'{name} {count}' for name, count in found.most_common(10))}"
     if fields.labels is None and len(several := [name for name in LABEL_FIELDS if name in found]) > 1:
         yield f"the label of a sample is the first of its fields {', '.join(several)}; name one with --label"
-    left_out = {
-        "samples without a picture, or with one of more than 268 MB, are left out": [x.num_left_out for x in tars],
-        "links are not read; store files in their place, with `tar --dereference`": [x.num_links for x in tars],
-        "labels cannot be read": [len(reason) for x in tars for reason in x.unread_labels.values()],
-        "of the pictures that were tried do not decode": [len(x.unreadable) for x in tars],
-        "bytes behind the ends of tars, some cut short or damaged, are not used": [x.num_unread for x in tars],
+    left_out = LeftOut()
+    for tar in tars:
+        left_out += tar.left_out
+    yield from left_out.lines()
+    if candidates := find_candidates(tars):
+        named = [f"--label {name} ({len(each.values):,} values)" for name, each in candidates.items()]
+        yield f"samples have no label in {', '.join(LABEL_FIELDS)}; it may be {' or '.join(named[:_NUM_CANDIDATES])}"
+
+
+def find_candidates(tars: Sequence[ScannedTar]) -> dict[str, Candidate]:
+    """Return what could be the label of tars that were scanned without a named one, the likeliest first.
+
+    That is a level of folders in which all samples lie, or an entry of their JSON, if some samples have equal values;
+    and the name of the tar, unless the tars are numbered one after another.
+    """
+    num = sum(int((tar.label_of[BASE] == NO_LABEL).sum()) for tar in tars if BASE in tar.label_of)
+    found: defaultdict[str, Candidate] = defaultdict(Candidate)
+    for tar in tars:
+        for name, each in tar.candidates.items():
+            found[name].num_found += each.num_found
+            found[name].values |= each.values
+    if _are_numbered(found[TAR_FIELD].values):
+        del found[TAR_FIELD]
+    likely = {
+        name: each
+        for name, each in found.items()
+        if 1 < len(each.values) < each.num_found and (each.num_found == num or name.startswith("json:"))
     }
-    for what, nums in left_out.items():
-        if num := sum(nums):
-            yield f"{num:,} {what}"
-    reasons = (reason for each in tars for found in (*each.unread_labels.values(), each.unreadable) for reason in found)
-    if (first := next(reasons, None)) is not None:
-        yield f"the first that cannot be read: {printable(first)}"
+    return dict(sorted(likely.items(), key=lambda item: item[0].partition(":")[2] not in _LIKELY_ENTRIES))
+
+
+def _are_numbered(names: Collection[str]) -> bool:
+    """Return whether names differ by a number alone, which counts them all."""
+    numbers = sorted({int(match[1]) for name in names if (match := re.search(r"(\d+)\D*$", name))})
+    return len(numbers) == len(names) == numbers[-1] - numbers[0] + 1 if numbers else False
 
 
 def parse_labels(words: Sequence[str]) -> dict[str, str] | None:
@@ -324,8 +378,8 @@ def parse_labels(words: Sequence[str]) -> dict[str, str] | None:
     Raises `UserError` if a label is named twice, or its name is not a plain word.
 
     Examples:
-        >>> parse_labels(["cls", "colour=json:attr.colour"]), parse_labels([])
-        ({'base': 'cls', 'colour': 'json:attr.colour'}, None)
+        >>> parse_labels(["cls", "colour=json:attr.colour", "site=path:0"]), parse_labels([])
+        ({'base': 'cls', 'colour': 'json:attr.colour', 'site': 'path:0'}, None)
     """
     labels: dict[str, str] = {}
     for word in words:
@@ -333,6 +387,8 @@ def parse_labels(words: Sequence[str]) -> dict[str, str] | None:
         name, field = (name, field) if equals and ":" not in name else (BASE, word)
         extension, colon, entry = field.lstrip(".").partition(":")
         field = f"{extension.lower()}{colon}{entry}"
+        if extension.lower() == PATH_FIELD and re.fullmatch(r"-?\d{1,3}", entry) is None:
+            raise UserError(f"--label {word} names no folder; write path:0 for the first, path:-1 for that of the file")
         try:
             check_label_name(name)
         except ValueError as error:
@@ -385,6 +441,7 @@ def run(args: argparse.Namespace) -> None:
     fields = Fields(
         content=tuple(word.strip().lower().lstrip(".") for word in words if word.strip()),
         labels=parse_labels(args.label or ()) or given.labels,
+        key=args.key or given.key,
     )
     manifest, tars = make_index(
         args.location,
@@ -395,6 +452,7 @@ def run(args: argparse.Namespace) -> None:
         classes_of=args.classes_of,
         overlay=overlay_to_draw(args, size=size),
         split=args.split,
+        skip_bad=args.skip_bad,
         num_workers=args.workers,
     )
     seconds = max(time.monotonic() - started, 1e-3)

@@ -12,18 +12,18 @@ import hashlib
 import json
 import re
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.core.errors import UserError
-from data_pipeline.core.label_words import as_word
+from data_pipeline.core.errors import UserError, printable
+from data_pipeline.core.label_words import as_word, normal
 from data_pipeline.core.randomness import generator
 from data_pipeline.core.sample import BASE, NO_LABEL
 from data_pipeline.core.schema import MAX_CHARACTERS
@@ -33,7 +33,7 @@ from data_pipeline.remote.fetch import RemoteConfig, RemoteFile, fetch
 from data_pipeline.storage.index import MAX_MEMBER_BYTES, map_file, pack
 from data_pipeline.storage.locations import is_remote
 from data_pipeline.storage.manifest import Fields
-from data_pipeline.storage.tar_headers import TarMember, read_contents, split_name
+from data_pipeline.storage.tar_headers import TarContents, TarMember, read_contents, split_name
 
 LABEL_FIELDS: Final = ("cls", "label", "label.txt", "class", "cls.txt")  # tried in this order if none is named
 _MAX_LABEL_BYTES: Final = 1 << 20
@@ -41,6 +41,65 @@ _REMOTE: Final = RemoteConfig()
 _MAX_FIELDS: Final = 50  # that are counted in a tar
 _METADATA: Final = re.compile(r"__[^/]*__($|/)")  # names of members that WebDataset passes over
 _FINE: Final = 1 << 20  # places of a draw in a piece of a tar
+PATH_FIELD, TAR_FIELD = "path", "tar"  # labels that are no file: see `Fields.labels`
+_NUM_JSON: Final = 200  # files of a tar in which entries are looked for that could be labels
+_MAX_VALUES: Final = 10_000  # of what could be a label, that are kept for a tar
+
+# What is left out.
+_INCOMPLETE: Final = "samples without a picture, or with one of more than 268 MB, are left out"
+DOTTED: Final = "files are left out, because more than one dot is in their names; --key last-dot reads them"
+_LINKS: Final = "links are not read; store files in their place, with `tar --dereference`"
+_SPARSE: Final = "sparse files are left out, because the tar does not store their holes; pack them without `--sparse`"
+_NO_TAR: Final = "tars in the tars hold no whole file or are no plain tars; unpack them if they are compressed"
+_UNDECODED: Final = "of the pictures that were tried do not decode"
+_UNUSED: Final = "bytes behind the ends of tars, some cut short or damaged, are not used"
+
+
+def unread_label(name: str) -> str:
+    """Return the reason for which values of a label are left out."""
+    return f"values of the label {name} cannot be read"
+
+
+class LeftOut:
+    """What is not used: how much for each reason, and the first of it.
+
+    A reason is a sentence that goes on after a number, such as "links are not read".
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.first: dict[str, str] = {}
+
+    def add(self, reason: str, what: str = "", *, num: int = 1) -> None:
+        """Count something that is left out for a reason; `what` names it."""
+        if num:
+            self.counts[reason] += num
+            self.first.setdefault(reason, what)
+
+    def __iadd__(self, other: LeftOut) -> Self:
+        for reason, num in other.counts.items():
+            self.add(reason, other.first[reason], num=num)
+        return self
+
+    def lines(self) -> Iterator[str]:
+        """Yield a line for each reason."""
+        for reason, num in self.counts.items():
+            such_as = self.first[reason] and f", such as {printable(self.first[reason])}"
+            yield f"{num:,} {reason}{such_as}"
+
+
+@dataclass
+class Candidate:
+    """What could be a label: how many samples have a value, and some of the different values."""
+
+    num_found: int = 0
+    values: set[str] = field(default_factory=set)
+
+    def add(self, word: str) -> None:
+        """Count a value; "" is none."""
+        self.num_found += bool(word)
+        if word and len(self.values) < _MAX_VALUES:
+            self.values.add(word)
 
 
 @dataclass(frozen=True)
@@ -54,14 +113,12 @@ class ScannedTar:
         packed_NM: (N, M) int64, where the members of each sample lie (`data_pipeline.storage.index.pack`).
         labels: for each label by name, the different values, in the order in which they are met.
         label_of: for each label by name, (N,) int32, the number of the value of each sample; `NO_LABEL` if it has none.
-        num_left_out: samples that lack a member.
-        num_links: links in the tar, which are not read.
-        num_unread: bytes behind the end of the tar that are not used.
-        problem: why they are not; a local tar may be cut short or damaged, and what is before is used.
+        left_out: what of the tar is not used.
+        problems: what is wrong with the ends of a local tar and the tars in it, which may be cut short or damaged.
         fields: how many samples have each extension.
-        unread_labels: for each label by name, the files that cannot be read as one, and why.
+        candidates: if no label is named, what could be the label of samples without one: see `Fields.labels`.
         sums: of the measured pictures: their number, and for each channel the mean and the mean square.
-        unreadable: a reason for each of the measured pictures that do not decode.
+        bad: the pictures that do not decode, and why, if all were tried; they are no samples.
     """
 
     path: str
@@ -71,14 +128,12 @@ class ScannedTar:
     packed_NM: NDArray[np.int64]
     labels: Mapping[str, tuple[str, ...]]
     label_of: Mapping[str, NDArray[np.int32]]
-    num_left_out: int
-    num_links: int
-    num_unread: int
-    problem: str | None
+    left_out: LeftOut
+    problems: Sequence[str]
     fields: Mapping[str, int]
-    unread_labels: Mapping[str, Sequence[str]]
+    candidates: Mapping[str, Candidate]
     sums: NDArray[np.float64]
-    unreadable: Sequence[str]
+    bad: Sequence[str]
 
     @property
     def num_samples(self) -> int:
@@ -97,7 +152,8 @@ class TarTask:
 class ScanInputs:
     """The settings with which a worker scans a tar. It decodes `num_measured` pictures of each, to `size`.
 
-    Copies of remote tars lie in `directory` while they are scanned.
+    If `tries_all`, it decodes all, and leaves out those that do not. Copies of remote tars lie in `directory` while
+    they are scanned.
     """
 
     fields: Fields
@@ -105,6 +161,7 @@ class ScanInputs:
     size: int = 0
     num_measured: int = 0
     value_range: ValueRange | None = None
+    tries_all: bool = False
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -123,21 +180,32 @@ def scan_tar(inputs: ScanInputs, task: TarTask, *, is_built: bool = False) -> Sc
             raise UserError(f"{task.path}: the answer of {len(data)} bytes is not a whole tar; check the location")
         if contents.end == 0 and any(data[:1]):
             raise UserError(f"{task.path} is not a plain tar; unpack it if it is compressed, or leave it out")
-        labels = {name: _LabelReader(inputs.fields, name, is_built=is_built) for name in inputs.label_names}
+        left_out = LeftOut()
+        problems = [] if contents.problem is None else [contents.problem]
+        labels = {name: _LabelReader(inputs.fields, name, left_out, is_built) for name in inputs.label_names}
+        candidates = _Candidates(data)
         fields: Counter[str] = Counter()
         num_members = 1 if inputs.fields.mask is None else 2
+        bad: list[str] = []
         chosen: list[TarMember] = []  # of all samples end to end, because many small lists cost the garbage collector
-        num_left_out = 0
-        for of_sample in _samples(contents.members):
-            fields.update(of_sample.keys())
-            if (members := _members(inputs.fields, of_sample)) is None:
-                num_left_out += 1
-                continue
-            chosen += members
-            for label in labels.values():
-                label.read(of_sample, data)
+        for tar, members in _tars_in(data, task.path, contents, left_out, problems):
+            for of_sample in _samples(members, at_last_dot=inputs.fields.key == "last-dot"):
+                fields.update(of_sample.keys())
+                if (found := _members(inputs.fields, of_sample, left_out)) is None:
+                    continue
+                if inputs.tries_all:
+                    try:
+                        _decoded(found[0], data, inputs)
+                    except ValueError as error:
+                        bad.append(str(error))
+                        continue
+                chosen += found
+                for label in labels.values():
+                    label.read(of_sample, data, tar)
+                if inputs.fields.labels is None and labels[BASE].found[-1] == NO_LABEL:
+                    candidates.add(of_sample, tar)
         rows = measured_rows(len(chosen) // num_members, num=inputs.num_measured, tar=task.number)
-        sums, unreadable = _measure([chosen[num_members * row] for row in rows], data, inputs)
+        sums = _measure([chosen[num_members * row] for row in rows], data, inputs, left_out)
         offsets = np.array([member.offset for member in chosen], dtype=np.int64)
         sizes = np.array([member.size for member in chosen], dtype=np.int64)
         return ScannedTar(
@@ -148,27 +216,71 @@ def scan_tar(inputs: ScanInputs, task: TarTask, *, is_built: bool = False) -> Sc
             packed_NM=pack(offsets, sizes).reshape(-1, num_members),
             labels={name: tuple(label.numbers) for name, label in labels.items()},
             label_of={name: np.array(label.found, dtype=np.int32) for name, label in labels.items()},
-            num_left_out=num_left_out,
-            num_links=contents.num_links,
-            num_unread=contents.num_unread,
-            problem=contents.problem,
+            left_out=left_out,
+            problems=problems,
             fields=dict(fields.most_common(_MAX_FIELDS)),
-            unread_labels={name: label.unread for name, label in labels.items()},
+            candidates=candidates.found,
             sums=sums,
-            unreadable=unreadable,
+            bad=bad,
         )
 
 
-def _members(fields: Fields, of_sample: Mapping[str, TarMember]) -> list[TarMember] | None:
+def _tars_in(
+    data: memoryview, path: str, contents: TarContents, left_out: LeftOut, problems: list[str]
+) -> Iterator[tuple[str, list[TarMember]]]:
+    """Yield the name and the members of a tar, and then those of each tar in it, with their places in the outer one."""
+    inner = [
+        member for member in contents.members if member.name[-4:].lower() == ".tar" and "/._" not in f"/{member.name}"
+    ]
+    inside = set(inner)
+    yield (
+        name_of_tar(path),
+        [member for member in contents.members if member not in inside] if inner else contents.members,
+    )
+    _leave_out(contents, left_out)
+    for member in inner:
+        found = read_contents(data[member.offset : member.offset + member.size])
+        if not found.members:
+            left_out.add(_NO_TAR, member.name)
+            continue
+        if found.problem is not None:
+            problems.append(f"holds {member.name}, which {found.problem}")
+        _leave_out(found, left_out)
+        yield (
+            name_of_tar(member.name),
+            [TarMember(name, member.offset + begin, size) for name, begin, size in found.members],
+        )
+
+
+def _leave_out(contents: TarContents, left_out: LeftOut) -> None:
+    left_out.add(_LINKS, num=contents.num_links)
+    for name in contents.sparse:
+        left_out.add(_SPARSE, name)
+    left_out.add(_UNUSED, num=contents.num_unread)
+
+
+def name_of_tar(path: str) -> str:
+    """Return the name of a tar without its folders and ending, in NFC: the label `tar` of its samples."""
+    return normal(re.sub(r"\.tar$", "", path.rpartition("/")[2], flags=re.IGNORECASE))
+
+
+def _members(fields: Fields, of_sample: Mapping[str, TarMember], left_out: LeftOut) -> list[TarMember] | None:
     """Return the members of a sample that a reader gets; None if it lacks one, or if one is too large for an index."""
     members = [of_sample[name] for name in fields.content if name in of_sample][:1]
     if fields.mask is not None and fields.mask in of_sample:
         members.append(of_sample[fields.mask])
     is_whole = len(members) == (1 if fields.mask is None else 2)
-    return members if is_whole and all(member.size <= MAX_MEMBER_BYTES for member in members) else None
+    if is_whole and all(member.size <= MAX_MEMBER_BYTES for member in members):
+        return members
+    dotted = [each for name, each in of_sample.items() if "." in name and name.rpartition(".")[2] in fields.content]
+    for member in dotted:
+        left_out.add(DOTTED, member.name)
+    if not dotted:
+        left_out.add(_INCOMPLETE, next(iter(of_sample.values())).name)
+    return None
 
 
-def _samples(members: Iterable[TarMember]) -> Iterator[dict[str, TarMember]]:
+def _samples(members: Iterable[TarMember], *, at_last_dot: bool) -> Iterator[dict[str, TarMember]]:
     """Yield the members of each sample by extension.
 
     Members that follow each other are a sample if they share a key. A second member of one extension begins another
@@ -176,7 +288,7 @@ def _samples(members: Iterable[TarMember]) -> Iterator[dict[str, TarMember]]:
     """
     key, of_sample = "", dict[str, TarMember]()
     for member in members:
-        key_of_member, extension = split_name(member.name)
+        key_of_member, extension = split_name(member.name, at_last_dot=at_last_dot)
         if not extension or key_of_member[-1:] in ("", "/") or _METADATA.match(member.name):
             continue  # no extension, or hidden, such as the `._x.png` that a Mac packs before `x.png`
         if of_sample and (key_of_member != key or extension in of_sample):
@@ -209,26 +321,24 @@ class _LabelReader:
     Attributes:
         numbers: the different values, with their numbers in the order in which they were met.
         found: the number of the value of each sample; `NO_LABEL` if it has none.
-        unread: the files that cannot be read as a label, and why.
     """
 
-    def __init__(self, fields: Fields, name: str, *, is_built: bool) -> None:
+    def __init__(self, fields: Fields, name: str, left_out: LeftOut, is_built: bool) -> None:
         self._field = None if fields.labels is None else fields.labels[name]
-        self._is_built = is_built
+        self._left_out, self._reason, self._is_built = left_out, unread_label(name), is_built
         self.numbers: dict[str, int] = {}
         self.found: list[int] = []
-        self.unread: list[str] = []
 
-    def read(self, of_sample: Mapping[str, TarMember], data: memoryview) -> None:
+    def read(self, of_sample: Mapping[str, TarMember], data: memoryview, tar: str) -> None:
         try:
-            word = _label(self._field, of_sample, data, is_built=self._is_built)
+            word = _label(self._field, of_sample, data, tar, is_built=self._is_built)
         except ValueError as error:
             word = ""
-            self.unread.append(str(error))
+            self._left_out.add(self._reason, str(error))
         self.found.append(self.numbers.setdefault(word, len(self.numbers)) if word else NO_LABEL)
 
 
-def _label(field: str | None, of_sample: Mapping[str, TarMember], data: memoryview, *, is_built: bool) -> str:
+def _label(field: str | None, of_sample: Mapping[str, TarMember], data: memoryview, tar: str, *, is_built: bool) -> str:
     """Return the label of a sample as text; "" if it has none. The text is exact in a tar of a build, which wrote it.
 
     Raises `ValueError` with the name of its file if that has a content that is no label.
@@ -238,6 +348,11 @@ def _label(field: str | None, of_sample: Mapping[str, TarMember], data: memoryvi
         if field is None:
             return ""
     extension, _, entry = field.partition(":")
+    if field == TAR_FIELD:
+        return tar
+    if extension == PATH_FIELD:
+        folders = _folders(of_sample)
+        return folders[level] if -len(folders) <= (level := int(entry)) < len(folders) else ""
     member = of_sample.get(extension)
     if member is None:
         return ""
@@ -255,6 +370,34 @@ def _label(field: str | None, of_sample: Mapping[str, TarMember], data: memoryvi
     if len(word) > MAX_CHARACTERS or not word.isprintable():
         raise ValueError(f"{member.name}, whose text of {len(word):,} characters is too long or cannot be printed")
     return word
+
+
+def _folders(of_sample: Mapping[str, TarMember]) -> list[str]:
+    """Return the folders in which a sample lies, from the outermost."""
+    folders = next(iter(of_sample.values())).name.split("/")[:-1]
+    return [normal(folder) for folder in folders if folder not in ("", ".")]
+
+
+class _Candidates:
+    """Collects what could be the label of samples without one: their folders, their tar, and entries of their JSON."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._num_json = data, 0
+        self.found: defaultdict[str, Candidate] = defaultdict(Candidate)
+
+    def add(self, of_sample: Mapping[str, TarMember], tar: str) -> None:
+        self.found[TAR_FIELD].add(tar)
+        for level, folder in enumerate(_folders(of_sample)):
+            self.found[f"{PATH_FIELD}:{level}"].add(folder)
+        member = of_sample.get("json")
+        if member is None or self._num_json == _NUM_JSON or member.size > _MAX_LABEL_BYTES:
+            return
+        self._num_json += 1
+        with suppress(ValueError):
+            entries = json.loads(bytes(self._data[member.offset : member.offset + member.size]))
+            for name, value in entries.items() if isinstance(entries, dict) else ():
+                if isinstance(value, (str, int)):
+                    self.found[f"json:{name}"].add(as_word(value))
 
 
 def _value_in_json(content: bytes, entry: str) -> object:
@@ -285,24 +428,32 @@ def measured_rows(num_samples: int, *, num: int, tar: int) -> list[int]:
     return [(piece * _FINE + shift) * num_samples // (num * _FINE) for piece in range(num)]
 
 
+def _decoded(picture: TarMember, data: memoryview, inputs: ScanInputs) -> NDArray[np.uint8]:
+    """Return the pixels of a picture, (C, size, size). Raises `ValueError` with its name if it does not decode."""
+    file = data[picture.offset : picture.offset + picture.size]
+    try:
+        pixels: NDArray[np.uint8] = decode_square(file, size=inputs.size, value_range=inputs.value_range).numpy()
+    except ValueError as error:
+        raise ValueError(f"{picture.name}: {error}") from None
+    return pixels
+
+
 def _measure(
-    pictures: Sequence[TarMember], data: memoryview, inputs: ScanInputs
-) -> tuple[NDArray[np.float64], list[str]]:
-    """Return number, means and mean squares of some pictures of a tar, and why others do not decode."""
+    pictures: Sequence[TarMember], data: memoryview, inputs: ScanInputs, left_out: LeftOut
+) -> NDArray[np.float64]:
+    """Return number, means and mean squares of some pictures of a tar."""
     sums = np.zeros(1)
-    unreadable: list[str] = []
     for member in pictures:
         try:
-            file = data[member.offset : member.offset + member.size]
-            picture = decode_square(file, size=inputs.size, value_range=inputs.value_range)
+            picture = _decoded(member, data, inputs)
             if sums[0] and len(sums) != 1 + 2 * len(picture):
-                raise ValueError(f"it has {len(picture)} channels, but others have {len(sums) // 2}")
+                raise ValueError(f"{member.name} has {len(picture)} channels, but others have {len(sums) // 2}")
         except ValueError as error:
-            unreadable.append(f"{member.name}: {error}")
+            left_out.add(_UNDECODED, str(error))
             continue
-        values = picture.numpy().reshape(len(picture), -1) / 255.0
+        values = picture.reshape(len(picture), -1) / 255.0
         sums = sums + np.concatenate([[1.0], values.mean(axis=1), np.square(values).mean(axis=1)])
-    return sums, unreadable
+    return sums
 
 
 def mean_and_std(tars: Sequence[ScannedTar]) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -314,7 +465,7 @@ def mean_and_std(tars: Sequence[ScannedTar]) -> tuple[tuple[float, ...], tuple[f
     measured = [tar for tar in tars if tar.sums[0]]
     measured = [tar for tar in measured if len(tar.sums) == len(measured[0].sums)]
     if not measured:
-        reasons = [reason for tar in tars for reason in tar.unreadable][:1]
+        reasons = [tar.left_out.first[_UNDECODED] for tar in tars if _UNDECODED in tar.left_out.first][:1]
         raise UserError(f"none of the pictures decodes ({'; '.join(reasons)}); name another field with --image")
     sums = np.sum([tar.sums * (tar.num_samples / tar.sums[0]) for tar in measured], axis=0)
     mean, square = np.split(sums[1:] / sums[0], 2)

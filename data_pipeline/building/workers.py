@@ -113,7 +113,8 @@ def make_tar(plan: BuildPlan, number: int) -> MadeTar:
     write_shard(_kept_files(plan, index_B) if plan.keeps_files else drawn(), path, first_index=first_index)
     scanned = scan_tar(plan.scan, TarTask(number, str(path)), is_built=True)
     if scanned.num_samples != len(index_B):
-        raise UserError(f"{path} has {scanned.num_left_out} samples of more than 268 MB; make them smaller")
+        num = len(index_B) - scanned.num_samples
+        raise UserError(f"{path} has {num} samples of more than 268 MB; make them smaller")
     return MadeTar(scanned, totals, b"".join(digests), files_of_remark)
 
 

@@ -7,10 +7,14 @@ writers, with long names and with files above 8 GiB.
 from __future__ import annotations
 
 import re
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
+
+from data_pipeline.core.label_words import normal
 
 BLOCK: Final = 512  # members start at multiples of this, each after a header of the same size
 # The kinds of headers.
@@ -19,6 +23,10 @@ _EMPTY_TYPES: Final = frozenset(b"123456")  # links, devices and folders: no con
 _LINK_TYPES: Final = frozenset(b"12")  # hard and symbolic
 _LONG_NAME: Final = ord("L")  # GNU tar: the content is the name of the next file
 _RECORDS: Final = ord("x")  # PAX: the content is records of the next file, such as its name
+_SPARSE: Final = ord("S")  # GNU tar: the content is the parts of a file that are not holes
+_RECORD: Final = re.compile(rb"(\d{1,9}) ([^=\n]{1,99})=")  # begins one
+_SIZE: Final = re.compile(rb"\d{1,18}")
+_ADLER_BASE: Final = 65_521
 _MAX_RECORDS_BYTES: Final = 1 << 20
 _MANY: Final = 1 << 20  # bytes that are compared with zero at once
 
@@ -37,6 +45,7 @@ class TarContents:
 
     Attributes:
         num_links: hard and symbolic links, which are not among the members.
+        sparse: the names of files whose content is not stored as it is, because it has holes; they are no members.
         end: the position after the last member.
         is_whole: whether the zeros that end a tar follow.
         num_unread: the number of bytes behind `end`; 0 if they are all zero.
@@ -44,6 +53,7 @@ class TarContents:
 
     members: list[TarMember]
     num_links: int
+    sparse: list[str]
     end: int
     is_whole: bool
     num_unread: int
@@ -65,12 +75,14 @@ def read_contents(data: memoryview) -> TarContents:
     """Read the headers of a tar.
 
     Ends before the first block that is not a header, or whose content is cut short. Links, devices and folders are left
-    out.
+    out. A file that a tar stores as sparse is a member if it has no holes, as file systems that compress make them.
     """
     members: list[TarMember] = []
+    sparse: list[str] = []
     num_links, end = 0, 0
     long_name: bytes | None = None
     long_size: int | None = None
+    records: dict[bytes, bytes] = {}
     while end + BLOCK <= len(data):
         header = data[end : end + BLOCK].tobytes()
         size, kind, offset = number_in(header[124:136]), header[156], end + BLOCK
@@ -80,31 +92,82 @@ def read_contents(data: memoryview) -> TarContents:
             size = 0
         elif kind in _FILE_TYPES and long_size is not None:
             size = long_size
+        if kind == _SPARSE:
+            offset += _num_map_bytes(data, end)
         if offset + size > len(data):
             break
-        if kind in _FILE_TYPES or kind in _EMPTY_TYPES:
-            if kind in _FILE_TYPES:
-                name = _name_in(header) if long_name is None else long_name
-                members.append(TarMember(name.decode(errors="replace"), offset, size))
+        if kind in _FILE_TYPES or kind in _EMPTY_TYPES or kind == _SPARSE:
+            if kind not in _EMPTY_TYPES:
+                name = (_name_in(header) if long_name is None else long_name).decode(errors="replace")
+                if kind in _FILE_TYPES and not records:
+                    members.append(TarMember(name, offset, size))
+                elif (place := _whole_place(data, end, offset, size, records)) is not None:
+                    members.append(TarMember(name, *place))
+                else:
+                    sparse.append(name)
             num_links += kind in _LINK_TYPES
             long_name = long_size = None
+            records = {}
         elif kind == _LONG_NAME and size <= _MAX_RECORDS_BYTES:
             long_name = bytes(data[offset : offset + size]).partition(b"\0")[0]
         elif kind == _RECORDS and size <= _MAX_RECORDS_BYTES:
-            records = _pax_records(bytes(data[offset : offset + size]))
-            long_name = records.get(b"path", long_name)
-            long_size = int(records[b"size"]) if re.fullmatch(rb"\d{1,18}", records.get(b"size", b"")) else long_size
+            content = bytes(data[offset : offset + size])
+            found = _pax_records(content)
+            long_name = found.get(b"path", long_name)
+            if b"size" in found and _SIZE.fullmatch(found[b"size"]):
+                long_size = int(found[b"size"])
+            if b"GNU.sparse." in content:
+                records, long_name = found, found.get(b"GNU.sparse.name", long_name)
         end = min(offset + padded(size), len(data))
     is_whole = data[end : end + BLOCK].tobytes() == bytes(BLOCK)
     rest = np.frombuffer(data, dtype=np.uint8)[end:]
     is_used = is_whole and not any(rest[start : start + _MANY].any() for start in range(0, len(rest), _MANY))
-    return TarContents(members, num_links, end, is_whole, 0 if is_used else len(rest))
+    return TarContents(members, num_links, sparse, end, is_whole, 0 if is_used else len(rest))
+
+
+def _num_map_bytes(data: memoryview, header: int) -> int:
+    """Return the bytes between the header of a sparse file of GNU tar and its content, which go on with its map."""
+    block, flag = header, header + 482
+    while flag < len(data) and data[flag] == 1:
+        block += BLOCK
+        flag = block + 504
+    return block - header
+
+
+def _whole_place(
+    data: memoryview, header: int, offset: int, size: int, records: Mapping[bytes, bytes]
+) -> tuple[int, int] | None:
+    """Return the position and the size of the content of a sparse file; None if it has holes, or an unknown map.
+
+    `records` are those of PAX, if they say how it is stored; without any, its header holds a map of GNU tar.
+    """
+    if not records:
+        is_whole = number_in(bytes(data[header + 483 : header + 495])) == size
+        return (offset, size) if is_whole and offset == header + BLOCK else None
+    if records.get(b"GNU.sparse.major") == b"1":
+        content = _behind_map(data, offset=offset, size=size)
+    else:
+        content = offset, size
+    length = records.get(b"GNU.sparse.realsize", records.get(b"GNU.sparse.size"))
+    return content if content is not None and length == b"%d" % content[1] else None
+
+
+def _behind_map(data: memoryview, *, offset: int, size: int) -> tuple[int, int] | None:
+    """Return position and size of a content that begins with a map of one block, as PAX 1.0 stores it."""
+    is_map = re.match(rb"[12]\n0\n\d+\n", data[offset : offset + BLOCK]) is not None
+    return (offset + BLOCK, size - BLOCK) if is_map and size >= BLOCK else None
 
 
 def _is_header(header: bytes) -> bool:
-    """Return whether a block has a name, and the checksum of a header, which is taken with spaces in its own place."""
-    due = sum(header) - sum(header[148:156]) + 8 * ord(" ")
-    return header[0] != 0 and number_in(header[148:156]) == due
+    """Return whether a block has a name, and the checksum of a header, which is taken with spaces in its own place.
+
+    The sum of its bytes is taken modulo 65,521 by Adler-32, which is 1 more, in a tenth of the time that `sum` takes.
+    """
+    stored = number_in(header[148:156])
+    if header[0] == 0 or stored is None:
+        return False
+    due = (zlib.adler32(header) & 0xFFFF) - 1 - sum(header[148:156]) + 8 * ord(" ")
+    return (stored - due) % _ADLER_BASE == 0
 
 
 def padded(size: int) -> int:
@@ -134,8 +197,13 @@ def is_file_at(data: memoryview, *, offset: int, size: int, start: bytes = b"") 
     header = offset - BLOCK
     if data[header : header + len(start)] != start:
         return False
-    is_padded = data[header + 124 : header + 135] == b"%011o" % size  # as almost all writers store a size
-    return is_padded or number_in(bytes(data[header + 124 : header + 136])) in (size, 0)
+    if data[header + 124 : header + 135] == b"%011o" % size:  # as almost all writers store a size
+        return True
+    if number_in(bytes(data[header + 124 : header + 136])) in (size, 0):
+        return True
+    return _behind_map(data, offset=header, size=size + BLOCK) is not None and is_file_at(
+        data, offset=header, size=size + BLOCK
+    )
 
 
 def name_at(data: memoryview, *, offset: int) -> str:
@@ -153,7 +221,7 @@ def _name_in(header: bytes) -> bytes:
 def _pax_records(content: bytes) -> dict[bytes, bytes]:
     """Return the records of a PAX header, each `LENGTH KEY=VALUE\\n`. Ends at the first that is damaged."""
     records = {}
-    while (match := re.match(rb"(\d{1,9}) ([^=\n]{1,99})=", content)) is not None:
+    while (match := _RECORD.match(content)) is not None:
         length = int(match[1])
         if not match.end() < length <= len(content):
             break
@@ -162,13 +230,20 @@ def _pax_records(content: bytes) -> dict[bytes, bytes]:
     return records
 
 
-def split_name(name: str) -> tuple[str, str]:
-    """Split the name of a member into the key of its sample and its extension, as WebDataset does.
+def split_name(name: str, *, at_last_dot: bool = False) -> tuple[str, str]:
+    """Split the name of a member into the key of its sample, in NFC, and its extension: at the first dot of the file.
+
+    So does WebDataset. `at_last_dot` splits names such as `IMG_2021.03.04.jpg`.
 
     Examples:
         >>> split_name("n01440764/n01440764_10026.seg.png"), split_name("./a/b.c/README")
         (('n01440764/n01440764_10026', 'seg.png'), ('./a/b.c/README', ''))
+        >>> split_name("x/IMG_2021.03.04.jpg", at_last_dot=True), split_name("README", at_last_dot=True)
+        (('x/IMG_2021.03.04', 'jpg'), ('README', ''))
     """
-    folder, slash, last = name.rpartition("/")
-    stem, _, extension = last.partition(".")
+    folder, slash, last = (name if name.isascii() else normal(name)).rpartition("/")
+    if at_last_dot:
+        stem, extension = last.rsplit(".", 1) if "." in last else (last, "")
+    else:
+        stem, _, extension = last.partition(".")
     return f"{folder}{slash}{stem}", extension.lower()

@@ -1,0 +1,251 @@
+"""Tars as others have packed them: classes in folders, tars in a tar, names with dots, sparse files, bad pictures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tarfile
+import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_pipeline.__main__ import main
+from data_pipeline.building.index_tars import make_index
+from data_pipeline.core.sample import NO_LABEL
+from data_pipeline.loading.decode import decode
+from data_pipeline.storage.locations import INDEX_NAME
+from data_pipeline.storage.manifest import Fields, load_manifest
+from data_pipeline.storage.store import SampleStore
+from data_pipeline.storage.tar_headers import read_contents
+from tests.commands import Done, call
+from tests.tars import Member, by_tarfile, numbers_in, picture
+
+
+def words_in(location: Path, label: str = "base") -> list[str]:
+    """The label of each sample as a word; "" if it has none."""
+    store = SampleStore(location)
+    numbers = decode(store, np.arange(len(store))).labels[label].tolist()
+    classes = store.manifest.labels[label].classes
+    return ["" if number == NO_LABEL else classes[number] for number in numbers]
+
+
+@pytest.fixture
+def index(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    def indexed(location: Path, *words: str) -> Done:
+        return call(main, "index", location, "--workers", "1", *words, monkeypatch=monkeypatch, capsys=capsys)
+
+    return indexed
+
+
+E = "e\u0301"  # as a Mac writes é
+
+TARS: dict[str, dict[str, Sequence[Member]]] = {
+    "folders": {"x.tar": [("./owl/2021/a.png", picture(0)), ("wren/b.png", picture(1)), ("c.png", picture(2))]},
+    "a tar a class": {"owl.tar": [("a.png", picture(0))], "wren.TAR": [("a.png", picture(1)), ("b.png", picture(2))]},
+    "a field, too": {"x.tar": [("owl/a.png", picture(0)), ("owl/a.cls", b"5"), ("wren/b.png", picture(1))]},
+    "two Unicodes": {"x.tar": [(f"{E}/a.png", picture(0)), ("\u00e9/a.png", picture(1)), (f"{E}b/c.png", picture(2))]},
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "labels"),
+    [
+        ("folders", ["path:0"], {"base": ["owl", "wren", ""]}),
+        ("folders", ["path:-1", "top=path:0"], {"base": ["2021", "wren", ""], "top": ["owl", "wren", ""]}),
+        ("folders", ["path:1"], {"base": ["2021", "", ""]}),
+        ("a tar a class", ["tar"], {"base": ["owl", "wren", "wren"]}),
+        ("a field, too", ["base=path:0", "number=cls"], {"base": ["owl", "wren"], "number": ["5", ""]}),
+        ("two Unicodes", ["path:0"], {"base": ["\u00e9", "\u00e9", "\u00e9b"]}),
+    ],
+)
+def test_folders_and_names_of_tars_are_labels(  # type: ignore[no-untyped-def]
+    tmp_path: Path, index, shape: str, options: Sequence[str], labels: dict[str, list[str]]
+) -> None:
+    for name, members in TARS[shape].items():
+        by_tarfile(tmp_path / name, members)
+    done = index(tmp_path, *(word for option in options for word in ("--label", option)))
+    assert done.status == 0, done.stderr
+    assert {name: words_in(tmp_path, name) for name in labels} == labels
+    assert numbers_in(SampleStore(tmp_path)) == list(range(len(labels["base"])))
+
+
+@pytest.mark.parametrize(
+    ("tars", "said"),
+    [
+        ({"x": [("owl/a", {}), ("owl/b", {}), ("wren/c", {})]}, "--label path:0 (2 values)"),
+        ({"x": [("train/owl/a", {}), ("train/owl/b", {}), ("train/wren/c", {})]}, "--label path:1 (2 values)"),
+        ({"owl": [("a", {}), ("b", {})], "wren": [("a", {})]}, "--label tar (2 values)"),
+        ({"x": [("a", {"kind": "owl"}), ("b", {"kind": "owl"}), ("c", {"kind": 3})]}, "--label json:kind (2 values)"),
+        ({"x-00": [("a", {}), ("b", {})], "x-01": [("a", {})]}, ""),
+        ({"x": [("owl/a", {}), ("wren/b", {}), ("crow/c", {})]}, ""),
+    ],
+)
+def test_what_could_be_the_label_is_offered(  # type: ignore[no-untyped-def]
+    tmp_path: Path, index, tars: dict[str, list[tuple[str, dict[str, object]]]], said: str
+) -> None:
+    for tar, samples in tars.items():
+        members = []
+        for name, entries in samples:
+            members += [(f"{name}.png", picture(1)), (f"{name}.json", json.dumps(entries).encode())]
+        by_tarfile(tmp_path / f"{tar}.tar", members)
+    lines = [line for line in index(tmp_path).stdout.splitlines() if "it may be" in line]
+    assert [line.partition("it may be ")[2] for line in lines] == [said] * bool(said)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [("path:first", "path:0 for the first"), ("path", "path:0 for the first"), ("path:9", "no label under path:9")],
+)
+def test_a_wrong_folder_is_refused(tmp_path: Path, index, word: str, said: str) -> None:  # type: ignore[no-untyped-def]
+    by_tarfile(tmp_path / "x.tar", [("owl/a.png", picture(0))])
+    done = index(tmp_path, "--label", word)
+    assert done.status == 2
+    assert said.replace("no label", "has a label") in done.stderr.replace("no sample of", "").replace(
+        f"{tmp_path} ", ""
+    )
+
+
+def test_a_tar_of_tars_is_read_in_its_place(  # type: ignore[no-untyped-def]
+    tmp_path: Path, index, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As ImageNet's train set comes: one tar of a tar for each class. A Mac has packed a hidden file before one."""
+    numbers = iter(range(100))
+    inner = []
+    for wordnet_id in ("n01440764", "n01443537"):
+        members = [(f"{wordnet_id}_{row}.JPEG", picture(next(numbers), kind="JPEG")) for row in range(3)]
+        by_tarfile(tmp_path / "inner", members)
+        inner.append((f"./{wordnet_id}.tar", (tmp_path / "inner").read_bytes()))
+    cut = inner[1][1][:2_000]
+    members = [("._n0.tar", b"Mac"), *inner, ("n2.tar", b"\x1f\x8b no tar"), ("n3.tar", cut), ("z.png", picture(6))]
+    by_tarfile(tmp_path / "train.tar", members)
+    done = index(tmp_path / "train.tar", "--image", "jpeg,png", "--label", "tar", "--size", "16")
+    assert done.status == 0, done.stderr
+    assert words_in(tmp_path / "train.tar") == ["train", *["n01440764"] * 3, *["n01443537"] * 3, "n3"]
+    assert numbers_in(SampleStore(tmp_path / "train.tar")) == [6, 0, 1, 2, 3, 4, 5, 3]
+    assert "1 tars in the tars hold no whole file or are no plain tars" in done.stdout
+    assert "such as n2.tar" in done.stdout
+    assert "train.tar holds n3.tar, which is cut short or damaged at byte" in caplog.text
+
+
+def test_keys_with_dots(tmp_path: Path, index) -> None:  # type: ignore[no-untyped-def]
+    members = []
+    for number in range(3):
+        members += [(f"IMG_2021.03.0{number}.jpg", picture(number)), (f"IMG_2021.03.0{number}.cls", b"%d" % number)]
+    by_tarfile(tmp_path / "x.tar", [*members, ("plain.jpg", picture(3))])
+    done = index(tmp_path)
+    assert "3 files are left out, because more than one dot is in their names; --key last-dot reads them" in done.stdout
+    assert numbers_in(SampleStore(tmp_path)) == [3]
+    assert '"key"' not in (tmp_path / INDEX_NAME / "manifest.json").read_text()
+    assert index(tmp_path, "--key", "last-dot").status == 0
+    assert numbers_in(SampleStore(tmp_path)) == [0, 1, 2, 3]
+    assert words_in(tmp_path) == ["0", "1", "2", ""]
+    assert load_manifest(tmp_path).tars.fields.key == "last-dot"
+    (tmp_path / "test").mkdir()
+    by_tarfile(tmp_path / "test" / "x.tar", members)
+    assert index(tmp_path / "test", "--classes-of", str(tmp_path)).status == 0
+    assert words_in(tmp_path / "test") == ["0", "1", "2"]
+
+
+def test_a_key_that_unicode_writes_in_two_ways_is_one(tmp_path: Path, index) -> None:  # type: ignore[no-untyped-def]
+    by_tarfile(tmp_path / "x.tar", [(f"caf{E}.png", picture(0)), ("caf\u00e9.cls", b"1")], kind=tarfile.PAX_FORMAT)
+    assert index(tmp_path).status == 0
+    assert words_in(tmp_path) == ["1"]
+    assert unicodedata.is_normalized("NFC", "caf\u00e9")
+
+
+@pytest.mark.parametrize("form", ["gnu", "posix --sparse-version=0.0", "posix --sparse-version=0.1", "posix"])
+def test_sparse_files_of_gnu_tar_are_named_and_the_next_member_is_read(  # type: ignore[no-untyped-def]
+    tmp_path: Path, index, form: str
+) -> None:
+    """The file with many holes has a map of more parts than a header holds."""
+    files = tmp_path / "files"
+    files.mkdir()
+    for name, num_parts in (("b", 1), ("d", 60)):
+        with (files / f"{name}.png").open("wb") as file:
+            file.write(picture(9))
+            for part in range(num_parts):
+                file.seek((part + 1) << 20)
+                file.write(b"end")
+    for number, name in enumerate("ace"):
+        (files / f"{name}.png").write_bytes(picture(number))
+    command = f"tar --sparse --sort=name --format={form} -cf {tmp_path}/x.tar -C {files} ."
+    subprocess.run(command.split(), check=True)
+    contents = read_contents(memoryview((tmp_path / "x.tar").read_bytes()))
+    assert contents.sparse == ["./b.png", "./d.png"]
+    done = index(tmp_path)
+    assert "2 sparse files are left out, because the tar does not store their holes" in done.stdout
+    assert "such as ./b.png" in done.stdout
+    assert numbers_in(SampleStore(tmp_path)) == [0, 1, 2]
+
+
+def whole_sparse(version: str) -> bytes:
+    """A tar with a sparse file without holes and a plain one, as `tar` writes them on file systems that compress."""
+    content, name = picture(5), "a.png"
+    size = len(content)
+    info, records = tarfile.TarInfo(name), {"GNU.sparse.name": name}
+    if version == "gnu":
+        info.type = tarfile.GNUTYPE_SPARSE
+    elif version == "0.0":
+        records = {"GNU.sparse.size": f"{size}", "GNU.sparse.numblocks": "1"}
+        records |= {"GNU.sparse.offset": "0", "GNU.sparse.numbytes": f"{size}"}
+    elif version == "0.1":
+        records |= {"GNU.sparse.size": f"{size}", "GNU.sparse.numblocks": "1", "GNU.sparse.map": f"0,{size}"}
+    else:
+        records |= {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": f"{size}"}
+        content = f"1\n0\n{size}\n".encode().ljust(512, b"\0") + content
+    info.size = len(content)
+    if version == "gnu":
+        header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+        header[386:410] = b"%011o\0%011o\0" % (0, size)
+        header[483:495] = b"%011o\0" % size
+        header[148:156] = b" " * 8
+        header[148:156] = b"%06o\0 " % sum(header)
+        head = bytes(header)
+    else:
+        info.pax_headers = records
+        if "GNU.sparse.name" in records:
+            info.name = "GNUSparseFile.0/a.png"
+        head = info.tobuf(tarfile.PAX_FORMAT)
+    plain = tarfile.TarInfo("b.png")
+    plain.size = len(picture(6))
+    return b"".join(part + bytes(-len(part) % 512) for part in (head, content, plain.tobuf(), picture(6), bytes(1_024)))
+
+
+@pytest.mark.parametrize("version", ["gnu", "0.0", "0.1", "1.0"])
+def test_sparse_files_without_holes_are_read(tmp_path: Path, index, version: str) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "x.tar").write_bytes(whole_sparse(version))
+    with tarfile.open(tmp_path / "x.tar") as tar:
+        read = {info.name: file.read() for info in tar if (file := tar.extractfile(info)) is not None}
+    assert read == {"a.png": picture(5), "b.png": picture(6)}
+    assert index(tmp_path).status == 0
+    assert numbers_in(SampleStore(tmp_path)) == [5, 6]
+
+
+@pytest.mark.parametrize(("skip_bad", "status"), [("0", 2), ("2", 2), ("3", 0), ("99", 0)])
+def test_all_pictures_that_do_not_decode_are_listed_and_left_out(  # type: ignore[no-untyped-def]
+    tmp_path: Path, index, skip_bad: str, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for tar in range(2):
+        members: list[Member] = []
+        for row in range(4):
+            is_bad = row == 1 or (tar, row) == (1, 3)
+            content = picture(4 * tar + row)
+            members += [(f"{tar}{row}.png", content[:50] if is_bad else content), (f"{tar}{row}.cls", b"%d" % row)]
+        by_tarfile(tmp_path / f"{tar}.tar", members)
+    make_index(str(tmp_path), tmp_path / "before", fields=Fields(), size=16)
+    assert len(SampleStore(tmp_path / "before")) == 8
+    done = index(tmp_path, "--skip-bad", skip_bad)
+    assert done.status == status
+    assert [name for name in ("01", "11", "13") if f"{name}.png: it does not decode" in caplog.text] == [
+        "01",
+        "11",
+        "13",
+    ]
+    if status:
+        assert "3 pictures do not decode, which are listed above" in done.stderr
+    else:
+        assert numbers_in(SampleStore(tmp_path)) == [0, 2, 3, 4, 6]
+        assert words_in(tmp_path) == ["0", "2", "3", "0", "2"]
