@@ -11,11 +11,10 @@ from data_pipeline.audio.log_mel import AUDIOMNIST
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.sample import BASE
 from data_pipeline.sources import LabelColumn, SourceInputs
+from data_pipeline.sources.known_layouts import TEST_SPEAKERS
 from data_pipeline.sources.sound_folder import SPOKEN_DIGITS, SoundFiles, published_recordings
 
 NUM_SPEAKERS: Final = 60
-# The published split. Tamkin et al. 2022 train on its training and validation speakers.
-TEST_SPEAKERS: Final = (5, 13, 18, 22, 26, 32, 33, 42, 45, 51, 52, 60)
 _WHERE: Final = "https://github.com/soerenab/AudioMNIST"
 
 
@@ -45,7 +44,9 @@ class AudioMnist(SoundFiles):
         takes = sorted(
             (int(match["speaker"]), int(match["digit"]), int(match["take"]), match.string) for match in found
         )
-        speakers = [each for each in range(1, NUM_SPEAKERS + 1) if (each in TEST_SPEAKERS) == (split == "test")]
+        speakers = [
+            each for each in range(1, NUM_SPEAKERS + 1) if (f"{each:02d}" in TEST_SPEAKERS) == (split == "test")
+        ]
         if missing := sorted(set(speakers) - {speaker for speaker, *_ in takes}):
             names = ", ".join(f"{speaker:02d}" for speaker in missing)
             raise UserError(

@@ -13,16 +13,16 @@ from data_pipeline.core.errors import UserError, nearest
 from data_pipeline.core.sample import BASE
 from data_pipeline.core.schema import Schema
 from data_pipeline.sources import LabelColumn, SourceInputs
+from data_pipeline.sources.known_layouts import FSDD_TEST_SPEAKER
 from data_pipeline.sources.sound_folder import SPOKEN_DIGITS, SoundFiles, published_recordings
 
-DEFAULT_TEST_SPEAKER: Final = "yweweler"
 _WHERE: Final = "https://github.com/Jakobovski/free-spoken-digit-dataset"
 
 
 class FsddOptions(Schema):
     """The options of the source fsdd: `test_speaker`, the speaker of the test split, who stands in the description."""
 
-    test_speaker: str = Field(DEFAULT_TEST_SPEAKER, exclude=True)
+    test_speaker: str = Field(FSDD_TEST_SPEAKER, exclude=True)
 
 
 class Fsdd(SoundFiles):
@@ -42,7 +42,7 @@ class Fsdd(SoundFiles):
     def open(cls, given: SourceInputs) -> Self:
         return cls(given.required_root(), split=given.split, test_speaker=given.read(FsddOptions).test_speaker)
 
-    def __init__(self, root: Path, *, split: str, test_speaker: str = DEFAULT_TEST_SPEAKER) -> None:
+    def __init__(self, root: Path, *, split: str, test_speaker: str = FSDD_TEST_SPEAKER) -> None:
         files, found = published_recordings(
             root,
             "recordings",

@@ -3,12 +3,14 @@
 - A table of labels that the user names.
 - `metadata.csv` or `metadata.jsonl` with names of files relative to its folder, as of the Hub's imagefolder.
 - ESC-50 with `meta/esc50.csv`; Tiny-ImageNet with `val/val_annotations.txt`; Speech Commands with `testing_list.txt`.
+- AudioMNIST and the Free Spoken Digit Dataset: every sound is named `DIGIT_SPEAKER_NUMBER.wav`.
 - A file beside each record: `a.cls`, `a.json` or `a.txt` beside `a.png`, as in WebDataset.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +24,10 @@ from data_pipeline.sources.files import Files, ending_of
 from data_pipeline.sources.tables import NoFilesError, Table, label_columns, read_table, words_of
 
 TRAIN, TEST, VAL = "train", "test", "val"
+# The published test split of AudioMNIST; Tamkin et al. 2022 train on its training and validation speakers.
+TEST_SPEAKERS: Final = ("05", "13", "18", "22", "26", "32", "33", "42", "45", "51", "52", "60")
+FSDD_TEST_SPEAKER: Final = "yweweler"
+_SPOKEN_DIGIT: Final = re.compile(r"(?:.*/)?([0-9])_([0-9]{2}|[a-z]+)_[0-9]+\.wav", re.IGNORECASE)
 _MAX_TEXT: Final = 100  # characters of a class in a .txt beside a record
 
 
@@ -198,6 +204,16 @@ def _speech_commands(look: Look) -> Found | None:
     return Found("Speech Commands", look.names, {BASE: words}, splits)
 
 
+def _spoken_digits(look: Look) -> Found | None:
+    """Take the published test speakers as the test split, if there are others, too."""
+    matches = [match for match in map(_SPOKEN_DIGIT.fullmatch, look.names) if match]
+    if not matches or len(matches) < len(look.names):
+        return None
+    splits = [TEST if match[2] in (*TEST_SPEAKERS, FSDD_TEST_SPEAKER) else TRAIN for match in matches]
+    words = {BASE: [match[1] for match in matches]}
+    return Found("spoken digits", look.names, words, splits if len(set(splits)) > 1 else None)
+
+
 def _files_beside(look: Look) -> Found | None:
     there = set(look.beside)
     stems = [name[: len(name) - len(ending_of(name))] for name in look.names]
@@ -239,5 +255,6 @@ KNOWN_LAYOUTS: Final[tuple[Callable[[Look], Found | None], ...]] = (
     _esc50,
     _tiny_imagenet,
     _speech_commands,
+    _spoken_digits,
     _files_beside,
 )

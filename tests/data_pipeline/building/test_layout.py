@@ -132,11 +132,19 @@ def test_published_sounds_have_their_splits(tmp_path: Path) -> None:
     found = find_layout(write(tmp_path / "esc50", esc50), "sound")
     assert meaning(found) == {"ESC-50/audio/1-1-A-0.wav": "train:dog", "ESC-50/audio/5-9-A-9.wav": "test:cat"}
     assert list(found.notes) == ["took fold 5 as the test split"]
+    found = find_layout(open_files(tmp_path / "esc50"), "sound", test_fold=1)
+    assert list(meaning(found).values()) == ["test:dog", "train:cat"]
     names = ["bed/a.wav", "bed/b.wav", "cat/a.wav", "cat/c.wav", "_background_noise_/x.wav"]
     lists = {"testing_list.txt": "cat/a.wav\n", "validation_list.txt": "bed/b.wav\n"}
     found = find_layout(write(tmp_path / "words", {**dict.fromkeys(names), **lists}), "sound")
     assert meaning(found) == {"bed/a.wav": "train:bed", "cat/a.wav": "test:cat", "cat/c.wav": "train:cat"}
     assert list(found.notes) == ['left out what is in neither split: 1 in "_background_noise_", 1 in "validation"']
+    for names in (["data/04/3_04_1.wav", "data/05/7_05_9.wav"], ["2_theo_0.wav", "2_yweweler_10.wav"]):
+        found = find_layout(write(tmp_path / f"root {len(names[0])}", dict.fromkeys(names)), "sound")
+        digits = [name.rpartition("/")[2][0] for name in names]
+        assert meaning(found) == {names[0]: f"train:{digits[0]}", names[1]: f"test:{digits[1]}"}
+    found = find_layout(write(tmp_path / "one", {"a/0_ann_0.wav": None, "b/1_bob_0.wav": None}), "sound")
+    assert meaning(found) == {"a/0_ann_0.wav": ":0", "b/1_bob_0.wav": ":1"}
 
 
 @pytest.mark.parametrize(

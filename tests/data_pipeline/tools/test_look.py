@@ -53,7 +53,6 @@ WAITING = {
     *("csv_of_pandas_with_an_index", "csv_with_quotes", "csv_with_missing_values", "labels_that_are_numbers"),
     *("webdataset_with_cls", "webdataset_with_json", "tar_of_class_folders", "one_tar_a_class"),
     *("tar_of_tars_as_imagenet", "keys_with_dots", "gnu_sparse_tar", "pax_tar_with_long_names"),
-    *("wav_of_all_kinds", "flac_ogg_and_mp3", "esc_50", "speech_commands", "audiomnist", "free_spoken_digits"),
     *("tar_of_sounds", "compressed_tar", "table_of_missing_files", "some_damaged"),
 }
 
