@@ -9,71 +9,38 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import IO, Any, Final, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import ImageFile
 
-from data_pipeline.audio.sound_file import LEAST_SECONDS, SILENT, CutOffError, sound_facts
+from data_pipeline.audio.sound_file import LEAST_SECONDS, SILENT, SUFFIXES, CutOffError, sound_facts
 from data_pipeline.core.sample import Medium
 from data_pipeline.sources.files import ending_of
-from data_pipeline.sources.picture_file import decode_rgb, opened
+from data_pipeline.sources.picture_file import (
+    JPEG_FORMATS,
+    SCALED_BY_PILLOW,
+    UnreadableError,
+    decode_rgb,
+    opened,
+)
 from data_pipeline.storage.locations import PICTURE_ENDINGS
 
-Fault = Literal["empty", "not one", "damaged", "truncated"]
+Fault = Literal["empty", "not one", "damaged", "truncated", "unreadable"]
 Finding = Literal["other name", "tiny", "constant", "silent", "short"]
 
 MIN_PIXELS: Final = 8  # of the shorter side of a picture
 _HEAD, _TAIL = 4096, 1 << 16  # bytes by which a format is known, and in which an end mark is searched first
 _DRAFT: Final = (64, 64)  # pixels of a JPEG that is decoded only to see whether it can be
-_UNKNOWN: Final = "of no known format"
-
-# What a file is by the bytes at a position, and its medium. The first that fits counts.
-_MAGIC: Final[tuple[tuple[int, bytes, str, Medium | None], ...]] = (
-    (0, b"\xff\xd8\xff", "JPEG", "picture"),
-    (0, b"\x89PNG\r\n\x1a\n", "PNG", "picture"),
-    (0, b"GIF8", "GIF", "picture"),
-    (0, b"II*\0", "TIFF", "picture"),
-    (0, b"MM\0*", "TIFF", "picture"),
-    (0, b"BM", "BMP", "picture"),
-    (0, b"\0\0\0\x0cjP  ", "JPEG2000", "picture"),
-    (0, b"\xff\x4f\xff\x51", "JPEG2000", "picture"),
-    (8, b"WEBP", "WEBP", "picture"),
-    (8, b"WAVE", "WAV", "sound"),
-    (4, b"ftypavi", "AVIF", "picture"),
-    (4, b"ftyphei", "HEIF", "picture"),
-    (4, b"ftypmif1", "HEIF", "picture"),
-    (4, b"ftyp", "a video", None),
-    (0, b"fLaC", "FLAC", "sound"),
-    (0, b"OggS", "OGG", "sound"),
-    (0, b"ID3", "MP3", "sound"),
-    (0, b"FORM", "AIFF", "sound"),
-    (0, b"\x93NUMPY", "NPY", "picture"),
-    (0, b"version https://git-lfs", "a pointer of Git LFS", None),
-    (0, b"PK\x03\x04", "a zip", None),
-    (0, b"PAR1", "Parquet", None),
-    (0, b"\x1f\x8b", "gzip", None),
-    (257, b"ustar", "a tar", None),
-    (0, b"%PDF", "a PDF", None),
-    (0, b"\x1aE\xdf\xa3", "a video", None),
-    (0, b"SQLite format 3", "SQLite", None),
-    (0, b"\x89HDF", "HDF5", None),
-    (0, b"<!doctype html", "a web page", None),
-    (0, b"<!DOCTYPE html", "a web page", None),
-    (0, b"<html", "a web page", None),
-)
-# The format that the ending of a name says.
-_ENDINGS: Final[dict[Medium, dict[str, str]]] = {
-    "picture": {f".{ending}": form for ending, form in PICTURE_ENDINGS.items()},
-    "sound": {
-        **dict.fromkeys((".ogg", ".oga", ".opus"), "OGG"),
-        **dict.fromkeys((".aif", ".aiff"), "AIFF"),
-        **dict.fromkeys((".wav", ".wave"), "WAV"),
-        ".flac": "FLAC",
-        ".mp3": "MP3",
-    },
+_SOUND: Final = re.compile(rb"(RIFF|RIFX|RF64).{4}WAVE|fLaC|OggS|ID3|FORM.{4}AIF|\xff[\xe2-\xfb]", re.DOTALL)
+# What a file is that is neither a picture nor a sound, by its first bytes.
+_OTHERS: Final = {
+    "a pointer of Git LFS": re.compile(rb"version https://git-lfs"),
+    "a web page": re.compile(rb"\s*<(!doctype html|html)", re.IGNORECASE),
+    "a video": re.compile(rb".{4}ftyp(?!avi|hei|hev|mif|msf)|\x1aE\xdf\xa3", re.DOTALL),
+    "an archive": re.compile(rb"PK\x03\x04|\x1f\x8b|.{257}ustar", re.DOTALL),
 }
 # The last bytes of a whole file. In the data of a JPEG no such bytes can stand.
 _END_MARKS: Final = {"JPEG": b"\xff\xd9", "JPEG2000": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
@@ -86,14 +53,15 @@ class Examined:
 
     Attributes:
         medium: by content; by name if the content is empty, damaged or something else; None if neither says one.
-        format: of pictures Pillow's name, such as "JPEG"; of sounds "WAV", "FLAC", "OGG", "MP3" or "AIFF"; of others
-            words such as "a zip" or "text".
+        format: of pictures Pillow's name, such as "JPEG"; of sounds libsndfile's, such as "WAV".
         mode: Pillow's mode of a picture, such as "RGB"; the coding of a sound, such as "PCM_16".
         size: width and height of a picture in pixels, as they are stored.
         rate: points a second of a sound.
         channels: of a sound.
         seconds: the length of a sound.
-        fault: why it cannot be used: "empty", "not one" (of the medium that its name says), "damaged" or "truncated".
+        limits: the lowest and the highest value of a decoded picture of more than 8 bits.
+        fault: why it cannot be used: "empty", "not one" (of the medium that its name says), "damaged", "truncated", or
+            "unreadable", which is whole.
         findings: what is odd about a file that can be used: its name says another format, a side of less than
             `MIN_PIXELS`, one colour, silence, less than `LEAST_SECONDS`.
         reason: more about the fault, in words.
@@ -101,12 +69,13 @@ class Examined:
     """
 
     medium: Medium | None
-    format: str
+    format: str = ""
     mode: str = ""
     size: tuple[int, int] | None = None
     rate: int | None = None
     channels: int | None = None
     seconds: float | None = None
+    limits: tuple[float, float] | None = None
     fault: Fault | None = None
     findings: tuple[Finding, ...] = ()
     reason: str = ""
@@ -121,92 +90,84 @@ def medium_of(name: str) -> Medium | None:
         ('picture', 'sound', None)
     """
     ending = ending_of(name)
-    return next((medium for medium, endings in _ENDINGS.items() if ending in endings), None)
+    return "picture" if ending[1:] in PICTURE_ENDINGS else "sound" if ending in SUFFIXES else None
 
 
 def examine(name: str, file: IO[bytes], *, full: bool) -> Examined:
     """Say what a file is. `file` must be able to seek. With `full`, its content is decoded, too."""
     head, named = file.read(_HEAD), medium_of(name)
-    num_bytes = file.seek(0, os.SEEK_END)
     file.seek(0)
-    found, medium = _format(head)
-    if medium == "sound":
-        examined = _sound(found, file, full=full)
-    elif medium == "picture" or (named == "picture" and found == _UNKNOWN):  # Pillow knows more formats than `_MAGIC`
-        examined = _picture(found, file, num_bytes, full=full)
-    elif named is not None:
-        fault: Fault = "not one" if head else "empty"
-        return Examined(named, found, fault=fault, reason=f"it is {found}" if head else "it is empty")
-    else:
-        return Examined(None, found)
-    if examined.fault is None and named is not None:
-        due = _ENDINGS[named][ending_of(name)]
-        if due != examined.format:
-            return replace(examined, findings=("other name", *examined.findings))
+    other = next((words for words, pattern in _OTHERS.items() if pattern.match(head)), None)
+    if not head and named is not None:
+        return Examined(named, fault="empty")
+    if other is not None:
+        return Examined(None) if named is None else Examined(named, fault="not one", reason=f"it is {other}")
+    if named == "sound" or _SOUND.match(head):
+        return _sound(file, full=full)
+    if named is None and b"\0" not in head:  # text
+        return Examined(None)
+    examined = _picture(file, full=full)
+    if named is None:
+        return Examined(None) if examined.size is None else examined
+    if examined.fault is None and examined.format != PICTURE_ENDINGS[ending_of(name)[1:]]:
+        return replace(examined, findings=("other name", *examined.findings))
     return examined
 
 
-def _format(head: bytes) -> tuple[str, Medium | None]:
-    """Return what a file is by its first bytes, and its medium."""
-    for position, magic, found, medium in _MAGIC:
-        if head[position : position + len(magic)] == magic:
-            return found, medium
-    if re.match(rb"P[1-7fF]\s", head):
-        return "PPM", "picture"
-    if re.match(rb"\xff[\xe0-\xff]", head):
-        return "MP3", "sound"
-    return (_UNKNOWN if b"\0" in head else "text"), None
-
-
-def _picture(found: str, file: IO[bytes], num_bytes: int, *, full: bool) -> Examined:
-    examined, is_whole = Examined("picture", found), True
+def _picture(file: IO[bytes], *, full: bool) -> Examined:
+    examined, values, is_whole = Examined("picture"), None, True
     try:
         with opened(file) as picture:
             if isinstance(picture, np.ndarray):
                 height, width, _ = picture.shape
-                tiny: tuple[Finding, ...] = ("tiny",) if min(height, width) < MIN_PIXELS else ()
-                return Examined("picture", "NPY", str(picture.dtype), (width, height), findings=tiny, is_decoded=True)
-            kind = "JPEG" if picture.format in ("JPEG", "MPO") else picture.format or found
-            findings: tuple[Finding, ...] = ("tiny",) if min(picture.size) < MIN_PIXELS else ()
-            examined = Examined("picture", kind, picture.mode, picture.size, findings=findings)
-            start = file.tell()
-            is_whole = _is_whole(kind, picture, file, num_bytes)
-            if full or not is_whole:
+                examined, values = Examined("picture", "NPY", str(picture.dtype), (width, height)), picture
+            else:
+                kind = "JPEG" if picture.format in JPEG_FORMATS else picture.format or ""
+                examined = Examined("picture", kind, picture.mode, picture.size)
+                start = file.tell()
+                is_whole = _is_whole(kind, picture, file)
                 file.seek(start)
-                examined = replace(examined, is_decoded=True)
-                picture.draft(None, _DRAFT)
-                if decode_rgb(picture).getcolors(1) is not None:
-                    examined = replace(examined, findings=(*findings, "constant"))
+                is_deep = picture.mode[0] in "IF" and kind not in SCALED_BY_PILLOW
+                if full or not is_whole or (is_deep and picture.mode in "IF"):  # whose values alone tell their range
+                    values = _decoded(picture, is_deep=is_deep)
+    except UnreadableError as error:
+        return replace(examined, fault="unreadable", reason=str(error))
     except ValueError as error:
-        if examined.size is None:
-            is_whole = found == _UNKNOWN or _is_whole(found, None, file, num_bytes)
-        fault: Fault = "truncated" if not is_whole else "not one" if found == _UNKNOWN else "damaged"
-        return replace(examined, fault=fault, reason=str(error))
-    return examined
+        return replace(examined, fault="damaged" if is_whole else "truncated", reason=str(error))
+    assert examined.size is not None
+    findings: list[Finding] = ["tiny"] if min(examined.size) < MIN_PIXELS else []
+    if values is None:
+        return replace(examined, findings=tuple(findings))
+    if (values == values[0, 0]).all():
+        findings.append("constant")
+    limits = None if values.dtype == np.uint8 else (float(values.min()), float(values.max()))
+    return replace(examined, findings=tuple(findings), limits=limits, is_decoded=True)
 
 
-def _is_whole(kind: str, picture: ImageFile.ImageFile | None, file: IO[bytes], num_bytes: int) -> bool:
-    """Return whether the file ends as a whole one does; False if its format has no end by which that can be told.
+def _decoded(picture: ImageFile.ImageFile, *, is_deep: bool) -> NDArray[Any]:
+    """Return the pixels of a picture, of a JPEG in a small size; as they are stored if they have more than 8 bits."""
+    if is_deep:
+        picture.load()
+        return np.asarray(picture)
+    picture.draft(None, _DRAFT)
+    return np.asarray(decode_rgb(picture))
 
-    `picture` is the opened picture, None if it cannot be opened.
-    """
-    # Behind the header, which may hold a thumbnail with an end mark of its own.
-    start = file.tell() if picture is not None else 0
+
+def _is_whole(kind: str, picture: ImageFile.ImageFile, file: IO[bytes]) -> bool:
+    """Return whether the file ends as a whole one does; False if its format has no end by which that can be told."""
+    start = file.tell()  # behind the header, which may hold a thumbnail with an end mark of its own
+    num_bytes = file.seek(0, os.SEEK_END)
     if kind in _END_MARKS:
         file.seek(max(start, num_bytes - _TAIL))
         if _END_MARKS[kind] in file.read():
             return True
         file.seek(start)
         return _END_MARKS[kind] in file.read()
-    if kind == "GIF":
-        file.seek(max(0, num_bytes - _TAIL))
-        return file.read().rstrip(b"\0").endswith(b";")
     if kind == "TIFF":
-        tags: Mapping[int, Any] = getattr(picture, "tag_v2", {})
+        tags = getattr(picture, "tag_v2", {})
         pairs = [(tags[at], tags[size]) for at, size in _TIFF_DATA if at in tags and size in tags]
-        return bool(pairs) and all(
-            at + size <= num_bytes for offsets, sizes in pairs for at, size in zip(offsets, sizes, strict=False)
-        )
+        ends = [at + size for offsets, sizes in pairs for at, size in zip(offsets, sizes, strict=False)]
+        return max(ends, default=num_bytes + 1) <= num_bytes
     if kind == "WEBP":
         file.seek(4)
         return int.from_bytes(file.read(4), "little") + 8 <= num_bytes
@@ -225,12 +186,12 @@ def _boxes_are_whole(file: IO[bytes], num_bytes: int) -> bool:
     return position == num_bytes
 
 
-def _sound(found: str, file: IO[bytes], *, full: bool) -> Examined:
+def _sound(file: IO[bytes], *, full: bool) -> Examined:
     try:
         facts = sound_facts(file, full=full)
     except ValueError as error:
         fault: Fault = "truncated" if isinstance(error, CutOffError) else "damaged"
-        return Examined("sound", found, fault=fault, reason=str(error))
+        return Examined("sound", fault=fault, reason=str(error))
     findings: list[Finding] = ["short"] if facts.seconds < LEAST_SECONDS else []
     findings += ["silent"] if SILENT in facts.remarks else []
     return Examined(

@@ -57,7 +57,7 @@ _TURNED_BY_90_DEGREES: Final = range(5, 9)
 _WARNINGS: Final = threading.Lock()  # all threads share the filters of warnings
 _BACKGROUND: Final = (255, 255, 255)
 _16_BITS: Final = ValueRange(0, 65_535)
-_SCALED_BY_PILLOW: Final = frozenset({"PPM", "JPEG2000"})  # to 16 bits, because a file names the range of its values
+SCALED_BY_PILLOW: Final = frozenset({"PPM", "JPEG2000"})  # to 16 bits, because a file names the range of its values
 # Pillow's names of the layouts of PNGs whose transparent colour it does not bring to 8 bits with the pixels.
 _GREY_STEPS: Final = {"L;2": 85, "L;4": 17}  # the step of 8 bits between two levels of grey
 _END_MARK: Final = b"\xff\xd9"  # of a JPEG
@@ -69,17 +69,6 @@ _TIFF_STARTS: Final = frozenset({b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"})
 
 class UnreadableError(ValueError):
     """A picture that is whole and is not read, with the reason and the mend."""
-
-
-def largest_value(file: PictureData) -> float | None:
-    """Return the largest stored value of a grey picture or a `.npy` of more than 8 bits; None if it has 8.
-
-    Decodes the picture. Raises `ValueError` with the reason if it cannot be read.
-    """
-    with opened(file) as picture:
-        if isinstance(picture, np.ndarray):
-            return float(picture.max()) if picture.itemsize > 1 else None
-        return float(np.asarray(_loaded(picture, None)).max()) if picture.mode[0] in "IF" else None
 
 
 def read_pixels(
@@ -117,7 +106,7 @@ def decode_rgb(picture: ImageFile.ImageFile, value_range: ValueRange | None = No
 
 def _grey_range(picture: ImageFile.ImageFile, value_range: ValueRange | None) -> ValueRange | None:
     """Return the range of the grey values of an opened picture: that of its file if it names one, or `value_range`."""
-    if picture.format in _SCALED_BY_PILLOW and picture.mode != "F":
+    if picture.format in SCALED_BY_PILLOW and picture.mode != "F":
         return _16_BITS
     if value_range is None and picture.mode.startswith("I;16"):
         return ValueRange(0, 4_095) if _layout(picture) == "I;12" else _16_BITS

@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Final
+from typing import IO, Final, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from data_pipeline.building.pool import run_all
 from data_pipeline.core.progress import Progress
 from data_pipeline.core.sample import Medium
-from data_pipeline.sources.examine import Examined, examine, medium_of
+from data_pipeline.sources.examine import Examined, Fault, examine, medium_of
 from data_pipeline.sources.files import Files
 
 NUM_DECODED_BYTES: Final = 500_000_000
@@ -41,8 +41,8 @@ class Census:
         tenths: how many sounds last so many tenths of a second.
         num_bytes: the size of all files together.
         num_decoded: how many that can be used were decoded.
-        faults: for each fault, the names of the files and the reasons.
-        findings: for each finding, the names of the files.
+        limits: the lowest and the highest value of the decoded pictures of each mode of more than 8 bits.
+        remarks: for each fault and finding, the names of the files, with the reasons of faults.
         digest_N: (N,) uint64, equal for equal files, and hardly ever for others.
     """
 
@@ -54,44 +54,35 @@ class Census:
     tenths: Counter[int] = field(default_factory=Counter)
     num_bytes: int = 0
     num_decoded: int = 0
-    faults: dict[str, dict[str, str]] = field(default_factory=dict)
-    findings: dict[str, list[str]] = field(default_factory=dict)
+    limits: dict[str, tuple[float, float]] = field(default_factory=dict)
+    remarks: dict[str, dict[str, str]] = field(default_factory=dict)
     digest_N: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
+
+    @property
+    def bad(self) -> dict[str, str]:
+        """Return the files that cannot be used, with the reasons."""
+        return {name: reason for fault in get_args(Fault) for name, reason in self.remarks.get(fault, {}).items()}
 
     def add(self, name: str, found: Examined, num_bytes: int) -> None:
         """Count one file."""
         self.num_bytes += num_bytes
         self.mediums[found.medium] += 1
+        nameless = ("no ending",) if found.medium is not None and medium_of(name) is None else ()
+        for remark in (found.fault,) if found.fault is not None else (*found.findings, *nameless):
+            self.remarks.setdefault(remark, {})[name] = found.reason
         if found.fault is not None:
-            self.faults.setdefault(found.fault, {})[name] = found.reason
             return
         self.num_decoded += found.is_decoded
-        nameless = ("no ending",) if found.medium is not None and medium_of(name) is None else ()
-        for finding in (*found.findings, *nameless):
-            self.findings.setdefault(finding, []).append(name)
         self.kinds[found.medium, found.format, found.mode] += 1
         if found.size is not None:
             self.sizes[found.size] += 1
+        if found.limits is not None:
+            low, high = self.limits.get(found.mode, found.limits)
+            self.limits[found.mode] = min(low, found.limits[0]), max(high, found.limits[1])
         if found.rate is not None:
             self.rates[found.rate] += 1
             self.channels[found.channels or 0] += 1
             self.tenths[round(10 * (found.seconds or 0))] += 1
-
-    def join(self, other: Census) -> None:
-        """Count the files of another census too."""
-        for name in ("mediums", "kinds", "sizes", "rates", "channels", "tenths"):
-            getattr(self, name).update(getattr(other, name))
-        self.num_bytes += other.num_bytes
-        self.num_decoded += other.num_decoded
-        for fault, reasons in other.faults.items():
-            self.faults.setdefault(fault, {}).update(reasons)
-        for finding, names in other.findings.items():
-            self.findings.setdefault(finding, []).extend(names)
-
-    @property
-    def bad(self) -> dict[str, str]:
-        """Return the files that cannot be used, with the reasons."""
-        return {name: reason for reasons in self.faults.values() for name, reason in reasons.items()}
 
 
 def take_census(files: Files, *, num_decoded_bytes: int | None, num_workers: int, title: str) -> Census:
@@ -99,35 +90,36 @@ def take_census(files: Files, *, num_decoded_bytes: int | None, num_workers: int
     starts = range(0, len(files.names), _NUM_AT_ONCE)
     quota = None if num_decoded_bytes is None else num_decoded_bytes // max(len(starts), 1)
     census, digests = Census(), []
+    parts = run_all(_examine_some, (files, quota), starts, num_workers=num_workers)
     with Progress(title, total=len(files.names)) as progress:
-        for part in run_all(_examine_some, (files, quota), starts, num_workers=num_workers):
-            census.join(part)
-            digests.append(part.digest_N)
-            progress.advance(len(part.digest_N), note=f"{len(census.bad)} bad files")
-    census.digest_N = np.concatenate(digests) if digests else census.digest_N
+        for start, part in zip(starts, parts, strict=True):
+            for name, (found, num_bytes, digest) in zip(files.names[start : start + len(part)], part, strict=True):
+                census.add(name, found, num_bytes)
+                digests.append(digest)
+            progress.advance(len(part))
+    census.digest_N = np.array(digests, dtype=np.uint64)
     return census
 
 
-def _examine_some(inputs: tuple[Files, int | None], start: int) -> Census:
-    """Examine the files from number `start` on. A worker process calls this."""
-    files, quota = inputs
-    census, num_decoded_bytes = Census(), 0
+def _examine_some(inputs: tuple[Files, int | None], start: int) -> list[tuple[Examined, int, int]]:
+    """Examine the files from number `start` on. A worker process calls this.
+
+    Returns what each file is, its size, and a number that equal files share.
+    """
+    (files, quota), num_decoded_bytes = inputs, 0
     names = files.names[start : start + _NUM_AT_ONCE]
-    digests = []
+    part = []
     for number, name in enumerate(names):
         try:
             with files.open(name) as file:
                 num_bytes, digest = _edges(file)
                 full = quota is None or num_decoded_bytes + num_bytes <= quota * (number + 1) / len(names)
-                found = examine(name, file, full=full)
+                num_decoded_bytes += num_bytes if full else 0
+                part.append((examine(name, file, full=full), num_bytes, digest))
         except (OSError, ValueError) as error:
-            num_bytes, digest, full = 0, hash(name) & 0xFFFF_FFFF, False
-            found = Examined(None, "", fault="damaged", reason=f"it cannot be read ({error})")
-        num_decoded_bytes += num_bytes if full else 0
-        digests.append(digest)
-        census.add(name, found, num_bytes)
-    census.digest_N = np.array(digests, dtype=np.uint64)
-    return census
+            unread = Examined(medium_of(name), fault="damaged", reason=f"it cannot be read ({error})")
+            part.append((unread, 0, start + number))
+    return part
 
 
 def _edges(file: IO[bytes]) -> tuple[int, int]:
@@ -147,7 +139,8 @@ def equal_files(places: Sequence[tuple[Files, Census]]) -> Iterator[list[tuple[i
     Files with equal digests are read whole.
     """
     candidates: dict[int, list[tuple[int, int]]] = {}
-    values, counts = np.unique(np.concatenate([census.digest_N for _, census in places]), return_counts=True)
+    digests = [np.zeros(0, np.uint64), *(census.digest_N for _, census in places)]
+    values, counts = np.unique(np.concatenate(digests), return_counts=True)
     for place, (_, census) in enumerate(places):
         for name in np.flatnonzero(np.isin(census.digest_N, values[counts > 1])).tolist():
             candidates.setdefault(int(census.digest_N[name]), []).append((place, name))
@@ -155,6 +148,5 @@ def equal_files(places: Sequence[tuple[Files, Census]]) -> Iterator[list[tuple[i
         same: dict[bytes, list[tuple[int, int]]] = {}
         for place, name in group:
             files = places[place][0]
-            with files.open(files.names[name]) as file:
-                same.setdefault(hashlib.sha256(file.read()).digest(), []).append((place, name))
+            same.setdefault(hashlib.sha256(files.read(files.names[name])).digest(), []).append((place, name))
         yield from (equal for equal in same.values() if len(equal) > 1)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -20,6 +21,7 @@ from data_pipeline.sources.examine import MIN_PIXELS, medium_of
 from data_pipeline.sources.files import Files
 from data_pipeline.sources.known_layouts import TEST, TRAIN
 from data_pipeline.sources.layout import Layout
+from data_pipeline.storage.manifest import Manifest
 from data_pipeline.tools.census import Census, equal_files
 
 _AGAIN: Final = "copy them again; the commands leave them out"
@@ -28,6 +30,7 @@ _OF_FILES: Final = {
     "empty": ("empty", _AGAIN),
     "truncated": ("cut short", _AGAIN),
     "damaged": ("damaged", _AGAIN),
+    "unreadable": ("whole, but not read", "save them as a PNG or a .npy; the commands leave them out"),
     "not one": ("not what their names say", "download them again; the commands leave them out"),
     "other name": ("named as another format", "nothing: they are read by their content"),
     "no ending": ("without the ending of a picture or a sound, so not read", "rename them"),
@@ -57,35 +60,38 @@ class Place:
 
     Attributes:
         path: as the user named it.
-        census: of all files there.
-        files: the files.
-        layout: what they mean; None if that cannot be told, and `problems` says why.
+        files: what lies there; None if it is a dataset already.
+        census: of all files.
+        layout: what the files mean; None if that cannot be told, and `problems` says why.
+        labels: the table of labels that `path` is; None if it is something else.
+        manifest: of a dataset that is built or indexed already.
         problems: what is odd or wrong.
     """
 
     path: str
-    census: Census
-    files: Files
+    files: Files | None = None
+    census: Census = field(default_factory=Census)
     layout: Layout | None = None
+    labels: Path | None = None
+    manifest: Manifest | None = None
     problems: list[Problem] = field(default_factory=list)
 
     @cached_property
     def is_good(self) -> NDArray[np.bool_]:
         """Return whether each record can be used."""
         names = () if self.layout is None else self.layout.names
-        return np.array([name not in self.census.bad for name in names], dtype=bool)
+        bad = self.census.bad
+        return np.array([name not in bad for name in names], dtype=bool)
 
 
 def add_problems(place: Place, layout: Layout) -> None:
     """Add what is wrong with files, classes and splits."""
     census, problems = place.census, place.problems
-    for fault, reasons in census.faults.items():
-        what, mend = _OF_FILES[fault]
+    for remark, reasons in census.remarks.items():
+        what, mend = _OF_FILES[remark]
         if any("Git LFS" in reason for reason in reasons.values()):
             mend = "run `git lfs pull`"
-        names = [f"{name} ({reason})" for name, reason in reasons.items()]
-        problems.append(Problem(what, mend, names))
-    problems += [Problem(*_OF_FILES[finding], names) for finding, names in census.findings.items()]
+        problems.append(Problem(what, mend, [f"{name} ({why})" if why else name for name, why in reasons.items()]))
     for sentence, about in layout.notes.items():
         known = [name for name in about if medium_of(name) is not None]
         if known or not sentence.startswith("ignored"):  # other files are counted elsewhere
@@ -107,31 +113,28 @@ def add_problems(place: Place, layout: Layout) -> None:
             problems.append(Problem(f"classes of {name} in one split alone", "add some to the other split", lone))
 
 
-def add_equal_files(places: Sequence[Place]) -> None:
+def add_equal_files(found: Sequence[Place]) -> None:
     """Add the files that are equal in train and test, in two classes, or at two paths, and copies."""
-    meanings = [_split_and_class(place) for place in places]
-    found: dict[tuple[int, str, str], list[str]] = {}
-    for group in equal_files([(place.files, place.census) for place in places]):
-        named = [(place, places[place].files.names[number]) for place, number in group]
-        means = [(place, *meanings[place][name]) for place, name in named if name in meanings[place]]
+    places = [(place, place.files, _split_and_class(place)) for place in found if place.files is not None]
+    problems: dict[tuple[int, str, str], list[str]] = {}
+    for group in equal_files([(files, place.census) for place, files, _ in places]):
+        named = [(number, places[number][1].names[name]) for number, name in group]
+        means = [(number, *places[number][2][name]) for number, name in named if name in places[number][2]]
         if len(means) < 2:
             continue
         paths, splits, words = ({mean[part] for mean in means} for part in range(3))
         if len(paths) > 1:
-            case = (
-                "equal to files of another path",
-                "remove them from one, if one is for training and one for tests",
-            )
+            case = "equal to files of another path", "remove them from one, if one is for training and one for tests"
         elif len(splits) > 1:
             case = "equal in train and test", "remove them from train, else probes look too good"
         elif len(words) > 1:
             case = "equal, but of two classes", "keep them in one"
         else:
             case = "copies of others", "nothing, if that is meant"
-        pair = " = ".join(name if len(paths) == 1 else f"{places[place].path}/{name}" for place, name in named[:2])
-        found.setdefault((means[-1][0], *case), []).append(pair)
-    for (place, what, mend), pairs in found.items():
-        places[place].problems.append(Problem(what, mend, pairs))
+        pair = [name if len(paths) == 1 else f"{places[number][0].path}/{name}" for number, name in named[:2]]
+        problems.setdefault((means[-1][0], *case), []).append(" = ".join(pair))
+    for (number, what, mend), pairs in problems.items():
+        places[number][0].problems.append(Problem(what, mend, pairs))
 
 
 def _split_and_class(place: Place) -> dict[str, tuple[str, str]]:

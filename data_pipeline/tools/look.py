@@ -18,37 +18,45 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.core.arguments import program
+from data_pipeline.building.index_tars import describe_manifest
 from data_pipeline.core.errors import UserError, printable
-from data_pipeline.core.options import SOURCE_OPTION
 from data_pipeline.sources import LabelColumn
 from data_pipeline.sources.examine import medium_of
-from data_pipeline.sources.known_layouts import TEST, TRAIN
+from data_pipeline.sources.files import Files
 from data_pipeline.sources.layout import Layout, find_layout
 from data_pipeline.sources.places import open_files
-from data_pipeline.tools.census import NUM_DECODED_BYTES, Census, take_census
+from data_pipeline.storage.locations import MANIFEST_NAME, dataset_directory, is_remote
+from data_pipeline.storage.manifest import LabelEntry, load_manifest
+from data_pipeline.tools.census import NUM_DECODED_BYTES, take_census
 from data_pipeline.tools.findings import Place, Problem, add_equal_files, add_problems
+from data_pipeline.tools.next_commands import TEST_SHARE, commands
 
 _NUM_NAMED: Final = 3  # examples of a problem
 _NUM_CLASSES: Final = 8  # that are named
-_SIZES: Final = (32, 64)  # pixels, to which the commands bring pictures: a CPU can train on them
-_TEST_SHARE: Final = 0.2
-_BATCH: Final = 64  # samples, of the recipes for a CPU
+_TABLES: Final = frozenset({".csv", ".tsv", ".jsonl", ".txt"})
 _LINE, _WIDTH = 110, 10  # characters of a line of a command, and of the first column
 
 
 def look_at(path: str, *, num_decoded_bytes: int | None, num_workers: int) -> Place:
     """Return what was found at a path. Raises `UserError` if there is nothing."""
-    files = open_files(Path(path).expanduser())
-    census = take_census(files, num_decoded_bytes=num_decoded_bytes, num_workers=num_workers, title=f"look at {path}")
-    place = Place(path, census, files)
-    num_pictures, num_sounds = census.mediums["picture"], census.mediums["sound"]
+    place, local = Place(path), Path(path).expanduser()
+    if is_remote(path):
+        raise UserError(f"{path} is a remote folder, which is not listed; copy it to this machine, or name its tars")
+    if (dataset_directory(local) / MANIFEST_NAME).is_file():
+        place.manifest = load_manifest(local)
+        return place
+    if local.is_file() and local.suffix.lower() in _TABLES:
+        place.labels = local
+    files = place.files = open_files(local if place.labels is None else local.parent)
+    title = f"look at {path}"
+    place.census = take_census(files, num_decoded_bytes=num_decoded_bytes, num_workers=num_workers, title=title)
+    num_pictures, num_sounds = place.census.mediums["picture"], place.census.mediums["sound"]
     if not num_pictures + num_sounds:
         mend = "name the folder, the zip, the tars or the table that has them"
         place.problems.append(Problem("there are no pictures or sounds", mend, stops=True))
         return place
     try:
-        place.layout = find_layout(files, "picture" if num_pictures >= num_sounds else "sound")
+        place.layout = find_layout(files, "picture" if num_pictures >= num_sounds else "sound", labels=place.labels)
     except UserError as error:
         place.problems.append(Problem(str(error), "", stops=True))
     else:
@@ -56,64 +64,24 @@ def look_at(path: str, *, num_decoded_bytes: int | None, num_workers: int) -> Pl
     return place
 
 
-def commands(place: Place) -> list[list[str]]:
-    """Return the words of the commands that build what was found, and of the one that trains on it."""
-    layout = place.layout
-    if layout is None or any(problem.stops for problem in place.problems):
-        return []
-    name = PurePath(Path(place.path).absolute().name).stem
-    options: dict[str, object] = {}
-    if layout.medium == "picture":
-        options["image_size"] = _image_size(place.census)
-    num_bad, num_train = np.count_nonzero(~place.is_good), int((1 - _TEST_SHARE) * np.count_nonzero(place.is_good))
-    splits = [TRAIN, TEST]
-    if layout.split_N is not None:
-        splits = [split for split in splits if split in layout.split_N]
-        num_train = int(np.count_nonzero(place.is_good & (layout.split_N == TRAIN)))
-    else:
-        options["test_share"] = _TEST_SHARE
-    build = [*_data_command(), "build", "folder" if layout.medium == "picture" else "sounds", "--root", place.path]
-    build += [word for option, value in options.items() for word in (SOURCE_OPTION, f"{option}={value}")]
-    build += ["--skip-bad", str(num_bad)] if num_bad else []
-    found = [[*build, "--split", split, "--out", f"data/{name}/{split}"] for split in splits]
-    recipe = "simclr:folder_small" if layout.medium == "picture" else "audio:folder"
-    train = [*_train_command(), "--config", recipe, "--set", f"data.train_dir=data/{name}/train"]
-    train += ["--set", f"data.test_dir=data/{name}/{splits[-1]}"]
-    if num_train < _BATCH:
-        train += ["--set", f"global_batch_size={max(2, 1 << num_train.bit_length() - 1)}"]
-    return [*found, train]
-
-
-def _data_command() -> list[str]:
-    name = program("data_pipeline")
-    return name.split() if name.startswith("python") else [name]
-
-
-def _train_command() -> list[str]:
-    return ["python", "launch/train.py"] if program("").startswith("python") else ["overlay-train"]
-
-
-def _image_size(census: Census) -> int:
-    """Return the size for a CPU that at least half of the pictures have on their shorter side."""
-    sides = sorted((min(size), num) for size, num in census.sizes.items())
-    middle = int(np.repeat([side for side, _ in sides], [num for _, num in sides])[sum(census.sizes.values()) // 2])
-    return max([size for size in _SIZES if size <= middle], default=_SIZES[0])
-
-
 def describe(place: Place) -> Iterator[str]:
     """Yield the lines of the page about one path."""
-    census, layout = place.census, place.layout
-    kind = "files" if layout is None else layout.kind
-    yield f"{place.path}: {kind}, {len(place.files.names):,} files, {_bytes(census.num_bytes)}"
+    if place.manifest is not None:
+        yield f"{place.path}: a dataset that is ready, {place.manifest.num_samples:,} samples"
+        yield from (f"  {line}" for line in describe_manifest(place.manifest))
+        return
+    assert place.files is not None
+    kind = "files" if place.layout is None else place.layout.kind
+    yield f"{place.path}: {kind}, {len(place.files.names):,} files, {place.census.num_bytes / 1e6:,.1f} MB"
     yield ""
-    for title, what in _rows(place):
+    for title, what in _rows(place, place.files):
         yield f"  {title:<{_WIDTH}}  {what}"
     for problem in place.problems:
         yield ""
         yield from _problem_lines(problem)
 
 
-def _rows(place: Place) -> Iterator[tuple[str, str]]:
+def _rows(place: Place, files: Files) -> Iterator[tuple[str, str]]:
     """Yield the rows of the table: what is counted, and the counts."""
     census, layout = place.census, place.layout
     for medium in ("picture", "sound"):
@@ -130,9 +98,9 @@ def _rows(place: Place) -> Iterator[tuple[str, str]]:
         yield "rate", ", ".join(f"{rate:,} a second ({num:,})" for rate, num in census.rates.most_common())
         yield "channels", ", ".join(f"{channels} ({num:,})" for channels, num in census.channels.most_common())
         yield "length", f"{min(census.tenths) / 10:g} to {max(census.tenths) / 10:g} s"
-    if others := census.mediums[None]:
-        endings = Counter(PurePath(name).suffix or name for name in place.files.names if medium_of(name) is None)
-        yield "others", f"{others:,} files: " + ", ".join(f"{word} ({num:,})" for word, num in endings.most_common(8))
+    if census.mediums[None]:
+        endings = Counter(PurePath(name).suffix or name for name in files.names if medium_of(name) is None)
+        yield "others", ", ".join(f"{word} ({num:,})" for word, num in endings.most_common(8))
     if layout is not None:
         yield "splits", _splits(layout)
         for name, label in layout.labels.items():
@@ -148,7 +116,7 @@ def _rows(place: Place) -> Iterator[tuple[str, str]]:
 
 def _splits(layout: Layout) -> str:
     if layout.split_N is None:
-        return f"none, so the commands draw {_TEST_SHARE:.0%} for tests"
+        return f"none, so the commands draw {TEST_SHARE:.0%} for tests"
     return ", ".join(
         f"{split} {num:,}" for split, num in sorted(Counter(layout.split_N.tolist()).items(), reverse=True)
     )
@@ -161,11 +129,14 @@ def _counts(label: LabelColumn, is_good: NDArray[np.bool_]) -> Counter[str]:
 
 
 def _label(counts: Counter[str]) -> str:
-    num_without, nums = counts.pop(""), sorted(counts.values())
-    each = " to ".join(f"{num:,}" for num in dict.fromkeys((nums[0], nums[-1])))
-    more = ", ..." if len(counts) > _NUM_CLASSES else ""
+    num_without = counts.pop("")
+    words, nums = tuple(counts), tuple(counts.values())
     without = f"; {num_without:,} have none" if num_without else ""
-    return f"{len(counts):,} classes of {each}: {', '.join([*counts][:_NUM_CLASSES])}{more}{without}"
+    if LabelEntry.model_construct(title="", classes=words, counts=nums).is_number:
+        return f"a number, {words[0]} to {words[-1]}{without}"
+    each = " to ".join(f"{num:,}" for num in dict.fromkeys((min(nums), max(nums))))
+    more = ", ..." if len(words) > _NUM_CLASSES else ""
+    return f"{len(words):,} classes of {each}: {', '.join(words[:_NUM_CLASSES])}{more}{without}"
 
 
 def _problem_lines(problem: Problem) -> Iterator[str]:
@@ -190,17 +161,13 @@ def _wrapped(words: Sequence[str]) -> str:
     return " \\\n  ".join(lines)
 
 
-def _bytes(num: int) -> str:
-    return f"{num / 1e9:,.1f} GB" if num >= 1e9 else f"{num / 1e6:,.1f} MB" if num >= 1e5 else f"{num / 1e3:,.1f} kB"
-
-
 def _as_json(place: Place) -> dict[str, Any]:
     """Return what was found at a path, for programs: all names of each problem, and commands as lists of words."""
     census, layout = place.census, place.layout
     return {
         "path": place.path,
         "kind": None if layout is None else layout.kind,
-        "num_files": len(place.files.names),
+        "num_files": 0 if place.files is None else len(place.files.names),
         "num_bytes": census.num_bytes,
         "num_decoded": census.num_decoded,
         "formats": [{"medium": m, "format": f, "mode": mode, "num": num} for (m, f, mode), num in census.kinds.items()],
@@ -225,7 +192,7 @@ def run(args: argparse.Namespace) -> None:
     for place in () if args.json else places:
         print("\n".join(describe(place)))
         if found := commands(place):
-            print("\nThese commands build it and train on it:\n")
+            print("\nThese commands fit:\n" if place.manifest else "\nThese commands build it and train on it:\n")
             print("\n".join(f"  {_wrapped(words)}" for words in found), end="\n\n")
         else:
             print("\nMend what is marked with ! first.\n")

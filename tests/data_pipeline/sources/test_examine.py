@@ -26,6 +26,7 @@ PICTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "a.bmp": ("RGB", {}),
     "a.ppm": ("RGB", {}),
     "a.jp2": ("RGB", {}),
+    "a.avif": ("RGB", {}),
 }
 SOUNDS = {
     "a.wav": "PCM_16",
@@ -66,10 +67,12 @@ def test_a_picture_is_what_pillow_says_and_its_part_is_truncated(name: str, full
         due = ("picture", theirs.format, theirs.mode, theirs.size, None, ())
     found = examined(name, content, full=full)
     assert (found.medium, found.format, found.mode, found.size, found.fault, found.findings) == due
-    assert found.is_decoded == (full or name in ("a.bmp", "a.ppm"))  # these have no end mark
+    assert found.is_decoded == (full or name in ("a.bmp", "a.gif", "a.ppm"))  # these have no end mark
     for share in (0.5, 0.9):
         part = examined(name, content[: int(len(content) * share)], full=full)
-        assert (part.medium, part.fault) == ("picture", "truncated"), part
+        faults = ("truncated", "damaged") if name in ("a.webp", "a.avif", "packed.tif") else ("truncated",)
+        assert part.medium == "picture"
+        assert part.fault in faults  # a part of the others does not open
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -89,13 +92,13 @@ def test_a_sound_is_what_soundfile_says_and_its_part_has_a_fault(name: str, full
     ("name", "content", "due"),
     [
         ("a.png", picture("a.jpg"), ("picture", "JPEG", None, ("other name",))),
-        ("a.jpg", b"<!DOCTYPE html><p>404", ("picture", "a web page", "not one", ())),
-        ("a.jpg", b"version https://git-lfs.github.com/spec/v1\n", ("picture", "a pointer of Git LFS", "not one", ())),
-        ("a.jpg", bytes(5_000), ("picture", "of no known format", "not one", ())),
-        ("a.wav", picture("a.png"), ("picture", "PNG", None, ("other name",))),
-        ("a.flac", b"", ("sound", "text", "empty", ())),
+        ("a.jpg", b"<!DOCTYPE html><p>404", ("picture", "", "not one", ())),
+        ("a.jpg", b"version https://git-lfs.github.com/spec/v1\n", ("picture", "", "not one", ())),
+        ("a.jpg", bytes(5_000), ("picture", "", "damaged", ())),
+        ("a.wav", picture("a.png"), ("sound", "", "damaged", ())),
+        ("a.flac", b"", ("sound", "", "empty", ())),
         ("no_ending", picture("a.gif"), ("picture", "GIF", None, ())),
-        ("labels.csv", b"file,label\n", (None, "text", None, ())),
+        ("labels.csv", b"file,label\n", (None, "", None, ())),
         ("a.jpg", picture("a.jpg") + bytes(100_000), ("picture", "JPEG", None, ())),
         ("a.wav", sound("a.wav")[:40] + b"\xff" * 4 + sound("a.wav")[44:], ("sound", "WAV", None, ())),
         ("a.wav", sound("a.wav", np.zeros(1_000)), ("sound", "WAV", None, ("short", "silent"))),
