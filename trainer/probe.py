@@ -4,6 +4,8 @@ Reads run directories and the shards that their configs name. For each checkpoin
 RUN_DIR/probes/step_00010000/ a result for each label, such as base.json and, if the samples have overlays,
 overlay.json, and the trained heads in heads.safetensors.
 
+`--encoder ENCODER --train DIR --test DIR` scores an encoder of others in the same form, below scored/.
+
 It runs in one process. `torchrun --standalone --nproc-per-node 8 -m trainer.probe RUN_DIR`, or srun, is faster.
 """
 
@@ -24,6 +26,12 @@ _SET_HELP = (
     "num_neighbors=5 or labels=[overlay]; the value is YAML. May be repeated. Settings that change a result become a "
     "part of the file names."
 )
+_ENCODER_HELP = (
+    "Score this encoder in place of runs: FILE.py:NAME or package.module:NAME, a torch module or a function from "
+    "pictures (B, C, H, W) in [0, 1] to rows (B, D), which normalises them itself; timm:NAME or torchvision:NAME, with "
+    "the normalisation and the input size of its weights; an export; a program of TorchScript, FILE.pt, or of "
+    "torch.export, FILE.pt2; or a run directory."
+)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -32,7 +40,13 @@ def _parser() -> argparse.ArgumentParser:
         description="Fit one linear probe and one kNN vote for each label on the features of the frozen encoder.",
     )
     add = parser.add_argument
-    add("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="A run directory, or the directory of a study.")
+    add("run_dirs", type=Path, nargs="*", metavar="RUN_DIR", help="A run directory, or the directory of a study.")
+    add("--encoder", help=_ENCODER_HELP)
+    add("--train", metavar="DIR", help="Fit on this dataset (default: the train set of the run).")
+    add("--test", metavar="DIR", help="Test on this dataset (default: the test set of the run).")
+    add(
+        "--out", type=Path, metavar="DIR", help="The directory of the results of --encoder (default: scored/NAME-HASH)."
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--step", type=whole, help="The checkpoint to probe; 0 is the untrained encoder (default: the newest)."
@@ -50,7 +64,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    arguments = _parser().parse_args()
+    parser = _parser()
+    arguments = parser.parse_args()
+    if arguments.encoder is not None and RunDir(Path(arguments.encoder)).config.is_file():
+        arguments.run_dirs, arguments.encoder = [*arguments.run_dirs, Path(arguments.encoder)], None
+    if bool(arguments.run_dirs) == (arguments.encoder is not None):
+        parser.error("pass either RUN_DIR or --encoder")
+    if arguments.encoder is not None and None in (arguments.train, arguments.test):
+        parser.error("--encoder needs --train DIR and --test DIR, two datasets")
     import_code(arguments.code)
     from trainer.distributed.collectives import from_first_rank, on_first_rank, rank
     from trainer.distributed.environment import choose_device, process_group, read_env
@@ -61,9 +82,17 @@ def main() -> None:
         steps="all" if arguments.all_steps else arguments.step,
         settings=arguments.set,
         untrained=arguments.untrained,
+        train_dir=arguments.train,
+        test_dir=arguments.test,
     )
     device = choose_device(world)
     with process_group(world, device):
+        if arguments.encoder is not None:
+            from trainer.probed_runs.scoring import score
+
+            where = {"train_dir": arguments.train, "test_dir": arguments.test, "out": arguments.out}
+            score(arguments.encoder, **where, settings=arguments.set, device=device)
+            return
         paths = runs_of(arguments.run_dirs)
         run_dirs = [RunDir(path) for path in paths]
 

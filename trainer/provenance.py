@@ -101,16 +101,11 @@ def write_provenance(
         earlier.pop(name, None)  # a finished run goes on if new data make it longer
     code = this_code()
     start = {
-        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        **_facts_of_start(code, command),
         "start_step": restored.step,
-        "command": command,
         "world_size": world_size,
-        "host": platform.node(),
         "slurm_job_id": variable("SLURM_JOB_ID"),
         "slurm_restart_count": int(variable("SLURM_RESTART_COUNT") or 0) if variable("SLURM_JOB_ID") else None,
-        "git_commit": code.git_commit,
-        "snapshot_sha256": code.snapshot_sha256,
-        "git_diff_sha256": hashlib.sha256(code.git_diff.encode()).hexdigest() if code.git_diff else None,
         **manifests.identity.model_dump(),
         **({RECORDED_CODE: own} if (own := hashes_of_code(config, manifests.datasets)) else {}),
     }
@@ -119,10 +114,7 @@ def write_provenance(
     first = earlier or {
         **{name: start[name] for name in ("git_commit", "started_at", "host")},
         "seed": config.seed,
-        "cpu": cpu_name(),
-        "num_cpus": num_cores(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
+        **_facts_of_machine(),
     }
     steps_per_epoch = config.data.num_steps_per_epoch(manifests.train.num_samples, config.global_batch_size)
     now = manifests.identity.model_dump() | {
@@ -135,6 +127,31 @@ def write_provenance(
         "starts": [*earlier.get("starts", []), start],
     }
     write_json(run_dir.provenance, first | now | decisions_to_record(config, manifests.train))
+
+
+def origin_of_numbers() -> dict[str, Any]:
+    """Return command, time, code, machine and versions of this process, as a provenance.json holds them."""
+    return _facts_of_start(this_code(), command_line()) | _facts_of_machine()
+
+
+def _facts_of_start(code: Code, command: str) -> dict[str, Any]:
+    return {
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "host": platform.node(),
+        "git_commit": code.git_commit,
+        "snapshot_sha256": code.snapshot_sha256,
+        "git_diff_sha256": hashlib.sha256(code.git_diff.encode()).hexdigest() if code.git_diff else None,
+    }
+
+
+def _facts_of_machine() -> dict[str, Any]:
+    return {
+        "cpu": cpu_name(),
+        "num_cpus": num_cores(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
+    }
 
 
 def config_in_provenance(run_dir: RunDir) -> RunConfig | None:

@@ -32,7 +32,8 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         nargs="+",
         metavar="RUN_DIR",
-        help="A run directory, the directory of a study, or for --study a table that --csv has written.",
+        help="A run directory, the directory of a study, that of an encoder that `trainer.probe --encoder` has scored, "
+        "or for --study a table that --csv has written.",
     )
     add("--out", type=Path, help="The file to write (default: RUN_DIR/report.html, ./report.html or NAME.md).")
     add("--csv", type=Path, metavar="FILE", help="Also write every accuracy as a row of a table (.csv or .csv.gz).")
@@ -45,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> None:
     arguments = _parser().parse_args()
     from trainer.reports.page import page
-    from trainer.reports.runs import read_runs
+    from trainer.reports.runs import read_runs, read_scored
     from trainer.reports.studies import write_study
     from trainer.reports.table import measure, read_csv, without_copies, write_csv
 
@@ -57,9 +58,9 @@ def main() -> None:
     say_what_is_left_out([path for path in arguments.run_dirs if path not in tables])
     paths = [] if tables else runs_of(arguments.run_dirs)
     import_code(arguments.code)
-    runs = read_runs(paths)
-    runs, problems = without_copies(runs)
-    rows = measure(runs)
+    scored = read_scored(paths)
+    runs, problems = without_copies(read_runs([path for path in paths if path not in scored]))
+    rows = measure(runs, scored)
     rows += [row for table in tables for row in read_csv(table)]
     if arguments.csv is not None:
         text = write_csv(rows)
@@ -72,9 +73,11 @@ def main() -> None:
         print(out)
         return
     out = arguments.out or (RunDir(runs[0].path).report if len(runs) == 1 else Path("report.html"))
-    write_atomically(out, page(runs, rows, problems))
+    write_atomically(out, page(runs, rows, problems, scored))
     print(out)
     if arguments.wandb:
+        if not runs:
+            raise UserError("--wandb makes the report of runs; name one beside the scored encoders")
         from trainer.reports.publish import publish
 
         print(publish(out, runs, rows))

@@ -5,6 +5,7 @@ RUN_DIR/ config.json  provenance.json  metrics.jsonl  bad_samples.jsonl  nonfini
          ended.json  (if the last start ended early)
          checkpoints/step_00010000/ ...  LATEST  analysis/*.json *.png  report.html
          probes/step_00010000/base.json overlay.json heads.safetensors ...
+         probes/data_1a2b3c4d/step_00010000/ ...  (on other data than those of the run)
 """
 
 from __future__ import annotations

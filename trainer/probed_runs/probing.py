@@ -5,10 +5,12 @@ Guarantees: no encoder or checkpoint is changed, and no result depends on the nu
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -16,7 +18,7 @@ import torch
 from data_pipeline.core.errors import UserError, printable
 from trainer.config import RunConfig, read_run_config
 from trainer.config_changes import edited_config
-from trainer.data import read_agreed_manifests, read_manifests
+from trainer.data import DataConfig, Manifests, read_agreed_manifests, read_manifests
 from trainer.distributed.collectives import (
     FirstRankExit,
     broadcast_json,
@@ -30,15 +32,16 @@ from trainer.observability.tracking import uses_wandb
 from trainer.own_code import hashes_of_code
 from trainer.pretrained import load_modules, warn_of_other_data
 from trainer.probed_runs.readout import Readout, probe
-from trainer.probes.features import LabelSpace, read_pictures, read_train
+from trainer.probes.features import LabelSpace, Pictures, read_pictures, read_train
 from trainer.probes.groups import pairs_of
 from trainer.probes.heads import write_heads
 from trainer.probes.linear import ProbeConfig, check_ranks
-from trainer.probes.result import ProbeResult, read_result
+from trainer.probes.result import ProbeResult, ScoredEncoder, read_result
 from trainer.probes.shared import check_shared
 from trainer.probes.targets import option_difference, readable_labels
+from trainer.provenance import origin_of_numbers, train_sets
 from trainer.reports.config_identity import run_identity
-from trainer.run_dir import RunDir, steps_in, write_json
+from trainer.run_dir import RunDir, step_name, steps_in, write_json
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,20 @@ class ProbeOptions:
     settings: changes to the probe of the config, such as "views=none". The names of the result files say those that
         change a result.
     untrained: probe the untrained encoder too, before the others.
+    train_dir, test_dir: other datasets than those of the run, or its datasets at another place.
     """
 
     steps: int | Literal["all"] | None = None
     settings: Sequence[str] = ()
     untrained: bool = False
+    train_dir: str | None = None
+    test_dir: str | None = None
+
+    def data(self, own: DataConfig) -> DataConfig:
+        """Return the datasets of a run with the changes."""
+        no_mixture = {"mixture": None, "mixture_epoch": None, "probed_source": None}
+        train = {} if self.train_dir is None else {"train_dir": self.train_dir, **no_mixture}
+        return own.model_copy(update=train if self.test_dir is None else {**train, "test_dir": self.test_dir})
 
     def changed(self, own: ProbeConfig) -> ProbeConfig:
         """Return the probe of a run's config with the changes. Raises `UserError` for a value that it cannot have."""
@@ -107,40 +119,34 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
     config = on_first_rank(read) or read()
     if rank() == 0 and (said := edited_config(run_dir, config)) is not None:
         print(f"warning: {said}", file=sys.stderr)
-    probe_config = options.changed(config.probe)
+    data, probe_config = options.data(config.data), options.changed(config.probe)
     identity = from_first_rank(lambda: run_identity(config, run_dir.read_provenance()), str | None)
-    manifests = read_agreed_manifests(config.data)
+    manifests = read_agreed_manifests(data)
 
     def check() -> list[int | None]:
-        where = (config.data.probed_dir, config.data.test_dir)
-        pairs_of(readable_labels(manifests.probed, manifests.test, where=where), probe_config.groups)
-        readable_labels(manifests.probed, manifests.test, wanted=probe_config.labels)
-        check_ranks(probe_config)
         at_all = steps_in(run_dir.checkpoints)
         if options.steps == "all" and not at_all:
             raise UserError(f"{run_dir.path} has no checkpoint yet; train it, or use step 0, the untrained encoder")
         return options.checkpoint_steps(at_all, None)
 
-    def count_shared() -> int | None:
-        num_shared, said = check_shared(
-            config.data, train=manifests.train, test=manifests.test, allowed=probe_config.allow_shared
-        )
-        if said is not None:
-            print(said, file=sys.stderr)
-        return num_shared
-
     steps = from_first_rank(check, list[int | None])
+    check_labels(data, manifests, probe_config)
     modules = _load(run_dir, steps[-1])  # before the data are read, in case the run has no checkpoint
-    num_shared = from_first_rank(count_shared, int | None)
-    if (said := option_difference(manifests.probed, manifests.test)) is not None and rank() == 0:
-        print(f"warning: {said}; the accuracies measure this difference too", file=sys.stderr)
-    train = read_train(config.data)
-    test = read_pictures(config.data.test_dir, read=config.data)
+    train, test, num_shared = read_data(data, manifests, probe_config)
+    place = results_on(run_dir, config, options, manifests)
+    is_own = place == run_dir.all_probes
     for step in steps:
         modules = modules if len(steps) == 1 else _load(run_dir, step)
-        if rank() == 0:
+        if rank() == 0 and is_own:
             warn_of_other_data(modules, "train", train.manifest)
             warn_of_other_data(modules, "test", test.manifest)
+        scored = ScoredEncoder(
+            name=config.name,
+            seed=config.seed,
+            train_dir=data.probed_dir,
+            test_dir=data.test_dir,
+            origin=origin_of_numbers(),
+        )
         readout = probe(
             modules,
             train=train,
@@ -149,14 +155,63 @@ def probe_run(run_dir: RunDir, options: ProbeOptions, *, device: torch.device) -
             config=probe_config,
             num_shared=num_shared,
             run=identity,
+            scored=None if is_own else scored,
         )
-        on_first_rank(partial(_write, run_dir, modules.step, readout, suffix=options.suffix(config.probe)))
-        if rank() == 0:
-            print(table(readout.results))
-            print(run_dir.probes(modules.step))
-    if rank() == 0 and not options.suffix(config.probe):
+        write_results(place / step_name(modules.step), readout, suffix=options.suffix(config.probe))
+    if rank() == 0 and is_own and not options.suffix(config.probe):
         _summarize(run_dir, config, readout.results)
     return readout.results
+
+
+def check_labels(data: DataConfig, manifests: Manifests, config: ProbeConfig) -> None:
+    """Check on the first rank that the datasets have the labels of a probe. Every rank calls this.
+
+    Raises `UserError` if they have not, or if several ranks cannot fit the probe.
+    """
+
+    def check() -> None:
+        where = (data.probed_dir, data.test_dir)
+        pairs_of(readable_labels(manifests.probed, manifests.test, where=where), config.groups)
+        readable_labels(manifests.probed, manifests.test, wanted=config.labels)
+        check_ranks(config)
+
+    from_first_rank(check, None)
+
+
+def read_data(data: DataConfig, manifests: Manifests, config: ProbeConfig) -> tuple[Pictures, Pictures, int | None]:
+    """Return train set, test set, and the number of test samples that are in the train set too. Every rank calls this.
+
+    Raises `UserError` if they are more than the config allows, or if the data cannot be read.
+    """
+
+    def count_shared() -> int | None:
+        num_shared, said = check_shared(data, train=manifests.train, test=manifests.test, allowed=config.allow_shared)
+        if said is not None:
+            print(said, file=sys.stderr)
+        return num_shared
+
+    num_shared = from_first_rank(count_shared, int | None)
+    if (said := option_difference(manifests.probed, manifests.test)) is not None and rank() == 0:
+        print(f"warning: {said}; the accuracies measure this difference too", file=sys.stderr)
+    return read_train(data), read_pictures(data.test_dir, read=data), num_shared
+
+
+def results_on(run_dir: RunDir, config: RunConfig, options: ProbeOptions, manifests: Manifests) -> Path:
+    """Return the directory below which the results of each step lie.
+
+    It is that of the run, unless the options name other datasets, by content, than it has: then it has their short hash
+    in its name.
+    """
+    provenance, data = run_dir.read_provenance(), (manifests.probed.sha256, manifests.test.sha256)
+    of_run = (*train_sets(config, provenance)[-1:], provenance.get("test_manifest_sha256"))
+    if options.data(config.data) == config.data or of_run == data:
+        return run_dir.all_probes
+    return run_dir.all_probes / f"data_{short_hash(data)}"
+
+
+def short_hash(data: tuple[str, str]) -> str:
+    """Return eight digits that tell pairs of datasets apart, from the hashes of their manifests."""
+    return hashlib.sha256("".join(data).encode()).hexdigest()[:8]
 
 
 def table(results: Mapping[LabelSpace, ProbeResult]) -> str:
@@ -217,14 +272,15 @@ def is_probed(run_dir: RunDir, options: ProbeOptions) -> bool:
     try:
         own = read_run_config(run_dir)
         identity = run_identity(own, run_dir.read_provenance())
-        manifests = read_manifests(own.data)
+        manifests = read_manifests(options.data(own.data))
+        place = results_on(run_dir, own, options, manifests)
         data = manifests.probed, manifests.test
         wanted = options.changed(own.probe)
         spaces = readable_labels(*data, wanted=wanted.labels)
         hashes, code = tuple(each.sha256 for each in data), hashes_of_code(own, data)
         for space in spaces:
             for step in steps:
-                path = run_dir.probes(step or 0) / f"{space}{options.suffix(own.probe)}.json"
+                path = place / step_name(step or 0) / f"{space}{options.suffix(own.probe)}.json"
                 result, checkpoint = read_result(path), run_dir.checkpoint(step or 0)
                 if (
                     result.is_of_other_run(identity)
@@ -239,12 +295,17 @@ def is_probed(run_dir: RunDir, options: ProbeOptions) -> bool:
     return True
 
 
-def _write(run_dir: RunDir, step: int, readout: Readout, *, suffix: str) -> None:
-    """Write the heads and results of one checkpoint."""
-    directory = run_dir.probes(step)
-    write_heads(directory / f"heads{suffix}.safetensors", readout.heads)
-    for space, result in readout.results.items():
-        write_json(directory / f"{space}{suffix}.json", result.model_dump(mode="json"))
+def write_results(directory: Path, readout: Readout, *, suffix: str = "") -> None:
+    """Write heads and results on the first rank, and print them. Every rank calls this."""
+
+    def write() -> None:
+        write_heads(directory / f"heads{suffix}.safetensors", readout.heads)
+        for space, result in readout.results.items():
+            write_json(directory / f"{space}{suffix}.json", result.model_dump(mode="json"))
+        print(table(readout.results))
+        print(directory)
+
+    on_first_rank(write)
 
 
 def _load(run_dir: RunDir, step: int | None) -> TrainedModules:

@@ -14,14 +14,14 @@ from data_pipeline.core.sample import NO_LABEL
 from trainer.models.encoder import Encoder
 from trainer.modules import TrainedModules
 from trainer.own_code import hashes_of_code
-from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures
+from trainer.probes.features import FeatureEncoder, LabelSpace, Pictures, ViewFunction
 from trainer.probes.fitting import Fitted, fit
 from trainer.probes.groups import measure_groups, pairs_of
 from trainer.probes.heads import Heads
 from trainer.probes.knn import TEMPERATURE, KNNResult
 from trainer.probes.linear import ProbeConfig, Target, num_labelled
 from trainer.probes.numbers import r2, sample_scores
-from trainer.probes.result import ProbeResult, pack_right, pack_scores
+from trainer.probes.result import ProbeResult, ScoredEncoder, pack_right, pack_scores
 from trainer.probes.targets import label_targets, readable_labels
 
 
@@ -42,37 +42,52 @@ def probe(
     config: ProbeConfig | None = None,
     num_shared: int | None = None,
     run: str | None = None,
+    scored: ScoredEncoder | None = None,
 ) -> Readout:
     """Probe the labels of `config` (default: of the run), or all that the pictures have. Every rank calls this.
 
-    `num_shared` and `run` are only copied into the results: the number of test samples that are in the train set too,
-    and the identity of the run. Raises `UserError` if the train set and the test set have different classes, or lack
-    one of the labels.
+    `num_shared`, `run` and `scored` are only copied into the results: the number of test samples that are in the train
+    set too, the identity of the run, and the data if they are not those of the run. Raises `UserError` if the train set
+    and the test set have different classes, or lack one of the labels.
     """
-    started = time.monotonic()
-    # Now, because the user may edit it meanwhile.
+    # The hashes now, because the user may edit the code meanwhile.
     own_code = hashes_of_code(modules.config, (train.manifest, test.manifest))
-    config = config or modules.config.probe
+    config, modules = config or modules.config.probe, modules.to(device)
+    facts = {"num_shared": num_shared, "own_code": own_code, "run": run, "scored": scored}
+    encoder = reader(modules.encoder, config.reads)
+    return read_out(encoder, modules.view_policy, train, test, config, device, step=modules.step, facts=facts)
+
+
+def read_out(
+    encoder: FeatureEncoder,
+    view_policy: ViewFunction,
+    train: Pictures,
+    test: Pictures,
+    config: ProbeConfig,
+    device: torch.device,
+    *,
+    step: int,
+    facts: Mapping[str, Any],
+) -> Readout:
+    """Probe an encoder on `device`, as `probe` does. `facts` are more fields of the results. Every rank calls this."""
+    started = time.monotonic()
     targets = label_targets(train, test, wanted=config.labels)
-    modules = modules.to(device)
     fitted = fit(
-        reader(modules.encoder, config.reads),
-        view_policy=modules.view_policy,
+        encoder,
+        view_policy=view_policy,
         train=train.on(device),
         test=test.on(device),
         targets=targets,
         config=config,
         device=device,
     )
-    facts: dict[str, Any] = {
-        "checkpoint_step": modules.step,
+    facts = {
+        "checkpoint_step": step,
         "probe_config": config.protocol,
         "train_manifest_sha256": train.manifest.sha256,
         "test_manifest_sha256": test.manifest.sha256,
         "seconds": round(time.monotonic() - started, 1),
-        "num_shared": num_shared,
-        "own_code": own_code,
-        "run": run,
+        **facts,
     }
     pairs = pairs_of(readable_labels(train.manifest, test.manifest), config.groups)
     results = {space: describe(space, one, test, pairs=pairs, facts=facts) for space, one in fitted.items()}

@@ -40,7 +40,7 @@ LabelledData: TypeAlias = str | Path | Dataset[Any] | DataLoader[Any] | tuple[An
 DataLoader of batches of these; or a pair of arrays of NumPy or torch, the pictures and their labels."""
 
 ONLY_LABEL: Final = "label"  # the name of a label without a name
-_WITHOUT_VIEWS: Final = ProbeConfig(views="none")
+WITHOUT_VIEWS: Final = ProbeConfig(views="none")
 _FIXED: Final = {"views": "none", "batch_norm": "eval", "reads": "features"}
 _CPU: Final = torch.device("cpu")
 _OTHER_SCALE: Final = 2.0  # the ratio of the deviations of train and test inputs above which they are said to differ
@@ -67,7 +67,7 @@ def probe(
     train: LabelledData,
     test: LabelledData,
     *,
-    config: ProbeConfig = _WITHOUT_VIEWS,
+    config: ProbeConfig = WITHOUT_VIEWS,
     batch_size: int = 128,
 ) -> dict[str, Accuracy]:
     """Return the test accuracies of a frozen encoder for each label (or for `config.labels`), by its name.
@@ -94,12 +94,7 @@ def probe(
     set too: by their sources for two datasets of this package, by their values for two of others. Warns if the values
     of both sets are scaled differently.
     """
-    if config.fit_settings != config.fit_settings | _FIXED:
-        raise UserError(
-            "probe(encoder, train, test) encodes each picture once, without views, and reads what the encoder returns; "
-            f"the config must have {', '.join(f'{name}={value}' for name, value in _FIXED.items())}. For other values "
-            "use `python -m trainer.probe`"
-        )
+    check_without_views(config)
     if isinstance(train, str | Path) and isinstance(test, str | Path):
         data = DataConfig(train_dir=str(train), test_dir=str(test))
         manifests = read_manifests(data)
@@ -119,6 +114,16 @@ def probe(
         name: Accuracy(one.linear.accuracy, one.knn_accuracy, one.target.chance, one.num_neighbors)
         for name, one in fitted.items()
     }
+
+
+def check_without_views(config: ProbeConfig) -> None:
+    """Raise `UserError` for a setting of the probe that only a run can have."""
+    if config.fit_settings != config.fit_settings | _FIXED:
+        raise UserError(
+            "a probe of any encoder encodes each picture once, without views, and reads what the encoder returns; "
+            f"the config must have {', '.join(f'{name}={value}' for name, value in _FIXED.items())}. For other values "
+            "use `python -m trainer.probe RUN_DIR`"
+        )
 
 
 class AnyEncoder(nn.Module):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import re
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from data_pipeline.core.sample import NO_LABEL
-from data_pipeline.core.schema import Schema, is_label_name
+from data_pipeline.core.schema import Line, Schema, is_label_name
 from trainer.probes.features import LabelSpace, label_order
 from trainer.probes.groups import Groups
 from trainer.probes.knn import KNNResult
@@ -30,10 +30,27 @@ MOST_SAMPLES: Final = 100_000  # whose bits are kept, so that a result stays a s
 MOST_SCORES: Final = 25_000
 
 
+class ScoredEncoder(Schema):
+    """What was scored, and on what, if it is not a run on its own data.
+
+    name: the encoder, as reports name it.
+    seed: of the run; 0 of an encoder of others.
+    origin: the command, code and machine, as in a provenance.json.
+    sha256: of the file of the encoder; None if it is no file.
+    """
+
+    name: Line
+    seed: int
+    train_dir: Line
+    test_dir: Line
+    origin: dict[str, Any]
+    sha256: str | None = None
+
+
 class ProbeResult(Schema):
     """Accuracies of one label at one checkpoint, and the accuracies to compare them with.
 
-    checkpoint_step: 0 is the untrained encoder.
+    checkpoint_step: 0 is the untrained encoder; 1 stands for any encoder of others.
     chance: one over the number of classes that the samples have.
     majority_share: the test accuracy of always answering the commonest class of the train set.
     seconds: the time of the probe, for all labels together.
@@ -47,6 +64,7 @@ class ProbeResult(Schema):
         not imported, and is empty in old results.
     right_samples: for each method, "linear" and "knn", a bit for each test sample, see `unpack_right`; of a number, a
         score. It lacks methods of old results, and of test sets that are too large.
+    scored: the encoder, if it is not that of a run on its own data.
     run: the run whose encoder it is, see `trainer.reports.config_identity.run_identity`; None in old results, and if
         the run records no start.
     """
@@ -71,6 +89,7 @@ class ProbeResult(Schema):
     number: NumberResult | None = None
     own_code: dict[str, str] = Field(default_factory=dict)
     right_samples: dict[str, str] = Field(default_factory=dict)
+    scored: ScoredEncoder | None = None
     run: str | None = None
 
     @property

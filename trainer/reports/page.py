@@ -21,12 +21,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from data_pipeline.core.schema import flatten
+from trainer.probes.result import ProbeResult
 from trainer.provenance import facts_of_starts
 from trainer.reports.charts import color_of, curves, sweep_charts
 from trainer.reports.comparison import Comparison, Encoder, Score, compare
 from trainer.reports.paired import Estimate
 from trainer.reports.runs import Picture, Run
-from trainer.reports.table import Measurement, encoder_names
+from trainer.reports.table import NOTHING_SCORED, Measurement, encoder_names
 
 CODE = frozenset({"directory", "command", "commit", "train manifest", "test manifest"})
 _STYLE = Path(__file__).with_name("report.css")
@@ -43,14 +44,23 @@ class Table:
     rows: Sequence[Sequence[str]]
 
 
-def page(runs: Sequence[Run], rows: Sequence[Measurement], problems: Sequence[str] = ()) -> str:
-    """Return the page of runs and their rows of the table. `problems` are sentences on what was left out."""
+def page(
+    runs: Sequence[Run],
+    rows: Sequence[Measurement],
+    problems: Sequence[str] = (),
+    scored: Mapping[Path, Sequence[ProbeResult]] = NOTHING_SCORED,
+) -> str:
+    """Return the page of runs and scored encoders, and of their rows of the table.
+
+    `problems` are sentences on what was left out.
+    """
     names = encoder_names(runs)
     comparisons = compare(rows)
     probed = {row.run for row in rows if row.step > 0 and not row.readout.startswith("online")}
     axes = list(dict.fromkeys(axis for run in runs for axis in run.config.tracking.axes if axis != "seed"))
     pictures = [(run, picture) for run in runs for picture in run.pictures]
     notes = (run.config.objective.note for run in runs)
+    encoders = dict.fromkeys([*names.values(), *(row.encoder for row in rows)])
     return (
         templates()
         .get_template("page.html")
@@ -58,7 +68,7 @@ def page(runs: Sequence[Run], rows: Sequence[Measurement], problems: Sequence[st
             css=Markup(_STYLE.read_text(encoding="utf-8")),
             title=title_of(runs),
             comparisons=comparisons,
-            colors={name: color_of(number) for number, name in enumerate(dict.fromkeys(names.values()))},
+            colors={name: color_of(number) for number, name in enumerate(encoders)},
             without_probes=[run.name for run in runs if run.name not in probed],
             problems=list(dict.fromkeys([*problems, *(problem for run in runs for problem in run.problems)])),
             sweeps=sweep_charts(rows, axes),
@@ -67,13 +77,15 @@ def page(runs: Sequence[Run], rows: Sequence[Measurement], problems: Sequence[st
             loss_notes=list(dict.fromkeys(note for note in notes if note is not None)),
             analyses=_analyses(pictures),
             differences=differences(runs),
-            provenance=provenance(runs),
+            provenance=provenance(runs) + _provenance_of_scored(scored),
             code=CODE,
         )
     )
 
 
 def title_of(runs: Sequence[Run]) -> str:
+    if not runs:
+        return "Scored encoders"
     return f"Comparison of {len(runs)} runs" if len(runs) > 1 else f"Run {runs[0].name}"
 
 
@@ -226,10 +238,24 @@ def provenance(runs: Sequence[Run]) -> list[tuple[list[str], list[list[str | Non
     facts: dict[str, list[str | None]] = {title: [fact(run) for run in runs] for title, fact in _FACTS.items()}
     shared: list[list[str | None]] = [[title, texts[0]] for title, texts in facts.items() if len(set(texts)) == 1]
     differing = {title: texts for title, texts in facts.items() if len(set(texts)) > 1}
+    if not runs:
+        return []
     if not differing:
         return [(["", runs[0].name], shared)]
     own = [[run.name, *(texts[number] for texts in differing.values())] for number, run in enumerate(runs)]
     return [(["", "all runs"], shared), (["", *differing], own)]
+
+
+def _provenance_of_scored(
+    scored: Mapping[Path, Sequence[ProbeResult]],
+) -> list[tuple[list[str], list[list[str | None]]]]:
+    records = {path: results[0].scored for path, results in scored.items()}
+    rows: list[list[str | None]] = [
+        [one.name, str(path), one.origin.get("command"), _commit(one.origin), one.origin.get("started_at"), one.sha256]
+        for path, one in records.items()
+        if one is not None
+    ]
+    return [(["scored encoder", "directory", "command", "commit", "started", "file"], rows)] if rows else []
 
 
 def _of_starts(text: Callable[[Mapping[str, Any]], Any]) -> Callable[[Run], str | None]:

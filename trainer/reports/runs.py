@@ -79,10 +79,23 @@ class Run:
     def data_name(self) -> str:
         """Return the name of the train set's directory, or of the one above train/; "birds+photos" of a mixture."""
         train_dir = self.config.data.train_dir
-        if train_dir is None:
-            return "+".join(self.config.data.train_locations)
-        parts = train_dir.rstrip("/").split("/")
-        return parts[-2] if len(parts) > 1 and parts[-1] == "train" else parts[-1]
+        return "+".join(self.config.data.train_locations) if train_dir is None else name_of_data(train_dir)
+
+
+def name_of_data(train_dir: str) -> str:
+    """Return the name of the train set's directory, or of the one above train/."""
+    parts = train_dir.rstrip("/").split("/")
+    return parts[-2] if len(parts) > 1 and parts[-1] == "train" else parts[-1]
+
+
+def read_scored(paths: Sequence[Path]) -> dict[Path, tuple[ProbeResult, ...]]:
+    """Return the results of encoders that are not those of runs on their own data, by directory.
+
+    A path is that of such a directory, or of a run, which has one for each other data and step.
+    """
+    places = [place for path in paths for place in [path, *sorted(path.glob("probes/data_*/step_*"))]]
+    found = {place: _results_at(place) for place in places if not RunDir(place).config.is_file()}
+    return {place: results for place, results in found.items() if results and results[0].scored is not None}
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -168,11 +181,15 @@ def _read_results(
 def _results_in(run_dir: RunDir) -> Iterator[ProbeResult]:
     """Yield the results of all steps, of each label first the one with the run's own protocol."""
     for step in run_dir.probe_steps():
-        directory = run_dir.probes(step)
-        for label in labels_in(directory):
-            paths = [*directory.glob(f"{label}.json"), *directory.glob(f"{label}-*.json")]
-            for path in sorted(paths, key=lambda path: (len(path.name), path)):
-                yield read_result(path)
+        yield from _results_at(run_dir.probes(step))
+
+
+def _results_at(directory: Path) -> tuple[ProbeResult, ...]:
+    found = []
+    for label in labels_in(directory):
+        paths = [*directory.glob(f"{label}.json"), *directory.glob(f"{label}-*.json")]
+        found += [read_result(path) for path in sorted(paths, key=lambda path: (len(path.name), path))]
+    return tuple(found)
 
 
 def _read_pictures(run_dir: RunDir, *, test_set: str | None) -> tuple[tuple[Picture, ...], list[str]]:

@@ -11,9 +11,10 @@ import hashlib
 import io
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from data_pipeline.core.errors import UserError
@@ -26,12 +27,13 @@ from trainer.probes.result import ProbeResult, unpack_right
 from trainer.provenance import RECORDED_NUM_SAMPLES, RECORDED_NUM_TEST_SAMPLES
 from trainer.reports.config_identity import config_identity, identity_settings
 from trainer.reports.paired import Reading
-from trainer.reports.runs import Run, protocol_of
+from trainer.reports.runs import Run, name_of_data, protocol_of
 
 logger = logging.getLogger(__name__)
 
 FEATURES, PIXELS = "features", "pixels"
 ACCURACY, R2 = "accuracy", "R2"
+NOTHING_SCORED: Final[Mapping[Path, Sequence[ProbeResult]]] = MappingProxyType({})
 _ROUNDING: Final = 1e-5  # of a share in a file
 _FACTOR: Final = "factor."  # begins the name of a column with a factor
 _PLAIN: Final = {"num_epochs", "views", "batch_norm"}  # settings that the description of a protocol always gives
@@ -128,10 +130,11 @@ def without_copies(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     return counted, problems
 
 
-def measure(runs: Sequence[Run]) -> list[Measurement]:
-    """Return the rows of all runs that have probe results or online probes."""
+def measure(runs: Sequence[Run], scored: Mapping[Path, Sequence[ProbeResult]] = NOTHING_SCORED) -> list[Measurement]:
+    """Return the rows of all runs that have probe results or online probes, and of the `scored` encoders."""
     names, factors = encoder_names(runs), _factors(runs)
-    return [row for run in runs for row in _rows(run, names[run.name], factors[run.name])]
+    rows = [row for run in runs for row in _rows(run, names[run.name], factors[run.name])]
+    return rows + [row for path, results in scored.items() for row in _rows_of_scored(path, results)]
 
 
 def encoder_names(runs: Sequence[Run]) -> dict[str, str]:
@@ -264,9 +267,34 @@ def _rows(run: Run, encoder: str, factors: Mapping[str, str]) -> Iterator[Measur
         "commit": commit,
         "hardware": str(run.provenance.get("gpu") or run.provenance.get("cpu") or ""),
     }
-    classes = {result.label: result.class_names for result in run.results}
-    for result in run.results:
-        shared_by_result = shared | {
+    yield from _probed(run.results, shared, lambda result: _initial(run, result))
+    yield from _online(run, shared)
+
+
+def _rows_of_scored(path: Path, results: Sequence[ProbeResult]) -> Iterator[Measurement]:
+    """Yield the rows of an encoder that is not that of a run on its own data."""
+    first, scored = results[0], results[0].scored
+    assert scored is not None
+    shared: dict[str, Any] = {
+        "run": str(path),
+        "encoder": scored.name,
+        "seed": scored.seed,
+        "factors": {},
+        "num_steps": max(1, first.checkpoint_step),
+        "dataset": name_of_data(scored.train_dir),
+        "data": " ".join(sha256[:12] for sha256 in first.data),
+        "commit": str(scored.origin.get("git_commit") or "")[:12],
+        "hardware": str(scored.origin.get("gpu") or scored.origin.get("cpu") or ""),
+    }
+    yield from _probed(results, shared, lambda _: scored.name)
+
+
+def _probed(
+    results: Sequence[ProbeResult], shared: Mapping[str, Any], initial: Callable[[ProbeResult], str]
+) -> Iterator[Measurement]:
+    classes = {result.label: result.class_names for result in results}
+    for result in results:
+        shared_by_result = dict(shared) | {
             "label": result.label,
             "title": result.title or "",
             "reads": result.probe_config.reads,
@@ -275,7 +303,7 @@ def _rows(run: Run, encoder: str, factors: Mapping[str, str]) -> Iterator[Measur
             "chance": result.chance,
             "majority": result.majority_share,
             "num_train": result.num_train,
-            "initial": _initial(run, result),
+            "initial": initial(result),
         }
         for readout, value in (("linear", result.linear.accuracy), ("knn", result.knn.accuracy)):
             num_right = round(value * result.num_test) if result.number is None else 0
@@ -301,7 +329,6 @@ def _rows(run: Run, encoder: str, factors: Mapping[str, str]) -> Iterator[Measur
                 num_samples=group.num_test,
                 group=groups.name(group, classes),
             )
-    yield from _online(run, shared)
 
 
 def _online(run: Run, shared: Mapping[str, Any]) -> Iterator[Measurement]:
