@@ -127,6 +127,7 @@ def test_values_of_twelve_bits_are_scaled_wherever_they_are_read(tmp_path: Path)
         assert store.manifest.value_range == ValueRange(0, 2_600)
         assert store.manifest.how_made.source_options == {"value_range": "0..2600"}
         np.testing.assert_array_equal(in_file_order(store)[:, 0], expected)
+        np.testing.assert_allclose(store.manifest.mean, expected.mean() / 255, rtol=1e-12)
     with pytest.raises(UserError, match=r"built with source_options .*2600.*, not .*4095"):
         build_dataset(
             "folder",
