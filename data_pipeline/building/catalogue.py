@@ -30,12 +30,11 @@ from data_pipeline.overlays.noise import Noise, NoiseOptions
 from data_pipeline.overlays.registry import NAMES as OVERLAY_NAMES
 from data_pipeline.overlays.registry import OVERLAYS, find_overlay
 from data_pipeline.sources import SoundKind, SoundSource, Source, SourceInputs, SourceKind, background, labels_of
-from data_pipeline.sources.audiomnist import AudioMnist
-from data_pipeline.sources.fsdd import Fsdd
 from data_pipeline.sources.procedural_speech import ProceduralSpeech
 from data_pipeline.sources.registry import NAMES as SOURCE_NAMES
 from data_pipeline.sources.silence import SPEECH, SilenceSource
 from data_pipeline.sources.sound_folder import SoundFolder
+from data_pipeline.sources.spoken_digits import AudioMnist, Fsdd
 from data_pipeline.storage.manifest import LabelEntry
 
 DATASETS = datasets_with([name for name in OVERLAYS if issubclass(find_overlay(name), PixelOverlay)])

@@ -27,7 +27,7 @@ TRAIN, TEST, VAL = "train", "test", "val"
 # The published test split of AudioMNIST; Tamkin et al. 2022 train on its training and validation speakers.
 TEST_SPEAKERS: Final = ("05", "13", "18", "22", "26", "32", "33", "42", "45", "51", "52", "60")
 FSDD_TEST_SPEAKER: Final = "yweweler"
-_SPOKEN_DIGIT: Final = re.compile(r"(?:.*/)?([0-9])_([0-9]{2}|[a-z]+)_[0-9]+\.wav", re.IGNORECASE)
+SPOKEN_DIGIT: Final = re.compile(r"(?:.*/)?([0-9])_([0-9]{2}|[a-z]+)_(0|[1-9][0-9]*)\.wav", re.IGNORECASE)
 _MAX_TEXT: Final = 100  # characters of a class in a .txt beside a record
 
 
@@ -206,7 +206,7 @@ def _speech_commands(look: Look) -> Found | None:
 
 def _spoken_digits(look: Look) -> Found | None:
     """Take the published test speakers as the test split, if there are others, too."""
-    matches = [match for match in map(_SPOKEN_DIGIT.fullmatch, look.names) if match]
+    matches = [match for match in map(SPOKEN_DIGIT.fullmatch, look.names) if match]
     if not matches or len(matches) < len(look.names):
         return None
     splits = [TEST if match[2] in (*TEST_SPEAKERS, FSDD_TEST_SPEAKER) else TRAIN for match in matches]

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import ClassVar, Final
 
 import numpy as np
@@ -25,15 +23,13 @@ from data_pipeline.core.options import SOURCE_OPTION
 from data_pipeline.core.sample import BASE, NO_LABEL, Record
 from data_pipeline.core.schema import Schema
 from data_pipeline.sources import LabelColumn, SourceInputs
-from data_pipeline.sources.files import Files, Names, ending_of
-from data_pipeline.sources.places import open_files
+from data_pipeline.sources.files import Files, Names
 from data_pipeline.sources.splits import SplitOptions, open_split
 
 logger = logging.getLogger(__name__)
 
 _NUM_SEEN: Final = 2_000  # sounds, evenly spread, by which rate and length are chosen
 _COVERED: Final = 0.95  # of the sounds are no longer than a sample in a batch
-SPOKEN_DIGITS: Final = ("spoken digit", tuple("0123456789"))  # title and classes of AudioMNIST and FSDD
 _LEAST_SECONDS, _MOST_SECONDS = 0.5, 5.0  # of a sample, if the user chooses none
 
 
@@ -84,32 +80,6 @@ def read_recording(files: Files, name: str, *, sample_rate: int | None = None) -
     except (OSError, ValueError) as error:
         why = f"it is not there ({error.strerror})" if isinstance(error, OSError) else str(error)
         raise UserError(f"{files.root / name} cannot be read, because {why}; mend or remove it") from None
-
-
-def published_recordings(
-    root: Path, folder: str, pattern: str, *, form: str, where: str
-) -> tuple[Files, list[re.Match[str]]]:
-    """Return the files of `root/folder`, or of `root` without it, and how the name of each WAV file matches `pattern`.
-
-    Capitals do not count. Warns of other files. Raises `UserError`, which says `where` to get the recordings, if there
-    are none, or if one has another name than `form`, the pattern in words.
-    """
-    if not root.exists():
-        raise UserError(f"{root} is not there; give --root the folder of the recordings, which are at {where}")
-    files = open_files(root / folder if (root / folder).is_dir() else root)
-    found, others = [], []
-    for name in files.names:
-        if ending_of(name) != ".wav":
-            others.append(name)
-        elif match := re.fullmatch(pattern, name, re.IGNORECASE):
-            found.append(match)
-        else:
-            raise UserError(f"{files.root / name} is not named {form}, as the published files are; rename or remove it")
-    if not found:
-        raise UserError(f"{files.root} holds no WAV files; copy the recordings there, which are at {where}")
-    if others:
-        logger.warning("%s: ignored %d files that are no .wav, such as %s", files.root, len(others), others[0])
-    return files, found
 
 
 class SoundFolderOptions(SplitOptions):

@@ -18,10 +18,9 @@ from sklearn.preprocessing import StandardScaler
 from data_pipeline.audio.log_mel import FSDD, log_mel, power_mel
 from data_pipeline.audio.waveform import encode_wav, fit_length, to_float
 from data_pipeline.core.errors import UserError
-from data_pipeline.sources.audiomnist import AudioMnist
 from data_pipeline.sources.background import FILE_NAMES, procedural_sounds, read_sounds
-from data_pipeline.sources.fsdd import Fsdd
 from data_pipeline.sources.procedural_speech import ProceduralSpeech
+from data_pipeline.sources.spoken_digits import AudioMnist, Fsdd
 from tests.real_data import archive
 from tests.tars import unpack_tar
 
@@ -80,9 +79,9 @@ def test_missing_speakers_are_named(audiomnist: Path) -> None:
 
 
 def test_an_empty_speaker_and_a_file_with_another_name_are_named(audiomnist: Path) -> None:
-    wrong = audiomnist / "data" / "01" / "3_02_1.wav"
+    wrong = audiomnist / "data" / "01" / "3_01_x.wav"
     wrong.touch()
-    with pytest.raises(UserError, match=r"01/3_02_1\.wav is not named"):
+    with pytest.raises(UserError, match=r"01/3_01_x\.wav is not named"):
         AudioMnist(audiomnist, split="train")
     for path in wrong.parent.iterdir():
         path.unlink()
