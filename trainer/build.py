@@ -71,7 +71,10 @@ def build_training(
     """
     modules = build_modules(config).to(device, config.parameter_dtype)
     if is_new and config.encoder.weights is not None:
-        on_every_rank(lambda: load_start(modules.encoder))  # before an objective copies it, and an engine cuts it
+        # Before an objective copies the encoder, and an engine cuts it.
+        said = on_every_rank(lambda: load_start(modules.encoder))
+        if rank() == 0:
+            logger.info("%s", said)
     objective = build_run_objective(
         config, modules.encoder, num_samples=num_samples, num_classes=num_classes, device=device
     )

@@ -20,9 +20,8 @@ from trainer.distributed.collectives import world_size
 from trainer.mixture import TrainManifest, datasets_of, num_classes, weights_of
 from trainer.models.batch_norm import check_splits
 from trainer.models.encoder import InputSizeError, build_encoder, check_input_size, check_norm_groups
-from trainer.models.weights import IMAGENET
 from trainer.open_settings import decide, input_size, normalization_of
-from trainer.pretrained import read_weights, start_of
+from trainer.pretrained import load_start, read_weights
 from trainer.probes.groups import pairs_of
 from trainer.probes.shared import check_shared
 from trainer.probes.targets import check_same_classes, option_difference, readable_labels
@@ -49,26 +48,17 @@ def check_start(config: RunConfig, manifests: Manifests) -> None:
     """
     if config.encoder.weights is None:
         return
+    with torch.random.fork_rng(devices=[]):
+        load_start(build_encoder(decide(config, manifests.train).encoder))
     own = config.encoder.weights_normalization == "own" and config.data.mel is None
     if own and read_weights(config.encoder).normalization is None:
         found = normalization_of(manifests.train)
-        known = {"of this train set": found} if found is not None else {}
-        if config.encoder.in_channels == 3:
-            known |= {"of ImageNet, which torchvision, timm, lightly and solo-learn take": IMAGENET}
-        choices = ", or ".join(
-            f"{whose}, --set encoder.mean={_as_typed(each.mean)} --set encoder.std={_as_typed(each.std)}"
-            for whose, each in known.items()
-        )
         raise UserError(
             f"{config.encoder.weights} does not say by which mean and std pictures were normalised when its weights "
-            f"were trained; set --set encoder.weights_normalization=config, and the values {choices}"
+            "were trained; set encoder.weights_normalization=config, and encoder.mean and encoder.std to these values. "
+            "torchvision, timm, lightly and solo-learn take those of ImageNet, [0.485,0.456,0.406] and "
+            f"[0.229,0.224,0.225]; those of this train set are {found}"
         )
-    with torch.random.fork_rng(devices=[]):
-        start_of(build_encoder(decide(config, manifests.train).encoder))
-
-
-def _as_typed(values: Sequence[float]) -> str:
-    return f"[{','.join(f'{value:.4g}' for value in values)}]"
 
 
 def check_manifests(config: RunConfig, manifests: Manifests) -> None:

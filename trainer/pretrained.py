@@ -11,7 +11,6 @@ hash, and `load_start` loads them.
 from __future__ import annotations
 
 import json
-import logging
 import re
 import sys
 from collections.abc import Mapping
@@ -23,7 +22,6 @@ from typing import Any, Final, Literal
 import safetensors
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from data_pipeline.core.errors import UserError
 from data_pipeline.core.schema import Schema
@@ -31,7 +29,6 @@ from data_pipeline.storage.manifest import Manifest
 from trainer.checkpoint.restore import load_weights, newest_state
 from trainer.checkpoint.run_state import NAME_DIGITS
 from trainer.config import RunConfig, read_run_config
-from trainer.distributed.collectives import rank
 from trainer.models.encoder import (
     TIMM,
     TORCHVISION,
@@ -42,7 +39,6 @@ from trainer.models.encoder import (
     inside_wrappers,
 )
 from trainer.models.weights import (
-    Fit,
     TrainedWeights,
     fit,
     normalization_in,
@@ -54,8 +50,6 @@ from trainer.modules import TrainedModules, build_modules
 from trainer.open_settings import decide_as_recorded
 from trainer.own_code import warn_of_changed_code
 from trainer.run_dir import RunDir, open_run, read_object
-
-logger = logging.getLogger(__name__)
 
 EXPORT_SUFFIX = ".safetensors"
 HEADER_KEY = "encoder_export"
@@ -169,8 +163,7 @@ def load_published(encoder: nn.Module, weights: Mapping[str, Tensor]) -> None:
     those with which the weights were trained. Raises `UserError` if the weights do not fit by the rule of
     `trainer.models.weights.fit`.
     """
-    trunk = unwrapped(encoder).trunk.as_published
-    _load(trunk, fit(trunk.state_dict(), TrainedWeights("the weights", weights)))
+    _take(unwrapped(encoder), TrainedWeights("the weights", weights))
 
 
 def pinned(config: RunConfig, run_dir: RunDir) -> RunConfig:
@@ -196,23 +189,12 @@ def pinned(config: RunConfig, run_dir: RunDir) -> RunConfig:
     return config.model_copy(update={"encoder": encoder.model_copy(update=update)})
 
 
-def load_start(encoder: Encoder) -> None:
-    """Load the weights that the config of an encoder names into its trunk; does nothing if it names none.
+def load_start(encoder: Encoder) -> str | None:
+    """Load the weights that the config of an encoder names into its trunk, and say in a sentence what was taken.
 
-    The first rank logs what was taken. Raises `UserError` if the weights cannot be read, do not fit, or are not those
-    of `weights_sha256`.
+    Returns None if it names none. Raises `UserError` if the weights cannot be read, do not fit, or are not those of
+    `weights_sha256`.
     """
-    if (found := start_of(encoder)) is None:
-        return
-    _load(encoder.trunk.as_published, found)
-    if rank() == 0:
-        given = encoder.normalization
-        normalised = "" if given is None else f"; inputs are normalised by mean {given.mean} and std {given.std}"
-        logger.info("the encoder begins with %s%s", found.note, normalised)
-
-
-def start_of(encoder: Encoder) -> Fit | None:
-    """Return the tensors that `load_start` loads; None for none. Raises as `load_start`."""
     config = encoder.config
     if config is None or config.weights is None:
         return None
@@ -222,12 +204,16 @@ def start_of(encoder: Encoder) -> Fit | None:
             f"{weights.where} holds other weights (hash {weights.sha256[:NAME_DIGITS]}) than those of encoder."
             f"weights_sha256 ({str(config.weights_sha256)[:NAME_DIGITS]}); put those back"
         )
-    own = encoder.trunk.as_published.state_dict()
-    return fit(own, weights, prefix=config.weights_prefix, exceptions=config.weights_except)
+    said = _take(encoder, weights, prefix=config.weights_prefix, exceptions=config.weights_except)
+    return f"the encoder begins with {said}; inputs are normalised by {encoder.normalization}"
 
 
-def _load(trunk: nn.Module, found: Fit) -> None:
-    trunk.load_state_dict({**trunk.state_dict(), **found.tensors})
+def _take(encoder: Encoder, weights: TrainedWeights, **settings: Any) -> str:
+    trunk = encoder.trunk.as_published
+    own = trunk.state_dict()
+    taken, said = fit(own, weights, **settings)
+    trunk.load_state_dict({**own, **taken})
+    return said
 
 
 def read_weights(config: EncoderConfig) -> TrainedWeights:
@@ -264,14 +250,8 @@ def _read_weights(config: EncoderConfig) -> TrainedWeights:
 
 def _facts_beside(path: Path) -> Mapping[str, Any]:
     """Return what an export, or the config.json of a directory of the Hub, says of the pictures of its weights."""
-    if path.suffix == EXPORT_SUFFIX and path.is_file():
-        try:
-            with safetensors.safe_open(path, "pt") as file:
-                header: Mapping[str, Any] = json.loads((file.metadata() or {}).get(HEADER_KEY, "{}"))
-        except (safetensors.SafetensorError, ValueError):
-            return {}  # reading its tensors says what is wrong
-        if header:
-            return dict(header.get("encoder", {}))
+    if path.suffix == EXPORT_SUFFIX and (header := _header(path)) is not None:
+        return dict(header["encoder"])
     config = path.with_name("config.json")
     if path.name != HUB_WEIGHTS or not config.is_file():
         return {}
@@ -290,7 +270,7 @@ def open_network(text: str, *, settings: Mapping[str, Any] = MappingProxyType({}
     - "timm:NAME", with timm's pretrained weights, or "torchvision:NAME", see `weights_of_torchvision`. Pictures of any
       size are resized to the size of the weights.
     - the path of a state dict. `settings` of the section `encoder` then name its `kind`, `mean` and `std`. Returns an
-      `Encoder` without a head.
+      `Encoder`.
 
     Raises `UserError` if there is no such network, or if the weights do not fit it.
     """
@@ -308,30 +288,23 @@ def open_network(text: str, *, settings: Mapping[str, Any] = MappingProxyType({}
     if encoder.normalization is None:
         raise UserError(f"{text} does not say by which mean and std pictures are normalised; set encoder.mean and std")
     load_start(encoder)
-    encoder.head = NoHead()
-    return encoder if weights.image_size is None else _Resized(encoder, weights.image_size)
+    encoder.head = nn.Identity()
+    if weights.image_size is None:
+        return encoder
+    from torchvision.transforms import Resize  # takes as long to import as torch
 
-
-class _Resized(nn.Module):
-    """The pooled features of an encoder for pictures that are first resized to `image_size` (height, width)."""
-
-    def __init__(self, encoder: Encoder, image_size: tuple[int, int]) -> None:
-        super().__init__()
-        self.encoder = encoder
-        self._image_size = image_size
-
-    def forward(self, pictures_BCHW: Tensor) -> Tensor:
-        if pictures_BCHW.shape[2:] != self._image_size:
-            pictures_BCHW = F.interpolate(pictures_BCHW, self._image_size, mode="bilinear", antialias=True)
-        return self.encoder.pooled(pictures_BCHW)
+    return nn.Sequential(Resize(weights.image_size), encoder)
 
 
 def _load_export(path: Path) -> Encoder:
-    header, weights = _read_export(path)
+    values = _header(path)
+    if values is None:
+        raise UserError(f"{path} is not an encoder that python -m trainer.export wrote; export the encoder again")
+    header = ExportHeader.parse(values, where=f"the header of {path}")
     try:
         with torch.random.fork_rng(devices=[]):
             encoder = build_encoder(header.encoder)
-        encoder.trunk.as_published.load_state_dict(weights)
+        encoder.trunk.as_published.load_state_dict(read_tensors(path))
     except Exception as error:  # timm may raise anything for a stranger's options
         reason = " ".join(str(error).split())
         raise UserError(
@@ -341,14 +314,14 @@ def _load_export(path: Path) -> Encoder:
     return encoder.eval()
 
 
-def _read_export(path: Path) -> tuple[ExportHeader, dict[str, Tensor]]:
+def _header(path: Path) -> dict[str, Any] | None:
+    """Return the header of an export; None if a file of safetensors has none. Raises `UserError` if it has no JSON."""
     try:
         with safetensors.safe_open(path, "pt") as file:
-            header = json.loads((file.metadata() or {})[HEADER_KEY])
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
-    except (OSError, safetensors.SafetensorError, KeyError, ValueError) as error:
+            header: dict[str, Any] | None = json.loads((file.metadata() or {}).get(HEADER_KEY, "null"))
+    except (OSError, safetensors.SafetensorError, ValueError) as error:
         raise UserError(
             f"{path} is not an encoder that python -m trainer.export wrote ({type(error).__name__}: {error}); export "
             "the encoder again"
         ) from None
-    return ExportHeader.parse(header, where=f"the header of {path}"), weights
+    return header

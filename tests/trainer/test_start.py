@@ -148,7 +148,7 @@ def test_weights_that_do_not_fit_or_say_no_normalisation_leave_no_run(
     for settings, message in (
         (
             [f"encoder.weights={plain}"],
-            r"does not say by which mean and std .* ImageNet.* --set encoder\.mean=\[0\.485,",
+            r"does not say by which mean and std .* ImageNet, \[0\.485,.* this train set are mean=\(0\.4",
         ),
         ([f"encoder.weights={weights}", "encoder.width=8"], "does not fit the encoder: of another shape: conv1.weight"),
         (["encoder.weights=timm"], r"encoder\.weights=timm is for encoder\.kind=timm"),

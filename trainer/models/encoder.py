@@ -112,12 +112,6 @@ class BaseEncoderConfig(KindConfig):
     weights_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
 
     @model_validator(mode="after")
-    def _settings_of_weights_have_weights(self) -> Self:
-        if self.weights is None and (self.weights_prefix or self.weights_except or self.weights_sha256):
-            raise ValueError("weights_prefix, weights_except and weights_sha256 belong to weights, which is not set")
-        return self
-
-    @model_validator(mode="after")
     def _one_mean_and_std_a_channel(self) -> Self:
         if self.mean is None and self.std is None:
             return self

@@ -6,13 +6,15 @@ A file may hold mappings inside mappings. The name of a tensor is its path there
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import pickle
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +27,6 @@ from data_pipeline.core.errors import UserError
 from trainer.models.encoder import Normalization
 from trainer.models.timm_trunk import load_timm
 
-IMAGENET: Final = Normalization(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 # The first parts of the names of classifiers and projectors, which an encoder leaves aside.
 _CLASSIFIER: Final = "classifier"
 HEADS: Final = frozenset(
@@ -33,6 +34,7 @@ HEADS: Final = frozenset(
 )
 _COPIES: Final = ("momentum", "target", "encoder_k")  # words in the names of networks that follow the trained one
 _COUNTER: Final = "num_batches_tracked"  # torch before 1.0 did not save it, and no batch norm here reads it
+_NUMBERED: Final = re.compile(r"((?:[^.]*[^.0-9][^.]*\.)*)([0-9]+)\.(.+)")  # the first part of a name that is a number
 _MOST_NAMES: Final = 20  # of each kind that an error lists
 
 
@@ -98,20 +100,12 @@ def weights_of_timm(name: str, *, in_channels: int = 3, options: Mapping[str, An
     timm keeps them in the cache of Hugging Face. Raises `UserError` if it has none, or if they cannot be fetched.
     """
     timm = load_timm()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            model = timm.create_model(name, pretrained=True, num_classes=0, in_chans=in_channels, **(options or {}))
-    except Exception as error:  # timm, the Hub's client and its HTTP library raise many kinds
-        raise _not_fetched(
-            f"the weights of timm's {name}", f"timm.create_model({name!r}, pretrained=True)", error
-        ) from None
-    config = model.pretrained_cfg
-    return TrainedWeights(
-        f"timm's {name} ({config.get('tag') or 'pretrained'})",
-        model.state_dict(),
-        normalization_in(config),
-        tuple(config["input_size"][-2:]),
-    )
+    call = f"timm.create_model({name!r}, pretrained=True)"
+    with _fetching(f"weights of timm's {name}", call), torch.random.fork_rng(devices=[]):
+        model = timm.create_model(name, pretrained=True, num_classes=0, in_chans=in_channels, **(options or {}))
+    facts = model.pretrained_cfg
+    size = tuple(facts["input_size"][-2:])
+    return TrainedWeights(f"timm's {name}", model.state_dict(), normalization_in(facts), size)
 
 
 def weights_of_torchvision(name: str) -> TrainedWeights:
@@ -122,171 +116,125 @@ def weights_of_torchvision(name: str) -> TrainedWeights:
     """
     from torchvision import models  # takes as long to import as torch
 
-    try:
+    with _fetching(f"weights torchvision:{name}", f"torchvision.models.get_weight({name!r}).get_state_dict()"):
         weights = models.get_weight(name) if "." in name else models.get_model_weights(name).DEFAULT
-    except (ValueError, KeyError, AttributeError):
-        raise UserError(
-            f"torchvision has no weights {name}; name them like ResNet18_Weights.IMAGENET1K_V1, as "
-            "torchvision.models.list_models() and get_model_weights(MODEL) list them"
-        ) from None
-    try:
         tensors = weights.get_state_dict(progress=False, check_hash=True)
-    except (OSError, RuntimeError) as error:
-        call = f"torchvision.models.get_weight('{weights}').get_state_dict()"
-        raise _not_fetched(f"torchvision's {weights}", call, error) from None
     transforms = weights.transforms()
-    size = (transforms.crop_size * 2)[:2]
-    return TrainedWeights(
-        f"torchvision's {weights}", tensors, Normalization(mean=transforms.mean, std=transforms.std), size
-    )
+    normalization = Normalization(mean=transforms.mean, std=transforms.std)
+    return TrainedWeights(f"torchvision's {weights}", tensors, normalization, (transforms.crop_size * 2)[:2])
 
 
-def normalization_in(config: Mapping[str, Any]) -> Normalization | None:
+def normalization_in(facts: Mapping[str, Any]) -> Normalization | None:
     """Return the mean and std in a configuration of timm or of an export; None if it has none."""
-    mean, std = config.get("mean"), config.get("std")
+    mean, std = facts.get("mean"), facts.get("std")
     return None if mean is None or std is None else Normalization(mean=mean, std=std)
 
 
-def _not_fetched(what: str, call: str, error: Exception) -> UserError:
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return UserError(
-        f"{what} cannot be had ({reason[:300]}); without a network, call {call} on a machine that has one, copy its "
-        "cache here (~/.cache/huggingface or ~/.cache/torch), or pass the file of the weights"
-    )
-
-
-@dataclass(frozen=True)
-class Fit:
-    """The tensors of an encoder that were found, by their names there, and what is said of it in the log."""
-
-    tensors: Mapping[str, Tensor]
-    note: str
+@contextlib.contextmanager
+def _fetching(what: str, call: str) -> Iterator[None]:
+    """Replace the errors inside the block, which libraries and their HTTP clients raise in many kinds."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise UserError(
+            f"cannot fetch the {what} ({reason}); if there is no network, call {call} on a machine that has one and "
+            "copy its cache here (~/.cache/huggingface or ~/.cache/torch), or pass a file"
+        ) from None
 
 
 def fit(
-    own: Mapping[str, Tensor],
-    given: TrainedWeights,
-    *,
-    prefix: str | None = None,
-    exceptions: Sequence[str] = (),
-) -> Fit:
-    """Find the tensors `own` of an encoder in given weights.
+    own: Mapping[str, Tensor], given: TrainedWeights, *, prefix: str | None = None, exceptions: Sequence[str] = ()
+) -> tuple[dict[str, Tensor], str]:
+    """Find the tensors `own` of an encoder in given weights. Returns them by its names, and a sentence for the log.
 
     They stand under one beginning of names, such as `state_dict.module.encoder_q.`: the one with most of the encoder's
     names, or `prefix`. A network whose beginning says that it follows another one (momentum, target, encoder_k) counts
     only by `prefix`. `shortcut` means `downsample`, and the numbers of an `nn.Sequential` mean the layers in order.
-    Tensors outside that beginning are left aside, and so are classifiers and projectors (`HEADS`).
+    Left aside are tensors elsewhere, and classifiers and projectors (`HEADS`).
 
-    Tensors whose names begin with one of `exceptions` are not taken.
-
-    Raises `UserError` with a list of all other tensors that are missing, not known or of another shape, and if several
-    networks fit.
+    Tensors whose names begin with one of `exceptions` are not taken. Raises `UserError` with a list of all others that
+    are missing, not known or of another shape, and if several networks fit.
     """
-    wanted = {_usual(name): name for name in own}
+    names, excepted = {_usual(name): name for name in own}, tuple(map(_usual, exceptions))
+    wanted = {name: tensor for name, tensor in names.items() if not name.startswith(excepted)}
     found = {_usual(name): tensor for name, tensor in given.tensors.items()}
-    if prefix is None:
-        readings = [found, *_with_numbers_named(found, children=list(dict.fromkeys(map(_first, wanted))))]
-        counts = [_count_by_beginning(wanted, reading) for reading in readings]
-        most, best = max((max(count.values(), default=0), -number) for number, count in enumerate(counts))
-        found = readings[-best]
-        start = _beginning([each for each, num in counts[-best].items() if num == most and num], given)
-    else:
-        start = f"{prefix.removesuffix('.')}." if prefix else ""
+    layers = list(dict.fromkeys(name.partition(".")[0] for name in names))
+    counted = [(_counts(wanted, each), each) for each in (found, _with_named_layers(found, layers))]
+    counts, found = max(counted, key=lambda pair: max(pair[0].values(), default=0))
+    start = _beginning(counts, given) if prefix is None else f"{prefix.removesuffix('.')}."
     inside = {name.removeprefix(start): tensor for name, tensor in found.items() if name.startswith(start)}
-    excepted = tuple(map(_usual, exceptions))
-    problems: dict[str, list[str]] = defaultdict(list)
-    for name, own_name in wanted.items():
-        if name.startswith(excepted):
-            continue
-        if name not in inside:
-            if not name.endswith(_COUNTER):
-                problems["missing"].append(own_name)
-        elif inside[name].shape != own[own_name].shape:
-            shapes = tuple(inside[name].shape), tuple(own[own_name].shape)
-            problems["of another shape"].append(f"{own_name} is {shapes[0]} there and {shapes[1]} in the encoder")
-    for name in inside:
-        if name not in wanted and _first(name) not in HEADS and not name.startswith(excepted):
-            problems["not known"].append(name)
-    if problems:
-        lists = "; ".join(f"{kind}: {_listed(names)}" for kind, names in sorted(problems.items(), reverse=True))
+    taken = {own_name: inside[name] for name, own_name in wanted.items() if name in inside}
+    problems = {
+        "missing": [name for name in wanted.values() if name not in taken and not name.endswith(_COUNTER)],
+        "of another shape": [
+            f"{name} is {tuple(tensor.shape)} there and {tuple(own[name].shape)} in the encoder"
+            for name, tensor in taken.items()
+            if tensor.shape != own[name].shape
+        ],
+        "not known": [
+            name
+            for name in inside
+            if not (name in names or name.partition(".")[0] in HEADS or name.startswith(excepted))
+        ],
+    }
+    if any(problems.values()):
+        lists = "; ".join(f"{kind}: {_listed(which)}" for kind, which in problems.items() if which)
         raise UserError(
             f"{given.where} does not fit the encoder: {lists}; set the encoder.kind that was trained, or name in "
             "encoder.weights_except the beginnings of names that are not to be taken, such as [conv1.]"
         )
-    taken = {
-        own_name: inside[name] for name, own_name in wanted.items() if name in inside and not name.startswith(excepted)
-    }
-    is_taken = {start + _usual(own_name) for own_name in taken}
-    left = Counter(_outermost(name, start) for name in found if name not in is_taken)
-    said = [f"{len(taken)} of {len(own)} tensors from {given.where}", *([f"under {start}"] if start else [])]
-    aside = [f"left aside: {_listed([f'{name} ({num})' for name, num in left.items()])}"] if left else []
-    first = [name for name in own if name not in taken and not name.endswith(_COUNTER)]
-    begins = [f"with first weights of their own: {_listed(first)}"] if first else []
-    return Fit(taken, "; ".join([", ".join(said), *aside, *begins]))
+    is_taken = {start + name for name in wanted}
+    left = Counter(_up_to_a_difference(name, start) for name in found if name not in is_taken)
+    aside = f"; left aside: {_listed([f'{name} ({num})' for name, num in left.items()])}" if left else ""
+    return taken, f"{len(taken)} of {len(own)} tensors from {given.where}{start and f', under {start}'}{aside}"
 
 
 def _usual(name: str) -> str:
     return name.replace(".shortcut.", ".downsample.")
 
 
-def _first(name: str) -> str:
-    return name.partition(".")[0]
-
-
-def _count_by_beginning(wanted: Mapping[str, str], names: Mapping[str, Tensor]) -> Counter[str]:
+def _counts(wanted: Collection[str], names: Collection[str]) -> Counter[str]:
     """Return the number of wanted names under each beginning of names."""
     counts: Counter[str] = Counter()
     for name in names:
-        parts = name.split(".")
-        for at in range(len(parts)):
-            if ".".join(parts[at:]) in wanted:
-                counts["".join(f"{part}." for part in parts[:at])] += 1
+        rest = name
+        while rest:
+            if rest in wanted:
+                counts[name.removesuffix(rest)] += 1
+            rest = rest.partition(".")[2]
     return counts
 
 
-def _with_numbers_named(found: Mapping[str, Tensor], *, children: list[str]) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors with the numbers of one `nn.Sequential` replaced by the names of as many children.
+def _with_named_layers(found: Mapping[str, Tensor], layers: Sequence[str]) -> dict[str, Tensor]:
+    """Return the tensors with the numbers of every `nn.Sequential` of that many layers replaced by their names.
 
     A number counts if tensors have it, so that layers without tensors may be there or not. Further layers are a
     classifier.
     """
+    parts = {name: match.groups() for name in found if (match := _NUMBERED.fullmatch(name))}
     numbers: dict[str, set[int]] = defaultdict(set)
-    for name in found:
-        before, number = _split_at_number(name)
-        if number is not None:
-            numbers[before].add(number)
-    for before, used in numbers.items():
-        if len(used) >= len(children):
-            named = {number: f"{_CLASSIFIER}.{number}" for number in used}  # what follows the last child
-            named |= dict(zip(sorted(used), children, strict=False))
-            yield {_renamed(name, before, named): tensor for name, tensor in found.items()}
+    for before, number, _ in parts.values():
+        numbers[before].add(int(number))
+    named = {}
+    for name, tensor in found.items():
+        before, number, rest = parts.get(name, ("", "", ""))
+        if number and len(numbers[before]) >= len(layers):
+            place = sorted(numbers[before]).index(int(number))
+            name = f"{before}{[*layers, _CLASSIFIER][min(place, len(layers))]}.{rest}"
+        named[name] = tensor
+    return named
 
 
-def _split_at_number(name: str) -> tuple[str, int | None]:
-    """Return the part of a name before its first number, and that number."""
-    before = ""
-    for part in name.split("."):
-        if part.isdecimal():
-            return before, int(part)
-        before += f"{part}."
-    return before, None
-
-
-def _renamed(name: str, before: str, named: Mapping[int, str]) -> str:
-    own_before, number = _split_at_number(name)
-    if own_before != before or number is None:
-        return name
-    return before + named[number] + name.removeprefix(f"{before}{number}")
-
-
-def _beginning(candidates: list[str], given: TrainedWeights) -> str:
+def _beginning(counts: Mapping[str, int], given: TrainedWeights) -> str:
     """Return the beginning of the trained network. Raises `UserError` if there is none, or more than one."""
-    if not candidates:
+    if not counts:
         raise UserError(
             f"{given.where} holds no tensor of the encoder; its names are {_listed(list(given.tensors))}; set the "
             "encoder.kind that was trained"
         )
-    trained = [each for each in candidates if not any(word in each for word in _COPIES)] or candidates
+    best = [start for start, num in counts.items() if num == max(counts.values())]
+    trained = [start for start in best if not any(word in start for word in _COPIES)] or best
     if len(trained) > 1:
         raise UserError(
             f"{given.where} holds several networks that fit, under {_listed(trained)}; choose one, such as "
@@ -295,11 +243,11 @@ def _beginning(candidates: list[str], given: TrainedWeights) -> str:
     return trained[0]
 
 
-def _outermost(name: str, start: str) -> str:
-    """Return a name up to the first part in which it differs from the beginning `start`."""
-    parts, of_start = name.split("."), start.split(".")[:-1]
-    same = next((at for at, part in enumerate(of_start) if at >= len(parts) or parts[at] != part), len(of_start))
-    return ".".join(parts[: same + 1])
+def _up_to_a_difference(name: str, start: str) -> str:
+    """Return a name up to the end of its first part that the beginning `start` does not have."""
+    parts = name.split(".")
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(parts, start.split("."), strict=False))
+    return ".".join(parts[: 1 + len(list(same))])
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -42,19 +42,21 @@ def as_sequence(network: nn.Module) -> nn.Sequential:
     return nn.Sequential(*list(network.children())[:-1])
 
 
-def simclr_of_lightly(network: nn.Module) -> dict[str, Any]:
-    """The module of lightly's tutorials, as Lightning saves it."""
+def moco_of_lightly(network: nn.Module) -> dict[str, Any]:
+    """The module of lightly's tutorials, as Lightning saves it, with numbers for layers and a momentum copy."""
     heads = pytest.importorskip("lightly.models.modules.heads")
-    module = nn.ModuleDict(
-        {"backbone": as_sequence(network), "projection_head": heads.SimCLRProjectionHead(512, 64, 8)}
-    )
-    return {"epoch": 3, "state_dict": module.state_dict(), "hyper_parameters": {"lr": 0.1}}
+    parts = {
+        "backbone_momentum": as_sequence(torchvision.models.resnet18()),
+        "backbone": as_sequence(network),
+        "projection_head": heads.MoCoProjectionHead(512, 64, 8),
+    }
+    return {"epoch": 3, "state_dict": nn.ModuleDict(parts).state_dict(), "hyper_parameters": {"lr": 0.1}}
 
 
 FILES: dict[str, tuple[str, Callable[[nn.Module], Mapping[str, Any]]]] = {
     "torchvision": ("a.pth", lambda net: net.state_dict()),
     "safetensors": ("a.safetensors", lambda net: net.state_dict()),
-    "lightly": ("a.ckpt", simclr_of_lightly),
+    "lightly": ("a.ckpt", moco_of_lightly),
     "MoCo": (
         "a.pth.tar",
         lambda net: {
@@ -120,9 +122,9 @@ def test_every_tensor_that_does_not_fit_is_said() -> None:
         "encoder.weights_except",
     ):
         assert said in str(caught.value)
-    found = fit(own, weights, exceptions=("conv1.", "bn1.", "of_another."))
-    assert set(own) - set(found.tensors) == {"conv1.weight", *(name for name in own if name.startswith("bn1."))}
-    assert "with first weights of their own: conv1.weight, bn1.weight" in found.note
+    taken, said = fit(own, weights, exceptions=("conv1.", "bn1.", "of_another."))
+    assert set(own) - set(taken) == {"conv1.weight", *(name for name in own if name.startswith("bn1."))}
+    assert said == "114 of 120 tensors from x.pt; left aside: conv1 (1), bn1 (4), fc (2), of_another (1)"
 
 
 def test_two_networks_need_a_choice() -> None:
@@ -131,8 +133,8 @@ def test_two_networks_need_a_choice() -> None:
     both = with_prefixes(own, "student.backbone.") | with_prefixes(teacher, "teacher.backbone.")
     with pytest.raises(UserError, match=r"several networks that fit, under student\.backbone\., teacher\.backbone\.;"):
         fit(own, TrainedWeights("x.pt", both))
-    found = fit(own, TrainedWeights("x.pt", both), prefix="teacher.backbone")
-    assert torch.equal(found.tensors["conv1.weight"], teacher["conv1.weight"])
+    taken, _ = fit(own, TrainedWeights("x.pt", both), prefix="teacher.backbone")
+    assert torch.equal(taken["conv1.weight"], teacher["conv1.weight"])
 
 
 def test_files_that_are_no_weights_are_refused(tmp_path: Path) -> None:
@@ -174,7 +176,7 @@ def test_torchvisions_weights_come_with_their_normalisation(tmp_path: Path, monk
     torch.save(network.state_dict(), path)
     found = open_network("torchvision:ResNet18_Weights.IMAGENET1K_V1")
     assert_resizes_and_normalises(found, as_sequence(network), transforms.mean, transforms.std, size=224)
-    with pytest.raises(UserError, match=r"torchvision has no weights ResNet18_Weights\.MINE"):
+    with pytest.raises(UserError, match=r"cannot fetch the weights torchvision:ResNet18_Weights\.MINE"):
         open_network("torchvision:ResNet18_Weights.MINE")
 
 
@@ -192,7 +194,7 @@ def test_timms_weights_come_with_their_normalisation(tmp_path: Path, monkeypatch
     found = open_network("timm:resnet10t.c3_in1k")
     network.reset_classifier(0)
     assert_resizes_and_normalises(found, network, facts["mean"], facts["std"], size=facts["input_size"][-1])
-    with pytest.raises(UserError, match=r"the weights of timm's resnet18\.a1_in1k cannot be had .* copy its cache"):
+    with pytest.raises(UserError, match=r"cannot fetch the weights of timm's resnet18\.a1_in1k .* copy its cache"):
         open_network("timm:resnet18.a1_in1k")
 
 
