@@ -16,7 +16,7 @@ import os
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
@@ -24,6 +24,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from data_pipeline.audio.sound_file import SUFFIXES
 from data_pipeline.building.catalogue import labels_of_overlay, open_picture_overlay
 from data_pipeline.building.datasets import TAR_PICTURE_SIZE
 from data_pipeline.building.locks import locked
@@ -37,6 +38,7 @@ from data_pipeline.building.tar_scan import (
     ScanInputs,
     ScannedTar,
     TarTask,
+    are_numbered,
     mean_and_std,
     scan_tar,
     unread_label,
@@ -259,6 +261,11 @@ def _found_labels(
     """Return the classes of each label of which some sample has a value. Raises `UserError` as `make_index` does."""
     seen = ", ".join(name for name, _ in _count_fields(tars).most_common(10)) or "none"
     if not any(each.num_samples for each in tars):
+        if any(f".{name.rpartition('.')[2]}" in SUFFIXES for name in _count_fields(tars)):
+            raise UserError(
+                f"{location} holds sounds, which are built: `python -m data_pipeline build sounds --root {location} "
+                "--out DIR`"
+            )
         raise UserError(
             f"no sample of {location} has a picture under one of {', '.join(fields.content)}; its fields are {seen}, "
             "so name yours with --image"
@@ -354,7 +361,7 @@ def find_candidates(tars: Sequence[ScannedTar]) -> dict[str, Candidate]:
         for name, each in tar.candidates.items():
             found[name].num_found += each.num_found
             found[name].values |= each.values
-    if _are_numbered(found[TAR_FIELD].values):
+    if are_numbered(found[TAR_FIELD].values):
         del found[TAR_FIELD]
     likely = {
         name: each
@@ -362,12 +369,6 @@ def find_candidates(tars: Sequence[ScannedTar]) -> dict[str, Candidate]:
         if 1 < len(each.values) < each.num_found and (each.num_found == num or name.startswith("json:"))
     }
     return dict(sorted(likely.items(), key=lambda item: item[0].partition(":")[2] not in _LIKELY_ENTRIES))
-
-
-def _are_numbered(names: Collection[str]) -> bool:
-    """Return whether names differ by a number alone, which counts them all."""
-    numbers = sorted({int(match[1]) for name in names if (match := re.search(r"(\d+)\D*$", name))})
-    return len(numbers) == len(names) == numbers[-1] - numbers[0] + 1 if numbers else False
 
 
 def parse_labels(words: Sequence[str]) -> dict[str, str] | None:

@@ -13,7 +13,7 @@ import json
 import re
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +33,7 @@ from data_pipeline.remote.fetch import RemoteConfig, RemoteFile, fetch
 from data_pipeline.storage.index import MAX_MEMBER_BYTES, map_file, pack
 from data_pipeline.storage.locations import is_remote
 from data_pipeline.storage.manifest import Fields
-from data_pipeline.storage.tar_headers import TarContents, TarMember, read_contents, split_name
+from data_pipeline.storage.tar_headers import TarContents, TarMember, plain_contents, read_contents, split_name
 
 LABEL_FIELDS: Final = ("cls", "label", "label.txt", "class", "cls.txt")  # tried in this order if none is named
 _MAX_LABEL_BYTES: Final = 1 << 20
@@ -175,11 +175,9 @@ def scan_tar(inputs: ScanInputs, task: TarTask, *, is_built: bool = False) -> Sc
     """
     with _local(inputs, task) as path:
         status, data = path.stat(), map_file(path)
-        contents = read_contents(data)
+        contents = read_contents(data) if is_remote(task.path) else plain_contents(data, task.path)
         if is_remote(task.path) and not (contents.members and contents.is_whole):
             raise UserError(f"{task.path}: the answer of {len(data)} bytes is not a whole tar; check the location")
-        if contents.end == 0 and any(data[:1]):
-            raise UserError(f"{task.path} is not a plain tar; unpack it if it is compressed, or leave it out")
         left_out = LeftOut()
         problems = [] if contents.problem is None else [contents.problem]
         labels = {name: _LabelReader(inputs.fields, name, left_out, is_built) for name in inputs.label_names}
@@ -262,6 +260,12 @@ def _leave_out(contents: TarContents, left_out: LeftOut) -> None:
 def name_of_tar(path: str) -> str:
     """Return the name of a tar without its folders and ending, in NFC: the label `tar` of its samples."""
     return normal(re.sub(r"\.tar$", "", path.rpartition("/")[2], flags=re.IGNORECASE))
+
+
+def are_numbered(names: Collection[str]) -> bool:
+    """Return whether names differ by a number alone, which counts them all."""
+    numbers = sorted({int(match[1]) for name in names if (match := re.search(r"(\d+)\D*$", name))})
+    return len(numbers) == len(names) == numbers[-1] - numbers[0] + 1 if numbers else False
 
 
 def _members(fields: Fields, of_sample: Mapping[str, TarMember], left_out: LeftOut) -> list[TarMember] | None:

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from data_pipeline.core.errors import UserError
 from data_pipeline.core.label_words import normal
 
 BLOCK: Final = 512  # members start at multiples of this, each after a header of the same size
@@ -28,6 +29,7 @@ _RECORD: Final = re.compile(rb"(\d{1,9}) ([^=\n]{1,99})=")  # begins one
 _SIZE: Final = re.compile(rb"\d{1,18}")
 _ADLER_BASE: Final = 65_521
 _MAX_RECORDS_BYTES: Final = 1 << 20
+_UNPACKED_BY: Final = {b"\x1f\x8b": "gunzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"(\xb5/\xfd": "unzstd"}
 _MANY: Final = 1 << 20  # bytes that are compared with zero at once
 
 
@@ -123,6 +125,19 @@ def read_contents(data: memoryview) -> TarContents:
     rest = np.frombuffer(data, dtype=np.uint8)[end:]
     is_used = is_whole and not any(rest[start : start + _MANY].any() for start in range(0, len(rest), _MANY))
     return TarContents(members, num_links, sparse, end, is_whole, 0 if is_used else len(rest))
+
+
+def plain_contents(data: memoryview, where: str) -> TarContents:
+    """Read the headers of a tar like `read_contents`.
+
+    Raises `UserError` that names `where` if it does not begin as a tar, for example because it is compressed.
+    """
+    contents = read_contents(data)
+    if contents.end > 0 or not any(data[:1]):
+        return contents
+    command = next((command for start, command in _UNPACKED_BY.items() if data[: len(start)] == start), None)
+    mend = "leave it out" if command is None else f"unpack it with `{command} -c {where} > PLAIN.tar`"
+    raise UserError(f"{where} is not a plain tar; {mend}")
 
 
 def _num_map_bytes(data: memoryview, header: int) -> int:

@@ -45,10 +45,13 @@ def test_a_location_that_names_no_tars_is_refused_in_a_sentence(tmp_path: Path, 
 
 def test_a_compressed_tar_and_other_files_are_refused(tmp_path: Path) -> None:
     content = (simple(tmp_path, [3]) / "train-0000.tar").read_bytes()
-    for wrong in (gzip.compress(content), b"no tar at all"):
-        (tmp_path / "x.tar").write_bytes(wrong)
-        with pytest.raises(UserError, match=r"x.tar is not a plain tar"):
-            indexed(tmp_path, tmp_path / "index")
+    for name, wrong, mend in (
+        ("x.tar.gz", gzip.compress(content), "gunzip -c .*x.tar.gz"),
+        ("x.tar", b"no", "leave it"),
+    ):
+        (tmp_path / name).write_bytes(wrong)
+        with pytest.raises(UserError, match=rf"{name} is not a plain tar; .*{mend}"):
+            indexed(tmp_path / name, tmp_path / "index")
 
 
 def test_a_tar_in_upper_case_is_read(tmp_path: Path) -> None:
